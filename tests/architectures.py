@@ -298,7 +298,7 @@ CHAINS_ONLY = {
     "roformer",
 }
 
-_RECURRENT = "cannot be cut back to the accepted tokens"
+_OWN_CACHE = "in a cache of its own class"
 _BLOCK_INDEX = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
@@ -312,22 +312,22 @@ _NO_CACHE = "keeps no key/value cache"
 UNSUPPORTED = {
     "blt": ("groups bytes into patches", {}),
     "cpmant": ("reads the whole text again", {}),
-    "deepseek_v4": (_RECURRENT, {}),
+    "deepseek_v4": ("compresses the keys of many tokens into one", {}),
     "git": ("image slots in front of the padding", {}),
     "glm5_next": ("pools keys by their places", {}),
-    "minimax": (_RECURRENT, {}),
+    "minimax": (_OWN_CACHE, {}),
     "openai-gpt": (_NO_CACHE, {}),
     "prophetnet": ("one token at a time", {}),
     "qwen4_exp": ("remembers the last tokens", {"text_config": _BLOCK_INDEX}),
     "qwen4_exp_text": ("remembers the last tokens", _BLOCK_INDEX),
-    "recurrent_gemma": (_RECURRENT, {}),
+    "recurrent_gemma": ("keeps its recurrent states in its modules", {}),
     "reformer": (_NO_CACHE, {"is_decoder": True}),
-    "rwkv": (_RECURRENT, {}),
+    "rwkv": ("keeps its states in a list of tensors", {}),
     "t5gemma2": ("under one mask", {}),
-    "unlimited_ocr": (_RECURRENT, {}),
+    "unlimited_ocr": ("keeps its prompt apart from a window of the last tokens", {}),
     "xlm": (_NO_CACHE, {}),
     "xlnet": (_NO_CACHE, {}),
-    "xlstm": (_RECURRENT, {}),
+    "xlstm": (_OWN_CACHE, {}),
 }
 
 # Types that cannot be tried here.

@@ -12,7 +12,8 @@ from transformers import LlamaForCausalLM
 
 import hf_specdec
 from hf_specdec import UnsupportedModelError
-from hf_specdec.decoding.profile import check_reach, model_profile
+from hf_specdec.decoding.profile import model_profile
+from hf_specdec.decoding.rotary import changing_rotary, check_constant_rotary
 from hf_specdec.decoding.states import captured_states
 from hf_specdec.target_facts import decoder_layers
 
@@ -273,27 +274,73 @@ LONG = {
 }
 
 
+SHORT_HEADS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+LONG_ANEW = {**LONG, "rope_parameters": {**LONG["rope_parameters"], **SHORT_HEADS}}
+
+
 @pytest.mark.parametrize(
-    ("name", "changes", "prompt_lengths", "new_tokens", "is_fine"),
+    ("name", "changes", "prompt_lengths", "new_tokens", "is_crossed"),
     [
-        ("llama", DYNAMIC, [4, 14], 7, True),
-        ("llama", DYNAMIC, [4, 14], 8, False),
-        ("llama", DYNAMIC, [30], 1, False),
-        ("phi3", LONG, [14], 7, True),
-        ("phi3", LONG, [14], 8, False),
-        ("phi3", LONG, [25, 21], 30, True),
-        ("phi3", LONG, [25, 20], 30, False),
-        ("llama", {}, [14], 1000, True),
-        ("gemma3_text", {}, [14], 1000, True),
+        ("llama", DYNAMIC, [4, 14], 7, False),
+        ("llama", DYNAMIC, [4, 14], 8, True),
+        ("llama", DYNAMIC, [30], 1, True),
+        ("mistral", LONG, [14], 7, False),
+        ("mistral", LONG, [14], 8, True),
+        ("phi3", LONG, [25, 21], 30, False),
+        ("mistral", LONG, [25, 20], 30, True),
+        ("llama", {}, [14], 1000, False),
+        ("gemma3_text", {}, [14], 1000, False),
     ],
 )
-def test_texts_must_not_reach_where_the_rotary_embedding_changes(name, changes, prompt_lengths, new_tokens, is_fine):
+def test_calls_in_which_the_rotary_embedding_changes(name, changes, prompt_lengths, new_tokens, is_crossed):
     model = tiny_model(name, **changes)
-    if is_fine:
-        check_reach(model, prompt_lengths, new_tokens)
+    assert (changing_rotary(model, prompt_lengths, new_tokens) is not None) == is_crossed
+    if is_crossed:
+        with pytest.raises(UnsupportedModelError, match="use generate"):
+            check_constant_rotary(model, prompt_lengths, new_tokens)
     else:
-        with pytest.raises(UnsupportedModelError, match="changes at position 20"):
-            check_reach(model, prompt_lengths, new_tokens)
+        check_constant_rotary(model, prompt_lengths, new_tokens)
+
+
+def test_models_that_read_the_text_again_where_the_rotary_embedding_changes_are_refused():
+    case = Case("phi3", tiny_model("phi3", **LONG))
+    with pytest.raises(UnsupportedModelError, match="reads the whole text again.*changes at position 20"):
+        case.model.generate(**case.prompts(1), spec_method="ngram", max_new_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("llama", DYNAMIC), ("internlm3", DYNAMIC), ("mistral", LONG), ("minicpm3", LONG_ANEW)],
+    ids=["llama", "internlm3", "mistral", "minicpm3"],
+)
+def test_rotary_embeddings_that_change_in_the_call(name, changes):
+    """Every token has the frequencies that the longest row has in plain generation at its step."""
+    case = Case(name, tiny_model(name, **changes), new_tokens=24)
+    static = Case(name, tiny_model(name, max_position_embeddings=80), new_tokens=24)
+    for batch_size in (1, 4):
+        expected = case.expected(batch_size).tolist()
+        assert expected != static.expected(batch_size).tolist(), "the change makes no difference"
+        for script in ({"num_speculative_tokens": 5}, {"num_speculative_tokens": 3, "tree": TREE}):
+            output = case.speculate(batch_size, **script)
+            assert output.sequences.tolist() == expected
+            assert_ragged_acceptance(output.speculative, case.new_tokens)
+        # What the call leaves in the model is what plain generation leaves.
+        assert case.generate(batch_size).tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_plain_calls_after_one_in_which_the_rotary_embedding_changed(name):
+    """A dynamic embedding keeps frequencies for the forwards after it."""
+    changes = DYNAMIC if name == "llama" else LONG
+    tokens = torch.randint(3, 90, (1, 24), generator=torch.Generator().manual_seed(2))
+    texts = []
+    for drafts in (False, True):
+        case = Case(name, tiny_model(name, **changes))
+        expected = tiny_model(name, **changes).generate(**case.prompts(1), max_new_tokens=24, do_sample=False)
+        script = {"assistant": scripted_speculator(expected, [0], case.vocab_size)} if drafts else {}
+        case.model.generate(**case.prompts(1), max_new_tokens=24, do_sample=False, **script)
+        texts.append(case.model.generate(tokens, max_new_tokens=12, do_sample=False).tolist())
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(("name", "changes"), [("llama", DYNAMIC), ("phi3", LONG)])

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.generation import EncoderRepetitionPenaltyLogitsProcessor
 
-from hf_specdec import SpecConfigError, UnsupportedModelError, load_speculator
+from hf_specdec import SpecConfigError, UnsupportedModelError, generate_many, load_speculator
 from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, nothing_runs, prompts, scripted_for, tiny_gpt2, tiny_llama
 from tests.pairs import every_pair
@@ -567,11 +567,13 @@ class TestSettingsOfCheckpoints:
         with pytest.raises(SpecConfigError, match="`use_cache`=False"):
             model.generate(**inputs, do_sample=False, max_new_tokens=12, spec_method="ngram", use_cache=False)
 
-    def test_a_change_of_rotary_frequencies_is_not_crossed(self):
+    def test_changes_of_rotary_frequencies_are_followed_and_not_crossed_beside_others(self):
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
         model, inputs = tiny_llama(max_position_embeddings=16, rope_parameters=rope), prompts(1)
-        settings = {"do_sample": False, "spec_method": "ngram"}
-        plain = model.generate(**inputs, do_sample=False, max_new_tokens=9)
-        assert torch.equal(model.generate(**inputs, max_new_tokens=9, **settings), plain)
-        with pytest.raises(UnsupportedModelError, match="changes at position 16.*max_new_tokens"):
-            model.generate(**inputs, max_new_tokens=40, **settings)
+        for new_tokens in (9, 40):
+            plain = model.generate(**inputs, do_sample=False, max_new_tokens=new_tokens)
+            ours = model.generate(**inputs, do_sample=False, max_new_tokens=new_tokens, spec_method="ngram")
+            assert torch.equal(ours, plain)
+        requests = inputs["input_ids"].tolist()
+        with pytest.raises(UnsupportedModelError, match="changes with the length"):
+            generate_many(model, requests, max_new_tokens=40, spec_method="ngram")

@@ -21,7 +21,9 @@ from transformers import (
 
 from hf_specdec import UnsupportedModelError
 from hf_specdec.decoding.continuation import position_offsets
+from hf_specdec.decoding.profile import model_profile
 from hf_specdec.decoding.target import SlotModel
+from tests import images
 from tests.models import TINY, prompts, scripted_for
 
 
@@ -197,6 +199,22 @@ class TestEqualsPlain:
             how = scripted_for(plain, whole, accuracy=0.8, tree=tree)
             again = model.generate(**whole, past_key_values=ours.past_key_values, **SETTINGS, assistant=how)
             assert torch.equal(again, plain)
+
+
+@pytest.mark.parametrize("name", images.TYPES)
+def test_images_of_every_type(name):
+    """Left-padded prompts, with chains and, where the type takes them, trees."""
+    model = images.image_model(name)
+    inputs = images.image_inputs(model, 2)
+    settings = {"do_sample": False, "max_new_tokens": 8}
+    plain = model.generate(**inputs, **settings)
+    assert not torch.equal(model.generate(**{**inputs, "pixel_values": -inputs["pixel_values"]}, **settings), plain)
+    assert model_profile(model).supports_trees
+    for tree in (None, TREE):
+        script = scripted_for(plain, inputs, accuracy=0.8, tree=tree)
+        output = model.generate(**inputs, **settings, assistant=script, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, plain)
+        assert output.speculative.num_accepted_tokens > 0
 
 
 class TestPositionsBehindAnImage:

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_specdec.method import built_in_methods
-from tests import architectures, encoder_decoders
+from tests import architectures, encoder_decoders, images
 from tests.methods import EVERYTHING, OTHER_CHECKPOINTS, exemption, settings_of
 from tests.test_architectures import WITHOUT, WITHOUT_LAST
 
@@ -70,6 +70,7 @@ def targets_table() -> str:
             name for name in causal if name in chains
         ],
         "image-text-to-text models with text prompts, beyond those above": architectures.with_images(),
+        "of these also with images: chains and trees": images.TYPES,
         "models with an encoder: chains and trees": [
             name for name in encoder_decoders.supported() if name not in encoder_decoders.CHAINS_ONLY
         ],

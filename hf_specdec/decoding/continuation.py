@@ -28,8 +28,9 @@ from ..protocol import Prompt
 from ..target_facts import decoder_layers, layers_owner
 from .cache import check_room
 from .positions import PositionCounter
-from .profile import check_reach, model_profile
+from .profile import model_profile
 from .request import Request
+from .rotary import ChangingRotary, changing_rotary
 from .source import Source
 from .target import SlotModel
 
@@ -67,7 +68,7 @@ def read_prompts(
     room = max_length - input_ids.shape[1]
     mask_name = target.profile.of_decoder("attention_mask")
     given, mask = request.prompt_slots(target.cache.get_seq_length()), kwargs.get(mask_name)
-    check_reach(model, [given] if mask is None else mask.ne(0).sum(1).tolist(), room)
+    changing_rotary(model, [given] if mask is None else mask.ne(0).sum(1).tolist(), room)
     check_room(kwargs.get("past_key_values"), request.batch_size, given + room)
     if target.profile.has_encoder:
         target.source = Source.of_call(model, kwargs, request.source_inputs)
@@ -94,7 +95,7 @@ def read_prompts(
         # Padding is kept out of a recurrent state while the prompt is read, and no mask is needed after it.
         mask = torch.nn.functional.pad(kwargs["attention_mask"], (0, 1), value=1)
     continuation = Continuation.read(model, inputs, mask, received, num_slots, given, request.batch_size)
-    check_reach(model, continuation.next_positions, room)
+    continuation.rotary = changing_rotary(model, continuation.next_positions, room)
     continuation.start_slots(target, range(request.batch_size))
     # The last token is never read.
     target.max_position = max(continuation.next_positions) + room - 2
@@ -223,6 +224,7 @@ class Continuation:
         hidden (`torch.BoolTensor` of shape `(B, S)`, *optional*): Which slots a row does not see, where they are not
             only those in front of its start.
         counter (`PositionCounter`, *optional*): Says the positions, in the place of starts and offsets.
+        rotary (`ChangingRotary`, *optional*): Frequencies that may change.
     """
 
     inputs: dict[str, Any]
@@ -232,6 +234,7 @@ class Continuation:
     offsets: list[int]
     hidden: torch.BoolTensor | None = None
     counter: PositionCounter | None = None
+    rotary: ChangingRotary | None = None
 
     @classmethod
     def read(
@@ -274,7 +277,7 @@ class Continuation:
         """Ends the prefill of a target whose cache holds these rows."""
         hidden = None if self.hidden is None else self.hidden[list(rows)]
         starts, offsets = ([values[row] for row in rows] for values in (self.starts, self.offsets))
-        target.start_slots(starts, offsets, hidden, self.counter)
+        target.start_slots(starts, offsets, hidden, self.counter, self.rotary and self.rotary.of_rows(list(rows)))
 
     def prompt(
         self, input_ids: torch.LongTensor, states: dict[Any, torch.Tensor], source: Source | None = None

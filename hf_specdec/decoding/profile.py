@@ -75,8 +75,10 @@ _COUNT_SLOTS = {
 _UNSUPPORTED = {
     "blt": "groups bytes into patches by what one forward reads, so its logits depend on how the text is cut",
     "cpmant": "reads the whole text again in every forward and places a learned prompt in front of it",
+    "deepseek_v4": "compresses the keys of many tokens into one, which cannot be cut back to the accepted ones",
     "glm5_next_text": "pools keys by their places in the whole buffers of its cache, by a mask of two dimensions",
     "git": "keeps image slots in front of the padding, which its mask does not cover",
+    "minimax": "keeps the states of its linear attention in a cache of its own class, as of the last token alone",
     "qwen4_exp_text": "remembers the last tokens for its n-grams beside its recurrent state",
     "dia": "writes several streams of audio codes",
     "fsmt": "has no mask for several tokens after its cache",
@@ -84,6 +86,10 @@ _UNSUPPORTED = {
     "musicgen_melody_decoder": "writes several streams of audio codes",
     "prophetnet": "continues from its cache by one token at a time",
     "t5gemma2_decoder": "attends to its text and to its source under one mask, which it makes itself",
+    "recurrent_gemma": "keeps its recurrent states in its modules, as of the last token alone, and not in a cache",
+    "rwkv": "keeps its states in a list of tensors, as of the last token alone, and reads the padding of prompts",
+    "unlimited_ocr_text": "keeps its prompt apart from a window of the last tokens, in cache layers of its own",
+    "xlstm": "keeps its states in a cache of its own class, as of the last token alone",
 }
 
 _SPAN_OF_LAYER_TYPE = {
@@ -189,38 +195,3 @@ def is_text_only(model: torch.nn.Module) -> bool:
     # Where the language model has no config of its own, there may still be other parts beside it.
     is_whole = model.config.get_text_config(decoder=True) is model.config
     return is_whole and model.input_modalities in ("text", ["text"], ("text",))
-
-
-def check_reach(model: torch.nn.Module, prompt_lengths: list[int], max_new_tokens: int) -> None:
-    """Refuses texts during which the rotary embedding would change its frequencies.
-
-    It changes them for a whole forward, by the last position in it. A forward over several draft tokens would not
-    give the earlier ones what they get in plain generation.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        prompt_lengths (`list[int]`): Positions of each row before generation, padding not counted.
-        max_new_tokens (`int`): Positions that generation may add.
-
-    Raises:
-        UnsupportedModelError: A row may get past the position where the frequencies change.
-    """
-    config = model.config.get_text_config(decoder=True)
-    # The last token is not read.
-    longest = max(prompt_lengths) + max_new_tokens - 1
-    # Of all layers, or one dict for each layer type.
-    known = getattr(config, "rope_parameters", None) or {}
-    for parameters in [known] if "rope_type" in known else known.values():
-        if not isinstance(parameters, dict):
-            continue
-        kind, limit = parameters.get("rope_type"), config.max_position_embeddings
-        if kind == "longrope":
-            limit = parameters["original_max_position_embeddings"]
-        changes = kind == "dynamic" or (kind == "longrope" and min(prompt_lengths) <= limit)
-        if changes and longest > limit:
-            raise UnsupportedModelError(
-                f"The rotary embedding of {type(model).__name__} (rope_type='{kind}') changes at position {limit}, "
-                f"and this call may reach {longest}: prompts of {min(prompt_lengths)} to {max(prompt_lengths)} tokens "
-                f"and {max_new_tokens} new ones. Set `max_new_tokens` so that it stays below, or leave the "
-                "speculative arguments out to use plain generate()."
-            )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,6 +45,7 @@ from .positions import Nodes, PositionCounter
 from .profile import MASK_OF_LAYER_TYPE, WITHOUT_ATTENTION, model_profile
 from .recurrent import RecurrentLayers, mixers
 from .recurrent_state import RecurrentState
+from .rotary import ChangingRotary
 from .source import Source
 from .states import StateTaps
 
@@ -198,6 +199,7 @@ class SlotModel:
         self.offsets: list[int] = []
         self.hidden: torch.BoolTensor | None = None
         self.counter: PositionCounter | None = None
+        self.rotary: ChangingRotary | None = None
         self.max_position: int | None = None
         self.most_committed: int = 1
         self.attention_layers: Counter[str] = Counter()
@@ -234,6 +236,8 @@ class SlotModel:
         """Ends the call."""
         if self.graphs is not None:
             self.graphs.close()
+        if self.rotary is not None:
+            self.rotary.close()
 
     def check_prefilled(self) -> None:
         """
@@ -260,6 +264,7 @@ class SlotModel:
         offsets: list[int] | None = None,
         hidden: torch.BoolTensor | None = None,
         counter: PositionCounter | None = None,
+        rotary: ChangingRotary | None = None,
     ) -> None:
         """Ends the prefill.
 
@@ -268,6 +273,7 @@ class SlotModel:
             offsets (`list[int]`, *optional*): Each row's position id at that slot, 0 if not given.
             hidden (`torch.BoolTensor`, *optional*): Of [`RowState`].
             counter (`PositionCounter`, *optional*): Says the positions, in the place of starts and offsets.
+            rotary (`ChangingRotary`, *optional*): Rotary embeddings whose frequencies may change in the call.
 
         Raises:
             UnsupportedModelError: The prompt has left nothing in the cache.
@@ -275,11 +281,13 @@ class SlotModel:
         self.check_prefilled()
         self.starts = list(starts)
         self.offsets = list(offsets) if offsets else [0] * len(starts)
-        self.hidden, self.counter = hidden, counter
+        self.hidden, self.counter, self.rotary = hidden, counter, rotary
         if self.graphs is not None and hidden is not None:
             self.graphs.switch_off("tokens inside of the prompts are masked")
         elif self.graphs is not None and counter is not None:
             self.graphs.switch_off("its positions depend on the tokens")
+        elif self.graphs is not None and rotary is not None:
+            self.graphs.switch_off("its rotary embedding changes with the length of the text")
         self.cache.start_slots(len(starts))
         if self.profile.is_recurrent:
             self.recurrent = RecurrentLayers(self.model, self.cache)
@@ -331,11 +339,14 @@ class SlotModel:
         forward = VerificationForward(tree, self.cache.plan.columns)
         positions = self._positions_of(tokens, topology, rows) if self._places_nodes else None
         masks = self._masks(topology, forward, rows)
-        counted, nodes = self.profile.counted, Nodes(tokens, positions, topology, rows, self.max_position)
-        with (
-            nullcontext() if counted is None else counted.told(nodes),
-            nullcontext() if self.recurrent is None else self.recurrent.reading(topology),
-        ):
+        with ExitStack() as reading:
+            if self.profile.counted is not None:
+                nodes = Nodes(tokens, positions, topology, rows, self.max_position)
+                reading.enter_context(self.profile.counted.told(nodes))
+            if self.recurrent is not None:
+                reading.enter_context(self.recurrent.reading(topology))
+            if self.rotary is not None:
+                reading.enter_context(self.rotary.reading(positions))
             output = self._read(tokens, positions, masks, forward, tokens.shape[1] - logits_from)
         self.attention_layers = forward.layers
         return output
@@ -491,6 +502,8 @@ class SlotModel:
         self.cache.commit(counts, path)
         if self.recurrent is not None:
             self.recurrent.commit(counts, path)
+        if self.rotary is not None:
+            self.rotary.commit(counts)
 
     def row_states(self, row: int) -> tuple[list[tuple[torch.Tensor, ...]], dict[int, RecurrentState]]:
         """Copies of what an active row has in the cache: its slots, and its recurrent states by layer."""
@@ -536,6 +549,8 @@ class SlotModel:
         self.cache.keep_rows(keep)
         if self.recurrent is not None:
             self.recurrent.keep_rows(keep)
+        if self.rotary is not None:
+            self.rotary.keep_rows(keep)
         self.starts = [self.starts[row] for row in keep]
         self.offsets = [self.offsets[row] for row in keep]
         self.row_inputs = {name: select_rows(values, keep) for name, values in self.row_inputs.items()}

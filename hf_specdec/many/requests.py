@@ -12,8 +12,8 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from ..arguments import ARGUMENTS, is_off
 from ..decoding.joint import Row
-from ..decoding.profile import check_reach
 from ..decoding.request import Request
+from ..decoding.rotary import check_constant_rotary
 from ..errors import SpecConfigError, shown
 from ..integration import prepare_request
 from ..logits.grammar.recognition import grammar_of
@@ -199,7 +199,7 @@ class RequestReader:
         row = Row(request, seed, number, 0 if is_plain else most_draft_tokens, top_logprobs)
         # A loop of several rows may read any of them beside the others.
         reach = ([1], row.most_tokens - 1) if self._num_places > 1 else ([len(tokens)], row.most_tokens - len(tokens))
-        check_reach(self.model, *reach)
+        check_constant_rotary(self.model, *reach)
         return row
 
     def _own_objects(self, settings: dict[str, Any]) -> dict[str, Any]:

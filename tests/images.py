@@ -1,0 +1,97 @@
+"""Prompts with an image for tiny models of `tests/architectures.py`, whose image towers are made smaller still.
+
+Most types read images in one of two ways: as squares, each of as many tokens as the model says, or as rows of patches
+with the size of the grid they form.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from .architectures import SPECIAL, tiny_model
+
+
+# Below the 99 tokens of the vocabulary.
+IMAGE, VISION_START, VISION_END, VIDEO = 98, 97, 96, 95
+_TOKENS = {
+    "image_token_id": IMAGE,
+    "image_token_index": IMAGE,
+    "vision_start_token_id": VISION_START,
+    "image_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+    "image_end_token_id": VISION_END,
+    "video_token_id": VIDEO,
+    "video_token_index": VIDEO,
+}
+_GRID = 4  # patches along a side
+
+# Types that read images in one of these ways. Others want more beside them: sizes of parts, masks, another order.
+TYPES = (
+    "cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_vl ernie4_5_vl_moe exaone4_5 glm46v glm4v "
+    "glm4v_moe glm_ocr glmga hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm3_vl lighton_ocr llava "
+    "minimax_m3_vl ovis2 pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_omni_moe_thinker "
+    "qwen3_vl qwen3_vl_moe smolvlm step3p7 video_llava"
+).split()
+
+# Those that take several images of a row, each in a dimension more.
+_SEVERAL = ("idefics2", "idefics3", "smolvlm")
+
+
+def image_model(name: str) -> torch.nn.Module:
+    """A model of `with_images()` whose image tokens are in its vocabulary."""
+    default = CONFIG_MAPPING[name]()
+    changes = {key: value for key, value in _TOKENS.items() if hasattr(default, key)}
+    vision, own = getattr(default, "vision_config", None), SPECIAL.get(name, {}).get("vision_config", {})
+    size = getattr(vision, "image_size", None)
+    patch = getattr(vision, "patch_size", None)
+    if isinstance(size, int):
+        own = {**own, "image_size": _GRID * patch}
+    elif size is not None and patch is not None:
+        own = {**own, "image_size": [_GRID * side for side in patch]}
+    if hasattr(vision, "projection_dim"):
+        own = {**own, "projection_dim": 64}
+    if own:
+        changes["vision_config"] = own
+    model = tiny_model(name, **changes)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+def image_inputs(model: torch.nn.Module, batch_size: int) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of text, an image and text."""
+    draw = torch.Generator().manual_seed(3)
+    vision, read = model.config.vision_config, set(inspect.signature(model.forward).parameters)
+    features = inspect.signature(model.model.get_image_features).parameters
+    inputs: dict[str, torch.Tensor] = {}
+    if "image_grid_thw" in features:
+        merge = getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_size", 1)
+        channels, frames = getattr(vision, "in_channels", 3), getattr(vision, "temporal_patch_size", 1)
+        columns = channels * frames * vision.patch_size**2
+        inputs["pixel_values"] = torch.randn(batch_size * _GRID**2, columns, generator=draw)
+        inputs["image_grid_thw"] = torch.tensor([[1, _GRID, _GRID]] * batch_size)
+        count = _GRID**2 // merge**2
+    else:
+        size = vision.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        images = (1,) if model.config.model_type in _SEVERAL else ()
+        inputs["pixel_values"] = torch.randn(batch_size, *images, 3, height, width, generator=draw)
+        if "image_sizes" in features and features["image_sizes"].default is inspect.Parameter.empty:
+            inputs["image_sizes"] = torch.tensor([[height, width]] * batch_size)
+        with torch.no_grad():
+            found = model.model.get_image_features(**{key: value[:1] for key, value in inputs.items()})
+        found = getattr(found, "pooler_output", found)
+        found = found if torch.is_tensor(found) else found[0]
+        count = found.numel() // found.shape[-1]
+    rows = []
+    for row in range(batch_size):
+        text = torch.randint(3, VIDEO, (8 + row,), generator=draw).tolist()
+        rows.append([*text[5:], VISION_START, *[IMAGE] * count, VISION_END, *text[:5]])
+    width = max(map(len, rows))
+    inputs["input_ids"] = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    inputs["attention_mask"] = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    for name in {"mm_token_type_ids", "token_type_ids"} & read:
+        inputs[name] = (inputs["input_ids"] == IMAGE).int()
+    return inputs

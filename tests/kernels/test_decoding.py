@@ -12,11 +12,12 @@ from tests.kernels.conftest import watched
 from tests.models import prompts, scripted_for, tiny_llama, tiny_mistral
 
 
-def two_layers(name, kind):
-    return tiny_model(name, vocab_size=64, num_hidden_layers=2, layer_types=[kind, "full_attention"])
+def two_layers(name, kind, **changes):
+    return tiny_model(name, vocab_size=64, num_hidden_layers=2, layer_types=[kind, "full_attention"], **changes)
 
 
-# Through the lean forward: with windows, norms of heads or of what is added, joined products, turning neighbours.
+# Through the lean forward: with windows, norms of heads or of what is added, joined products, turning neighbours, soft
+# caps, layer norms without weights, heads that do not turn, and factors.
 LEAN = {
     "llama": tiny_llama,
     "mistral": tiny_mistral,
@@ -26,11 +27,17 @@ LEAN = {
     "phi3": lambda: tiny_model("phi3", vocab_size=64),
     "glm4": lambda: tiny_model("glm4", vocab_size=64),
     "mixtral": lambda: tiny_model("mixtral", vocab_size=64),
+    "gemma2": lambda: two_layers("gemma2", "sliding_attention"),
+    "olmo": lambda: tiny_model("olmo", vocab_size=64, num_hidden_layers=2),
+    "olmo3": lambda: two_layers("olmo3", "sliding_attention"),
+    "smollm3": lambda: two_layers("smollm3", "full_attention", no_rope_layers=[1, 0]),
+    "granite": lambda: tiny_model(
+        "granite", vocab_size=64, num_hidden_layers=2, residual_multiplier=0.4, embedding_multiplier=3.0
+    ),
 }
-# Through their own forward: soft caps and windows, sinks and windows, chunks; a layer of each kind.
+# Through their own forward: sinks and windows, chunks; a layer of each kind.
 MODELS = {
     **LEAN,
-    "gemma2": lambda: two_layers("gemma2", "sliding_attention"),
     "gpt_oss": lambda: two_layers("gpt_oss", "sliding_attention"),
     "llama4": lambda: two_layers("llama4_text", "chunked_attention"),
 }

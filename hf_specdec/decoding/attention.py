@@ -136,11 +136,11 @@ class VerificationForward:
             padding.shape != (rows, columns) or bool((padding[:, 1:] < padding[:, :-1]).any())
         ):
             return None
-        is_padded = padding is not None and not bool(padding[:, 0].all())
-        if not is_padded and (size is None or columns < size):
+        padding = None if padding is None or bool(padding[:, 0].all()) else padding
+        if padding is None and (size is None or columns < size):
             return None
         lengths = torch.full((rows,), how["q_offset"], device=how["device"])
-        starts = columns - padding.sum(1) if is_padded else torch.zeros_like(lengths)
+        starts = torch.zeros_like(lengths) if padding is None else columns - padding.sum(1)
         self.tree, self.columns = SlotTree(lengths, starts, num_queries=how["q_length"]), columns
         span = Span() if size is None else Span("sliding", size)
         mask = TreeMask(self.tree, span).stand_in(columns, torch.bool)

@@ -540,6 +540,7 @@ def normed(hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
     weight, eps, offset, rounds_last, is_centered = norm
     if is_centered:
         return F.layer_norm(hidden.float(), hidden.shape[-1:], None, None, eps).to(hidden.dtype)
+    assert weight is not None, "only layer norms have no weights"
     if rounds_last:
         wide = weight.float() + offset if offset else weight.float()
         return (torch.rms_norm(hidden.float(), weight.shape, None, eps) * wide).to(hidden.dtype)

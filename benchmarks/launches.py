@@ -55,7 +55,10 @@ AIMS = {"per_layer": 14, "outside": 10, "copies_to_host": 1, "waits": 0}
 
 # The demo's target, for which every method has a drafter, and other architectures, with random weights.
 DEMO = "demo (llama)"
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "glm4", "mixtral")
+ARCHITECTURES = (
+    *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "glm4", "mixtral"),
+    *("olmo", "olmo2", "olmo3", "smollm3", "granite"),
+)
 
 _GPU = tree_attention._Gpu(processors=132, shared_memory=227 << 10)  # an H200
 _NEW_TOKENS = 24

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -135,11 +136,11 @@ class VerificationForward:
             padding.shape != (rows, columns) or bool((padding[:, 1:] < padding[:, :-1]).any())
         ):
             return None
-        is_padded = padding is not None and not bool(padding[:, 0].all())
-        if not is_padded and (size is None or columns < size):
+        padding = None if padding is None or bool(padding[:, 0].all()) else padding
+        if padding is None and (size is None or columns < size):
             return None
         lengths = torch.full((rows,), how["q_offset"], device=how["device"])
-        starts = columns - padding.sum(1) if is_padded else torch.zeros_like(lengths)
+        starts = torch.zeros_like(lengths) if padding is None else columns - padding.sum(1)
         self.tree, self.columns = SlotTree(lengths, starts, num_queries=how["q_length"]), columns
         span = Span() if size is None else Span("sliding", size)
         mask = TreeMask(self.tree, span).stand_in(columns, torch.bool)
@@ -281,20 +282,22 @@ def describe_layers(layers: Counter[str]) -> str:
     return ", ".join(f"{name} in {count} of {layers.total()} layers" for name, count in layers.most_common())
 
 
-def slot_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+def slot_mask(
+    *args: Any, attention_mask: torch.Tensor | None = None, own: Callable | None = None, **kwargs: Any
+) -> torch.Tensor | None:
     """Mask of a forward that is not given any: transformers' own, or one without numbers where the kernel runs."""
     forward = _running.get()
     if forward is not None and not args:
         mask = forward.prompt_mask(attention_mask, kwargs)
         if mask is not None:
             return mask
-    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    return (own or sdpa_mask)(*args, attention_mask=attention_mask, **kwargs)
 
 
 AttentionInterface.register(NAME, slot_attention)
 AttentionInterface.register(NAME_EAGER, eager_slot_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, slot_mask)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME_EAGER, eager_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME_EAGER, partial(slot_mask, own=eager_mask))
 
 
 class AttentionSwitch:

@@ -34,15 +34,13 @@ from ..layers.llama import (
     added,
     added_and_normed,
     is_known_layer,
-    is_published,
-    is_untouched,
-    modules_of,
     project,
     with_query_groups,
 )
+from ..layers.modules import is_published, is_untouched, modules_of
 from ..layers.rope import RotaryAngles, has_static_frequencies
 from ..layers.structure import form_of
-from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch
+from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch, takes_trees
 from .cache import SlotCache
 from .masks import FULL, node_masks
 from .target import CapturedNodes, SlotModel, SlotOutput
@@ -67,9 +65,11 @@ def slot_model(
 
 def has_lean_forward(model: PreTrainedModel) -> bool:
     """Tells whether `FunctionalSlotModel` computes exactly what the model's own forward does."""
-    if not has_known_layers(model) or model.config._attn_implementation != "sdpa":
+    if not has_known_layers(model):
         return False
     decoder = model.get_decoder()
+    if not _has_known_attention(decoder, model.config._attn_implementation):
+        return False
     called = {id(module) for module in _called_as_they_are(decoder)}
     return all(not module.training and is_untouched(module) for module in modules_of(model, called))
 
@@ -80,12 +80,23 @@ def has_known_layers(model: PreTrainedModel) -> bool:
     if not is_published(type(model)) or form_of(model, "model") is None:
         return False
     decoder = model.get_decoder()
-    is_known = form_of(decoder, "decoder") is not None and form_of(decoder.norm, "norm") is not None
+    form = form_of(decoder, "decoder")
+    is_known = form is not None and form_of(decoder.norm, "norm") is not None and hasattr(decoder, "rotary_emb")
     if not is_known or getattr(config, "use_bidirectional_attention", False):
         return False
-    if not all(map(has_static_frequencies, _rope_parameters(config).values())):
+    parameters = _rope_parameters(config)
+    if form.has_angles_by_type == ("" in parameters) or not all(map(has_static_frequencies, parameters.values())):
         return False
     return all(map(is_known_layer, decoder.layers))
+
+
+def _has_known_attention(decoder: Any, implementation: str) -> bool:
+    """Tells whether the attention of known layers is that of this implementation, but for rounding on a GPU."""
+    attention, weight = decoder.layers[0].self_attn, decoder.embed_tokens.weight
+    if implementation == "sdpa":
+        # It has no soft caps.
+        return form_of(attention, "attention").softcap is None
+    return implementation == "eager" and takes_trees(weight, weight.dtype, attention.head_dim)
 
 
 def _rope_parameters(config) -> dict:
@@ -120,11 +131,14 @@ class FunctionalSlotModel(SlotModel):
         types = self.profile.layer_types
         kinds = getattr(model.config, "layer_types", None) or [""] * len(self._layers)
         self._span_of_layer = [types.index(kind) if types else 0 for kind in kinds]
-        self._kinds = kinds if form_of(decoder, "decoder") else [None] * len(self._layers)
+        decoder_form, model_form = form_of(decoder, "decoder"), form_of(model, "model")
+        self._kinds = kinds if decoder_form.has_angles_by_type else [None] * len(self._layers)
         self._angles = {
             kind: RotaryAngles(decoder.rotary_emb, kind, attention.is_interleaved) for kind in set(self._kinds)
         }
-        self._softcap: Any = model.config.final_logit_softcapping if form_of(model, "model") else None
+        self._factor: Any = decoder_form.factor and getattr(decoder, decoder_form.factor)
+        self._softcap: Any = model_form.softcap and getattr(model.config, model_form.softcap)
+        self._divisor: Any = model_form.divisor and getattr(model.config, model_form.divisor)
         self._has_experts = not all(isinstance(layer.mlp, GatedMLP) for layer in self._layers)
 
     def reading_prompts(self) -> AbstractContextManager[None]:
@@ -192,6 +206,7 @@ class FunctionalSlotModel(SlotModel):
         """
         is_plain, pending = type(self._embedding) is nn.Embedding, None
         stream = F.embedding(tokens, self._embedding.weight) if is_plain else self._embedding(tokens)
+        stream = stream if self._factor is None else stream * self._factor
         every_angle = {kind: angles(positions, stream, bound) for kind, angles in self._angles.items()}
         states = {}
         with fast_products(self.model) if self._has_experts else nullcontext():
@@ -212,6 +227,7 @@ class FunctionalSlotModel(SlotModel):
         if "last" in self.states:
             states["last"], normed = normed, normed[:, logits_from:]
         logits = project(self._head, normed)
+        logits = logits if self._divisor is None else logits / self._divisor
         return SlotOutput(
             logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap, states
         )

@@ -25,23 +25,35 @@ class Norm(NamedTuple):
         eps (`float`): Added to the mean square.
         offset (`float`): Added to the weights: 1 in Gemma, whose weights are stored as what they differ from it.
         rounds_last (`bool`): The weights are multiplied in float32 as well, in front of the rounding to the dtype.
+        is_centered (`bool`): It is a layer norm without weights: the mean is subtracted first.
     """
 
-    weight: torch.Tensor
+    weight: torch.Tensor | None
     eps: float
     offset: float = 0.0
     rounds_last: bool = False
+    is_centered: bool = False
+
+
+class Scale(NamedTuple):
+    """What is added is multiplied by a number in the place of a norm, and rounded before it is added."""
+
+    factor: float
+
+    @property
+    def weight(self) -> None:
+        """It has none."""
 
 
 def add_norm(
-    stream: torch.Tensor, update: torch.Tensor | None, update_norm: Norm | None, norm: Norm | None
+    stream: torch.Tensor, update: torch.Tensor | None, update_norm: Norm | Scale | None, norm: Norm | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds what a layer has computed to the stream, and norms the sum, on a GPU.
 
     Args:
         stream (`torch.Tensor` of shape `(..., H)`): The stream.
         update (`torch.Tensor` of shape `(..., H)`, *optional*): What is added.
-        update_norm (`Norm`, *optional*): Norm of it.
+        update_norm (`Norm` or `Scale`, *optional*): Norm of it.
         norm (`Norm`, *optional*): Norm of the sum.
 
     Returns:
@@ -55,15 +67,18 @@ def add_norm(
     total = stream if update is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
     normed = total if norm is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
     unread = Norm(rows, 0.0)
-    ours, others = norm or unread, update_norm or unread
+    has_update_norm = isinstance(update_norm, Norm)
+    ours, others = norm or unread, update_norm if has_update_norm else unread
+    factor = update_norm.factor if isinstance(update_norm, Scale) else 1.0
     block = triton.next_power_of_2(size)
     with torch.cuda.device_of(rows):
         _add_norm_kernel[(len(rows),)](
             rows, updates, others.weight, ours.weight, total, normed,
-            rows.stride(0), updates.stride(0), others.eps, ours.eps,
-            UPDATE_OFFSET=others.offset, UPDATE_ROUNDS_LAST=others.rounds_last,
-            OFFSET=ours.offset, ROUNDS_LAST=ours.rounds_last, SIZE=size, BLOCK=block,
-            HAS_UPDATE=update is not None, HAS_UPDATE_NORM=update_norm is not None, HAS_NORM=norm is not None,
+            rows.stride(0), updates.stride(0), others.eps, ours.eps, factor,
+            UPDATE_OFFSET=others.offset, UPDATE_ROUNDS_LAST=others.rounds_last, UPDATE_IS_CENTERED=others.is_centered,
+            OFFSET=ours.offset, ROUNDS_LAST=ours.rounds_last, IS_CENTERED=ours.is_centered, SIZE=size, BLOCK=block,
+            HAS_UPDATE=update is not None, HAS_UPDATE_NORM=has_update_norm, HAS_FACTOR=factor != 1.0,
+            HAS_NORM=norm is not None,
             num_warps=min(max(block // 512, 1), 8),
         )  # fmt: skip
     return total.view(stream.shape), normed.view(stream.shape)
@@ -76,11 +91,15 @@ def _normed(
     eps,
     OFFSET: tl.constexpr,
     ROUNDS_LAST: tl.constexpr,
+    IS_CENTERED: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     place = tl.arange(0, BLOCK)
+    if IS_CENTERED:
+        hidden = tl.where(place < SIZE, hidden - tl.sum(hidden, axis=0) / SIZE, 0.0)
+        return (hidden * (1 / tl.sqrt(tl.sum(hidden * hidden, axis=0) / SIZE + eps))).to(DTYPE)
     weight = tl.load(weight_ptr + place, mask=place < SIZE, other=0.0).to(tl.float32) + OFFSET
     normed = hidden * (1 / tl.sqrt(tl.sum(hidden * hidden, axis=0) / SIZE + eps))
     if not ROUNDS_LAST:
@@ -100,14 +119,18 @@ def _add_norm_kernel(
     update_stride,
     update_eps,
     eps,
+    factor,
     UPDATE_OFFSET: tl.constexpr,
     UPDATE_ROUNDS_LAST: tl.constexpr,
+    UPDATE_IS_CENTERED: tl.constexpr,
     OFFSET: tl.constexpr,
     ROUNDS_LAST: tl.constexpr,
+    IS_CENTERED: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_UPDATE: tl.constexpr,
     HAS_UPDATE_NORM: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
     # A program: one row.
@@ -120,11 +143,14 @@ def _add_norm_kernel(
         update = tl.load(update_ptr + row * update_stride + place, mask=is_place, other=0.0).to(tl.float32)
         if HAS_UPDATE_NORM:
             update = _normed(
-                update, update_weight_ptr, update_eps, UPDATE_OFFSET, UPDATE_ROUNDS_LAST, SIZE, BLOCK, DTYPE
-            ).to(tl.float32)
+                update, update_weight_ptr, update_eps, UPDATE_OFFSET, UPDATE_ROUNDS_LAST, UPDATE_IS_CENTERED,
+                SIZE, BLOCK, DTYPE,
+            ).to(tl.float32)  # fmt: skip
+        if HAS_FACTOR:
+            update = (update * factor).to(DTYPE).to(tl.float32)
         rounded = (total + update).to(DTYPE)
         tl.store(sum_ptr + row * SIZE + place, rounded, mask=is_place)
         total = rounded.to(tl.float32)
     if HAS_NORM:
-        normed = _normed(total, weight_ptr, eps, OFFSET, ROUNDS_LAST, SIZE, BLOCK, DTYPE)
+        normed = _normed(total, weight_ptr, eps, OFFSET, ROUNDS_LAST, IS_CENTERED, SIZE, BLOCK, DTYPE)
         tl.store(normed_ptr + row * SIZE + place, normed, mask=is_place)

@@ -63,6 +63,7 @@ class SlotTree:
 
     def words(self, rows: int) -> torch.LongTensor:
         """The ancestors as `(B, T, W)`."""
+        assert self.ancestors is not None, "a chain has no bits"
         words = self.ancestors if self.ancestors.dim() == 3 else self.ancestors[..., None]
         return words.expand(rows, -1, -1)
 

@@ -22,7 +22,8 @@ from ..checkpoints.draft_reader import DraftConfig, DraftReader
 from ..checkpoints.header import TargetNeeds
 from ..checkpoints.loading import filled
 from ..errors import CheckpointFormatError, shown
-from .llama import DirectModule, is_hooked, project
+from .llama import project
+from .modules import DirectModule, is_hooked
 from .rope import RotaryAngles
 
 

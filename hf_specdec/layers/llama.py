@@ -14,27 +14,21 @@ D head size, S slots of a cache.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Container, Sequence
-from functools import lru_cache
-from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.activations import ACT2FN
 
 from ..kernels import _triton, products
 from ..kernels._triton import fuses
 from ..kernels.gates import GELU_TANH, SILU, gated
 from ..kernels.heads import Angles, KeyValueCache, place_heads
-from ..kernels.norms import Norm, add_norm
+from ..kernels.norms import Norm, Scale, add_norm
+from .modules import DirectModule, is_hooked, is_untouched
 from .structure import AttentionForm, LayerForm, NormForm, form_of
-
-
-Module = TypeVar("Module", bound="DirectModule")
 
 
 class LayerSizes(Protocol):
@@ -59,79 +53,9 @@ class LayerSizes(Protocol):
 class SlotMask(Protocol):
     """Attention that needs no mask tensor, such as a [`TreeMask`]."""
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, /) -> torch.Tensor: ...
-
-
-# Ends of the names under which `nn.Module` keeps hooks.
-_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-
-
-class DirectModule(nn.Module):
-    """Module that is called like a function while nothing hooks into its calls."""
-
-    # Torch has each of them as optional; a subclass knows which it has.
-    _modules: dict[str, Any]
-    _parameters: dict[str, Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if any(_additions(self)):
-            return super().__call__(*args, **kwargs)
-        return self.forward(*args, **kwargs)
-
-    @classmethod
-    def sharing(cls: type[Module], module: nn.Module, **changed: Any) -> Module:
-        """A module of this class with the attributes of another, its parameters and parts among them, but no hooks.
-
-        Args:
-            module (`nn.Module`): The other module.
-            changed (`Any`): Attributes to have in the place of some of these.
-        """
-        made = cls.__new__(cls)
-        hooks = {name: OrderedDict() for name in module.__dict__ if name.endswith(_HOOKS)}
-        made.__dict__.update(module.__dict__, **hooks, **changed)
-        return made
-
-
-# All that a call of a module runs beside, or in the place of, its `forward`.
-_additions = attrgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl"
-)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Tells whether a call of the module is more, or another, than the forward of its class."""
-    forward = module.__dict__.get("forward")
-    return any(_additions(module)) or not (forward is None or type(forward) is products.OwnForward)
-
-
-def is_untouched(module: nn.Module) -> bool:
-    """Tells whether calling the module runs the forward that its class was published with, on plain weights."""
-    if is_hooked(module) or not (is_published(type(module)) and is_published(type(module).forward)):
-        return False
-    if "weight" in module._buffers:
-        return False  # packed
-    weight = module._parameters.get("weight")
-    if is_traceable_wrapper_subclass(weight) or (weight is None and getattr(module, "weight", None) is not None):
-        return False  # in parts on several processes, or packed
-    return weight is None or weight.dim() != 2 or type(module) in (nn.Linear, nn.Embedding)
-
-
-def modules_of(model: nn.Module, left_out: Container[int] = ()) -> list[nn.Module]:
-    """The model and all modules in it, in less time than `modules()`, and shared ones more than once.
-
-    Args:
-        left_out (`Container[int]`): Ids of modules that are left out, with all in them.
-    """
-    found = [model]
-    for module in found:
-        found += [part for part in module._modules.values() if part is not None and id(part) not in left_out]
-    return found
-
-
-@lru_cache(maxsize=256)
-def is_published(definition: Any) -> bool:
-    """Tells whether a class or function is torch's, transformers', or of this package."""
-    return definition.__module__.partition(".")[0] in ("torch", "transformers", "hf_specdec")
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, /
+    ) -> torch.Tensor: ...
 
 
 def is_known_layer(layer: nn.Module) -> bool:
@@ -142,7 +66,9 @@ def is_known_layer(layer: nn.Module) -> bool:
     form, attention = form_of(layer, "layer"), getattr(layer, "self_attn", None)
     if form is None or attention is None or None in (form_of(attention, "attention"), form_of(attention, "rotation")):
         return False
-    norms = [layer._modules.get(name) for name in form if name is not None]
+    if getattr(attention.config, "clip_qkv", None) is not None:
+        return False
+    norms = [layer._modules.get(name) for name in form.norms]
     norms += [attention._modules[name] for name in _HEAD_NORMS if name in attention._modules]
     return all(norm is not None and form_of(norm, "norm") is not None for norm in norms)
 
@@ -153,7 +79,7 @@ def is_llama_layer(layer: nn.Module) -> bool:
         return False
     parts = {"layer": layer, "attention": layer.self_attn, "rotation": layer.self_attn, "mlp": layer.mlp}
     expected = {"layer": DecoderLayer.form, "attention": AttentionForm(), "rotation": False, "mlp": False}
-    norms = [layer._modules[name] for name in DecoderLayer.form if name in layer._modules]
+    norms = [layer._modules[name] for name in DecoderLayer.form.norms if name in layer._modules]
     is_plain = {kind: form_of(part, kind) for kind, part in parts.items()} == expected
     is_plain = is_plain and all(form_of(norm, "norm") == NormForm() for norm in norms)
     return is_plain and all(map(is_untouched, layer.modules()))
@@ -225,7 +151,10 @@ class DecoderLayer(DirectModule):
         """
         form = form_of(layer, "layer")
         assert form is not None, "a layer that nobody knows"
-        parts: dict[str, nn.Module] = {name: RMSNorm.of(layer._modules[name]) for name in form if name is not None}
+        parts: dict[str, nn.Module] = {name: RMSNorm.of(layer._modules[name]) for name in form.norms}
+        if form.factor is not None:
+            parts["scale"] = Scaled(getattr(layer, form.factor))
+            form = form._replace(after_attention="scale", after_mlp="scale")
         parts["self_attn"] = RotaryAttention.of(layer.self_attn, layer_idx)
         parts["mlp"] = layer.mlp if form_of(layer.mlp, "mlp") is None else GatedMLP.sharing(layer.mlp)
         return cls.sharing(layer, _modules=parts, form=form)
@@ -302,9 +231,9 @@ def _may_fuse(tensor: torch.Tensor) -> bool:
     return not tensor.is_cpu or _triton.CHOICE == "triton"
 
 
-def _plain_norm(module: nn.Module | None) -> Norm | None:
-    """The numbers of an [`RMSNorm`] that nothing hooks into; `None` for other modules."""
-    return module.norm if type(module) is RMSNorm and not is_hooked(module) else None
+def _plain_norm(module: nn.Module | None) -> Any:
+    """The numbers of an [`RMSNorm`] or [`Scaled`] that nothing hooks into; `None` for other modules."""
+    return module.norm if type(module) in (RMSNorm, Scaled) and not is_hooked(module) else None
 
 
 class RotaryAttention(DirectModule):
@@ -321,10 +250,14 @@ class RotaryAttention(DirectModule):
     Attributes:
         form (`AttentionForm`): How its products and norms are made up.
         is_interleaved (`bool`): Neighbours of a head turn together, and not its halves.
+        turns (`bool`): Heads turn at all.
+        softcap (`float`): Bound of the scores, 0 for none.
     """
 
     form: AttentionForm = AttentionForm()
     is_interleaved: bool = False
+    turns: bool = True
+    softcap: float = 0.0
 
     def __init__(
         self,
@@ -359,7 +292,10 @@ class RotaryAttention(DirectModule):
     def of(cls, attention: nn.Module, layer_idx: int) -> RotaryAttention:
         """The attention of one of transformers' layers, see [`DecoderLayer.of`]."""
         norms = {name: RMSNorm.of(attention._modules[name]) for name in _HEAD_NORMS if name in attention._modules}
-        known = {"form": form_of(attention, "attention"), "is_interleaved": form_of(attention, "rotation")}
+        form: Any = form_of(attention, "attention")
+        known = {"form": form, "is_interleaved": form_of(attention, "rotation")}
+        known |= {"turns": form.turns is None or bool(getattr(attention, form.turns))}
+        known |= {"softcap": (form.softcap and getattr(attention, form.softcap)) or 0.0}
         known |= {"groups": attention.num_key_value_groups, "layer_idx": layer_idx, "is_causal": True}
         return cls.sharing(attention, _modules={**attention._modules, **norms}, **known)
 
@@ -416,9 +352,11 @@ class RotaryAttention(DirectModule):
             `torch.Tensor` of shape `(R, T, H)`.
         """
         rows, tokens = hidden.shape[0], hidden.shape[1]
+        # Without numbers that turn, all of a head stay.
+        angles = angles if self.turns else (angles[0][..., :0], angles[1][..., :0])
         query, keys, values = self._placed(hidden, angles, cache)
         if mask is not None and not isinstance(mask, torch.Tensor):
-            output = mask.attend(query, keys, values, self.scaling)
+            output = mask.attend(query, keys, values, self.scaling, self.softcap)
         elif mask is None and self.is_causal and tokens > 1:
             output = F.scaled_dot_product_attention(
                 query, keys, values, is_causal=True, scale=self.scaling, enable_gqa=self.groups > 1
@@ -426,7 +364,10 @@ class RotaryAttention(DirectModule):
         else:
             # The query heads of a group become further positions of their key/value head, which is read once for all.
             query = query.reshape(rows, keys.shape[1], self.groups * tokens, self.head_dim)
-            output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scaling)
+            if self.softcap:
+                output = capped_attention(query, keys, values, mask, self.scaling, self.softcap)
+            else:
+                output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scaling)
             output = output.reshape(rows, -1, tokens, self.head_dim).transpose(1, 2)
         return project(self._modules["o_proj"], output.reshape(rows, tokens, -1))
 
@@ -466,6 +407,20 @@ class RotaryAttention(DirectModule):
         return values.view(*hidden.shape[:2], -1, self.head_dim).transpose(1, 2)
 
 
+def capped_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Attention whose scores have a bound, which torch's own has not; the shapes are those of that."""
+    scores = (query @ keys.transpose(-1, -2) * scale / softcap).tanh() * softcap
+    scores = scores if mask is None else scores + mask
+    return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
+
+
 def turned(
     query: torch.Tensor, key: torch.Tensor, angles: Angles, is_interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -480,6 +435,8 @@ def rotate(
 ) -> torch.Tensor:
     """Heads `(R, T, heads, D)`, turned by signed angles that broadcast to `(R, T, 1, A)`, see [`~layers.rope`]."""
     size = cosine.shape[-1]
+    if not size:
+        return heads
     if size < heads.shape[-1]:
         turning, left = heads.tensor_split((size,), dim=-1)
         return torch.cat((rotate(turning, cosine, sine, is_interleaved), left), dim=-1)
@@ -545,11 +502,12 @@ class RMSNorm(DirectModule):
         weight (`nn.Parameter`, *optional*): The weights `(size,)`; by default ones.
 
     Attributes:
-        offset, rounds_last: Of [`Norm`].
+        offset, rounds_last, is_centered: Of [`Norm`].
     """
 
     offset: float = 0.0
     rounds_last: bool = False
+    is_centered: bool = False
 
     def __init__(self, size: int, eps: float, weight: nn.Parameter | None = None):
         super().__init__()
@@ -559,14 +517,16 @@ class RMSNorm(DirectModule):
     @classmethod
     def of(cls, norm: nn.Module) -> RMSNorm:
         """The norm with the weights of one of transformers', whose form is known."""
-        form = form_of(norm, "norm")
-        eps = getattr(norm, form.eps)
-        return cls.sharing(norm, variance_epsilon=eps, offset=form.offset, rounds_last=form.rounds_last)
+        form: Any = form_of(norm, "norm")
+        eps = form.eps if isinstance(form.eps, float) else getattr(norm, form.eps)
+        known = {"offset": form.offset, "rounds_last": form.rounds_last, "is_centered": form.is_centered}
+        return cls.sharing(norm, variance_epsilon=eps, **known)
 
     @property
     def norm(self) -> Norm:
         """Its numbers."""
-        return Norm(self._parameters["weight"], self.variance_epsilon, self.offset, self.rounds_last)
+        weight = self._parameters.get("weight")
+        return Norm(weight, self.variance_epsilon, self.offset, self.rounds_last, self.is_centered)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         norm = self.norm
@@ -577,10 +537,24 @@ class RMSNorm(DirectModule):
 
 def normed(hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
     """The normed `hidden` `(..., H)`, in torch."""
-    weight, eps, offset, rounds_last = norm
+    weight, eps, offset, rounds_last, is_centered = norm
+    if is_centered:
+        return F.layer_norm(hidden.float(), hidden.shape[-1:], None, None, eps).to(hidden.dtype)
+    assert weight is not None, "only layer norms have no weights"
     if rounds_last:
         wide = weight.float() + offset if offset else weight.float()
         return (torch.rms_norm(hidden.float(), weight.shape, None, eps) * wide).to(hidden.dtype)
     if hidden.dtype == torch.float32:
         return torch.rms_norm(hidden, weight.shape, weight, eps)
     return weight * torch.rms_norm(hidden, weight.shape, None, eps)
+
+
+class Scaled(DirectModule):
+    """Multiplies with a number, in the place of a norm of what is added to the stream."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.norm: Scale = Scale(factor)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.norm.factor

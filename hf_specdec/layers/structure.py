@@ -18,27 +18,56 @@ from typing import Any, NamedTuple
 
 
 class NormForm(NamedTuple):
-    """Attributes of a root mean square norm, see [`~kernels.norms.Norm`], and where the module keeps eps."""
+    """Attributes of a norm, see [`~kernels.norms.Norm`], and eps, or where the module keeps it."""
 
     offset: float = 0.0
     rounds_last: bool = False
-    eps: str = "variance_epsilon"
+    eps: str | float = "variance_epsilon"
+    is_centered: bool = False
 
 
 class LayerForm(NamedTuple):
-    """Names of a decoder layer's norms: of what attention and MLP read, and of what they add to the stream."""
+    """Names of a decoder layer's norms: of what attention and MLP read, and of what they add to the stream.
+
+    And of the number that both are multiplied by before they are added, if there is one.
+    """
 
     before_attention: str | None
     after_attention: str | None
     before_mlp: str | None
     after_mlp: str | None
+    factor: str | None = None
+
+    @property
+    def norms(self) -> list[str]:
+        """Names of the norms that there are."""
+        return [name for name in self[:4] if name is not None]
 
 
 class AttentionForm(NamedTuple):
-    """Attributes: whether one product makes queries, keys and values, and norms are of all heads together."""
+    """Attributes: whether one product makes queries, keys and values, and norms are of all heads together.
+
+    And where the module says whether heads turn, and the bound of the scores, if it does.
+    """
 
     is_packed: bool = False
     norms_whole: bool = False
+    turns: str | None = None
+    softcap: str | None = None
+
+
+class DecoderForm(NamedTuple):
+    """Attributes: whether there are angles for each type of layer, and what embeddings are multiplied by."""
+
+    has_angles_by_type: bool = False
+    factor: str | None = None
+
+
+class ModelForm(NamedTuple):
+    """Names in the config of the bound of the logits, and of what they are divided by."""
+
+    softcap: str | None = None
+    divisor: str | None = None
 
 
 _PRE_NORM = LayerForm("input_layernorm", None, "post_attention_layernorm", None)
@@ -47,6 +76,8 @@ _NORMS = {
     "llama.LlamaRMSNorm": NormForm(),
     "gemma2.Gemma2RMSNorm": NormForm(1.0, True, "eps"),
     "olmo2.Olmo2RMSNorm": NormForm(0.0, True),
+    # Without weights.
+    "olmo.OlmoLayerNorm": NormForm(eps=1e-5, is_centered=True),
 }
 
 _LAYERS = {
@@ -60,6 +91,7 @@ _LAYERS = {
     "glm4.Glm4DecoderLayer": LayerForm(
         "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
     ),
+    "granite.GraniteDecoderLayer": _PRE_NORM._replace(factor="residual_multiplier"),
     "olmo2.Olmo2DecoderLayer": LayerForm(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
 }
 
@@ -70,28 +102,39 @@ _ATTENTIONS = {
     "qwen3.Qwen3Attention": AttentionForm(),
     "gemma3.Gemma3Attention": AttentionForm(),
     "phi3.Phi3Attention": AttentionForm(is_packed=True),
+    # A model whose config clips queries, keys and values is not known.
+    "olmo.OlmoAttention": AttentionForm(),
     "olmo2.Olmo2Attention": AttentionForm(norms_whole=True),
     "olmo3.Olmo3Attention": AttentionForm(norms_whole=True),
+    "gemma2.Gemma2Attention": AttentionForm(softcap="attn_logit_softcapping"),
+    "smollm3.SmolLM3Attention": AttentionForm(turns="use_rope"),
+    # It also drops out, but only in training, and so does its MLP.
+    "seed_oss.SeedOssAttention": AttentionForm(),
 }
 
 # By file alone: whether neighbours turn together.
 _ROTATIONS = {"llama": False, "phi3": False, "olmo2": False, "glm4": True}
 
 # Whether one product makes both halves.
-_MLPS = {"llama.LlamaMLP": False, "phi3.Phi3MLP": True}
+_MLPS = {"llama.LlamaMLP": False, "phi3.Phi3MLP": True, "seed_oss.SeedOssMLP": False}
 
-# Whether there are angles for each type of layer.
+_PLAIN_DECODERS = (
+    *("llama.LlamaModel", "mistral.MistralModel", "qwen2.Qwen2Model", "gemma2.Gemma2Model", "gemma.GemmaModel"),
+    *("mixtral.MixtralModel", "qwen2_moe.Qwen2MoeModel", "ministral.MinistralModel", "cwm.CwmModel"),
+)
+
 _DECODERS = {
-    **dict.fromkeys(("llama.LlamaModel", "mistral.MistralModel", "qwen2.Qwen2Model", "gemma2.Gemma2Model"), False),
-    **dict.fromkeys(("gemma.GemmaModel", "mixtral.MixtralModel", "qwen2_moe.Qwen2MoeModel"), False),
-    "gemma3.Gemma3TextModel": True,
+    **dict.fromkeys(_PLAIN_DECODERS, DecoderForm()),
+    "gemma3.Gemma3TextModel": DecoderForm(has_angles_by_type=True),
+    "olmo3.Olmo3Model": DecoderForm(has_angles_by_type=True),
+    "granite.GraniteModel": DecoderForm(factor="embedding_multiplier"),
 }
 
-# Whether the logits may be capped.
 _MODELS = {
-    "llama.LlamaForCausalLM": False,
-    "mixtral.MixtralForCausalLM": False,
-    "gemma2.Gemma2ForCausalLM": True,
+    "llama.LlamaForCausalLM": ModelForm(),
+    "mixtral.MixtralForCausalLM": ModelForm(),
+    "gemma2.Gemma2ForCausalLM": ModelForm(softcap="final_logit_softcapping"),
+    "granite.GraniteForCausalLM": ModelForm(divisor="logits_scaling"),
 }
 
 
@@ -111,10 +154,9 @@ def form_of(module: Any, kind: str) -> Any:
 
     Args:
         module (`nn.Module`): The module.
-        kind (`str`): "norm" gives a [`NormForm`], "layer" a [`LayerForm`], "attention" an [`AttentionForm`];
-            "rotation" of attention tells whether neighbours of a head turn together, "mlp" whether one product makes
-            both halves, "decoder" whether each type of layer has angles of its own, and "model" whether logits may be
-            capped.
+        kind (`str`): "norm" gives a [`NormForm`], "layer" a [`LayerForm`], "attention" an [`AttentionForm`],
+            "decoder" a [`DecoderForm`], "model" a [`ModelForm`]; "rotation" of attention tells whether neighbours of a
+            head turn together, and "mlp" whether one product makes both halves.
     """
     return _form_of(type(module).forward, kind)
 

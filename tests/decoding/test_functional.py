@@ -132,6 +132,7 @@ class TestSameBits:
             name: name
             for name in (
                 *("gemma", "gemma3_text", "phi3", "olmo2", "glm", "glm4", "arcee"),
+                *("granite", "olmo", "olmo3", "smollm3", "seed_oss", "ministral", "cwm"),
                 *("mixtral", "qwen2_moe", "qwen3_moe"),
             )
         },

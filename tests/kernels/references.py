@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch.nn.functional as F
 
 from hf_specdec.kernels.gates import SILU
+from hf_specdec.kernels.norms import Scale
 from hf_specdec.layers.llama import normed, turned
 
 
 def add_norm(stream, update, update_norm, norm):
+    if isinstance(update_norm, Scale):
+        update = update * update_norm.factor
+    elif update_norm is not None:
+        update = normed(update, update_norm)
     if update is not None:
-        stream = stream + (update if update_norm is None else normed(update, update_norm))
+        stream = stream + update
     return stream, stream if norm is None else normed(stream, norm)
 
 

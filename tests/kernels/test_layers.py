@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 from hf_specdec.kernels import _triton
 from hf_specdec.kernels.gates import GELU_TANH, SILU, gated
 from hf_specdec.kernels.heads import SlotWrite, place_heads
-from hf_specdec.kernels.norms import Norm, add_norm
+from hf_specdec.kernels.norms import Norm, Scale, add_norm
 from hf_specdec.layers.llama import GatedMLP, RMSNorm, added_and_normed
 from hf_specdec.layers.rope import signed_angles
 from tests.kernels import references
@@ -35,7 +35,9 @@ def norm_of(size, dtype, seed, offset=0.0, rounds_last=False) -> Norm:
 def to(value, device):
     """Tensors, norms and tuples of them on a device."""
     if isinstance(value, Norm):
-        return value._replace(weight=value.weight.to(device))
+        return value._replace(weight=to(value.weight, device))
+    if isinstance(value, Scale):
+        return value
     if isinstance(value, tuple):
         return tuple(to(part, device) for part in value)
     return value.to(device) if torch.is_tensor(value) else value
@@ -43,19 +45,26 @@ def to(value, device):
 
 # Sums and norms
 
-KINDS = {"llama": {}, "gemma": {"offset": 1.0, "rounds_last": True}, "olmo": {"rounds_last": True}}
+KINDS = {"llama": {}, "gemma": {"offset": 1.0, "rounds_last": True}, "olmo2": {"rounds_last": True}}
+CENTERED = Norm(None, 1e-5, is_centered=True)
 
 
 @every_dtype
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "olmo", "granite"])
 @pytest.mark.parametrize("parts", ["norm", "sum and norm", "normed sum and norm", "normed sum"])
 def test_sums_and_norms(dtype, kind, parts, device):
     size = 40
+
+    def of_the_kind(seed):
+        if kind == "granite" and seed == 2:
+            return Scale(0.22)
+        return CENTERED if kind == "olmo" else norm_of(size, dtype, seed, **KINDS.get(kind, {}))
+
     stream = drawn(2, 3, size, dtype=dtype) * 4
     # As part of a wider tensor.
     update = drawn(2, 3, 2 * size, dtype=dtype, seed=1)[..., size:] if "sum" in parts else None
-    update_norm = norm_of(size, dtype, 2, **KINDS[kind]) if "normed sum" in parts else None
-    norm = norm_of(size, dtype, 3, **KINDS[kind]) if parts.endswith("norm") else None
+    update_norm = of_the_kind(2) if "normed sum" in parts else None
+    norm = of_the_kind(3) if parts.endswith("norm") else None
     expected = references.add_norm(stream, update, update_norm, norm)
     found = add_norm(*(to(value, device) for value in (stream, update, update_norm, norm)))
     for ours, theirs in zip(found, expected):
@@ -103,6 +112,7 @@ def heads_of(dtype, size=16, rows=2, tokens=5, is_packed=False):
 @pytest.mark.parametrize(
     ("size", "turned", "is_interleaved", "is_packed"),
     [
+        (16, 0, False, False),
         (16, 16, False, False),
         (16, 16, False, True),
         (24, 24, False, False),
@@ -195,11 +205,12 @@ def test_kernels_compile(compile_for, size):
         add_norm(stream, None, None, norm)
         add_norm(stream, stream, None, norm)
         add_norm(stream, stream, sandwich, sandwich)
+        add_norm(stream, stream, Scale(0.22), CENTERED)
         place_heads(heads, angles, head_norms, slots, 0, False)
         place_heads(heads, angles, None, slots, 0, True)
         for kind in (SILU, GELU_TANH):
             gated(*inner.chunk(2, -1), kind)
-    assert len(kernels) == 7
+    assert len(kernels) == 8
     if "ptx" in kernels[0].asm:
         # Sixteen bytes at a time.
-        assert all("ld.global.v4.b32" in kernel.asm["ptx"] for kernel in kernels[:3])
+        assert all("ld.global.v4.b32" in kernel.asm["ptx"] for kernel in kernels[:4])

@@ -46,7 +46,6 @@ from ...errors import SpecConfigError
 from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network, on_device_of
 from ...layers.llama import (
     DecoderLayer,
-    DirectModule,
     GatedMLP,
     KeyValueCache,
     RMSNorm,
@@ -55,6 +54,7 @@ from ...layers.llama import (
     rotate,
     with_query_groups,
 )
+from ...layers.modules import DirectModule
 from .config import BlockView, DFlashConfig
 from .corrections import Block, ConfidenceHead, CorrectionHead, DominoHead, LeftToRight, MarkovHead
 from .denoising import Denoising

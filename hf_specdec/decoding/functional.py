@@ -45,7 +45,8 @@ from ..layers.structure import form_of
 from .attention import TREE_KERNEL, TreeMask, attention_switch
 from .cache import SlotCache
 from .masks import FULL, node_masks
-from .target import Nodes, SlotModel, SlotOutput
+from .nodes import Nodes
+from .target import SlotModel, SlotOutput
 
 
 def slot_model(

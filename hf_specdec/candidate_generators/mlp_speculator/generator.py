@@ -281,7 +281,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             state, logits = stage(state, tokens)
             best = logits.float().log_softmax(-1).topk(width)
             tokens, scores = best.indices.flatten(1), (scores[..., None] + best.values).flatten(1)
-            levels.append((tokens, nodes.repeat_interleave(width, dim=1), scores))
+            levels.append((tokens, nodes[..., None].expand(-1, -1, width).flatten(1), scores))
             if len(levels) == depth:
                 break
             if num_reads < tokens.shape[1]:

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_iter
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_specdec import demo, load_speculator
+from hf_specdec.bench.machine import describe_environment
 from hf_specdec.decoding import attention, cache, functional, graphs, target
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.kernels import _triton, acceptance, ancestors, gates, heads, norms, tree_attention
@@ -440,7 +441,8 @@ def main() -> None:
         if options.kernels:
             _print_kernels(console, case, cycles[-1])
         if options.json is not None:
-            content = {"aims": AIMS, "rows": list(map(asdict, rows))}
+            environment = describe_environment("cpu", torch.bfloat16)
+            content = {"environment": environment, "aims": AIMS, "rows": list(map(asdict, rows))}
             options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     print_rows(console, rows)
 

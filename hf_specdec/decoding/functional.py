@@ -123,7 +123,7 @@ class FunctionalSlotModel(SlotModel):
         self._has_experts = not all(isinstance(layer.mlp, GatedMLP) for layer in self._layers)
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
-        replayed = self._replay_nodes(tokens, topology, logits_from)
+        replayed = None if self.graphs is None else self._replay_nodes(tokens, topology, logits_from)
         if replayed is not None:
             return replayed
         rows, tree = self._place(tokens, topology)

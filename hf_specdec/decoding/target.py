@@ -22,7 +22,7 @@ from ..drafts.topology import chain_parents
 from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.acceptance import follow
-from ..kernels.cache import WritePlan
+from ..kernels.cache import WritePlan, move_slots
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import MAX_NODES, SlotTree
 from ..logits.verifier import take_nodes
@@ -244,7 +244,7 @@ class SlotModel:
                 f"{type(self.model).__name__} {why}, so it can verify chains, and got a draft tree. Draft without "
                 "branches."
             )
-        replayed = self._replay_nodes(tokens, topology, logits_from)
+        replayed = None if self.graphs is None else self._replay_nodes(tokens, topology, logits_from)
         if replayed is not None:
             return replayed
         rows, tree = self._place(tokens, topology)
@@ -279,8 +279,6 @@ class SlotModel:
 
     def _replay_nodes(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int) -> SlotOutput | None:
         """The output of [`SlotModel.forward`] from a graph; `None` where the forward has to run without one."""
-        if self.graphs is None:
-            return None
         rows, nodes = tokens.shape
         parents = chain_parents(nodes - 1, tokens.device) if topology.is_chain else topology.parents[..., 1:] - 1
         output = self._replay([tokens], parents, [nodes - 1] * rows)
@@ -394,7 +392,8 @@ class SlotModel:
         # Who drafts deeper than announced gets the tokens that there is room for; the last of them are the target's.
         counts = accepted.num_accepted[:, None].clamp(max=self.most_committed - 1)
         committed, path = (values[:, : self.most_committed] for values in (accepted.tokens, accepted.path))
-        self.cache.move(nodes.tree.lengths, path)
+        if path.shape[1] > 1:
+            move_slots([buffer for layer in self.cache.layers for buffer in layer.buffers], nodes.tree.lengths, path)
         tables = {"accepted": counts, "committed": committed, "path": path, "anchor": committed.gather(1, counts)}
         draft = {"num_nodes": nodes.draft.num_nodes[:, None], "tokens": nodes.draft.tokens}
         outcome = PackedTables.of({**tables, **draft, "parents": nodes.draft.parents})

@@ -57,10 +57,10 @@ class SlotOutput:
         logits (`torch.Tensor` of shape `(R, T, V)`): The logits.
         hidden_states (`dict`): The states asked for, each `(R, T, H)`; with an outcome `(R, M, H)`, along the path.
         all_hidden_states (`tuple`, *optional*): Those of all layers.
-        outcome (`PackedTables`, *optional*): What the target's best tokens accept of the draft, where a graph has
-            judged it: "accepted" `(R, 1)`, how many draft tokens; "committed" and "path" `(R, M)` and "anchor"
-            `(R, 1)`, tokens, their nodes and the last token; and of the draft "num_nodes" `(R, 1)`, "tokens" and
-            "parents" `(R, N)`. The slots of the path lie in their places.
+        outcome (`PackedTables`, *optional*): Of a graph that has judged the draft by the target's best tokens, M being
+            the most tokens that a row may commit: "accepted" `(R, 1)`, how many draft tokens; "committed", "path"
+            `(R, M)` and "anchor" `(R, 1)`, tokens, their nodes and the last token; and of the draft "num_nodes"
+            `(R, 1)`, "tokens" and "parents" `(R, N)`. The slots of the path lie in their places.
     """
 
     logits: torch.Tensor
@@ -317,8 +317,8 @@ class SlotModel:
             states = {key: state[:rows, :nodes] for key, state in states.items()}
             return SlotOutput(logits[:rows, :nodes], states)
         # Whoever is told of a commit may read it when the graph has long run again.
-        states = None if states is None else states[:rows].clone().chunk(len(self.states), dim=-1)
-        states = dict(zip(self.states, states or ()))
+        copies = () if states is None else states[:, :rows].clone().unbind()
+        states = dict(zip(self.states, copies))
         return SlotOutput(logits[:rows, :nodes], states, outcome=outcome.copy_of_rows(rows))
 
     def continue_greedily(
@@ -398,7 +398,7 @@ class SlotModel:
         draft = {"num_nodes": nodes.draft.num_nodes[:, None], "tokens": nodes.draft.tokens}
         outcome = PackedTables.of({**tables, **draft, "parents": nodes.draft.parents})
         states = [take_nodes(output.hidden_states[key], path) for key in self.states]
-        return output.logits, torch.cat(states, dim=-1) if states else None, outcome, layers
+        return output.logits, torch.stack(states) if states else None, outcome, layers
 
     def read_static(self, nodes: Nodes, columns: int) -> tuple[SlotOutput, Counter[str]]:
         """Forward from tensors that stay where they are, for a capture; nothing else changes with the text.

@@ -199,30 +199,6 @@ STUDIES = (
         see=("hybrid",),
     ),
     Study(
-        "launches",
-        "Launches of a cycle on a GPU",
-        "How many kernels, copies and waits does a cycle of each method take, outside of its graphs?",
-        r"\w+-\w+-launches",
-        columns(
-            model="target",
-            method="method",
-            batch="batch",
-            per_layer="kernels of a layer",
-            draft="in graphs of the draft",
-            outside="outside of graphs",
-            copies_to_host="copies to the host",
-            waits="waits",
-            uploads="uploads",
-            replays="graphs",
-        ),
-        "python benchmarks/launches.py --json launches.json",
-        heading="{dtype}",
-        notes="Counted on a simulated device, not timed: greedy, medians over the cycles of a call whose graphs are "
-        "there. Aims are 14 kernels a layer, 10 outside of graphs, one copy to the host and no wait. Targets but the "
-        "demo's have random weights; layers are all in which they differ.",
-        see=("kernels",),
-    ),
-    Study(
         "blocks",
         "Budgets of block drafts",
         "Chains or trees, and of how many nodes, with JetSpec, DFlash and DFlash 2?",

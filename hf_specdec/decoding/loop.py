@@ -257,11 +257,12 @@ class DecodingLoop:
             self._learn(draft, output.logits)
         if outcome is None:
             states = {key: take_nodes(value, verdict.path) for key, value in states.items()}
-        self.anchors: torch.Tensor = (
-            outcome["anchor"][:, 0]
-            if outcome is not None and verdict.is_whole
-            else last_of_each(verdict.tokens, counts)
-        )
+        else:
+            states = {key: value[:, : verdict.path.shape[1]] for key, value in states.items()}
+        if outcome is not None and verdict.is_whole:
+            self.anchors: torch.Tensor = outcome["anchor"][:, 0]
+        else:
+            self.anchors = last_of_each(verdict.tokens, counts)
         self._observe(verdict, states)
         self.stats.draft_seconds += perf_counter() - began
         if not self.stop.all_finished:

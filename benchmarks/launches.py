@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_iter
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_specdec import demo, load_speculator
+from hf_specdec.bench.machine import describe_environment
 from hf_specdec.decoding import attention, cache, functional, graphs, target
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.kernels import _triton, acceptance, ancestors, gates, heads, norms, tree_attention
@@ -367,8 +368,8 @@ def count(name: str, method: str, batch: int) -> tuple[Row, list[Cycle]]:
     speculator = load_speculator(model, settings_of(method, num_speculative_tokens="fixed"))
     with other_device() as waits:
         moved = {key: move(values) for key, values in inputs.items()}
-        for network in (model, *_networks(speculator.resources)):
-            move(network)
+        move(model)
+        _move_all(speculator.resources)
         with LaunchCounter(waits).attached(model) as counter:
             for call in range(_MOST_CALLS):
                 counter.cycles.clear()
@@ -379,14 +380,19 @@ def count(name: str, method: str, batch: int) -> tuple[Row, list[Cycle]]:
     return Row.of(name, method, batch, steady), steady
 
 
-def _networks(resources: Any) -> list[torch.nn.Module]:
-    """The networks in what a method has loaded, nested or not."""
-    if isinstance(resources, torch.nn.Module):
-        return [resources]
-    if isinstance(resources, (list, tuple)):
-        return [network for part in resources for network in _networks(part)]
-    parts = getattr(resources, "__dict__", {}) if type(resources).__module__.startswith("hf_specdec") else {}
-    return _networks(list(parts.values())) if parts else []
+def _move_all(loaded: Any) -> None:
+    """Moves all networks and tensors in what a method has loaded, nested or not."""
+    if isinstance(loaded, torch.nn.Module):
+        move(loaded)
+    elif isinstance(loaded, (list, tuple)):
+        for part in loaded:
+            _move_all(part)
+    elif type(loaded).__module__.startswith("hf_specdec"):
+        for name, part in list(getattr(loaded, "__dict__", {}).items()):
+            if torch.is_tensor(part):
+                object.__setattr__(loaded, name, move(part))
+            else:
+                _move_all(part)
 
 
 def _prompts(name: str, batch: int) -> dict[str, torch.Tensor]:
@@ -437,10 +443,11 @@ def main() -> None:
         rows.append(row)
         if options.kernels:
             _print_kernels(console, case, cycles[-1])
+        if options.json is not None:
+            environment = describe_environment("cpu", torch.bfloat16)
+            content = {"environment": environment, "aims": AIMS, "rows": list(map(asdict, rows))}
+            options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     print_rows(console, rows)
-    if options.json is not None:
-        content = {"aims": AIMS, "rows": list(map(asdict, rows))}
-        options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _print_kernels(console: Console, case: tuple, cycle: Cycle) -> None:

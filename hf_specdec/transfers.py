@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, wraps
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -143,9 +142,11 @@ class PackedTables:
     @classmethod
     def of(cls, tables: Mapping[str, torch.LongTensor]) -> PackedTables:
         """Packs tensors of shape `(B, X)`; X may differ."""
-        ends = list(accumulate(table.shape[1] for table in tables.values()))
-        places = map(slice, (0, *ends), ends)
-        return cls(torch.cat(list(tables.values()), dim=1), dict(zip(tables, places)))
+        places, end = {}, 0
+        for name, table in tables.items():
+            begin, end = end, end + table.shape[1]
+            places[name] = slice(begin, end)
+        return cls(torch.cat(list(tables.values()), dim=1), places)
 
     def __getitem__(self, name: str) -> torch.LongTensor:
         return self.values[:, self.places[name]]
@@ -162,8 +163,10 @@ class PackedTables:
         """
         if meanwhile is not None:
             meanwhile()
-        rows = self.values.tolist()
-        return {name: [row[place] for row in rows] for name, place in self.places.items()}
+        rows, found = self.values.tolist(), {}
+        for name, place in self.places.items():
+            found[name] = [row[place] for row in rows]
+        return found
 
 
 def read_together(tables: Mapping[str, torch.LongTensor]) -> dict[str, list[list[int]]]:

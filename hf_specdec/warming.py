@@ -23,7 +23,7 @@ from .decoding.profile import model_profile
 from .decoding.request import Request
 from .decoding.store import row_sizes
 from .decoding.target import SlotModel
-from .drafts import chain_topology
+from .drafts import DraftTree, chain_topology
 from .loader import load_speculator
 from .metrics import SpecDecodingStats
 from .patching import original_generate
@@ -167,23 +167,27 @@ class _WarmUpLoop(DecodingLoop):
 
     def _decode(self) -> None:
         self._prefill()
-        _read_every_size(self.target, self.anchors, self.generator.num_draft_nodes + 1)
+        self._verify_nothing()
         for depth in range(self.generator.num_speculative_tokens, 0, -1):
             self.depth = depth
             if not self.stop.all_finished:
                 self._cycle()
         if isinstance(self.generator, DraftModelCandidateGenerator):
-            _read_every_size(self.generator.model, self.anchors, 2)
+            _read_few_tokens(self.generator.model, self.anchors)
         self.deferred.flush()
+
+    def _verify_nothing(self) -> None:
+        """A verification without a draft, of which nothing is kept."""
+        draft = DraftTree.empty(len(self.rows), self.device)
+        self.target.verify(self.anchors, draft, judges=self.verifier.follows_best(self.rows))
 
     def _step(self) -> DraftStep:
         step = super()._step()
         return replace(step, max_draft_tokens=[min(most, self.depth) for most in step.max_draft_tokens])
 
 
-def _read_every_size(model: SlotModel, tokens: torch.LongTensor, most: int) -> None:
-    """Forwards over a full draft and over no draft, of which nothing is kept, where they are captured."""
-    if model.graphs is None or model.graphs.why_eager is not None:
-        return
-    for count in sorted({1, most}, reverse=True):
-        model.forward(tokens[:, None].expand(-1, count).contiguous(), chain_topology(count - 1, tokens.device))
+def _read_few_tokens(model: SlotModel, tokens: torch.LongTensor) -> None:
+    """Forwards over one token and over two, of which nothing is kept, where they are captured."""
+    if model.graphs is not None and model.graphs.why_eager is None:
+        for count in (2, 1):
+            model.forward(tokens[:, None].expand(-1, count).contiguous(), chain_topology(count - 1, tokens.device))

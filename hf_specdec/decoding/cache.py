@@ -375,16 +375,15 @@ class SlotCache(Cache):
                 Kept nodes in order, the anchor first (columns past a row's count are ignored). `None`: the first
                 `counts` nodes, which lie in place already.
         """
-        # The first nodes lie in place already. Elsewhere than on the CPU, asking costs more than moving them.
-        if path is not None and not (path.device.type == "cpu" and (path <= arange(path.shape[1], path.device)).all()):
-            self.move(upload(self.lengths, path.device), path)
+        # The anchor alone lies in place, too.
+        moves = path is not None and path.shape[1] > 1
+        if moves and path.device.type == "cpu":
+            # Elsewhere asking costs more than moving what lies in place.
+            moves = not (path <= arange(path.shape[1], path.device)).all()
+        if moves:
+            buffers = [buffer for layer in self.layers for buffer in layer.buffers]
+            move_slots(buffers, upload(self.lengths, path.device), path)
         self.lengths = [length + count for length, count in zip(self.lengths, counts)]
-
-    def move(self, lengths: torch.LongTensor, path: torch.LongTensor) -> None:
-        """Moves the nodes `path` `(R, M)` of the last forward to the slots after those in use, `lengths` `(R,)`."""
-        # The anchor alone lies in place.
-        if path.shape[1] > 1:
-            move_slots([buffer for layer in self.layers for buffer in layer.buffers], lengths, path)
 
     def keep_rows(self, keep: list[int]) -> None:
         """Keeps the active rows at these positions, in this order; only rows that change places are copied."""

@@ -42,8 +42,9 @@ from ..layers.rope import RotaryAngles, has_static_frequencies
 from ..layers.structure import form_of
 from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch, takes_trees
 from .cache import SlotCache
+from .captured_nodes import CapturedNodes
 from .masks import FULL, node_masks
-from .target import CapturedNodes, SlotModel, SlotOutput
+from .target import SlotModel, SlotOutput
 
 
 def slot_model(
@@ -157,7 +158,7 @@ class FunctionalSlotModel(SlotModel):
         self._layers = self._layers[:count]
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
-        replayed = self._replay_nodes(tokens, topology, logits_from)
+        replayed = None if self.graphs is None else self._replay_nodes(tokens, topology, logits_from)
         if replayed is not None:
             return replayed
         rows, tree = self._place(tokens, topology)

@@ -219,18 +219,18 @@ class CallGraphs:
         """
         if self.why_eager is not None:
             return None
-        keys = {size: (place, size, *key) for size in row_sizes(rows)}
-        if keys[padded_rows(rows)] not in self._shared.forwards:
-            for size, full_key in keys.items():
-                if full_key in self._shared.forwards:
+        full_key = (place, padded_rows(rows), *key)
+        if full_key not in self._shared.forwards:
+            for size in row_sizes(rows):
+                if (place, size, *key) in self._shared.forwards:
                     continue
                 inputs = make_inputs(size)
                 fill(inputs, min(size, rows))
                 captured = self._capture(inputs, partial(read, inputs))
                 if captured is None:
                     return None
-                self._shared.forwards[full_key] = captured
-        captured = self._shared.forwards[keys[padded_rows(rows)]]
+                self._shared.forwards[(place, size, *key)] = captured
+        captured = self._shared.forwards[full_key]
         fill(captured.inputs, rows)
         captured.replay()
         self.num_replays += 1

@@ -235,7 +235,8 @@ class DecodingLoop:
 
     def _verify(self, draft: DraftTree) -> SlotOutput:
         """One forward of the target over the anchors and all draft nodes; on a GPU it is only launched."""
-        output = self.target.verify(self.anchors, draft, judges=self.verifier.follows_best(self.rows))
+        judges = self.target.graphs is not None and self.verifier.follows_best(self.rows)
+        output = self.target.verify(self.anchors, draft, judges)
         self.stats.num_target_forwards += 1
         output.logits = output.logits.to(self.device)
         if self.check is not None:
@@ -258,11 +259,12 @@ class DecodingLoop:
             self._learn(draft, output.logits)
         if outcome is None:
             states = {key: take_nodes(value, verdict.path) for key, value in states.items()}
-        # A row that was cut has ended, unless it is shown to criteria together with others.
-        is_whole = all(count > accepted for count, accepted in zip(counts, verdict.num_accepted))
-        self.anchors: torch.Tensor = (
-            last_of_each(verdict.tokens, counts) if outcome is None or not is_whole else outcome["anchor"][:, 0]
-        )
+        else:
+            states = {key: value[:, : verdict.path.shape[1]] for key, value in states.items()}
+        if outcome is not None and verdict.is_whole:
+            self.anchors: torch.Tensor = outcome["anchor"][:, 0]
+        else:
+            self.anchors = last_of_each(verdict.tokens, counts)
         self._observe(verdict, states)
         self.stats.draft_seconds += perf_counter() - began
         if not self.stop.all_finished:

@@ -10,10 +10,10 @@ captured forward are padded to more rows and nodes: there R and T are those of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -23,13 +23,12 @@ from ..drafts.topology import chain_parents
 from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.acceptance import follow
-from ..kernels.ancestors import grow_ancestors
-from ..kernels.cache import WritePlan
+from ..kernels.cache import WritePlan, move_slots
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import MAX_NODES, SlotTree
 from ..logits.verifier import take_nodes
 from ..threads import cached_property
-from ..transfers import PackedTables, select_rows, upload
+from ..transfers import PackedTables, last_of_each, select_rows, upload
 from .adapters import ADAPTED_ROW, RowAdapters
 from .attention import (
     TREE_KERNEL,
@@ -39,6 +38,7 @@ from .attention import (
     attention_switch,
 )
 from .cache import SlotCache
+from .captured_nodes import CapturedNodes, NodeInputs
 from .graphs import CallGraphs, graphs_for
 from .masks import RowState, node_masks, node_positions, slot_tree
 from .positions import Nodes, PositionCounter
@@ -62,10 +62,10 @@ class SlotOutput:
         logits (`torch.Tensor` of shape `(R, T, V)`): The logits.
         hidden_states (`dict`): The states asked for, each `(R, T, H)`; with an outcome `(R, M, H)`, along the path.
         all_hidden_states (`tuple`, *optional*): Those of all layers.
-        outcome (`PackedTables`, *optional*): What the target's best tokens accept of the draft, where a graph has
-            judged it: "accepted" `(R, 1)`, how many draft tokens; "committed" and "path" `(R, M)` and "anchor"
-            `(R, 1)`, tokens, their nodes and the last token; and of the draft "num_nodes" `(R, 1)`, "tokens" and
-            "parents" `(R, N)`. The slots of the path lie in their places.
+        outcome (`PackedTables`, *optional*): Of a graph that has judged the draft by the target's best tokens, M being
+            the most tokens that a row may commit: "accepted" `(R, 1)`, how many draft tokens; "committed", "path"
+            `(R, M)` and "anchor" `(R, 1)`, tokens, their nodes and the last token; and of the draft "num_nodes"
+            `(R, 1)`, "tokens" and "parents" `(R, N)`. The slots of the path lie in their places.
     """
 
     logits: torch.Tensor
@@ -74,91 +74,24 @@ class SlotOutput:
     outcome: PackedTables | None = None
 
 
-class NodeInputs:
-    """The buffers from which a captured forward reads what changes.
+@dataclass(frozen=True)
+class Choose:
+    """The best token by a model's logits, and what the model reads in its place.
 
     Args:
-        rows (`int`): R.
-        nodes (`int`): T.
-        device (`torch.device`): Where they lie.
+        width (`int`): Tokens that may be chosen, the first ones.
+        num_readable (`int`): Tokens that the model's embedding has; others are read as token 0.
     """
 
-    def __init__(self, rows: int, nodes: int, device: torch.device):
-        self._num_nodes = nodes
-        # A call may run in inference mode, and a later one outside of it.
-        with torch.inference_mode(False):
-            # The tokens of all nodes, and the parents of those that were drafted.
-            self._nodes = torch.zeros((rows, 2 * nodes - 1), dtype=torch.long, device=device)
-            # Each part begins at a multiple of 16 bytes, for which kernels are compiled in any case.
-            self._rows = torch.zeros((5, rows + rows % 2), dtype=torch.long, device=device)
-            self._padding = torch.zeros((2, 1, nodes), dtype=torch.long, device=device)
-            self._padding[1] = -1
-        self._row_parts = self._rows[:, :rows]
+    width: int
+    num_readable: int
 
-    def fill(
-        self,
-        tokens: Sequence[torch.LongTensor],
-        parents: torch.LongTensor,
-        num_drafted: list[int] | torch.LongTensor,
-        rows: RowState,
-        max_position: int | None = None,
-    ) -> None:
-        """Copies in the nodes of a forward: `tokens` `(r, t)` in one or more parts, and `parents` of [`DraftTree`].
+    def __call__(self, logits: torch.Tensor) -> torch.LongTensor:
+        """The tokens `(R,)` by logits `(R, V)`."""
+        return logits[:, : self.width].argmax(-1)
 
-        Rows of padding are empty, and write to slots that no row uses. Nodes of padding are children of the anchor
-        after the nodes in use.
-
-        Args:
-            num_drafted (`list[int]` or `torch.LongTensor` of shape `(r,)`): Valid draft nodes of each row.
-            rows (`RowState`): Where the rows stand.
-            max_position (`int`, *optional*): As for [`SlotModel`].
-        """
-        count, missing = len(rows.lengths), self._num_nodes - 1 - parents.shape[-1]
-        zeros, anchors = self._padding[..., :missing].expand(-1, count, -1)
-        parts = [*tokens, zeros, parents.expand(count, -1), anchors]
-        torch.cat([part for part in parts if part.shape[1]], dim=1, out=self._nodes[:count])
-        if count < len(self._nodes):
-            self._nodes[count:] = self._nodes[:1]
-        first = [length - start + offset for length, start, offset in zip(rows.lengths, rows.starts, rows.offsets)]
-        last = [_NO_LIMIT if max_position is None else max_position] * count
-        is_known = isinstance(num_drafted, list)
-        padding = [0] * (self._rows.shape[1] - count)
-        parts = (rows.lengths, rows.starts, first, last, num_drafted if is_known else [0] * count)
-        self._rows.copy_(torch.tensor([values + padding for values in parts]), non_blocking=True)
-        if not is_known:
-            self._row_parts[4, :count].copy_(num_drafted)
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        return [self._nodes, self._rows]
-
-    def read(self) -> CapturedNodes:
-        """The nodes of the graph that runs."""
-        lengths, starts, first_positions, last_positions, num_drafted = self._row_parts
-        tokens, parents = (part.contiguous() for part in self._nodes.tensor_split([self._num_nodes], dim=1))
-        ancestors, depths = grow_ancestors(parents)
-        positions = torch.minimum(first_positions[:, None] + depths, last_positions[:, None])
-        draft = DraftTree(tokens[:, 1:], parents, num_drafted)
-        return CapturedNodes(tokens, positions, SlotTree(lengths, starts, ancestors, depths), draft)
-
-
-_NO_LIMIT = torch.iinfo(torch.long).max
-
-
-class CapturedNodes(NamedTuple):
-    """The nodes of a captured forward.
-
-    Attributes:
-        tokens (`torch.LongTensor` of shape `(R, T)`): Anchors and draft tokens.
-        positions (`torch.LongTensor` of shape `(R, T)`): Their position ids.
-        tree (`SlotTree`): Who sees whom, and where the rows stand.
-        draft (`DraftTree`): All nodes but the anchors.
-    """
-
-    tokens: torch.LongTensor
-    positions: torch.LongTensor
-    tree: SlotTree
-    draft: DraftTree
+    def readable(self, tokens: torch.LongTensor) -> torch.LongTensor:
+        return tokens.masked_fill(tokens >= self.num_readable, 0) if self.num_readable < self.width else tokens
 
 
 class SlotModel:
@@ -332,7 +265,7 @@ class SlotModel:
                 f"{type(self.model).__name__} tells positions from the order of its cache, so it can verify chains, "
                 "and got a draft tree. Draft without branches."
             )
-        replayed = self._replay_nodes(tokens, topology, logits_from)
+        replayed = None if self.graphs is None else self._replay_nodes(tokens, topology, logits_from)
         if replayed is not None:
             return replayed
         rows, tree = self._place(tokens, topology)
@@ -375,8 +308,6 @@ class SlotModel:
 
     def _replay_nodes(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int) -> SlotOutput | None:
         """The output of [`SlotModel.forward`] from a graph; `None` where the forward has to run without one."""
-        if self.graphs is None:
-            return None
         rows, nodes = tokens.shape
         parents = chain_parents(nodes - 1, tokens.device) if topology.is_chain else topology.parents[..., 1:] - 1
         output = self._replay([tokens], parents, [nodes - 1] * rows)
@@ -397,20 +328,11 @@ class SlotModel:
         if size is None or size > MAX_NODES:
             return None
 
-        def fill(inputs: NodeInputs, count: int) -> None:
-            inputs.fill(
-                [part[:count] for part in tokens],
-                parents if parents.dim() == 1 else parents[:count],
-                num_drafted[:count],
-                RowState(self.cache.lengths[:count], self.starts[:count], self.offsets[:count]),
-                self.max_position,
-            )
-
         captured = self.graphs.run_on_slots(
             (size, self.states, self.most_committed if judges else 0),
             rows,
             lambda rows: NodeInputs(rows, size, device),
-            fill,
+            lambda inputs, count: self._fill(inputs, count, tokens, parents, num_drafted),
             self._judged if judges else self._unjudged,
             self.cache,
             ahead=size,
@@ -424,13 +346,73 @@ class SlotModel:
             states = {key: state[:rows, :nodes] for key, state in states.items()}
             return SlotOutput(logits[:rows, :nodes], states)
         # Whoever is told of a commit may read it when the graph has long run again.
-        states = None if states is None else states[:rows].clone().chunk(len(self.states), dim=-1)
-        states = dict(zip(self.states, states or ()))
+        copies = () if states is None else states[:, :rows].clone().unbind()
+        states = dict(zip(self.states, copies))
         return SlotOutput(logits[:rows, :nodes], states, outcome=outcome.copy_of_rows(rows))
+
+    def continue_greedily(
+        self, tokens: torch.LongTensor, counts: list[int], width: int, num_tokens: int, choose: Choose
+    ) -> torch.LongTensor | None:
+        """Reads tokens after each row's committed slots, then the ones that follow, one by one, in a single graph.
+
+        All tokens but the last are read and kept; who wants fewer takes them back.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(R, t)`): Tokens, padded on the right.
+            counts (`list[int]`): Tokens of each row.
+            width (`int`): Tokens to which the graph pads.
+            num_tokens (`int`): How many follow.
+            choose (`Choose`): Chooses them.
+
+        Returns:
+            `torch.LongTensor` of shape `(R, num_tokens)`: The tokens that follow, to be used before the next graph
+            runs; `None` where there is none to run.
+        """
+        rows, num_given = tokens.shape
+        if self.graphs is None or num_given > width:
+            return None
+        parents, num_more = chain_parents(num_given - 1, tokens.device), [count - 1 for count in counts]
+        captured = self.graphs.run_on_slots(
+            ("continue", width, num_tokens, choose),
+            rows,
+            lambda rows: NodeInputs(rows, width, tokens.device),
+            lambda inputs, count: self._fill(inputs, count, [tokens], parents, num_more),
+            partial(self._continued, num_tokens, choose),
+            self.cache,
+            ahead=width + num_tokens - 1,
+        )
+        if captured is None:
+            return None
+        following, self.attention_layers = captured.output
+        self.cache.plan_write(1)
+        self.cache.commit([count + num_tokens - 1 for count in counts])
+        return following[:rows]
+
+    def _continued(self, num_tokens: int, choose: Choose, inputs: NodeInputs, columns: int) -> tuple:
+        nodes = inputs.read()
+        output, layers = self.read_static(nodes, columns)
+        ahead = nodes.draft.num_nodes + 1
+        logits, chosen = last_of_each(output.logits, ahead), []
+        while True:
+            chosen.append(choose(logits))
+            if len(chosen) == num_tokens:
+                return torch.stack(chosen, dim=1), layers
+            output, layers = self.read_static(inputs.one_more(choose.readable(chosen[-1]), ahead), columns)
+            logits, ahead = output.logits[:, -1], ahead + 1
 
     def _unjudged(self, inputs: NodeInputs, columns: int) -> tuple:
         output, layers = self.read_static(inputs.read(), columns)
         return output.logits, output.hidden_states, None, layers
+
+    def _fill(self, inputs: NodeInputs, count: int, tokens, parents, num_drafted) -> None:
+        """Copies in the nodes of the first rows."""
+        inputs.fill(
+            [part[:count] for part in tokens],
+            parents if parents.dim() == 1 else parents[:count],
+            num_drafted[:count],
+            RowState(self.cache.lengths[:count], self.starts[:count], self.offsets[:count]),
+            self.max_position,
+        )
 
     def _judged(self, inputs: NodeInputs, columns: int) -> tuple:
         nodes = inputs.read()
@@ -439,12 +421,13 @@ class SlotModel:
         # Who drafts deeper than announced gets the tokens that there is room for; the last of them are the target's.
         counts = accepted.num_accepted[:, None].clamp(max=self.most_committed - 1)
         committed, path = (values[:, : self.most_committed] for values in (accepted.tokens, accepted.path))
-        self.cache.move(nodes.tree.lengths, path)
+        if path.shape[1] > 1:
+            move_slots([buffer for layer in self.cache.layers for buffer in layer.buffers], nodes.tree.lengths, path)
         tables = {"accepted": counts, "committed": committed, "path": path, "anchor": committed.gather(1, counts)}
         draft = {"num_nodes": nodes.draft.num_nodes[:, None], "tokens": nodes.draft.tokens}
         outcome = PackedTables.of({**tables, **draft, "parents": nodes.draft.parents})
         states = [take_nodes(output.hidden_states[key], path) for key in self.states]
-        return output.logits, torch.cat(states, dim=-1) if states else None, outcome, layers
+        return output.logits, torch.stack(states) if states else None, outcome, layers
 
     def read_static(self, nodes: CapturedNodes, columns: int) -> tuple[SlotOutput, Counter[str]]:
         """Forward from tensors that stay where they are, for a capture; nothing else changes with the text.

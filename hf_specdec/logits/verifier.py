@@ -48,6 +48,11 @@ class Verdict:
     path: torch.LongTensor
     tokens: torch.LongTensor
 
+    @property
+    def is_whole(self) -> bool:
+        """Tells whether every row keeps the target's own token after what it has accepted: none was cut."""
+        return all(count > accepted for count, accepted in zip(self.counts, self.num_accepted))
+
 
 # Scores that cost as much as a step along the path, on a CPU: as they are, and where processors change them.
 _SCORES_OF_A_STEP, _PROCESSED_OF_A_STEP = 200_000, 30_000

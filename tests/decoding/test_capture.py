@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from hf_specdec.decoding.attention import TreeMask
 from hf_specdec.decoding.capture import CannotCaptureError, CudaBackend, NoWaiting
+from hf_specdec.decoding.captured_nodes import CapturedNodes, NodeInputs
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, node_positions
 from hf_specdec.decoding.store import SlotStore, padded_size
-from hf_specdec.decoding.target import CapturedNodes, NodeInputs
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from tests.tape import NothingToHost, Tape, TapeBackend, spoil

@@ -90,6 +90,7 @@ HEADS = {
     "dflash": (demo.drafter_path("dflash"), {}),
     "dflash tree": (demo.drafter_path("dflash"), {"num_draft_nodes": 10}),
     "medusa": (demo.drafter_path("medusa"), {"num_draft_nodes": 16}),
+    "draft_model": (demo.drafter_path("draft_model"), {"num_speculative_tokens": 4}),
     "mlp_speculator": (demo.drafter_path("mlp_speculator"), {"num_speculative_tokens": 3}),
     "mlp_speculator tree": (demo.drafter_path("mlp_speculator"), {"num_draft_nodes": 10}),
 }

@@ -29,7 +29,7 @@ from ...checkpoints.loading import checkpoint_errors
 from ...decoding.cache import SlotCache, compact
 from ...decoding.functional import slot_model
 from ...decoding.profile import model_profile
-from ...decoding.target import SlotModel, call_graphs
+from ...decoding.target import Choose, SlotModel, call_graphs
 from ...drafting.chain import SteeredChain
 from ...drafts import DraftTree, chain_topology
 from ...errors import SpecConfigError, shown
@@ -95,6 +95,9 @@ _SETTINGS_HERE = {
     "num_assistant_tokens": "num_speculative_tokens",
     "assistant_confidence_threshold": "draft_confidence_threshold",
 }
+
+# Tokens of a row that a cycle leaves to be fed: one more where it has accepted the whole draft.
+_MOST_PENDING = 2
 
 # Tokens that a model with masks drafts where the settings name no number: published ones were trained with 8 to 16.
 _TOKENS_AT_ONCE = 8
@@ -229,6 +232,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.check_sampled_length()
         self.model: SlotModel = slot_model(model, SlotCache(0))
         self.model.max_position = self.longest - 1
+        sizes = self.vocabularies
+        self._choose: Choose = Choose(min(sizes.target_size, sizes.draft_size), sizes.readable)
         self.rows: list[int] = []  # the rows that are drafted for; one leaves when it gets too long
         self.texts: list[RowText] = []  # what it has of each of them
         self.mark: tuple[Any, ...] | None = None  # where a recurrent draft model stood before them
@@ -251,9 +256,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             return
         self.texts = [texts[row] for row in self.rows]
         self.model.source = self._sources.source(prompt.source, self.rows)
-        self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + 1
-        # A cycle that has accepted all leaves one token more to be fed.
-        most_fed = 2 if self.mask_token is None else 2 * self.num_speculative_tokens
+        ahead = _MOST_PENDING + self.num_speculative_tokens
+        self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + ahead
+        most_fed = _MOST_PENDING if self.mask_token is None else 2 * self.num_speculative_tokens
         eager = self.config.enforce_eager or self.model.source is not None
         graphs = call_graphs(self.model.model, largest=most_fed, enforce_eager=eager)
         self.model.use_graphs(graphs)
@@ -311,6 +316,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         depths = [min(most[index], self.longest - own) for index, own in zip(order, self._own_lengths())]
         if max(depths, default=0) == 0:
             return DraftTree.empty(len(step.rows), self.session.device)
+        tokens = self._best_tokens_at_once()
+        if tokens is not None:
+            return self._for_all_rows(step, order, DraftTree.chain(tokens[:, : max(depths)], depths))
         chain, counts = self._draft([step.lengths[index] for index in order], depths)
         draft = self.vocabularies.draft(chain, counts, depths, self.texts)
         return self._for_all_rows(step, order, draft)
@@ -319,6 +327,22 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         """Tokens of each row in the draft's segmentation, the anchor included."""
         places = zip(self.model.cache.lengths, self.model.starts, self.texts)
         return [length - start + len(text.pending) for length, start, text in places]
+
+    def _best_tokens_at_once(self) -> torch.LongTensor | None:
+        """The best tokens `(R, K)` of a whole draft from one graph; `None` where each token is chosen by itself."""
+        is_plain = self.sampler.is_greedy and not (self.sampler.stack or self.options.confidence_threshold)
+        is_plain = is_plain and type(self.vocabularies) is SameTokens
+        if self.model.graphs is None or self.mask_token is not None or not is_plain:
+            return None
+        tokens, counts = self._pending_tokens()
+        following = self.model.continue_greedily(
+            tokens, counts, _MOST_PENDING, self.num_speculative_tokens, self._choose
+        )
+        if following is None:
+            return None
+        for text in self.texts:
+            text.pending, text.num_fed = [], self.num_speculative_tokens - 1
+        return following.to(self.session.device)
 
     def _drop_rows_out_of_step(self) -> None:
         """A draft that takes slots for positions would misread rows of different lengths."""
@@ -384,13 +408,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         Returns:
             `torch.Tensor` of shape `(R, num_masks + 1, W)`: Logits after each row's anchor and after the masks.
         """
-        pending = [text.pending for text in self.texts]
-        counts = list(map(len, pending))
-        masks = [self.mask_token] * num_masks
-        width = max(counts) + num_masks
-        # Shorter rows are padded on the right: those slots lie after the row and are written again.
-        rows = [row + (masks or row[-1:]) for row in pending]
-        tokens = upload([(row + row[-1:] * width)[:width] for row in rows], self.device)
+        tokens, counts = self._pending_tokens(num_masks)
+        width = tokens.shape[1]
         # Logits of what was committed in a pause would cost more than reading it.
         known = min(counts) - 1
         output = self.model.forward(tokens, chain_topology(width - 1, self.device), logits_from=known)
@@ -405,6 +424,15 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             [[count - known - 1 + index for index in range(num_masks + 1)] for count in counts], self.device
         )
         return output.logits.gather(1, places[..., None].expand(-1, -1, output.logits.shape[-1]))
+
+    def _pending_tokens(self, num_masks: int = 0) -> tuple[torch.LongTensor, list[int]]:
+        """Committed tokens that have not been fed, with masks after them `(R, t)`, and how many each row has."""
+        pending, masks = [text.pending for text in self.texts], [self.mask_token] * num_masks
+        counts = list(map(len, pending))
+        width = max(counts) + num_masks
+        # Shorter rows are padded on the right: those slots lie after the row and are written again.
+        rows = [row + (masks or row[-1:]) for row in pending]
+        return upload([(row + row[-1:] * width)[:width] for row in rows], self.device), counts
 
     def _feed(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Feeds one token a row; logits `(R, W)` after it."""

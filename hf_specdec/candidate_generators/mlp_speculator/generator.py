@@ -298,7 +298,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             if masks is not None:
                 # Where nothing may follow there is no distribution.
                 scores = scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-            levels.append((tokens, nodes.repeat_interleave(width, dim=1), scores))
+            levels.append((tokens, nodes[..., None].expand(-1, -1, width).flatten(1), scores))
             if len(levels) == depth:
                 break
             if num_reads < tokens.shape[1]:

@@ -45,6 +45,7 @@ from ...errors import SpecConfigError
 from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network, on_device_of
 from ...layers.llama import (
     DecoderLayer,
+    DirectModule,
     GatedMLP,
     KeyValueCache,
     RMSNorm,
@@ -53,7 +54,6 @@ from ...layers.llama import (
     rotate,
     with_query_groups,
 )
-from ...layers.modules import DirectModule
 from .denoising import Denoising
 from .formats import BlockView, DFlashConfig, DFlashReader
 from .selector import CandidateSelector, walk_on

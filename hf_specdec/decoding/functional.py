@@ -27,17 +27,16 @@ from ..kernels._triton import use_triton
 from ..kernels.cache import WritePlan
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
+from ..layers.known import is_known_layer, is_published, is_untouched, modules_of
 from ..layers.llama import (
     DecoderLayer,
     GatedMLP,
     RMSNorm,
     added,
     added_and_normed,
-    is_known_layer,
     project,
     with_query_groups,
 )
-from ..layers.modules import is_published, is_untouched, modules_of
 from ..layers.rope import RotaryAngles, has_static_frequencies
 from ..layers.structure import form_of
 from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch, takes_trees
@@ -68,8 +67,15 @@ def has_lean_forward(model: PreTrainedModel) -> bool:
     """Tells whether `FunctionalSlotModel` computes exactly what the model's own forward does."""
     if not has_known_layers(model):
         return False
-    decoder = model.get_decoder()
-    if not _has_known_attention(decoder, model.config._attn_implementation):
+    decoder, implementation = model.get_decoder(), model.config._attn_implementation
+    attention, weight = decoder.layers[0].self_attn, decoder.embed_tokens.weight
+    if implementation == "eager":
+        # The same but for rounding.
+        is_known = takes_trees(weight, weight.dtype, attention.head_dim)
+    else:
+        # That of torch has no soft caps.
+        is_known = implementation == "sdpa" and form_of(attention, "attention").softcap is None
+    if not is_known:
         return False
     called = {id(module) for module in _called_as_they_are(decoder)}
     return all(not module.training and is_untouched(module) for module in modules_of(model, called))
@@ -89,15 +95,6 @@ def has_known_layers(model: PreTrainedModel) -> bool:
     if form.has_angles_by_type == ("" in parameters) or not all(map(has_static_frequencies, parameters.values())):
         return False
     return all(map(is_known_layer, decoder.layers))
-
-
-def _has_known_attention(decoder: Any, implementation: str) -> bool:
-    """Tells whether the attention of known layers is that of this implementation, but for rounding on a GPU."""
-    attention, weight = decoder.layers[0].self_attn, decoder.embed_tokens.weight
-    if implementation == "sdpa":
-        # It has no soft caps.
-        return form_of(attention, "attention").softcap is None
-    return implementation == "eager" and takes_trees(weight, weight.dtype, attention.head_dim)
 
 
 def _rope_parameters(config) -> dict:
@@ -128,6 +125,8 @@ class FunctionalSlotModel(SlotModel):
         attention = self._layers[0].self_attn
         self._groups = attention.groups
         self._fits_kernel = self._head.weight.dtype in DTYPES and attention.head_dim <= MAX_HEAD_SIZE
+        if self._fits_kernel and use_triton(self._head.weight):
+            self.reading_prompts: Any = self._reading_prompts
         self._has_full_span = all(span == FULL for span in self.profile.spans)
         types = self.profile.layer_types
         kinds = getattr(model.config, "layer_types", None) or [""] * len(self._layers)
@@ -142,11 +141,9 @@ class FunctionalSlotModel(SlotModel):
         self._divisor: Any = model_form.divisor and getattr(model.config, model_form.divisor)
         self._has_experts = not all(isinstance(layer.mlp, GatedMLP) for layer in self._layers)
 
-    def reading_prompts(self) -> AbstractContextManager[None]:
+    def _reading_prompts(self) -> AbstractContextManager[None]:
         """Lets the kernel read prompts that would need a mask, such as padded ones, without any."""
-        if self._fits_kernel and use_triton(self._head.weight):
-            return self._attention(VerificationForward(reads_prompts=True))
-        return nullcontext()
+        return self._attention(VerificationForward(reads_prompts=True))
 
     @property
     def num_layers(self) -> int:

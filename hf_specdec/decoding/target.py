@@ -10,6 +10,7 @@ captured forward are padded to more rows and nodes: there R and T are those of t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -117,6 +118,9 @@ class SlotModel:
 
     # Attention that the tree kernel cannot compute falls back to masks by itself.
     _fits_kernel = True
+
+    # Context for forwards of the model itself that read prompts into the slots.
+    reading_prompts: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
         self,
@@ -241,10 +245,6 @@ class SlotModel:
             self.model(**inputs)
         # Padding is counted where slots are.
         self.start_slots(starts, None if self.profile.counted is None else starts)
-
-    def reading_prompts(self) -> AbstractContextManager[None]:
-        """Context for forwards of the model itself that read prompts into the slots."""
-        return nullcontext()
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
         """Reads nodes after each row's committed slots.

@@ -115,7 +115,9 @@ class DraftEntries(DraftSlots):
         self.cache.plan_write(tokens.shape[1], ahead=first)
         self._is_chain = self._is_chain and tokens.shape[1] == 1
         self._depths += (self._depth,) * tokens.shape[1]
-        mask = self._node_mask(first, parents)
+        # Everything, where nothing else lies in the slots.
+        sees_all = self._is_chain and self.span == FULL and self._draft.is_uniform and not self.has_kernel
+        mask = None if sees_all else self._node_mask(first, parents)
         self._depth += 1
         positions = self._draft.positions[:, self._depth - 1 : self._depth]  # of the first node there
         return self.network(tokens.to(self.device), hidden, positions, mask, self.cache, bound=self._draft.bound)
@@ -170,13 +172,11 @@ class DraftEntries(DraftSlots):
             return uniform_causal_mask(here.slots.shape[1], here.columns, self.dtype, self.device)
         return causal_mask(here.slots, self.first_slots, here.columns, self.span, self.dtype)
 
-    def _node_mask(self, first: int, parents: torch.LongTensor | slice) -> torch.Tensor | TreeMask | None:
-        """Mask of the next level, nodes `first` to `num_read` of the draft; `None`: they see everything."""
+    def _node_mask(self, first: int, parents: torch.LongTensor | slice) -> torch.Tensor | TreeMask:
+        """Mask of the next level, nodes `first` to `num_read` of the draft."""
         if self.has_kernel:
             # The nodes of a chain that have been read are as good as kept.
             return self._chain_mask(1) if self._is_chain else TreeMask(self._tree(first, parents), self.span)
-        if self._is_chain and self.span == FULL and self._draft.is_uniform:
-            return None
         return self._additive_mask(first, parents)[:, None, :, : self.cache.plan.columns]
 
     def _chain_mask(self, count: int) -> TreeMask:

@@ -22,8 +22,7 @@ from ..checkpoints.draft_reader import DraftConfig, DraftReader
 from ..checkpoints.header import TargetNeeds
 from ..checkpoints.loading import filled
 from ..errors import CheckpointFormatError, shown
-from .llama import project
-from .modules import DirectModule, is_hooked
+from .llama import DirectModule, is_hooked, project
 from .rope import RotaryAngles
 
 
@@ -158,6 +157,7 @@ class DraftNetwork(DraftModule):
 
     Attributes:
         token_ids (`torch.LongTensor` of shape `(U,)`): The target's id of each draft id; `None` where they are equal.
+        head_size (`int`): Size of an attention head.
         rotary_emb (`nn.Module`): Its rotary embedding, whose frequencies are in no checkpoint.
         angles (`RotaryAngles`): Those of that embedding.
         unreliable_flags (`tuple[str, ...]`): Flags of the config that checkpoints are known to have the wrong way.
@@ -176,6 +176,7 @@ class DraftNetwork(DraftModule):
     def __init__(self, config: DraftConfig):
         super().__init__()
         self.config = config
+        self.head_size: int = config.head_dim
         self.rotary_emb: LlamaRotaryEmbedding = rotary_embedding(config)
         self.angles: RotaryAngles = RotaryAngles(self.rotary_emb)
 
@@ -208,11 +209,6 @@ class DraftNetwork(DraftModule):
         if self.embed_tokens is not None:
             return self.embed_tokens(tokens.to(self.device))
         return self._target.embed(tokens).to(self._weight)
-
-    @property
-    def head_size(self) -> int:
-        """Size of an attention head."""
-        return self.config.head_dim
 
     @property
     def shared_modules(self) -> tuple[nn.Module, ...]:

@@ -14,8 +14,10 @@ D head size, S slots of a cache.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Container, Sequence
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +29,10 @@ from ..kernels._triton import fuses
 from ..kernels.gates import GELU_TANH, SILU, gated
 from ..kernels.heads import Angles, KeyValueCache, place_heads
 from ..kernels.norms import Norm, Scale, add_norm
-from .modules import DirectModule, is_hooked, is_untouched
-from .structure import AttentionForm, LayerForm, NormForm, form_of
+from .structure import AttentionForm, LayerForm, form_of
+
+
+Module = TypeVar("Module", bound="DirectModule")
 
 
 class LayerSizes(Protocol):
@@ -58,34 +62,49 @@ class SlotMask(Protocol):
     ) -> torch.Tensor: ...
 
 
-def is_known_layer(layer: nn.Module) -> bool:
-    """Tells whether [`DecoderLayer`] computes what this decoder layer of transformers does in evaluation.
-
-    Modules in it may have been changed, see [`is_untouched`].
-    """
-    form, attention = form_of(layer, "layer"), getattr(layer, "self_attn", None)
-    if form is None or attention is None or None in (form_of(attention, "attention"), form_of(attention, "rotation")):
-        return False
-    if getattr(attention.config, "clip_qkv", None) is not None:
-        return False
-    norms = [layer._modules.get(name) for name in form.norms]
-    norms += [attention._modules[name] for name in _HEAD_NORMS if name in attention._modules]
-    return all(norm is not None and form_of(norm, "norm") is not None for norm in norms)
+# Ends of the names under which `nn.Module` keeps hooks.
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
-def is_llama_layer(layer: nn.Module) -> bool:
-    """Tells whether a decoder layer of transformers is one of Llama's kind, unchanged, with one MLP and no dropout."""
-    if not is_known_layer(layer) or layer.self_attn.attention_dropout:
-        return False
-    parts = {"layer": layer, "attention": layer.self_attn, "rotation": layer.self_attn, "mlp": layer.mlp}
-    expected = {"layer": DecoderLayer.form, "attention": AttentionForm(), "rotation": False, "mlp": False}
-    norms = [layer._modules[name] for name in DecoderLayer.form.norms if name in layer._modules]
-    is_plain = {kind: form_of(part, kind) for kind, part in parts.items()} == expected
-    is_plain = is_plain and all(form_of(norm, "norm") == NormForm() for norm in norms)
-    return is_plain and all(map(is_untouched, layer.modules()))
+class DirectModule(nn.Module):
+    """Module that is called like a function while nothing hooks into its calls."""
+
+    # Torch has each of them as optional; a subclass knows which it has.
+    _modules: dict[str, Any]
+    _parameters: dict[str, Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if any(_additions(self)):
+            return super().__call__(*args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+    @classmethod
+    def sharing(cls: type[Module], module: nn.Module, **changed: Any) -> Module:
+        """A module of this class with the attributes of another, its parameters and parts among them, but no hooks.
+
+        Args:
+            module (`nn.Module`): The other module.
+            changed (`Any`): Attributes to have in the place of some of these.
+        """
+        made = cls.__new__(cls)
+        hooks = {name: OrderedDict() for name in module.__dict__ if name.endswith(_HOOKS)}
+        made.__dict__.update(module.__dict__, **hooks, **changed)
+        return made
 
 
-_HEAD_NORMS = ("q_norm", "k_norm")
+# All that a call of a module runs beside, or in the place of, its `forward`.
+_additions = attrgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl"
+)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Tells whether a call of the module is more, or another, than the forward of its class."""
+    forward = module.__dict__.get("forward")
+    return any(_additions(module)) or not (forward is None or type(forward) is products.OwnForward)
+
+
+HEAD_NORMS = ("q_norm", "k_norm")
 
 
 def project(linear: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -151,7 +170,8 @@ class DecoderLayer(DirectModule):
         """
         form = form_of(layer, "layer")
         assert form is not None, "a layer that nobody knows"
-        parts: dict[str, nn.Module] = {name: RMSNorm.of(layer._modules[name]) for name in form.norms}
+        names = [name for name in form[:4] if name is not None]
+        parts: dict[str, nn.Module] = {name: RMSNorm.of(layer._modules[name]) for name in names}
         if form.factor is not None:
             parts["scale"] = Scaled(getattr(layer, form.factor))
             form = form._replace(after_attention="scale", after_mlp="scale")
@@ -291,7 +311,7 @@ class RotaryAttention(DirectModule):
     @classmethod
     def of(cls, attention: nn.Module, layer_idx: int) -> RotaryAttention:
         """The attention of one of transformers' layers, see [`DecoderLayer.of`]."""
-        norms = {name: RMSNorm.of(attention._modules[name]) for name in _HEAD_NORMS if name in attention._modules}
+        norms = {name: RMSNorm.of(attention._modules[name]) for name in HEAD_NORMS if name in attention._modules}
         form: Any = form_of(attention, "attention")
         known = {"form": form, "is_interleaved": form_of(attention, "rotation")}
         known |= {"turns": form.turns is None or bool(getattr(attention, form.turns))}

@@ -38,11 +38,6 @@ class LayerForm(NamedTuple):
     after_mlp: str | None
     factor: str | None = None
 
-    @property
-    def norms(self) -> list[str]:
-        """Names of the norms that there are."""
-        return [name for name in self[:4] if name is not None]
-
 
 class AttentionForm(NamedTuple):
     """Attributes: whether one product makes queries, keys and values, and norms are of all heads together.

@@ -20,7 +20,8 @@ from transformers import (
 
 from hf_specdec.decoding.attention import NAME, VerificationForward, running
 from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.layers.llama import DecoderLayer, is_llama_layer, with_query_groups
+from hf_specdec.layers.known import is_llama_layer
+from hf_specdec.layers.llama import DecoderLayer, with_query_groups
 from hf_specdec.layers.rope import signed_angles
 from tests.models import VOCAB_SIZE
 

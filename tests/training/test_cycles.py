@@ -14,7 +14,8 @@ from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Rec
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.drafting.entries import DraftEntries
 from hf_specdec.errors import SpecConfigError, UnsupportedModelError
-from hf_specdec.layers.llama import DecoderLayer, is_llama_layer
+from hf_specdec.layers.known import is_llama_layer
+from hf_specdec.layers.llama import DecoderLayer
 from hf_specdec.training.autoregressive import walk_cycles
 from hf_specdec.training.options import TrainingOptions
 from hf_specdec.training.reading import Rows, TargetReader

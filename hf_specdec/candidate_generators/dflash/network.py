@@ -46,6 +46,7 @@ from ...errors import SpecConfigError
 from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network, on_device_of
 from ...layers.llama import (
     DecoderLayer,
+    DirectModule,
     GatedMLP,
     KeyValueCache,
     RMSNorm,
@@ -54,7 +55,6 @@ from ...layers.llama import (
     rotate,
     with_query_groups,
 )
-from ...layers.modules import DirectModule
 from .config import BlockView, DFlashConfig
 from .corrections import Block, ConfidenceHead, CorrectionHead, DominoHead, LeftToRight, MarkovHead
 from .denoising import Denoising

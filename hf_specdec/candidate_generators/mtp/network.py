@@ -31,11 +31,11 @@ from ...decoding.attention import NAME, TreeMask, VerificationForward, running
 from ...decoding.masks import FULL, Span
 from ...errors import SpecConfigError, UnsupportedModelError
 from ...layers.draft_network import DraftModule, TargetParts
+from ...layers.known import is_llama_layer
 from ...layers.llama import (
     DecoderLayer,
     KeyValueCache,
     RMSNorm,
-    is_llama_layer,
     project,
     with_query_groups,
 )
@@ -72,6 +72,7 @@ class MtpNetwork(DraftModule):
         needs (`TargetNeeds`): What a target must share with the one that they were made for.
         target_hidden_states (`tuple`): The key of the target's state that `fuse` takes, see [`captured_states`].
         span (`Span`): How far back the layers look.
+        head_size (`int`): Size of an attention head, 0 where it does not matter.
         token_ids (`None`): Draft and target have one vocabulary.
 
     Raises:
@@ -97,6 +98,8 @@ class MtpNetwork(DraftModule):
         projections = [nn.Linear(2 * size, size, bias=config.has_bias) for _ in range(count)]
         layers = [_decoder_layer(target_model, parts, config, index) for index in range(config.num_layers)]
         self._is_llama = all(map(is_llama_layer, layers))
+        # In layers of the target's own class the attention function sees to it.
+        self.head_size: int = layers[0].self_attn.head_dim if self._is_llama else 0
         norm = RMSNorm if self._is_llama else type(target_model.get_decoder().norm)
 
         def norms(count: int) -> nn.ModuleList:
@@ -122,11 +125,6 @@ class MtpNetwork(DraftModule):
         if self._is_llama:
             self._angles = RotaryAngles(self.rotary_emb)
         return self
-
-    @property
-    def head_size(self) -> int:
-        """Size of an attention head; of layers of the target's own class their attention function sees to it."""
-        return self._part("layers", 0).self_attn.head_dim if self._is_llama else 0
 
     @property
     def shared_modules(self) -> tuple[nn.Module, ...]:

@@ -1,0 +1,70 @@
+"""Known parts of transformers: layers that [`~layers.llama`] computes, and modules that nobody has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .llama import HEAD_NORMS, DecoderLayer, is_hooked
+from .structure import AttentionForm, NormForm, form_of
+
+
+def is_known_layer(layer: nn.Module) -> bool:
+    """Tells whether [`DecoderLayer`] computes what this decoder layer of transformers does in evaluation.
+
+    Modules in it may have been changed, see [`is_untouched`].
+    """
+    form, attention = form_of(layer, "layer"), getattr(layer, "self_attn", None)
+    if form is None or attention is None or None in (form_of(attention, "attention"), form_of(attention, "rotation")):
+        return False
+    if getattr(attention.config, "clip_qkv", None) is not None:
+        return False
+    norms = [layer._modules.get(name) for name in form[:4] if name is not None]
+    norms += [attention._modules[name] for name in HEAD_NORMS if name in attention._modules]
+    return all(norm is not None and form_of(norm, "norm") is not None for norm in norms)
+
+
+def is_llama_layer(layer: nn.Module) -> bool:
+    """Tells whether a decoder layer of transformers is one of Llama's kind, unchanged, with one MLP and no dropout."""
+    if not is_known_layer(layer) or layer.self_attn.attention_dropout:
+        return False
+    parts = {"layer": layer, "attention": layer.self_attn, "rotation": layer.self_attn, "mlp": layer.mlp}
+    expected = {"layer": DecoderLayer.form, "attention": AttentionForm(), "rotation": False, "mlp": False}
+    norms = [layer._modules[name] for name in DecoderLayer.form[:4] if name in layer._modules]
+    is_plain = {kind: form_of(part, kind) for kind, part in parts.items()} == expected
+    is_plain = is_plain and all(form_of(norm, "norm") == NormForm() for norm in norms)
+    return is_plain and all(map(is_untouched, layer.modules()))
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Tells whether calling the module runs the forward that its class was published with, on plain weights."""
+    if is_hooked(module) or not (is_published(type(module)) and is_published(type(module).forward)):
+        return False
+    if "weight" in module._buffers:
+        return False  # packed
+    weight = module._parameters.get("weight")
+    if is_traceable_wrapper_subclass(weight) or (weight is None and getattr(module, "weight", None) is not None):
+        return False  # in parts on several processes, or packed
+    return weight is None or weight.dim() != 2 or type(module) in (nn.Linear, nn.Embedding)
+
+
+def modules_of(model: nn.Module, left_out: Container[int] = ()) -> list[nn.Module]:
+    """The model and all modules in it, in less time than `modules()`, and shared ones more than once.
+
+    Args:
+        left_out (`Container[int]`): Ids of modules that are left out, with all in them.
+    """
+    found = [model]
+    for module in found:
+        found += [part for part in module._modules.values() if part is not None and id(part) not in left_out]
+    return found
+
+
+@lru_cache(maxsize=256)
+def is_published(definition: Any) -> bool:
+    """Tells whether a class or function is torch's, transformers', or of this package."""
+    return definition.__module__.partition(".")[0] in ("torch", "transformers", "hf_specdec")

@@ -4,6 +4,7 @@
     python benchmarks/many.py --quick                              # 12 requests in 3 places
     python benchmarks/many.py --methods ngram eagle3 --stock --json out.json
     python benchmarks/many.py --model PATH --spec-model HEAD --methods eagle3
+    python benchmarks/many.py --split --length 8                   # with the time of a forward by its size
 
 Greedy, without end tokens: each request has a number of new tokens of its own, drawn from 16 to 256. In one run the
 sides take turns:
@@ -22,11 +23,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter, process_time, thread_time
 
 import torch
 from common import demo_prompts, without_end
@@ -36,6 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from hf_specdec import Speculator, demo, generate_many, load_speculator
 from hf_specdec.bench.machine import describe_environment
+from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.method import methods
 
 
@@ -113,6 +117,39 @@ def stock(model: PreTrainedModel, requests: list[dict], places: int) -> tuple[Te
     return [found[name] for name in names], 0
 
 
+@contextmanager
+def forwards_by_size() -> Iterator[dict[tuple[int, int], list[tuple[float, int]]]]:
+    """For each number of rows and of nodes a row the seconds of the verifications, and the slots that they read."""
+    found, verify = defaultdict(list), DecodingLoop._verify
+
+    def timed(loop, draft):
+        began = thread_time()
+        output = verify(loop, draft)
+        found[len(loop.rows), draft.size + 1].append((thread_time() - began, loop.target.cache.plan.columns))
+        return output
+
+    DecodingLoop._verify = timed
+    try:
+        yield found
+    finally:
+        DecodingLoop._verify = verify
+
+
+def show_split(sides: dict[str, Side], console: Console) -> None:
+    """Shows the time of the target's forwards, by rows and nodes, for each side of this package's loop."""
+    table = Table("side", "rows x nodes", "forwards", "ms of a forward", "slots", "s of all", title="Verifications")
+    for name, side in sides.items():
+        with forwards_by_size() as found:
+            side()
+        for (rows, nodes), timed in sorted(found.items()):
+            seconds, slots = map(sum, zip(*timed))
+            mean = f"{1e3 * seconds / len(timed):.1f}", f"{slots / len(timed):.0f}", f"{seconds:.2f}"
+            table.add_row(name, f"{rows} x {nodes}", str(len(timed)), *mean)
+        num_nodes = sum(rows * nodes * len(timed) for (rows, nodes), timed in found.items())
+        table.add_row(name, f"{num_nodes} in all", str(sum(map(len, found.values()))), "", "", "", end_section=True)
+    console.print(table)
+
+
 def _batches(requests: list[dict], places: int) -> list[list[dict]]:
     return [requests[first : first + places] for first in range(0, len(requests), places)]
 
@@ -160,6 +197,8 @@ def main() -> None:
     parser.add_argument("--model", help="A target in the place of the demo's.")
     parser.add_argument("--spec-model", help="Its drafter.")
     parser.add_argument("--stock", action="store_true", help="transformers' own continuous batching, too.")
+    parser.add_argument("--length", type=int, help="Draft tokens of a cycle, in the place of the method's own number.")
+    parser.add_argument("--split", action="store_true", help="The time of forwards by their size, too, in one round.")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--clock", choices=("process", "wall"), default="process")
     parser.add_argument("--seed", type=int, default=0)
@@ -184,7 +223,9 @@ def main() -> None:
         path = options.spec_model
         if options.model is None and methods()[method].demo:
             path = demo.drafter_path(method)
-        speculator = load_speculator(model, method, **({} if path is None else {"model": path}))
+        given = {"model": path, "num_speculative_tokens": options.length}
+        given = {name: value for name, value in given.items() if value is not None}
+        speculator = load_speculator(model, method, **given)
         sides[f"static {method}"] = joined(speculator, refills=False)
         sides[f"refill {method}"] = joined(speculator, refills=True)
     if options.stock:
@@ -206,6 +247,8 @@ def main() -> None:
         console.print(
             f"{method}: refill {ratio:.2f} times static, {static.forwards / refill.forwards:.2f} by forwards"
         )
+    if options.split:
+        show_split({name: side for name, side in sides.items() if name not in ("static plain", "stock")}, console)
     if options.json is not None:
         wanted = sum(request["max_new_tokens"] for request in requests)
         content = {

@@ -106,7 +106,7 @@ def target_entry(metadata: Mapping[str, Any]) -> Any:
 
 
 def store_settings(generation_config: GenerationConfig, settings: Any) -> None:
-    """Puts settings into a generation config: its model speculates with them from then on, saved and loaded as well.
+    """Puts settings into a generation config. Its model speculates with them, also when it is loaded again.
 
     ```python
     hf_specdec.store_settings(model.generation_config, {"model": "user/head", "num_speculative_tokens": 4})
@@ -116,7 +116,8 @@ def store_settings(generation_config: GenerationConfig, settings: Any) -> None:
     Args:
         generation_config (`GenerationConfig`): Of a model, or one to pass to `generate()`.
         settings (*optional*): What [`SpeculativeConfig.resolve`] takes; "off" is plain generation, `None` takes the
-            entry out. Of these the shape of drafts and the place of the drafter are stored: only they are obeyed.
+            entry out. Only the shape of drafts and the place of the drafter are stored: who reads the config obeys
+            nothing else.
 
     Raises:
         SpecConfigError: The settings are wrong, or ask for remote code.

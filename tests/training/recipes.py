@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_specdec.candidate_generators.dflash.recipe import DFlash2Recipe, DFlashRecipe
+from hf_specdec.candidate_generators.dflash.recipe import DFlash2Recipe, DFlashRecipe, DominoRecipe
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
@@ -36,6 +36,9 @@ RECIPES = {
     "dflash, selector, revealed": DFlash2Recipe(
         **BLOCKS, **SELECTOR, num_anchors=6, reveal_share=0.6, kl_weight=0.4, selector_weight=0.5
     ),
+    "dflash, domino": DominoRecipe(
+        **BLOCKS, num_anchors=12, gru_hidden_dim=12, emb_dim=10, pure_draft_prefix_len=1, kl_weight=0.3
+    ),
     "mtp": MtpRecipe(),
     "mtp, narrow": MtpRecipe(ttt_steps=2, intermediate_size=24, kl_weight=0.5),
 }
@@ -49,7 +52,7 @@ def named(*methods):
 def enlarged(network):
     """Gives a network random weights large enough to tell wrong inputs from right ones."""
     for name, parameter in network.named_parameters():
-        if parameter.dim() > 1 and "embed" not in name:
+        if parameter.dim() > 1 and "embed_tokens" not in name:
             torch.nn.init.normal_(parameter, std=0.3)
     return network
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_specdec import load_speculator
+from hf_specdec import SpecConfigError, load_speculator
 from hf_specdec.candidate_generators.dflash import recipe as dflash
 from hf_specdec.candidate_generators.dflash.config import BlockView
+from hf_specdec.candidate_generators.dflash.corrections import Block
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe, mask_token_for, read_blocks
 from hf_specdec.candidate_generators.dflash.text import DraftText
@@ -116,7 +117,12 @@ def test_the_loss_is_that_of_blocks_read_one_by_one(name, target):
             shown = revealed[row, index].tolist()
             masked = [text[at] if known else network.config.mask_token_id for at, known in enumerate(shown)]
             output = drafted(network, reading, row, place, masked)
-            log_probs = network.logits(output).log_softmax(-1)
+            logits = network.logits(output)
+            if network.config.is_sequential:
+                walk = network.left_to_right(Block(logits[None], output[None]))
+                before = reading.tokens[row, place + 1 :]
+                logits = torch.cat([walk.after(token[None]) for token in before[: len(logits)]])
+            log_probs = logits.log_softmax(-1)
             for mask, token in enumerate(text[: recipe.num_drafts]):
                 if shown[mask]:
                     continue
@@ -226,6 +232,24 @@ def test_a_selector_begins_as_none_and_learns(target, data):
         learned = everywhere.loss(network, reading)
         network.candidate_selector.successor_codebook.zero_()
         assert learned < 0.95 * everywhere.loss(network, reading)
+
+
+def test_corrections_begin_as_next_to_none_and_learn(target, data):
+    rows = pack(load_documents([str(data)], letter_tokenizer()), LENGTH, None)
+    settings = TrainingOptions(steps=120, learning_rate=1e-2, warmup_steps=5, bf16=False)
+    recipe = replace(RECIPES["dflash, domino"], num_anchors=8, kl_weight=0.0)
+    torch.manual_seed(1)
+    network = recipe.build(target)
+    assert network.logit_head.embed_proj[2].weight.abs().max() < 0.01
+    reader = TargetReader(target, recipe.states_for(network))
+    train(network, rows.batches(4, 0), recipe.objective(network, reader), settings)
+    reading, everywhere = reader.read(rows.once(32)[0]), replace(recipe, num_anchors=0)
+    with torch.no_grad():
+        learned = everywhere.loss(network, reading)
+        network.logit_head.embed_proj[2].weight.zero_()
+        assert learned < 0.9 * everywhere.loss(network, reading)
+    with pytest.raises(SpecConfigError, match="`reveal_share`=0.5 .* Domino drafts take one"):
+        replace(recipe, reveal_share=0.5)
 
 
 def test_revealing_teaches_to_use_known_tokens(target, data):

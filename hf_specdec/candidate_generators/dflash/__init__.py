@@ -55,6 +55,15 @@ class DFlash2Training(DFlashTraining):
     selector_weight: float = setting(1.0, "Weight of the loss of these scores beside that of the tokens.", least=0)
 
 
+@dataclass(frozen=True)
+class DominoTraining(DFlashTraining):
+    """Options of training a Domino draft."""
+
+    gru_hidden_dim: int = setting(256, "Size of the state that reads the block's tokens.", least=1)
+    emb_dim: int = setting(256, "Rank of the corrections by that state.", least=1)
+    pure_draft_prefix_len: int = setting(1, "First tokens of a block that are not corrected.", least=0)
+
+
 METHODS = (
     Method(
         name="dflash",
@@ -69,7 +78,10 @@ METHODS = (
         preferred_because="a whole block in one pass, of several layers",
         recipe="recipe:DFlashRecipe",
         training=DFlashTraining,
-        further_recipes={"dflash2": ("DFlash 2 draft", "recipe:DFlash2Recipe", DFlash2Training)},
+        further_recipes={
+            "dflash2": ("DFlash 2 draft", "recipe:DFlash2Recipe", DFlash2Training),
+            "domino": ("Domino draft", "recipe:DominoRecipe", DominoTraining),
+        },
         vllm="dflash",
         sglang="DFLASH",
         healthy_first_rate=0.4,

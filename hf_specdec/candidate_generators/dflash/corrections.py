@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ...logits.acceptance import best_tokens
 from .config import DFlashConfig, DominoConfig
 
 
@@ -115,7 +116,7 @@ class MarkovHead(CorrectionHead):
 
 
 class DominoHead(CorrectionHead):
-    """Domino's corrections; a new one adds nothing.
+    """Domino's corrections; a new one adds next to nothing.
 
     Args:
         config (`DFlashConfig`): Of the draft.
@@ -127,7 +128,8 @@ class DominoHead(CorrectionHead):
         self.first: int = sizes.pure_draft_prefix_len
         self.prefix_gru: PrefixGRU = PrefixGRU(config.hidden_size, sizes.gru_hidden_dim)
         last = nn.Linear(sizes.emb_dim, config.draft_vocab_size, bias=False)
-        nn.init.zeros_(last.weight)
+        # Of zeros alone the other parts would learn nothing at first.
+        nn.init.normal_(last.weight, std=1e-3)
         self.embed_proj: nn.Sequential = nn.Sequential(
             nn.Linear(config.hidden_size + sizes.gru_hidden_dim, sizes.emb_dim, bias=False), nn.SiLU(), last
         )
@@ -138,6 +140,13 @@ class DominoHead(CorrectionHead):
         if position < self.first:
             return None, state
         return self.embed_proj(torch.cat((output, state.to(output)), dim=-1)), state
+
+    def states(self, embedded: torch.Tensor) -> torch.Tensor:
+        """The states `(N, K, G)` after each token of N blocks, by their embeddings `(N, K, h)`, the anchors' first."""
+        states = [self.prefix_gru(embedded[:, 0], None)]
+        for position in range(1, embedded.shape[1]):
+            states.append(self.prefix_gru(embedded[:, position], states[-1]))
+        return torch.stack(states, dim=1)
 
 
 class PrefixGRU(nn.Module):
@@ -175,6 +184,15 @@ class LeftToRight:
         self._block, self._head, self._embed = block, head, embed
         self._position = 0
         self._state: torch.Tensor | None = None
+
+    def best(
+        self, anchors: torch.LongTensor, count: int, target_ids: Callable[[torch.LongTensor], torch.LongTensor]
+    ) -> list[torch.LongTensor]:
+        """The anchors `(R,)`, and after them the best tokens of the next `count` positions, in the target's ids."""
+        tokens = [anchors]
+        for _ in range(count):
+            tokens.append(target_ids(best_tokens(self.after(tokens[-1]))))
+        return tokens
 
     def after(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Logits `(R, U)` of the next position after the target's tokens `(R,)`."""

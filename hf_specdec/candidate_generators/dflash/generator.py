@@ -29,7 +29,6 @@ from ...drafting.slots import DraftInputs, Entries, KnownPrompt
 from ...drafts import DraftTree, TokenTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
-from ...logits.acceptance import best_tokens
 from ...logits.grammar.growth import GrowingMasks
 from ...protocol import Commit, DraftStep, Prompt, Session
 from ...transfers import last_of_each
@@ -409,9 +408,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def _chosen_in_order(self, text: DraftText, anchors: torch.LongTensor, count: int) -> Chain:
         """The best tokens, each by the logits that the tokens before it have corrected."""
         output = self._first_output(text, anchors, count)
-        walk, tokens = self.network.left_to_right(Block(self.network.logits(output), output)), [anchors]
-        for _ in range(count):
-            tokens.append(self.network.target_ids(best_tokens(walk.after(tokens[-1]))))
+        walk = self.network.left_to_right(Block(self.network.logits(output), output))
+        tokens = walk.best(anchors, count, self.network.target_ids)
         return Chain(torch.stack(tokens[1:], dim=1), self._confidence_logits(output, tokens[:-1]))
 
     def _refined(self, text: DraftText, anchors: torch.LongTensor) -> Chain:

@@ -4,8 +4,9 @@ A block begins at an anchor, as in drafting: the token that was committed last, 
 of the text before the anchor, and itself. Every mask is to become the text's token of its place, and the loss of the
 j-th of them has the weight `head_decay`^(j - 1): a wrong token makes those after it worthless.
 
-A DFlash 2 draft also learns the scores of its selector, see [`DFlash2Recipe`]. With `causal` a place of the block sees
-none of the later ones, as in JetSpec (arXiv:2606.18394): a token of a tree then depends on its path alone.
+A DFlash 2 draft also learns the scores of its selector, see [`DFlash2Recipe`], a Domino draft its corrections by the
+text's own tokens before each mask, see [`DominoRecipe`]. With `causal` a place of the block sees none of the later
+ones, as in JetSpec (arXiv:2606.18394): a token of a tree then depends on its path alone.
 
 With `reveal_share` some blocks have the text's tokens in the place of a part of their masks, as in training masked
 diffusion (LLaDA, Nie et al. 2025, arXiv:2502.09992, section 2.2). Only such drafts gain from several denoising steps.
@@ -15,7 +16,7 @@ Shapes as in `recipe.py`; A anchors of a row, S tokens of a block, K = S - 1 mas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ from ...training.recipe import (
     no_loss,
     sum_over_chunks,
 )
-from . import DFlash2Training, DFlashTraining
-from .config import BlockView, DFlashConfig, default_layer_ids
+from . import DFlash2Training, DFlashTraining, DominoTraining
+from .config import BlockView, DFlashConfig, DominoConfig, default_layer_ids
+from .corrections import Block
 from .denoising import Denoising, keep_counts
 from .network import DFlashNetwork, GivenContext, mask_token_of, tokenizer_of
 from .selector import best_tokens_of
@@ -132,10 +134,11 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
         # The target predicts the tokens there.
         places = rows * reading.tokens.shape[1] + anchors[rows, blocks] + 1 + masks
         weights = self.head_decay**masks
+        read, logits = self.predictions(network, output, reading, anchors)
         total = total + self.token_loss(
             reading,
-            network.logits,
-            output[counting],
+            logits,
+            read[counting],
             labels[counting],
             places,
             network.config.draft_vocab_size,
@@ -143,6 +146,12 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
         )
         before = reading.tokens.flatten()[places]
         return total + self.further_loss(network, output[counting], labels[counting], before, weights)
+
+    def predictions(
+        self, network: DFlashNetwork, output: torch.Tensor, reading: Reading, anchors: torch.LongTensor
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """Values `(B, A, K, X)` that the logits of the masks depend on, and what computes them from rows `(n, X)`."""
+        return output, network.logits
 
     def further_loss(
         self,
@@ -215,6 +224,42 @@ class DFlash2Recipe(DFlash2Training, DFlashRecipe):
 
         losses = sum_over_chunks(chunk_loss, len(labels), network.config.draft_vocab_size)
         return self.selector_weight * losses / weights.sum()
+
+
+class DominoRecipe(DominoTraining, DFlashRecipe):
+    """
+    A Domino draft, which begins as a DFlash draft: its corrections add next to nothing. They learn with the layers,
+    from the text's own tokens before each mask.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reveal_share:
+            raise SpecConfigError(
+                f"`reveal_share`={self.reveal_share} is for several denoising steps, and Domino drafts take one. "
+                "Leave it out."
+            )
+
+    @property
+    def further_parts(self) -> dict[str, Any]:
+        return {"domino": DominoConfig(self.gru_hidden_dim, self.emb_dim, self.pure_draft_prefix_len)}
+
+    def predictions(
+        self, network: DFlashNetwork, output: torch.Tensor, reading: Reading, anchors: torch.LongTensor
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        head, count, size = network.logit_head, output.shape[2], output.shape[3]
+        places = anchors[..., None] + 1 + torch.arange(count, device=anchors.device)
+        # Past the end of a row there is nothing to predict.
+        places = places.clamp(max=reading.tokens.shape[1] - 1)
+        before = reading.tokens.gather(1, places.flatten(1))
+        states = head.states(network.embed(before).view(-1, count, size)).view(*output.shape[:3], -1)
+        is_corrected = (torch.arange(count, device=output.device) >= head.first).to(output)
+        read = torch.cat((output, states, is_corrected[:, None].expand(*output.shape[:3], 1)), dim=-1)
+
+        def logits(rows: torch.Tensor) -> torch.Tensor:
+            return network.logits(rows[:, :size]) + rows[:, -1:] * head.embed_proj(rows[:, :-1])
+
+        return read, logits
 
 
 def mask_token_for(target: PreTrainedModel) -> int:
@@ -303,6 +348,12 @@ def draft_blocks(
     count, mask_token_id = network.config.num_drafts(network.config.block_size), network.config.mask_token_id
     state = Denoising.start(anchors.numel(), count, mask_token_id, anchors.device)
     first = reading.tokens.gather(1, anchors + 1).flatten()
+    if network.config.is_sequential:
+        blocks = _blocks(reading, anchors, state.inputs.view(*anchors.shape, count))
+        output = read_blocks(network, context, anchors, blocks).flatten(0, 1)
+        walk = network.left_to_right(Block(network.logits(output), output))
+        drafts = torch.stack(walk.best(first, count, network.target_ids)[1:], dim=1)
+        return drafts.view(*anchors.shape, count)
     for keep in keep_counts(count, network.config.num_denoising_steps):
         blocks = _blocks(reading, anchors, state.inputs.view(*anchors.shape, count))
         output = read_blocks(network, context, anchors, blocks)

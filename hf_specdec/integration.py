@@ -31,7 +31,6 @@ from .decoding.request import Request
 from .errors import SpecConfigError, SpecDecError, UnsupportedModelError, shown
 from .hub.published import entry_of, entry_of_model, settings_of_generation_config
 from .loader import is_refused, load_configured, load_speculator, refuse
-from .method import resolve_candidate_generator
 from .patching import original_generate
 from .speculator import GivenCandidateGenerator, Speculator
 from .transfers import on_cpu_unless_said
@@ -117,8 +116,6 @@ def generate_speculatively(
             call.speculator = _speculator(model, call.asked, call.tokenizers, call.early_exit)
         else:
             call.speculator = load_configured(model, call.entry, call.asked.num_speculative_tokens)
-        if call.speculator.stock_assistant is not None:
-            return _generate_assisted(model, original, arguments, call.speculator)
         return call.run(original)
     except SpecDecError as error:
         if call.is_asked or (call.loop is not None and call.loop.streamer.has_shown):
@@ -180,6 +177,27 @@ class _Call:
         is_asked = length is not None or not _is_the_models_own(model, entry)
         return cls(model, arguments, replace(asked, speculative=entry), entry, is_asked)
 
+    def take_spellings(self, tokenizer: Any = None) -> None:
+        """Takes the settings of drafters out of the arguments that transformers' own assisted decoding has, too.
+
+        Args:
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's, where the arguments have none.
+
+        Raises:
+            SpecConfigError: Of two tokenizers one is missing.
+        """
+        self.early_exit = self.arguments.pop("assistant_early_exit", None)
+        of_draft = self.arguments.pop("assistant_tokenizer", None)
+        if of_draft is None:
+            return
+        tokenizer = self.arguments.get("tokenizer", tokenizer)
+        if tokenizer is None:
+            raise SpecConfigError(
+                "`assistant_tokenizer` is given without `tokenizer`, that of the model. Pass both, or name the draft "
+                "model's in speculative={'draft_tokenizer': ...}."
+            )
+        self.tokenizers = (tokenizer, of_draft)
+
     def can_speculate(self) -> bool:
         """Prepares the arguments for the loop; `False` where the generation config asks for what cannot be done.
 
@@ -190,8 +208,7 @@ class _Call:
         if given is None and self.model.generation_config.use_cache is False:
             # A checkpoint that was saved so is still decoded with a cache; the user's own word counts.
             self.arguments["use_cache"] = True
-        # Also transformers' spelling of a setting.
-        self.early_exit = self.arguments.pop("assistant_early_exit", None)
+        self.take_spellings()
         problems = _problems(self.model, self.arguments)
         if problems and self.entry is None:
             raise SpecConfigError(f"This request cannot be decoded speculatively. {problems}")
@@ -203,14 +220,7 @@ class _Call:
             return False
         if not self.is_asked and is_refused(self.model, self.entry):
             return False
-        tokenizer, of_draft = (self.arguments.pop(name, None) for name in ("tokenizer", "assistant_tokenizer"))
-        if of_draft is not None:
-            if tokenizer is None:
-                raise SpecConfigError(
-                    "`assistant_tokenizer` is given without `tokenizer`, that of the model. Pass both, or name the "
-                    "draft model's in speculative={'draft_tokenizer': ...}."
-                )
-            self.tokenizers = (tokenizer, of_draft)
+        tokenizer = self.arguments.pop("tokenizer", None)
         if (strings := _effective(self.model, self.arguments, "stop_strings")) is not None:
             _prepare_stop_strings(self.model, self.arguments, strings, tokenizer)
         return True
@@ -276,13 +286,14 @@ def prepare_request(model: PreTrainedModel, arguments: dict[str, Any]) -> Reques
 
 
 def speculator_of_many(
-    model: PreTrainedModel, arguments: dict[str, Any], asked: SpeculativeArguments
+    model: PreTrainedModel, arguments: dict[str, Any], asked: SpeculativeArguments, tokenizer: Any = None
 ) -> Speculator | None:
     """The drafter of a run of many requests; `None` for plain decoding.
 
     Args:
         model (`PreTrainedModel`): The target.
-        arguments (`dict`): transformers' arguments of all requests.
+        arguments (`dict`): transformers' arguments of all requests; settings of drafters are taken out of them.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's.
         asked (`SpeculativeArguments`): What the run asks for; without it the generation config is asked.
 
     Raises:
@@ -291,6 +302,7 @@ def speculator_of_many(
     """
     configured = None if asked.choose_drafter else configured_arguments(model, (), arguments)
     call = _Call.of(model, arguments, asked, configured)
+    call.take_spellings(tokenizer)
     if model_profile(model).has_encoder:
         raise UnsupportedModelError(
             f"{type(model).__name__} has an encoder, and requests that join others have prompts alone. Pass its "
@@ -299,18 +311,13 @@ def speculator_of_many(
     if call.asked.is_off or not (call.asked.given or call.entry is not None):
         return None
     if call.entry is None:
-        speculator = _speculator(model, call.asked)
+        speculator = _speculator(model, call.asked, call.tokenizers, call.early_exit)
     else:
         speculator = load_configured(model, call.entry, call.asked.num_speculative_tokens)
     if not isinstance(speculator, Speculator):
         raise SpecConfigError(
             f"A {type(call.asked.assistant).__name__} serves one call, and requests that join later need their own. "
             "Pass the speculator, or name a `spec_method`."
-        )
-    if speculator.stock_assistant is not None:
-        raise SpecConfigError(
-            f"{type(speculator.stock_assistant).__name__} drafts for one row, in transformers' own assisted decoding. "
-            "Call generate() for each request."
         )
     return speculator
 
@@ -321,27 +328,6 @@ def _leave_out_objects(model: PreTrainedModel, arguments: dict[str, Any]) -> Non
     for name in ARGUMENTS:
         vars(config).pop(name, None)
     arguments["generation_config"] = config
-
-
-def _generate_assisted(
-    model: PreTrainedModel, original: Callable[..., Any], arguments: dict[str, Any], speculator: Speculator
-):
-    """transformers' own assisted decoding, for draft models that only it can drive."""
-    assistant = speculator.stock_assistant
-    prompts = [arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds")]
-    if any(prompt is not None and len(prompt) > 1 for prompt in prompts):
-        raise SpecConfigError(
-            f"{type(assistant).__name__} drafts for one row, in transformers' own assisted decoding, and the batch "
-            f"has {max(len(prompt) for prompt in prompts if prompt is not None)}. Generate row by row."
-        )
-    config, settings = speculator.config, assistant.generation_config
-    own_length = settings.num_assistant_tokens
-    default = own_length or resolve_candidate_generator(config.method).default_length(config.options)
-    try:
-        settings.num_assistant_tokens = config.fixed_length or default
-        return original(model, **arguments, assistant_model=assistant)
-    finally:
-        settings.num_assistant_tokens = own_length
 
 
 def _move_to_model(model: PreTrainedModel, arguments: dict[str, Any]) -> torch.device | None:

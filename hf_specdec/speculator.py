@@ -124,8 +124,7 @@ class Speculator:
         Raises:
             SpecConfigError: They ask for more than was loaded, such as for more tokens than there are heads.
         """
-        if self.stock_assistant is None:
-            self.generator_class.check(self._longest_drafts, self.resources, _session_of_any_call(target_model))
+        self.generator_class.check(self._longest_drafts, self.resources, _session_of_any_call(target_model))
 
     def check_joining(self, target_model: torch.nn.Module) -> None:
         """Refuses methods that do not let rows join a call.
@@ -202,11 +201,6 @@ class Speculator:
         speculator.origin = self.origin
         return speculator
 
-    @property
-    def stock_assistant(self) -> torch.nn.Module | None:
-        """A draft model that only transformers' own assisted decoding can drive, not this package's loop."""
-        return self.generator_class.stock_assistant(self.resources)
-
     def save_pretrained(self, folder: str | os.PathLike[str], **card: Any) -> Path:
         """Saves the drafter to a folder that `spec_model=folder` loads again with the same settings.
 
@@ -263,12 +257,6 @@ class GivenCandidateGenerator:
     @property
     def method(self) -> str:
         return "candidate_generator" if self.config is None else self.config.method
-
-    @property
-    def stock_assistant(self) -> torch.nn.Module | None:
-        """`Speculator.stock_assistant` of the speculator that made the generator, if one did."""
-        speculator = getattr(self.generator, "speculator", None)
-        return None if speculator is None else speculator.stock_assistant
 
     def candidate_generator(self, session: Session) -> CandidateGenerator:
         return self.generator.bind(session)

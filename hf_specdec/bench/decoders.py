@@ -124,7 +124,6 @@ def load_decoders(
             speculator.config.to_dict(),
             speculator,
             speculator.generator_class.network(speculator.resources),
-            1 if speculator.stock_assistant is not None else None,
         )
         for name, (_, speculator) in zip(distinct, loaded)
     ], missing

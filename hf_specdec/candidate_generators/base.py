@@ -166,11 +166,6 @@ class CandidateGenerator(HfCandidateGenerator):
         """
         return 0
 
-    @classmethod
-    def stock_assistant(cls, resources: Any) -> torch.nn.Module | None:
-        """A draft model that only transformers' own assisted decoding can drive, not this package's loop."""
-        return None
-
     def __init__(self, config: SpeculativeConfig | None = None, resources: Any = None, session: Session | None = None):
         self.config = config
         self.options: Any = self.options_class() if config is None else config.options

@@ -25,9 +25,10 @@ from .target import SlotModel
 
 
 def check_can_draft(model: torch.nn.Module) -> None:
-    """
+    """Refuses models whose layers cannot be run one by one.
+
     Raises:
-        UnsupportedModelError: The layers of the model cannot be run one by one.
+        UnsupportedModelError: What is missing.
     """
     # Hooks and the like are passed over, which costs acceptance at most.
     if not has_known_layers(model):

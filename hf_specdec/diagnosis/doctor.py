@@ -139,9 +139,6 @@ def diagnose(
     add(Finding("loading", "ok", f"It loads as '{speculator.method}'."))
     found.findings += network_findings(speculator, target_model, files)
     found.findings += product_findings(target_model)
-    if speculator.stock_assistant is not None:
-        add(Finding("acceptance", "ok", "Not probed: it drafts in transformers' own assisted generation."))
-        return found
     prompts = general_prompts(max_new_tokens) if prompts is None else prompts
     try:
         _Examination(found, speculator, target_model, tokenizer, prompts, say).run(try_variants)

@@ -82,7 +82,7 @@ def generate_many(
         )
     asked = SpeculativeArguments(**{name: generate_arguments.pop(name, None) for name in ARGUMENTS})
     reader = RequestReader(model, generate_arguments, tokenizer, seed, batch_size)
-    speculator = speculator_of_many(model, reader.arguments, asked)
+    speculator = speculator_of_many(model, reader.arguments, asked, tokenizer)
     reader.check()
     engine = Engine(model, speculator, reader, batch_size, max_tokens_in_flight)
     if journal is not None and not isinstance(journal, Journal):

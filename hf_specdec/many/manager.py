@@ -70,7 +70,7 @@ class SpeculativeBatchingManager:
         self.tokenizer: Any = tokenizer
         self.batch_size: int = batch_size
         self._reader = RequestReader(model, arguments, tokenizer, seed, batch_size)
-        speculator = speculator_of_many(model, self._reader.arguments, asked)
+        speculator = speculator_of_many(model, self._reader.arguments, asked, tokenizer)
         self._reader.check()
         self._engine = Engine(model, speculator, self._reader, batch_size, max_tokens_in_flight)
         self._turn = threading.Lock()  # held during a step, and by those who pause

@@ -443,26 +443,6 @@ class TestSettings:
         with pytest.raises(SpecConfigError, match="method='medusa' cannot draft with a"):
             load_speculator(target, "ngram+medusa", draft_model=network)
 
-    def test_draft_model_that_only_transformers_can_drive(self, target):
-        class Stock(CandidateGenerator):
-            options_class = make_dataclass("Options", (), frozen=True)
-
-            @classmethod
-            def load(cls, config, target_model):
-                return torch.nn.Linear(1, 1)
-
-            @classmethod
-            def stock_assistant(cls, resources):
-                return resources
-
-        register_candidate_generator("stock", Stock)
-        try:
-            with pytest.raises(SpecConfigError, match="cannot be combined with a Linear"):
-                load_speculator(target, "ngram+stock")
-            forget_speculators(target)
-        finally:
-            unregister_candidate_generator("stock")
-
     def test_options_of_one_name(self):
         class Twin(CandidateGenerator):
             options_class = make_dataclass("Options", [("prompt_lookup_max", int, field(default=1))], frozen=True)

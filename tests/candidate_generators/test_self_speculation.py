@@ -5,7 +5,14 @@ import copy
 import pytest
 import torch
 
-from hf_specdec import SpecConfigError, SpeculativeConfig, UnsupportedModelError, load_speculator, record
+from hf_specdec import (
+    SpecConfigError,
+    SpeculativeConfig,
+    UnsupportedModelError,
+    generate_many,
+    load_speculator,
+    record,
+)
 from hf_specdec.method import names_without_weights
 from tests.models import nothing_runs, prompts, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.statistics import chi_square_pvalue
@@ -129,6 +136,21 @@ def test_spelled_as_in_transformers():
     assert all(torch.equal(output.sequences, plain) for output in outputs)
     accepted = [output.speculative.num_accepted_tokens for output in outputs]
     assert accepted[0] == accepted[1] > accepted[2]
+
+
+def test_spelled_as_in_transformers_for_many_requests():
+    target = tiny_llama(num_hidden_layers=3)
+    requests = [prompts(1, length=length, padding=False)["input_ids"][0].tolist() for length in (5, 9, 7)]
+    accepted = []
+    for arguments in ({"assistant_early_exit": 2}, {"speculative": {"early_exit_layer": 2}}):
+        arguments = {**GREEDY, **arguments, "spec_method": "early_exit", "num_speculative_tokens": 3}
+        results = generate_many(target, requests, batch_size=2, in_order=True, **arguments)
+        found = list(results)
+        accepted.append(sum(result.stats.num_accepted_tokens for result in found))
+        for request, result in zip(requests, found):
+            plain = target.generate(torch.tensor([request]), attention_mask=torch.ones(1, len(request)), **GREEDY)
+            assert result.tokens == plain[0, len(request) :].tolist()
+    assert accepted[0] == accepted[1] > 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_specdec import CheckpointFormatError, SpecConfigError, demo, load_speculator
+from hf_specdec import CheckpointFormatError, SpecConfigError, demo, generate_many, load_speculator
 from hf_specdec.candidate_generators.draft_model.vocabularies import (
     ReencodedText,
     RowText,
@@ -250,6 +250,21 @@ class TestTokenizersOfTheCall:
         output = demo_target().generate(**arguments, assistant=bare, speculative=named, return_dict_in_generate=True)
         assert torch.equal(output.sequences, plain_text(2, 24))
         assert output.speculative.num_accepted_tokens > 10
+
+    def test_many_requests(self):
+        tokenizer, other = demo.load_tokenizer(), AutoTokenizer.from_pretrained(DRAFT)
+        bare = copy.deepcopy(self.draft())
+        bare.config._name_or_path = ""
+        texts = [prompt.text[-200:] for prompt in demo.prompts()[:3]]
+        arguments = {"max_new_tokens": 16, "do_sample": False}
+        drafted = {"assistant": bare, "num_speculative_tokens": 4, "assistant_tokenizer": other}
+        ours = generate_many(
+            demo_target(), texts, batch_size=2, tokenizer=tokenizer, in_order=True, **arguments, **drafted
+        )
+        plain = generate_many(demo_target(), texts, batch_size=2, tokenizer=tokenizer, in_order=True, **arguments)
+        ours, plain = list(ours), list(plain)
+        assert [result.tokens for result in ours] == [result.tokens for result in plain]
+        assert sum(result.stats.num_accepted_tokens for result in ours) > 10
 
     def test_combined(self):
         settings = {"method": "ngram+draft_model", "model": DRAFT}

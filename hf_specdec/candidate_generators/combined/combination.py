@@ -100,21 +100,12 @@ class Combination:
         Args:
             config, target_model, draft_model: As for the second part.
             load_part (`Callable`): Loads that one; takes its class and settings, the target and the draft model.
-
-        Raises:
-            SpecConfigError: The draft model is one that only transformers' own assisted decoding can drive.
         """
         retrieval, model = self.parts
         own = part_configs(config)
-        resources = CombinedResources(
+        return CombinedResources(
             retrieval.load(own[0], target_model), load_part(model, own[1], target_model, draft_model)
         )
-        if self.stock_assistant(resources) is not None:
-            raise SpecConfigError(
-                f"method='{config.method}' cannot be combined with a {type(resources.model).__name__}, which only "
-                f"transformers' own assisted decoding drives. Use method='{self.methods[1]}'."
-            )
-        return resources
 
     def network(self, resources: CombinedResources) -> torch.nn.Module | None:
         """The draft network of the second part."""
@@ -127,10 +118,6 @@ class Combination:
     def text_bytes(self, resources: CombinedResources) -> int:
         """Bytes of memory that texts take in what was loaded."""
         return self.parts[0].text_bytes(resources.retrieval) + self.parts[1].text_bytes(resources.model)
-
-    def stock_assistant(self, resources: CombinedResources) -> torch.nn.Module | None:
-        """A draft model that only transformers' own assisted decoding can drive."""
-        return self.parts[1].stock_assistant(resources.model)
 
     def __call__(
         self, config: SpeculativeConfig, resources: CombinedResources, session: Session

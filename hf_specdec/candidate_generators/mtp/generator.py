@@ -97,7 +97,7 @@ class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
         return placed(config, target_model) if is_stored else None
 
     def __new__(cls, config: SpeculativeConfig, resources: torch.nn.Module, session: Session) -> Any:
-        """The generator of a call: another one for an assistant that reads the target's keys and values."""
+        """Makes the generator of a call: another one for an assistant that reads the target's keys and values."""
         if reads_target_cache(resources):
             return AssistantCandidateGenerator(config, resources, session)
         return super().__new__(cls)

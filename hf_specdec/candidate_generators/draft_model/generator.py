@@ -222,7 +222,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             self.rows = []
         if not self.rows:
             return
-        self.model.source = self._sources.source(prompt.source, self.rows)
+        self.model.see(self._sources.source(prompt.source, self.rows))
         self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + 1
         reads_source = self.model.source is not None
         graphs = call_graphs(self.model.model, enforce_eager=self.config.enforce_eager or reads_source)

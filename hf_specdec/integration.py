@@ -236,7 +236,8 @@ class _Call:
         if synced_gpus is None and torch.distributed.is_available() and torch.distributed.is_initialized():
             is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self.model)
             synced_gpus = is_sharded and torch.distributed.get_world_size() > 1
-        user_cache, source_inputs = self.arguments.get("past_key_values"), _source_inputs(self.model, self.arguments)
+        user_cache = self.arguments.get("past_key_values")
+        source_inputs = _source_inputs(self.model, self.arguments) if self.model.config.is_encoder_decoder else {}
 
         # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
         def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -349,9 +350,7 @@ def _move_to_model(model: PreTrainedModel, arguments: dict[str, Any]) -> torch.d
 
 
 def _source_inputs(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the encoder, where a model has one, by name."""
-    if not model.config.is_encoder_decoder:
-        return {}
+    """Arguments of a model's encoder, by name."""
     main = getattr(model.get_encoder(), "main_input_name", model.main_input_name)
     names = {main, model.main_input_name, "attention_mask"}
     given = {name: arguments[name] for name in names if arguments.get(name) is not None}

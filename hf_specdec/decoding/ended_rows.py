@@ -43,7 +43,7 @@ class EndedRows:
         self._request, self._target = request, target
         self._continuation, self._sequences = continuation, sequences
         # Of all rows: those that leave are left out in a copy.
-        self._source = target.source
+        self._source = target.source if request.keeps_cache else None
         # The slots may begin before the given tokens: a continued cache, or embeddings.
         self._num_unknown = continuation.num_slots - request.input_ids.shape[1]
         self._states: dict[int, tuple] = {}
@@ -86,7 +86,8 @@ class EndedRows:
         target = SlotModel(self._request.model, cache, forward_kwargs=self._target.forward_kwargs)
         cache.load(self._filled(self._empty_cache(), rows))
         self._continuation.start_slots(target, rows)
-        target.source = None if self._source is None else self._source.of_rows(rows)
+        if self._source is not None:
+            target.see(self._source.of_rows(rows))
         target.max_position = self._target.max_position
         target.row_inputs = {name: values[rows] for name, values in self._request.row_inputs().items()}
         return target

@@ -13,8 +13,6 @@ from ..metrics import SpecDecodingStats
 
 
 if TYPE_CHECKING:
-    from typing import Self
-
     import torch
     from transformers import GenerationConfig
 
@@ -42,7 +40,9 @@ class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
         return vars(self).get("_speculative")
 
     @classmethod
-    def of(cls, source: Any, hidden_states: Any, stats: SpecDecodingStats, **fields: Any) -> Self:
+    def of(
+        cls, source: Any, hidden_states: Any, stats: SpecDecodingStats, **fields: Any
+    ) -> SpeculativeEncoderDecoderOutput:
         """The output of a call, with the states of its encoder if those of the decoder were asked for.
 
         Args:
@@ -52,7 +52,10 @@ class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
             fields: As they are.
         """
         if hidden_states is not None:
-            fields |= {"decoder_hidden_states": hidden_states, "encoder_hidden_states": source.get("hidden_states")}
+            fields |= {
+                "decoder_hidden_states": hidden_states,
+                "encoder_hidden_states": getattr(source, "hidden_states", None),
+            }
         output = cls(**fields)
         vars(output)["_speculative"] = stats
         return output

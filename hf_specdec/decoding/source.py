@@ -100,7 +100,7 @@ def _token_lists(
     """Each row's tokens without padding; `None` where encoder and decoder do not read the same table of tokens."""
     if tokens is None or not _shares_tokens(model):
         return None
-    if mask is None:
+    if mask is None or mask.shape != tokens.shape:
         return tokens.tolist()
     return [row[seen].tolist() for row, seen in zip(tokens, mask.bool())]
 

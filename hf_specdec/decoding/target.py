@@ -111,6 +111,7 @@ class SlotModel:
         row_inputs (`dict[str, torch.Tensor]`): Further arguments of the forwards over slots, each with one value for
             every row, `(R, 1)`, that goes for all its nodes.
         source (`Source`, *optional*): What the rows have in the encoder, of a model that has one.
+        forward_cache (`Cache`): The cache as the model's forward takes it.
         attention_layers (`Counter`): What computed the attention of the last forward's layers, where kernels run.
         graphs (`CallGraphs`, *optional*): Run in the place of forwards whose shapes repeat.
         taps (`StateTaps`): Collect the asked-for hidden states of the model's forwards.
@@ -150,15 +151,16 @@ class SlotModel:
         self.forward_kwargs: dict[str, Any] = forward_kwargs or {}
         self.row_inputs: dict[str, torch.Tensor] = {}
         self.source: Source | None = None
+        self.forward_cache: Cache = cache
         self._needs_no_masks = False
         # That of the hidden states; a model's first parameter may belong to a vision tower of another type.
         embedding = model.get_input_embeddings().weight
         self._mask_dtype = embedding.dtype if embedding.is_floating_point() else model.dtype
 
-    @property
-    def forward_cache(self) -> Cache:
-        """The cache as the model's forward takes it."""
-        return self.cache if self.source is None else self.source.with_slots(self.cache)
+    def see(self, source: Source | None) -> None:
+        """Lets the decoder attend to these sources, one for each row, from now on."""
+        self.source = source
+        self.forward_cache = self.cache if source is None else source.with_slots(self.cache)
 
     @cached_property
     def _attention(self) -> AttentionSwitch:
@@ -538,7 +540,7 @@ class SlotModel:
         self.offsets = [self.offsets[row] for row in keep]
         self.row_inputs = {name: select_rows(values, keep) for name, values in self.row_inputs.items()}
         if self.source is not None:
-            self.source = self.source.of_rows(keep)
+            self.see(self.source.of_rows(keep))
         if self.hidden is not None:
             self.hidden = self.hidden[keep]
 

@@ -255,7 +255,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if not self.rows:
             return
         self.texts = [texts[row] for row in self.rows]
-        self.model.source = self._sources.source(prompt.source, self.rows)
+        self.model.see(self._sources.source(prompt.source, self.rows))
         ahead = _MOST_PENDING + self.num_speculative_tokens
         self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + ahead
         most_fed = _MOST_PENDING if self.mask_token is None else 2 * self.num_speculative_tokens

@@ -302,6 +302,13 @@ def test_calls_in_which_the_rotary_embedding_changes(name, changes, prompt_lengt
         check_constant_rotary(model, prompt_lengths, new_tokens)
 
 
+def test_a_rotary_embedding_that_is_in_no_module_is_refused():
+    model = tiny_model("llama", **DYNAMIC)
+    model.model.rotary_emb = torch.nn.Identity()
+    with pytest.raises(UnsupportedModelError, match="none of its modules is known as one"):
+        changing_rotary(model, [14], 8)
+
+
 def test_models_that_read_the_text_again_where_the_rotary_embedding_changes_are_refused():
     case = Case("phi3", tiny_model("phi3", **LONG))
     with pytest.raises(UnsupportedModelError, match="reads the whole text again.*changes at position 20"):

@@ -302,9 +302,9 @@ def reads_nodes(module: nn.Module, has_inputs: bool, has_state: bool) -> bool:
         module (`nn.Module`): The mixer.
         has_inputs, has_state (`bool`): It keeps the inputs of convolutions, or a recurrent state.
     """
-    # A forward of the module's own may be anything.
-    if "forward" in vars(module):
-        return isinstance(vars(module)["forward"], _OverNodes)
+    # A forward of the module's own may be anything, unless another call has put it there.
+    if not isinstance(vars(module).get("forward"), (_OverNodes, type(None))):
+        return False
     names = _functions_of(type(module))
     return not (has_inputs and names.isdisjoint(_CONVOLUTIONS)) and not (has_state and names.isdisjoint(_SCANS))
 

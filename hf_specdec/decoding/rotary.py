@@ -57,8 +57,16 @@ def changing_rotary(model: nn.Module, prompt_lengths: list[int], max_new_tokens:
         if longest > limit and (kind == "dynamic" or min(prompt_lengths) <= limit):
             _check_reading_on(model, kind, limit, prompt_lengths, max_new_tokens)
             changes = True
+    if not changes:
+        return None
     modules = [module for module in model.modules() if _is_changing(module)]
-    return ChangingRotary(modules, prompt_lengths) if changes and modules else None
+    if not modules:
+        raise UnsupportedModelError(
+            f"The config of {type(model).__name__} has a rotary embedding whose frequencies change with the length of "
+            "the text, and none of its modules is known as one. Set `max_new_tokens` so that no row gets to "
+            f"{longest} tokens, or leave the speculative arguments out to use plain generate()."
+        )
+    return ChangingRotary(modules, prompt_lengths)
 
 
 def check_constant_rotary(model: nn.Module, prompt_lengths: list[int], max_new_tokens: int) -> None:
@@ -160,8 +168,9 @@ class _Embedding:
         for length in sorted(set(lengths.flatten().tolist())):
             self._set(x, length, *layer_type, **named)
             # Without the change of the frequencies, which looks at the positions.
-            own = inspect.unwrap(of_class)(self.module, x, position_ids.expand_as(lengths), *layer_type, **named)
+            own = inspect.unwrap(of_class)(self.module, x, position_ids, *layer_type, **named)
             here = (lengths == length)[..., None].to(x.device)
+            # Positions that all rows share come once.
             angles = tuple(torch.where(here, new, old) for new, old in zip(own, angles or own))
         return angles
 

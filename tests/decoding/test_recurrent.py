@@ -340,7 +340,7 @@ def test_an_error_leaves_the_model_as_it_was(models, name):
     assert plain(model, 1).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "zaya"])
 def test_two_threads_on_one_model(models, name):
     model = models(name)
     expected, speculator = plain(model, 3), scripted(model, 3)

@@ -76,7 +76,9 @@ def active_adapters(model: torch.nn.Module) -> list[str]:
     layer = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
     if layer is None:
         return []
-    adapted: Iterator[Any] = (module for module in model.modules() if isinstance(module, layer) and not module.disable_adapters)
+    adapted: Iterator[Any] = (
+        module for module in model.modules() if isinstance(module, layer) and not module.disable_adapters
+    )
     return sorted({name for module in adapted for name in module.active_adapters})
 
 

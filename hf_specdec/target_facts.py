@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -75,7 +76,9 @@ def active_adapters(model: torch.nn.Module) -> list[str]:
     layer = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
     if layer is None:
         return []
-    adapted = (module for module in model.modules() if isinstance(module, layer) and not module.disable_adapters)
+    adapted: Iterator[Any] = (
+        module for module in model.modules() if isinstance(module, layer) and not module.disable_adapters
+    )
     return sorted({name for module in adapted for name in module.active_adapters})
 
 
@@ -87,12 +90,18 @@ def draft_device(config: Any, target_model: torch.nn.Module, part: torch.nn.Modu
     """
     if config.device is not None:
         return _usable_device(config.device)
+    return computing_device(target_model, part)
+
+
+def computing_device(target_model: torch.nn.Module, part: torch.nn.Module | None = None) -> torch.device:
+    """Device where a model, or a part of it, computes, also where its weights are elsewhere between its forwards."""
     part = target_model if part is None else part
     parameter = next(part.parameters(), None)
     # Between its forwards an offloaded module has its weights nowhere; its hook knows where they go.
     hook = getattr(part, "_hf_hook", None)
     computes_on = getattr(hook, "execution_device", None)
-    candidates = (computes_on, None if parameter is None else parameter.device, target_model.device)
+    own = None if parameter is None else parameter.device
+    candidates = (computes_on, own, getattr(target_model, "device", None))
     devices = (torch.device(device) for device in candidates if device is not None)
     return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 

@@ -99,12 +99,13 @@ def _normed(
     place = tl.arange(0, BLOCK)
     if IS_CENTERED:
         hidden = tl.where(place < SIZE, hidden - tl.sum(hidden, axis=0) / SIZE, 0.0)
-        return (hidden * (1 / tl.sqrt(tl.sum(hidden * hidden, axis=0) / SIZE + eps))).to(DTYPE)
-    weight = tl.load(weight_ptr + place, mask=place < SIZE, other=0.0).to(tl.float32) + OFFSET
     normed = hidden * (1 / tl.sqrt(tl.sum(hidden * hidden, axis=0) / SIZE + eps))
-    if not ROUNDS_LAST:
-        normed = normed.to(DTYPE).to(tl.float32)
-    return (normed * weight).to(DTYPE)
+    if not IS_CENTERED:
+        weight = tl.load(weight_ptr + place, mask=place < SIZE, other=0.0).to(tl.float32) + OFFSET
+        if not ROUNDS_LAST:
+            normed = normed.to(DTYPE).to(tl.float32)
+        normed = normed * weight
+    return normed.to(DTYPE)
 
 
 @triton.jit

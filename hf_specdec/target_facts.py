@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -76,10 +75,8 @@ def active_adapters(model: torch.nn.Module) -> list[str]:
     layer = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
     if layer is None:
         return []
-    adapted: Iterator[Any] = (
-        module for module in model.modules() if isinstance(module, layer) and not module.disable_adapters
-    )
-    return sorted({name for module in adapted for name in module.active_adapters})
+    adapted = (module for module in model.modules() if isinstance(module, layer) and not module.disable_adapters)
+    return sorted({name for module in adapted for name in cast(Any, module).active_adapters})
 
 
 def draft_device(config: Any, target_model: torch.nn.Module, part: torch.nn.Module | None = None) -> torch.device:

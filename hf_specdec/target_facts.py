@@ -93,12 +93,12 @@ def draft_device(config: Any, target_model: torch.nn.Module, part: torch.nn.Modu
 def computing_device(target_model: torch.nn.Module, part: torch.nn.Module | None = None) -> torch.device:
     """Device where a model, or a part of it, computes, also where its weights are elsewhere between its forwards."""
     part = target_model if part is None else part
-    parameter = next(part.parameters(), None)
-    # Between its forwards an offloaded module has its weights nowhere; its hook knows where they go.
-    hook = getattr(part, "_hf_hook", None)
-    computes_on = getattr(hook, "execution_device", None)
+    hook, parameter = getattr(part, "_hf_hook", None), next(part.parameters(), None)
     own = None if parameter is None else parameter.device
-    candidates = (computes_on, own, getattr(target_model, "device", None))
+    if hook is None and own is not None:
+        return own
+    # Between its forwards an offloaded module has its weights nowhere; its hook knows where they go.
+    candidates = (getattr(hook, "execution_device", None), own, getattr(target_model, "device", None))
     devices = (torch.device(device) for device in candidates if device is not None)
     return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 

@@ -511,7 +511,8 @@ class TestThreads:
 def test_prompts_on_another_device_are_moved_to_the_model():
     """Plain generate() moves them before every forward."""
     arguments = {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 2, device="meta"), "top_k": 5}
-    elsewhere = SimpleNamespace(device=torch.device("meta"))
+    elsewhere = torch.nn.Linear(2, 2, device="meta")
+    elsewhere.device, elsewhere.config = torch.device("meta"), SimpleNamespace(is_encoder_decoder=False)
     assert integration._move_to_model(elsewhere, arguments) == torch.device("cpu")
     assert {arguments[name].device.type for name in ("input_ids", "attention_mask")} == {"meta"}
     assert integration._move_to_model(elsewhere, arguments) is None

@@ -69,6 +69,9 @@ def has_lean_forward(model: PreTrainedModel) -> bool:
         return False
     decoder, implementation = model.get_decoder(), model.config._attn_implementation
     attention, weight = decoder.layers[0].self_attn, decoder.embed_tokens.weight
+    if torch.is_autocast_enabled(weight.device.type):
+        # It would cast elsewhere than in the model's own operations.
+        return False
     if implementation == "eager":
         # The same but for rounding.
         is_known = takes_trees(weight, weight.dtype, attention.head_dim)

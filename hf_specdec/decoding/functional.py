@@ -69,7 +69,8 @@ def has_lean_forward(model: PreTrainedModel) -> bool:
         return False
     decoder, implementation = model.get_decoder(), model.config._attn_implementation
     attention, weight = decoder.layers[0].self_attn, decoder.embed_tokens.weight
-    if torch.is_autocast_enabled(weight.device.type):
+    kind = weight.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # It would cast elsewhere than in the model's own operations.
         return False
     if implementation == "eager":

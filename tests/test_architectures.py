@@ -5,6 +5,7 @@ are those that transformers records.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -307,6 +308,15 @@ def test_a_rotary_embedding_that_is_in_no_module_is_refused():
     model.model.rotary_emb = torch.nn.Identity()
     with pytest.raises(UnsupportedModelError, match="none of its modules is known as one"):
         changing_rotary(model, [14], 8)
+
+
+def test_a_rotary_embedding_with_a_forward_of_its_own_is_refused_where_it_changes():
+    case = Case("llama", tiny_model("llama", **DYNAMIC))
+    embedding = case.model.model.rotary_emb
+    embedding.forward = partial(type(embedding).forward, embedding)
+    with pytest.raises(UnsupportedModelError, match="has got a forward of its own.*no row gets to 21 tokens"):
+        case.model.generate(**case.prompts(1), spec_method="ngram", max_new_tokens=8)
+    assert changing_rotary(case.model, [14], 7) is None
 
 
 def test_models_that_read_the_text_again_where_the_rotary_embedding_changes_are_refused():

@@ -7,6 +7,7 @@ import torch
 
 from hf_specdec import SpecConfigError, demo, load_speculator
 from hf_specdec.decoding import continuation
+from hf_specdec.decoding.recurrent import mixers
 from hf_specdec.diagnosis.checks import network_findings
 from tests.architectures import tiny_model
 from tests.models import prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
@@ -143,6 +144,23 @@ def test_adapters_by_row(names):
         alone = {key: values[row : row + 1] for key, values in inputs.items()}
         text = model.generate(**alone, **settings, adapter_names=[name], spec_method="ngram")
         assert text[0].tolist() == plain[row, : text.shape[1]].tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "zaya"])
+def test_adapters_by_row_in_recurrent_layers(name):
+    """The nodes of a tree are read at once, or by calls whose batches are nodes of one depth."""
+    base = tiny_model(name, vocab_size=64)
+    linear = {path.split(".")[-1] for path, part in mixers(base)[0].named_modules() if type(part) is torch.nn.Linear}
+    torch.manual_seed(0)
+    how = {**TASK, "r": 4, "init_lora_weights": False, "target_modules": sorted(linear)}
+    model = peft.get_peft_model(base, peft.LoraConfig(**how), adapter_name="one")
+    model.add_adapter("two", peft.LoraConfig(**how))
+    model, inputs, names = model.eval(), prompts(3), MIXED[:3]
+    plain = model.generate(**inputs, **SETTINGS, adapter_names=names)
+    assert plain.tolist() != model.generate(**inputs, **SETTINGS, adapter_names=names[::-1]).tolist()
+    for tree in (None, TREE):
+        script = scripted_for(plain, inputs, accuracy=0.8, tree=tree)
+        assert model.generate(**inputs, **SETTINGS, adapter_names=names, assistant=script).tolist() == plain.tolist()
 
 
 def test_adapters_by_row_and_scores_of_all_steps():

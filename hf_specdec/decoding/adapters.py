@@ -8,7 +8,7 @@ Shapes: B rows of the call, R active rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -22,7 +22,7 @@ ADAPTED_ROW = "row of adapter_names"
 
 
 class RowAdapters:
-    """The names that the layers of a model are told in this call.
+    """The names that layers of a model are told, as they are when this is made.
 
     Args:
         hooks (`list[partial]`): PEFT's hooks of the layers.
@@ -33,7 +33,7 @@ class RowAdapters:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> RowAdapters:
-        """Those of a model; false where all rows have the same adapters."""
+        """Those of a model, or a part of it; false where all rows have the same adapters."""
         hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
         hooks = [hook for hook in hooks if isinstance(hook, partial) and _KEY in hook.keywords]
         return cls(hooks)
@@ -44,11 +44,18 @@ class RowAdapters:
     @contextmanager
     def of_rows(self, rows: torch.LongTensor) -> Iterator[None]:
         """Tells the layers the names of rows `(R,)` of the call inside the block."""
-        places = rows.tolist()
-        for told, names in self._given:
-            told[_KEY] = [names[row] for row in places]
+        self.tell(rows.tolist())
         try:
             yield
         finally:
-            for told, names in self._given:
-                told[_KEY] = names
+            self.tell_all()
+
+    def tell(self, rows: Sequence[int]) -> None:
+        """Tells the layers the names of these of the rows that they were told before."""
+        for told, names in self._given:
+            told[_KEY] = [names[row] for row in rows]
+
+    def tell_all(self) -> None:
+        """Tells them the names of all these rows again."""
+        for told, names in self._given:
+            told[_KEY] = names

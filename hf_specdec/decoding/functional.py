@@ -4,8 +4,8 @@ A forward of a few tokens through a small model is mostly module calls and small
 GPU even large models wait for many small kernels. The layers of [`~layers.llama`] share the model's own weights. On a
 CPU they take half of the time or less, and the results are bit for bit those of the model's own forward over slots; on
 a GPU they launch a third of the kernels. A model is known by the code of its forwards, not by its name, see
-[`~layers.structure`]. Whatever is not exactly such a model (other code, quantised layers, adapters,
-hooks, replaced forwards, another attention implementation) goes through its own forward.
+[`~layers.structure`]. Whatever is not exactly such a model (other code, quantised layers, adapters, hooks, replaced
+forwards, another attention implementation, autocast) goes through its own forward.
 
 Shapes: R rows, T nodes, H hidden size, Q query heads, K key/value heads, D head size, V vocabulary.
 """
@@ -69,6 +69,10 @@ def has_lean_forward(model: PreTrainedModel) -> bool:
         return False
     decoder, implementation = model.get_decoder(), model.config._attn_implementation
     attention, weight = decoder.layers[0].self_attn, decoder.embed_tokens.weight
+    kind = weight.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        # It would cast elsewhere than in the model's own operations.
+        return False
     if implementation == "eager":
         # The same but for rounding.
         is_known = takes_trees(weight, weight.dtype, attention.head_dim)

@@ -51,7 +51,7 @@ class PositionCounter:
 
 
 @dataclass
-class Nodes:
+class PlacedNodes:
     """Nodes of a verification, for modules that count positions.
 
     Attributes:
@@ -95,7 +95,7 @@ class Nodes:
         return self.rows.lengths_on(self.tokens.device)[:, None] + self.topology.depths
 
 
-_nodes: ContextVar[Nodes | None] = ContextVar("hf_specdec_nodes", default=None)
+_nodes: ContextVar[PlacedNodes | None] = ContextVar("hf_specdec_nodes", default=None)
 
 
 class CountedPositions:
@@ -121,7 +121,7 @@ class CountedPositions:
         return cls(embeddings, biases) if (embeddings or biases) and not is_own else None
 
     @contextmanager
-    def told(self, nodes: Nodes) -> Iterator[None]:
+    def told(self, nodes: PlacedNodes) -> Iterator[None]:
         """Inside of the block the decoder's forward, in this thread, places these nodes.
 
         Raises:

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..threads import OwnForwards
+from ..threads import Lock, OwnForwards
 from .nodes import Nodes
 from .recurrent_state import NodeStates, Reading
 
@@ -293,6 +293,7 @@ _SCANS: dict[str, Callable[..., Any]] = {
 }
 
 _of_models: WeakKeyDictionary[nn.Module, OwnForwards] = WeakKeyDictionary()
+_of_models_lock = Lock()
 
 
 def reads_nodes(module: nn.Module, has_inputs: bool, has_state: bool) -> bool:
@@ -311,9 +312,12 @@ def reads_nodes(module: nn.Module, has_inputs: bool, has_state: bool) -> bool:
 
 def over_nodes(model: nn.Module, mixers: Sequence[nn.Module]) -> OwnForwards:
     """Forwards with which the mixers of a model read the nodes of verifications; all other calls get the class's."""
-    if model not in _of_models:
-        _of_models.setdefault(model, OwnForwards((mixer, _OverNodes(mixer)) for mixer in mixers))
-    return _of_models[model]
+    with _of_models_lock:
+        known = _of_models.get(model)
+        # The user may have put others in their places.
+        if known is None or [mixer for mixer, _ in known.pairs] != list(mixers):
+            known = _of_models[model] = OwnForwards((mixer, _OverNodes(mixer)) for mixer in mixers)
+        return known
 
 
 class _OverNodes:

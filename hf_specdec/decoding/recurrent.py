@@ -19,6 +19,7 @@ import torch
 
 from ..drafts import TreeTopology
 from ..transfers import upload
+from .adapters import RowAdapters
 from .nodes import Nodes
 from .recurrences import over_nodes, reads_nodes
 from .recurrent_state import Reading, RecurrentState
@@ -161,6 +162,7 @@ class _SteppedMixer(_Mixer):
         parents = self.layers.nodes.topology.parents.view(-1, nodes).tolist() * rows
         self.depths = _by_depth(parents[:rows])
         self._states, self._outputs = [], []
+        self._adapters = RowAdapters.of(self.module)
         for calls, pairs in enumerate(self.depths):
             before = self.state
             if calls:
@@ -174,12 +176,14 @@ class _SteppedMixer(_Mixer):
                 if torch.is_tensor(value) and value.shape[:2] == (rows, nodes)
             }
             call = {**arguments, **own, cache_name: self.after}
+            self._adapters.tell([row for row, _ in pairs])
             # The last one is left to the module's own call.
             if calls + 1 < len(self.depths):
                 self._outputs.append(self.module.forward(**call))
         return call
 
     def leave(self, output):
+        self._adapters.tell_all()
         outputs = [*self._outputs, output]
         self._outputs = []
         if torch.is_tensor(output):

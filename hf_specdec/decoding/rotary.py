@@ -39,7 +39,8 @@ def changing_rotary(model: nn.Module, prompt_lengths: list[int], max_new_tokens:
         max_new_tokens (`int`): Positions that generation may add.
 
     Raises:
-        UnsupportedModelError: The model reads the whole text again where they change.
+        UnsupportedModelError: The model reads the whole text again where they change, or its embeddings cannot be told
+            the lengths.
     """
     config = model.config.get_text_config(decoder=True)
     # The last token is not read.
@@ -65,6 +66,14 @@ def changing_rotary(model: nn.Module, prompt_lengths: list[int], max_new_tokens:
             f"The config of {type(model).__name__} has a rotary embedding whose frequencies change with the length of "
             "the text, and none of its modules is known as one. Set `max_new_tokens` so that no row gets to "
             f"{longest} tokens, or leave the speculative arguments out to use plain generate()."
+        )
+    # Another call may have put its own in the place of the class's.
+    if not all(isinstance(vars(module).get("forward"), (_Embedding, type(None))) for module in modules):
+        raise UnsupportedModelError(
+            f"The rotary embedding of {type(model).__name__} changes its frequencies with the length of the text, and "
+            "has got a forward of its own, as offloading gives it, which cannot be told the lengths. Set "
+            f"`max_new_tokens` so that no row gets to {longest} tokens, or leave the speculative arguments out to use "
+            "plain generate()."
         )
     return ChangingRotary(modules, prompt_lengths)
 

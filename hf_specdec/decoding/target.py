@@ -42,7 +42,7 @@ from .cache import SlotCache
 from .captured_nodes import CapturedNodes, NodeInputs
 from .graphs import CallGraphs, graphs_for
 from .masks import RowState, node_masks, node_positions, slot_tree
-from .positions import Nodes, PositionCounter
+from .positions import PlacedNodes, PositionCounter
 from .profile import MASK_OF_LAYER_TYPE, WITHOUT_ATTENTION, model_profile
 from .recurrent import RecurrentLayers, mixers
 from .recurrent_state import RecurrentState
@@ -276,7 +276,7 @@ class SlotModel:
         masks = self._masks(topology, forward, rows)
         with ExitStack() as reading:
             if self.profile.counted is not None:
-                nodes = Nodes(tokens, positions, topology, rows, self.max_position)
+                nodes = PlacedNodes(tokens, positions, topology, rows, self.max_position)
                 reading.enter_context(self.profile.counted.told(nodes))
             if self.recurrent is not None:
                 reading.enter_context(self.recurrent.reading(topology))

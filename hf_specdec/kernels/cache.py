@@ -82,7 +82,8 @@ def _write_torch(buffers, states, plan):
     for buffer, new in zip(buffers, states):
         _, heads, _, size = new.shape
         index = plan.flat_index(heads, buffer.shape[2], buffer.device)
-        buffer.view(-1, size).index_copy_(0, index, new.reshape(-1, size))
+        # Under autocast a row's states may come in several dtypes.
+        buffer.view(-1, size).index_copy_(0, index, new.reshape(-1, size).to(buffer.dtype))
 
 
 @triton.jit

@@ -351,9 +351,20 @@ class TestMasksOfCaptures:
         """Stand-ins for masks in the forwards that were recorded, in order."""
         monkeypatch.setattr(graphs, "capture_backend", lambda device: TapeBackend())
         made = []
-        for name in ("additive", "stand_in"):
+
+        def recorded(name):
             make = getattr(TreeMask, name)
-            monkeypatch.setattr(TreeMask, name, lambda *args, name=name, make=make: made.append(name) or make(*args))
+
+            def make_and_note(mask, *args):
+                # Prompts are chains of any length.
+                if mask.tree.ancestors is not None:
+                    made.append(name)
+                return make(mask, *args)
+
+            return make_and_note
+
+        for name in ("additive", "stand_in"):
+            monkeypatch.setattr(TreeMask, name, recorded(name))
         return made
 
     @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "gpt2"])

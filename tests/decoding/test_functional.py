@@ -356,6 +356,11 @@ class TestRules:
         assert type(slot_model(model, SlotCache(4), states=("last", 1))) is FunctionalSlotModel
         assert type(slot_model(model, SlotCache(4), forward_kwargs={"output_hidden_states": True})) is SlotModel
 
+    def test_autocast(self):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert not has_lean_forward(tiny_llama())
+        assert has_lean_forward(tiny_llama())
+
     def test_removed_hooks(self):
         model = make("llama")
         handle = model.model.register_forward_hook(lambda module, args, output: output)
@@ -378,3 +383,16 @@ def test_generate_takes_the_lean_way(make_target, monkeypatch):
     inputs = {**prompts(3), "max_new_tokens": 20, "do_sample": False}
     assert torch.equal(target.generate(**inputs, spec_method="ngram"), target.generate(**inputs))
     assert forwards
+
+
+@pytest.mark.parametrize("method", ["ngram", "early_exit", "sparse_kv"])
+def test_autocast(method):
+    """Layers of the lean forward draft, where they do; keys and values have dtypes of their own."""
+    target = tiny_llama()
+    inputs = {**prompts(3), "max_new_tokens": 20, "do_sample": False}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = target.generate(**inputs)
+        output = target.generate(**inputs, spec_method=method, num_speculative_tokens=3, return_dict_in_generate=True)
+    assert output.speculative.num_accepted_tokens > 0
+    # Up to ties in bfloat16.
+    assert (output.sequences == plain).float().mean() > 0.8

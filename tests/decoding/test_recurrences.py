@@ -87,6 +87,16 @@ def test_calls_share_a_mixer_and_leave_it_as_it_was():
     assert "forward" not in vars(module)
 
 
+def test_mixers_that_the_user_has_replaced():
+    model = tiny_model("qwen3_next")
+    first, second = mixers(model)[:2]
+    known = over_nodes(model, [first])
+    assert over_nodes(model, [first]) is known
+    with over_nodes(model, [second]).in_place():
+        assert "forward" in vars(second)
+        assert "forward" not in vars(first)
+
+
 def test_other_calls_get_the_own_forward():
     model = tiny_model("qwen3_next")
     module, hidden = mixers(model)[0], draws(0)(2, 5, 64).float()

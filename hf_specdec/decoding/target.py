@@ -473,7 +473,7 @@ class SlotModel:
         repeated = {name: values for name, values in self.row_inputs.items() if name != ADAPTED_ROW}
         inputs |= {name: values.expand(-1, tokens.shape[1]) for name, values in repeated.items()}
         with (
-            self.adapting(),
+            self.adapting() if ADAPTED_ROW in self.row_inputs else nullcontext(),
             self.taps.captured() as states,
             self._attention(forward),
             fast_products(self.model),

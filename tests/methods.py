@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_specdec import Speculator, demo, load_speculator
 from hf_specdec.method import built_in_methods, parts_of
 from hf_specdec.settings import option_fields
+from tests.block_drafts import HEADS, head_path
 
 
 NEED_GRAMMAR = [method.name for method in built_in_methods() if method.needs_grammar]
@@ -63,6 +64,9 @@ _SHAPES = {
     "dflash siblings": {"num_draft_nodes": 12, "draft_tree_top_k": 3},
     "dflash selector": {"num_draft_nodes": 0},
     "dflash selector tree": {"num_draft_nodes": 12},
+    "dflash domino": {},
+    "dflash lilicorr": {},
+    "dflash xpress": {},
     "mtp": {},
     "mtp reuse": {"mtp_mode": "reuse", "num_speculative_tokens": 4},
     "mtp reuse tree": {"mtp_mode": "reuse", "draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 8},
@@ -84,7 +88,7 @@ _SHAPES |= {
     if not any(method.name in parts_of(name) for name in _SHAPES if "+" in name)
 }
 
-# Rows with another checkpoint than their method's: what it is, and where.
+# Rows with another checkpoint than their method's: what it is, and where; `None` where it is made.
 _FIXTURES = Path(__file__).parent / "fixtures"
 _DFLASH2 = _FIXTURES / "demo" / "drafters" / "dflash2"
 _OTHER_TOKENIZER = _FIXTURES / "draft_model" / "other_tokenizer"
@@ -94,6 +98,7 @@ OTHER_CHECKPOINTS = {
         name: ("a draft model with another tokenizer", str(_OTHER_TOKENIZER))
         for name in ("draft_model shared tokens", "draft_model re-encoded")
     },
+    **{f"dflash {name}": (what, None) for name, (what, _) in HEADS.items()},
 }
 
 # Settings that make a method draft chains where it would draft trees.
@@ -137,6 +142,7 @@ EXEMPT = {
     },
     "test_drawn_drafts_that_lie_about_their_distribution_are_noticed": {
         "dflash selector": "too few of its drafts are accepted for so few rows to show it",
+        "dflash lilicorr": "the four tokens leave most positions one candidate, whose probability is 1",
     },
     "test_rows_join_where_forwards_are_graphs": {
         name: "its graphs are those of another row" for name in _SHAPES if " " in name or "+" in name
@@ -153,6 +159,8 @@ def settings_of(name: str, **settings) -> dict:
     """The settings of a row of the table, for `generate(speculative=...)`."""
     method = name.partition(" ")[0]
     _, path = OTHER_CHECKPOINTS.get(name, (None, CHECKPOINTS.get(parts_of(method)[-1])))
+    if path is None and name in OTHER_CHECKPOINTS:
+        path = head_path(name.partition(" ")[2])
     model = {} if path is None else {"model": path}
     if "draft_model" in method and name not in OTHER_CHECKPOINTS:
         model["same_tokenizer"] = True
@@ -176,7 +184,7 @@ def exemption(name: str, test: str) -> str | None:
         return "its drafts are chosen"
     if (
         "drawn" in test
-        and name not in ("dflash selector", "draft_model shared tokens")
+        and name not in ("dflash selector", "dflash domino", "dflash lilicorr", "draft_model shared tokens")
         and (" " in name or "+" in name and name not in _DRAWN_COMBINATIONS)
     ):
         return "drawn drafts are the chains of another row"

@@ -218,6 +218,7 @@ GROWN = [
     *("mlp_speculator candidates", "mlp_speculator static tree", "mlp_speculator tree"),
     *("eagle", "eagle tree", "eagle3 chain", "eagle3 static tree", "eagle3 tree", "eagle3 adaptive tree"),
     *("dflash", "dflash tree", "dflash siblings", "dflash selector", "dflash selector tree", "mtp", "mtp reuse tree"),
+    "dflash domino",
 ]
 
 
@@ -282,7 +283,7 @@ SAMPLED = [
     *(
         (library, row)
         for library in LIBRARIES[:2]
-        for row in ("eagle3 chain", "mlp_speculator chain", "dflash", "dflash selector")
+        for row in ("eagle3 chain", "mlp_speculator chain", "dflash", "dflash selector", "dflash lilicorr")
     ),
 ]
 

@@ -163,6 +163,19 @@ def test_adapters_by_row_in_recurrent_layers(name):
         assert model.generate(**inputs, **SETTINGS, adapter_names=names, assistant=script).tolist() == plain.tolist()
 
 
+@pytest.mark.parametrize("method", ["early_exit", "sparse_kv"])
+def test_adapters_by_row_of_a_target_that_drafts_for_itself(method):
+    model, inputs = several_adapters(), prompts(4)
+    plain = model.generate(**inputs, **SETTINGS, adapter_names=MIXED)
+    ends = {"eos_token_id": plain[:, -12].tolist() + plain[:2, -4].tolist(), "pad_token_id": 0}
+    for settings in (SETTINGS, {**SETTINGS, **ends}):
+        call = {**inputs, **settings, "adapter_names": MIXED}
+        output = model.generate(**call, spec_method=method, return_dict_in_generate=True)
+        assert output.sequences.tolist() == model.generate(**call).tolist()
+        # It sees the whole text; only what comes after an end is not accepted.
+        assert method == "early_exit" or output.speculative.acceptance_rate > 0.8
+
+
 def test_adapters_by_row_and_scores_of_all_steps():
     model, inputs = several_adapters(), prompts(3)
     call = {**inputs, **SETTINGS, "adapter_names": MIXED[:3], "return_dict_in_generate": True, "output_scores": True}

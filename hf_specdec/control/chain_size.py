@@ -76,6 +76,9 @@ class ChainSize:
 
     def _plan(self, num_rows: int, depth: int) -> None:
         most = len(self._survival)
+        if not most:
+            # The drafter itself has ended all drafts before their first token.
+            return
         seconds = [self.latency.verify_seconds(size + 1, num_rows) for size in range(most + 1)]
         drafting = self.latency.draft_seconds(depth, num_rows)
         tokens = accumulate(self._survival, initial=0.0)

@@ -128,8 +128,10 @@ class FunctionalSlotModel(SlotModel):
         self._layers = [DecoderLayer.of(layer, index) for index, layer in enumerate(decoder.layers)]
         attention = self._layers[0].self_attn
         self._groups = attention.groups
-        self._fits_kernel = self._head.weight.dtype in DTYPES and attention.head_dim <= MAX_HEAD_SIZE
-        if self._fits_kernel and use_triton(self._head.weight):
+        # That of the head may be packed.
+        weight = self._embedding.weight
+        self._fits_kernel = weight.dtype in DTYPES and attention.head_dim <= MAX_HEAD_SIZE
+        if self._fits_kernel and use_triton(weight):
             self.reading_prompts: Any = self._reading_prompts
         self._has_full_span = all(span == FULL for span in self.profile.spans)
         types = self.profile.layer_types

@@ -30,12 +30,17 @@ def check_can_draft(model: torch.nn.Module) -> None:
     Raises:
         UnsupportedModelError: What is missing.
     """
-    # Hooks and the like are passed over, which costs acceptance at most.
+    # Quantised and adapted linear layers run by their own calls. Other hooks and the like are passed over, which costs
+    # acceptance at most.
+    reason = None
     if not has_known_layers(model):
+        reason = "its layers are not those of a known model of the Llama family"
+    elif any(weight.is_meta for weight in model.parameters()):
+        reason = "its weights are loaded for each forward (offloaded)"
+    if reason:
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot draft for itself: its layers are not those of a known model of the Llama "
-            "family (other code, quantised layers, or adapters). Use a method with a draft of its own, such as "
-            "'recycling'."
+            f"{type(model).__name__} cannot draft for itself: {reason}. Use a method that leaves its layers alone, "
+            "such as 'recycling'."
         )
 
 
@@ -70,7 +75,8 @@ class OwnDrafts:
             model.starts, model.hidden = [0] * len(target.starts), None
         lengths = list(target.cache.lengths)
         try:
-            yield model
+            with target.adapting():
+                yield model
         finally:
             target.cache.lengths = lengths
 

@@ -55,8 +55,9 @@ class Source:
 
     @property
     def states(self) -> torch.Tensor:
-        """The encoder's output `(B, N, H)`."""
-        return self.inputs["encoder_outputs"][0]
+        """The encoder's output `(B, N, H)`, which a decoder without an encoder may take under another name."""
+        encoded = self.inputs.get("encoder_outputs")
+        return self.inputs["encoder_hidden_states"] if encoded is None else encoded[0]
 
     def with_slots(self, slots: SlotCache) -> EncoderDecoderCache:
         """The cache of the whole decoder, with self-attention in these slots."""

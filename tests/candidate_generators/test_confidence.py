@@ -181,6 +181,14 @@ class TestPrice:
         chains.observe(draft, [2, 0])
         assert chains.rating.value == pytest.approx((8 + 1) / (8 + 0.7 + 0.41), rel=0.02)
 
+    def test_drafts_that_the_threshold_has_emptied(self):
+        chains = ChainSize(latency_of(2e-4), RatingFactor())
+        empty = rated((0.9, 0.8)).shortened([0])
+        for _ in range(3):
+            assert chains.cut(empty, 2, agreed).size == 0
+            chains.observe(empty, [0])
+        assert chains.price == 0
+
     def test_nothing_is_read_where_positions_are_free(self, monkeypatch):
         chains = ChainSize(latency_of(0.0), RatingFactor())
         chains._num_drafts = 2

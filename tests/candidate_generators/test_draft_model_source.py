@@ -64,6 +64,18 @@ def test_all_drafts_of_a_copy_are_accepted(target, batch_size):
         assert stats.num_accepted_tokens == stats.num_draft_tokens > 2 * batch_size
 
 
+def test_rows_end_where_a_decoder_alone_drafts():
+    """It is handed the encoder's output under its own name for it."""
+    model, source = tiny_model("bart")
+    text = model.generate(**source, max_new_tokens=NEW, do_sample=False)
+    only_one_row_has = next(token for token in text[2].tolist() if (text == token).sum() == 1)
+    ends = {"eos_token_id": only_one_row_has, "pad_token_id": 0}
+    plain, output, stats = drafted(model, decoder_of(model, BartForCausalLM), source, **ends)
+    assert torch.equal(output, plain)
+    assert (plain == 0).any()
+    assert stats.num_accepted_tokens > 0
+
+
 @pytest.mark.parametrize("rows_end", [False, True])
 def test_an_encoder_of_its_own_reads_each_source_once(target, rows_end):
     name, model, source = target

@@ -177,6 +177,35 @@ def test_targets_whose_layers_cannot_be_run():
         target.generate(**prompts(1), **GREEDY, spec_method="early_exit")
 
 
+class Packed(torch.nn.Module):
+    """A linear layer whose weights are no floats, as quantised ones are."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.scale = linear.weight.detach().abs().amax() / 127
+        self.register_buffer("codes", (linear.weight.detach() / self.scale).round().to(torch.int8))
+
+    def forward(self, hidden):
+        return torch.nn.functional.linear(hidden, self.codes.to(hidden.dtype) * self.scale)
+
+
+def test_quantised_layers_draft():
+    target = tiny_llama()
+    target.model.layers[0].mlp.down_proj = Packed(target.model.layers[0].mlp.down_proj)
+    target.lm_head = Packed(target.lm_head)
+    _, stats = drafts_of(target, prompts(3), {**SPARSE, "sparse_kv_window": 64})
+    assert stats.acceptance_rate == 1
+    assert drafts_of(target, prompts(3), EXIT)[0]
+
+
+def test_weights_that_are_loaded_for_each_forward():
+    accelerate = pytest.importorskip("accelerate")
+    target = accelerate.cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
+    for settings in (EXIT, SPARSE):
+        with pytest.raises(UnsupportedModelError, match="cannot draft for itself: its weights are loaded"):
+            target.generate(**prompts(1), **GREEDY, speculative=settings)
+
+
 def test_transformers_own_assisted_decoding_hands_over_no_slots():
     target, inputs = tiny_llama(), prompts(1)
     generator = load_speculator(target, EXIT).candidate_generator()

@@ -71,7 +71,7 @@ class CandidateSelector(nn.Module):
             before (`torch.LongTensor` of shape `(R, F)`): Tokens in front of it.
             output (`torch.Tensor` of shape `(R, h)`): The network's output there.
         """
-        values, tokens = self.best(logits)
+        values, tokens = best_tokens_of(logits, self.top_k)
         steps = self.scores(tokens, before[..., None], output[:, None])[..., 0, :]
         scores = values.float() + steps
         return scores.new_full(logits.shape, -torch.inf).scatter_(-1, tokens, scores)

@@ -1,0 +1,55 @@
+"""Block drafts of kinds that the demo has none of: its own draft with another head of random weights."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from hf_specdec import demo, load_speculator
+from hf_specdec.candidate_generators.dflash.config import DominoConfig, LiLiCorrConfig, XPressConfig
+from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
+
+
+HEADS = {
+    "domino": ("a Domino draft", {"domino": DominoConfig(gru_hidden_dim=8, emb_dim=8)}),
+    "lilicorr": (
+        "a LiLiCorr draft",
+        {
+            "lilicorr": LiLiCorrConfig(
+                hidden_size=16,
+                candidate_topk=3,
+                num_layers=1,
+                num_heads=2,
+                mlp_size=16,
+                factor_dim=8,
+                logit_scale=4.0,
+            )
+        },
+    ),
+    "xpress": ("an XPress draft", {"xpress": XPressConfig(rank=8, mlp_hidden=16, num_passes=3)}),
+}
+
+
+@cache
+def head_path(name: str) -> str:
+    """Folder of a draft with one of the heads, of random weights: it goes with the process."""
+    folder = tempfile.mkdtemp(prefix=f"hf_specdec_{name}_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    target = demo.load_target()
+    plain = load_speculator(target, {"method": "dflash", "model": demo.drafter_path("dflash")}).resources
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = DFlashNetwork(replace(plain.config, **HEADS[name][1]))
+        network.load_state_dict(plain.state_dict(), strict=False)
+        if network.xpress_head is not None:
+            # A new one changes nothing.
+            for weight in (network.xpress_head.w2.weight, network.xpress_head.mix.L):
+                torch.nn.init.normal_(weight, std=0.3)
+        network.save(Path(folder))
+    return folder

@@ -145,6 +145,21 @@ def test_adapters_by_row(names):
         assert text[0].tolist() == plain[row, : text.shape[1]].tolist()
 
 
+@pytest.mark.parametrize("method", ["early_exit", "sparse_kv"])
+def test_drafts_of_the_target_itself_with_adapters_by_row(method):
+    model, inputs = several_adapters(), prompts(4)
+    call = {**SETTINGS, "adapter_names": MIXED, "pad_token_id": 0}
+    call["eos_token_id"] = model.generate(**inputs, **call)[:2, -8].tolist()
+    plain = model.generate(**inputs, **call)
+    output = model.generate(
+        **inputs, **call, spec_method=method, num_speculative_tokens=3, return_dict_in_generate=True
+    )
+    assert output.sequences.tolist() == plain.tolist()
+    if method == "sparse_kv":
+        # These texts are short enough to be seen whole.
+        assert output.speculative.acceptance_rate == 1
+
+
 def test_adapters_by_row_and_scores_of_all_steps():
     model, inputs = several_adapters(), prompts(3)
     call = {**inputs, **SETTINGS, "adapter_names": MIXED[:3], "return_dict_in_generate": True, "output_scores": True}

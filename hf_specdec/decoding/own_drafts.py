@@ -70,7 +70,8 @@ class OwnDrafts:
             model.starts, model.hidden = [0] * len(target.starts), None
         lengths = list(target.cache.lengths)
         try:
-            yield model
+            with target.adapters():
+                yield model
         finally:
             target.cache.lengths = lengths
 

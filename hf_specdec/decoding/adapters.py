@@ -17,6 +17,9 @@ import torch
 
 _KEY = "adapter_names"
 
+# On a hook, the names of all rows of the call, while its layer is told none.
+_OF_CALL = "of_call"
+
 # Among the inputs that rows repeat, the number of a row in its call.
 ADAPTED_ROW = "row of adapter_names"
 
@@ -29,7 +32,7 @@ class RowAdapters:
     """
 
     def __init__(self, hooks: list[partial]):
-        self._given = [(hook.keywords, hook.keywords[_KEY]) for hook in hooks]
+        self._given = [(hook, vars(hook).get(_OF_CALL) or hook.keywords[_KEY]) for hook in hooks]
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> RowAdapters:
@@ -45,10 +48,28 @@ class RowAdapters:
     def of_rows(self, rows: torch.LongTensor) -> Iterator[None]:
         """Tells the layers the names of rows `(R,)` of the call inside the block."""
         places = rows.tolist()
-        for told, names in self._given:
-            told[_KEY] = [names[row] for row in places]
+        with self._told([[names[row] for row in places] for _, names in self._given]):
+            yield
+
+    @contextmanager
+    def of_no_row(self) -> Iterator[None]:
+        """Tells the layers no names inside the block: those that a draft network shares have the active adapters."""
+        for hook, names in self._given:
+            vars(hook)[_OF_CALL] = names
+        try:
+            with self._told([None] * len(self._given)):
+                yield
+        finally:
+            for hook, _ in self._given:
+                del vars(hook)[_OF_CALL]
+
+    @contextmanager
+    def _told(self, values: list[list[str] | None]) -> Iterator[None]:
+        before = [hook.keywords[_KEY] for hook, _ in self._given]
+        for (hook, _), value in zip(self._given, values):
+            hook.keywords[_KEY] = value
         try:
             yield
         finally:
-            for told, names in self._given:
-                told[_KEY] = names
+            for (hook, _), value in zip(self._given, before):
+                hook.keywords[_KEY] = value

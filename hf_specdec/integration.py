@@ -190,7 +190,8 @@ class _Call:
         Raises:
             SpecConfigError: Of two tokenizers one is missing.
         """
-        self.early_exit, of_draft = (self.arguments.pop(name, None) for name in SPELLINGS)
+        self.early_exit = self.arguments.pop("assistant_early_exit", None)
+        of_draft = self.arguments.pop("assistant_tokenizer", None)
         if of_draft is None:
             return
         tokenizer = self.arguments.get("tokenizer", tokenizer)

@@ -8,6 +8,7 @@ Shapes: B rows of the call of which R are active, N draft nodes, T = N + 1 verif
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from time import perf_counter
@@ -120,6 +121,11 @@ class DecodingLoop:
             self.verifier: Verifier = self._verifier(uniforms, profile)
             self.target: SlotModel = self._slot_target()
             session.target_ref = ref(self.target)
+            # Around calls of the drafter: layers that it shares with the target have their active adapters.
+            by_row = ADAPTED_ROW in self.target.row_inputs
+            self._drafting: Callable[[], AbstractContextManager[Any]] = (
+                RowAdapters.of(self.model).of_no_row if by_row else nullcontext
+            )
             if_it_fails.pop_all()
 
     def run(self) -> torch.LongTensor | SpeculativeOutput:
@@ -290,10 +296,6 @@ class DecodingLoop:
             self.generator.observe(
                 Commit(self.rows, verdict.tokens, verdict.token_lists, verdict.num_accepted, states)
             )
-
-    def _drafting(self) -> AbstractContextManager[None]:
-        """Around calls of the drafter: layers that it shares with the target have their active adapters."""
-        return RowAdapters.of(self.model).of_no_row() if ADAPTED_ROW in self.target.row_inputs else nullcontext()
 
     def _drop_finished_rows(self) -> None:
         """Finished rows leave the batch, so that they cost no more compute."""

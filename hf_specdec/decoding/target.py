@@ -470,10 +470,11 @@ class SlotModel:
             inputs["logits_to_keep"] = num_logits
         if self.profile.takes_position_ids:
             inputs[name("position_ids")] = positions
-        repeated = {name: values for name, values in self.row_inputs.items() if name != ADAPTED_ROW}
+        repeated = dict(self.row_inputs)
+        adapted = repeated.pop(ADAPTED_ROW, None)
         inputs |= {name: values.expand(-1, tokens.shape[1]) for name, values in repeated.items()}
         with (
-            self.adapters(),
+            nullcontext() if adapted is None else self.adapters(),
             self.taps.captured() as states,
             self._attention(forward),
             fast_products(self.model),
@@ -483,8 +484,8 @@ class SlotModel:
 
     def adapters(self) -> AbstractContextManager[None]:
         """Has the adapters of the active rows inside of the block, where rows have their own."""
-        adapted = self.row_inputs.get(ADAPTED_ROW)
-        return nullcontext() if adapted is None else RowAdapters.of(self.model).of_rows(adapted[:, 0])
+        rows = self.row_inputs.get(ADAPTED_ROW)
+        return nullcontext() if rows is None else RowAdapters.of(self.model).of_rows(rows[:, 0])
 
     def commit(self, counts: list[int], path: torch.LongTensor | None = None) -> None:
         """Keeps what was accepted of the last forward; the arguments are those of [`SlotCache.commit`]."""

@@ -39,6 +39,9 @@ from .transfers import on_cpu_unless_said
 
 logger = logging.get_logger(__name__)
 
+# Arguments of transformers' own assisted decoding that are settings of a drafter here.
+SPELLINGS = ("assistant_early_exit", "assistant_tokenizer")
+
 
 def generate(
     model: torch.nn.Module,
@@ -221,6 +224,12 @@ class _Call:
             return False
         if not self.is_asked and is_refused(self.model, self.entry):
             return False
+        if self.entry is not None and (self.early_exit, self.tokenizers) != (None, None):
+            logger.warning_once(
+                "`assistant_early_exit` and `assistant_tokenizer` are about a drafter that the call names, and here "
+                f"the generation config of {type(self.model).__name__} names it: they are left out. Pass "
+                "`spec_method` or `assistant` as well."
+            )
         tokenizer = self.arguments.pop("tokenizer", None)
         if (strings := _effective(self.model, self.arguments, "stop_strings")) is not None:
             _prepare_stop_strings(self.model, self.arguments, strings, tokenizer)
@@ -304,13 +313,21 @@ def speculator_of_many(
     """
     configured = None if asked.choose_drafter else configured_arguments(model, (), arguments)
     call = _Call.of(model, arguments, asked, configured)
+    spelled = [name for name in SPELLINGS if arguments.get(name) is not None]
     call.take_spellings(tokenizer)
     if model_profile(model).has_encoder:
         raise UnsupportedModelError(
             f"{type(model).__name__} has an encoder, and requests that join others have prompts alone. Pass its "
             "sources to generate(), which takes batches of them."
         )
-    if call.asked.is_off or not (call.asked.given or call.entry is not None):
+    if call.asked.is_off:
+        return None
+    if spelled and not asked.choose_drafter and not call.asked.has_objects:
+        raise SpecConfigError(
+            f"`{spelled[0]}` is about a drafter that the run names, and it names none. Pass `spec_method` or "
+            "`assistant` as well, or leave it out."
+        )
+    if not call.asked.given and call.entry is None:
         return None
     if call.entry is None:
         speculator = _speculator(model, call.asked, call.tokenizers, call.early_exit)
@@ -405,6 +422,11 @@ def _speculator(
             raise SpecConfigError(
                 "`assistant_tokenizer` belongs to a draft model, and `assistant` is a loaded "
                 f"{type(assistant).__name__}. Pass the draft model, or load_speculator(..., tokenizers=...)."
+            )
+        if is_loaded and early_exit is not None:
+            raise SpecConfigError(
+                "`assistant_early_exit` belongs to spec_method='early_exit', and `assistant` is a loaded "
+                f"{type(assistant).__name__}. Leave one of them out."
             )
         if is_loaded and asked.given.keys() == {"assistant"}:
             return assistant if isinstance(assistant, Speculator) else GivenCandidateGenerator(assistant)

@@ -255,9 +255,15 @@ def test_texts_ids_chats_and_dicts(model):
 
 def test_a_request_that_cannot_be_read_is_its_own_error(model):
     wrong = ["abc", [], [VOCAB_SIZE], [1.5, "x"], {"max_new_tokens": 3}, {"input_ids": [1], "spec_method": "ngram"}]
-    wrong += [{"input_ids": [1], "nonsense": 3}, {"input_ids": [1], "num_beams": 2}, None, 3]
+    wrong += [
+        {"messages": [], "tools": [{}]},
+        {"input_ids": [1], "nonsense": 3},
+        {"input_ids": [1], "num_beams": 2},
+        None,
+        3,
+    ]
     results = run(model, [*wrong, prompt(1)])
-    assert [type(result.error) for result in results[:-1]] == [SpecConfigError] * 6 + [ValueError] + [
+    assert [type(result.error) for result in results[:-1]] == [SpecConfigError] * 7 + [ValueError] + [
         SpecConfigError
     ] * 3
     assert all(result.finish_reason == "error" and result.tokens == [] for result in results[:-1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from hf_specdec.decoding import continuation
 from hf_specdec.decoding.recurrent import mixers
 from hf_specdec.diagnosis.checks import network_findings
 from tests.architectures import tiny_model
+from tests.methods import demo_target
 from tests.models import prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 
 
@@ -174,6 +177,24 @@ def test_adapters_by_row_of_a_target_that_drafts_for_itself(method):
         assert output.sequences.tolist() == model.generate(**call).tolist()
         # It sees the whole text; only what comes after an end is not accepted.
         assert method == "early_exit" or output.speculative.acceptance_rate > 0.8
+
+
+@pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("method", ["eagle3", "medusa", "dflash"])
+def test_heads_that_share_adapted_layers_with_adapters_by_row(layer, method):
+    target = copy.deepcopy(demo_target())
+    for name in ("one", "two"):
+        config = peft.LoraConfig(**{**TASK, "target_modules": ["q_proj", layer]}, init_lora_weights=False)
+        if name == "one":
+            model = peft.get_peft_model(target, config, adapter_name=name).eval()
+        else:
+            model.add_adapter(name, config)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8]] * 4), "attention_mask": torch.ones(4, 4, dtype=torch.long)}
+    call = {"max_new_tokens": 12, "do_sample": False, "adapter_names": MIXED, "pad_token_id": 0}
+    call["eos_token_id"] = model.generate(**inputs, **call, eos_token_id=None)[0, 7].item()
+    plain = model.generate(**inputs, **call)
+    text = model.generate(**inputs, **call, spec_model=str(demo.drafter_path(method)), num_speculative_tokens=3)
+    assert text.tolist() == plain.tolist()
 
 
 def test_adapters_by_row_and_scores_of_all_steps():

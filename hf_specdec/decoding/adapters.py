@@ -17,19 +17,23 @@ import torch
 
 _KEY = "adapter_names"
 
+# On a hook, the names of all rows of the call, while its layer is told none.
+_OF_CALL = "of_call"
+
 # Among the inputs that rows repeat, the number of a row in its call.
 ADAPTED_ROW = "row of adapter_names"
 
 
 class RowAdapters:
-    """The names that layers of a model are told, as they are when this is made.
+    """The names that the layers of a model are told in this call.
 
     Args:
         hooks (`list[partial]`): PEFT's hooks of the layers.
     """
 
     def __init__(self, hooks: list[partial]):
-        self._given = [(hook.keywords, hook.keywords[_KEY]) for hook in hooks]
+        self._given = [(hook, vars(hook).get(_OF_CALL) or hook.keywords[_KEY]) for hook in hooks]
+        self._now: list[list[str] | None] = [hook.keywords[_KEY] for hook in hooks]
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> RowAdapters:
@@ -44,18 +48,38 @@ class RowAdapters:
     @contextmanager
     def of_rows(self, rows: torch.LongTensor) -> Iterator[None]:
         """Tells the layers the names of rows `(R,)` of the call inside the block."""
-        self.tell(rows.tolist())
+        places = rows.tolist()
+        with self._told([[names[row] for row in places] for _, names in self._given]):
+            yield
+
+    @contextmanager
+    def of_no_row(self) -> Iterator[None]:
+        """Tells the layers no names inside the block: those that a draft network shares have the active adapters."""
+        for hook, names in self._given:
+            vars(hook)[_OF_CALL] = names
+        try:
+            with self._told([None] * len(self._given)):
+                yield
+        finally:
+            for hook, _ in self._given:
+                del vars(hook)[_OF_CALL]
+
+    @contextmanager
+    def _told(self, values: list[list[str] | None]) -> Iterator[None]:
+        self._tell(values)
         try:
             yield
         finally:
             self.tell_all()
 
     def tell(self, rows: Sequence[int]) -> None:
-        """Tells the layers the names of these of the rows that they were told before."""
-        for told, names in self._given:
-            told[_KEY] = [names[row] for row in rows]
+        """Tells the layers the names of these of the rows that they were told when this was made."""
+        self._tell([names and [names[row] for row in rows] for names in self._now])
 
     def tell_all(self) -> None:
         """Tells them the names of all these rows again."""
-        for told, names in self._given:
-            told[_KEY] = names
+        self._tell(self._now)
+
+    def _tell(self, values: list[list[str] | None]) -> None:
+        for (hook, _), value in zip(self._given, values):
+            hook.keywords[_KEY] = value

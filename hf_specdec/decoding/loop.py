@@ -8,7 +8,8 @@ Shapes: B rows of the call of which R are active, N draft nodes, T = N + 1 verif
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,6 +29,7 @@ from ..metrics.listeners import CallProgress
 from ..protocol import Commit, Drafter, DrafterSource, DraftStep, Session, VerifiedNodes
 from ..target_facts import vocabulary_size
 from ..transfers import last_of_each, select_rows
+from .adapters import ADAPTED_ROW, RowAdapters
 from .attention import describe_layers
 from .cache import SlotCache, compact
 from .continuation import ContinuationCheck, read_prompts
@@ -119,6 +121,11 @@ class DecodingLoop:
             self.verifier: Verifier = self._verifier(uniforms, profile)
             self.target: SlotModel = self._slot_target()
             session.target_ref = ref(self.target)
+            # Around calls of the drafter: layers that it shares with the target have their active adapters.
+            by_row = ADAPTED_ROW in self.target.row_inputs
+            self._drafting: Callable[[], AbstractContextManager[Any]] = (
+                RowAdapters.of(self.model).of_no_row if by_row else nullcontext
+            )
             if_it_fails.pop_all()
 
     def run(self) -> torch.LongTensor | SpeculativeOutput:
@@ -207,7 +214,8 @@ class DecodingLoop:
     def _start_drafting(self, verdict: Verdict, states: dict) -> None:
         began = perf_counter()
         prompt = self.continuation.prompt(self.request.input_ids, states, self.target.source)
-        self.generator.prefill(prompt)
+        with self._drafting():
+            self.generator.prefill(prompt)
         self._observe(verdict, {key: value[:, -1:] for key, value in prompt.hidden_states.items()})
         self.stats.draft_seconds += perf_counter() - began
         self._drop_finished_rows()
@@ -221,7 +229,8 @@ class DecodingLoop:
         return DraftStep(self.rows, self.anchors, self._positions(1), depths)
 
     def _propose(self, step: DraftStep) -> DraftTree:
-        draft = self.generator.propose(step)
+        with self._drafting():
+            draft = self.generator.propose(step)
         if not isinstance(draft, DraftTree) or draft.batch_size != len(self.rows):
             found = f"one of {draft.batch_size}" if isinstance(draft, DraftTree) else f"a {type(draft).__name__}"
             raise SpecConfigError(
@@ -283,7 +292,10 @@ class DecodingLoop:
         self.generator.learn(VerifiedNodes.of_logits(tokens, logits, self.generator.num_best_tokens))
 
     def _observe(self, verdict: Verdict, states: dict) -> None:
-        self.generator.observe(Commit(self.rows, verdict.tokens, verdict.token_lists, verdict.num_accepted, states))
+        with self._drafting():
+            self.generator.observe(
+                Commit(self.rows, verdict.tokens, verdict.token_lists, verdict.num_accepted, states)
+            )
 
     def _drop_finished_rows(self) -> None:
         """Finished rows leave the batch, so that they cost no more compute."""

@@ -15,7 +15,7 @@ from ..decoding.joint import Row
 from ..decoding.request import Request
 from ..decoding.rotary import check_constant_rotary
 from ..errors import SpecConfigError, shown
-from ..integration import prepare_request
+from ..integration import SPELLINGS, prepare_request
 from ..logits.grammar.recognition import grammar_of
 from ..logits.randomness import seed_from_torch
 from ..target_facts import vocabulary_size
@@ -126,8 +126,7 @@ class RequestReader:
         return self._tokens(request), settings
 
     def _check_tools(self, prompt: Any, tools: Any) -> None:
-        is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
-        if not is_chat or self.tokenizer is None:
+        if not _is_chat(prompt) or self.tokenizer is None:
             raise SpecConfigError("`tools` belong to a chat. Pass `messages`, and `tokenizer=` of the model.")
         if "tools" not in self.tokenizer.get_chat_template(tools=tools):
             raise SpecConfigError(
@@ -139,7 +138,7 @@ class RequestReader:
         if isinstance(prompt, str):
             return self._encode(prompt, special=True)
         is_list = isinstance(prompt, Sequence)
-        if is_list and prompt and isinstance(prompt[0], Mapping):
+        if _is_chat(prompt):
             if self.tokenizer is None:
                 raise SpecConfigError("A chat needs the model's tokenizer. Pass `tokenizer=`.")
             text = self.tokenizer.apply_chat_template(
@@ -292,10 +291,15 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         )
     checked("num_speculative_tokens", length, int | None, Bounds(least=0))
     checked("seed_row", settings.get("seed_row", 0), int, Bounds(least=0))
-    shared = [name for name in (*ARGUMENTS, "generation_config") if name in settings and name not in _OWN_DRAFTS]
+    of_all = (*ARGUMENTS, *SPELLINGS, "generation_config")
+    shared = [name for name in of_all if name in settings and name not in _OWN_DRAFTS]
     if shared:
         raise SpecConfigError(f"`{shared[0]}` is for all requests. Pass it to the run; a request has single settings.")
     _check(settings)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def seed_of(seed: int) -> int:

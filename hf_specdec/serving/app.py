@@ -16,11 +16,14 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from transformers.utils import logging
 
 from ..metrics import prometheus
 from .bodies import ChatBody, CompletionBody, Form, GenerationBody, Part, joined
 from .service import RETRY_AFTER, Answer, RefusedError, Reply, Service
 
+
+logger = logging.get_logger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -58,6 +61,7 @@ def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ..
     registry.register(_ServiceMetrics(service))
     prometheus_client.ProcessCollector(registry=registry)
 
+    app.add_middleware(_Failures)
     app.add_middleware(_Guard, api_key=api_key, max_body_bytes=service.limits.max_body_bytes)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
 
@@ -73,10 +77,6 @@ def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ..
     @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> JSONResponse:
         return _error(error.status_code, str(error.detail), "invalid_request")
-
-    @app.exception_handler(Exception)
-    async def fail(request: Request, error: Exception) -> JSONResponse:
-        return _error(500, "The server has failed at this request. See its log.", "internal_error")
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> JSONResponse | StreamingResponse:
@@ -199,6 +199,30 @@ def _first_mistake(error: RequestValidationError) -> str:
     found = error.errors()[0]
     where = ".".join(str(part) for part in found["loc"][1:] if isinstance(part, (str, int)))
     return f"{where}: {found['msg']}" if where else found["msg"]
+
+
+class _Failures:
+    """Answers where the application has failed. The log says why, and the connection stays open."""
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        has_begun = False
+
+        async def notice(message: Any) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, notice)
+        except Exception:
+            if has_begun or scope["type"] != "http":
+                raise
+            logger.exception("A request has failed.")
+            failure = _error(500, "The server has failed at this request. See its log.", "internal_error")
+            await failure(scope, receive, send)
 
 
 class _Guard:

@@ -119,9 +119,16 @@ class FunctionCall(_Body):
 
     @model_validator(mode="after")
     def check(self) -> FunctionCall:
-        if not isinstance(json.loads(self.arguments or "{}"), dict):
+        if not isinstance(self.as_dict()["arguments"], dict):
             raise ValueError("`arguments` of a tool call must be an object as JSON")
         return self
+
+    def as_dict(self) -> dict[str, Any]:
+        # Templates write the arguments as JSON themselves.
+        try:
+            return {"name": self.name, "arguments": json.loads(self.arguments or "{}")}
+        except RecursionError as error:
+            raise ValueError("`arguments` of a tool call are nested too deep") from error
 
 
 class ToolCall(_Body):
@@ -132,9 +139,7 @@ class ToolCall(_Body):
     function: FunctionCall
 
     def as_dict(self) -> dict[str, Any]:
-        # Templates write the arguments as JSON themselves.
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
-        return {"id": self.id, "type": self.type, "function": function}
+        return {"id": self.id, "type": self.type, "function": self.function.as_dict()}
 
 
 class Message(_Body):

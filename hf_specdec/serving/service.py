@@ -344,6 +344,8 @@ class Answer:
                 yield part
             if is_last or self._text.has_stopped:
                 self.outcome = "answered"
+                # Others to the same prompt may go on for long.
+                self.give_up()
                 self.finish_reason = "stop" if self._text.has_stopped else latest.finish_reason
                 return
             await self.hear_more()

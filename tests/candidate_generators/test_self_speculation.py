@@ -153,6 +153,29 @@ def test_spelled_as_in_transformers_for_many_requests():
     assert accepted[0] == accepted[1] > 0
 
 
+def test_the_layer_of_another_drafter(monkeypatch, caplog):
+    target, inputs = tiny_llama(num_hidden_layers=3), prompts(1)
+    plain = target.generate(**inputs, **GREEDY)
+    monkeypatch.setattr(target.generation_config, "speculative", {"method": "ngram"}, raising=False)
+    with record() as calls:
+        text = target.generate(**inputs, **GREEDY, assistant_early_exit=2)
+    assert torch.equal(text, plain)
+    assert [call.stats.method for call in calls.calls] == ["ngram"]
+    assert "they are left out" in caplog.text
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_the_layer_of_no_drafter(monkeypatch, is_named):
+    target = tiny_llama(num_hidden_layers=3)
+    if is_named:
+        monkeypatch.setattr(target.generation_config, "speculative", {"method": "ngram"}, raising=False)
+    with pytest.raises(SpecConfigError, match="a drafter that the run names"):
+        generate_many(target, [[1, 2]], assistant_early_exit=1, **GREEDY)
+    arguments = {**GREEDY, "spec_method": "early_exit"}
+    result = next(generate_many(target, [{"input_ids": [1, 2], "assistant_early_exit": 1}], **arguments))
+    assert "is for all requests" in str(result.error)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -163,10 +186,13 @@ def test_spelled_as_in_transformers_for_many_requests():
         ),
         ({"spec_method": "early_exit", "assistant_early_exit": 0}, "early_exit_layer.*at least 1, got 0"),
         ({"spec_method": "sparse_kv", "spec_model": "some/model"}, "drafts without"),
+        ({"assistant": "loaded", "assistant_early_exit": 1}, "`assistant` is a loaded Speculator"),
     ],
 )
 def test_errors(arguments, message):
     target = tiny_llama()
+    if arguments.get("assistant") == "loaded":
+        arguments = {**arguments, "assistant": load_speculator(target, "ngram")}
     with nothing_runs(target), pytest.raises(SpecConfigError, match=message):
         target.generate(**prompts(1), **GREEDY, **arguments)
 

@@ -137,6 +137,21 @@ def test_several_answers(running):
     wait_until(lambda: running.service.num_open == 0)
 
 
+def test_answers_that_have_stopped_wait_for_no_others(running, monkeypatch):
+    fields = {"n": 2, "temperature": 0, "max_tokens": 40}
+    stop = running.text(max_tokens=40)[8:10]
+    manager, num_open = running.service.manager, []
+
+    def cancel(name, cancel=manager.cancel_request):
+        num_open.append(running.service.num_open)
+        cancel(name)
+
+    monkeypatch.setattr(manager, "cancel_request", cancel)
+    assert running.complete(**fields, stop=stop).json()["choices"][1]["finish_reason"] == "stop"
+    # While the reply was open.
+    assert 2 in num_open
+
+
 def test_log_probabilities(running):
     tokenizer = running.service.manager.tokenizer
     # Those of the model, whatever is done to its scores.
@@ -182,6 +197,7 @@ def test_log_probabilities_of_chats_and_stop_strings(running):
 
 TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": '{"path": "x"}'}}
+DEEP = {**CALL, "function": {"name": "read", "arguments": '{"a":' * 3000 + "1" + "}" * 3000}}
 CALLED = [
     {"role": "user", "content": "x"},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -208,6 +224,7 @@ def test_tools_are_told_through_the_chat_template(running):
             ({"tool_choice": "required"}, "tool_choice"),
             ({"tools": [{"type": "search"}]}, "tools"),
             ({"messages": [{"role": "user"}]}, "needs `content`"),
+            ({"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, "nested too deep"),
             ({"top_logprobs": 2}, "needs `logprobs`"),
         ):
             refused = other.client.post("/v1/chat/completions", json={**body, **fields})
@@ -225,8 +242,10 @@ def test_failures_inside_are_no_mistakes_of_the_client(running, monkeypatch):
         assert running.error(status=500) == "The server has failed at this request. See its log."
     assert running.service.outcomes["failed"] == before + 1
     monkeypatch.setattr(running.service.manager, "encode", lambda prompt: 1 / 0)
-    assert running.client.post("/v1/completions", json={"prompt": "x"}).status_code == 500
+    failed = running.client.post("/v1/completions", json={"prompt": "x"})
+    assert failed.status_code == 500
     monkeypatch.undo()
+    assert running.client.get("/health").extensions["network_stream"] is failed.extensions["network_stream"]
     assert running.text() == plain(PROMPT, 12)
 
 
@@ -355,20 +374,20 @@ def test_the_command_ends_open_answers_first():
     command = [sys.executable, "-m", "hf_specdec", "serve", "--port", "0", "--spec-method", "ngram", "-k", "4"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    # Whatever happens, nobody waits for ever.
-    timer = threading.Timer(120, process.kill)
+    # Whatever happens, nobody waits for ever; on a busy machine the imports alone take minutes.
+    timer = threading.Timer(600, process.kill)
     timer.start()
     try:
         address = next(found[0] for line in process.stderr if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
-        wait_until(lambda: is_up(address))
+        wait_until(lambda: is_up(address), 300)
         fields = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "stream": True}
-        with httpx.stream("POST", f"{address}/v1/completions", json=fields, timeout=60) as answer:
+        with httpx.stream("POST", f"{address}/v1/completions", json=fields, timeout=300) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         process.stderr.read()
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
     finally:
         timer.cancel()
         process.kill()

@@ -30,6 +30,7 @@ from hf_specdec.kernels.acceptance import follow, reject_chain, reject_tree
 from hf_specdec.kernels.cache import WritePlan, move_slots, write_slots
 from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
+from hf_specdec.method import built_in_methods
 
 
 @dataclass
@@ -243,9 +244,10 @@ _SHAPES: dict[str, dict[str, dict[str, Any]]] = {
 
 def drafts() -> dict[str, dict[str, Any]]:
     """Settings of every method that can draft for the demo's target, chains and trees."""
+    named = {method.name: {"method": method.name} for method in built_in_methods() if method.only_if_named}
     return {
         f"{name}, {shape}": {**settings, **own}
-        for name, settings in demo.settings().items()
+        for name, settings in (demo.settings() | named).items()
         if name == settings["method"]
         for shape, own in _SHAPES.get(name, {"chain": {}}).items()
     }

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from hf_specdec import demo, load_speculator
 
 
-DRAFT = Path(__file__).parents[1] / "tests" / "fixtures" / "draft_model" / "other_tokenizer"
+DRAFT = Path(__file__).parents[1] / "tests" / "fixtures" / "other_tokenizer"
 MAPPINGS = ("shared_tokens", "text")
 
 

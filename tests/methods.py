@@ -91,7 +91,7 @@ _SHAPES |= {
 # Rows with another checkpoint than their method's: what it is, and where; `None` where it is made.
 _FIXTURES = Path(__file__).parent / "fixtures"
 _DFLASH2 = _FIXTURES / "demo" / "drafters" / "dflash2"
-_OTHER_TOKENIZER = _FIXTURES / "draft_model" / "other_tokenizer"
+_OTHER_TOKENIZER = _FIXTURES / "other_tokenizer"
 OTHER_CHECKPOINTS = {
     **{name: ("a DFlash 2 draft", str(_DFLASH2)) for name in ("dflash selector", "dflash selector tree")},
     **{

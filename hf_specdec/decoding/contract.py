@@ -36,6 +36,7 @@ _PROCESSORS = (
 _CACHES = "Cache CacheLayerMixin DynamicCache EncoderDecoderCache StaticCache"
 _CRITERIA = "EosTokenCriteria MaxLengthCriteria MaxTimeCriteria StopStringCriteria StoppingCriteriaList"
 _HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "transformers.activations": {"ACT2FN": ()},
     "transformers.generation.utils": _MIXIN,
     "transformers.generation.logits_process": dict.fromkeys(_PROCESSORS.split(), ()),
     "transformers.generation.stopping_criteria": dict.fromkeys(_CRITERIA.split(), ()),

@@ -45,7 +45,8 @@ _REPEATING = {
     "method": next(
         method.name
         for method in built_in_methods()
-        if not (method.takes_model or method.package or method.complements_copies or method.needs_grammar)
+        if not (method.takes_model or method.package or method.complements_copies)
+        and not (method.needs_grammar or method.only_if_named)
     )
 }
 

@@ -35,6 +35,7 @@ from tests.methods import (
     chains_of,
     demo_inputs,
     demo_target,
+    exemption,
     fresh_speculator,
     plain_text,
     settings_of,
@@ -338,6 +339,10 @@ class TestInTransformersOwnLoop:
     def test_same_cycles_as_in_ours(self, name):
         target, settings = demo_target(), chains_of(name)
         before = num_hooks(target)
+        if exemption(name, "test_transformers_own_loop"):
+            with pytest.raises(SpecConfigError, match="does not hand over"):
+                assisted(fresh_speculator(settings).candidate_generator())
+            return
         text, accepted = assisted(fresh_speculator(settings).candidate_generator())
         assert torch.equal(text, plain_text(1, NEW))
         assert accepted == our_counts(settings)

@@ -141,7 +141,6 @@ WRITINGS = {
         },
     ),
     "unused_tensors": (DFLASH, lambda t: {**t, "rotary_emb.inv_freq": ONES.clone(), "verifier_norm.weight": ONES}, {}),
-    "no_confidence_head": ("dflash/dspark_vanilla_b5", without("confidence_head"), {}),
     "far_stages": ("mlp_speculator/untied_plain", put("speculator.emb.99999999999999999999.weight", ONES), {}),
     "other_stages": ("mlp_speculator/untied_plain", put("speculator.emb.\u00b2.weight", ONES), {}),
     "hidden_size": ("mlp_speculator/untied_plain", None, {"emb_dim": None, "hidden_size": 64}),

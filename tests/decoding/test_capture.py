@@ -84,7 +84,7 @@ class TestNodeInputs:
         """Triton compiles others for addresses that are no multiples of 16."""
         nodes = NodeInputs(*sizes, torch.device("cpu")).read()
         for part in (*vars(nodes.tree).values(), nodes.tokens, nodes.positions, nodes.draft.num_nodes):
-            assert part.data_ptr() % 16 == 0
+            assert not torch.is_tensor(part) or part.data_ptr() % 16 == 0
 
     def test_full_size(self):
         """All 64 bits of the ancestors."""

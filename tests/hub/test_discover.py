@@ -46,7 +46,7 @@ def target(hub):
     return "user/target"
 
 
-PREFERRED = [method.name for method in preferred_methods()]
+PREFERRED = [method.name for method in preferred_methods() if not (method.needs_grammar or method.only_if_named)]
 
 
 class TestRanking:

@@ -23,6 +23,7 @@ from hf_specdec.hub.target import Access, Target
 from hf_specdec.hub.trust import may_be_published, one_line, sifted, why_not_unasked
 from hf_specdec.method import built_in_methods
 from hf_specdec.settings import describe_settings
+from tests.architectures import tiny_model
 from tests.hub.drafters import EAGLE, MEDUSA, card_of, load
 from tests.models import prompts, tiny_llama
 
@@ -153,9 +154,11 @@ class TestEntriesThatCannotBeFollowed:
             model.generate(**prompts(1), **GREEDY, spec_method="ngram")
 
     def test_what_is_found_out_while_the_prompt_is_read(self, warnings):
-        """Rotary embeddings that change on the way: plain generation goes over the change, speculation does not."""
-        factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 12}
-        model = tiny_llama(rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors})
+        """A text that is read again where its rotary embeddings change: speculation does not go over the change."""
+        factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 12}
+        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, **factors}
+        changes = {"max_position_embeddings": 48, "original_max_position_embeddings": 12, "rope_parameters": rope}
+        model = tiny_model("phi3", **changes)
         model.generation_config.speculative = "ngram"
         (stats,) = calls(model)
         assert (stats.num_drafts, stats.num_committed_tokens) == (0, 0)

@@ -75,4 +75,5 @@ def test_text_is_that_of_plain_generation(name, padding, device, launches, monke
     if name == "mixtral":
         # Experts are called as they are.
         fused.remove("gated")
-    assert set(launches) == {"_move_triton", "_tree_attention_triton", *fused}
+    # What lies in place is not moved on a CPU.
+    assert set(launches) - {"_move_triton"} == {"_tree_attention_triton", *fused}

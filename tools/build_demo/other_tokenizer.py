@@ -1,6 +1,6 @@
 """A draft model for the demo's target that has another tokenizer, for the tests of drafts of another vocabulary.
 
-    python -m tools.build_demo.other_tokenizer --output tests/fixtures/draft_model/other_tokenizer
+    python -m tools.build_demo.other_tokenizer --output tests/fixtures/other_tokenizer
 
 Its tokenizer is of the kind of SentencePiece: blanks are written as U+2581, and rare characters are spelled as bytes,
 where the target's is a byte-level BPE. It learns as the demo's own draft model does before that is distilled.

@@ -25,7 +25,6 @@ from tests.checkpoints.heads import (
     settings_of,
     tensors_of,
     weights_of,
-    without,
     write,
 )
 

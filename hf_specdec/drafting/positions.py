@@ -28,7 +28,7 @@ class Positions:
     def __init__(self, logits: torch.Tensor, token_ids: torch.LongTensor | None = None):
         self.position_logits: torch.Tensor = logits
         self.token_ids: torch.LongTensor | None = token_ids
-        self.position = 0
+        self.position: int = 0
 
     @property
     def network(self) -> Positions:

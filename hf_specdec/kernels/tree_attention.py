@@ -52,7 +52,7 @@ class SlotTree:
     depths: torch.LongTensor | None = None
     num_queries: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.ancestors is not None:
             object.__setattr__(self, "num_queries", self.ancestors.shape[self.ancestors.dim() > 1])
 

@@ -72,7 +72,9 @@ class SameTokens:
     note: str | None = None
 
     def __init__(self, target_size: int, draft_size: int, readable: int):
-        self.target_size, self.draft_size, self.readable = target_size, draft_size, readable
+        self.target_size: int = target_size
+        self.draft_size: int = draft_size
+        self.readable: int = readable
 
     def prompts(self, prompt: Prompt) -> tuple[torch.LongTensor, list[int], list[RowText]]:
         """Prompts as the draft reads them: left-padded tokens `(B, P)`, the first one of each row, and the rest."""

@@ -33,7 +33,7 @@ from .hub.published import entry_of, entry_of_model, settings_of_generation_conf
 from .loader import is_refused, load_configured, load_speculator, refuse
 from .patching import original_generate
 from .speculator import GivenCandidateGenerator, Speculator
-from .target_facts import computing_device
+from .target_facts import device_of
 from .transfers import on_cpu_unless_said
 
 
@@ -357,7 +357,7 @@ def _move_to_model(model: PreTrainedModel, arguments: dict[str, Any]) -> torch.d
     Returns:
         `torch.device` that they were on, or `None` where nothing had to move.
     """
-    device = computing_device(model) if model.device.type == "meta" else model.device
+    device = device_of(model, model.device)
     original_device = None
     of_decoder = ("decoder_input_ids", "decoder_attention_mask") if model.config.is_encoder_decoder else ()
     for name in ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", *of_decoder):

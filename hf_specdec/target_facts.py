@@ -95,12 +95,15 @@ def computing_device(target_model: torch.nn.Module, part: torch.nn.Module | None
     part = target_model if part is None else part
     hook, parameter = getattr(part, "_hf_hook", None), next(part.parameters(), None)
     own = None if parameter is None else parameter.device
-    if hook is None and own is not None:
-        return own
     # Between its forwards an offloaded module has its weights nowhere; its hook knows where they go.
     candidates = (getattr(hook, "execution_device", None), own, getattr(target_model, "device", None))
     devices = (torch.device(device) for device in candidates if device is not None)
     return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
+
+
+def device_of(module: torch.nn.Module, device: torch.device) -> torch.device:
+    """The device where a module's weights are, or where it computes if it is offloaded and they are nowhere now."""
+    return computing_device(module) if device.type == "meta" and hasattr(module, "_hf_hook") else device
 
 
 def _usable_device(name: str) -> torch.device:

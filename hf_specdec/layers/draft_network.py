@@ -22,7 +22,7 @@ from ..checkpoints.draft_reader import DraftConfig, DraftReader
 from ..checkpoints.header import TargetNeeds
 from ..checkpoints.loading import filled
 from ..errors import CheckpointFormatError, shown
-from ..target_facts import computing_device
+from ..target_facts import device_of
 from .llama import DirectModule, is_hooked, project
 from .rope import RotaryAngles
 
@@ -88,7 +88,9 @@ class TargetParts:
             # Packed for torch's own integer kernels.
             return head(output.to("cpu", torch.float32))
         # Other packed weights are of integers, and take states as they are.
-        return project(head, output.to(_device_of(head, weight), weight.dtype if weight.is_floating_point() else None))
+        return project(
+            head, output.to(device_of(head, weight.device), weight.dtype if weight.is_floating_point() else None)
+        )
 
 
 def _gone() -> None:
@@ -98,12 +100,7 @@ def _gone() -> None:
 def on_device_of(embedding: nn.Module, tokens: torch.LongTensor) -> torch.LongTensor:
     """Tokens where an embedding computes; one without weights of its own, such as a packed one, says nothing of it."""
     weight = getattr(embedding, "weight", None)
-    return tokens.to(_device_of(embedding, weight)) if torch.is_tensor(weight) else tokens
-
-
-def _device_of(module: nn.Module, weight: torch.Tensor) -> torch.device:
-    """Where a module computes; offloaded ones have their weights nowhere between their forwards."""
-    return computing_device(module) if weight.is_meta else weight.device
+    return tokens.to(device_of(embedding, weight.device)) if torch.is_tensor(weight) else tokens
 
 
 def _distributed_rows(weight: torch.Tensor, tokens: torch.LongTensor) -> torch.Tensor:

@@ -88,8 +88,8 @@ class TargetParts:
             # Packed for torch's own integer kernels.
             return head(output.to("cpu", torch.float32))
         # Other packed weights are of integers, and take states as they are.
-        device = device_of(head, weight.device) if weight.is_meta else weight.device
-        return project(head, output.to(device, weight.dtype if weight.is_floating_point() else None))
+        dtype = weight.dtype if weight.is_floating_point() else None
+        return project(head, output.to(_device_of(head, weight), dtype))
 
 
 def _gone() -> None:
@@ -99,9 +99,12 @@ def _gone() -> None:
 def on_device_of(embedding: nn.Module, tokens: torch.LongTensor) -> torch.LongTensor:
     """Tokens where an embedding computes; one without weights of its own, such as a packed one, says nothing of it."""
     weight = getattr(embedding, "weight", None)
-    if not torch.is_tensor(weight):
-        return tokens
-    return tokens.to(device_of(embedding, weight.device) if weight.is_meta else weight.device)
+    return tokens.to(_device_of(embedding, weight)) if torch.is_tensor(weight) else tokens
+
+
+def _device_of(module: nn.Module, weight: torch.Tensor) -> torch.device:
+    """Where a module computes; offloaded ones have their weights nowhere between their forwards."""
+    return device_of(module, weight.device) if weight.is_meta else weight.device
 
 
 def _distributed_rows(weight: torch.Tensor, tokens: torch.LongTensor) -> torch.Tensor:

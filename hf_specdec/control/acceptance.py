@@ -17,7 +17,7 @@ a change of the text, and all before it is forgotten at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import sqrt
@@ -183,9 +183,9 @@ class PositionRates:
         """The rate of each position."""
         return _expected(self.rates, self.prior)
 
-    def expected_like(self, others: Sequence[float]) -> list[float]:
-        """The rate of each position of one row, which is taken to be like those of all where little is known of it."""
-        return [rate.expected(other, ROW_PRIOR_WEIGHT) for rate, other in zip(self.rates, others)]
+    def like(self, position: int, other: float) -> float:
+        """The rate of a position of one row; as far as it is not known, that of all rows."""
+        return self.rates[position].expected(other, ROW_PRIOR_WEIGHT)
 
 
 class AcceptanceModel:
@@ -228,14 +228,19 @@ class AcceptanceModel:
         """Rates of all rows together: of acceptance, and of being drafted at all, by position."""
         return self.accepted.expected(), self.drafted.expected()
 
-    def path_probabilities(self, rows: Sequence[int]) -> tuple[list[list[float]], list[list[float]]]:
-        """Probabilities, for each of the rows, that 1, 2, ... tokens are accepted, and that drafts get so deep."""
-        accepted, drafted = self.expected()
-        pairs = [(accepted, drafted)] * len(rows)
-        if self.rows:
-            own = [self.rows[row] for row in rows]
-            pairs = [(one.expected_like(accepted), other.expected_like(drafted)) for one, other in own]
-        return [list(accumulate(one, mul)) for one, _ in pairs], [list(accumulate(other, mul)) for _, other in pairs]
+    def path_probabilities(self, rows: Sequence[int]) -> Iterator[tuple[list[float], list[float]]]:
+        """Probabilities of each of the rows, position after position: that so many tokens are accepted, and that its
+        draft gets so deep. One row is taken to be like all of them where little is known of it.
+        """
+        own = [self.rows[row] for row in rows] if self.rows else None
+        accepted, drafted = [1.0] * len(rows), [1.0] * len(rows)
+        for position, (one, other) in enumerate(zip(*self.expected())):
+            if own is None:
+                accepted, drafted = [one * before for before in accepted], [other * before for before in drafted]
+            else:
+                accepted = [rates.like(position, one) * before for (rates, _), before in zip(own, accepted)]
+                drafted = [rates.like(position, other) * before for (_, rates), before in zip(own, drafted)]
+            yield accepted, drafted
 
     def optimistic(self) -> list[float]:
         """Rates of acceptance of all rows together, plus their uncertainty."""

@@ -63,6 +63,9 @@ LEAST_GAIN = 1.015
 # Choosing costs little beside a cycle: cycles between two plans with drafts and without, drafts between two sizes.
 PLAN_EVERY = 4
 PLAIN_PLAN_EVERY = 8
+# A plan takes longer for more rows, and what it rests on changes no faster: as many rows more as this make the pauses
+# between plans longer by one of those above.
+PLAN_ROWS = 8
 # Nor does watching: cycles between two that are timed where nothing is drafted, a divisor of those between plans.
 PLAIN_OBSERVE_EVERY = 4
 SIZE_EVERY = 8

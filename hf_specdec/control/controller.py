@@ -27,6 +27,7 @@ from .constants import (
     PLAIN_OBSERVE_EVERY,
     PLAIN_PLAN_EVERY,
     PLAN_EVERY,
+    PLAN_ROWS,
 )
 from .plan import Plan, make_plan
 from .profile import ControlProfile
@@ -130,7 +131,7 @@ class SpeculationController:
             return self._first_cycles.pop(0)
         if not self.latency.knows_anything:
             return 0 if self.latency.draft else self.usual
-        every = PLAN_EVERY if self.length else PLAIN_PLAN_EVERY
+        every = (PLAN_EVERY if self.length else PLAIN_PLAN_EVERY) * (1 + len(rows) // PLAN_ROWS)
         is_new = self._plan is None or self._plan.rows != rows or self.num_cycles % every == 0
         if is_new:
             self._plan = self._planned(rows)

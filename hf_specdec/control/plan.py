@@ -32,8 +32,8 @@ class Plan:
         seconds (`list[float]`): Its time.
         row_tokens (`list[list[float]]`): Tokens of each row, for each limit.
         costs (`list[float]`): Seconds of a cycle whose deepest draft has each of the depths up to the largest.
-        accepted, depths (`list[list[float]]`): For each row the probabilities that 1, 2, ... tokens are accepted, and
-            that its draft gets so deep.
+        accepted, depths (`list[list[float]]`): For each of these limits the probability of each row that so many
+            tokens are accepted, and that its draft gets so deep.
     """
 
     rows: list[int]
@@ -76,12 +76,12 @@ class Plan:
         rate, token_value = self.value(length), self.token_value(length, 0)
         limits = {}
         for index, row in enumerate(self.rows):
-            others = self.depths[:index] + self.depths[index + 1 :]
             best, limit, gain = 0.0, 0, 0.0
             for position in range(length):
-                alone = 1 - _at_least_one(probs[position] for probs in others)
-                longer = alone * self.depths[index][position] * (self.costs[position + 1] - self.costs[position])
-                gain += token_value * self.accepted[index][position] - rate * longer
+                depths = self.depths[position]
+                alone = 1 - _at_least_one(depths[:index] + depths[index + 1 :])
+                longer = alone * depths[index] * (self.costs[position + 1] - self.costs[position])
+                gain += token_value * self.accepted[position][index] - rate * longer
                 if gain >= best:
                     best, limit = gain, position + 1
             limits[row] = limit
@@ -107,21 +107,22 @@ def make_plan(
         left (`Sequence[float]`, *optional*): Tokens that each of these rows may still get, if that is known.
     """
     num_rows = len(rows)
-    accepted, depths = acceptance.path_probabilities(rows)
     fixed, room = latency.fixed_part(num_rows), left or [1.0] * num_rows
     row_tokens, squares = [[1.0] * num_rows], [0.0] * num_rows
     tokens, seconds = [batch_tokens(row_tokens[0], room, fixed)], [latency.verify_seconds(1, num_rows)]
+    accepted, depths = [], []
     spent, deeper = 0.0, 1.0
     # What the drafter must read first is spread over the tokens that are left.
     reading = latency.reading_seconds(num_unread) / sum(left) if left else 0.0
-    for position in range(len(costs) - 1):
-        gains = [probs[position] for probs in accepted]
+    for position, (gains, reach) in zip(range(len(costs) - 1), acceptance.path_probabilities(rows)):
         if sum(gains) < NEGLIGIBLE * num_rows:
             break
         row_tokens.append(list(map(add, row_tokens[-1], gains)))
         squares = [square + (2 * position + 1) * gain for square, gain in zip(squares, gains)]
         tokens.append(batch_tokens(row_tokens[-1], room, fixed, squares if left else None))
-        reached = _at_least_one(probs[position] for probs in depths)
+        accepted.append(gains)
+        depths.append(reach)
+        reached = _at_least_one(reach)
         spent += (deeper - reached) * costs[position]
         deeper = reached
         seconds.append(spent + deeper * costs[position + 1] + reading * tokens[-1])

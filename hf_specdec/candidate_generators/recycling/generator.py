@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -81,7 +81,7 @@ class SuccessorTable:
         self._lock = Lock()
 
     def learn(self, tokens: Sequence[int], best: np.ndarray) -> None:
-        """Takes the successors of the nodes of a row.
+        """Takes the successors of nodes.
 
         Args:
             tokens (`Sequence[int]` of length T): The nodes' tokens. Of equal ones the last counts.
@@ -207,8 +207,9 @@ class RecyclingCandidateGenerator(CandidateGenerator):
             self.table.learn_text(tokens)
 
     def learn(self, nodes: VerifiedNodes) -> None:
-        for tokens, best in zip(nodes.token_lists, nodes.best.cpu().numpy()):
-            self.table.learn(tokens, best[: len(tokens)])
+        # All rows at once: a batch without drafts has one node in each.
+        best = [rows[: len(tokens)] for tokens, rows in zip(nodes.token_lists, nodes.best.cpu().numpy())]
+        self.table.learn(list(chain.from_iterable(nodes.token_lists)), np.concatenate(best))
 
     def propose(self, step: DraftStep) -> DraftTree:
         sampler = self.session.sampler

@@ -198,19 +198,21 @@ TARGETS = {
 }
 
 
-def make_sides(
-    target: PreTrainedModel, case: Case, sample: bool
-) -> dict[str, Callable[[BaseStreamer], list[list[int]]]]:
-    """Functions that generate the case's texts, one a way."""
+Texts = list[list[int]]
+Run = Callable[[BaseStreamer], Texts]
+
+
+def make_sides(target: PreTrainedModel, case: Case, sample: bool) -> dict[str, Callable[[], Run]]:
+    """For each way, what prepares a round of it: a function that generates the case's texts."""
 
     def generate(streamer, speculator=None):
         settings = {"max_new_tokens": case.max_new_tokens, "do_sample": sample, "assistant": speculator}
         calls = [target.generate(**inputs, **settings, streamer=streamer) for inputs in case.calls]
         return [row for texts in calls for row in texts.tolist()]
 
-    def drafted(streamer, speculator):
+    def drafted(speculator):
         # The texts of the last round are the same.
-        return generate(streamer, speculator.without_texts(target))
+        return partial(generate, speculator=speculator.without_texts(target))
 
     def side(length):
         given = {"method": case.method, "num_speculative_tokens": length, **case.options}
@@ -220,10 +222,10 @@ def make_sides(
             given["model"] = demo.drafter_path(case.method)
         return partial(drafted, speculator=load_speculator(target, **given))
 
-    sides = {PLAIN: generate, AUTO: side("auto")}
+    sides: dict[str, Callable[[], Run]] = {PLAIN: lambda: generate, AUTO: side("auto")}
     if case.kind == "friendly":
         return sides | {f"k={length}": side(length) for length in FIXED_LENGTHS[case.method]}
-    return sides | {LOOP: partial(generate, speculator=no_drafts())}
+    return sides | {LOOP: lambda: partial(generate, speculator=no_drafts())}
 
 
 class _Baton:
@@ -321,14 +323,14 @@ def measure(target: PreTrainedModel, case: Case, rounds: int, seconds: float, sa
     is_exact = not sample and target.dtype == torch.float32
     names = list(sides)
     for _ in range(1 if len(case.calls) > 1 else 2):
-        in_turns(list(sides.values()))
+        in_turns([prepare() for prepare in sides.values()])
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         if number >= _LEAST_ROUNDS and monotonic() > end:
             break
         order = names[number % len(names) :] + names[: number % len(names)]
         with record(all_threads=True) as r:
-            texts, spent_by_each = in_turns([sides[name] for name in order])
+            texts, spent_by_each = in_turns([sides[name]() for name in order])
         for name, text, spent in zip(order, texts, spent_by_each):
             times[name].append(spent)
             if is_exact and text != texts[order.index(PLAIN)]:

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import sqrt
-from operator import mul
 
 from .constants import (
     CALLS_WEIGHT,

@@ -145,9 +145,16 @@ class RequestReader:
         if _is_chat(prompt):
             if self.tokenizer is None:
                 raise SpecConfigError("A chat needs the model's tokenizer. Pass `tokenizer=`.")
-            text = self.tokenizer.apply_chat_template(
-                list(prompt), tools=tools, tokenize=False, add_generation_prompt=True
-            )
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    list(prompt), tools=tools, tokenize=False, add_generation_prompt=True
+                )
+            except Exception as error:
+                # Templates are programs.
+                raise SpecConfigError(
+                    f"The model's chat template cannot write this chat ({type(error).__name__}: {error}). Change the "
+                    "messages, or the template."
+                ) from error
             return self._encode(text, special=False)
         if not is_list and hasattr(prompt, "tolist"):
             prompt = prompt.tolist()

@@ -168,7 +168,7 @@ class Service:
 
 
 class Reply:
-    """What a request gets: an answer, or several to the same prompt.
+    """The answer to a request, or several answers to the same prompt.
 
     Attributes:
         id (`str`): Its name.
@@ -358,7 +358,7 @@ class Answer:
             await self.hear_more()
 
     def _read(self, latest: SpeculativeGenerationOutput, is_last: bool) -> Part:
-        """What an output adds. Where log-probabilities are wanted, the text is read token by token."""
+        """Adds an output. Where log-probabilities are wanted, the text is read token by token."""
         tokens, texts = latest.generated_tokens, []
         if self._body.num_top_logprobs is None:
             return Part(self._text.add(tokens, is_last), [], [])

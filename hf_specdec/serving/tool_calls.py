@@ -92,7 +92,7 @@ class ToolCallReader:
         return shown if shown.strip() or not self.num_calls else "", found
 
     def _certain(self) -> int:
-        """Where the text ends that is in front of a call, or of what may become one."""
+        """End of the text in front of a call, or of what may become one."""
         begin = self._held.find(_OPEN)
         if begin >= 0:
             return begin

@@ -128,7 +128,7 @@ class Request:
         return given if given > past_length else past_length + given
 
     def row_inputs(self) -> dict[str, torch.Tensor]:
-        """Inputs that all new tokens of a row repeat, each `(B, 1)`: arguments of the target's forward, and `ADAPTED_ROW`.
+        """Inputs that a row's new tokens repeat, each `(B, 1)`: arguments of the target's forward, and `ADAPTED_ROW`.
 
         The latter is for targets whose rows have adapters of their own.
         """

@@ -52,7 +52,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes back what `install()` did. What other packages have put around it since then stays."""
+    """Takes back what `install()` did. Wrappers that other packages have put around it since then stay."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _PatchOnImport)]
     while _patches:
         _patches.pop().take_back()

@@ -27,7 +27,7 @@ from hf_specdec import (
     record,
 )
 from hf_specdec.candidate_generators import register_candidate_generator
-from hf_specdec.decoding.joint import Row
+from hf_specdec.decoding.joint import Row, TokenLogprobs
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.journal import Journal
 from hf_specdec.many.requests import RequestReader
@@ -506,6 +506,33 @@ def test_log_probabilities(model, tmp_path):
     assert [top[0][0] for top in output.top_logprobs] == [top[0][0] for _, top in two.logprobs]
     (refused,) = run(model, [{"input_ids": prompt(0), "top_logprobs": -1}])
     assert "top_logprobs" in str(refused.error)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"logprobs": [[-1.0, [[3]]], [-2.0, []]]}, "Line 2 .*unpack"),
+        ({"logprobs": [-1.0, -2.0]}, "Line 2 .*unpack"),
+        ({"logprobs": [[-1.0, [["a", -1.0]]], [-2.0, []]]}, "Line 2 .*'a' is no whole number"),
+        ({"logprobs": [["low", []], [-2.0, []]]}, "Line 2 .*low"),
+        ({"logprobs": [[-1.0, []]]}, "Line 2 .*1 log-probabilities of 2 tokens"),
+        ({"stats": {"num_drafts": 1}}, "Line 2 .*num_draft_tokens"),
+        ({"stats": 3}, "Line 2 "),
+        ({"tokens": [1, 2.5]}, "Line 2 .*2.5 is no whole number"),
+        ({"index": "1"}, "Line 2 .*'1' is no whole number"),
+    ],
+)
+def test_damaged_journals(changed, message, tmp_path):
+    path = tmp_path / "results.jsonl"
+    journal = Journal(path)
+    for index in range(2):
+        scores = [TokenLogprobs(-1.0, [(3, -0.5)]), TokenLogprobs(-2.0, [])]
+        journal.add(RequestResult(index, [1, 2], None, "length", logprobs=scores), "key")
+    assert Journal(path).find(1, "key").logprobs == scores
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{json.dumps({**json.loads(second), **changed})}\n")
+    with pytest.raises(SpecConfigError, match=message):
+        Journal(path)
 
 
 def test_two_runs_with_one_journal_leave_it_readable(tmp_path):

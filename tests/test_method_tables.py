@@ -6,6 +6,7 @@ import pytest
 import transformers
 
 from hf_specdec.method import built_in_methods
+from tests import images
 from tools import command_tables, method_tables
 
 
@@ -20,6 +21,19 @@ def test_pages_are_up_to_date(path):
     if path == "docs/support.md" and f"transformers {version}" not in page:
         pytest.skip(f"its model types are not those of transformers {version}")
     assert page == method_tables.with_tables(page)
+
+
+@pytest.mark.parametrize(
+    ("path", "phrase"),
+    [
+        ("README.md", "and {} of them with images"),
+        ("CHANGELOG.md", "Prompts with images are tested for {} types"),
+        ("docs/limits.md", "{} types are tested with images"),
+    ],
+)
+def test_the_number_of_types_with_images_is_that_of_the_table(path, phrase):
+    text = " ".join((method_tables.ROOT / path).read_text(encoding="utf-8").split())
+    assert phrase.format(len(images.TESTED)) in text
 
 
 def test_every_table_is_on_a_page():

@@ -7,13 +7,14 @@ import copy
 import pytest
 import torch
 
-from hf_specdec import SpecConfigError, demo, load_speculator
+from hf_specdec import SpecConfigError, demo, generate_many, load_speculator
 from hf_specdec.decoding import continuation
 from hf_specdec.decoding.recurrent import mixers
 from hf_specdec.diagnosis.checks import network_findings
+from hf_specdec.many import engine
 from tests.architectures import tiny_model
 from tests.methods import demo_target
-from tests.models import prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
+from tests.models import nothing_runs, prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 
 
 peft = pytest.importorskip("peft")
@@ -251,3 +252,62 @@ def test_what_cannot_be_counted_is_refused():
     model, inputs = peft.get_peft_model(tiny_llama(), config).eval(), prompts(2)
     with pytest.raises(SpecConfigError, match="`task_ids`"):
         model.generate(**inputs, **SETTINGS, task_ids=torch.zeros(2, dtype=torch.long), spec_method="ngram")
+
+
+@pytest.mark.parametrize("places", [1, 3])
+def test_adapters_of_requests_that_join(places, monkeypatch):
+    """Requests come and go, long prompts are read in chunks while others go on, and each has its own adapter."""
+    monkeypatch.setattr(engine, "_CHUNK_SIZE", 4)
+    model, names = several_adapters(), [*MIXED, "one", "two"]
+    base = model.get_base_model()
+    ids = [prompts(1, length=3 + 2 * number, seed=number)["input_ids"] for number in range(len(names))]
+    settings = [{"max_new_tokens": 4 + 5 * (number % 3), "do_sample": False} for number in range(len(names))]
+    plain = [model.generate(*call, adapter_names=[name], **own) for *call, name, own in zip(ids, names, settings)]
+    expected = [text[0, one.shape[1] :].tolist() for text, one in zip(plain, ids)]
+    assert expected[0] != model.generate(ids[0], adapter_names=["one"], **settings[0])[0, ids[0].shape[1] :].tolist()
+    requests = [
+        {"input_ids": one, **own} | ({} if name == "__base__" else {"adapter_names": [name]})
+        for one, name, own in zip(ids, names, settings)
+    ]
+    drafts = {"spec_method": "early_exit"} if places > 1 else {"spec_method": "ngram"}
+    results = generate_many(base, requests, places, in_order=True, adapter_names=["__base__"], **drafts)
+    assert [(result.error, result.tokens) for result in results] == [(None, text) for text in expected]
+    assert results.stats.num_draft_tokens > 0
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_adapters_of_a_batch():
+    model, inputs = several_adapters(), prompts(4, padding=False)
+    plain = model.generate(**inputs, **SETTINGS, adapter_names=MIXED)[:, inputs["input_ids"].shape[1] :]
+    call = {**SETTINGS, "spec_method": "ngram", "batch_size": 2}
+    outputs = model.generate_batch(inputs["input_ids"].tolist(), adapter_names=MIXED, **call)
+    assert [output.generated_tokens for output in outputs.values()] == plain.tolist()
+    with pytest.raises(SpecConfigError, match="a name for each of the 4 prompts"):
+        model.generate_batch(inputs["input_ids"].tolist(), adapter_names=MIXED[:2], **call)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "settings", "message"),
+    [
+        ("lora", {"adapter_names": "default"}, "a list of one name, one of __base__, default"),
+        ("lora", {"adapter_names": ["other"]}, "a list of one name, one of __base__, default"),
+        ("ia3", {"adapter_names": ["default"]}, "layers of PEFT that cannot: Linear"),
+    ],
+)
+def test_adapters_of_requests_that_cannot_be_honoured(adapter, settings, message):
+    model = adapted("llama", adapter).get_base_model()
+    with nothing_runs(model), pytest.raises(SpecConfigError, match=message):
+        generate_many(model, [[1, 2]], **SETTINGS, **settings)
+
+
+def test_requests_that_name_adapters_where_rows_cannot_have_any():
+    model = several_adapters()
+    base, one = model.get_base_model(), {"adapter_names": ["one"]}
+    with nothing_runs(base):
+        (result,) = generate_many(base, [{"input_ids": [1, 2], **one}], **SETTINGS)
+        assert "needs one of the run" in str(result.error)
+        model.merge_adapter()
+        with pytest.raises(SpecConfigError, match="merged adapters"):
+            generate_many(base, [[1, 2]], **SETTINGS, **one)
+    with pytest.raises(SpecConfigError, match="has no adapters"):
+        generate_many(tiny_llama(), [[1, 2]], **SETTINGS, **one)

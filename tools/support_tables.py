@@ -70,7 +70,7 @@ def targets_table() -> str:
             name for name in causal if name in chains
         ],
         "image-text-to-text models with text prompts, beyond those above": architectures.with_images(),
-        "of these also with images: chains and trees": images.TYPES,
+        "image-text-to-text models also with images: chains and trees": images.TESTED,
         "models with an encoder: chains and trees": [
             name for name in encoder_decoders.supported() if name not in encoder_decoders.CHAINS_ONLY
         ],

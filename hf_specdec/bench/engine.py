@@ -294,7 +294,7 @@ def _new_tokens(model: PreTrainedModel, batch: Batch, sequences: torch.LongTenso
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or at which one of the texts has ended; `None` for equal texts."""
+    """Index of the first token that differs, or of the place where the shorter text ends; `None` for equal texts."""
     if one == other:
         return None
     return next((i for i, (left, right) in enumerate(zip(one, other)) if left != right), min(len(one), len(other)))

@@ -154,7 +154,7 @@ class CandidateGenerator(HfCandidateGenerator):
 
     @classmethod
     def text_bytes(cls, resources: Any) -> int:
-        """Bytes of memory that texts take in what was loaded, beside the weights of its network."""
+        """Bytes of memory that remembered texts take, beside the weights of the network."""
         return 0
 
     @classmethod

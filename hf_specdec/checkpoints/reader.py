@@ -153,7 +153,7 @@ class CheckpointReader:
         return value
 
     def first_setting(self, *keys: str) -> Any:
-        """The first of these settings that is given and no empty list, `None` where none is."""
+        """The first of these settings that is given and is not an empty list, `None` where none is."""
         return next((value for value in map(self.setting, keys) if value not in (None, [])), None)
 
     def shape(self, name: str) -> tuple[int, ...] | None:

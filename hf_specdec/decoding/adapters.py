@@ -1,7 +1,8 @@
 """PEFT's adapters that differ from row to row: `generate(adapter_names=[...])` of a `PeftModel`.
 
 PEFT tells every adapted layer the names of all rows of the call, by hooks that last as long as the call. Here rows
-leave and change places, so a forward of the loop is told those of its own rows.
+leave and change places, so a forward of the loop is told those of its own rows. Where rows of several calls stand
+beside each other, the hooks list all adapters of the model, and each row has a place in that list.
 
 Shapes: B rows of the call, R active rows.
 """
@@ -9,10 +10,13 @@ Shapes: B rows of the call, R active rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
+
+from ..errors import SpecConfigError, shown
 
 
 _KEY = "adapter_names"
@@ -20,8 +24,11 @@ _KEY = "adapter_names"
 # On a hook, the names of all rows of the call, while its layer is told none.
 _OF_CALL = "of_call"
 
-# Among the inputs that rows repeat, the number of a row in its call.
+# Among the inputs that rows repeat, the place of a row's adapter among the names that the hooks have.
 ADAPTED_ROW = "row of adapter_names"
+
+# PEFT's name for none at all.
+_BASE = "__base__"
 
 
 class RowAdapters:
@@ -47,7 +54,7 @@ class RowAdapters:
 
     @contextmanager
     def of_rows(self, rows: torch.LongTensor) -> Iterator[None]:
-        """Tells the layers the names of rows `(R,)` of the call inside the block."""
+        """Tells the layers, inside the block, the names at these places `(R,)` of those of the call."""
         places = rows.tolist()
         with self._told([[names[row] for row in places] for _, names in self._given]):
             yield
@@ -83,3 +90,63 @@ class RowAdapters:
     def _tell(self, values: list[list[str] | None]) -> None:
         for (hook, _), value in zip(self._given, values):
             hook.keywords[_KEY] = value
+
+
+class AdapterChoice:
+    """All adapters of a model, for requests of which each names its own.
+
+    Args:
+        model (`PreTrainedModel`): Has layers of PEFT.
+
+    Raises:
+        SpecConfigError: It has none, or some that cannot differ from row to row.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self._layers: list[Any] = [module for module in model.modules() if hasattr(module, "_mixed_batch_forward")]
+        tuned = {type(module) for module in model.modules() if hasattr(module, "adapter_layer_names")}
+        others = {kind.__name__ for kind in tuned if not hasattr(kind, "_mixed_batch_forward")}
+        if others or not self._layers:
+            found = f"layers of PEFT that cannot: {', '.join(sorted(others))}" if others else "no adapters"
+            raise SpecConfigError(
+                f"`adapter_names` needs adapters that can differ from row to row, such as LoRA's, and "
+                f"{type(model).__name__} has {found}. Leave it out."
+            )
+        self._names: list[str] = [_BASE, *getattr(model, "peft_config", {})]
+        # The same objects each time: who looks for hooks may have found them before.
+        self._hooks = [partial(_name_adapters, **{_KEY: self._names}) for _ in self._layers]
+
+    def place(self, names: Any) -> int:
+        """Place of a request's adapter among all of them.
+
+        Args:
+            names (`list[str]`): One name, as a call with one row has it.
+
+        Raises:
+            SpecConfigError: That is something else, no adapter of the model, or one that rows cannot have.
+        """
+        if not isinstance(names, (list, tuple)) or len(names) != 1 or names[0] not in self._names:
+            raise SpecConfigError(
+                f"`adapter_names` of a request is a list of one name, one of {', '.join(self._names)}, got "
+                f"{shown(names)}."
+            )
+        for layer in self._layers:
+            try:
+                layer._check_forward_args([None], adapter_names=list(names))
+            except (TypeError, ValueError) as error:
+                raise SpecConfigError(f"`adapter_names`={shown(names)} cannot be honoured: {error}") from error
+        return self._names.index(names[0])
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Tells the layers all names inside the block; forwards of the loop choose those of their rows."""
+        with ExitStack() as handles:
+            for layer, hook in zip(self._layers, self._hooks):
+                handles.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            yield
+
+
+def _name_adapters(
+    layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], adapter_names: list[str] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {**kwargs, _KEY: adapter_names}

@@ -127,11 +127,14 @@ class VerificationForward:
             padding (`torch.BoolTensor` of shape `(R, S)`, *optional*): Tokens that are not padding.
             how (`dict`): The other arguments of transformers' mask functions.
         """
-        size, rows, columns = how.get("local_size"), how["batch_size"], how.get("kv_length", 0)
         # Users' own functions, and those that pack several texts into a row, forbid to leave masks out.
         is_causal = how.get("allow_is_causal_skip", True) and not how.get("use_vmap") and not how.get("kv_offset")
-        if not (self.reads_prompts and is_causal and "q_length" in how and isinstance(how.get("q_offset"), int)):
+        is_said = {"batch_size", "q_length", "kv_length", "device"} <= how.keys() and isinstance(
+            how.get("q_offset"), int
+        )
+        if not (self.reads_prompts and is_causal and is_said):
             return None
+        size, rows, columns = how.get("local_size"), how["batch_size"], how["kv_length"]
         if padding is not None and (
             padding.shape != (rows, columns) or bool((padding[:, 1:] < padding[:, :-1]).any())
         ):

@@ -80,6 +80,7 @@ def read_prompts(
         watched_prefill(model) as received,
         fast_products(model),
         target.reading_prompts(),
+        target.adapting(),
     ):
         output = model._prefill(input_ids, request.generation_config, kwargs)
     if received.cache not in (None, target.forward_cache):
@@ -120,7 +121,12 @@ def _read_first_chunks(request: Request, target: SlotModel, kwargs: dict[str, An
     columns = [name for name, value in kwargs.items() if torch.is_tensor(value) and value.shape[-1:] == (length,)]
     for end in range(request.chunk_size, length, request.chunk_size):
         part = {**kwargs, **{name: kwargs[name][..., :end] for name in columns}}
-        with target.taps.captured(joined=True) as states, fast_products(model), target.reading_prompts():
+        with (
+            target.taps.captured(joined=True) as states,
+            fast_products(model),
+            target.reading_prompts(),
+            target.adapting(),
+        ):
             model._prefill(input_ids[:, :end], request.generation_config, part)
         for key, parts in first.items():
             parts.append(states[key])
@@ -390,7 +396,7 @@ class ContinuationCheck:
             return None
         inputs = {**continuation.inputs, profile.of_decoder("input_ids"): tokens[:, None], "return_dict": True}
         inputs[profile.cache_name] = target.forward_cache
-        with target.cache.kept(DynamicCache(config=model.config.get_text_config(decoder=True))):
+        with target.cache.kept(DynamicCache(config=model.config.get_text_config(decoder=True))), target.adapting():
             logits = model(**inputs).logits
         return cls(model, key, logits[:, -1])
 

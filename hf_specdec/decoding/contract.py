@@ -1,4 +1,4 @@
-"""What decoding takes from transformers beyond its documented interface, checked before anything is decoded."""
+"""Parts of transformers that decoding takes beyond its documented interface, checked before anything is decoded."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, S
 from ..drafts import chain_topology
 from ..logits.processors import ProcessorStack
 from ..metrics import SpecDecodingStats
+from .adapters import ADAPTED_ROW
 from .cache import SlotCache, fill_cache
 from .continuation import Continuation
 from .output import OutputRecorder
@@ -90,6 +91,8 @@ class EndedRows:
             target.see(self._source.of_rows(rows))
         target.max_position = self._target.max_position
         target.row_inputs = {name: values[rows] for name, values in self._request.row_inputs().items()}
+        if ADAPTED_ROW in target.row_inputs:
+            target.adapting = target.telling_adapters
         return target
 
     def _scores_after(self, stack: ProcessorStack, rows: list[int], length: int, logits: torch.Tensor) -> torch.Tensor:

@@ -116,7 +116,7 @@ class Row:
         return self.stop.max_length
 
     def depth(self, depth: int) -> int:
-        """How deep its next draft may be, of a drafter's depth: one token more is committed with every draft."""
+        """Depth that its next draft may have, of a drafter's: one token more is committed with every draft."""
         if self.most_draft_tokens is not None:
             depth = min(depth, self.most_draft_tokens)
         return max(min(depth, self.most_tokens - 1 - self.length), 0)

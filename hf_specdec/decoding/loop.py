@@ -390,6 +390,8 @@ class DecodingLoop:
         target = slot_model(self.model, cache, self.generator.target_hidden_states, forward_kwargs)
         target.most_committed = self.generator.num_speculative_tokens + 1
         target.row_inputs = self.request.row_inputs()
+        if ADAPTED_ROW in target.row_inputs:
+            target.adapting = target.telling_adapters
         return target
 
     def _use_graphs(self) -> None:

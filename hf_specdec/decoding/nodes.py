@@ -23,7 +23,8 @@ class Nodes:
         is_chain (`bool`): Every node follows the one in front of it.
         visible (`torch.BoolTensor` of shape `(1 | R, 1, T, T)`): `[.., i, j]`: j is i or one of its ancestors; the
             second dimension stands for heads.
-        parents (`list[int]`, *optional*): Of each node, the root's is itself; `None` where they differ between rows.
+        parents (`list[int]`, *optional*): The parent of each node, the root for the root itself; `None` where they
+            differ between rows.
     """
 
     def __init__(self, topology: TreeTopology):

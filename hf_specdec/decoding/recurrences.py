@@ -45,7 +45,7 @@ _reading: ContextVar[Reading] = ContextVar("_reading")
 
 @dataclass
 class DecayedSums(NodeStates):
-    """What the states after all nodes follow from, without any of them.
+    """Values from which the states after all nodes follow, without these states.
 
     Attributes:
         start (`torch.Tensor` of shape `(R, H, K, V)`): The state in front of the nodes.

@@ -40,6 +40,8 @@ class Request:
             date at the end.
         source_inputs (`dict`): What the encoder has read, of a model that has one: its arguments by name.
         began (`float`): `perf_counter()` when `generate()` was called.
+        adapters (`list[int]`, *optional*): Places of the rows' adapters among all that their layers are told, where
+            these are not those of the rows of one call.
         chunk_size (`int`): Tokens of the prompts that are read before others get a turn, where there are others.
         between_chunks (`Callable`, *optional*): Their turn.
     """
@@ -55,6 +57,7 @@ class Request:
     past_key_values: Any = None
     source_inputs: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=perf_counter)
+    adapters: list[int] | None = None
     chunk_size: int = 512
     between_chunks: Callable[[], None] | None = None
 
@@ -125,13 +128,14 @@ class Request:
         return given if given > past_length else past_length + given
 
     def row_inputs(self) -> dict[str, torch.Tensor]:
-        """What every new token of a row repeats, each `(B, 1)`: arguments of the target's forward, and `ADAPTED_ROW`.
+        """Inputs that a row's new tokens repeat, each `(B, 1)`: arguments of the target's forward, and `ADAPTED_ROW`.
 
-        The latter is the number of the row, for targets whose rows have adapters of their own.
+        The latter is for targets whose rows have adapters of their own.
         """
         found = {}
         if hasattr(self.model, "peft_config") and RowAdapters.of(self.model):
-            found[ADAPTED_ROW] = torch.arange(self.batch_size)[:, None]
+            places = range(self.batch_size) if self.adapters is None else self.adapters
+            found[ADAPTED_ROW] = torch.tensor(places)[:, None]
         if not is_text_only(self.model):
             # Models with images read them of the prompt alone.
             return found

@@ -129,7 +129,7 @@ class ChangingRotary:
 
     @contextmanager
     def reading(self, positions: torch.LongTensor) -> Iterator[None]:
-        """Gives nodes at the positions `(R, T)` their frequencies in the block."""
+        """Gives nodes at the positions `(R, T)`, inside the block, the frequencies of their own lengths."""
         lengths = positions + positions.new_tensor(self._leads)[:, None] + 1
         token = _lengths.set(lengths)
         try:

@@ -122,6 +122,8 @@ class SlotModel:
 
     # Context for forwards of the model itself that read prompts into the slots.
     reading_prompts: Callable[[], AbstractContextManager[None]] = nullcontext
+    # Context for all forwards: `telling_adapters`, where the rows have different ones.
+    adapting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
         self,
@@ -473,7 +475,7 @@ class SlotModel:
         repeated = {name: values for name, values in self.row_inputs.items() if name != ADAPTED_ROW}
         inputs |= {name: values.expand(-1, tokens.shape[1]) for name, values in repeated.items()}
         with (
-            self.adapting() if ADAPTED_ROW in self.row_inputs else nullcontext(),
+            self.adapting(),
             self.taps.captured() as states,
             self._attention(forward),
             fast_products(self.model),
@@ -481,10 +483,9 @@ class SlotModel:
             output = self.model(**inputs, **self.forward_kwargs)
         return SlotOutput(output.logits[:, -num_logits:], states, output.get(name("hidden_states")))
 
-    def adapting(self) -> AbstractContextManager[None]:
-        """Tells adapted layers, inside the block, which adapters the rows have, where these differ."""
-        adapted = self.row_inputs.get(ADAPTED_ROW)
-        return nullcontext() if adapted is None else RowAdapters.of(self.model).of_rows(adapted[:, 0])
+    def telling_adapters(self) -> AbstractContextManager[None]:
+        """Tells adapted layers, inside the block, which adapters the rows have."""
+        return RowAdapters.of(self.model).of_rows(self.row_inputs[ADAPTED_ROW][:, 0])
 
     def commit(self, counts: list[int], path: torch.LongTensor | None = None) -> None:
         """Keeps what was accepted of the last forward; the arguments are those of [`SlotCache.commit`]."""

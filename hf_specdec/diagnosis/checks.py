@@ -51,7 +51,7 @@ class Finding:
 def checkpoint_findings(
     files: RepoFiles, config: SpeculativeConfig, target_model: PreTrainedModel
 ) -> Iterator[Finding]:
-    """About the checkpoint of `config.model`: what it is, and whether configs and shapes fit the target's."""
+    """Findings about the checkpoint of `config.model`: what it is, and whether configs and shapes fit the target's."""
     try:
         found = detect(files)
     except CheckpointFormatError as error:
@@ -106,7 +106,7 @@ def _base_findings(found: Detection, target_model: PreTrainedModel) -> Iterator[
 
 
 def tokenizer_findings(config: SpeculativeConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
-    """About the tokenizer and the chat template beside the drafter, against the target's."""
+    """Findings about the tokenizer and the chat template beside the drafter, against the target's."""
     if config.model is None:
         return
     try:
@@ -141,7 +141,7 @@ def tokenizer_findings(config: SpeculativeConfig, tokenizer: PreTrainedTokenizer
 def _mapping_finding(
     config: SpeculativeConfig, tokenizer: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase
 ) -> Finding:
-    """About a draft model with another tokenizer."""
+    """Findings about a draft model with another tokenizer."""
     target, draft = Vocabulary(tokenizer), Vocabulary(theirs)
     sizes = (max(target.texts) + 1, max(draft.texts) + 1, max(draft.texts) + 1)
     try:
@@ -174,7 +174,7 @@ def _template_findings(theirs: PreTrainedTokenizerBase, tokenizer: PreTrainedTok
 def network_findings(
     speculator: Speculator, target_model: PreTrainedModel, files: RepoFiles | None
 ) -> Iterator[Finding]:
-    """About the loaded draft network: weights, data types, states that it reads, vocabulary, context."""
+    """Findings about the loaded draft network: weights, data types, states that it reads, vocabulary, context."""
     network = speculator.generator_class.network(speculator.resources)
     if network is None:
         return
@@ -226,7 +226,7 @@ def _dtype_findings(network: nn.Module, target_model: PreTrainedModel) -> Iterat
 
 
 def _adapter_findings(network: nn.Module, target_model: PreTrainedModel) -> Iterator[Finding]:
-    """About heads of a target whose states an adapter has changed since."""
+    """Findings about heads of a target whose states an adapter has changed since."""
     names = active_adapters(target_model)
     if names and getattr(network, "target_hidden_states", ()):
         yield Finding(
@@ -280,7 +280,7 @@ def _context_findings(speculator: Speculator, network: nn.Module, target_model: 
 
 
 def product_findings(target_model: PreTrainedModel) -> Iterator[Finding]:
-    """About the matrix products of verifications on a CPU."""
+    """Findings about the matrix products of verifications on a CPU."""
     if target_model.device.type != "cpu":
         return
     if not HAS_LLVM:

@@ -57,7 +57,7 @@ class DraftEntries(DraftSlots):
         return new
 
     def read_last(self, new: Entries | DraftInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads and keeps entries; states `(R, h)` that each row's last one hands on, and logits `(R, U)` after it."""
+        """Reads and keeps entries; returns the states `(R, h)` that the last ones hand on, and the logits `(R, U)`."""
         hidden, output = self.read(new.tokens, self.states_of(new), new.counts)
         return last_of_each(hidden, new.counts), self.network.logits(last_of_each(output, new.counts))
 

@@ -84,7 +84,7 @@ class SpecHFLM(HFLM):
         return output
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the results file says of the model: also what was drafted and accepted."""
+        """Facts about the model for the results file, what was drafted and accepted among them."""
         stats = SpecDecodingStats.total(self._stats).to_dict()
         return {**super().get_model_info(), "speculative": {name: stats[name] for name in _REPORTED}}
 

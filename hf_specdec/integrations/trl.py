@@ -43,7 +43,7 @@ class _Counting(Listener, CallObserver):
         self.total.add(new)
 
     def take(self) -> SpecDecodingStats:
-        """What was counted since the last time."""
+        """Counts since the last time."""
         taken, self.total = self.total, SpecDecodingStats()
         return taken
 

@@ -14,7 +14,7 @@ from ._triton import tl, triton, use_triton
 
 
 def grow_ancestors(parents: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
-    """Who sees whom in trees of any shapes.
+    """Ancestors of the nodes in trees of any shapes.
 
     Args:
         parents (`torch.LongTensor` of shape `(R, N)`): Parents of the draft nodes, -1 for children of the anchor. They

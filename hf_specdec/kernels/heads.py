@@ -23,7 +23,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class SlotWrite(NamedTuple):
-    """Where keys and values of a layer go.
+    """Slots to which keys and values of a layer go.
 
     Attributes:
         keys, values (`torch.Tensor` of shape `(B, K, C, D)`): Contiguous buffers.
@@ -50,7 +50,7 @@ class KeyValueCache(Protocol):
         """Keys and values `(R, K, S, D)` that a layer sees once the new ones `(R, K, T, D)` are stored."""
 
     def begin_write(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, /) -> SlotWrite:
-        """Room for new ones of the shapes of these, where `writes_slots` holds."""
+        """Makes room for keys and values of these shapes, where `writes_slots` holds."""
 
 
 def place_heads(

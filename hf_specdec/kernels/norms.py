@@ -36,7 +36,7 @@ class Norm(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What is added is multiplied by a number in the place of a norm, and rounded before it is added."""
+    """A factor of the update in the place of a norm; the product is rounded before it is added."""
 
     factor: float
 

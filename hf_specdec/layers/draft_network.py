@@ -103,7 +103,7 @@ def on_device_of(embedding: nn.Module, tokens: torch.LongTensor) -> torch.LongTe
 
 
 def _device_of(module: nn.Module, weight: torch.Tensor) -> torch.device:
-    """Where a module computes; offloaded ones have their weights nowhere between their forwards."""
+    """Device where a module computes; offloaded modules have their weights nowhere between their forwards."""
     return device_of(module, weight.device) if weight.is_meta else weight.device
 
 

@@ -95,15 +95,25 @@ def generate_batch(
     if batch_size is None:
         batch_size = getattr(continuous_batching_config, "max_requests_per_batch", None) or _PLACES
     names = [_name(number, place, copies) for number in range(len(inputs)) for place in range(copies)]
-    prompts = [prompt for prompt in inputs for _ in range(copies)]
+    requests: list[Any] = [prompt for prompt in inputs for _ in range(copies)]
+    adapters = kwargs.pop("adapter_names", None)
+    if adapters is not None:
+        # As in generate(), one for each prompt.
+        if not isinstance(adapters, (list, tuple)) or len(adapters) != len(inputs):
+            raise SpecConfigError(
+                f"`adapter_names` takes a name for each of the {len(inputs)} prompts, got {shown(adapters)}."
+            )
+        named = [[name] for name in adapters for _ in range(copies)]
+        requests = [{"input_ids": ids, "adapter_names": name} for ids, name in zip(requests, named)]
+        kwargs["adapter_names"] = named[0]
     # More rows than requests would only cost memory.
-    places = min(batch_size, len(prompts))
+    places = min(batch_size, len(requests))
     seed, began = getattr(continuous_batching_config, "seed", None), perf_counter()
-    results = generate_many(model, prompts, places, progress=progress_bar, in_order=True, seed=seed, **kwargs)
+    results = generate_many(model, requests, places, progress=progress_bar, in_order=True, seed=seed, **kwargs)
     outputs = {}
-    for name, prompt, result in zip(names, prompts, results):
+    for number, (name, result) in enumerate(zip(names, results)):
         given = (result.tokens, result.error, result.stats, result.finish_reason, result.logprobs)
-        output = output_of(name, list(prompt), *given)
+        output = output_of(name, list(inputs[number // copies]), *given)
         output.created_time, output.lifespan = began, (began, perf_counter())
         outputs[name] = output
     return outputs

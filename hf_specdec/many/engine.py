@@ -131,9 +131,10 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[Row]:
         """Takes in who waits, and makes one cycle; returns the rows that have ended."""
-        self._admit()
-        if self._loop is not None:
-            self._cycle()
+        with self._reader.telling_adapters():
+            self._admit()
+            if self._loop is not None:
+                self._cycle()
         ended, self._ended = self._ended, []
         return ended
 

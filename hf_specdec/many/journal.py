@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..decoding.joint import TokenLogprobs
-from ..errors import SpecConfigError
+from ..errors import SpecConfigError, shown
 from ..metrics import SpecDecodingStats
 from .results import RequestResult, error_text
 
@@ -24,6 +24,8 @@ from .results import RequestResult, error_text
 # What is kept of a result's statistics.
 _COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_committed_tokens", "num_row_cycles")
 _ENTRY = ("index", "key", "num_prompt_tokens", "tokens", "text", "finish_reason", "error", "stats")
+# Those that only some entries have.
+_ASKED = ("logprobs",)
 
 
 class Journal:
@@ -65,11 +67,7 @@ class Journal:
                 f"{self.path} has the result of another prompt, or of other settings, for request {index}. Pass the "
                 "requests and settings of the run that wrote it, or another file."
             )
-        stats = SpecDecodingStats(batch_size=1, **entry["stats"])
-        given = (entry[name] for name in ("tokens", "text", "finish_reason"))
-        written = entry.get("logprobs")
-        logprobs = None if written is None else [TokenLogprobs(own, list(map(tuple, top))) for own, top in written]
-        return RequestResult(index, *given, None, entry["num_prompt_tokens"], stats, logprobs)
+        return _result_of(entry)
 
     def add(self, result: RequestResult, key: str | None) -> None:
         """Writes a result; `key` is that of its prompt and settings, if it could be read."""
@@ -104,15 +102,39 @@ def read_entries(path: str | os.PathLike[str]) -> tuple[dict[int, dict[str, Any]
             break
         try:
             entry = json.loads(line)
-            asked = [name for name in ("logprobs",) if name in entry]
-            entries[entry["index"]] = {name: entry[name] for name in (*_ENTRY, *asked)}
-        except (ValueError, KeyError, TypeError) as error:
+            asked = [name for name in _ASKED if name in entry]
+            entry = {name: entry[name] for name in (*_ENTRY, *asked)}
+            # What could not be returned is no result.
+            entries[_result_of(entry).index] = entry
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise SpecConfigError(
-                f"Line {number} of {path} is no result of a request. Pass the journal of an earlier run, or a file "
-                "that does not exist."
+                f"Line {number} of {path} is no result of a request ({type(error).__name__}: {error}). Pass the "
+                "journal of an earlier run, or a file that does not exist."
             ) from error
         end += len(line)
     return entries, end
+
+
+def _result_of(entry: dict[str, Any]) -> RequestResult:
+    """The result that an entry holds, without its error.
+
+    Raises:
+        ValueError, KeyError, TypeError: It holds none.
+    """
+    tokens, counts = entry["tokens"], {name: entry["stats"][name] for name in _COUNTS}
+    numbers, logprobs = [entry["index"], entry["num_prompt_tokens"], *tokens, *counts.values()], None
+    if entry.get("logprobs") is not None:
+        logprobs = [
+            TokenLogprobs(float(own), [(t, float(value)) for t, value in top]) for own, top in entry["logprobs"]
+        ]
+        numbers += [token for one in logprobs for token, _ in one.top]
+        # Of a request that has failed some may be missing.
+        if entry["error"] is None and len(logprobs) != len(tokens):
+            raise ValueError(f"{len(logprobs)} log-probabilities of {len(tokens)} tokens")
+    if wrong := [number for number in numbers if type(number) is not int]:
+        raise ValueError(f"{shown(wrong[0])} is no whole number")
+    given = (tokens, entry["text"], entry["finish_reason"], None, entry["num_prompt_tokens"])
+    return RequestResult(entry["index"], *given, SpecDecodingStats(batch_size=1, **counts), logprobs)
 
 
 def key_of(tokens: list[int], settings: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from ..arguments import ARGUMENTS, is_off
+from ..decoding.adapters import AdapterChoice
 from ..decoding.joint import Row
 from ..decoding.request import Request
 from ..decoding.rotary import check_constant_rotary
@@ -74,6 +76,8 @@ class RequestReader:
         self._num_places = num_places
         self.arguments: dict[str, Any | bool] = {**arguments, "return_dict_in_generate": False}
         _check(self.arguments)
+        has_adapters = self.arguments.get("adapter_names") is not None
+        self._adapters: AdapterChoice | None = AdapterChoice(model) if has_adapters else None
         self._stop_strings: Recent[StopStringCriteria] = Recent(64)
         self._seed = None if seed is None else seed_of(seed)
 
@@ -141,9 +145,16 @@ class RequestReader:
         if _is_chat(prompt):
             if self.tokenizer is None:
                 raise SpecConfigError("A chat needs the model's tokenizer. Pass `tokenizer=`.")
-            text = self.tokenizer.apply_chat_template(
-                list(prompt), tools=tools, tokenize=False, add_generation_prompt=True
-            )
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    list(prompt), tools=tools, tokenize=False, add_generation_prompt=True
+                )
+            except Exception as error:
+                # Templates are programs.
+                raise SpecConfigError(
+                    f"The model's chat template cannot write this chat ({type(error).__name__}: {error}). Change the "
+                    "messages, or the template."
+                ) from error
             return self._encode(text, special=False)
         if not is_list and hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
@@ -182,10 +193,14 @@ class RequestReader:
             settings.pop("num_speculative_tokens", None),
         )
         arguments = {**self.arguments, **settings, **self._own_objects(settings)}
-        top_logprobs = arguments.pop("top_logprobs", None)
+        top_logprobs, adapter = (
+            arguments.pop("top_logprobs", None),
+            self._adapter(arguments.pop("adapter_names", None)),
+        )
         input_ids = torch.tensor([tokens], device=self.model.device)
         arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         request = prepare_request(self.model, self._in_one_config(self._with_stop_strings(arguments)))
+        request.adapters = None if adapter is None else [adapter]
         if "pad_token_id" not in self.arguments and request.generation_config._pad_token_tensor is not None:
             # Otherwise transformers says for each request that it takes another token for it.
             self.arguments["pad_token_id"] = request.pad_token
@@ -200,6 +215,21 @@ class RequestReader:
         reach = ([1], row.most_tokens - 1) if self._num_places > 1 else ([len(tokens)], row.most_tokens - len(tokens))
         check_constant_rotary(self.model, *reach)
         return row
+
+    def _adapter(self, names: Any) -> int | None:
+        """Place of a request's adapter; `None` where all have those that are active."""
+        if self._adapters is not None:
+            return self._adapters.place(self.arguments["adapter_names"] if names is None else names)
+        if names is not None:
+            raise SpecConfigError(
+                f"`adapter_names`={shown(names)} of a request needs one of the run, for requests that name none. Pass "
+                "adapter_names=['__base__'] to the run as well, for no adapter."
+            )
+        return None
+
+    def telling_adapters(self) -> AbstractContextManager[None]:
+        """Lets rows, inside the block, have adapters of their own, where requests name some."""
+        return nullcontext() if self._adapters is None else self._adapters.told()
 
     def _own_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Copies of the processors and criteria of all requests: they may remember what they have seen.
@@ -258,7 +288,10 @@ class RequestReader:
             "return_dict_in_generate": False,
             "stop_strings": None,
         }
-        return prepare_request(self.model, self._in_one_config(arguments))
+        request = prepare_request(self.model, self._in_one_config(arguments))
+        if self._adapters is not None:
+            request.adapters = [row.request.adapters[0] for row in rows if row.request.adapters is not None]
+        return request
 
     def _in_one_config(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments with the settings in a copy of the generation config, if one is given: transformers takes the

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..metrics import SpecDecodingStats
 from .text import UNFINISHED
+from .tool_calls import ToolCall
 
 
 # What OpenAI writes for tokens that cannot be; JSON has no infinity.
@@ -68,6 +69,11 @@ class GenerationBody(_Body):
     def num_top_logprobs(self) -> int | None:
         """Most probable tokens whose log-probabilities are wanted; `None` if none at all are."""
         raise NotImplementedError
+
+    @property
+    def told_tools(self) -> list[dict[str, Any]]:
+        """Tools that the model may call."""
+        return []
 
     def settings(self) -> dict[str, Any]:
         """Settings of the request, as [`~many.generate.generate_many`] takes them; without its length."""
@@ -131,7 +137,7 @@ class FunctionCall(_Body):
             raise ValueError("`arguments` of a tool call are nested too deep") from error
 
 
-class ToolCall(_Body):
+class EarlierCall(_Body):
     """The same with the name by which its result refers to it."""
 
     id: str
@@ -148,7 +154,7 @@ class Message(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[EarlierCall] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -196,11 +202,13 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    def told_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else [tool.as_dict() for tool in self.tools or ()]
+
+    @property
     def prompt(self) -> Any:
-        messages = [message.as_dict() for message in self.messages]
-        if not self.tools or self.tool_choice == "none":
-            return messages
-        return {"messages": messages, "tools": [tool.as_dict() for tool in self.tools]}
+        messages, tools = [message.as_dict() for message in self.messages], self.told_tools
+        return {"messages": messages, "tools": tools} if tools else messages
 
 
 class CompletionBody(GenerationBody):
@@ -231,15 +239,17 @@ class ScoredToken(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a text, and its tokens where log-probabilities are wanted."""
+    """A part of a text, its tokens where log-probabilities are wanted, and calls of tools that it has completed."""
 
     text: str
     tokens: list[ScoredToken]
+    calls: list[ToolCall]
 
 
 def joined(parts: list[Part]) -> Part:
     """Several parts as one."""
-    return Part("".join(part.text for part in parts), [token for part in parts for token in part.tokens])
+    lists = ([one for part in parts for one in getattr(part, name)] for name in ("tokens", "calls"))
+    return Part("".join(part.text for part in parts), *lists)
 
 
 def usage_of(num_prompt_tokens: int, num_tokens: int, stats: SpecDecodingStats) -> dict[str, Any]:
@@ -278,14 +288,20 @@ class Form:
         """
         listed = []
         for index, (part, reason) in enumerate(choices):
-            message = {"role": "assistant", "content": part.text}
+            message: dict[str, Any] = {"role": "assistant", "content": part.text}
+            if part.calls:
+                message |= {"content": part.text or None, "tool_calls": [call.as_dict() for call in part.calls]}
             listed.append(self._choice(index, {"message": message} if self._is_chat else {}, part, reason))
         return {**self._head, "object": self._object(""), "choices": listed, "usage": usage}
 
     def chunk(self, index: int, part: Part | None, finish_reason: str | None = None) -> dict[str, Any]:
         """A part of a choice; without one its beginning, or its end."""
         begins = part is None and finish_reason is None
-        delta = {"role": "assistant", "content": ""} if begins else {} if part is None else {"content": part.text}
+        delta: dict[str, Any] = {"role": "assistant", "content": ""} if begins else {}
+        if part is not None and (part.text or not part.calls):
+            delta["content"] = part.text
+        if part is not None and part.calls:
+            delta["tool_calls"] = [{"index": call.index, **call.as_dict()} for call in part.calls]
         choice = self._choice(index, {"delta": delta} if self._is_chat else {}, part, finish_reason)
         return {**self._head, "object": self._object(".chunk"), "choices": [choice]}
 

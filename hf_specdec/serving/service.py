@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers.utils import logging
 
 from ..errors import SpecConfigError
@@ -21,6 +20,7 @@ from ..metrics import SpecDecodingStats
 from ..validation import Bounds, checked
 from .bodies import GenerationBody, Part, ScoredToken, usage_of
 from .text import GrowingText
+from .tool_calls import ToolCallReader
 
 
 logger = logging.get_logger(__name__)
@@ -140,7 +140,7 @@ class Service:
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._encoder, self.manager.encode, prompt)
-        except (ValueError, TypeError, TemplateError) as error:
+        except (ValueError, TypeError) as error:
             raise RefusedError(400, f"The prompt cannot be read: {error}", "invalid_prompt") from error
 
     def length(self, num_prompt_tokens: int, asked: int | None) -> int:
@@ -168,7 +168,7 @@ class Service:
 
 
 class Reply:
-    """What a request gets: an answer, or several to the same prompt.
+    """The answer to a request, or several answers to the same prompt.
 
     Attributes:
         id (`str`): Its name.
@@ -269,13 +269,14 @@ class Answer:
         latest (`SpeculativeGenerationOutput`, *optional*): What is known of it. Outputs hold all tokens so far: of a
             slow reader's the last one is enough.
         outcome (`str`, *optional*): "answered", "timeout" or "failed", once that is known.
-        finish_reason (`str`, *optional*): "stop" or "length", once it has ended.
+        finish_reason (`str`, *optional*): "stop", "tool_calls" or "length", once it has ended.
     """
 
     def __init__(self, reply: Reply, service: Service, body: GenerationBody, index: int):
         self._reply, self._service, self._body = reply, service, body
         self._name = f"{reply.id}-{index}"
         self._text = GrowingText(service.manager.tokenizer, body.stop_strings)
+        self._calls = ToolCallReader(body.told_tools) if body.told_tools else None
         self._num_scored, self._scored = 0, list[ScoredToken]()  # those whose text has not been shown
         self._news = asyncio.Event()
         self._has_ended = self._is_added = False
@@ -340,21 +341,27 @@ class Answer:
         while True:
             latest, is_last = self.latest, self._has_ended
             part = self._read(latest, is_last)
-            if part.text or part.tokens:
+            ends = is_last or self._text.has_stopped
+            if self._calls is not None:
+                text, calls = self._calls.add(part.text, ends)
+                part = Part(text, part.tokens, calls)
+            if any(part):
                 yield part
-            if is_last or self._text.has_stopped:
+            if ends:
                 self.outcome = "answered"
                 # Others to the same prompt may go on for long.
                 self.give_up()
                 self.finish_reason = "stop" if self._text.has_stopped else latest.finish_reason
+                if self.finish_reason == "stop" and self._calls is not None and self._calls.num_calls:
+                    self.finish_reason = "tool_calls"
                 return
             await self.hear_more()
 
     def _read(self, latest: SpeculativeGenerationOutput, is_last: bool) -> Part:
-        """What an output adds. Where log-probabilities are wanted, the text is read token by token."""
+        """Adds an output. Where log-probabilities are wanted, the text is read token by token."""
         tokens, texts = latest.generated_tokens, []
         if self._body.num_top_logprobs is None:
-            return Part(self._text.add(tokens, is_last), [])
+            return Part(self._text.add(tokens, is_last), [], [])
         for number in range(self._num_scored, len(tokens)):
             if self._text.has_stopped:
                 break
@@ -367,7 +374,7 @@ class Answer:
         ended = is_last and not self._text.has_stopped
         shown = [one for one in self._scored if ended or one.offset < self._text.num_shown]
         self._scored = self._scored[len(shown) :]
-        return Part("".join(texts), shown)
+        return Part("".join(texts), shown, [])
 
     def give_up(self) -> None:
         """Gives the place to others, if it has not ended."""

@@ -57,7 +57,7 @@ class GrowingText:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _end(self, is_last: bool) -> int:
-        """Where the certain text ends: before a stop string, or what may become one."""
+        """End of the certain text: before a stop string, or what may become one."""
         found = [(place + len(s), place) for s in self.stop if (place := self._text.find(s, self._num_shown)) >= 0]
         if found:
             self.has_stopped = True

@@ -54,7 +54,7 @@ def begin_as(own_layer: nn.Module, layer: nn.Module) -> None:
 
 @torch.no_grad()
 def begin_near(fusion: nn.Linear, shares: Sequence[float]) -> None:
-    """Initialises a projection of concatenated vectors with their sum, weighted by `shares`, and some noise."""
+    """Initialises a projection of concatenated vectors near their sum, weighted by `shares`; some noise is left."""
     identity = torch.eye(fusion.out_features, device=fusion.weight.device)
     fusion.weight.mul_(0.3)
     fusion.weight += torch.cat([share * identity for share in shares], dim=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -119,40 +120,56 @@ class Raises(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(
-    order=st.permutations(range(len(LENGTHS))),
-    places=st.sampled_from([1, 2, 3, 8]),
-    pauses=st.lists(st.integers(0, 3), min_size=len(LENGTHS), max_size=len(LENGTHS)),
-    cancelled=st.sets(st.integers(0, len(LENGTHS) - 1), max_size=3),
-    failing=st.sets(st.integers(0, len(LENGTHS) - 1), max_size=2),
-)
-def test_arrivals_cancellations_and_errors(row, order, places, pauses, cancelled, failing):
+def arrivals(count: int):
+    """A number of requests in a row: their kind, cycles before the next one, and what befalls them."""
+    befalls = st.sampled_from(["", "", "", "", "cancelled", "fails"])
+    one = st.tuples(st.integers(0, len(LENGTHS) - 1), st.integers(0, 3), befalls)
+    return st.lists(one, min_size=count, max_size=count)
+
+
+def check_each_for_itself(row, arrived: list[tuple[int, int, str]], places: int) -> None:
     """Of all that can happen to its neighbours a request notices nothing."""
     reader = RequestReader(demo_target(), dict(SETTINGS), num_places=places)
     engine = Engine(demo_target(), fresh_speculator(settings_of(row)), reader, places, chunk_size=16)
-    rows, ended = {}, []
-    for number, pause in zip(order, pauses):
-        own = {name: value for name, value in requests()[number].items() if name != "input_ids"}
-        if number in failing:
-            own["stopping_criteria"] = [Raises(LENGTHS[number][0])]
-        rows[number] = reader.row(number, requests()[number]["input_ids"], own)
-        engine.add(rows[number])
+    rows, ended = [], []
+    for index, (kind, pause, fate) in enumerate(arrived):
+        own = {name: value for name, value in requests()[kind].items() if name != "input_ids"}
+        if fate == "fails":
+            own["stopping_criteria"] = [Raises(LENGTHS[kind][0])]
+        rows.append(reader.row(index, requests()[kind]["input_ids"], own))
+        engine.add(rows[index])
         for _ in range(pause):
             ended += engine.step()
-        if number in cancelled and rows[number] not in ended:
-            engine.cancel(rows[number])
+        if fate == "cancelled" and rows[index] not in ended:
+            engine.cancel(rows[index])
     while not engine.is_idle:
         ended += engine.step()
     ended += engine.step()
-    assert sorted(map(id, ended)) == sorted(map(id, rows.values()))
-    for number, own in rows.items():
+    assert sorted(map(id, ended)) == sorted(map(id, rows))
+    for own, (kind, _, fate) in zip(rows, arrived):
         if isinstance(own.error, ZeroDivisionError):
-            assert number in failing
+            assert fate == "fails"
         elif own.finish_reason == "cancelled":
-            assert number in cancelled
-            assert own.tokens == alone()[number][: len(own.tokens)]
+            assert fate == "cancelled"
+            assert own.tokens == alone()[kind][: len(own.tokens)]
         else:
             assert own.error is None
-            assert own.tokens == alone()[number]
+            assert own.tokens == alone()[kind]
     engine.close()
+
+
+ANY_ORDER = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+@ANY_ORDER
+@given(arrived=arrivals(12), places=st.sampled_from([1, 2, 3, 8]))
+def test_arrivals_cancellations_and_errors(row, arrived, places):
+    check_each_for_itself(row, arrived, places)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("places", [1, 3, 8])
+@ANY_ORDER
+@given(arrived=arrivals(40))
+def test_many_arrivals_cancellations_and_errors(row, places, arrived):
+    check_each_for_itself(row, arrived, places)

@@ -49,8 +49,14 @@ class Running:
 
 
 @contextmanager
-def serving(batch_size: int = 4, api_key: str | None = None, template: str = TEMPLATE, **limits) -> Iterator[Running]:
-    """Serves the demo's target, drafting with ngram."""
+def serving(
+    batch_size: int = 4,
+    api_key: str | None = None,
+    template: str = TEMPLATE,
+    arguments: dict[str, Any] | None = None,
+    **limits,
+) -> Iterator[Running]:
+    """Serves the demo's target, drafting with ngram; `arguments` are those of all requests."""
     tokenizer = demo.load_tokenizer()
     tokenizer.chat_template = template
     drafting = {"spec_method": "ngram", "num_speculative_tokens": 4}
@@ -58,10 +64,8 @@ def serving(batch_size: int = 4, api_key: str | None = None, template: str = TEM
         demo_target(),
         batch_size=batch_size,
         tokenizer=tokenizer,
-        eos_token_id=None,
-        pad_token_id=0,
         seed=1,
-        **drafting,
+        **{"eos_token_id": None, "pad_token_id": 0, **drafting, **(arguments or {})},
     )
     service = Service(manager, "demo", Limits(**limits))
     with socket.socket() as listening:

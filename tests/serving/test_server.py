@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 from typer.testing import CliRunner
 
-from hf_specdec import cli
+from hf_specdec import cli, demo
 from tests.methods import demo_target
 from tests.serving.servers import httpx, plain, serving, wait_until
 
@@ -230,6 +231,69 @@ def test_tools_are_told_through_the_chat_template(running):
             refused = other.client.post("/v1/chat/completions", json={**body, **fields})
             assert refused.status_code == 400
             assert message in refused.text
+
+
+class Says(LogitsProcessor):
+    """Lets the model say a text, whatever the prompt is."""
+
+    def __init__(self, tokens: list[int]):
+        self.tokens, self.start = tokens, None
+
+    def __call__(self, input_ids, scores):
+        self.start = input_ids.shape[1] if self.start is None else self.start
+        token = self.tokens[min(input_ids.shape[1] - self.start, len(self.tokens) - 1)]
+        return torch.full_like(scores, float("-inf")).index_fill(1, torch.tensor([token]), 0.0)
+
+
+def test_calls_of_tools():
+    said = 'I look.\n<tool_call>\n{"name": "read", "arguments": {"path": "x"}}\n</tool_call>'
+    template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[0].content }}"
+    tokens = [*demo.load_tokenizer()(said, add_special_tokens=False)["input_ids"], 0]
+    arguments = {"logits_processor": [Says(tokens)], "eos_token_id": 0}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 80, "tools": [TOOL]}
+    with serving(template=template, arguments=arguments) as other:
+        (choice,) = other.client.post("/v1/chat/completions", json=body).json()["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["message"]["content"].strip() == "I look."
+        assert call["function"] == {"name": "read", "arguments": '{"path": "x"}'}
+        # As it came, it may be sent back.
+        again = {**body, "messages": [*body["messages"], choice["message"], {"role": "tool", "content": "y"}]}
+        assert other.client.post("/v1/chat/completions", json=again).status_code == 200
+        for choice, reason in (("auto", "tool_calls"), ("none", "stop")):
+            streamed = {**body, "tool_choice": choice, "stream": True}
+            with other.client.stream("POST", "/v1/chat/completions", json=streamed) as answer:
+                choices = [event["choices"][0] for event in events(answer)]
+            assert choices[-1]["finish_reason"] == reason
+            deltas = [choice["delta"] for choice in choices]
+            text = "".join(delta.get("content", "") for delta in deltas)
+            found = [call for delta in deltas for call in delta.get("tool_calls", ())]
+            if reason == "stop":
+                assert (text, found) == (said, [])
+            else:
+                assert text.strip() == "I look."
+                assert [(one["index"], one["function"]) for one in found] == [(0, call["function"])]
+        short = other.client.post("/v1/chat/completions", json={**body, "max_tokens": len(tokens) - 4}).json()
+        assert short["choices"][0]["finish_reason"] == "length"
+        assert "<tool_call>" in short["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('Roles must alternate') }}", "Roles must alternate"),
+        ("{{ messages[0]['nothing'].strip() }}", "UndefinedError"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ '%(x)s' % {} }}", "KeyError"),
+        ("{% for %}", "TemplateSyntaxError"),
+    ],
+)
+def test_templates_that_raise(template, message):
+    with serving(template=template) as other:
+        refused = other.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+        assert refused.status_code == 400
+        assert message in refused.json()["error"]["message"]
+        assert other.text() == plain(PROMPT, 12)
 
 
 def test_failures_inside_are_no_mistakes_of_the_client(running, monkeypatch):

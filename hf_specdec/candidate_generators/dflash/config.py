@@ -78,7 +78,7 @@ class LiLiCorrConfig:
     logit_scale: float = 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """What a config says of it."""
+        """Its entries in a config."""
         sizes = asdict(self) | {"mlp_ratio": self.mlp_size / self.hidden_size, "enabled": True}
         return {f"lilicorr_{name}": value for name, value in sizes.items() if name != "mlp_size"}
 

@@ -110,7 +110,7 @@ class LiLiCorrHead(nn.Module):
         return torch.stack([part.to(log_probs) for part in parts], dim=-1)
 
     def _bias(self, count: int, width: int) -> torch.Tensor:
-        """What attention adds between candidates, by the distance of their positions: `(heads, K k, K k)`."""
+        """Terms that attention adds between candidates, by the distance of their positions: `(heads, K k, K k)`."""
         slots = torch.arange(count, device=self.same_slot_bias.device).repeat_interleave(width)
         distances = slots[:, None] - slots
         bias = self.relative_slot_bias[:, distances + self.relative_slot_bias.shape[1] // 2]

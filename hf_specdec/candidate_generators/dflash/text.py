@@ -1,4 +1,4 @@
-"""What a block drafter keeps of the text: keys and values of its layers, and what its heads read of the last tokens.
+"""State of the text that a block drafter keeps: keys and values of its layers, and the last tokens for its heads.
 
 Shapes: R active rows, C new tokens of the text, T positions of a block, S slots of the draft's cache, h and th hidden
 sizes of draft and target.

@@ -48,7 +48,7 @@ class XPressHead(nn.Module):
         nn.init.zeros_(self.w2.weight)
 
     def forward(self, output: torch.Tensor, previous: torch.LongTensor) -> torch.Tensor:
-        """What is added to the logits of a block, `(R, B, U)`.
+        """Terms that are added to the logits of a block, `(R, B, U)`.
 
         Args:
             output (`torch.Tensor` of shape `(R, B, h)`): The network's output.
@@ -84,7 +84,7 @@ class XPressHead(nn.Module):
 
 
 class BlockMixing(nn.Module):
-    """What each channel takes over from the positions up to its own, by weights for each pair of positions."""
+    """Mixes each channel over the positions up to its own, by weights for each pair of positions."""
 
     def __init__(self, rank: int, block_size: int):
         super().__init__()

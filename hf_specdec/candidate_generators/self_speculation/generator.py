@@ -93,7 +93,7 @@ class SelfSpeculation(CandidateGenerator):
 
     @staticmethod
     def own_drafts(options: Any, num_layers: int) -> OwnDrafts:
-        """What these options of the method draft with, of a target of so many layers."""
+        """The layers and slots that draft with these options, of a target with so many layers."""
         raise NotImplementedError
 
     def propose(self, step: DraftStep) -> DraftTree:

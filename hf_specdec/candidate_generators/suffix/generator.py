@@ -173,7 +173,7 @@ class SuffixCache:
 
     @property
     def num_bytes(self) -> int:
-        """About the memory that they take."""
+        """Approximate bytes of memory that they take."""
         return _BYTES_PER_TOKEN * self._num_cached_tokens
 
     def start_request(self, req_id: Hashable, prompt_token_ids: Sequence[int] | np.ndarray) -> None:

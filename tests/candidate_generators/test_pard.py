@@ -144,13 +144,6 @@ def test_what_the_mask_token_says(tmp_path, token, is_mask):
     assert drafter.resources.mask_token == (token if is_mask else None)
 
 
-def test_pard_2_says_what_is_not_read(tmp_path, warnings):
-    folder = copy_of(FOLDER, tmp_path / "draft", {"spd_type": "pard2", "pard2_target_layers": [-1]})
-    drafter = load_speculator(target(), method="draft_model", model=str(folder), same_tokenizer=True)
-    assert drafter.resources.mask_token == MASK
-    assert ["PARD-2" in line for line in warnings] == [True]
-
-
 @pytest.mark.parametrize("token", [160, -2, "158", 2.5])
 def test_mask_tokens_that_are_none(tmp_path, token):
     folder = copy_of(FOLDER, tmp_path / "draft", {"pard_token": token})

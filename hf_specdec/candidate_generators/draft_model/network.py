@@ -90,11 +90,6 @@ def mask_token_of(model: torch.nn.Module) -> int | None:
             f"The draft model '{model.config.name_or_path}' has `pard_token`={shown(token)} in its config.json, and "
             f"its embedding has the tokens 0 to {readable - 1}. Correct it, or remove it to draft token by token."
         )
-    if getattr(model.config, "pard2", False) or getattr(model.config, "spd_type", None) == "pard2":
-        logger.warning_once(
-            f"The draft model '{model.config.name_or_path}' is a PARD-2 model, of which the target's states "
-            "(warp_model.bin) are not read: it drafts from the tokens alone, and fewer drafts may be accepted."
-        )
     return token
 
 

@@ -39,7 +39,7 @@ from ...logits.sampling import DraftSampler
 from ...protocol import Commit, DraftStep, Prompt, Session
 from ...settings.values import plain_path
 from ...transfers import PendingRead, last_of_each, upload
-from ...validation import Options, draft_sample_method_field, setting
+from ...validation import Options, draft_sample_method_field, parallel_drafting_field, setting
 from ..base import CandidateGenerator
 from .network import checkpoint_location, draft_tokenizer, load_draft_model, mask_token_of
 from .source import SourceReader
@@ -75,6 +75,7 @@ class DraftModelOptions(Options):
         key="draft_confidence_threshold",
         published=True,
     )
+    parallel_drafting: bool | None = parallel_drafting_field()
     same_tokenizer: bool = setting(
         False,
         "Do not compare the tokenizers: you know that they are the same.",
@@ -176,7 +177,13 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     options_class = DraftModelOptions
     default_num_speculative_tokens = 5
     most_speculative_tokens: int | None = 12
-    loaded_by: ClassVar[tuple[str, ...]] = (*_LOADING, "same_tokenizer", "draft_tokenizer", "draft_vocabulary")
+    loaded_by: ClassVar[tuple[str, ...]] = (
+        *_LOADING,
+        "parallel_drafting",
+        "same_tokenizer",
+        "draft_tokenizer",
+        "draft_vocabulary",
+    )
 
     @classmethod
     def load(
@@ -202,7 +209,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
                     draft_tokenizer(config, beside, location),
                 )
             vocabularies = match_vocabularies(draft_model, target_model, config.options.draft_vocabulary, tokenizers)
-            mask_token, states, unread = mask_token_of(draft_model), None, None
+            mask_token, states, unread = mask_token_of(draft_model, config.options.parallel_drafting), None, None
             if mask_token is not None:
                 states, unread = load_target_states(config, draft_model, target_model)
             if states is not None and type(vocabularies) is not SameTokens:

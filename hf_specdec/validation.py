@@ -158,6 +158,15 @@ def draft_sample_method_field(default: str) -> Any:
     )
 
 
+def parallel_drafting_field() -> Any:
+    """The option `parallel_drafting` of a method some of whose checkpoints draft with mask tokens."""
+    return setting(
+        None,
+        "All tokens of a draft come from one forward with mask tokens (PARD, P-EAGLE). Left out, what the checkpoint "
+        "was trained for.",
+    )
+
+
 # -------------------------------------------------------------------------------------------------------------- checks
 
 

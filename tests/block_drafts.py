@@ -17,6 +17,10 @@ from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
 
 
 HEADS = {
+    "confident": (
+        "a DSpark draft with a confidence head",
+        {"markov_rank": 8, "has_confidence": True, "confidence_with_markov": True},
+    ),
     "domino": ("a Domino draft", {"domino": DominoConfig(gru_hidden_dim=8, emb_dim=8)}),
     "lilicorr": (
         "a LiLiCorr draft",
@@ -47,6 +51,10 @@ def head_path(name: str) -> str:
         torch.manual_seed(0)
         network = DFlashNetwork(replace(plain.config, **HEADS[name][1]))
         network.load_state_dict(plain.state_dict(), strict=False)
+        if network.confidence_head is not None:
+            # Corrections that change a draft now and then, and a head that doubts some of them.
+            torch.nn.init.normal_(network.markov_head.markov_w1.weight, std=0.3)
+            torch.nn.init.normal_(network.confidence_head.proj.weight, std=0.02)
         if network.xpress_head is not None:
             # A new one changes nothing.
             for weight in (network.xpress_head.w2.weight, network.xpress_head.mix.L):

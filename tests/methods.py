@@ -64,6 +64,7 @@ _SHAPES = {
     "dflash siblings": {"num_draft_nodes": 12, "draft_tree_top_k": 3},
     "dflash selector": {"num_draft_nodes": 0},
     "dflash selector tree": {"num_draft_nodes": 12},
+    "dflash confident": {"draft_confidence_threshold": 0.5},
     "dflash domino": {},
     "dflash lilicorr": {},
     "dflash xpress": {},
@@ -184,7 +185,8 @@ def exemption(name: str, test: str) -> str | None:
         return "its drafts are chosen"
     if (
         "drawn" in test
-        and name not in ("dflash selector", "dflash domino", "dflash lilicorr", "draft_model shared tokens")
+        and name.removeprefix("dflash ") not in ("selector", "confident", "domino", "lilicorr")
+        and name != "draft_model shared tokens"
         and (" " in name or "+" in name and name not in _DRAWN_COMBINATIONS)
     ):
         return "drawn drafts are the chains of another row"

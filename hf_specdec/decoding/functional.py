@@ -161,8 +161,7 @@ class FunctionalSlotModel(SlotModel):
         self._layers = self._layers[:count]
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
-        replayed = None if self.graphs is None else self._replay_nodes(tokens, topology, logits_from)
-        if replayed is not None:
+        if self.graphs is not None and (replayed := self._replay_nodes(tokens, topology, logits_from)) is not None:
             return replayed
         rows, tree = self._place(tokens, topology)
         is_uniform, nodes, columns = rows.is_uniform, tokens.shape[1], self.cache.plan.columns
@@ -202,14 +201,17 @@ class FunctionalSlotModel(SlotModel):
         bound: int | None = None,
         logits_from: int = 0,
     ) -> SlotOutput:
-        """Reads tokens `(R, T)` into the slots of the plan, seen as the mask of each span says.
+        """Reads tokens `(R, T)` or embeddings `(R, T, H)` into the slots of the plan, seen as each span's mask says.
 
         Args:
             positions, bound: As for [`RotaryAngles`].
             logits_from (`int`): The first node whose logits are wanted.
         """
         is_plain, pending = type(self._embedding) is nn.Embedding, None
-        stream = F.embedding(tokens, self._embedding.weight) if is_plain else self._embedding(tokens)
+        if tokens.is_floating_point():
+            stream = tokens
+        else:
+            stream = F.embedding(tokens, self._embedding.weight) if is_plain else self._embedding(tokens)
         stream = stream if self._factor is None else stream * self._factor
         every_angle = {kind: angles(positions, stream, bound) for kind, angles in self._angles.items()}
         states = {}

@@ -234,7 +234,7 @@ class SlotModel:
             self.recurrent = RecurrentLayers(self.model, self.cache)
 
     def prefill(self, input_ids: torch.LongTensor, starts: list[int]) -> None:
-        """Reads left-padded prompts of shape `(R, P)` into empty slots; their logits are not kept."""
+        """Reads left-padded prompts `(R, P)`, or their embeddings `(R, P, H)`, into empty slots, without logits."""
         positions, name = torch.arange(input_ids.shape[1], device=input_ids.device), self.profile.of_decoder
         inputs = self._inputs(input_ids)
         if any(starts):
@@ -242,7 +242,7 @@ class SlotModel:
             inputs[name("attention_mask")] = (positions >= first).long()
             positions = (positions - first).clamp_(min=0)
         if self.profile.takes_position_ids:
-            inputs[name("position_ids")] = positions.expand(input_ids.shape)
+            inputs[name("position_ids")] = positions.expand(input_ids.shape[:2])
         if self.profile.takes_logits_to_keep:
             inputs["logits_to_keep"] = 1
         with fast_products(self.model), self.reading_prompts():
@@ -254,7 +254,7 @@ class SlotModel:
         """Reads nodes after each row's committed slots.
 
         Args:
-            tokens (`torch.LongTensor` of shape `(R, T)`): Anchor and draft tokens.
+            tokens (`torch.LongTensor` of shape `(R, T)`): Anchor and draft tokens; or embeddings `(R, T, H)`.
             topology (`TreeTopology`): Who sees whom among them.
             logits_from (`int`): The first node whose logits are wanted.
 
@@ -269,8 +269,7 @@ class SlotModel:
                 f"{type(self.model).__name__} tells positions from the order of its cache, so it can verify chains, "
                 "and got a draft tree. Draft without branches."
             )
-        replayed = None if self.graphs is None else self._replay_nodes(tokens, topology, logits_from)
-        if replayed is not None:
+        if self.graphs is not None and (replayed := self._replay_nodes(tokens, topology, logits_from)) is not None:
             return replayed
         rows, tree = self._place(tokens, topology)
         forward = VerificationForward(tree, self.cache.plan.columns)
@@ -312,6 +311,8 @@ class SlotModel:
 
     def _replay_nodes(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int) -> SlotOutput | None:
         """The output of [`SlotModel.forward`] from a graph; `None` where the forward has to run without one."""
+        if tokens.is_floating_point():
+            return None
         rows, nodes = tokens.shape
         parents = chain_parents(nodes - 1, tokens.device) if topology.is_chain else topology.parents[..., 1:] - 1
         output = self._replay([tokens], parents, [nodes - 1] * rows)
@@ -460,8 +461,9 @@ class SlotModel:
         return self.profile.takes_position_ids or self.profile.counted is not None
 
     def _inputs(self, tokens: torch.LongTensor) -> dict[str, Any]:
-        """Arguments that every forward of the model has, for these tokens."""
-        inputs = {self.profile.of_decoder("input_ids"): tokens, "use_cache": True, "return_dict": True}
+        """Arguments that every forward of the model has, for these tokens or embeddings."""
+        name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
+        inputs = {self.profile.of_decoder(name): tokens, "use_cache": True, "return_dict": True}
         inputs[self.profile.cache_name] = self.forward_cache
         return inputs if self.source is None else {**inputs, **self.source.inputs}
 

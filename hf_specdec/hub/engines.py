@@ -28,6 +28,7 @@ _VLLM_KEYS = frozenset(
         "revision",
         "code_revision",
         "enforce_eager",
+        "parallel_drafting",
         "disable_padded_drafter_batch",
         "rejection_sample_method",
         "draft_sample_method",

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_specdec import CheckpointFormatError, load_speculator, record
+from hf_specdec import CheckpointFormatError, SpecConfigError, load_speculator, record
 from hf_specdec.hub.detect import detect_checkpoint
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.architectures import tiny_model
@@ -144,11 +144,16 @@ def test_what_the_mask_token_says(tmp_path, token, is_mask):
     assert drafter.resources.mask_token == (token if is_mask else None)
 
 
-def test_pard_2_says_what_is_not_read(tmp_path, warnings):
-    folder = copy_of(FOLDER, tmp_path / "draft", {"spd_type": "pard2", "pard2_target_layers": [-1]})
-    drafter = load_speculator(target(), method="draft_model", model=str(folder), same_tokenizer=True)
-    assert drafter.resources.mask_token == MASK
-    assert ["PARD-2" in line for line in warnings] == [True]
+def test_serving_engines_say_it_in_the_settings():
+    settings = {"method": "draft_model", "model": str(FOLDER), "same_tokenizer": True, "num_speculative_tokens": 12}
+    drafters = {
+        wanted: load_speculator(target(), {**settings, "parallel_drafting": wanted}) for wanted in (True, False)
+    }
+    assert drafters[True].resources.mask_token == MASK
+    assert drafters[False].resources.mask_token is None
+    assert drafters[True].config.to_vllm()["parallel_drafting"] is True
+    with pytest.raises(SpecConfigError, match="`parallel_drafting`=True.*no `pard_token`"):
+        load_speculator(small_model(), "draft_model", draft_model=small_model(), parallel_drafting=True)
 
 
 @pytest.mark.parametrize("token", [160, -2, "158", 2.5])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_specdec import CheckpointFormatError, SpeculativeConfig, Speculator, load_speculator, record
+from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, Speculator, load_speculator, record
 from hf_specdec.candidate_generators.eagle.formats import EagleConfig
 from hf_specdec.candidate_generators.eagle.generator import EagleCandidateGenerator
 from hf_specdec.candidate_generators.eagle.network import Eagle3Network
@@ -252,3 +252,13 @@ def test_saved_and_loaded(tmp_path):
 
 def test_it_is_among_the_published_heads():
     assert "eagle/eagle3_peagle" in HEADS
+
+
+def test_serving_engines_say_it_in_the_settings():
+    settings = {"model": str(FOLDER), "parallel_drafting": True}
+    assert load_speculator(target(), settings).resources.config.mask_token_id is not None
+    with pytest.raises(SpecConfigError, match="`parallel_drafting`=False.*all tokens at once"):
+        load_speculator(target(), {**settings, "parallel_drafting": False})
+    folder = FOLDER.parent / "eagle3_llama"
+    with pytest.raises(SpecConfigError, match="`parallel_drafting`=True.*one token after the other"):
+        load_speculator(loaded_target(folder), {"model": str(folder), "parallel_drafting": True})

@@ -113,6 +113,7 @@ EXAMPLES = {
     "eagle-sglang": (classes("LlamaForCausalLMEagle"), EAGLE),
     "eagle-vllm": ({"model_type": "eagle", "model": {"num_hidden_layers": 1}}, [f"model.{name}" for name in EAGLE]),
     "eagle-safeailab": (classes("LlamaForCausalLM"), EAGLE),
+    "pard2": (classes("LlamaForCausalLM", pard_token=128256, spd_type="pard2"), MODEL),
     "pard": (classes("LlamaForCausalLM", pard_token=128256), MODEL),
     "causal-lm": (classes("LlamaForCausalLM"), MODEL),
     "encoder-decoder": (classes("WhisperForConditionalGeneration", is_encoder_decoder=True), MODEL),

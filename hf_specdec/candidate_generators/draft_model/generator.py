@@ -7,7 +7,8 @@ has added, then one token a draft.
 
 PARD (An et al. 2025, arXiv:2504.18583) trains such a model to predict several tokens at once: a cycle feeds all tokens
 that the target has added, then K - 1 mask tokens in the same forward, and drafts K tokens from the last K logits. The
-masks are forgotten. Each token has a distribution of its own, whatever is drawn before it.
+masks are forgotten. Each token has a distribution of its own, whatever is drawn before it. PARD-2 models read states
+of the target beside the tokens, see `target_states.py`.
 
 Shapes: R rows that are drafted for, B active rows of the loop, T tokens fed, K drafted tokens, V vocabulary of the
 target, W width of the draft's logits.
@@ -38,10 +39,11 @@ from ...logits.sampling import DraftSampler
 from ...protocol import Commit, DraftStep, Prompt, Session
 from ...settings.values import plain_path
 from ...transfers import PendingRead, last_of_each, upload
-from ...validation import Options, draft_sample_method_field, setting
+from ...validation import Options, draft_sample_method_field, parallel_drafting_field, setting
 from ..base import CandidateGenerator
 from .network import checkpoint_location, draft_tokenizer, load_draft_model, mask_token_of
 from .source import SourceReader
+from .target_states import TargetStates, load_target_states
 from .vocabularies import RowText, SameTokens, match_vocabularies
 from .vocabulary import load_tokenizer
 
@@ -73,6 +75,7 @@ class DraftModelOptions(Options):
         key="draft_confidence_threshold",
         published=True,
     )
+    parallel_drafting: bool | None = parallel_drafting_field()
     same_tokenizer: bool = setting(
         False,
         "Do not compare the tokenizers: you know that they are the same.",
@@ -126,12 +129,16 @@ class DraftModel:
         mask_token (`int`, *optional*): The token in whose places it drafts all tokens at once; `None`: it drafts one
             token after the other.
         sources (`SourceReader`): Its way to the sources of a target with an encoder.
+        states (`TargetStates`, *optional*): Its way to the states of the target, where it reads them.
+        note (`str`, *optional*): For the statistics.
     """
 
     model: torch.nn.Module
     vocabularies: SameTokens
     mask_token: int | None
     sources: SourceReader
+    states: TargetStates | None = None
+    note: str | None = None
 
 
 def _ignored_settings(model: torch.nn.Module, config: SpeculativeConfig) -> str | None:
@@ -170,7 +177,13 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     options_class = DraftModelOptions
     default_num_speculative_tokens = 5
     most_speculative_tokens: int | None = 12
-    loaded_by: ClassVar[tuple[str, ...]] = (*_LOADING, "same_tokenizer", "draft_tokenizer", "draft_vocabulary")
+    loaded_by: ClassVar[tuple[str, ...]] = (
+        *_LOADING,
+        "parallel_drafting",
+        "same_tokenizer",
+        "draft_tokenizer",
+        "draft_vocabulary",
+    )
 
     @classmethod
     def load(
@@ -196,7 +209,16 @@ class DraftModelCandidateGenerator(CandidateGenerator):
                     draft_tokenizer(config, beside, location),
                 )
             vocabularies = match_vocabularies(draft_model, target_model, config.options.draft_vocabulary, tokenizers)
-        return DraftModel(draft_model, vocabularies, mask_token_of(draft_model), sources)
+            mask_token, states, unread = mask_token_of(draft_model, config.options.parallel_drafting), None, None
+            if mask_token is not None:
+                states, unread = load_target_states(config, draft_model, target_model)
+            if states is not None and type(vocabularies) is not SameTokens:
+                states, unread = None, "its tokens are not the target's"
+        note = None
+        if unread:
+            note = f"the PARD-2 draft model drafts from the tokens alone, without the target's states: {unread}"
+            logger.warning_once(f"Fewer drafts may be accepted: {note}.")
+        return DraftModel(draft_model, vocabularies, mask_token, sources, states, note)
 
     @classmethod
     def network(cls, resources: DraftModel) -> torch.nn.Module:
@@ -210,6 +232,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.vocabularies: SameTokens = resources.vocabularies
         self._sources: SourceReader = resources.sources
         self.mask_token: int | None = resources.mask_token
+        self.states: TargetStates | None = resources.states
+        if self.states is not None:
+            self.target_hidden_states: tuple[int | str, ...] = self.states.keys
         if self.mask_token is not None and config.fixed_length is None:
             self.num_speculative_tokens = _TOKENS_AT_ONCE
         # The stock protocol has no sampler; it verifies drafts as point masses.
@@ -224,7 +249,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             )
         limits = {"max_model_len": config.max_model_len, "the draft model's max_position_embeddings": own_limit}
         limits = {name: limit for name, limit in limits.items() if limit} or {"max_length": session.max_length}
-        for note in filter(None, (_ignored_settings(model, config), self.vocabularies.note)):
+        for note in filter(None, (_ignored_settings(model, config), self.vocabularies.note, resources.note)):
             self._note(note)
         self._limiting = min(limits, key=limits.get)
         self.longest = limits[self._limiting]
@@ -260,12 +285,20 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + ahead
         most_fed = _MOST_PENDING if self.mask_token is None else 2 * self.num_speculative_tokens
         eager = self.config.enforce_eager or self.model.source is not None
-        graphs = call_graphs(self.model.model, largest=most_fed, enforce_eager=eager)
+        also_read = () if self.states is None else ("the target's states",)
+        graphs = call_graphs(self.model.model, largest=most_fed, enforce_eager=eager, row_inputs=also_read)
         self.model.use_graphs(graphs)
         if graphs is not None:
             self.session.draft_graphs.append(graphs)
-        tokens = tokens[self.rows] if len(self.rows) < count else tokens
-        self.model.prefill(tokens.to(self.device), [starts[row] for row in self.rows])
+        tokens = (tokens[self.rows] if len(self.rows) < count else tokens).to(self.device)
+        if self.states is not None:
+            added = self.states.of_prompt(prompt.hidden_states, starts, length)
+            tokens = self._with_states(tokens, added[self.rows])
+        self.model.prefill(tokens, [starts[row] for row in self.rows])
+
+    def _with_states(self, tokens: torch.LongTensor, added: torch.Tensor) -> torch.Tensor:
+        """Embeddings `(R, T, h)` of tokens with what the target's states add."""
+        return self.states.added_to(self.model.model.get_input_embeddings()(tokens), added)
 
     def _is_too_long(self, length: int) -> bool:
         """A row of `length` tokens, the anchor included, leaves no room for drafts; noted once."""
@@ -289,6 +322,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         A recurrent draft model goes back to the anchor, and is fed the accepted tokens again with the next one.
         """
         where = {row: index for index, row in enumerate(commit.rows)}
+        states = None if self.states is None else self.states.projected(commit.hidden_states)
         # Rows may have finished while nothing was drafted.
         self._drop([row not in where for row in self.rows])
         for index, (row, text) in enumerate(zip(self.rows, self.texts)):
@@ -296,6 +330,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             if self.mark is not None:
                 text.num_fed = 0
             kept = self.vocabularies.commit(text, commit.token_lists[position], commit.num_accepted[position])
+            if states is not None:
+                text.states.append(states[position, : len(commit.token_lists[position])])
             self.model.cache.lengths[index] -= num_fed - kept
             text.num_fed = 0
         if self.mark is not None:
@@ -412,12 +448,14 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         width = tokens.shape[1]
         # Logits of what was committed in a pause would cost more than reading it.
         known = min(counts) - 1
+        if self.states is not None:
+            tokens = self._with_states(tokens, self._pending_states(width))
         output = self.model.forward(tokens, chain_topology(width - 1, self.device), logits_from=known)
         self.model.commit(counts)
         if self.model.recurrent is not None:
             self.mark = self.model.recurrent.mark()
         for text in self.texts:
-            text.pending = []
+            text.pending, text.states = [], []
         if not num_masks:
             return last_of_each(output.logits, [count - known for count in counts])[:, None]
         places = upload(
@@ -433,6 +471,11 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         # Shorter rows are padded on the right: those slots lie after the row and are written again.
         rows = [row + (masks or row[-1:]) for row in pending]
         return upload([(row + row[-1:] * width)[:width] for row in rows], self.device), counts
+
+    def _pending_states(self, width: int) -> torch.Tensor:
+        """What the target's states add to the pending tokens and to the masks, padded to `width`: `(R, width, h)`."""
+        rows = [torch.cat(text.states) for text in self.texts]
+        return torch.stack([torch.cat([row, row[-1:].expand(width - len(row), -1)]) for row in rows])
 
     def _feed(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Feeds one token a row; logits `(R, W)` after it."""

@@ -73,27 +73,33 @@ def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Mod
     return model.eval()
 
 
-def mask_token_of(model: torch.nn.Module) -> int | None:
+def mask_token_of(model: torch.nn.Module, wanted: bool | None = None) -> int | None:
     """The mask token of a PARD model (`pard_token`); `None` for a model that drafts one token after the other.
+
+    Args:
+        wanted (`bool`, *optional*): The settings ask for masks, or for none.
 
     Raises:
         CheckpointFormatError: It is no token of the model.
+        SpecConfigError: Masks are asked for, and the model was trained without.
     """
+    if wanted is False:
+        return None
     token = getattr(model.config.get_text_config(decoder=True), "pard_token", None)
     token = getattr(model.config, "pard_token", None) if token is None else token
     # -1 says that it was trained without.
     if token is None or token == -1:
+        if wanted:
+            raise SpecConfigError(
+                f"`parallel_drafting`=True needs a draft model that was trained with mask tokens, and the config of "
+                f"'{model.config.name_or_path}' has no `pard_token`. Leave it out to draft token by token."
+            )
         return None
     readable = model.get_input_embeddings().weight.shape[0]
     if not is_int(token) or not 0 <= token < readable:
         raise CheckpointFormatError(
             f"The draft model '{model.config.name_or_path}' has `pard_token`={shown(token)} in its config.json, and "
             f"its embedding has the tokens 0 to {readable - 1}. Correct it, or remove it to draft token by token."
-        )
-    if getattr(model.config, "pard2", False) or getattr(model.config, "spd_type", None) == "pard2":
-        logger.warning_once(
-            f"The draft model '{model.config.name_or_path}' is a PARD-2 model, of which the target's states "
-            "(warp_model.bin) are not read: it drafts from the tokens alone, and fewer drafts may be accepted."
         )
     return token
 

@@ -47,12 +47,15 @@ class RowText:
         num_fed (`int`): Draft tokens of the last cycle in its cache.
         drafted (`list[int]`): Draft tokens of the last cycle, where they are its own.
         end (`bytes`): The end of the text, where segmentations differ.
+        states (`list[torch.Tensor]`): What the target's states add to the embeddings of the pending tokens, each
+            `(t, h)`, where the draft model reads them.
     """
 
     pending: list[int] = field(default_factory=list)
     num_fed: int = 0
     drafted: list[int] = field(default_factory=list)
     end: bytes = b""
+    states: list[torch.Tensor] = field(default_factory=list)
 
 
 class SameTokens:

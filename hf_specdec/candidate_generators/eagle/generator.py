@@ -18,9 +18,10 @@ from ...drafting.growth import DynamicTree, RowLimits
 from ...drafting.positions import Positions
 from ...drafting.shape import ExtrapolationOptions, draft_shape
 from ...drafts import DraftTree, TokenTree
+from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
 from ...protocol import DraftStep, Session
-from ...validation import MOST_DRAFT_TOKENS, setting
+from ...validation import MOST_DRAFT_TOKENS, parallel_drafting_field, setting
 from ..autoregressive import AutoregressiveCandidateGenerator
 from .network import EagleNetwork, fitting_network, load_eagle
 from .parallel import MaskedReading
@@ -46,6 +47,7 @@ class EagleOptions(ExtrapolationOptions):
         most=MOST_DRAFT_TOKENS,
         published=True,
     )
+    parallel_drafting: bool | None = parallel_drafting_field()
 
 
 class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
@@ -65,15 +67,26 @@ class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
         "device",
         "quantization",
         "aux_layer_ids",
+        "parallel_drafting",
     )
 
     @classmethod
     def load(
         cls, config: SpeculativeConfig, target_model: torch.nn.Module, draft_model: EagleNetwork | None = None
     ) -> EagleNetwork:
-        if draft_model is None:
-            return load_eagle(config, target_model)
-        return fitting_network(draft_model, config, target_model)
+        network = (
+            load_eagle(config, target_model)
+            if draft_model is None
+            else fitting_network(draft_model, config, target_model)
+        )
+        is_parallel, wanted = network.config.mask_token_id is not None, config.options.parallel_drafting
+        if wanted not in (None, is_parallel):
+            does = "all tokens at once, with mask tokens" if is_parallel else "one token after the other"
+            raise SpecConfigError(
+                f"`parallel_drafting`={wanted}, and this head was trained to draft {does}. Leave it out, or pass "
+                "another head."
+            )
+        return network
 
     def __new__(cls, config: SpeculativeConfig, resources: EagleNetwork, session: Session) -> EagleCandidateGenerator:
         is_parallel = resources.config.mask_token_id is not None

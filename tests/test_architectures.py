@@ -19,6 +19,7 @@ from hf_specdec.decoding.states import captured_states
 from hf_specdec.target_facts import decoder_layers
 
 from .architectures import (
+    ALONE,
     CHAINS_ONLY,
     LAYERS,
     NOT_BUILT,
@@ -51,7 +52,7 @@ SCALED = ("inkling_text", "minicpm3")
 # Models whose final norm reads a mixture of several layers' outputs.
 MIXED = ("inkling2_text",)
 # Their own record has what leaves the layers.
-RECORDS_OUTPUTS = ("falcon_mamba", "mamba", "mamba2")
+RECORDS_OUTPUTS = ("falcon_mamba", "mamba", "mamba2", "rwkv")
 
 TOKENS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -113,6 +114,8 @@ def case(request) -> Case:
 
 def batch_sizes(case: Case) -> tuple[int, ...]:
     """All batches for some models of every kind, otherwise the one with the most padding."""
+    if case.name in ALONE:
+        return (1,)
     return tuple(PROMPT_LENGTHS) if case.name in (*EAGER, *CONTINUED) else (4,)
 
 

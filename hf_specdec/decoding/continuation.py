@@ -66,7 +66,11 @@ def read_prompts(
         UnsupportedModelError: The model goes on after its prompts in a way that cannot be followed.
     """
     model, input_ids, kwargs = request.model, request.input_ids, dict(request.model_kwargs)
-    _check_rows(request, target)
+    if request.batch_size > 1 and target.profile.mixes_rows:
+        raise UnsupportedModelError(
+            f"Plain generation with {type(model).__name__} mixes the rows of a batch, and this call has "
+            f"{request.batch_size}. Pass one prompt at a time, and num_return_sequences=1."
+        )
     if request.past_key_values is not None:
         target.cache.load(request.past_key_values)
         _check_loaded(target)
@@ -105,15 +109,6 @@ def read_prompts(
     # The last token is never read.
     target.max_position = max(continuation.next_positions) + room - 2
     return output, states, continuation
-
-
-def _check_rows(request: Request, target: SlotModel) -> None:
-    """Refuses batches of models that read one token of each row as if the rows were one text."""
-    if request.batch_size > 1 and target.profile.mixes_rows:
-        raise UnsupportedModelError(
-            f"Plain generation with {type(request.model).__name__} mixes the rows of a batch, and this call has "
-            f"{request.batch_size}. Pass one prompt at a time, and num_return_sequences=1."
-        )
 
 
 def _check_loaded(target: SlotModel) -> None:

@@ -131,6 +131,8 @@ class FunctionalSlotModel(SlotModel):
         # That of the head may be packed.
         weight = self._embedding.weight
         self._fits_kernel = weight.dtype in DTYPES and attention.head_dim <= MAX_HEAD_SIZE
+        if self._fits_kernel and use_triton(weight):
+            self.reading_prompts: Any = self._reading_prompts
         self._has_full_span = all(span == FULL for span in self.profile.spans)
         types = self.profile.layer_types
         kinds = getattr(model.config, "layer_types", None) or [""] * len(self._layers)
@@ -145,10 +147,8 @@ class FunctionalSlotModel(SlotModel):
         self._divisor: Any = model_form.divisor and getattr(model.config, model_form.divisor)
         self._has_experts = not all(isinstance(layer.mlp, GatedMLP) for layer in self._layers)
 
-    def reading_prompts(self) -> AbstractContextManager[Any]:
+    def _reading_prompts(self) -> AbstractContextManager[None]:
         """Lets the kernel read prompts that would need a mask, such as padded ones, without any."""
-        if not (self._fits_kernel and use_triton(self._embedding.weight)):
-            return super().reading_prompts()
         return self._attention(VerificationForward(reads_prompts=True))
 
     @property

@@ -166,19 +166,18 @@ def own_layers(model: nn.Module) -> dict[nn.Module, int]:
     return {module: number for number, layer in layers for module in layer.modules() if keeps_own_state(module)}
 
 
-def check_own_layers(model: nn.Module) -> None:
+def check_own_layer(module: nn.Module) -> None:
     """
     Raises:
         UnsupportedModelError: Such a layer, or a part of it with weights, has a forward that knows of no state.
     """
-    for module in own_layers(model):
-        parts = [module, *(getattr(module, name) for name in _OWN[type(module).__name__][1])]
-        if not all(isinstance(vars(part).get("forward"), (OverStates, type(None))) for part in parts):
-            raise UnsupportedModelError(
-                f"A part of {type(module).__name__} has got a forward of its own, as offloading gives it, which "
-                "cannot be told the recurrent state of the call. Load the model without offloading, or leave the "
-                "speculative arguments out to use plain generate()."
-            )
+    parts = [module, *(getattr(module, name) for name in _OWN[type(module).__name__][1])]
+    if not all(isinstance(vars(part).get("forward"), (OverStates, type(None))) for part in parts):
+        raise UnsupportedModelError(
+            f"A part of {type(module).__name__} has got a forward of its own, as offloading gives it, which cannot be "
+            "told the recurrent state of the call. Load the model without offloading, or leave the speculative "
+            "arguments out to use plain generate()."
+        )
 
 
 class OverStates:

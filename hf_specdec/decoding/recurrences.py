@@ -32,7 +32,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from ..threads import Lock, OwnForwards
-from .own_states import OverStates, keeps_own_state
+from .own_states import OverStates, check_own_layer, keeps_own_state
 from .recurrent_state import NodeStates, Reading
 
 
@@ -304,7 +304,12 @@ def over_nodes(model: nn.Module, mixers: dict[nn.Module, int]) -> OwnForwards:
 
     Args:
         mixers (`dict[nn.Module, int]`): They, or some of them, with the numbers of their layers.
+
+    Raises:
+        UnsupportedModelError: Of [`check_own_layer`].
     """
+    for mixer in filter(keeps_own_state, mixers):
+        check_own_layer(mixer)
     with _of_models_lock:
         known = _of_models.get(model)
         # The user may have put others in their places.

@@ -10,6 +10,7 @@ captured forward are padded to more rows and nodes: there R and T are those of t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,7 +42,6 @@ from .cache import SlotCache
 from .captured_nodes import CapturedNodes, NodeInputs
 from .graphs import CallGraphs, graphs_for
 from .masks import RowState, node_masks, node_positions, slot_tree
-from .own_states import check_own_layers
 from .positions import PlacedNodes, PositionCounter
 from .profile import MASK_OF_LAYER_TYPE, WITHOUT_ATTENTION, model_profile
 from .recurrences import over_nodes
@@ -118,7 +118,11 @@ class SlotModel:
         taps (`StateTaps`): Collect the asked-for hidden states of the model's forwards.
     """
 
-    _fits_kernel = True  # attention that the tree kernel cannot compute falls back to masks by itself
+    # Attention that the tree kernel cannot compute falls back to masks by itself.
+    _fits_kernel = True
+
+    # Context for forwards of the model itself that read prompts into the slots.
+    reading_prompts: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
         self,
@@ -141,9 +145,9 @@ class SlotModel:
         self.graphs: CallGraphs | None = None
         self.recurrent: RecurrentLayers | None = None
         if self.profile.is_recurrent:
-            check_own_layers(model)
-            cache.last_recurrent_layer = max(mixers(model).values())
-            cache.has_slots = self.profile.attends
+            known = mixers(model)
+            self.reading_prompts = over_nodes(model, known).in_place
+            cache.last_recurrent_layer, cache.has_slots = max(known.values()), self.profile.attends
         self.states = states
         self.taps: StateTaps = StateTaps(model, states)
         self.forward_kwargs: dict[str, Any] = forward_kwargs or {}
@@ -175,10 +179,6 @@ class SlotModel:
             self.graphs.close()
         if self.rotary is not None:
             self.rotary.close()
-
-    def reading_prompts(self) -> AbstractContextManager[Any]:
-        """Context for forwards of the model itself that read prompts into the slots."""
-        return over_nodes(self.model, mixers(self.model)).in_place() if self.profile.is_recurrent else nullcontext()
 
     def check_prefilled(self) -> None:
         """

@@ -480,6 +480,7 @@ _UNSUPPORTED = {
 _UNSUPPORTED_ARGUMENTS = {
     "assistant_model": "Pass the draft model as `assistant` or `spec_model` instead.",
     "cache_params": "It does not tell how many tokens it has read. Give the whole text as the prompt.",
+    "state": "It does not tell how many tokens it has read. Give the whole text as the prompt.",
     "custom_generate": "It replaces the decoding loop, and so does speculation.",
 }
 

@@ -280,10 +280,15 @@ RECURRENT = {
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
+    "recurrent_gemma",
+    "rwkv",
     "zamba",
     "zamba2",
     "zaya",
 }
+
+# Types whose own generation mixes the rows of a batch.
+ALONE = {"rwkv"}
 
 # Types that count slots, so that no tree can be verified.
 CHAINS_ONLY = {
@@ -320,9 +325,7 @@ UNSUPPORTED = {
     "prophetnet": ("one token at a time", {}),
     "qwen4_exp": ("remembers the last tokens", {"text_config": _BLOCK_INDEX}),
     "qwen4_exp_text": ("remembers the last tokens", _BLOCK_INDEX),
-    "recurrent_gemma": ("keeps its recurrent states in its modules", {}),
     "reformer": (_NO_CACHE, {"is_decoder": True}),
-    "rwkv": ("keeps its states in a list of tensors", {}),
     "t5gemma2": ("under one mask", {}),
     "unlimited_ocr": ("keeps its prompt apart from a window of the last tokens", {}),
     "xlm": (_NO_CACHE, {}),

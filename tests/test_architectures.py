@@ -14,11 +14,13 @@ from transformers import LlamaForCausalLM
 import hf_specdec
 from hf_specdec import UnsupportedModelError
 from hf_specdec.decoding.profile import model_profile
+from hf_specdec.decoding.reading_again import ReadingAgain
 from hf_specdec.decoding.rotary import changing_rotary, check_constant_rotary
 from hf_specdec.decoding.states import captured_states
 from hf_specdec.target_facts import decoder_layers
 
 from .architectures import (
+    ALONE,
     CHAINS_ONLY,
     LAYERS,
     NOT_BUILT,
@@ -51,7 +53,7 @@ SCALED = ("inkling_text", "minicpm3")
 # Models whose final norm reads a mixture of several layers' outputs.
 MIXED = ("inkling2_text",)
 # Their own record has what leaves the layers.
-RECORDS_OUTPUTS = ("falcon_mamba", "mamba", "mamba2")
+RECORDS_OUTPUTS = ("falcon_mamba", "mamba", "mamba2", "rwkv")
 
 TOKENS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -93,10 +95,12 @@ class Case:
             self.plain[batch_size] = self.generate(batch_size)
         return self.plain[batch_size]
 
-    def speculate(self, batch_size: int, **script):
+    def starts(self, batch_size: int) -> list[int]:
         lengths = PROMPT_LENGTHS[batch_size]
-        starts = [max(lengths) - length for length in lengths]
-        speculator = scripted_speculator(self.expected(batch_size), starts, self.vocab_size, **script)
+        return [max(lengths) - length for length in lengths]
+
+    def speculate(self, batch_size: int, **script):
+        speculator = scripted_speculator(self.expected(batch_size), self.starts(batch_size), self.vocab_size, **script)
         return self.generate(batch_size, assistant=speculator, return_dict_in_generate=True)
 
     def generate(self, batch_size: int, **arguments):
@@ -113,6 +117,8 @@ def case(request) -> Case:
 
 def batch_sizes(case: Case) -> tuple[int, ...]:
     """All batches for some models of every kind, otherwise the one with the most padding."""
+    if case.name in ALONE:
+        return (1,)
     return tuple(PROMPT_LENGTHS) if case.name in (*EAGER, *CONTINUED) else (4,)
 
 
@@ -319,16 +325,10 @@ def test_a_rotary_embedding_with_a_forward_of_its_own_is_refused_where_it_change
     assert changing_rotary(case.model, [14], 7) is None
 
 
-def test_models_that_read_the_text_again_where_the_rotary_embedding_changes_are_refused():
-    case = Case("phi3", tiny_model("phi3", **LONG))
-    with pytest.raises(UnsupportedModelError, match="reads the whole text again.*changes at position 20"):
-        case.model.generate(**case.prompts(1), spec_method="ngram", max_new_tokens=8)
-
-
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("llama", DYNAMIC), ("internlm3", DYNAMIC), ("mistral", LONG), ("minicpm3", LONG_ANEW)],
-    ids=["llama", "internlm3", "mistral", "minicpm3"],
+    [("llama", DYNAMIC), ("internlm3", DYNAMIC), ("mistral", LONG), ("minicpm3", LONG_ANEW), ("phi3", LONG)],
+    ids=["llama", "internlm3", "mistral", "minicpm3", "phi3"],
 )
 def test_rotary_embeddings_that_change_in_the_call(name, changes):
     """Every token has the frequencies that the longest row has in plain generation at its step."""
@@ -343,6 +343,33 @@ def test_rotary_embeddings_that_change_in_the_call(name, changes):
             assert_ragged_acceptance(output.speculative, case.new_tokens)
         # What the call leaves in the model is what plain generation leaves.
         assert case.generate(batch_size).tolist() == expected
+
+
+@pytest.mark.parametrize("limit", [13, 14, 20])
+def test_texts_that_are_read_again_where_the_rotary_embedding_changes(monkeypatch, limit):
+    """Before the prompt ends, with the first new token, and later; rows end before that, at it, and after it."""
+    changes = {"original_max_position_embeddings": limit}
+    changes = {**LONG, **changes, "rope_parameters": {**LONG["rope_parameters"], **changes}}
+    case = Case("phi3", tiny_model("phi3", **changes))
+    reads = []
+    monkeypatch.setattr(
+        ReadingAgain, "read", lambda self, rows, read=ReadingAgain.read: reads.append(read(self, rows))
+    )
+    for batch_size in (1, 4):
+        ends = case.expected(batch_size)[:, 14 + 4 : 14 + 12 : 4].flatten().tolist()
+        for eos in (None, ends):
+            expected = case.generate(batch_size, eos_token_id=eos)
+            script = scripted_speculator(case.expected(batch_size), case.starts(batch_size), case.vocab_size)
+            output = case.generate(batch_size, eos_token_id=eos, assistant=script)
+            assert output.tolist() == expected.tolist()
+    assert bool(reads) == (limit > 13)
+
+
+def test_texts_that_cannot_be_read_again_are_refused():
+    model = tiny_model("phi3", **LONG)
+    embeds = model.get_input_embeddings()(TOKENS)
+    with pytest.raises(UnsupportedModelError, match="reads the whole text again.*at 20 tokens"):
+        model.generate(inputs_embeds=embeds, spec_method="ngram", max_new_tokens=16)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

@@ -154,7 +154,9 @@ def test_adapters_by_row(names):
 def test_adapters_by_row_in_recurrent_layers(name):
     """The nodes of a tree are read at once, or by calls whose batches are nodes of one depth."""
     base = tiny_model(name, vocab_size=64)
-    linear = {path.split(".")[-1] for path, part in mixers(base)[0].named_modules() if type(part) is torch.nn.Linear}
+    linear = {
+        path.split(".")[-1] for path, part in next(iter(mixers(base))).named_modules() if type(part) is torch.nn.Linear
+    }
     torch.manual_seed(0)
     how = {**TASK, "r": 4, "init_lora_weights": False, "target_modules": sorted(linear)}
     model = peft.get_peft_model(base, peft.LoraConfig(**how), adapter_name="one")

@@ -295,7 +295,12 @@ class SlotCache(Cache):
         """The states of all recurrent layers, by the number of the layer."""
         return {index: layer.recurrent for index, layer in enumerate(self.layers) if layer.recurrent}
 
-    def _prefilled_state(self, layer_idx: int) -> RecurrentState:
+    def prefilled_state(self, layer_idx: int) -> RecurrentState:
+        """The state of a layer while prompts are read.
+
+        Raises:
+            UnsupportedModelError: They have been read.
+        """
         if self.lengths:
             raise UnsupportedModelError(
                 f"Layer {layer_idx} updates a recurrent state in an unknown place, so it cannot be kept while drafts "
@@ -312,20 +317,20 @@ class SlotCache(Cache):
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._prefilled_state(layer_idx).get_conv_state(layer_idx, state_idx)
+        return self.prefilled_state(layer_idx).get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._prefilled_state(layer_idx).get_recurrent_state(layer_idx, state_idx)
+        return self.prefilled_state(layer_idx).get_recurrent_state(layer_idx, state_idx)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        return self._prefilled_state(layer_idx).update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        return self.prefilled_state(layer_idx).update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        return self._prefilled_state(layer_idx).update_recurrent_state(recurrent_states, layer_idx, state_idx)
+        return self.prefilled_state(layer_idx).update_recurrent_state(recurrent_states, layer_idx, state_idx)
 
     @contextmanager
     def kept(self, like: Cache) -> Iterator[None]:

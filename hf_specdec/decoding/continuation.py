@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import get_ident
@@ -27,8 +27,11 @@ from ..kernels.products import fast_products
 from ..protocol import Prompt
 from ..target_facts import decoder_layers, layers_owner
 from .cache import check_room
+from .own_states import own_layers
 from .positions import PositionCounter
 from .profile import model_profile
+from .recurrences import over_nodes
+from .recurrent import mixers
 from .request import Request
 from .rotary import ChangingRotary, changing_rotary
 from .source import Source
@@ -63,8 +66,14 @@ def read_prompts(
         UnsupportedModelError: The model goes on after its prompts in a way that cannot be followed.
     """
     model, input_ids, kwargs = request.model, request.input_ids, dict(request.model_kwargs)
+    if request.batch_size > 1 and target.profile.mixes_rows:
+        raise UnsupportedModelError(
+            f"Plain generation with {type(model).__name__} mixes the rows of a batch, and this call has "
+            f"{request.batch_size}. Pass one prompt at a time, and num_return_sequences=1."
+        )
     if request.past_key_values is not None:
         target.cache.load(request.past_key_values)
+        _check_loaded(target)
     room = max_length - input_ids.shape[1]
     mask_name = target.profile.of_decoder("attention_mask")
     given, mask = request.prompt_slots(target.cache.get_seq_length()), kwargs.get(mask_name)
@@ -101,6 +110,17 @@ def read_prompts(
     # The last token is never read.
     target.max_position = max(continuation.next_positions) + room - 2
     return output, states, continuation
+
+
+def _check_loaded(target: SlotModel) -> None:
+    """Refuses continued caches without the states of layers that keep them elsewhere in plain generation."""
+    missing = own_layers(target.model).values() - target.cache.recurrent_states().keys()
+    if missing and target.cache.get_seq_length():
+        raise UnsupportedModelError(
+            f"`past_key_values` has keys and values of {target.cache.get_seq_length()} tokens, and not the recurrent "
+            f"states after them, which {type(target.model).__name__} keeps in its modules. Give the whole text as the "
+            "prompt."
+        )
 
 
 def _read_first_chunks(request: Request, target: SlotModel, kwargs: dict[str, Any]) -> dict[Any, list[torch.Tensor]]:
@@ -396,7 +416,9 @@ class ContinuationCheck:
             return None
         inputs = {**continuation.inputs, profile.of_decoder("input_ids"): tokens[:, None], "return_dict": True}
         inputs[profile.cache_name] = target.forward_cache
-        with target.cache.kept(DynamicCache(config=model.config.get_text_config(decoder=True))), target.adapting():
+        own = over_nodes(model, mixers(model)).in_place() if profile.is_recurrent else nullcontext()
+        slots = target.cache.kept(DynamicCache(config=model.config.get_text_config(decoder=True)))
+        with own, slots, target.adapting():
             logits = model(**inputs).logits
         return cls(model, key, logits[:, -1])
 

@@ -20,6 +20,8 @@ from .adapters import ADAPTED_ROW
 from .cache import SlotCache, fill_cache
 from .continuation import Continuation
 from .output import OutputRecorder
+from .own_states import state_tensors
+from .profile import LIST_OF_STATES
 from .recurrent_state import store_states
 from .request import Request
 from .sequences import Sequences
@@ -103,11 +105,13 @@ class EndedRows:
             steps.append(stack.rows(texts, logits[:, node], rows))
         return torch.stack(steps, dim=1)
 
-    def cache(self) -> Cache:
+    def cache(self) -> Cache | list[torch.Tensor]:
         """Keys and values of all tokens but the last: in the user's cache object, or in the static one asked for.
 
-        transformers has made the latter before it called the loop.
+        transformers has made the latter before it called the loop. RWKV has a list of tensors in the place of a cache.
         """
+        if self._target.profile.cache_name == LIST_OF_STATES:
+            return state_tensors([self._states[row][1] for row in range(self._request.batch_size)])
         rows, prepared = list(range(self._request.batch_size)), self._request.model_kwargs.get("past_key_values")
         if type(prepared) is StaticCache:
             # Compiled code may know the addresses of its tensors, which stay.

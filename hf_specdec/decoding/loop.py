@@ -37,6 +37,7 @@ from .ended_rows import EndedRows
 from .functional import slot_model
 from .output import OutputRecorder, SpeculativeEncoderDecoderOutput, SpeculativeOutput
 from .profile import ModelProfile, model_profile
+from .reading_again import ReadingAgain
 from .reporting import ColumnStreamer, DeferredWork, count_cycle, count_graphs, count_lookups, explain_empty
 from .request import Request
 from .sequences import Sequences, StopRules
@@ -94,6 +95,7 @@ class DecodingLoop:
         self.streamer: ColumnStreamer = ColumnStreamer(request.streamer, self.sequences, self.stop)
         self.deferred: DeferredWork = DeferredWork(self.device)
         self.check: ContinuationCheck | None = None
+        self.again: ReadingAgain | None = None
         self.tracer: Tracer | None = None
 
         origin = dict(getattr(speculator, "origin", {}))
@@ -162,6 +164,8 @@ class DecodingLoop:
 
     def _cycle(self) -> None:
         began = perf_counter()
+        if self.again is not None:
+            self.again.read(self.rows)
         step = self._step()
         draft = self.sampler.constrained(self._propose(step), self.rows)
         drafted = perf_counter()
@@ -184,6 +188,7 @@ class DecodingLoop:
         began = perf_counter()
         self.continuation: Continuation
         output, states, self.continuation = read_prompts(self.request, self.target, self.stop.max_length)
+        self.again = ReadingAgain.of(self.request, self.target, self.sequences, self.continuation)
         self.ended: EndedRows = EndedRows(self.request, self.target, self.continuation, self.sequences)
         self.stats.num_target_forwards += 1
         self.streamer.put_prompts(self.request.input_ids)
@@ -196,7 +201,8 @@ class DecodingLoop:
         self.anchors = verdict.tokens[:, 0]
         if self.progress.traces:
             self._begin_trace(draft, verdict, logits)
-        if not (self.stop.all_finished or self.request.synced_gpus):
+        # Plain generation's next forward may be one over the whole text.
+        if not (self.stop.all_finished or self.request.synced_gpus or self.again is not None):
             self.check = ContinuationCheck.begin(self.target, self.continuation, self.anchors)
         # With a check under way, nothing is shown before the first verification has been compared with it.
         if self.check is None:
@@ -226,6 +232,7 @@ class DecodingLoop:
         """State of the active rows, and how deep each may draft: one token more is committed with every draft."""
         depth, room = self.generator.num_speculative_tokens, self.stop.max_length - 1
         depths = [max(min(depth, room - self.sequences.lengths[row]), 0) for row in self.rows]
+        depths = depths if self.again is None else self.again.limited(depths)
         return DraftStep(self.rows, self.anchors, self._positions(1), depths)
 
     def _propose(self, step: DraftStep) -> DraftTree:
@@ -335,6 +342,11 @@ class DecodingLoop:
                 )
             else:
                 self.ended.read_padding(self.recorder, self.stack, self.stats)
+        if keeps_cache and self.again is not None and len(set(self.sequences.lengths)) > 1:
+            self.stats.notes.append(
+                "The returned cache has rows that ended before others as of their ends, also where plain generation "
+                "would have read them again."
+            )
         cache = self.ended.cache() if keeps_cache else None
         sequences = self.sequences.output()
         if not self.request.generation_config.return_dict_in_generate:

@@ -5,6 +5,7 @@ Shapes: R rows, T nodes, K inputs that a convolution keeps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -43,6 +44,27 @@ class Nodes:
     def on(self, device: torch.device) -> torch.BoolTensor:
         """`visible`, where a layer lies."""
         return self.visible.to(device, non_blocking=True)
+
+    def walk(self, start: torch.Tensor, step: Callable[[int, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        """States `(R, ...)` after all nodes, one after the other.
+
+        Args:
+            start (`torch.Tensor` of shape `(R, ...)`): The state in front of them.
+            step (`Callable`): Says what a node makes of the state of its parent.
+        """
+        states: list[torch.Tensor] = []
+        for node in range(self.count):
+            states.append(step(node, start if node == 0 else self._of_parents(states, node)))
+        return states
+
+    def _of_parents(self, states: list[torch.Tensor], node: int) -> torch.Tensor:
+        """The states of the parents of a node, which is another one in each row unless they share a topology."""
+        if self.is_chain:
+            return states[-1]
+        if self.parents is not None:
+            return states[self.parents[node]]
+        parents = self.topology.parents[:, node].to(states[0].device, non_blocking=True)
+        return torch.stack(states, dim=1)[torch.arange(len(parents), device=parents.device), parents]
 
     def columns(self, past: int, size: int, device: torch.device) -> torch.LongTensor:
         """Places of each node's last `size` inputs, its own being the last, `(1 | R, T, size)`.

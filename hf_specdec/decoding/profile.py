@@ -15,7 +15,8 @@ from .recurrent import mixers
 
 
 # Names of forwards for their cache: those with attention, and those with recurrent layers alone.
-KEYS_AND_VALUES, STATES_ALONE = "past_key_values", "cache_params"
+KEYS_AND_VALUES, LIST_OF_STATES = "past_key_values", "state"
+STATES_ALONE = ("cache_params", LIST_OF_STATES)
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class ModelProfile:
         cache_name (`str`): The argument of its forward that takes the cache.
         has_encoder (`bool`): Its decoder attends to the output of an encoder too, which the call reads once.
         counted (`CountedPositions`, *optional*): Modules that count positions, and can be told them instead.
+        mixes_rows (`bool`): Its own forward of one token mixes the rows of a batch, so that it can have one row only.
     """
 
     spans: tuple[Span, ...]
@@ -47,6 +49,7 @@ class ModelProfile:
     cache_name: str = KEYS_AND_VALUES
     has_encoder: bool = False
     counted: CountedPositions | None = None
+    mixes_rows: bool = False
 
     def of_decoder(self, name: str) -> str:
         """The name of the forward's arguments and outputs for what its decoder has under this one."""
@@ -86,8 +89,6 @@ _UNSUPPORTED = {
     "musicgen_melody_decoder": "writes several streams of audio codes",
     "prophetnet": "continues from its cache by one token at a time",
     "t5gemma2_decoder": "attends to its text and to its source under one mask, which it makes itself",
-    "recurrent_gemma": "keeps its recurrent states in its modules, as of the last token alone, and not in a cache",
-    "rwkv": "keeps its states in a list of tensors, as of the last token alone, and reads the padding of prompts",
     "unlimited_ocr_text": "keeps its prompt apart from a window of the last tokens, in cache layers of its own",
     "xlstm": "keeps its states in a cache of its own class, as of the last token alone",
 }
@@ -150,8 +151,8 @@ def _read_profile(model, role) -> ModelProfile:
             "the speculative arguments out to use plain generate()."
         )
     parameters = inspect.signature(model.forward).parameters
-    cache_name = next((name for name in (KEYS_AND_VALUES, STATES_ALONE) if name in parameters), None)
-    if cache_name is None or (cache_name == STATES_ALONE and not is_recurrent):
+    cache_name = next((name for name in (KEYS_AND_VALUES, *STATES_ALONE) if name in parameters), None)
+    if cache_name is None or (cache_name in STATES_ALONE and not is_recurrent):
         raise UnsupportedModelError(
             f"{name} keeps no key/value cache (its forward has no `past_key_values`), which speculation needs of the "
             f"{role}. Leave the speculative arguments out to use plain generate()."
@@ -173,6 +174,7 @@ def _read_profile(model, role) -> ModelProfile:
         cache_name=cache_name,
         has_encoder=has_encoder,
         counted=counted,
+        mixes_rows=text_config.model_type == "rwkv",
     )
 
 

@@ -18,7 +18,7 @@ Shapes: R rows, H heads, T nodes, K size of keys, V size of values, N states of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,7 +32,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from ..threads import Lock, OwnForwards
-from .nodes import Nodes
+from .own_states import OverStates, check_own_layer, keeps_own_state
 from .recurrent_state import NodeStates, Reading
 
 
@@ -226,10 +226,9 @@ def mamba_scan(
     # Nodes come first: one after the other continues its parent.
     steps, written = dt.movedim(-1, 0)[..., None], (dt * inputs).movedim(-1, 0)[..., None]
     decays, written = (steps * A.float()).exp(), written * B.float().movedim(-1, 0)[:, :, None]
-    states: list[torch.Tensor] = []
-    for node in range(reading.nodes.count):
-        before = _part_of_state(reading) if node == 0 else _of_parents(states, reading.nodes, node)
-        states.append(torch.addcmul(written[node], decays[node], before))
+    states = reading.nodes.walk(
+        _part_of_state(reading), lambda node, before: torch.addcmul(written[node], decays[node], before)
+    )
     reading.num_scans += 1
     kept = torch.stack(states, dim=-1)
     output = torch.einsum("rcnt,rnt->rct", kept, C.float())
@@ -244,16 +243,6 @@ def _part_of_state(reading: Reading) -> torch.Tensor:
     state = reading.start.recurrent_states[0].float()
     # Some mixers are made of several, of which each scans by itself.
     return state[:, reading.num_scans] if state.dim() == 4 else state
-
-
-def _of_parents(states: list[torch.Tensor], nodes: Nodes, node: int) -> torch.Tensor:
-    """The states of the parents of a node, which is another one in each row unless they share a topology."""
-    if nodes.is_chain:
-        return states[-1]
-    if nodes.parents is not None:
-        return states[nodes.parents[node]]
-    parents = nodes.topology.parents[:, node].to(states[0].device, non_blocking=True)
-    return torch.stack(states, dim=1)[torch.arange(len(parents), device=parents.device), parents]
 
 
 def convolution(
@@ -310,13 +299,25 @@ def reads_nodes(module: nn.Module, has_inputs: bool, has_state: bool) -> bool:
     return not (has_inputs and names.isdisjoint(_CONVOLUTIONS)) and not (has_state and names.isdisjoint(_SCANS))
 
 
-def over_nodes(model: nn.Module, mixers: Sequence[nn.Module]) -> OwnForwards:
-    """Forwards with which the mixers of a model read the nodes of verifications; all other calls get the class's."""
+def over_nodes(model: nn.Module, mixers: dict[nn.Module, int]) -> OwnForwards:
+    """Forwards with which the mixers of a model read the nodes of verifications; all other calls get the class's.
+
+    Args:
+        mixers (`dict[nn.Module, int]`): They, or some of them, with the numbers of their layers.
+
+    Raises:
+        UnsupportedModelError: Of [`check_own_layer`].
+    """
+    for mixer in filter(keeps_own_state, mixers):
+        check_own_layer(mixer)
     with _of_models_lock:
         known = _of_models.get(model)
         # The user may have put others in their places.
         if known is None or [mixer for mixer, _ in known.pairs] != list(mixers):
-            known = _of_models[model] = OwnForwards((mixer, _OverNodes(mixer)) for mixer in mixers)
+            known = _of_models[model] = OwnForwards(
+                (mixer, OverStates(mixer, number) if keeps_own_state(mixer) else _OverNodes(mixer))
+                for mixer, number in mixers.items()
+            )
         return known
 
 

@@ -21,6 +21,7 @@ from ..drafts import TreeTopology
 from ..transfers import upload
 from .adapters import RowAdapters
 from .nodes import Nodes
+from .own_states import keeps_own_state, own_layers
 from .recurrences import over_nodes, reads_nodes
 from .recurrent_state import Reading, RecurrentState
 
@@ -41,9 +42,9 @@ class RecurrentLayers:
         self.cache = cache
         self.nodes: Nodes | None = None
         self.states: dict[int, RecurrentState] = cache.recurrent_states()
-        modules = [module for module in mixers(model) if module.layer_idx in self.states]
-        self._forwards = over_nodes(model, modules)
-        self._mixers = [_driver(module, self.states[module.layer_idx])(self, module) for module in modules]
+        known = {module: number for module, number in mixers(model).items() if number in self.states}
+        self._forwards = over_nodes(model, known)
+        self._mixers = [_driver(module, self.states[number])(self, module, number) for module, number in known.items()]
 
     @contextmanager
     def reading(self, topology: TreeTopology):
@@ -98,8 +99,8 @@ class _Mixer:
         after (`Reading`, *optional*): What it becomes by the last forward.
     """
 
-    def __init__(self, layers: RecurrentLayers, module: torch.nn.Module):
-        self.layers, self.module, self.state = layers, module, layers.states[module.layer_idx]
+    def __init__(self, layers: RecurrentLayers, module: torch.nn.Module, number: int):
+        self.layers, self.module, self.state = layers, module, layers.states[number]
         self.after: Reading | None = None
         signature = inspect.signature(inspect.unwrap(type(module).forward))
         self._names = [name for name in signature.parameters if name != "self"]
@@ -136,7 +137,10 @@ class _Mixer:
 
     def leave(self, output):
         """Return value of the module in the place of `output`."""
-        return output
+        if not isinstance(output, tuple):
+            return output
+        # Some pass their cache on.
+        return tuple(self.layers.cache if part is self.after else part for part in output)
 
     def commit(self, last: torch.LongTensor) -> None:
         """Moves the state to node `last` `(R,)` of each row."""
@@ -151,8 +155,8 @@ class _SteppedMixer(_Mixer):
         depths (`list[list[tuple[int, int]]]`): Row and node of the tokens of each call.
     """
 
-    def __init__(self, layers, module):
-        super().__init__(layers, module)
+    def __init__(self, layers, module, number):
+        super().__init__(layers, module, number)
         self.depths: list[list[tuple[int, int]]] = []
         self._states: list[Reading] = []
         self._outputs: list[Any] = []
@@ -225,12 +229,15 @@ def _by_depth(parents: list[list[int]]) -> list[list[tuple[int, int]]]:
 
 
 def _driver(module: torch.nn.Module, state: RecurrentState) -> type[_Mixer]:
-    return _Mixer if reads_nodes(module, bool(state.conv_states), bool(state.recurrent_states)) else _SteppedMixer
+    has_inputs, has_state = bool(state.conv_states), bool(state.recurrent_states)
+    is_known = keeps_own_state(module) or reads_nodes(module, has_inputs, has_state)
+    return _Mixer if is_known else _SteppedMixer
 
 
-def mixers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of a model that update a recurrent state of its cache, in order."""
-    return [module for module in model.modules() if hasattr(module, "layer_idx") and _updates_state(type(module))]
+def mixers(model: torch.nn.Module) -> dict[torch.nn.Module, int]:
+    """The modules of a model that update a recurrent state, in order, with the numbers of their layers in a cache."""
+    known = (module for module in model.modules() if hasattr(module, "layer_idx") and _updates_state(type(module)))
+    return {module: module.layer_idx for module in known} | own_layers(model)
 
 
 @lru_cache(maxsize=4096)

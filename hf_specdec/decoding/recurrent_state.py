@@ -27,9 +27,11 @@ class RecurrentState:
         conv_states (`dict[int, torch.Tensor]`): The last inputs of each convolution, `(R, channels, K)`.
         recurrent_states (`dict[int, torch.Tensor]`): Each `(R, ...)`.
         num_read (`int`): Tokens of a row that the first convolution has read.
+        nodes (`Nodes`, *optional*): Those of a verification, where it reads several.
     """
 
     record_past = False
+    nodes: Nodes | None = None
 
     def __init__(self, conv_states: _States | None = None, recurrent_states: _States | None = None, num_read: int = 0):
         self.conv_states: dict[int, torch.Tensor] = conv_states or {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from copy import copy
 from typing import Any
@@ -39,15 +39,14 @@ def changing_rotary(model: nn.Module, prompt_lengths: list[int], max_new_tokens:
         max_new_tokens (`int`): Positions that generation may add.
 
     Raises:
-        UnsupportedModelError: The model reads the whole text again where they change, or its embeddings cannot be told
-            the lengths.
+        UnsupportedModelError: Its embeddings cannot be told the lengths.
     """
     config = model.config.get_text_config(decoder=True)
     # The last token is not read.
     longest = max(prompt_lengths) + max_new_tokens - 1
     # Of all layers, or one dict for each layer type.
     known = getattr(config, "rope_parameters", None) or {}
-    changes = False
+    changes, again = False, None
     for parameters in [known] if "rope_type" in known else known.values():
         kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
         if kind not in _KINDS:
@@ -56,8 +55,8 @@ def changing_rotary(model: nn.Module, prompt_lengths: list[int], max_new_tokens:
         if kind == "longrope":
             limit = parameters["original_max_position_embeddings"]
         if longest > limit and (kind == "dynamic" or min(prompt_lengths) <= limit):
-            _check_reading_on(model, kind, limit, prompt_lengths, max_new_tokens)
             changes = True
+            again = limit if kind == "longrope" and _reads_again(model) else again
     if not changes:
         return None
     modules = [module for module in model.modules() if _is_changing(module)]
@@ -75,7 +74,7 @@ def changing_rotary(model: nn.Module, prompt_lengths: list[int], max_new_tokens:
             f"`max_new_tokens` so that no row gets to {longest} tokens, or leave the speculative arguments out to use "
             "plain generate()."
         )
-    return ChangingRotary(modules, prompt_lengths)
+    return ChangingRotary(modules, prompt_lengths, again)
 
 
 def check_constant_rotary(model: nn.Module, prompt_lengths: list[int], max_new_tokens: int) -> None:
@@ -93,17 +92,10 @@ def check_constant_rotary(model: nn.Module, prompt_lengths: list[int], max_new_t
         )
 
 
-def _check_reading_on(model, kind, limit, prompt_lengths, max_new_tokens) -> None:
-    """Refuses models whose generation drops the cache where the frequencies change."""
+def _reads_again(model: nn.Module) -> bool:
+    """Tells models whose generation drops the cache where the frequencies change."""
     code = inspect.unwrap(type(model).prepare_inputs_for_generation).__code__
-    if kind != "longrope" or "original_max_position_embeddings" not in {*code.co_names, *code.co_consts}:
-        return
-    raise UnsupportedModelError(
-        f"{type(model).__name__} reads the whole text again where its rotary embedding (rope_type='{kind}') "
-        f"changes at position {limit}, and this call may get there: prompts of {min(prompt_lengths)} to "
-        f"{max(prompt_lengths)} tokens and {max_new_tokens} new ones. Set `max_new_tokens` so that it stays below, or "
-        "leave the speculative arguments out to use plain generate()."
-    )
+    return "original_max_position_embeddings" in {*code.co_names, *code.co_consts}
 
 
 def _is_changing(module: nn.Module) -> bool:
@@ -117,9 +109,12 @@ class ChangingRotary:
     Args:
         modules (`list[nn.Module]`): The embeddings, after the prompts have been read.
         positions (`list[int]`): Position of each row's next token.
+        read_again_at (`int`, *optional*): Tokens of a text, padding among them, in front of the one at which plain
+            generation reads all of it again.
     """
 
-    def __init__(self, modules: list[nn.Module], positions: list[int]):
+    def __init__(self, modules: list[nn.Module], positions: list[int], read_again_at: int | None = None):
+        self.read_again_at = read_again_at
         # In plain generation all rows go on together, and the longest one says the length.
         self._leads = [max(positions) - position for position in positions]
         self._lengths = [max(positions)] * len(positions)
@@ -127,10 +122,16 @@ class ChangingRotary:
         self._embeddings = [_Embedding(module) for module in modules]
         self._forwards = OwnForwards((one.module, one) for one in self._embeddings)
 
-    @contextmanager
-    def reading(self, positions: torch.LongTensor) -> Iterator[None]:
+    def reading(self, positions: torch.LongTensor) -> AbstractContextManager[None]:
         """Gives nodes at the positions `(R, T)`, inside the block, the frequencies of their own lengths."""
-        lengths = positions + positions.new_tensor(self._leads)[:, None] + 1
+        return self._reading(positions + positions.new_tensor(self._leads)[:, None] + 1)
+
+    def as_of(self, position: int, row: int, shape: torch.Size) -> AbstractContextManager[None]:
+        """Gives tokens of a shape `(R, T)`, inside the block, the frequencies of one row's token at a position."""
+        return self._reading(torch.full(shape, position + self._leads[row] + 1))
+
+    @contextmanager
+    def _reading(self, lengths: torch.LongTensor) -> Iterator[None]:
         token = _lengths.set(lengths)
         try:
             with self._forwards.in_place():

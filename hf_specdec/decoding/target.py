@@ -44,6 +44,7 @@ from .graphs import CallGraphs, graphs_for
 from .masks import RowState, node_masks, node_positions, slot_tree
 from .positions import PlacedNodes, PositionCounter
 from .profile import MASK_OF_LAYER_TYPE, WITHOUT_ATTENTION, model_profile
+from .recurrences import over_nodes
 from .recurrent import RecurrentLayers, mixers
 from .recurrent_state import RecurrentState
 from .rotary import ChangingRotary
@@ -146,8 +147,9 @@ class SlotModel:
         self.graphs: CallGraphs | None = None
         self.recurrent: RecurrentLayers | None = None
         if self.profile.is_recurrent:
-            cache.last_recurrent_layer = max(module.layer_idx for module in mixers(model))
-            cache.has_slots = self.profile.attends
+            known = mixers(model)
+            self.reading_prompts = over_nodes(model, known).in_place
+            cache.last_recurrent_layer, cache.has_slots = max(known.values()), self.profile.attends
         self.states = states
         self.taps: StateTaps = StateTaps(model, states)
         self.forward_kwargs: dict[str, Any] = forward_kwargs or {}

@@ -77,8 +77,8 @@ def test_windows_are_the_last_inputs_of_a_path(topology, size, more, seed):
 
 def test_calls_share_a_mixer_and_leave_it_as_it_was():
     model = tiny_model("qwen3_next")
-    module = mixers(model)[0]
-    first, second = (over_nodes(model, [module]).in_place() for _ in range(2))
+    module = next(iter(mixers(model)))
+    first, second = (over_nodes(model, {module: 0}).in_place() for _ in range(2))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -89,30 +89,30 @@ def test_calls_share_a_mixer_and_leave_it_as_it_was():
 
 def test_mixers_that_the_user_has_replaced():
     model = tiny_model("qwen3_next")
-    first, second = mixers(model)[:2]
-    known = over_nodes(model, [first])
-    assert over_nodes(model, [first]) is known
-    with over_nodes(model, [second]).in_place():
+    first, second = list(mixers(model))[:2]
+    known = over_nodes(model, {first: 0})
+    assert over_nodes(model, {first: 0}) is known
+    with over_nodes(model, {second: 1}).in_place():
         assert "forward" in vars(second)
         assert "forward" not in vars(first)
 
 
 def test_other_calls_get_the_own_forward():
     model = tiny_model("qwen3_next")
-    module, hidden = mixers(model)[0], draws(0)(2, 5, 64).float()
+    module, hidden = next(iter(mixers(model))), draws(0)(2, 5, 64).float()
     with torch.no_grad():
         expected = module(hidden)
-        with over_nodes(model, [module]).in_place():
+        with over_nodes(model, {module: 0}).in_place():
             assert torch.equal(module(hidden), expected)
 
 
 @pytest.mark.parametrize(("name", "is_known"), [("lfm2", True), ("mamba2", True), ("zaya", False)])
 def test_mixers_of_unknown_functions_and_replaced_forwards_are_stepped(name, is_known):
     model = tiny_model(name)
-    module = mixers(model)[0]
+    module = next(iter(mixers(model)))
     assert reads_nodes(module, True, name != "lfm2") is is_known
     module.forward = theirs = lambda *args, **kwargs: None
-    with over_nodes(model, [module]).in_place():
+    with over_nodes(model, {module: 0}).in_place():
         assert vars(module)["forward"] is theirs
         assert not reads_nodes(module, True, name != "lfm2")
 

@@ -175,7 +175,7 @@ def test_a_cycle_is_one_forward_and_a_mixer_is_called_once_or_for_every_depth(mo
     model = models(name)
     driver = prefilled(model, [random_tokens(9, random.Random(2))])
     calls = {"model": 0, "input": 0}
-    mixer = mixers(model)[0]
+    mixer = next(iter(mixers(model)))
     counted = {
         "model": model,
         "input": next(child for child in mixer.children() if isinstance(child, torch.nn.Linear)),
@@ -321,7 +321,7 @@ def test_recurrent_draft_models(models, name, batch_size):
 def test_an_error_leaves_the_model_as_it_was(models, name):
     model = models(name)
     expected = plain(model, 1)
-    broken = mixers(model)[-1]
+    broken = list(mixers(model))[-1]
     before = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
     forward, calls = broken.forward, []
 

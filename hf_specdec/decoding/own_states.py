@@ -1,0 +1,201 @@
+"""Layers that keep their recurrent states elsewhere than in transformers' caches, over the states of a call.
+
+RecurrentGemma's blocks keep the last inputs of their convolution and the state of their linear recurrence as
+attributes, and RWKV's model passes a list of tensors through all blocks. During a call both work on a
+[`RecurrentState`]: on that of the cache while prompts are read, on a [`Reading`] of it while drafts are verified.
+Nothing is kept in the modules.
+
+Shapes: R rows, T tokens, W channels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from ..target_facts import decoder_layers
+from .cache import SlotCache
+from .recurrent_state import Reading, RecurrentState
+
+
+# ------------------------------------------------------------------------------------------------------ RecurrentGemma
+
+
+def _recurrent_gemma_block(block: Any, state: RecurrentState, *args: Any, **kwargs: Any) -> Any:
+    """The block's own code, on a twin of it that has the states of the call."""
+    nodes, layer = state.nodes, block.conv_1d
+    unit = _twin(block.rg_lru, recurrent_states=state.get_recurrent_state())
+    twin = _twin(block, rg_lru=unit, conv1d_state=state.get_conv_state())
+    if nodes is None:
+        output = type(block).forward(twin, *args, **kwargs)
+        state.conv_states[0], state.recurrent_states[0] = twin.conv1d_state, unit.recurrent_states
+        return output
+
+    def convolution(inputs: torch.Tensor) -> torch.Tensor:
+        weight, bias = layer.weight, layer.bias
+        windows = nodes.windows(state.update_conv_state(inputs), weight.shape[-1])
+        return (windows * weight).sum(-1) + bias[:, None]
+
+    def scan(hidden_states, recurrent_gate, reset, recurrent_states):
+        gate, inputs = (recurrent_gate * ~reset).float(), hidden_states.float()
+        states = nodes.walk(recurrent_states, lambda node, before: gate[:, node] * before + inputs[:, node])
+        state.update_recurrent_state(torch.stack(states, dim=-1))
+        return torch.stack(states, dim=1).to(hidden_states.dtype), recurrent_states
+
+    vars(unit)["_rnn_scan"], vars(twin)["conv_1d"] = scan, convolution
+    return type(block).forward(twin, *args, **kwargs)
+
+
+def _twin(module: nn.Module, **changes: Any) -> Any:
+    """A module with the same parts and weights, and attributes of its own."""
+    twin = object.__new__(type(module))
+    vars(twin).update({**vars(module), **changes})
+    return twin
+
+
+# ---------------------------------------------------------------------------------------------------------------- RWKV
+
+
+def _rwkv_block(block: nn.Module, own: RecurrentState, *args: Any, **kwargs: Any) -> Any:
+    """The block's own code around time mixing and channel mixing (arXiv 2305.13048) on the states of the call."""
+
+    def time_mixing(hidden: torch.Tensor, state: Any = None, use_cache: bool = True) -> tuple[torch.Tensor, Any]:
+        return _time_mixing(block.attention, own, hidden), state
+
+    def channel_mixing(hidden: torch.Tensor, state: Any = None) -> tuple[torch.Tensor, Any]:
+        return _channel_mixing(block.feed_forward, own, hidden), state
+
+    return type(block).forward(_twin(block, attention=time_mixing, feed_forward=channel_mixing), *args, **kwargs)
+
+
+def state_tensors(rows: list[dict[int, RecurrentState]]) -> list[torch.Tensor]:
+    """The states of some rows as RWKV's model returns them: five tensors of shape `(R, W, layers)`."""
+    layers = [[row[number] for row in rows] for number in sorted(rows[0])]
+    attended, mixed = (
+        [torch.cat([row.conv_states[part][..., 0] for row in layer]) for layer in layers] for part in (0, 1)
+    )
+    averages = [torch.cat([row.recurrent_states[0] for row in layer]) for layer in layers]
+    return [torch.stack(mixed, -1), torch.stack(attended, -1), *torch.stack(averages, -1).unbind(2)]
+
+
+def _time_mixing(module: Any, state: RecurrentState, hidden: torch.Tensor) -> torch.Tensor:
+    shifted = _shifted(state, hidden, 0)
+    key = module.key(torch.lerp(shifted, hidden, module.time_mix_key))
+    value = module.value(torch.lerp(shifted, hidden, module.time_mix_value))
+    receptance = module.receptance(torch.lerp(shifted, hidden, module.time_mix_receptance))
+    return module.output(torch.sigmoid(receptance) * _weighted_values(module, state, key, value))
+
+
+def _channel_mixing(module: Any, state: RecurrentState, hidden: torch.Tensor) -> torch.Tensor:
+    shifted = _shifted(state, hidden, 1)
+    key = module.key(torch.lerp(shifted, hidden, module.time_mix_key))
+    receptance = module.receptance(torch.lerp(shifted, hidden, module.time_mix_receptance))
+    return torch.sigmoid(receptance) * module.value(torch.square(torch.relu(key)))
+
+
+def _shifted(state: RecurrentState, hidden: torch.Tensor, part: int) -> torch.Tensor:
+    """The input `(R, T, W)` in front of each one, zeros in front of the first of a text."""
+    inputs = hidden.mT
+    seen = F.pad(state.update_conv_state(inputs, state_idx=part, conv_kernel_size=1), (1, 0))
+    if state.nodes is None or state.nodes.is_chain:
+        return seen[..., -inputs.shape[-1] - 1 : -1].mT
+    return state.nodes.windows(seen, 2)[..., 0].mT
+
+
+def _weighted_values(module: Any, state: RecurrentState, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The mean `(R, T, W)` of all values so far, weighted by their keys and by their age.
+
+    The state `(R, W, 3)` has its numerator and denominator, both over the exponential of the third.
+    """
+    start = state.get_recurrent_state()
+    if start is None:
+        zeros = torch.zeros_like(key[:, 0], dtype=torch.float32)
+        start = torch.stack([zeros, zeros, zeros - 1e30], dim=-1)
+    if state.nodes is None:
+        attention = vars(sys.modules[type(module).__module__])["rwkv_linear_attention"]
+        parts = list(start.unbind(-1))
+        output, parts = attention(module.time_decay, module.time_first, key, value, state=parts, return_state=True)
+        state.update_recurrent_state(torch.stack(parts, dim=-1))
+        return output
+    decay, keys, values, before = -torch.exp(module.time_decay), key.float(), value.float(), []
+
+    def step(node: int, parent: torch.Tensor) -> torch.Tensor:
+        before.append(parent)
+        return _added(*parent.unbind(-1), decay, keys[:, node], values[:, node])
+
+    states = state.nodes.walk(start, step)
+    state.update_recurrent_state(torch.stack(states, dim=-1))
+    parents = torch.stack(before, dim=1).unbind(-1)
+    # The newest key has a weight of its own.
+    numerator, denominator, _ = _added(*parents, 0.0, keys + module.time_first, values).unbind(-1)
+    return (numerator / denominator).to(key.dtype)
+
+
+def _added(numerator, denominator, exponent, decay, key, value) -> torch.Tensor:
+    """The state with one value more; its exponent is the largest, so that nothing overflows."""
+    largest = torch.maximum(exponent + decay, key)
+    old, new = torch.exp(exponent + decay - largest), torch.exp(key - largest)
+    return torch.stack([old * numerator + new * value, old * denominator + new, largest], dim=-1)
+
+
+# ----------------------------------------------------------------------------------------------------- in their places
+
+# By the names of classes, with the names of parts that are not called as modules.
+_OWN: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "RecurrentGemmaRecurrentBlock": (_recurrent_gemma_block, ("rg_lru", "conv_1d")),
+    "RwkvBlock": (_rwkv_block, ("attention", "feed_forward")),
+}
+
+
+def keeps_own_state(module: nn.Module) -> bool:
+    """Tells a layer that keeps its recurrent state elsewhere than in a cache."""
+    return type(module).__name__ in _OWN
+
+
+def own_layers(model: nn.Module) -> dict[nn.Module, int]:
+    """Such layers of a model, with their numbers."""
+    if not any(map(keeps_own_state, model.modules())):
+        return {}
+    layers = enumerate(decoder_layers(model))
+    return {module: number for number, layer in layers for module in layer.modules() if keeps_own_state(module)}
+
+
+def check_own_layer(module: nn.Module) -> None:
+    """
+    Raises:
+        UnsupportedModelError: Such a layer, or a part of it with weights, has a forward that knows of no state.
+    """
+    parts = [module, *(getattr(module, name) for name in _OWN[type(module).__name__][1])]
+    if not all(isinstance(vars(part).get("forward"), (OverStates, type(None))) for part in parts):
+        raise UnsupportedModelError(
+            f"A part of {type(module).__name__} has got a forward of its own, as offloading gives it, which cannot be "
+            "told the recurrent state of the call. Load the model without offloading, or leave the speculative "
+            "arguments out to use plain generate()."
+        )
+
+
+class OverStates:
+    """Takes the place of such a layer's forward.
+
+    Args:
+        module (`nn.Module`): The layer.
+        number (`int`): The one of its state in a cache.
+    """
+
+    def __init__(self, module: nn.Module, number: int):
+        self.module = module
+        self.number = number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        holders = (value for value in (*args, *kwargs.values()) if isinstance(value, (Reading, SlotCache)))
+        holder = next(holders, None)
+        if holder is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        state = holder.prefilled_state(self.number) if isinstance(holder, SlotCache) else holder
+        return _OWN[type(self.module).__name__][0](self.module, state, *args, **kwargs)

@@ -1,0 +1,161 @@
+"""Layers that keep their recurrent states elsewhere than in a cache: during a call they are in it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_specdec import UnsupportedModelError
+from hf_specdec.decoding.cache import SlotCache
+from hf_specdec.decoding.own_states import own_layers, state_tensors
+from hf_specdec.decoding.target import SlotModel
+from hf_specdec.drafts import TreeTopology
+from tests.architectures import tiny_model
+from tests.scripted import scripted_speculator
+from tests.threads import in_threads
+
+
+NEW_TOKENS = 12
+GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {name: tiny_model(name) for name in ("recurrent_gemma", "rwkv")}
+    # Means of earlier values count beside the newest one.
+    with torch.no_grad():
+        for block in made["rwkv"].rwkv.blocks:
+            block.attention.time_first.sub_(1)
+            block.attention.time_decay.sub_(2)
+    return made
+
+
+def tokens(*shape: int, seed: int = 0) -> torch.LongTensor:
+    return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def speculate(model, prompt):
+    script = scripted_speculator(model.generate(prompt, **GREEDY), [0] * len(prompt), 99, num_speculative_tokens=3)
+    return model.generate(prompt, assistant=script, **GREEDY, return_dict_in_generate=True)
+
+
+@torch.no_grad()
+def test_any_course_of_a_generation_with_rwkv(models):
+    """Every row is as plain generation reads it alone, which mixes the rows of a batch."""
+    model, draw, rows = models["rwkv"], random.Random(0), 3
+    prompts = tokens(rows, 6)
+    driver = SlotModel(model, SlotCache(64))
+    driver.prefill(prompts, [0] * rows)
+    states = [model(prompt[None]).state for prompt in prompts]
+
+    def step(state, token):
+        # The list is written to.
+        output = model(token.view(1, 1), state=[part.clone() for part in state])
+        return output.logits[0, -1], output.state
+
+    for cycle, nodes in enumerate((1, 4, 5, 1, 7)):
+        parents = torch.tensor([[draw.randint(-1, node - 1) for node in range(nodes - 1)] for _ in range(rows)])
+        if cycle % 2:
+            parents = torch.arange(-1, nodes - 2).expand(rows, -1)
+        read = tokens(rows, nodes, seed=cycle)
+        logits = driver.forward(read, TreeTopology.from_parents(parents.long())).logits
+        paths = []
+        for row in range(rows):
+            after = {-1: (None, states[row])}
+            for node in range(nodes):
+                parent = -1 if node == 0 else int(parents[row, node - 1]) + 1
+                after[node] = step(after[parent][1], read[row, node])
+                torch.testing.assert_close(logits[row, node], after[node][0], rtol=1e-4, atol=1e-4)
+            path = [draw.randrange(nodes)]
+            while path[0]:
+                path.insert(0, int(parents[row, path[0] - 1]) + 1)
+            paths.append(path)
+            states[row] = after[path[-1]][1]
+        longest = max(map(len, paths))
+        driver.commit(list(map(len, paths)), torch.tensor([path + [0] * (longest - len(path)) for path in paths]))
+        own = state_tensors([driver.row_states(row)[1] for row in range(rows)])
+        for part, theirs in zip(own, zip(*states)):
+            torch.testing.assert_close(part, torch.cat(theirs), rtol=1e-4, atol=1e-4)
+
+
+def test_the_list_of_states_that_rwkv_returns(models):
+    theirs = models["rwkv"].generate(tokens(1, 6), **GREEDY, return_dict_in_generate=True).past_key_values
+    ours = speculate(models["rwkv"], tokens(1, 6))
+    assert ours.speculative.num_accepted_tokens
+    for own, other in zip(ours.past_key_values, theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_plain_generation_mixes_are_refused(models):
+    model = models["rwkv"]
+    with pytest.raises(UnsupportedModelError, match="mixes the rows of a batch, and this call has 2"):
+        model.generate(tokens(2, 6), spec_method="ngram", **GREEDY)
+
+
+def test_the_state_of_an_earlier_call_is_refused(models):
+    model = models["rwkv"]
+    output = model.generate(tokens(1, 6), **GREEDY, return_dict_in_generate=True)
+    with pytest.raises(Exception, match="does not tell how many tokens it has read"):
+        model.generate(output.sequences, state=output.past_key_values, spec_method="ngram", **GREEDY)
+
+
+def test_a_cache_without_the_states_is_refused_and_the_own_one_continued(models):
+    model = models["recurrent_gemma"]
+    first, expected = tokens(2, 9), model.generate(tokens(2, 9), max_new_tokens=2 * NEW_TOKENS, do_sample=False)
+    cache = DynamicCache(config=model.config)
+    model.generate(first, past_key_values=cache, **GREEDY)
+    with pytest.raises(UnsupportedModelError, match="and not the recurrent states after them"):
+        model.generate(expected[:, :30], past_key_values=cache, spec_method="ngram", **GREEDY)
+    output = speculate(model, first)
+    script = scripted_speculator(expected, [0, 0], 99)
+    output = model.generate(output.sequences, past_key_values=output.past_key_values, assistant=script, **GREEDY)
+    assert output.tolist() == expected.tolist()
+
+
+def test_nothing_is_kept_in_the_modules(models):
+    model = models["recurrent_gemma"]
+    layers = own_layers(model)
+    assert list(layers.values()) == [0, 1]
+    script = scripted_speculator(model.generate(tokens(1, 9), **GREEDY), [0], 99)
+    before = [(layer.conv1d_state, layer.rg_lru.recurrent_states) for layer in layers]
+    model.generate(tokens(1, 9), assistant=script, **GREEDY)
+    for layer, (inputs, state) in zip(layers, before):
+        assert layer.conv1d_state is inputs
+        assert layer.rg_lru.recurrent_states is state
+        assert vars(layer).keys().isdisjoint({"forward", "conv_1d", "rg_lru"})
+        assert "_rnn_scan" not in vars(layer.rg_lru)
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma", "rwkv"])
+def test_calls_of_two_threads(models, name):
+    model, prompts = models[name], [tokens(1, 9), tokens(1, 7, seed=1)]
+    scripts = [scripted_speculator(model.generate(prompt, **GREEDY), [0], 99) for prompt in prompts]
+    calls = [
+        lambda prompt=prompt, script=script: [
+            model.generate(prompt, assistant=script, **GREEDY).tolist() for _ in range(3)
+        ]
+        for prompt, script in zip(prompts, scripts)
+    ]
+    assert in_threads(*calls) == [[model.generate(prompt, **GREEDY).tolist()] * 3 for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma", "rwkv"])
+def test_a_draft_model_that_is_always_right(models, name):
+    prompt = tokens(1, 9)
+    output = models[name].generate(prompt, assistant=models[name], return_dict_in_generate=True, **GREEDY)
+    assert output.sequences.tolist() == models[name].generate(prompt, **GREEDY).tolist()
+    assert output.speculative.num_accepted_tokens == output.speculative.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(("name", "part"), [("recurrent_gemma", "rg_lru"), ("rwkv", "attention")])
+def test_parts_with_a_forward_of_their_own_are_refused(models, name, part):
+    module = getattr(next(iter(own_layers(models[name]))), part)
+    module.forward = lambda *args, **kwargs: None
+    try:
+        with pytest.raises(UnsupportedModelError, match="cannot be told the recurrent state"):
+            models[name].generate(tokens(1, 4), spec_method="ngram", **GREEDY)
+    finally:
+        del module.forward

@@ -6,6 +6,7 @@ import sys
 from typing import Any, cast
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import SpecConfigError, UnsupportedModelError
 
@@ -77,6 +78,36 @@ def active_adapters(model: torch.nn.Module) -> list[str]:
         return []
     adapted = (module for module in model.modules() if isinstance(module, layer) and not module.disable_adapters)
     return sorted({name for module in adapted for name in cast(Any, module).active_adapters})
+
+
+def quantisation(model: torch.nn.Module) -> str | None:
+    """The kind of a model's quantised weights, such as "torchao" or "bitsandbytes_4bit"; `None` where all are plain.
+
+    Weights that transformers has dequantised on loading are plain.
+    """
+    if getattr(model, "is_quantized", False):
+        method = getattr(model, "quantization_method", None)
+        return str(getattr(method, "value", method) or "quantised")
+    for module in model.modules():
+        if type(module).__module__.startswith("torch.ao.nn.quantized"):
+            return "torch"
+        for weight in module._parameters.values():
+            if weight is not None and is_packed(weight):
+                return type(weight).__module__.partition(".")[0]
+    return None
+
+
+def is_packed(weight: torch.Tensor) -> bool:
+    """Tells a weight that is stored as something else than its numbers; in parts on several processes it is plain."""
+    is_other = is_traceable_wrapper_subclass(weight) and not hasattr(weight, "full_tensor")
+    return is_other or weight.dtype.itemsize < 2 or not weight.is_floating_point()
+
+
+def numbers_of(weight: torch.Tensor) -> torch.Tensor | None:
+    """The numbers of a weight; `None` where only the module around it can tell them."""
+    if not is_packed(weight):
+        return weight
+    return weight.dequantize() if weight.is_floating_point() and weight.dtype.itemsize > 1 else None
 
 
 def draft_device(config: Any, target_model: torch.nn.Module, part: torch.nn.Module | None = None) -> torch.device:

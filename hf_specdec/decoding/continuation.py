@@ -25,7 +25,7 @@ from transformers.generation import GenerationMixin
 from ..errors import UnsupportedModelError
 from ..kernels.products import fast_products
 from ..protocol import Prompt
-from ..target_facts import decoder_layers, layers_owner
+from ..target_facts import decoder_layers, layers_owner, quantisation
 from .cache import check_room
 from .own_states import own_layers
 from .positions import PositionCounter
@@ -460,5 +460,6 @@ def _is_precise(model: torch.nn.Module) -> bool:
         return False
     if torch.get_float32_matmul_precision() != "highest":
         return False
-    is_quantized = any("quant" in type(module).__module__ for module in model.modules())
-    return not is_quantized and all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
+    # Layers may round what they read, too.
+    is_wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
+    return is_wide and quantisation(model) is None

@@ -22,7 +22,8 @@ from ..kernels._llvm import HAS_LLVM
 from ..method import drafting_method, is_language_model
 from ..settings import SpeculativeConfig
 from ..speculator import Speculator
-from ..target_facts import active_adapters, vocabulary_size
+from ..target_facts import active_adapters, quantisation, vocabulary_size
+from ..training.options import RESULT_FILE
 
 
 Status = Literal["ok", "warning", "error"]
@@ -180,6 +181,7 @@ def network_findings(
         return
     yield from _weight_findings(network)
     yield from _dtype_findings(network, target_model)
+    yield from _quantisation_findings(network, target_model, files)
     yield from _adapter_findings(network, target_model)
     yield from _layer_findings(network, files)
     ids = token_ids(network)
@@ -207,14 +209,7 @@ def _weight_findings(network: nn.Module) -> Iterator[Finding]:
 def _dtype_findings(network: nn.Module, target_model: PreTrainedModel) -> Iterator[Finding]:
     own = next((tensor.dtype for tensor in network.parameters() if tensor.is_floating_point()), None)
     names = [str(dtype).removeprefix("torch.") for dtype in (own, target_model.dtype)]
-    if getattr(target_model, "is_quantized", False):
-        yield Finding(
-            "dtype",
-            "warning",
-            "The target is quantised: its states are not quite those that drafters are trained on.",
-            "Compare the acceptance with that of the unquantised target if it is low.",
-        )
-    elif own is torch.float16 and target_model.dtype is torch.bfloat16:
+    if own is torch.float16 and target_model.dtype is torch.bfloat16:
         yield Finding(
             "dtype",
             "warning",
@@ -223,6 +218,39 @@ def _dtype_findings(network: nn.Module, target_model: PreTrainedModel) -> Iterat
         )
     else:
         yield Finding("dtype", "ok", f"The drafter computes in {names[0]}, the target in {names[1]}.")
+
+
+def _quantisation_findings(
+    network: nn.Module, target_model: PreTrainedModel, files: RepoFiles | None
+) -> Iterator[Finding]:
+    """About weights that are quantised: the target's, the drafter's, and those that it was trained on."""
+    theirs, own = quantisation(target_model), quantisation(network)
+    if getattr(network, "target_hidden_states", ()):
+        about = files.read_json(RESULT_FILE) if files is not None and RESULT_FILE in files else {}
+        trained_on = about.get("target_quantization")
+        if not isinstance(trained_on, str):
+            trained_on = None
+        if trained_on != theirs:
+            yield Finding(
+                "quantisation",
+                "warning",
+                f"The target's weights are {_kind(theirs)}, and the drafter was trained on the states of one whose "
+                f"weights are {_kind(trained_on)}, as far as its files say.",
+                "Compare the acceptance with that of such a target if it is low; `hf-specdec train` takes a quantised "
+                "target, too.",
+            )
+        elif theirs is not None:
+            yield Finding("quantisation", "ok", f"It was trained on a target whose weights are {_kind(theirs)}, too.")
+    elif own != theirs:
+        yield Finding(
+            "quantisation",
+            "ok",
+            f"The target's weights are {_kind(theirs)}, the drafter's {_kind(own)}: that costs acceptance at most.",
+        )
+
+
+def _kind(quantised: str | None) -> str:
+    return "not quantised" if quantised is None else f"quantised ({quantised})"
 
 
 def _adapter_findings(network: nn.Module, target_model: PreTrainedModel) -> Iterator[Finding]:

@@ -35,6 +35,7 @@ from ..bench.prompts import Batch
 from ..decoding.profile import model_profile
 from ..loader import load_speculator
 from ..patching import original_generate
+from ..target_facts import quantisation
 
 
 logger = logging.get_logger(__name__)
@@ -229,7 +230,7 @@ def _wider_copy(model: PreTrainedModel) -> PreTrainedModel | None:
     is_whole = len({parameter.device for parameter in parameters}) == 1 and all(
         map(torch.is_floating_point, parameters)
     )
-    if wider is None or not is_whole or getattr(model, "is_quantized", False):
+    if wider is None or not is_whole or quantisation(model) is not None:
         return None
     size = sum(parameter.numel() for parameter in parameters) * wider.itemsize
     if size * _ROOM > free_bytes(model.device):

@@ -22,7 +22,7 @@ from ..checkpoints.draft_reader import DraftConfig, DraftReader
 from ..checkpoints.header import TargetNeeds
 from ..checkpoints.loading import filled
 from ..errors import CheckpointFormatError, shown
-from ..target_facts import device_of
+from ..target_facts import device_of, is_packed, numbers_of
 from .llama import DirectModule, is_hooked, project
 from .rope import RotaryAngles
 
@@ -123,7 +123,7 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 def is_copy(own: torch.Tensor, given: Any) -> bool:
     """Tells whether a tensor of a draft is a copy of one of the target's, of its dtype and on its device."""
-    if not torch.is_tensor(given) or is_distributed(given):
+    if not torch.is_tensor(given) or is_distributed(given) or is_packed(given):
         return False
     alike = (own.shape, own.dtype, own.device) == (given.shape, given.dtype, given.device)
     return alike and torch.equal(own, given)
@@ -291,9 +291,9 @@ def _check_tied(reader: DraftReader, network: DraftNetwork, target_model: nn.Mod
     )
 
 
-def is_close(own: torch.Tensor, given: torch.Tensor) -> bool:
+def is_close(own: torch.Tensor, given: Any) -> bool:
     """Tells whether a tensor of a draft is one of the target's but for rounding."""
-    rows = min(len(own), len(given))
-    if own.shape[1:] != given.shape[1:] or given.is_meta or not given.is_floating_point():
+    if given.is_meta or (given := numbers_of(given)) is None or own.shape[1:] != given.shape[1:]:
         return False
+    rows = min(len(own), len(given))
     return torch.allclose(own[:rows].float(), given[:rows].to(own.device).float(), rtol=2e-2, atol=1e-3)

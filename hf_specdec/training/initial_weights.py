@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..target_facts import hidden_size, vocabulary_size
+from ..target_facts import hidden_size, numbers_of, vocabulary_size
 
 
 # Of heads where the target has none: the usual size of small models.
@@ -46,7 +46,7 @@ def begin_as(own_layer: nn.Module, layer: nn.Module) -> None:
     """
     own = dict(own_layer.named_parameters())
     for name, weight in layer.named_parameters():
-        if name in own and weight.is_floating_point() and weight.dim() == own[name].dim():
+        if name in own and (weight := numbers_of(weight)) is not None and weight.dim() == own[name].dim():
             part = tuple(slice(size) for size in own[name].shape)
             if weight[part].shape == own[name].shape:
                 own[name].copy_(weight[part])
@@ -67,12 +67,12 @@ def copy_rows(
     """
     Initialises a draft's embedding or lm_head with rows of the target's, those of `ids` or the first ones; in a
     narrower draft with their coordinates along the main directions of all rows. A wider draft, and one whose target
-    has packed weights, keeps its random weights.
+    has packed weights that only their module can read, keeps its random weights.
     """
-    width = table.weight.shape[1]
-    if not source.weight.is_floating_point() or width > source.weight.shape[1]:
+    width, rows = table.weight.shape[1], numbers_of(source.weight)
+    if rows is None or width > rows.shape[1]:
         return
-    rows = source.weight.float()
+    rows = rows.float()
     if width < rows.shape[1]:
         rows = rows @ main_directions(rows, width)
     rows = rows[: table.weight.shape[0]] if ids is None else rows[ids.to(rows.device)]

@@ -16,6 +16,9 @@ from ..errors import MissingDependencyError, SpecConfigError
 from ..validation import Options, hints_of, setting
 
 
+# Beside a trained draft: how its training went, and on which kind of target.
+RESULT_FILE = "training.json"
+
 # ---------------------------------------------------------------------------------------------- options of several
 
 

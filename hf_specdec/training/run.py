@@ -23,8 +23,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..errors import SpecConfigError
 from ..method import trainings
+from ..target_facts import quantisation
 from .continuations import continue_prompts, draw_prompts
-from .options import TextOptions, TrainingOptions
+from .options import RESULT_FILE, TextOptions, TrainingOptions
 from .reading import Rows, TargetReader
 from .recipe import Acceptance, Recipe
 from .text import Document, find_sources, load_documents, pack
@@ -32,7 +33,6 @@ from .trainer import RunState, check_identity, train
 
 
 STATE_FOLDER = "training_state"
-RESULT_FILE = "training.json"
 CONTINUATIONS_FILE = "continuations.pt"
 
 # Settings that a resumed run may change.
@@ -89,6 +89,7 @@ class RunResult:
         losses (`list[float]`): The loss of every step.
         num_tokens (`int`): Tokens of the training rows that counted.
         num_parameters (`int`): Parameters that were trained.
+        target_quantization (`str`, *optional*): The kind of the target's weights, if they are quantised.
     """
 
     folder: str
@@ -98,6 +99,7 @@ class RunResult:
     losses: list[float]
     num_tokens: int
     num_parameters: int
+    target_quantization: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -111,6 +113,7 @@ class RunResult:
             "loss": sum(self.losses[-50:]) / max(1, len(self.losses[-50:])),
             "training_tokens": self.num_tokens,
             "parameters": self.num_parameters,
+            "target_quantization": self.target_quantization,
         }
 
 
@@ -199,7 +202,8 @@ class TrainingRun:
         )
         after = measure(held_out)
         trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-        result = RunResult(str(self.folder), recipe.method, before, after, losses, int(rows.counted.sum()), trained)
+        count, kind = int(rows.counted.sum()), quantisation(target)
+        result = RunResult(str(self.folder), recipe.method, before, after, losses, count, trained, kind)
         if accelerator.is_main_process:
             dtype = torch.bfloat16 if options.bf16 else torch.float32
             about = {"target_name": target_name, "tokenizer": tokenizer, "acceptance": after}

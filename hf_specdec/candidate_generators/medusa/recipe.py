@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...errors import SpecConfigError
-from ...target_facts import hidden_size, vocabulary_size
+from ...target_facts import hidden_size, numbers_of, vocabulary_size
 from ...training.heads import HeadsRecipe
 from ...training.reading import Reading
 from ...training.recipe import Acceptance
@@ -29,7 +29,7 @@ class MedusaRecipe(MedusaTraining, HeadsRecipe):
 
     def check(self, target: PreTrainedModel) -> None:
         super().check(target)
-        if not self.share_lm_head and not target.get_output_embeddings().weight.is_floating_point():
+        if not self.share_lm_head and numbers_of(target.get_output_embeddings().weight) is None:
             raise SpecConfigError(
                 "Own lm_heads begin as copies of the target's, and this target's is quantised. Share it "
                 "(`share_lm_head`), or load the target without quantisation."
@@ -40,7 +40,7 @@ class MedusaRecipe(MedusaTraining, HeadsRecipe):
         sizes = hidden_size(target), vocabulary_size(target), self.num_heads, self.num_layers
         network = MedusaHeads(*sizes, own_lm_heads=own)
         if own:
-            network.start_from(target.get_output_embeddings().weight)
+            network.start_from(numbers_of(target.get_output_embeddings().weight))
         return network
 
     def draft_logits(self, network: MedusaHeads, reading: Reading, positions: torch.LongTensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ...checkpoints.settings import COUNT
 from ...errors import SpecConfigError, shown
-from ...target_facts import hidden_size, vocabulary_size
+from ...target_facts import hidden_size, numbers_of, vocabulary_size
 from ...training.heads import HeadsRecipe
 from ...training.initial_weights import main_directions
 from ...training.reading import Reading
@@ -70,12 +70,13 @@ def _begin_with_directions(network: MLPSpeculator, lm_head: torch.Tensor) -> Non
     """
     Initialises a speculator with the main directions of the rows `(V, H)` of the target's lm_head: stage 0 projects
     the state onto them, and all embeddings and heads are the tokens' coordinates there. A speculator of the target's
-    width or more, or for a quantised lm_head, keeps its random weights.
+    width or more, or for an lm_head that only its module can read, keeps its random weights.
     """
     width = network.config.width
-    if not lm_head.is_floating_point() or width >= lm_head.shape[1]:
+    rows = numbers_of(lm_head)
+    if rows is None or width >= rows.shape[1]:
         return
-    rows = lm_head.float()
+    rows = rows.float()
     directions = main_directions(rows, width)
     coordinates = rows @ directions
     coordinates /= coordinates.std(0).clamp(min=1e-6) * width**0.5

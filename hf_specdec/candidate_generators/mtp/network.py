@@ -40,7 +40,7 @@ from ...layers.llama import (
     with_query_groups,
 )
 from ...layers.rope import RotaryAngles
-from ...target_facts import decoder_layers, hidden_size, vocabulary_size
+from ...target_facts import decoder_layers, hidden_size, numbers_of, vocabulary_size
 from .formats import MTP_LAYOUT, SUPPORTED_MODEL_TYPES, WIDTH_KEY, MtpConfig, MtpReader, stored_tensors
 
 
@@ -390,7 +390,8 @@ def new_mtp(target_model: nn.Module, num_layers: int = 1, intermediate_size: int
             "the text, experts if the family has them, no quantised weights. Load a target that has one, as it is."
         )
     for layer in network.layers:
-        parts = {name: tensor[tuple(map(slice, wanted[name]))] for name, tensor in source.state_dict().items()}
+        whole = {name: numbers_of(tensor) for name, tensor in source.state_dict().items()}
+        parts = {name: tensor[tuple(map(slice, wanted[name]))] for name, tensor in whole.items() if tensor is not None}
         layer.load_state_dict(parts)
     network.norm[0].load_state_dict(target_model.get_decoder().norm.state_dict())
     return network.to(next(source.parameters()).device, target_model.dtype)

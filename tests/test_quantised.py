@@ -1,0 +1,170 @@
+"""Targets with quantised weights: methods write plain's texts, and no kernel takes packed weights for numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from hf_specdec import SpeculativeConfig, demo, load_speculator, record
+from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
+from hf_specdec.candidate_generators.mtp.network import new_mtp
+from hf_specdec.checkpoints.files import RepoFiles
+from hf_specdec.decoding.functional import has_lean_forward
+from hf_specdec.diagnosis.checks import network_findings
+from hf_specdec.kernels.products import _matrices
+from hf_specdec.layers.draft_network import is_close, is_copy
+from hf_specdec.target_facts import is_packed, numbers_of, quantisation
+from hf_specdec.training.options import RESULT_FILE
+from tests.methods import demo_inputs, settings_of
+from tests.models import prompts, tiny_llama
+
+
+NEW = 12
+CALL = {"max_new_tokens": NEW, "do_sample": False}
+ROWS = ["ngram", "draft_model", "medusa static tree", "eagle3 tree", "dflash", "mtp"]
+
+
+def loaded(folder, **settings) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **settings).eval()
+
+
+def in_blocks(folder, size: int = 64) -> None:
+    """Stores the projections of a checkpoint in 8 bits, with a scale for each block, as DeepSeek publishes them."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        weight = tensors[name]
+        grid = [-(-length // size) for length in weight.shape]
+        padded = weight.new_zeros([count * size for count in grid])
+        padded[: len(weight), : weight.shape[1]] = weight
+        scales = padded.view(grid[0], size, grid[1], size).abs().amax((1, 3)).clamp(min=1e-8) / 448
+        whole = scales.repeat_interleave(size, 0).repeat_interleave(size, 1)[: len(weight), : weight.shape[1]]
+        tensors[name], tensors[f"{name}_scale_inv"] = (weight / whole).to(torch.float8_e4m3fn), scales
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [size, size]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plain")
+    demo.load_target().save_pretrained(path)
+    return path
+
+
+def fp8(folder, made):
+    demo.load_target().save_pretrained(made)
+    in_blocks(made)
+    return loaded(made)
+
+
+def int8(folder):
+    torchao = pytest.importorskip("torchao.quantization")
+    return loaded(folder, quantization_config=transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig()))
+
+
+def int4(folder, made):
+    torchao = pytest.importorskip("torchao.quantization")
+    groups = pytest.importorskip("torchao.quantization.granularity").PerGroup(32)
+    config = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=groups)
+    return loaded(folder, quantization_config=transformers.TorchAoConfig(config))
+
+
+def everything(folder, made):
+    """Embedding and lm_head, too, by a user's own call."""
+    torchao = pytest.importorskip("torchao.quantization")
+    target = demo.load_target()
+    tables = (nn.Linear, nn.Embedding)
+    torchao.quantize_(target, torchao.Int8WeightOnlyConfig(), lambda module, _: type(module) in tables)
+    return target
+
+
+# What makes a target, and what its weights are called then.
+KINDS = {"fp8": (fp8, None), "int4": (int4, "torchao"), "everything": (everything, "torchao")}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def quantised(request, folder, tmp_path_factory):
+    """A target, what its weights are called, and its text."""
+    make, kind = KINDS[request.param]
+    target = make(folder, tmp_path_factory.mktemp("made"))
+    return target, kind, target.generate(**demo_inputs(2), **CALL)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_text_is_that_of_plain_generation(quantised, row):
+    """Weights that are widened for a product in float32 round no more than plain ones."""
+    target, _, plain = quantised
+    with record() as made:
+        found = target.generate(**demo_inputs(2), **CALL, speculative=settings_of(row))
+    assert torch.equal(found, plain)
+    assert made.calls[0].stats.num_accepted_tokens > 0
+
+
+def test_packed_weights_are_known(quantised):
+    target, kind, _ = quantised
+    assert quantisation(target) == kind
+    assert has_lean_forward(target) == (kind is None)
+    packed = [module for module in target.modules() if any(map(is_packed, module.parameters(recurse=False)))]
+    assert bool(packed) == (kind is not None)
+    assert not [matrix for module in packed for matrix in _matrices(module)]
+
+
+def test_networks_that_begin_as_the_target(quantised):
+    """Copies of its weights are copies of their numbers."""
+    target, _, _ = quantised
+    head = target.get_output_embeddings().weight
+    heads = MedusaRecipe(num_heads=1, share_lm_head=False).build(target)
+    torch.testing.assert_close(heads.lm_heads[0], numbers_of(head.detach()))
+    assert is_close(heads.lm_heads.detach()[0], head)
+    assert not is_packed(head) or not is_copy(heads.lm_heads.detach()[0], head)
+    layer = target.model.layers[-1].mlp.up_proj.weight
+    torch.testing.assert_close(new_mtp(target).layers[0].mlp.up_proj.weight, numbers_of(layer.detach()))
+
+
+@pytest.fixture(scope="module", params=[4, 8])
+def of_few_bits(request, tmp_path_factory):
+    """A target of bitsandbytes, and its plain copy as a draft model."""
+    pytest.importorskip("bitsandbytes")
+    folder = tmp_path_factory.mktemp("wide")
+    tiny_llama(hidden_size=64, intermediate_size=128, initializer_range=0.3).save_pretrained(folder)
+    settings = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    config = transformers.BitsAndBytesConfig(**(settings if request.param == 4 else {"load_in_8bit": True}))
+    target = loaded(folder, quantization_config=config)
+    target.generation_config.pad_token_id = 0
+    return target, {"method": "draft_model", "model": str(folder), "same_tokenizer": True}
+
+
+@pytest.mark.parametrize("method", ["ngram", "recycling", "draft_model"])
+def test_text_with_bitsandbytes(of_few_bits, method):
+    target, draft = of_few_bits
+    settings = draft if method == "draft_model" else {"method": method}
+    with record() as made:
+        found = target.generate(**prompts(3), **CALL, speculative=settings)
+    assert torch.equal(found, target.generate(**prompts(3), **CALL))
+    assert made.calls[0].stats.num_accepted_tokens > 0
+    assert quantisation(target) == "bitsandbytes"
+
+
+def test_the_doctor_tells_drafter_and_target_apart(of_few_bits):
+    target, draft = of_few_bits
+    findings = list(network_findings(load_speculator(target, draft), target, None))
+    found = next(one for one in findings if one.check == "quantisation")
+    assert "target's weights are quantised (bitsandbytes), the drafter's not quantised" in found.found
+
+
+@pytest.mark.parametrize(("trained_on", "status"), [(None, "warning"), ("torchao", "ok")])
+def test_the_doctor_knows_what_a_head_was_trained_on(trained_on, status, folder, tmp_path):
+    target = int8(folder)
+    settings = SpeculativeConfig(**settings_of("eagle3"))
+    shutil.copytree(settings.model, tmp_path / "head")
+    (tmp_path / "head" / RESULT_FILE).write_text(json.dumps({"target_quantization": trained_on}))
+    speculator = load_speculator(target, "eagle3", model=str(tmp_path / "head"))
+    findings = list(network_findings(speculator, target, RepoFiles(str(tmp_path / "head"))))
+    assert [one.status for one in findings if one.check == "quantisation"] == [status]

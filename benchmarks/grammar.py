@@ -39,6 +39,7 @@ from hf_specdec.bench.machine import describe_environment
 from hf_specdec.demo import smollm2
 from hf_specdec.logits.grammar.growth import GrowingMasks
 from hf_specdec.logits.grammar.masks import GrammarMask
+from hf_specdec.logits.grammar.rows import NodeMasks
 from hf_specdec.logits.sampling import DraftSampler
 
 
@@ -159,6 +160,7 @@ class Side:
 def timed_masks(side: Side) -> Iterator[None]:
     """Adds to a side what making and applying masks take inside the block."""
     places = [(DraftSampler, "constrained"), (GrammarMask, "__call__"), (GrowingMasks, "apply")]
+    places += [(NodeMasks, "__getitem__"), (NodeMasks, "all_of")]
     originals = [vars(owner)[name] for owner, name in places]
 
     def timed(function: Callable) -> Callable:

@@ -219,7 +219,7 @@ GROWN = [
     *("mlp_speculator candidates", "mlp_speculator static tree", "mlp_speculator tree"),
     *("eagle", "eagle tree", "eagle3 chain", "eagle3 static tree", "eagle3 tree", "eagle3 adaptive tree"),
     *("dflash", "dflash tree", "dflash siblings", "dflash selector", "dflash selector tree", "mtp", "mtp reuse tree"),
-    "dflash domino",
+    *("dflash domino", "dflash denoising", "dflash lilicorr", "dflash xpress"),
 ]
 
 

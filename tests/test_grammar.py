@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import LogitsProcessor
@@ -218,7 +219,7 @@ GROWN = [
     *("mlp_speculator candidates", "mlp_speculator static tree", "mlp_speculator tree"),
     *("eagle", "eagle tree", "eagle3 chain", "eagle3 static tree", "eagle3 tree", "eagle3 adaptive tree"),
     *("dflash", "dflash tree", "dflash siblings", "dflash selector", "dflash selector tree", "mtp", "mtp reuse tree"),
-    "dflash domino",
+    *("dflash domino", "dflash denoising", "dflash lilicorr", "dflash xpress"),
 ]
 
 
@@ -338,7 +339,7 @@ def test_drafts_are_drawn_under_the_mask(backend, row, monkeypatch):
         # What follows an end is of no use.
         whole = tokens[: tokens.index(end) + 1] if end in tokens else tokens
         assert fewer.token_lists()[0] == whole
-        masks = torch.from_numpy(fewer.masks[0][: len(whole)])
+        masks = torch.from_numpy(np.stack([fewer.masks[0][node] for node in range(len(whole))]))
         allowed = (masks[..., None] >> torch.arange(32, dtype=torch.int32) & 1).flatten(1)
         assert (fewer.probs[0, : len(whole)][allowed[:, : fewer.probs.shape[-1]] == 0] == 0).all()
 

@@ -188,6 +188,7 @@ STUDIES = (
             schema="schema",
             tokens="tokens",
             forced="forced",
+            bound="bound",
             tokens_per_cycle="tokens per cycle",
             ratio="speed relative to plain",
             least="least of a schema",
@@ -202,9 +203,10 @@ STUDIES = (
         "--max-new-tokens {max_new_tokens} --json grammar.json",
         heading="Target {target}, {backend}, {dtype}",
         notes="Greedy, one row, one thread, process time, all sides in turn with equal texts; by schema tokens per "
-        'cycle and speed-up. "Forced" is the share of the text\'s tokens that the grammar had foreseen. In "walk" the '
-        'processor is hidden from this package. The drafts of "cut" grow without masks. The loop alone makes a part '
-        "of every speed-up on models as small as these.",
+        'cycle and speed-up. "Forced" is the share of the text\'s tokens that the grammar had foreseen, '
+        '"bound" what drafts of these alone could reach, 1 / (1 - share). In "walk" the processor is hidden from this '
+        'package. The drafts of "cut" grow without masks. The loop alone makes a part of every speed-up on models as '
+        "small as these.",
         see=("grammar",),
     ),
     Study(

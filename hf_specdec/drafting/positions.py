@@ -3,16 +3,25 @@
 What a network predicts for a position does not depend on the tokens before it, but what the grammar allows there does.
 So the logits of a position are those of all nodes of a level, each under a mask of its own.
 
+Where the tokens of a block are chosen together, a walk along the positions says what the grammar allows at each.
+
 Shapes: R active rows, F nodes of a level, K positions, U vocabulary of the draft.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..drafts.static import Level
+from ..logits.acceptance import best_tokens
 from ..logits.grammar.growth import GrowingMasks
 from .growth import DraftNodes, DynamicTree, RowLimits, grow
+
+
+# What forbidden tokens lose: all others come before them, and no sum of logits becomes infinite.
+_FORBIDDEN = 1e4
 
 
 class Positions:
@@ -52,3 +61,39 @@ class Positions:
         # There is no state that nodes would hand on.
         hidden = self.position_logits.new_empty((len(anchors), 0), dtype=torch.float32)
         return grow(shape, self, hidden, self.logits(anchors[:, None])[:, 0], limits, masks)
+
+
+class MaskedWalk:
+    """Walks along the positions of a block, over the best tokens that the grammars of the rows allow.
+
+    Args:
+        begin (`Callable`): Makes the masks after the anchors, for another walk.
+        token_ids (`torch.LongTensor` of shape `(U,)`, *optional*): The target's id of each of the draft's, if others.
+    """
+
+    def __init__(self, begin: Callable[[], GrowingMasks], token_ids: torch.LongTensor | None = None):
+        self._begin = begin
+        self._token_ids = token_ids
+
+    def ranked(
+        self, logits: torch.Tensor, known: torch.BoolTensor | None = None, tokens: torch.LongTensor | None = None
+    ) -> torch.Tensor:
+        """Logits `(R, K, U)` in which all allowed tokens of a position come before the forbidden ones.
+
+        Args:
+            logits (`torch.Tensor` of shape `(R, K, U)`): Of the positions.
+            known, tokens (`torch.Tensor` of shape `(R, K)`, *optional*): Where the walk goes over given tokens, and
+                these, in the target's ids.
+        """
+        masks, levels = self._begin(), []
+        for position in range(logits.shape[1]):
+            level = logits[:, position, None]
+            masked = masks.apply(level, self._token_ids)
+            levels.append(torch.where(masked == -torch.inf, level - _FORBIDDEN, level))
+            best = best_tokens(levels[-1])
+            best = best if self._token_ids is None else self._token_ids[best]
+            if known is not None and tokens is not None:
+                here = slice(position, position + 1)
+                best = torch.where(known[:, here], tokens[:, here], best)
+            masks.follow(best, slice(None))
+        return torch.cat(levels, dim=1)

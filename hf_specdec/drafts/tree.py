@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from ..threads import cached_property
@@ -57,8 +56,8 @@ class DraftTree:
         node_counts (`list[int]`, *optional*): `num_nodes` on the host.
         why_empty (`str`): For the statistics, where no row has a draft: "nothing_found", or why none was tried.
         drafters (`list[str]`, *optional*): The method that made each row's draft, where several share the work.
-        masks (`list[np.ndarray]`, *optional*): Of each row `(1 + its nodes, W)`, int32: the tokens that its grammar
-            allows after the anchor and every node; `None` for rows without a grammar.
+        masks (`list[NodeMasks]`, *optional*): Of each row the tokens that its grammar allows after the anchor and
+            every node; `None` for rows without a grammar.
     """
 
     tokens: torch.LongTensor
@@ -75,7 +74,7 @@ class DraftTree:
     node_counts: list[int] | None = field(default=None, init=False, repr=False)
     why_empty: str = field(default="nothing_found", init=False, repr=False)
     drafters: list[str] | None = field(default=None, init=False, repr=False)
-    masks: list[np.ndarray | None] | None = field(default=None, init=False, repr=False)
+    masks: list[Any] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.batch_size, self.size = self.tokens.shape

@@ -23,6 +23,7 @@ from ..kernels.sampling import sample_from_probs
 from ..transfers import PackedTables, read_together, upload
 from .acceptance import best_tokens
 from .grammar.masks import GrammarMask
+from .grammar.rows import NodeMasks
 from .processors import ProcessorStack
 from .randomness import ACCEPT, TARGET
 from .recorder import StepRecorder
@@ -334,7 +335,7 @@ def _node_paths(draft: DraftTree) -> list[list[list[int]]]:
 def masked_nodes(draft: DraftTree, logits: torch.Tensor) -> torch.Tensor:
     """Logits `(R, T, V)` of all nodes with -inf for what the grammars of their rows forbid."""
     masked = logits.clone()
-    for row, masks in zip(masked, draft.masks):
+    for row, masks in zip(masked, NodeMasks.all_of(draft.masks)):
         if masks is not None:
             GrammarMask(masks, allows_rest=False)(None, row[: len(masks)])
     return masked
@@ -343,8 +344,9 @@ def masked_nodes(draft: DraftTree, logits: torch.Tensor) -> torch.Tensor:
 def _padded_masks(draft: DraftTree, num_nodes: int) -> np.ndarray:
     """The masks of all rows, `(R, T, W)`; padding may be followed by anything."""
     assert draft.masks is not None, "a draft without the masks of its grammar"
-    masks = np.full((draft.batch_size, num_nodes, draft.masks[0].shape[1]), -1, dtype=np.int32)
-    for row, own in zip(masks, draft.masks):
+    found = NodeMasks.all_of(draft.masks)
+    masks = np.full((draft.batch_size, num_nodes, found[0].shape[1]), -1, dtype=np.int32)
+    for row, own in zip(masks, found):
         row[: len(own)] = own
     return masks
 

@@ -12,6 +12,7 @@ from hf_specdec.candidate_generators.dflash.config import LiLiCorrConfig, XPress
 from hf_specdec.candidate_generators.dflash.lilicorr import LiLiCorrHead
 from hf_specdec.candidate_generators.dflash.xpress import XPressHead
 from hf_specdec.hub.detect import detect_checkpoint
+from hf_specdec.logits.acceptance import best_tokens
 from hf_specdec.protocol import Session
 from tests.candidate_generators.by_hand import drafts_of, feed, random_rows
 from tests.candidate_generators.test_dflash import (
@@ -90,12 +91,12 @@ def test_official_refinement(which):
     passes = expected[f"{which}.tokens_per_pass"]
     for count in range(passes.shape[1]):
         head.num_passes = count
-        tokens = head.refine(base, output, anchors, before, lambda tokens: tokens)
+        tokens = head.refine(base, output, anchors, before, best_tokens)
         assert torch.equal(tokens, passes[:, count, 1:])
     previous = torch.cat((before[:, None], passes[:, -2, :-1]), dim=1)
     torch.testing.assert_close(base + head(output, previous), expected[f"{which}.logits_last_pass"], **CLOSE)
     head.num_passes = base.shape[1] - 1
-    converged = head.refine(base, output, anchors, before, lambda tokens: tokens)
+    converged = head.refine(base, output, anchors, before, best_tokens)
     assert torch.equal(converged, expected[f"{which}.sequential_tokens"][:, 1:])
     assert not torch.equal(converged, passes[:, 0, 1:])
 

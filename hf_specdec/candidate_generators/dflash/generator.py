@@ -24,11 +24,12 @@ from transformers.utils import logging
 
 from ...drafting.chain import SteeredChain
 from ...drafting.growth import DynamicTree, RowLimits
-from ...drafting.positions import Positions
+from ...drafting.positions import MaskedWalk, Positions
 from ...drafting.slots import DraftInputs, Entries, KnownPrompt
 from ...drafts import DraftTree, TokenTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
+from ...logits.acceptance import best_tokens
 from ...logits.grammar.growth import GrowingMasks
 from ...protocol import Commit, DraftStep, Prompt, Session
 from ...transfers import last_of_each
@@ -281,48 +282,55 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self.pending = None
             return DraftTree.empty(len(step.rows), self.session.device)
         new, self.pending = self.pending, None
-        # Between denoising steps nothing is chosen one token after the other, nor from candidates that see each other.
-        config = self.network.config
-        is_together = self.num_steps > 1 or config.lilicorr is not None or config.xpress is not None
-        masks = None if is_together else self.growing_masks(step, limits)
+        masks = self.growing_masks(step, limits)
         # Masks are made on the host, level by level.
         predicted = self._replay(new, limits) if masks is None else None
         if predicted is None:
             self._read(new)
             self.text.begin_block(self.block_size)
-        if masks is not None:
+        config = self.network.config
+        is_together = self.num_steps > 1 or config.lilicorr is not None or config.xpress is not None
+        if masks is not None and not is_together:
             return self._draft_masked(step, limits, masks)
+        walk = None
+        if masks is not None:
+            # Between steps nothing is chosen one token after the other, nor from candidates that see each other.
+            walk = MaskedWalk(lambda: self.growing_masks(step, limits), self.network.token_ids)
         if predicted is None:
-            predicted = self._predict(self.text, step.anchor_tokens.to(self.device), max(limits))
+            predicted = self._predict(self.text, step.anchor_tokens.to(self.device), max(limits), walk)
         if isinstance(predicted, Edges):
             return self._sample_walk(predicted, step, limits)
         if self.samples_drafts:
             return self._sample_chain(predicted, step, limits)
         return self._tree(predicted, limits) if self.tree_budget else self._chain(predicted, limits)
 
-    def _predict(self, text: DraftText, anchors: torch.LongTensor, count: int) -> Chain | Block | Edges | Lattice:
-        """Predicts the first `count` tokens of the blocks that begin with `anchors` `(R,)`.
+    def _predict(
+        self, text: DraftText, anchors: torch.LongTensor, count: int, walk: MaskedWalk | None = None
+    ) -> Chain | Block | Edges | Lattice:
+        """Predicts the first `count` tokens of the blocks that begin with `anchors` `(R,)`, which grammars may allow.
 
         Returns:
-            If tokens are sampled, logits and outputs of `count` positions, or scores of a selector; for a tree its
-            candidates; otherwise a chain, of at least `count` tokens.
+            If tokens are sampled, logits and outputs of `count` positions, or scores of a selector, which under
+            grammars come for chosen chains, too; for a tree its candidates; otherwise a chain, of at least `count`
+            tokens.
         """
         network = self.network
         if network.xpress_head is not None:
-            return self._refined(text, anchors)
+            return self._refined(text, anchors, walk)
         is_chosen = not (self.samples_drafts or self.tree_budget)
         if is_chosen and (self.num_steps > 1 or not network.config.has_edges):
-            return self._chosen(text, anchors, count)
+            return self._chosen(text, anchors, count, walk)
         if network.config.lilicorr is not None:
             # Its candidates see each other, whatever the rows have room for.
             count = self.num_speculative_tokens
         output = self._first_output(text, anchors, count)
         logits = network.logits(output)
         if network.config.has_edges:
-            edges = network.edges(logits, output, anchors, text.last_context)
-            if is_chosen:
+            ranked = None if walk is None else walk.ranked(logits)
+            edges = network.edges(logits, output, anchors, text.last_context, ranked)
+            if is_chosen and walk is None:
                 return Chain(edges.tokens_at(edges.walk()))
-            return edges if self.samples_drafts else edges.lattice()
+            return edges.lattice() if self.tree_budget else edges
         if self.samples_drafts:
             return Block(logits, output)
         return best_candidates(logits, self.draft_tree_top_k or self.tree_budget, network.token_ids)
@@ -392,7 +400,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def _first_output(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.Tensor:
         return self._output(text, anchors, anchors.new_empty((len(anchors), 0)), count)
 
-    def _chosen(self, text: DraftText, anchors: torch.LongTensor, count: int) -> Chain:
+    def _chosen(self, text: DraftText, anchors: torch.LongTensor, count: int, walk: MaskedWalk | None = None) -> Chain:
         """The best tokens of the block, at least `count`."""
         network = self.network
         if network.config.is_sequential or network.config.has_confidence:
@@ -402,7 +410,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             count = network.config.num_drafts(self.block_size)
         state = Denoising.start(len(anchors), count, self.mask_token_id, self.device)
         for keep in keep_counts(count, self.num_steps):
-            network.denoise(state, self._output(text, anchors, state.inputs, count), anchors, keep)
+            network.denoise(state, self._output(text, anchors, state.inputs, count), anchors, keep, walk)
         return Chain(state.tokens)
 
     def _chosen_in_order(self, text: DraftText, anchors: torch.LongTensor, count: int) -> Chain:
@@ -412,13 +420,17 @@ class DFlashCandidateGenerator(CandidateGenerator):
         tokens = walk.best(anchors, count, self.network.target_ids)
         return Chain(torch.stack(tokens[1:], dim=1), self._confidence_logits(output, tokens[:-1]))
 
-    def _refined(self, text: DraftText, anchors: torch.LongTensor) -> Chain:
+    def _refined(self, text: DraftText, anchors: torch.LongTensor, walk: MaskedWalk | None) -> Chain:
         """The tokens of the block after XPress's passes."""
         network = self.network
         tokens = F.pad(anchors[:, None], (0, self.block_size - 1), value=self.mask_token_id)
         output = text.read_block(tokens)
         before, _ = text.tokens_before.unbind(1)
-        return Chain(network.xpress_head.refine(network.logits(output), output, anchors, before, network.target_ids))
+
+        def best(logits: torch.Tensor) -> torch.LongTensor:
+            return network.target_ids(best_tokens(logits if walk is None else walk.ranked(logits)))
+
+        return Chain(network.xpress_head.refine(network.logits(output), output, anchors, before, best))
 
     def _confidence_logits(self, output: torch.Tensor, before: list[torch.LongTensor]) -> torch.Tensor | None:
         """Log-odds `(R, K)` that tokens are accepted, by the K tokens `(R,)` before them, the anchor the first."""
@@ -442,7 +454,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return self._rated(chain.draft(limits), self._confidence_logits(block.output, before))
 
     def _sample_walk(self, edges: Edges, step: DraftStep, limits: list[int]) -> DraftTree:
-        """Samples a walk through the scores of a selector: each token given the one that was drawn before it."""
+        """Samples or chooses a walk through the scores of a selector: each token given the one before it."""
 
         def after(depth: int, tokens: torch.LongTensor) -> torch.Tensor:
             # After the anchor there is one place.

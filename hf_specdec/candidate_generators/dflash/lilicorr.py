@@ -66,6 +66,7 @@ class LiLiCorrHead(nn.Module):
         output: torch.Tensor,
         context: torch.Tensor,
         embed: Callable[[torch.LongTensor], torch.Tensor],
+        ranked: torch.Tensor | None = None,
     ) -> Edges:
         """Scores of the candidates of the first K positions of a block.
 
@@ -74,8 +75,10 @@ class LiLiCorrHead(nn.Module):
             output (`torch.Tensor` of shape `(R, K, h)`): The network's output there.
             context (`torch.Tensor` of shape `(R, h)`): What its layers see of the last token of the text.
             embed (`Callable`): Embeds the target's tokens.
+            ranked (`torch.Tensor` of shape `(R, K, V)`, *optional*): What candidates are chosen by, if not the logits.
         """
-        values, tokens = best_tokens_of(logits, self.sizes.candidate_topk)
+        _, tokens = best_tokens_of(logits if ranked is None else ranked, self.sizes.candidate_topk)
+        values = logits.gather(-1, tokens)
         count, width = tokens.shape[1:]
         log_probs = values.float() - logits.float().logsumexp(-1, keepdim=True)
         embedded = embed(tokens.flatten(1)).view(*tokens.shape, -1)

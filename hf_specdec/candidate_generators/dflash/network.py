@@ -42,6 +42,7 @@ from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoin
 from ...checkpoints.draft_reader import stored_vocabulary
 from ...checkpoints.header import TargetSizes
 from ...checkpoints.loading import check_given, loads_checkpoint
+from ...drafting.positions import MaskedWalk
 from ...errors import SpecConfigError
 from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network, on_device_of
 from ...layers.llama import (
@@ -242,7 +243,12 @@ class DFlashNetwork(DraftNetwork):
         return LeftToRight(block, self.correction_head, self.embed)
 
     def edges(
-        self, logits: torch.Tensor, output: torch.Tensor, anchors: torch.LongTensor, context: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        output: torch.Tensor,
+        anchors: torch.LongTensor,
+        context: torch.Tensor | None,
+        ranked: torch.Tensor | None = None,
     ) -> Edges:
         """Scores of the candidates of a block after each other, where the draft has any.
 
@@ -252,9 +258,11 @@ class DFlashNetwork(DraftNetwork):
             anchors (`torch.LongTensor` of shape `(R,)`): First tokens of the blocks.
             context (`torch.Tensor` of shape `(R, h)`, *optional*): What `fuse` makes of the last token before them;
                 LiLiCorr alone reads it.
+            ranked (`torch.Tensor` of shape `(R, K, V)`, *optional*): What LiLiCorr's candidates are chosen by, if not
+                the logits.
         """
         if self.lilicorr is not None:
-            return self.lilicorr(logits, output, context, self.embed)
+            return self.lilicorr(logits, output, context, self.embed, ranked)
         assert self.candidate_selector is not None, "a draft without scores of candidates"
         return self.candidate_selector(logits, output, anchors)
 
@@ -271,7 +279,14 @@ class DFlashNetwork(DraftNetwork):
         rows = self.markov_head.markov_w1(before) if self.config.confidence_with_markov else None
         return self.confidence_head(output, rows).float()
 
-    def denoise(self, state: Denoising, output: torch.Tensor, anchors: torch.LongTensor, keep: int) -> None:
+    def denoise(
+        self,
+        state: Denoising,
+        output: torch.Tensor,
+        anchors: torch.LongTensor,
+        keep: int,
+        walk: MaskedWalk | None = None,
+    ) -> None:
         """One denoising step.
 
         Args:
@@ -279,8 +294,11 @@ class DFlashNetwork(DraftNetwork):
             output (`torch.Tensor` of shape `(R, K, h)`): `forward`'s output at the positions that predict.
             anchors (`torch.LongTensor` of shape `(R,)`): First tokens of the blocks.
             keep (`int`): As for [`Denoising.update`].
+            walk (`MaskedWalk`, *optional*): Says what grammars allow.
         """
         logits = self.logits(output)
+        if walk is not None:
+            logits = walk.ranked(logits, state.known, state.tokens)
         if self.candidate_selector is None:
             state.update(logits, keep, self.token_ids)
         else:

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from ...layers.llama import GatedMLP
-from ...logits.acceptance import best_tokens
 from .config import DFlashConfig, XPressConfig
 
 
@@ -66,7 +65,7 @@ class XPressHead(nn.Module):
         output: torch.Tensor,
         anchors: torch.LongTensor,
         before: torch.LongTensor,
-        target_ids: Callable[[torch.LongTensor], torch.LongTensor],
+        best: Callable[[torch.Tensor], torch.LongTensor],
     ) -> torch.LongTensor:
         """The tokens of a block after all passes, `(R, B - 1)`.
 
@@ -74,12 +73,12 @@ class XPressHead(nn.Module):
             logits (`torch.Tensor` of shape `(R, B, U)`): Of the block, without refinement.
             output (`torch.Tensor` of shape `(R, B, h)`): The network's output.
             anchors, before (`torch.LongTensor` of shape `(R,)`): First tokens of the blocks, and the ones before them.
-            target_ids (`Callable`): Gives the target's ids of the draft's.
+            best (`Callable`): Chooses tokens `(R, B - 1)` by logits `(R, B - 1, U)`, in the target's ids.
         """
-        tokens, first = target_ids(best_tokens(logits[:, 1:])), torch.stack((before, anchors), dim=1)
+        tokens, first = best(logits[:, 1:]), torch.stack((before, anchors), dim=1)
         for _ in range(self.num_passes):
             added = self(output, torch.cat((first, tokens[:, :-1]), dim=1))
-            tokens = target_ids(best_tokens(logits[:, 1:] + added[:, 1:]))
+            tokens = best(logits[:, 1:] + added[:, 1:])
         return tokens
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from ...drafts import DraftTree, node_depths
 from ...logits.grammar.matchers import GrammarMatcher, allows, alternatives
 from ...protocol import Commit, DraftStep, Lookups, Session
@@ -193,7 +191,7 @@ def _run_and_choice(matcher: GrammarMatcher, most_alternatives: int) -> tuple[li
     run = matcher.forced()
     if most_alternatives < 2 or (run and run[-1] in matcher.stop_tokens):
         return run, []
-    begin, mask = len(matcher.tokens), np.empty(matcher.num_words, dtype=np.int32)
+    begin = len(matcher.tokens)
     pieces = matcher.pieces(run[-1:])
     # A blank at the end is mostly written together with the word after it, where that is one of a few words, unless
     # the text has had blanks alone.
@@ -202,16 +200,14 @@ def _run_and_choice(matcher: GrammarMatcher, most_alternatives: int) -> tuple[li
     for end in ends:
         for token in run[len(matcher.tokens) - begin : end]:
             matcher.accept(token)
-        matcher.fill(mask)
-        if next_tokens := alternatives(matcher, mask, most_alternatives):
+        if next_tokens := alternatives(matcher, matcher.mask(), most_alternatives):
             return run[:end], next_tokens
     return run, []
 
 
 def end_of_value(matcher: GrammarMatcher) -> list[int]:
     """Tokens that end a value of JSON here, with the text that is forced then, as a tokenizer would write both."""
-    mask = np.empty(matcher.num_words, dtype=np.int32)
-    matcher.fill(mask)
+    mask = matcher.mask()
     for end in _ENDS:
         tokens = matcher.tokenized(end)
         if len(tokens) != 1 or not allows(mask, tokens[0]) or not matcher.accept(tokens[0]):

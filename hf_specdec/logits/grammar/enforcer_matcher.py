@@ -23,6 +23,8 @@ class EnforcerMatcher(GrammarMatcher):
         prompt (`Sequence[int]`): The tokens in front of the text.
     """
 
+    accepts_by_mask = False
+
     def __init__(self, enforcer: Any, num_words: int, prompt: Sequence[int]):
         super().__init__(num_words)
         self._enforcer, self._text = enforcer, list(prompt)

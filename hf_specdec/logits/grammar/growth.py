@@ -27,7 +27,7 @@ class GrowingMasks:
         self._begins = [None if matcher is None else list(matcher.tokens) for matcher in matchers]
         self._vocab_size = vocab_size
         self._paths: list[list[tuple[int, ...]]] = [[()] for _ in matchers]
-        self._allowed: np.ndarray | None = None  # (R, F, V), of this level
+        self._forbidden: np.ndarray | None = None  # (R, F, V), of this level
 
     @classmethod
     def of(
@@ -44,26 +44,29 @@ class GrowingMasks:
             logits (`torch.Tensor` of shape `(R, F, U)`): After the nodes.
             ids (`torch.LongTensor` of shape `(U,)`, *optional*): The target's id of each of the draft's, if others.
         """
-        if self._allowed is None:
-            self._allowed = np.stack([self._row(*row) for row in zip(self._matchers, self._begins, self._paths)])
-        allowed = torch.from_numpy(self._allowed)
+        if self._forbidden is None:
+            self._forbidden = np.stack([self._row(*row) for row in zip(self._matchers, self._begins, self._paths)])
+        forbidden = torch.from_numpy(self._forbidden)
         if ids is None:
             width = min(logits.shape[-1], self._vocab_size)
-            allowed = torch.nn.functional.pad(allowed[..., :width], (0, logits.shape[-1] - width))
+            forbidden = torch.nn.functional.pad(forbidden[..., :width], (0, logits.shape[-1] - width), value=True)
         else:
-            allowed = allowed.index_select(2, ids.cpu())
-        return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+            forbidden = forbidden.index_select(2, ids.cpu())
+        return logits.masked_fill(forbidden.to(logits.device), -torch.inf)
 
     def _row(
         self, matcher: GrammarMatcher | None, begin: list[int] | None, paths: list[tuple[int, ...]]
     ) -> np.ndarray:
-        """Allowed tokens `(F, V)` after the nodes of a row."""
+        """Forbidden tokens `(F, V)` after the nodes of a row."""
         if matcher is None or begin is None:
-            return np.ones((len(paths), self._vocab_size), dtype=bool)
+            return np.zeros((len(paths), self._vocab_size), dtype=bool)
         matcher.move_to(begin)
-        masks = matcher.masks_after(paths)
-        known = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").view(bool)[:, : self._vocab_size]
-        return np.pad(known, ((0, 0), (0, self._vocab_size - known.shape[1])))
+        forbidden = ~matcher.masks_after(paths)
+        if forbidden.shape[1] * 32 < self._vocab_size:
+            forbidden = np.pad(
+                forbidden, ((0, 0), (0, -(-self._vocab_size // 32) - forbidden.shape[1])), constant_values=-1
+            )
+        return np.unpackbits(forbidden.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little").view(bool)
 
     def follow(self, tokens: torch.LongTensor, parents: torch.LongTensor | slice) -> None:
         """Goes on to the next level.
@@ -80,4 +83,4 @@ class GrowingMasks:
             [(*paths[parent], token) for token, parent in zip(row, above)]
             for paths, row, above in zip(self._paths, token_lists, parent_lists)
         ]
-        self._allowed = None
+        self._forbidden = None

@@ -62,7 +62,12 @@ class LLGuidanceMatcher(GrammarMatcher):
         chains = []
         for draft in drafts:
             matcher, is_chain = draft.matcher, list(draft.parents) == list(range(-1, len(draft.parents) - 1))
-            is_plain = is_chain and not matcher.is_at_end and matcher.stop_tokens.isdisjoint(draft.tokens)
+            is_plain = (
+                is_chain
+                and not matcher.is_at_end
+                and not matcher.knows_masks
+                and matcher.stop_tokens.isdisjoint(draft.tokens)
+            )
             if is_plain and matcher.known(draft.tokens):
                 chains.append(draft)
             else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +23,19 @@ _MOST_ALLOWED = 128
 _MOST_FORCED = 64
 
 
+@dataclass(eq=False)
+class _Place:
+    """What is known after some tokens: the mask, and the places after further ones."""
+
+    mask: np.ndarray | None = None
+    following: dict[int, _Place] = field(default_factory=dict)
+
+
 class GrammarMatcher(ABC):
     """A row's place in a grammar, after the tokens that it has accepted.
+
+    Masks cost more than all else, so that each is made once: those after the text that drafts begin with, and after
+    tokens drafted for it, are kept until the text goes on.
 
     Args:
         num_words (`int`): W.
@@ -36,10 +47,15 @@ class GrammarMatcher(ABC):
     # Tokens after which the text has ended.
     stop_tokens: frozenset[int] = frozenset()
 
+    # The library accepts the tokens that its masks allow, and no others.
+    accepts_by_mask = True
+
     def __init__(self, num_words: int):
         self.num_words = num_words
         self.tokens: list[int] = []
         self._num_after_end = 0
+        self._places = [_Place()]  # after 0, 1, ... tokens
+        self._num_begun = 0
 
     @abstractmethod
     def _accept(self, token: int) -> bool:
@@ -65,13 +81,17 @@ class GrammarMatcher(ABC):
         elif not self._accept(token):
             return False
         self.tokens.append(token)
+        following = self._places[-1].following
+        if token not in following:
+            following[token] = _Place()
+        self._places.append(following[token])
         return True
 
     def rollback(self, count: int) -> None:
         """Takes back the last tokens."""
         if count == 0:
             return
-        del self.tokens[-count:]
+        del self.tokens[-count:], self._places[-count:]
         after_end = min(count, self._num_after_end)
         self._num_after_end -= after_end
         if count > after_end:
@@ -93,9 +113,76 @@ class GrammarMatcher(ABC):
                     "at forced tokens."
                 )
 
+    def begin_at(self, tokens: Sequence[int]) -> None:
+        """Goes to the place after a text that drafts begin with, and forgets the masks before it.
+
+        Raises:
+            SpecDecError: The grammar forbids one of its tokens.
+        """
+        self.move_to(tokens)
+        for place in self._places[self._num_begun : -1]:
+            place.mask = None
+            place.following.clear()
+        self._num_begun = len(tokens)
+
+    def follow(self, begin: list[int], path: Sequence[int]) -> bool:
+        """Goes to the place after a text and a path; `False`, and stops on its way, where the grammar forbids it."""
+        if self.tokens[: len(begin)] != begin:
+            self.move_to(begin)
+        here = self.tokens[len(begin) :]
+        shared = _num_shared(here, path)
+        self.rollback(len(here) - shared)
+        return all(map(self.accept, path[shared:]))
+
+    def mask(self) -> np.ndarray:
+        """Tokens that may come next, int32 `(W,)`, as `fill` writes them; not to be changed."""
+        place = self._places[-1]
+        if place.mask is None:
+            place.mask = np.empty(self.num_words, dtype=np.int32)
+            self.fill(place.mask)
+        return place.mask
+
+    @property
+    def knows_masks(self) -> bool:
+        """Masks after tokens drafted from here have been made."""
+        return any(place.mask is not None for place in self._places[-1].following.values())
+
+    def masks_after(self, paths: Sequence[Sequence[int]]) -> np.ndarray:
+        """Masks int32 `(P, W)` after paths from here; zeros where the grammar forbids a path, and after its end."""
+        begin, masks = list(self.tokens), np.zeros((len(paths), self.num_words), dtype=np.int32)
+        # One after the other, so that paths with a common beginning share its steps.
+        for place in sorted(range(len(paths)), key=paths.__getitem__):
+            if self.stop_tokens.isdisjoint(paths[place]) and self.follow(begin, paths[place]):
+                masks[place] = self.mask()
+        self.rollback(len(self.tokens) - len(begin))
+        return masks
+
+    def allowed_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
+        """Tells of each node whether the grammar allows it from here on, by a path that goes on after no end.
+
+        Args:
+            tokens, parents (`Sequence[int]` of length N): The draft, parents before their children, -1: the anchor.
+        """
+        is_allowed, begin = [False] * len(tokens), len(self.tokens)
+        # Nodes to be tried, depth first, and the number of tokens up to their parents.
+        children = _children(parents)
+        ahead = [(child, begin) for child in reversed(children[0])]
+        while ahead:
+            node, num_before = ahead.pop()
+            token = tokens[node]
+            self.rollback(len(self.tokens) - num_before)
+            has_mask = self.is_at_end or not self.accepts_by_mask
+            if (has_mask and not allows(self.mask(), token)) or not self.accept(token):
+                continue
+            is_allowed[node] = True
+            if token not in self.stop_tokens:
+                ahead += [(child, num_before + 1) for child in reversed(children[node + 1])]
+        self.rollback(len(self.tokens) - begin)
+        return is_allowed
+
     @classmethod
     def fill_drafts(cls, drafts: list[RowDraft]) -> None:
-        """Fills the masks of the drafts of several rows, whose matchers are of this class."""
+        """Fills the masks of the drafts of several rows, whose matchers are of this class and at their anchors."""
         for draft in drafts:
             draft.matcher.fill_nodes(draft.tokens, draft.parents, draft.masks)
 
@@ -106,10 +193,7 @@ class GrammarMatcher(ABC):
             tokens, parents (`Sequence[int]` of length N): The draft, parents before their children, -1: the anchor.
             masks (`np.ndarray` of shape `(T, W)`): Rows of other nodes stay as they are.
         """
-        children: list[list[int]] = [[] for _ in range(len(tokens) + 1)]
-        for node, parent in enumerate(parents):
-            children[parent + 1].append(node + 1)
-        begin = len(self.tokens)
+        children, begin = _children(parents), len(self.tokens)
         # Nodes to be filled, depth first, and the number of tokens up to their parents.
         ahead = [(0, begin)]
         while ahead:
@@ -117,23 +201,10 @@ class GrammarMatcher(ABC):
             self.rollback(len(self.tokens) - num_before)
             if node > 0 and not self.accept(tokens[node - 1]):
                 continue
-            self.fill(masks[node])
+            masks[node] = self.mask()
             here = len(self.tokens)
-            ahead += [(child, here) for child in children[node] if allows(masks[node], tokens[child - 1])]
+            ahead += [(child + 1, here) for child in children[node] if allows(masks[node], tokens[child])]
         self.rollback(len(self.tokens) - begin)
-
-    def masks_after(self, paths: Sequence[Sequence[int]]) -> np.ndarray:
-        """Masks int32 `(P, W)` after paths from here; zeros where the grammar forbids a path, and after its end."""
-        begin, masks = len(self.tokens), np.zeros((len(paths), self.num_words), dtype=np.int32)
-        # One after the other, so that paths with a common beginning share its steps.
-        for place in sorted(range(len(paths)), key=paths.__getitem__):
-            path, here = paths[place], self.tokens[begin:]
-            shared = _num_shared(here, path)
-            self.rollback(len(here) - shared)
-            if self.stop_tokens.isdisjoint(path) and all(map(self.accept, path[shared:])):
-                self.fill(masks[place])
-        self.rollback(len(self.tokens) - begin)
-        return masks
 
     def forced(self) -> list[int]:
         """Tokens that come next as far as can be foreseen. The target may still write their text in other tokens."""
@@ -151,9 +222,7 @@ class GrammarMatcher(ABC):
         return []
 
     def _only_token(self) -> list[int]:
-        mask = np.empty(self.num_words, dtype=np.int32)
-        self.fill(mask)
-        return allowed_tokens(mask, most=1)
+        return allowed_tokens(self.mask(), most=1)
 
     def tokenized(self, text: str) -> list[int]:
         """Tokens in which a text may come next; none where the library has no tokenizer."""
@@ -221,8 +290,8 @@ class RowMatchers:
         self.prompt_length: int = prompt_length
         self._matchers: dict[int, GrammarMatcher] = {}
 
-    def at(self, row: int, tokens: Sequence[int]) -> GrammarMatcher:
-        """The place of a row after its tokens, those of the prompt included.
+    def at(self, row: int, tokens: Sequence[int], is_drafted: bool = False) -> GrammarMatcher:
+        """The place of a row after its tokens, those of the prompt included, of which the last ones may be drafted.
 
         Raises:
             SpecDecError: The grammar forbids one of them.
@@ -230,23 +299,33 @@ class RowMatchers:
         matcher = self._matchers.get(row)
         if matcher is None:
             matcher = self._matchers[row] = self.grammar.matcher(row, tokens[: self.prompt_length])
-        matcher.move_to(tokens[self.prompt_length :])
+        go = matcher.move_to if is_drafted else matcher.begin_at
+        go(tokens[self.prompt_length :])
         return matcher
 
-    def mask_after(self, row: int, tokens: Sequence[int]) -> np.ndarray:
+    def mask_after(self, row: int, tokens: Sequence[int], is_drafted: bool = False) -> np.ndarray:
         """Tokens that may follow, int32 `(W,)`: all of them where the row has left its grammar, as after its end."""
-        mask = np.full(self.grammar.num_words, -1, dtype=np.int32)
         try:
-            self.at(row, tokens).fill(mask)
+            return self.at(row, tokens, is_drafted).mask()
         except SpecDecError:
-            mask[:] = -1
-        return mask
+            return np.full(self.grammar.num_words, -1, dtype=np.int32)
+
+
+def _children(parents: Sequence[int]) -> list[list[int]]:
+    """The children of the anchor and of each node."""
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node, parent in enumerate(parents):
+        children[parent + 1].append(node)
+    return children
 
 
 def _num_shared(tokens: Sequence[int], others: Sequence[int]) -> int:
     """Number of tokens with which both begin."""
+    shorter = min(len(tokens), len(others))
+    if tokens[:shorter] == others[:shorter]:
+        return shorter
     pairs = enumerate(zip(tokens, others))
-    return next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(tokens), len(others)))
+    return next((place for place, (ours, theirs) in pairs if ours != theirs), shorter)
 
 
 def allows(mask: np.ndarray, token: int) -> bool:

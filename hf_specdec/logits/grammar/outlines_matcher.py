@@ -24,6 +24,9 @@ class OutlinesMatcher(GrammarMatcher):
         stop_tokens (`frozenset[int]`): Tokens that end the text, as far as they are known.
     """
 
+    # A text that may end has ended with any token.
+    accepts_by_mask = False
+
     def __init__(self, index: Any, num_words: int, masks: dict[int, np.ndarray], stop_tokens: frozenset[int]):
         super().__init__(num_words)
         self.stop_tokens = stop_tokens

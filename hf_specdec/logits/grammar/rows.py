@@ -15,7 +15,7 @@ from ...drafts import DraftTree
 from ...errors import SpecConfigError
 from ...transfers import upload
 from .masks import GrammarMask
-from .matchers import Grammar, GrammarMatcher, RowDraft, RowMatchers, allows
+from .matchers import Grammar, GrammarMatcher, RowDraft, RowMatchers
 from .recognition import grammar_of
 
 
@@ -80,7 +80,9 @@ class RowGrammars(RowMatchers):
 
     def masks_after(self, sequences: Sequence[torch.LongTensor], rows: Sequence[int]) -> np.ndarray:
         """Masks `(R, W)` of rows after their tokens, each of shape `(L,)`."""
-        return np.stack([self.mask_after(row, tokens.tolist()) for row, tokens in zip(rows, sequences)])
+        return np.stack(
+            [self.mask_after(row, tokens.tolist(), is_drafted=True) for row, tokens in zip(rows, sequences)]
+        )
 
     def masking(self, masks: np.ndarray) -> GrammarMask:
         """The processor for scores `(M, V)` with these masks `(M, W)`."""
@@ -89,6 +91,47 @@ class RowGrammars(RowMatchers):
 
 def _listed(tokens: Collection[int]) -> str:
     return " or ".join(map(str, sorted(tokens)))
+
+
+class NodeMasks:
+    """The masks after the anchor and the nodes of a row's draft, each made when it is asked for.
+
+    Args:
+        matcher (`GrammarMatcher`): At the anchor.
+        tokens, parents (`Sequence[int]` of length N): The draft, parents before their children, -1: the anchor.
+    """
+
+    def __init__(self, matcher: GrammarMatcher, tokens: Sequence[int], parents: Sequence[int]):
+        self.matcher = matcher
+        self._begin = list(matcher.tokens)
+        self._tokens, self._parents = tokens, parents
+        self._all: np.ndarray | None = None
+
+    def __getitem__(self, node: int) -> np.ndarray:
+        """The mask int32 `(W,)` after a verified node; everything is allowed after one that cannot be accepted."""
+        if self._all is not None:
+            return self._all[node]
+        path: list[int] = []
+        while node > 0:
+            path.append(self._tokens[node - 1])
+            node = self._parents[node - 1] + 1
+        is_reached = self.matcher.follow(self._begin, path[::-1])
+        return self.matcher.mask() if is_reached else _full(self.matcher.num_words)
+
+    @staticmethod
+    def all_of(rows: Sequence[NodeMasks | None]) -> list[np.ndarray | None]:
+        """All masks of rows, int32 `(T, W)` each; each library makes those of its rows in one call."""
+        by_kind: dict[type[GrammarMatcher], list[RowDraft]] = {}
+        for row in rows:
+            if row is not None and row._all is None:
+                matcher = row.matcher
+                matcher.move_to(row._begin)
+                row._all = _full(len(row._tokens) + 1, matcher.num_words)
+                draft = RowDraft(matcher, row._tokens, row._parents, row._all)
+                by_kind.setdefault(type(matcher), []).append(draft)
+        for kind, drafts in by_kind.items():
+            kind.fill_drafts(drafts)
+        return [None if row is None else row._all for row in rows]
 
 
 def constrained(draft: DraftTree, matchers: Sequence[GrammarMatcher | None]) -> DraftTree:
@@ -102,41 +145,32 @@ def constrained(draft: DraftTree, matchers: Sequence[GrammarMatcher | None]) -> 
         matchers (`Sequence[GrammarMatcher]` of length R): The rows' places; `None` for rows without a grammar.
     """
     token_lists, parent_lists = draft.token_lists(), draft.parent_lists()
-    jobs = [
-        None if matcher is None else RowDraft(matcher, tokens, parents, _full(len(tokens) + 1, matcher.num_words))
-        for matcher, tokens, parents in zip(matchers, token_lists, parent_lists)
-    ]
-    by_kind: dict[type[GrammarMatcher], list[RowDraft]] = {}
-    for job in jobs:
-        if job is not None:
-            by_kind.setdefault(type(job.matcher), []).append(job)
-    for kind, drafts in by_kind.items():
-        kind.fill_drafts(drafts)
     kept = [
-        list(range(len(tokens))) if job is None else _kept(job, draft.probs is not None)
-        for job, tokens in zip(jobs, token_lists)
+        list(range(len(tokens))) if matcher is None else _kept(matcher, tokens, parents, draft.probs is not None)
+        for matcher, tokens, parents in zip(matchers, token_lists, parent_lists)
     ]
     if any(len(nodes) < len(tokens) for nodes, tokens in zip(kept, token_lists)):
         draft = _cut(draft, kept)
+        token_lists, parent_lists = draft.token_lists(), draft.parent_lists()
     draft.masks = [
-        None if job is None else job.masks[[0, *(node + 1 for node in nodes)]] for job, nodes in zip(jobs, kept)
+        None if matcher is None else NodeMasks(matcher, tokens, parents)
+        for matcher, tokens, parents in zip(matchers, token_lists, parent_lists)
     ]
     return draft
 
 
-def _full(num_nodes: int, num_words: int) -> np.ndarray:
-    return np.full((num_nodes, num_words), -1, dtype=np.int32)
+def _full(*shape: int) -> np.ndarray:
+    return np.full(shape, -1, dtype=np.int32)
 
 
-def _kept(job: RowDraft, keeps_first_forbidden: bool) -> list[int]:
+def _kept(matcher: GrammarMatcher, tokens: list[int], parents: list[int], keeps_first_forbidden: bool) -> list[int]:
     """The nodes of a row's draft that stay."""
+    is_allowed = matcher.allowed_nodes(tokens, parents)
     # Whether children of the anchor and of each node can be accepted.
     goes_on, kept = [True], []
-    for node, (token, parent) in enumerate(zip(job.tokens, job.parents)):
-        is_reached = goes_on[parent + 1]
-        is_allowed = is_reached and allows(job.masks[parent + 1], token)
-        goes_on.append(is_allowed and token not in job.matcher.stop_tokens)
-        if is_allowed or (is_reached and keeps_first_forbidden):
+    for node, (token, parent) in enumerate(zip(tokens, parents)):
+        goes_on.append(is_allowed[node] and token not in matcher.stop_tokens)
+        if is_allowed[node] or (goes_on[parent + 1] and keeps_first_forbidden):
             kept.append(node)
     return kept
 

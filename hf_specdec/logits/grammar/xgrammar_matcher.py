@@ -50,8 +50,8 @@ class XGrammarMatcher(GrammarMatcher):
             self._matcher.accept_token(self.tokens[-self._num_after_end - 1])
 
     def fill_nodes(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
-        # The library does not go past an end.
-        if self.is_at_end or not self.stop_tokens.isdisjoint(tokens):
+        # The library does not go past an end, and would make known masks again.
+        if self.is_at_end or self.knows_masks or not self.stop_tokens.isdisjoint(tokens):
             super().fill_nodes(tokens, parents, masks)
             return
         child, sibling = first_children(parents)

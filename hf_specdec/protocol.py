@@ -228,6 +228,32 @@ def _entries(values: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
 
 
 @dataclass
+class DeviceCommit:
+    """What the next [`Commit`] will say, as far as the device knows it and the host does not.
+
+    Attributes:
+        rows (`list[int]` of length B): Number of each active row in the call.
+        tokens (`torch.LongTensor` of shape `(B, M)`): The committed tokens, padded.
+        counts (`torch.LongTensor` of shape `(B,)`): How many they are.
+        hidden_states (`dict[int | str, torch.Tensor]`): As those of a [`Commit`].
+    """
+
+    rows: list[int]
+    tokens: torch.LongTensor
+    counts: torch.LongTensor
+    hidden_states: dict[int | str, torch.Tensor]
+
+    @property
+    def anchors(self) -> torch.LongTensor:
+        """The last committed token of each row, `(B,)`."""
+        return last_of_each(self.tokens, self.counts)
+
+    def anchor_states(self, key: int | str) -> torch.Tensor:
+        """States `(B, H)` from which these tokens were predicted."""
+        return last_of_each(self.hidden_states[key], self.counts)
+
+
+@dataclass
 class VerifiedNodes:
     """Tokens that the target considers best after each node of a verification, accepted or not.
 
@@ -286,6 +312,11 @@ class Drafter(Protocol):
 
     @property
     def longest_row(self) -> tuple[int, str] | None: ...
+
+    @property
+    def drafts_ahead(self) -> bool: ...
+
+    def draft_ahead(self, commit: DeviceCommit) -> None: ...
 
     def note_longest_row(self) -> None: ...
 

@@ -161,9 +161,11 @@ class PackedTables:
         Args:
             meanwhile (`Callable`, *optional*): What the host does in front of the wait, while the device works.
         """
+        # In front of what is launched meanwhile.
+        pending = PendingRead(self.values)
         if meanwhile is not None:
             meanwhile()
-        rows, found = self.values.tolist(), {}
+        rows, found = pending.get().tolist(), {}
         for name, place in self.places.items():
             found[name] = [row[place] for row in rows]
         return found

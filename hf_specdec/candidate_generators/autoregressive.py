@@ -22,7 +22,7 @@ from ..drafting.growth import CapturedLimits, DraftNodes, DynamicTree, RowLimits
 from ..drafting.shape import confidence_threshold
 from ..drafting.slots import DraftInputs, Entries, KnownPrompt
 from ..drafts import DraftTree, TokenTree
-from ..protocol import Commit, DraftStep, Prompt, Session
+from ..protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ..transfers import select_rows
 from .base import CandidateGenerator
 
@@ -53,7 +53,6 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         self.device: torch.device = resources.device
         self.target_hidden_states: tuple[int | str, ...] = resources.target_hidden_states
         self.samples_drafts: bool | None = self.asks_to_sample
-        self.may_mask: bool = session.sampler is not None and session.sampler.may_mask
         self.plan: TokenTree | DynamicTree = self.plan_drafts()
         self.num_reads: int = self.plan.num_reads
         self.shape: DynamicTree | tuple[Level, ...] = (
@@ -185,15 +184,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         The graph drafts the whole plan, and what is deeper than a row's limit is cut off. Only a threshold makes the
         host wait for it, to learn how much has to be verified.
         """
-        output = self.entries.replay(
-            (self.plan, self.threshold),
-            new,
-            self.most_committed,
-            self.num_reads,
-            limits.depths,
-            self._captured_draft,
-            self.shape,
-        )
+        output = self._launch(new, limits.depths)
         if output is None:
             return None
         hidden, logits, nodes, depths = output
@@ -201,6 +192,27 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         self.hidden, self.logits = hidden[:num_rows], logits[:num_rows]
         depths = depths[:num_rows].tolist() if self.threshold else limits.depths
         return nodes.of_rows(num_rows).draft(self.plan, depths, self.session.device)
+
+    def _launch(self, new: Entries, depths: list[int]) -> Any:
+        """The output of the graph; `None` where there is none to run."""
+        return self.entries.replay(
+            (self.plan, self.threshold),
+            new,
+            self.most_committed,
+            self.num_reads,
+            depths,
+            self._captured_draft,
+            self.shape,
+        )
+
+    @property
+    def drafts_ahead(self) -> bool:
+        is_graph = not (self.samples_drafts or self.may_mask) and self.pending is None
+        return is_graph and self.entries.runs_graphs and self.entries.gathers_ahead
+
+    def draft_ahead(self, commit: DeviceCommit) -> None:
+        new = Entries(commit.tokens, commit.hidden_states, commit.counts)
+        self._launch(self.entries.gather(new), [self.plan.max_depth] * len(commit.rows))
 
     def _captured_draft(
         self, inputs: DraftInputs, columns: int

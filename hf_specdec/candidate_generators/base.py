@@ -6,6 +6,7 @@ A candidate generator is a method's state for one `generate()` call. The loop ca
     learn(nodes)                      after every verification, where `num_best_tokens` asks for it
     observe(commit)                   after every cycle, the first token after the prompt included
     propose(step) -> DraftTree        at the start of a cycle, when something has been observed since the prompt
+    draft_ahead(commit)               before an observe and a propose that it is about, where `drafts_ahead` says so
     keep_rows(keep)                   when rows of the batch have finished, anywhere but between a draft and its commit
     join(other, numbers)              when other rows take the places of finished ones, between a commit and a draft
     close()                           once, last, also after an error, and also where nothing else was ever called
@@ -40,7 +41,7 @@ from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..logits.grammar.growth import GrowingMasks
 from ..logits.randomness import NODES_PER_ANCHOR
-from ..protocol import Commit, DraftStep, Lookups, Prompt, Session, VerifiedNodes
+from ..protocol import Commit, DeviceCommit, DraftStep, Lookups, Prompt, Session, VerifiedNodes
 from ..threads import cached_property
 from .options import NoOptions
 
@@ -265,8 +266,13 @@ class CandidateGenerator(HfCandidateGenerator):
 
     def growing_masks(self, step: DraftStep, limits: list[int]) -> GrowingMasks | None:
         """Masks of the rows' grammars, for drafts of at most `limits` that are chosen level by level."""
+        return self.session.sampler.growing(step.rows, limits) if self.may_mask else None
+
+    @property
+    def may_mask(self) -> bool:
+        """Rows may have grammars, whose masks are made on the host."""
         sampler = self.session.sampler
-        return sampler.growing(step.rows, limits) if sampler is not None and sampler.may_mask else None
+        return sampler is not None and sampler.may_mask
 
     @property
     def asks_to_sample(self) -> bool:
@@ -296,6 +302,18 @@ class CandidateGenerator(HfCandidateGenerator):
     def propose(self, step: DraftStep) -> DraftTree:
         """Drafts for all active rows, at most `min(k, step.max_draft_tokens[b])` deep."""
         raise NotImplementedError(f"{type(self).__name__} must implement propose().")
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Tells whether `draft_ahead` can launch the graph of the next draft, as things stand after a `propose`."""
+        return False
+
+    def draft_ahead(self, commit: DeviceCommit) -> None:
+        """Launches the graph of the next draft, of full depth, before the host knows what was accepted before it.
+
+        Nothing is kept of it: `observe` and `propose` come as ever, and the run of the graph that `propose` asks for
+        is the one that has been launched, see [`CallGraphs.ahead`].
+        """
 
     def learn(self, nodes: VerifiedNodes) -> None:
         """Takes in what the target considered best at every node of a verification."""

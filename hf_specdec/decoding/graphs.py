@@ -14,7 +14,8 @@ Shapes: R rows and T nodes of a graph, r and t of them in use.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -146,6 +147,9 @@ class CallGraphs:
         self._name = type(model).__name__
         self._why_eager = why_eager
         self._shared: ModelGraphs | None = None
+        self._runs_ahead = False
+        # The graph that has run ahead, and its rows.
+        self._ahead: tuple[tuple[Any, ...], int] | None = None
         if why_eager is None:
             graphs = _graphs_of(model)
             if graphs.acquire(self, backend, _captured_state((model, *shared))):
@@ -231,10 +235,31 @@ class CallGraphs:
                     return None
                 self._shared.forwards[(place, size, *key)] = captured
         captured = self._shared.forwards[full_key]
-        fill(captured.inputs, rows)
-        captured.replay()
-        self.num_replays += 1
+        ahead, self._ahead = self._ahead, None
+        if ahead != (full_key, rows):
+            fill(captured.inputs, rows)
+            captured.replay()
+            self.num_replays += 1
+        if self._runs_ahead:
+            self._ahead = full_key, rows
         return captured
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Lets the graph inside of the block run ahead, with inputs that the host does not know.
+
+        The next run of the same graph for as many rows finds its output, and does not run it again. Whoever would fill
+        in anything else than what the graph has read calls `forget_ahead` before.
+        """
+        self._runs_ahead = True
+        try:
+            yield
+        finally:
+            self._runs_ahead = False
+
+    def forget_ahead(self) -> None:
+        """Lets the next run be one of its own, whatever has run ahead."""
+        self._ahead = None
 
     def _place(self, cache: SlotCache, ahead: int) -> Place:
         """Makes room, and returns the place of the slots: the same in the call, unless they must grow."""

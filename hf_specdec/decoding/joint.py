@@ -21,6 +21,7 @@ import torch
 
 from ..drafts import DraftTree
 from ..errors import SpecDecError
+from ..kernels.acceptance import Acceptance
 from ..logits.grammar.growth import GrowingMasks
 from ..logits.grammar.matchers import GrammarMatcher
 from ..logits.grammar.rows import constrained
@@ -31,7 +32,7 @@ from ..logits.sampling import DraftSampler, fit_width
 from ..logits.verifier import Verdict, Verifier, take_nodes
 from ..metrics import SpecDecodingStats
 from ..metrics.listeners import CallProgress
-from ..protocol import DrafterSource, DraftStep
+from ..protocol import DrafterSource
 from ..transfers import PackedTables, upload, widened
 from .continuation import ContinuationCheck
 from .loop import DecodingLoop
@@ -115,11 +116,15 @@ class Row:
         """Tokens that it may come to, the prompt included."""
         return self.stop.max_length
 
-    def depth(self, depth: int) -> int:
-        """Depth that its next draft may have, of a drafter's: one token more is committed with every draft."""
+    def depth(self, depth: int, more: int = 0) -> int:
+        """Depth that its next draft may have, of a drafter's: one token more is committed with every draft.
+
+        Args:
+            more (`int`): Tokens that it gets before.
+        """
         if self.most_draft_tokens is not None:
             depth = min(depth, self.most_draft_tokens)
-        return max(min(depth, self.most_tokens - 1 - self.length), 0)
+        return max(min(depth, self.most_tokens - 1 - self.length - more), 0)
 
     @property
     def has_ended(self) -> bool:
@@ -268,7 +273,7 @@ class Judge:
         logits: torch.Tensor,
         rows: list[int],
         positions: list[int],
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[Acceptance | None], None] | None = None,
         outcome: PackedTables | None = None,
     ) -> Verdict:
         return self.verifier.verify(draft, logits, [0] if self._is_alone else rows, positions, meanwhile, outcome)
@@ -328,7 +333,7 @@ class JointVerifier:
         logits: torch.Tensor,
         rows: list[int],
         positions: list[int],
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[Acceptance | None], None] | None = None,
         outcome: PackedTables | None = None,
     ) -> Verdict:
         """Judges drafts; the arguments are those of [`Verifier.verify`]."""
@@ -336,7 +341,7 @@ class JointVerifier:
         if len(groups) == 1:
             return self._judged(draft, logits, rows, positions, meanwhile, outcome)
         if meanwhile is not None:
-            meanwhile()
+            meanwhile(None)
         return self._in_parts(groups, draft, logits, rows, positions)
 
     def follows_best(self, rows: list[int]) -> bool:
@@ -466,6 +471,7 @@ class JointLoop(DecodingLoop):
         Raises:
             UnsupportedModelError: They cannot stand beside others.
         """
+        self._forget_ahead()
         free, first = self.free_numbers, len(self.rows)
         numbers = dict(zip(other.rows, free))
         self.target.join(other.target)
@@ -523,9 +529,8 @@ class JointLoop(DecodingLoop):
             self.stats.notes.append(verifier.rule.note)
         return verifier
 
-    def _step(self) -> DraftStep:
-        depths = [self.table[row].depth(self.generator.num_speculative_tokens) for row in self.rows]
-        return DraftStep(self.rows, self.anchors, self._positions(1), depths)
+    def _depths(self, more: int = 0) -> list[int]:
+        return [self.table[row].depth(self.generator.num_speculative_tokens, more) for row in self.rows]
 
     def _verify(self, draft: DraftTree) -> SlotOutput:
         output = super()._verify(draft)

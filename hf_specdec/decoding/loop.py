@@ -1,7 +1,8 @@
 """The decoding loop: prefill, then cycles of draft -> verify -> accept -> commit until every row stops.
 
-A cycle on a GPU waits for it once, for the verdict. What the next forward does not depend on (statistics, traces,
-streamers) is done before the next wait, while the GPU works.
+A cycle on a GPU waits for it once, for the verdict. Before it waits, it launches the next draft, where that needs
+nothing but tensors of the device; what the next forward does not depend on (statistics, traces, streamers) is done
+then, too, while the GPU works.
 
 Shapes: B rows of the call of which R are active, N draft nodes, T = N + 1 verified nodes, V vocabulary.
 """
@@ -19,6 +20,7 @@ import torch
 
 from ..drafts import DraftTree, chain_topology
 from ..errors import SpecConfigError
+from ..kernels.acceptance import Acceptance
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms
 from ..logits.rules import StandardRule, acceptance_rule
@@ -26,7 +28,7 @@ from ..logits.sampling import DraftSampler
 from ..logits.verifier import Verdict, Verifier, masked_nodes, take_nodes
 from ..metrics import SpecDecodingStats, begin_call, watch_acceptance
 from ..metrics.listeners import CallProgress
-from ..protocol import Commit, Drafter, DrafterSource, DraftStep, Session, VerifiedNodes
+from ..protocol import Commit, DeviceCommit, Drafter, DrafterSource, DraftStep, Session, VerifiedNodes
 from ..target_facts import vocabulary_size
 from ..transfers import last_of_each, select_rows
 from .adapters import ADAPTED_ROW, RowAdapters
@@ -107,7 +109,7 @@ class DecodingLoop:
         profile = model_profile(self.model)
         uniforms = self._uniforms() if config.do_sample else None
         self.sampler = self.sampler_class(self.stack, self.sequences, uniforms, vocabulary_size(self.model))
-        session = Session(
+        self.session: Session = Session(
             batch_size=num_places or request.batch_size,
             max_length=self.stop.max_length,
             device=self.device,
@@ -116,13 +118,13 @@ class DecodingLoop:
             notes=self.stats.notes,
             group=request.processes,
         )
-        self.generator: Drafter = speculator.candidate_generator(session)
+        self.generator: Drafter = speculator.candidate_generator(self.session)
         self.stats.num_spec_tokens = self.generator.num_speculative_tokens
         with ExitStack() as if_it_fails:
             if_it_fails.callback(self.generator.close)
             self.verifier: Verifier = self._verifier(uniforms, profile)
             self.target: SlotModel = self._slot_target()
-            session.target_ref = ref(self.target)
+            self.session.target_ref = ref(self.target)
             # Around calls of the drafter: layers that it shares with the target have their active adapters.
             by_row = ADAPTED_ROW in self.target.row_inputs
             self._drafting: Callable[[], AbstractContextManager[Any]] = (
@@ -170,10 +172,9 @@ class DecodingLoop:
         draft = self.sampler.constrained(self._propose(step), self.rows)
         drafted = perf_counter()
         output = self._verify(draft)
+        meanwhile = partial(self._meanwhile, draft, step, output)
         # Waits for the device.
-        verdict = self.verifier.verify(
-            draft, output.logits, self.rows, step.lengths, self.deferred.flush, output.outcome
-        )
+        verdict = self.verifier.verify(draft, output.logits, self.rows, step.lengths, meanwhile, output.outcome)
         verified = perf_counter()
         self._commit(draft, output, verdict)
         self.stats.draft_seconds += drafted - began
@@ -230,10 +231,13 @@ class DecodingLoop:
 
     def _step(self) -> DraftStep:
         """State of the active rows, and how deep each may draft: one token more is committed with every draft."""
-        depth, room = self.generator.num_speculative_tokens, self.stop.max_length - 1
+        return DraftStep(self.rows, self.anchors, self._positions(1), self._depths())
+
+    def _depths(self, more: int = 0) -> list[int]:
+        """Depth that each row may draft, once it has so many tokens more."""
+        depth, room = self.generator.num_speculative_tokens, self.stop.max_length - 1 - more
         depths = [max(min(depth, room - self.sequences.lengths[row]), 0) for row in self.rows]
-        depths = depths if self.again is None else self.again.limited(depths)
-        return DraftStep(self.rows, self.anchors, self._positions(1), depths)
+        return depths if self.again is None else self.again.limited(depths, more)
 
     def _propose(self, step: DraftStep) -> DraftTree:
         with self._drafting():
@@ -244,6 +248,7 @@ class DecodingLoop:
                 f"{type(self.generator).__name__}.propose() must return a DraftTree of {len(self.rows)} rows, those "
                 f"of `step.rows`, and has returned {found}. Give rows without a draft an empty one."
             )
+        self._forget_ahead()
         explain_empty(draft, step, self.generator)
         if self.generator.lookups is not None:
             count_lookups(self.stats, self.generator.lookups)
@@ -259,6 +264,42 @@ class DecodingLoop:
             self.check.compare(output.logits[:, 0], self.rows)
             self.check = None
         return output
+
+    def _meanwhile(self, draft: DraftTree, step: DraftStep, output: SlotOutput, acceptance: Acceptance | None) -> None:
+        """Launches the next draft, where it needs nothing that the device does not know, and does what was put off."""
+        if acceptance is not None and self.generator.drafts_ahead:
+            began = perf_counter()
+            self._draft_ahead(draft, step, output, acceptance)
+            seconds = perf_counter() - began
+            self.stats.draft_seconds += seconds
+            self.stats.verify_seconds -= seconds
+        self.deferred.flush()
+
+    def _draft_ahead(self, draft: DraftTree, step: DraftStep, output: SlotOutput, acceptance: Acceptance) -> None:
+        most, depth = self.target.most_committed, self.generator.num_speculative_tokens
+        limit = self.generator.longest_row
+        # Near the end of a row, the depth of its draft depends on how much is accepted.
+        if min(self._depths(most)) < depth or (limit and max(step.lengths) + most + depth > limit[0]):
+            return
+        if self.tracer is not None:
+            # The draft's own memory is written again.
+            draft.tokens, draft.parents = draft.tokens.clone(), draft.parents.clone()
+        path, tokens, states = acceptance.path[:, :most], acceptance.tokens[:, :most], output.hidden_states
+        if output.outcome is None:
+            counts = acceptance.num_accepted + 1
+            states = {key: take_nodes(value, path) for key, value in states.items()}
+        else:
+            counts = output.outcome["counts"][:, 0]
+        with ExitStack() as ahead:
+            for graphs in self.session.draft_graphs:
+                ahead.enter_context(graphs.ahead())
+            ahead.enter_context(self._drafting())
+            self.generator.draft_ahead(DeviceCommit(self.rows, tokens, counts, states))
+
+    def _forget_ahead(self) -> None:
+        """What was drafted ahead is of no use any more."""
+        for graphs in self.session.draft_graphs:
+            graphs.forget_ahead()
 
     def _commit(self, draft: DraftTree, output: SlotOutput, verdict: Verdict) -> None:
         """Makes the accepted path part of the target's cache and of the drafter's state; the text has it already."""
@@ -281,6 +322,8 @@ class DecodingLoop:
             self.anchors: torch.Tensor = outcome["anchor"][:, 0]
         else:
             self.anchors = last_of_each(verdict.tokens, counts)
+        if not verdict.is_whole:
+            self._forget_ahead()
         self._observe(verdict, states)
         self.stats.draft_seconds += perf_counter() - began
         if not self.stop.all_finished:
@@ -312,6 +355,7 @@ class DecodingLoop:
         if self.request.keeps_cache:
             self.ended.store(self.rows, [index for index, done in enumerate(finished) if done])
         keep = compact(finished)
+        self._forget_ahead()
         self.target.keep_rows(keep)
         self.generator.keep_rows(keep)
         self.rows: list[int] = [self.rows[index] for index in keep]

@@ -51,11 +51,15 @@ class ReadingAgain:
             )
         return cls(target, sequences, place)
 
-    def limited(self, depths: list[int]) -> list[int]:
-        """How deep the rows may draft, of what they may otherwise: up to the place."""
-        lengths = self._target.cache.lengths
-        rooms = [self._place - 1 - length if length < self._place else depth for length, depth in zip(lengths, depths)]
-        return [min(depth, room) for depth, room in zip(depths, rooms)]
+    def limited(self, depths: list[int], more: int = 0) -> list[int]:
+        """Depth that the rows may draft, of what they may otherwise, once they have so many tokens more.
+
+        A depth below 0 is that of a row which may have come to the place by then.
+        """
+        last, lengths = self._place - 1, self._target.cache.lengths
+        return [
+            min(depth, last - length - more) if length <= last else depth for length, depth in zip(lengths, depths)
+        ]
 
     def read(self, rows: list[int]) -> None:
         """Reads the rows that have come to the place; `rows` are the numbers of all active ones."""

@@ -65,9 +65,9 @@ class SlotOutput:
         hidden_states (`dict`): The states asked for, each `(R, T, H)`; with an outcome `(R, M, H)`, along the path.
         all_hidden_states (`tuple`, *optional*): Those of all layers.
         outcome (`PackedTables`, *optional*): Of a graph that has judged the draft by the target's best tokens, M being
-            the most tokens that a row may commit: "accepted" `(R, 1)`, how many draft tokens; "committed", "path"
-            `(R, M)` and "anchor" `(R, 1)`, tokens, their nodes and the last token; and of the draft "num_nodes"
-            `(R, 1)`, "tokens" and "parents" `(R, N)`. The slots of the path lie in their places.
+            the most tokens that a row may commit: "accepted" and "counts" `(R, 1)`, how many draft tokens and how many
+            in all; "committed", "path" `(R, M)` and "anchor" `(R, 1)`, tokens, their nodes and the last token; of the
+            draft "num_nodes" `(R, 1)`, "tokens" and "parents" `(R, N)`. The slots of the path lie in their places.
     """
 
     logits: torch.Tensor
@@ -358,29 +358,29 @@ class SlotModel:
         return SlotOutput(logits[:rows, :nodes], states, outcome=outcome.copy_of_rows(rows))
 
     def continue_greedily(
-        self, tokens: torch.LongTensor, counts: list[int], width: int, num_tokens: int, choose: Choose
+        self, tokens: torch.LongTensor, counts: list[int] | torch.LongTensor, num_tokens: int, choose: Choose
     ) -> torch.LongTensor | None:
         """Reads tokens after each row's committed slots, then the ones that follow, one by one, in a single graph.
 
-        All tokens but the last are read and kept; who wants fewer takes them back.
+        The given tokens are kept, where their number is known, and those that follow are not.
 
         Args:
             tokens (`torch.LongTensor` of shape `(R, t)`): Tokens, padded on the right.
-            counts (`list[int]`): Tokens of each row.
-            width (`int`): Tokens to which the graph pads.
-            num_tokens (`int`): How many follow.
+            counts (`list[int]`): Tokens of each row; a tensor `(R,)` where the host does not know them.
+            num_tokens (`int`): How many follow; at most one more is given.
             choose (`Choose`): Chooses them.
 
         Returns:
             `torch.LongTensor` of shape `(R, num_tokens)`: The tokens that follow, to be used before the next graph
             runs; `None` where there is none to run.
         """
-        rows, num_given = tokens.shape
+        (rows, num_given), width = tokens.shape, num_tokens + 1
         if self.graphs is None or num_given > width:
             return None
-        parents, num_more = chain_parents(num_given - 1, tokens.device), [count - 1 for count in counts]
+        parents, is_known = chain_parents(num_given - 1, tokens.device), isinstance(counts, list)
+        num_more = [count - 1 for count in counts] if is_known else counts - 1
         captured = self.graphs.run_on_slots(
-            ("continue", width, num_tokens, choose),
+            ("continue", num_tokens, choose),
             rows,
             lambda rows: NodeInputs(rows, width, tokens.device),
             lambda inputs, count: self._fill(inputs, count, [tokens], parents, num_more),
@@ -391,8 +391,9 @@ class SlotModel:
         if captured is None:
             return None
         following, self.attention_layers = captured.output
-        self.cache.plan_write(1)
-        self.cache.commit([count + num_tokens - 1 for count in counts])
+        if is_known:
+            self.cache.plan_write(num_given)
+            self.cache.commit(counts)
         return following[:rows]
 
     def _continued(self, num_tokens: int, choose: Choose, inputs: NodeInputs, columns: int) -> tuple:
@@ -430,7 +431,8 @@ class SlotModel:
         committed, path = (values[:, : self.most_committed] for values in (accepted.tokens, accepted.path))
         if path.shape[1] > 1:
             move_slots([buffer for layer in self.cache.layers for buffer in layer.buffers], nodes.tree.lengths, path)
-        tables = {"accepted": counts, "committed": committed, "path": path, "anchor": committed.gather(1, counts)}
+        tables = {"accepted": counts, "counts": counts + 1, "committed": committed, "path": path}
+        tables["anchor"] = committed.gather(1, counts)
         draft = {"num_nodes": nodes.draft.num_nodes[:, None], "tokens": nodes.draft.tokens}
         outcome = PackedTables.of({**tables, **draft, "parents": nodes.draft.parents})
         states = [take_nodes(output.hidden_states[key], path) for key in self.states]

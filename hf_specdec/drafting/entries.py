@@ -44,6 +44,8 @@ class DraftEntries(DraftSlots):
     num_read: int = 0
     # True if committed tokens have to be read before rows join.
     joins_read = False
+    # True if entries can be gathered when the host does not know their number.
+    gathers_ahead = True
 
     def __init__(self, network: nn.Module, starts: list[int], offsets: list[int], capacity: int, **options: Any):
         super().__init__(network, starts, offsets, capacity, **options)

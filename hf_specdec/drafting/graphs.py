@@ -93,6 +93,10 @@ class RowGraphs:
         """Lets what comes up repeatedly run as a graph from now on; the arguments are those of [`begin_graphs`]."""
         self._graphs = begin_graphs(self._network, self._shared, config, session)
 
+    @property
+    def are_on(self) -> bool:
+        return self._graphs is not None and self._graphs.why_eager is None
+
     def run(
         self, key: tuple[Any, ...], read: Callable[..., Any], values: dict[str, torch.Tensor], constants: Any = None
     ) -> Any:

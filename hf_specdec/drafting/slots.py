@@ -37,12 +37,12 @@ class Entries(NamedTuple):
     Attributes:
         tokens (`torch.LongTensor` of shape `(R, T)`): Tokens, padded on the right.
         states (`dict`): States that belong to them, each `(R, T, X)`.
-        counts (`list[int]`): Valid entries of each row.
+        counts (`list[int]`): Valid entries of each row; a tensor `(R,)` where the host does not know them.
     """
 
     tokens: torch.LongTensor
     states: dict[int | str, torch.Tensor]
-    counts: list[int]
+    counts: list[int] | torch.LongTensor
 
 
 class Reading(NamedTuple):
@@ -115,6 +115,11 @@ class DraftSlots:
         """First slot of each row, and its lead."""
         return [self.starts, [offset - start for start, offset in zip(self.starts, self.offsets)]]
 
+    @property
+    def runs_graphs(self) -> bool:
+        """Tells whether forwards whose shapes repeat run as graphs."""
+        return self.graphs is not None and self.graphs.why_eager is None
+
     def plan_read(self, count: int) -> Reading:
         """Plans a forward of `count` entries after those of each row; it stays in force until the next plan."""
         plan = self.cache.plan_write(count)
@@ -138,7 +143,7 @@ class DraftSlots:
 
         Args:
             key (`tuple`): Constants of the graph beside the shapes.
-            new (`Entries`): Entries that are read first, and kept.
+            new (`Entries`): Entries that are read first, and kept; by whoever learns it, if it is not known how many.
             width (`int`): T, to which they are padded.
             ahead (`int`): Most slots that are written after them.
             limits (`list[int]`): Largest depth of each row's draft.
@@ -163,7 +168,8 @@ class DraftSlots:
         )
         if captured is None:
             return None
-        self.skip(new.counts)
+        if isinstance(new.counts, list):
+            self.skip(new.counts)
         return captured.output
 
     def skip(self, counts: list[int]) -> None:
@@ -246,9 +252,12 @@ class DraftInputs:
         fill_front(self.tokens, new.tokens[:count])
         for key, buffer in self.states.items():
             fill_front(buffer, new.states[key][:count])
-        missing = self._rows.shape[1] - count
-        table = (slots.cache.lengths, new.counts, limits, *slots.host_places())
+        missing, is_known = self._rows.shape[1] - count, isinstance(new.counts, list)
+        counts = new.counts if is_known else [1] * count
+        table = (slots.cache.lengths, counts, limits, *slots.host_places())
         self._rows.copy_(upload([[*values[:count], *values[:1] * missing] for values in table], self._rows.device))
+        if not is_known:
+            self.counts[:count].copy_(new.counts[:count])
 
 
 class KnownPrompt:

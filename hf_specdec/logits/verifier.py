@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError, SpecDecError
-from ..kernels.acceptance import reject_chain, reject_tree
+from ..kernels.acceptance import Acceptance, reject_chain, reject_tree
 from ..kernels.sampling import sample_from_probs
 from ..transfers import PackedTables, read_together, upload
 from .acceptance import best_tokens
@@ -111,7 +112,7 @@ class Verifier:
         logits: torch.Tensor,
         rows: list[int],
         positions: list[int],
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[Acceptance | None], None] | None = None,
         outcome: PackedTables | None = None,
     ) -> Verdict:
         """Commits what the target accepts of a draft, and one more token. Waits for the device.
@@ -122,23 +123,24 @@ class Verifier:
             rows (`list[int]` of length R): Which row of the call each active row is.
             positions (`list[int]` of length R): Position of the first token to commit, padding not counted.
             meanwhile (`Callable`, *optional*): What the host does before it waits, and before anything of this
-                verification is shown to processors and criteria.
+                verification is shown to processors and criteria. Takes what is accepted, where the device knows it.
             outcome (`PackedTables`, *optional*): What is accepted, where that is known: that of `SlotOutput`.
         """
         if outcome is None and (self._walks or self._saves_by_walking(draft, logits)):
             if meanwhile is not None:
-                meanwhile()
+                meanwhile(None)
             return _Walk(self, draft, logits, rows, positions).run()
         scores = self._node_scores(draft, logits, rows) if self._needs_scores else logits
         unknown, is_known = draft.unknown_tables(self.reads_drafts), outcome is not None
         if outcome is None:
             acceptance = self.rule.judge(draft, scores, rows, positions)
             tables = {"accepted": acceptance.num_accepted[:, None], "committed": acceptance.tokens, **unknown}
-            outcome, path, tokens = PackedTables.of(tables), acceptance.path, acceptance.tokens
+            outcome = PackedTables.of(tables)
         else:
-            path, tokens = outcome["path"], outcome["committed"]
+            acceptance = Acceptance(outcome["accepted"][:, 0], outcome["path"], outcome["committed"])
+        path, tokens = acceptance.path, acceptance.tokens
         # The one synchronisation of a cycle. Whatever the host does not know of the draft comes with it.
-        found = outcome.read(meanwhile)
+        found = outcome.read(meanwhile and partial(meanwhile, acceptance))
         if unknown:
             draft.learn({name: found[name] for name in unknown})
         accepted = [row[0] for row in found["accepted"]]

@@ -31,7 +31,7 @@ from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
 from ...logits.grammar.growth import GrowingMasks
-from ...protocol import Commit, DraftStep, Prompt, Session
+from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...transfers import last_of_each
 from ...validation import Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
@@ -477,13 +477,25 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def _replay(self, new: Commit | None, limits: list[int]) -> Chain | Block | Prefixes | Edges | None:
         """Reads new tokens and predicts the whole block in a graph; `None` where there is none to run."""
-        if self.text.graphs is None or new is None:
+        predicted = None if new is None else self._launch(new, limits)
+        if predicted is None:
             return None
+        self.text.add_tokens(new.tokens, new.counts)
+        return predicted.of_rows(len(limits))
+
+    @property
+    def drafts_ahead(self) -> bool:
+        return self.pending is None and self.text.runs_graphs and not self.may_mask
+
+    def draft_ahead(self, commit: DeviceCommit) -> None:
+        self._launch(commit, [self.num_speculative_tokens] * len(commit.rows))
+
+    def _launch(self, new: Commit | DeviceCommit, limits: list[int]) -> Chain | Block | Prefixes | Edges | None:
         states = new.hidden_states
         if self.text.tokens_before is not None:
             states = {**states, "tokens_before": self.text.tokens_before[:, None]}
         kind = (self.block_size, self.num_speculative_tokens, self.num_steps, self.mask_token_id)
-        predicted = self.text.replay(
+        return self.text.replay(
             (*kind, self.tree_budget, self.draft_tree_top_k, self.samples_drafts),
             Entries(new.tokens, states, new.counts),
             self.most_committed,
@@ -491,10 +503,6 @@ class DFlashCandidateGenerator(CandidateGenerator):
             limits,
             self._captured_prediction,
         )
-        if predicted is None:
-            return None
-        self.text.add_tokens(new.tokens, new.counts)
-        return predicted.of_rows(len(limits))
 
     def _captured_prediction(self, inputs: DraftInputs, columns: int) -> Chain | Block | Prefixes | Edges:
         text = self.text.static(inputs, columns)

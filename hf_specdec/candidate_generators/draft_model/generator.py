@@ -36,7 +36,7 @@ from ...drafts import DraftTree, chain_topology
 from ...errors import SpecConfigError, shown
 from ...logits.processors import ProcessorStack
 from ...logits.sampling import DraftSampler
-from ...protocol import Commit, DraftStep, Prompt, Session
+from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...settings.values import plain_path
 from ...transfers import PendingRead, last_of_each, upload
 from ...validation import Options, draft_sample_method_field, parallel_drafting_field, setting
@@ -281,7 +281,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             return
         self.texts = [texts[row] for row in self.rows]
         self.model.see(self._sources.source(prompt.source, self.rows))
-        ahead = _MOST_PENDING + self.num_speculative_tokens
+        ahead = 2 * self.num_speculative_tokens + 1
         self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + ahead
         most_fed = _MOST_PENDING if self.mask_token is None else 2 * self.num_speculative_tokens
         eager = self.config.enforce_eager or self.model.source is not None
@@ -366,19 +366,34 @@ class DraftModelCandidateGenerator(CandidateGenerator):
 
     def _best_tokens_at_once(self) -> torch.LongTensor | None:
         """The best tokens `(R, K)` of a whole draft from one graph; `None` where each token is chosen by itself."""
-        is_plain = self.sampler.is_greedy and not (self.sampler.stack or self.options.confidence_threshold)
-        is_plain = is_plain and type(self.vocabularies) is SameTokens
-        if self.model.graphs is None or self.mask_token is not None or not is_plain:
+        if not self._drafts_at_once:
             return None
-        tokens, counts = self._pending_tokens()
-        following = self.model.continue_greedily(
-            tokens, counts, _MOST_PENDING, self.num_speculative_tokens, self._choose
-        )
+        following = self._continue(*self._pending_tokens())
         if following is None:
             return None
         for text in self.texts:
-            text.pending, text.num_fed = [], self.num_speculative_tokens - 1
+            text.pending = []
         return following.to(self.session.device)
+
+    @property
+    def _drafts_at_once(self) -> bool:
+        """Tells whether the best tokens of a whole draft come from one graph."""
+        graphs = self.model.graphs
+        is_plain = self.sampler.is_greedy and not (self.sampler.stack or self.options.confidence_threshold)
+        is_plain = is_plain and type(self.vocabularies) is SameTokens and self.mask_token is None
+        return is_plain and graphs is not None and graphs.why_eager is None
+
+    def _continue(self, tokens: torch.LongTensor, counts: list[int] | torch.LongTensor) -> torch.LongTensor | None:
+        # All that a cycle commits is read again: how many drafted tokens may stay is known too late.
+        return self.model.continue_greedily(tokens, counts, self.num_speculative_tokens, self._choose)
+
+    @property
+    def drafts_ahead(self) -> bool:
+        return self._drafts_at_once and not any(text.pending for text in self.texts)
+
+    def draft_ahead(self, commit: DeviceCommit) -> None:
+        if self.rows == commit.rows:
+            self._continue(self.vocabularies.inputs(commit.tokens.to(self.device)), commit.counts)
 
     def _drop_rows_out_of_step(self) -> None:
         """A draft that takes slots for positions would misread rows of different lengths."""

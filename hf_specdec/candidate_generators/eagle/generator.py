@@ -17,6 +17,7 @@ from ...drafting.chain import SteeredChain
 from ...drafting.growth import DynamicTree, RowLimits
 from ...drafting.positions import Positions
 from ...drafting.shape import ExtrapolationOptions, draft_shape
+from ...drafting.slots import Entries
 from ...drafts import DraftTree, TokenTree
 from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
@@ -135,6 +136,9 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
                 limits.stop_low_confidence(paths[:, depth - 1 : depth], depth)
         return DraftTree.chain(self.network.target_ids(best).to(device)[:, : limits.deepest], limits.depths)
 
+    def _launch(self, new: Entries, depths: list[int]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self.masked.replay(self.entries, new, self.most_committed, self.plan.max_depth - 1, depths)
+
     def _logits_at_once(self, limits: RowLimits) -> torch.Tensor:
         """Logits `(R, K, U)` of the first tokens of the drafts."""
         new, num_masks = self._take_pending(), limits.deepest - 1
@@ -144,8 +148,7 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
             logits = self.logits[:, None]
             masks = self.masked.read_masks(self.entries, len(logits), num_masks) if num_masks else logits[:, :0]
             return torch.cat((logits, masks), dim=1)
-        most = self.plan.max_depth - 1
-        replayed = self.masked.replay(self.entries, new, self.most_committed, most, limits.depths)
+        replayed = self._launch(new, limits.depths)
         self.hidden, logits = replayed or self.masked.read(self.entries, new, num_masks)
         self.logits = logits[:, 0]
         return logits[:, : limits.deepest]

@@ -29,7 +29,7 @@ from ...errors import SpecConfigError
 from ...layers.draft_network import TargetParts
 from ...logits.grammar.growth import GrowingMasks
 from ...metrics import LOSSLESS_RULES
-from ...protocol import Commit, DraftStep, Prompt, Session
+from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...threads import Lock
 from ...transfers import kept_on_device, select_rows, upload
 from ...validation import Options, setting
@@ -235,7 +235,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
         if self.counts:
             # What the tree leaves out is counted too, or it could not grow.
             depth, count = min(depth + 1, self.heads.num_heads), min(NUM_RANKS, self.heads.lm_head_size)
-        best = self._best_tokens(depth, count).to(self.session.device)
+        best = self._best_tokens(self.hidden, depth, count).to(self.session.device)
         if self.counts:
             self.candidates = best.transpose(0, 1)
         flat = best.flatten(1)
@@ -249,13 +249,21 @@ class MedusaCandidateGenerator(CandidateGenerator):
         nodes = positions.grow(tree.levels(logits.device), step.anchor_tokens, RowLimits(depths, 0.0), masks)
         return nodes.draft(tree, depths, self.session.device)
 
-    def _best_tokens(self, depth: int, count: int) -> torch.LongTensor:
-        """The `count` best tokens of each of the first `depth` heads, best first: `(B, D, C)`."""
+    @property
+    def drafts_ahead(self) -> bool:
+        # Candidates that are to be counted lie in the memory of the graph.
+        return self.graphs.are_on and self.candidates is None and not self.may_mask
+
+    def draft_ahead(self, commit: DeviceCommit) -> None:
+        self._best_tokens(commit.anchor_states("last"), self.tree.max_depth, max(self.tree.widths))
+
+    def _best_tokens(self, hidden: torch.Tensor, depth: int, count: int) -> torch.LongTensor:
+        """The `count` best tokens of the first `depth` heads by states `(B, H)`, best first: `(B, D, C)`."""
 
         def read(hidden: torch.Tensor) -> torch.LongTensor:
             return self.heads.top_tokens(hidden, count, self.lm_head, depth).transpose(0, 1).contiguous()
 
-        return self.graphs.run((depth, count), read, {"hidden": self.hidden})
+        return self.graphs.run((depth, count), read, {"hidden": hidden})
 
     def observe(self, commit: Commit) -> None:
         if self.candidates is not None:

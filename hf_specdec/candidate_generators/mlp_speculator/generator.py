@@ -30,7 +30,7 @@ from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
 from ...logits.grammar.growth import GrowingMasks
-from ...protocol import Commit, DraftStep, Prompt, Session
+from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...target_facts import vocabulary_size
 from ...threads import cached_property
 from ...transfers import kept_on_device, select_rows, upload
@@ -210,13 +210,26 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             return DraftTree.empty(len(step.rows), self.session.device)
         if self.is_steered:
             return self._draft_steered(step, limits)
-        drafted = self._draft(step, depth, self.growing_masks(step, limits))
+        drafted = self._draft(self.states, step.anchor_tokens, depth, self.growing_masks(step, limits))
         if isinstance(drafted, ChosenNodes):
             return drafted.draft(limits, self.session.device)
         return DraftTree.of_shape(self.plan.up_to(depth), drafted.to(self.session.device), limits)
 
-    def _draft(self, step: DraftStep, depth: int, masks: GrowingMasks | None = None) -> torch.LongTensor | ChosenNodes:
-        """Drafts the plan up to a depth: tokens `(B, N)`, or nodes that differ from row to row."""
+    @property
+    def drafts_ahead(self) -> bool:
+        return self.graphs.are_on and not (self.is_steered or self.may_mask)
+
+    def draft_ahead(self, commit: DeviceCommit) -> None:
+        self._draft(commit.anchor_states("last"), commit.anchors, self.num_speculative_tokens)
+
+    def _draft(
+        self, states: torch.Tensor, anchors: torch.LongTensor, depth: int, masks: GrowingMasks | None = None
+    ) -> torch.LongTensor | ChosenNodes:
+        """Drafts the plan up to a depth, after states `(B, H)` and the anchors `(B,)` that were predicted from them.
+
+        Returns:
+            Tokens `(B, N)`, or nodes that differ from row to row.
+        """
         plan = self.plan
         if isinstance(plan, GrowthPlan):
             read, constants = self._grow_best, None
@@ -224,7 +237,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             read, constants = self._best_chain, None
         else:
             read, constants = self._ranked, plan.up_to(depth).levels(self.device)
-        values = {"states": self.states, "anchors": step.anchor_tokens}
+        values = {"states": states, "anchors": anchors}
         if masks is not None:
             # Masks are made on the host, level by level.
             return read(depth, **values, masks=masks)

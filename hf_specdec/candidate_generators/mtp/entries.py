@@ -120,6 +120,7 @@ class LayerEntries(DraftEntries):
 
     # The windows of both must have been read by the same layer.
     joins_read = True
+    gathers_ahead = False
 
     def join(self, other: LayerEntries) -> None:
         super().join(other)

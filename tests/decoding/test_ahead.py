@@ -1,0 +1,123 @@
+"""The next draft is launched before the host reads what was accepted, and is that which would be launched later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_specdec import load_speculator, record
+from hf_specdec.decoding import graphs
+from hf_specdec.decoding.graphs import CallGraphs
+from hf_specdec.transfers import PendingRead
+from tests.decoding.test_waits import dflash, draft_model, eagle3, medusa, mlp_speculator
+from tests.models import prompts, tiny_llama
+from tests.tape import spoil_inputs, tape_everything
+
+
+DYNAMIC = {"draft_tree_depth": 3, "draft_tree_top_k": 2, "num_draft_nodes": 6}
+TREE = [(0,), (1,), (0, 0), (1, 0)]
+CASES = {
+    "draft model": (draft_model, {"num_speculative_tokens": 3}),
+    "medusa": (medusa, {"num_speculative_tokens": "fixed"}),
+    "mlp_speculator": (mlp_speculator, {"num_speculative_tokens": 2}),
+    "mlp_speculator, tree": (mlp_speculator, {"mlp_speculator_num_candidates": 4, "num_speculative_tokens": "fixed"}),
+    "eagle3": (eagle3, {"num_speculative_tokens": 3}),
+    "eagle3, static tree": (eagle3, {"speculative_token_tree": TREE}),
+    "eagle3, dynamic tree": (eagle3, {**DYNAMIC, "num_speculative_tokens": "fixed"}),
+    "dflash": (dflash, {"num_speculative_tokens": "fixed"}),
+    "dflash, tree": (dflash, {"num_draft_nodes": 6, "num_speculative_tokens": "fixed"}),
+    "dflash, corrections": (dflash, {"predicts_next": True, "markov_rank": 3, "num_speculative_tokens": "fixed"}),
+}
+every_case = pytest.mark.parametrize("case", CASES)
+NEW_TOKENS = 20
+
+
+@pytest.fixture(autouse=True)
+def on_tapes(monkeypatch):
+    monkeypatch.setenv("HF_SPECDEC_CHECK", "0")
+    spoil_inputs(monkeypatch)
+    tape_everything(monkeypatch)
+    yield
+    graphs.forget_graphs()
+
+
+@pytest.fixture
+def events(monkeypatch) -> list[str]:
+    """Runs of graphs, of the target and of drafts, and reads by the host, in their order."""
+    noted: list[str] = []
+    run, get = CallGraphs.run, PendingRead.get
+
+    def noting(self, key, *args):
+        before = self.num_replays
+        captured = run(self, key, *args)
+        # Verifications have whole numbers of nodes as the first part of their keys.
+        noted.extend(["target" if type(key[0]) is int and len(key) == 3 else "draft"] * (self.num_replays - before))
+        return captured
+
+    monkeypatch.setattr(CallGraphs, "run", noting)
+    monkeypatch.setattr(PendingRead, "get", lambda self: noted.append("read") or get(self))
+    return noted
+
+
+def calls(case, inputs, **arguments):
+    """Text, drafts and statistics of a call with graphs, and of one without."""
+    found = []
+    for enforce_eager in (False, True):
+        make, settings = CASES[case]
+        speculator = make(**settings, enforce_eager=enforce_eager)(None, inputs)(model := tiny_llama())
+        torch.manual_seed(0)
+        with record(trace=True) as made:
+            arguments |= {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
+            output = model.generate(**inputs, **arguments, assistant=speculator)
+        found.append((output.sequences.tolist(), made.calls[0].cycles, output.speculative))
+    return found
+
+
+@every_case
+def test_it_is_launched_before_the_verdict_is_read(case, events):
+    inputs = prompts(3)
+    plain = tiny_llama().generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False).tolist()
+    (text, cycles, stats), (eager_text, eager_cycles, eager_stats) = calls(case, inputs, do_sample=False)
+    assert text == eager_text == plain
+    assert cycles == eager_cycles
+    assert stats.num_accepted_tokens == eager_stats.num_accepted_tokens
+    assert stats.num_draft_graph_replays <= stats.num_target_forwards
+    order = " ".join(events)
+    # Not at the beginning, nor near the end, where the depth of a draft depends on what is accepted.
+    assert order.count("target draft read") >= len(cycles) - 2 * stats.num_spec_tokens - 5 > 3
+
+
+@pytest.mark.parametrize("case", ["draft model", "eagle3, dynamic tree", "dflash"])
+def test_rows_that_end_apart(case, events):
+    """A draft of rows of which one has ended is made anew."""
+    inputs = prompts(4)
+    texts = tiny_llama().generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[:, 7:].tolist()
+    ends = {"eos_token_id": [texts[0][5], texts[2][9]], "pad_token_id": 0, "do_sample": False}
+    plain = tiny_llama().generate(**inputs, max_new_tokens=NEW_TOKENS, **ends).tolist()
+    (text, cycles, stats), (_, eager_cycles, _) = calls(case, inputs, **ends)
+    assert text == plain
+    assert cycles == eager_cycles
+    assert len({len(cycle.rows) for cycle in cycles}) > 1
+    assert "target draft read" in " ".join(events)
+
+
+def test_a_target_that_samples(events):
+    """Drafts of the best tokens wait for nothing that is drawn."""
+    arguments = {"do_sample": True, "temperature": 0.7, "top_k": 12}
+    (text, cycles, _), (eager_text, eager_cycles, _) = calls("eagle3", prompts(2), **arguments)
+    assert text == eager_text
+    assert cycles == eager_cycles
+    assert " ".join(events).count("target draft read") > 3
+
+
+def test_all_of_a_draft_is_accepted(events):
+    """A draft model that is the target, whose drafted tokens it reads again."""
+    model, inputs = tiny_llama(), prompts(2)
+    plain = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    speculator = load_speculator(model, draft_model=tiny_llama(), same_tokenizer=True, num_speculative_tokens=3)
+    arguments = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True}
+    output = model.generate(**inputs, **arguments, assistant=speculator)
+    assert output.sequences.tolist() == plain.tolist()
+    stats = output.speculative
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+    assert "target draft read target draft read" in " ".join(events)

@@ -7,9 +7,9 @@ The target is a Llama of random weights, small enough for attention to take most
 second half of layers adds little to the first, as LayerSkip trains models to be. The keys and values of the context
 are those of its first 1,024 tokens, repeated. In every round all sides continue the same text in turn, greedily;
 what is accepted of the drafts is the model's own. Random weights look far back, so that another side accepts each
-draft token with a given probability instead (`--rate`; its text is meaningless). Times are of decoding without the
-first cycle, of each side the least of the rounds; ratios are to plain `generate()`, which copies its cache for
-every token, and to this package's loop without drafts.
+draft token with a given probability instead (`--rate`; its text is meaningless). Process times are of decoding
+without the first cycle, on one thread, of each side the least of the rounds; ratios are to plain `generate()`, which
+copies its cache for every token, and to this package's loop without drafts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import argparse
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 
 import torch
 from common import Sample, prefilled_cache, time_call, without_end
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import SpeculativeConfig, Speculator, load_speculator, record
+from hf_specdec.bench.machine import describe_environment
 from hf_specdec.candidate_generators.base import NoDrafts
 
 
@@ -113,7 +114,7 @@ def measure(model: LlamaForCausalLM, context: int, given: argparse.Namespace) ->
                 sample = time_call(
                     model.generate,
                     model,
-                    perf_counter,
+                    process_time,
                     input_ids=text,
                     attention_mask=torch.ones_like(text),
                     past_key_values=long_cache(model, first, context),
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args()
+    torch.set_num_threads(1)
     model = random_target(max(given.contexts) + given.new_tokens + given.draft_tokens + 1, given.layers)
     rows = []
     print(f"{'context':>8} {'':>16} {'tokens/s':>9} {'tokens/cycle':>13} {'/ plain':>8} {'/ loop':>7}")
@@ -164,7 +166,10 @@ def main() -> None:
                 f"{row.against_plain:>8.2f} {row.against_loop:>7.2f}"
             )
     if given.json:
-        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        asked = {name: getattr(given, name) for name in ("layers", "window", "draft_tokens", "new_tokens")}
+        figures = {"environment": describe_environment("cpu", torch.float32), **asked}
+        figures["rows"] = [asdict(row) for row in rows]
+        given.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_specdec import demo, load_speculator
+from hf_specdec.bench.machine import describe_environment
 
 
 DRAFT = Path(__file__).parents[1] / "tests" / "fixtures" / "other_tokenizer"
@@ -147,7 +148,10 @@ def main() -> None:
         shown = "-" if per_forward is None else f"{per_forward:.2f}"
         print(f"{name:>14} {figure['tokens_per_second']:>9.1f} {figure['speed_up']:>9.2f} {shown:>15}")
     if given.json:
-        given.json.write_text(json.dumps(figures, indent=1))
+        environment = describe_environment("cpu", torch.float32)
+        asked = {name: getattr(given, name) for name in ("batch_size", "draft_tokens", "new_tokens", "sample")}
+        rows = [{"side": name, **figure} for name, figure in figures.items()]
+        given.json.write_text(json.dumps({"environment": environment, **asked, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

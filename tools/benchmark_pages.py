@@ -247,6 +247,62 @@ STUDIES = (
         see=("dflash",),
     ),
     Study(
+        "trained_blocks",
+        "Block drafts that were trained alike",
+        "Of which block drafts are the most tokens accepted, trained on the same data for as many steps?",
+        r"\w+-\w+-trained-blocks.*",
+        columns(
+            draft="draft",
+            shape="shape",
+            all="tokens per cycle, all",
+            **{kind: kind for kind in ("complete", "edit", "quote", "code", "chat", "story", "structured")},
+            identical="same texts",
+        ),
+        "python benchmarks/trained_blocks.py dflash=FOLDER causal=FOLDER dflash2=FOLDER --target {target} "
+        "--max-new-tokens {max_new_tokens} --json trained_blocks.json",
+        heading="Target {target}, {dtype}, at most {max_new_tokens} new tokens",
+        notes="Greedy; the prompts of a kind are one batch. The weights are not published: the page of the method has "
+        "the commands that make them.",
+        see=("dflash",),
+    ),
+    Study(
+        "vocabularies",
+        "Draft models with another tokenizer",
+        "How fast is a draft model with another tokenizer, beside transformers' universal assisted decoding?",
+        r"\w+-\w+-vocabularies",
+        columns(
+            side="side",
+            speed_up="speed relative to plain",
+            tokens_per_forward="tokens per forward",
+        ),
+        "python benchmarks/vocabularies.py --json vocabularies.json",
+        heading="{machine}, {dtype}",
+        notes="The demo's target and the tests' draft model of 0.3 M parameters, whose tokenizer has 1,536 tokens, "
+        "1,406 of them among the target's 4,096. Greedy, one row, 5 draft tokens, process time, all sides "
+        "in turn with equal texts.",
+        see=("draft_model",),
+    ),
+    Study(
+        "self_speculation",
+        "Drafts of the target itself at long contexts",
+        "What do early exit and sparse keys and values gain at 4k to 32k tokens?",
+        r"\w+-\w+-self-speculation",
+        columns(
+            context="context",
+            side="side",
+            tokens_per_cycle="tokens per cycle",
+            against_plain="speed relative to plain",
+            against_loop="relative to the loop without drafts",
+        ),
+        "python benchmarks/self_speculation.py --json self_speculation.json",
+        heading="{machine}, {dtype}",
+        notes="A random Llama of 4 layers, 256 wide, whose second half of layers adds little; two of them draft, or "
+        'all four with a window of 512; 4 draft tokens, one row, greedy. "at 90%" accepts each draft token with that '
+        "probability: random weights look far back, so that few sparse drafts are accepted. Plain `generate()` copies "
+        "its cache for every token.",
+        see=("self_speculation",),
+    ),
+    Study(
         "heads",
         "Shapes of Medusa and MLP speculator drafts",
         "Which shape of a draft pays with the demo's Medusa heads and MLP speculator?",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 from transformers.generation.logits_process import LogitsProcessor
 
 import hf_specdec
-from hf_specdec import SpecConfigError, record
+from hf_specdec import SpecConfigError, forget_speculators, record
+from hf_specdec.decoding.loop import DecodingLoop
+from hf_specdec.logits.grammar.growth import GrowingMasks
 from hf_specdec.logits.grammar.masks import GrammarMask
 from hf_specdec.logits.sampling import DraftSampler
 from tests.grammars import (
@@ -24,6 +27,7 @@ from tests.grammars import (
     matcher_of,
     needs,
     own,
+    own_call,
     tokenizer,
 )
 from tests.methods import demo_target, draws, fresh_speculator, needs_library, settings_of
@@ -254,6 +258,85 @@ def test_successors_are_learned_under_the_mask(backend, monkeypatch):
     assert masked > 1.2 * accepted()
 
 
+# Lengths
+
+FREE, HALF_FORCED = "[a-z ]{600}", "(red [a-z]{2}, this text is forced, ){8}"
+
+
+@pytest.fixture
+def cost(monkeypatch):
+    """Seconds of a clock of its own: a verification takes 20 and 0.2 for each node, and whoever looks waits for 1."""
+    seconds, verify = [0.0], DecodingLoop._verify
+
+    def look() -> float:
+        seconds[0] += 1
+        return seconds[0]
+
+    def timed_verify(loop, draft):
+        seconds[0] += 20 + 0.2 * draft.size
+        return verify(loop, draft)
+
+    monkeypatch.setattr(DecodingLoop, "_verify", timed_verify)
+    monkeypatch.setattr("hf_specdec.control.clock.clock_of", lambda device: look)
+    forget_speculators(demo_target())
+    yield seconds
+    forget_speculators(demo_target())
+
+
+def second_call(row: str, regex: str, cost: list[float]):
+    """Statistics of a call whose lengths are chosen by what another one has found, and its seconds for a token."""
+    speculator = fresh_speculator({**settings_of(row), "num_speculative_tokens": "auto"})
+    for _ in range(2):
+        began = cost[0]
+        with record(trace=True) as made:
+            generated(own_call("xgrammar", regex), 1, assistant=speculator, max_new_tokens=90)
+    stats = made.calls[0].stats
+    return stats, (cost[0] - began) / stats.num_committed_tokens
+
+
+def drafts_the_worst(monkeypatch) -> None:
+    """Lets drafters choose what they find the least probable of all that the grammar allows."""
+    apply = GrowingMasks.apply
+    monkeypatch.setattr(GrowingMasks, "apply", lambda masks, logits, ids=None: apply(masks, -logits, ids))
+
+
+@needs("xgrammar")
+@pytest.mark.parametrize("row", ["eagle3", "eagle3 chain", "grammar+eagle3"])
+def test_drafts_that_are_not_accepted_end_under_a_grammar(row, monkeypatch, cost):
+    good, seconds = second_call(row, FREE, cost)
+    assert good.num_target_forwards < 0.4 * good.num_committed_tokens
+    assert seconds < 10
+    forget_speculators(demo_target())
+    drafts_the_worst(monkeypatch)
+    bad, seconds = second_call(row, FREE, cost)
+    assert bad.num_accepted_tokens == 0
+    assert bad.num_drafts < 0.15 * bad.num_target_forwards
+    # It finds nothing to draft there.
+    plain = second_call("grammar", FREE, cost)[1]
+    assert seconds < 1.03 * plain
+
+
+def shares(notes: list[str]) -> dict[str, tuple[int, int]]:
+    """Accepted tokens and drafts of each part of a combination."""
+    found = (re.fullmatch(r"(\w+): (\d+) tokens accepted from (\d+) drafts", note) for note in notes)
+    return {match[1]: (int(match[2]), int(match[3])) for match in found if match}
+
+
+@needs("xgrammar")
+def test_forced_tokens_are_weighed_against_those_of_the_other_drafter(monkeypatch, cost):
+    good, _ = second_call("grammar+eagle3", HALF_FORCED, cost)
+    assert shares(good.notes)["eagle3"][0] > 0.8 * good.num_accepted_tokens
+    forget_speculators(demo_target())
+    drafts_the_worst(monkeypatch)
+    bad, _ = second_call("grammar+eagle3", HALF_FORCED, cost)
+    by_part = shares(bad.notes)
+    assert by_part["grammar"][0] > 0.9 * bad.num_accepted_tokens
+    assert by_part["eagle3"][1] < 0.1 * bad.num_drafts
+    alone, _ = second_call("grammar", HALF_FORCED, cost)
+    assert alone.num_accepted_tokens > 20
+    assert bad.num_target_forwards < 1.05 * alone.num_target_forwards
+
+
 # Sampling
 
 CHOICES = ["yes", "no", "maybe not", "maybe so"]
@@ -386,6 +469,24 @@ def test_ends_that_the_grammar_does_not_know_are_refused(library):
         drafted("ngram", constraint(library), 1, eos_token_id=[5, 7])
     text, _ = drafted("grammar", constraint(library), 1, eos_token_id=[5, end])
     assert torch.equal(text, plain(library, 1, eos_token_id=(5, end)))
+
+
+@needs("xgrammar")
+@pytest.mark.parametrize("row", ["ngram", "grammar", "eagle3 tree", "draft_model"])
+def test_ends_of_the_grammar_that_are_no_ends_of_the_call(row):
+    """A text whose end the call does not know goes on as in plain generation; one that it knows ends."""
+    import xgrammar.contrib.hf
+
+    end, other = tokenizer().eos_token_id, 7
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer(), vocab_size=4096, stop_token_ids=[end, other])
+    compiled = xgrammar.GrammarCompiler(info).compile_regex("(yes|no)[a-z]{3}")
+    for ends in ([other], [end], [end, other]):
+        settings = {"eos_token_id": ends, "max_new_tokens": 16}
+        # Of this class one serves a single plain call.
+        ours, theirs = ({"logits_processor": [xgrammar.contrib.hf.LogitsProcessor(compiled)]} for _ in range(2))
+        text, made = drafted(row, ours, 4, **settings)
+        assert torch.equal(text, generated(theirs, 4, **settings))
+        assert made.stats.num_accepted_tokens > 0 or row == "ngram"
 
 
 @needs("lmformatenforcer")

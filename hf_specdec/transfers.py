@@ -208,7 +208,8 @@ def last_of_each(values: torch.Tensor, counts: Sequence[int] | torch.LongTensor)
         if min(counts) == max(counts):
             return values[:, counts[0] - 1]
         counts = upload(counts, values.device)
-    return values[torch.arange(len(counts), device=values.device), counts - 1]
+    rows = kept_tensor(tuple(range(len(counts))), values.device)
+    return values[rows, counts - 1]
 
 
 def widened(values: torch.Tensor, width: int) -> torch.Tensor:

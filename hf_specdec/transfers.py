@@ -161,11 +161,13 @@ class PackedTables:
         Args:
             meanwhile (`Callable`, *optional*): What the host does in front of the wait, while the device works.
         """
-        # In front of what is launched meanwhile.
-        pending = PendingRead(self.values)
+        values, found = self.values, {}
         if meanwhile is not None:
+            # The copy comes in front of what is launched meanwhile.
+            pending = PendingRead(values)
             meanwhile()
-        rows, found = pending.get().tolist(), {}
+            values = pending.get()
+        rows = values.tolist()
         for name, place in self.places.items():
             found[name] = [row[place] for row in rows]
         return found

@@ -161,11 +161,13 @@ class PackedTables:
         Args:
             meanwhile (`Callable`, *optional*): What the host does in front of the wait, while the device works.
         """
-        # In front of what is launched meanwhile.
-        pending = PendingRead(self.values)
+        values, found = self.values, {}
         if meanwhile is not None:
+            # The copy comes in front of what is launched meanwhile.
+            pending = PendingRead(values)
             meanwhile()
-        rows, found = pending.get().tolist(), {}
+            values = pending.get()
+        rows = values.tolist()
         for name, place in self.places.items():
             found[name] = [row[place] for row in rows]
         return found
@@ -208,7 +210,8 @@ def last_of_each(values: torch.Tensor, counts: Sequence[int] | torch.LongTensor)
         if min(counts) == max(counts):
             return values[:, counts[0] - 1]
         counts = upload(counts, values.device)
-    return values[torch.arange(len(counts), device=values.device), counts - 1]
+    rows = kept_tensor(tuple(range(len(counts))), values.device)
+    return values[rows, counts - 1]
 
 
 def widened(values: torch.Tensor, width: int) -> torch.Tensor:

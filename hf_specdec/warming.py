@@ -27,7 +27,6 @@ from .drafts import DraftTree, chain_topology
 from .loader import load_speculator
 from .metrics import SpecDecodingStats
 from .patching import original_generate
-from .protocol import DraftStep
 from .speculator import Speculator
 from .target_facts import vocabulary_size
 from .validation import Bounds, checked
@@ -181,9 +180,8 @@ class _WarmUpLoop(DecodingLoop):
         draft = DraftTree.empty(len(self.rows), self.device)
         self.target.verify(self.anchors, draft, judges=self.verifier.follows_best(self.rows))
 
-    def _step(self) -> DraftStep:
-        step = super()._step()
-        return replace(step, max_draft_tokens=[min(most, self.depth) for most in step.max_draft_tokens])
+    def _depths(self, more: int = 0) -> list[int]:
+        return [min(most, self.depth) for most in super()._depths(more)]
 
 
 def _read_few_tokens(model: SlotModel, tokens: torch.LongTensor) -> None:

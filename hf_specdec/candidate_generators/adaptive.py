@@ -20,7 +20,7 @@ from ..control.controller import SpeculationController
 from ..control.schedule import ScheduledLength
 from ..drafting.defer import UnreadText
 from ..drafts import DraftTree
-from ..protocol import Commit, DraftStep, Lookups, Prompt, VerifiedNodes
+from ..protocol import Commit, DeviceCommit, DraftStep, Lookups, Prompt, VerifiedNodes
 from .base import CandidateGenerator
 
 
@@ -98,6 +98,15 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
                 self._drafted = self._draft
         self._clock.drafted()
         return self._draft
+
+    @property
+    def drafts_ahead(self) -> bool:
+        return self._draft is not None and self.generator.drafts_ahead
+
+    def draft_ahead(self, commit: DeviceCommit) -> None:
+        """Launches the next draft, as if there were one again; a cycle without drafts leaves it."""
+        with self._clock.ahead():
+            self.generator.draft_ahead(commit)
 
     def learn(self, nodes: VerifiedNodes) -> None:
         self.generator.learn(nodes)

@@ -195,6 +195,9 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
 
     def _launch(self, new: Entries, depths: list[int]) -> Any:
         """The output of the graph; `None` where there is none to run."""
+        if not (self.threshold or isinstance(self.plan, DynamicTree)):
+            # It drafts the whole plan.
+            depths = [self.plan.max_depth] * len(depths)
         return self.entries.replay(
             (self.plan, self.threshold),
             new,

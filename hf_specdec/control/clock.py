@@ -9,7 +9,8 @@ does, while that of a clock on the wall tells more about other processes than ab
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
 from time import get_clock_info, perf_counter, thread_time
@@ -54,6 +55,11 @@ class CycleClock:
     def __init__(self, device: torch.device):
         is_cuda = device.type == "cuda"
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if is_cuda else None
+        # Two pairs, since a cycle ends when the draft of the next one has begun.
+        pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(2)] if is_cuda else None
+        self._pairs: list[tuple[torch.cuda.Event, ...]] | None = pairs
+        # Seconds on the clock of the draft of this cycle that ran ahead, and of that of the next one.
+        self._ahead = self._next_ahead = 0.0
         self._device = device
         self.now: Callable[[], float] = clock_of(device)
         self._marks: list[float] = []
@@ -63,6 +69,9 @@ class CycleClock:
     def begin(self) -> None:
         self._captures = CallGraphs.all_captures
         self._marks, self._has_read = [], False
+        self._ahead, self._next_ahead = self._next_ahead, 0.0
+        if self._pairs is not None:
+            self._pairs.reverse()
         self._mark()
 
     def read(self) -> None:
@@ -71,6 +80,18 @@ class CycleClock:
 
     def drafted(self) -> None:
         self._mark()
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Times what is drafted inside of the block for the next cycle."""
+        began = self.now()
+        stream = None if self._pairs is None else torch.cuda.current_stream(self._device)
+        if self._pairs is not None:
+            self._pairs[1][0].record(stream)
+        yield
+        if self._pairs is not None:
+            self._pairs[1][1].record(stream)
+        self._next_ahead = self.now() - began
 
     def _mark(self) -> None:
         if self._events is not None:
@@ -81,10 +102,23 @@ class CycleClock:
         """The times since `begin`."""
         marks = self._marks
         parts = [self._between(index) for index in range(len(marks) - 1)]
-        rest = max(self.now() - marks[0] - sum(parts), 0.0)
+        rest = self.now() - marks[0] - sum(parts) - self._next_ahead
+        if self._ahead and parts:
+            ahead = self._ahead_seconds()
+            parts[-1] += ahead
+            # The device has drafted after the mark, the host before it.
+            rest -= ahead if self._pairs is not None else 0.0
+        rest = max(rest, 0.0)
         if self._captures != CallGraphs.all_captures:
             rest, parts = nan, [nan] * len(parts)
         return CycleTimes(rest, parts[-1] if parts else None, parts[0] if self._has_read else None)
+
+    def _ahead_seconds(self) -> float:
+        if self._pairs is not None:
+            first, second = self._pairs[0]
+            if first.query() and second.query():
+                return first.elapsed_time(second) / 1000
+        return self._ahead
 
     def _between(self, index: int) -> float:
         """Seconds from one mark to the next."""

@@ -148,8 +148,8 @@ class CallGraphs:
         self._why_eager = why_eager
         self._shared: ModelGraphs | None = None
         self._runs_ahead = False
-        # The graph that has run ahead, and its rows.
-        self._ahead: tuple[tuple[Any, ...], int] | None = None
+        # The graph that has run ahead, its rows and their limits.
+        self._ahead: tuple[tuple[Any, ...], int, tuple[int, ...]] | None = None
         if why_eager is None:
             graphs = _graphs_of(model)
             if graphs.acquire(self, backend, _captured_state((model, *shared))):
@@ -182,6 +182,7 @@ class CallGraphs:
         read: Callable[[Any, int], Any],
         cache: SlotCache,
         ahead: int,
+        limits: tuple[int, ...] = (),
     ) -> CapturedForward | None:
         """Runs a forward that reads and writes slots as a graph, see [`CallGraphs.run`].
 
@@ -193,7 +194,7 @@ class CallGraphs:
         if self.why_eager is not None:
             return None
         place = self._place(cache, ahead)
-        return self.run(key, rows, make_inputs, fill, lambda inputs: read(inputs, place.slots), place)
+        return self.run(key, rows, make_inputs, fill, lambda inputs: read(inputs, place.slots), place, limits)
 
     def run(
         self,
@@ -203,6 +204,7 @@ class CallGraphs:
         fill: Callable[[Any, int], None],
         read: Callable[[Any], Any],
         place: Place | None = None,
+        limits: tuple[int, ...] = (),
     ) -> CapturedForward | None:
         """Runs a forward as a graph.
 
@@ -216,6 +218,8 @@ class CallGraphs:
             fill (`Callable`): Fills them for the first rows, as many as the second argument says, in front of a run.
             read (`Callable`): The forward. Takes the inputs, and returns tensors.
             place (`Place`, *optional*): Where its slots are, if it has any.
+            limits (`tuple[int, ...]`): Limits of the rows among its inputs, which the host chooses: a run ahead with
+                others is of no use.
 
         Returns:
             [`CapturedForward`] that has run, its output to be read before the next one runs; `None` where the forward
@@ -236,12 +240,12 @@ class CallGraphs:
                 self._shared.forwards[(place, size, *key)] = captured
         captured = self._shared.forwards[full_key]
         ahead, self._ahead = self._ahead, None
-        if ahead != (full_key, rows):
+        if ahead != (full_key, rows, limits):
             fill(captured.inputs, rows)
             captured.replay()
             self.num_replays += 1
         if self._runs_ahead:
-            self._ahead = full_key, rows
+            self._ahead = full_key, rows, limits
         return captured
 
     @contextmanager

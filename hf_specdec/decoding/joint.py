@@ -471,7 +471,7 @@ class JointLoop(DecodingLoop):
         Raises:
             UnsupportedModelError: They cannot stand beside others.
         """
-        self._forget_ahead()
+        self.may_use_ahead = False
         free, first = self.free_numbers, len(self.rows)
         numbers = dict(zip(other.rows, free))
         self.target.join(other.target)

@@ -67,7 +67,10 @@ class DecodingLoop:
         rows (`list[int]`): Numbers of the active rows in the call.
         anchors (`torch.LongTensor` of shape `(R,)`): Last committed token of each, which the target has not read.
         stats (`SpecDecodingStats`): What the call drafted, accepted and spent.
+        may_use_ahead (`bool`): A draft that was launched ahead is that of the rows as they have come to be.
     """
+
+    may_use_ahead: bool = True
 
     # Listeners are told of the call, and users of drafts that are hardly ever accepted.
     is_reported: ClassVar[bool] = True
@@ -168,11 +171,13 @@ class DecodingLoop:
         began = perf_counter()
         if self.again is not None:
             self.again.read(self.rows)
-        step = self._step()
+        step = DraftStep(self.rows, self.anchors, self._positions(1), self._depths())
         draft = self.sampler.constrained(self._propose(step), self.rows)
         drafted = perf_counter()
         output = self._verify(draft)
-        meanwhile = partial(self._meanwhile, draft, step, output)
+        # On a CPU there is nothing to do then.
+        has_time = self.deferred.is_async or self.session.draft_graphs
+        meanwhile = partial(self._meanwhile, draft, step, output) if has_time else None
         # Waits for the device.
         verdict = self.verifier.verify(draft, output.logits, self.rows, step.lengths, meanwhile, output.outcome)
         verified = perf_counter()
@@ -229,26 +234,26 @@ class DecodingLoop:
 
     # One cycle: draft, verify, accept, commit
 
-    def _step(self) -> DraftStep:
-        """State of the active rows, and how deep each may draft: one token more is committed with every draft."""
-        return DraftStep(self.rows, self.anchors, self._positions(1), self._depths())
-
     def _depths(self, more: int = 0) -> list[int]:
-        """Depth that each row may draft, once it has so many tokens more."""
+        """Most depth of each row's draft, once it has `more` tokens: one more is committed with every draft."""
         depth, room = self.generator.num_speculative_tokens, self.stop.max_length - 1 - more
         depths = [max(min(depth, room - self.sequences.lengths[row]), 0) for row in self.rows]
         return depths if self.again is None else self.again.limited(depths, more)
 
     def _propose(self, step: DraftStep) -> DraftTree:
+        for graphs in self.session.draft_graphs if not self.may_use_ahead else ():
+            graphs.forget_ahead()
         with self._drafting():
             draft = self.generator.propose(step)
+        for graphs in self.session.draft_graphs:
+            graphs.forget_ahead()
+        self.may_use_ahead = True
         if not isinstance(draft, DraftTree) or draft.batch_size != len(self.rows):
             found = f"one of {draft.batch_size}" if isinstance(draft, DraftTree) else f"a {type(draft).__name__}"
             raise SpecConfigError(
                 f"{type(self.generator).__name__}.propose() must return a DraftTree of {len(self.rows)} rows, those "
                 f"of `step.rows`, and has returned {found}. Give rows without a draft an empty one."
             )
-        self._forget_ahead()
         explain_empty(draft, step, self.generator)
         if self.generator.lookups is not None:
             count_lookups(self.stats, self.generator.lookups)
@@ -296,11 +301,6 @@ class DecodingLoop:
             ahead.enter_context(self._drafting())
             self.generator.draft_ahead(DeviceCommit(self.rows, tokens, counts, states))
 
-    def _forget_ahead(self) -> None:
-        """What was drafted ahead is of no use any more."""
-        for graphs in self.session.draft_graphs:
-            graphs.forget_ahead()
-
     def _commit(self, draft: DraftTree, output: SlotOutput, verdict: Verdict) -> None:
         """Makes the accepted path part of the target's cache and of the drafter's state; the text has it already."""
         counts, outcome, states = verdict.counts, output.outcome, output.hidden_states
@@ -322,8 +322,8 @@ class DecodingLoop:
             self.anchors: torch.Tensor = outcome["anchor"][:, 0]
         else:
             self.anchors = last_of_each(verdict.tokens, counts)
-        if not verdict.is_whole:
-            self._forget_ahead()
+        if self.session.draft_graphs and not verdict.is_whole:
+            self.may_use_ahead = False
         self._observe(verdict, states)
         self.stats.draft_seconds += perf_counter() - began
         if not self.stop.all_finished:
@@ -355,7 +355,7 @@ class DecodingLoop:
         if self.request.keeps_cache:
             self.ended.store(self.rows, [index for index, done in enumerate(finished) if done])
         keep = compact(finished)
-        self._forget_ahead()
+        self.may_use_ahead = False
         self.target.keep_rows(keep)
         self.generator.keep_rows(keep)
         self.rows: list[int] = [self.rows[index] for index in keep]

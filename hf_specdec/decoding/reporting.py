@@ -24,16 +24,19 @@ class DeferredWork:
     """Work that is put off until the device is busy with the next forward, in the order in which it came.
 
     Args:
-        device (`torch.device`): Where forwards run. On a CPU, which has nothing to overlap with, work is done at once.
+        device (`torch.device`): Where forwards run.
+
+    Attributes:
+        is_async (`bool`): It is put off; on a CPU, which has nothing to overlap with, it is done at once.
     """
 
     def __init__(self, device: torch.device):
-        self._is_async = is_async(device)
+        self.is_async: bool = is_async(device)
         self._waiting: deque[Callable[[], None]] = deque()
 
     def add(self, work: Callable[[], None]) -> None:
         """Puts work off, or does it at once where forwards are not asynchronous."""
-        if self._is_async:
+        if self.is_async:
             self._waiting.append(work)
         else:
             work()

@@ -165,6 +165,7 @@ class DraftSlots:
             read,
             self.cache,
             ahead=width + ahead,
+            limits=tuple(limits),
         )
         if captured is None:
             return None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_specdec.control import LatencyModel
-from hf_specdec.control.clock import CycleClock, clock_of
+from hf_specdec.control.clock import CycleClock, CycleTimes, clock_of
 from hf_specdec.decoding.graphs import CallGraphs
 
 
@@ -31,6 +31,25 @@ def test_one_thread_is_timed_without_what_others_do(one_thread):
     assert times.draft < 0.02
     assert times.rest < 0.02
     assert times.reading is None
+
+
+def test_a_draft_that_ran_ahead_belongs_to_the_next_cycle():
+    clock, seconds = CycleClock(torch.device("cpu")), 0.0
+    clock.now = lambda: seconds
+    clock.begin()
+    seconds += 1.0
+    clock.drafted()
+    seconds += 2.0
+    with clock.ahead():
+        seconds += 4.0
+    assert clock.end() == CycleTimes(rest=2.0, draft=1.0)
+    clock.begin()
+    clock.drafted()
+    seconds += 3.0
+    assert clock.end() == CycleTimes(rest=3.0, draft=4.0)
+    clock.begin()
+    clock.drafted()
+    assert clock.end() == CycleTimes(rest=0.0, draft=0.0)
 
 
 def test_several_threads_are_timed_on_the_wall(monkeypatch):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from hf_specdec import load_speculator, record
+from hf_specdec.control.controller import SpeculationController
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs
 from hf_specdec.transfers import PendingRead
@@ -67,10 +70,17 @@ def calls(case, inputs, **arguments):
         speculator = make(**settings, enforce_eager=enforce_eager)(None, inputs)(model := tiny_llama())
         torch.manual_seed(0)
         with record(trace=True) as made:
-            arguments |= {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
+            arguments = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, **arguments}
             output = model.generate(**inputs, **arguments, assistant=speculator)
         found.append((output.sequences.tolist(), made.calls[0].cycles, output.speculative))
     return found
+
+
+def depth(parents: list[int]) -> int:
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent + 1] + 1)
+    return max(depths)
 
 
 @every_case
@@ -85,6 +95,24 @@ def test_it_is_launched_before_the_verdict_is_read(case, events):
     order = " ".join(events)
     # Not at the beginning, nor near the end, where the depth of a draft depends on what is accepted.
     assert order.count("target draft read") >= len(cycles) - 2 * stats.num_spec_tokens - 5 > 3
+
+
+@pytest.mark.parametrize("case", ["draft model", "eagle3, dynamic tree", "dflash", "dflash, tree"])
+def test_other_limits_than_those_that_it_was_made_for(case, events, monkeypatch):
+    """Lengths may be chosen after the launch."""
+    limits = itertools.cycle([[3, 1, 2], [2, 2, 2], [0, 0, 0], [3, 3, 3], [3, 3, 3]])
+    monkeypatch.setattr(SpeculationController, "limits", lambda *args: next(limits))
+    inputs, arguments = prompts(3), {"max_new_tokens": 36, "do_sample": False}
+    plain = tiny_llama().generate(**inputs, **arguments).tolist()
+    make, settings = CASES[case]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CASES, case, (make, {**settings, "num_speculative_tokens": "auto"}))
+        (text, cycles, _), (eager_text, eager_cycles, _) = calls(case, inputs, **arguments)
+    assert text == eager_text == plain
+    assert "target draft read" in " ".join(events)
+    # The calls have taken the limits in turn, the second one from where the first one had ended.
+    depths = {depth(row.parents) for cycle in (*cycles, *eager_cycles) for row in cycle.rows}
+    assert depths >= {0, 1, 2}
 
 
 @pytest.mark.parametrize("case", ["draft model", "eagle3, dynamic tree", "dflash"])

@@ -491,6 +491,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self._launch(commit, [self.num_speculative_tokens] * len(commit.rows))
 
     def _launch(self, new: Commit | DeviceCommit, limits: list[int]) -> Chain | Block | Prefixes | Edges | None:
+        if not self.tree_budget:
+            # It predicts the whole block.
+            limits = [self.num_speculative_tokens] * len(limits)
         states = new.hidden_states
         if self.text.tokens_before is not None:
             states = {**states, "tokens_before": self.text.tokens_before[:, None]}

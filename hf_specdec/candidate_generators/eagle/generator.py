@@ -137,7 +137,8 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
         return DraftTree.chain(self.network.target_ids(best).to(device)[:, : limits.deepest], limits.depths)
 
     def _launch(self, new: Entries, depths: list[int]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return self.masked.replay(self.entries, new, self.most_committed, self.plan.max_depth - 1, depths)
+        most = self.plan.max_depth
+        return self.masked.replay(self.entries, new, self.most_committed, most - 1, [most] * len(depths))
 
     def _logits_at_once(self, limits: RowLimits) -> torch.Tensor:
         """Logits `(R, K, U)` of the first tokens of the drafts."""

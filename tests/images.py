@@ -28,25 +28,66 @@ _TOKENS = {
 }
 _GRID = 4  # patches along a side
 
-# Types that read images in one of these ways. Others want more beside them: sizes of parts, masks, another order.
+# Types that read images in one of these ways.
 TYPES = (
-    "cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_vl ernie4_5_vl_moe exaone4_5 glm46v glm4v "
-    "glm4v_moe glm_ocr glmga hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm3_vl lighton_ocr llava "
-    "minimax_m3_vl ovis2 pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_omni_moe_thinker "
-    "qwen3_vl qwen3_vl_moe smolvlm step3p7 video_llava"
+    "aria cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_vl ernie4_5_vl_moe exaone4_5 glm46v "
+    "glm4v glm4v_moe glm_ocr glmga hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm3_vl lighton_ocr "
+    "llava llava_next llava_next_video llava_onevision minimax_m3_vl ovis2 paligemma pp_chart2table qianfan_ocr "
+    "qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm step3p7 "
+    "video_llama_3 video_llava vipllava"
 ).split()
 
 # Gemma 3, whose image tokens see each other, is made by hand in test_multimodal.py.
 TESTED = sorted([*TYPES, "gemma3"])
 
-# Those that take several images of a row, each in a dimension more.
-_SEVERAL = ("idefics2", "idefics3", "smolvlm")
+# Types that these inputs do not fit.
+_PATCHES = "patches in a form of their own"
+_BESIDE = "sizes or masks beside an image"
+NOT_TRIED = {
+    "aya_vision": "another number of patches",
+    "chameleon": "images as tokens of the vocabulary",
+    "deepseek_ocr2": _PATCHES,
+    "deepseek_vl_hybrid": "an image in two sizes",
+    "granite4_vision": _BESIDE,
+    "granite_docling": _BESIDE,
+    "hunyuan_vl": _PATCHES,
+    "inkling2": _PATCHES,
+    "inkling_mm_model": _PATCHES,
+    "kimi_k25": _PATCHES,
+    "kosmos-2.5": _PATCHES,
+    "lfm2_vl": _PATCHES,
+    "minicpm_ocr": _BESIDE,
+    "minicpmv4_6": _BESIDE,
+    "minicpmv4_7": _BESIDE,
+    "mistral3": _BESIDE,
+    "mistral4": "no image tower by itself",
+    "mistral_large4": _BESIDE,
+    "molmo2": _PATCHES,
+    "muse_glimmer": _PATCHES,
+    "muse_spark": _PATCHES,
+    "nemotron_h_omni": _PATCHES,
+    "paddleocr_vl": _PATCHES,
+    "shieldgemma2": "an image that changes the text of a model as small",
+}
+
+# Those that take several images of a row, each in a dimension more: how many.
+_SEVERAL = {"idefics2": 1, "idefics3": 1, "smolvlm": 1, "llava_next": 2, "llava_next_video": 2, "llava_onevision": 2}
+
+# Values that reading such small images needs.
+_SPECIAL = {
+    "aria": {"projector_patch_to_query_dict": {_GRID**2: 4}},
+    "llava_next": {"image_grid_pinpoints": [[56, 56]]},
+    "llava_next_video": {"image_grid_pinpoints": [[56, 56]]},
+    "llava_onevision": {"image_grid_pinpoints": [[56, 56]]},
+    "paligemma": {"projection_dim": 64},
+    "vipllava": {"vision_feature_layers": [-1, -2]},
+}
 
 
 def image_model(name: str) -> torch.nn.Module:
     """A model of `with_images()` whose image tokens are in its vocabulary."""
     default = CONFIG_MAPPING[name]()
-    changes = {key: value for key, value in _TOKENS.items() if hasattr(default, key)}
+    changes = {key: value for key, value in _TOKENS.items() if hasattr(default, key)} | _SPECIAL.get(name, {})
     vision, own = getattr(default, "vision_config", None), SPECIAL.get(name, {}).get("vision_config", {})
     size = getattr(vision, "image_size", None)
     patch = getattr(vision, "patch_size", None)
@@ -75,11 +116,14 @@ def image_inputs(model: torch.nn.Module, batch_size: int) -> dict[str, torch.Ten
         columns = channels * frames * vision.patch_size**2
         inputs["pixel_values"] = torch.randn(batch_size * _GRID**2, columns, generator=draw)
         inputs["image_grid_thw"] = torch.tensor([[1, _GRID, _GRID]] * batch_size)
+        if "image_merge_sizes" in features:
+            inputs["image_merge_sizes"] = torch.tensor([merge] * batch_size)
         count = _GRID**2 // merge**2
     else:
         size = vision.image_size
         height, width = (size, size) if isinstance(size, int) else size
-        images = (1,) if model.config.model_type in _SEVERAL else ()
+        several = _SEVERAL.get(model.config.model_type)
+        images = () if several is None else (several,)
         inputs["pixel_values"] = torch.randn(batch_size, *images, 3, height, width, generator=draw)
         if "image_sizes" in features and features["image_sizes"].default is inspect.Parameter.empty:
             inputs["image_sizes"] = torch.tensor([[height, width]] * batch_size)

@@ -26,6 +26,7 @@ from hf_specdec.decoding.continuation import position_offsets
 from hf_specdec.decoding.profile import model_profile
 from hf_specdec.decoding.target import SlotModel
 from tests import images
+from tests.architectures import with_images
 from tests.models import TINY, prompts, scripted_for
 
 
@@ -220,6 +221,13 @@ def test_images_of_every_type(name):
         output = model.generate(**inputs, **settings, assistant=script, return_dict_in_generate=True)
         assert torch.equal(output.sequences, plain)
         assert output.speculative.num_accepted_tokens > 0
+
+
+@pytest.mark.skipif(
+    not transformers.__version__.startswith(contract.NEWEST), reason="the types are those of the newest transformers"
+)
+def test_types_without_an_image_have_a_reason():
+    assert sorted([*images.TYPES, *images.NOT_TRIED]) == sorted(with_images())
 
 
 class TestPositionsBehindAnImage:

@@ -98,7 +98,8 @@ def refused_table() -> str:
     tried -= {name for name, reason in architectures.NOT_BUILT.items() if reason is architectures.WITH_ENCODER}
     untried = {name: reason for name, reason in architectures.NOT_BUILT.items() if name in tried}
     lines = ["| | reason | `model_type` |", "|---|---|---|"]
-    for title, reasons in (("refused", refused), ("not tried", untried)):
+    needed = {name: f"needs {need}" for name, need in images.NOT_TRIED.items()}
+    for title, reasons in (("refused", refused), ("not tried", untried), ("not tried with images", needed)):
         for reason, names in _by_reason(reasons).items():
             lines.append(f"| {title} | {reason} | {_listed(names)} |")
     return "\n".join(lines)

@@ -170,7 +170,7 @@ class DecodingLoop:
     def _cycle(self) -> None:
         began = perf_counter()
         if self.again is not None:
-            self.again.read(self.rows)
+            self.stats.num_target_forwards += self.again.read(self.rows)
         step = DraftStep(self.rows, self.anchors, self._positions(1), self._depths())
         draft = self.sampler.constrained(self._propose(step), self.rows)
         drafted = perf_counter()
@@ -194,7 +194,8 @@ class DecodingLoop:
         began = perf_counter()
         self.continuation: Continuation
         output, states, self.continuation = read_prompts(self.request, self.target, self.stop.max_length)
-        self.again = ReadingAgain.of(self.request, self.target, self.sequences, self.continuation)
+        if self.continuation.rotary is not None:
+            self.again = ReadingAgain.of(self.request, self.target, self.sequences, self.continuation)
         self.ended: EndedRows = EndedRows(self.request, self.target, self.continuation, self.sequences)
         self.stats.num_target_forwards += 1
         self.streamer.put_prompts(self.request.input_ids)

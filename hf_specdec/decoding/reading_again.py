@@ -9,9 +9,11 @@ Shapes: S slots of a row.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from ..errors import UnsupportedModelError
+from .adapters import ADAPTED_ROW, RowAdapters
 from .cache import SlotCache
 from .continuation import Continuation
 from .request import Request
@@ -34,7 +36,7 @@ class ReadingAgain:
     def of(
         cls, request: Request, target: SlotModel, sequences: Any, continuation: Continuation
     ) -> ReadingAgain | None:
-        """That of a call whose prompts have been read; `None` where nothing is read again.
+        """That of a call whose prompts have been read; `None` where the rotary embedding changes without.
 
         Raises:
             UnsupportedModelError: The text to be read is not known, or its positions are not.
@@ -61,17 +63,24 @@ class ReadingAgain:
             min(depth, last - length - more) if length <= last else depth for length, depth in zip(lengths, depths)
         ]
 
-    def read(self, rows: list[int]) -> None:
-        """Reads the rows that have come to the place; `rows` are the numbers of all active ones."""
+    def read(self, rows: list[int]) -> int:
+        """Reads the rows that have come to the place, and counts the forwards of the target.
+
+        Args:
+            rows (`list[int]`): Numbers of all active rows.
+        """
         target = self._target
         due = [index for index, length in enumerate(target.cache.lengths) if length == self._place]
         if not due:
-            return
+            return 0
         tokens = self._sequences.prefix(self._place)[[rows[index] for index in due]]
         again = SlotModel(target.model, SlotCache(self._place))
-        with target.rotary.as_of(self._place - target.starts[due[0]], due[0], tokens.shape):
+        adapted = target.row_inputs.get(ADAPTED_ROW)
+        adapters = nullcontext() if adapted is None else RowAdapters.of(target.model).of_rows(adapted[due, 0])
+        with adapters, target.rotary.as_of(self._place - target.starts[due[0]], due[0], tokens.shape):
             again.prefill(tokens, [target.starts[index] for index in due])
         for own, other in zip(target.cache.layers, again.cache.layers):
             for buffer, read in zip(own.buffers, other.buffers):
                 for index, row in enumerate(due):
                     buffer[row, :, : self._place].copy_(read[index, :, : self._place])
+        return 1

@@ -401,7 +401,7 @@ def steady_cycles(
     with other_device() as waits:
         moved = {key: move(values) for key, values in inputs.items()}
         move(model)
-        _move_all(speculator.resources)
+        speculator.resources = _moved(speculator.resources)
         with LaunchCounter(waits).attached(model) as counter:
             for call in range(_MOST_CALLS):
                 counter.cycles.clear()
@@ -412,19 +412,19 @@ def steady_cycles(
     return steady
 
 
-def _move_all(loaded: Any) -> None:
-    """Moves all networks and tensors in what a method has loaded, nested or not."""
-    if isinstance(loaded, torch.nn.Module):
-        move(loaded)
-    elif isinstance(loaded, (list, tuple)):
-        for part in loaded:
-            _move_all(part)
-    elif type(loaded).__module__.startswith("hf_specdec"):
+def _moved(loaded: Any) -> Any:
+    """What a method has loaded, with all networks and tensors in it moved, nested or not."""
+    if isinstance(loaded, torch.nn.Module) or torch.is_tensor(loaded):
+        return move(loaded)
+    if isinstance(loaded, (list, tuple)):
+        parts = list(map(_moved, loaded))
+        return type(loaded)(*parts) if hasattr(loaded, "_fields") else type(loaded)(parts)
+    if type(loaded).__module__.startswith("hf_specdec"):
         for name, part in list(getattr(loaded, "__dict__", {}).items()):
-            if torch.is_tensor(part):
-                object.__setattr__(loaded, name, move(part))
-            else:
-                _move_all(part)
+            moved = _moved(part)
+            if moved is not part:
+                object.__setattr__(loaded, name, moved)
+    return loaded
 
 
 def _prompts(name: str, batch: int) -> dict[str, torch.Tensor]:

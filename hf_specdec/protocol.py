@@ -235,21 +235,18 @@ class DeviceCommit:
         rows (`list[int]` of length B): Number of each active row in the call.
         tokens (`torch.LongTensor` of shape `(B, M)`): The committed tokens, padded.
         counts (`torch.LongTensor` of shape `(B,)`): How many they are.
+        anchors (`torch.LongTensor` of shape `(B,)`): The last one of each row.
         hidden_states (`dict[int | str, torch.Tensor]`): As those of a [`Commit`].
     """
 
     rows: list[int]
     tokens: torch.LongTensor
     counts: torch.LongTensor
+    anchors: torch.LongTensor
     hidden_states: dict[int | str, torch.Tensor]
 
-    @property
-    def anchors(self) -> torch.LongTensor:
-        """The last committed token of each row, `(B,)`."""
-        return last_of_each(self.tokens, self.counts)
-
     def anchor_states(self, key: int | str) -> torch.Tensor:
-        """States `(B, H)` from which these tokens were predicted."""
+        """States `(B, H)` from which the anchors were predicted."""
         return last_of_each(self.hidden_states[key], self.counts)
 
 

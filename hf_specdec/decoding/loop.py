@@ -293,14 +293,15 @@ class DecodingLoop:
         path, tokens, states = acceptance.path[:, :most], acceptance.tokens[:, :most], output.hidden_states
         if output.outcome is None:
             counts = acceptance.num_accepted + 1
+            anchors = last_of_each(tokens, counts)
             states = {key: take_nodes(value, path) for key, value in states.items()}
         else:
-            counts = output.outcome["counts"][:, 0]
+            counts, anchors = (output.outcome[name][:, 0] for name in ("counts", "anchor"))
         with ExitStack() as ahead:
             for graphs in self.session.draft_graphs:
                 ahead.enter_context(graphs.ahead())
             ahead.enter_context(self._drafting())
-            self.generator.draft_ahead(DeviceCommit(self.rows, tokens, counts, states))
+            self.generator.draft_ahead(DeviceCommit(self.rows, tokens, counts, anchors, states))
 
     def _commit(self, draft: DraftTree, output: SlotOutput, verdict: Verdict) -> None:
         """Makes the accepted path part of the target's cache and of the drafter's state; the text has it already."""

@@ -378,7 +378,7 @@ class SlotModel:
         if self.graphs is None or num_given > width:
             return None
         parents, is_known = chain_parents(num_given - 1, tokens.device), isinstance(counts, list)
-        num_more = [count - 1 for count in counts] if is_known else counts - 1
+        num_more = counts - 1 if isinstance(counts, torch.Tensor) else [count - 1 for count in counts]
         captured = self.graphs.run_on_slots(
             ("continue", num_tokens, choose),
             rows,

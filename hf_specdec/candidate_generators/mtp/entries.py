@@ -131,7 +131,8 @@ class LayerEntries(DraftEntries):
             return torch.cat([widened(own, width), widened(new.to(own), width)])
 
         states = {key: both(value, theirs.states[key]) for key, value in mine.states.items()}
-        self._window = Entries(both(mine.tokens, theirs.tokens), states, mine.counts + theirs.counts)
+        counts = [*mine.counts, *theirs.counts]
+        self._window = Entries(both(mine.tokens, theirs.tokens), states, counts)
         self._handed_on = both(self._handed_on, other._handed_on)
         # The rows read it again where it lies now.
         self._go_back(self._window.counts)

@@ -159,6 +159,18 @@ def test_the_doctor_tells_drafter_and_target_apart(of_few_bits):
     assert "target's weights are quantised (bitsandbytes), the drafter's not quantised" in found.found
 
 
+def test_a_draft_model_that_was_published_quantised(tmp_path):
+    source = settings_of("draft_model")["model"]
+    shutil.copytree(source, tmp_path / "draft")
+    in_blocks(tmp_path / "draft")
+    settings = settings_of("draft_model") | {"model": str(tmp_path / "draft")}
+    target = demo.load_target()
+    with record() as made:
+        found = target.generate(**demo_inputs(1), **CALL, speculative=settings)
+    assert torch.equal(found, target.generate(**demo_inputs(1), **CALL))
+    assert made.calls[0].stats.num_accepted_tokens > 0
+
+
 @pytest.mark.parametrize(("trained_on", "status"), [(None, "warning"), ("torchao", "ok")])
 def test_the_doctor_knows_what_a_head_was_trained_on(trained_on, status, folder, tmp_path):
     target = int8(folder)

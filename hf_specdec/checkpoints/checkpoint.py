@@ -162,17 +162,21 @@ def save_checkpoint(
 
 
 def head_placement(
-    config: SpeculativeConfig, target_model: torch.nn.Module
+    config: SpeculativeConfig, target_model: torch.nn.Module, *, can_be_quantised: bool = False
 ) -> tuple[torch.dtype | None, torch.device]:
     """Dtype (`None`: as stored) and device of draft heads: the target's, unless the settings say otherwise.
 
+    Args:
+        can_be_quantised (`bool`): The heads have layers that can be packed on loading.
+
     Raises:
-        SpecConfigError: Quantisation was asked for, which only whole draft models have, or an unknown device.
+        SpecConfigError: Quantisation was asked for and cannot be had, or there is no such device.
     """
-    if config.quantization is not None:
+    if config.quantization is not None and not can_be_quantised:
         raise SpecConfigError(
-            f"`quantization`='{config.quantization}' is for draft models; the heads of method='{config.method}' are a "
-            "few matrices and stay in a floating-point type. Leave it out, or use `dtype`."
+            f"`quantization`='{config.quantization}' is for draft models and for heads with decoder layers; the heads "
+            f"of method='{config.method}' are a few matrices and stay in a floating-point type. Leave it out, or use "
+            "`dtype`."
         )
     device = draft_device(config, target_model, target_model.get_output_embeddings())
     if config.dtype is None:

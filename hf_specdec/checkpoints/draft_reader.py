@@ -17,7 +17,6 @@ import torch.nn.functional as F
 
 from ..errors import shown
 from ..threads import cached_property
-from .format import Unsupported
 from .header import TargetNeeds, TargetSizes
 from .reader import CheckpointReader
 from .settings import ACTIVATION, COUNT, MAPPING, NAMES, POSITIVE
@@ -100,14 +99,6 @@ _STORED_AS_THEY_ARE = (
 ).split()
 
 
-_QUANTISED = Unsupported(
-    "holds quantised weights",
-    ("quantization_config",),
-    ("*weight_scale*", "*weight_packed", "*qweight"),
-    "Pass one in a floating-point type.",
-)
-
-
 class DraftReader(CheckpointReader):
     """A checkpoint of a draft with layers of its own.
 
@@ -141,10 +132,6 @@ class DraftReader(CheckpointReader):
 
     def check(self) -> None:
         super().check()
-        # In the config of the layers it is a copy of what is said of the target.
-        own = [block for block in self.places if block is not self.header.config.get("transformer_layer_config")]
-        if _QUANTISED.is_there(own, self.stored):
-            raise self.not_supported(_QUANTISED)
         for key in self.kind_keys:
             if (kind := self.stated(key)) not in (None, *self.kinds):
                 raise self.wrong(f"is of the kind {shown(kind)} (`{key}`), which is not known", self.instead)

@@ -15,7 +15,8 @@ from ..errors import CheckpointFormatError, shown
 from .config_keys import refused_key
 from .format import Unsupported
 from .header import WEIGHT_FILES, Header, TargetNeeds, TargetSizes, listed, misfits, unwrapped
-from .settings import COUNT, Kind, count_up_to
+from .quantised import is_about_quantisation, packed_weight, scale_of, scaled
+from .settings import COUNT, MAPPING, Kind, count_up_to
 
 
 if TYPE_CHECKING:
@@ -57,7 +58,11 @@ class CheckpointReader:
 
     noun: ClassVar[str] = "drafter"
     blocks: ClassVar[tuple[str, ...]] = ("",)
-    settings: ClassVar[dict[str, Kind]] = {"hidden_size": COUNT, "vocab_size": COUNT}
+    settings: ClassVar[dict[str, Kind]] = {
+        "hidden_size": COUNT,
+        "quantization_config": MAPPING,
+        "vocab_size": COUNT,
+    }
     notes: ClassVar[str] = ""
     renamed: ClassVar[Mapping[str, str]] = {}
     unsupported: ClassVar[tuple[Unsupported, ...]] = ()
@@ -103,6 +108,11 @@ class CheckpointReader:
         Raises:
             CheckpointFormatError: It is of a kind that is not supported, is incomplete, or contradicts itself.
         """
+        if (packed := packed_weight(self.stored)) is not None:
+            raise self.wrong(
+                f"holds quantised weights in a form ({packed}) which is not supported",
+                "Pass one in a floating-point type, or in 8 bits with `weight_scale` or `weight_scale_inv`.",
+            )
         for kind in self.unsupported:
             if kind.is_there(self.places, self.stored):
                 raise self.not_supported(kind)
@@ -234,7 +244,9 @@ class CheckpointReader:
         plan = {name: self.sources(name, shape) for name, shape in shapes.items() if name not in self.tables}
         used = dict.fromkeys(source for rows in plan.values() for row in rows for source in row)
         self.require(used, f"the {self.noun}")
-        self.judge_left_over([name for name in self.stored if name not in used])
+        self.judge_left_over(
+            [name for name in self.stored if name not in used and not is_about_quantisation(name, used)]
+        )
         self._check_room(plan, shapes)
         found = {name: table.to(device) for name, table in self.tables.items() if name in shapes}
         for name, rows in plan.items():
@@ -266,8 +278,12 @@ class CheckpointReader:
     def weight(
         self, checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: torch.device | str
     ) -> torch.Tensor:
-        """One of the stored tensors, as it is multiplied with."""
-        return checkpoint.read_weight(self.stored[name], dtype, device)
+        """One of the stored tensors, as it is multiplied with; 8-bit weights are multiplied with their factors."""
+        scales = scale_of(name, self.stored)
+        if scales is None:
+            return checkpoint.read_weight(self.stored[name], dtype, device)
+        parts = (checkpoint.read(self.stored[part], None, device) for part in (name, scales))
+        return scaled(self, self.stored[name], *parts, dtype)
 
     def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """The part of a tensor that the network uses, where it has this `name` and this `shape`."""

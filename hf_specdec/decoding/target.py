@@ -64,10 +64,9 @@ class SlotOutput:
         logits (`torch.Tensor` of shape `(R, T, V)`): The logits.
         hidden_states (`dict`): The states asked for, each `(R, T, H)`; with an outcome `(R, M, H)`, along the path.
         all_hidden_states (`tuple`, *optional*): Those of all layers.
-        outcome (`PackedTables`, *optional*): Of a graph that has judged the draft by the target's best tokens, M being
-            the most tokens that a row may commit: "accepted" and "counts" `(R, 1)`, how many draft tokens and how many
-            in all; "committed", "path" `(R, M)` and "anchor" `(R, 1)`, tokens, their nodes and the last token; of the
-            draft "num_nodes" `(R, 1)`, "tokens" and "parents" `(R, N)`. The slots of the path lie in their places.
+        outcome (`PackedTables`, *optional*): Of a graph that has judged the draft by the target's best tokens: M, the
+            most tokens of a row; "accepted", "counts" `(R, 1)`, of the draft and in all; "committed", "path" `(R, M)`,
+            "anchor" `(R, 1)`, tokens, their nodes and the last one; "num_nodes" `(R, 1)`, "tokens", "parents" `(R, N)`.
     """
 
     logits: torch.Tensor
@@ -120,10 +119,8 @@ class SlotModel:
 
     # Attention that the tree kernel cannot compute falls back to masks by itself.
     _fits_kernel = True
-
-    # Context for forwards of the model itself that read prompts into the slots.
+    # Contexts for forwards of the model itself that read prompts into the slots, and for all forwards.
     reading_prompts: Callable[[], AbstractContextManager[None]] = nullcontext
-    # Context for all forwards: `telling_adapters`, where the rows have different ones.
     adapting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
@@ -354,8 +351,7 @@ class SlotModel:
             return SlotOutput(logits[:rows, :nodes], states)
         # Whoever is told of a commit may read it when the graph has long run again.
         copies = () if states is None else states[:, :rows].clone().unbind()
-        states = dict(zip(self.states, copies))
-        return SlotOutput(logits[:rows, :nodes], states, outcome=outcome.copy_of_rows(rows))
+        return SlotOutput(logits[:rows, :nodes], dict(zip(self.states, copies)), outcome=outcome.copy_of_rows(rows))
 
     def continue_greedily(
         self, tokens: torch.LongTensor, counts: list[int] | torch.LongTensor, num_tokens: int, choose: Choose
@@ -365,10 +361,9 @@ class SlotModel:
         The given tokens are kept, where their number is known, and those that follow are not.
 
         Args:
-            tokens (`torch.LongTensor` of shape `(R, t)`): Tokens, padded on the right.
-            counts (`list[int]`): Tokens of each row; a tensor `(R,)` where the host does not know them.
-            num_tokens (`int`): How many follow; at most one more is given.
-            choose (`Choose`): Chooses them.
+            tokens (`torch.LongTensor` of shape `(R, t)`), counts (`list[int]`): Tokens, padded on the right, and
+                those of each row; a tensor `(R,)` where the host does not know them.
+            num_tokens (`int`), choose (`Choose`): How many follow, at most one more being given; chooses them.
 
         Returns:
             `torch.LongTensor` of shape `(R, num_tokens)`: The tokens that follow, to be used before the next graph
@@ -377,8 +372,8 @@ class SlotModel:
         (rows, num_given), width = tokens.shape, num_tokens + 1
         if self.graphs is None or num_given > width:
             return None
-        parents, is_known = chain_parents(num_given - 1, tokens.device), isinstance(counts, list)
-        num_more = counts - 1 if isinstance(counts, torch.Tensor) else [count - 1 for count in counts]
+        parents = chain_parents(num_given - 1, tokens.device)
+        num_more = [count - 1 for count in counts] if isinstance(counts, list) else counts - 1
         captured = self.graphs.run_on_slots(
             ("continue", num_tokens, choose),
             rows,
@@ -391,7 +386,7 @@ class SlotModel:
         if captured is None:
             return None
         following, self.attention_layers = captured.output
-        if is_known:
+        if isinstance(counts, list):
             self.cache.plan_write(num_given)
             self.cache.commit(counts)
         return following[:rows]
@@ -432,8 +427,8 @@ class SlotModel:
         if path.shape[1] > 1:
             move_slots([buffer for layer in self.cache.layers for buffer in layer.buffers], nodes.tree.lengths, path)
         tables = {"accepted": counts, "counts": counts + 1, "committed": committed, "path": path}
-        tables["anchor"] = committed.gather(1, counts)
         draft = {"num_nodes": nodes.draft.num_nodes[:, None], "tokens": nodes.draft.tokens}
+        tables["anchor"] = committed.gather(1, counts)
         outcome = PackedTables.of({**tables, **draft, "parents": nodes.draft.parents})
         states = [take_nodes(output.hidden_states[key], path) for key in self.states]
         return output.logits, torch.stack(states) if states else None, outcome, layers
@@ -466,8 +461,8 @@ class SlotModel:
 
     def _inputs(self, tokens: torch.LongTensor) -> dict[str, Any]:
         """Arguments that every forward of the model has, for these tokens or embeddings."""
-        name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
-        inputs = {self.profile.of_decoder(name): tokens, "use_cache": True, "return_dict": True}
+        name = self.profile.of_decoder("inputs_embeds" if tokens.is_floating_point() else "input_ids")
+        inputs = {name: tokens, "use_cache": True, "return_dict": True}
         inputs[self.profile.cache_name] = self.forward_cache
         return inputs if self.source is None else {**inputs, **self.source.inputs}
 

@@ -21,6 +21,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.draft_reader import DraftConfig, DraftReader
 from ..checkpoints.header import TargetNeeds
 from ..checkpoints.loading import filled
+from ..checkpoints.quantised import quantise_layers
 from ..errors import CheckpointFormatError, shown
 from ..target_facts import device_of, is_packed, numbers_of
 from .llama import DirectModule, is_hooked, project
@@ -245,6 +246,7 @@ def loaded_network(
     checkpoint: Checkpoint,
     target_model: nn.Module,
     placement: tuple[torch.dtype | None, torch.device],
+    quantization: str | None = None,
 ) -> DraftNetwork:
     """Loads the network of a checkpoint and attaches it to the target.
 
@@ -254,8 +256,10 @@ def loaded_network(
         checkpoint (`Checkpoint`): Where they are.
         target_model (`PreTrainedModel`): The target.
         placement (`tuple`): Dtype of the weights (`None`: as stored) and device.
+        quantization (`str`, *optional*): The setting, for its decoder layers.
 
     Raises:
+        SpecConfigError: The layers do not fit the quantisation.
         CheckpointFormatError: The settings of its rotary embedding make no sense, or tensors are missing, not known
             or of other shapes.
     """
@@ -273,6 +277,8 @@ def loaded_network(
     network.rotary_emb.to(placement[1])
     network.attach(target_model)
     _check_tied(reader, network, target_model)
+    if quantization is not None:
+        quantise_layers((network.layers,), quantization)
     return network
 
 

@@ -134,7 +134,8 @@ class SpeculativeConfig:
     )
     quantization: Literal["bitsandbytes_4bit", "bitsandbytes_fp4", "bitsandbytes_8bit"] | None = setting(
         None,
-        "Quantise the draft model on loading: `bitsandbytes_4bit` (NF4; also `bitsandbytes`, `4bit`, `nf4`), "
+        "Quantise the draft model, or a head's layers, on loading: `bitsandbytes_4bit` (NF4; also `bitsandbytes`, "
+        "`4bit`, `nf4`), "
         "`bitsandbytes_fp4` (`fp4`) or `bitsandbytes_8bit` (`8bit`, `int8`).",
         aliases=QUANTIZATION_ALIASES,
         describes_model=True,

@@ -23,7 +23,7 @@ from hf_specdec import (
     UnsupportedModelError,
     load_speculator,
 )
-from hf_specdec.candidate_generators.draft_model import network as loading
+from hf_specdec.checkpoints import quantised
 from tests.candidate_generators.test_draft_model import GREEDY, perturbed, plain_and_ours, tiny_gpt2
 from tests.models import VOCAB_SIZE, nothing_runs, prompts, tiny_llama
 
@@ -297,6 +297,11 @@ class TestQuantization:
         plain, ours, _ = plain_and_ours(wide_model(), draft, prompts(2))
         assert torch.equal(ours, plain)
 
+    def test_too_narrow_for_four_bits(self, folders, load):
+        settings = draft_from(folders["same"], quantization="4bit")
+        with pytest.raises(SpecConfigError, match="four bits on a CPU.* has 32 inputs and .* multiple of 64"):
+            load("target").generate(**prompts(1), **GREEDY, **settings)
+
     def test_compute_dtype(self, wide_folder):
         target = wide_model().to(torch.bfloat16)
         for dtype, expected in ((None, torch.bfloat16), ("auto", torch.bfloat16), ("float32", torch.float32)):
@@ -306,6 +311,6 @@ class TestQuantization:
 
 
 def test_quantization_without_bitsandbytes(folders, load, monkeypatch):
-    monkeypatch.setattr(loading, "is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr(quantised, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(MissingDependencyError, match=r'bitsandbytes_8bit.*pip install "hf-specdec\[quant\]"'):
         load("target").generate(**prompts(1), **GREEDY, **draft_from(folders["same"], quantization="8bit"))

@@ -53,8 +53,9 @@ UNSUPPORTED = [
     (EAGLE1, None, {"layernorms": True}, "norms before `fc` .*layernorms"),
     (EAGLE1, ones("embed_layernorm.weight", 2), {}, "norms before `fc`"),
     (EAGLE3, ones("base_model.model.x.lora_A.weight", 2, 2), {}, "LoRA"),
-    (EAGLE3, None, {"quantization_config": {"bits": 4}}, "quantised weights.*floating-point type"),
-    (EAGLE3, ones("norm.weight_scale", 2), {}, "quantised weights"),
+    (EAGLE3, ones("midlayer.mlp.up_proj.qweight", 2, 2), {}, "quantised weights.*up_proj.qweight.*floating-point"),
+    (EAGLE3, ones("fc.weight_packed", 2, 2), {}, "quantised weights.*fc.weight_packed"),
+    (MEDUSA, ones("0.0.linear.weight.absmax", 2), {}, "quantised weights.*absmax"),
     (EAGLE3, ones("midlayer.mlp.experts.0.up_proj.weight", 2, 2), {}, "with experts"),
     (EAGLE1, None, class_of("EagleLlama4ForCausalLM"), "Llama-4 layer"),
     (EAGLE1, None, class_of("EagleCohereForCausalLM"), "Cohere layer"),
@@ -71,9 +72,7 @@ UNSUPPORTED = [
     (DFLASH, ones("layers.0.self_attn.attention_sink_bias", 4), {}, "MiMo"),
     (DFLASH, None, {"dflash_config": {"use_gemma_norm": True}}, "`dflash_config.use_gemma_norm`=True"),
     (DFLASH, None, {"is_neox_style": False}, "`is_neox_style`=False"),
-    (DFLASH, None, {"quantization_config": {"bits": 4}}, "quantised"),
-    (DFLASH, None, {"dflash_config.quantization_config": {"quant_method": "fp8"}}, "quantised"),
-    (EAGLE3, ones("midlayer.mlp.up_proj.weight_scale_inv", 2, 2), {}, "quantised weights"),
+    (DFLASH, ones("layers.0.mlp.up_proj.weight_scale_2", 1), {}, "quantised weights.*weight_scale_2"),
 ]
 
 MISSING = [
@@ -193,6 +192,14 @@ DTYPES = [
     (name, put(tensor, lambda x, dtype=dtype: x.to(dtype)), {}, f"is stored as {str(dtype)[6:]}, .*not quantised")
     for name, tensor in NO_WEIGHTS
     for dtype in (torch.int8, torch.bool, torch.complex64)
+] + [
+    (
+        EAGLE3,
+        ones("midlayer.mlp.up_proj.weight_scale_inv", 2, 2),
+        {},
+        "up_proj.weight, .* as float32 and not in 8 bits",
+    ),
+    (DFLASH, ones("norm.weight_scale", 2), {}, "factors beside norm.weight"),
 ]
 
 
@@ -388,8 +395,9 @@ def test_no_checkpoint(method):
 @pytest.mark.parametrize("name", [EAGLE3, DFLASH, MEDUSA, MLP, "demo/mtp"])
 def test_files_and_settings(tmp_path, name):
     target = loaded_target(HEADS[name])
-    with pytest.raises(SpecConfigError, match="`quantization`.*floating-point"):
-        load(method_of(name), HEADS[name], target, quantization="4bit")
+    if name in (MEDUSA, MLP):
+        with pytest.raises(SpecConfigError, match="`quantization`.*floating-point"):
+            load(method_of(name), HEADS[name], target, quantization="4bit")
     (tmp_path / "config.json").write_text((HEADS[name] / "config.json").read_text())
     with pytest.raises(CheckpointFormatError, match="none of the weight files"):
         load(method_of(name), tmp_path, target)

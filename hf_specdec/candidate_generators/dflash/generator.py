@@ -288,14 +288,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if predicted is None:
             self._read(new)
             self.text.begin_block(self.block_size)
-        config = self.network.config
-        is_together = self.num_steps > 1 or config.lilicorr is not None or config.xpress is not None
+        is_together = self.num_steps > 1 or self.network.config.lilicorr or self.network.config.xpress
         if masks is not None and not is_together:
             return self._draft_masked(step, limits, masks)
-        walk = None
-        if masks is not None:
-            # Between steps nothing is chosen one token after the other, nor from candidates that see each other.
-            walk = MaskedWalk(lambda: self.growing_masks(step, limits), self.network.token_ids)
+        # Between steps nothing is chosen one token after the other, nor from candidates that see each other.
+        walk = None if masks is None else MaskedWalk(lambda: self.growing_masks(step, limits), self.network.token_ids)
         if predicted is None:
             predicted = self._predict(self.text, step.anchor_tokens.to(self.device), max(limits), walk)
         if isinstance(predicted, Edges):
@@ -310,9 +307,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """Predicts the first `count` tokens of the blocks that begin with `anchors` `(R,)`, which grammars may allow.
 
         Returns:
-            If tokens are sampled, logits and outputs of `count` positions, or scores of a selector, which under
-            grammars come for chosen chains, too; for a tree its candidates; otherwise a chain, of at least `count`
-            tokens.
+            If tokens are sampled, logits and outputs of `count` positions, or scores of a selector, under grammars
+            always; for a tree its candidates; otherwise a chain, of at least `count` tokens.
         """
         network = self.network
         if network.xpress_head is not None:
@@ -491,12 +487,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self._launch(commit, [self.num_speculative_tokens] * len(commit.rows))
 
     def _launch(self, new: Commit | DeviceCommit, limits: list[int]) -> Chain | Block | Prefixes | Edges | None:
-        if not self.tree_budget:
-            # It predicts the whole block.
-            limits = [self.num_speculative_tokens] * len(limits)
+        # Without a tree it predicts the whole block.
+        limits = limits if self.tree_budget else [self.num_speculative_tokens] * len(limits)
         states = new.hidden_states
-        if self.text.tokens_before is not None:
-            states = {**states, "tokens_before": self.text.tokens_before[:, None]}
+        before = self.text.tokens_before
+        states = states if before is None else {**states, "tokens_before": before[:, None]}
         kind = (self.block_size, self.num_speculative_tokens, self.num_steps, self.mask_token_id)
         return self.text.replay(
             (*kind, self.tree_budget, self.draft_tree_top_k, self.samples_drafts),

@@ -454,11 +454,11 @@ def load_dflash(config: SpeculativeConfig, target_model: nn.Module) -> DFlashNet
         target_model (`PreTrainedModel`): The target.
 
     Raises:
-        SpecConfigError: No checkpoint was named, or quantisation was asked for.
+        SpecConfigError: No checkpoint was named, or its layers do not fit the quantisation.
         CheckpointFormatError: The checkpoint is incomplete, no draft that this package knows, or was made for another
             target.
     """
-    placement = head_placement(config, target_model)
+    placement = head_placement(config, target_model, can_be_quantised=True)
     mask_token_id = getattr(config.options, "dflash_mask_token_id", None)
 
     def find_mask_token(spelling: str | None) -> int | None:
@@ -467,7 +467,8 @@ def load_dflash(config: SpeculativeConfig, target_model: nn.Module) -> DFlashNet
     checkpoint = Checkpoint(config)
     reader = DFlashReader(checkpoint.header)
     found = reader.configured(checkpoint, TargetSizes.of(target_model), mask_token_id, find_mask_token)
-    network = loaded_network(partial(DFlashNetwork, found), reader, checkpoint, target_model, placement)
+    make = partial(DFlashNetwork, found)
+    network = loaded_network(make, reader, checkpoint, target_model, placement, config.quantization)
     check_mask_token(found.mask_token_id, network)
     return network
 

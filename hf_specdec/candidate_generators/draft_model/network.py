@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging as python_logging
 import os
 import re
 from collections.abc import Iterator
@@ -14,19 +13,18 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
-    BitsAndBytesConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
-from transformers.utils.import_utils import is_bitsandbytes_available
 
 from ...checkpoints.files import RepoFiles, is_pickled
 from ...checkpoints.header import WEIGHT_FILES
 from ...checkpoints.loading import loads_checkpoint
+from ...checkpoints.quantised import check_four_bits, quantization_config
 from ...checkpoints.settings import MOST, is_int
 from ...checkpoints.weight_headers import TensorTable
-from ...errors import MOST_SHOWN, CheckpointFormatError, MissingDependencyError, SpecConfigError, shown
+from ...errors import MOST_SHOWN, CheckpointFormatError, SpecConfigError, shown
 from ...target_facts import draft_device
 from ...threads import Lock
 from .vocabulary import load_tokenizer
@@ -37,12 +35,6 @@ logger = logging.get_logger(__name__)
 # While transformers builds a model, torch's default dtype is that of the model, in all threads: two at a time would
 # leave the wrong one behind.
 _building = Lock()
-
-_QUANTIZATION = {
-    "bitsandbytes_4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "bitsandbytes_fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-    "bitsandbytes_8bit": {"load_in_8bit": True},
-}
 
 
 @loads_checkpoint
@@ -55,7 +47,7 @@ def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Mod
         target_model (`PreTrainedModel`): The target.
 
     Raises:
-        SpecConfigError: No draft model was named.
+        SpecConfigError: No draft model was named, or its layers do not fit the quantisation.
         CheckpointAccessError: The checkpoint cannot be reached.
         CheckpointFormatError: The checkpoint cannot be loaded as a causal language model.
         MissingDependencyError: Quantisation was asked for and bitsandbytes is not installed.
@@ -67,9 +59,9 @@ def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Mod
         )
     weights = _checked_weights(RepoFiles.of(config))
     arguments = {"use_safetensors": not is_pickled(weights), **_loading_arguments(config, target_model)}
-    model = _from_pretrained(config.model, weights, checkpoint_location(config), arguments, target_model)
-    if not config.quantization:
-        model = model.to(draft_device(config, target_model))
+    device = draft_device(config, target_model)
+    model = _from_pretrained(config.model, weights, checkpoint_location(config), arguments, target_model, device)
+    check_four_bits(model, config.model)
     return model.eval()
 
 
@@ -219,8 +211,7 @@ def _loading_arguments(config: Any, target_model) -> dict[str, Any]:
     arguments = {"dtype": target_model.dtype if config.dtype is None else config.dtype}
     if config.quantization:
         compute_dtype = target_model.dtype if config.dtype in (None, "auto") else config.dtype
-        arguments["quantization_config"] = _quantization_config(config.quantization, compute_dtype)
-        arguments["device_map"] = {"": draft_device(config, target_model)}
+        arguments["quantization_config"] = quantization_config(config.quantization, compute_dtype)
     return arguments
 
 
@@ -233,7 +224,12 @@ def _auto_class(model_config: Any) -> Any:
 
 
 def _from_pretrained(
-    name: str, weights: str, location: dict[str, Any], arguments: dict[str, Any], target_model: Any
+    name: str,
+    weights: str,
+    location: dict[str, Any],
+    arguments: dict[str, Any],
+    target_model: Any,
+    device: torch.device,
 ) -> torch.nn.Module:
     """The model, loaded completely: transformers would give weights that are missing random values."""
     try:
@@ -243,6 +239,12 @@ def _from_pretrained(
         if model_config.is_encoder_decoder and not target_model.config.is_encoder_decoder:
             raise ValueError(f"{type(model_config).__name__} is of an encoder-decoder model. Use a decoder-only one.")
         auto_class = _auto_class(model_config)
+        is_packed = (
+            "quantization_config" in arguments or getattr(model_config, "quantization_config", None) is not None
+        )
+        if is_packed:
+            # Packed weights cannot always be moved.
+            arguments = {**arguments, "device_map": {"": device}}
         if not os.path.isdir(name):
             # Where PEFT is installed an adapter is looked for, with arguments of its own.
             places = ("revision", "subfolder", "cache_dir", "local_files_only")
@@ -266,22 +268,7 @@ def _from_pretrained(
             f"The draft model '{name}' lacks {len(missing)} of the weights of {type(model).__name__}: "
             f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Pass a complete causal language model."
         )
-    return model
-
-
-def _quantization_config(name: str, dtype: Any) -> BitsAndBytesConfig:
-    if not is_bitsandbytes_available():
-        raise MissingDependencyError(
-            f"quantization='{name}' needs bitsandbytes. Install it with: pip install \"hf-specdec[quant]\""
-        )
-    if name == "bitsandbytes_8bit":
-        # It says so for every layer of every forward.
-        python_logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_cast_message)
-    settings = dict(_QUANTIZATION[name])
-    if settings.get("load_in_4bit"):
-        settings["bnb_4bit_compute_dtype"] = dtype
-    return BitsAndBytesConfig(**settings)
-
-
-def _is_no_cast_message(record: python_logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
+    if is_packed and not getattr(model, "is_quantized", False):
+        # Dequantised weights have the type of their factors.
+        return model.to(model.dtype)
+    return model if is_packed else model.to(device)

@@ -271,11 +271,11 @@ def load_eagle(config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwo
         target_model (`PreTrainedModel`): The target.
 
     Raises:
-        SpecConfigError: No checkpoint was named, it is of the other method, or quantisation was asked for.
+        SpecConfigError: No checkpoint was named, it is of the other method, or its layers do not fit the quantisation.
         CheckpointFormatError: The checkpoint is incomplete, no EAGLE head that this package knows, or was made for
             another target.
     """
-    placement = head_placement(config, target_model)
+    placement = head_placement(config, target_model, can_be_quantised=True)
     aux_layer_ids = getattr(config.options, "aux_layer_ids", None)
     checkpoint = Checkpoint(config)
     reader = EagleReader(checkpoint.header, aux_layer_ids)
@@ -290,7 +290,8 @@ def load_eagle(config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwo
             f"`aux_layer_ids`={list(aux_layer_ids)} is for EAGLE-3 heads that read states between the target's "
             f"layers; '{reader.name}' reads the one after the final norm. Leave it out."
         )
-    return loaded_network(partial(_NETWORKS[found.method], found), reader, checkpoint, target_model, placement)
+    make = partial(_NETWORKS[found.method], found)
+    return loaded_network(make, reader, checkpoint, target_model, placement, config.quantization)
 
 
 def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwork:

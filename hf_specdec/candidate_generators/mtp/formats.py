@@ -27,7 +27,7 @@ from transformers.utils import logging
 from ...checkpoints.format import Format
 from ...checkpoints.header import WEIGHT_FILES, Header, TargetNeeds, TargetSizes, listed, unwrapped
 from ...checkpoints.reader import CheckpointReader
-from ...checkpoints.settings import COUNT, INDICES, MAPPING
+from ...checkpoints.settings import COUNT
 from ...errors import CheckpointFormatError, shown
 from ...target_facts import CACHE_READERS
 from ...threads import cached_property
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 # Sizes of blocks with a scale of their own, if the config does not give them.
-_FP8_BLOCK = (128, 128)
-_SCALE = "_scale_inv"
 
 # Some targets have their MTP layers in a file that their index does not name.
 MTP_FILES = "*mtp*.safetensors"
@@ -223,7 +221,6 @@ class MtpReader(CheckpointReader):
     noun = "MTP layers"
     blocks: ClassVar[tuple[str, ...]] = ("", "text_config", "transformer_layer_config")
     settings: ClassVar[dict[str, Kind]] = CheckpointReader.settings | {
-        "quantization_config": MAPPING,
         WIDTH_KEY: COUNT,
     }
     notes = " ".join(_COUNT_KEYS) + " *loss* num_speculative_steps target_model_type transformer_layer_config"
@@ -330,10 +327,7 @@ class MtpReader(CheckpointReader):
         self, checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: torch.device | None
     ) -> torch.Tensor:
         dtype = torch.float32 if any(part in name for part in self._in_float32) else dtype
-        if name + _SCALE not in self.stored:
-            return super().weight(checkpoint, name, dtype, device)
-        weight, scales = (checkpoint.read(self.stored[part], torch.float32, device) for part in (name, name + _SCALE))
-        return self._scaled(weight, scales).to(dtype or torch.bfloat16)
+        return super().weight(checkpoint, name, dtype, device)
 
     def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         # Some files hold it transposed.
@@ -342,33 +336,8 @@ class MtpReader(CheckpointReader):
 
     def judge_left_over(self, names: Sequence[str]) -> None:
         names = {name: self.stored[name] for name in names if _number(name) < self.num_layers}
-        if unused := [stored for name, stored in names.items() if name.removesuffix(_SCALE) in names]:
+        if unused := list(names.values()):
             logger.warning(f"'{self.name}': {len(unused)} tensors of MTP layers are not used: {listed(unused)}.")
-
-    def _scaled(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """8-bit weights times the scales of their blocks."""
-        settings = self.setting("quantization_config") or {}
-        sizes = settings.get("weight_block_size") or _FP8_BLOCK
-        if (
-            not INDICES.is_valid([*sizes])
-            or len(sizes) != weight.dim()
-            or min(sizes) < 1
-            or scales.dim() != len(sizes)
-        ):
-            raise CheckpointFormatError(
-                f"'{self.name}': `weight_block_size`={shown(sizes)} in config.json does not fit matrices "
-                f"of {weight.dim()} dimensions with scales of {scales.dim()}. Pass an intact checkpoint."
-            )
-        for dim, size in enumerate(sizes):
-            # Of a block that is larger than the matrix, the rest is nowhere.
-            blocks = scales.repeat_interleave(min(size, weight.shape[dim]), dim)
-            if blocks.shape[dim] < weight.shape[dim]:
-                raise self.wrong(
-                    f"has too few scales for blocks of {list(sizes)} (`weight_block_size`)",
-                    "Pass an intact checkpoint.",
-                )
-            scales = blocks.narrow(dim, 0, weight.shape[dim])
-        return weight * scales
 
 
 class AssistantReader(CheckpointReader):

@@ -27,6 +27,7 @@ from torch import nn
 from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint, tensor_shapes
 from ...checkpoints.header import TargetNeeds, TargetSizes
 from ...checkpoints.loading import check_given, filled, loads_checkpoint
+from ...checkpoints.quantised import quantise_layers
 from ...decoding.attention import NAME, TreeMask, VerificationForward, running
 from ...decoding.masks import FULL, Span
 from ...errors import SpecConfigError, UnsupportedModelError
@@ -407,16 +408,20 @@ def load_mtp(config: SpeculativeConfig, target_model: nn.Module) -> MtpNetwork:
 
     Raises:
         UnsupportedModelError: Targets of this model type are not supported.
-        SpecConfigError: The target was not loaded from a checkpoint and none was named, or quantisation was asked for.
+        SpecConfigError: The target was not loaded from a checkpoint and none was named, or the layers do not fit the
+            quantisation.
         CheckpointFormatError: The checkpoint has no MTP layers, is incomplete, or was made for another target.
     """
     check_family(target_model)
-    placement = head_placement(config, target_model)
+    placement = head_placement(config, target_model, can_be_quantised=True)
     checkpoint = Checkpoint(placed(config, target_model), MtpReader.weight_files)
     in_float32 = getattr(target_model, "_keep_in_fp32_modules_strict", None) or ()
     reader = MtpReader(checkpoint.header, len(decoder_layers(target_model)), in_float32)
     found = reader.configured(None if config.model is None else TargetSizes.of(target_model))
-    return filled(partial(MtpNetwork, found, target_model), reader, checkpoint, placement)
+    network = filled(partial(MtpNetwork, found, target_model), reader, checkpoint, placement)
+    if config.quantization is not None:
+        quantise_layers((network.eh_proj, network.layers), config.quantization)
+    return network
 
 
 def placed(config: SpeculativeConfig, target_model: nn.Module) -> SpeculativeConfig:

@@ -1,0 +1,208 @@
+"""Quantised weights of draft heads: stored ones that are read, and layers that bitsandbytes packs on loading.
+
+Of stored weights those of 8 bits with factors are read: one factor for the matrix, for each row, or for each block.
+They are multiplied when they are read, since a head is small and computes in the type of its target's states.
+
+    fp8 (DeepSeek, Qwen)                                      weight, weight_scale_inv (by blocks of weight_block_size)
+    compressed-tensors (float-quantized, int-quantized)       weight, weight_scale; input_scale, ... of activations
+    ModelOpt, FP8                                             weight, weight_scale, input_scale
+"""
+
+from __future__ import annotations
+
+import logging as python_logging
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig
+from transformers.utils.import_utils import is_bitsandbytes_available
+
+from ..errors import CheckpointFormatError, MissingDependencyError, SpecConfigError, shown
+from .settings import INDICES
+
+
+if TYPE_CHECKING:
+    from .reader import CheckpointReader
+
+
+# ------------------------------------------------------------------------------------------------- stored weights
+
+_SCALES = ("_scale_inv", "_scale")
+# Of activations, which are not rounded here.
+_OF_ACTIVATIONS = re.compile(r".*\.(input_scale|output_scale|[kv]_scale)")
+_PACKED = ("*weight_packed", "*qweight", "*weight_zero_point", "*weight_scale_2", "*.absmax", "*.SCB")
+_USUAL_BLOCK = 128
+_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+
+
+def scale_of(name: str, stored: Mapping[str, Any]) -> str | None:
+    """The name of the factors of a weight; `None` where it has none."""
+    return next((name + end for end in _SCALES if name + end in stored), None)
+
+
+def is_about_quantisation(name: str, stored: Mapping[str, Any]) -> bool:
+    """Tells tensors that say how others were quantised: factors of weights that are there, and of activations."""
+    is_scale = any(name.endswith(end) and name.removesuffix(end) in stored for end in _SCALES)
+    return is_scale or _OF_ACTIVATIONS.fullmatch(name) is not None
+
+
+def packed_weight(stored: Mapping[str, str]) -> str | None:
+    """The first tensor of weights that are packed in a way that is not read, by its name in the file.
+
+    Configs are no evidence: a head keeps plain weights beside a quantised target, and copies what is said of that.
+    """
+    found = (stored[name] for name in stored if any(fnmatchcase(name, pattern) for pattern in _PACKED))
+    return next(found, None)
+
+
+def scaled(
+    reader: CheckpointReader, name: str, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """8-bit weights `(O, I)` times their factors, in `dtype` (`None`: bfloat16).
+
+    Args:
+        reader (`CheckpointReader`): What messages are about; its config may state `weight_block_size`.
+        name (`str`): Of the weight, in messages.
+        weight (`torch.Tensor` of shape `(O, I)`): As stored.
+        scales (`torch.Tensor`): One number; or of shape `(O,)`; or `(o, i)`, one for each block, where the last blocks
+            may be cut off.
+
+    Raises:
+        CheckpointFormatError: The weights are not of 8 bits, or the factors do not fit them.
+    """
+    if weight.dtype not in _BYTES:
+        raise reader.wrong(
+            f"has factors beside {name}, which is stored as {str(weight.dtype).removeprefix('torch.')} and not in 8 "
+            "bits",
+            "Pass an intact checkpoint.",
+        )
+    weight, scales = weight.float(), scales.float()
+    if scales.numel() > 1:
+        scales = scales[:, None] if scales.dim() == 1 else scales
+        for dim, size in enumerate(_block_sizes(reader, weight.shape, scales.shape)):
+            # Of a block that is larger than the matrix, the rest is nowhere.
+            blocks = scales.repeat_interleave(min(size, weight.shape[dim]), dim)
+            if blocks.shape[dim] < weight.shape[dim]:
+                raise reader.wrong(
+                    f"has too few factors of {name} for blocks of {size} (`weight_block_size`)",
+                    "Pass an intact checkpoint.",
+                )
+            scales = blocks.narrow(dim, 0, weight.shape[dim])
+    return (weight * scales).to(dtype or torch.bfloat16)
+
+
+def _block_sizes(reader: CheckpointReader, shape: Sequence[int], grid: Sequence[int]) -> Sequence[int]:
+    """Lengths of blocks: as stated, or else as the numbers of factors divide a matrix."""
+    stated = (reader.setting("quantization_config") or {}).get("weight_block_size")
+    is_valid = stated is None or (INDICES.is_valid([*stated]) and len(stated) == len(shape) and min(stated) > 0)
+    if not is_valid or len(grid) != len(shape):
+        raise CheckpointFormatError(
+            f"'{reader.name}': `weight_block_size`={shown(stated)} in config.json does not fit matrices of "
+            f"{len(shape)} dimensions with factors of {len(grid)}. Pass an intact checkpoint."
+        )
+    if stated is not None:
+        return stated
+    is_usual = [-(-length // _USUAL_BLOCK) == count for length, count in zip(shape, grid)]
+    return [_USUAL_BLOCK if usual else length // max(count, 1) for usual, length, count in zip(is_usual, shape, grid)]
+
+
+# ------------------------------------------------------------------------------------------------- bitsandbytes
+
+_QUANTIZATION: dict[str, dict[str, Any]] = {
+    "bitsandbytes_4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "bitsandbytes_fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "bitsandbytes_8bit": {"load_in_8bit": True},
+}
+# Inputs and outputs of four-bit layers on a CPU come in blocks.
+_INPUTS_ON_CPU, _OUTPUTS_ON_CPU = 64, 32
+_ON_CPU = f"inputs must be a multiple of {_INPUTS_ON_CPU} there, and outputs of {_OUTPUTS_ON_CPU}"
+
+
+def quantization_config(name: str, dtype: Any) -> BitsAndBytesConfig:
+    """The settings of bitsandbytes for `quantization`, with the type that four-bit layers compute in.
+
+    Raises:
+        MissingDependencyError: bitsandbytes is not installed.
+    """
+    if not is_bitsandbytes_available():
+        raise MissingDependencyError(
+            f"quantization='{name}' needs bitsandbytes. Install it with: pip install \"hf-specdec[quant]\""
+        )
+    if name == "bitsandbytes_8bit":
+        # It says so for every layer of every forward.
+        python_logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_cast_message)
+    settings = dict(_QUANTIZATION[name])
+    if settings.get("load_in_4bit"):
+        settings["bnb_4bit_compute_dtype"] = dtype
+    return BitsAndBytesConfig(**settings)
+
+
+def _is_no_cast_message(record: python_logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
+
+
+def check_four_bits(model: nn.Module, name: str) -> None:
+    """Refuses four-bit layers that cannot run on a CPU.
+
+    Raises:
+        SpecConfigError: Which they are.
+    """
+    for path, module in model.named_modules():
+        if type(module).__name__ == "Linear4bit" and not _fits(module, module.weight.device):
+            raise SpecConfigError(
+                f"The draft model '{name}' cannot compute in four bits on a CPU: {path} has {module.in_features} "
+                f"inputs and {module.out_features} outputs, and {_ON_CPU}. Use quantization='bitsandbytes_8bit'."
+            )
+
+
+def _fits(linear: Any, device: torch.device) -> bool:
+    return device.type != "cpu" or not (linear.in_features % _INPUTS_ON_CPU or linear.out_features % _OUTPUTS_ON_CPU)
+
+
+def quantise_layers(parts: Sequence[nn.Module], name: str) -> None:
+    """Puts layers of bitsandbytes in the place of the linear layers within some parts of a loaded head.
+
+    Args:
+        parts (`Sequence[nn.Module]`): The parts; norms, embeddings and lm_heads stay as they are.
+        name (`str`): The setting `quantization`. Layers of sizes that four bits do not fit on a CPU stay as they are.
+
+    Raises:
+        MissingDependencyError: bitsandbytes is not installed.
+        SpecConfigError: None of the layers can be packed.
+    """
+    config, count = quantization_config(name, None), 0
+    for part in parts:
+        for parent in list(part.modules()):
+            for key, linear in parent._modules.items():
+                if type(linear) is nn.Linear and (config.load_in_8bit or _fits(linear, linear.weight.device)):
+                    parent._modules[key] = _packed(linear, config)
+                    count += 1
+    if not count:
+        raise SpecConfigError(
+            f"`quantization`='{name}' can pack none of the layers of this head on a CPU: {_ON_CPU}. Use "
+            "'bitsandbytes_8bit', or leave it out."
+        )
+
+
+def _packed(linear: nn.Linear, config: BitsAndBytesConfig) -> nn.Module:
+    import bitsandbytes
+
+    weight, has_bias, layers = linear.weight, linear.bias is not None, bitsandbytes.nn
+    sizes = linear.in_features, linear.out_features
+    with torch.device("meta"):
+        if config.load_in_8bit:
+            made: Any = layers.Linear8bitLt(*sizes, has_bias, has_fp16_weights=False, threshold=6.0)
+        else:
+            kind = config.bnb_4bit_quant_type
+            made = layers.Linear4bit(*sizes, has_bias, compute_dtype=weight.dtype, quant_type=kind)
+    if config.load_in_8bit:
+        made.weight = layers.Int8Params(weight.data, requires_grad=False, has_fp16_weights=False)
+    else:
+        made.weight = layers.Params4bit(weight.data, requires_grad=False, quant_type=config.bnb_4bit_quant_type)
+    made.bias = linear.bias
+    # The weights are packed on their way.
+    return made.to(weight.device).eval()

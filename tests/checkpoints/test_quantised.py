@@ -1,0 +1,127 @@
+"""Heads with quantised weights: stored in 8 bits with factors, or packed by bitsandbytes when they are loaded."""
+
+import pytest
+import torch
+
+from hf_specdec import SpecConfigError, record
+from hf_specdec.checkpoints.header import Header
+from hf_specdec.checkpoints.quantised import quantise_layers, scaled
+from hf_specdec.checkpoints.reader import CheckpointReader
+from hf_specdec.errors import CheckpointFormatError
+from hf_specdec.hub.detect import detect_checkpoint
+from tests.checkpoints.heads import HEADS, copy_of, load, loaded_target, method_of
+from tests.methods import demo_inputs, demo_target, plain_text, settings_of
+
+
+NEW = 12
+
+
+def by_blocks(weight):
+    """Factors of blocks of 24, of which the last are cut off."""
+    return 0.5 + torch.rand([-(-length // 24) for length in weight.shape])
+
+
+def by_rows(weight):
+    return 0.5 + torch.rand(len(weight), 1)
+
+
+def by_groups(weight):
+    """Factors of groups of 16 inputs, of a file that does not say how long they are."""
+    return 0.5 + torch.rand(len(weight), weight.shape[1] // 16)
+
+
+# What is made of a matrix: the ends of the names of its factors, their shape, the type, and what the config says.
+FORMS = {
+    "blocks": ("_scale_inv", by_blocks, torch.float8_e4m3fn, {"quant_method": "fp8", "weight_block_size": [24, 24]}),
+    "rows": ("_scale", by_rows, torch.float8_e4m3fn, {"quant_method": "compressed-tensors"}),
+    "groups": ("_scale", by_groups, torch.float8_e4m3fn, {"quant_method": "compressed-tensors"}),
+    "one": ("_scale", lambda weight: torch.tensor(0.7), torch.float8_e4m3fn, {"quant_method": "modelopt"}),
+    "integers": ("_scale", lambda weight: weight.abs().amax(1) / 127, torch.int8, {}),
+}
+
+
+def spread(factors, weight):
+    """Factors as long as the matrix."""
+    if factors.dim() < 2:
+        return factors if factors.dim() == 0 else factors[:, None]
+    for dim, length in enumerate(weight.shape):
+        size = 24 if factors.shape[dim] == -(-length // 24) else length // factors.shape[dim]
+        factors = factors.repeat_interleave(size, dim).narrow(dim, 0, length)
+    return factors
+
+
+def stored_in(form):
+    end, factors_of, dtype, _ = FORMS[form]
+
+    def change(tensors):
+        torch.manual_seed(0)
+        for name in [name for name in tensors if "_proj.weight" in name or name.endswith("linear.weight")]:
+            weight = tensors[name].float()
+            factors = factors_of(weight)
+            numbers = weight / spread(factors, weight)
+            tensors[name] = (numbers.round() if dtype is torch.int8 else numbers).to(dtype)
+            tensors[f"{name}{end}"] = factors
+            tensors[f"{name.removesuffix('weight')}input_scale"] = torch.ones(1)
+        return tensors
+
+    return change
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "name", ["eagle/eagle3_llama", "dflash/qwen3_random_b8", "medusa/v2_shared_lm_head_safetensors"]
+)
+def test_stored_in_8_bits(name, form, tmp_path):
+    target, method = loaded_target(HEADS[name]), method_of(name)
+    folder = copy_of(name, tmp_path / "head", {"quantization_config": FORMS[form][3]}, stored_in(form))
+    assert detect_checkpoint(str(folder)).problems == ()
+    expected = load(method, HEADS[name], target).state_dict()
+    found = load(method, folder, target).state_dict()
+    assert found.keys() == expected.keys()
+    changed = 0
+    for key, tensor in expected.items():
+        # Three bits after the point, or 127 steps.
+        torch.testing.assert_close(found[key], tensor, rtol=0.07, atol=0.02 * float(tensor.abs().max()))
+        changed += not torch.equal(found[key], tensor)
+    assert changed
+
+
+@pytest.mark.parametrize(
+    ("factors", "stated", "message"),
+    [
+        (torch.ones(2, 2), [4, 4, 4], r"`weight_block_size`=\[4, 4, 4\].*2 dimensions with factors of 2"),
+        (torch.ones(2, 2), [4, 0], "`weight_block_size`"),
+        (torch.ones(2, 2, 2), None, "factors of 3"),
+        (torch.ones(1, 2), [4, 4], "too few factors of up.weight"),
+        (torch.ones(3, 2), None, "too few factors of up.weight"),
+    ],
+)
+def test_factors_that_do_not_fit(factors, stated, message):
+    config = {} if stated is None else {"quantization_config": {"weight_block_size": stated}}
+    reader = CheckpointReader(Header("head", config, {}))
+    with pytest.raises(CheckpointFormatError, match=message):
+        scaled(reader, "up.weight", torch.ones(8, 8).to(torch.float8_e4m3fn), factors, None)
+
+
+class TestPackedOnLoading:
+    @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
+    @pytest.mark.parametrize("row", ["eagle3", "dflash", "mtp"])
+    def test_text(self, row, quantization):
+        bitsandbytes = pytest.importorskip("bitsandbytes")
+        target, settings = demo_target(), settings_of(row, quantization=quantization)
+        with record() as made:
+            found = target.generate(**demo_inputs(2), max_new_tokens=NEW, do_sample=False, speculative=settings)
+        assert torch.equal(found, plain_text(2, NEW))
+        assert made.calls[0].stats.num_accepted_tokens > 0
+        network = load(row, settings["model"], target, quantization=quantization)
+        kind = bitsandbytes.nn.Linear4bit if quantization == "4bit" else bitsandbytes.nn.Linear8bitLt
+        assert any(type(module) is kind for module in network.modules())
+        assert network.dtype == torch.float32
+
+    def test_too_narrow(self):
+        pytest.importorskip("bitsandbytes")
+        layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32, bias=False))
+        quantise_layers((layers,), "bitsandbytes_4bit")
+        assert [type(layer) is torch.nn.Linear for layer in layers] == [True, False]
+        with pytest.raises(SpecConfigError, match="can pack none of the layers.*multiple of 64"):
+            quantise_layers((layers,), "bitsandbytes_4bit")

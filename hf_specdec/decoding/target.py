@@ -66,7 +66,7 @@ class SlotOutput:
         all_hidden_states (`tuple`, *optional*): Those of all layers.
         outcome (`PackedTables`, *optional*): Of a graph that has judged the draft by the target's best tokens: M, the
             most tokens of a row; "accepted", "counts" `(R, 1)`, of the draft and in all; "committed", "path" `(R, M)`,
-            "anchor" `(R, 1)`, tokens, their nodes and the last one; "num_nodes" `(R, 1)`, "tokens", "parents" `(R, N)`.
+            "anchor" `(R, 1)`, tokens, their nodes, the last; "num_nodes" `(R, 1)`, "tokens", "parents" `(R, N)`.
     """
 
     logits: torch.Tensor

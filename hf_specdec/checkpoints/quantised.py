@@ -14,7 +14,7 @@ import logging as python_logging
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -152,7 +152,9 @@ def check_four_bits(model: nn.Module, name: str) -> None:
         SpecConfigError: Which they are.
     """
     for path, module in model.named_modules():
-        if type(module).__name__ == "Linear4bit" and not _fits(module, module.weight.device):
+        # Where the processor cannot multiply bfloat16, bitsandbytes widens layers of any size.
+        has_kernel = getattr(module, "support_avx512bf16_for_cpu", False)
+        if has_kernel and not _fits(module, cast(Any, module).weight.device):
             raise SpecConfigError(
                 f"The draft model '{name}' cannot compute in four bits on a CPU: {path} has {module.in_features} "
                 f"inputs and {module.out_features} outputs, and {_ON_CPU}. Use quantization='bitsandbytes_8bit'."

@@ -64,7 +64,7 @@ _SHAPES = {
     "dflash siblings": {"num_draft_nodes": 12, "draft_tree_top_k": 3},
     "dflash selector": {"num_draft_nodes": 0},
     "dflash selector tree": {"num_draft_nodes": 12},
-    "dflash confident": {"draft_confidence_threshold": 0.5},
+    "dflash confident": {"draft_confidence_threshold": 0.3},
     "dflash domino": {},
     "dflash lilicorr": {},
     "dflash xpress": {},

@@ -17,10 +17,10 @@ from transformers import (
     GPTNeoForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    RwkvConfig,
-    RwkvForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    xLSTMConfig,
+    xLSTMForCausalLM,
 )
 
 from hf_specdec import (
@@ -259,7 +259,7 @@ class TestArchitectures:
     @pytest.mark.parametrize(
         "draft",
         [
-            RwkvForCausalLM(RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2)),
+            xLSTMForCausalLM(xLSTMConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_heads=2, num_hidden_layers=2)),
             T5ForConditionalGeneration(T5Config(vocab_size=VOCAB_SIZE, d_model=16, d_ff=16, num_layers=1)),
         ],
         ids=lambda draft: type(draft).__name__,

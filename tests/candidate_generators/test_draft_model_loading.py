@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     LlamaModel,
     PreTrainedTokenizerFast,
-    RwkvConfig,
-    RwkvForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    xLSTMConfig,
+    xLSTMForCausalLM,
 )
 
 from hf_specdec import (
@@ -225,9 +225,11 @@ class TestLoading:
         assert len(str(error.value)) < 500
 
     def test_recurrent_checkpoint(self, load, tmp_path):
-        network = RwkvForCausalLM(RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2))
+        network = xLSTMForCausalLM(
+            xLSTMConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_heads=2, num_hidden_layers=2)
+        )
         network.save_pretrained(tmp_path)
-        with pytest.raises(UnsupportedModelError, match="RwkvForCausalLM.*draft model"):
+        with pytest.raises(UnsupportedModelError, match="xLSTMForCausalLM.*draft model"):
             load("target").generate(**prompts(1), **GREEDY, **draft_from(str(tmp_path)))
 
     @pytest.mark.parametrize("setting", [{"quantization": "4bit"}, {"dtype": "float32"}, {"model": "a/b"}])

@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from hf_specdec.candidate_generators.dflash import corrections, denoising, selector, xpress
+from hf_specdec.candidate_generators.dflash import corrections, denoising, generator, selector
 from hf_specdec.candidate_generators.mlp_speculator import generator as mlp_speculator
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.capture import CannotCaptureError, CaptureBackend, NoWaiting
@@ -141,7 +141,7 @@ def tape_everything(monkeypatch) -> list[TapeBackend]:
         return used[-1]
 
     monkeypatch.setattr(graphs, "capture_backend", backend)
-    for module in (corrections, denoising, selector, xpress, growth, chain, mlp_speculator):
+    for module in (corrections, denoising, generator, selector, growth, chain, mlp_speculator):
         # On a CPU it goes through numpy, which is not on a tape.
         monkeypatch.setattr(module, "best_tokens", lambda scores: scores.argmax(-1))
     return used

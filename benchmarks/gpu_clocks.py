@@ -151,7 +151,8 @@ class Cycle:
         target (`float`): The target's forward over anchor and draft: positions, masks, layers, head. A graph of
             greedy drafts also accepts and moves what is accepted.
         accept (`float`): Which draft tokens are kept, and the new one, outside of a graph.
-        verify (`float`): The same with the transfer to the host, and the rules that end a text.
+        verify (`float`): The same with the transfer to the host, and the rules that end a text, but not a draft that
+            is launched before them.
         commit (`float`): Accepted keys and values moved into place, everything that is told of the new tokens.
         cycle (`float`): All of it.
     """
@@ -204,6 +205,7 @@ class Parts:
             (DecodingLoop, "_commit", "commit"),
             (Verifier, "verify", "verify"),
             (speculator.generator_class, "propose", "draft"),
+            (speculator.generator_class, "draft_ahead", "draft"),
             *((rule, "judge", "accept") for rule in (StandardRule, SyntheticRule)),
             *((kind, name, "network") for kind, names in _NETWORK_FORWARDS for name in names),
         ]
@@ -247,8 +249,9 @@ class Parts:
             try:
                 return function(*args, **kwargs)
             finally:
-                self._cycles[-1].append((part, first, self.watch.mark(), 1000 * (perf_counter() - began)))
                 self._inside.discard(part)
+                host = 1000 * (perf_counter() - began)
+                self._cycles[-1].append((part, first, self.watch.mark(), host, "verify" in self._inside))
 
         return timed
 
@@ -258,15 +261,20 @@ class Parts:
         found = []
         for entries in self._cycles:
             cycle = Cycle()
-            for part, first, last, _ in entries:
-                setattr(cycle, part, getattr(cycle, part) + self.watch.milliseconds(first, last))
+            for part, first, last, _, is_ahead in entries:
+                spent = self.watch.milliseconds(first, last)
+                setattr(cycle, part, getattr(cycle, part) + spent)
+                if part == "draft" and is_ahead:
+                    cycle.verify -= spent
             found.append(cycle)
         return found
 
     def host_milliseconds(self) -> dict[str, float]:
         """The longest that the host took for each part of `WORK`."""
         return {
-            part: max((host for entries in self._cycles for name, _, _, host in entries if name == part), default=0.0)
+            part: max(
+                (host for entries in self._cycles for name, _, _, host, _ in entries if name == part), default=0.0
+            )
             for part in WORK
         }
 

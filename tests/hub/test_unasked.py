@@ -154,17 +154,21 @@ class TestEntriesThatCannotBeFollowed:
             model.generate(**prompts(1), **GREEDY, spec_method="ngram")
 
     def test_what_is_found_out_while_the_prompt_is_read(self, warnings):
-        """A text that is read again where its rotary embeddings change: speculation does not go over the change."""
+        """Embeddings whose text would be read again where its rotary embeddings change."""
         factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 12}
         rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, **factors}
         changes = {"max_position_embeddings": 48, "original_max_position_embeddings": 12, "rope_parameters": rope}
         model = tiny_model("phi3", **changes)
         model.generation_config.speculative = "ngram"
-        (stats,) = calls(model)
-        assert (stats.num_drafts, stats.num_committed_tokens) == (0, 0)
+        embeddings = model.get_input_embeddings()(prompts(1)["input_ids"])
+        plain = model.generate(inputs_embeds=embeddings, **GREEDY, spec_method="off")
+        with record() as made:
+            assert torch.equal(model.generate(inputs_embeds=embeddings, **GREEDY), plain)
+        (call,) = made.calls
+        assert (call.stats.num_drafts, call.stats.num_committed_tokens) == (0, 0)
         assert any("generates without speculation" in line for line in warnings)
         with pytest.raises(UnsupportedModelError):
-            model.generate(**prompts(1), **GREEDY, spec_method="ngram")
+            model.generate(inputs_embeds=embeddings, **GREEDY, spec_method="ngram")
 
     def test_an_outage_is_not_for_ever(self, hub, monkeypatch):
         hub.add("user/target", EAGLE / "target")

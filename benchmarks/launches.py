@@ -339,7 +339,8 @@ class Row:
     """A cycle of a method, in the median.
 
     Attributes:
-        per_layer (`float`): Kernels of a decoder layer of the target, in its graph.
+        per_layer (`float`, *optional*): Kernels of a decoder layer of the target, in its graph; `None` if too many
+            nodes are verified for one.
         draft (`float`): Kernels in the graphs of the drafter.
         outside (`float`): Kernels outside of graphs.
         copies_to_host (`float`): How often the host reads from the device.
@@ -351,7 +352,7 @@ class Row:
     model: str
     method: str
     batch: int
-    per_layer: float
+    per_layer: float | None
     draft: float
     outside: float
     copies_to_host: float
@@ -364,12 +365,12 @@ class Row:
         def middle(count: Callable[[Cycle], float]) -> float:
             return median(map(count, cycles))
 
-        layers = [graph for cycle in cycles for graph in cycle.target]
+        layers = [graph.of_layers / graph.layers for cycle in cycles for graph in cycle.target]
         return cls(
             model,
             method,
             batch,
-            per_layer=round(median(graph.of_layers / graph.layers for graph in layers), 2),
+            per_layer=round(median(layers), 2) if layers else None,
             draft=middle(lambda cycle: sum(graph.kernels.total() for graph in cycle.draft)),
             outside=middle(lambda cycle: cycle.outside.kernels.total()),
             copies_to_host=middle(lambda cycle: len(cycle.reads)),
@@ -382,7 +383,8 @@ class Row:
     def missed(self) -> list[str]:
         """Names of the figures above their aims; where the host drafts, one wait is none of them."""
         aims = {**AIMS, "waits": 1} if self.method in HOST_DRAFTS else AIMS
-        return [name for name, aim in aims.items() if getattr(self, name) > aim]
+        found = {name: getattr(self, name) for name in aims}
+        return [name for name, aim in aims.items() if found[name] is None or found[name] > aim]
 
 
 def count(name: str, method: str, batch: int) -> tuple[Row, list[Cycle]]:
@@ -455,7 +457,9 @@ def print_rows(console: Console, rows: list[Row]) -> None:
     table = Table(*(name.replace("_", " ") for name in names), title="Launches in a cycle", caption=f"Aims: {aims}.")
     for row in rows:
         values = {name: getattr(row, name) for name in names}
-        table.add_row(*(f"{value:g}" if isinstance(value, (int, float)) else value for value in values.values()))
+        table.add_row(
+            *(f"{value:g}" if isinstance(value, (int, float)) else value or "-" for value in values.values())
+        )
     console.print(table)
 
 

@@ -283,6 +283,50 @@ STUDIES = (
         see=("draft_model",),
     ),
     Study(
+        "launches",
+        "Launches in a cycle on a GPU",
+        "How many kernels, copies and waits does a cycle have?",
+        r"\w+-launches",
+        columns(
+            model="model",
+            method="method",
+            batch="batch",
+            per_layer="launches a layer",
+            draft="in the draft's graphs",
+            outside="outside of graphs",
+            copies_to_host="copies to the host",
+            waits="waits before the next draft",
+            uploads="uploads",
+            replays="graphs",
+        ),
+        "python benchmarks/launches.py --json launches.json",
+        heading="a device that records, no GPU",
+        notes="Counted, not timed: everything that is launched goes to a device that records and computes on the CPU. "
+        "Aims: 14 launches a layer, 10 outside of graphs, one copy to the host, no wait before the next draft, where "
+        "it does not come from the host. Medians of the cycles of a call. The drafts of all methods are those of the "
+        "demo's target; with the other models only the layers differ.",
+        see=("kernels",),
+    ),
+    Study(
+        "offload",
+        "Offloaded targets",
+        "How much do drafts gain where every forward reads the weights from elsewhere?",
+        r"\w+-\w+-offload",
+        columns(
+            place="weights",
+            kind="prompts",
+            method="method",
+            tokens_per_forward="tokens per forward",
+            speed_up="speed relative to plain there",
+            to_plain_on_cpu="to plain with weights in place",
+        ),
+        "python benchmarks/offload.py --json offload.json",
+        heading="{machine}, {dtype}",
+        notes='SmolLM2-135M. "memory" and "disk" are accelerate\'s `cpu_offload` and `disk_offload`, whose files stay in '
+        'the page cache here; "cpu" is the model as it is.',
+        see=("quantised",),
+    ),
+    Study(
         "self_speculation",
         "Drafts of the target itself at long contexts",
         "What do early exit and sparse keys and values gain at 4k to 32k tokens?",

@@ -5,8 +5,9 @@
 
 With `cpu_offload` and `disk_offload` of accelerate each layer's weights are copied, or read from files, in every
 forward. The files of such a small model stay in the page cache of the operating system: a real disk is slower, and
-drafts gain more. In every round each prompt is continued by all sides in turn, and all texts must be equal. Times are
-those of a clock on the wall, since reading is no work of the process; speed-ups are medians of the rounds' ratios.
+drafts gain more. In every round each prompt is continued by all sides in turn, and all texts must be equal; nothing is
+remembered of earlier ones. Times are of the process, which copies from that cache itself; speed-ups are medians of the
+rounds' ratios.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from itertools import product
 from operator import truediv
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import process_time
 
 import accelerate
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec import record
+from hf_specdec import forget_speculators, record
 from hf_specdec.bench.machine import describe_environment
 from hf_specdec.bench.prompts import as_chat
 from hf_specdec.demo import smollm2
@@ -59,10 +60,11 @@ def measure(
                 drafting = {} if method == PLAIN else {"spec_method": method}
                 settings = {"max_new_tokens": new_tokens, "do_sample": False}
                 settings["attention_mask"] = torch.ones_like(input_ids)
+                forget_speculators(targets[place])
                 with record() as made:
-                    began = perf_counter()
+                    began = process_time()
                     texts.append(targets[place].generate(input_ids, **settings, **drafting))
-                    seconds[place, method, kind][number] += perf_counter() - began
+                    seconds[place, method, kind][number] += process_time() - began
                 if not torch.equal(texts[-1], texts[0]):
                     raise SystemExit(f"{place}, {method}: another text than plain generation's.")
                 count = texts[-1].shape[1] - input_ids.shape[1]

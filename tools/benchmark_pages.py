@@ -322,8 +322,8 @@ STUDIES = (
         ),
         "python benchmarks/offload.py --json offload.json",
         heading="{machine}, {dtype}",
-        notes='SmolLM2-135M. "memory" and "disk" are accelerate\'s `cpu_offload` and `disk_offload`, whose files stay in '
-        'the page cache here; "cpu" is the model as it is.',
+        notes="SmolLM2-135M; `cpu_offload` and `disk_offload` of accelerate keep the weights in memory and in files, "
+        "which the page cache holds here.",
         see=("quantised",),
     ),
     Study(

@@ -473,6 +473,10 @@ class JointLoop(DecodingLoop):
         """
         self.may_use_ahead = False
         free, first = self.free_numbers, len(self.rows)
+        if self.check is not None:
+            # It knows the rows that were there before.
+            self._checks.append((self.check, 0, self.rows))
+            self.check = None
         numbers = dict(zip(other.rows, free))
         self.target.join(other.target)
         self.generator.join(other.generator, numbers)

@@ -82,7 +82,6 @@ class CandidateGenerator(HfCandidateGenerator):
             combination must.
         leads (`bool`): In a combination its draft comes first, and that of a method which `continues_leads` after it.
         continues_leads (`bool`): Its drafts go on after the tokens of `DraftStep.leads`.
-        may_mask (`bool`): Rows of the call may have grammars, whose masks are made on the host.
         parts (`tuple[type, ...]`): The generators of which this one consists; the last one may have a draft model.
 
     Args:
@@ -172,8 +171,6 @@ class CandidateGenerator(HfCandidateGenerator):
         self.config = config
         self.options: Any = self.options_class() if config is None else config.options
         self.session = session
-        sampler = None if session is None else session.sampler
-        self.may_mask: bool = sampler is not None and sampler.may_mask
         length = None if config is None else config.fixed_length
         self.num_speculative_tokens: int = length or self.default_length(self.options)
 
@@ -269,8 +266,13 @@ class CandidateGenerator(HfCandidateGenerator):
 
     def growing_masks(self, step: DraftStep, limits: list[int]) -> GrowingMasks | None:
         """Masks of the rows' grammars, for drafts of at most `limits` that are chosen level by level."""
-        sampler = self.session.sampler
-        return sampler.growing(step.rows, limits) if sampler is not None and sampler.may_mask else None
+        return self.session.sampler.growing(step.rows, limits) if self.may_mask else None
+
+    @property
+    def may_mask(self) -> bool:
+        """Tells whether rows have grammars, whose masks are made on the host; others may join."""
+        sampler = None if self.session is None else self.session.sampler
+        return sampler is not None and sampler.may_mask
 
     @property
     def asks_to_sample(self) -> bool:

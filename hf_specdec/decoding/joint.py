@@ -211,7 +211,9 @@ class JointStop:
 class JointSampler(DraftSampler):
     """Draws draft tokens for rows of different requests, each from what its own processors leave."""
 
-    has_several_grammars = True
+    @property
+    def may_mask(self) -> bool:
+        return any(row is not None and row.stack.grammar is not None for row in self.sequences.table)
 
     def matchers(self, rows: list[int]) -> list[GrammarMatcher | None]:
         return [self._matcher(self.sequences.table[row]) for row in rows]
@@ -473,6 +475,10 @@ class JointLoop(DecodingLoop):
         """
         self.may_use_ahead = False
         free, first = self.free_numbers, len(self.rows)
+        if self.check is not None:
+            # It knows the rows that were there before.
+            self._checks.append((self.check, 0, self.rows))
+            self.check = None
         numbers = dict(zip(other.rows, free))
         self.target.join(other.target)
         self.generator.join(other.generator, numbers)

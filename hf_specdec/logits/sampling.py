@@ -28,21 +28,19 @@ class DraftSampler:
         sequences (`Sequences`): The tokens so far.
         uniforms (`RowUniforms`, *optional*): Random numbers of the call; `None` if the target decodes greedily.
         vocab_size (`int`): V, the width of the target's logits.
-
-    Attributes:
-        may_mask (`bool`): Rows have grammars, or may come to have some.
     """
-
-    # Rows may have grammars of their own.
-    has_several_grammars = False
 
     def __init__(self, stack: ProcessorStack, sequences: Any, uniforms: RowUniforms | None, vocab_size: int):
         self.stack: ProcessorStack = stack.known_only()
         self.grammar: RowGrammars | None = stack.grammar
-        self.may_mask: bool = self.has_several_grammars or stack.grammar is not None
         self.sequences: Any = sequences
         self.uniforms: RowUniforms | None = uniforms
         self.vocab_size: int = vocab_size
+
+    @property
+    def may_mask(self) -> bool:
+        """Tells whether rows have grammars now."""
+        return self.grammar is not None
 
     @property
     def is_greedy(self) -> bool:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from hf_specdec import load_speculator, record
+from hf_specdec import generate_many, load_speculator, record
 from hf_specdec.control.controller import SpeculationController
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs
@@ -126,6 +126,24 @@ def test_rows_that_end_apart(case, events):
     assert text == plain
     assert cycles == eager_cycles
     assert len({len(cycle.rows) for cycle in cycles}) > 1
+    assert "target draft read" in " ".join(events)
+
+
+@pytest.mark.parametrize("case", ["draft model", "medusa", "mlp_speculator", "eagle3", "dflash"])
+def test_rows_that_join(case, events):
+    """Requests of several lengths, of which new ones take the places of those that have ended."""
+    model, (make, settings) = tiny_llama(), CASES[case]
+    drawn = torch.randint(3, 60, (7, 6), generator=torch.Generator().manual_seed(0)).tolist()
+    requests = [
+        {"input_ids": tokens[: 4 + index % 3], "max_new_tokens": 12 + 5 * (index % 4)}
+        for index, tokens in enumerate(drawn)
+    ]
+    speculator = make(**settings)(None, prompts(3))(model)
+    results = generate_many(model, requests, 3, in_order=True, do_sample=False, assistant=speculator)
+    for request, result in zip(requests, results):
+        prompt, most = torch.tensor([request["input_ids"]]), request["max_new_tokens"]
+        plain = model.generate(prompt, max_new_tokens=most, do_sample=False)
+        assert result.tokens == plain[0, len(request["input_ids"]) :].tolist()
     assert "target draft read" in " ".join(events)
 
 

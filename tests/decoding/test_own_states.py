@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_specdec import UnsupportedModelError
+from hf_specdec import UnsupportedModelError, generate_many
+from hf_specdec.decoding import continuation
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.own_states import own_layers, state_tensors
 from hf_specdec.decoding.target import SlotModel
@@ -79,6 +80,17 @@ def test_any_course_of_a_generation_with_rwkv(models):
         own = state_tensors([driver.row_states(row)[1] for row in range(rows)])
         for part, theirs in zip(own, zip(*states)):
             torch.testing.assert_close(part, torch.cat(theirs), rtol=1e-4, atol=1e-4)
+
+
+def test_many_requests_with_rwkv(models, monkeypatch):
+    """Prompts are read one by one, and rows stand beside each other, from before the first verification on."""
+    monkeypatch.setattr(continuation, "_checked", set())
+    prompts = [tokens(1, 4 + row % 2, seed=row) for row in range(5)]
+    expected = [models["rwkv"].generate(prompt, **GREEDY)[0, prompt.shape[1] :].tolist() for prompt in prompts]
+    requests = [prompt[0].tolist() for prompt in prompts]
+    results = list(generate_many(models["rwkv"], requests, 3, in_order=True, spec_method="ngram", **GREEDY))
+    assert [result.tokens for result in results] == expected
+    assert continuation._checked
 
 
 def test_the_list_of_states_that_rwkv_returns(models):

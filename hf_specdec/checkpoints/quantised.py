@@ -72,42 +72,48 @@ def scaled(
             may be cut off.
 
     Raises:
-        CheckpointFormatError: The weights are not of 8 bits, or the factors do not fit them.
+        CheckpointFormatError: The weights are not of 8 bits, or the factors are no numbers or do not fit them.
     """
-    if weight.dtype not in _BYTES:
+    if weight.dtype not in _BYTES or not scales.is_floating_point():
+        kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (weight, scales)]
         raise reader.wrong(
-            f"has factors beside {name}, which is stored as {str(weight.dtype).removeprefix('torch.')} and not in 8 "
-            "bits",
-            "Pass an intact checkpoint.",
+            f"has {name} in {kinds[0]} with factors in {kinds[1]}, which is not supported: weights must be float8 or "
+            "int8, and factors floating-point",
+            "Pass one in a floating-point type.",
         )
     weight, scales = weight.float(), scales.float()
-    if scales.numel() > 1:
+    if scales.numel() == 1:
+        scales = scales.reshape(())
+    else:
         scales = scales[:, None] if scales.dim() == 1 else scales
-        for dim, size in enumerate(_block_sizes(reader, weight.shape, scales.shape)):
-            # Of a block that is larger than the matrix, the rest is nowhere.
-            blocks = scales.repeat_interleave(min(size, weight.shape[dim]), dim)
-            if blocks.shape[dim] < weight.shape[dim]:
-                raise reader.wrong(
-                    f"has too few factors of {name} for blocks of {size} (`weight_block_size`)",
-                    "Pass an intact checkpoint.",
-                )
-            scales = blocks.narrow(dim, 0, weight.shape[dim])
+        for dim, size in enumerate(_block_sizes(reader, name, weight.shape, scales.shape)):
+            length = weight.shape[dim]
+            scales = scales.repeat_interleave(min(size, length), dim).narrow(dim, 0, length)
     return (weight * scales).to(dtype or torch.bfloat16)
 
 
-def _block_sizes(reader: CheckpointReader, shape: Sequence[int], grid: Sequence[int]) -> Sequence[int]:
+def _block_sizes(reader: CheckpointReader, name: str, shape: Sequence[int], grid: Sequence[int]) -> Sequence[int]:
     """Lengths of blocks: as stated, or else as the numbers of factors divide a matrix."""
     stated = (reader.setting("quantization_config") or {}).get("weight_block_size")
-    is_valid = stated is None or (INDICES.is_valid([*stated]) and len(stated) == len(shape) and min(stated) > 0)
+    is_valid = stated is None or (INDICES.is_valid(stated) and len(stated) == len(shape) and min(stated) > 0)
     if not is_valid or len(grid) != len(shape):
         raise CheckpointFormatError(
             f"'{reader.name}': `weight_block_size`={shown(stated)} in config.json does not fit matrices of "
             f"{len(shape)} dimensions with factors of {len(grid)}. Pass an intact checkpoint."
         )
-    if stated is not None:
-        return stated
-    is_usual = [-(-length // _USUAL_BLOCK) == count for length, count in zip(shape, grid)]
-    return [_USUAL_BLOCK if usual else length // max(count, 1) for usual, length, count in zip(is_usual, shape, grid)]
+    # What a config says of the target's blocks does not hold for factors of rows.
+    if stated is None or list(grid) == [shape[0], 1]:
+        is_usual = [-(-length // _USUAL_BLOCK) == count for length, count in zip(shape, grid)]
+        parts = zip(is_usual, shape, grid)
+        stated = [_USUAL_BLOCK if usual else max(length // max(count, 1), 1) for usual, length, count in parts]
+    # More factors than blocks would be laid out beside the matrix, as large as a file asks for.
+    if any(-(-length // size) != count for length, size, count in zip(shape, stated, grid)):
+        raise reader.wrong(
+            f"has {list(grid)} factors of {name} of the shape {list(shape)}, which do not fit blocks of "
+            f"{list(stated)} (`weight_block_size`)",
+            "Pass an intact checkpoint.",
+        )
+    return stated
 
 
 # ------------------------------------------------------------------------------------------------- bitsandbytes

@@ -92,8 +92,13 @@ def test_stored_in_8_bits(name, form, tmp_path):
         (torch.ones(2, 2), [4, 4, 4], r"`weight_block_size`=\[4, 4, 4\].*2 dimensions with factors of 2"),
         (torch.ones(2, 2), [4, 0], "`weight_block_size`"),
         (torch.ones(2, 2, 2), None, "factors of 3"),
-        (torch.ones(1, 2), [4, 4], "too few factors of up.weight"),
-        (torch.ones(3, 2), None, "too few factors of up.weight"),
+        (torch.ones(2, 2), 4, "`weight_block_size`=4"),
+        (torch.ones(1, 2), [4, 4], r"\[1, 2\] factors of up.weight.*blocks of \[4, 4\]"),
+        (torch.ones(3, 2), [4, 4], r"\[3, 2\] factors of up.weight.*blocks of \[4, 4\]"),
+        (torch.ones(8, 2), [2**30, 4], "8, 2.*factors of up.weight"),
+        (torch.ones(3, 2), None, "factors of up.weight"),
+        (torch.ones(0), None, "factors of up.weight"),
+        (torch.ones(2, 2, dtype=torch.uint8), [4, 4], "factors in uint8"),
     ],
 )
 def test_factors_that_do_not_fit(factors, stated, message):
@@ -101,6 +106,14 @@ def test_factors_that_do_not_fit(factors, stated, message):
     reader = CheckpointReader(Header("head", config, {}))
     with pytest.raises(CheckpointFormatError, match=message):
         scaled(reader, "up.weight", torch.ones(8, 8).to(torch.float8_e4m3fn), factors, None)
+
+
+def test_factors_of_rows_beside_blocks_of_the_target():
+    factors = torch.arange(1.0, 9)
+    reader = CheckpointReader(Header("head", {"quantization_config": {"weight_block_size": [4, 4]}}, {}))
+    weight = torch.ones(8, 8).to(torch.float8_e4m3fn)
+    for given in (factors, factors[:, None]):
+        assert torch.equal(scaled(reader, "up.weight", weight, given, torch.float32), factors[:, None].expand(8, 8))
 
 
 class TestPackedOnLoading:

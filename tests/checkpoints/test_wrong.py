@@ -197,9 +197,9 @@ DTYPES = [
         EAGLE3,
         ones("midlayer.mlp.up_proj.weight_scale_inv", 2, 2),
         {},
-        "up_proj.weight, .* as float32 and not in 8 bits",
+        "up_proj.weight in float32 with factors in .*not supported",
     ),
-    (DFLASH, ones("norm.weight_scale", 2), {}, "factors beside norm.weight"),
+    (DFLASH, ones("norm.weight_scale", 2), {}, "norm.weight in float32 with factors in float32"),
 ]
 
 

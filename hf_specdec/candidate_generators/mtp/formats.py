@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# Sizes of blocks with a scale of their own, if the config does not give them.
-
 # Some targets have their MTP layers in a file that their index does not name.
 MTP_FILES = "*mtp*.safetensors"
 

@@ -16,6 +16,7 @@ from hf_specdec import SpecConfigError, forget_speculators, record
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.logits.grammar.growth import GrowingMasks
 from hf_specdec.logits.grammar.masks import GrammarMask
+from hf_specdec.logits.grammar.recognition import grammar_of
 from hf_specdec.logits.sampling import DraftSampler
 from tests.grammars import (
     BACKENDS,
@@ -425,6 +426,14 @@ def test_drafts_are_drawn_under_the_mask(backend, row, monkeypatch):
         masks = torch.from_numpy(np.stack([fewer.masks[0][node] for node in range(len(whole))]))
         allowed = (masks[..., None] >> torch.arange(32, dtype=torch.int32) & 1).flatten(1)
         assert (fewer.probs[0, : len(whole)][allowed[:, : fewer.probs.shape[-1]] == 0] == 0).all()
+
+
+@needs("xgrammar")
+def test_nothing_is_written_for_draft_tokens_beyond_the_vocabulary(capfd):
+    processor = own("xgrammar", regex="[a-z]{3}")
+    matcher = grammar_of(processor, 4200).matcher(0, [1])
+    assert matcher.allowed_nodes([4095, 4096, 4199], [-1, -1, -1]) == [False] * 3
+    assert capfd.readouterr() == ("", "")
 
 
 # Errors

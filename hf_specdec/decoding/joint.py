@@ -484,10 +484,12 @@ class JointLoop(DecodingLoop):
         self.generator.join(other.generator, numbers)
         for theirs, number in numbers.items():
             self.verifier.enter(other.table[theirs], number)
+        for loop, place in ((self, 0), (other, first)):
+            if loop.check is not None:
+                self._checks.append((loop.check, place, loop.rows))
+                loop.check = None
         self.rows: list[int] = [*self.rows, *numbers.values()]
         self.anchors: torch.Tensor = torch.cat([self.anchors, other.anchors])
-        if other.check is not None:
-            self._checks.append((other.check, first, other.rows))
         self.stats.add(other.stats)
         self.stats.notes += [note for note in other.stats.notes if note not in self.stats.notes]
         other.close()

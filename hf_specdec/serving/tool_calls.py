@@ -56,6 +56,7 @@ class ToolCallReader:
         functions = [tool["function"] for tool in tools]
         self._types = {one["name"]: _types((one.get("parameters") or {}).get("properties")) for one in functions}
         self._held = ""
+        self._space = ""  # after a call, until text follows
         self._may_be_bare = True
         self.num_calls = 0
 
@@ -88,8 +89,11 @@ class ToolCallReader:
             found += calls
         certain = len(self._held) if is_last else self._certain()
         shown, self._held = shown + self._held[:certain], self._held[certain:]
-        # Nothing but space stands beside calls.
-        return shown if shown.strip() or not self.num_calls else "", found
+        shown, self._space = self._space + shown, ""
+        if self.num_calls and not shown.strip():
+            # Nothing but space stands beside calls.
+            shown, self._space = "", shown
+        return shown, found
 
     def _certain(self) -> int:
         """End of the text in front of a call, or of what may become one."""
@@ -120,7 +124,15 @@ class ToolCallReader:
             arguments = next(iter(_values(arguments)), None)
         if not isinstance(arguments, dict):
             return None
-        return ToolCall(index, f"call_{uuid.uuid4().hex[:24]}", name, json.dumps(arguments, ensure_ascii=False))
+        try:
+            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        except (ValueError, RecursionError):
+            # Numbers without bound, and what is nested too deep.
+            return None
+        if any("\ud800" <= character <= "\udfff" for character in written):
+            # Halves of characters, which no answer can hold.
+            written = json.dumps(arguments)
+        return ToolCall(index, f"call_{uuid.uuid4().hex[:24]}", name, written)
 
     def _marked(self, content: str) -> list[Any]:
         """The call that is written with marks, as an object; values are JSON, unless the tool takes a text."""

@@ -107,6 +107,19 @@ def test_rows_that_plain_generation_mixes_are_refused(models):
         model.generate(tokens(2, 6), spec_method="ngram", **GREEDY)
 
 
+@pytest.mark.parametrize("name", ["recurrent_gemma", "rwkv"])
+def test_requests_that_join_are_each_as_alone(models, name, monkeypatch):
+    # RWKV's are read one by one, and join before the first of them has been checked.
+    monkeypatch.setattr(continuation, "_checked", set())
+    prompts = [tokens(1, length, seed=length) for length in (5, 9, 3, 7)]
+    requests = [{"input_ids": ids[0], "max_new_tokens": 4 + 3 * number} for number, ids in enumerate(prompts)]
+    results = generate_many(models[name], requests, 2, in_order=True, spec_method="ngram", do_sample=False)
+    for result, ids, request in zip(results, prompts, requests):
+        plain = models[name].generate(ids, do_sample=False, max_new_tokens=request["max_new_tokens"])
+        assert result.tokens == plain[0, ids.shape[1] :].tolist()
+    assert continuation._checked
+
+
 def test_the_state_of_an_earlier_call_is_refused(models):
     model = models["rwkv"]
     output = model.generate(tokens(1, 6), **GREEDY, return_dict_in_generate=True)

@@ -35,6 +35,7 @@ FOUND = [
     (f"{NOW}; {READ}", "", [("now", {}), ("read", PATH)]),
     (f"[{READ}, {NOW}]", "", [("read", PATH), ("now", {})]),
     ('{"name": "read", "arguments": "{\\"path\\": \\"x\\"}"}', "", [("read", {"path": "x"})]),
+    (f"<tool_call>{NOW}</tool_call>\nIt is\n\n <b>late</b>.", "It is\n\n <b>late</b>.", [("now", {})]),
 ]
 TEXTS = [
     "Nothing to call.",
@@ -50,6 +51,7 @@ TEXTS = [
     '{"name": "now", "arguments": {"x": NaN}}',
     '{"name": "now", "arguments": ' + '{"a":' * 5000 + "1" + "}" * 5001,
     "<tool_call><function=read><parameter=path>x</function></tool_call>",
+    '{"name": "now", "arguments": {"x": 1e999}}',
 ]
 
 
@@ -81,6 +83,25 @@ def test_calls_are_read_however_the_text_arrives(case, parts):
 @given(text=st.sampled_from(TEXTS), parts=st.lists(st.integers(0, 30), max_size=12))
 def test_what_is_no_call_stays_text(text, parts):
     assert read(text, parts)[:2] == (text, [])
+
+
+def test_arguments_can_be_sent():
+    _, [(_, arguments)], [call] = read('{"name": "read", "arguments": {"path": "\\ud800"}}', [])
+    assert call.arguments.encode()
+    assert arguments == {"path": "\ud800"}
+
+
+def test_no_depth_is_an_error():
+    # What can just be read cannot always be written.
+    for depth in range(850, 1010, 2):
+        text = '{"name": "now", "arguments": {"x": ' + "[" * depth + "]" * depth + "}}"
+        shown, calls, _ = read(text, [])
+        assert (shown, len(calls)) in ((text, 0), ("", 1))
+
+
+def test_space_in_text_after_a_call_is_shown():
+    text = f"<tool_call>{NOW}</tool_call>\nIt\n\nis"
+    assert read(text, [len(text) - 6, 2, 2])[0] == "\nIt\n\nis"
 
 
 def test_text_is_shown_at_once():

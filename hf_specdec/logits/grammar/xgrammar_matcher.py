@@ -35,7 +35,8 @@ class XGrammarMatcher(GrammarMatcher):
         return self._matcher.is_terminated()
 
     def _accept(self, token: int) -> bool:
-        return self._matcher.accept_token(token)
+        # The library writes a warning for each token that its vocabulary lacks.
+        return token < self._grammar.vocab_size and self._matcher.accept_token(token)
 
     def _rollback(self, count: int) -> None:
         self._matcher.rollback(count)

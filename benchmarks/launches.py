@@ -393,6 +393,8 @@ def count(name: str, method: str, batch: int) -> tuple[Row, list[Cycle]]:
     model = model.to(torch.bfloat16)
     speculator = load_speculator(model, settings_of(method, num_speculative_tokens="fixed"))
     steady = steady_cycles(model, _prompts(name, batch), speculator)
+    if not steady:
+        raise LookupError("No cycle ran in graphs alone.")
     return Row.of(name, method, batch, steady), steady
 
 
@@ -478,8 +480,8 @@ def main() -> None:
     for case in cases(options.models, options.methods, options.batch_sizes):
         try:
             row, cycles = count(*case)
-        except UnsupportedModelError as error:
-            # Drafts of the target's own layers: weights of the fake device look like those that are elsewhere.
+        except (UnsupportedModelError, LookupError) as error:
+            # Weights of the fake device look like those that are elsewhere: nothing drafts with the target's own.
             console.print(*case, f"not counted: {error}")
             continue
         rows.append(row)

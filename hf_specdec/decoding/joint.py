@@ -475,10 +475,6 @@ class JointLoop(DecodingLoop):
         """
         self.may_use_ahead = False
         free, first = self.free_numbers, len(self.rows)
-        if self.check is not None:
-            # It knows the rows that were there before.
-            self._checks.append((self.check, 0, self.rows))
-            self.check = None
         numbers = dict(zip(other.rows, free))
         self.target.join(other.target)
         self.generator.join(other.generator, numbers)
@@ -486,6 +482,7 @@ class JointLoop(DecodingLoop):
             self.verifier.enter(other.table[theirs], number)
         for loop, place in ((self, 0), (other, first)):
             if loop.check is not None:
+                # It knows the rows that were there before.
                 self._checks.append((loop.check, place, loop.rows))
                 loop.check = None
         self.rows: list[int] = [*self.rows, *numbers.values()]

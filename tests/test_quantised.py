@@ -180,3 +180,21 @@ def test_the_doctor_knows_what_a_head_was_trained_on(trained_on, status, folder,
     speculator = load_speculator(target, "eagle3", model=str(tmp_path / "head"))
     findings = list(network_findings(speculator, target, RepoFiles(str(tmp_path / "head"))))
     assert [one.status for one in findings if one.check == "quantisation"] == [status]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[1]", "must hold an object"), (json.dumps({"target_quantization": "\x1b[2J" + 999 * "x"}), "not quantised")],
+)
+def test_the_doctor_distrusts_what_lies_beside_a_head(text, message, tmp_path):
+    settings = SpeculativeConfig(**settings_of("eagle3"))
+    shutil.copytree(settings.model, tmp_path / "head")
+    (tmp_path / "head" / RESULT_FILE).write_text(text)
+    target = demo.load_target()
+    speculator = load_speculator(target, "eagle3", model=str(tmp_path / "head"))
+    findings = network_findings(speculator, target, RepoFiles(str(tmp_path / "head")))
+    [found] = [one for one in findings if one.check == "quantisation"]
+    assert found.status == "warning"
+    assert message in found.found
+    assert found.found.isprintable()
+    assert len(found.found) < 600

@@ -14,7 +14,7 @@ from ..candidate_generators.draft_model.network import checkpoint_location, draf
 from ..candidate_generators.draft_model.vocabularies import difference, relation
 from ..candidate_generators.draft_model.vocabulary import Vocabulary
 from ..checkpoints.files import RepoFiles
-from ..errors import CheckpointFormatError, SpecConfigError
+from ..errors import CheckpointFormatError, SpecConfigError, SpecDecError, shown
 from ..hub.detect import Detection, detect
 from ..hub.inspect import target_problems
 from ..kernels import products
@@ -223,10 +223,14 @@ def _dtype_findings(network: nn.Module, target_model: PreTrainedModel) -> Iterat
 def _quantisation_findings(
     network: nn.Module, target_model: PreTrainedModel, files: RepoFiles | None
 ) -> Iterator[Finding]:
-    """About weights that are quantised: the target's, the drafter's, and those that it was trained on."""
+    """Findings about weights that are quantised: the target's, the drafter's, and those that it was trained on."""
     theirs, own = quantisation(target_model), quantisation(network)
     if getattr(network, "target_hidden_states", ()):
-        about = files.read_json(RESULT_FILE) if files is not None and RESULT_FILE in files else {}
+        try:
+            about = files.read_json(RESULT_FILE) if files is not None and RESULT_FILE in files else {}
+        except (SpecDecError, OSError) as error:
+            yield Finding("quantisation", "warning", str(error))
+            return
         trained_on = about.get("target_quantization")
         if not isinstance(trained_on, str):
             trained_on = None
@@ -235,7 +239,7 @@ def _quantisation_findings(
                 "quantisation",
                 "warning",
                 f"The target's weights are {_kind(theirs)}, and the drafter was trained on the states of one whose "
-                f"weights are {_kind(trained_on)}, as far as its files say.",
+                f"weights are {_kind(trained_on and shown(trained_on))}, as far as its files say.",
                 "Compare the acceptance with that of such a target if it is low; `hf-specdec train` takes a quantised "
                 "target, too.",
             )
@@ -270,17 +274,17 @@ def _layer_findings(network: nn.Module, files: RepoFiles | None) -> Iterator[Fin
     keys = getattr(network, "target_hidden_states", ())
     if not keys or keys == ("last",) or files is None:
         return
-    shown = ", ".join(map(str, keys))
+    listed = ", ".join(map(str, keys))
     stated = getattr(network, "states_keys", ())
     # At the top of the config or one level below.
     places = [files.config, *(value for value in files.config.values() if isinstance(value, dict))]
     if not stated or any(place.get(key) is not None for place in places for key in stated):
-        yield Finding("layers", "ok", f"It reads the target's states {shown} (i enters decoder layer i).")
+        yield Finding("layers", "ok", f"It reads the target's states {listed} (i enters decoder layer i).")
         return
     yield Finding(
         "layers",
         "warning",
-        f"Its config does not say which states of the target it reads; the usual ones were taken: {shown}.",
+        f"Its config does not say which states of the target it reads; the usual ones were taken: {listed}.",
         f"Make sure that it was trained on these; `{network.states_setting or stated[0]}` names others.",
     )
 

@@ -302,7 +302,14 @@ def drafts_the_worst(monkeypatch) -> None:
 
 
 @needs("xgrammar")
-@pytest.mark.parametrize("row", ["eagle3", "eagle3 chain", "grammar+eagle3"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param("eagle3", marks=pytest.mark.slow),
+        pytest.param("eagle3 chain", marks=pytest.mark.slow),
+        "grammar+eagle3",
+    ],
+)
 def test_drafts_that_are_not_accepted_end_under_a_grammar(row, monkeypatch, cost):
     good, seconds = second_call(row, FREE, cost)
     assert good.num_target_forwards < 0.4 * good.num_committed_tokens

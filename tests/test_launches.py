@@ -61,7 +61,7 @@ def test_a_cycle_launches_no_more_than_before(case):
     assert not row.missed
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_draft_is_within_the_aims(drafter, batch):
     inputs = prompts(batch)
@@ -91,6 +91,7 @@ def test_operations_count_as_their_kernels():
     assert not waits
 
 
+@pytest.mark.slow
 def test_figures_in_a_file(tmp_path, monkeypatch):
     file = tmp_path / "launches.json"
     monkeypatch.setattr(sys, "argv", ["launches.py", "--models", "llama", "--json", str(file)])

@@ -26,7 +26,7 @@ import accelerate
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec import forget_speculators, record
+from hf_specdec import Speculator, load_speculator, record
 from hf_specdec.bench.machine import describe_environment
 from hf_specdec.bench.prompts import as_chat
 from hf_specdec.demo import smollm2
@@ -43,7 +43,11 @@ KINDS = ("edit", "chat")
 
 
 def measure(
-    targets: dict[str, PreTrainedModel], prompts: list[tuple[str, torch.LongTensor]], rounds: int, new_tokens: int
+    targets: dict[str, PreTrainedModel],
+    speculators: dict[tuple[str, str], Speculator],
+    prompts: list[tuple[str, torch.LongTensor]],
+    rounds: int,
+    new_tokens: int,
 ) -> list[dict]:
     """A row of figures for each place, kind of prompt and method.
 
@@ -57,13 +61,14 @@ def measure(
         for kind, input_ids in prompts:
             texts = []
             for place, method in sides:
-                drafting = {} if method == PLAIN else {"spec_method": method}
+                target, speculator = targets[place], speculators.get((place, method))
+                # The controller has learnt in earlier calls; of their texts nothing is remembered.
+                drafting = {} if speculator is None else {"assistant": speculator.without_texts(target)}
                 settings = {"max_new_tokens": new_tokens, "do_sample": False}
                 settings["attention_mask"] = torch.ones_like(input_ids)
-                forget_speculators(targets[place])
                 with record() as made:
                     began = process_time()
-                    texts.append(targets[place].generate(input_ids, **settings, **drafting))
+                    texts.append(target.generate(input_ids, **settings, **drafting))
                     seconds[place, method, kind][number] += process_time() - began
                 if not torch.equal(texts[-1], texts[0]):
                     raise SystemExit(f"{place}, {method}: another text than plain generation's.")
@@ -103,9 +108,11 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         targets = {place: put(smollm2.load_target(torch.float32), folder) for place, put in PLACES.items()}
-        # Measures products, and teaches nothing about the texts.
-        measure(targets, [(kind, ids[:, :64]) for kind, ids in prompts[:: given.prompts]], 1, 8)
-        rows = measure(targets, prompts, given.rounds, given.new_tokens)
+        speculators = {
+            (place, method): load_speculator(target, method) for place, target in targets.items() for method in METHODS
+        }
+        measure(targets, speculators, prompts[:: given.prompts], 1, given.new_tokens)
+        rows = measure(targets, speculators, prompts, given.rounds, given.new_tokens)
     print(f"{'weights':>8} {'prompts':>8} {'method':>17} {'speed-up':>9} {'to plain, cpu':>14} {'tokens/forward':>15}")
     for row in rows:
         print(

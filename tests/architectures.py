@@ -7,6 +7,7 @@ speculatively; types that transformers adds later are tried like all others.
 from __future__ import annotations
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -332,6 +333,8 @@ UNSUPPORTED = {
     "xlnet": (_NO_CACHE, {}),
     "xlstm": (_OWN_CACHE, {}),
 }
+if transformers.__version__ < "5.23":
+    UNSUPPORTED["recurrent_gemma"] = ("asks the layers of its cache", {})
 
 # Types that cannot be tried here.
 _NEEDS_TIMM = "its vision tower needs the package timm"

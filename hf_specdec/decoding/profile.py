@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
 
 from ..errors import UnsupportedModelError
 from .masks import FULL, Span
@@ -92,6 +93,8 @@ _UNSUPPORTED = {
     "unlimited_ocr_text": "keeps its prompt apart from a window of the last tokens, in cache layers of its own",
     "xlstm": "keeps its states in a cache of its own class, as of the last token alone",
 }
+if transformers.__version__ < "5.23":
+    _UNSUPPORTED["recurrent_gemma"] = "asks the layers of its cache for lengths before there are any"
 
 _SPAN_OF_LAYER_TYPE = {
     "full_attention": "full",

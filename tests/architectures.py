@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -333,7 +334,7 @@ UNSUPPORTED = {
     "xlnet": (_NO_CACHE, {}),
     "xlstm": (_OWN_CACHE, {}),
 }
-if transformers.__version__ < "5.23":
+if Version(transformers.__version__) < Version("5.23"):
     UNSUPPORTED["recurrent_gemma"] = ("asks the layers of its cache", {})
 
 # Types that cannot be tried here.

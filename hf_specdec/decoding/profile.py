@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
+from packaging.version import Version
 
 from ..errors import UnsupportedModelError
 from .masks import FULL, Span
@@ -93,7 +94,7 @@ _UNSUPPORTED = {
     "unlimited_ocr_text": "keeps its prompt apart from a window of the last tokens, in cache layers of its own",
     "xlstm": "keeps its states in a cache of its own class, as of the last token alone",
 }
-if transformers.__version__ < "5.23":
+if Version(transformers.__version__) < Version("5.23"):
     _UNSUPPORTED["recurrent_gemma"] = "asks the layers of its cache for lengths before there are any"
 
 _SPAN_OF_LAYER_TYPE = {

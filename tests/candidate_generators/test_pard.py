@@ -113,18 +113,16 @@ def small_pard():
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
+def small_drafter(model, method):
+    settings = {"num_speculative_tokens": 3, "draft_sample_method": method, "same_tokenizer": True}
+    return load_speculator(model, "draft_model", draft_model=small_pard(), **settings)
+
+
 @pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
 @pytest.mark.parametrize("method", ["probabilistic", "greedy"])
 def test_samples_keep_the_distribution(name, method):
     model = small_model()
-    drafter = load_speculator(
-        model,
-        "draft_model",
-        draft_model=small_pard(),
-        num_speculative_tokens=3,
-        draft_sample_method=method,
-        same_tokenizer=True,
-    )
+    drafter = small_drafter(model, method)
     assert drafter.resources.mask_token == V
     counts, stats = sampled_counts(SETTINGS[name], drafter)
     assert chi_square_pvalue(counts, exact_distribution(SETTINGS[name])) > P_VALUE

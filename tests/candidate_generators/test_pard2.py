@@ -14,7 +14,7 @@ from hf_specdec.hub.detect import detect_checkpoint
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.candidate_generators.by_hand import rows_of
 from tests.candidate_generators.test_pard import FOLDER as PARD
-from tests.candidate_generators.test_pard import small_pard, target
+from tests.candidate_generators.test_pard import small_drafter, target
 from tests.checkpoints.heads import copy_of
 from tests.statistics import chi_square_pvalue
 from tests.test_sampling import P_VALUE, SETTINGS, exact_distribution, sampled_counts, small_model
@@ -195,14 +195,7 @@ def test_rows_join():
 @pytest.mark.parametrize("method", ["probabilistic", "greedy"])
 def test_samples_keep_the_distribution(name, method):
     model = small_model()
-    drafter = load_speculator(
-        model,
-        "draft_model",
-        draft_model=small_pard(),
-        num_speculative_tokens=3,
-        draft_sample_method=method,
-        same_tokenizer=True,
-    )
+    drafter = small_drafter(model, method)
     torch.manual_seed(8)
     width = model.config.hidden_size
     drafter.resources.states = TargetStates((0, "last"), torch.randn(16, 2 * width) / 4, torch.randn(16), 0.5)

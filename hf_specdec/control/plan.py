@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from math import sqrt
-from operator import add, truediv
+from operator import add, mul, truediv
 from statistics import NormalDist
 
 from .acceptance import AcceptanceModel
@@ -74,18 +75,15 @@ class Plan:
         that makes the cycle longer must bring more tokens than the batch makes in that time.
         """
         rate, token_value = self.value(length), self.token_value(length, 0)
-        limits = {}
-        for index, row in enumerate(self.rows):
-            best, limit, gain = 0.0, 0, 0.0
-            for position in range(length):
-                depths = self.depths[position]
-                alone = 1 - _at_least_one(depths[:index] + depths[index + 1 :])
-                longer = alone * depths[index] * (self.costs[position + 1] - self.costs[position])
-                gain += token_value * self.accepted[position][index] - rate * longer
-                if gain >= best:
-                    best, limit = gain, position + 1
-            limits[row] = limit
-        return limits
+        best, gains, limits = [0.0] * len(self.rows), [0.0] * len(self.rows), [0] * len(self.rows)
+        for position in range(length):
+            depths, more_seconds = self.depths[position], self.costs[position + 1] - self.costs[position]
+            for index, alone in enumerate(_none_of_the_others(depths)):
+                longer = alone * depths[index] * more_seconds
+                gains[index] += token_value * self.accepted[position][index] - rate * longer
+                if gains[index] >= best[index]:
+                    best[index], limits[index] = gains[index], position + 1
+        return dict(zip(self.rows, limits))
 
 
 def make_plan(
@@ -170,6 +168,14 @@ def batch_tokens(
 def _largest_of(count: int) -> float:
     """Expected largest of so many standard normal numbers (Blom, 1958)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def _none_of_the_others(probabilities: Sequence[float]) -> list[float]:
+    """Probability, for each of several independent events, that none of the others happens."""
+    nones = [1 - probability for probability in probabilities]
+    before = accumulate(nones[:-1], mul, initial=1.0)
+    after = list(accumulate(nones[:0:-1], mul, initial=1.0))
+    return list(map(mul, before, reversed(after)))
 
 
 def _at_least_one(probabilities: Iterable[float]) -> float:

@@ -230,6 +230,8 @@ SPECIAL = {
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "attention_head_dim": 32},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]},
+    # The sizes of its cache are multiples of 64.
+    "xlstm": {"hidden_size": 128, "num_heads": 4, "chunk_size": 8},
     "xmod": {"default_language": "en_XX"},
     "youtu": _LATENT,
 }
@@ -284,6 +286,7 @@ RECURRENT = {
     "qwen3_next",
     "recurrent_gemma",
     "rwkv",
+    "xlstm",
     "zamba",
     "zamba2",
     "zaya",
@@ -332,7 +335,6 @@ UNSUPPORTED = {
     "unlimited_ocr": ("keeps its prompt apart from a window of the last tokens", {}),
     "xlm": (_NO_CACHE, {}),
     "xlnet": (_NO_CACHE, {}),
-    "xlstm": (_OWN_CACHE, {}),
 }
 if Version(transformers.__version__) < Version("5.23"):
     UNSUPPORTED["recurrent_gemma"] = ("asks the layers of its cache", {})

@@ -9,6 +9,7 @@ Shapes: R rows, T tokens of a forward, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
@@ -20,8 +21,7 @@ from .adapters import ADAPTED_ROW
 from .cache import SlotCache, fill_cache
 from .continuation import Continuation
 from .output import OutputRecorder
-from .own_states import state_tensors
-from .profile import LIST_OF_STATES
+from .own_states import returned_cache
 from .recurrent_state import store_states
 from .request import Request
 from .sequences import Sequences
@@ -87,7 +87,9 @@ class EndedRows:
         """A target with ended rows of equal length in its slots."""
         cache = SlotCache(self._target.cache.capacity, limit=self._target.cache.limit)
         target = SlotModel(self._request.model, cache, forward_kwargs=self._target.forward_kwargs)
-        cache.load(self._filled(self._empty_cache(), rows))
+        self._filled(cache, rows)
+        for state in cache.recurrent_states().values():
+            state.num_read = self._num_slots(rows[0])
         self._continuation.start_slots(target, rows)
         if self._source is not None:
             target.see(self._source.of_rows(rows))
@@ -105,13 +107,14 @@ class EndedRows:
             steps.append(stack.rows(texts, logits[:, node], rows))
         return torch.stack(steps, dim=1)
 
-    def cache(self) -> Cache | list[torch.Tensor]:
+    def cache(self) -> Any:
         """Keys and values of all tokens but the last: in the user's cache object, or in the static one asked for.
 
-        transformers has made the latter before it called the loop. RWKV has a list of tensors in the place of a cache.
+        transformers has made the latter before it called the loop. Some models have a cache of a class of their own.
         """
-        if self._target.profile.cache_name == LIST_OF_STATES:
-            return state_tensors([self._states[row][1] for row in range(self._request.batch_size)])
+        own = returned_cache(self._target.model, [self._states[row][1] for row in range(self._request.batch_size)])
+        if own is not None:
+            return own
         rows, prepared = list(range(self._request.batch_size)), self._request.model_kwargs.get("past_key_values")
         if type(prepared) is StaticCache:
             # Compiled code may know the addresses of its tensors, which stay.
@@ -131,10 +134,13 @@ class EndedRows:
     def _filled(self, cache: Cache, rows: list[int]) -> Cache:
         """An empty cache with keys and values of all tokens of these rows but the last."""
         slots, recurrent = zip(*(self._states[row] for row in rows))
-        # The last token has not been read; of rows that were cut back, more than is left has.
-        lengths = self._sequences.lengths
-        read = [self._num_unknown + self._num_read.get(row, lengths[row] - 1) for row in rows]
-        slots = [[tuple(b[:, :end] for b in layer) for layer in row] for row, end in zip(slots, read)]
+        # Of rows that were cut back, more has been read than is left.
+        ends = map(self._num_slots, rows)
+        slots = [[tuple(b[:, :end] for b in layer) for layer in row] for row, end in zip(slots, ends)]
         fill_cache(cache, slots)
         store_states(cache, list(recurrent))
         return cache
+
+    def _num_slots(self, row: int) -> int:
+        """Slots of an ended row. Its last token has not been read, unless it was for what follows."""
+        return self._num_unknown + self._num_read.get(row, self._sequences.lengths[row] - 1)

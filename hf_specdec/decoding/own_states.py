@@ -1,18 +1,18 @@
 """Layers that keep their recurrent states elsewhere than in transformers' caches, over the states of a call.
 
 RecurrentGemma's blocks keep the last inputs of their convolution and the state of their linear recurrence as
-attributes, and RWKV's model passes a list of tensors through all blocks. During a call both work on a
-[`RecurrentState`]: on that of the cache while prompts are read, on a [`Reading`] of it while drafts are verified.
-Nothing is kept in the modules.
+attributes, RWKV's model passes a list of tensors through all blocks, and xLSTM's model has a cache of its own class,
+whose tensors it gives to its blocks. During a call all of them work on a [`RecurrentState`]: on that of the slot cache
+while prompts are read, on a [`Reading`] of it while drafts are verified. Nothing is kept in the modules.
 
-Shapes: R rows, T tokens, W channels.
+Shapes: R rows, T tokens, W channels; of xLSTM H heads, K size of keys, V size of values.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..target_facts import decoder_layers
 from .cache import SlotCache
+from .linear_attention import read_gated_nodes
 from .recurrent_state import Reading, RecurrentState
 
 
@@ -74,7 +75,7 @@ def _rwkv_block(block: nn.Module, own: RecurrentState, *args: Any, **kwargs: Any
     return type(block).forward(_twin(block, attention=time_mixing, feed_forward=channel_mixing), *args, **kwargs)
 
 
-def state_tensors(rows: list[dict[int, RecurrentState]]) -> list[torch.Tensor]:
+def state_tensors(model: Any, rows: list[dict[int, RecurrentState]]) -> list[torch.Tensor]:
     """The states of some rows as RWKV's model returns them: five tensors of shape `(R, W, layers)`."""
     layers = [[row[number] for row in rows] for number in sorted(rows[0])]
     attended, mixed = (
@@ -144,12 +145,99 @@ def _added(numerator, denominator, exponent, decay, key, value) -> torch.Tensor:
     return torch.stack([old * numerator + new * value, old * denominator + new, largest], dim=-1)
 
 
+# --------------------------------------------------------------------------------------------------------------- xLSTM
+
+
+class StatesOfBlocks:
+    """Stands for xLSTM's cache over the slots of a call: its blocks are given itself, and nothing is written to it."""
+
+    def __init__(self, slots: SlotCache):
+        self.slots = slots
+        self.seqlen_offset = 0
+
+    @property
+    def rnn_state(self) -> StatesOfBlocks:
+        return self
+
+    def __getitem__(self, number: int) -> StatesOfBlocks:
+        return self
+
+    def __len__(self) -> int:
+        # The model copies as many tensors as there are from what a block returns.
+        return 0
+
+
+def _xlstm_block(block: Any, own: RecurrentState, x: torch.Tensor, state: Any = None) -> tuple[torch.Tensor, Any]:
+    """The block's own code, on a memory `(R, H, K, V + 1)`, with its normaliser in the last column, and a maximum."""
+    memory, largest = own.get_recurrent_state(state_idx=0), own.get_recurrent_state(state_idx=1)
+    if own.nodes is None:
+        start = None if memory is None else (memory[..., :-1], memory[..., -1], largest)
+        x, (values, keys, largest) = type(block).forward(block, x, start)
+        # As the model's cache, in the dtype of its states.
+        own.update_recurrent_state(torch.cat([values, keys[..., None]], dim=-1).to(x.dtype), state_idx=0)
+        own.update_recurrent_state(largest.to(x.dtype), state_idx=1)
+        own.num_read += x.shape[1]
+        return x, state
+    visible, layer = own.nodes.on(x.device), block.mlstm_layer
+
+    def backend(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        # The package xlstm has other names for them.
+        query, key, value, gate, forget = (part.float() for part in (*args, *kwargs.values())[:5])
+        means, memories, maxima = read_gated_nodes(
+            query * query.shape[-1] ** -0.5,
+            key,
+            value,
+            gate,
+            F.logsigmoid(forget),
+            memory.float(),
+            largest.float(),
+            visible,
+            layer.mlstm_backend.config.eps,
+        )
+        own.update_recurrent_state(memories, state_idx=0)
+        own.update_recurrent_state(maxima[:, :, None], state_idx=1)
+        return means.to(x.dtype), None
+
+    twin = _twin(block, mlstm_layer=_twin(layer, mlstm_backend=backend))
+    return type(block).forward(twin, x)[0], state
+
+
+def _xlstm_cache(model: Any, rows: list[dict[int, RecurrentState]]) -> Any:
+    """The states of some rows in a cache of the model's own class."""
+    weight = model.get_input_embeddings().weight
+    make = vars(sys.modules[type(model).__module__])["xLSTMCache"]
+    cache = make(model.config, len(rows), dtype=weight.dtype, device=weight.device)
+    for number in rows[0]:
+        memory, largest = (torch.cat([row[number].recurrent_states[part] for row in rows]) for part in (0, 1))
+        cache.rnn_state[number] = memory[..., :-1].contiguous(), memory[..., -1].contiguous(), largest
+    return cache
+
+
 # ----------------------------------------------------------------------------------------------------- in their places
 
-# By the names of classes, with the names of parts that are not called as modules.
-_OWN: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "RecurrentGemmaRecurrentBlock": (_recurrent_gemma_block, ("rg_lru", "conv_1d")),
-    "RwkvBlock": (_rwkv_block, ("attention", "feed_forward")),
+
+class _Own(NamedTuple):
+    """A class of layers that keep their states elsewhere.
+
+    Attributes:
+        run (`Callable`): Its code, on a layer and the state of the call.
+        parts (`tuple[str, ...]`): Names of parts that are not called as modules.
+        returned (`Callable`, *optional*): What plain generation returns for a cache, of a model and the states of all
+            rows; `None` for one of transformers' caches.
+        passed (`Callable`, *optional*): What the model takes for a cache, where that cannot be the slots.
+    """
+
+    run: Callable[..., Any]
+    parts: tuple[str, ...]
+    returned: Callable[..., Any] | None = None
+    passed: Callable[[SlotCache], Any] | None = None
+
+
+# By the names of classes.
+_OWN = {
+    "RecurrentGemmaRecurrentBlock": _Own(_recurrent_gemma_block, ("rg_lru", "conv_1d")),
+    "RwkvBlock": _Own(_rwkv_block, ("attention", "feed_forward"), state_tensors),
+    "xLSTMBlock": _Own(_xlstm_block, ("mlstm_layer",), _xlstm_cache, StatesOfBlocks),
 }
 
 
@@ -166,12 +254,28 @@ def own_layers(model: nn.Module) -> dict[nn.Module, int]:
     return {module: number for number, layer in layers for module in layer.modules() if keeps_own_state(module)}
 
 
+def passed_cache(model: nn.Module, slots: SlotCache) -> Any:
+    """Slots as the forward of a model with a recurrent state takes them."""
+    own = _own_of(model)
+    return slots if own is None or own.passed is None else own.passed(slots)
+
+
+def returned_cache(model: nn.Module, rows: list[dict[int, RecurrentState]]) -> Any:
+    """The states of all rows as plain generation returns them; `None` where that is in one of transformers' caches."""
+    own = _own_of(model)
+    return None if own is None or own.returned is None else own.returned(model, rows)
+
+
+def _own_of(model: nn.Module) -> _Own | None:
+    return next((_OWN[type(layer).__name__] for layer in own_layers(model)), None)
+
+
 def check_own_layer(module: nn.Module) -> None:
     """
     Raises:
         UnsupportedModelError: Such a layer, or a part of it with weights, has a forward that knows of no state.
     """
-    parts = [module, *(getattr(module, name) for name in _OWN[type(module).__name__][1])]
+    parts = [module, *(getattr(module, name) for name in _OWN[type(module).__name__].parts)]
     if not all(isinstance(vars(part).get("forward"), (OverStates, type(None))) for part in parts):
         raise UnsupportedModelError(
             f"A part of {type(module).__name__} has got a forward of its own, as offloading gives it, which cannot be "
@@ -193,9 +297,11 @@ class OverStates:
         self.number = number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        holders = (value for value in (*args, *kwargs.values()) if isinstance(value, (Reading, SlotCache)))
+        kinds = Reading, SlotCache, StatesOfBlocks
+        holders = (value for value in (*args, *kwargs.values()) if isinstance(value, kinds))
         holder = next(holders, None)
         if holder is None:
             return type(self.module).forward(self.module, *args, **kwargs)
+        holder = holder.slots if isinstance(holder, StatesOfBlocks) else holder
         state = holder.prefilled_state(self.number) if isinstance(holder, SlotCache) else holder
-        return _OWN[type(self.module).__name__][0](self.module, state, *args, **kwargs)
+        return _OWN[type(self.module).__name__].run(self.module, state, *args, **kwargs)

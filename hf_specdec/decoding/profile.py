@@ -17,8 +17,7 @@ from .recurrent import mixers
 
 
 # Names of forwards for their cache: those with attention, and those with recurrent layers alone.
-KEYS_AND_VALUES, LIST_OF_STATES = "past_key_values", "state"
-STATES_ALONE = ("cache_params", LIST_OF_STATES)
+KEYS_AND_VALUES, STATES_ALONE = "past_key_values", ("cache_params", "state")
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,7 @@ class ModelProfile:
         has_encoder (`bool`): Its decoder attends to the output of an encoder too, which the call reads once.
         counted (`CountedPositions`, *optional*): Modules that count positions, and can be told them instead.
         mixes_rows (`bool`): Its own forward of one token mixes the rows of a batch, so that it can have one row only.
+        reads_padding (`bool`): It reads padding as it reads text, for want of an attention mask.
     """
 
     spans: tuple[Span, ...]
@@ -52,6 +52,7 @@ class ModelProfile:
     has_encoder: bool = False
     counted: CountedPositions | None = None
     mixes_rows: bool = False
+    reads_padding: bool = False
 
     def of_decoder(self, name: str) -> str:
         """The name of the forward's arguments and outputs for what its decoder has under this one."""
@@ -92,7 +93,6 @@ _UNSUPPORTED = {
     "prophetnet": "continues from its cache by one token at a time",
     "t5gemma2_decoder": "attends to its text and to its source under one mask, which it makes itself",
     "unlimited_ocr_text": "keeps its prompt apart from a window of the last tokens, in cache layers of its own",
-    "xlstm": "keeps its states in a cache of its own class, as of the last token alone",
 }
 if Version(transformers.__version__) < Version("5.23"):
     _UNSUPPORTED["recurrent_gemma"] = "asks the layers of its cache for lengths before there are any"
@@ -179,6 +179,7 @@ def _read_profile(model, role) -> ModelProfile:
         has_encoder=has_encoder,
         counted=counted,
         mixes_rows=text_config.model_type == "rwkv",
+        reads_padding=not attends and "attention_mask" not in parameters,
     )
 
 

@@ -3,14 +3,8 @@
 transformers' mixers call functions of their modules that read a text from its beginning to its end, in chunks of 64 to
 256 tokens to which they pad what there is, and return the state at its end. The functions here read a handful of nodes
 of which each continues its parent, chains or trees, and return what the state after any of them follows from. A mixer
-is run with the same code and these functions. Three of its recurrences are linear attention with decays:
-
-    state_i = decay_i * state_parent(i) + key_i x written_i,    output_i = query_i . state_i
-
-of which the gated delta rule (arXiv 2412.06464) writes beta * (value - what the state says of the key), with a decay
-for each channel in Kimi's form (arXiv 2510.26692), and Mamba-2 (arXiv 2405.21060) the value itself. Products of decays
-along a way through the tree are differences of their sums from the root on, so that a matrix of who descends from whom
-takes the place of causality.
+is run with the same code and these functions. Those that are linear attention with decays have the form of
+`linear_attention.py`.
 
 Shapes: R rows, H heads, T nodes, K size of keys, V size of values, N states of a channel.
 """
@@ -20,7 +14,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import lru_cache
 from types import CellType, FunctionType
 from typing import Any
@@ -32,8 +25,9 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from ..threads import Lock, OwnForwards
+from .linear_attention import DecayedSums, read_nodes
 from .own_states import OverStates, check_own_layer, keeps_own_state
-from .recurrent_state import NodeStates, Reading
+from .recurrent_state import Reading
 
 
 # What the mixer that runs in this thread reads.
@@ -41,78 +35,6 @@ _reading: ContextVar[Reading] = ContextVar("_reading")
 
 
 # ----------------------------------------------------------------------------------------- linear attention with decay
-
-
-@dataclass
-class DecayedSums(NodeStates):
-    """Values from which the states after all nodes follow, without these states.
-
-    Attributes:
-        start (`torch.Tensor` of shape `(R, H, K, V)`): The state in front of the nodes.
-        keys, written (`torch.Tensor` of shape `(R, H, T, K)` and `(R, H, T, V)`): What each node adds.
-        decays (`torch.Tensor` of shape `(R, H, T, 1 | K)`): Logarithms, summed up from the root on.
-        visible (`torch.BoolTensor` of shape `(1 | R, 1, T, T)`): Of [`Nodes`].
-        has_values_first (`bool`): The model keeps states as `(R, H, V, K)`.
-    """
-
-    start: torch.Tensor
-    keys: torch.Tensor
-    written: torch.Tensor
-    decays: torch.Tensor
-    visible: torch.BoolTensor
-    has_values_first: bool = False
-
-    def after(self, last: torch.LongTensor) -> torch.Tensor:
-        last = last.to(self.keys.device, non_blocking=True)
-        rows = torch.arange(len(last), device=last.device)
-        decay = self.decays[rows, :, last][:, :, None]
-        kept = self.visible.expand(len(last), -1, -1, -1)[rows, :, last]
-        weights = (decay - self.decays).masked_fill(~kept[..., None], float("-inf")).exp()
-        state = self.start * decay.exp().mT + (self.keys * weights).mT @ self.written
-        return state.mT if self.has_values_first else state
-
-
-def read_nodes(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    start: torch.Tensor,
-    visible: torch.BoolTensor,
-    beta: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, DecayedSums]:
-    """Linear attention of every node to the state in front of them and to its ancestors.
-
-    Args:
-        query, key (`torch.Tensor` of shape `(R, H, T, K)`): float32, like all others.
-        value (`torch.Tensor` of shape `(R, H, T, V)`): What is written, or by the delta rule aimed at.
-        decay (`torch.Tensor` of shape `(R, H, T, 1 | K)`): Logarithms.
-        start (`torch.Tensor` of shape `(R, H, K, V)`): The state in front of the nodes.
-        visible (`torch.BoolTensor` of shape `(1 | R, 1, T, T)`): Of [`Nodes`].
-        beta (`torch.Tensor` of shape `(R, H, T, 1)`, *optional*): Rates of the delta rule; `None` writes the values.
-
-    Returns:
-        `tuple`: The outputs `(R, H, T, V)`, and what the states follow from.
-    """
-    total = visible.to(decay.dtype) @ decay
-    # The decay on the way from node j to node i, which has to be an ancestor: nothing may overflow elsewhere.
-    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(~visible[..., None], float("-inf")).exp()
-    by_channel = between.shape[-1] > 1
-
-    def scores(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        if by_channel:
-            return (left[..., :, None, :] * right[..., None, :, :] * between).sum(-1)
-        return left @ right.mT * between[..., 0]
-
-    from_start = total.exp()
-    if beta is not None:
-        rated = key * beta
-        # What a node writes depends on what its ancestors have written; parents come first.
-        value = torch.linalg.solve_triangular(
-            scores(rated, key), value * beta - (rated * from_start) @ start, upper=False, unitriangular=True
-        )
-    output = (query * from_start) @ start + scores(query, key) @ value
-    return output, DecayedSums(start, key, value, total, visible)
 
 
 def delta_rule(

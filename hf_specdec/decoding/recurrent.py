@@ -20,6 +20,7 @@ import torch
 from ..drafts import TreeTopology
 from ..transfers import upload
 from .adapters import RowAdapters
+from .cache import SlotCache
 from .nodes import Nodes
 from .own_states import keeps_own_state, own_layers
 from .recurrences import over_nodes, reads_nodes
@@ -32,14 +33,15 @@ class RecurrentLayers:
     Args:
         model (`PreTrainedModel`): Its mixers are found by what they do: they update states of a cache.
         cache (`SlotCache`): Has seen the prompt.
+        passed: The cache as the model passes it to its mixers.
 
     Attributes:
         states (`dict[int, RecurrentState]`): At the last committed token of each row, by the number of the layer.
         nodes (`Nodes`, *optional*): Those of the last verification.
     """
 
-    def __init__(self, model: torch.nn.Module, cache: Any):
-        self.cache = cache
+    def __init__(self, model: torch.nn.Module, cache: SlotCache, passed: Any):
+        self.passed = passed
         self.nodes: Nodes | None = None
         self.states: dict[int, RecurrentState] = cache.recurrent_states()
         known = {module: number for module, number in mixers(model).items() if number in self.states}
@@ -118,7 +120,7 @@ class _Mixer:
         if kwargs is None:
             return None
         arguments = {**dict(zip(self._names, args)), **kwargs}
-        cache_name = next((name for name, value in arguments.items() if value is self.layers.cache), None)
+        cache_name = next((name for name, value in arguments.items() if value is self.layers.passed), None)
         # Another thread may run a call of its own on the same model.
         if cache_name is None:
             return None
@@ -140,7 +142,7 @@ class _Mixer:
         if not isinstance(output, tuple):
             return output
         # Some pass their cache on.
-        return tuple(self.layers.cache if part is self.after else part for part in output)
+        return tuple(self.layers.passed if part is self.after else part for part in output)
 
     def commit(self, last: torch.LongTensor) -> None:
         """Moves the state to node `last` `(R,)` of each row."""

@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache
 
 from ..drafts import DraftTree, TreeTopology
 from ..drafts.topology import chain_parents
@@ -42,6 +41,7 @@ from .cache import SlotCache
 from .captured_nodes import CapturedNodes, NodeInputs
 from .graphs import CallGraphs, graphs_for
 from .masks import RowState, node_masks, node_positions, slot_tree
+from .own_states import passed_cache
 from .positions import PlacedNodes, PositionCounter
 from .profile import MASK_OF_LAYER_TYPE, WITHOUT_ATTENTION, model_profile
 from .recurrences import over_nodes
@@ -111,7 +111,7 @@ class SlotModel:
         row_inputs (`dict[str, torch.Tensor]`): Further arguments of the forwards over slots, each with one value for
             every row, `(R, 1)`, that goes for all its nodes.
         source (`Source`, *optional*): What the rows have in the encoder, of a model that has one.
-        forward_cache (`Cache`): The cache as the model's forward takes it.
+        forward_cache: The cache as the model's forward takes it.
         attention_layers (`Counter`): What computed the attention of the last forward's layers, where kernels run.
         graphs (`CallGraphs`, *optional*): Run in the place of forwards whose shapes repeat.
         taps (`StateTaps`): Collect the asked-for hidden states of the model's forwards.
@@ -143,16 +143,17 @@ class SlotModel:
         self.attention_layers: Counter[str] = Counter()
         self.graphs: CallGraphs | None = None
         self.recurrent: RecurrentLayers | None = None
+        self._passed_cache: Any = cache
         if self.profile.is_recurrent:
             known = mixers(model)
             self.reading_prompts = over_nodes(model, known).in_place
             cache.last_recurrent_layer, cache.has_slots = max(known.values()), self.profile.attends
+            self._passed_cache = passed_cache(model, cache)
         self.states = states
         self.taps: StateTaps = StateTaps(model, states)
         self.forward_kwargs: dict[str, Any] = forward_kwargs or {}
         self.row_inputs: dict[str, torch.Tensor] = {}
-        self.source: Source | None = None
-        self.forward_cache: Cache = cache
+        self.see(None)
         self._needs_no_masks = False
         # That of the hidden states; a model's first parameter may belong to a vision tower of another type.
         embedding = model.get_input_embeddings().weight
@@ -160,8 +161,8 @@ class SlotModel:
 
     def see(self, source: Source | None) -> None:
         """Lets the decoder attend to these sources, one for each row, from now on."""
-        self.source = source
-        self.forward_cache = self.cache if source is None else source.with_slots(self.cache)
+        self.source: Source | None = source
+        self.forward_cache: Any = self._passed_cache if source is None else source.with_slots(self.cache)
 
     @cached_property
     def _attention(self) -> AttentionSwitch:
@@ -230,7 +231,7 @@ class SlotModel:
             self.graphs.switch_off("its rotary embedding changes with the length of the text")
         self.cache.start_slots(len(starts))
         if self.profile.is_recurrent:
-            self.recurrent = RecurrentLayers(self.model, self.cache)
+            self.recurrent = RecurrentLayers(self.model, self.cache, self.forward_cache)
 
     def prefill(self, input_ids: torch.LongTensor, starts: list[int]) -> None:
         """Reads left-padded prompts `(R, P)`, or their embeddings `(R, P, H)`, into empty slots, without logits."""

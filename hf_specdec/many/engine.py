@@ -156,7 +156,8 @@ class Engine:
             return
         if self._loop is not None and self._num_free * _FREE_PART < self._batch_size:
             return
-        self._read(self._next_rows())
+        for rows in self._read_together(self._next_rows()):
+            self._read(rows)
 
     def _next_rows(self) -> list[Row]:
         """Those that have waited longest, as many as there is room for."""
@@ -169,10 +170,17 @@ class Engine:
             rows.append(self._waiting.popleft())
         return rows
 
+    def _read_together(self, rows: list[Row]) -> list[list[Row]]:
+        """Rows whose prompts one forward reads as it reads each of them alone."""
+        profile = model_profile(self._model)
+        groups: dict[int, list[Row]] = {}
+        for number, row in enumerate(rows):
+            key = number if profile.mixes_rows else row.length if profile.reads_padding else 0
+            groups.setdefault(key, []).append(row)
+        return list(groups.values())
+
     def _read(self, rows: list[Row]) -> None:
         """Reads the prompts of rows and lets them join; one by one where that fails for all together."""
-        if not rows:
-            return
         loop = None
         try:
             loop = self._loop_of(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 
 import pytest
 import torch
@@ -11,26 +12,34 @@ from transformers import DynamicCache
 from hf_specdec import UnsupportedModelError, generate_many
 from hf_specdec.decoding import continuation
 from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.decoding.own_states import own_layers, state_tensors
+from hf_specdec.decoding.own_states import own_layers, returned_cache
+from hf_specdec.decoding.profile import model_profile
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.drafts import TreeTopology
+from hf_specdec.many.engine import Engine
 from tests.architectures import tiny_model
 from tests.scripted import scripted_speculator
 from tests.threads import in_threads
 
 
+NAMES = ["recurrent_gemma", "rwkv", "xlstm"]
 NEW_TOKENS = 12
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 
 
 @pytest.fixture(scope="module")
 def models():
-    made = {name: tiny_model(name) for name in ("recurrent_gemma", "rwkv")}
+    torch.manual_seed(0)
+    made = {name: tiny_model(name) for name in NAMES}
     # Means of earlier values count beside the newest one.
     with torch.no_grad():
         for block in made["rwkv"].rwkv.blocks:
             block.attention.time_first.sub_(1)
             block.attention.time_decay.sub_(2)
+        for block in made["xlstm"].backbone.blocks:
+            for gate in (block.mlstm_layer.igate_preact, block.mlstm_layer.fgate_preact):
+                gate.weight.normal_(std=0.3)
+                gate.bias.normal_()
     return made
 
 
@@ -43,19 +52,25 @@ def speculate(model, prompt):
     return model.generate(prompt, assistant=script, **GREEDY, return_dict_in_generate=True)
 
 
+def parts_of(state) -> list[torch.Tensor]:
+    return state if isinstance(state, list) else [part for parts in state.rnn_state.values() for part in parts]
+
+
+@pytest.mark.parametrize("name", ["rwkv", "xlstm"])
 @torch.no_grad()
-def test_any_course_of_a_generation_with_rwkv(models):
-    """Every row is as plain generation reads it alone, which mixes the rows of a batch."""
-    model, draw, rows = models["rwkv"], random.Random(0), 3
+def test_any_course_of_a_generation(models, name):
+    """Every row is as plain generation reads it alone. RWKV's mixes the rows of a batch."""
+    model, draw, rows = models[name], random.Random(0), 3
+    cache_name = model_profile(model).cache_name
     prompts = tokens(rows, 6)
     driver = SlotModel(model, SlotCache(64))
     driver.prefill(prompts, [0] * rows)
-    states = [model(prompt[None]).state for prompt in prompts]
+    states = [model(prompt[None], use_cache=True)[cache_name] for prompt in prompts]
 
     def step(state, token):
-        # The list is written to.
-        output = model(token.view(1, 1), state=[part.clone() for part in state])
-        return output.logits[0, -1], output.state
+        # The state is written to.
+        output = model(token.view(1, 1), use_cache=True, **{cache_name: deepcopy(state)})
+        return output.logits[0, -1], output[cache_name]
 
     for cycle, nodes in enumerate((1, 4, 5, 1, 7)):
         parents = torch.tensor([[draw.randint(-1, node - 1) for node in range(nodes - 1)] for _ in range(rows)])
@@ -77,28 +92,77 @@ def test_any_course_of_a_generation_with_rwkv(models):
             states[row] = after[path[-1]][1]
         longest = max(map(len, paths))
         driver.commit(list(map(len, paths)), torch.tensor([path + [0] * (longest - len(path)) for path in paths]))
-        own = state_tensors([driver.row_states(row)[1] for row in range(rows)])
-        for part, theirs in zip(own, zip(*states)):
+        own = returned_cache(model, [driver.row_states(row)[1] for row in range(rows)])
+        for part, theirs in zip(parts_of(own), zip(*map(parts_of, states), strict=True), strict=True):
             torch.testing.assert_close(part, torch.cat(theirs), rtol=1e-4, atol=1e-4)
 
 
-def test_many_requests_with_rwkv(models, monkeypatch):
-    """Prompts are read one by one, and rows stand beside each other, from before the first verification on."""
+@pytest.mark.parametrize(("name", "groups"), [("rwkv", [1, 1, 1, 1, 1]), ("xlstm", [2, 1, 1, 1])])
+def test_many_requests(models, monkeypatch, name, groups):
+    """Prompts are read as alone at the first try, and rows stand beside each other before any verification."""
     monkeypatch.setattr(continuation, "_checked", set())
+    sizes, loop_of = [], Engine._loop_of
+
+    def counted(engine, rows):
+        sizes.append(len(rows))
+        return loop_of(engine, rows)
+
+    monkeypatch.setattr(Engine, "_loop_of", counted)
     prompts = [tokens(1, 4 + row % 2, seed=row) for row in range(5)]
-    expected = [models["rwkv"].generate(prompt, **GREEDY)[0, prompt.shape[1] :].tolist() for prompt in prompts]
+    expected = [models[name].generate(prompt, **GREEDY)[0, prompt.shape[1] :].tolist() for prompt in prompts]
     requests = [prompt[0].tolist() for prompt in prompts]
-    results = list(generate_many(models["rwkv"], requests, 3, in_order=True, spec_method="ngram", **GREEDY))
+    results = list(generate_many(models[name], requests, 3, in_order=True, spec_method="ngram", **GREEDY))
     assert [result.tokens for result in results] == expected
+    assert sizes == groups
     assert continuation._checked
 
 
-def test_the_list_of_states_that_rwkv_returns(models):
-    theirs = models["rwkv"].generate(tokens(1, 6), **GREEDY, return_dict_in_generate=True).past_key_values
-    ours = speculate(models["rwkv"], tokens(1, 6))
+@pytest.mark.parametrize("name", ["rwkv", "xlstm"])
+def test_states_that_are_returned_are_of_the_models_own_class(models, name):
+    theirs = models[name].generate(tokens(1, 6), **GREEDY, return_dict_in_generate=True).past_key_values
+    ours = speculate(models[name], tokens(1, 6))
     assert ours.speculative.num_accepted_tokens
-    for own, other in zip(ours.past_key_values, theirs, strict=True):
+    assert type(ours.past_key_values) is type(theirs)
+    for own, other in zip(parts_of(ours.past_key_values), parts_of(theirs), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_is_read_as_plain_generation_reads_it(models):
+    """xLSTM has no mask to keep it out of its states."""
+    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [0] * 2 + [1] * 7])
+    padded = {"input_ids": tokens(3, 9) * mask, "attention_mask": mask}
+    expected = models["xlstm"].generate(**padded, **GREEDY)
+    script = scripted_speculator(expected, [0, 4, 2], 99, num_speculative_tokens=3)
+    output = models["xlstm"].generate(**padded, assistant=script, **GREEDY, return_dict_in_generate=True)
+    assert output.sequences.tolist() == expected.tolist()
+    assert output.speculative.num_accepted_tokens > NEW_TOKENS
+
+
+@torch.no_grad()
+def test_prompts_in_chunks_of_the_model(models):
+    """xLSTM's model cuts long prompts by itself, and writes to its cache after each part."""
+    model = models["xlstm"]
+    expected = model.generate(tokens(2, 21), **GREEDY)
+    model.config.max_inference_chunksize = 4
+    try:
+        assert speculate(model, tokens(2, 21)).sequences.tolist() == expected.tolist()
+    finally:
+        model.config.max_inference_chunksize = 16384
+
+
+@pytest.mark.parametrize("name", ["mamba", "xlstm"])
+def test_scores_of_rows_that_have_ended(models, name):
+    """What plain generation reads after their ends is read from their states."""
+    model = models[name] if name in models else tiny_model(name)
+    plain = model.generate(tokens(3, 6), **GREEDY)
+    arguments = {**GREEDY, "eos_token_id": int(plain[0, 9]), "return_dict_in_generate": True, "output_scores": True}
+    expected = model.generate(tokens(3, 6), **arguments)
+    script = scripted_speculator(plain, [0, 0, 0], 99, num_speculative_tokens=3)
+    output = model.generate(tokens(3, 6), assistant=script, **arguments)
+    assert output.sequences.tolist() == expected.sequences.tolist()
+    assert len(set(expected.sequences.count_nonzero(dim=1).tolist())) > 1
+    for own, theirs in zip(output.scores, expected.scores, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-3)
 
 
 def test_rows_that_plain_generation_mixes_are_refused(models):
@@ -107,9 +171,9 @@ def test_rows_that_plain_generation_mixes_are_refused(models):
         model.generate(tokens(2, 6), spec_method="ngram", **GREEDY)
 
 
-@pytest.mark.parametrize("name", ["recurrent_gemma", "rwkv"])
+@pytest.mark.parametrize("name", NAMES)
 def test_requests_that_join_are_each_as_alone(models, name, monkeypatch):
-    # RWKV's are read one by one, and join before the first of them has been checked.
+    # Some join before the first of them has been checked.
     monkeypatch.setattr(continuation, "_checked", set())
     prompts = [tokens(1, length, seed=length) for length in (5, 9, 3, 7)]
     requests = [{"input_ids": ids[0], "max_new_tokens": 4 + 3 * number} for number, ids in enumerate(prompts)]
@@ -154,7 +218,7 @@ def test_nothing_is_kept_in_the_modules(models):
         assert "_rnn_scan" not in vars(layer.rg_lru)
 
 
-@pytest.mark.parametrize("name", ["recurrent_gemma", "rwkv"])
+@pytest.mark.parametrize("name", NAMES)
 def test_calls_of_two_threads(models, name):
     model, prompts = models[name], [tokens(1, 9), tokens(1, 7, seed=1)]
     scripts = [scripted_speculator(model.generate(prompt, **GREEDY), [0], 99) for prompt in prompts]
@@ -167,7 +231,7 @@ def test_calls_of_two_threads(models, name):
     assert in_threads(*calls) == [[model.generate(prompt, **GREEDY).tolist()] * 3 for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", ["recurrent_gemma", "rwkv"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_draft_model_that_is_always_right(models, name):
     prompt = tokens(1, 9)
     output = models[name].generate(prompt, assistant=models[name], return_dict_in_generate=True, **GREEDY)
@@ -175,7 +239,18 @@ def test_a_draft_model_that_is_always_right(models, name):
     assert output.speculative.num_accepted_tokens == output.speculative.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize(("name", "part"), [("recurrent_gemma", "rg_lru"), ("rwkv", "attention")])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_draft_model_that_is_sometimes_right(models, name):
+    draft_model = deepcopy(models[name])
+    with torch.no_grad():
+        draft_model.get_output_embeddings().weight[3:40].mul_(1.5)
+    prompt = tokens(1, 9)
+    output = models[name].generate(prompt, assistant=draft_model, return_dict_in_generate=True, **GREEDY)
+    assert output.sequences.tolist() == models[name].generate(prompt, **GREEDY).tolist()
+    assert 0 < output.speculative.num_accepted_tokens < output.speculative.num_draft_tokens
+
+
+@pytest.mark.parametrize(("name", "part"), zip(NAMES, ("rg_lru", "attention", "mlstm_layer")))
 def test_parts_with_a_forward_of_their_own_are_refused(models, name, part):
     module = getattr(next(iter(own_layers(models[name]))), part)
     module.forward = lambda *args, **kwargs: None

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_specdec.decoding.linear_attention import read_nodes
 from hf_specdec.decoding.nodes import Nodes
-from hf_specdec.decoding.recurrences import over_nodes, read_nodes, reads_nodes
+from hf_specdec.decoding.recurrences import over_nodes, reads_nodes
 from hf_specdec.decoding.recurrent import mixers
 from hf_specdec.drafts import TreeTopology, chain_topology
 from tests.architectures import tiny_model

@@ -28,7 +28,7 @@ from tests.threads import in_threads
 # Every way in which a state is kept: sums with decays (gated delta rule, with a decay for each channel, Mamba-2 beside
 # attention), states of every node (Mamba-1 in one part and in several), the last inputs, calls for single tokens.
 WAYS = ["qwen3_next", "kimi_linear", "falcon_h1", "jamba", "zamba", "lfm2", "zaya", "nemotron_h"]
-GENERATING = ["qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "bamba", "nemotron_h", "jamba", "mamba", "mamba2"]
+GENERATING = ["qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "bamba", "nemotron_h", "jamba", "mamba", "mamba2", "xlstm"]
 
 PROMPTS = [9, 4, 7]
 STARTS = [max(PROMPTS) - length for length in PROMPTS]
@@ -390,7 +390,7 @@ NUM_ROWS, FEW_TOKENS = 1500, 5
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "xlstm"])
 def test_drawn_trees_keep_the_distribution(name):
     """The first three tokens of many rows, against their enumerated probabilities."""
     model = tiny_model(name, vocab_size=FEW_TOKENS, initializer_range=0.3, pad_token_id=0)

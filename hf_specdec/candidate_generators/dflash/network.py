@@ -56,6 +56,7 @@ from ...layers.llama import (
     rotate,
     with_query_groups,
 )
+from ...target_facts import num_embeddings
 from .config import BlockView, DFlashConfig
 from .corrections import Block, ConfidenceHead, CorrectionHead, DominoHead, LeftToRight, MarkovHead
 from .denoising import Denoising
@@ -123,8 +124,7 @@ class DFlashNetwork(DraftNetwork):
     @property
     def num_embeddings(self) -> int:
         """Number of tokens that have an embedding; those past the vocabulary may serve as masks."""
-        embedding = self._target.embedding if self.embed_tokens is None else self.embed_tokens
-        return getattr(embedding, "num_embeddings", None) or embedding.weight.shape[0]
+        return num_embeddings(self._target.embedding if self.embed_tokens is None else self.embed_tokens)
 
     def attach(self, target_model: nn.Module) -> DFlashNetwork:
         """Reads embedding and lm_head from `target_model` where the draft has none of its own.

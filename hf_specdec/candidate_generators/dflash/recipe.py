@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ...errors import SpecConfigError
-from ...target_facts import decoder_layers, hidden_size, vocabulary_size
+from ...target_facts import decoder_layers, hidden_size, num_embeddings, vocabulary_size
 from ...training.initial_weights import begin_as, begin_near, layer_sizes
 from ...training.reading import IGNORED, Reading
 from ...training.recipe import (
@@ -79,7 +79,7 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
 
     def check(self, target: PreTrainedModel) -> None:
         super().check(target)
-        num_layers, num_tokens = len(decoder_layers(target)), target.get_input_embeddings().weight.shape[0]
+        num_layers, num_tokens = len(decoder_layers(target)), num_embeddings(target.get_input_embeddings())
         outside = [layer for layer in self.target_layer_ids or () if not 0 <= layer < num_layers]
         if outside:
             raise SpecConfigError(
@@ -271,7 +271,7 @@ def mask_token_for(target: PreTrainedModel) -> int:
     found = mask_token_of(tokenizer)
     if found is None and tokenizer is not None:
         unused = max(tokenizer.get_vocab().values()) + 1
-        found = unused if unused < target.get_input_embeddings().weight.shape[0] else None
+        found = unused if unused < num_embeddings(target.get_input_embeddings()) else None
     if found is None:
         ends = target.generation_config.eos_token_id
         found = ends[0] if isinstance(ends, Sequence) else ends

@@ -4,7 +4,7 @@ import torch
 
 from hf_specdec.candidate_generators.dflash.recipe import DFlash2Recipe, DFlashRecipe, DominoRecipe
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
-from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
+from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe, PEagleRecipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
@@ -27,6 +27,10 @@ RECIPES = {
     "eagle3": Eagle3Recipe(ttt_steps=4),
     "eagle3, few tokens": Eagle3Recipe(ttt_steps=3, draft_vocab_size=48, aux_layer_ids=(0, 2), kl_weight=0.5),
     "eagle3, narrow": Eagle3Recipe(ttt_steps=3, hidden_size=24, num_layers=2, intermediate_size=40),
+    "eagle3, parallel": PEagleRecipe(ttt_steps=4, num_layers=2, mask_token_id=9),
+    "eagle3, parallel, shared": PEagleRecipe(
+        ttt_steps=3, num_layers=1, own_embedding=False, draft_vocab_size=48, kl_weight=0.5
+    ),
     "dflash": DFlashRecipe(**BLOCKS, num_anchors=16),
     "dflash, all anchors, distilled": DFlashRecipe(**BLOCKS, num_anchors=0, kl_weight=0.7, head_decay=0.7),
     "dflash, one layer": DFlashRecipe(block_size=4, num_layers=1, intermediate_size=24, mask_token_id=9),

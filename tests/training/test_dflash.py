@@ -12,8 +12,9 @@ from hf_specdec.candidate_generators.dflash import recipe as dflash
 from hf_specdec.candidate_generators.dflash.config import BlockView
 from hf_specdec.candidate_generators.dflash.corrections import Block
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
-from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe, mask_token_for, read_blocks
+from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe, read_blocks
 from hf_specdec.candidate_generators.dflash.text import DraftText
+from hf_specdec.layers.mask_token import mask_token_for
 from hf_specdec.training.options import TrainingOptions
 from hf_specdec.training.reading import IGNORED, TargetReader
 from hf_specdec.training.text import load_documents, pack

@@ -24,9 +24,7 @@ class DFlashTraining(Options):
         "A place of the block sees none of the later ones, which suits trees (JetSpec).",
         flags=("--causal/--bidirectional",),
     )
-    mask_token_id: int | None = setting(
-        None, "Token of the masks. Left out: the tokenizer's, an unused one, or end of text.", least=0
-    )
+    mask_token_id: int | None = shared_option("mask_token_id", None)
     # Neighbouring blocks teach much the same.
     num_anchors: int = setting(128, "Blocks of a row that are drawn for a step; 0 for all.", least=0)
     head_decay: float = shared_option("head_decay", 0.87)

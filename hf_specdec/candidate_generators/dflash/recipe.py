@@ -16,7 +16,7 @@ Shapes as in `recipe.py`; A anchors of a row, S tokens of a block, K = S - 1 mas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ...errors import SpecConfigError
-from ...target_facts import decoder_layers, hidden_size, num_embeddings, vocabulary_size
+from ...layers.mask_token import mask_token_for
+from ...target_facts import decoder_layers, hidden_size, vocabulary_size
 from ...training.initial_weights import begin_as, begin_near, layer_sizes
 from ...training.reading import IGNORED, Reading
 from ...training.recipe import (
@@ -37,7 +38,7 @@ from . import DFlash2Training, DFlashTraining, DominoTraining
 from .config import BlockView, DFlashConfig, DominoConfig, default_layer_ids
 from .corrections import Block
 from .denoising import Denoising, keep_counts
-from .network import DFlashNetwork, GivenContext, mask_token_of, tokenizer_of
+from .network import DFlashNetwork, GivenContext
 from .selector import best_tokens_of
 
 
@@ -79,18 +80,14 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
 
     def check(self, target: PreTrainedModel) -> None:
         super().check(target)
-        num_layers, num_tokens = len(decoder_layers(target)), num_embeddings(target.get_input_embeddings())
+        num_layers = len(decoder_layers(target))
         outside = [layer for layer in self.target_layer_ids or () if not 0 <= layer < num_layers]
         if outside:
             raise SpecConfigError(
                 f"`target_layer_ids` must be from 0 to {num_layers - 1}, the layers of {type(target).__name__}, got "
                 f"{outside[0]}."
             )
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < num_tokens:
-            raise SpecConfigError(
-                f"`mask_token_id` must be from 0 to {num_tokens - 1}, the tokens that the target's embedding has, got "
-                f"{self.mask_token_id}."
-            )
+        mask_token_for(target, self.mask_token_id)
 
     def build(self, target: PreTrainedModel) -> DFlashNetwork:
         num_layers, vocab_size, size = len(decoder_layers(target)), vocabulary_size(target), hidden_size(target)
@@ -103,7 +100,7 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
             **sizes,
             draft_vocab_size=vocab_size,
             block_size=self.block_size,
-            mask_token_id=mask_token_for(target) if self.mask_token_id is None else self.mask_token_id,
+            mask_token_id=mask_token_for(target, self.mask_token_id),
             target_layer_ids=self.target_layer_ids or tuple(sorted(set(usual))),
             num_target_layers=num_layers,
             views=(BlockView(causal=True),) * self.num_layers if self.causal else (),
@@ -260,22 +257,6 @@ class DominoRecipe(DominoTraining, DFlashRecipe):
             return network.logits(rows[:, :size]) + rows[:, -1:] * head.embed_proj(rows[:, :-1])
 
         return read, logits
-
-
-def mask_token_for(target: PreTrainedModel) -> int:
-    """
-    Chooses the token of the masks: the tokenizer's mask token, or else the first id after those of the tokenizer.
-    Where the embedding ends there, it is the end-of-sequence token, which is rarely an anchor and never in between.
-    """
-    tokenizer = tokenizer_of(target)
-    found = mask_token_of(tokenizer)
-    if found is None and tokenizer is not None:
-        unused = max(tokenizer.get_vocab().values()) + 1
-        found = unused if unused < num_embeddings(target.get_input_embeddings()) else None
-    if found is None:
-        ends = target.generation_config.eos_token_id
-        found = ends[0] if isinstance(ends, Sequence) else ends
-    return found or 0
 
 
 def _blocks(reading: Reading, anchors: torch.LongTensor, masked: torch.LongTensor) -> torch.LongTensor:

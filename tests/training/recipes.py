@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_specdec.candidate_generators.dflash.recipe import DFlash2Recipe, DFlashRecipe, DominoRecipe
+from hf_specdec.candidate_generators.dflash.recipe import DFlash2Recipe, DFlashRecipe, DominoRecipe, LiLiCorrRecipe
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe, PEagleRecipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
@@ -15,6 +15,10 @@ from tests.models import VOCAB_SIZE
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 BLOCKS = {"block_size": 5, "num_layers": 2, "target_layer_ids": (0, 1)}
 SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 12}
+LATTICE = {
+    **{"lilicorr_candidate_topk": 32, "lilicorr_hidden_size": 16, "lilicorr_num_layers": 1, "lilicorr_num_heads": 2},
+    "lilicorr_factor_dim": 12,
+}
 RECIPES = {
     "medusa": MedusaRecipe(num_heads=3),
     "medusa with own lm_heads": MedusaRecipe(num_heads=2, num_layers=2, share_lm_head=False, kl_weight=0.5),
@@ -42,6 +46,10 @@ RECIPES = {
     ),
     "dflash, domino": DominoRecipe(
         **BLOCKS, num_anchors=12, gru_hidden_dim=12, emb_dim=10, pure_draft_prefix_len=1, kl_weight=0.3
+    ),
+    "dflash, lilicorr": LiLiCorrRecipe(**BLOCKS, **LATTICE, num_anchors=12),
+    "dflash, lilicorr, distilled": LiLiCorrRecipe(
+        **BLOCKS, **LATTICE, num_anchors=0, kl_weight=0.5, lattice_weight=1.0, rejection_weight=0.0
     ),
     "mtp": MtpRecipe(),
     "mtp, narrow": MtpRecipe(ttt_steps=2, intermediate_size=24, kl_weight=0.5),

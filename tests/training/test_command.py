@@ -147,7 +147,7 @@ def test_help_names_every_option(monkeypatch):
         for flag in flags(options):
             assert all(f" {part}" in result.stdout.replace(",", " ") for part in flag.split("/"))
     assert (
-        "Weight of a draft's loss relative to the one before it. (0.8; dflash, dflash2, domino: 0.87; "
+        "Weight of a draft's loss relative to the one before it. (0.8; dflash, dflash2, domino, lilicorr: 0.87; "
         "mlp_speculator: 0.9" in result.stdout
     )
     assert re.search(r"Options of (\w+, )*medusa(,| and) mlp_speculator ", result.stdout)

@@ -33,10 +33,15 @@ def vocabulary_size(model: torch.nn.Module) -> int:
     return features or model.config.get_text_config(decoder=True).vocab_size
 
 
+def num_embeddings(embedding: torch.nn.Module) -> int:
+    """Number of tokens that an embedding has a row for."""
+    # Packed weights have another shape.
+    return getattr(embedding, "num_embeddings", None) or embedding.weight.shape[0]
+
+
 def hidden_size(target_model: torch.nn.Module) -> int:
     """Width of the hidden states that a model's output embeddings read."""
     head = target_model.get_output_embeddings()
-    # Packed weights have another shape.
     return getattr(head, "in_features", None) or head.weight.shape[-1]
 
 

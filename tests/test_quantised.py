@@ -11,15 +11,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_specdec import SpeculativeConfig, demo, load_speculator, record
+from hf_specdec import SpecConfigError, SpeculativeConfig, demo, generate_many, load_speculator, record
+from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mtp.network import new_mtp
 from hf_specdec.checkpoints.files import RepoFiles
 from hf_specdec.decoding.functional import has_lean_forward
 from hf_specdec.diagnosis.checks import network_findings
 from hf_specdec.kernels.products import _matrices
-from hf_specdec.layers.draft_network import is_close, is_copy
-from hf_specdec.target_facts import is_packed, numbers_of, quantisation
+from hf_specdec.layers.draft_network import TargetParts, is_close, is_copy
+from hf_specdec.target_facts import is_packed, num_embeddings, numbers_of, quantisation
 from hf_specdec.training.options import RESULT_FILE
 from tests.methods import demo_inputs, settings_of
 from tests.models import prompts, tiny_llama
@@ -150,6 +151,39 @@ def test_text_with_bitsandbytes(of_few_bits, method):
     assert torch.equal(found, target.generate(**prompts(3), **CALL))
     assert made.calls[0].stats.num_accepted_tokens > 0
     assert quantisation(target) == "bitsandbytes"
+
+
+@pytest.fixture(scope="module", params=["Embedding8bit", "EmbeddingNF4"])
+def of_packed_rows(request):
+    """A target whose embedding bitsandbytes has packed into integers of another shape."""
+    library = pytest.importorskip("bitsandbytes")
+    target = demo.load_target()
+    plain = target.get_input_embeddings()
+    packed = getattr(library.nn, request.param)(*plain.weight.shape, dtype=torch.float32)
+    packed.load_state_dict({"weight": plain.weight.detach().clone()})
+    target.set_input_embeddings(packed.to("cpu"))
+    return target
+
+
+@pytest.mark.parametrize("row", ["draft_model", "eagle3 tree", "dflash", "mtp"])
+def test_text_with_a_packed_embedding(of_packed_rows, row):
+    target = of_packed_rows
+    with record() as made:
+        found = target.generate(**demo_inputs(2), **CALL, speculative=settings_of(row))
+    assert torch.equal(found, target.generate(**demo_inputs(2), **CALL))
+    assert made.calls[0].stats.num_accepted_tokens > 0
+
+
+def test_the_rows_of_a_packed_embedding(of_packed_rows):
+    embedding, tokens = of_packed_rows.get_input_embeddings(), torch.tensor([[5, 4095]])
+    assert not embedding.weight.is_floating_point()
+    assert num_embeddings(embedding) == 4096
+    assert torch.equal(TargetParts(of_packed_rows).embed(tokens), embedding(tokens))
+    with pytest.raises(SpecConfigError, match="from 0 to 4095, the tokens that the target's embedding has, got 4096"):
+        DFlashRecipe(mask_token_id=4096).check(of_packed_rows)
+    known, unknown = generate_many(of_packed_rows, [[5, 4095], [4096]], in_order=True, max_new_tokens=2)
+    assert known.error is None
+    assert "all from 0 to 4095" in str(unknown.error)
 
 
 def test_the_doctor_tells_drafter_and_target_apart(of_few_bits):

@@ -158,11 +158,12 @@ def format_of(
         )
     fitting = [row for row in certain or marked if row.method == (certain or marked)[0].method]
     if not fitting:
-        seen = "" if names is None else f" and tensors such as {', '.join(list(names.stored.values())[:3]) or 'none'}"
+        tensors = "" if names is None else f" and its tensors ({', '.join(list(names.stored.values())[:3]) or 'none'})"
+        seen = f"config.json ({_described(config)}){tensors} {'are' if tensors else 'is'}"
         near = _near(formats, config, names)
         raise CheckpointFormatError(
-            f"The method of '{name}' cannot be read: its config.json ({_described(config)}){seen} are of no known "
-            f"format.{f' Nearest: {near}.' if near else ''} Name it with `spec_method`."
+            f"The method of '{name}' cannot be read: its {seen} of no known format."
+            f"{f' Nearest: {near}.' if near else ''} Name it with `spec_method`."
         )
     agreed = [row for row in fitting if row in marked and (names is None or not row.tensors or row in shown)]
     # Without a mark the usual one.

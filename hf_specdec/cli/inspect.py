@@ -34,7 +34,7 @@ def inspect_command(
 ) -> None:
     """Tell what a checkpoint is: method, format, size, and the target it was made for.
 
-    Weights are not downloaded. The exit code is 1 if it does not fit the target.
+    Weights are not downloaded. The exit code is 1 if it does not fit the target, or cannot be used with any.
     """
     from ..hub.inspect import inspect_checkpoint
 
@@ -48,7 +48,7 @@ def inspect_command(
         local_files_only=offline,
     )
     show(found.to_dict(), as_json, lambda: Console().print(_table(found, target)))
-    if found.fits is False:
+    if found.problems:
         raise typer.Exit(EXIT_DIFFERENT)
 
 

@@ -131,7 +131,7 @@ def train_command(
         model, tokenizer = place.load()
         result = run.run(model, tokenizer, target)
     if run.accelerator.is_main_process:
-        use = f"hf-specdec generate --model {target} --method {method} --spec-model {result.folder}"
+        use = f"hf-specdec generate --model {target} --method {result.method} --spec-model {result.folder}"
         report = result.to_dict() | {"use": use}
         show(report, as_json, lambda: _print_report(report))
 

@@ -321,8 +321,9 @@ def product_findings(target_model: PreTrainedModel) -> Iterator[Finding]:
     elif products.measures:
         products.prepare_products(target_model)
         num_faster, num_shapes = products.count_wins(target_model)
-        found = f"Products faster than torch's are used for {num_faster} of {num_shapes} shapes of matrices."
-        yield Finding("products", "ok", found)
+        if num_shapes:
+            found = f"Products faster than torch's are used for {num_faster} of {num_shapes} shapes of matrices."
+            yield Finding("products", "ok", found)
 
 
 def _few(names: Sequence[str]) -> str:

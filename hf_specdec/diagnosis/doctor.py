@@ -21,7 +21,7 @@ from ..loader import load_speculator
 from ..method import methods, takes_model
 from ..settings import SpeculativeConfig
 from ..speculator import Speculator
-from ..target_facts import model_name
+from ..target_facts import model_name, num_embeddings
 from .checks import (
     Finding,
     Status,
@@ -172,6 +172,9 @@ class _Examination:
         self.batches: dict[str, list[Batch]] = {"raw": make_batches(tokenizer, prompts, size, device=model.device)}
         for form, chats in chat_forms(prompts, tokenizer).items():
             self.batches[form] = make_batches(tokenizer, chats, size, device=model.device, add_special_tokens=False)
+        self.largest_id: int = max(
+            int(batch.inputs["input_ids"].max()) for batches in self.batches.values() for batch in batches
+        )
 
     def _add(self, check: str, status: Status, found: str, remedy: str = "") -> None:
         self.diagnosis.findings.append(Finding(check, status, found, remedy))
@@ -181,6 +184,16 @@ class _Examination:
 
     def run(self, try_variants: bool) -> None:
         """Measures, judges, and looks for causes."""
+        num_tokens = num_embeddings(self.model.get_input_embeddings())
+        if self.largest_id >= num_tokens:
+            self._add(
+                "tokenizer",
+                "error",
+                f"The tokenizer writes a prompt with the token {self.largest_id}, and the target knows the tokens 0 "
+                f"to {num_tokens - 1}.",
+                "Pass the tokenizer that the target was trained with.",
+            )
+            return
         for form in self.batches:
             self.say(f"Probing the acceptance, {form} prompts")
             self.diagnosis.acceptance[form] = self._measure(form)
@@ -319,14 +332,14 @@ class _Examination:
         """Explains a low acceptance for which no probe has found a cause."""
         if found.first_rate >= (self.healthy_rate or 0.0):
             return (
-                "The first draft token is good and those after it are not: the drafter does not go on from its own "
-                "states and tokens as it does from the target's. It was trained for one step only (no training-time "
-                "test), or its positions or its recurrence are not those of its training.",
-                "Draft one token (num_speculative_tokens=1), or train it on its own drafts.",
+                "The first draft token is good and those after it are not: the drafter was trained for one step only "
+                "(no training-time test, or no masks after the first), or its positions or its recurrence are not "
+                "those of its training.",
+                "Draft one token (num_speculative_tokens=1), or train it to draft several.",
             )
         for finding in self.diagnosis.findings:
             if finding.check in ("made for", "tokenizer") and finding.status != "ok":
-                return f"It belongs to another model. {finding.found}", finding.remedy
+                return f"Most likely it belongs to another model. {finding.found}", finding.remedy
         return (
             "No other wiring helps: the weights were most likely trained for another model, another version of this "
             "one or a very different kind of text, or are not trained to the end.",

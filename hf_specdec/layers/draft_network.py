@@ -71,7 +71,8 @@ class TargetParts:
         tokens = on_device_of(embedding, tokens)
         if isinstance(embedding, nn.Embedding):
             weight = embedding.weight
-            is_plain = type(embedding).forward is nn.Embedding.forward
+            # Rows that are packed into integers are known to their own module alone.
+            is_plain = type(embedding).forward is nn.Embedding.forward or not weight.is_floating_point()
             if is_distributed(weight):
                 # Hooks of the table may collect its rows.
                 return embedding(tokens) if is_plain and is_hooked(embedding) else _distributed_rows(weight, tokens)

@@ -20,7 +20,7 @@ from ..errors import SpecConfigError, shown
 from ..integration import SPELLINGS, prepare_request
 from ..logits.grammar.recognition import grammar_of
 from ..logits.randomness import seed_from_torch
-from ..target_facts import vocabulary_size
+from ..target_facts import num_embeddings, vocabulary_size
 from ..threads import Recent, cached_property
 from ..validation import Bounds, checked
 
@@ -166,7 +166,7 @@ class RequestReader:
             raise SpecConfigError(
                 f"A request is a text, a list of token ids, a chat or a dict with one of them, got {shown(prompt)}."
             ) from None
-        size = self.model.get_input_embeddings().weight.shape[0]
+        size = num_embeddings(self.model.get_input_embeddings())
         if not tokens or not 0 <= min(tokens) <= max(tokens) < size:
             raise SpecConfigError(f"A prompt needs at least one token, all from 0 to {size - 1}, got {shown(tokens)}.")
         return tokens

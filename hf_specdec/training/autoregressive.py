@@ -6,6 +6,9 @@ token t + 1 with the target's state of token t; step s is that of token t + 1 + 
 same cycle fed back, at position t + s. It sees step 0 of the anchors up to t, and the steps 1 to s of its own cycle:
 what drafting sees. Step s predicts token t + 2 + s, and its loss is weighted with `head_decay`^s.
 
+A network that drafts all tokens at once (P-EAGLE, Hui et al. 2026, arXiv:2602.01469) has the mask token and its state
+in the steps after the first, in the place of the text's token and of what was fed back.
+
 Shapes as in `recipe.py`; U tokens that the draft knows, h its hidden size, C cycles of a row.
 """
 
@@ -43,6 +46,9 @@ class AutoregressiveNetwork(Protocol):
     def logits(self, output: torch.Tensor) -> torch.Tensor: ...
 
     def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor: ...
+
+    # Asked of networks with a mask token alone.
+    def mask_state(self) -> torch.Tensor: ...
 
 
 class AutoregressiveRecipe(CycleRecipe):
@@ -148,8 +154,12 @@ def walk_cycles(
     earlier = seen <= anchors[..., None]
     own = torch.eye(anchors.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
     places = seen.expand(len(tokens), -1)
+    mask_token = getattr(network.config, "mask_token_id", None)
     for step in range(1, num_steps):
-        next_tokens = tokens.gather(1, (anchors + step + 1).clamp(max=tokens.shape[1] - 1))
+        if mask_token is None:
+            next_tokens = tokens.gather(1, (anchors + step + 1).clamp(max=tokens.shape[1] - 1))
+        else:
+            next_tokens, hidden = torch.full_like(anchors, mask_token), network.mask_state().expand_as(hidden)
         places = torch.cat((places, anchors + step), dim=1)
         mask = _within(network.span, torch.cat((earlier, *[own] * step), dim=2), anchors + step, places)
         hidden, output = network(next_tokens, hidden, anchors + step, mask, cache)

@@ -138,6 +138,10 @@ _SHARED: dict[str, dict[str, Any]] = {
     "head_decay": {"help": "Weight of a draft's loss relative to the one before it.", "least": 0, "most": 1},
     "ttt_steps": {"help": "Steps in the draft's own states that it is trained on.", "least": 1},
     "intermediate_size": {"help": "Width of the MLPs; 0 for the target's.", "least": 0},
+    "mask_token_id": {
+        "help": "Token of the masks. Left out: the tokenizer's, an unused one, or end of text.",
+        "least": 0,
+    },
     # Neighbouring positions teach much the same.
     "max_positions": {
         "help": "Positions of a batch that are drawn for the loss: with many rows and --keep-states. Left out: all.",

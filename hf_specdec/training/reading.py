@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..decoding.states import captured_states
 from ..errors import SpecConfigError, UnsupportedModelError
+from ..target_facts import num_embeddings
 
 
 # Label of tokens without a loss.
@@ -216,7 +217,7 @@ def check_plain_head(model: PreTrainedModel, what: str) -> None:
     Raises:
         UnsupportedModelError: They are scaled or capped.
     """
-    tokens = torch.arange(min(4, model.get_input_embeddings().weight.shape[0]), device=model.device)[None]
+    tokens = torch.arange(min(4, num_embeddings(model.get_input_embeddings())), device=model.device)[None]
     with captured_states(model, ("last",)) as states:
         logits = model(input_ids=tokens, use_cache=False).logits.float()
     head = model.get_output_embeddings()

@@ -122,6 +122,7 @@ def test_what_cannot_be_used_at_all_fits_nothing(tmp_path):
     assert (found.found.format, found.fits) == ("eagle-cohere", None)
     assert "Cohere layer" in found.problems[0]
     assert inspect_checkpoint(tmp_path, "demo").fits is False
+    assert run(tmp_path).exit_code == 1
 
 
 class TestCommand:

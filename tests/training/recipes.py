@@ -2,9 +2,9 @@
 
 import torch
 
-from hf_specdec.candidate_generators.dflash.recipe import DFlash2Recipe, DFlashRecipe, DominoRecipe
+from hf_specdec.candidate_generators.dflash.recipe import DFlash2Recipe, DFlashRecipe, DominoRecipe, LiLiCorrRecipe
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
-from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
+from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe, PEagleRecipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
@@ -15,6 +15,10 @@ from tests.models import VOCAB_SIZE
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 BLOCKS = {"block_size": 5, "num_layers": 2, "target_layer_ids": (0, 1)}
 SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 12}
+LATTICE = {
+    **{"lilicorr_candidate_topk": 32, "lilicorr_hidden_size": 16, "lilicorr_num_layers": 1, "lilicorr_num_heads": 2},
+    "lilicorr_factor_dim": 12,
+}
 RECIPES = {
     "medusa": MedusaRecipe(num_heads=3),
     "medusa with own lm_heads": MedusaRecipe(num_heads=2, num_layers=2, share_lm_head=False, kl_weight=0.5),
@@ -27,6 +31,10 @@ RECIPES = {
     "eagle3": Eagle3Recipe(ttt_steps=4),
     "eagle3, few tokens": Eagle3Recipe(ttt_steps=3, draft_vocab_size=48, aux_layer_ids=(0, 2), kl_weight=0.5),
     "eagle3, narrow": Eagle3Recipe(ttt_steps=3, hidden_size=24, num_layers=2, intermediate_size=40),
+    "eagle3, parallel": PEagleRecipe(ttt_steps=4, num_layers=2, mask_token_id=9),
+    "eagle3, parallel, shared": PEagleRecipe(
+        ttt_steps=3, num_layers=1, own_embedding=False, draft_vocab_size=48, kl_weight=0.5
+    ),
     "dflash": DFlashRecipe(**BLOCKS, num_anchors=16),
     "dflash, all anchors, distilled": DFlashRecipe(**BLOCKS, num_anchors=0, kl_weight=0.7, head_decay=0.7),
     "dflash, one layer": DFlashRecipe(block_size=4, num_layers=1, intermediate_size=24, mask_token_id=9),
@@ -38,6 +46,10 @@ RECIPES = {
     ),
     "dflash, domino": DominoRecipe(
         **BLOCKS, num_anchors=12, gru_hidden_dim=12, emb_dim=10, pure_draft_prefix_len=1, kl_weight=0.3
+    ),
+    "dflash, lilicorr": LiLiCorrRecipe(**BLOCKS, **LATTICE, num_anchors=12),
+    "dflash, lilicorr, distilled": LiLiCorrRecipe(
+        **BLOCKS, **LATTICE, num_anchors=0, kl_weight=0.5, lattice_weight=1.0, rejection_weight=0.0
     ),
     "mtp": MtpRecipe(),
     "mtp, narrow": MtpRecipe(ttt_steps=2, intermediate_size=24, kl_weight=0.5),

@@ -81,12 +81,16 @@ def test_trains_a_draft_that_can_be_used(method, common, tmp_path):
     assert torch.equal(plain, drafted)
 
 
-def test_prints_the_acceptance_and_the_line_that_uses_the_draft(common, target, tmp_path):
-    result = invoke("medusa", *common)
+@pytest.mark.parametrize(
+    ("trained", "method", "options"),
+    [("medusa", "medusa", ()), ("peagle", "eagle3", ("--num-layers", 1, "--ttt-steps", 2))],
+)
+def test_prints_the_acceptance_and_the_line_that_uses_the_draft(trained, method, options, common, target, tmp_path):
+    result = invoke(trained, *common, *options)
     assert result.exit_code == 0, result.stderr
     assert "tokens per cycle (untrained" in result.stdout
     usage = next(line.strip() for line in result.stdout.splitlines() if line.startswith("  hf-specdec"))
-    assert usage == f"hf-specdec generate --model {target} --method medusa --spec-model {tmp_path / 'out'}"
+    assert usage == f"hf-specdec generate --model {target} --method {method} --spec-model {tmp_path / 'out'}"
     generated = CliRunner().invoke(cli.app, [*usage.split()[1:], "--no-stats", "-n", "5", "abc"])
     assert generated.exit_code == 0, generated.stderr
     assert len(generated.stdout.strip()) == 5
@@ -143,7 +147,7 @@ def test_help_names_every_option(monkeypatch):
         for flag in flags(options):
             assert all(f" {part}" in result.stdout.replace(",", " ") for part in flag.split("/"))
     assert (
-        "Weight of a draft's loss relative to the one before it. (0.8; dflash, dflash2, domino: 0.87; "
+        "Weight of a draft's loss relative to the one before it. (0.8; dflash, dflash2, domino, lilicorr: 0.87; "
         "mlp_speculator: 0.9" in result.stdout
     )
     assert re.search(r"Options of (\w+, )*medusa(,| and) mlp_speculator ", result.stdout)

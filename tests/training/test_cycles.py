@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from hf_specdec import load_speculator
-from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
+from hf_specdec.candidate_generators.eagle.parallel import MaskedReading
+from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe, PEagleRecipe
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.drafting.entries import DraftEntries
+from hf_specdec.drafting.slots import Entries
 from hf_specdec.errors import SpecConfigError, UnsupportedModelError
+from hf_specdec.hub.detect import detect_checkpoint
 from hf_specdec.layers.known import is_llama_layer
 from hf_specdec.layers.llama import DecoderLayer
 from hf_specdec.training.autoregressive import walk_cycles
@@ -35,7 +38,9 @@ TARGETS = {
     "deepseek_v3": lambda: tiny_model("deepseek_v3", first_k_dense_replace=1),
     "qwen3_5_text": lambda: tiny_model("qwen3_5_text"),
 }
-NETWORKS = [*((name, "llama") for name in named("eagle", "eagle3", "mtp")), *(("mtp", kind) for kind in TARGETS)]
+PARALLEL = [name for name in named("eagle3") if "parallel" in name]
+ONE_BY_ONE = [name for name in named("eagle", "eagle3", "mtp") if name not in PARALLEL]
+NETWORKS = [*((name, "llama") for name in ONE_BY_ONE), *(("mtp", kind) for kind in TARGETS)]
 
 
 @pytest.mark.parametrize(("name", "kind"), dict.fromkeys(NETWORKS))
@@ -65,6 +70,27 @@ def test_a_step_sees_what_drafting_sees(name, kind):
                 torch.testing.assert_close(found[places], expected[:, 0], atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", PARALLEL)
+@torch.no_grad()
+def test_masks_see_what_drafting_sees(name, target):
+    recipe, steps = RECIPES[name], 4
+    network = built(recipe, target)
+    torch.nn.init.normal_(network.mask_hidden)
+    network = network.double()
+    reading = read(recipe, network, target, length=14)
+    tokens, states = reading.tokens, network.fuse(reading.states)
+    anchors = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 4, 3, 2, 1, 0, 5, 6, 8, 7]])
+    cycles = walk_cycles(network, tokens, states, anchors, steps)
+    walked = torch.stack([network.logits(output) for _, output in cycles])
+    for anchor in range(10):
+        entries, count = DraftEntries(network, starts=[0, 0], offsets=[0, 0], capacity=32), anchor + 1
+        raw = {key: state[:, :count] for key, state in reading.states.items()}
+        new = Entries(tokens[:, 1 : count + 1], raw, [count, count])
+        _, expected = MaskedReading(network).read(entries, new, steps - 1)
+        found = walked[:, anchors == anchor].movedim(0, 1)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
 def test_cycles_begin_where_their_first_draft_counts(target):
     recipe = Eagle1Recipe()
     tokens = torch.randint(1, VOCAB_SIZE, (3, 12))
@@ -80,7 +106,7 @@ def test_cycles_begin_where_their_first_draft_counts(target):
     ]
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3, few tokens", "mtp, narrow"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3, few tokens", "eagle3, parallel", "mtp, narrow"])
 def test_the_loss_is_the_weighted_mean_of_the_steps(name, target):
     recipe = replace(RECIPES[name], ttt_steps=2, head_decay=0.5, **({"noise": 0.0} if name == "eagle" else {}))
     network = built(recipe, target)
@@ -130,6 +156,17 @@ class TestEagle:
         assert config.aux_layer_ids == (0, 1, 2)
         assert Eagle3Recipe().build(tiny_llama(num_hidden_layers=8)).config.aux_layer_ids == (2, 4, 5)
 
+    def test_a_parallel_head_says_so(self, target, tmp_path):
+        recipe = PEagleRecipe(ttt_steps=5, num_layers=2, mask_token_id=7)
+        recipe.save(recipe.build(target), tmp_path)
+        network = load_speculator(target, model=str(tmp_path)).resources
+        config = network.config
+        assert (config.mask_token_id, config.num_parallel_tokens, config.num_hidden_layers) == (7, 5, 2)
+        assert detect_checkpoint(tmp_path).format == "peagle"
+        assert detect_checkpoint(tmp_path).num_draft_tokens == 5
+        with pytest.raises(SpecConfigError, match="`mask_token_id` must be from 0 to 63"):
+            PEagleRecipe(mask_token_id=64).check(target)
+
     def test_the_draft_knows_the_most_frequent_tokens(self, target):
         recipe = Eagle3Recipe(draft_vocab_size=3)
         network = recipe.build(target)
@@ -143,7 +180,9 @@ class TestEagle:
         recipe.save(recipe.build(target), tmp_path)
         tensors = load_file(tmp_path / "model.safetensors")
         config = json.loads((tmp_path / "config.json").read_text())
-        assert ("embed_tokens.weight" in tensors) == (config["hidden_size"] != 32)
+        has_own = config["hidden_size"] != 32 or getattr(recipe, "own_embedding", False)
+        assert ("embed_tokens.weight" in tensors) == has_own
+        assert ("mask_hidden" in tensors) == ("mask_token_id" in config) == (name in PARALLEL)
         is_eagle3 = recipe.method == "eagle3"
         assert ("lm_head.weight" in tensors) == ("midlayer.hidden_norm.weight" in tensors) == is_eagle3
         assert ("d2t" in tensors) == (config.get("draft_vocab_size", VOCAB_SIZE) != VOCAB_SIZE)

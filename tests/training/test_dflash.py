@@ -12,8 +12,9 @@ from hf_specdec.candidate_generators.dflash import recipe as dflash
 from hf_specdec.candidate_generators.dflash.config import BlockView
 from hf_specdec.candidate_generators.dflash.corrections import Block
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
-from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe, mask_token_for, read_blocks
+from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe, read_blocks
 from hf_specdec.candidate_generators.dflash.text import DraftText
+from hf_specdec.layers.mask_token import mask_token_for
 from hf_specdec.training.options import TrainingOptions
 from hf_specdec.training.reading import IGNORED, TargetReader
 from hf_specdec.training.text import load_documents, pack
@@ -94,13 +95,30 @@ def selector_loss(network, output, before, token):
     return -scores.log_softmax(-1)[candidates.index(token)]
 
 
+def lattice_losses(recipe, network, reading, row, place, output, text, target_logits):
+    """Losses of the lattice at the places of a block, up to the first whose token is no candidate."""
+    seen = network.fuse({key: reading.states[key][row, None, place, None] for key in network.target_hidden_states})
+    edges = network.lilicorr(network.logits(output[None]), output[None], seen[:, 0], network.embed)
+    before, losses = 0, []
+    for candidates, scores, token, wanted in zip(edges.tokens[0].tolist(), edges.scores[0], text, target_logits):
+        if token not in candidates:
+            break
+        right = candidates.index(token)
+        probs = scores[before].softmax(-1)
+        rejected = sum(prob * max(0, wanted[token] - wanted[c]) for prob, c in zip(probs, candidates))
+        losses.append(-recipe.lattice_weight * probs[right].log() + recipe.rejection_weight * rejected)
+        before = right
+    return losses
+
+
 @pytest.mark.parametrize("name", named("dflash"))
 def test_the_loss_is_that_of_blocks_read_one_by_one(name, target):
     recipe = RECIPES[name]
     recipe = replace(recipe, num_anchors=min(recipe.num_anchors, 9))
     network = built(recipe, target)
     reading = read(recipe, network, target, uncounted=7)
-    target_log_probs = target(reading.tokens).logits.log_softmax(-1)
+    target_logits = target(reading.tokens).logits
+    target_log_probs = target_logits.log_softmax(-1)
     torch.manual_seed(4)
     found = recipe.loss(network, reading)
     torch.manual_seed(4)
@@ -109,6 +127,7 @@ def test_the_loss_is_that_of_blocks_read_one_by_one(name, target):
     revealed = recipe.draw_revealed(labels)
     assert bool(revealed.any()) == bool(recipe.reveal_share)
     total = weights = 0.0
+    of_lattice = []
     for row in range(2):
         for index, place in enumerate(anchors[row].tolist()):
             if place + 2 >= 20 or not reading.counted[row, place + 2]:
@@ -122,6 +141,9 @@ def test_the_loss_is_that_of_blocks_read_one_by_one(name, target):
                 walk = network.left_to_right(Block(logits[None], output[None]))
                 before = reading.tokens[row, place + 1 :]
                 logits = torch.cat([walk.after(token[None]) for token in before[: len(logits)]])
+            if network.lilicorr is not None:
+                wanted = target_logits[row, place + 1 :]
+                of_lattice += lattice_losses(recipe, network, reading, row, place, output, text, wanted)
             log_probs = logits.log_softmax(-1)
             for mask, token in enumerate(text[: recipe.num_drafts]):
                 if shown[mask]:
@@ -134,7 +156,10 @@ def test_the_loss_is_that_of_blocks_read_one_by_one(name, target):
                     loss = loss + recipe.selector_weight * selector_loss(network, output[mask], before, token)
                 total = total + recipe.head_decay**mask * loss
                 weights += recipe.head_decay**mask
-    torch.testing.assert_close(found, total / weights, atol=1e-5, rtol=1e-5)
+    if network.lilicorr is not None:
+        assert len(of_lattice) > 5
+    expected = total / weights + sum(of_lattice) / max(len(of_lattice), 1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 class TestBuilding:
@@ -248,8 +273,29 @@ def test_corrections_begin_as_next_to_none_and_learn(target, data):
         learned = everywhere.loss(network, reading)
         network.logit_head.embed_proj[2].weight.zero_()
         assert learned < 0.9 * everywhere.loss(network, reading)
-    with pytest.raises(SpecConfigError, match="`reveal_share`=0.5 .* Domino drafts take one"):
+    with pytest.raises(SpecConfigError, match="`reveal_share`=0.5 .* drafts of this kind take one"):
         replace(recipe, reveal_share=0.5)
+
+
+def test_a_lattice_learns_to_walk(target, data):
+    """After some steps its walk accepts more than the best token of each place."""
+    rows = pack(load_documents([str(data)], letter_tokenizer()), LENGTH, None)
+    settings = TrainingOptions(steps=120, learning_rate=1e-2, warmup_steps=5, bf16=False)
+    recipe = replace(RECIPES["dflash, lilicorr"], num_anchors=8)
+    torch.manual_seed(1)
+    network = recipe.build(target)
+    reader = TargetReader(target, recipe.states_for(network))
+    held_out = rows.once(32)[:1]
+    untrained = recipe.measure(network, reader, held_out)
+    train(network, rows.batches(4, 0), recipe.objective(network, reader), settings)
+    walked = recipe.measure(network, reader, held_out)
+    plain = DFlashNetwork(replace(network.config, lilicorr=None))
+    plain.load_state_dict(network.state_dict(), strict=False)
+    alone = recipe.measure(plain.attach(target), reader, held_out)
+    assert walked.tokens_per_cycle > untrained.tokens_per_cycle + 0.3
+    assert walked.tokens_per_cycle > alone.tokens_per_cycle
+    with pytest.raises(SpecConfigError, match="`lilicorr_num_heads`=3 must divide `lilicorr_hidden_size`, got 16"):
+        replace(recipe, lilicorr_num_heads=3)
 
 
 def test_revealing_teaches_to_use_known_tokens(target, data):

@@ -24,9 +24,7 @@ class DFlashTraining(Options):
         "A place of the block sees none of the later ones, which suits trees (JetSpec).",
         flags=("--causal/--bidirectional",),
     )
-    mask_token_id: int | None = setting(
-        None, "Token of the masks. Left out: the tokenizer's, an unused one, or end of text.", least=0
-    )
+    mask_token_id: int | None = shared_option("mask_token_id", None)
     # Neighbouring blocks teach much the same.
     num_anchors: int = setting(128, "Blocks of a row that are drawn for a step; 0 for all.", least=0)
     head_decay: float = shared_option("head_decay", 0.87)
@@ -64,6 +62,22 @@ class DominoTraining(DFlashTraining):
     pure_draft_prefix_len: int = setting(1, "First tokens of a block that are not corrected.", least=0)
 
 
+@dataclass(frozen=True)
+class LiLiCorrTraining(DFlashTraining):
+    """Options of training a LiLiCorr draft; what belongs to the lattice is named as in its configs."""
+
+    lilicorr_candidate_topk: int = setting(8, "Candidates of a position.", least=1, most=256)
+    lilicorr_hidden_size: int = setting(512, "Size of the states of candidates.", least=1)
+    lilicorr_num_layers: int = setting(2, "Layers in which the candidates of a block see each other.", least=1)
+    lilicorr_num_heads: int = setting(8, "Attention heads of these layers.", least=1)
+    lilicorr_factor_dim: int = setting(128, "Size of the vectors whose products are the scores.", least=1)
+    lilicorr_logit_scale: float = setting(10.0, "Factor of the scores, which are cosines.", least=0, inclusive=False)
+    lattice_weight: float = setting(0.25, "Weight of the cross-entropy of the scores.", least=0)
+    rejection_weight: float = setting(
+        0.25, "Weight of the logits by which the target prefers the right token to what is chosen.", least=0
+    )
+
+
 METHODS = (
     Method(
         name="dflash",
@@ -81,6 +95,7 @@ METHODS = (
         further_recipes={
             "dflash2": ("DFlash 2 draft", "recipe:DFlash2Recipe", DFlash2Training),
             "domino": ("Domino draft", "recipe:DominoRecipe", DominoTraining),
+            "lilicorr": ("LiLiCorr draft", "recipe:LiLiCorrRecipe", LiLiCorrTraining),
         },
         vllm="dflash",
         sglang="DFLASH",

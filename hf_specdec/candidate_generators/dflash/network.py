@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint
 from ...checkpoints.draft_reader import stored_vocabulary
@@ -56,6 +55,8 @@ from ...layers.llama import (
     rotate,
     with_query_groups,
 )
+from ...layers.mask_token import mask_token_of, tokenizer_of
+from ...target_facts import num_embeddings
 from .config import BlockView, DFlashConfig
 from .corrections import Block, ConfidenceHead, CorrectionHead, DominoHead, LeftToRight, MarkovHead
 from .denoising import Denoising
@@ -68,10 +69,6 @@ from .xpress import XPressHead
 if TYPE_CHECKING:
     from ...checkpoints.draft_reader import DraftConfig
     from ...settings import SpeculativeConfig
-
-
-# Spellings of a tokenizer's mask token, if the checkpoint does not name it.
-_MASK_SPELLINGS = ("<|MASK|>", "<mask>", "[MASK]", "<MASK>")
 
 
 class DFlashNetwork(DraftNetwork):
@@ -123,8 +120,7 @@ class DFlashNetwork(DraftNetwork):
     @property
     def num_embeddings(self) -> int:
         """Number of tokens that have an embedding; those past the vocabulary may serve as masks."""
-        embedding = self._target.embedding if self.embed_tokens is None else self.embed_tokens
-        return getattr(embedding, "num_embeddings", None) or embedding.weight.shape[0]
+        return num_embeddings(self._target.embedding if self.embed_tokens is None else self.embed_tokens)
 
     def attach(self, target_model: nn.Module) -> DFlashNetwork:
         """Reads embedding and lm_head from `target_model` where the draft has none of its own.
@@ -494,21 +490,3 @@ def check_mask_token(token: int, network: DFlashNetwork) -> None:
             f"{network.num_embeddings - 1}. Name another with `dflash_mask_token_id`, or, if the target's embedding "
             "was resized, pass a target that has the row."
         )
-
-
-def tokenizer_of(target_model: nn.Module) -> PreTrainedTokenizerBase | None:
-    """The target's tokenizer, where it has one that can be loaded."""
-    name = target_model.config.name_or_path
-    try:
-        return AutoTokenizer.from_pretrained(name) if name else None
-    except Exception:  # noqa: BLE001 - a stranger's files may trip anything
-        return None
-
-
-def mask_token_of(tokenizer: PreTrainedTokenizerBase | None, spelling: str | None = None) -> int | None:
-    """The id of what a tokenizer has for masks, spelled like this or as usual; `None` where it has nothing."""
-    if tokenizer is None:
-        return None
-    vocabulary = tokenizer.get_vocab()
-    spellings = (spelling, *_MASK_SPELLINGS)
-    return next((vocabulary[s] for s in spellings if s in vocabulary), tokenizer.mask_token_id)

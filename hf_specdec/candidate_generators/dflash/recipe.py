@@ -4,8 +4,9 @@ A block begins at an anchor, as in drafting: the token that was committed last, 
 of the text before the anchor, and itself. Every mask is to become the text's token of its place, and the loss of the
 j-th of them has the weight `head_decay`^(j - 1): a wrong token makes those after it worthless.
 
-A DFlash 2 draft also learns the scores of its selector, see [`DFlash2Recipe`], a Domino draft its corrections by the
-text's own tokens before each mask, see [`DominoRecipe`]. With `causal` a place of the block sees none of the later
+A DFlash 2 draft also learns the scores of its selector, see [`DFlash2Recipe`], a LiLiCorr draft those of its lattice,
+see [`LiLiCorrRecipe`], a Domino draft its corrections by the text's own tokens before each mask, see [`DominoRecipe`].
+With `causal` a place of the block sees none of the later
 ones, as in JetSpec (arXiv:2606.18394): a token of a tree then depends on its path alone.
 
 With `reveal_share` some blocks have the text's tokens in the place of a part of their masks, as in training masked
@@ -16,7 +17,7 @@ Shapes as in `recipe.py`; A anchors of a row, S tokens of a block, K = S - 1 mas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,20 +25,21 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ...errors import SpecConfigError
+from ...layers.mask_token import mask_token_for
 from ...target_facts import decoder_layers, hidden_size, vocabulary_size
 from ...training.initial_weights import begin_as, begin_near, layer_sizes
-from ...training.reading import IGNORED, Reading
+from ...training.reading import IGNORED, Reading, check_plain_head
 from ...training.recipe import (
     CHUNK_LOGITS,
     CycleRecipe,
     no_loss,
     sum_over_chunks,
 )
-from . import DFlash2Training, DFlashTraining, DominoTraining
-from .config import BlockView, DFlashConfig, DominoConfig, default_layer_ids
+from . import DFlash2Training, DFlashTraining, DominoTraining, LiLiCorrTraining
+from .config import BlockView, DFlashConfig, DominoConfig, LiLiCorrConfig, default_layer_ids
 from .corrections import Block
 from .denoising import Denoising, keep_counts
-from .network import DFlashNetwork, GivenContext, mask_token_of, tokenizer_of
+from .network import DFlashNetwork, GivenContext
 from .selector import best_tokens_of
 
 
@@ -79,18 +81,14 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
 
     def check(self, target: PreTrainedModel) -> None:
         super().check(target)
-        num_layers, num_tokens = len(decoder_layers(target)), target.get_input_embeddings().weight.shape[0]
+        num_layers = len(decoder_layers(target))
         outside = [layer for layer in self.target_layer_ids or () if not 0 <= layer < num_layers]
         if outside:
             raise SpecConfigError(
                 f"`target_layer_ids` must be from 0 to {num_layers - 1}, the layers of {type(target).__name__}, got "
                 f"{outside[0]}."
             )
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < num_tokens:
-            raise SpecConfigError(
-                f"`mask_token_id` must be from 0 to {num_tokens - 1}, the tokens that the target's embedding has, got "
-                f"{self.mask_token_id}."
-            )
+        mask_token_for(target, self.mask_token_id)
 
     def build(self, target: PreTrainedModel) -> DFlashNetwork:
         num_layers, vocab_size, size = len(decoder_layers(target)), vocabulary_size(target), hidden_size(target)
@@ -103,7 +101,7 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
             **sizes,
             draft_vocab_size=vocab_size,
             block_size=self.block_size,
-            mask_token_id=mask_token_for(target) if self.mask_token_id is None else self.mask_token_id,
+            mask_token_id=mask_token_for(target, self.mask_token_id),
             target_layer_ids=self.target_layer_ids or tuple(sorted(set(usual))),
             num_target_layers=num_layers,
             views=(BlockView(causal=True),) * self.num_layers if self.causal else (),
@@ -128,7 +126,8 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
         inputs = torch.where(revealed, labels, network.config.mask_token_id)
         context = _context(network, reading, anchors)
         output = read_blocks(network, context, anchors, _blocks(reading, anchors, inputs))
-        rows, blocks, masks = counting = ((labels != IGNORED) & ~revealed).nonzero(as_tuple=True)
+        labels = labels.masked_fill(revealed, IGNORED)
+        rows, blocks, masks = counting = (labels != IGNORED).nonzero(as_tuple=True)
         if not len(rows):
             return total
         # The target predicts the tokens there.
@@ -144,8 +143,7 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
             network.config.draft_vocab_size,
             weights=weights,
         )
-        before = reading.tokens.flatten()[places]
-        return total + self.further_loss(network, output[counting], labels[counting], before, weights)
+        return total + self.further_loss(network, output, reading, anchors, labels)
 
     def predictions(
         self, network: DFlashNetwork, output: torch.Tensor, reading: Reading, anchors: torch.LongTensor
@@ -157,11 +155,11 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
         self,
         network: DFlashNetwork,
         output: torch.Tensor,
+        reading: Reading,
+        anchors: torch.LongTensor,
         labels: torch.LongTensor,
-        before: torch.LongTensor,
-        weights: torch.Tensor,
     ) -> torch.Tensor | float:
-        """Loss beside that of the tokens, by outputs `(N, h)`, tokens, those before them, and weights, `(N,)` each."""
+        """Loss beside that of the tokens, by outputs `(B, A, K, h)` and labels `(B, A, K)`, -100 where none counts."""
         return 0.0
 
     def draw_anchors(self, reading: Reading) -> torch.LongTensor:
@@ -212,8 +210,18 @@ class DFlash2Recipe(DFlash2Training, DFlashRecipe):
         names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         return {name: getattr(self, name) for name in names}
 
-    def further_loss(self, network: Any, output: Any, labels: Any, before: Any, weights: Any) -> torch.Tensor:
+    def further_loss(
+        self,
+        network: DFlashNetwork,
+        output: torch.Tensor,
+        reading: Reading,
+        anchors: torch.LongTensor,
+        labels: torch.LongTensor,
+    ) -> torch.Tensor:
         selector = network.candidate_selector
+        rows, blocks, masks = counting = (labels != IGNORED).nonzero(as_tuple=True)
+        before = reading.tokens[rows, anchors[rows, blocks] + 1 + masks]
+        output, labels, weights = output[counting], labels[counting], self.head_decay**masks
 
         def chunk_loss(part: slice) -> torch.Tensor:
             values, tokens = best_tokens_of(network.logits(output[part]), selector.top_k)
@@ -226,19 +234,95 @@ class DFlash2Recipe(DFlash2Training, DFlashRecipe):
         return self.selector_weight * losses / weights.sum()
 
 
-class DominoRecipe(DominoTraining, DFlashRecipe):
-    """
-    A Domino draft, which begins as a DFlash draft: its corrections add next to nothing. They learn with the layers,
-    from the text's own tokens before each mask.
-    """
+class _OneStepRecipe(DFlashRecipe):
+    """A draft whose blocks take one denoising step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.reveal_share:
             raise SpecConfigError(
-                f"`reveal_share`={self.reveal_share} is for several denoising steps, and Domino drafts take one. "
-                "Leave it out."
+                f"`reveal_share`={self.reveal_share} is for several denoising steps, and drafts of this kind take "
+                "one. Leave it out."
             )
+
+
+class LiLiCorrRecipe(LiLiCorrTraining, _OneStepRecipe):
+    """
+    A LiLiCorr draft, whose lattice learns beside the tokens, and through their probabilities the layers with it
+    (arXiv:2608.20530). A place counts as long as it and all before it have the text's token among their candidates.
+    The loss there is, over the candidates after the right one before them, the cross-entropy of the right one, and the
+    expected logit by which the target prefers the right one to what is chosen, as far as it does.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lilicorr_hidden_size % self.lilicorr_num_heads:
+            raise SpecConfigError(
+                f"`lilicorr_num_heads`={self.lilicorr_num_heads} must divide `lilicorr_hidden_size`, got "
+                f"{self.lilicorr_hidden_size}."
+            )
+
+    @property
+    def target_hidden_states(self) -> tuple[int | str, ...]:
+        return ("last",) if self.kl_weight or self.rejection_weight else ()
+
+    def check(self, target: PreTrainedModel) -> None:
+        super().check(target)
+        if self.rejection_weight:
+            check_plain_head(target, "`rejection_weight`")
+
+    @property
+    def further_parts(self) -> dict[str, Any]:
+        sizes = LiLiCorrConfig(
+            hidden_size=self.lilicorr_hidden_size,
+            candidate_topk=self.lilicorr_candidate_topk,
+            num_layers=self.lilicorr_num_layers,
+            num_heads=self.lilicorr_num_heads,
+            mlp_size=2 * self.lilicorr_hidden_size,
+            factor_dim=self.lilicorr_factor_dim,
+            logit_scale=self.lilicorr_logit_scale,
+        )
+        return {"lilicorr": sizes}
+
+    def further_loss(
+        self,
+        network: DFlashNetwork,
+        output: torch.Tensor,
+        reading: Reading,
+        anchors: torch.LongTensor,
+        labels: torch.LongTensor,
+    ) -> torch.Tensor:
+        rows, blocks = counting = (labels[..., 0] != IGNORED).nonzero(as_tuple=True)
+        begins = anchors[counting]
+        first = reading.tokens[rows, begins + 1]
+        output, labels, context = output[counting], labels[counting], _seen_last(network, reading, anchors)[counting]
+        places = rows[:, None] * reading.tokens.shape[1] + begins[:, None] + 1
+        # Past the end of a row nothing counts.
+        places = (places + torch.arange(labels.shape[1], device=rows.device)).clamp(max=reading.tokens.numel() - 1)
+
+        def chunk_losses(part: slice) -> torch.Tensor:
+            edges = network.edges(network.logits(output[part]), output[part], first[part], context[part])
+            is_right = edges.tokens == labels[part, :, None]
+            counts = is_right.any(-1).cumprod(-1)
+            right = is_right.int().argmax(-1, keepdim=True)
+            before = F.pad(right[:, :-1], (0, 0, 1, 0))[..., None].expand(-1, -1, 1, edges.scores.shape[3])
+            log_probs = edges.scores.gather(2, before)[:, :, 0].log_softmax(-1)
+            losses = -self.lattice_weight * log_probs.gather(2, right)[..., 0]
+            if self.rejection_weight:
+                preferences = reading.target_logits(places[part]).to(log_probs).gather(2, edges.tokens)
+                rejected = (preferences.gather(2, right) - preferences).clamp(min=0)
+                losses = losses + self.rejection_weight * (log_probs.exp() * rejected).sum(-1)
+            return torch.stack(((counts * losses).sum(), counts.sum()))
+
+        loss, count = sum_over_chunks(chunk_losses, len(rows), labels.shape[1] * network.config.draft_vocab_size)
+        return loss / count.clamp(min=1)
+
+
+class DominoRecipe(DominoTraining, _OneStepRecipe):
+    """
+    A Domino draft, which begins as a DFlash draft: its corrections add next to nothing. They learn with the layers,
+    from the text's own tokens before each mask.
+    """
 
     @property
     def further_parts(self) -> dict[str, Any]:
@@ -262,22 +346,6 @@ class DominoRecipe(DominoTraining, DFlashRecipe):
         return read, logits
 
 
-def mask_token_for(target: PreTrainedModel) -> int:
-    """
-    Chooses the token of the masks: the tokenizer's mask token, or else the first id after those of the tokenizer.
-    Where the embedding ends there, it is the end-of-sequence token, which is rarely an anchor and never in between.
-    """
-    tokenizer = tokenizer_of(target)
-    found = mask_token_of(tokenizer)
-    if found is None and tokenizer is not None:
-        unused = max(tokenizer.get_vocab().values()) + 1
-        found = unused if unused < target.get_input_embeddings().weight.shape[0] else None
-    if found is None:
-        ends = target.generation_config.eos_token_id
-        found = ends[0] if isinstance(ends, Sequence) else ends
-    return found or 0
-
-
 def _blocks(reading: Reading, anchors: torch.LongTensor, masked: torch.LongTensor) -> torch.LongTensor:
     """Joins the tokens of blocks, `(B, A, S)`: the cycle of position t begins with the token at t + 1."""
     return torch.cat((reading.tokens.gather(1, anchors + 1)[..., None], masked), dim=2)
@@ -288,6 +356,12 @@ def _context(network: DFlashNetwork, reading: Reading, anchors: torch.LongTensor
     width = int(anchors.max()) + 1
     fused = network.fuse({key: reading.states[key][:, :width] for key in network.target_hidden_states})
     return network.context(fused, torch.arange(width, device=fused.device)[None])
+
+
+def _seen_last(network: DFlashNetwork, reading: Reading, anchors: torch.LongTensor) -> torch.Tensor:
+    """Makes what the layers see of the last token of the text before each block, `(B, A, h)`."""
+    rows = torch.arange(len(anchors), device=anchors.device)[:, None]
+    return network.fuse({key: reading.states[key][rows, anchors] for key in network.target_hidden_states})
 
 
 def read_blocks(
@@ -348,11 +422,17 @@ def draft_blocks(
     count, mask_token_id = network.config.num_drafts(network.config.block_size), network.config.mask_token_id
     state = Denoising.start(anchors.numel(), count, mask_token_id, anchors.device)
     first = reading.tokens.gather(1, anchors + 1).flatten()
-    if network.config.is_sequential:
+    if network.config.takes_one_step:
         blocks = _blocks(reading, anchors, state.inputs.view(*anchors.shape, count))
         output = read_blocks(network, context, anchors, blocks).flatten(0, 1)
-        walk = network.left_to_right(Block(network.logits(output), output))
-        drafts = torch.stack(walk.best(first, count, network.target_ids)[1:], dim=1)
+        logits = network.logits(output)
+        if network.config.has_edges:
+            edges = network.edges(logits, output, first, _seen_last(network, reading, anchors).flatten(0, 1))
+            drafts = edges.tokens_at(edges.walk())
+        else:
+            drafts = torch.stack(
+                network.left_to_right(Block(logits, output)).best(first, count, network.target_ids)[1:], 1
+            )
         return drafts.view(*anchors.shape, count)
     for keep in keep_counts(count, network.config.num_denoising_steps):
         blocks = _blocks(reading, anchors, state.inputs.view(*anchors.shape, count))

@@ -25,7 +25,7 @@ from ...checkpoints.quantised import check_four_bits, quantization_config
 from ...checkpoints.settings import MOST, is_int
 from ...checkpoints.weight_headers import TensorTable
 from ...errors import MOST_SHOWN, CheckpointFormatError, SpecConfigError, shown
-from ...target_facts import draft_device
+from ...target_facts import draft_device, num_embeddings
 from ...threads import Lock
 from .vocabulary import load_tokenizer
 
@@ -87,7 +87,7 @@ def mask_token_of(model: torch.nn.Module, wanted: bool | None = None) -> int | N
                 f"'{model.config.name_or_path}' has no `pard_token`. Leave it out to draft token by token."
             )
         return None
-    readable = model.get_input_embeddings().weight.shape[0]
+    readable = num_embeddings(model.get_input_embeddings())
     if not is_int(token) or not 0 <= token < readable:
         raise CheckpointFormatError(
             f"The draft model '{model.config.name_or_path}' has `pard_token`={shown(token)} in its config.json, and "

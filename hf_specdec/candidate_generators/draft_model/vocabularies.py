@@ -27,7 +27,7 @@ from ...drafting.chain import SteeredChain
 from ...drafts import DraftTree
 from ...errors import CheckpointFormatError
 from ...protocol import Prompt
-from ...target_facts import MAX_VOCABULARY_GAP, vocabulary_size
+from ...target_facts import MAX_VOCABULARY_GAP, num_embeddings, vocabulary_size
 from .vocabulary import CONTEXT_BYTES, Vocabulary
 
 
@@ -287,7 +287,7 @@ def match_vocabularies(
     Raises:
         CheckpointFormatError: They have no token in common, or nothing shows how they are related.
     """
-    readable = draft_model.get_input_embeddings().weight.shape[0]
+    readable = num_embeddings(draft_model.get_input_embeddings())
     sizes = vocabulary_size(target_model), vocabulary_size(draft_model), readable
     if tokenizers is None:
         return SameTokens(*sizes)

@@ -43,6 +43,18 @@ class Eagle3Training(Options):
     kl_weight: float = shared_option("kl_weight", 1.0)
 
 
+@dataclass(frozen=True)
+class PEagleTraining(Eagle3Training):
+    """Options of training a P-EAGLE head."""
+
+    ttt_steps: int = setting(8, "Tokens that the head drafts at once.", least=1)
+    num_layers: int = setting(4, "Decoder layers.", least=1)
+    mask_token_id: int | None = shared_option("mask_token_id", None)
+    own_embedding: bool = setting(
+        True, "The head trains an embedding, or uses the target's.", flags=("--own-embedding/--target-embedding",)
+    )
+
+
 METHODS = (
     Method(
         name="eagle",
@@ -77,6 +89,7 @@ METHODS = (
         tags=("eagle-3",),
         recipe="recipe:Eagle3Recipe",
         training=Eagle3Training,
+        further_recipes={"peagle": ("P-EAGLE head", "recipe:PEagleRecipe", PEagleTraining)},
         vllm="eagle3",
         sglang="EAGLE3",
         sglang_counts_steps=True,

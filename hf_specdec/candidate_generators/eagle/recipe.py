@@ -1,16 +1,19 @@
-"""Recipes of EAGLE heads: EAGLE-1, and EAGLE-3 with its training-time test; see `training/autoregressive.py`."""
+"""Recipes of EAGLE heads: EAGLE-1, EAGLE-3 with its training-time test, P-EAGLE; see `training/autoregressive.py`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ...errors import SpecConfigError
+from ...layers.mask_token import mask_token_for
 from ...target_facts import decoder_layers, hidden_size, vocabulary_size
 from ...training.autoregressive import AutoregressiveRecipe
 from ...training.initial_weights import begin_as, begin_near, copy_rows, layer_sizes
-from . import Eagle1Training, Eagle3Training
+from . import Eagle1Training, Eagle3Training, PEagleTraining
 from .formats import EagleConfig
 from .network import Eagle1Network, Eagle3Network, EagleNetwork
 
@@ -53,6 +56,11 @@ class Eagle3Recipe(Eagle3Training, AutoregressiveRecipe):
     """
 
     method = "eagle3"
+    own_embedding: bool = False
+
+    def further_parts(self, target: PreTrainedModel) -> dict[str, Any]:
+        """Settings of the network beside those of every head."""
+        return {}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,9 +97,10 @@ class Eagle3Recipe(Eagle3Training, AutoregressiveRecipe):
             draft_vocab_size=draft_size,
             aux_layer_ids=tuple(sorted(set(layers))),
             norms=("layers.0.input_layernorm", "layers.0.hidden_norm", *_layer_norms(self.num_layers), "norm"),
-            own_embedding=size != hidden_size(target),
+            own_embedding=self.own_embedding or size != hidden_size(target),
             own_head=self.own_head,
             has_token_ids=draft_size != vocab_size,
+            **self.further_parts(target),
         )
         network = Eagle3Network(config).attach(target)
         if network.embed_tokens is not None:
@@ -107,6 +116,33 @@ class Eagle3Recipe(Eagle3Training, AutoregressiveRecipe):
         frequent = counts.argsort(descending=True, stable=True)[: len(network.token_ids)]
         network.token_ids.copy_(frequent.sort().values)
         copy_rows(network.lm_head, target.get_output_embeddings(), network.token_ids)
+
+
+class PEagleRecipe(PEagleTraining, Eagle3Recipe):
+    """
+    A P-EAGLE head: an EAGLE-3 head of several layers that drafts `ttt_steps` tokens in one forward, and learns the
+    state of the masks in the places of those that it does not know (Hui et al. 2026, arXiv:2602.01469).
+    """
+
+    @property
+    def num_drafts(self) -> int:
+        return self.ttt_steps
+
+    def check(self, target: PreTrainedModel) -> None:
+        super().check(target)
+        mask_token_for(target, self.mask_token_id)
+
+    def further_parts(self, target: PreTrainedModel) -> dict[str, Any]:
+        return {
+            "mask_token_id": mask_token_for(target, self.mask_token_id),
+            "num_parallel_tokens": self.ttt_steps,
+        }
+
+    def build(self, target: PreTrainedModel) -> EagleNetwork:
+        network = super().build(target)
+        # At zero the norm of a state is as steep as can be.
+        torch.nn.init.normal_(network.mask_hidden, std=0.02)
+        return network
 
 
 def _layer_norms(num_layers: int) -> tuple[str, ...]:

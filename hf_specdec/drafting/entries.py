@@ -155,14 +155,8 @@ class DraftEntries(DraftSlots):
 
     def _replay_read(self, new: Entries, width: int, ahead: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Does what `read_last` does, in a graph if there is one."""
-        output = self.replay(("read",), new, width, ahead, new.counts, self._captured_read)
-        if output is None:
-            return self.read_last(new)
-        hidden, logits = output
-        return hidden[: len(new.tokens)], logits[: len(new.tokens)]
-
-    def _captured_read(self, inputs: DraftInputs, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.static(inputs, columns).read_last(inputs)
+        output = self.replay(("read",), new, width, ahead, new.counts, type(self).read_last)
+        return self.read_last(new) if output is None else output
 
     # Masks
 

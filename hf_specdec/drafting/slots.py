@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ..decoding.attention import takes_trees
 from ..decoding.cache import CapturedCache, SlotCache, SlotLayer
@@ -136,7 +137,7 @@ class DraftSlots:
         width: int,
         ahead: int,
         limits: list[int],
-        read: Callable[[DraftInputs, int], Any],
+        read: Callable[[Any, DraftInputs], Any],
         constants: Any = None,
     ) -> Any:
         """Reads entries, and maybe drafts after them, as a graph.
@@ -147,7 +148,8 @@ class DraftSlots:
             width (`int`): T, to which they are padded.
             ahead (`int`): Most slots that are written after them.
             limits (`list[int]`): Largest depth of each row's draft.
-            read (`Callable`): Does it without a graph, from [`DraftInputs`] and in `static()` slots.
+            read (`Callable`): Does it, from these slots and entries, or from what a graph has in the place of both:
+                takes slots and [`DraftInputs`], and returns tensors `(R, ...)`, nested or not.
             constants (`Any`): Tensors that it reads beside them.
 
         Returns:
@@ -162,7 +164,7 @@ class DraftSlots:
             len(new.tokens),
             lambda rows: DraftInputs(rows, width, new.states, self.device, constants),
             lambda inputs, count: inputs.fill(new, limits, self, count),
-            read,
+            lambda inputs, columns: read(self._captured(inputs, columns), inputs),
             self.cache,
             ahead=width + ahead,
             limits=tuple(limits),
@@ -171,24 +173,19 @@ class DraftSlots:
             return None
         if isinstance(new.counts, list):
             self.skip(new.counts)
-        return captured.output
+        return tree_map_only(torch.Tensor, lambda values: values[: len(limits)], captured.output)
 
     def skip(self, counts: list[int]) -> None:
         """Keeps entries that a graph has read."""
         self.cache.commit(counts)
 
-    def static(self, inputs: DraftInputs, columns: int) -> DraftSlots:
-        """A copy for a capture.
-
-        Args:
-            inputs (`DraftInputs`): What changes from cycle to cycle.
-            columns (`int`): Slots to read, those in use among them.
-        """
-        static = copy(self)
-        static.is_captured = True
-        static.cache = CapturedCache(self.cache, columns, inputs.ends)
-        static.first_slots, static.leads = inputs.first_slots, inputs.leads
-        return static
+    def _captured(self, inputs: DraftInputs, columns: int) -> DraftSlots:
+        """The slots as a graph sees them that reads `columns` of them, those in use among them."""
+        slots = copy(self)
+        slots.is_captured = True
+        slots.cache = CapturedCache(self.cache, columns, inputs.ends)
+        slots.first_slots, slots.leads = inputs.first_slots, inputs.leads
+        return slots
 
     def keep_rows(self, keep: list[int]) -> None:
         self.cache.keep_rows(keep)

@@ -9,6 +9,7 @@ Shapes: R active rows, T new entries, K drafted tokens, h hidden size of the hea
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,9 +71,5 @@ class MaskedReading:
         self, entries: DraftEntries, new: Entries, width: int, num_masks: int, limits: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Does what `read` does in a graph, for at most `width` new entries; `None` where there is none to run."""
-
-        def captured(inputs: DraftInputs, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.read(entries.static(inputs, columns), inputs, num_masks)
-
-        output = entries.replay(("masks", num_masks), new, width, num_masks, limits, captured)
-        return None if output is None else tuple(part[: len(limits)] for part in output)
+        read = partial(self.read, num_masks=num_masks)
+        return entries.replay(("masks", num_masks), new, width, num_masks, limits, read)

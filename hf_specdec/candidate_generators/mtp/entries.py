@@ -8,7 +8,6 @@ Shapes: R active rows, T entries, W entries of the window, h hidden size, V voca
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -151,16 +150,16 @@ class LayerEntries(DraftEntries):
 
     def _replay_layer(self, layer: int, window: Entries, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """States `(R, h)` that a layer hands on after the window, and logits `(R, V)` there, from a graph if any."""
-        read = partial(self._captured_layer, layer)
+
+        def read(entries: LayerEntries, window: Entries | DraftInputs) -> tuple[torch.Tensor, ...]:
+            return entries._read_layer_last(layer, window)
+
         output = self.replay(("layer", layer), window, width, 0, window.counts, read)
         if output is None:
-            return self._read_layer_last(layer, window)[1:]
-        handed_on, hidden, logits = (values[: len(window.tokens)] for values in output)
+            return read(self, window)[1:]
+        handed_on, hidden, logits = output
         self.keep_read(layer, window, handed_on)
         return hidden, logits
-
-    def _captured_layer(self, layer: int, inputs: DraftInputs, columns: int) -> tuple[torch.Tensor, ...]:
-        return self.static(inputs, columns)._read_layer_last(layer, inputs)
 
     def _read_layer_last(self, layer: int, window: Entries | DraftInputs) -> tuple[torch.Tensor, ...]:
         """States that a layer hands on in the window `(R, W, h)` and after it `(R, h)`, and logits `(R, V)` there."""

@@ -18,6 +18,10 @@ from typing import Any
 import torch
 
 
+# Integers of the rows: a list where the host knows them, else a tensor `(R,)` of a device, as in a graph.
+RowNumbers = list[int] | torch.LongTensor
+
+
 def on_cpu_unless_said(function: Callable) -> Callable:
     """Decorator: inside, tensors that are made without a device are on the CPU, whatever default device is set."""
 
@@ -102,8 +106,10 @@ def holding() -> Iterator[dict[Any, Any]]:
         _holding.values = None
 
 
-def upload(values: Sequence[Any], device: torch.device) -> torch.LongTensor:
-    """Integers, nested or not, as a tensor on `device`; the host goes on at once."""
+def upload(values: Sequence[Any] | torch.LongTensor, device: torch.device) -> torch.LongTensor:
+    """Integers, nested or not, as a tensor on `device`; the host goes on at once. A tensor is there already."""
+    if isinstance(values, torch.Tensor):
+        return values
     if device.type == "cpu":
         return torch.tensor(values, dtype=torch.long)
     # Pinned memory stays as it is until the copy has been made.
@@ -204,12 +210,11 @@ def select_rows(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return values.index_select(0, upload(rows, values.device))
 
 
-def last_of_each(values: torch.Tensor, counts: Sequence[int] | torch.LongTensor) -> torch.Tensor:
+def last_of_each(values: torch.Tensor, counts: RowNumbers) -> torch.Tensor:
     """Entry `counts[r] - 1` of each row of `(R, T, ...)`: `(R, ...)`."""
-    if not torch.is_tensor(counts):
-        if min(counts) == max(counts):
-            return values[:, counts[0] - 1]
-        counts = upload(counts, values.device)
+    if not torch.is_tensor(counts) and min(counts) == max(counts):
+        return values[:, counts[0] - 1]
+    counts = upload(counts, values.device)
     rows = kept_tensor(tuple(range(len(counts))), values.device)
     return values[rows, counts - 1]
 

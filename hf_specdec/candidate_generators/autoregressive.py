@@ -142,8 +142,10 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         if self.samples_drafts:
             return self._sample_chain(new, step, limits)
         masks = self.growing_masks(step, limits.depths.tolist()) if self.may_mask else None
+        output = None
         # Masks are made on the host, level by level.
-        output = None if masks is not None or new is None else self._launch(new, limits.depths.tolist())
+        if masks is None and new is not None and self.entries.graphs is not None:
+            output = self._launch(new, limits.depths.tolist())
         if output is None:
             output = self._draft(self.entries, new, limits, masks)
         self.hidden, self.logits, nodes, depths = output

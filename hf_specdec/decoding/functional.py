@@ -185,7 +185,7 @@ class FunctionalSlotModel(SlotModel):
         return self._run(tokens, positions, masks, columns + max(self.offsets), logits_from)
 
     def read_static(self, nodes: CapturedNodes, columns: int) -> tuple[SlotOutput, Counter]:
-        self.cache.plan = WritePlan.on_device(columns, nodes.tree.lengths, nodes.tokens.shape[1])
+        self.cache.plan = WritePlan(columns, None, nodes.tree.lengths, nodes.tokens.shape[1])
         masks = [TreeMask(nodes.tree, span) for span in self.profile.spans]
         if self._fits_kernel and use_triton(nodes.tokens):
             return self._run(nodes.tokens, nodes.positions, masks), Counter({TREE_KERNEL: len(self._layers)})

@@ -444,7 +444,7 @@ class SlotModel:
             `tuple`: The output, and what computed the attention, as `attention_layers`.
         """
         num_nodes = nodes.tokens.shape[1]
-        self.cache.plan = WritePlan.on_device(columns, nodes.tree.lengths, num_nodes)
+        self.cache.plan = WritePlan(columns, None, nodes.tree.lengths, num_nodes)
         forward = VerificationForward(nodes.tree if use_triton(nodes.tokens) else None, columns)
         make = TreeMask.stand_in if self._needs_no_masks else TreeMask.additive
         masks = [make(TreeMask(nodes.tree, span), columns, self._mask_dtype) for span in self.profile.spans]

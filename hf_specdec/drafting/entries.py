@@ -18,7 +18,7 @@ from torch import nn
 from ..decoding.attention import TreeMask
 from ..decoding.masks import FULL, causal_mask, uniform_causal_mask
 from ..kernels.tree_attention import SlotTree, own_bits
-from ..transfers import kept_tensor, last_of_each
+from ..transfers import RowNumbers, kept_tensor, last_of_each
 from .slots import DraftInputs, DraftSlots, Entries, Reading
 
 
@@ -68,7 +68,7 @@ class DraftEntries(DraftSlots):
         return new.states[DRAFT_STATE] if DRAFT_STATE in new.states else self.network.fuse(new.states)
 
     def read(
-        self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int] | torch.LongTensor
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: RowNumbers
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads entries after those of each row and keeps the first `counts[r]` of them.
 

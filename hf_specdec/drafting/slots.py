@@ -17,10 +17,10 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..decoding.attention import takes_trees
-from ..decoding.cache import CapturedCache, SlotCache, SlotLayer
+from ..decoding.cache import SlotCache, SlotLayer
 from ..decoding.graphs import CallGraphs
 from ..protocol import Prompt, Session
-from ..transfers import upload
+from ..transfers import RowNumbers, upload
 from .graphs import begin_graphs, fill_front
 
 
@@ -38,12 +38,12 @@ class Entries(NamedTuple):
     Attributes:
         tokens (`torch.LongTensor` of shape `(R, T)`): Tokens, padded on the right.
         states (`dict`): States that belong to them, each `(R, T, X)`.
-        counts (`list[int]`): Valid entries of each row; a tensor `(R,)` where the host does not know them.
+        counts (`list[int]` or `torch.LongTensor` of shape `(R,)`): Valid entries of each row.
     """
 
     tokens: torch.LongTensor
     states: dict[int | str, torch.Tensor]
-    counts: list[int] | torch.LongTensor
+    counts: RowNumbers
 
 
 class Reading(NamedTuple):
@@ -78,11 +78,8 @@ class DraftSlots:
     Attributes:
         cache (`SlotCache`): The slots, and where the rows end.
         first_slots, leads (`torch.LongTensor` of shape `(R, 1)`): Each row's first slot, and its lead.
-        is_captured (`bool`): A graph reads all that changes from cycle to cycle from tensors.
         has_kernel (`bool`): Attention takes the content of masks, see [`TreeMask`].
     """
-
-    is_captured = False
 
     def __init__(
         self,
@@ -126,7 +123,8 @@ class DraftSlots:
         plan = self.cache.plan_write(count)
         slots = plan.starts(self.device)[:, None] + torch.arange(count, device=self.device)
         # Positions of padding count downwards from 0.
-        bound = None if self.is_captured else plan.columns + max(self.starts) + max(self.offsets)
+        is_known = self.cache.columns is None
+        bound = plan.columns + max(self.starts) + max(self.offsets) if is_known else None
         is_uniform = plan.offset is not None and not any(self.starts)
         return Reading(slots, slots + self.leads, plan.columns, bound, is_uniform)
 
@@ -182,8 +180,7 @@ class DraftSlots:
     def _captured(self, inputs: DraftInputs, columns: int) -> DraftSlots:
         """The slots as a graph sees them that reads `columns` of them, those in use among them."""
         slots = copy(self)
-        slots.is_captured = True
-        slots.cache = CapturedCache(self.cache, columns, inputs.ends)
+        slots.cache = self.cache.in_a_graph(inputs.ends, columns)
         slots.first_slots, slots.leads = inputs.first_slots, inputs.leads
         return slots
 

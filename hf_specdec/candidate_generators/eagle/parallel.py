@@ -50,7 +50,7 @@ class MaskedReading:
         Returns:
             States `(R, h)` that each row's last entry hands on, and logits `(R, K, U)` there and at the masks.
         """
-        counts = new.counts if isinstance(new.counts, torch.Tensor) else upload(new.counts, entries.device)
+        counts = upload(new.counts, entries.device)
         hidden = F.pad(entries.states_of(new), (0, 0, 0, num_masks))
         tokens = F.pad(new.tokens.to(entries.device), (0, num_masks))
         is_mask = torch.arange(tokens.shape[1], device=entries.device) >= counts[:, None]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ...drafting.entries import DRAFT_STATE, DraftEntries, ReadNext
 from ...drafting.slots import DraftInputs, Entries
-from ...transfers import last_of_each, select_rows, upload, widened
+from ...transfers import RowNumbers, last_of_each, select_rows, upload, widened
 from .network import MtpNetwork
 
 
@@ -62,13 +62,13 @@ class LayerEntries(DraftEntries):
         return self._window
 
     def read(
-        self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int] | torch.LongTensor
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: RowNumbers
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the window with the first layer; the arguments are those of one layer."""
         return self.read_window(0, tokens, hidden, counts)
 
     def read_window(
-        self, layer: int, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int] | torch.LongTensor
+        self, layer: int, tokens: torch.LongTensor, hidden: torch.Tensor, counts: RowNumbers
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the window with a layer, after each row's length, and keeps it; the arguments are those of `read`."""
         self._begin_window(tokens, counts)
@@ -106,8 +106,8 @@ class LayerEntries(DraftEntries):
 
     def _shift(self, window: torch.LongTensor, tokens: torch.LongTensor) -> torch.LongTensor:
         """The window `(R, W)` one token on, which ends with the tokens `(R, 1)`."""
-        counts = self._counts if torch.is_tensor(self._counts) else upload(self._counts, self.device)
-        return F.pad(window[:, 1:], (0, 1)).scatter(1, counts[:, None] - 1, tokens.to(self.device))
+        last = upload(self._counts, self.device)[:, None] - 1
+        return F.pad(window[:, 1:], (0, 1)).scatter(1, last, tokens.to(self.device))
 
     def keep_rows(self, keep: list[int]) -> None:
         super().keep_rows(keep)
@@ -186,7 +186,7 @@ class LayerEntries(DraftEntries):
     def _go_back(self, counts: list[int]) -> None:
         self.cache.lengths = [length - count for length, count in zip(self.cache.lengths, counts)]
 
-    def _begin_window(self, tokens: torch.LongTensor, counts: list[int] | torch.LongTensor) -> None:
+    def _begin_window(self, tokens: torch.LongTensor, counts: RowNumbers) -> None:
         """Prepares for reading the window after each row's length."""
         self._here = self.plan_read(tokens.shape[1])
         self._mask = self.causal_mask(self._here)

@@ -96,7 +96,8 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
 
     def observe(self, commit: Commit) -> None:
         """Keeps what was committed; the next draft reads it, so that a call that ends here pays nothing."""
-        self._read(self._take_pending())
+        if self.pending is not None:
+            self._read(self._take_pending())
         self.pending = commit
 
     def _take_pending(self) -> Entries | None:

@@ -174,15 +174,9 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
 
     def _sample_chain(self, new: Entries | None, step: DraftStep, limits: DepthLimits) -> DraftTree:
         """Samples the tokens one by one from the network's distributions, processed as the target's are."""
-        entries = self.entries
-        if entries.graphs is not None and new is not None:
-            self.hidden, self.logits, read_next = entries.begin_captured_chain(
-                new, self.most_committed, self.num_reads
-            )
-        else:
-            self._read(new)
-            entries.begin_draft(self.num_reads)
-            read_next = entries.read_next
+        entries, sizes = self.entries, (self.most_committed, self.num_reads)
+        if new is not None:
+            self.hidden, self.logits = entries.begin_chain(new, *sizes)
         hidden, logits, lengths = self.hidden, self.logits, entries.cache.lengths
         chain = SteeredChain(self.session.sampler, step.rows, step.lengths)
         log_probs = hidden.new_zeros((len(step.rows), 1), dtype=torch.float32)
@@ -193,7 +187,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
             limits.stop_low_confidence(log_probs, len(chain.tokens))
             if len(chain.tokens) == limits.deepest:
                 break
-            hidden, logits = read_next(tokens, hidden)
+            hidden, logits = entries.read_next(tokens, hidden, *sizes)
         entries.cache.lengths = lengths
         return chain.draft(limits.depths.tolist())
 

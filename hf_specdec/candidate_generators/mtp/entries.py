@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...drafting.entries import DRAFT_STATE, DraftEntries, ReadNext
+from ...drafting.entries import DRAFT_STATE, DraftEntries
 from ...drafting.slots import DraftInputs, Entries
 from ...transfers import RowNumbers, last_of_each, select_rows, upload, widened
 from .network import MtpNetwork
@@ -138,15 +138,15 @@ class LayerEntries(DraftEntries):
         self._begin_window(self._window.tokens, self._window.counts)
         self.cache.commit(self._window.counts)
 
-    # Graphs
+    # Chains whose tokens are chosen one by one
 
-    def begin_captured_chain(
-        self, new: Entries, width: int, num_nodes: int
-    ) -> tuple[torch.Tensor, torch.Tensor, ReadNext]:
-        def read_next(tokens: torch.LongTensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self._replay_layer(self.layer + 1, self.shifted_window(tokens), width)
+    def begin_chain(self, new: Entries, width: int, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._replay_layer(0, new, width)
 
-        return *self._replay_layer(0, new, width), read_next
+    def read_next(
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, width: int, num_nodes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._replay_layer(self.layer + 1, self.shifted_window(tokens), width)
 
     def _replay_layer(self, layer: int, window: Entries, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """States `(R, h)` that a layer hands on after the window, and logits `(R, V)` there, from a graph if any."""

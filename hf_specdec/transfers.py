@@ -123,6 +123,24 @@ def kept_tensor(values: tuple[int, ...], device: torch.device) -> torch.LongTens
     return upload(values, device)
 
 
+def fill_table(table: torch.LongTensor, parts: Sequence[RowNumbers], padding: Sequence[int], count: int) -> None:
+    """Copies integers of the rows to a table that stays where it is; those that the host knows in one copy.
+
+    Args:
+        table (`torch.LongTensor` of shape `(X, R)`): The table.
+        parts (`Sequence`): X times the integers of at least `count` rows.
+        padding (`Sequence[int]`): X integers, for the rows after these.
+        count (`int`): Rows to copy, at most R.
+    """
+    lines = [[*part[:count]] if isinstance(part, list) else [pad] * count for part, pad in zip(parts, padding)]
+    missing = table.shape[1] - count
+    filled = torch.tensor([line + [pad] * missing for line, pad in zip(lines, padding)], dtype=torch.long)
+    table.copy_(filled, non_blocking=True)
+    for line, part in zip(table, parts):
+        if isinstance(part, torch.Tensor):
+            line[:count].copy_(part[:count])
+
+
 def upload_together(device: torch.device, *tables: Sequence[int]) -> list[torch.LongTensor]:
     """Several lists of integers in one copy; each begins at a multiple of 16 bytes, which kernels are compiled for."""
     if device.type == "cpu":

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ..drafts import DraftTree, TreeTopology
-from ..transfers import RowNumbers
+from ..transfers import RowNumbers, fill_table
 from .masks import GrownTopology, RowState
 
 
@@ -68,12 +68,8 @@ class NodeInputs:
         if count < len(self._nodes):
             self._nodes[count:] = self._nodes[:1]
         last = [_NO_LIMIT if max_position is None else max_position] * count
-        is_known = isinstance(num_drafted, list)
-        padding = [0] * (self._rows.shape[1] - count)
-        parts = (rows.lengths, rows.starts, rows.leads, last, num_drafted if is_known else [0] * count)
-        self._rows.copy_(torch.tensor([values + padding for values in parts]), non_blocking=True)
-        if not is_known:
-            self._num_drafted[:count].copy_(num_drafted)
+        parts = (rows.lengths, rows.starts, rows.leads, last, num_drafted)
+        fill_table(self._rows, parts, [0] * len(parts), count)
 
     @property
     def buffers(self) -> list[torch.Tensor]:

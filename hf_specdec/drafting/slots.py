@@ -20,7 +20,7 @@ from ..decoding.attention import takes_trees
 from ..decoding.cache import SlotCache, SlotLayer
 from ..decoding.graphs import CallGraphs
 from ..protocol import Prompt, Session
-from ..transfers import RowNumbers, upload
+from ..transfers import RowNumbers, fill_table, upload
 from .graphs import begin_graphs, fill_front
 
 
@@ -247,12 +247,8 @@ class DraftInputs:
         fill_front(self.tokens, new.tokens[:count])
         for key, buffer in self.states.items():
             fill_front(buffer, new.states[key][:count])
-        missing, is_known = self._rows.shape[1] - count, isinstance(new.counts, list)
-        counts = new.counts if is_known else [1] * count
-        table = (slots.cache.lengths, counts, limits, *slots.host_places())
-        self._rows.copy_(upload([[*values[:count], *values[:1] * missing] for values in table], self._rows.device))
-        if not is_known:
-            self.counts[:count].copy_(new.counts[:count])
+        parts = (slots.cache.lengths, new.counts, limits, *slots.host_places())
+        fill_table(self._rows, parts, [part[0] if isinstance(part, list) else 1 for part in parts], count)
 
 
 class KnownPrompt:

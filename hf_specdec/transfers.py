@@ -18,6 +18,10 @@ from typing import Any
 import torch
 
 
+# Integers of the rows: a list where the host knows them, else a tensor `(R,)` of a device, as in a graph.
+RowNumbers = list[int] | torch.LongTensor
+
+
 def on_cpu_unless_said(function: Callable) -> Callable:
     """Decorator: inside, tensors that are made without a device are on the CPU, whatever default device is set."""
 
@@ -102,8 +106,10 @@ def holding() -> Iterator[dict[Any, Any]]:
         _holding.values = None
 
 
-def upload(values: Sequence[Any], device: torch.device) -> torch.LongTensor:
-    """Integers, nested or not, as a tensor on `device`; the host goes on at once."""
+def upload(values: Sequence[Any] | torch.LongTensor, device: torch.device) -> torch.LongTensor:
+    """Integers, nested or not, as a tensor on `device`; the host goes on at once. A tensor is there already."""
+    if isinstance(values, torch.Tensor):
+        return values
     if device.type == "cpu":
         return torch.tensor(values, dtype=torch.long)
     # Pinned memory stays as it is until the copy has been made.
@@ -115,6 +121,24 @@ def upload(values: Sequence[Any], device: torch.device) -> torch.LongTensor:
 def kept_tensor(values: tuple[int, ...], device: torch.device) -> torch.LongTensor:
     """Integers as a tensor on `device`, kept for when the same are asked for again; not to be written to."""
     return upload(values, device)
+
+
+def fill_table(table: torch.LongTensor, parts: Sequence[RowNumbers], padding: Sequence[int], count: int) -> None:
+    """Copies integers of the rows to a table that stays where it is; those that the host knows in one copy.
+
+    Args:
+        table (`torch.LongTensor` of shape `(X, R)`): The table.
+        parts (`Sequence`): X times the integers of at least `count` rows.
+        padding (`Sequence[int]`): X integers, for the rows after these.
+        count (`int`): Rows to copy, at most R.
+    """
+    lines = [[*part[:count]] if isinstance(part, list) else [pad] * count for part, pad in zip(parts, padding)]
+    missing = table.shape[1] - count
+    filled = torch.tensor([line + [pad] * missing for line, pad in zip(lines, padding)], dtype=torch.long)
+    table.copy_(filled, non_blocking=True)
+    for line, part in zip(table, parts):
+        if isinstance(part, torch.Tensor):
+            line[:count].copy_(part[:count])
 
 
 def upload_together(device: torch.device, *tables: Sequence[int]) -> list[torch.LongTensor]:
@@ -204,12 +228,11 @@ def select_rows(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return values.index_select(0, upload(rows, values.device))
 
 
-def last_of_each(values: torch.Tensor, counts: Sequence[int] | torch.LongTensor) -> torch.Tensor:
+def last_of_each(values: torch.Tensor, counts: RowNumbers) -> torch.Tensor:
     """Entry `counts[r] - 1` of each row of `(R, T, ...)`: `(R, ...)`."""
-    if not torch.is_tensor(counts):
-        if min(counts) == max(counts):
-            return values[:, counts[0] - 1]
-        counts = upload(counts, values.device)
+    if not torch.is_tensor(counts) and min(counts) == max(counts):
+        return values[:, counts[0] - 1]
+    counts = upload(counts, values.device)
     rows = kept_tensor(tuple(range(len(counts))), values.device)
     return values[rows, counts - 1]
 

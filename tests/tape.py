@@ -19,7 +19,7 @@ from hf_specdec.candidate_generators.dflash import corrections, denoising, gener
 from hf_specdec.candidate_generators.mlp_speculator import generator as mlp_speculator
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.capture import CannotCaptureError, CaptureBackend, NoWaiting
-from hf_specdec.decoding.captured_nodes import NodeInputs
+from hf_specdec.decoding.node_inputs import NodeInputs
 from hf_specdec.drafting import chain, growth
 from hf_specdec.drafting.graphs import RowInputs
 from hf_specdec.drafting.slots import DraftInputs

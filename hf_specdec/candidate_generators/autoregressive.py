@@ -18,7 +18,7 @@ from torch import nn
 
 from ..drafting.chain import SteeredChain
 from ..drafting.entries import DraftEntries
-from ..drafting.growth import CapturedLimits, DraftNodes, DynamicTree, RowLimits, grow
+from ..drafting.growth import DepthLimits, DraftNodes, DynamicTree, grow
 from ..drafting.shape import confidence_threshold
 from ..drafting.slots import DraftInputs, Entries, KnownPrompt
 from ..drafts import DraftTree, TokenTree
@@ -29,6 +29,7 @@ from .base import CandidateGenerator
 
 if TYPE_CHECKING:
     from ..drafts.static import Level
+    from ..logits.grammar.growth import GrowingMasks
     from ..settings import SpeculativeConfig
 
 
@@ -95,7 +96,8 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
 
     def observe(self, commit: Commit) -> None:
         """Keeps what was committed; the next draft reads it, so that a call that ends here pays nothing."""
-        self._read(self._take_pending())
+        if self.pending is not None:
+            self._read(self._take_pending())
         self.pending = commit
 
     def _take_pending(self) -> Entries | None:
@@ -132,7 +134,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
     # Drafts
 
     def propose(self, step: DraftStep) -> DraftTree:
-        limits = RowLimits(self.draft_depths(step), self.threshold)
+        limits = DepthLimits(torch.tensor(self.draft_depths(step)), self.threshold)
         if limits.deepest <= 0:
             # There will never be room again.
             self.pending = None
@@ -140,28 +142,41 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         new = self._take_pending()
         if self.samples_drafts:
             return self._sample_chain(new, step, limits)
-        masks = self.growing_masks(step, limits.depths) if self.may_mask else None
+        masks = self.growing_masks(step, limits.depths.tolist()) if self.may_mask else None
+        output = None
         # Masks are made on the host, level by level.
         if masks is None and new is not None and self.entries.graphs is not None:
-            replayed = self._replay(new, limits)
-            if replayed is not None:
-                return replayed
-        self._read(new)
-        self.entries.begin_draft(self.num_reads)
-        nodes = grow(self.shape, self.entries, self.hidden, self.logits, limits, masks)
-        return nodes.draft(self.plan, limits.depths, self.session.device)
+            output = self._launch(new, limits.depths.tolist())
+        if output is None:
+            output = self._draft(self.entries, new, limits, masks)
+        self.hidden, self.logits, nodes, depths = output
+        # What is deeper than a row's limit is cut off. Only a threshold makes the host wait for a graph, to learn how
+        # much has to be verified.
+        depths = depths if self.threshold else limits.depths
+        return nodes.draft(self.plan, depths.tolist(), self.session.device)
 
-    def _sample_chain(self, new: Entries | None, step: DraftStep, limits: RowLimits) -> DraftTree:
+    def _draft(
+        self,
+        entries: DraftEntries,
+        new: Entries | DraftInputs | None,
+        limits: DepthLimits,
+        masks: GrowingMasks | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, DraftNodes, torch.LongTensor]:
+        """Reads new entries and grows a draft after them: a cycle, in a graph or without.
+
+        Returns:
+            `tuple`: States `(R, h)` and logits `(R, U)` after the last entries, nodes, and depths `(R,)` of the rows.
+        """
+        hidden, logits = (self.hidden, self.logits) if new is None else entries.read_last(new)
+        entries.begin_draft(self.num_reads)
+        nodes = grow(self.shape, entries, hidden, logits, limits, masks)
+        return hidden, logits, nodes, limits.depths
+
+    def _sample_chain(self, new: Entries | None, step: DraftStep, limits: DepthLimits) -> DraftTree:
         """Samples the tokens one by one from the network's distributions, processed as the target's are."""
-        entries = self.entries
-        if entries.graphs is not None and new is not None:
-            self.hidden, self.logits, read_next = entries.begin_captured_chain(
-                new, self.most_committed, self.num_reads
-            )
-        else:
-            self._read(new)
-            entries.begin_draft(self.num_reads)
-            read_next = entries.read_next
+        entries, sizes = self.entries, (self.most_committed, self.num_reads)
+        if new is not None:
+            self.hidden, self.logits = entries.begin_chain(new, *sizes)
         hidden, logits, lengths = self.hidden, self.logits, entries.cache.lengths
         chain = SteeredChain(self.session.sampler, step.rows, step.lengths)
         log_probs = hidden.new_zeros((len(step.rows), 1), dtype=torch.float32)
@@ -172,29 +187,14 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
             limits.stop_low_confidence(log_probs, len(chain.tokens))
             if len(chain.tokens) == limits.deepest:
                 break
-            hidden, logits = read_next(tokens, hidden)
+            hidden, logits = entries.read_next(tokens, hidden, *sizes)
         entries.cache.lengths = lengths
-        return chain.draft(limits.depths)
+        return chain.draft(limits.depths.tolist())
 
     # Graphs
 
-    def _replay(self, new: Entries, limits: RowLimits) -> DraftTree | None:
-        """Runs the cycle as one graph; `None` where there is none to run.
-
-        The graph drafts the whole plan, and what is deeper than a row's limit is cut off. Only a threshold makes the
-        host wait for it, to learn how much has to be verified.
-        """
-        output = self._launch(new, limits.depths)
-        if output is None:
-            return None
-        hidden, logits, nodes, depths = output
-        num_rows = len(limits.depths)
-        self.hidden, self.logits = hidden[:num_rows], logits[:num_rows]
-        depths = depths[:num_rows].tolist() if self.threshold else limits.depths
-        return nodes.of_rows(num_rows).draft(self.plan, depths, self.session.device)
-
     def _launch(self, new: Entries, depths: list[int]) -> Any:
-        """The output of the graph; `None` where there is none to run."""
+        """The output of `_draft` from a graph; `None` where there is none to run."""
         if not (self.threshold or isinstance(self.plan, DynamicTree)):
             # It drafts the whole plan.
             depths = [self.plan.max_depth] * len(depths)
@@ -204,7 +204,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
             self.most_committed,
             self.num_reads,
             depths,
-            self._captured_draft,
+            lambda entries, inputs: self._draft(entries, inputs, self._limits_of(inputs)),
             self.shape,
         )
 
@@ -217,12 +217,5 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         new = Entries(commit.tokens, commit.hidden_states, commit.counts)
         self._launch(self.entries.gather(new), [self.plan.max_depth] * len(commit.rows))
 
-    def _captured_draft(
-        self, inputs: DraftInputs, columns: int
-    ) -> tuple[torch.Tensor, torch.Tensor, DraftNodes, torch.LongTensor]:
-        entries = self.entries.static(inputs, columns)
-        limits = CapturedLimits(inputs.limits, self.plan.max_depth, self.threshold)
-        hidden, logits = entries.read_last(inputs)
-        entries.begin_draft(self.num_reads)
-        nodes = grow(self.shape, entries, hidden, logits, limits)
-        return hidden, logits, nodes, limits.depths
+    def _limits_of(self, inputs: DraftInputs) -> DepthLimits:
+        return DepthLimits(inputs.limits, self.threshold, deepest=self.plan.max_depth)

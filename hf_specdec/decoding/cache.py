@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -23,7 +24,7 @@ from ..kernels._triton import use_triton
 from ..kernels.cache import WritePlan, move_slots, write_slots
 from ..kernels.heads import SlotWrite
 from ..kernels.indexing import arange
-from ..transfers import upload
+from ..transfers import RowNumbers, upload
 from .recurrent_state import RecurrentState, load_state
 from .store import SlotStore
 
@@ -196,6 +197,9 @@ class SlotCache(Cache):
         limit (`int`, *optional*): Slots that the call can fill at most.
 
     Attributes:
+        lengths (`list[int]` or `torch.LongTensor` of shape `(R,)`): Slots in use of each row; a tensor in a graph, and
+            empty during the prefill.
+        columns (`int`, *optional*): Slots that attention reads in a graph; otherwise as many as the longest row needs.
         store (`SlotStore`, *optional*): Has the buffers, where captured forwards read and write them.
         has_slots (`bool`): Some layers attend; else all have recurrent states alone, whose tokens are counted.
     """
@@ -205,7 +209,8 @@ class SlotCache(Cache):
         self.capacity: int = capacity
         self.limit = limit
         self.store: SlotStore | None = None
-        self.lengths: list[int] = []  # of the prefill none
+        self.lengths: Any = []
+        self.columns: int | None = None
         self.plan: WritePlan | None = None
         self.last_recurrent_layer = -1
         self.has_slots = True
@@ -355,6 +360,17 @@ class SlotCache(Cache):
         """Ends the prefill: from now on rows have their own lengths, which are all equal at first."""
         self.lengths = [self.get_seq_length()] * batch_size
 
+    def in_a_graph(self, lengths: torch.LongTensor, columns: int) -> SlotCache:
+        """The same slots as a graph sees them.
+
+        Args:
+            lengths (`torch.LongTensor` of shape `(R,)`): Slots in use of each row; the host does not know them.
+            columns (`int`): Slots to read, those in use among them.
+        """
+        cache = copy(self)
+        cache.lengths, cache.columns = lengths, columns
+        return cache
+
     def plan_write(self, nodes: int, ahead: int = 0) -> WritePlan:
         """Decides where the next forward of `nodes` tokens a row goes; it stays in force until the next plan.
 
@@ -363,6 +379,9 @@ class SlotCache(Cache):
             ahead (`int`): Slots between each row's length and the first node: those of nodes that earlier forwards of
                 the same tree have written.
         """
+        if self.columns is not None:
+            self.plan = WritePlan(self.columns, None, self.lengths + ahead if ahead else self.lengths, nodes)
+            return self.plan
         longest = max(self.lengths)
         offset = longest + ahead if min(self.lengths) == longest else None
         firsts = [length + ahead for length in self.lengths]
@@ -371,11 +390,12 @@ class SlotCache(Cache):
             layer.length = longest
         return self.plan
 
-    def commit(self, counts: list[int], path: torch.LongTensor | None = None) -> None:
+    def commit(self, counts: RowNumbers | int, path: torch.LongTensor | None = None) -> None:
         """Keeps what was accepted of the last forward.
 
         Args:
-            counts (`list[int]` of length R): Nodes kept of each row, the anchor included.
+            counts (`list[int]` of length R): Nodes kept of each row, the anchor included. In a graph a tensor `(R,)`,
+                or a number for all rows.
             path (`torch.LongTensor` of shape `(R, M)`, *optional*):
                 Kept nodes in order, the anchor first (columns past a row's count are ignored). `None`: the first
                 `counts` nodes, which lie in place already.
@@ -388,7 +408,10 @@ class SlotCache(Cache):
         if moves:
             buffers = [buffer for layer in self.layers for buffer in layer.buffers]
             move_slots(buffers, upload(self.lengths, path.device), path)
-        self.lengths = [length + count for length, count in zip(self.lengths, counts)]
+        if self.columns is None:
+            self.lengths = [length + count for length, count in zip(self.lengths, counts)]
+        else:
+            self.lengths = self.lengths + counts
 
     def keep_rows(self, keep: list[int]) -> None:
         """Keeps the active rows at these positions, in this order; only rows that change places are copied."""
@@ -419,29 +442,6 @@ class SlotCache(Cache):
         """Copies of an active row's buffers `(H, C', D)` in every layer, as far as they are filled."""
         length = self.lengths[row]
         return [tuple(buffer[row, :, :length].clone() for buffer in layer.buffers) for layer in self.layers]
-
-
-class CapturedCache(SlotCache):
-    """[`SlotCache`] inside of a graph: tensors say where its rows end, and nothing of it is known on the host.
-
-    Args:
-        cache (`SlotCache`): Has the layers.
-        columns (`int`): Slots to read, those in use among them.
-        ends (`torch.LongTensor` of shape `(R,)`): The slot after each row.
-    """
-
-    def __init__(self, cache: SlotCache, columns: int, ends: torch.LongTensor):
-        vars(self).update(vars(cache))
-        self.columns = columns
-        self.ends = ends
-
-    def plan_write(self, nodes: int, ahead: int = 0) -> WritePlan:
-        self.plan: WritePlan = WritePlan.on_device(self.columns, self.ends + ahead, nodes)
-        return self.plan
-
-    def commit(self, counts: torch.LongTensor, path: None = None) -> None:
-        """Keeps the first `counts` nodes `(R,)` of the last forward."""
-        self.ends: torch.Tensor = self.ends + counts
 
 
 def check_room(cache: Cache | None, batch_size: int, columns: int) -> None:

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 
 from ..drafts import TreeTopology
 from ..kernels._triton import use_triton
-from ..kernels.cache import WritePlan
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
 from ..layers.known import is_known_layer, is_published, is_untouched, modules_of
@@ -35,13 +34,11 @@ from ..layers.llama import (
     added,
     added_and_normed,
     project,
-    with_query_groups,
 )
 from ..layers.rope import RotaryAngles, has_static_frequencies
 from ..layers.structure import form_of
 from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch, takes_trees
 from .cache import SlotCache
-from .captured_nodes import CapturedNodes
 from .masks import FULL, node_masks
 from .target import SlotModel, SlotOutput
 
@@ -176,22 +173,15 @@ class FunctionalSlotModel(SlotModel):
             # The query heads of a group become further positions of their key/value head.
             repeats = self._groups if nodes > 1 else 1
             masks = node_masks(topology, rows, columns, spans, self._mask_dtype, repeats)
-        first = self.cache.lengths[0] + self.offsets[0]
-        is_inside = self.max_position is None or first + nodes <= self.max_position + 1
-        if topology.is_chain and is_inside and is_uniform and len(set(self.offsets)) == 1:
-            positions = slice(first, first + nodes)
-        else:
+        positions = None
+        if topology.is_chain and is_uniform and len(set(self.leads)) == 1:
+            first = self.cache.lengths[0] + self.leads[0]
+            if self.max_position is None or first + nodes <= self.max_position + 1:
+                positions = slice(first, first + nodes)
+        if positions is None:
             positions = self.positions(topology, rows)
-        return self._run(tokens, positions, masks, columns + max(self.offsets), logits_from)
-
-    def read_static(self, nodes: CapturedNodes, columns: int) -> tuple[SlotOutput, Counter]:
-        self.cache.plan = WritePlan.on_device(columns, nodes.tree.lengths, nodes.tokens.shape[1])
-        masks = [TreeMask(nodes.tree, span) for span in self.profile.spans]
-        if self._fits_kernel and use_triton(nodes.tokens):
-            return self._run(nodes.tokens, nodes.positions, masks), Counter({TREE_KERNEL: len(self._layers)})
-        additive = (mask.additive(columns, self._mask_dtype) for mask in masks)
-        masks = [with_query_groups(mask, self._groups) for mask in additive]
-        return self._run(nodes.tokens, nodes.positions, masks), Counter()
+        bound = columns + max(self.leads) if self.cache.columns is None else None
+        return self._run(tokens, positions, masks, bound, logits_from)
 
     def _run(
         self,

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..drafts import TreeTopology
-from ..kernels.tree_attention import SlotTree, pack_ancestors
+from ..kernels.ancestors import grow_ancestors
+from ..kernels.tree_attention import SlotTree, pack_ancestors, unpack_ancestors
+from ..threads import cached_property
 from ..transfers import kept_on_device, kept_tensor, upload
 
 
@@ -40,26 +44,33 @@ FULL = Span()
 
 @dataclass
 class RowState:
-    """Places of the active rows in the slots.
+    """Places of the active rows in the slots: lists, or in a graph tensors `(R,)`, of which the host knows nothing.
 
     Attributes:
-        lengths (`list[int]`): Slots in use, left padding included.
-        starts (`list[int]`): First real slot of each row.
-        offsets (`list[int]`): What is added to a row's position ids, where they are not the distance to its start.
+        lengths (`list[int]` or `torch.LongTensor`): Slots in use, left padding included.
+        starts (`list[int]` or `torch.LongTensor`): First real slot of each row.
+        leads (`list[int]` or `torch.LongTensor`): Position id of a token less its slot.
         hidden (`torch.BoolTensor` of shape `(R, S')`, *optional*): Which of the first slots a row never sees, wherever
             they lie: masked tokens of the prompt. They count where windows and chunks count slots.
         device_lengths (`dict`): The lengths on devices; whoever knows that others have them there may share theirs.
     """
 
-    lengths: list[int]
-    starts: list[int]
-    offsets: list[int]
+    lengths: Any
+    starts: Any
+    leads: Any
     hidden: torch.BoolTensor | None = field(default=None, compare=False)
     device_lengths: dict[torch.device, torch.LongTensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
+    def are_known(self) -> bool:
+        """The host knows where they stand."""
+        return not isinstance(self.lengths, torch.Tensor)
+
+    @property
     def is_uniform(self) -> bool:
-        return len(set(self.lengths)) == 1 and not any(self.starts) and self.hidden is None
+        """All are known to see the same slots."""
+        is_alike = isinstance(self.lengths, list) and len(set(self.lengths)) == 1 and not any(self.starts)
+        return is_alike and self.hidden is None
 
     def lengths_on(self, device: torch.device) -> torch.LongTensor:
         """The lengths `(R,)`, copied to a device once."""
@@ -69,7 +80,13 @@ class RowState:
 
     def starts_on(self, device: torch.device) -> torch.LongTensor:
         """The starts `(R,)`, which stay the same from cycle to cycle."""
-        return kept_tensor(tuple(self.starts), device)
+        return kept_tensor(tuple(self.starts), device) if self.are_known else self.starts
+
+    def first_positions_on(self, device: torch.device) -> torch.LongTensor:
+        """Position ids `(R,)` of the tokens after the slots in use."""
+        # Only the lengths change from cycle to cycle.
+        leads = kept_tensor(tuple(self.leads), device) if self.are_known else self.leads
+        return self.lengths_on(device) + leads
 
     def visible(self, slots: torch.LongTensor, end: torch.LongTensor) -> torch.BoolTensor:
         """Mask `(R, S')` of the slots `(S',)` that each row sees before `end` `(R, 1)`."""
@@ -82,15 +99,14 @@ class RowState:
 
 
 def node_positions(topology: TreeTopology, rows: RowState) -> torch.LongTensor:
-    """Position ids `(R, T)`: distance from the row's first real token, plus the row's offset."""
+    """Position ids `(R, T)`."""
     depths = topology.depths
-    first = [length - start + offset for length, start, offset in zip(rows.lengths, rows.starts, rows.offsets)]
-    if len(set(first)) == 1:
-        # The sum lies in memory row by row, as models want their inputs; of a sum they would share one row.
-        return depths.expand(len(first), -1) + first[0]
-    # Only the lengths change from cycle to cycle.
-    lead = tuple(offset - start for start, offset in zip(rows.starts, rows.offsets))
-    return (rows.lengths_on(depths.device) + kept_tensor(lead, depths.device))[:, None] + depths
+    if rows.are_known:
+        first = [length + lead for length, lead in zip(rows.lengths, rows.leads)]
+        if len(set(first)) == 1:
+            # The sum lies in memory row by row, as models want their inputs; of a sum they would share one row.
+            return depths.expand(len(first), -1) + first[0]
+    return rows.first_positions_on(depths.device)[:, None] + depths
 
 
 def slot_tree(topology: TreeTopology, rows: RowState) -> SlotTree:
@@ -99,8 +115,38 @@ def slot_tree(topology: TreeTopology, rows: RowState) -> SlotTree:
     return SlotTree(rows.lengths_on(device), rows.starts_on(device), ancestor_bits(topology), topology.depths)
 
 
+class GrownTopology(TreeTopology):
+    """A topology of at most 64 nodes in a graph, made of parents that the host does not know, by one kernel.
+
+    Args:
+        draft_parents (`torch.LongTensor` of shape `(R, T - 1)`): As for [`TreeTopology.from_parents`].
+
+    Attributes:
+        bits (`torch.LongTensor` of shape `(R, T)`): The ancestors, as [`SlotTree`] has them.
+    """
+
+    draft_parents: torch.LongTensor
+    bits: torch.LongTensor
+
+    def __init__(self, draft_parents: torch.LongTensor):
+        bits, depths = grow_ancestors(draft_parents)
+        vars(self).update(draft_parents=draft_parents, bits=bits, depths=depths, max_depth=draft_parents.shape[-1])
+
+    # Asked for where no kernel runs.
+
+    @cached_property
+    def parents(self) -> torch.LongTensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return F.pad(self.draft_parents + 1, (1, 0))
+
+    @cached_property
+    def ancestors(self) -> torch.BoolTensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return unpack_ancestors(self.bits)
+
+
 def ancestor_bits(topology: TreeTopology) -> torch.LongTensor:
     """The ancestors of [`SlotTree`], `(T,)` or `(R, T)`."""
+    if isinstance(topology, GrownTopology):
+        return topology.bits
     # Topologies that differ from row to row differ from cycle to cycle, too.
     is_shared = topology.ancestors.dim() == 2
     return _shared_ancestor_bits(topology) if is_shared else pack_ancestors(topology.ancestors)
@@ -163,8 +209,10 @@ def node_masks(
         `columns`.
     """
     build = _ragged_mask
-    if topology.ancestors.dim() == 2 and rows.hidden is None:
-        build = _uniform_mask if rows.is_uniform else _shifted_mask
+    if topology.depths.dim() == 1 and rows.is_uniform:
+        build = _uniform_mask
+    elif topology.depths.dim() == 1 and rows.hidden is None and rows.are_known:
+        build = _shifted_mask
     return [build(topology, rows, columns, span, dtype, repeats) for span in spans]
 
 
@@ -232,7 +280,7 @@ def _ragged_mask(topology, rows, columns, span, dtype, repeats):
 
 def _mixed_slots(rows: RowState, columns: int, span: Span) -> list[tuple[int, int]]:
     """Ranges of slots that not every node of every row sees; of a long text most slots lie outside of them."""
-    if span.kind != "full":
+    if span.kind != "full" or not rows.are_known:
         return [(0, columns)]
     padding_ends = max(rows.starts) if rows.hidden is None else rows.hidden.shape[1]
     text_ends = min(rows.lengths)

@@ -66,12 +66,12 @@ class OwnDrafts:
             room (`int`): Tokens that are drafted at most.
         """
         model = copy.copy(self._driver(target))
-        model.starts, model.offsets, model.hidden = target.starts, target.offsets, target.hidden
+        model.starts, model.leads, model.hidden = target.starts, target.leads, target.hidden
         # Captured forwards are those of the whole target.
         model.graphs, model.cache = None, target.cache
         model.keep_layers(self.num_layers)
         if self.window is not None:
-            model.cache, model.offsets = self._seen(target, model.num_layers, room)
+            model.cache, model.leads = self._seen(target, model.num_layers, room)
             model.starts, model.hidden = [0] * len(target.starts), None
         lengths = list(target.cache.lengths)
         try:
@@ -113,8 +113,9 @@ class OwnDrafts:
             cache.update(*seen, number)
         cache.start_slots(rows)
         cache.lengths = counts
-        distances = zip(target.offsets, target.starts, target.cache.lengths, counts)
-        return cache, [offset + length - start - count for offset, start, length, count in distances]
+        return cache, [
+            lead + length - count for lead, length, count in zip(target.leads, target.cache.lengths, counts)
+        ]
 
 
 def _slots(start: int, length: int, num_sinks: int, window: int) -> tuple[range, range]:

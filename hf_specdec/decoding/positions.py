@@ -76,8 +76,7 @@ class PlacedNodes:
     @property
     def reach(self) -> range:
         """Positions that nodes of as many depths may have, told without waiting for the device."""
-        rows = self.rows
-        firsts = [length - start + more for length, start, more in zip(rows.lengths, rows.starts, rows.offsets)]
+        firsts = [length + lead for length, lead in zip(self.rows.lengths, self.rows.leads)]
         first, last = min(firsts), max(firsts) + self.tokens.shape[1] - 1
         most = last if self.max_position is None else self.max_position
         return range(min(first, most), min(last, most) + 1)

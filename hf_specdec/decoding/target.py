@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..drafts import DraftTree, TreeTopology
-from ..drafts.topology import chain_parents
+from ..drafts.topology import chain_parents, chain_topology
 from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.acceptance import follow
-from ..kernels.cache import WritePlan, move_slots
+from ..kernels.cache import move_slots
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import MAX_NODES, SlotTree
 from ..logits.verifier import take_nodes
 from ..threads import cached_property
-from ..transfers import PackedTables, last_of_each, select_rows, upload
+from ..transfers import PackedTables, RowNumbers, last_of_each, select_rows, upload
 from .adapters import ADAPTED_ROW, RowAdapters
 from .attention import (
     TREE_KERNEL,
@@ -38,9 +39,9 @@ from .attention import (
     attention_switch,
 )
 from .cache import SlotCache
-from .captured_nodes import CapturedNodes, NodeInputs
 from .graphs import CallGraphs, graphs_for
 from .masks import RowState, node_masks, node_positions, slot_tree
+from .node_inputs import NodeInputs
 from .own_states import passed_cache
 from .positions import PlacedNodes, PositionCounter
 from .profile import MASK_OF_LAYER_TYPE, WITHOUT_ATTENTION, model_profile
@@ -106,6 +107,7 @@ class SlotModel:
 
     Attributes:
         most_committed (`int`): M, tokens that a row may commit in a cycle.
+        starts, leads (`list[int]`): Those of [`RowState`].
         max_position (`int`, *optional*): Last position id that a valid node of the call may have. Padding nodes lie
             after it in rows that are nearly full, and a table of positions may end there.
         row_inputs (`dict[str, torch.Tensor]`): Further arguments of the forwards over slots, each with one value for
@@ -133,12 +135,12 @@ class SlotModel:
         self.model = model
         self.cache = cache
         self.profile: ModelProfile = model_profile(model)
-        self.starts: list[int] = []
-        self.offsets: list[int] = []
+        self.starts: Any = []
+        self.leads: Any = []
         self.hidden: torch.BoolTensor | None = None
         self.counter: PositionCounter | None = None
         self.rotary: ChangingRotary | None = None
-        self.max_position: int | None = None
+        self.max_position: Any = None
         self.most_committed: int = 1
         self.attention_layers: Counter[str] = Counter()
         self.graphs: CallGraphs | None = None
@@ -154,7 +156,6 @@ class SlotModel:
         self.forward_kwargs: dict[str, Any] = forward_kwargs or {}
         self.row_inputs: dict[str, torch.Tensor] = {}
         self.see(None)
-        self._needs_no_masks = False
         # That of the hidden states; a model's first parameter may belong to a vision tower of another type.
         embedding = model.get_input_embeddings().weight
         self._mask_dtype = embedding.dtype if embedding.is_floating_point() else model.dtype
@@ -221,7 +222,7 @@ class SlotModel:
         """
         self.check_prefilled()
         self.starts = list(starts)
-        self.offsets = list(offsets) if offsets else [0] * len(starts)
+        self.leads = [offset - start for start, offset in zip(starts, offsets or [0] * len(starts))]
         self.hidden, self.counter, self.rotary = hidden, counter, rotary
         if self.graphs is not None and hidden is not None:
             self.graphs.switch_off("tokens inside of the prompts are masked")
@@ -291,7 +292,7 @@ class SlotModel:
         """Plans what a forward writes: the rows as they stand before it, and its nodes where the tree kernel runs."""
         plan = self.cache.plan_write(tokens.shape[1])
         # Nodes go after the committed slots: one copy to the device serves both.
-        rows = RowState(self.cache.lengths, self.starts, self.offsets, self.hidden, plan.device_starts)
+        rows = RowState(self.cache.lengths, self.starts, self.leads, self.hidden, plan.device_starts)
         fits = self._fits_kernel and tokens.shape[1] <= MAX_NODES and rows.hidden is None
         return rows, slot_tree(topology, rows) if fits and use_triton(tokens) else None
 
@@ -324,7 +325,7 @@ class SlotModel:
         self,
         tokens: list[torch.LongTensor],
         parents: torch.LongTensor,
-        num_drafted: list[int] | torch.LongTensor,
+        num_drafted: RowNumbers,
         judges: bool = False,
     ) -> SlotOutput | None:
         """The output of a graph; `None` where there is none. The arguments are those of [`NodeInputs.fill`]."""
@@ -338,7 +339,7 @@ class SlotModel:
             rows,
             lambda rows: NodeInputs(rows, size, device),
             lambda inputs, count: self._fill(inputs, count, tokens, parents, num_drafted),
-            self._judged if judges else self._unjudged,
+            partial(self._as_recorded, SlotModel._judged if judges else SlotModel._unjudged),
             self.cache,
             ahead=size,
         )
@@ -355,7 +356,7 @@ class SlotModel:
         return SlotOutput(logits[:rows, :nodes], dict(zip(self.states, copies)), outcome=outcome.copy_of_rows(rows))
 
     def continue_greedily(
-        self, tokens: torch.LongTensor, counts: list[int] | torch.LongTensor, num_tokens: int, choose: Choose
+        self, tokens: torch.LongTensor, counts: RowNumbers, num_tokens: int, choose: Choose
     ) -> torch.LongTensor | None:
         """Reads tokens after each row's committed slots, then the ones that follow, one by one, in a single graph.
 
@@ -380,7 +381,7 @@ class SlotModel:
             rows,
             lambda rows: NodeInputs(rows, width, tokens.device),
             lambda inputs, count: self._fill(inputs, count, [tokens], parents, num_more),
-            partial(self._continued, num_tokens, choose),
+            partial(self._as_recorded, lambda model, inputs: model._continued(inputs, num_tokens, choose)),
             self.cache,
             ahead=width + num_tokens - 1,
         )
@@ -392,21 +393,33 @@ class SlotModel:
             self.cache.commit(counts)
         return following[:rows]
 
-    def _continued(self, num_tokens: int, choose: Choose, inputs: NodeInputs, columns: int) -> tuple:
-        nodes = inputs.read()
-        output, layers = self.read_static(nodes, columns)
-        ahead = nodes.draft.num_nodes + 1
-        logits, chosen = last_of_each(output.logits, ahead), []
+    # What graphs run
+
+    def _as_recorded(self, read: Callable[[SlotModel, NodeInputs], tuple], inputs: NodeInputs, columns: int) -> tuple:
+        """The result of `read`, and the `attention_layers`, for a model to which tensors say where rows stand."""
+        model = copy(self)
+        model.graphs = None
+        model.cache = model.forward_cache = self.cache.in_a_graph(inputs.lengths, columns)
+        model.starts, model.leads, model.max_position = inputs.starts, inputs.leads, inputs.max_positions
+        output = read(model, inputs)
+        self.attention_layers = model.attention_layers
+        return *output, model.attention_layers
+
+    def _continued(self, inputs: NodeInputs, num_tokens: int, choose: Choose) -> tuple:
+        tokens, topology, draft = inputs.read()
+        counts = draft.num_nodes + 1
+        logits, chosen = last_of_each(self.forward(tokens, topology).logits, counts), []
         while True:
             chosen.append(choose(logits))
             if len(chosen) == num_tokens:
-                return torch.stack(chosen, dim=1), layers
-            output, layers = self.read_static(inputs.one_more(choose.readable(chosen[-1]), ahead), columns)
-            logits, ahead = output.logits[:, -1], ahead + 1
+                return (torch.stack(chosen, dim=1),)
+            self.cache.commit(counts)
+            token = choose.readable(chosen[-1])[:, None]
+            logits, counts = self.forward(token, chain_topology(0, token.device)).logits[:, -1], 1
 
-    def _unjudged(self, inputs: NodeInputs, columns: int) -> tuple:
-        output, layers = self.read_static(inputs.read(), columns)
-        return output.logits, output.hidden_states, None, layers
+    def _unjudged(self, inputs: NodeInputs) -> tuple:
+        output = self.forward(*inputs.read()[:2])
+        return output.logits, output.hidden_states, None
 
     def _fill(self, inputs: NodeInputs, count: int, tokens, parents, num_drafted) -> None:
         """Copies in the nodes of the first rows."""
@@ -414,46 +427,24 @@ class SlotModel:
             [part[:count] for part in tokens],
             parents if parents.dim() == 1 else parents[:count],
             num_drafted[:count],
-            RowState(self.cache.lengths[:count], self.starts[:count], self.offsets[:count]),
+            RowState(self.cache.lengths[:count], self.starts[:count], self.leads[:count]),
             self.max_position,
         )
 
-    def _judged(self, inputs: NodeInputs, columns: int) -> tuple:
-        nodes = inputs.read()
-        output, layers = self.read_static(nodes, columns)
-        accepted = follow(nodes.draft, output.logits.argmax(-1))
+    def _judged(self, inputs: NodeInputs) -> tuple:
+        tokens, topology, draft = inputs.read()
+        output = self.forward(tokens, topology)
+        accepted = follow(draft, output.logits.argmax(-1))
         # Who drafts deeper than announced gets the tokens that there is room for; the last of them are the target's.
         counts = accepted.num_accepted[:, None].clamp(max=self.most_committed - 1)
         committed, path = (values[:, : self.most_committed] for values in (accepted.tokens, accepted.path))
         if path.shape[1] > 1:
-            move_slots([buffer for layer in self.cache.layers for buffer in layer.buffers], nodes.tree.lengths, path)
+            move_slots([buffer for layer in self.cache.layers for buffer in layer.buffers], inputs.lengths, path)
         tables = {"accepted": counts, "counts": counts + 1, "committed": committed, "path": path}
-        draft = {"num_nodes": nodes.draft.num_nodes[:, None], "tokens": nodes.draft.tokens}
-        tables["anchor"] = committed.gather(1, counts)
-        outcome = PackedTables.of({**tables, **draft, "parents": nodes.draft.parents})
+        drafted = {"num_nodes": draft.num_nodes[:, None], "tokens": draft.tokens, "parents": draft.parents}
+        outcome = PackedTables.of({**tables, "anchor": committed.gather(1, counts), **drafted})
         states = [take_nodes(output.hidden_states[key], path) for key in self.states]
-        return output.logits, torch.stack(states) if states else None, outcome, layers
-
-    def read_static(self, nodes: CapturedNodes, columns: int) -> tuple[SlotOutput, Counter[str]]:
-        """Forward from tensors that stay where they are, for a capture; nothing else changes with the text.
-
-        Args:
-            nodes (`CapturedNodes`): The nodes, and where the rows stand.
-            columns (`int`): Slots to read, those in use among them. The cache has room for them.
-
-        Returns:
-            `tuple`: The output, and what computed the attention, as `attention_layers`.
-        """
-        num_nodes = nodes.tokens.shape[1]
-        self.cache.plan = WritePlan.on_device(columns, nodes.tree.lengths, num_nodes)
-        forward = VerificationForward(nodes.tree if use_triton(nodes.tokens) else None, columns)
-        make = TreeMask.stand_in if self._needs_no_masks else TreeMask.additive
-        masks = [make(TreeMask(nodes.tree, span), columns, self._mask_dtype) for span in self.profile.spans]
-        output = self._read(nodes.tokens, nodes.positions, self._named(masks, forward), forward, num_nodes)
-        # A forward runs at least once before it is captured, and then shows whether anything looks at the masks.
-        num_layers = sum(layer.is_initialized for layer in self.cache.layers)
-        self._needs_no_masks = set(forward.layers) == {TREE_KERNEL} and forward.layers.total() >= num_layers
-        return output, forward.layers
+        return output.logits, torch.stack(states) if states else None, outcome
 
     @property
     def _places_nodes(self) -> bool:
@@ -520,9 +511,18 @@ class SlotModel:
             slots = torch.arange(columns, device=topology.depths.device)
             lengths = rows.lengths_on(slots.device)[:, None]
             return rows.visible(slots, lengths + topology.depths.shape[-1]).long()
-        masks = node_masks(topology, rows, columns, self.profile.spans, self._mask_dtype)
+        if forward.tree is not None and not rows.are_known and self._looks_at_no_mask:
+            masks = [TreeMask(forward.tree, span).stand_in(columns, self._mask_dtype) for span in self.profile.spans]
+        else:
+            masks = node_masks(topology, rows, columns, self.profile.spans, self._mask_dtype)
         # Some models insist on a mask for every row; one that all rows share is only seen so often, not copied.
         return self._named([mask.expand(len(rows.lengths), -1, -1, -1) for mask in masks], forward)
+
+    @property
+    def _looks_at_no_mask(self) -> bool:
+        """The last forward has shown it. One runs at least before a forward is captured."""
+        num_layers = sum(layer.is_initialized for layer in self.cache.layers)
+        return set(self.attention_layers) == {TREE_KERNEL} and self.attention_layers.total() >= num_layers
 
     def _named(self, masks: list[torch.Tensor], forward: VerificationForward):
         """The masks of all spans as the model expects them."""
@@ -544,7 +544,7 @@ class SlotModel:
         if self.rotary is not None:
             self.rotary.keep_rows(keep)
         self.starts = [self.starts[row] for row in keep]
-        self.offsets = [self.offsets[row] for row in keep]
+        self.leads = [self.leads[row] for row in keep]
         self.row_inputs = {name: select_rows(values, keep) for name, values in self.row_inputs.items()}
         if self.source is not None:
             self.see(self.source.of_rows(keep))
@@ -566,7 +566,7 @@ class SlotModel:
         if self.recurrent is not None:
             self.recurrent.join(other.recurrent)
         self.starts = self.starts + [0] * len(other.starts)
-        self.offsets = self.offsets + other.offsets
+        self.leads = self.leads + [lead + start for lead, start in zip(other.leads, other.starts)]
         if self.max_position is not None:
             self.max_position = max(self.max_position, other.max_position)
         self.row_inputs = {

@@ -9,7 +9,6 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,16 +17,12 @@ from torch import nn
 from ..decoding.attention import TreeMask
 from ..decoding.masks import FULL, causal_mask, uniform_causal_mask
 from ..kernels.tree_attention import SlotTree, own_bits
-from ..transfers import kept_tensor, last_of_each
+from ..transfers import RowNumbers, kept_tensor, last_of_each
 from .slots import DraftInputs, DraftSlots, Entries, Reading
 
 
 # Key of a state that the network itself has handed on, in place of the target's states.
 DRAFT_STATE = "draft"
-
-# Reads the next token of a chain: takes tokens `(R,)` and the states handed on before them `(R, h)`, and returns the
-# states handed on after them and the logits there `(R, U)`.
-ReadNext = Callable[[torch.LongTensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class DraftEntries(DraftSlots):
@@ -68,7 +63,7 @@ class DraftEntries(DraftSlots):
         return new.states[DRAFT_STATE] if DRAFT_STATE in new.states else self.network.fuse(new.states)
 
     def read(
-        self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int] | torch.LongTensor
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: RowNumbers
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads entries after those of each row and keeps the first `counts[r]` of them.
 
@@ -124,54 +119,44 @@ class DraftEntries(DraftSlots):
         positions = self._draft.positions[:, self._depth - 1 : self._depth]  # of the first node there
         return self.network(tokens.to(self.device), hidden, positions, mask, self.cache, bound=self._draft.bound)
 
-    def read_next(self, tokens: torch.LongTensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads the next node of each row's chain, as a [`ReadNext`]; `begin_draft` comes before the first."""
-        hidden, output = self.read_nodes(tokens[:, None], hidden[:, None], slice(None))
-        return hidden[:, 0], self.network.logits(output)[:, 0]
+    # Chains whose tokens are chosen one by one, each read as an entry that the caller takes back later
 
-    # Graphs
-
-    def begin_captured_chain(
-        self, new: Entries, width: int, num_nodes: int
-    ) -> tuple[torch.Tensor, torch.Tensor, ReadNext]:
-        """Reads new entries, as the beginning of chains whose tokens are chosen outside of graphs, one by one.
-
-        A graph reads the new entries, and one each token, as an entry that the caller takes back later.
+    def begin_chain(self, new: Entries, width: int, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Does what `read_last` does, as a graph if there is one.
 
         Args:
-            new (`Entries`): The entries.
+            new (`Entries`): Entries, which are kept.
             width (`int`): Most entries of a row that a cycle leaves to be read.
-            num_nodes (`int`): Most nodes of a draft that are read.
+            num_nodes (`int`): Most tokens of a chain that are read.
+        """
+        output = self.replay(("read",), new, width, num_nodes, new.counts, type(self).read_last)
+        return self.read_last(new) if output is None else output
+
+    def read_next(
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, width: int, num_nodes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads the next token of each row's chain, as a graph if there is one.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(R,)`): The tokens.
+            hidden (`torch.Tensor` of shape `(R, h)`): States that were handed on before them.
+            width, num_nodes (`int`): As for `begin_chain`.
 
         Returns:
-            `tuple`: The two of `read_last`, and a [`ReadNext`].
+            States `(R, h)` handed on after them, and the logits `(R, U)` there.
         """
-
-        def read_next(tokens: torch.LongTensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            node = Entries(tokens[:, None], {DRAFT_STATE: hidden[:, None]}, [1] * len(tokens))
-            return self._replay_read(node, 1, num_nodes)
-
-        return *self._replay_read(new, width, num_nodes), read_next
-
-    def _replay_read(self, new: Entries, width: int, ahead: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Does what `read_last` does, in a graph if there is one."""
-        output = self.replay(("read",), new, width, ahead, new.counts, self._captured_read)
-        if output is None:
-            return self.read_last(new)
-        hidden, logits = output
-        return hidden[: len(new.tokens)], logits[: len(new.tokens)]
-
-    def _captured_read(self, inputs: DraftInputs, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.static(inputs, columns).read_last(inputs)
+        node = Entries(tokens[:, None], {DRAFT_STATE: hidden[:, None]}, [1] * len(tokens))
+        return self.begin_chain(node, 1, num_nodes)
 
     # Masks
 
-    def causal_mask(self, here: Reading) -> torch.Tensor | TreeMask:
-        """Mask of entries, additive of shape `(R | 1, 1, T, columns)` where there is no kernel."""
+    def causal_mask(self, here: Reading) -> torch.Tensor | TreeMask | None:
+        """Mask of entries, additive of shape `(R | 1, 1, T, columns)` where there is no kernel; `None` for none."""
         if self.has_kernel:
             return self._chain_mask(here.slots.shape[1])
         if self.span == FULL and here.is_uniform:
-            return uniform_causal_mask(here.slots.shape[1], here.columns, self.dtype, self.device)
+            count = here.slots.shape[1]
+            return None if count == 1 else uniform_causal_mask(count, here.columns, self.dtype, self.device)
         return causal_mask(here.slots, self.first_slots, here.columns, self.span, self.dtype)
 
     def _node_mask(self, first: int, parents: torch.LongTensor | slice) -> torch.Tensor | TreeMask:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from ..drafts import DraftTree, TokenTree, renumbered
 from ..drafts.static import Level
 from ..logits.acceptance import best_tokens
 from ..logits.grammar.growth import GrowingMasks
-from ..transfers import upload
+from ..transfers import kept_tensor
 from .entries import DraftEntries, pick_nodes
 
 
@@ -74,13 +73,6 @@ class DraftNodes(NamedTuple):
     sizes: list[int] | None = None
     log_probs: torch.FloatTensor | None = None
 
-    def of_rows(self, count: int) -> DraftNodes:
-        """The first rows."""
-        if self.parents is None:
-            return DraftNodes(self.tokens[:count])
-        assert self.log_probs is not None, "nodes of a dynamic tree without log-probabilities"
-        return DraftNodes(self.tokens[:count], self.parents[:count], self.sizes, self.log_probs[:count])
-
     def draft(self, plan: TokenTree | DynamicTree, depths: list[int], device: torch.device) -> DraftTree:
         """The draft, each row cut to its depth.
 
@@ -101,18 +93,21 @@ class DraftNodes(NamedTuple):
         return DraftTree(tokens, parents, counts, path_log_probs=log_probs)
 
 
-class RowLimits:
-    """Largest depth of each row's draft, known on the host.
+class DepthLimits:
+    """Largest depth of each row's draft.
 
     Args:
-        depths (`list[int]`): The depths.
+        depths (`torch.LongTensor` of shape `(R,)`): The depths; on the host, if `deepest` is left out.
         threshold (`float`): Probability that a node's path must exceed for the node to be expanded; 0 for any.
+        deepest (`int`, *optional*): Depth to which drafts are grown whatever the limits are, as in a graph. Left out,
+            the host waits for the device to learn which rows end, and forwards that no row needs are not launched.
     """
 
-    def __init__(self, depths: list[int], threshold: float):
-        self.depths = depths
+    def __init__(self, depths: torch.LongTensor, threshold: float = 0.0, deepest: int | None = None):
+        self.depths: torch.Tensor = depths
         self.threshold = threshold
-        self.deepest = max(depths)
+        self.waits: bool = deepest is None
+        self.deepest: int = int(depths.max()) if deepest is None else deepest
 
     def stop_low_confidence(self, log_probs: torch.FloatTensor, depth: int) -> None:
         """Ends rows at `depth` where no node that would be expanded is probable enough.
@@ -123,12 +118,10 @@ class RowLimits:
         """
         if not self.threshold:
             return
-        # Waits for the device: forwards that are not needed are not launched.
-        is_probable = (log_probs.amax(1) > math.log(self.threshold)).tolist()
-        self.depths: list[int] = [
-            limit if goes_on else min(limit, depth) for limit, goes_on in zip(self.depths, is_probable)
-        ]
-        self.deepest: int = max(self.depths)
+        is_probable = (log_probs.amax(1) > math.log(self.threshold)).to(self.depths.device)
+        self.depths = torch.where(is_probable, self.depths, self.depths.clamp(max=depth))
+        if self.waits:
+            self.deepest = int(self.depths.max())
 
     def within(self, log_probs: torch.FloatTensor, sizes: list[int]) -> torch.FloatTensor:
         """Log-probabilities `(R, C)` of candidates, -inf for those that are too deep for their row.
@@ -137,41 +130,12 @@ class RowLimits:
             log_probs (`torch.FloatTensor` of shape `(R, C)`): Of all candidates, level by level.
             sizes (`list[int]`): Candidates of the first 0, 1, ... levels together.
         """
-        ends = [sizes[min(depth, len(sizes) - 1)] for depth in self.depths]
-        if min(ends) == max(ends):
+        if self.waits and int(self.depths.min()) == self.deepest:
             return log_probs
-        return _cut(log_probs, upload(ends, log_probs.device))
-
-
-class CapturedLimits:
-    """[`RowLimits`] inside a graph: limits in a tensor, and drafts as deep as the graph, whatever the limits are.
-
-    Args:
-        depths (`torch.LongTensor` of shape `(R,)`): Largest depth of each row.
-        deepest (`int`): The depth of the graph.
-        threshold (`float`): As for [`RowLimits`].
-    """
-
-    def __init__(self, depths: torch.LongTensor, deepest: int, threshold: float):
-        self.depths = depths
-        self.deepest = deepest
-        self.threshold = threshold
-
-    def stop_low_confidence(self, log_probs: torch.FloatTensor, depth: int) -> None:
-        if self.threshold:
-            is_probable = log_probs.amax(1) > math.log(self.threshold)
-            self.depths: torch.Tensor = torch.where(is_probable, self.depths, self.depths.clamp(max=depth))
-
-    def within(self, log_probs: torch.FloatTensor, sizes: list[int]) -> torch.FloatTensor:
-        ends = torch.zeros_like(self.depths)
-        for depth, (before, size) in enumerate(pairwise(sizes), start=1):
-            ends = ends + (size - before) * (self.depths >= depth)
-        return _cut(log_probs, ends)
-
-
-def _cut(log_probs: torch.FloatTensor, ends: torch.LongTensor) -> torch.FloatTensor:
-    places = torch.arange(log_probs.shape[1], device=log_probs.device)
-    return log_probs.masked_fill(places >= ends[:, None], -math.inf)
+        depths = self.depths.to(log_probs.device, non_blocking=True)
+        ends = kept_tensor(tuple(sizes), depths.device)[depths.clamp(0, len(sizes) - 1)]
+        places = torch.arange(log_probs.shape[1], device=log_probs.device)
+        return log_probs.masked_fill(places >= ends[:, None], -math.inf)
 
 
 def grow(
@@ -179,7 +143,7 @@ def grow(
     entries: DraftEntries,
     hidden: torch.Tensor,
     logits: torch.Tensor,
-    limits: RowLimits | CapturedLimits,
+    limits: DepthLimits,
     masks: GrowingMasks | None = None,
 ) -> DraftNodes:
     """Grows a draft after the last entry of each row.
@@ -189,7 +153,7 @@ def grow(
         entries (`DraftEntries`): What has been read so far, prepared for a draft.
         hidden (`torch.Tensor` of shape `(R, h)`): States that the last entries hand on.
         logits (`torch.Tensor` of shape `(R, U)`): Logits after them.
-        limits (`RowLimits` or `CapturedLimits`): Largest depth of each row, at most that of the shape.
+        limits (`DepthLimits`): Largest depth of each row, at most that of the shape.
         masks (`GrowingMasks`, *optional*): Those of the rows' grammars, outside of graphs.
     """
     grow_shape = _grow_dynamic if isinstance(shape, DynamicTree) else _grow_static
@@ -201,7 +165,7 @@ def _grow_static(
     entries: DraftEntries,
     hidden: torch.Tensor,
     logits: torch.Tensor,
-    limits: RowLimits | CapturedLimits,
+    limits: DepthLimits,
     masks: GrowingMasks | None = None,
 ) -> DraftNodes:
     """Takes the candidates of the given ranks; only nodes that have children are read."""
@@ -229,7 +193,7 @@ def _grow_dynamic(
     entries: DraftEntries,
     hidden: torch.Tensor,
     logits: torch.Tensor,
-    limits: RowLimits | CapturedLimits,
+    limits: DepthLimits,
     masks: GrowingMasks | None = None,
 ) -> DraftNodes:
     """Expands the best nodes of each level, and takes the most probable of all candidates."""
@@ -249,7 +213,7 @@ def _grow_dynamic(
             limits.stop_low_confidence(log_probs, len(levels))
         if len(levels) == limits.deepest:
             break
-        count = width if entries.is_captured else num_expandable(plan, levels, log_probs[:, :width])
+        count = num_expandable(plan, levels, log_probs[:, :width]) if limits.waits else width
         if not count:
             break
         best, log_probs = order[:, :count], log_probs[:, :count]

@@ -17,7 +17,7 @@ import torch
 from ..drafts.static import Level
 from ..logits.acceptance import best_tokens
 from ..logits.grammar.growth import GrowingMasks
-from .growth import DraftNodes, DynamicTree, RowLimits, grow
+from .growth import DepthLimits, DraftNodes, DynamicTree, grow
 
 
 # What forbidden tokens lose: all others come before them, and no sum of logits becomes infinite.
@@ -31,8 +31,6 @@ class Positions:
         logits (`torch.Tensor` of shape `(R, K, U)`): Of the positions.
         token_ids (`torch.LongTensor` of shape `(U,)`, *optional*): The target's id of each of the draft's, if others.
     """
-
-    is_captured = False
 
     def __init__(self, logits: torch.Tensor, token_ids: torch.LongTensor | None = None):
         self.position_logits: torch.Tensor = logits
@@ -55,7 +53,11 @@ class Positions:
         return self.position_logits[:, self.position, None].expand(-1, tokens.shape[1], -1)
 
     def grow(
-        self, shape: DynamicTree | tuple[Level, ...], anchors: torch.LongTensor, limits: RowLimits, masks: GrowingMasks
+        self,
+        shape: DynamicTree | tuple[Level, ...],
+        anchors: torch.LongTensor,
+        limits: DepthLimits,
+        masks: GrowingMasks,
     ) -> DraftNodes:
         """Grows a draft after anchors `(R,)`; the other arguments are those of [`~drafting.growth.grow`]."""
         # There is no state that nodes would hand on.

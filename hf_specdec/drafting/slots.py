@@ -14,12 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ..decoding.attention import takes_trees
-from ..decoding.cache import CapturedCache, SlotCache, SlotLayer
+from ..decoding.cache import SlotCache, SlotLayer
 from ..decoding.graphs import CallGraphs
 from ..protocol import Prompt, Session
-from ..transfers import upload
+from ..transfers import RowNumbers, fill_table, upload
 from .graphs import begin_graphs, fill_front
 
 
@@ -37,12 +38,12 @@ class Entries(NamedTuple):
     Attributes:
         tokens (`torch.LongTensor` of shape `(R, T)`): Tokens, padded on the right.
         states (`dict`): States that belong to them, each `(R, T, X)`.
-        counts (`list[int]`): Valid entries of each row; a tensor `(R,)` where the host does not know them.
+        counts (`list[int]` or `torch.LongTensor` of shape `(R,)`): Valid entries of each row.
     """
 
     tokens: torch.LongTensor
     states: dict[int | str, torch.Tensor]
-    counts: list[int] | torch.LongTensor
+    counts: RowNumbers
 
 
 class Reading(NamedTuple):
@@ -77,11 +78,8 @@ class DraftSlots:
     Attributes:
         cache (`SlotCache`): The slots, and where the rows end.
         first_slots, leads (`torch.LongTensor` of shape `(R, 1)`): Each row's first slot, and its lead.
-        is_captured (`bool`): A graph reads all that changes from cycle to cycle from tensors.
         has_kernel (`bool`): Attention takes the content of masks, see [`TreeMask`].
     """
-
-    is_captured = False
 
     def __init__(
         self,
@@ -125,7 +123,8 @@ class DraftSlots:
         plan = self.cache.plan_write(count)
         slots = plan.starts(self.device)[:, None] + torch.arange(count, device=self.device)
         # Positions of padding count downwards from 0.
-        bound = None if self.is_captured else plan.columns + max(self.starts) + max(self.offsets)
+        is_known = self.cache.columns is None
+        bound = plan.columns + max(self.starts) + max(self.offsets) if is_known else None
         is_uniform = plan.offset is not None and not any(self.starts)
         return Reading(slots, slots + self.leads, plan.columns, bound, is_uniform)
 
@@ -136,7 +135,7 @@ class DraftSlots:
         width: int,
         ahead: int,
         limits: list[int],
-        read: Callable[[DraftInputs, int], Any],
+        read: Callable[[Any, DraftInputs], Any],
         constants: Any = None,
     ) -> Any:
         """Reads entries, and maybe drafts after them, as a graph.
@@ -147,7 +146,8 @@ class DraftSlots:
             width (`int`): T, to which they are padded.
             ahead (`int`): Most slots that are written after them.
             limits (`list[int]`): Largest depth of each row's draft.
-            read (`Callable`): Does it without a graph, from [`DraftInputs`] and in `static()` slots.
+            read (`Callable`): Does it, from these slots and entries, or from what a graph has in the place of both:
+                takes slots and [`DraftInputs`], and returns tensors `(R, ...)`, nested or not.
             constants (`Any`): Tensors that it reads beside them.
 
         Returns:
@@ -162,7 +162,7 @@ class DraftSlots:
             len(new.tokens),
             lambda rows: DraftInputs(rows, width, new.states, self.device, constants),
             lambda inputs, count: inputs.fill(new, limits, self, count),
-            read,
+            lambda inputs, columns: read(self._captured(inputs, columns), inputs),
             self.cache,
             ahead=width + ahead,
             limits=tuple(limits),
@@ -171,24 +171,18 @@ class DraftSlots:
             return None
         if isinstance(new.counts, list):
             self.skip(new.counts)
-        return captured.output
+        return tree_map_only(torch.Tensor, lambda values: values[: len(limits)], captured.output)
 
     def skip(self, counts: list[int]) -> None:
         """Keeps entries that a graph has read."""
         self.cache.commit(counts)
 
-    def static(self, inputs: DraftInputs, columns: int) -> DraftSlots:
-        """A copy for a capture.
-
-        Args:
-            inputs (`DraftInputs`): What changes from cycle to cycle.
-            columns (`int`): Slots to read, those in use among them.
-        """
-        static = copy(self)
-        static.is_captured = True
-        static.cache = CapturedCache(self.cache, columns, inputs.ends)
-        static.first_slots, static.leads = inputs.first_slots, inputs.leads
-        return static
+    def _captured(self, inputs: DraftInputs, columns: int) -> DraftSlots:
+        """The slots as a graph sees them that reads `columns` of them, those in use among them."""
+        slots = copy(self)
+        slots.cache = self.cache.in_a_graph(inputs.ends, columns)
+        slots.first_slots, slots.leads = inputs.first_slots, inputs.leads
+        return slots
 
     def keep_rows(self, keep: list[int]) -> None:
         self.cache.keep_rows(keep)
@@ -253,12 +247,8 @@ class DraftInputs:
         fill_front(self.tokens, new.tokens[:count])
         for key, buffer in self.states.items():
             fill_front(buffer, new.states[key][:count])
-        missing, is_known = self._rows.shape[1] - count, isinstance(new.counts, list)
-        counts = new.counts if is_known else [1] * count
-        table = (slots.cache.lengths, counts, limits, *slots.host_places())
-        self._rows.copy_(upload([[*values[:count], *values[:1] * missing] for values in table], self._rows.device))
-        if not is_known:
-            self.counts[:count].copy_(new.counts[:count])
+        parts = (slots.cache.lengths, new.counts, limits, *slots.host_places())
+        fill_table(self._rows, parts, [part[0] if isinstance(part, list) else 1 for part in parts], count)
 
 
 class KnownPrompt:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..transfers import kept_on_device, upload
+from ..transfers import RowNumbers, kept_on_device, upload
 from ._triton import tl, triton, use_triton
 
 
@@ -26,23 +26,18 @@ class WritePlan:
     Attributes:
         columns (`int`): Slots that attention reads: the longest row with its new nodes.
         offset (`int`, *optional*): First slot, when it is the same for all rows, up to `columns`.
-        firsts (`list[int]` of length R, *optional*): First slot of each row; `None` in a prefill, and empty where only
-            the device knows them.
+        firsts (`list[int]` or `torch.LongTensor` of shape `(R,)`, *optional*): First slot of each row; `None` in a
+            prefill.
         nodes (`int`): T, where `firsts` are given.
         device_starts (`dict`): `firsts` on devices, as far as they have been asked for.
     """
 
     columns: int
     offset: int | None
-    firsts: list[int] | None = None
+    firsts: RowNumbers | None = None
     nodes: int = 0
     device_starts: dict[torch.device, torch.LongTensor] = field(default_factory=dict)
     _flat_indices: dict = field(default_factory=dict)
-
-    @classmethod
-    def on_device(cls, columns: int, starts: torch.LongTensor, nodes: int) -> WritePlan:
-        """A plan whose first slots `(R,)` are known on the device alone, as in a captured forward."""
-        return cls(columns, None, firsts=[], nodes=nodes, device_starts={starts.device: starts})
 
     def starts(self, device: torch.device) -> torch.LongTensor:
         """First slot of each row on `device`, `(R,)`."""

@@ -74,6 +74,12 @@ def pack_ancestors(ancestors: torch.BoolTensor) -> torch.LongTensor:
     return (ancestors.long() << places).sum(-1)
 
 
+def unpack_ancestors(bits: torch.LongTensor) -> torch.BoolTensor:
+    """The relation `(..., T, T)` of bits `(..., T)`."""
+    places = torch.arange(bits.shape[-1], device=bits.device)
+    return (bits[..., None] >> places & 1).bool()
+
+
 def pack_words(seen: torch.BoolTensor) -> torch.LongTensor:
     """Words of bits `(..., T, W)` of the relation `(..., T, N)`, for any number of nodes."""
     return torch.stack([pack_ancestors(part) for part in seen.split(64, dim=-1)], dim=-1)

@@ -352,19 +352,21 @@ class TestMasksOfCaptures:
         monkeypatch.setattr(graphs, "capture_backend", lambda device: TapeBackend())
         made = []
 
-        def recorded(name):
-            make = getattr(TreeMask, name)
+        node_masks, stand_in = target.node_masks, TreeMask.stand_in
 
-            def make_and_note(mask, *args):
-                # Prompts are chains of any length.
-                if mask.tree.ancestors is not None:
-                    made.append(name)
-                return make(mask, *args)
+        def masks(topology, rows, *args):
+            found = node_masks(topology, rows, *args)
+            made.extend([] if rows.are_known else ["additive"] * len(found))
+            return found
 
-            return make_and_note
+        def note_and_stand_in(mask, *args):
+            # Prompts are chains of any length.
+            if mask.tree.ancestors is not None:
+                made.append("stand_in")
+            return stand_in(mask, *args)
 
-        for name in ("additive", "stand_in"):
-            monkeypatch.setattr(TreeMask, name, recorded(name))
+        monkeypatch.setattr(target, "node_masks", masks)
+        monkeypatch.setattr(TreeMask, "stand_in", note_and_stand_in)
         return made
 
     @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "gpt2"])

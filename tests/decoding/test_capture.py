@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import operator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 
 from hf_specdec.decoding.attention import TreeMask
 from hf_specdec.decoding.capture import CannotCaptureError, CudaBackend, NoWaiting
-from hf_specdec.decoding.captured_nodes import CapturedNodes, NodeInputs
-from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, node_positions
+from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, node_positions, slot_tree
+from hf_specdec.decoding.node_inputs import NodeInputs
 from hf_specdec.decoding.store import SlotStore, padded_size
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
@@ -36,13 +37,21 @@ TOPOLOGIES = {
 }
 
 
-def filled(rows_of_graph, nodes_of_graph, tokens, topology, rows, **limit) -> CapturedNodes:
+def filled(rows_of_graph, nodes_of_graph, tokens, topology, rows, **limit) -> SimpleNamespace:
     """Nodes as a graph of these sizes reads them."""
     inputs = NodeInputs(rows_of_graph, nodes_of_graph, torch.device("cpu"))
     for buffer in inputs.buffers:
         spoil(buffer)
     inputs.fill([tokens], topology.parents[..., 1:] - 1, [tokens.shape[1] - 1] * len(tokens), rows, **limit)
-    return inputs.read()
+    return read(inputs)
+
+
+def read(inputs: NodeInputs) -> SimpleNamespace:
+    tokens, topology, draft = inputs.read()
+    rows = RowState(inputs.lengths, inputs.starts, inputs.leads)
+    positions = node_positions(topology, rows).clamp(max=inputs.max_positions)
+    tree = slot_tree(topology, rows)
+    return SimpleNamespace(tokens=tokens, draft=draft, positions=positions, tree=tree, topology=topology, rows=rows)
 
 
 class TestNodeInputs:
@@ -56,6 +65,7 @@ class TestNodeInputs:
         nodes = filled(4, 8, torch.randint(1, 50, (3, num_nodes)), topology, rows, max_position=13)
         (expected,) = node_masks(topology, rows, columns, (span,), torch.float32)
         mask = TreeMask(nodes.tree, span).additive(24, torch.float32)
+        assert torch.equal(mask, node_masks(nodes.topology, nodes.rows, 24, (span,), torch.float32)[0])
         assert mask.shape == (4, 1, 8, 24)
         assert torch.equal(mask[:3, :, :num_nodes, :columns], expected.expand(3, -1, -1, -1))
         assert mask[:3, :, :num_nodes, columns:].lt(0).all()
@@ -77,12 +87,12 @@ class TestNodeInputs:
         inputs = NodeInputs(4, 3, torch.device("cpu"))
         counts = torch.tensor([2, 0, 1])
         inputs.fill([torch.ones((3, 3), dtype=torch.long)], torch.tensor([-1, 0]), counts, ROWS["equal"])
-        assert inputs.read().draft.num_nodes.tolist() == [2, 0, 1, 0]
+        assert read(inputs).draft.num_nodes.tolist() == [2, 0, 1, 0]
 
     @pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (3, 1), (8, 64)])
     def test_kernels_are_compiled_once(self, sizes):
         """Triton compiles others for addresses that are no multiples of 16."""
-        nodes = NodeInputs(*sizes, torch.device("cpu")).read()
+        nodes = read(NodeInputs(*sizes, torch.device("cpu")))
         for part in (*vars(nodes.tree).values(), nodes.tokens, nodes.positions, nodes.draft.num_nodes):
             assert not torch.is_tensor(part) or part.data_ptr() % 16 == 0
 

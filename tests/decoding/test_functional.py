@@ -92,7 +92,7 @@ def outputs_of(kind, model, starts, offsets=None, capacity=12, forwards=9, max_p
     inputs = torch.randint(1, VOCAB_SIZE, (batch_size, 9), generator=torch.Generator().manual_seed(1))
     driver = kind(model, SlotCache(capacity), states)
     driver.prefill(inputs, starts)
-    driver.offsets = offsets or driver.offsets
+    driver.leads = [lead + offset for lead, offset in zip(driver.leads, offsets or [0] * batch_size)]
     driver.max_position = max_position
     outputs = []
     for cycle in range(forwards):
@@ -220,7 +220,7 @@ class TestSameBits:
         token, topology = torch.tensor([[4]]), chain_topology(0, CPU)
         with torch.no_grad():
             driver.prefill(torch.tensor([[1, 2, 3]]), [0])
-            own.starts, own.offsets = driver.starts, driver.offsets
+            own.starts, own.leads = driver.starts, driver.leads
             before = driver.forward(token, topology).logits
             model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
             after = driver.forward(token, topology).logits

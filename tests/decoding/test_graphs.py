@@ -18,7 +18,6 @@ from hf_specdec import forget_speculators
 from hf_specdec.decoding import attention, capture, functional, graphs, loop, store, target
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.capture import CaptureBackend, SharedOutputs
-from hf_specdec.decoding.functional import FunctionalSlotModel
 from hf_specdec.decoding.graphs import CallGraphs
 from hf_specdec.decoding.target import call_graphs
 from hf_specdec.kernels.indexing import arange
@@ -442,14 +441,14 @@ class TestFailingCapture:
 
     def test_in_the_middle_of_a_call(self, device, backends, small_slots, monkeypatch):
         """The slots stay where they are."""
-        read, columns = FunctionalSlotModel.read_static, set()
+        in_a_graph, columns = SlotCache.in_a_graph, set()
 
-        def failing(self, nodes, num_columns):
+        def failing(self, lengths, num_columns):
             columns.add(num_columns)
             assert len(columns) < 2, "no more of it"
-            return read(self, nodes, num_columns)
+            return in_a_graph(self, lengths, num_columns)
 
-        monkeypatch.setattr(FunctionalSlotModel, "read_static", failing)
+        monkeypatch.setattr(SlotCache, "in_a_graph", failing)
         stats = check_scripted(tiny_llama().to(device), prompts(3), new_tokens=60)
         assert stats.num_graph_replays > 0
         assert stats.graphs.startswith("off: capturing failed: AssertionError: no more of it")

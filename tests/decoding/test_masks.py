@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec.decoding.attention import TreeMask
-from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, node_positions, slot_tree
+from hf_specdec.decoding.masks import FULL, GrownTopology, RowState, Span, node_masks, node_positions, slot_tree
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import visible_slots
 
@@ -108,7 +108,7 @@ def test_positions_count_real_tokens_and_ancestors(data, rows):
     parents = data.draw(parent_lists(len(rows.lengths)))
     positions = node_positions(topology_of(parents), rows)
     for row, row_parents in enumerate(parents):
-        first = rows.lengths[row] - rows.starts[row] + rows.offsets[row]
+        first = rows.lengths[row] + rows.leads[row]
         expected = [first + len(ancestors_of(node, row_parents)) - 1 for node in range(len(row_parents) + 1)]
         assert positions[row].tolist() == expected
 
@@ -124,6 +124,24 @@ def test_trees_say_what_masks_say(data, rows):
         visible = visible_slots(tree, columns, **TreeMask(tree, span).limits)
         for row, row_parents in enumerate(parents):
             assert visible[row].tolist() == expected_mask(row, rows, row_parents, columns, span)
+
+
+@settings(max_examples=100)
+@given(st.data(), row_states(), st.integers(1, 2))
+def test_rows_and_trees_that_the_device_alone_knows(data, rows, repeats):
+    """As in a graph, they have the masks and positions of the same rows that the host knows."""
+    parents = torch.tensor(data.draw(parent_lists(len(rows.lengths))), dtype=torch.long)
+    known, topology = TreeTopology.from_parents(parents), GrownTopology(parents)
+    unknown = RowState(*map(torch.tensor, (rows.lengths, rows.starts, rows.leads)))
+    columns = max(rows.lengths) + parents.shape[1] + 1
+    assert torch.equal(topology.parents, known.parents)
+    assert torch.equal(topology.ancestors, known.ancestors)
+    assert torch.equal(node_positions(topology, unknown), node_positions(known, rows))
+    found, expected = (
+        node_masks(some, places, columns, SPANS, torch.float32, repeats)
+        for some, places in ((topology, unknown), (known, rows))
+    )
+    assert all(map(torch.equal, found, expected))
 
 
 def test_rows_that_are_alike_share_one_mask():

@@ -41,9 +41,6 @@ class Block(NamedTuple):
     logits: torch.Tensor
     output: torch.Tensor
 
-    def of_rows(self, count: int) -> Block:
-        return Block(self.logits[:count], self.output[:count])
-
 
 class Chain(NamedTuple):
     """Tokens of a block that were chosen from left to right, or all at once.
@@ -56,9 +53,6 @@ class Chain(NamedTuple):
 
     tokens: torch.LongTensor
     confidence_logits: torch.Tensor | None = None
-
-    def of_rows(self, count: int) -> Chain:
-        return Chain(*(None if part is None else part[:count] for part in self))
 
 
 class CorrectionHead(nn.Module):

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from transformers.utils import logging
 
 from ...drafting.chain import SteeredChain
-from ...drafting.growth import DynamicTree, RowLimits
+from ...drafting.growth import DepthLimits, DynamicTree
 from ...drafting.positions import MaskedWalk, Positions
 from ...drafting.slots import DraftInputs, Entries, KnownPrompt
 from ...drafts import DraftTree, TokenTree
@@ -375,7 +375,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             plan = DynamicTree(count - 1, width, self.tree_budget + 1)
         shape = plan if self.tree_budget else plan.levels(self.device)
         limits = [min(limit, plan.max_depth) for limit in limits]
-        nodes = positions.grow(shape, anchors, RowLimits(limits, 0.0), masks)
+        nodes = positions.grow(shape, anchors, DepthLimits(torch.tensor(limits)), masks)
         return nodes.draft(plan, limits, self.session.device)
 
     def _output(
@@ -477,7 +477,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if predicted is None:
             return None
         self.text.add_tokens(new.tokens, new.counts)
-        return predicted.of_rows(len(limits))
+        return predicted
 
     @property
     def drafts_ahead(self) -> bool:
@@ -502,8 +502,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self._captured_prediction,
         )
 
-    def _captured_prediction(self, inputs: DraftInputs, columns: int) -> Chain | Block | Prefixes | Edges:
-        text = self.text.static(inputs, columns)
+    def _captured_prediction(self, text: DraftText, inputs: DraftInputs) -> Chain | Block | Prefixes | Edges:
         text.extend(inputs.states, inputs.counts)
         if text.tokens_before is not None:
             text.tokens_before = inputs.states["tokens_before"][:, 0]

@@ -99,9 +99,6 @@ class Prefixes(NamedTuple):
     log_probs: torch.FloatTensor
     width: int
 
-    def of_rows(self, count: int) -> Prefixes:
-        return Prefixes(self.tokens[:count], self.parents[:count], self.log_probs[:count], self.width)
-
     def draft(self, budget: int, limits: Sequence[int], siblings: int | None, device: torch.device) -> DraftTree:
         """The drafts, each row cut to what it has room for."""
         counts = [num_nodes(self.width, limit, budget, siblings) for limit in limits]

@@ -109,9 +109,6 @@ class Edges(NamedTuple):
     tokens: torch.LongTensor
     scores: torch.FloatTensor
 
-    def of_rows(self, count: int) -> Edges:
-        return Edges(self.tokens[:count], self.scores[:count])
-
     def walk(self) -> torch.LongTensor:
         """Places `(R, K)` of the best candidates, each after the one chosen before it."""
         best = best_tokens(self.scores)

@@ -15,7 +15,7 @@ from ...decoding.attention import TreeMask
 from ...decoding.masks import FULL, Span, additive_mask
 from ...drafting.slots import DraftSlots
 from ...kernels.tree_attention import SlotTree, pack_words
-from ...transfers import kept_on_device, kept_tensor, last_of_each, select_rows, upload
+from ...transfers import RowNumbers, kept_on_device, kept_tensor, last_of_each, select_rows, upload
 from .config import BlockView
 from .network import DFlashNetwork
 
@@ -34,7 +34,7 @@ class DraftText(DraftSlots):
     # The last two tokens of the text, `(R, 2)`: XPress's, whose anchor is the second.
     tokens_before: torch.LongTensor | None = None
 
-    def extend(self, states: dict[Any, torch.Tensor], counts: list[int] | torch.LongTensor) -> None:
+    def extend(self, states: dict[Any, torch.Tensor], counts: RowNumbers) -> None:
         """Takes in the target's states `(R, C, th)` of the next tokens, the first `counts[r]` of each row."""
         fused = self.network.fuse(states)
         here = self.plan_read(fused.shape[1])
@@ -55,13 +55,13 @@ class DraftText(DraftSlots):
             missing = max(2 - prompts.shape[1], 0)
             self.tokens_before = F.pad(prompts, (missing, 0))[:, -2:].to(self.device)
 
-    def add_tokens(self, tokens: torch.LongTensor, counts: list[int] | torch.LongTensor) -> None:
+    def add_tokens(self, tokens: torch.LongTensor, counts: RowNumbers) -> None:
         """Takes in the next tokens `(R, C)`, of which the first `counts[r]` count, where tokens are known at all."""
         if self.tokens_before is None:
             return
         known = torch.cat((self.tokens_before, tokens.to(self.device)), dim=1)
-        counts = counts if torch.is_tensor(counts) else upload(counts, self.device)
-        self.tokens_before = known.gather(1, counts[:, None] + torch.arange(2, device=self.device))
+        first = upload(counts, self.device)[:, None]
+        self.tokens_before = known.gather(1, first + torch.arange(2, device=self.device))
 
     def keep_rows(self, keep: list[int]) -> None:
         super().keep_rows(keep)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from ...drafting.chain import SteeredChain
-from ...drafting.growth import DynamicTree, RowLimits
+from ...drafting.growth import DepthLimits, DynamicTree
 from ...drafting.positions import Positions
 from ...drafting.shape import ExtrapolationOptions, draft_shape
 from ...drafting.slots import Entries
@@ -113,34 +113,34 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
         return draft_shape(self.config, config.draft_vocab_size, self.session, reason, config.num_parallel_tokens)
 
     def propose(self, step: DraftStep) -> DraftTree:
-        limits = RowLimits(self.draft_depths(step), self.threshold)
+        limits = DepthLimits(torch.tensor(self.draft_depths(step)), self.threshold)
         if limits.deepest <= 0:
             # There will never be room again.
             self.pending = None
             return DraftTree.empty(len(step.rows), self.session.device)
         logits, device = self._logits_at_once(limits), self.session.device
-        masks = None if self.samples_drafts else self.growing_masks(step, limits.depths)
+        masks = None if self.samples_drafts else self.growing_masks(step, limits.depths.tolist())
         if masks is not None:
             positions = Positions(logits, self.network.token_ids)
             nodes = positions.grow(self.shape, step.anchor_tokens, limits, masks)
-            return nodes.draft(self.plan, limits.depths, device)
+            return nodes.draft(self.plan, limits.depths.tolist(), device)
         if self.samples_drafts:
             chain = SteeredChain(self.session.sampler, step.rows, step.lengths)
             for depth in range(limits.deepest):
                 chain.choose(chain.scores(self.network.target_logits(logits[:, depth]).to(device)))
-            return chain.draft(limits.depths)
+            return chain.draft(limits.depths.tolist())
         best = best_tokens(logits)
         if self.threshold:
             paths = logits.log_softmax(-1, dtype=torch.float32).gather(2, best[..., None])[..., 0].cumsum(1)
             for depth in range(1, limits.deepest):
                 limits.stop_low_confidence(paths[:, depth - 1 : depth], depth)
-        return DraftTree.chain(self.network.target_ids(best).to(device)[:, : limits.deepest], limits.depths)
+        return DraftTree.chain(self.network.target_ids(best).to(device)[:, : limits.deepest], limits.depths.tolist())
 
     def _launch(self, new: Entries, depths: list[int]) -> tuple[torch.Tensor, torch.Tensor] | None:
         most = self.plan.max_depth
         return self.masked.replay(self.entries, new, self.most_committed, most - 1, [most] * len(depths))
 
-    def _logits_at_once(self, limits: RowLimits) -> torch.Tensor:
+    def _logits_at_once(self, limits: DepthLimits) -> torch.Tensor:
         """Logits `(R, K, U)` of the first tokens of the drafts."""
         new, num_masks = self._take_pending(), limits.deepest - 1
         if new is None:
@@ -149,7 +149,7 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
             logits = self.logits[:, None]
             masks = self.masked.read_masks(self.entries, len(logits), num_masks) if num_masks else logits[:, :0]
             return torch.cat((logits, masks), dim=1)
-        replayed = self._launch(new, limits.depths)
+        replayed = self._launch(new, limits.depths.tolist())
         self.hidden, logits = replayed or self.masked.read(self.entries, new, num_masks)
         self.logits = logits[:, 0]
         return logits[:, : limits.deepest]

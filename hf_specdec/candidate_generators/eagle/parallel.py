@@ -9,6 +9,7 @@ Shapes: R active rows, T new entries, K drafted tokens, h hidden size of the hea
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,7 +50,7 @@ class MaskedReading:
         Returns:
             States `(R, h)` that each row's last entry hands on, and logits `(R, K, U)` there and at the masks.
         """
-        counts = new.counts if isinstance(new.counts, torch.Tensor) else upload(new.counts, entries.device)
+        counts = upload(new.counts, entries.device)
         hidden = F.pad(entries.states_of(new), (0, 0, 0, num_masks))
         tokens = F.pad(new.tokens.to(entries.device), (0, num_masks))
         is_mask = torch.arange(tokens.shape[1], device=entries.device) >= counts[:, None]
@@ -70,9 +71,5 @@ class MaskedReading:
         self, entries: DraftEntries, new: Entries, width: int, num_masks: int, limits: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Does what `read` does in a graph, for at most `width` new entries; `None` where there is none to run."""
-
-        def captured(inputs: DraftInputs, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.read(entries.static(inputs, columns), inputs, num_masks)
-
-        output = entries.replay(("masks", num_masks), new, width, num_masks, limits, captured)
-        return None if output is None else tuple(part[: len(limits)] for part in output)
+        read = partial(self.read, num_masks=num_masks)
+        return entries.replay(("masks", num_masks), new, width, num_masks, limits, read)

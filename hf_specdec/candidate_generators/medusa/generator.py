@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from ...drafting.graphs import RowGraphs
-from ...drafting.growth import RowLimits
+from ...drafting.growth import DepthLimits
 from ...drafting.positions import Positions
 from ...drafts import DraftTree, TokenTree
 from ...drafts.static import MAX_NODES, prior_accuracies
@@ -246,7 +246,8 @@ class MedusaCandidateGenerator(CandidateGenerator):
         self.candidates = None
         logits = self.heads.short_logits(self.hidden, self.lm_head, tree.max_depth).transpose(0, 1)
         positions = Positions(logits, self.heads.token_map)
-        nodes = positions.grow(tree.levels(logits.device), step.anchor_tokens, RowLimits(depths, 0.0), masks)
+        limits = DepthLimits(torch.tensor(depths))
+        nodes = positions.grow(tree.levels(logits.device), step.anchor_tokens, limits, masks)
         return nodes.draft(tree, depths, self.session.device)
 
     @property

@@ -86,9 +86,9 @@ class AssistantCandidateGenerator(CandidateGenerator):
             return DraftTree.empty(len(step.rows), session.device)
         chain = SteeredChain(session.sampler, step.rows, step.lengths, bool(self.samples_drafts))
         keys_and_values, masks = self._seen(target)
-        rows = zip(target.cache.lengths, target.starts, target.offsets)
         # That of the anchor, for all tokens.
-        positions = upload([[length - start + offset] for length, start, offset in rows], self.device)
+        rows = zip(target.cache.lengths, target.leads)
+        positions = upload([[length + lead] for length, lead in rows], self.device)
         embedding = target.model.get_input_embeddings()
         tokens, hidden = step.anchor_tokens, self.hidden[:, None]
         for _ in range(count):

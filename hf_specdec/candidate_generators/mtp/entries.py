@@ -8,15 +8,14 @@ Shapes: R active rows, T entries, W entries of the window, h hidden size, V voca
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ...drafting.entries import DRAFT_STATE, DraftEntries, ReadNext
+from ...drafting.entries import DRAFT_STATE, DraftEntries
 from ...drafting.slots import DraftInputs, Entries
-from ...transfers import last_of_each, select_rows, upload, widened
+from ...transfers import RowNumbers, last_of_each, select_rows, upload, widened
 from .network import MtpNetwork
 
 
@@ -63,13 +62,13 @@ class LayerEntries(DraftEntries):
         return self._window
 
     def read(
-        self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int] | torch.LongTensor
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: RowNumbers
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the window with the first layer; the arguments are those of one layer."""
         return self.read_window(0, tokens, hidden, counts)
 
     def read_window(
-        self, layer: int, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int] | torch.LongTensor
+        self, layer: int, tokens: torch.LongTensor, hidden: torch.Tensor, counts: RowNumbers
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the window with a layer, after each row's length, and keeps it; the arguments are those of `read`."""
         self._begin_window(tokens, counts)
@@ -107,8 +106,8 @@ class LayerEntries(DraftEntries):
 
     def _shift(self, window: torch.LongTensor, tokens: torch.LongTensor) -> torch.LongTensor:
         """The window `(R, W)` one token on, which ends with the tokens `(R, 1)`."""
-        counts = self._counts if torch.is_tensor(self._counts) else upload(self._counts, self.device)
-        return F.pad(window[:, 1:], (0, 1)).scatter(1, counts[:, None] - 1, tokens.to(self.device))
+        last = upload(self._counts, self.device)[:, None] - 1
+        return F.pad(window[:, 1:], (0, 1)).scatter(1, last, tokens.to(self.device))
 
     def keep_rows(self, keep: list[int]) -> None:
         super().keep_rows(keep)
@@ -139,28 +138,28 @@ class LayerEntries(DraftEntries):
         self._begin_window(self._window.tokens, self._window.counts)
         self.cache.commit(self._window.counts)
 
-    # Graphs
+    # Chains whose tokens are chosen one by one
 
-    def begin_captured_chain(
-        self, new: Entries, width: int, num_nodes: int
-    ) -> tuple[torch.Tensor, torch.Tensor, ReadNext]:
-        def read_next(tokens: torch.LongTensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self._replay_layer(self.layer + 1, self.shifted_window(tokens), width)
+    def begin_chain(self, new: Entries, width: int, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._replay_layer(0, new, width)
 
-        return *self._replay_layer(0, new, width), read_next
+    def read_next(
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, width: int, num_nodes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._replay_layer(self.layer + 1, self.shifted_window(tokens), width)
 
     def _replay_layer(self, layer: int, window: Entries, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """States `(R, h)` that a layer hands on after the window, and logits `(R, V)` there, from a graph if any."""
-        read = partial(self._captured_layer, layer)
+
+        def read(entries: LayerEntries, window: Entries | DraftInputs) -> tuple[torch.Tensor, ...]:
+            return entries._read_layer_last(layer, window)
+
         output = self.replay(("layer", layer), window, width, 0, window.counts, read)
         if output is None:
-            return self._read_layer_last(layer, window)[1:]
-        handed_on, hidden, logits = (values[: len(window.tokens)] for values in output)
+            return read(self, window)[1:]
+        handed_on, hidden, logits = output
         self.keep_read(layer, window, handed_on)
         return hidden, logits
-
-    def _captured_layer(self, layer: int, inputs: DraftInputs, columns: int) -> tuple[torch.Tensor, ...]:
-        return self.static(inputs, columns)._read_layer_last(layer, inputs)
 
     def _read_layer_last(self, layer: int, window: Entries | DraftInputs) -> tuple[torch.Tensor, ...]:
         """States that a layer hands on in the window `(R, W, h)` and after it `(R, h)`, and logits `(R, V)` there."""
@@ -187,7 +186,7 @@ class LayerEntries(DraftEntries):
     def _go_back(self, counts: list[int]) -> None:
         self.cache.lengths = [length - count for length, count in zip(self.cache.lengths, counts)]
 
-    def _begin_window(self, tokens: torch.LongTensor, counts: list[int] | torch.LongTensor) -> None:
+    def _begin_window(self, tokens: torch.LongTensor, counts: RowNumbers) -> None:
         """Prepares for reading the window after each row's length."""
         self._here = self.plan_read(tokens.shape[1])
         self._mask = self.causal_mask(self._here)

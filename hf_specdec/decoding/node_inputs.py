@@ -1,4 +1,4 @@
-"""Nodes of captured forwards: the buffers that they are copied into, and what a graph makes of these.
+"""Nodes of captured forwards: the buffers that they are copied into, and where graphs read them.
 
 Shapes: R rows and T nodes of a graph, r and t of them in use.
 """
@@ -6,14 +6,12 @@ Shapes: R rows and T nodes of a graph, r and t of them in use.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-from ..drafts import DraftTree
-from ..kernels.ancestors import grow_ancestors
-from ..kernels.tree_attention import SlotTree
-from .masks import RowState
+from ..drafts import DraftTree, TreeTopology
+from ..transfers import RowNumbers, fill_table
+from .masks import GrownTopology, RowState
 
 
 class NodeInputs:
@@ -23,6 +21,10 @@ class NodeInputs:
         rows (`int`): R.
         nodes (`int`): T.
         device (`torch.device`): Where they lie.
+
+    Attributes:
+        lengths, starts, leads (`torch.LongTensor` of shape `(R,)`): Those of [`RowState`].
+        max_positions (`torch.LongTensor` of shape `(R, 1)`): Last position id that a node of a row may have.
     """
 
     def __init__(self, rows: int, nodes: int, device: torch.device):
@@ -35,13 +37,17 @@ class NodeInputs:
             self._rows = torch.zeros((5, rows + rows % 2), dtype=torch.long, device=device)
             self._padding = torch.zeros((2, 1, nodes), dtype=torch.long, device=device)
             self._padding[1] = -1
-        self._row_parts = self._rows[:, :rows]
+        self.lengths: torch.Tensor
+        self.starts: torch.Tensor
+        self.leads: torch.Tensor
+        self.lengths, self.starts, self.leads, last_positions, self._num_drafted = self._rows[:, :rows]
+        self.max_positions: torch.Tensor = last_positions[:, None]
 
     def fill(
         self,
         tokens: Sequence[torch.LongTensor],
         parents: torch.LongTensor,
-        num_drafted: list[int] | torch.LongTensor,
+        num_drafted: RowNumbers,
         rows: RowState,
         max_position: int | None = None,
     ) -> None:
@@ -61,50 +67,18 @@ class NodeInputs:
         torch.cat([part for part in parts if part.shape[1]], dim=1, out=self._nodes[:count])
         if count < len(self._nodes):
             self._nodes[count:] = self._nodes[:1]
-        first = [length - start + offset for length, start, offset in zip(rows.lengths, rows.starts, rows.offsets)]
         last = [_NO_LIMIT if max_position is None else max_position] * count
-        is_known = isinstance(num_drafted, list)
-        padding = [0] * (self._rows.shape[1] - count)
-        parts = (rows.lengths, rows.starts, first, last, num_drafted if is_known else [0] * count)
-        self._rows.copy_(torch.tensor([values + padding for values in parts]), non_blocking=True)
-        if not is_known:
-            self._row_parts[4, :count].copy_(num_drafted)
+        parts = (rows.lengths, rows.starts, rows.leads, last, num_drafted)
+        fill_table(self._rows, parts, [0] * len(parts), count)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
         return [self._nodes, self._rows]
 
-    def read(self) -> CapturedNodes:
-        """The nodes of the graph that runs."""
-        lengths, starts, first_positions, last_positions, num_drafted = self._row_parts
+    def read(self) -> tuple[torch.LongTensor, TreeTopology, DraftTree]:
+        """Tokens `(R, T)` of the nodes of the graph that runs, who sees whom, and the drafted nodes."""
         tokens, parents = (part.contiguous() for part in self._nodes.tensor_split([self._num_nodes], dim=1))
-        ancestors, depths = grow_ancestors(parents)
-        positions = torch.minimum(first_positions[:, None] + depths, last_positions[:, None])
-        draft = DraftTree(tokens[:, 1:], parents, num_drafted)
-        return CapturedNodes(tokens, positions, SlotTree(lengths, starts, ancestors, depths), draft)
-
-    def one_more(self, tokens: torch.LongTensor, ahead: torch.LongTensor) -> CapturedNodes:
-        """Nodes of a graph that goes on with a token of each row `(R,)`, after `ahead` `(R,)` that it has read."""
-        lengths, starts, first_positions, last_positions, _ = self._row_parts
-        depths = torch.zeros_like(tokens)[:, None]
-        positions = torch.minimum(first_positions + ahead, last_positions)[:, None]
-        return CapturedNodes(tokens[:, None], positions, SlotTree(lengths + ahead, starts, depths + 1, depths))
+        return tokens, GrownTopology(parents), DraftTree(tokens[:, 1:], parents, self._num_drafted)
 
 
 _NO_LIMIT = torch.iinfo(torch.long).max
-
-
-class CapturedNodes(NamedTuple):
-    """The nodes of a captured forward.
-
-    Attributes:
-        tokens (`torch.LongTensor` of shape `(R, T)`): Anchors and draft tokens.
-        positions (`torch.LongTensor` of shape `(R, T)`): Their position ids.
-        tree (`SlotTree`): Who sees whom, and where the rows stand.
-        draft (`DraftTree`, *optional*): All nodes but the first one of each row.
-    """
-
-    tokens: torch.LongTensor
-    positions: torch.LongTensor
-    tree: SlotTree
-    draft: DraftTree | None = None

@@ -29,9 +29,10 @@ COUNTS = {
     ("gemma2", "ngram", 1): (12, 0, 2, 2, 1),
 }
 
-# Every method whose drafts have graphs, and one that drafts on the host, with small networks of random weights.
+# Every method whose drafts have graphs, and two that draft on the host, with small networks of random weights.
 DRAFTERS = {
     "ngram": lambda plain, inputs: lambda model: load_speculator(model, "ngram", num_speculative_tokens=3),
+    "recycling": lambda plain, inputs: lambda model: load_speculator(model, "recycling", num_speculative_tokens=3),
     "draft_model": draft_model(num_speculative_tokens=3),
     "medusa": medusa(num_speculative_tokens="fixed"),
     "mlp_speculator": mlp_speculator(num_speculative_tokens="fixed"),

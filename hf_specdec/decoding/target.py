@@ -27,17 +27,12 @@ from ..kernels.acceptance import follow
 from ..kernels.cache import WritePlan, move_slots
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import MAX_NODES, SlotTree
+from ..logits.acceptance import with_successors
 from ..logits.verifier import take_nodes
 from ..threads import cached_property
 from ..transfers import PackedTables, last_of_each, select_rows, upload
 from .adapters import ADAPTED_ROW, RowAdapters
-from .attention import (
-    TREE_KERNEL,
-    AttentionSwitch,
-    TreeMask,
-    VerificationForward,
-    attention_switch,
-)
+from .attention import TREE_KERNEL, AttentionSwitch, TreeMask, VerificationForward, attention_switch
 from .cache import SlotCache
 from .captured_nodes import CapturedNodes, NodeInputs
 from .graphs import CallGraphs, graphs_for
@@ -67,12 +62,14 @@ class SlotOutput:
         outcome (`PackedTables`, *optional*): Of a graph that has judged the draft by the target's best tokens: M, the
             most tokens of a row; "accepted", "counts" `(R, 1)`, of the draft and in all; "committed", "path" `(R, M)`,
             "anchor" `(R, 1)`, tokens, their nodes, the last; "num_nodes" `(R, 1)`, "tokens", "parents" `(R, N)`.
+        successors (`torch.LongTensor` of shape `(R, T, 1 + K)`, *optional*): Of [`with_successors`], as asked for.
     """
 
     logits: torch.Tensor
     hidden_states: dict[int | str, torch.Tensor] = field(default_factory=dict)
     all_hidden_states: tuple[torch.Tensor, ...] | None = None
     outcome: PackedTables | None = None
+    successors: torch.LongTensor | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +103,7 @@ class SlotModel:
 
     Attributes:
         most_committed (`int`): M, tokens that a row may commit in a cycle.
+        num_successors (`int`): K, the best tokens after each node that a graph returns.
         max_position (`int`, *optional*): Last position id that a valid node of the call may have. Padding nodes lie
             after it in rows that are nearly full, and a table of positions may end there.
         row_inputs (`dict[str, torch.Tensor]`): Further arguments of the forwards over slots, each with one value for
@@ -140,6 +138,7 @@ class SlotModel:
         self.rotary: ChangingRotary | None = None
         self.max_position: int | None = None
         self.most_committed: int = 1
+        self.num_successors: int = 0
         self.attention_layers: Counter[str] = Counter()
         self.graphs: CallGraphs | None = None
         self.recurrent: RecurrentLayers | None = None
@@ -180,10 +179,7 @@ class SlotModel:
             self.rotary.close()
 
     def check_prefilled(self) -> None:
-        """
-        Raises:
-            UnsupportedModelError: The prompt has left nothing in the cache.
-        """
+        """Raises an `UnsupportedModelError` if the prompt has left nothing in the cache."""
         if self.cache.get_seq_length() == 0:
             remedy = "Leave the speculative arguments out to use plain generate()."
             if self.model.training and any(
@@ -331,9 +327,8 @@ class SlotModel:
         size = self.graphs.padded_nodes(nodes)
         if size is None or size > MAX_NODES:
             return None
-
         captured = self.graphs.run_on_slots(
-            (size, self.states, self.most_committed if judges else 0),
+            (size, self.states, (self.most_committed, self.num_successors) if judges else ()),
             rows,
             lambda rows: NodeInputs(rows, size, device),
             lambda inputs, count: self._fill(inputs, count, tokens, parents, num_drafted),
@@ -351,7 +346,9 @@ class SlotModel:
             return SlotOutput(logits[:rows, :nodes], states)
         # Whoever is told of a commit may read it when the graph has long run again.
         copies = () if states is None else states[:, :rows].clone().unbind()
-        return SlotOutput(logits[:rows, :nodes], dict(zip(self.states, copies)), outcome=outcome.copy_of_rows(rows))
+        outcome, states = outcome.copy_of_rows(rows), dict(zip(self.states, copies))
+        successors = outcome["successors"].unflatten(1, (size, -1)) if self.num_successors else None
+        return SlotOutput(logits[:rows, :nodes], states, outcome=outcome, successors=successors)
 
     def continue_greedily(
         self, tokens: torch.LongTensor, counts: list[int] | torch.LongTensor, num_tokens: int, choose: Choose
@@ -427,11 +424,12 @@ class SlotModel:
         if path.shape[1] > 1:
             move_slots([buffer for layer in self.cache.layers for buffer in layer.buffers], nodes.tree.lengths, path)
         tables = {"accepted": counts, "counts": counts + 1, "committed": committed, "path": path}
-        draft = {"num_nodes": nodes.draft.num_nodes[:, None], "tokens": nodes.draft.tokens}
-        tables["anchor"] = committed.gather(1, counts)
-        outcome = PackedTables.of({**tables, **draft, "parents": nodes.draft.parents})
+        tables |= {"anchor": committed.gather(1, counts), "num_nodes": nodes.draft.num_nodes[:, None]}
+        tables |= {"tokens": nodes.draft.tokens, "parents": nodes.draft.parents}
+        if self.num_successors:
+            tables["successors"] = with_successors(nodes.tokens, output.logits, self.num_successors).flatten(1)
         states = [take_nodes(output.hidden_states[key], path) for key in self.states]
-        return output.logits, torch.stack(states) if states else None, outcome, layers
+        return output.logits, torch.stack(states) if states else None, PackedTables.of(tables), layers
 
     def read_static(self, nodes: CapturedNodes, columns: int) -> tuple[SlotOutput, Counter[str]]:
         """Forward from tensors that stay where they are, for a capture; nothing else changes with the text.

@@ -168,6 +168,7 @@ DRAFTERS = {
     "trees": scripted(tree=TREE),
     "a tree for each row": scripted(tree="random"),
     "ngram": method("ngram"),
+    "recycling": method("recycling"),
     "draft model": draft_model(num_speculative_tokens=3),
     "medusa": medusa(),
     "medusa, measured": medusa(medusa_tree="measured"),

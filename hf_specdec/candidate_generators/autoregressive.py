@@ -102,7 +102,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         commit, self.pending = self.pending, None
         if commit is None:
             return None
-        return self.entries.gather(Entries(commit.tokens, commit.hidden_states, commit.counts))
+        return Entries(commit.tokens, commit.hidden_states, commit.counts)
 
     def _read(self, new: Entries | None) -> None:
         if new is not None:
@@ -215,7 +215,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
 
     def draft_ahead(self, commit: DeviceCommit) -> None:
         new = Entries(commit.tokens, commit.hidden_states, commit.counts)
-        self._launch(self.entries.gather(new), [self.plan.max_depth] * len(commit.rows))
+        self._launch(new, [self.plan.max_depth] * len(commit.rows))
 
     def _captured_draft(
         self, inputs: DraftInputs, columns: int

@@ -256,7 +256,8 @@ class DraftInputs:
         missing, is_known = self._rows.shape[1] - count, isinstance(new.counts, list)
         counts = new.counts if is_known else [1] * count
         table = (slots.cache.lengths, counts, limits, *slots.host_places())
-        self._rows.copy_(upload([[*values[:count], *values[:1] * missing] for values in table], self._rows.device))
+        rows = [[*values[:count], *values[:1] * missing] for values in table]
+        self._rows.copy_(torch.tensor(rows), non_blocking=True)
         if not is_known:
             self.counts[:count].copy_(new.counts[:count])
 

@@ -12,7 +12,7 @@ from hf_specdec.control.controller import SpeculationController
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs
 from hf_specdec.transfers import PendingRead
-from tests.decoding.test_waits import dflash, draft_model, eagle3, medusa, mlp_speculator
+from tests.decoding.test_waits import dflash, draft_model, eagle3, medusa, mlp_speculator, mtp
 from tests.models import prompts, tiny_llama
 from tests.tape import spoil_inputs, tape_everything
 
@@ -27,6 +27,8 @@ CASES = {
     "eagle3": (eagle3, {"num_speculative_tokens": 3}),
     "eagle3, static tree": (eagle3, {"speculative_token_tree": TREE}),
     "eagle3, dynamic tree": (eagle3, {**DYNAMIC, "num_speculative_tokens": "fixed"}),
+    "mtp, layers": (mtp, {"num_speculative_tokens": "fixed"}),
+    "mtp, two layers": (mtp, {"num_speculative_tokens": 2}),
     "dflash": (dflash, {"num_speculative_tokens": "fixed"}),
     "dflash, tree": (dflash, {"num_draft_nodes": 6, "num_speculative_tokens": "fixed"}),
     "dflash, corrections": (dflash, {"predicts_next": True, "markov_rank": 3, "num_speculative_tokens": "fixed"}),
@@ -97,7 +99,7 @@ def test_it_is_launched_before_the_verdict_is_read(case, events):
     assert order.count("target draft read") >= len(cycles) - 2 * stats.num_spec_tokens - 5 > 3
 
 
-@pytest.mark.parametrize("case", ["draft model", "eagle3, dynamic tree", "dflash", "dflash, tree"])
+@pytest.mark.parametrize("case", ["draft model", "eagle3, dynamic tree", "mtp, layers", "dflash", "dflash, tree"])
 def test_other_limits_than_those_that_it_was_made_for(case, events, monkeypatch):
     """Lengths may be chosen after the launch."""
     limits = itertools.cycle([[3, 1, 2], [2, 2, 2], [0, 0, 0], [3, 3, 3], [3, 3, 3]])
@@ -115,7 +117,7 @@ def test_other_limits_than_those_that_it_was_made_for(case, events, monkeypatch)
     assert depths >= {0, 1, 2}
 
 
-@pytest.mark.parametrize("case", ["draft model", "eagle3, dynamic tree", "dflash"])
+@pytest.mark.parametrize("case", ["draft model", "eagle3, dynamic tree", "mtp, layers", "dflash"])
 def test_rows_that_end_apart(case, events):
     """A draft of rows of which one has ended is made anew."""
     inputs = prompts(4)
@@ -129,7 +131,7 @@ def test_rows_that_end_apart(case, events):
     assert "target draft read" in " ".join(events)
 
 
-@pytest.mark.parametrize("case", ["draft model", "medusa", "mlp_speculator", "eagle3", "dflash"])
+@pytest.mark.parametrize("case", ["draft model", "medusa", "mlp_speculator", "eagle3", "mtp, layers", "dflash"])
 def test_rows_that_join(case, events):
     """Requests of several lengths, of which new ones take the places of those that have ended."""
     model, (make, settings) = tiny_llama(), CASES[case]

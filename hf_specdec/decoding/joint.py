@@ -244,6 +244,11 @@ class JointSampler(DraftSampler):
         scores = logits.float()
         return torch.stack([self._own(table[row], index, scores, drafted) for index, row in enumerate(rows)])
 
+    def in_graphs(self, rows: list[int]) -> ProcessorStack | None:
+        own = [self.sequences.table[row] for row in rows]
+        is_one = len({row.signature for row in own}) == 1 and own[0].stack.runs_in_graphs
+        return own[0].stack if is_one else None
+
     @staticmethod
     def _own(row: Row, index: int, scores: torch.Tensor, drafted: list[torch.LongTensor]) -> torch.Tensor:
         if row.signature is not None:

@@ -296,6 +296,7 @@ class DecodingLoop:
         if self.tracer is not None:
             # The draft's own memory is written again.
             draft.tokens, draft.parents = draft.tokens.clone(), draft.parents.clone()
+            draft.probs = None if draft.probs is None else draft.probs.clone()
         path, tokens, states = acceptance.path[:, :most], acceptance.tokens[:, :most], output.hidden_states
         if output.outcome is None:
             counts = acceptance.num_accepted + 1

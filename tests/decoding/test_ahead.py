@@ -33,6 +33,10 @@ CASES = {
     "dflash, tree": (dflash, {"num_draft_nodes": 6, "num_speculative_tokens": "fixed"}),
     "dflash, corrections": (dflash, {"predicts_next": True, "markov_rank": 3, "num_speculative_tokens": "fixed"}),
 }
+DRAWN = {
+    "eagle3, drawn": (eagle3, {"num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}),
+    "mtp, drawn": (mtp, {"num_speculative_tokens": "fixed", "draft_sample_method": "probabilistic"}),
+}
 every_case = pytest.mark.parametrize("case", CASES)
 NEW_TOKENS = 20
 
@@ -156,6 +160,33 @@ def test_a_target_that_samples(events):
     assert text == eager_text
     assert cycles == eager_cycles
     assert " ".join(events).count("target draft read") > 3
+
+
+@pytest.mark.parametrize("case", DRAWN)
+def test_drafts_that_are_drawn(case, events):
+    """Random numbers are those of the place, which the device picks by what was accepted."""
+    arguments = {"do_sample": True, "temperature": 0.7, "top_k": 12}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CASES, case, DRAWN[case])
+        (text, cycles, stats), (eager_text, eager_cycles, _) = calls(case, prompts(3), **arguments)
+    assert text == eager_text
+    assert cycles == eager_cycles
+    assert stats.num_accepted_tokens > 0
+    assert " ".join(events).count("target draft read") > 3
+
+
+def test_drawn_drafts_of_rows_that_join(events):
+    """Rows of other settings than the rest are drawn for outside of graphs."""
+    drawn, found = torch.randint(3, 60, (6, 6), generator=torch.Generator().manual_seed(0)).tolist(), []
+    requests = [{"input_ids": tokens, "max_new_tokens": 16, "seed": index} for index, tokens in enumerate(drawn)]
+    requests[-1]["temperature"] = 0.9
+    make, settings = DRAWN["eagle3, drawn"]
+    for enforce_eager in (False, True):
+        speculator = make(**settings, enforce_eager=enforce_eager)(None, prompts(3))(model := tiny_llama())
+        arguments = {"do_sample": True, "temperature": 0.7, "in_order": True, "assistant": speculator}
+        found.append([result.tokens for result in generate_many(model, requests, 3, **arguments)])
+    assert found[0] == found[1]
+    assert "target draft read" in " ".join(events)
 
 
 def test_all_of_a_draft_is_accepted(events):

@@ -58,6 +58,7 @@ class LayerEntries(DraftEntries):
         self._handed_on: torch.Tensor | None = None
         # Tokens `(R, L, 1)` and states `(R, L, X)` of the last entries of each row, zeros in front of a shorter text.
         self._last: dict[Any, torch.Tensor] = {}
+        self._keys: tuple[int | str, ...] = network.target_hidden_states
 
     def gather(self, new: Entries) -> Entries:
         """The window that ends with the new entries, from the first entry on that some layer has read wrongly."""
@@ -83,8 +84,8 @@ class LayerEntries(DraftEntries):
 
     def _with_last(self, new: Entries) -> dict[Any, torch.Tensor]:
         """Tokens `(R, L + T, 1)` and states `(R, L + T, X)` of the entries that are kept, and of new ones."""
-        values = {_TOKENS: new.tokens[..., None], **new.states}
-        values = {key: part.to(self.device) for key, part in values.items() if not isinstance(key, _OfLast)}
+        states = {key: new.states[key] for key in self._keys}
+        values = {key: part.to(self.device) for key, part in {_TOKENS: new.tokens[..., None], **states}.items()}
         before = self._last or {
             key: part.new_zeros((len(part), self.depth + 1, part.shape[2])) for key, part in values.items()
         }
@@ -204,6 +205,7 @@ class LayerEntries(DraftEntries):
         if isinstance(new.counts, list):
             # The next draft may run twice.
             self._last = {name: values[: len(limits)].clone() for name, values in last.items()}
+            self._handed_on = None
         return output
 
     def static(self, inputs: DraftInputs, columns: int) -> LayerEntries:

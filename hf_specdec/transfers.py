@@ -155,8 +155,8 @@ class PackedTables:
         """The first rows, in memory of their own."""
         return PackedTables(self.values[:count].clone(), self.places)
 
-    def read(self, meanwhile: Callable[[], None] | None = None) -> PackedTables:
-        """The tables on the host. Waits for the device.
+    def read(self, meanwhile: Callable[[], None] | None = None) -> dict[str, torch.LongTensor]:
+        """The tables on the host, by name. Waits for the device.
 
         Args:
             meanwhile (`Callable`, *optional*): What the host does in front of the wait, while the device works.
@@ -167,17 +167,13 @@ class PackedTables:
             pending = PendingRead(values)
             meanwhile()
             values = pending.get()
-        return PackedTables(values.cpu(), self.places)
-
-    def lists(self, name: str) -> list[list[int]]:
-        """The rows of a table on the host."""
-        return self[name].tolist()
+        values = values.cpu()
+        return {name: values[:, place] for name, place in self.places.items()}
 
 
 def read_together(tables: Mapping[str, torch.LongTensor]) -> dict[str, list[list[int]]]:
     """Tables `(B, X)` of integers on the host, by name, in one copy. Waits for the device."""
-    found = PackedTables.of(tables).read()
-    return {name: found.lists(name) for name in tables}
+    return {name: table.tolist() for name, table in PackedTables.of(tables).read().items()}
 
 
 class PendingRead:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +29,7 @@ from ..kernels.tree_attention import MAX_NODES, SlotTree
 from ..logits.acceptance import with_successors
 from ..logits.verifier import take_nodes
 from ..threads import cached_property
-from ..transfers import PackedTables, last_of_each, select_rows, upload
+from ..transfers import PackedTables, select_rows, upload
 from .adapters import ADAPTED_ROW, RowAdapters
 from .attention import TREE_KERNEL, AttentionSwitch, TreeMask, VerificationForward, attention_switch
 from .cache import SlotCache
@@ -70,26 +69,6 @@ class SlotOutput:
     all_hidden_states: tuple[torch.Tensor, ...] | None = None
     outcome: PackedTables | None = None
     successors: torch.LongTensor | None = None
-
-
-@dataclass(frozen=True)
-class Choose:
-    """The best token by a model's logits, and what the model reads in its place.
-
-    Args:
-        width (`int`): Tokens that may be chosen, the first ones.
-        num_readable (`int`): Tokens that the model's embedding has; others are read as token 0.
-    """
-
-    width: int
-    num_readable: int
-
-    def __call__(self, logits: torch.Tensor) -> torch.LongTensor:
-        """The tokens `(R,)` by logits `(R, V)`."""
-        return logits[:, : self.width].argmax(-1)
-
-    def readable(self, tokens: torch.LongTensor) -> torch.LongTensor:
-        return tokens.masked_fill(tokens >= self.num_readable, 0) if self.num_readable < self.width else tokens
 
 
 class SlotModel:
@@ -331,7 +310,7 @@ class SlotModel:
             (size, self.states, (self.most_committed, self.num_successors) if judges else ()),
             rows,
             lambda rows: NodeInputs(rows, size, device),
-            lambda inputs, count: self._fill(inputs, count, tokens, parents, num_drafted),
+            lambda inputs, count: self.fill(inputs, count, tokens, parents, num_drafted),
             self._judged if judges else self._unjudged,
             self.cache,
             ahead=size,
@@ -350,61 +329,11 @@ class SlotModel:
         successors = outcome["successors"].unflatten(1, (size, -1)) if self.num_successors else None
         return SlotOutput(logits[:rows, :nodes], states, outcome=outcome, successors=successors)
 
-    def continue_greedily(
-        self, tokens: torch.LongTensor, counts: list[int] | torch.LongTensor, num_tokens: int, choose: Choose
-    ) -> torch.LongTensor | None:
-        """Reads tokens after each row's committed slots, then the ones that follow, one by one, in a single graph.
-
-        The given tokens are kept, where their number is known, and those that follow are not.
-
-        Args:
-            tokens (`torch.LongTensor` of shape `(R, t)`), counts (`list[int]`): Tokens, padded on the right, and
-                those of each row; a tensor `(R,)` where the host does not know them.
-            num_tokens (`int`), choose (`Choose`): How many follow, at most one more being given; chooses them.
-
-        Returns:
-            `torch.LongTensor` of shape `(R, num_tokens)`: The tokens that follow, to be used before the next graph
-            runs; `None` where there is none to run.
-        """
-        (rows, num_given), width = tokens.shape, num_tokens + 1
-        if self.graphs is None or num_given > width:
-            return None
-        parents = chain_parents(num_given - 1, tokens.device)
-        num_more = [count - 1 for count in counts] if isinstance(counts, list) else counts - 1
-        captured = self.graphs.run_on_slots(
-            ("continue", num_tokens, choose),
-            rows,
-            lambda rows: NodeInputs(rows, width, tokens.device),
-            lambda inputs, count: self._fill(inputs, count, [tokens], parents, num_more),
-            partial(self._continued, num_tokens, choose),
-            self.cache,
-            ahead=width + num_tokens - 1,
-        )
-        if captured is None:
-            return None
-        following, self.attention_layers = captured.output
-        if isinstance(counts, list):
-            self.cache.plan_write(num_given)
-            self.cache.commit(counts)
-        return following[:rows]
-
-    def _continued(self, num_tokens: int, choose: Choose, inputs: NodeInputs, columns: int) -> tuple:
-        nodes = inputs.read()
-        output, layers = self.read_static(nodes, columns)
-        ahead = nodes.draft.num_nodes + 1
-        logits, chosen = last_of_each(output.logits, ahead), []
-        while True:
-            chosen.append(choose(logits))
-            if len(chosen) == num_tokens:
-                return torch.stack(chosen, dim=1), layers
-            output, layers = self.read_static(inputs.one_more(choose.readable(chosen[-1]), ahead), columns)
-            logits, ahead = output.logits[:, -1], ahead + 1
-
     def _unjudged(self, inputs: NodeInputs, columns: int) -> tuple:
         output, layers = self.read_static(inputs.read(), columns)
         return output.logits, output.hidden_states, None, layers
 
-    def _fill(self, inputs: NodeInputs, count: int, tokens, parents, num_drafted) -> None:
+    def fill(self, inputs: NodeInputs, count: int, tokens, parents, num_drafted) -> None:
         """Copies in the nodes of the first rows."""
         inputs.fill(
             [part[:count] for part in tokens],

@@ -150,9 +150,9 @@ class Verifier:
         # The one synchronisation of a cycle. Whatever the host does not know of the draft comes with it.
         found = outcome.read(meanwhile and partial(meanwhile, acceptance))
         if unknown:
-            draft.learn({name: found.lists(name) for name in unknown})
-        accepted = [row[0] for row in found.lists("accepted")]
-        token_lists = [_checked(row)[: count + 1] for row, count in zip(found.lists("committed"), accepted)]
+            draft.learn({name: found[name].tolist() for name in unknown})
+        accepted = [row[0] for row in found["accepted"].tolist()]
+        token_lists = [_checked(row)[: count + 1] for row, count in zip(found["committed"].tolist(), accepted)]
         if self.recorder is not None:
             self.recorder.add(rows, take_nodes(scores, path[:, : max(accepted) + 1]), list(map(len, token_lists)))
         kept = self.stop.append(rows, token_lists)

@@ -21,6 +21,7 @@ DYNAMIC = {"draft_tree_depth": 3, "draft_tree_top_k": 2, "num_draft_nodes": 6}
 TREE = [(0,), (1,), (0, 0), (1, 0)]
 CASES = {
     "draft model": (draft_model, {"num_speculative_tokens": 3}),
+    "draft model, masks": (draft_model, {"mask_token": 3, "num_speculative_tokens": 3}),
     "medusa": (medusa, {"num_speculative_tokens": "fixed"}),
     "mlp_speculator": (mlp_speculator, {"num_speculative_tokens": 2}),
     "mlp_speculator, tree": (mlp_speculator, {"mlp_speculator_num_candidates": 4, "num_speculative_tokens": "fixed"}),
@@ -34,6 +35,8 @@ CASES = {
     "dflash, corrections": (dflash, {"predicts_next": True, "markov_rank": 3, "num_speculative_tokens": "fixed"}),
 }
 DRAWN = {
+    "draft model, drawn": (draft_model, {"num_speculative_tokens": 3}),
+    "draft model, masks, drawn": (draft_model, {"mask_token": 3, "num_speculative_tokens": 3}),
     "eagle3, drawn": (eagle3, {"num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}),
     "mtp, drawn": (mtp, {"num_speculative_tokens": "fixed", "draft_sample_method": "probabilistic"}),
 }
@@ -121,7 +124,9 @@ def test_other_limits_than_those_that_it_was_made_for(case, events, monkeypatch)
     assert depths >= {0, 1, 2}
 
 
-@pytest.mark.parametrize("case", ["draft model", "eagle3, dynamic tree", "mtp, layers", "dflash"])
+@pytest.mark.parametrize(
+    "case", ["draft model", "draft model, masks", "eagle3, dynamic tree", "mtp, layers", "dflash"]
+)
 def test_rows_that_end_apart(case, events):
     """A draft of rows of which one has ended is made anew."""
     inputs = prompts(4)
@@ -165,7 +170,7 @@ def test_a_target_that_samples(events):
 @pytest.mark.parametrize("case", DRAWN)
 def test_drafts_that_are_drawn(case, events):
     """Random numbers are those of the place, which the device picks by what was accepted."""
-    arguments = {"do_sample": True, "temperature": 0.7, "top_k": 12}
+    arguments = {"do_sample": True, "temperature": 4.0, "top_k": 40}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CASES, case, DRAWN[case])
         (text, cycles, stats), (eager_text, eager_cycles, _) = calls(case, prompts(3), **arguments)

@@ -258,17 +258,11 @@ class VerifiedNodes:
         token_lists (`list[list[int]]` of length B): Tokens of each row's nodes: its anchor, then its draft tokens.
         best (`torch.LongTensor` of shape `(B, T, K)`): Ids of the K largest logits after each node, best first, before
             any logits processor but a grammar's masks, which leave -1 where nothing else is allowed; rows with fewer
-            nodes are padded.
+            nodes are padded. On the host; fewer than K where the vocabulary is smaller.
     """
 
     token_lists: list[list[int]]
     best: torch.LongTensor
-
-    @classmethod
-    def of_logits(cls, token_lists: list[list[int]], logits: torch.Tensor, count: int) -> VerifiedNodes:
-        """The `count` best tokens, or all of a smaller vocabulary, by logits of shape `(B, T, V)`."""
-        best = logits.topk(min(count, logits.shape[-1]))
-        return cls(token_lists, best.indices.masked_fill(best.values == -torch.inf, -1))
 
 
 @dataclass

@@ -106,14 +106,16 @@ def holding() -> Iterator[dict[Any, Any]]:
         _holding.values = None
 
 
-def upload(values: Sequence[Any] | torch.LongTensor, device: torch.device) -> torch.LongTensor:
-    """Integers, nested or not, as a tensor on `device`; the host goes on at once. A tensor is there already."""
+def upload(
+    values: Sequence[Any] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.long
+) -> torch.Tensor:
+    """Numbers, nested or not, as a tensor on `device`; the host goes on at once. A tensor is there already."""
     if isinstance(values, torch.Tensor):
         return values
     if device.type == "cpu":
-        return torch.tensor(values, dtype=torch.long)
+        return torch.tensor(values, dtype=dtype)
     # Pinned memory stays as it is until the copy has been made.
-    pinned = torch.tensor(values, dtype=torch.long, pin_memory=device.type == "cuda")
+    pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
 
 
@@ -179,27 +181,25 @@ class PackedTables:
         """The first rows, in memory of their own."""
         return PackedTables(self.values[:count].clone(), self.places)
 
-    def read(self, meanwhile: Callable[[], None] | None = None) -> dict[str, list[list[int]]]:
-        """The tables on the host. Waits for the device.
+    def read(self, meanwhile: Callable[[], None] | None = None) -> dict[str, torch.LongTensor]:
+        """The tables on the host, by name. Waits for the device.
 
         Args:
             meanwhile (`Callable`, *optional*): What the host does in front of the wait, while the device works.
         """
-        values, found = self.values, {}
+        values = self.values
         if meanwhile is not None:
             # The copy comes in front of what is launched meanwhile.
             pending = PendingRead(values)
             meanwhile()
             values = pending.get()
-        rows = values.tolist()
-        for name, place in self.places.items():
-            found[name] = [row[place] for row in rows]
-        return found
+        values = values.cpu()
+        return {name: values[:, place] for name, place in self.places.items()}
 
 
 def read_together(tables: Mapping[str, torch.LongTensor]) -> dict[str, list[list[int]]]:
     """Tables `(B, X)` of integers on the host, by name, in one copy. Waits for the device."""
-    return PackedTables.of(tables).read()
+    return {name: table.tolist() for name, table in PackedTables.of(tables).read().items()}
 
 
 class PendingRead:
@@ -232,9 +232,8 @@ def last_of_each(values: torch.Tensor, counts: RowNumbers) -> torch.Tensor:
     """Entry `counts[r] - 1` of each row of `(R, T, ...)`: `(R, ...)`."""
     if not torch.is_tensor(counts) and min(counts) == max(counts):
         return values[:, counts[0] - 1]
-    counts = upload(counts, values.device)
-    rows = kept_tensor(tuple(range(len(counts))), values.device)
-    return values[rows, counts - 1]
+    places = upload(counts, values.device)
+    return values[kept_tensor(tuple(range(len(places))), values.device), places - 1]
 
 
 def widened(values: torch.Tensor, width: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from transformers.generation.candidate_generator import CandidateGenerator as Hf
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError, UnsupportedModelError
+from ..logits.acceptance import with_successors
 from ..protocol import Commit, DraftStep, Prompt, Session, VerifiedNodes
 from ..threads import cached_property
 from .base import CandidateGenerator
@@ -85,8 +86,9 @@ class AssistedSide:
             return input_ids
         generator, logits = self.generator, getattr(model_outputs, "logits", None)
         if generator.num_best_tokens and self._nodes and logits is not None:
-            verified = logits[:, -len(self._nodes) :]
-            generator.learn(VerifiedNodes.of_logits([self._nodes], verified, generator.num_best_tokens))
+            verified, count = logits[:, -len(self._nodes) :], min(generator.num_best_tokens, logits.shape[-1])
+            successors = with_successors(verified.new_tensor([self._nodes], dtype=torch.long), verified, count)
+            generator.learn(VerifiedNodes([self._nodes], successors[..., 1:].cpu()))
         self._feed_new(input_ids, self._states(model_outputs))
         length = input_ids.shape[1]
         room = max(generator.session.max_length - length - 1, 0)

@@ -3,34 +3,43 @@
 The network reads entries, each a token and the state that the token before it has left: first those of the text, whose
 states are the target's, then those of its own draft. Drafts are chains, static trees and dynamic trees.
 
-On a GPU a cycle is one graph, which reads what was committed and grows the whole draft. Of sampled chains each token
-is one, since logits processors of the user's come in between.
+On a GPU a cycle is one graph, which reads what was committed and grows the whole draft. It samples chains as well,
+where the user's logits processors read scores alone; with others each token of a sampled chain is a graph.
 
 Shapes: R active rows, h hidden size of the network, U its vocabulary.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ..decoding.graphs import Variant
 from ..drafting.chain import SteeredChain
 from ..drafting.entries import DraftEntries
 from ..drafting.growth import DepthLimits, DraftNodes, DynamicTree, grow
 from ..drafting.shape import confidence_threshold
 from ..drafting.slots import DraftInputs, Entries, KnownPrompt
 from ..drafts import DraftTree, TokenTree
+from ..logits.sampling import CapturedSampler
 from ..protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
-from ..transfers import select_rows
+from ..transfers import last_of_each, select_rows
 from .base import CandidateGenerator
 
 
 if TYPE_CHECKING:
     from ..drafts.static import Level
     from ..logits.grammar.growth import GrowingMasks
+    from ..logits.processors import ProcessorStack
     from ..settings import SpeculativeConfig
+
+
+# Key of the random numbers of a sampled chain, among the states of the entries: entry j has those `(R, M, K)` of the
+# draft after it.
+UNIFORMS = "uniforms"
 
 
 class AutoregressiveCandidateGenerator(CandidateGenerator):
@@ -67,6 +76,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         self.pending: Commit | None = None  # read by the next draft
         self.hidden: torch.Tensor | None = None  # (R, h): states that the last entries hand on
         self.logits: torch.Tensor | None = None  # (R, U): after them
+        self._step: DraftStep | None = None  # that of the last draft
 
     def plan_drafts(self) -> TokenTree | DynamicTree:
         """Shape of the drafts of the call; a chain if tokens are sampled."""
@@ -104,7 +114,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         commit, self.pending = self.pending, None
         if commit is None:
             return None
-        return self.entries.gather(Entries(commit.tokens, commit.hidden_states, commit.counts))
+        return Entries(commit.tokens, commit.hidden_states, commit.counts)
 
     def _read(self, new: Entries | None) -> None:
         if new is not None:
@@ -139,7 +149,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
             # There will never be room again.
             self.pending = None
             return DraftTree.empty(len(step.rows), self.session.device)
-        new = self._take_pending()
+        new, self._step = self._take_pending(), step
         if self.samples_drafts:
             return self._sample_chain(new, step, limits)
         masks = self.growing_masks(step, limits.depths.tolist()) if self.may_mask else None
@@ -174,48 +184,107 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
 
     def _sample_chain(self, new: Entries | None, step: DraftStep, limits: DepthLimits) -> DraftTree:
         """Samples the tokens one by one from the network's distributions, processed as the target's are."""
-        entries, sizes = self.entries, (self.most_committed, self.num_reads)
+        entries = self.entries
+        if new is not None and entries.graphs is not None and self._stack(step.rows) is not None:
+            before = [length - count for length, count in zip(step.lengths, new.counts)]
+            output = self._launch(self._with_uniforms(new, step.rows, before), limits.depths.tolist())
+            if output is not None:
+                return self._sampled_chain(output, limits)
         if new is not None:
-            self.hidden, self.logits = entries.begin_chain(new, *sizes)
-        hidden, logits, lengths = self.hidden, self.logits, entries.cache.lengths
+            self.hidden, self.logits = entries.begin_chain(new, self.most_committed, self.num_reads)
+        lengths = entries.cache.lengths
         chain = SteeredChain(self.session.sampler, step.rows, step.lengths)
-        log_probs = hidden.new_zeros((len(step.rows), 1), dtype=torch.float32)
-        while True:
-            scores = chain.scores(self.network.target_logits(logits).to(self.session.device))
-            tokens = chain.choose(scores)
-            log_probs = log_probs + chain.probs[-1].gather(1, tokens[:, None]).log().to(self.device)
-            limits.stop_low_confidence(log_probs, len(chain.tokens))
-            if len(chain.tokens) == limits.deepest:
-                break
-            hidden, logits = entries.read_next(tokens, hidden, *sizes)
+        self._sample(chain, entries, self.hidden, self.logits, limits)
         entries.cache.lengths = lengths
         return chain.draft(limits.depths.tolist())
 
+    def _sample(
+        self,
+        chain: SteeredChain,
+        entries: DraftEntries,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        limits: DepthLimits,
+    ) -> None:
+        """Samples the tokens of chains after states `(R, h)` and logits `(R, U)`, and reads them as entries."""
+        log_probs = hidden.new_zeros((len(hidden), 1), dtype=torch.float32)
+        while True:
+            scores = chain.scores(self.network.target_logits(logits).to(self.session.device))
+            tokens = chain.choose(scores)
+            if limits.threshold:
+                log_probs = log_probs + chain.probs[-1].gather(1, tokens[:, None]).log().to(self.device)
+                limits.stop_low_confidence(log_probs, len(chain.tokens))
+            if len(chain.tokens) == limits.deepest:
+                break
+            hidden, logits = entries.read_next(tokens, hidden, self.most_committed, self.num_reads)
+
     # Graphs
 
+    def _stack(self, rows: list[int]) -> ProcessorStack | None:
+        """The processors of the call, where a graph can run them between the tokens of these rows."""
+        return self.session.sampler.in_graphs(rows) if self.device == self.session.device else None
+
+    def _with_uniforms(self, new: Entries, rows: list[int], before: list[int]) -> Entries:
+        """Entries with the numbers that draw the draft after them, however many count.
+
+        Args:
+            new (`Entries`): The entries.
+            rows (`list[int]`): Row of the call of each.
+            before (`list[int]`): Committed tokens before them.
+        """
+        if not self.samples_drafts:
+            return new
+        uniforms = self.session.sampler.uniforms.drafts_after(rows, before, self.most_committed, self.plan.max_depth)
+        return new._replace(states={**new.states, UNIFORMS: uniforms})
+
+    def _sampled_chain(self, output: Any, limits: DepthLimits) -> DraftTree:
+        """The chains from the output of a graph."""
+        self.hidden, self.logits, tokens, probs, depths = output
+        depths = (depths if self.threshold else limits.depths).tolist()
+        deepest = max(depths)
+        return DraftTree.chain(tokens[:, :deepest], depths, probs[:, :deepest].contiguous())
+
     def _launch(self, new: Entries, depths: list[int]) -> Any:
-        """The output of `_draft` from a graph; `None` where there is none to run."""
+        """The output of `_draft`, or of `_captured_chain`, from a graph; `None` where there is none to run."""
         if not (self.threshold or isinstance(self.plan, DynamicTree)):
             # It drafts the whole plan.
             depths = [self.plan.max_depth] * len(depths)
+        key, read = (), lambda entries, inputs: self._draft(entries, inputs, self._limits_of(inputs))
+        if UNIFORMS in new.states:
+            stack = self._stack(self._step.rows)
+            key = Variant(stack.signature), self.session.sampler.vocab_size
+            read = partial(self._captured_chain, stack)
         return self.entries.replay(
-            (self.plan, self.threshold),
+            (self.plan, self.threshold, *key),
             new,
             self.most_committed,
             self.num_reads,
             depths,
-            lambda entries, inputs: self._draft(entries, inputs, self._limits_of(inputs)),
+            read,
             self.shape,
         )
 
     @property
     def drafts_ahead(self) -> bool:
-        is_graph = not (self.samples_drafts or self.may_mask) and self.pending is None
+        if self.may_mask or self.pending is not None or self._step is None:
+            return False
+        is_graph = not self.samples_drafts or self._stack(self._step.rows) is not None
         return is_graph and self.entries.runs_graphs and self.entries.gathers_ahead
 
     def draft_ahead(self, commit: DeviceCommit) -> None:
         new = Entries(commit.tokens, commit.hidden_states, commit.counts)
-        self._launch(self.entries.gather(new), [self.plan.max_depth] * len(commit.rows))
+        new = self._with_uniforms(new, commit.rows, self._step.lengths)
+        self._launch(new, [self.plan.max_depth] * len(commit.rows))
+
+    def _captured_chain(
+        self, stack: ProcessorStack, entries: DraftEntries, inputs: DraftInputs
+    ) -> tuple[torch.Tensor, ...]:
+        limits = self._limits_of(inputs)
+        hidden, logits = entries.read_last(inputs)
+        uniforms = last_of_each(inputs.states[UNIFORMS], inputs.counts)
+        chain = SteeredChain(CapturedSampler(stack, uniforms, self.session.sampler.vocab_size), [], [])
+        self._sample(chain, entries, hidden, logits, limits)
+        return hidden, logits, torch.stack(chain.tokens, dim=1), torch.stack(chain.probs, dim=1), limits.depths
 
     def _limits_of(self, inputs: DraftInputs) -> DepthLimits:
         return DepthLimits(inputs.limits, self.threshold, deepest=self.plan.max_depth)

@@ -411,7 +411,8 @@ class SlotCache(Cache):
         if self.columns is None:
             self.lengths = [length + count for length, count in zip(self.lengths, counts)]
         else:
-            self.lengths = self.lengths + counts
+            # What the host knows there is the same for all rows.
+            self.lengths = self.lengths + (counts[0] if isinstance(counts, list) else counts)
 
     def keep_rows(self, keep: list[int]) -> None:
         """Keeps the active rows at these positions, in this order; only rows that change places are copied."""

@@ -53,6 +53,16 @@ class CapturedForward:
         self.repeat()
 
 
+@dataclass(frozen=True)
+class Variant:
+    """Part of a key of which there may be any number, such as the settings of calls: those used last are kept."""
+
+    value: Any
+
+
+_MOST_VARIANTS = 4
+
+
 class ModelGraphs:
     """The captured forwards of one model, and the slots that they read and write.
 
@@ -66,6 +76,7 @@ class ModelGraphs:
         self.forwards: dict[tuple[Any, ...], CapturedForward] = {}
         self.why_eager: str | None = None
         self.backend: CaptureBackend | None = None
+        self._variants: list[Variant] = []
         self._state: tuple[Any, ...] | None = None
         self._owner: Callable[[], CallGraphs | None] = lambda: None
         self._lock = Lock()
@@ -97,6 +108,16 @@ class ModelGraphs:
 
     def _drop_forwards(self) -> None:
         self._keep_forwards(lambda key: False)
+
+    def use(self, key: tuple[Any, ...]) -> None:
+        """Keeps the variants of a key, and forgets the one used longest ago where there are too many."""
+        used = [part for part in key if isinstance(part, Variant)]
+        if not used:
+            return
+        self._variants = [variant for variant in self._variants if variant not in used] + used
+        for old in self._variants[:-_MOST_VARIANTS]:
+            self._keep_forwards(lambda known, old=old: old not in known)
+        self._variants = self._variants[-_MOST_VARIANTS:]
 
     def _drop_place(self, place: Place) -> None:
         self._keep_forwards(lambda key: key[0] != place)
@@ -227,6 +248,7 @@ class CallGraphs:
         """
         if self.why_eager is not None:
             return None
+        self._shared.use(key)
         full_key = (place, padded_rows(rows), *key)
         if full_key not in self._shared.forwards:
             for size in row_sizes(rows):

@@ -33,7 +33,7 @@ from ..logits.verifier import Verdict, Verifier, take_nodes
 from ..metrics import SpecDecodingStats
 from ..metrics.listeners import CallProgress
 from ..protocol import DrafterSource
-from ..transfers import PackedTables, upload, widened
+from ..transfers import upload, widened
 from .continuation import ContinuationCheck
 from .loop import DecodingLoop
 from .profile import ModelProfile
@@ -244,6 +244,11 @@ class JointSampler(DraftSampler):
         scores = logits.float()
         return torch.stack([self._own(table[row], index, scores, drafted) for index, row in enumerate(rows)])
 
+    def in_graphs(self, rows: list[int]) -> ProcessorStack | None:
+        own = [self.sequences.table[row] for row in rows]
+        is_one = len({row.signature for row in own}) == 1 and own[0].stack.runs_in_graphs
+        return own[0].stack if is_one else None
+
     @staticmethod
     def _own(row: Row, index: int, scores: torch.Tensor, drafted: list[torch.LongTensor]) -> torch.Tensor:
         if row.signature is not None:
@@ -276,9 +281,9 @@ class Judge:
         rows: list[int],
         positions: list[int],
         meanwhile: Callable[[Acceptance | None], None] | None = None,
-        outcome: PackedTables | None = None,
+        *known: Any,
     ) -> Verdict:
-        return self.verifier.verify(draft, logits, [0] if self._is_alone else rows, positions, meanwhile, outcome)
+        return self.verifier.verify(draft, logits, [0] if self._is_alone else rows, positions, meanwhile, *known)
 
 
 class JointVerifier:
@@ -336,12 +341,12 @@ class JointVerifier:
         rows: list[int],
         positions: list[int],
         meanwhile: Callable[[Acceptance | None], None] | None = None,
-        outcome: PackedTables | None = None,
+        *known: Any,
     ) -> Verdict:
         """Judges drafts; the arguments are those of [`Verifier.verify`]."""
         groups = self._groups(rows)
         if len(groups) == 1:
-            return self._judged(draft, logits, rows, positions, meanwhile, outcome)
+            return self._judged(draft, logits, rows, positions, meanwhile, *known)
         if meanwhile is not None:
             meanwhile(None)
         return self._in_parts(groups, draft, logits, rows, positions)
@@ -357,11 +362,11 @@ class JointVerifier:
             groups.setdefault(id(self._table[row].judge), []).append(index)
         return list(groups.values())
 
-    def _judged(self, draft, logits, rows, positions, meanwhile=None, outcome=None) -> Verdict:
+    def _judged(self, draft, logits, rows, positions, meanwhile=None, *known: Any) -> Verdict:
         """Judges rows with one judge, and one by one where that fails."""
         lengths = [self._table[row].length for row in rows]
         try:
-            return self._table[rows[0]].judge.verify(draft, logits, rows, positions, meanwhile, outcome)
+            return self._table[rows[0]].judge.verify(draft, logits, rows, positions, meanwhile, *known)
         except Exception as error:  # noqa: BLE001 - of any kind: the user's processors raise what they like
             if len(rows) > 1 and lengths == [self._table[row].length for row in rows]:
                 return self._in_parts([[index] for index in range(len(rows))], draft, logits, rows, positions)

@@ -21,6 +21,7 @@ import torch
 from ..drafts import DraftTree, chain_topology
 from ..errors import SpecConfigError
 from ..kernels.acceptance import Acceptance
+from ..logits.acceptance import with_successors
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms
 from ..logits.rules import StandardRule, acceptance_rule
@@ -179,7 +180,8 @@ class DecodingLoop:
         has_time = self.deferred.is_async or self.session.draft_graphs
         meanwhile = partial(self._meanwhile, draft, step, output) if has_time else None
         # Waits for the device.
-        verdict = self.verifier.verify(draft, output.logits, self.rows, step.lengths, meanwhile, output.outcome)
+        known = output.outcome, output.successors
+        verdict = self.verifier.verify(draft, output.logits, self.rows, step.lengths, meanwhile, *known)
         verified = perf_counter()
         self._commit(draft, output, verdict)
         self.stats.draft_seconds += drafted - began
@@ -266,6 +268,10 @@ class DecodingLoop:
         output = self.target.verify(self.anchors, draft, judges)
         self.stats.num_target_forwards += 1
         output.logits = output.logits.to(self.device)
+        if self.target.num_successors and output.successors is None:
+            tokens = torch.cat([self.anchors[:, None], draft.tokens], dim=1)
+            logits = output.logits if draft.masks is None else masked_nodes(draft, output.logits)
+            output.successors = with_successors(tokens, logits, self.target.num_successors)
         if self.check is not None:
             self.check.compare(output.logits[:, 0], self.rows)
             self.check = None
@@ -290,6 +296,7 @@ class DecodingLoop:
         if self.tracer is not None:
             # The draft's own memory is written again.
             draft.tokens, draft.parents = draft.tokens.clone(), draft.parents.clone()
+            draft.probs = None if draft.probs is None else draft.probs.clone()
         path, tokens, states = acceptance.path[:, :most], acceptance.tokens[:, :most], output.hidden_states
         if output.outcome is None:
             counts = acceptance.num_accepted + 1
@@ -314,8 +321,9 @@ class DecodingLoop:
         self.deferred.add(report)
         self.deferred.add(self.streamer.put_columns)
         began = perf_counter()
-        if self.generator.num_best_tokens:
-            self._learn(draft, output.logits)
+        if output.successors is not None:
+            # Drafts that are judged row by row, or node by node, are read here.
+            self._learn(draft, output.successors.cpu() if verdict.successors is None else verdict.successors)
         if outcome is None:
             states = {key: take_nodes(value, verdict.path) for key, value in states.items()}
         else:
@@ -335,13 +343,10 @@ class DecodingLoop:
         """Keeps what is returned for each token."""
         self.recorder.add(self.rows, verdict.path, verdict.counts, logits, hidden_states)
 
-    def _learn(self, draft: DraftTree, logits: torch.Tensor) -> None:
+    def _learn(self, draft: DraftTree, successors: torch.LongTensor) -> None:
         """Tells the drafter of the target's best tokens after the anchors and all draft nodes."""
-        anchors = self.anchors.tolist()
-        tokens = [[anchor, *drafted] for anchor, drafted in zip(anchors, draft.token_lists())]
-        if draft.masks is not None:
-            logits = masked_nodes(draft, logits)
-        self.generator.learn(VerifiedNodes.of_logits(tokens, logits, self.generator.num_best_tokens))
+        tokens = [row[: count + 1] for row, count in zip(successors[..., 0].tolist(), draft.counts())]
+        self.generator.learn(VerifiedNodes(tokens, successors[..., 1:]))
 
     def _observe(self, verdict: Verdict, states: dict) -> None:
         with self._drafting():
@@ -447,6 +452,7 @@ class DecodingLoop:
         forward_kwargs = {"output_hidden_states": True} if self.recorder.wants_states else None
         target = slot_model(self.model, cache, self.generator.target_hidden_states, forward_kwargs)
         target.most_committed = self.generator.num_speculative_tokens + 1
+        target.num_successors = min(self.generator.num_best_tokens, vocabulary_size(self.model))
         target.row_inputs = self.request.row_inputs()
         if ADAPTED_ROW in target.row_inputs:
             target.adapting = target.telling_adapters

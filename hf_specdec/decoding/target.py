@@ -20,24 +20,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..drafts import DraftTree, TreeTopology
-from ..drafts.topology import chain_parents, chain_topology
+from ..drafts.topology import chain_parents
 from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.acceptance import follow
 from ..kernels.cache import move_slots
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import MAX_NODES, SlotTree
+from ..logits.acceptance import with_successors
 from ..logits.verifier import take_nodes
 from ..threads import cached_property
-from ..transfers import PackedTables, RowNumbers, last_of_each, select_rows, upload
+from ..transfers import PackedTables, RowNumbers, select_rows, upload
 from .adapters import ADAPTED_ROW, RowAdapters
-from .attention import (
-    TREE_KERNEL,
-    AttentionSwitch,
-    TreeMask,
-    VerificationForward,
-    attention_switch,
-)
+from .attention import TREE_KERNEL, AttentionSwitch, TreeMask, VerificationForward, attention_switch
 from .cache import SlotCache
 from .graphs import CallGraphs, graphs_for
 from .masks import RowState, node_masks, node_positions, slot_tree
@@ -68,32 +63,14 @@ class SlotOutput:
         outcome (`PackedTables`, *optional*): Of a graph that has judged the draft by the target's best tokens: M, the
             most tokens of a row; "accepted", "counts" `(R, 1)`, of the draft and in all; "committed", "path" `(R, M)`,
             "anchor" `(R, 1)`, tokens, their nodes, the last; "num_nodes" `(R, 1)`, "tokens", "parents" `(R, N)`.
+        successors (`torch.LongTensor` of shape `(R, T, 1 + K)`, *optional*): Of [`with_successors`], as asked for.
     """
 
     logits: torch.Tensor
     hidden_states: dict[int | str, torch.Tensor] = field(default_factory=dict)
     all_hidden_states: tuple[torch.Tensor, ...] | None = None
     outcome: PackedTables | None = None
-
-
-@dataclass(frozen=True)
-class Choose:
-    """The best token by a model's logits, and what the model reads in its place.
-
-    Args:
-        width (`int`): Tokens that may be chosen, the first ones.
-        num_readable (`int`): Tokens that the model's embedding has; others are read as token 0.
-    """
-
-    width: int
-    num_readable: int
-
-    def __call__(self, logits: torch.Tensor) -> torch.LongTensor:
-        """The tokens `(R,)` by logits `(R, V)`."""
-        return logits[:, : self.width].argmax(-1)
-
-    def readable(self, tokens: torch.LongTensor) -> torch.LongTensor:
-        return tokens.masked_fill(tokens >= self.num_readable, 0) if self.num_readable < self.width else tokens
+    successors: torch.LongTensor | None = None
 
 
 class SlotModel:
@@ -107,6 +84,7 @@ class SlotModel:
 
     Attributes:
         most_committed (`int`): M, tokens that a row may commit in a cycle.
+        num_successors (`int`): K, the best tokens after each node that a graph returns.
         starts, leads (`list[int]`): Those of [`RowState`].
         max_position (`int`, *optional*): Last position id that a valid node of the call may have. Padding nodes lie
             after it in rows that are nearly full, and a table of positions may end there.
@@ -142,6 +120,7 @@ class SlotModel:
         self.rotary: ChangingRotary | None = None
         self.max_position: Any = None
         self.most_committed: int = 1
+        self.num_successors: int = 0
         self.attention_layers: Counter[str] = Counter()
         self.graphs: CallGraphs | None = None
         self.recurrent: RecurrentLayers | None = None
@@ -182,10 +161,7 @@ class SlotModel:
             self.rotary.close()
 
     def check_prefilled(self) -> None:
-        """
-        Raises:
-            UnsupportedModelError: The prompt has left nothing in the cache.
-        """
+        """Raises an `UnsupportedModelError` if the prompt has left nothing in the cache."""
         if self.cache.get_seq_length() == 0:
             remedy = "Leave the speculative arguments out to use plain generate()."
             if self.model.training and any(
@@ -333,13 +309,12 @@ class SlotModel:
         size = self.graphs.padded_nodes(nodes)
         if size is None or size > MAX_NODES:
             return None
-
         captured = self.graphs.run_on_slots(
-            (size, self.states, self.most_committed if judges else 0),
+            (size, self.states, (self.most_committed, self.num_successors) if judges else ()),
             rows,
             lambda rows: NodeInputs(rows, size, device),
-            lambda inputs, count: self._fill(inputs, count, tokens, parents, num_drafted),
-            partial(self._as_recorded, SlotModel._judged if judges else SlotModel._unjudged),
+            lambda inputs, count: self.fill(inputs, count, tokens, parents, num_drafted),
+            partial(self.as_recorded, SlotModel._judged if judges else SlotModel._unjudged),
             self.cache,
             ahead=size,
         )
@@ -353,49 +328,13 @@ class SlotModel:
             return SlotOutput(logits[:rows, :nodes], states)
         # Whoever is told of a commit may read it when the graph has long run again.
         copies = () if states is None else states[:, :rows].clone().unbind()
-        return SlotOutput(logits[:rows, :nodes], dict(zip(self.states, copies)), outcome=outcome.copy_of_rows(rows))
-
-    def continue_greedily(
-        self, tokens: torch.LongTensor, counts: RowNumbers, num_tokens: int, choose: Choose
-    ) -> torch.LongTensor | None:
-        """Reads tokens after each row's committed slots, then the ones that follow, one by one, in a single graph.
-
-        The given tokens are kept, where their number is known, and those that follow are not.
-
-        Args:
-            tokens (`torch.LongTensor` of shape `(R, t)`), counts (`list[int]`): Tokens, padded on the right, and
-                those of each row; a tensor `(R,)` where the host does not know them.
-            num_tokens (`int`), choose (`Choose`): How many follow, at most one more being given; chooses them.
-
-        Returns:
-            `torch.LongTensor` of shape `(R, num_tokens)`: The tokens that follow, to be used before the next graph
-            runs; `None` where there is none to run.
-        """
-        (rows, num_given), width = tokens.shape, num_tokens + 1
-        if self.graphs is None or num_given > width:
-            return None
-        parents = chain_parents(num_given - 1, tokens.device)
-        num_more = [count - 1 for count in counts] if isinstance(counts, list) else counts - 1
-        captured = self.graphs.run_on_slots(
-            ("continue", num_tokens, choose),
-            rows,
-            lambda rows: NodeInputs(rows, width, tokens.device),
-            lambda inputs, count: self._fill(inputs, count, [tokens], parents, num_more),
-            partial(self._as_recorded, lambda model, inputs: model._continued(inputs, num_tokens, choose)),
-            self.cache,
-            ahead=width + num_tokens - 1,
-        )
-        if captured is None:
-            return None
-        following, self.attention_layers = captured.output
-        if isinstance(counts, list):
-            self.cache.plan_write(num_given)
-            self.cache.commit(counts)
-        return following[:rows]
+        outcome, states = outcome.copy_of_rows(rows), dict(zip(self.states, copies))
+        successors = outcome["successors"].unflatten(1, (size, -1)) if self.num_successors else None
+        return SlotOutput(logits[:rows, :nodes], states, outcome=outcome, successors=successors)
 
     # What graphs run
 
-    def _as_recorded(self, read: Callable[[SlotModel, NodeInputs], tuple], inputs: NodeInputs, columns: int) -> tuple:
+    def as_recorded(self, read: Callable[[SlotModel, NodeInputs], tuple], inputs: NodeInputs, columns: int) -> tuple:
         """The result of `read`, and the `attention_layers`, for a model to which tensors say where rows stand."""
         model = copy(self)
         model.graphs = None
@@ -405,23 +344,11 @@ class SlotModel:
         self.attention_layers = model.attention_layers
         return *output, model.attention_layers
 
-    def _continued(self, inputs: NodeInputs, num_tokens: int, choose: Choose) -> tuple:
-        tokens, topology, draft = inputs.read()
-        counts = draft.num_nodes + 1
-        logits, chosen = last_of_each(self.forward(tokens, topology).logits, counts), []
-        while True:
-            chosen.append(choose(logits))
-            if len(chosen) == num_tokens:
-                return (torch.stack(chosen, dim=1),)
-            self.cache.commit(counts)
-            token = choose.readable(chosen[-1])[:, None]
-            logits, counts = self.forward(token, chain_topology(0, token.device)).logits[:, -1], 1
-
     def _unjudged(self, inputs: NodeInputs) -> tuple:
         output = self.forward(*inputs.read()[:2])
         return output.logits, output.hidden_states, None
 
-    def _fill(self, inputs: NodeInputs, count: int, tokens, parents, num_drafted) -> None:
+    def fill(self, inputs: NodeInputs, count: int, tokens, parents, num_drafted) -> None:
         """Copies in the nodes of the first rows."""
         inputs.fill(
             [part[:count] for part in tokens],
@@ -441,10 +368,12 @@ class SlotModel:
         if path.shape[1] > 1:
             move_slots([buffer for layer in self.cache.layers for buffer in layer.buffers], inputs.lengths, path)
         tables = {"accepted": counts, "counts": counts + 1, "committed": committed, "path": path}
-        drafted = {"num_nodes": draft.num_nodes[:, None], "tokens": draft.tokens, "parents": draft.parents}
-        outcome = PackedTables.of({**tables, "anchor": committed.gather(1, counts), **drafted})
+        tables |= {"anchor": committed.gather(1, counts), "num_nodes": draft.num_nodes[:, None]}
+        tables |= {"tokens": draft.tokens, "parents": draft.parents}
+        if self.num_successors:
+            tables["successors"] = with_successors(tokens, output.logits, self.num_successors).flatten(1)
         states = [take_nodes(output.hidden_states[key], path) for key in self.states]
-        return output.logits, torch.stack(states) if states else None, outcome
+        return output.logits, torch.stack(states) if states else None, PackedTables.of(tables)
 
     @property
     def _places_nodes(self) -> bool:

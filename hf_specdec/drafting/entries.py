@@ -39,8 +39,6 @@ class DraftEntries(DraftSlots):
     num_read: int = 0
     # True if committed tokens have to be read before rows join.
     joins_read = False
-    # True if entries can be gathered when the host does not know their number.
-    gathers_ahead = True
 
     def __init__(self, network: nn.Module, starts: list[int], offsets: list[int], capacity: int, **options: Any):
         super().__init__(network, starts, offsets, capacity, **options)
@@ -49,12 +47,22 @@ class DraftEntries(DraftSlots):
 
     # Kept entries
 
-    def gather(self, new: Entries) -> Entries:
+    def gather(self, new: Entries | DraftInputs) -> Entries | DraftInputs:
         """The entries that have to be read when there are new ones: these."""
         return new
 
+    @property
+    def gathers_ahead(self) -> bool:
+        """Tells whether they can be gathered when the host does not know the number of new ones."""
+        return True
+
     def read_last(self, new: Entries | DraftInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads and keeps entries; returns the states `(R, h)` that the last ones hand on, and the logits `(R, U)`."""
+        """Reads and keeps what has to be read when there are new entries.
+
+        Returns:
+            The states `(R, h)` that the last ones hand on, and the logits `(R, U)`.
+        """
+        new = self.gather(new)
         hidden, output = self.read(new.tokens, self.states_of(new), new.counts)
         return last_of_each(hidden, new.counts), self.network.logits(last_of_each(output, new.counts))
 

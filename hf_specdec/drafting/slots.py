@@ -180,6 +180,7 @@ class DraftSlots:
     def _captured(self, inputs: DraftInputs, columns: int) -> DraftSlots:
         """The slots as a graph sees them that reads `columns` of them, those in use among them."""
         slots = copy(self)
+        slots.graphs = None
         slots.cache = self.cache.in_a_graph(inputs.ends, columns)
         slots.first_slots, slots.leads = inputs.first_slots, inputs.leads
         return slots

@@ -128,7 +128,7 @@ class DraftTree:
         padded = padded if shared else padded.view(len(drafts), size)
         draft = cls(tokens.view(len(drafts), size), padded, num_nodes, node_lists=drafts, node_parents=parents)
         if path_log_probs is not None:
-            draft.path_log_probs = torch.tensor(_padded(path_log_probs, size, -math.inf), device=device)
+            draft.path_log_probs = upload(_padded(path_log_probs, size, -math.inf), device, torch.float32)
         return draft
 
     @classmethod

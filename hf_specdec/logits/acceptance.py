@@ -35,6 +35,21 @@ def best_tokens(scores: torch.Tensor) -> torch.LongTensor:
     return torch.from_numpy(np.asarray(scores.float().numpy().argmax(-1)))
 
 
+def with_successors(tokens: torch.LongTensor, logits: torch.Tensor, count: int) -> torch.LongTensor:
+    """Each node's token, and after it the ids of the largest logits there, best first.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(B, T)`): The nodes' tokens.
+        logits (`torch.Tensor` of shape `(B, T, V)`): The logits after them.
+        count (`int`): K, successors that are wanted, at most V.
+
+    Returns:
+        `torch.LongTensor` of shape `(B, T, 1 + K)`: -1 where nothing else is possible.
+    """
+    best = logits.topk(count)
+    return torch.cat([tokens[..., None], best.indices.masked_fill(best.values == -torch.inf, -1)], dim=-1)
+
+
 def reject_block(
     draft: DraftTree,
     target_probs: torch.FloatTensor,

@@ -55,6 +55,10 @@ _ROW_WISE = {
 }
 
 
+# Those of them that ask nothing of the host, so that graphs repeat them.
+_IN_GRAPHS = {hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper}
+
+
 class ProcessorStack:
     """The processors of one `generate()` call, in the host's order.
 
@@ -100,6 +104,11 @@ class ProcessorStack:
         return tuple(
             (type(one), *((name, _hashable(value)) for name, value in vars(one).items())) for one in self.processors
         )
+
+    @property
+    def runs_in_graphs(self) -> bool:
+        """Tells whether a graph can repeat them all; it has their settings built in, see `signature`."""
+        return all(type(processor) in _IN_GRAPHS for processor in self.processors)
 
     def known_only(self) -> ProcessorStack:
         """Leaves out the unknown ones: what a draft model may apply to its own logits without anyone noticing."""

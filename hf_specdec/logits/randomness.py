@@ -107,6 +107,23 @@ class RowUniforms:
         """The numbers that draw draft token `depth` (0 is the first) of a chain: shape `(B,)`."""
         return self.for_nodes(rows, anchor_positions, 1, DRAFT, depth)[:, 0]
 
+    def drafts_after(
+        self, rows: Sequence[int], first_anchors: Sequence[int], count: int, depth: int
+    ) -> torch.FloatTensor:
+        """The numbers of `draft_at` for `count` successive anchor positions of each row, and the first `depth` tokens.
+
+        Args:
+            rows (`Sequence[int]` of length B): Which row of the call each active row is.
+            first_anchors (`Sequence[int]` of length B): The first of each row's anchor positions.
+            count (`int`), depth (`int`): How many of them, and tokens after each, up to 256.
+
+        Returns:
+            `torch.FloatTensor` of shape `(B, count, depth)`.
+        """
+        first = np.asarray(first_anchors) * NODES_PER_ANCHOR
+        numbers = self._by_node[DRAFT].read(rows, first, count * NODES_PER_ANCHOR)
+        return self._to_device(numbers.reshape(len(rows), count, NODES_PER_ANCHOR)[..., :depth].copy())
+
     def _to_device(self, values: np.ndarray) -> torch.FloatTensor:
         values = torch.from_numpy(values)
         if self.device.type == "cpu":

@@ -89,13 +89,43 @@ class DraftSampler:
         self, scores: torch.Tensor, rows: list[int], anchor_positions: list[int], depth: int
     ) -> tuple[torch.LongTensor, torch.Tensor]:
         """Samples from `softmax(scores)`: a token of each row `(R,)`, and the distributions `(R, V)` sampled from."""
-        probs = scores.softmax(-1)
-        tokens = sample_from_probs(probs, self.uniforms.draft_at(rows, anchor_positions, depth))
-        # Where nothing can be sampled (the processors forbid all that the draft knows, or half precision overflows)
-        # token 0 is proposed with probability 1: rules that judge whole drafts ask for a distribution at every node.
-        is_stuck, tokens = (tokens < 0)[:, None], tokens.clamp(min=0)
-        probs = probs.masked_fill_(is_stuck, 0.0).scatter_add_(1, tokens[:, None], is_stuck.to(probs))
-        return tokens, probs
+        return drawn(scores, self.uniforms.draft_at(rows, anchor_positions, depth))
+
+    def in_graphs(self, rows: list[int]) -> ProcessorStack | None:
+        """The processors of all these rows, where they are the same and a graph can repeat them."""
+        return self.stack if self.stack.runs_in_graphs else None
+
+
+class CapturedSampler:
+    """[`DraftSampler`] inside of a graph, of which nothing but the random numbers changes.
+
+    Args:
+        stack (`ProcessorStack`): Processors that run in graphs.
+        uniforms (`torch.FloatTensor` of shape `(R, K)`): The numbers that draw K successive draft tokens of each row.
+        vocab_size (`int`): As of a [`DraftSampler`].
+    """
+
+    def __init__(self, stack: ProcessorStack, uniforms: torch.Tensor, vocab_size: int):
+        self.stack, self.uniforms, self.vocab_size = stack, uniforms, vocab_size
+
+    def scores(self, logits: torch.Tensor, rows: list[int], drafted: list[torch.LongTensor]) -> torch.Tensor:
+        return self.stack.all_nodes(fit_width(logits, self.vocab_size))
+
+    def draw(
+        self, scores: torch.Tensor, rows: list[int], anchor_positions: list[int], depth: int
+    ) -> tuple[torch.LongTensor, torch.Tensor]:
+        return drawn(scores, self.uniforms[:, depth])
+
+
+def drawn(scores: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
+    """Samples from `softmax(scores)` by numbers `(R,)`: tokens `(R,)`, and the distributions `(R, V)` sampled from."""
+    probs = scores.softmax(-1)
+    tokens = sample_from_probs(probs, uniforms)
+    # Where nothing can be sampled (the processors forbid all that the draft knows, or half precision overflows)
+    # token 0 is proposed with probability 1: rules that judge whole drafts ask for a distribution at every node.
+    is_stuck, tokens = (tokens < 0)[:, None], tokens.clamp(min=0)
+    probs = probs.masked_fill_(is_stuck, 0.0).scatter_add_(1, tokens[:, None], is_stuck.to(probs))
+    return tokens, probs
 
 
 def fit_width(logits: torch.Tensor, width: int) -> torch.Tensor:

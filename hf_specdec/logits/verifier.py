@@ -42,6 +42,8 @@ class Verdict:
         path (`torch.LongTensor` of shape `(R, M)`): Verified nodes that the tokens were predicted from, the anchor
             first; columns from a row's number of tokens on are padding.
         tokens (`torch.LongTensor` of shape `(R, M)`): The committed tokens, padded.
+        successors (`torch.LongTensor` of shape `(R, T, 1 + K)`, *optional*): Of [`with_successors`], on the host, if
+            they came with the verdict; nodes of padding may follow.
     """
 
     token_lists: list[list[int]]
@@ -49,6 +51,7 @@ class Verdict:
     num_accepted: list[int]
     path: torch.LongTensor
     tokens: torch.LongTensor
+    successors: torch.LongTensor | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -114,6 +117,7 @@ class Verifier:
         positions: list[int],
         meanwhile: Callable[[Acceptance | None], None] | None = None,
         outcome: PackedTables | None = None,
+        successors: torch.LongTensor | None = None,
     ) -> Verdict:
         """Commits what the target accepts of a draft, and one more token. Waits for the device.
 
@@ -125,6 +129,8 @@ class Verifier:
             meanwhile (`Callable`, *optional*): What the host does before it waits, and before anything of this
                 verification is shown to processors and criteria. Takes what is accepted, where the device knows it.
             outcome (`PackedTables`, *optional*): What is accepted, where that is known: that of `SlotOutput`.
+            successors (`torch.LongTensor` of shape `(R, T, 1 + K)`, *optional*): Those of `SlotOutput`, which the host
+                reads too.
         """
         if outcome is None and (self._walks or self._saves_by_walking(draft, logits)):
             if meanwhile is not None:
@@ -135,6 +141,8 @@ class Verifier:
         if outcome is None:
             acceptance = self.rule.judge(draft, scores, rows, positions)
             tables = {"accepted": acceptance.num_accepted[:, None], "committed": acceptance.tokens, **unknown}
+            if successors is not None:
+                tables["successors"] = successors.flatten(1)
             outcome = PackedTables.of(tables)
         else:
             acceptance = Acceptance(outcome["accepted"][:, 0], outcome["path"], outcome["committed"])
@@ -142,9 +150,9 @@ class Verifier:
         # The one synchronisation of a cycle. Whatever the host does not know of the draft comes with it.
         found = outcome.read(meanwhile and partial(meanwhile, acceptance))
         if unknown:
-            draft.learn({name: found[name] for name in unknown})
-        accepted = [row[0] for row in found["accepted"]]
-        token_lists = [_checked(row)[: count + 1] for row, count in zip(found["committed"], accepted)]
+            draft.learn({name: found[name].tolist() for name in unknown})
+        accepted = [row[0] for row in found["accepted"].tolist()]
+        token_lists = [_checked(row)[: count + 1] for row, count in zip(found["committed"].tolist(), accepted)]
         if self.recorder is not None:
             self.recorder.add(rows, take_nodes(scores, path[:, : max(accepted) + 1]), list(map(len, token_lists)))
         kept = self.stop.append(rows, token_lists)
@@ -152,7 +160,10 @@ class Verifier:
         num_accepted = list(map(min, accepted, counts))
         # Graphs read tables of one width; others read no more than they must.
         width = path.shape[1] if is_known else max(counts)
-        return Verdict(kept, counts, num_accepted, path[:, :width], tokens[:, :width])
+        verdict = Verdict(kept, counts, num_accepted, path[:, :width], tokens[:, :width])
+        if successors is not None:
+            verdict.successors = found["successors"].unflatten(1, (-1, successors.shape[-1]))
+        return verdict
 
     def follows_best(self, rows: list[int]) -> bool:
         """Tells whether what is accepted follows from the best tokens of the target's logits alone, in these rows."""

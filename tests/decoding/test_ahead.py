@@ -12,7 +12,7 @@ from hf_specdec.control.controller import SpeculationController
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs
 from hf_specdec.transfers import PendingRead
-from tests.decoding.test_waits import dflash, draft_model, eagle3, medusa, mlp_speculator
+from tests.decoding.test_waits import dflash, draft_model, eagle3, medusa, mlp_speculator, mtp
 from tests.models import prompts, tiny_llama
 from tests.tape import spoil_inputs, tape_everything
 
@@ -21,15 +21,24 @@ DYNAMIC = {"draft_tree_depth": 3, "draft_tree_top_k": 2, "num_draft_nodes": 6}
 TREE = [(0,), (1,), (0, 0), (1, 0)]
 CASES = {
     "draft model": (draft_model, {"num_speculative_tokens": 3}),
+    "draft model, masks": (draft_model, {"mask_token": 3, "num_speculative_tokens": 3}),
     "medusa": (medusa, {"num_speculative_tokens": "fixed"}),
     "mlp_speculator": (mlp_speculator, {"num_speculative_tokens": 2}),
     "mlp_speculator, tree": (mlp_speculator, {"mlp_speculator_num_candidates": 4, "num_speculative_tokens": "fixed"}),
     "eagle3": (eagle3, {"num_speculative_tokens": 3}),
     "eagle3, static tree": (eagle3, {"speculative_token_tree": TREE}),
     "eagle3, dynamic tree": (eagle3, {**DYNAMIC, "num_speculative_tokens": "fixed"}),
+    "mtp, layers": (mtp, {"num_speculative_tokens": "fixed"}),
+    "mtp, two layers": (mtp, {"num_speculative_tokens": 2}),
     "dflash": (dflash, {"num_speculative_tokens": "fixed"}),
     "dflash, tree": (dflash, {"num_draft_nodes": 6, "num_speculative_tokens": "fixed"}),
     "dflash, corrections": (dflash, {"predicts_next": True, "markov_rank": 3, "num_speculative_tokens": "fixed"}),
+}
+DRAWN = {
+    "draft model, drawn": (draft_model, {"num_speculative_tokens": 3}),
+    "draft model, masks, drawn": (draft_model, {"mask_token": 3, "num_speculative_tokens": 3}),
+    "eagle3, drawn": (eagle3, {"num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}),
+    "mtp, drawn": (mtp, {"num_speculative_tokens": "fixed", "draft_sample_method": "probabilistic"}),
 }
 every_case = pytest.mark.parametrize("case", CASES)
 NEW_TOKENS = 20
@@ -97,7 +106,7 @@ def test_it_is_launched_before_the_verdict_is_read(case, events):
     assert order.count("target draft read") >= len(cycles) - 2 * stats.num_spec_tokens - 5 > 3
 
 
-@pytest.mark.parametrize("case", ["draft model", "eagle3, dynamic tree", "dflash", "dflash, tree"])
+@pytest.mark.parametrize("case", ["draft model", "eagle3, dynamic tree", "mtp, layers", "dflash", "dflash, tree"])
 def test_other_limits_than_those_that_it_was_made_for(case, events, monkeypatch):
     """Lengths may be chosen after the launch."""
     limits = itertools.cycle([[3, 1, 2], [2, 2, 2], [0, 0, 0], [3, 3, 3], [3, 3, 3]])
@@ -115,7 +124,9 @@ def test_other_limits_than_those_that_it_was_made_for(case, events, monkeypatch)
     assert depths >= {0, 1, 2}
 
 
-@pytest.mark.parametrize("case", ["draft model", "eagle3, dynamic tree", "dflash"])
+@pytest.mark.parametrize(
+    "case", ["draft model", "draft model, masks", "eagle3, dynamic tree", "mtp, layers", "dflash"]
+)
 def test_rows_that_end_apart(case, events):
     """A draft of rows of which one has ended is made anew."""
     inputs = prompts(4)
@@ -129,7 +140,7 @@ def test_rows_that_end_apart(case, events):
     assert "target draft read" in " ".join(events)
 
 
-@pytest.mark.parametrize("case", ["draft model", "medusa", "mlp_speculator", "eagle3", "dflash"])
+@pytest.mark.parametrize("case", ["draft model", "medusa", "mlp_speculator", "eagle3", "mtp, layers", "dflash"])
 def test_rows_that_join(case, events):
     """Requests of several lengths, of which new ones take the places of those that have ended."""
     model, (make, settings) = tiny_llama(), CASES[case]
@@ -154,6 +165,33 @@ def test_a_target_that_samples(events):
     assert text == eager_text
     assert cycles == eager_cycles
     assert " ".join(events).count("target draft read") > 3
+
+
+@pytest.mark.parametrize("case", DRAWN)
+def test_drafts_that_are_drawn(case, events):
+    """Random numbers are those of the place, which the device picks by what was accepted."""
+    arguments = {"do_sample": True, "temperature": 4.0, "top_k": 40}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CASES, case, DRAWN[case])
+        (text, cycles, stats), (eager_text, eager_cycles, _) = calls(case, prompts(3), **arguments)
+    assert text == eager_text
+    assert cycles == eager_cycles
+    assert stats.num_accepted_tokens > 0
+    assert " ".join(events).count("target draft read") > 3
+
+
+def test_drawn_drafts_of_rows_that_join(events):
+    """Rows of other settings than the rest are drawn for outside of graphs."""
+    drawn, found = torch.randint(3, 60, (6, 6), generator=torch.Generator().manual_seed(0)).tolist(), []
+    requests = [{"input_ids": tokens, "max_new_tokens": 16, "seed": index} for index, tokens in enumerate(drawn)]
+    requests[-1]["temperature"] = 0.9
+    make, settings = DRAWN["eagle3, drawn"]
+    for enforce_eager in (False, True):
+        speculator = make(**settings, enforce_eager=enforce_eager)(None, prompts(3))(model := tiny_llama())
+        arguments = {"do_sample": True, "temperature": 0.7, "in_order": True, "assistant": speculator}
+        found.append([result.tokens for result in generate_many(model, requests, 3, **arguments)])
+    assert found[0] == found[1]
+    assert "target draft read" in " ".join(events)
 
 
 def test_all_of_a_draft_is_accepted(events):

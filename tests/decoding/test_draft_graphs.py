@@ -20,7 +20,7 @@ from hf_specdec.candidate_generators.mlp_speculator.network import MLPStage
 from hf_specdec.candidate_generators.mtp.generator import MtpCandidateGenerator
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.attention import TreeMask
-from hf_specdec.decoding.graphs import CallGraphs, graphs_for
+from hf_specdec.decoding.graphs import CallGraphs, Variant, graphs_for
 from hf_specdec.drafting import slots
 from hf_specdec.drafting.graphs import RowGraphs, RowInputs
 from hf_specdec.drafting.slots import DraftInputs, DraftSlots, Entries
@@ -135,7 +135,8 @@ def traced(target, inputs, speculative, **arguments):
 
 def _noted(draft: DraftTree, probs: list[torch.Tensor]) -> DraftTree:
     """Returns the draft; the distributions of its tokens are kept for later."""
-    probs += [row[:count].clone() for row, count in zip(draft.probs, draft.num_nodes.tolist())]
+    if draft.size:
+        probs += [row[:count].clone() for row, count in zip(draft.probs, draft.num_nodes.tolist())]
     return draft
 
 
@@ -165,11 +166,28 @@ class TestCalls:
         (text, drafts, stats), (eager_text, eager_drafts, _) = found
         assert text == eager_text
         assert drafts == eager_drafts
-        assert stats.num_draft_graph_replays > 0
+        # Tokens of MLP speculators are drawn between graphs.
+        assert 0 < stats.num_draft_graph_replays <= len(drafts) * (1 if name != "mlp_speculator" else 3)
 
+    def test_drawn_drafts_of_many_settings(self, target, backends):
+        """Processors are built into graphs, of which only those of the last few settings are kept."""
+        for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 0.5):
+            found = []
+            for enforce_eager in (False, True):
+                torch.manual_seed(5)
+                speculative = settings_of("eagle3", draft_sample_method="probabilistic", enforce_eager=enforce_eager)
+                arguments = {"do_sample": True, "temperature": temperature, "top_k": 20, "min_p": 0.01}
+                found.append(traced(target, inputs_of(1), speculative, **arguments))
+            assert found[0][:2] == found[1][:2]
+            assert found[0][2].num_draft_graph_captures > 0
+        network = load_speculator(target, settings_of("eagle3")).resources
+        variants = {part for key in graphs._models[network].forwards for part in key if isinstance(part, Variant)}
+        assert len(variants) == 4
+
+    @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.2}], ids=["scores alone", "tokens"])
     @pytest.mark.parametrize("shape", [{}, {"num_speculative_tokens": 2}, {"draft_min_path_prob": 0.1}], ids=str)
-    def test_drawn_chains_of_layers(self, shape, backends, monkeypatch):
-        """Each token is drawn from the next layer, which reads the window in a graph of its own."""
+    def test_drawn_chains_of_layers(self, shape, processors, backends, monkeypatch):
+        """A chain is a graph; where processors read tokens, each layer reads the window in a graph of its own."""
         network, found, probs, propose = network_of("mtp"), [], [], MtpCandidateGenerator.propose
         monkeypatch.setattr(MtpCandidateGenerator, "propose", lambda *args: _noted(propose(*args), probs))
         for enforce_eager in (False, True):
@@ -178,16 +196,17 @@ class TestCalls:
                 "mtp", mtp_mode="chain", draft_sample_method="probabilistic", enforce_eager=enforce_eager, **shape
             )
             with record(trace=True) as made:
-                output = generate(tiny_llama(), prompts(3), 24, do_sample=True, assistant=speculator)
+                output = generate(tiny_llama(), prompts(3), 24, do_sample=True, assistant=speculator, **processors)
             found.append((output.sequences.tolist(), made.calls[0].cycles))
             stats = output.speculative
             if not enforce_eager:
                 assert stats.draft_graphs == "on"
-                # Most tokens, not only the first of each draft.
-                assert stats.num_draft_graph_replays > 1.2 * len(made.calls[0].cycles)
                 keys = [key for key in graphs._models[network].forwards if "layer" in key]
                 layers = {key[key.index("layer") + 1] for key in keys}
-                assert layers == set(range(shape.get("num_speculative_tokens", 3)))
+                assert layers == (set(range(shape.get("num_speculative_tokens", 3))) if processors else set())
+                # Most tokens, not only the first of each draft.
+                share = stats.num_draft_graph_replays / len(made.calls[0].cycles)
+                assert share > 1.2 if processors else 0.7 < share <= 1
         assert found[0] == found[1]
         for row_probs, eager_probs in zip(probs[: len(probs) // 2], probs[len(probs) // 2 :], strict=True):
             torch.testing.assert_close(row_probs, eager_probs, atol=1e-5, rtol=1e-4)

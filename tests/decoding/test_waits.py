@@ -102,9 +102,11 @@ def scripted(**script):
     return lambda plain, inputs: lambda model: scripted_for(plain.cpu(), inputs, **script)
 
 
-def draft_model(**settings):
+def draft_model(mask_token=None, **settings):
     def make(model):
-        return load_speculator(model, draft_model=beside(model, tiny_llama(seed=1)), same_tokenizer=True, **settings)
+        network = tiny_llama(seed=1)
+        network.config.pard_token = mask_token
+        return load_speculator(model, draft_model=beside(model, network), same_tokenizer=True, **settings)
 
     return lambda plain, inputs: make
 
@@ -168,7 +170,9 @@ DRAFTERS = {
     "trees": scripted(tree=TREE),
     "a tree for each row": scripted(tree="random"),
     "ngram": method("ngram"),
+    "recycling": method("recycling"),
     "draft model": draft_model(num_speculative_tokens=3),
+    "draft model, masks": draft_model(mask_token=3, num_speculative_tokens=3),
     "medusa": medusa(),
     "medusa, measured": medusa(medusa_tree="measured"),
     "mlp_speculator": mlp_speculator(),

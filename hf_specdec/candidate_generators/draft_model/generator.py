@@ -28,9 +28,10 @@ from transformers.utils import logging
 
 from ...checkpoints.loading import checkpoint_errors
 from ...decoding.cache import SlotCache, compact
+from ...decoding.following import Choose, Continuing, Following
 from ...decoding.functional import slot_model
 from ...decoding.profile import model_profile
-from ...decoding.target import Choose, SlotModel, call_graphs
+from ...decoding.target import SlotModel, call_graphs
 from ...drafting.chain import SteeredChain
 from ...drafts import DraftTree, chain_topology
 from ...errors import SpecConfigError, shown
@@ -257,11 +258,10 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.check_sampled_length()
         self.model: SlotModel = slot_model(model, SlotCache(0))
         self.model.max_position = self.longest - 1
-        sizes = self.vocabularies
-        self._choose: Choose = Choose(min(sizes.target_size, sizes.draft_size), sizes.readable)
         self.rows: list[int] = []  # the rows that are drafted for; one leaves when it gets too long
         self.texts: list[RowText] = []  # what it has of each of them
         self.mark: tuple[Any, ...] | None = None  # where a recurrent draft model stood before them
+        self._lengths: list[int] = []  # committed tokens of each of them at the last draft
 
     def prefill(self, prompt: Prompt) -> None:
         count = len(prompt.starts)
@@ -352,10 +352,13 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         depths = [min(most[index], self.longest - own) for index, own in zip(order, self._own_lengths())]
         if max(depths, default=0) == 0:
             return DraftTree.empty(len(step.rows), self.session.device)
-        tokens = self._best_tokens_at_once()
-        if tokens is not None:
-            return self._for_all_rows(step, order, DraftTree.chain(tokens[:, : max(depths)], depths))
-        chain, counts = self._draft([step.lengths[index] for index in order], depths)
+        self._lengths = [step.lengths[index] for index in order]
+        following, deepest = self._draft_at_once(), max(depths)
+        if following is not None:
+            probs = None if following.probs is None else following.probs[:, :deepest].contiguous()
+            draft = DraftTree.chain(following.tokens[:, :deepest].to(self.session.device), depths, probs)
+            return self._for_all_rows(step, order, draft)
+        chain, counts = self._draft(self._lengths, depths)
         draft = self.vocabularies.draft(chain, counts, depths, self.texts)
         return self._for_all_rows(step, order, draft)
 
@@ -364,36 +367,54 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         places = zip(self.model.cache.lengths, self.model.starts, self.texts)
         return [length - start + len(text.pending) for length, start, text in places]
 
-    def _best_tokens_at_once(self) -> torch.LongTensor | None:
-        """The best tokens `(R, K)` of a whole draft from one graph; `None` where each token is chosen by itself."""
-        if not self._drafts_at_once:
+    def _draft_at_once(self) -> Following | None:
+        """A whole draft from one graph; `None` where each token is chosen by itself."""
+        choose = self._choice()
+        if choose is None:
             return None
-        following = self._continue(*self._pending_tokens())
-        if following is None:
+        tokens, counts = self._pending_tokens()
+        before = [length - count for length, count in zip(self._lengths, counts)]
+        following = self._continue(choose, tokens, counts, before)
+        if following is not None:
+            for text in self.texts:
+                text.pending = []
+        return following
+
+    def _choice(self) -> Choose | None:
+        """The choice of tokens inside of the graph of a whole draft; `None` where there is no such graph."""
+        graphs, sampler, sizes, stack = self.model.graphs, self.sampler, self.vocabularies, None
+        if graphs is None or graphs.why_eager is not None or self.options.confidence_threshold:
             return None
-        for text in self.texts:
-            text.pending = []
-        return following.to(self.session.device)
+        if type(sizes) is not SameTokens or self.states is not None:
+            return None
+        if self.samples_drafts:
+            stack = sampler.in_graphs(self.rows) if self.device == self.session.device else None
+        if (stack is None) if self.samples_drafts else not (sampler.is_greedy and not sampler.stack):
+            return None
+        return Choose(min(sizes.target_size, sizes.draft_size), sizes.readable, sampler.vocab_size, stack)
 
-    @property
-    def _drafts_at_once(self) -> bool:
-        """Tells whether the best tokens of a whole draft come from one graph."""
-        graphs = self.model.graphs
-        is_plain = self.sampler.is_greedy and not (self.sampler.stack or self.options.confidence_threshold)
-        is_plain = is_plain and type(self.vocabularies) is SameTokens and self.mask_token is None
-        return is_plain and graphs is not None and graphs.why_eager is None
+    def _continue(
+        self, choose: Choose, tokens: torch.LongTensor, counts: list[int] | torch.LongTensor, before: list[int]
+    ) -> Following | None:
+        """Reads tokens that follow `before[r]` others, and drafts.
 
-    def _continue(self, tokens: torch.LongTensor, counts: list[int] | torch.LongTensor) -> torch.LongTensor | None:
-        # All that a cycle commits is read again: how many drafted tokens may stay is known too late.
-        return self.model.continue_greedily(tokens, counts, self.num_speculative_tokens, self._choose)
+        All that a cycle commits is read again: how many drafted tokens may stay is known too late.
+        """
+        most, uniforms = self.num_speculative_tokens, None
+        if choose.stack is not None:
+            uniforms = self.sampler.uniforms.drafts_after(self.rows, before, most + 1, most)
+        return Continuing(most, choose, self.mask_token).run(self.model, tokens, counts, uniforms)
 
     @property
     def drafts_ahead(self) -> bool:
-        return self._drafts_at_once and not any(text.pending for text in self.texts)
+        is_read = len(self._lengths) == len(self.rows) and not any(text.pending for text in self.texts)
+        return is_read and self._choice() is not None
 
     def draft_ahead(self, commit: DeviceCommit) -> None:
-        if self.rows == commit.rows:
-            self._continue(self.vocabularies.inputs(commit.tokens.to(self.device)), commit.counts)
+        choose = self._choice()
+        if self.rows == commit.rows and choose is not None:
+            tokens = self.vocabularies.inputs(commit.tokens.to(self.device))
+            self._continue(choose, tokens, commit.counts, self._lengths)
 
     def _drop_rows_out_of_step(self) -> None:
         """A draft that takes slots for positions would misread rows of different lengths."""

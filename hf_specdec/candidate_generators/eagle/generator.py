@@ -118,6 +118,7 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
             # There will never be room again.
             self.pending = None
             return DraftTree.empty(len(step.rows), self.session.device)
+        self._step = step
         logits, device = self._logits_at_once(limits), self.session.device
         masks = None if self.samples_drafts else self.growing_masks(step, limits.depths.tolist())
         if masks is not None:
@@ -135,6 +136,10 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
             for depth in range(1, limits.deepest):
                 limits.stop_low_confidence(paths[:, depth - 1 : depth], depth)
         return DraftTree.chain(self.network.target_ids(best).to(device)[:, : limits.deepest], limits.depths.tolist())
+
+    def _with_uniforms(self, new: Entries, rows: list[int], before: list[int]) -> Entries:
+        # Tokens are drawn outside of the graph.
+        return new
 
     def _launch(self, new: Entries, depths: list[int]) -> tuple[torch.Tensor, torch.Tensor] | None:
         most = self.plan.max_depth

@@ -3,12 +3,14 @@
 Layer j reads as its entry t the token t + 1 + j, so the last entries of all layers but the first contain drafted
 tokens, and are wrong if these are not accepted. They are read again together with the next ones: the window.
 
-Shapes: R active rows, T entries, W entries of the window, h hidden size, V vocabulary, K layers.
+Shapes: R active rows, T entries, W entries of the window, h hidden size, V vocabulary, K layers, L = K + 1 entries
+that are kept, as many as a cycle commits at most.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,15 @@ from ...drafting.entries import DRAFT_STATE, DraftEntries
 from ...drafting.slots import DraftInputs, Entries
 from ...transfers import RowNumbers, last_of_each, select_rows, upload, widened
 from .network import MtpNetwork
+
+
+class _OfLast(NamedTuple):
+    """Key of what is kept of the last entries, among the states that a graph reads."""
+
+    name: int | str
+
+
+_TOKENS = "tokens"
 
 
 class LayerEntries(DraftEntries):
@@ -44,22 +55,44 @@ class LayerEntries(DraftEntries):
         nothing = torch.zeros((len(starts), 0), dtype=torch.long, device=self.device)
         self._window = Entries(nothing, {}, [0] * len(starts))
         self._handed_on: torch.Tensor | None = None
+        # Tokens `(R, L, 1)` and states `(R, L, X)` of the last entries of each row, zeros in front of a shorter text.
+        self._last: dict[Any, torch.Tensor] = {}
+        self._keys: tuple[int | str, ...] = network.target_hidden_states
 
     def gather(self, new: Entries) -> Entries:
         """The window that ends with the new entries, from the first entry on that some layer has read wrongly."""
-        old = self._window
-        self._flush_deferred(new)
+        kept, added = self.depth + 1, new.counts
+        both = self._with_last(new)
         # Entry t from the end, counted before these, was read by layer j with t - j drafted tokens too many.
-        again = [min(max(self.depth - added, 0), known) for added, known in zip(new.counts, old.counts)]
-        self._go_back(again)
-        self._window = new._replace(tokens=new.tokens.to(self.device))
-        if any(again):
-            first = [known - count for known, count in zip(old.counts, again)]
-            places = _Places(first, old.counts, new.counts, self.device)
-            states = {key: places.of(old.states[key], value) for key, value in new.states.items()}
-            counts = [count + added for count, added in zip(again, new.counts)]
-            self._window = Entries(places.of(old.tokens, new.tokens), states, counts)
+        if isinstance(added, list):
+            self._flush_deferred(new)
+            known = [length - start for length, start in zip(self.cache.lengths, self.starts)]
+            again = [max(min(self.depth - count, most), 0) for count, most in zip(added, known)]
+            self._go_back(again)
+            first, counts = [kept - count for count in again], [sum(both) for both in zip(again, added)]
+            width = max(counts)
+        else:
+            known = self.cache.lengths - self.first_slots[:, 0]
+            again = torch.minimum(self.depth - added, known).clamp(min=0)
+            self._go_back(again)
+            first, counts, width = kept - again, again + added, kept
+        window = {key: _columns(values, first, width) for key, values in both.items()}
+        self._last = self._last_of(both, added)
+        self._window = Entries(window.pop(_TOKENS)[..., 0], window, counts)
         return self._window
+
+    def _with_last(self, new: Entries) -> dict[Any, torch.Tensor]:
+        """Tokens `(R, L + T, 1)` and states `(R, L + T, X)` of the entries that are kept, and of new ones."""
+        states = {key: new.states[key] for key in self._keys}
+        values = {key: part.to(self.device) for key, part in {_TOKENS: new.tokens[..., None], **states}.items()}
+        before = self._last or {
+            key: part.new_zeros((len(part), self.depth + 1, part.shape[2])) for key, part in values.items()
+        }
+        return {key: torch.cat((before[key], part), dim=1) for key, part in values.items()}
+
+    def _last_of(self, both: dict[Any, torch.Tensor], added: RowNumbers) -> dict[Any, torch.Tensor]:
+        """The entries that are kept next, of those that were kept and new ones, of which these many count."""
+        return {key: _columns(values, added, self.depth + 1) for key, values in both.items()}
 
     def read(
         self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: RowNumbers
@@ -111,15 +144,19 @@ class LayerEntries(DraftEntries):
 
     def keep_rows(self, keep: list[int]) -> None:
         super().keep_rows(keep)
-        tokens, states, counts = self._window
-        states = {key: select_rows(value, keep) for key, value in states.items()}
-        self._window = Entries(select_rows(tokens, keep), states, [counts[row] for row in keep])
+        tokens, _, counts = self._window
+        self._window = Entries(select_rows(tokens, keep), {}, [counts[row] for row in keep])
+        self._last = {key: select_rows(values, keep) for key, values in self._last.items()}
         if self._handed_on is not None:
             self._handed_on = select_rows(self._handed_on, keep)
 
     # The windows of both must have been read by the same layer.
     joins_read = True
-    gathers_ahead = False
+
+    @property
+    def gathers_ahead(self) -> bool:
+        # Layers that no draft has needed are made up for by the host.
+        return self.layer == self.depth - 1
 
     def join(self, other: LayerEntries) -> None:
         super().join(other)
@@ -129,9 +166,8 @@ class LayerEntries(DraftEntries):
         def both(own: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
             return torch.cat([widened(own, width), widened(new.to(own), width)])
 
-        states = {key: both(value, theirs.states[key]) for key, value in mine.states.items()}
-        counts = [*mine.counts, *theirs.counts]
-        self._window = Entries(both(mine.tokens, theirs.tokens), states, counts)
+        self._window = Entries(both(mine.tokens, theirs.tokens), {}, [*mine.counts, *theirs.counts])
+        self._last = {key: torch.cat((values, other._last[key].to(values))) for key, values in self._last.items()}
         self._handed_on = both(self._handed_on, other._handed_on)
         # The rows read it again where it lies now.
         self._go_back(self._window.counts)
@@ -140,8 +176,43 @@ class LayerEntries(DraftEntries):
 
     # Chains whose tokens are chosen one by one
 
+    def replay(
+        self,
+        key: tuple[Any, ...],
+        new: Entries,
+        width: int,
+        ahead: int,
+        limits: list[int],
+        read: Callable[[Any, DraftInputs], Any],
+        constants: Any = None,
+    ) -> Any:
+        """Does what it does for one layer; the graph finds the window itself, by what was kept."""
+        if isinstance(new.counts, list):
+            self._flush_deferred(new)
+        if not self._last:
+            return None
+
+        def with_last(entries: LayerEntries, inputs: DraftInputs) -> tuple[Any, dict[Any, torch.Tensor]]:
+            return read(entries, inputs), entries._last
+
+        states = {**new.states, **{_OfLast(name): values for name, values in self._last.items()}}
+        output = super().replay(key, new._replace(states=states), width, ahead, limits, with_last, constants)
+        if output is None:
+            return None
+        output, last = output
+        if isinstance(new.counts, list):
+            # The next draft may run twice.
+            self._last = {name: values.clone() for name, values in last.items()}
+            self._handed_on = None
+        return output
+
+    def _captured(self, inputs: DraftInputs, columns: int) -> LayerEntries:
+        entries = super()._captured(inputs, columns)
+        entries._last = {key.name: values for key, values in inputs.states.items() if isinstance(key, _OfLast)}
+        return entries
+
     def begin_chain(self, new: Entries, width: int, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._replay_layer(0, new, width)
+        return self._replay_layer(0, self.gather(new), width)
 
     def read_next(
         self, tokens: torch.LongTensor, hidden: torch.Tensor, width: int, num_nodes: int
@@ -154,7 +225,7 @@ class LayerEntries(DraftEntries):
         def read(entries: LayerEntries, window: Entries | DraftInputs) -> tuple[torch.Tensor, ...]:
             return entries._read_layer_last(layer, window)
 
-        output = self.replay(("layer", layer), window, width, 0, window.counts, read)
+        output = super().replay(("layer", layer), window, width, 0, window.counts, read)
         if output is None:
             return read(self, window)[1:]
         handed_on, hidden, logits = output
@@ -177,14 +248,20 @@ class LayerEntries(DraftEntries):
         ends = self.cache.lengths
         self._go_back(counts)
         self._begin_window(tokens, counts)
-        known = _Places([0] * len(counts), counts, new.counts, self.device).of(tokens, new.tokens)
-        known, width = F.pad(known, (0, self.depth)), tokens.shape[1]
+        known, width = F.pad(self._with_new(tokens, counts, new), (0, self.depth)), tokens.shape[1]
         for layer in range(self.layer + 1, self.depth):
             self._read_layer(layer, known[:, layer : layer + width], self._handed_on)
         self.cache.lengths = ends
 
-    def _go_back(self, counts: list[int]) -> None:
-        self.cache.lengths = [length - count for length, count in zip(self.cache.lengths, counts)]
+    def _with_new(self, tokens: torch.LongTensor, counts: list[int], new: Entries) -> torch.LongTensor:
+        """Tokens of the window `(R, W)`, `counts[r]` of each row, and after them those of new entries."""
+        both, width = torch.cat((tokens, new.tokens.to(tokens)), dim=1), tokens.shape[1]
+        columns, ends = torch.arange(both.shape[1], device=both.device), upload(counts, both.device)[:, None]
+        places = torch.where(columns < ends, columns, columns + width - ends)
+        return both.gather(1, places.clamp(max=both.shape[1] - 1))
+
+    def _go_back(self, counts: RowNumbers) -> None:
+        self.cache.commit([-count for count in counts] if isinstance(counts, list) else -counts)
 
     def _begin_window(self, tokens: torch.LongTensor, counts: RowNumbers) -> None:
         """Prepares for reading the window after each row's length."""
@@ -202,16 +279,11 @@ class LayerEntries(DraftEntries):
         return outputs
 
 
-class _Places:
-    """Entries `first[r]` to `ends[r]` of each row of an old tensor, then the first `counts[r]` of a new one."""
-
-    def __init__(self, first: list[int], ends: list[int], counts: list[int], device: torch.device):
-        # Numbers from -1 downwards stand for entries of the new tensor.
-        rows = [[*range(begin, end), *range(-1, -count - 1, -1)] for begin, end, count in zip(first, ends, counts)]
-        self.size = max(map(len, rows))
-        self.index = upload([row + [-1] * (self.size - len(row)) for row in rows], device)
-
-    def of(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        places = torch.where(self.index < 0, old.shape[1] - 1 - self.index, self.index)
-        rows = torch.arange(len(places), device=places.device)[:, None]
-        return torch.cat((old, new.to(old)), dim=1)[rows, places]
+def _columns(values: torch.Tensor, first: RowNumbers, width: int) -> torch.Tensor:
+    """Columns `first[r]` to `first[r] + width - 1` of each row of `(R, C, X)`; the last one where there are fewer."""
+    if isinstance(first, list):
+        if min(first) == max(first):
+            return values[:, first[0] : first[0] + width]
+        first = upload(first, values.device)
+    columns = first[:, None] + torch.arange(width, device=values.device)
+    return values[torch.arange(len(values), device=values.device)[:, None], columns.clamp(max=values.shape[1] - 1)]

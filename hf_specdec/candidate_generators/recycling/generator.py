@@ -26,6 +26,7 @@ from ...logits.grammar.matchers import GrammarMatcher, allows
 from ...protocol import Commit, DraftStep, Prompt, Session, VerifiedNodes
 from ...target_facts import vocabulary_size
 from ...threads import Lock
+from ...transfers import upload
 from ...validation import Options, setting
 from ..base import CandidateGenerator
 
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 # Successors of a token.
 NUM_SUCCESSORS = 8
 
-# Nodes of the default tree: as many as the published one has, and by device type.
-_NUM_NODES = 80
+# Nodes of the default tree, and by device type: the published one has 80, and CUDA graphs take 64 with the anchor.
+_NUM_NODES = 63
 _NUM_NODES_OF = {"cpu": 8}
 
 _MAX_DEPTH = 6
@@ -208,7 +209,7 @@ class RecyclingCandidateGenerator(CandidateGenerator):
 
     def learn(self, nodes: VerifiedNodes) -> None:
         # All rows at once: a batch without drafts has one node in each.
-        best = [rows[: len(tokens)] for tokens, rows in zip(nodes.token_lists, nodes.best.cpu().numpy())]
+        best = [rows[: len(tokens)] for tokens, rows in zip(nodes.token_lists, nodes.best.numpy())]
         self.table.learn(list(chain.from_iterable(nodes.token_lists)), np.concatenate(best))
 
     def propose(self, step: DraftStep) -> DraftTree:
@@ -220,8 +221,9 @@ class RecyclingCandidateGenerator(CandidateGenerator):
         ]
         tokens, parents, nodes = map(list, zip(*filled))
         if all(len(row) == len(self.tree) for row in tokens):
-            drafts = torch.tensor(tokens, device=self.session.device)
-            return DraftTree.of_shape(self.tree, drafts)
+            draft = DraftTree.of_shape(self.tree, upload(tokens, self.session.device))
+            draft.node_lists = tokens
+            return draft
         log_probs = [[self._log_probs[node] for node in row] for row in nodes]
         return DraftTree.from_lists(tokens, self.session.device, parents, log_probs)
 

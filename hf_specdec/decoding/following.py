@@ -1,0 +1,164 @@
+"""Tokens that follow a text by a model of their own, such as a draft model: all of them in a single graph.
+
+They are chosen one after the other, each read before the next; or at once, by a model that was trained to predict them
+in the places of mask tokens.
+
+Shapes: R rows of a graph, t given tokens of a row, K tokens that follow, W logits of the model, V tokens of which
+distributions are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..drafts.topology import chain_parents, chain_topology
+from ..kernels.tree_attention import MAX_NODES
+from ..logits.processors import ProcessorStack
+from ..logits.sampling import CapturedSampler
+from ..transfers import RowNumbers, kept_tensor, last_of_each
+from .graphs import Variant
+from .node_inputs import NodeInputs
+from .target import SlotModel
+
+
+class Following(NamedTuple):
+    """Attributes:
+    tokens (`torch.LongTensor` of shape `(R, K)`): The tokens that follow, to be used before the next graph runs.
+    probs (`torch.FloatTensor` of shape `(R, K, V)`, *optional*): The distributions they were sampled from.
+    """
+
+    tokens: torch.LongTensor
+    probs: torch.FloatTensor | None
+
+
+@dataclass(frozen=True)
+class Choose:
+    """Chooses a token by a model's logits, and says what the model reads in its place.
+
+    Args:
+        width (`int`): Of the best tokens, those that may be chosen: the first ones.
+        num_readable (`int`): Tokens that the model's embedding has; others are read as token 0.
+        vocab_size (`int`): V.
+        stack (`ProcessorStack`, *optional*): Samples with these processors, which run in graphs; `None`: the best one.
+    """
+
+    width: int
+    num_readable: int
+    vocab_size: int
+    stack: ProcessorStack | None = field(default=None, compare=False)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Whatever of it is built into a graph."""
+        return (self, *(() if self.stack is None else (Variant(self.stack.signature),)))
+
+    def __call__(self, logits: torch.Tensor, uniforms: torch.Tensor | None, index: int) -> tuple[torch.Tensor, ...]:
+        """Token `index` of each row `(R,)` by logits `(R, W)`; sampled by numbers `(R, K)`, with its distribution."""
+        if self.stack is None or uniforms is None:
+            return (logits[:, : self.width].argmax(-1),)
+        sampler = CapturedSampler(self.stack, uniforms, self.vocab_size)
+        return sampler.draw(sampler.scores(logits, [], []), [], [], index)
+
+    def readable(self, tokens: torch.LongTensor) -> torch.LongTensor:
+        return tokens.masked_fill(tokens >= self.num_readable, 0) if self.num_readable < self.width else tokens
+
+
+class _Inputs:
+    """The buffers from which the graph reads: its nodes, and the random numbers."""
+
+    def __init__(self, rows: int, nodes: int, device: torch.device, uniforms: torch.Tensor | None):
+        self.nodes = NodeInputs(rows, nodes, device)
+        self.uniforms: torch.Tensor | None = None
+        if uniforms is not None:
+            with torch.inference_mode(False):
+                self.uniforms = torch.zeros((rows, *uniforms.shape[1:]), dtype=uniforms.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Continuing:
+    """Reads tokens after each row's committed slots, and chooses those that follow.
+
+    Args:
+        num_tokens (`int`): K.
+        choose (`Choose`): Chooses each.
+        mask_token (`int`, *optional*): The token in whose places all are predicted at once.
+    """
+
+    num_tokens: int
+    choose: Choose
+    mask_token: int | None = None
+
+    def run(
+        self,
+        model: SlotModel,
+        tokens: torch.LongTensor,
+        counts: RowNumbers,
+        uniforms: torch.Tensor | None = None,
+    ) -> Following | None:
+        """Runs the graph. The given tokens are kept, where their number is known, and those that follow are not.
+
+        Args:
+            model (`SlotModel`): The model.
+            tokens (`torch.LongTensor` of shape `(R, t)`), counts (`list[int]`): Tokens, padded on the right, and those
+                of each row, up to K + 1; a tensor `(R,)` where the host does not know them.
+            uniforms (`torch.FloatTensor` of shape `(R, K + 1, K)`, *optional*): The numbers that draw K tokens after
+                1, 2, ... given ones.
+
+        Returns:
+            `Following`, *optional*: `None` where there is no graph to run.
+        """
+        (rows, num_given), device = tokens.shape, tokens.device
+        width = self.num_tokens + 1 if self.mask_token is None else 2 * self.num_tokens
+        if model.graphs is None or num_given > self.num_tokens + 1 or width > MAX_NODES:
+            return None
+        padding = kept_tensor((0,) * (width - num_given), device).expand(rows, -1)
+        parents = chain_parents(width - 1, device)
+        num_more = [count - 1 for count in counts] if isinstance(counts, list) else counts - 1
+
+        def fill(inputs: _Inputs, count: int) -> None:
+            model.fill(inputs.nodes, count, [tokens, padding], parents, num_more)
+            if inputs.uniforms is not None and uniforms is not None:
+                inputs.uniforms[:count].copy_(uniforms[:count], non_blocking=True)
+
+        captured = model.graphs.run_on_slots(
+            ("continue", self.num_tokens, self.mask_token, *self.choose.key),
+            rows,
+            lambda size: _Inputs(size, width, device, uniforms),
+            fill,
+            lambda inputs, columns: model.as_recorded(partial(self._read, inputs.uniforms), inputs.nodes, columns),
+            model.cache,
+            ahead=width + self.num_tokens - 1,
+        )
+        if captured is None:
+            return None
+        following, model.attention_layers = captured.output
+        if isinstance(counts, list):
+            model.cache.plan_write(num_given)
+            model.cache.commit(counts)
+        return Following(*(None if values is None else values[:rows] for values in following))
+
+    def _read(self, uniforms: torch.Tensor | None, model: SlotModel, inputs: NodeInputs) -> tuple[Following]:
+        tokens, topology, draft = inputs.read()
+        count = draft.num_nodes + 1
+        uniforms = None if uniforms is None else last_of_each(uniforms, count)
+        if self.mask_token is not None:
+            places = torch.arange(tokens.shape[1], device=count.device)
+            tokens = torch.where(places >= count[:, None], self.mask_token, tokens)
+        output, chosen, read = model.forward(tokens, topology), [], count
+        logits = last_of_each(output.logits, count)
+        while True:
+            chosen.append(self.choose(logits, uniforms, len(chosen)))
+            if len(chosen) == self.num_tokens:
+                break
+            if self.mask_token is not None:
+                logits = last_of_each(output.logits, count + len(chosen))
+                continue
+            model.cache.commit(read)
+            token = self.choose.readable(chosen[-1][0])[:, None]
+            logits, read = model.forward(token, chain_topology(0, token.device)).logits[:, -1], 1
+        tokens, *probs = (torch.stack(parts, dim=1) for parts in zip(*chosen))
+        return (Following(tokens, probs[0] if probs else None),)

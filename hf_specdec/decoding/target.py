@@ -564,8 +564,8 @@ class SlotModel:
         self.cache.join(other.cache, other.starts)
         if self.recurrent is not None:
             self.recurrent.join(other.recurrent)
-        self.starts = self.starts + [0] * len(other.starts)
-        self.offsets = self.offsets + other.offsets
+        self.see(self.source and Source.joined([self.source, other.source]))
+        self.starts, self.offsets = self.starts + [0] * len(other.starts), self.offsets + other.offsets
         if self.max_position is not None:
             self.max_position = max(self.max_position, other.max_position)
         self.row_inputs = {

@@ -175,7 +175,7 @@ class ManyResults(Iterator[RequestResult]):
         index, key = self._indices.pop(id(row))
         tokens, tokenizer = row.tokens, self._reader.tokenizer
         text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
-        length = row.sequences.prompt_length
+        length = len(row.prompt)
         logprobs = None if row.top_logprobs is None else row.logprobs[: len(tokens)]
         self._keep(RequestResult(index, tokens, text, row.finish_reason, row.error, length, row.stats, logprobs), key)
 

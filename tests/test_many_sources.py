@@ -114,6 +114,7 @@ def text_case(request) -> Case:
         {"spec_method": "suffix"},
         {"spec_method": "recycling"},
         {"spec_method": "suffix+recycling"},
+        {"spec_method": "auto"},
         {"spec_method": "off"},
     ],
     ids=lambda own: str(next(iter(own.values()))),
@@ -298,7 +299,7 @@ def test_what_is_wrong_with_one_request_concerns_no_other(text_case):
         ({"input_ids": ids, "decoder_attention_mask": [[1]]}, "has no padding"),
         ({"input_ids": ids, "decoder_input_ids": torch.ones(2, 1, dtype=torch.long)}, "takes one row"),
         ({"input_ids": ids, "decoder_input_ids": "abc"}, "takes a tensor"),
-        # The encoder itself cannot read it.
+        # The decoder cannot read it.
         ({"encoder_outputs": (torch.zeros(1, 3, 5),), "attention_mask": [1, 1, 1]}, ""),
     ]
     results = text_case.run([part for one, _ in wrong for part in (one, good)])
@@ -306,8 +307,13 @@ def test_what_is_wrong_with_one_request_concerns_no_other(text_case):
         assert message in str(result.error)
         assert result.finish_reason == "error"
     assert [result.tokens for result in results[1::2]] == [text_case.alone[1]] * len(wrong)
-    with nothing_runs(text_case.model), pytest.raises(SpecConfigError, match="has no padding"):
-        generate_many(text_case.model, [], decoder_attention_mask=torch.ones(1, 1))
+    for own, message in (
+        ({"decoder_attention_mask": torch.ones(1, 1)}, "has no padding"),
+        ({"attention_mask": torch.ones(1, 1)}, "have no padding"),
+        ({"adapter_names": ["french"]}, "with one adapter"),
+    ):
+        with nothing_runs(text_case.model), pytest.raises(SpecConfigError, match=message):
+            generate_many(text_case.model, [], **own)
 
 
 def test_sounds_of_different_lengths_without_masks():
@@ -415,8 +421,10 @@ def test_journals_tell_sources_apart(tmp_path):
     case, path = Case.of("whisper"), tmp_path / "results.jsonl"
     texts = [result.tokens for result in case.run(journal=path)]
     assert texts == case.alone
-    with nothing_runs(case.model):
-        assert [result.tokens for result in case.run(journal=path)] == texts
-    other = [{**own, "input_features": own["input_features"] + 1} for own in case.requests]
+    arrays = [{**own, "input_features": own["input_features"].numpy()} for own in case.requests]
+    for same in (case.requests, arrays):
+        with nothing_runs(case.model):
+            assert [result.tokens for result in case.run(same, journal=path)] == texts
+    other = [{**own, "input_features": own["input_features"] + 1} for own in arrays]
     with pytest.raises(SpecConfigError, match="the result of another prompt"):
         case.run(other, journal=path)

@@ -32,7 +32,7 @@ _NOT_FOR_ENCODERS = ("decoder_", "past_key_values")
 
 @dataclass
 class Encoding:
-    """What the encoder is given in one call.
+    """The encoder's part of one call, which has not run.
 
     Attributes:
         inputs (`torch.Tensor` of shape `(1, N, ...)`): Its main input.
@@ -73,8 +73,8 @@ def _reading(model_class: type) -> str:
 def stand_in(model: PreTrainedModel) -> Any:
     """An object that is the model in all but one thing: a call of its `generate()` leaves out the encoder.
 
-    It has an attribute `encoding` with what the encoder would have been given in the last call, an [`Encoding`], or
-    `None` where the call has come with the encoder's output.
+    Its attribute `encoding` is what the encoder would have been given in the last call, an [`Encoding`], or `None`
+    where the call has come with the encoder's output.
     """
     other = object.__new__(_stand_in_class(type(model)))
     object.__setattr__(other, "__dict__", vars(model))
@@ -96,7 +96,7 @@ def _stand_in_class(model_class: type) -> type:
     return type(model_class.__name__, (model_class,), own)
 
 
-def read_together(model: PreTrainedModel, requests: Sequence[Request]) -> Request:
+def encode_together(model: PreTrainedModel, requests: Sequence[Request]) -> Request:
     """Lets the encoder read the sources of requests, and puts these beside each other in one request.
 
     Sources of one form are read in one forward of the encoder; what it says to a source does not depend on others.

@@ -149,7 +149,7 @@ class Source:
 
 
 def _in_all(parts: Sequence[Source]) -> list[str]:
-    """What all encoders of some calls have read."""
+    """Names of the arguments that the encoders of all calls have read."""
     return [name for name in parts[0].given if all(name in part.given for part in parts)]
 
 

@@ -119,7 +119,7 @@ class UnreadText:
 
     @property
     def source(self) -> Source | None:
-        """What the target's encoder has read for the active rows."""
+        """Sources of the active rows, of a target with an encoder."""
         source = self._prompt.source
         return None if source is None else source.of_rows(self._rows)
 

@@ -44,7 +44,9 @@ def generate_many(
         model (`PreTrainedModel`): The target.
         requests (`Iterable`): Each a text, a list of token ids, a chat (a list of messages), or a dict with one of
             these as `text`, `input_ids` or `messages` and settings of its own: `max_new_tokens`, `seed`, and whatever
-            else `generate()` takes. They are taken when there is a place for them; the iterable need not end.
+            else `generate()` takes. With an encoder it is the source: tokens, or a dict with the encoder's main input,
+            such as `input_features` of shape `(1, ...)`. They are taken when there is a place for them; the iterable
+            need not end.
         batch_size (`int`): Places: requests that are decoded at a time.
         max_tokens_in_flight (`int`, *optional*): Tokens that the requests in them may come to together, prompts
             included, which bounds the memory of the cache.

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..decoding.joint import TokenLogprobs
@@ -146,7 +147,9 @@ def key_of(tokens: list[int], settings: dict[str, Any]) -> str:
 
 
 def _written(value: Any) -> str:
-    """The content of tensors, which may be sources, and the type of all else."""
+    """The content of tensors and arrays, which may be sources, and the type of all else."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        value = torch.as_tensor(value)
     if not torch.is_tensor(value):
         return type(value).__name__
     content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from ..arguments import ARGUMENTS, is_off
 from ..decoding.adapters import AdapterChoice
-from ..decoding.encoding import read_together
+from ..decoding.encoding import encode_together
 from ..decoding.joint import Row
 from ..decoding.request import Request
 from ..decoding.rotary import check_constant_rotary
@@ -86,6 +86,11 @@ class RequestReader:
         _check(self.arguments)
         self._sources: SourceForm | None = SourceForm.of(model)
         has_adapters = self.arguments.get("adapter_names") is not None
+        if has_adapters and self._sources is not None:
+            raise SpecConfigError(
+                f"`adapter_names`: the encoder of {type(model).__name__} reads sources of several requests at once, "
+                "with one adapter. Choose it with `model.set_adapter()`."
+            )
         self._adapters: AdapterChoice | None = AdapterChoice(model) if has_adapters else None
         self._stop_strings: Recent[StopStringCriteria] = Recent(64)
         self._seed = None if seed is None else seed_of(seed)
@@ -320,7 +325,7 @@ class RequestReader:
         if self._sources is None:
             request = self._padded_together(rows)
         else:
-            request = read_together(self.model, [row.request for row in rows])
+            request = encode_together(self.model, [row.request for row in rows])
             request.generation_config.do_sample = self._samples
         if self._adapters is not None:
             request.adapters = [row.request.adapters[0] for row in rows if row.request.adapters is not None]
@@ -328,7 +333,7 @@ class RequestReader:
 
     @property
     def _samples(self) -> bool:
-        """Requests sample that say nothing else."""
+        """Tells whether requests sample that say nothing of it."""
         if self._sources is not None and self._sources.samples_by_temperature:
             return bool(self.arguments.get("temperature"))
         return bool(self._effective("do_sample"))
@@ -359,7 +364,7 @@ class RequestReader:
         if config is None:
             return arguments
         config = copy.copy(config)
-        # Some models have a generate() that takes settings of the config as arguments of its own.
+        # Some models have a generate() of their own, which reads its arguments and not the config.
         own = signature(original_generate(type(self.model))).parameters
         settings = {name: value for name, value in arguments.items() if name in vars(config) and name not in own}
         if "max_new_tokens" in settings:

@@ -27,7 +27,7 @@ _SEVERAL_CALLS = {
 
 
 class SourceForm:
-    """What the encoder of a model reads, as requests give it.
+    """Form in which requests give the source that a model's encoder reads.
 
     Args:
         model (`PreTrainedModel`): With an encoder.
@@ -35,8 +35,8 @@ class SourceForm:
     Attributes:
         name (`str`): The encoder's main input.
         is_text (`bool`): It reads tokens.
-        samples_by_temperature (`bool`): Whether a call samples follows from the argument `temperature`, as in
-            Whisper's own generate(), and not from `do_sample`.
+        samples_by_temperature (`bool`): Calls sample by their argument `temperature`, and not by `do_sample`, as in
+            Whisper's own generate().
     """
 
     def __init__(self, model: PreTrainedModel):

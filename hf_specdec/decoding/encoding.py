@@ -121,11 +121,14 @@ def encode_together(model: PreTrainedModel, requests: Sequence[Request]) -> Requ
     if order != list(range(len(order))):
         source = source.of_rows(sorted(range(len(order)), key=order.__getitem__))
     first = requests[0]
+    # What the encoder has read is its affair, and here that of the first row alone.
+    read = {} if first.encoding is None else first.encoding.model_kwargs
+    others = {name: value for name, value in first.model_kwargs.items() if not torch.is_tensor(read.get(name))}
     return replace(
         first,
         input_ids=torch.cat([request.input_ids for request in requests]),
         generation_config=copy.copy(first.generation_config),
-        model_kwargs={**first.model_kwargs, **source.inputs},
+        model_kwargs={**others, **source.inputs},
         source=source,
     )
 

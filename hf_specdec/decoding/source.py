@@ -40,7 +40,7 @@ class Source:
     token_lists: list[list[int]] | None = None
     lengths: list[int] = field(default_factory=list)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.lengths:
             self.lengths = [self.states.shape[1]] * len(self.states)
 

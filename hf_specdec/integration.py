@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from time import perf_counter
@@ -25,10 +26,11 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_manage
 from transformers.utils import logging
 
 from .arguments import ARGUMENTS, SpeculativeArguments, configured_arguments
+from .decoding.encoding import stand_in
 from .decoding.loop import DecodingLoop
 from .decoding.profile import REPEATED_INPUTS, is_text_only, model_profile
 from .decoding.request import Request
-from .errors import SpecConfigError, SpecDecError, UnsupportedModelError, shown
+from .errors import SpecConfigError, SpecDecError, shown
 from .hub.published import entry_of, entry_of_model, settings_of_generation_config
 from .loader import is_refused, load_configured, load_speculator, refuse
 from .patching import original_generate
@@ -251,9 +253,9 @@ class _Call:
 
         # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
         def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-            _check_model_kwargs(model, model_kwargs)
+            _check_model_kwargs(self.model, model_kwargs)
             request = Request(
-                model=model,
+                model=self.model,
                 input_ids=input_ids,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
@@ -276,7 +278,7 @@ class _Call:
 
 
 def prepare_request(model: PreTrainedModel, arguments: dict[str, Any]) -> Request:
-    """A call as transformers prepares it, with nothing decoded.
+    """A call as transformers prepares it, with nothing decoded, and with nothing read by an encoder.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -287,13 +289,23 @@ def prepare_request(model: PreTrainedModel, arguments: dict[str, Any]) -> Reques
     """
     call, prepared = _Call(model, dict(arguments), SpeculativeArguments()), []
     call.can_speculate()
+    original = original_generate(type(model))
+    caller = stand_in(model) if model.config.is_encoder_decoder else model
 
-    def keep(request: Request) -> torch.LongTensor:
+    def keep(request: Request) -> None:
         prepared.append(request)
-        return request.input_ids
+        # There is no text yet that a model's own generate() could go on with.
+        raise _IsPreparedError
 
-    call.run(original_generate(type(model)), keep)
-    return prepared[0]
+    with suppress(_IsPreparedError):
+        call.run(lambda _, **given: original(caller, **given), keep)
+    (request,) = prepared
+    request.encoding = getattr(caller, "encoding", None)
+    return request
+
+
+class _IsPreparedError(Exception):
+    """Ends a call that is prepared."""
 
 
 def speculator_of_many(
@@ -315,11 +327,7 @@ def speculator_of_many(
     call = _Call.of(model, arguments, asked, configured)
     spelled = [name for name in SPELLINGS if arguments.get(name) is not None]
     call.take_spellings(tokenizer)
-    if model_profile(model).has_encoder:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has an encoder, and requests that join others have prompts alone. Pass its "
-            "sources to generate(), which takes batches of them."
-        )
+    model_profile(model)
     if call.asked.is_off:
         return None
     if spelled and not asked.choose_drafter and not call.asked.has_objects:

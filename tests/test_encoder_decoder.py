@@ -255,5 +255,3 @@ def test_requests_that_cannot_be_honoured(text_case):
         text_case.model.generate(**inputs, past_key_values=DynamicCache(), spec_method="ngram")
     with pytest.raises(SpecConfigError, match="Beam search"):
         text_case.model.generate(**inputs, num_beams=2, spec_method="ngram")
-    with pytest.raises(UnsupportedModelError, match="has an encoder, and requests that join others"):
-        hf_specdec.generate_many(text_case.model, [[5, 6, 7]], spec_method="ngram")

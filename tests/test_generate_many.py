@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from hf_specdec import cli, demo
 from hf_specdec.many.files import Output
+from tests.encoder_decoders import text_model
+from tests.models import letter_tokenizer
 
 
 ROOT = Path(__file__).parents[1]
@@ -181,3 +183,25 @@ def test_a_run_of_several_processes_goes_on_in_one(files, monkeypatch):
     alone = target.with_name("alone.jsonl")
     assert invoke(source, alone).exit_code == 0
     assert [entry["tokens"] for entry in entries(alone)] == [entry["tokens"] for entry in entries(target)]
+
+
+def test_sources_of_an_encoder(files, tmp_path):
+    """Requests to a translator, say; other commands say that they take none."""
+    source, target = files
+    folder, tokenizer = tmp_path / "t5", letter_tokenizer()
+    model, _ = text_model("t5", vocab_size=len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    begun = {"input_ids": [5, 6, 7], "decoder_input_ids": [1, 9, 8], "max_new_tokens": 3, "id": "begun"}
+    written(source, ["abcdef", {"prompt": "xyz", "max_new_tokens": 5}, begun])
+    result = invoke(source, target, "--model", str(folder))
+    assert result.exit_code == 0, result.stderr
+    found = entries(target)
+    calls = [(tokenizer("abcdef")["input_ids"], LENGTH, [1]), (tokenizer("xyz")["input_ids"], 5, [1])]
+    for entry, (ids, length, begin) in zip(found, [*calls, ([5, 6, 7], 3, [1, 9, 8])], strict=True):
+        call = {"decoder_input_ids": torch.tensor([begin]), "max_new_tokens": length, "do_sample": False}
+        assert entry["tokens"] == model.generate(torch.tensor([ids]), **call)[0, len(begin) :].tolist()
+        assert entry["num_prompt_tokens"] == len(ids)
+    refused = CliRunner().invoke(cli.app, ["generate", "--model", str(folder), "abc"])
+    assert refused.exit_code == 2
+    assert "it has an encoder, and of the commands only generate-many" in " ".join(refused.stderr.split())

@@ -100,8 +100,11 @@ class Place:
         """CPU threads: one for the embedded target, which is too small for more; `None` for torch's choice."""
         return 1 if self.threads is None and self.is_embedded else self.threads
 
-    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def load(self, may_have_encoder: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Loads the target and its tokenizer.
+
+        Args:
+            may_have_encoder (`bool`): The command knows of sources.
 
         Raises:
             SpecConfigError: There is no such device, or the target cannot be loaded.
@@ -115,14 +118,19 @@ class Place:
             quieten_loading()
             dtype = torch.float32 if self.dtype is Dtype.auto else getattr(torch, self.dtype.value)
             return demo.load_target(dtype).to(device), demo.load_tokenizer()
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
+
+        from ..candidate_generators.draft_model.network import auto_model_class
 
         if not sys.stderr.isatty():
             quieten_loading()
         options = {"trust_remote_code": self.trust_remote_code}
         try:
+            config = AutoConfig.from_pretrained(self.target, **options)
+            if config.is_encoder_decoder and not may_have_encoder:
+                raise ValueError("it has an encoder, and of the commands only generate-many takes such models.")
             tokenizer = AutoTokenizer.from_pretrained(self.target, **options)
-            model = AutoModelForCausalLM.from_pretrained(
+            model = auto_model_class(config).from_pretrained(
                 self.target, dtype=self.dtype.value, device_map=device, **options
             )
         except (OSError, ValueError) as error:

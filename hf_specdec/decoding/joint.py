@@ -39,6 +39,7 @@ from .loop import DecodingLoop
 from .profile import ModelProfile
 from .request import Request
 from .sequences import Sequences, StopRules
+from .source import Source
 from .target import SlotOutput
 
 
@@ -66,6 +67,7 @@ class Row:
         seed, number (`int`): Its random numbers are those of row `number` in a call with this seed.
         most_draft_tokens (`int`, *optional*): Depth that its drafts may have at most; 0 for none.
         top_logprobs (`int`, *optional*): Keep log-probabilities of its tokens, and of so many of the most probable.
+        source (`list[int]`, *optional*): The tokens that an encoder reads, of a model that has one.
 
     Attributes:
         sequences, stop, stack: Its text, its stopping rules and its processors.
@@ -86,12 +88,13 @@ class Row:
         number: int,
         most_draft_tokens: int | None = None,
         top_logprobs: int | None = None,
+        source: list[int] | None = None,
     ):
         self.request = request
         self.seed = seed
         self.number = number
         self.most_draft_tokens = most_draft_tokens
-        self.top_logprobs = top_logprobs
+        self.top_logprobs, self.source = top_logprobs, source
         self.samples: bool = bool(request.generation_config.do_sample)
         self.is_cancelled = False
         self.restart()
@@ -137,8 +140,8 @@ class Row:
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens of the prompt."""
-        return self.sequences.tokens(0)[: self.sequences.prompt_length]
+        """The tokens of the prompt; with an encoder, those that it reads."""
+        return self.sequences.tokens(0)[: self.sequences.prompt_length] if self.source is None else self.source
 
     @property
     def finish_reason(self) -> str:
@@ -471,6 +474,11 @@ class JointLoop(DecodingLoop):
                 self.table[number] = None
                 ended.append(row)
         return ended
+
+    def check_joining(self, other: JointLoop) -> None:
+        """Raises a `SpecConfigError` where rows of another loop have sources that cannot stand beside its own."""
+        if self.target.source is not None:
+            Source.check_joining([self.target.source, other.target.source])
 
     def join(self, other: JointLoop) -> None:
         """Takes over the unfinished rows of another loop, which has read their prompts, and closes it.

@@ -228,7 +228,8 @@ class DecodingLoop:
 
     def _start_drafting(self, verdict: Verdict, states: dict) -> None:
         began = perf_counter()
-        prompt = self.continuation.prompt(self.request.input_ids, states, self.target.source)
+        source = self.target.source and self.target.source.without_keys()
+        prompt = self.continuation.prompt(self.request.input_ids, states, source)
         with self._drafting():
             self.generator.prefill(prompt)
         self._observe(verdict, {key: value[:, -1:] for key, value in prompt.hidden_states.items()})

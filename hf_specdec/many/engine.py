@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ..candidate_generators.base import CandidateGenerator, NoDrafts
 from ..decoding.joint import JointLoop, Row
-from ..decoding.profile import model_profile
+from ..decoding.profile import ModelProfile, model_profile
 from ..errors import SpecConfigError, UnsupportedModelError
 from ..metrics import SpecDecodingStats
 from ..protocol import Session
@@ -78,7 +78,8 @@ class Engine:
         chunk_size: int = _CHUNK_SIZE,
     ):
         self._model, self._speculator, self._reader = model, speculator or PlainDecoding(), reader
-        if batch_size > 1 and model_profile(model).counts_slots:
+        self._profile: ModelProfile = model_profile(model)
+        if batch_size > 1 and self._profile.counts_slots:
             raise UnsupportedModelError(
                 f"{type(model).__name__} tells positions from the order of its cache, so rows that begin at different "
                 "times cannot stand beside each other. Pass batch_size=1."
@@ -111,9 +112,9 @@ class Engine:
         Raises:
             SpecConfigError: There can never be room for it.
         """
-        if self._max_tokens is not None and row.most_tokens > self._max_tokens:
+        if self._max_tokens is not None and (most := _most_in_cache(row)) > self._max_tokens:
             raise SpecConfigError(
-                f"A prompt of {row.length} tokens that may grow to {row.most_tokens} does not fit into "
+                f"A prompt of {len(row.prompt)} tokens that may grow to {most} does not fit into "
                 f"max_tokens_in_flight={self._max_tokens}. Lower its `max_new_tokens`, or raise the limit."
             )
         self._waiting.append(row)
@@ -162,9 +163,9 @@ class Engine:
     def _next_rows(self) -> list[Row]:
         """Those that have waited longest, as many as there is room for."""
         rows: list[Row] = []
-        in_flight = 0 if self._loop is None else sum(row.most_tokens for row in self._loop.active)
+        in_flight = 0 if self._loop is None else sum(map(_most_in_cache, self._loop.active))
         while self._waiting and len(rows) < self._num_free:
-            in_flight += self._waiting[0].most_tokens
+            in_flight += _most_in_cache(self._waiting[0])
             if self._max_tokens is not None and in_flight > self._max_tokens:
                 break
             rows.append(self._waiting.popleft())
@@ -172,10 +173,11 @@ class Engine:
 
     def _read_together(self, rows: list[Row]) -> list[list[Row]]:
         """Rows whose prompts one forward reads as it reads each of them alone."""
-        profile = model_profile(self._model)
+        # Decoders beside an encoder may count the padding in front of a text.
+        takes_padding = not (self._profile.reads_padding or self._profile.has_encoder)
         groups: dict[int, list[Row]] = {}
         for number, row in enumerate(rows):
-            key = number if profile.mixes_rows else row.length if profile.reads_padding else 0
+            key = number if self._profile.mixes_rows else 0 if takes_padding else row.length
             groups.setdefault(key, []).append(row)
         return list(groups.values())
 
@@ -185,6 +187,8 @@ class Engine:
         try:
             loop = self._loop_of(rows)
             loop.begin(is_first=self._loop is None)
+            if self._loop is not None:
+                self._loop.check_joining(loop)
         except Exception as error:
             if loop is not None:
                 loop.close()
@@ -214,8 +218,9 @@ class Engine:
 
     def _loop_of(self, rows: list[Row]) -> JointLoop:
         request = self._reader.together(rows)
-        # Mixers of some recurrent layers begin anew when they read several tokens at once.
-        if self._loop is not None and not model_profile(self._model).is_recurrent:
+        # Mixers of some recurrent layers begin anew when they read several tokens at once; with an encoder it reads
+        # what is long, and not in parts.
+        if self._loop is not None and not (self._profile.is_recurrent or self._profile.has_encoder):
             request.chunk_size, request.between_chunks = self._chunk_size, self._cycle_of_others
         return JointLoop(request, self._speculator, rows, self._batch_size)
 
@@ -233,3 +238,8 @@ class Engine:
         if loop is not None:
             loop.end()
             self.stats.add(loop.stats)
+
+
+def _most_in_cache(row: Row) -> int:
+    """Tokens that a row may come to have in the cache, those of its source among them."""
+    return row.most_tokens + len(row.source or ())

@@ -44,7 +44,9 @@ def generate_many(
         model (`PreTrainedModel`): The target.
         requests (`Iterable`): Each a text, a list of token ids, a chat (a list of messages), or a dict with one of
             these as `text`, `input_ids` or `messages` and settings of its own: `max_new_tokens`, `seed`, and whatever
-            else `generate()` takes. They are taken when there is a place for them; the iterable need not end.
+            else `generate()` takes. With an encoder it is the source: tokens, or a dict with the encoder's main input,
+            such as `input_features` of shape `(1, ...)`. They are taken when there is a place for them; the iterable
+            need not end.
         batch_size (`int`): Places: requests that are decoded at a time.
         max_tokens_in_flight (`int`, *optional*): Tokens that the requests in them may come to together, prompts
             included, which bounds the memory of the cache.
@@ -175,7 +177,7 @@ class ManyResults(Iterator[RequestResult]):
         index, key = self._indices.pop(id(row))
         tokens, tokenizer = row.tokens, self._reader.tokenizer
         text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
-        length = row.sequences.prompt_length
+        length = len(row.prompt)
         logprobs = None if row.top_logprobs is None else row.logprobs[: len(tokens)]
         self._keep(RequestResult(index, tokens, text, row.finish_reason, row.error, length, row.stats, logprobs), key)
 

@@ -15,6 +15,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from ..decoding.joint import TokenLogprobs
 from ..errors import SpecConfigError, shown
 from ..metrics import SpecDecodingStats
@@ -139,5 +142,19 @@ def _result_of(entry: dict[str, Any]) -> RequestResult:
 
 def key_of(tokens: list[int], settings: dict[str, Any]) -> str:
     """Tells requests apart: by the prompt, and by the settings that can be written down."""
-    text = json.dumps([tokens, settings], sort_keys=True, default=lambda value: type(value).__name__)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    text = json.dumps([tokens, settings], sort_keys=True, default=_written)
+    return _digest(text.encode())
+
+
+def _written(value: Any) -> str:
+    """The content of tensors and arrays, which may be sources, and the type of all else."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        value = torch.as_tensor(value)
+    if not torch.is_tensor(value):
+        return type(value).__name__
+    content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return f"{value.dtype} {list(value.shape)} {_digest(content)}"
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(content).hexdigest()[:24]

@@ -19,7 +19,7 @@ from ..integration import speculator_of_many
 from ..metrics import SpecDecodingStats
 from .batching import SpeculativeGenerationOutput, output_of
 from .engine import Engine, check_room
-from .requests import RequestReader, check_settings
+from .requests import RequestReader
 
 
 # Seconds after which an iterator looks whether anything can still come.
@@ -163,7 +163,7 @@ class SpeculativeBatchingManager:
         """
         given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         settings |= {name: value for name, value in given.items() if value is not None}
-        check_settings(settings)
+        self._reader.check_settings(settings)
         tokens, own = self._reader.read(input_ids)
         with self._news:
             if self._is_stopping:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from ..arguments import ARGUMENTS, is_off
 from ..decoding.adapters import AdapterChoice
+from ..decoding.encoding import encode_together
 from ..decoding.joint import Row
 from ..decoding.request import Request
 from ..decoding.rotary import check_constant_rotary
@@ -20,9 +22,11 @@ from ..errors import SpecConfigError, shown
 from ..integration import SPELLINGS, prepare_request
 from ..logits.grammar.recognition import grammar_of
 from ..logits.randomness import seed_from_torch
+from ..patching import original_generate
 from ..target_facts import num_embeddings, vocabulary_size
 from ..threads import Recent, cached_property
 from ..validation import Bounds, checked
+from .sources import SourceForm
 
 
 # How a dict names its prompt.
@@ -30,6 +34,9 @@ _PROMPTS = ("input_ids", "text", "prompt", "messages")
 
 # Of the speculative arguments, those that a request may have: to switch its drafts off, or to bound their length.
 _OWN_DRAFTS = ("spec_method", "num_speculative_tokens")
+
+# What requests to a model with an encoder may have beside others.
+_OF_SOURCES = ("attention_mask",)
 
 # What the rows of one loop cannot have: the values that are harmless, and what to do instead.
 _UNSUPPORTED = {
@@ -42,6 +49,7 @@ _UNSUPPORTED = {
     "output_hidden_states": ((None, False), "Hidden states are not kept; call generate()."),
     "synced_gpus": ((None, False), "Processes that wait for each other must make the same forwards; call generate()."),
     "attention_mask": ((None,), "Prompts have no padding; leave it out."),
+    "decoder_attention_mask": ((None,), "What the decoder begins with has no padding; leave it out."),
 }
 
 # Of transformers' generation config, those that all rows share because they are about the forward.
@@ -76,7 +84,13 @@ class RequestReader:
         self._num_places = num_places
         self.arguments: dict[str, Any | bool] = {**arguments, "return_dict_in_generate": False}
         _check(self.arguments)
+        self._sources: SourceForm | None = SourceForm.of(model)
         has_adapters = self.arguments.get("adapter_names") is not None
+        if has_adapters and self._sources is not None:
+            raise SpecConfigError(
+                f"`adapter_names`: the encoder of {type(model).__name__} reads sources of several requests at once, "
+                "with one adapter. Choose it with `model.set_adapter()`."
+            )
         self._adapters: AdapterChoice | None = AdapterChoice(model) if has_adapters else None
         self._stop_strings: Recent[StopStringCriteria] = Recent(64)
         self._seed = None if seed is None else seed_of(seed)
@@ -104,6 +118,9 @@ class RequestReader:
             Exception: transformers, or the loop, cannot do what is asked for.
         """
         # Requests may all have lengths of their own, of which transformers then knows none.
+        if self._sources is not None and not self._sources.is_text:
+            # There is no source that all such encoders read: the first request tells.
+            return
         has_length = any(self._effective(name) is not None for name in ("max_new_tokens", "max_length"))
         self.row(0, [0], {"seed": 0} if has_length else {"seed": 0, "max_new_tokens": 1})
 
@@ -114,6 +131,10 @@ class RequestReader:
             SpecConfigError: It has no prompt, or one that cannot be read.
         """
         settings: dict[str, Any] = {}
+        if self._sources is not None and not (self._sources.is_text and _names_a_prompt(request)):
+            settings = self._sources.given_by(request)
+            self.check_settings(settings)
+            return [], settings
         if isinstance(request, Mapping):
             settings = dict(request)
             named = [name for name in _PROMPTS if settings.get(name) is not None]
@@ -123,11 +144,33 @@ class RequestReader:
             request = settings[named[0]]
             tools = settings.pop("tools", None)
             settings = {name: value for name, value in settings.items() if name not in _PROMPTS}
-            check_settings(settings)
+            self.check_settings(settings)
             if tools:
                 self._check_tools(request, tools)
                 return self._tokens(request, tools), settings
         return self._tokens(request), settings
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Checks the settings that a request has for itself.
+
+        Raises:
+            SpecConfigError: One of them is for all requests, or not for requests of one loop.
+        """
+        method, length = settings.get("spec_method"), settings.get("num_speculative_tokens")
+        if method is not None and not is_off(method):
+            raise SpecConfigError(
+                f"`spec_method`={shown(method)} is for all requests. Pass it to the run; a request may say 'off'."
+            )
+        checked("num_speculative_tokens", length, int | None, Bounds(least=0))
+        checked("seed_row", settings.get("seed_row", 0), int, Bounds(least=0))
+        of_all = (*ARGUMENTS, *SPELLINGS, "generation_config")
+        shared = [name for name in of_all if name in settings and name not in _OWN_DRAFTS]
+        if shared:
+            raise SpecConfigError(
+                f"`{shared[0]}` is for all requests. Pass it to the run; a request has single settings."
+            )
+        allowed = () if self._sources is None else _OF_SOURCES
+        _check({name: value for name, value in settings.items() if name not in allowed})
 
     def _check_tools(self, prompt: Any, tools: Any) -> None:
         if not _is_chat(prompt) or self.tokenizer is None:
@@ -197,8 +240,11 @@ class RequestReader:
             arguments.pop("top_logprobs", None),
             self._adapter(arguments.pop("adapter_names", None)),
         )
-        input_ids = torch.tensor([tokens], device=self.model.device)
-        arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        if self._sources is None:
+            input_ids = torch.tensor([tokens], device=self.model.device)
+            arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        else:
+            arguments = self._sources.arguments(tokens, arguments)
         request = prepare_request(self.model, self._in_one_config(self._with_stop_strings(arguments)))
         request.adapters = None if adapter is None else [adapter]
         if "pad_token_id" not in self.arguments and request.generation_config._pad_token_tensor is not None:
@@ -210,9 +256,10 @@ class RequestReader:
         elif request.generation_config.do_sample:
             # As a call does, and the same in all processes that hold parts of the target.
             seed = self._seed = request.draw_seed() if self._seed is None else self._seed
-        row = Row(request, seed, number, 0 if is_plain else most_draft_tokens, top_logprobs)
+        source = None if self._sources is None else tokens
+        row = Row(request, seed, number, 0 if is_plain else most_draft_tokens, top_logprobs, source)
         # A loop of several rows may read any of them beside the others.
-        reach = ([1], row.most_tokens - 1) if self._num_places > 1 else ([len(tokens)], row.most_tokens - len(tokens))
+        reach = ([1], row.most_tokens - 1) if self._num_places > 1 else ([row.length], row.most_tokens - row.length)
         check_constant_rotary(self.model, *reach)
         return row
 
@@ -271,7 +318,27 @@ class RequestReader:
         return {**arguments, "stopping_criteria": criteria, "stop_strings": strings, "tokenizer": self.tokenizer}
 
     def together(self, rows: list[Row]) -> Request:
-        """The prompts of some rows as one batch, padded on the left, for the forward that reads them."""
+        """The prompts of some rows as one batch, padded on the left, for the forward that reads them.
+
+        With an encoder, which reads their sources here, they are of one length.
+        """
+        if self._sources is None:
+            request = self._padded_together(rows)
+        else:
+            request = encode_together(self.model, [row.request for row in rows])
+            request.generation_config.do_sample = self._samples
+        if self._adapters is not None:
+            request.adapters = [row.request.adapters[0] for row in rows if row.request.adapters is not None]
+        return request
+
+    @property
+    def _samples(self) -> bool:
+        """Tells whether requests sample that say nothing of it."""
+        if self._sources is not None and self._sources.samples_by_temperature:
+            return bool(self.arguments.get("temperature"))
+        return bool(self._effective("do_sample"))
+
+    def _padded_together(self, rows: list[Row]) -> Request:
         length = max(row.length for row in rows)
         input_ids = torch.zeros((len(rows), length), dtype=torch.long)
         mask = torch.zeros_like(input_ids)
@@ -282,16 +349,13 @@ class RequestReader:
         arguments |= {
             "input_ids": input_ids.to(self.model.device),
             "attention_mask": mask.to(self.model.device),
-            "do_sample": bool(self._effective("do_sample")),
+            "do_sample": self._samples,
             "max_new_tokens": max(row.most_tokens - row.length for row in rows),
             "pad_token_id": rows[0].request.pad_token,
             "return_dict_in_generate": False,
             "stop_strings": None,
         }
-        request = prepare_request(self.model, self._in_one_config(arguments))
-        if self._adapters is not None:
-            request.adapters = [row.request.adapters[0] for row in rows if row.request.adapters is not None]
-        return request
+        return prepare_request(self.model, self._in_one_config(arguments))
 
     def _in_one_config(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments with the settings in a copy of the generation config, if one is given: transformers takes the
@@ -300,7 +364,9 @@ class RequestReader:
         if config is None:
             return arguments
         config = copy.copy(config)
-        settings = {name: value for name, value in arguments.items() if name in vars(config)}
+        # Some models have a generate() of their own, which reads its arguments and not the config.
+        own = signature(original_generate(type(self.model))).parameters
+        settings = {name: value for name, value in arguments.items() if name in vars(config) and name not in own}
         if "max_new_tokens" in settings:
             config.max_length = None
         if getattr(self.model.generation_config, "stop_strings", None) is not None:
@@ -311,24 +377,9 @@ class RequestReader:
         return {**others, "generation_config": config}
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Checks the settings that a request has for itself.
-
-    Raises:
-        SpecConfigError: One of them is for all requests, or not for requests of one loop.
-    """
-    method, length = settings.get("spec_method"), settings.get("num_speculative_tokens")
-    if method is not None and not is_off(method):
-        raise SpecConfigError(
-            f"`spec_method`={shown(method)} is for all requests. Pass it to the run; a request may say 'off'."
-        )
-    checked("num_speculative_tokens", length, int | None, Bounds(least=0))
-    checked("seed_row", settings.get("seed_row", 0), int, Bounds(least=0))
-    of_all = (*ARGUMENTS, *SPELLINGS, "generation_config")
-    shared = [name for name in of_all if name in settings and name not in _OWN_DRAFTS]
-    if shared:
-        raise SpecConfigError(f"`{shared[0]}` is for all requests. Pass it to the run; a request has single settings.")
-    _check(settings)
+def _names_a_prompt(request: Any) -> bool:
+    """Tells requests with a text or tokens; all but dicts are read as such."""
+    return not isinstance(request, Mapping) or any(request.get(name) is not None for name in _PROMPTS)
 
 
 def _is_chat(prompt: Any) -> bool:

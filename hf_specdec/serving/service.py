@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..errors import SpecConfigError
+from ..errors import SpecConfigError, UnsupportedModelError
 from ..many.batching import SpeculativeGenerationOutput
 from ..many.manager import SpeculativeBatchingManager
 from ..metrics import SpecDecodingStats
@@ -79,9 +79,17 @@ class Service:
         manager (`SpeculativeBatchingManager`): Decodes.
         name (`str`): Of the model.
         limits (`Limits`): What is refused.
+
+    Raises:
+        UnsupportedModelError: The model has an encoder.
     """
 
     def __init__(self, manager: SpeculativeBatchingManager, name: str, limits: Limits):
+        if manager.model.config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{type(manager.model).__name__} has an encoder, and the server goes on with texts. Pass sources to "
+                "SpeculativeBatchingManager or generate_many()."
+            )
         self.manager: SpeculativeBatchingManager = manager
         self.name: str = name
         self.limits: Limits = limits

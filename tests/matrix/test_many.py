@@ -6,13 +6,13 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from transformers import StoppingCriteria
 
 from hf_specdec import generate_many
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
+from tests.arrivals import ANY_ORDER, arrivals, check_each_for_itself
 from tests.methods import demo_inputs, demo_target, fresh_speculator, settings_of
 from tests.tape import spoil_inputs, tape_everything
 
@@ -108,68 +108,21 @@ def test_rows_join_where_forwards_are_graphs(row, monkeypatch):
     assert run.stats.num_graph_replays > 0
 
 
-class Raises(StoppingCriteria):
-    """Fails at the second token of a request."""
-
-    def __init__(self, length: int):
-        self.length = length
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.shape[1] >= self.length + 2:
-            raise ZeroDivisionError
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-def arrivals(count: int):
-    """A number of requests in a row: their kind, cycles before the next one, and what befalls them."""
-    befalls = st.sampled_from(["", "", "", "", "cancelled", "fails"])
-    one = st.tuples(st.integers(0, len(LENGTHS) - 1), st.integers(0, 3), befalls)
-    return st.lists(one, min_size=count, max_size=count)
-
-
-def check_each_for_itself(row, arrived: list[tuple[int, int, str]], places: int) -> None:
-    """Of all that can happen to its neighbours a request notices nothing."""
+def check_arrivals(row, arrived: list[tuple[int, int, str]], places: int) -> None:
     reader = RequestReader(demo_target(), dict(SETTINGS), num_places=places)
     engine = Engine(demo_target(), fresh_speculator(settings_of(row)), reader, places, chunk_size=16)
-    rows, ended = [], []
-    for index, (kind, pause, fate) in enumerate(arrived):
-        own = {name: value for name, value in requests()[kind].items() if name != "input_ids"}
-        if fate == "fails":
-            own["stopping_criteria"] = [Raises(LENGTHS[kind][0])]
-        rows.append(reader.row(index, requests()[kind]["input_ids"], own))
-        engine.add(rows[index])
-        for _ in range(pause):
-            ended += engine.step()
-        if fate == "cancelled" and rows[index] not in ended:
-            engine.cancel(rows[index])
-    while not engine.is_idle:
-        ended += engine.step()
-    ended += engine.step()
-    assert sorted(map(id, ended)) == sorted(map(id, rows))
-    for own, (kind, _, fate) in zip(rows, arrived):
-        if isinstance(own.error, ZeroDivisionError):
-            assert fate == "fails"
-        elif own.finish_reason == "cancelled":
-            assert fate == "cancelled"
-            assert own.tokens == alone()[kind][: len(own.tokens)]
-        else:
-            assert own.error is None
-            assert own.tokens == alone()[kind]
-    engine.close()
-
-
-ANY_ORDER = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    check_each_for_itself(reader, engine, requests(), alone(), arrived)
 
 
 @ANY_ORDER
-@given(arrived=arrivals(12), places=st.sampled_from([1, 2, 3, 8]))
+@given(arrived=arrivals(12, len(LENGTHS)), places=st.sampled_from([1, 2, 3, 8]))
 def test_arrivals_cancellations_and_errors(row, arrived, places):
-    check_each_for_itself(row, arrived, places)
+    check_arrivals(row, arrived, places)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("places", [1, 3, 8])
 @ANY_ORDER
-@given(arrived=arrivals(40))
+@given(arrived=arrivals(40, len(LENGTHS)))
 def test_many_arrivals_cancellations_and_errors(row, places, arrived):
-    check_each_for_itself(row, arrived, places)
+    check_arrivals(row, arrived, places)

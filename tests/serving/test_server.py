@@ -17,7 +17,9 @@ import torch
 from transformers import LogitsProcessor
 from typer.testing import CliRunner
 
-from hf_specdec import cli, demo
+from hf_specdec import SpeculativeBatchingManager, UnsupportedModelError, cli, demo
+from hf_specdec.serving.service import Limits, Service
+from tests.encoder_decoders import text_model
 from tests.methods import demo_target
 from tests.serving.servers import httpx, plain, serving, wait_until
 
@@ -486,3 +488,9 @@ def test_bad_options(arguments, message):
     result = CliRunner().invoke(cli.app, ["serve", *arguments])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_models_with_an_encoder_are_not_served():
+    manager = SpeculativeBatchingManager(text_model("t5")[0], spec_method="off")
+    with pytest.raises(UnsupportedModelError, match="has an encoder, and the server goes on with texts"):
+        Service(manager, "t5", Limits())

@@ -215,7 +215,7 @@ def _loading_arguments(config: Any, target_model) -> dict[str, Any]:
     return arguments
 
 
-def _auto_class(model_config: Any) -> Any:
+def auto_model_class(model_config: Any) -> Any:
     """The class of transformers that makes a model of this config, with its encoder where it has one."""
     if not model_config.is_encoder_decoder:
         return AutoModelForCausalLM
@@ -238,7 +238,7 @@ def _from_pretrained(
             raise ValueError(f"its config.json names other weights than {weights} (`transformers_weights`).")
         if model_config.is_encoder_decoder and not target_model.config.is_encoder_decoder:
             raise ValueError(f"{type(model_config).__name__} is of an encoder-decoder model. Use a decoder-only one.")
-        auto_class = _auto_class(model_config)
+        model_class = auto_model_class(model_config)
         is_packed = (
             "quantization_config" in arguments or getattr(model_config, "quantization_config", None) is not None
         )
@@ -251,7 +251,7 @@ def _from_pretrained(
             arguments = {**arguments, "adapter_kwargs": {key: location[key] for key in places if key in location}}
         with _building:
             # Transformers does not annotate what `output_loading_info` adds.
-            model, loading = auto_class.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+            model, loading = model_class.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
                 name, config=model_config, output_loading_info=True, **location, **arguments
             )
     except torch.OutOfMemoryError:

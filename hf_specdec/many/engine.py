@@ -175,7 +175,7 @@ class Engine:
         profile = model_profile(self._model)
         groups: dict[int, list[Row]] = {}
         for number, row in enumerate(rows):
-            key = number if profile.mixes_rows else row.length if profile.reads_padding else 0
+            key = number if profile.mixes_rows else 0 if profile.padding == "masked" else row.length
             groups.setdefault(key, []).append(row)
         return list(groups.values())
 

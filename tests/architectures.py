@@ -342,10 +342,11 @@ if Version(transformers.__version__) < Version("5.23"):
 # Types that cannot be tried here.
 _NEEDS_TIMM = "its vision tower needs the package timm"
 _NEEDS_IMAGE = "its generate() needs an image"
+WITH_IMAGE = "tried with an image, in tests/images.py"
 WITH_ENCODER = "tried with its encoder, in tests/encoder_decoders.py"
 NOT_BUILT = {
-    "blip": _NEEDS_IMAGE,
-    "blip-2": _NEEDS_IMAGE,
+    "blip": WITH_IMAGE,
+    "blip-2": WITH_IMAGE,
     "diffusion_gemma": "does not generate one token after the other",
     "evolla": "reads proteins, and belongs to another class of models than the mapping says",
     "fast_vlm": _NEEDS_TIMM,
@@ -354,8 +355,8 @@ NOT_BUILT = {
     "gemma4_assistant": "a drafting head on the cache of its target, which does not generate by itself",
     "gemma4_unified_assistant": "a drafting head on the cache of its target, which does not generate by itself",
     "idefics": _NEEDS_IMAGE,
-    "instructblip": _NEEDS_IMAGE,
-    "instructblipvideo": _NEEDS_IMAGE,
+    "instructblip": WITH_IMAGE,
+    "instructblipvideo": WITH_IMAGE,
     "kosmos-2": _NEEDS_IMAGE,
     "musicgen": "generates several streams of audio codes, and its config does not build its causal model",
     "musicgen_melody": "generates several streams of audio codes, and its config does not build its causal model",

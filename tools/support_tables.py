@@ -71,6 +71,9 @@ def targets_table() -> str:
         ],
         "image-text-to-text models with text prompts, beyond those above": architectures.with_images(),
         "image-text-to-text models also with images: chains and trees": images.TESTED,
+        "image-text-to-text models that pass images to a language model of their own: chains and trees": (
+            images.BY_LANGUAGE_MODEL
+        ),
         "models with an encoder: chains and trees": [
             name for name in encoder_decoders.supported() if name not in encoder_decoders.CHAINS_ONLY
         ],
@@ -93,9 +96,10 @@ def states_table() -> str:
 def refused_table() -> str:
     """Model types that are refused with an error, and those that the tests cannot try, each with the reason."""
     refused = {name: architectures.UNSUPPORTED[name][0] for name in architectures.unsupported()}
-    refused = {**encoder_decoders.UNSUPPORTED, **refused}
+    refused = {**encoder_decoders.UNSUPPORTED, **refused, **images.REFUSED}
     tried = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    tried -= {name for name, reason in architectures.NOT_BUILT.items() if reason is architectures.WITH_ENCODER}
+    elsewhere = architectures.WITH_ENCODER, architectures.WITH_IMAGE
+    tried -= {name for name, reason in architectures.NOT_BUILT.items() if reason in elsewhere}
     untried = {name: reason for name, reason in architectures.NOT_BUILT.items() if name in tried}
     lines = ["| | reason | `model_type` |", "|---|---|---|"]
     needed = {name: f"needs {need}" for name, need in images.NOT_TRIED.items()}

@@ -38,9 +38,6 @@ TYPES = (
     "video_llama_3 video_llava vipllava"
 ).split()
 
-# Gemma 3, whose image tokens see each other, is made by hand in test_multimodal.py.
-TESTED = sorted([*TYPES, "gemma3"])
-
 # Types that these inputs do not fit.
 _PATCHES = "patches in a form of their own"
 _BESIDE = "sizes or masks beside an image"
@@ -87,6 +84,9 @@ _SPECIAL = {
 
 # Types whose own generate() reads the image, and passes all else on to that of their language model.
 BY_LANGUAGE_MODEL = ("blip-2", "instructblip", "instructblipvideo")
+
+# Gemma 3, whose image tokens see each other, is made by hand in test_multimodal.py.
+TESTED = sorted([*TYPES, *BY_LANGUAGE_MODEL, "gemma3"])
 
 # Types that are refused when their language model gets the image: what the error says.
 REFUSED = {"blip": "reads `encoder_hidden_states`"}

@@ -71,9 +71,6 @@ def targets_table() -> str:
         ],
         "image-text-to-text models with text prompts, beyond those above": architectures.with_images(),
         "image-text-to-text models also with images: chains and trees": images.TESTED,
-        "image-text-to-text models that pass images to a language model of their own: chains and trees": (
-            images.BY_LANGUAGE_MODEL
-        ),
         "models with an encoder: chains and trees": [
             name for name in encoder_decoders.supported() if name not in encoder_decoders.CHAINS_ONLY
         ],

@@ -113,10 +113,11 @@ class EndedRows:
         transformers has made the latter before it called the loop. Some models have a cache of a class of their own.
         """
         rows, prepared = list(range(self._request.batch_size)), self._request.model_kwargs.get("past_key_values")
-        own = returned_cache(self._target.model, [self._states[row][1] for row in rows])
-        if own is not None:
-            fill_cache(own, self._slots(rows))
-            return own
+        if self._target.profile.is_recurrent:
+            own = returned_cache(self._target.model, [self._states[row][1] for row in rows])
+            if own is not None:
+                fill_cache(own, self._slots(rows))
+                return own
         if type(prepared) is StaticCache:
             # Compiled code may know the addresses of its tensors, which stay.
             prepared.reset()

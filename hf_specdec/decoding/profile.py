@@ -143,7 +143,7 @@ def _read_profile(model, role) -> ModelProfile:
             f"{name} {_UNSUPPORTED[text_config.model_type]}; it cannot be used as {role}. Leave the speculative "
             "arguments out to use plain generate()."
         )
-    if text_config.model_type == "minimax" and text_config.sliding_window:
+    if text_config.model_type == "minimax" and getattr(text_config, "sliding_window", None):
         raise UnsupportedModelError(
             f"{name} has a sliding window, and plain generation makes its mask for a first layer that has no keys; it "
             f"cannot be used as {role}. Leave the speculative arguments out to use plain generate()."

@@ -105,13 +105,14 @@ class OwnForwards:
     Args:
         pairs (`Iterable[tuple[nn.Module, Callable]]`): Modules and their forwards. One that a module has of the user's
             stays.
-        name (`str`): The method, if it is another one than the forward.
+        name (`str`): The method, if it is another one than the forward; or where another forward keeps the class's.
     """
 
     def __init__(self, pairs: Iterable[tuple[Any, Callable[..., Any]]], name: str = "forward"):
         self.name = name
         self.pairs: tuple[tuple[Any, Callable[..., Any]], ...] = tuple(pairs)
         self._num_users, self._lock = 0, Lock()
+        self._before: dict[Any, Any] = {}  # the class's own, of modules that keep it under the name
 
     @property
     def are_in_place(self) -> bool:
@@ -124,7 +125,12 @@ class OwnForwards:
         with self._lock:
             self._num_users += 1
             for module, forward in self.pairs:
-                vars(module).setdefault(self.name, forward)
+                kept = vars(module).get(self.name)
+                if is_of_class(kept, module):
+                    self._before[module] = kept
+                    vars(module)[self.name] = forward
+                else:
+                    vars(module).setdefault(self.name, forward)
         try:
             yield
         finally:
@@ -132,5 +138,15 @@ class OwnForwards:
                 self._num_users -= 1
                 if not self._num_users:
                     for module, forward in self.pairs:
-                        if vars(module).get(self.name) is forward:
+                        kept = self._before.pop(module, None)
+                        if vars(module).get(self.name) is not forward:
+                            continue
+                        if kept is None:
                             del vars(module)[self.name]
+                        else:
+                            vars(module)[self.name] = kept
+
+
+def is_of_class(forward: Any, module: Any) -> bool:
+    """Tells the forward that a module's class gives it."""
+    return getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward

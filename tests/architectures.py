@@ -195,6 +195,7 @@ SPECIAL = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16},
     "mellum": _SLIDING,
     "minicpm3": _LATENT,
+    "minimax": {"sliding_window": None},
     "minimax_m3_vl_text": _CALM,
     "ministral": _SLIDING,
     "mistral4": {"num_key_value_heads": 4},
@@ -277,6 +278,7 @@ RECURRENT = {
     "lfm3",
     "mamba",
     "mamba2",
+    "minimax",
     "nemotron_h",
     "olmo_hybrid",
     "qwen3_5",
@@ -292,8 +294,8 @@ RECURRENT = {
     "zaya",
 }
 
-# Types whose own generation mixes the rows of a batch.
-ALONE = {"rwkv"}
+# Types whose own generation mixes the rows of a batch, or loses the mask of padded ones.
+ALONE = {"minimax", "rwkv"}
 
 # Types that count slots, so that no tree can be verified.
 CHAINS_ONLY = {
@@ -308,7 +310,6 @@ CHAINS_ONLY = {
     "roformer",
 }
 
-_OWN_CACHE = "in a cache of its own class"
 _BLOCK_INDEX = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
@@ -325,7 +326,6 @@ UNSUPPORTED = {
     "deepseek_v4": ("compresses the keys of many tokens into one", {}),
     "git": ("image slots in front of the padding", {}),
     "glm5_next": ("pools keys by their places", {}),
-    "minimax": (_OWN_CACHE, {}),
     "openai-gpt": (_NO_CACHE, {}),
     "prophetnet": ("one token at a time", {}),
     "qwen4_exp": ("remembers the last tokens", {"text_config": _BLOCK_INDEX}),
@@ -342,10 +342,11 @@ if Version(transformers.__version__) < Version("5.23"):
 # Types that cannot be tried here.
 _NEEDS_TIMM = "its vision tower needs the package timm"
 _NEEDS_IMAGE = "its generate() needs an image"
+WITH_IMAGE = "tried with an image, in tests/images.py"
 WITH_ENCODER = "tried with its encoder, in tests/encoder_decoders.py"
 NOT_BUILT = {
-    "blip": _NEEDS_IMAGE,
-    "blip-2": _NEEDS_IMAGE,
+    "blip": WITH_IMAGE,
+    "blip-2": WITH_IMAGE,
     "diffusion_gemma": "does not generate one token after the other",
     "evolla": "reads proteins, and belongs to another class of models than the mapping says",
     "fast_vlm": _NEEDS_TIMM,
@@ -354,8 +355,8 @@ NOT_BUILT = {
     "gemma4_assistant": "a drafting head on the cache of its target, which does not generate by itself",
     "gemma4_unified_assistant": "a drafting head on the cache of its target, which does not generate by itself",
     "idefics": _NEEDS_IMAGE,
-    "instructblip": _NEEDS_IMAGE,
-    "instructblipvideo": _NEEDS_IMAGE,
+    "instructblip": WITH_IMAGE,
+    "instructblipvideo": WITH_IMAGE,
     "kosmos-2": _NEEDS_IMAGE,
     "musicgen": "generates several streams of audio codes, and its config does not build its causal model",
     "musicgen_melody": "generates several streams of audio codes, and its config does not build its causal model",

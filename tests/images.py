@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 
 import torch
+from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .architectures import SPECIAL, tiny_model
@@ -36,9 +37,6 @@ TYPES = (
     "qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm step3p7 "
     "video_llama_3 video_llava vipllava"
 ).split()
-
-# Gemma 3, whose image tokens see each other, is made by hand in test_multimodal.py.
-TESTED = sorted([*TYPES, "gemma3"])
 
 # Types that these inputs do not fit.
 _PATCHES = "patches in a form of their own"
@@ -82,6 +80,47 @@ _SPECIAL = {
     "paligemma": {"projection_dim": 64},
     "vipllava": {"vision_feature_layers": [-1, -2]},
 }
+
+
+# Types whose own generate() reads the image, and passes all else on to that of their language model.
+BY_LANGUAGE_MODEL = ("blip-2", "instructblip", "instructblipvideo")
+
+# Gemma 3, whose image tokens see each other, is made by hand in test_multimodal.py.
+TESTED = sorted([*TYPES, *BY_LANGUAGE_MODEL, "gemma3"])
+
+# Types that are refused when their language model gets the image: what the error says.
+REFUSED = {"blip": "reads `encoder_hidden_states`"}
+
+
+def model_around_language_model(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A tiny model of `BY_LANGUAGE_MODEL` or `REFUSED`, and a prompt for it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    heard = {**sizes, "vocab_size": 99, "encoder_hidden_size": 32, "initializer_range": 0.3}
+    heard |= {"bos_token_id": 1, "sep_token_id": 2, "pad_token_id": 0}
+    text = {**sizes, "ffn_dim": 48, "vocab_size": 99, "word_embed_proj_dim": 32, "init_std": 0.3}
+    text |= {"model_type": "opt", "pad_token_id": 1, "eos_token_id": None}
+    config = CONFIG_MAPPING[name](
+        vision_config={**sizes, "image_size": 16, "patch_size": 8, "initializer_range": 0.3},
+        **({"text_config": heard} if name in REFUSED else {"text_config": text, "qformer_config": heard}),
+    )
+    if name not in REFUSED:
+        config.num_query_tokens, config.image_token_index, config.video_token_index = 4, IMAGE, IMAGE
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    if name not in REFUSED:
+        # The image counts beside the text.
+        model.language_projection.weight.data.mul_(100)
+    draw = torch.Generator().manual_seed(3)
+    # Frames of a video are read one by one.
+    frames = (2,) if name == "instructblipvideo" else ()
+    tokens = torch.randint(3, VIDEO, (1, 8), generator=draw)
+    inputs = {"pixel_values": torch.randn(1, *frames, 3, 16, 16, generator=draw)}
+    if name.startswith("instructblip"):
+        inputs |= {"qformer_input_ids": tokens, "qformer_attention_mask": torch.ones_like(tokens)}
+    images = 0 if name in REFUSED else 4 * max(sum(frames), 1)
+    inputs["input_ids"] = torch.cat([torch.full((1, images), IMAGE), tokens], dim=1)
+    return model, {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
 
 
 def image_model(name: str) -> torch.nn.Module:

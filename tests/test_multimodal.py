@@ -20,7 +20,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from hf_specdec import UnsupportedModelError
+from hf_specdec import SpecConfigError, UnsupportedModelError
 from hf_specdec.decoding import contract
 from hf_specdec.decoding.continuation import position_offsets
 from hf_specdec.decoding.profile import model_profile
@@ -228,6 +228,27 @@ def test_images_of_every_type(name):
 )
 def test_types_without_an_image_have_a_reason():
     assert sorted([*images.TYPES, *images.NOT_TRIED]) == sorted(with_images())
+
+
+@pytest.mark.parametrize("name", images.BY_LANGUAGE_MODEL)
+def test_models_that_generate_with_their_language_model(name):
+    """The arguments come to the language model, and so do the embeddings of the image."""
+    model, inputs = images.model_around_language_model(name)
+    plain = model.generate(**inputs, **SETTINGS)
+    other = model.generate(**{**inputs, "pixel_values": 1 - inputs["pixel_values"]}, **SETTINGS)
+    assert not torch.equal(plain, other), "the image makes no difference"
+    for tree in (None, TREE):
+        script = scripted_for(plain, {key: inputs[key] for key in ("input_ids", "attention_mask")}, k=3, tree=tree)
+        output = model.generate(**inputs, **SETTINGS, assistant=script, return_dict_in_generate=True)
+        assert output.sequences.tolist() == plain.tolist()
+        assert 0 < output.speculative.num_accepted_tokens < output.speculative.num_draft_tokens
+
+
+@pytest.mark.parametrize("name", images.REFUSED)
+def test_language_models_that_are_refused_say_why(name):
+    model, inputs = images.model_around_language_model(name)
+    with pytest.raises(SpecConfigError, match=images.REFUSED[name]):
+        model.generate(**inputs, **SETTINGS, spec_method="ngram")
 
 
 class TestPositionsBehindAnImage:

@@ -93,9 +93,10 @@ def states_table() -> str:
 def refused_table() -> str:
     """Model types that are refused with an error, and those that the tests cannot try, each with the reason."""
     refused = {name: architectures.UNSUPPORTED[name][0] for name in architectures.unsupported()}
-    refused = {**encoder_decoders.UNSUPPORTED, **refused}
+    refused = {**encoder_decoders.UNSUPPORTED, **refused, **images.REFUSED}
     tried = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    tried -= {name for name, reason in architectures.NOT_BUILT.items() if reason is architectures.WITH_ENCODER}
+    elsewhere = architectures.WITH_ENCODER, architectures.WITH_IMAGE
+    tried -= {name for name, reason in architectures.NOT_BUILT.items() if reason in elsewhere}
     untried = {name: reason for name, reason in architectures.NOT_BUILT.items() if name in tried}
     lines = ["| | reason | `model_type` |", "|---|---|---|"]
     needed = {name: f"needs {need}" for name, need in images.NOT_TRIED.items()}

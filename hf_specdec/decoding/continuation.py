@@ -71,12 +71,18 @@ def read_prompts(
             f"Plain generation with {type(model).__name__} mixes the rows of a batch, and this call has "
             f"{request.batch_size}. Pass one prompt at a time, and num_return_sequences=1."
         )
+    mask_name = target.profile.of_decoder("attention_mask")
+    mask = kwargs.get(mask_name)
+    if target.profile.padding == "lost" and mask is not None and not mask.all():
+        raise UnsupportedModelError(
+            f"Plain generation with {type(model).__name__} loses the mask of padding after the prompts, and this call "
+            "has prompts of different lengths. Pass prompts of one length, or use generate_many()."
+        )
     if request.past_key_values is not None:
         target.cache.load(request.past_key_values)
         _check_loaded(target)
     room = max_length - input_ids.shape[1]
-    mask_name = target.profile.of_decoder("attention_mask")
-    given, mask = request.prompt_slots(target.cache.get_seq_length()), kwargs.get(mask_name)
+    given = request.prompt_slots(target.cache.get_seq_length())
     changing_rotary(model, [given] if mask is None else mask.ne(0).sum(1).tolist(), room)
     check_room(kwargs.get("past_key_values"), request.batch_size, given + room)
     if target.profile.has_encoder:

@@ -116,6 +116,7 @@ class EndedRows:
         if self._target.profile.is_recurrent:
             own = returned_cache(self._target.model, [self._states[row][1] for row in rows])
             if own is not None:
+                fill_cache(own, self._slots(rows))
                 return own
         if type(prepared) is StaticCache:
             # Compiled code may know the addresses of its tensors, which stay.
@@ -134,13 +135,14 @@ class EndedRows:
 
     def _filled(self, cache: Cache, rows: list[int]) -> Cache:
         """An empty cache with keys and values of all tokens of these rows but the last."""
-        slots, recurrent = zip(*(self._states[row] for row in rows))
-        # Of rows that were cut back, more has been read than is left.
-        ends = map(self._num_slots, rows)
-        slots = [[tuple(b[:, :end] for b in layer) for layer in row] for row, end in zip(slots, ends)]
-        fill_cache(cache, slots)
-        store_states(cache, list(recurrent))
+        fill_cache(cache, self._slots(rows))
+        store_states(cache, [self._states[row][1] for row in rows])
         return cache
+
+    def _slots(self, rows: list[int]) -> list[list[tuple[torch.Tensor, ...]]]:
+        """What these rows have in the slots of each layer. Of rows that were cut back, more was read than is left."""
+        ends = zip(rows, map(self._num_slots, rows))
+        return [[tuple(b[:, :end] for b in layer) for layer in self._states[row][0]] for row, end in ends]
 
     def _num_slots(self, row: int) -> int:
         """Slots of an ended row. Its last token has not been read, unless it was for what follows."""

@@ -1,27 +1,30 @@
 """Layers that keep their recurrent states elsewhere than in transformers' caches, over the states of a call.
 
 RecurrentGemma's blocks keep the last inputs of their convolution and the state of their linear recurrence as
-attributes, RWKV's model passes a list of tensors through all blocks, and xLSTM's model has a cache of its own class,
-whose tensors it gives to its blocks. During a call all of them work on a [`RecurrentState`]: on that of the slot cache
-while prompts are read, on a [`Reading`] of it while drafts are verified. Nothing is kept in the modules.
+attributes, and RWKV's model passes a list of tensors through all blocks. xLSTM and MiniMax-01 have caches of their own
+classes: the model of the former gives its tensors to the blocks, that of the latter is asked by its linear attention.
+During a call all of them work on a [`RecurrentState`]: on that of the slot cache while prompts are read, on a
+[`Reading`] of it while drafts are verified. Nothing is kept in the modules.
 
-Shapes: R rows, T tokens, W channels; of xLSTM H heads, K size of keys, V size of values.
+Shapes: R rows, T tokens, W channels; H heads, K size of keys, V size of values.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.cache_utils import Cache
 
 from ..errors import UnsupportedModelError
 from ..target_facts import decoder_layers
 from .cache import SlotCache
-from .linear_attention import read_gated_nodes
+from .linear_attention import read_gated_nodes, read_nodes
 from .recurrent_state import Reading, RecurrentState
 
 
@@ -205,12 +208,70 @@ def _xlstm_block(block: Any, own: RecurrentState, x: torch.Tensor, state: Any = 
 def _xlstm_cache(model: Any, rows: list[dict[int, RecurrentState]]) -> Any:
     """The states of some rows in a cache of the model's own class."""
     weight = model.get_input_embeddings().weight
-    make = vars(sys.modules[type(model).__module__])["xLSTMCache"]
-    cache = make(model.config, len(rows), dtype=weight.dtype, device=weight.device)
+    cache = _cache_class(model)(model.config, len(rows), dtype=weight.dtype, device=weight.device)
     for number in rows[0]:
         memory, largest = (torch.cat([row[number].recurrent_states[part] for row in rows]) for part in (0, 1))
         cache.rnn_state[number] = memory[..., :-1].contiguous(), memory[..., -1].contiguous(), largest
     return cache
+
+
+# ---------------------------------------------------------------------------------------------------------- MiniMax-01
+
+
+class _LinearCache:
+    """Stands for the model's cache before the code of a linear attention."""
+
+    def __init__(self, own: RecurrentState):
+        self.own = own
+
+    def get_linear_cache(self, number: int) -> torch.Tensor | None:
+        return self.own.get_recurrent_state()
+
+    def set_linear_cache(self, number: int, state: torch.Tensor) -> None:
+        self.own.update_recurrent_state(state)
+
+
+def _lightning_attention(
+    module: Any, own: RecurrentState, hidden_states: torch.Tensor, **kwargs: Any
+) -> tuple[torch.Tensor, Any]:
+    """The module's own code, and for several nodes its linear attention (arXiv 2501.08313) with a constant decay."""
+    if own.nodes is None:
+        return type(module).forward(module, hidden_states, **{**kwargs, "past_key_values": _LinearCache(own)})
+    inputs = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (module.num_attention_heads, -1))
+    query, key, value = (part.transpose(1, 2).float() for part in inputs.chunk(3, dim=-1))
+    decay = -module.slope_rate.float().expand(len(query), -1, query.shape[2], -1)
+    start = own.get_recurrent_state().float()
+    output, states = read_nodes(query, key, value, decay, start, own.nodes.on(query.device))
+    own.update_recurrent_state(states)
+    output = module.norm(output.transpose(1, 2).flatten(2).to(hidden_states.dtype))
+    return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * output), None
+
+
+def _minimax_slots(model: Any, slots: SlotCache) -> SlotCache:
+    """The slots, which the model takes as they are of its own class too."""
+    twin = object.__new__(_slots_as(_cache_class(model)))
+    # What is written to one of them is in both.
+    twin.__dict__ = slots.__dict__
+    return twin
+
+
+def _minimax_cache(model: Any, rows: list[dict[int, RecurrentState]]) -> Any:
+    """The states of some rows in a cache of the model's own class."""
+    cache = _cache_class(model)()
+    for number in rows[0]:
+        cache.set_linear_cache(number, torch.cat([row[number].recurrent_states[0] for row in rows]))
+    return cache
+
+
+@lru_cache(maxsize=4)
+def _slots_as(cache_class: type) -> type:
+    return type(f"SlotsAs{cache_class.__name__}", (SlotCache, cache_class), {"__len__": Cache.__len__})
+
+
+def _cache_class(model: Any) -> Any:
+    """The class of cache that the code of a model's type has."""
+    names = vars(sys.modules[type(model).__module__])
+    return next(names[name] for name in ("xLSTMCache", "MiniMaxCache") if name in names)
 
 
 # ----------------------------------------------------------------------------------------------------- in their places
@@ -224,20 +285,21 @@ class _Own(NamedTuple):
         parts (`tuple[str, ...]`): Names of parts that are not called as modules.
         returned (`Callable`, *optional*): What plain generation returns for a cache, of a model and the states of all
             rows; `None` for one of transformers' caches.
-        passed (`Callable`, *optional*): What the model takes for a cache, where that cannot be the slots.
+        passed (`Callable`, *optional*): What the model takes for a cache, where that cannot be the slots themselves.
     """
 
     run: Callable[..., Any]
     parts: tuple[str, ...]
     returned: Callable[..., Any] | None = None
-    passed: Callable[[SlotCache], Any] | None = None
+    passed: Callable[[nn.Module, SlotCache], Any] | None = None
 
 
 # By the names of classes.
 _OWN = {
     "RecurrentGemmaRecurrentBlock": _Own(_recurrent_gemma_block, ("rg_lru", "conv_1d")),
     "RwkvBlock": _Own(_rwkv_block, ("attention", "feed_forward"), state_tensors),
-    "xLSTMBlock": _Own(_xlstm_block, ("mlstm_layer",), _xlstm_cache, StatesOfBlocks),
+    "xLSTMBlock": _Own(_xlstm_block, ("mlstm_layer",), _xlstm_cache, lambda model, slots: StatesOfBlocks(slots)),
+    "MiniMaxLightningAttention": _Own(_lightning_attention, (), _minimax_cache, _minimax_slots),
 }
 
 
@@ -257,11 +319,11 @@ def own_layers(model: nn.Module) -> dict[nn.Module, int]:
 def passed_cache(model: nn.Module, slots: SlotCache) -> Any:
     """Slots as the forward of a model with a recurrent state takes them."""
     own = _own_of(model)
-    return slots if own is None or own.passed is None else own.passed(slots)
+    return slots if own is None or own.passed is None else own.passed(model, slots)
 
 
 def returned_cache(model: nn.Module, rows: list[dict[int, RecurrentState]]) -> Any:
-    """The states of all rows as plain generation returns them; `None` where that is in one of transformers' caches."""
+    """What plain generation returns, with the states of all rows; `None` where that is one of transformers' caches."""
     own = _own_of(model)
     return None if own is None or own.returned is None else own.returned(model, rows)
 

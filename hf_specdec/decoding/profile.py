@@ -38,7 +38,8 @@ class ModelProfile:
         has_encoder (`bool`): Its decoder attends to the output of an encoder too, which the call reads once.
         counted (`CountedPositions`, *optional*): Modules that count positions, and can be told them instead.
         mixes_rows (`bool`): Its own forward of one token mixes the rows of a batch, so that it can have one row only.
-        reads_padding (`bool`): It reads padding as it reads text, for want of an attention mask.
+        padding (`str`): How its plain generation treats padding in front of prompts: "masked"; "read" as text, for
+            want of a mask; or "lost", as its masks are made for a first layer that has no keys.
     """
 
     spans: tuple[Span, ...]
@@ -52,7 +53,7 @@ class ModelProfile:
     has_encoder: bool = False
     counted: CountedPositions | None = None
     mixes_rows: bool = False
-    reads_padding: bool = False
+    padding: str = "masked"
 
     def of_decoder(self, name: str) -> str:
         """The name of the forward's arguments and outputs for what its decoder has under this one."""
@@ -84,7 +85,6 @@ _UNSUPPORTED = {
     "deepseek_v4": "compresses the keys of many tokens into one, which cannot be cut back to the accepted ones",
     "glm5_next_text": "pools keys by their places in the whole buffers of its cache, by a mask of two dimensions",
     "git": "keeps image slots in front of the padding, which its mask does not cover",
-    "minimax": "keeps the states of its linear attention in a cache of its own class, as of the last token alone",
     "qwen4_exp_text": "remembers the last tokens for its n-grams beside its recurrent state",
     "dia": "writes several streams of audio codes",
     "fsmt": "has no mask for several tokens after its cache",
@@ -143,6 +143,11 @@ def _read_profile(model, role) -> ModelProfile:
             f"{name} {_UNSUPPORTED[text_config.model_type]}; it cannot be used as {role}. Leave the speculative "
             "arguments out to use plain generate()."
         )
+    if text_config.model_type == "minimax" and getattr(text_config, "sliding_window", None):
+        raise UnsupportedModelError(
+            f"{name} has a sliding window, and plain generation makes its mask for a first layer that has no keys; it "
+            f"cannot be used as {role}. Leave the speculative arguments out to use plain generate()."
+        )
     layer_types = getattr(text_config, "layer_types", None)
     is_recurrent = bool(mixers(model))
     known = set(_SPAN_OF_LAYER_TYPE) | set(WITHOUT_ATTENTION)
@@ -179,8 +184,12 @@ def _read_profile(model, role) -> ModelProfile:
         has_encoder=has_encoder,
         counted=counted,
         mixes_rows=text_config.model_type == "rwkv",
-        reads_padding=not attends and "attention_mask" not in parameters,
+        padding=_padding(text_config, attends or "attention_mask" in parameters),
     )
+
+
+def _padding(config, has_mask) -> str:
+    return "lost" if config.model_type == "minimax" else "masked" if has_mask else "read"
 
 
 def _read_spans(config, layer_types, is_recurrent):

@@ -5,7 +5,7 @@ numbers themselves all of its products with such weights are slow. So few rows g
 [`~kernels.few_rows`], and many rows with 16-bit weights through torch's float32 product, wherever that has been found
 to be faster. It depends on the processor, on the threads and on the shape: a model's own weights are multiplied once
 for each number of rows; the outcome is kept in the profile folder, for all models with matrices of this shape on this
-machine.
+machine. Offloaded weights are in memory while they are multiplied; others of their shape are measured for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -27,7 +27,8 @@ from torch.overrides import TorchFunctionMode
 from transformers.utils import logging
 
 from ..folders import profile_folder
-from ..threads import Lock, OwnForwards
+from ..target_facts import computing_device
+from ..threads import Lock, OwnForwards, is_of_class
 from ._llvm import HAS_LLVM, machine_name
 from ._triton import CHOICE
 from .few_rows import DTYPES, linear, linears, takes, takes_weight
@@ -53,6 +54,9 @@ _LEAST_RATIO = 0.97
 _WIDENED_BYTES = 1 << 20
 
 _FORMAT = 3
+
+# Where accelerate's hooks keep the forward that a module had.
+_KEPT_BY_HOOK = "_old_forward"
 
 # For each measured number of rows the numbers that count as it; 0 belongs to the first.
 _RANGES = [range(least, most + 1) for least, most in zip((0, *(n + 1 for n in _MEASURED_ROWS)), _MEASURED_ROWS)]
@@ -127,11 +131,16 @@ def _way(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Ca
 
 
 class Prepared(NamedTuple):
-    """A model whose shapes are known, for a dtype and threads, and its modules with other ways than torch's."""
+    """A model whose shapes are known, as its weights were, for a number of threads.
+
+    Attributes:
+        forwards (`list[OwnForwards]`): Those of its modules with other ways than torch's.
+    """
 
     dtype: torch.dtype
+    device: torch.device
     threads: int
-    own: OwnForwards
+    forwards: list[OwnForwards]
 
 
 def prepare_products(model: nn.Module) -> None:
@@ -143,10 +152,10 @@ def prepare_products(model: nn.Module) -> None:
     if not measures:
         return
     weight = next(model.parameters(), None)
-    if weight is None or weight.device.type != "cpu" or weight.dtype not in DTYPES:
+    if weight is None or computing_device(model).type != "cpu" or weight.dtype not in DTYPES:
         return
-    prepared, threads = _prepared.get(model), torch.get_num_threads()
-    if prepared is not None and prepared[:2] == (weight.dtype, threads):
+    prepared, state = _prepared.get(model), (weight.dtype, weight.device, torch.get_num_threads())
+    if prepared is not None and prepared[:-1] == state:
         return
     with _lock:
         weights = _weights_by_shape(model)
@@ -157,7 +166,7 @@ def prepare_products(model: nn.Module) -> None:
             ways = [_WAYS[int(digit)] for digit in _known[str(shape)]]
             if set(ways) != {F.linear}:
                 ways_of_shapes[shape] = tuple(way for rows, way in zip(_RANGES, ways) for _ in rows)
-        _prepared[model] = Prepared(weight.dtype, threads, OwnForwards(_modules_to_replace(model)))
+        _prepared[model] = Prepared(*state, _own_forwards(model))
 
 
 def count_wins(model: nn.Module) -> tuple[int, int]:
@@ -183,8 +192,13 @@ def _matrices(module: nn.Module) -> Iterator[torch.Tensor]:
     for name, weight in module._parameters.items():
         if weight is not None and (weight.dim() == 3 or (name == "weight" and type(module) is nn.Linear)):
             for matrix in [weight.detach()] if weight.dim() == 2 else weight.detach():
-                if takes_weight(matrix) and matrix.nbytes >= _LEAST_BYTES:
+                if matrix.nbytes >= _LEAST_BYTES and (takes_weight(matrix) or _is_offloaded(matrix, module)):
                     yield matrix
+
+
+def _is_offloaded(matrix: torch.Tensor, module: nn.Module) -> bool:
+    """Tells a matrix that the kernel can read once it is where its module computes."""
+    return matrix.is_meta and matrix.dtype in DTYPES and computing_device(module).type == "cpu"
 
 
 def _measure_all(missing: dict[Shape, list[torch.Tensor]]) -> None:
@@ -200,6 +214,9 @@ def _measure_all(missing: dict[Shape, list[torch.Tensor]]) -> None:
 
 def _measure(weights: Sequence[torch.Tensor]) -> str:
     """The fastest ways over these matrices of one shape, as digits."""
+    if weights[0].is_meta:
+        count = min(-(-_MOST_BYTES // weights[0].nbytes), len(weights))
+        weights = [torch.ones(weights[0].shape, dtype=weights[0].dtype, device="cpu") for _ in range(count)]
     # The widened product has no use for float32 weights.
     ways = _WAYS[: 2 if weights[0].dtype == torch.float32 else 3]
     digits = ""
@@ -303,12 +320,16 @@ def _grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor)
     return result
 
 
-def _modules_to_replace(model: nn.Module) -> Iterator[tuple[nn.Module, OwnForward]]:
-    """The modules within a model whose products have other ways than torch's, and their forwards."""
+def _own_forwards(model: nn.Module) -> list[OwnForwards]:
+    """Forwards of the modules within a model whose products have other ways than torch's."""
+    pairs: dict[str, list[tuple[nn.Module, OwnForward]]] = {"forward": [], _KEPT_BY_HOOK: []}
     for module in model.modules():
-        is_own = module is not model and any(_shape(weight) in ways_of_shapes for weight in _matrices(module))
-        if is_own and "forward" not in module.__dict__:
-            yield module, OwnForward(module)
+        if module is not model and any(_shape(weight) in ways_of_shapes for weight in _matrices(module)):
+            if vars(module).get("forward") is None or is_of_class(vars(module)["forward"], module):
+                pairs["forward"].append((module, OwnForward(module)))
+            elif is_of_class(vars(module).get(_KEPT_BY_HOOK), module):
+                pairs[_KEPT_BY_HOOK].append((module, OwnForward(module)))
+    return [OwnForwards(own, name) for name, own in pairs.items() if own]
 
 
 @contextmanager
@@ -319,8 +340,10 @@ def fast_products(model: nn.Module) -> Iterator[None]:
         model (`nn.Module`): A model for which `prepare_products` was called; else nothing changes.
     """
     prepared = _prepared.get(model)
-    if prepared is None or not prepared.own.pairs or model._compiled_call_impl is not None:
+    if prepared is None or not prepared.forwards or model._compiled_call_impl is not None:
         yield
         return
-    with prepared.own.in_place():
+    with ExitStack() as stack:
+        for forwards in prepared.forwards:
+            stack.enter_context(forwards.in_place())
         yield

@@ -22,7 +22,8 @@ from tests.scripted import scripted_speculator
 from tests.threads import in_threads
 
 
-NAMES = ["recurrent_gemma", "rwkv", "xlstm"]
+NAMES = ["recurrent_gemma", "rwkv", "xlstm", "minimax"]
+OWN_CACHES = ["rwkv", "xlstm", "minimax"]
 NEW_TOKENS = 12
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 
@@ -47,13 +48,20 @@ def tokens(*shape: int, seed: int = 0) -> torch.LongTensor:
     return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def speculate(model, prompt):
-    script = scripted_speculator(model.generate(prompt, **GREEDY), [0] * len(prompt), 99, num_speculative_tokens=3)
+def speculate(model, prompt, **script):
+    script = {"num_speculative_tokens": 3, **script}
+    script = scripted_speculator(model.generate(prompt, **GREEDY), [0] * len(prompt), 99, **script)
     return model.generate(prompt, assistant=script, **GREEDY, return_dict_in_generate=True)
 
 
 def parts_of(state) -> list[torch.Tensor]:
-    return state if isinstance(state, list) else [part for parts in state.rnn_state.values() for part in parts]
+    """All tensors of a cache of a model's own class."""
+    if isinstance(state, list):
+        return state
+    if hasattr(state, "rnn_state"):
+        return [part for parts in state.rnn_state.values() for part in parts]
+    slots = [part for layer in state.layers if layer.is_initialized for part in (layer.keys, layer.values)]
+    return [*filter(torch.is_tensor, state.linear_cache), *slots]
 
 
 @pytest.mark.parametrize("name", ["rwkv", "xlstm"])
@@ -97,7 +105,9 @@ def test_any_course_of_a_generation(models, name):
             torch.testing.assert_close(part, torch.cat(theirs), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "groups"), [("rwkv", [1, 1, 1, 1, 1]), ("xlstm", [2, 1, 1, 1])])
+@pytest.mark.parametrize(
+    ("name", "groups"), [("rwkv", [1, 1, 1, 1, 1]), ("xlstm", [2, 1, 1, 1]), ("minimax", [2, 1, 1, 1])]
+)
 def test_many_requests(models, monkeypatch, name, groups):
     """Prompts are read as alone at the first try, and rows stand beside each other before any verification."""
     monkeypatch.setattr(continuation, "_checked", set())
@@ -117,14 +127,38 @@ def test_many_requests(models, monkeypatch, name, groups):
     assert continuation._checked
 
 
-@pytest.mark.parametrize("name", ["rwkv", "xlstm"])
+@pytest.mark.parametrize("name", OWN_CACHES)
 def test_states_that_are_returned_are_of_the_models_own_class(models, name):
     theirs = models[name].generate(tokens(1, 6), **GREEDY, return_dict_in_generate=True).past_key_values
     ours = speculate(models[name], tokens(1, 6))
     assert ours.speculative.num_accepted_tokens
     assert type(ours.past_key_values) is type(theirs)
     for own, other in zip(parts_of(ours.past_key_values), parts_of(theirs), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
+
+
+@pytest.mark.parametrize("script", [{}, {"tree": "random", "num_speculative_tokens": 6}], ids=["chains", "trees"])
+@pytest.mark.parametrize("name", ["xlstm", "minimax"])
+def test_rows_of_equal_length(models, name, script):
+    expected = models[name].generate(tokens(3, 9), **GREEDY)
+    output = speculate(models[name], tokens(3, 9), **script)
+    assert output.sequences.tolist() == expected.tolist()
+    assert output.speculative.num_accepted_tokens > NEW_TOKENS
+
+
+def test_padding_whose_mask_plain_generation_loses_is_refused(models):
+    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5])
+    padded = {"input_ids": tokens(2, 9) * mask, "attention_mask": mask}
+    with pytest.raises(UnsupportedModelError, match="loses the mask of padding"):
+        models["minimax"].generate(**padded, spec_method="ngram", **GREEDY)
+    # What it says of a padded row is not what it says of the row alone.
+    plain = models["minimax"].generate(**padded, **GREEDY)[1, 9:]
+    assert plain.tolist() != models["minimax"].generate(padded["input_ids"][1:, 4:], **GREEDY)[0, 5:].tolist()
+
+
+def test_a_window_whose_mask_plain_generation_loses_is_refused():
+    with pytest.raises(UnsupportedModelError, match="has a sliding window"):
+        tiny_model("minimax", sliding_window=8).generate(tokens(1, 4), spec_method="ngram", **GREEDY)
 
 
 def test_padding_is_read_as_plain_generation_reads_it(models):
@@ -250,7 +284,7 @@ def test_a_draft_model_that_is_sometimes_right(models, name):
     assert 0 < output.speculative.num_accepted_tokens < output.speculative.num_draft_tokens
 
 
-@pytest.mark.parametrize(("name", "part"), zip(NAMES, ("rg_lru", "attention", "mlstm_layer")))
+@pytest.mark.parametrize(("name", "part"), [*zip(NAMES, ("rg_lru", "attention", "mlstm_layer"))])
 def test_parts_with_a_forward_of_their_own_are_refused(models, name, part):
     module = getattr(next(iter(own_layers(models[name]))), part)
     module.forward = lambda *args, **kwargs: None

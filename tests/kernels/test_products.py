@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.hooks import remove_hook_from_submodules
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -231,6 +233,45 @@ def test_a_target_with_a_forward_of_its_own(measured, kernel_rows, monkeypatch):
     kernel_rows.clear()
     assert torch.equal(target.generate(**settings), plain)
     assert not kernel_rows
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+@torch.no_grad()
+def test_an_offloaded_target(measured, kernel_rows, tmp_path, place):
+    """Its weights are measured by others of their shape, and multiplied where accelerate puts them."""
+    target, device = tiny_llama(), torch.device("cpu")
+    settings = {**prompts(1), "max_new_tokens": 12, "do_sample": False}
+    plain = target.generate(**settings)
+    prepare_products(target)
+    if place == "disk":
+        accelerate.disk_offload(target, tmp_path, execution_device=device)
+    else:
+        accelerate.cpu_offload(target, execution_device=device)
+    prepare_products(target)
+    before = {name: dict(vars(module)) for name, module in target.named_modules()}
+    assert torch.equal(target.generate(**settings, assistant=scripted_for(plain, prompts(1), k=3)), plain)
+    assert kernel_rows.count(4) > 3
+    assert {name: dict(vars(module)) for name, module in target.named_modules()} == before
+    # Hooks that are gone leave the class's forward among a module's own attributes.
+    remove_hook_from_submodules(target)
+    prepare_products(target)
+    kernel_rows.clear()
+    rows = prompts(1)["input_ids"][:, :3]
+    with fast_products(target):
+        taken = target(rows).logits
+    assert kernel_rows
+    torch.testing.assert_close(taken, target(rows).logits)
+
+
+def test_stand_ins_are_measured_for_offloaded_weights(monkeypatch):
+    """As many as there are, and no more than fill the caches."""
+    seen = []
+    monkeypatch.setattr(products, "_WAYS", (lambda x, weight: seen.append(weight),) * 3)
+    monkeypatch.setattr(products, "_MOST_BYTES", 3 * 64 * 32 * 4)
+    for count in (5, 2):
+        products._measure([torch.empty(64, 32, device="meta")] * count)
+    assert {weight.device.type for weight in seen} == {"cpu"}
+    assert len({weight.untyped_storage().data_ptr() for weight in seen}) == 3 + 2
 
 
 @torch.inference_mode()

@@ -145,16 +145,11 @@ class GrownTopology(TreeTopology):
 
 def ancestor_bits(topology: TreeTopology) -> torch.LongTensor:
     """The ancestors of [`SlotTree`], `(T,)` or `(R, T)`."""
-    if isinstance(topology, GrownTopology):
-        return topology.bits
-    # Topologies that differ from row to row differ from cycle to cycle, too.
-    is_shared = topology.ancestors.dim() == 2
-    return _shared_ancestor_bits(topology) if is_shared else pack_ancestors(topology.ancestors)
-
-
-@lru_cache(maxsize=256)
-def _shared_ancestor_bits(topology: TreeTopology) -> torch.LongTensor:
-    return pack_ancestors(topology.ancestors)
+    bits = vars(topology).get("bits")
+    if bits is None:
+        # They live as long as the topology, which a graph that reads them holds on to.
+        bits = vars(topology)["bits"] = pack_ancestors(topology.ancestors)
+    return bits
 
 
 def additive_mask(hidden: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:

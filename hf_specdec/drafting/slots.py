@@ -162,7 +162,7 @@ class DraftSlots:
             len(new.tokens),
             lambda rows: DraftInputs(rows, width, new.states, self.device, constants),
             lambda inputs, count: inputs.fill(new, limits, self, count),
-            lambda inputs, columns: read(self._captured(inputs, columns), inputs),
+            lambda inputs, columns: read(self._in_a_graph(inputs, columns), inputs),
             self.cache,
             ahead=width + ahead,
             limits=tuple(limits),
@@ -177,7 +177,7 @@ class DraftSlots:
         """Keeps entries that a graph has read."""
         self.cache.commit(counts)
 
-    def _captured(self, inputs: DraftInputs, columns: int) -> DraftSlots:
+    def _in_a_graph(self, inputs: DraftInputs, columns: int) -> DraftSlots:
         """The slots as a graph sees them that reads `columns` of them, those in use among them."""
         slots = copy(self)
         slots.graphs = None

@@ -144,6 +144,15 @@ def test_rows_and_trees_that_the_device_alone_knows(data, rows, repeats):
     assert all(map(torch.equal, found, expected))
 
 
+def test_bits_live_as_long_as_their_topology():
+    """A graph holds on to the topology alone."""
+    topology, rows = chain_topology(2, torch.device("cpu")), RowState([5], [0], [0])
+    bits = slot_tree(topology, rows).ancestors
+    for _ in range(300):
+        slot_tree(TreeTopology.from_parents(torch.tensor([-1, 0])), rows)
+    assert slot_tree(topology, rows).ancestors is bits
+
+
 def test_rows_that_are_alike_share_one_mask():
     topology = chain_topology(3, torch.device("cpu"))
     alike = node_masks(topology, RowState([5, 5], [0, 0], [0, 0]), 9, (FULL,), torch.float32)[0]

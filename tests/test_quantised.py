@@ -22,6 +22,7 @@ from hf_specdec.kernels.products import _matrices
 from hf_specdec.layers.draft_network import TargetParts, is_close, is_copy
 from hf_specdec.target_facts import is_packed, num_embeddings, numbers_of, quantisation
 from hf_specdec.training.options import RESULT_FILE
+from hf_specdec.training.reading import TargetReader
 from tests.methods import demo_inputs, settings_of
 from tests.models import prompts, tiny_llama
 
@@ -49,6 +50,39 @@ def in_blocks(folder, size: int = 64) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [size, size]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def packed(numbers: torch.Tensor, dim: int, order: tuple[int, ...]) -> torch.Tensor:
+    """Eight numbers of four bits in each int32 along a dimension, in this order from the lowest bits."""
+    parts = numbers.long().unflatten(dim, (-1, 8)).movedim(dim + 1, -1)[..., list(order)]
+    words = (parts << 4 * torch.arange(8)).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32).contiguous()
+
+
+# How the two formats order numbers in a word, the dimension along which words of weights are made, and what is taken
+# from the zero points.
+FOUR_BITS = {"gptq": (tuple(range(8)), 0, 1), "awq": ((0, 2, 4, 6, 1, 3, 5, 7), 1, 0)}
+
+
+def in_four_bits(folder, kind: str, group: int = 32) -> None:
+    """Stores the projections of a checkpoint in four bits, rounded to the nearest, as GPTQ or AWQ publish them."""
+    order, dim, offset = FOUR_BITS[kind]
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        weight, part = tensors.pop(name), name.removesuffix("weight")
+        groups = weight.unflatten(1, (-1, group))
+        scales = (groups.abs().amax(-1) / 7).half()
+        numbers = (groups / scales.float()[..., None]).round().clamp(-8, 7).view_as(weight) + 8
+        zeros = torch.full_like(scales.T, 8 - offset)
+        tensors[f"{part}qweight"] = packed(numbers.T, dim, order)
+        tensors[f"{part}qzeros"], tensors[f"{part}scales"] = packed(zeros, 1, order), scales.T.contiguous()
+        if kind == "gptq":
+            tensors[f"{part}g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // group
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    own = {"gptq": {"desc_act": False, "sym": True, "backend": "torch"}, "awq": {"backend": "torch_awq"}}[kind]
+    config["quantization_config"] = {"quant_method": kind, "bits": 4, "group_size": group, **own}
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -151,6 +185,56 @@ def test_text_with_bitsandbytes(of_few_bits, method):
     assert torch.equal(found, target.generate(**prompts(3), **CALL))
     assert made.calls[0].stats.num_accepted_tokens > 0
     assert quantisation(target) == "bitsandbytes"
+
+
+@pytest.fixture(scope="module", params=FOUR_BITS)
+def of_four_bits(request, tmp_path_factory):
+    """A target of GPTQ or AWQ, what its weights are called, and a draft model of the same kind."""
+    pytest.importorskip("optimum")
+    pytest.importorskip("gptqmodel")
+    path = tmp_path_factory.mktemp(request.param)
+    demo.load_target().save_pretrained(path / "target")
+    shutil.copytree(settings_of("draft_model")["model"], path / "draft")
+    for name in ("target", "draft"):
+        in_four_bits(path / name, request.param)
+    return loaded(path / "target"), request.param, path / "draft"
+
+
+# optimum asks transformers for a property by its old name.
+old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+
+
+@old_name
+@pytest.mark.parametrize("row", ROWS)
+def test_text_with_gptq_and_awq(of_four_bits, row):
+    target, kind, _ = of_four_bits
+    with record() as made:
+        found = target.generate(**demo_inputs(2), **CALL, speculative=settings_of(row))
+    assert torch.equal(found, target.generate(**demo_inputs(2), **CALL))
+    assert made.calls[0].stats.num_accepted_tokens > 0
+    assert quantisation(target) == kind
+    assert not has_lean_forward(target)
+
+
+@old_name
+def test_draft_models_of_gptq_and_awq(of_four_bits):
+    _, _, draft = of_four_bits
+    target = demo.load_target()
+    with record() as made:
+        found = target.generate(**demo_inputs(2), **CALL, speculative=settings_of("draft_model", model=str(draft)))
+    assert torch.equal(found, target.generate(**demo_inputs(2), **CALL))
+    assert made.calls[0].stats.num_accepted_tokens > 0
+
+
+@old_name
+@pytest.mark.parametrize("recipe", [MedusaRecipe(num_heads=1), DFlashRecipe(num_layers=1, block_size=4)])
+def test_heads_for_gptq_and_awq_are_trained(of_four_bits, recipe):
+    target, _, _ = of_four_bits
+    recipe.check(target)
+    network = recipe.build(target)
+    rows = torch.randint(1, 4000, (2, 24), generator=torch.Generator().manual_seed(0))
+    recipe.loss(network, TargetReader(target, recipe.states_for(network)).read(rows)).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
 
 
 @pytest.fixture(scope="module", params=["Embedding8bit", "EmbeddingNF4"])

@@ -330,7 +330,7 @@ STUDIES = (
     Study(
         "self_speculation",
         "Drafts of the target itself at long contexts",
-        "What do early exit and sparse keys and values gain at 4k to 32k tokens?",
+        "What do early exit and sparse keys and values gain at 1k to 32k tokens?",
         r"\w+-\w+-self-speculation",
         columns(
             context="context",
@@ -343,8 +343,9 @@ STUDIES = (
         heading="{machine}, {dtype}",
         notes="A random Llama of 4 layers, 256 wide, whose second half of layers adds little; two of them draft, or "
         'all four with a window of 512; 4 draft tokens, one row, greedy. "at 90%" accepts each draft token with that '
-        "probability: random weights look far back, so that few sparse drafts are accepted. Plain `generate()` copies "
-        "its cache for every token.",
+        "probability: random weights look far back, so that few sparse drafts are accepted. "
+        '"early_exit, again" verifies from the first layer on, without what the drafts have read. Plain '
+        "`generate()` copies its cache for every token.",
         see=("self_speculation",),
     ),
     Study(

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..drafts import TreeTopology
+from ..drafts import TreeTopology, chain_topology
 from ..kernels._triton import use_triton
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
@@ -113,8 +114,34 @@ def _called_as_they_are(decoder: Any) -> Iterator[nn.Module]:
             yield layer.mlp
 
 
+@dataclass(frozen=True)
+class ReadAhead:
+    """Nodes that a model's first layers have read already, after the committed slots.
+
+    Attributes:
+        num_layers (`int`): Those layers.
+        tokens (`torch.LongTensor` of shape `(R, N)`): The nodes, the anchor first.
+        states (`torch.Tensor` of shape `(R, N, H)`): Their states after these layers.
+    """
+
+    num_layers: int
+    tokens: torch.LongTensor
+    states: torch.Tensor
+
+    def fits(self, tokens: torch.LongTensor, topology: TreeTopology) -> bool:
+        """Tells if a forward reads them: a chain `(R, T)` that begins alike."""
+        count = min(tokens.shape[1], self.tokens.shape[1])
+        return topology.is_chain and torch.equal(tokens[:, :count], self.tokens[:, :count])
+
+
 class FunctionalSlotModel(SlotModel):
-    """Drives a model for which `has_lean_forward` holds. Its prompt goes through the model's own forward."""
+    """Drives a model for which `has_lean_forward` holds. Its prompt goes through the model's own forward.
+
+    Attributes:
+        ahead (`ReadAhead`, *optional*): Nodes that the next forward need not read from the first layer on.
+    """
+
+    ahead: ReadAhead | None = None
 
     def __init__(self, model: torch.nn.Module, cache: SlotCache, states: tuple[int | str, ...] = ()):
         super().__init__(model, cache, states)
@@ -160,6 +187,9 @@ class FunctionalSlotModel(SlotModel):
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
         if self.graphs is not None and (replayed := self._replay_nodes(tokens, topology, logits_from)) is not None:
             return replayed
+        (ahead, self.ahead), first_layer = (self.ahead, None), 0
+        if ahead is not None and ahead.fits(tokens, topology):
+            tokens, first_layer = self._entering(ahead, tokens), ahead.num_layers
         rows, tree = self._place(tokens, topology)
         is_uniform, nodes, columns = rows.is_uniform, tokens.shape[1], self.cache.plan.columns
         spans = self.profile.spans
@@ -181,7 +211,23 @@ class FunctionalSlotModel(SlotModel):
         if positions is None:
             positions = self.positions(topology, rows)
         bound = columns + max(self.leads) if self.cache.columns is None else None
-        return self._run(tokens, positions, masks, bound, logits_from)
+        return self._run(tokens, positions, masks, bound, logits_from, first_layer)
+
+    def _entering(self, ahead: ReadAhead, tokens: torch.LongTensor) -> torch.Tensor:
+        """States `(R, T, H)` of a chain that enter the layers after those that have read its first nodes."""
+        known = ahead.states[:, : tokens.shape[1]]
+        rest = tokens[:, known.shape[1] :]
+        if not rest.shape[1]:
+            return known
+        lengths, layers, states = self.cache.lengths, self._layers, self.states
+        try:
+            # What has been read lies in the slots, as if it were committed.
+            self.cache.lengths = [length + known.shape[1] for length in lengths]
+            self._layers, self.states = layers[: ahead.num_layers], (ahead.num_layers,)
+            output = self.forward(rest, chain_topology(rest.shape[1] - 1, rest.device), logits_from=rest.shape[1])
+            return torch.cat((known, output.hidden_states[ahead.num_layers]), dim=1)
+        finally:
+            self.cache.lengths, self._layers, self.states = lengths, layers, states
 
     def _run(
         self,
@@ -190,23 +236,25 @@ class FunctionalSlotModel(SlotModel):
         masks: list,
         bound: int | None = None,
         logits_from: int = 0,
+        first_layer: int = 0,
     ) -> SlotOutput:
         """Reads tokens `(R, T)` or embeddings `(R, T, H)` into the slots of the plan, seen as each span's mask says.
 
         Args:
             positions, bound: As for [`RotaryAngles`].
             logits_from (`int`): The first node whose logits are wanted.
+            first_layer (`int`): The first layer that runs. If it is a later one, the states that enter it are read.
         """
         is_plain, pending = type(self._embedding) is nn.Embedding, None
         if tokens.is_floating_point():
             stream = tokens
         else:
             stream = F.embedding(tokens, self._embedding.weight) if is_plain else self._embedding(tokens)
-        stream = stream if self._factor is None else stream * self._factor
+        stream = stream if self._factor is None or first_layer else stream * self._factor
         every_angle = {kind: angles(positions, stream, bound) for kind, angles in self._angles.items()}
         states = {}
         with fast_products(self.model) if self._has_experts else nullcontext():
-            for index, layer in enumerate(self._layers):
+            for index, layer in enumerate(self._layers[first_layer:], first_layer):
                 if index in self.states:
                     states[index] = stream = added(stream, pending)
                     pending = None
@@ -215,6 +263,9 @@ class FunctionalSlotModel(SlotModel):
         if len(self._layers) in self.states:
             states[len(self._layers)] = stream = added(stream, pending)
             pending = None
+        if logits_from >= stream.shape[1]:
+            # The states alone are wanted.
+            return SlotOutput(stream[:, logits_from:], states)
         if "last" not in self.states:
             # Sums and norms of nodes without logits are spared.
             stream = stream[:, logits_from:]

@@ -1,8 +1,10 @@
 """The target as its own draft model: some of its layers, over its own slots or over a few of them.
 
 The first layers of a model compute the same keys and values whatever comes after them, so a draft of these layers
-alone reads those of the committed text where they lie, and writes its own to the slots after it: the verification
-writes there again. A draft that sees the first slots of a text and its last ones reads copies of these. Keys are
+alone reads those of the committed text where they lie, and writes its own to the slots after it. The verification goes
+on from what these layers have made of the anchor and the drafted tokens, as in LayerSkip (Elhoushi et al. 2024,
+arXiv:2404.16710); of the last token alone they have made nothing yet. Forwards that are graphs, and those of a model's
+own code, read all again. A draft that sees the first slots of a text and its last ones reads copies of these. Keys are
 rotated when they are written, so each keeps its position.
 
 Shapes: R rows, H key/value heads, C slots that are seen, D head size, V vocabulary.
@@ -11,16 +13,17 @@ Shapes: R rows, H key/value heads, C slots that are seen, D head size, V vocabul
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ..drafts import chain_topology
 from ..errors import UnsupportedModelError
 from ..transfers import upload
 from .cache import SlotCache
-from .functional import FunctionalSlotModel, has_known_layers
+from .functional import FunctionalSlotModel, ReadAhead, has_known_layers
 from .target import SlotModel
 
 
@@ -58,8 +61,8 @@ class OwnDrafts:
         self._lean: FunctionalSlotModel | None = None
 
     @contextmanager
-    def begin(self, target: SlotModel, room: int) -> Iterator[SlotModel]:
-        """The model that drafts in a cycle: it reads tokens after the committed ones, and forgets them at the end.
+    def begin(self, target: SlotModel, room: int) -> Iterator[Callable[[torch.LongTensor], torch.Tensor]]:
+        """Reads one token `(R,)` after the other, which follow the committed ones, and returns logits `(R, V)`.
 
         Args:
             target (`SlotModel`): The target between two verifications.
@@ -73,12 +76,26 @@ class OwnDrafts:
         if self.window is not None:
             model.cache, model.leads = self._seen(target, model.num_layers, room)
             model.starts, model.hidden = [0] * len(target.starts), None
-        lengths = list(target.cache.lengths)
+        can_go_on = self.window is None and isinstance(target, FunctionalSlotModel) and target.graphs is None
+        can_go_on = can_go_on and not target.states
+        model.states = (model.num_layers,) if can_go_on else ()
+        lengths, device = list(target.cache.lengths), model.model.device
+        read: list[tuple[torch.LongTensor, torch.Tensor]] = []
+
+        def next_logits(tokens: torch.LongTensor) -> torch.Tensor:
+            output = model.forward(tokens.to(device)[:, None], chain_topology(0, device))
+            model.commit([1] * len(tokens))
+            if can_go_on:
+                read.append((tokens.to(device)[:, None], output.hidden_states[model.num_layers]))
+            return output.logits[:, -1]
+
         try:
             with target.adapting():
-                yield model
+                yield next_logits
         finally:
             target.cache.lengths = lengths
+        if read:
+            target.ahead = ReadAhead(model.num_layers, *(torch.cat(parts, dim=1) for parts in zip(*read)))
 
     def _driver(self, target: SlotModel) -> FunctionalSlotModel:
         if isinstance(target, FunctionalSlotModel) and not target.states:

@@ -13,6 +13,9 @@ from hf_specdec import (
     load_speculator,
     record,
 )
+from hf_specdec.decoding.functional import ReadAhead
+from hf_specdec.drafts import chain_topology, static_topology
+from hf_specdec.layers.llama import DecoderLayer
 from hf_specdec.method import names_without_weights
 from tests.models import nothing_runs, prompts, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.statistics import chi_square_pvalue
@@ -61,6 +64,43 @@ def test_first_layers_draft_what_they_would_alone(make, batch_size):
         with torch.no_grad():
             assert draft == part(whole).logits[0, len(text) - 1 :].argmax(-1).tolist()
     assert stats.num_draft_tokens > stats.num_accepted_tokens
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_verification_goes_on_from_the_drafts(batch_size, monkeypatch):
+    """The first layer reads each node once, the last one the whole draft; the drafts and the text stay the same."""
+    target, nodes = tiny_llama(), []
+    advance = DecoderLayer.advance
+
+    def watched(self, stream, *arguments):
+        nodes.append((self.self_attn.layer_idx, stream.shape[1]))
+        return advance(self, stream, *arguments)
+
+    monkeypatch.setattr(DecoderLayer, "advance", watched)
+    found, stats = drafts_of(target, prompts(batch_size), EXIT)
+    nodes_of_first, nodes_of_last = ([count for layer, count in nodes if layer == own] for own in (0, 1))
+    assert set(nodes_of_first) == {1}
+    assert max(nodes_of_last) == 4
+    assert sum(nodes_of_first) == sum(nodes_of_last)
+    monkeypatch.setattr(ReadAhead, "fits", lambda *arguments: False)
+    again, others = drafts_of(target, prompts(batch_size), EXIT)
+    assert [draft for _, draft in found] == [draft for _, draft in again]
+    assert stats.num_accepted_tokens == others.num_accepted_tokens > 0
+
+
+def test_what_else_is_verified_is_read_from_the_beginning(monkeypatch):
+    """Other tokens than those that were drafted, in a tree or in other rows."""
+    target, inputs = tiny_llama(), prompts(1, padding=False)
+    state = torch.zeros(1, 2, 32)
+    ahead, chain = ReadAhead(1, torch.tensor([[5, 6]]), state), chain_topology(2, target.device)
+    assert ahead.fits(torch.tensor([[5, 6, 7]]), chain)
+    assert ahead.fits(torch.tensor([[5]]), chain_topology(0, target.device))
+    assert not ahead.fits(torch.tensor([[5, 7, 7]]), chain)
+    assert not ahead.fits(torch.tensor([[5, 6, 7], [5, 6, 7]]), chain)
+    assert not ahead.fits(torch.tensor([[5, 6, 7]]), static_topology((-1, -1), target.device))
+    settings = {"method": "ngram+early_exit", "early_exit_layer": 1, "num_speculative_tokens": 3}
+    plain = target.generate(**inputs, **GREEDY)
+    assert torch.equal(target.generate(**inputs, **GREEDY, speculative=settings), plain)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

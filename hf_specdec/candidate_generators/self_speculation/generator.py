@@ -20,7 +20,7 @@ import torch
 
 from ...decoding.own_drafts import OwnDrafts, check_can_draft
 from ...drafting.chain import SteeredChain
-from ...drafts import DraftTree, chain_topology
+from ...drafts import DraftTree
 from ...errors import SpecConfigError
 from ...protocol import DraftStep, Session
 from ...target_facts import decoder_layers
@@ -109,11 +109,9 @@ class SelfSpeculation(CandidateGenerator):
             return DraftTree.empty(len(step.rows), session.device)
         chain = SteeredChain(session.sampler, step.rows, step.lengths, self.samples_drafts)
         tokens = step.anchor_tokens
-        with self.drafts.begin(session.target, count) as model:
+        with self.drafts.begin(session.target, count) as next_logits:
             for _ in range(count):
-                output = model.forward(tokens.to(model.model.device)[:, None], chain_topology(0, model.model.device))
-                model.commit([1] * len(step.rows))
-                tokens = chain.choose(chain.scores(output.logits[:, -1].to(session.device)))
+                tokens = chain.choose(chain.scores(next_logits(tokens).to(session.device)))
         return chain.draft(depths)
 
 

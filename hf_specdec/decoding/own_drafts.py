@@ -20,6 +20,7 @@ import torch
 from ..errors import UnsupportedModelError
 from ..transfers import upload
 from .cache import SlotCache
+from .following import Choose, Continuing, Following
 from .functional import FunctionalSlotModel, has_known_layers
 from .target import SlotModel
 
@@ -67,7 +68,7 @@ class OwnDrafts:
         """
         model = copy.copy(self._driver(target))
         model.starts, model.offsets, model.hidden = target.starts, target.offsets, target.hidden
-        # Captured forwards are those of the whole target.
+        # Graphs of single forwards are those of the whole target.
         model.graphs, model.cache = None, target.cache
         model.keep_layers(self.num_layers)
         if self.window is not None:
@@ -79,6 +80,24 @@ class OwnDrafts:
                 yield model
         finally:
             target.cache.lengths = lengths
+
+    def continued(
+        self, target: SlotModel, model: SlotModel, anchors: torch.LongTensor, choose: Choose, count: int, uniforms: Any
+    ) -> Following | None:
+        """Tokens that follow the anchors `(R,)` over all slots, from one graph; `None` where there is none to run.
+
+        Args:
+            target, model (`SlotModel`): The target, and what `begin` has yielded.
+            choose, count, uniforms: Those of [`Continuing`].
+        """
+        drafting = Continuing(count, choose, num_layers=self.num_layers)
+        model.graphs = target.graphs
+        try:
+            following = drafting.run(model, anchors[:, None], [1] * len(anchors), uniforms)
+        finally:
+            model.graphs = None
+        # The graph of the verification has the same memory.
+        return following and Following(*(None if values is None else values.clone() for values in following))
 
     def _driver(self, target: SlotModel) -> FunctionalSlotModel:
         if isinstance(target, FunctionalSlotModel) and not target.states:

@@ -157,12 +157,12 @@ class Continuing:
             chosen.append(self.choose(logits, uniforms, len(chosen)))
             if len(chosen) == self.num_tokens:
                 break
-            ahead = ahead + 1
-            if self.mask_token is not None:
+            if self.mask_token is None:
+                read = inputs.nodes.one_more(self.choose.readable(chosen[-1][0]), ahead)
+                output, layers = model.read_static(read, columns)
+                logits, ahead = output.logits[:, -1], ahead + 1
+            else:
+                ahead = ahead + 1
                 logits = last_of_each(output.logits, ahead)
-                continue
-            read = inputs.nodes.one_more(self.choose.readable(chosen[-1][0]), ahead - 1)
-            output, layers = model.read_static(read, columns)
-            logits = output.logits[:, -1]
         tokens, *probs = (torch.stack(parts, dim=1) for parts in zip(*chosen))
         return Following(tokens, probs[0] if probs else None), layers

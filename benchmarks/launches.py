@@ -58,8 +58,8 @@ from tests.tape import TapeBackend
 # waits for the device between a verification and the next draft.
 AIMS = {"per_layer": 14, "outside": 10, "copies_to_host": 1, "waits": 0}
 
-# They draft from tokens that the host must know: one wait is inherent.
-HOST_DRAFTS = ("ngram", "suffix", "recycling", "grammar")
+# They draft on the host, or from the target's own slots, when what was accepted is known: one wait is inherent.
+HOST_DRAFTS = ("ngram", "suffix", "recycling", "grammar", "early_exit", "sparse_kv")
 
 # The demo's target, for which every method has a drafter, and other architectures, with random weights.
 DEMO = "demo (llama)"
@@ -481,8 +481,6 @@ def main() -> None:
         try:
             row, cycles = count(*case)
         except (UnsupportedModelError, LookupError, NotImplementedError) as error:
-            # Weights of the fake device look like those that are elsewhere: nothing drafts with the target's own. And
-            # it computes on the CPU, which counts no integers for Mixtral's experts.
             console.print(*case, f"not counted: {error}")
             continue
         rows.append(row)

@@ -44,6 +44,9 @@ class Elsewhere(torch.Tensor):
         inner (`torch.Tensor`): Its numbers, on the CPU.
     """
 
+    # Unlike that of real tensors there, its content is known.
+    is_meta = False
+
     @staticmethod
     def __new__(cls, inner: torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(
@@ -80,7 +83,12 @@ class _Operations(TorchDispatchMode):
             self._check_places(packet, tensors)
         if kwargs.get("device") is not None:
             kwargs["device"] = "cpu"
-        output = operation(*_numbers(args), **_numbers(kwargs))
+        args = _numbers(args)
+        if packet is aten.histc and not args[0].is_floating_point():
+            # As a GPU does.
+            output = operation(args[0].double(), *args[1:], **_numbers(kwargs)).to(args[0].dtype)
+        else:
+            output = operation(*args, **_numbers(kwargs))
         return tree_map(_elsewhere, output) if is_far else output
 
     def _copy(self, packet, args, kwargs) -> bool:

@@ -304,8 +304,8 @@ STUDIES = (
         notes="Counted, not timed: everything that is launched goes to a device that records and computes on the CPU. "
         "Aims: 14 launches a layer, 10 outside of graphs, one copy to the host, no wait before the next draft, where "
         "it does not come from the host. Medians of the cycles of a call. The drafts of all methods are those of the "
-        "demo's target; with the other models only the layers differ. `recycling` reads the target's best tokens on "
-        "the host in every cycle. Drafts of the target's own layers and Mixtral's experts do not run on it.",
+        "demo's target; with the other models only the layers differ. Experts run as transformers computes them. "
+        "`sparse_kv` drafts without graphs, over copies of slots that every cycle makes anew.",
         see=("kernels",),
     ),
     Study(

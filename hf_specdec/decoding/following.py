@@ -86,11 +86,13 @@ class Continuing:
         num_tokens (`int`): K.
         choose (`Choose`): Chooses each.
         mask_token (`int`, *optional*): The token in whose places all are predicted at once.
+        num_layers (`int`, *optional*): The model's first layers, if it runs these alone.
     """
 
     num_tokens: int
     choose: Choose
     mask_token: int | None = None
+    num_layers: int | None = None
 
     def run(
         self,
@@ -125,7 +127,7 @@ class Continuing:
                 inputs.uniforms[:count].copy_(uniforms[:count], non_blocking=True)
 
         captured = model.graphs.run_on_slots(
-            ("continue", self.num_tokens, self.mask_token, *self.choose.key),
+            ("continue", self.num_tokens, self.mask_token, self.num_layers, *self.choose.key),
             rows,
             lambda size: _Inputs(size, width, device, uniforms),
             fill,

@@ -23,6 +23,7 @@ from ..drafts import chain_topology
 from ..errors import UnsupportedModelError
 from ..transfers import upload
 from .cache import SlotCache
+from .following import Choose, Continuing, Following
 from .functional import FunctionalSlotModel, ReadAhead, has_known_layers
 from .target import SlotModel
 
@@ -47,6 +48,9 @@ def check_can_draft(model: torch.nn.Module) -> None:
         )
 
 
+NextLogits = Callable[[torch.LongTensor], torch.Tensor]
+
+
 class OwnDrafts:
     """Runs a target's layers for drafts, in one call.
 
@@ -61,16 +65,20 @@ class OwnDrafts:
         self._lean: FunctionalSlotModel | None = None
 
     @contextmanager
-    def begin(self, target: SlotModel, room: int) -> Iterator[Callable[[torch.LongTensor], torch.Tensor]]:
-        """Reads one token `(R,)` after the other, which follow the committed ones, and returns logits `(R, V)`.
+    def begin(self, target: SlotModel, room: int) -> Iterator[tuple[SlotModel, NextLogits]]:
+        """Lends the layers for a draft: a model of them, and what reads one token after the other with it.
 
         Args:
             target (`SlotModel`): The target between two verifications.
             room (`int`): Tokens that are drafted at most.
+
+        Yields:
+            The model, and a function that takes tokens `(R,)`, which follow the committed ones and those that it has
+            taken, and returns logits `(R, V)`.
         """
         model = copy.copy(self._driver(target))
         model.starts, model.leads, model.hidden = target.starts, target.leads, target.hidden
-        # Captured forwards are those of the whole target.
+        # Graphs of single forwards are those of the whole target.
         model.graphs, model.cache = None, target.cache
         model.keep_layers(self.num_layers)
         if self.window is not None:
@@ -91,11 +99,29 @@ class OwnDrafts:
 
         try:
             with target.adapting():
-                yield next_logits
+                yield model, next_logits
         finally:
             target.cache.lengths = lengths
         if read:
             target.ahead = ReadAhead(model.num_layers, *(torch.cat(parts, dim=1) for parts in zip(*read)))
+
+    def continued(
+        self, target: SlotModel, model: SlotModel, anchors: torch.LongTensor, choose: Choose, count: int, uniforms: Any
+    ) -> Following | None:
+        """Tokens that follow the anchors `(R,)` over all slots, from one graph; `None` where there is none to run.
+
+        Args:
+            target, model (`SlotModel`): The target, and what `begin` has yielded.
+            choose, count, uniforms: Those of [`Continuing`].
+        """
+        drafting = Continuing(count, choose, num_layers=self.num_layers)
+        model.graphs = target.graphs
+        try:
+            following = drafting.run(model, anchors[:, None], [1] * len(anchors), uniforms)
+        finally:
+            model.graphs = None
+        # The graph of the verification has the same memory.
+        return following and Following(*(None if values is None else values.clone() for values in following))
 
     def _driver(self, target: SlotModel) -> FunctionalSlotModel:
         if isinstance(target, FunctionalSlotModel) and not target.states:

@@ -128,6 +128,9 @@ class RowUniforms:
         values = torch.from_numpy(values)
         if self.device.type == "cpu":
             return values
+        if self.device.type == "cuda":
+            # Copies of more than a few numbers would wait.
+            values = values.pin_memory()
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         return values.to(self.device, dtype, non_blocking=True)
 

@@ -14,11 +14,13 @@ from hf_specdec import (
     record,
 )
 from hf_specdec.decoding.functional import ReadAhead
+from hf_specdec.decoding.graphs import forget_graphs
 from hf_specdec.drafts import chain_topology, static_topology
 from hf_specdec.layers.llama import DecoderLayer
 from hf_specdec.method import names_without_weights
 from tests.models import nothing_runs, prompts, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.statistics import chi_square_pvalue
+from tests.tape import spoil_inputs, tape_everything
 from tests.test_sampling import NUM_ROWS, P_VALUE, SETTINGS, exact_distribution, sampled_counts, small_model
 
 
@@ -158,6 +160,34 @@ def test_sampling(settings, method, monkeypatch):
     counts, stats = sampled_counts(SETTINGS["top_p"], speculator)
     assert chi_square_pvalue(counts, exact_distribution(SETTINGS["top_p"])) > P_VALUE
     assert stats.num_accepted_tokens > 0.1 * NUM_ROWS
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 4.0, "top_k": 40}], ids=["best", "drawn"])
+@pytest.mark.parametrize("settings", [EXIT, SPARSE], ids=["exit", "kv"])
+def test_a_draft_is_one_graph_of_the_target(settings, sampling, monkeypatch):
+    """Of all slots; it is the same without graphs. Drafts over copies of slots have none, and say so."""
+    spoil_inputs(monkeypatch)
+    tape_everything(monkeypatch)
+    found, arguments = [], {**GREEDY, "return_dict_in_generate": True, **sampling}
+    for enforce_eager in (False, True):
+        target = tiny_llama()
+        torch.manual_seed(1)
+        with record(trace=True) as made:
+            speculative = {**settings, "enforce_eager": enforce_eager}
+            output = target.generate(**prompts(3), **arguments, speculative=speculative)
+        found.append((output.sequences.tolist(), made.calls[0].cycles))
+        if not enforce_eager:
+            stats, num_drafts = output.speculative, sum(any(row.draft_tokens for row in c.rows) for c in found[0][1])
+    forget_graphs()
+    assert found[0] == found[1]
+    assert stats.num_accepted_tokens > 0
+    verifications = stats.num_target_forwards - 1
+    if settings is EXIT:
+        assert stats.num_graph_replays == verifications + num_drafts
+        assert stats.draft_graphs == ""
+    else:
+        assert stats.num_graph_replays == verifications
+        assert stats.draft_graphs == "off: its drafts read copies of slots, which every cycle makes anew"
 
 
 def test_states_of_all_layers_can_be_returned():

@@ -12,7 +12,7 @@ from hf_specdec.control.controller import SpeculationController
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs
 from hf_specdec.transfers import PendingRead
-from tests.decoding.test_waits import dflash, draft_model, eagle3, medusa, mlp_speculator, mtp
+from tests.decoding.test_waits import dflash, draft_model, eagle3, medusa, mlp_speculator, mtp, peagle
 from tests.models import prompts, tiny_llama
 from tests.tape import spoil_inputs, tape_everything
 
@@ -38,6 +38,7 @@ DRAWN = {
     "draft model, drawn": (draft_model, {"num_speculative_tokens": 3}),
     "draft model, masks, drawn": (draft_model, {"mask_token": 3, "num_speculative_tokens": 3}),
     "eagle3, drawn": (eagle3, {"num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}),
+    "peagle, drawn": (peagle, {"num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}),
     "mtp, drawn": (mtp, {"num_speculative_tokens": "fixed", "draft_sample_method": "probabilistic"}),
 }
 every_case = pytest.mark.parametrize("case", CASES)

@@ -17,7 +17,7 @@ from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
-from tests.candidate_generators import test_dflash, test_eagle, test_mtp
+from tests.candidate_generators import test_dflash, test_eagle, test_mtp, test_peagle
 from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.other_device import DEVICE, move, other_device
 from tests.sampled import sampled_speculator
@@ -138,6 +138,14 @@ def eagle3(**settings):
         torch.manual_seed(0)
         network = test_eagle.head("eagle3", model.config.hidden_size, VOCAB_SIZE, aux_layer_ids=(0, 1))
         return test_eagle.speculator_for(beside(model, network).attach(model), **settings)
+
+    return lambda plain, inputs: make
+
+
+def peagle(**settings):
+    def make(model):
+        network = test_peagle.random_head(VOCAB_SIZE, model.config.hidden_size)
+        return test_peagle.speculator_for(beside(model, network).attach(model), **settings)
 
     return lambda plain, inputs: make
 

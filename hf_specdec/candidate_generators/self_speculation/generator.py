@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
+from ...decoding.following import Choose, Following
+from ...decoding.graphs import graphs_for
 from ...decoding.own_drafts import OwnDrafts, check_can_draft
 from ...drafting.chain import SteeredChain
 from ...drafts import DraftTree
@@ -29,7 +31,11 @@ from ..base import CandidateGenerator
 
 
 if TYPE_CHECKING:
+    from ...decoding.target import SlotModel
     from ...settings import SpeculativeConfig
+
+
+_WHY_EAGER = "its drafts read copies of slots, which every cycle makes anew"
 
 
 @dataclass(frozen=True)
@@ -109,10 +115,34 @@ class SelfSpeculation(CandidateGenerator):
             return DraftTree.empty(len(step.rows), session.device)
         chain = SteeredChain(session.sampler, step.rows, step.lengths, self.samples_drafts)
         tokens = step.anchor_tokens
-        with self.drafts.begin(session.target, count) as next_logits:
+        with self.drafts.begin(session.target, count) as (model, next_logits):
+            following = self._draft_at_once(model, step, count)
+            if following is not None:
+                return DraftTree.chain(following.tokens.to(session.device), depths, following.probs)
             for _ in range(count):
                 tokens = chain.choose(chain.scores(next_logits(tokens).to(session.device)))
         return chain.draft(depths)
+
+    def _draft_at_once(self, model: SlotModel, step: DraftStep, count: int) -> Following | None:
+        """A draft of this depth from one graph; `None` where each token is chosen by itself."""
+        target, sampler, stack, uniforms = self.session.target, self.session.sampler, None, None
+        if target.graphs is None or model.model.device != self.session.device:
+            return None
+        if self.drafts.window is not None:
+            if not self.session.draft_graphs:
+                self.session.draft_graphs.append(graphs_for(target.model, {_WHY_EAGER: True}))
+            return None
+        if self.samples_drafts:
+            stack = sampler.in_graphs(step.rows)
+            if stack is None:
+                return None
+            before = [length - 1 for length in step.lengths]
+            uniforms = sampler.uniforms.drafts_after(step.rows, before, count + 1, count)
+        elif not (sampler.is_greedy and not sampler.stack):
+            return None
+        size = sampler.vocab_size
+        choose = Choose(size, size, size, stack)
+        return self.drafts.continued(target, model, step.anchor_tokens, choose, count, uniforms)
 
 
 class EarlyExitCandidateGenerator(SelfSpeculation):

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..candidate_generators.base import CandidateGenerator, NoDrafts
 from ..decoding.joint import JointLoop, Row
 from ..decoding.profile import ModelProfile, model_profile
+from ..decoding.source import Source
 from ..errors import SpecConfigError, UnsupportedModelError
 from ..metrics import SpecDecodingStats
 from ..protocol import Session
@@ -157,11 +158,7 @@ class Engine:
             return
         if self._loop is not None and self._num_free * _FREE_PART < self._batch_size:
             return
-        by_length: dict[int, list[Row]] = {}
-        for row in self._next_rows():
-            # Decoders beside an encoder may count the padding in front of a text.
-            by_length.setdefault(row.length if self._profile.has_encoder else 0, []).append(row)
-        for rows in by_length.values():
+        for rows in self._read_together(self._next_rows()):
             self._read(rows)
 
     def _next_rows(self) -> list[Row]:
@@ -175,14 +172,22 @@ class Engine:
             rows.append(self._waiting.popleft())
         return rows
 
+    def _read_together(self, rows: list[Row]) -> list[list[Row]]:
+        """Rows whose prompts one forward reads as it reads each of them alone."""
+        groups: dict[int, list[Row]] = {}
+        for row in rows:
+            # Decoders beside an encoder may count the padding in front of a text.
+            groups.setdefault(row.length if self._profile.has_encoder else 0, []).append(row)
+        return list(groups.values())
+
     def _read(self, rows: list[Row]) -> None:
         """Reads the prompts of rows and lets them join; one by one where that fails for all together."""
         loop = None
         try:
             loop = self._loop_of(rows)
             loop.begin(is_first=self._loop is None)
-            if self._loop is not None:
-                self._loop.check_joining(loop)
+            if self._loop is not None and (source := self._loop.target.source) is not None:
+                Source.check_joining([source, loop.target.source])
         except Exception as error:
             if loop is not None:
                 loop.close()

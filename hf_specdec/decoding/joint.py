@@ -39,7 +39,6 @@ from .loop import DecodingLoop
 from .profile import ModelProfile
 from .request import Request
 from .sequences import Sequences, StopRules
-from .source import Source
 from .target import SlotOutput
 
 
@@ -474,11 +473,6 @@ class JointLoop(DecodingLoop):
                 self.table[number] = None
                 ended.append(row)
         return ended
-
-    def check_joining(self, other: JointLoop) -> None:
-        """Raises a `SpecConfigError` where rows of another loop have sources that cannot stand beside its own."""
-        if self.target.source is not None:
-            Source.check_joining([self.target.source, other.target.source])
 
     def join(self, other: JointLoop) -> None:
         """Takes over the unfinished rows of another loop, which has read their prompts, and closes it.

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..candidate_generators.base import CandidateGenerator, NoDrafts
 from ..decoding.joint import JointLoop, Row
 from ..decoding.profile import ModelProfile, model_profile
+from ..decoding.source import Source
 from ..errors import SpecConfigError, UnsupportedModelError
 from ..metrics import SpecDecodingStats
 from ..protocol import Session
@@ -187,8 +188,8 @@ class Engine:
         try:
             loop = self._loop_of(rows)
             loop.begin(is_first=self._loop is None)
-            if self._loop is not None:
-                self._loop.check_joining(loop)
+            if self._loop is not None and (source := self._loop.target.source) is not None:
+                Source.check_joining([source, loop.target.source])
         except Exception as error:
             if loop is not None:
                 loop.close()

@@ -152,13 +152,14 @@ def mamba_scan(
         _part_of_state(reading), lambda node, before: torch.addcmul(written[node], decays[node], before)
     )
     reading.num_scans += 1
-    kept = torch.stack(states, dim=-1)
-    output = torch.einsum("rcnt,rnt->rct", kept, C.float())
+    # Nodes are outside of channels, so that whole states are copied and multiplied.
+    kept = torch.stack(states, dim=1)
+    output = (kept @ C.float().mT[..., None])[..., 0].mT
     if D is not None:
         output = output + inputs * D[:, None]
     if z is not None:
         output = output * F.silu(z)
-    return output, kept
+    return output, kept.movedim(1, -1)
 
 
 def _part_of_state(reading: Reading) -> torch.Tensor:

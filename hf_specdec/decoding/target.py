@@ -124,12 +124,11 @@ class SlotModel:
         self.attention_layers: Counter[str] = Counter()
         self.graphs: CallGraphs | None = None
         self.recurrent: RecurrentLayers | None = None
-        self._passed_cache: Any = cache
+        self._passed_cache: Any = passed_cache(model, cache) if self.profile.is_recurrent else cache
         if self.profile.is_recurrent:
             known = mixers(model)
             self.reading_prompts = over_nodes(model, known).in_place
             cache.last_recurrent_layer, cache.has_slots = max(known.values()), self.profile.attends
-            self._passed_cache = passed_cache(model, cache)
         self.states = states
         self.taps: StateTaps = StateTaps(model, states)
         self.forward_kwargs: dict[str, Any] = forward_kwargs or {}

@@ -116,8 +116,7 @@ class EndedRows:
         if self._target.profile.is_recurrent:
             own = returned_cache(self._target.model, [self._states[row][1] for row in rows])
             if own is not None:
-                fill_cache(own, self._slots(rows))
-                return own
+                return self._filled(own, rows, takes_states=False)
         if type(prepared) is StaticCache:
             # Compiled code may know the addresses of its tensors, which stay.
             prepared.reset()
@@ -133,16 +132,14 @@ class EndedRows:
     def _empty_cache(self) -> DynamicCache:
         return DynamicCache(config=self._request.model.config.get_text_config(decoder=True))
 
-    def _filled(self, cache: Cache, rows: list[int]) -> Cache:
-        """An empty cache with keys and values of all tokens of these rows but the last."""
-        fill_cache(cache, self._slots(rows))
-        store_states(cache, [self._states[row][1] for row in rows])
-        return cache
-
-    def _slots(self, rows: list[int]) -> list[list[tuple[torch.Tensor, ...]]]:
-        """What these rows have in the slots of each layer. Of rows that were cut back, more was read than is left."""
+    def _filled(self, cache: Cache, rows: list[int], takes_states: bool = True) -> Cache:
+        """An empty cache with keys and values of all tokens of these rows but the last, and with recurrent states."""
+        # Of rows that were cut back, more has been read than is left.
         ends = zip(rows, map(self._num_slots, rows))
-        return [[tuple(b[:, :end] for b in layer) for layer in self._states[row][0]] for row, end in ends]
+        fill_cache(cache, [[tuple(b[:, :end] for b in layer) for layer in self._states[row][0]] for row, end in ends])
+        if takes_states:
+            store_states(cache, [self._states[row][1] for row in rows])
+        return cache
 
     def _num_slots(self, row: int) -> int:
         """Slots of an ended row. Its last token has not been read, unless it was for what follows."""

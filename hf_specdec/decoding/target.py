@@ -133,15 +133,16 @@ class SlotModel:
         self.taps: StateTaps = StateTaps(model, states)
         self.forward_kwargs: dict[str, Any] = forward_kwargs or {}
         self.row_inputs: dict[str, torch.Tensor] = {}
-        self.see(None)
+        self.source: Source | None = None
+        self.forward_cache: Any = self._passed_cache
         # That of the hidden states; a model's first parameter may belong to a vision tower of another type.
         embedding = model.get_input_embeddings().weight
         self._mask_dtype = embedding.dtype if embedding.is_floating_point() else model.dtype
 
     def see(self, source: Source | None) -> None:
         """Lets the decoder attend to these sources, one for each row, from now on."""
-        self.source: Source | None = source
-        self.forward_cache: Any = self._passed_cache if source is None else source.with_slots(self.cache)
+        self.source = source
+        self.forward_cache = self._passed_cache if source is None else source.with_slots(self.cache)
 
     @cached_property
     def _attention(self) -> AttentionSwitch:

@@ -274,6 +274,16 @@ def test_stand_ins_are_measured_for_offloaded_weights(monkeypatch):
     assert len({weight.untyped_storage().data_ptr() for weight in seen}) == 3 + 2
 
 
+def test_stand_ins_beside_weights_that_are_there(monkeypatch):
+    """Of a target some of whose layers are offloaded the kernel is given no address of what is nowhere."""
+    seen = []
+    monkeypatch.setattr(products, "_WAYS", (lambda x, weight: seen.append(weight),) * 3)
+    there = torch.zeros(64, 32)
+    products._measure([there, torch.empty(64, 32, device="meta")])
+    assert {weight.device.type for weight in seen} == {"cpu"}
+    assert {weight.untyped_storage().data_ptr() == there.data_ptr() for weight in seen} == {True, False}
+
+
 @torch.inference_mode()
 def test_a_call_through_the_kernel(measured, kernel_rows):
     """All of a small target's layers, and the same greedy text."""

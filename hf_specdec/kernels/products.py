@@ -198,7 +198,9 @@ def _matrices(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def _is_offloaded(matrix: torch.Tensor, module: nn.Module) -> bool:
     """Tells a matrix that the kernel can read once it is where its module computes."""
-    return matrix.is_meta and matrix.dtype in DTYPES and computing_device(module).type == "cpu"
+    if not matrix.is_meta or computing_device(module).type != "cpu":
+        return False
+    return takes_weight(torch.empty((1, 1), dtype=matrix.dtype, device="cpu"))
 
 
 def _measure_all(missing: dict[Shape, list[torch.Tensor]]) -> None:

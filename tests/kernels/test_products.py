@@ -263,6 +263,16 @@ def test_an_offloaded_target(measured, kernel_rows, tmp_path, place):
     torch.testing.assert_close(taken, target(rows).logits)
 
 
+@pytest.mark.parametrize("place", ["here", "offloaded"])
+def test_halves_that_the_processor_cannot_convert(measured, monkeypatch, place):
+    monkeypatch.setattr(few_rows, "converts_halves", lambda: False)
+    target = tiny_llama().half()
+    if place == "offloaded":
+        accelerate.cpu_offload(target, execution_device=torch.device("cpu"))
+    prepare_products(target)
+    assert measured == []
+
+
 def test_stand_ins_are_measured_for_offloaded_weights(monkeypatch):
     """As many as there are, and no more than fill the caches."""
     seen = []

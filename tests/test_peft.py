@@ -6,8 +6,10 @@ import copy
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from hf_specdec import SpecConfigError, demo, generate_many, load_speculator
+from hf_specdec.cli.target import Place
 from hf_specdec.decoding import continuation
 from hf_specdec.decoding.recurrent import mixers
 from hf_specdec.diagnosis.checks import network_findings
@@ -230,6 +232,18 @@ def test_add_adapter_of_transformers():
     before = model.generate(**inputs, **SETTINGS)
     model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False))
     assert check_equals_plain(model, inputs).tolist() != before.tolist()
+
+
+def test_commands_load_a_folder_with_an_adapter(tmp_path):
+    """Its base is named in the adapter's file, and the folder has no config."""
+    base, folder = tiny_llama(), tmp_path / "adapter"
+    base.save_pretrained(tmp_path / "base")
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(folder)
+    demo.load_tokenizer().save_pretrained(folder)
+    model, _ = Place(target=str(folder)).load()
+    assert type(model) is LlamaForCausalLM
+    assert list(model.peft_config) == ["default"]
 
 
 @pytest.mark.parametrize("adapter", VIRTUAL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -126,7 +128,7 @@ class Place:
             quieten_loading()
         options = {"trust_remote_code": self.trust_remote_code}
         try:
-            config = AutoConfig.from_pretrained(self.target, **options)
+            config = AutoConfig.from_pretrained(_base_of(self.target), **options)
             if config.is_encoder_decoder and not may_have_encoder:
                 raise ValueError("it has an encoder, and of the commands only generate-many takes such models.")
             tokenizer = AutoTokenizer.from_pretrained(self.target, **options)
@@ -187,6 +189,14 @@ class Place:
             prompt if prompt.name and names[prompt.name] == 1 else replace(prompt, name=f"prompt {number}")
             for number, prompt in enumerate(chosen, start=1)
         ]
+
+
+def _base_of(name: str) -> str:
+    """The model that a repository or folder of a PEFT adapter names as its base; the name itself where it is none."""
+    from transformers.utils import find_adapter_config_file
+
+    found = find_adapter_config_file(name)
+    return name if found is None else json.loads(Path(found).read_text(encoding="utf-8"))["base_model_name_or_path"]
 
 
 def on_target(command: Callable[..., None]) -> Callable[..., None]:

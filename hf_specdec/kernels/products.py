@@ -198,7 +198,9 @@ def _matrices(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def _is_offloaded(matrix: torch.Tensor, module: nn.Module) -> bool:
     """Tells a matrix that the kernel can read once it is where its module computes."""
-    return matrix.is_meta and matrix.dtype in DTYPES and computing_device(module).type == "cpu"
+    if not matrix.is_meta or computing_device(module).type != "cpu":
+        return False
+    return takes_weight(torch.empty((1, 1), dtype=matrix.dtype, device="cpu"))
 
 
 def _measure_all(missing: dict[Shape, list[torch.Tensor]]) -> None:
@@ -214,9 +216,10 @@ def _measure_all(missing: dict[Shape, list[torch.Tensor]]) -> None:
 
 def _measure(weights: Sequence[torch.Tensor]) -> str:
     """The fastest ways over these matrices of one shape, as digits."""
-    if weights[0].is_meta:
-        count = min(-(-_MOST_BYTES // weights[0].nbytes), len(weights))
-        weights = [torch.ones(weights[0].shape, dtype=weights[0].dtype, device="cpu") for _ in range(count)]
+    weights = [
+        torch.ones(weight.shape, dtype=weight.dtype, device="cpu") if weight.is_meta else weight
+        for weight in weights[: -(-_MOST_BYTES // weights[0].nbytes)]
+    ]
     # The widened product has no use for float32 weights.
     ways = _WAYS[: 2 if weights[0].dtype == torch.float32 else 3]
     digits = ""

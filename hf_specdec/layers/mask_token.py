@@ -24,7 +24,7 @@ def tokenizer_of(target_model: nn.Module) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def mask_token_of(tokenizer: PreTrainedTokenizerBase | None, spelling: str | None = None) -> int | None:
+def mask_token_in(tokenizer: PreTrainedTokenizerBase | None, spelling: str | None = None) -> int | None:
     """The id of what a tokenizer has for masks, spelled like this or as usual; `None` where it has nothing."""
     if tokenizer is None:
         return None
@@ -36,8 +36,8 @@ def mask_token_of(tokenizer: PreTrainedTokenizerBase | None, spelling: str | Non
 def mask_token_for(target: PreTrainedModel, wanted: int | None = None) -> int:
     """
     Chooses the token of the masks of a new draft: the one that is wanted, or the tokenizer's mask token, or else the
-    first id after those of the tokenizer. Where the embedding ends there, it is the end-of-sequence token, which is
-    rarely an anchor and never in between.
+    first id after those of the tokenizer. Where the embedding has no such row, it is the end-of-sequence token, which
+    is rarely an anchor and never in between.
 
     Raises:
         SpecConfigError: The target's embedding has no row for the one that is wanted.
@@ -51,11 +51,10 @@ def mask_token_for(target: PreTrainedModel, wanted: int | None = None) -> int:
             )
         return wanted
     tokenizer = tokenizer_of(target)
-    found = mask_token_of(tokenizer)
+    found = mask_token_in(tokenizer)
     if found is None and tokenizer is not None:
-        unused = max(tokenizer.get_vocab().values()) + 1
-        found = unused if unused < num_tokens else None
-    if found is None:
+        found = max(tokenizer.get_vocab().values()) + 1
+    if found is None or found >= num_tokens:
         ends = target.generation_config.eos_token_id
         found = ends[0] if isinstance(ends, Sequence) else ends
     return found or 0

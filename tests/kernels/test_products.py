@@ -263,6 +263,16 @@ def test_an_offloaded_target(measured, kernel_rows, tmp_path, place):
     torch.testing.assert_close(taken, target(rows).logits)
 
 
+@pytest.mark.parametrize("place", ["here", "offloaded"])
+def test_halves_that_the_processor_cannot_convert(measured, monkeypatch, place):
+    monkeypatch.setattr(few_rows, "converts_halves", lambda: False)
+    target = tiny_llama().half()
+    if place == "offloaded":
+        accelerate.cpu_offload(target, execution_device=torch.device("cpu"))
+    prepare_products(target)
+    assert measured == []
+
+
 def test_stand_ins_are_measured_for_offloaded_weights(monkeypatch):
     """As many as there are, and no more than fill the caches."""
     seen = []
@@ -272,6 +282,16 @@ def test_stand_ins_are_measured_for_offloaded_weights(monkeypatch):
         products._measure([torch.empty(64, 32, device="meta")] * count)
     assert {weight.device.type for weight in seen} == {"cpu"}
     assert len({weight.untyped_storage().data_ptr() for weight in seen}) == 3 + 2
+
+
+def test_stand_ins_beside_weights_that_are_there(monkeypatch):
+    """Of a target some of whose layers are offloaded the kernel is given no address of what is nowhere."""
+    seen = []
+    monkeypatch.setattr(products, "_WAYS", (lambda x, weight: seen.append(weight),) * 3)
+    there = torch.zeros(64, 32)
+    products._measure([there, torch.empty(64, 32, device="meta")])
+    assert {weight.device.type for weight in seen} == {"cpu"}
+    assert {weight.untyped_storage().data_ptr() == there.data_ptr() for weight in seen} == {True, False}
 
 
 @torch.inference_mode()

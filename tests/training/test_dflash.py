@@ -213,6 +213,8 @@ class TestBuilding:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<other>", "<|MASK|>"]})
         tokenizer.save_pretrained(tmp_path)
         assert mask_token_for(model) == VOCAB_SIZE + 1
+        model.resize_token_embeddings(VOCAB_SIZE + 1)
+        assert mask_token_for(model) == 5
 
 
 @pytest.mark.parametrize("name", ["dflash", "dflash, revealed", "dflash, one layer", "dflash, selector"])

@@ -55,7 +55,7 @@ from ...layers.llama import (
     rotate,
     with_query_groups,
 )
-from ...layers.mask_token import mask_token_of, tokenizer_of
+from ...layers.mask_token import mask_token_in, tokenizer_of
 from ...target_facts import num_embeddings
 from .config import BlockView, DFlashConfig
 from .corrections import Block, ConfidenceHead, CorrectionHead, DominoHead, LeftToRight, MarkovHead
@@ -458,7 +458,7 @@ def load_dflash(config: SpeculativeConfig, target_model: nn.Module) -> DFlashNet
     mask_token_id = getattr(config.options, "dflash_mask_token_id", None)
 
     def find_mask_token(spelling: str | None) -> int | None:
-        return mask_token_of(tokenizer_of(target_model), spelling)
+        return mask_token_in(tokenizer_of(target_model), spelling)
 
     checkpoint = Checkpoint(config)
     reader = DFlashReader(checkpoint.header)

@@ -407,7 +407,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
 
     @property
     def drafts_ahead(self) -> bool:
-        is_read = len(self._lengths) == len(self.rows) and not any(text.pending for text in self.texts)
+        # Drafted tokens that were fed one by one lie where the next draft would begin.
+        is_read = len(self._lengths) == len(self.rows) and not any(text.pending or text.num_fed for text in self.texts)
         return is_read and self._choice() is not None
 
     def draft_ahead(self, commit: DeviceCommit) -> None:

@@ -11,6 +11,7 @@ from hf_specdec import generate_many, load_speculator, record
 from hf_specdec.control.controller import SpeculationController
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs
+from hf_specdec.logits.rules import StandardRule
 from hf_specdec.transfers import PendingRead
 from tests.decoding.test_waits import dflash, draft_model, eagle3, medusa, mlp_speculator, mtp, peagle
 from tests.models import prompts, tiny_llama
@@ -195,6 +196,31 @@ def test_drawn_drafts_of_rows_that_join(events):
     assert "target draft read" in " ".join(events)
 
 
+@pytest.mark.parametrize("case", ["eagle3, drawn", "draft model, drawn"])
+def test_rows_that_are_judged_again(case, events, monkeypatch):
+    """One row has no token to draw when the next drafts have been launched; the others go on with theirs."""
+    drawn, found = torch.randint(3, 60, (3, 6), generator=torch.Generator().manual_seed(0)).tolist(), []
+    requests = [{"input_ids": tokens, "max_new_tokens": 20, "seed": index} for index, tokens in enumerate(drawn)]
+    judge, (make, settings) = StandardRule.judge, DRAWN[case]
+
+    def judge_nothing(self, draft, scores, rows, positions):
+        acceptance = judge(self, draft, scores, rows, positions)
+        for index, (row, position) in enumerate(zip(rows, positions)):
+            if row == 0 and position > 14:
+                acceptance.tokens[index] = -1
+        return acceptance
+
+    for rule in (judge, judge_nothing):
+        monkeypatch.setattr(StandardRule, "judge", rule)
+        speculator = make(**settings)(None, prompts(3))(model := tiny_llama())
+        arguments = {"do_sample": True, "temperature": 4.0, "in_order": True, "assistant": speculator}
+        found.append(list(generate_many(model, requests, 3, **arguments)))
+    assert "target draft read" in " ".join(events)
+    assert "no token to draw" in str(found[1][0].error)
+    assert [result.error for result in found[1][1:]] == [None, None]
+    assert [result.tokens for result in found[0][1:]] == [result.tokens for result in found[1][1:]]
+
+
 def test_all_of_a_draft_is_accepted(events):
     """A draft model that is the target, whose drafted tokens it reads again."""
     model, inputs = tiny_llama(), prompts(2)
@@ -206,3 +232,15 @@ def test_all_of_a_draft_is_accepted(events):
     stats = output.speculative
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
     assert "target draft read target draft read" in " ".join(events)
+
+
+def test_after_a_pause_in_which_much_was_committed(events, monkeypatch):
+    """What is fed token by token lies after the text, where a draft that is launched ahead would begin."""
+    limits = itertools.cycle([[12, 12], [12, 12], [0, 0]])
+    monkeypatch.setattr(SpeculationController, "limits", lambda *args: next(limits))
+    model, inputs = tiny_llama(), prompts(2)
+    arguments = {"max_new_tokens": 96, "do_sample": False, "return_dict_in_generate": True}
+    speculator = load_speculator(model, draft_model=tiny_llama(), same_tokenizer=True, num_speculative_tokens="auto")
+    stats = model.generate(**inputs, **arguments, assistant=speculator).speculative
+    assert "target draft read" in " ".join(events)
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0

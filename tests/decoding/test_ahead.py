@@ -221,6 +221,24 @@ def test_rows_that_are_judged_again(case, events, monkeypatch):
     assert [result.tokens for result in found[0][1:]] == [result.tokens for result in found[1][1:]]
 
 
+@pytest.mark.parametrize("method", ["draft_model", "early_exit"])
+@pytest.mark.parametrize("changed", [0, 2])
+def test_rows_with_processors_of_their_own(changed, method, events):
+    """Their drafts are those of their own scores, whoever came first; where none has any, a draft is one graph."""
+    drawn, found = torch.randint(3, 60, (3, 6), generator=torch.Generator().manual_seed(0)).tolist(), []
+    requests = [{"input_ids": tokens, "max_new_tokens": 24} for tokens in drawn]
+    requests[changed] |= {"repetition_penalty": 1.5, "max_new_tokens": 8}
+    makers = {"draft_model": {"draft_model": tiny_llama(seed=1), "same_tokenizer": True}, "early_exit": {}}
+    for enforce_eager in (False, True):
+        settings = {"num_speculative_tokens": 3, "enforce_eager": enforce_eager, **makers[method]}
+        speculator = load_speculator(model := tiny_llama(), None if "draft_model" in settings else method, **settings)
+        arguments = {"do_sample": False, "in_order": True, "assistant": speculator}
+        results = list(generate_many(model, requests, 3, **arguments))
+        found.append([(result.tokens, result.stats.num_accepted_tokens) for result in results])
+    assert found[0] == found[1]
+    assert "draft" in events
+
+
 def test_all_of_a_draft_is_accepted(events):
     """A draft model that is the target, whose drafted tokens it reads again."""
     model, inputs = tiny_llama(), prompts(2)

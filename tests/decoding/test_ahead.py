@@ -196,6 +196,19 @@ def test_drawn_drafts_of_rows_that_join(events):
     assert "target draft read" in " ".join(events)
 
 
+@pytest.mark.parametrize("case", DRAWN)
+def test_a_row_without_room_after_others_have_ended(case):
+    """Nothing is asked of rows that were there when there was room for drafts."""
+    make, settings = DRAWN[case]
+    speculator = make(**settings)(None, prompts(3))(model := tiny_llama())
+    arguments = {"do_sample": True, "temperature": 4.0, "in_order": True, "assistant": speculator}
+    for more in range(1, 6):
+        requests = [{"input_ids": [5, 9, 7], "max_new_tokens": 6 + count, "seed": more} for count in (0, more)]
+        results = list(generate_many(model, requests, 2, **arguments))
+        assert [result.error for result in results] == [None, None]
+        assert [len(result.tokens) for result in results] == [6, 6 + more]
+
+
 @pytest.mark.parametrize("case", ["eagle3, drawn", "draft model, drawn"])
 def test_rows_that_are_judged_again(case, events, monkeypatch):
     """One row has no token to draw when the next drafts have been launched; the others go on with theirs."""

@@ -115,9 +115,7 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
     def propose(self, step: DraftStep) -> DraftTree:
         limits = DepthLimits(torch.tensor(self.draft_depths(step)), self.threshold)
         if limits.deepest <= 0:
-            # There will never be room again.
-            self.pending = None
-            return DraftTree.empty(len(step.rows), self.session.device)
+            return self._without_room(step)
         self._step = step
         logits, device = self._logits_at_once(limits), self.session.device
         masks = None if self.samples_drafts else self.growing_masks(step, limits.depths.tolist())

@@ -146,7 +146,9 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
     def propose(self, step: DraftStep) -> DraftTree:
         limits = DepthLimits(torch.tensor(self.draft_depths(step)), self.threshold)
         if limits.deepest <= 0:
-            return self._without_room(step)
+            # There will never be room again for the rows that are here.
+            self.pending = self._step = None
+            return DraftTree.empty(len(step.rows), self.session.device)
         new, self._step = self._take_pending(), step
         if self.samples_drafts:
             return self._sample_chain(new, step, limits)
@@ -162,11 +164,6 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         # much has to be verified.
         depths = depths if self.threshold else limits.depths
         return nodes.draft(self.plan, depths.tolist(), self.session.device)
-
-    def _without_room(self, step: DraftStep) -> DraftTree:
-        """No draft: there will never be room again for the rows that are here."""
-        self.pending = self._step = None
-        return DraftTree.empty(len(step.rows), self.session.device)
 
     def _draft(
         self,

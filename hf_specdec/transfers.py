@@ -136,7 +136,8 @@ def fill_table(table: torch.LongTensor, parts: Sequence[RowNumbers], padding: Se
     """
     lines = [[*part[:count]] if isinstance(part, list) else [pad] * count for part, pad in zip(parts, padding)]
     missing = table.shape[1] - count
-    filled = torch.tensor([line + [pad] * missing for line, pad in zip(lines, padding)], dtype=torch.long)
+    lines = [line + [pad] * missing for line, pad in zip(lines, padding)]
+    filled = torch.tensor(lines, dtype=torch.long, pin_memory=table.is_cuda)
     table.copy_(filled, non_blocking=True)
     for line, part in zip(table, parts):
         if isinstance(part, torch.Tensor):

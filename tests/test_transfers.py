@@ -21,6 +21,7 @@ from hf_specdec.kernels import cache, indexing
 from hf_specdec.transfers import (
     PackedTables,
     PendingRead,
+    fill_table,
     holding,
     kept_on_device,
     kept_tensor,
@@ -50,6 +51,15 @@ def test_tables_begin_where_kernels_like_it():
         parts = upload_together(DEVICE, [1, 2, 3], [4], [], [5, 6])
     assert [part.inner.storage_offset() for part in parts] == [0, 4, 6, 6]
     assert all(part.inner.is_contiguous() for part in parts)
+
+
+def test_a_table_of_rows_is_filled_where_it_lies():
+    """Rows of padding get numbers of their own, also where the device alone knows those of the others."""
+    with other_device() as waits:
+        table, known = move(torch.full((3, 4), -1)), move(torch.tensor([7, 8, 9]))
+        fill_table(table, ([1, 2, 3], known, [5, 6]), [0, 4, 9], 2)
+    assert table.inner.tolist() == [[1, 2, 0, 0], [7, 8, 4, 4], [5, 6, 9, 9]]
+    assert waits == []
 
 
 def test_no_numbers_are_integers_too():

@@ -76,7 +76,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         self.pending: Commit | None = None  # read by the next draft
         self.hidden: torch.Tensor | None = None  # (R, h): states that the last entries hand on
         self.logits: torch.Tensor | None = None  # (R, U): after them
-        self._step: DraftStep | None = None  # that of the last draft
+        self._step: DraftStep | None = None  # that of the last draft, if there was room for one
 
     def plan_drafts(self) -> TokenTree | DynamicTree:
         """Shape of the drafts of the call; a chain if tokens are sampled."""
@@ -146,8 +146,8 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
     def propose(self, step: DraftStep) -> DraftTree:
         limits = DepthLimits(torch.tensor(self.draft_depths(step)), self.threshold)
         if limits.deepest <= 0:
-            # There will never be room again.
-            self.pending = None
+            # There will never be room again for the rows that are here.
+            self.pending = self._step = None
             return DraftTree.empty(len(step.rows), self.session.device)
         new, self._step = self._take_pending(), step
         if self.samples_drafts:

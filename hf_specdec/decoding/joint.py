@@ -413,6 +413,7 @@ class JointLoop(DecodingLoop):
     """
 
     sampler_class = JointSampler
+    judges_again = True
 
     def __init__(self, request: Request, speculator: DrafterSource, rows: list[Row], num_places: int):
         self.table: list[Row | None] = [None] * num_places

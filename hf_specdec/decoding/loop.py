@@ -76,6 +76,8 @@ class DecodingLoop:
     # Listeners are told of the call, and users of drafts that are hardly ever accepted.
     is_reported: ClassVar[bool] = True
     sampler_class: ClassVar[type[DraftSampler]] = DraftSampler
+    # Rows are judged one by one where the verdict on all of them is an error.
+    judges_again: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -294,13 +296,15 @@ class DecodingLoop:
         # Near the end of a row, the depth of its draft depends on how much is accepted.
         if min(self._depths(most)) < depth or (limit and max(step.lengths) + most + depth > limit[0]):
             return
-        if self.tracer is not None:
+        may_judge_again = self.judges_again and len(self.rows) > 1 and not self.verifier.follows_best(self.rows)
+        if self.tracer is not None or may_judge_again:
             # The draft's own memory is written again.
             draft.tokens, draft.parents = draft.tokens.clone(), draft.parents.clone()
             draft.probs = None if draft.probs is None else draft.probs.clone()
         path, tokens, states = acceptance.path[:, :most], acceptance.tokens[:, :most], output.hidden_states
         if output.outcome is None:
-            counts = acceptance.num_accepted + 1
+            # Where nothing could be drawn, the verdict will be an error, and no token may be read that there is not.
+            counts, tokens = acceptance.num_accepted + 1, tokens.clamp(min=0)
             anchors = last_of_each(tokens, counts)
             states = {key: take_nodes(value, path) for key, value in states.items()}
         else:

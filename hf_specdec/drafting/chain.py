@@ -1,4 +1,4 @@
-"""Chains whose tokens are chosen one by one outside of graphs, with the call's logits processors in between.
+"""Chains whose tokens are chosen one by one, with the call's logits processors in between.
 
 Shapes: R rows that are drafted for, V vocabulary of the target, W logits of a draft.
 """
@@ -9,14 +9,14 @@ import torch
 
 from ..drafts import DraftTree
 from ..logits.acceptance import best_tokens
-from ..logits.sampling import DraftSampler
+from ..logits.sampling import CapturedSampler, DraftSampler
 
 
 class SteeredChain:
     """Draft tokens of one cycle, sampled from the draft's processed distributions, or the best ones of these.
 
     Args:
-        sampler (`DraftSampler`): Processes logits as the target's are processed, and samples.
+        sampler (`DraftSampler` or `CapturedSampler`): Processes logits as the target's are processed, and samples.
         rows (`list[int]` of length R): Number of each row in the call.
         lengths (`list[int]` of length R): Committed tokens of each row, the anchor included.
         samples (`bool`): Tokens are sampled.
@@ -26,7 +26,9 @@ class SteeredChain:
         probs (`list[torch.FloatTensor]`): Distributions that they were sampled from, each `(R, V)`.
     """
 
-    def __init__(self, sampler: DraftSampler, rows: list[int], lengths: list[int], samples: bool = True):
+    def __init__(
+        self, sampler: DraftSampler | CapturedSampler, rows: list[int], lengths: list[int], samples: bool = True
+    ):
         self._sampler, self._rows, self._samples = sampler, rows, samples
         self._anchor_positions = [length - 1 for length in lengths]
         self.tokens: list[torch.LongTensor] = []

@@ -15,12 +15,12 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
-    xLSTMConfig,
-    xLSTMForCausalLM,
 )
 
 from hf_specdec import (
@@ -30,6 +30,7 @@ from hf_specdec import (
     record,
 )
 from hf_specdec.decoding.target import SlotModel
+from tests.architectures import tiny_model
 from tests.models import TINY, VOCAB_SIZE, prompts, tiny_llama, tiny_mistral
 from tests.pairs import every_pair
 from tests.statistics import chi_square_pvalue
@@ -256,10 +257,19 @@ class TestArchitectures:
         has_note = any("rows differ in length" in note for note in call.stats.notes)
         assert has_note == (name in SLOT_COUNTERS and batch_size > 1)
 
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    def test_a_draft_of_recurrent_layers_alone(self, batch_size):
+        """A draft model that is the target goes back to the committed text like it: all of its drafts are accepted."""
+        target = tiny_model("xlstm")
+        inputs = prompts(batch_size, padding=False)
+        plain, ours, call = plain_and_ours(target, copy.deepcopy(target), inputs, pad_token_id=0)
+        assert torch.equal(ours, plain)
+        assert call.stats.num_accepted_tokens == call.stats.num_draft_tokens > 0
+
     @pytest.mark.parametrize(
         "draft",
         [
-            xLSTMForCausalLM(xLSTMConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_heads=2, num_hidden_layers=2)),
+            OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCAB_SIZE, n_embd=16, n_layer=2, n_head=2)),
             T5ForConditionalGeneration(T5Config(vocab_size=VOCAB_SIZE, d_model=16, d_ff=16, num_layers=1)),
         ],
         ids=lambda draft: type(draft).__name__,

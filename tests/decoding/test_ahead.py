@@ -11,6 +11,7 @@ from hf_specdec import generate_many, load_speculator, record
 from hf_specdec.control.controller import SpeculationController
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs
+from hf_specdec.logits.rules import StandardRule
 from hf_specdec.transfers import PendingRead
 from tests.decoding.test_waits import dflash, draft_model, eagle3, medusa, mlp_speculator, mtp, peagle
 from tests.models import prompts, tiny_llama
@@ -195,6 +196,62 @@ def test_drawn_drafts_of_rows_that_join(events):
     assert "target draft read" in " ".join(events)
 
 
+@pytest.mark.parametrize("case", DRAWN)
+def test_a_row_without_room_after_others_have_ended(case):
+    """Nothing is asked of rows that were there when there was room for drafts."""
+    make, settings = DRAWN[case]
+    speculator = make(**settings)(None, prompts(3))(model := tiny_llama())
+    arguments = {"do_sample": True, "temperature": 4.0, "in_order": True, "assistant": speculator}
+    for more in range(1, 6):
+        requests = [{"input_ids": [5, 9, 7], "max_new_tokens": 6 + count, "seed": more} for count in (0, more)]
+        results = list(generate_many(model, requests, 2, **arguments))
+        assert [result.error for result in results] == [None, None]
+        assert [len(result.tokens) for result in results] == [6, 6 + more]
+
+
+@pytest.mark.parametrize("case", ["eagle3, drawn", "draft model, drawn"])
+def test_rows_that_are_judged_again(case, events, monkeypatch):
+    """One row has no token to draw when the next drafts have been launched; the others go on with theirs."""
+    drawn, found = torch.randint(3, 60, (3, 6), generator=torch.Generator().manual_seed(0)).tolist(), []
+    requests = [{"input_ids": tokens, "max_new_tokens": 20, "seed": index} for index, tokens in enumerate(drawn)]
+    judge, (make, settings) = StandardRule.judge, DRAWN[case]
+
+    def judge_nothing(self, draft, scores, rows, positions):
+        acceptance = judge(self, draft, scores, rows, positions)
+        for index, (row, position) in enumerate(zip(rows, positions)):
+            if row == 0 and position > 14:
+                acceptance.tokens[index] = -1
+        return acceptance
+
+    for rule in (judge, judge_nothing):
+        monkeypatch.setattr(StandardRule, "judge", rule)
+        speculator = make(**settings)(None, prompts(3))(model := tiny_llama())
+        arguments = {"do_sample": True, "temperature": 4.0, "in_order": True, "assistant": speculator}
+        found.append(list(generate_many(model, requests, 3, **arguments)))
+    assert "target draft read" in " ".join(events)
+    assert "no token to draw" in str(found[1][0].error)
+    assert [result.error for result in found[1][1:]] == [None, None]
+    assert [result.tokens for result in found[0][1:]] == [result.tokens for result in found[1][1:]]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "early_exit"])
+@pytest.mark.parametrize("changed", [0, 2])
+def test_rows_with_processors_of_their_own(changed, method, events):
+    """Their drafts are those of their own scores, whoever came first; where none has any, a draft is one graph."""
+    drawn, found = torch.randint(3, 60, (3, 6), generator=torch.Generator().manual_seed(0)).tolist(), []
+    requests = [{"input_ids": tokens, "max_new_tokens": 24} for tokens in drawn]
+    requests[changed] |= {"repetition_penalty": 1.5, "max_new_tokens": 8}
+    makers = {"draft_model": {"draft_model": tiny_llama(seed=1), "same_tokenizer": True}, "early_exit": {}}
+    for enforce_eager in (False, True):
+        settings = {"num_speculative_tokens": 3, "enforce_eager": enforce_eager, **makers[method]}
+        speculator = load_speculator(model := tiny_llama(), None if "draft_model" in settings else method, **settings)
+        arguments = {"do_sample": False, "in_order": True, "assistant": speculator}
+        results = list(generate_many(model, requests, 3, **arguments))
+        found.append([(result.tokens, result.stats.num_accepted_tokens) for result in results])
+    assert found[0] == found[1]
+    assert "draft" in events
+
+
 def test_all_of_a_draft_is_accepted(events):
     """A draft model that is the target, whose drafted tokens it reads again."""
     model, inputs = tiny_llama(), prompts(2)
@@ -206,3 +263,15 @@ def test_all_of_a_draft_is_accepted(events):
     stats = output.speculative
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
     assert "target draft read target draft read" in " ".join(events)
+
+
+def test_after_a_pause_in_which_much_was_committed(events, monkeypatch):
+    """What is fed token by token lies after the text, where a draft that is launched ahead would begin."""
+    limits = itertools.cycle([[12, 12], [12, 12], [0, 0]])
+    monkeypatch.setattr(SpeculationController, "limits", lambda *args: next(limits))
+    model, inputs = tiny_llama(), prompts(2)
+    arguments = {"max_new_tokens": 96, "do_sample": False, "return_dict_in_generate": True}
+    speculator = load_speculator(model, draft_model=tiny_llama(), same_tokenizer=True, num_speculative_tokens="auto")
+    stats = model.generate(**inputs, **arguments, assistant=speculator).speculative
+    assert "target draft read" in " ".join(events)
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0

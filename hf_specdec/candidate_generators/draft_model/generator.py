@@ -382,16 +382,20 @@ class DraftModelCandidateGenerator(CandidateGenerator):
 
     def _choice(self) -> Choose | None:
         """The choice of tokens inside of the graph of a whole draft; `None` where there is no such graph."""
-        graphs, sampler, sizes, stack = self.model.graphs, self.sampler, self.vocabularies, None
+        graphs, sampler, sizes = self.model.graphs, self.sampler, self.vocabularies
         if graphs is None or graphs.why_eager is not None or self.options.confidence_threshold:
             return None
         if type(sizes) is not SameTokens or self.states is not None:
             return None
+        stack = sampler.in_graphs(self.rows)
         if self.samples_drafts:
-            stack = sampler.in_graphs(self.rows) if self.device == self.session.device else None
-        if (stack is None) if self.samples_drafts else not (sampler.is_greedy and not sampler.stack):
+            can_choose = stack is not None and self.device == self.session.device
+        else:
+            can_choose = sampler.is_greedy and stack is not None and not stack
+        if not can_choose:
             return None
-        return Choose(min(sizes.target_size, sizes.draft_size), sizes.readable, sampler.vocab_size, stack)
+        width = min(sizes.target_size, sizes.draft_size)
+        return Choose(width, sizes.readable, sampler.vocab_size, stack if self.samples_drafts else None)
 
     def _continue(
         self, choose: Choose, tokens: torch.LongTensor, counts: list[int] | torch.LongTensor, before: list[int]
@@ -407,7 +411,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
 
     @property
     def drafts_ahead(self) -> bool:
-        is_read = len(self._lengths) == len(self.rows) and not any(text.pending for text in self.texts)
+        # Drafted tokens that were fed one by one lie where the next draft would begin.
+        is_read = len(self._lengths) == len(self.rows) and not any(text.pending or text.num_fed for text in self.texts)
         return is_read and self._choice() is not None
 
     def draft_ahead(self, commit: DeviceCommit) -> None:

@@ -115,8 +115,8 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
     def propose(self, step: DraftStep) -> DraftTree:
         limits = DepthLimits(torch.tensor(self.draft_depths(step)), self.threshold)
         if limits.deepest <= 0:
-            # There will never be room again.
-            self.pending = None
+            # There will never be room again for the rows that are here.
+            self.pending = self._step = None
             return DraftTree.empty(len(step.rows), self.session.device)
         self._step = step
         logits, device = self._logits_at_once(limits), self.session.device

@@ -206,8 +206,8 @@ class LayerEntries(DraftEntries):
             self._handed_on = None
         return output
 
-    def _captured(self, inputs: DraftInputs, columns: int) -> LayerEntries:
-        entries = super()._captured(inputs, columns)
+    def _in_a_graph(self, inputs: DraftInputs, columns: int) -> LayerEntries:
+        entries = super()._in_a_graph(inputs, columns)
         entries._last = {key.name: values for key, values in inputs.states.items() if isinstance(key, _OfLast)}
         return entries
 

@@ -125,23 +125,21 @@ class SelfSpeculation(CandidateGenerator):
 
     def _draft_at_once(self, model: SlotModel, step: DraftStep, count: int) -> Following | None:
         """A draft of this depth from one graph; `None` where each token is chosen by itself."""
-        target, sampler, stack, uniforms = self.session.target, self.session.sampler, None, None
+        target, sampler, uniforms = self.session.target, self.session.sampler, None
         if target.graphs is None or model.model.device != self.session.device:
             return None
         if self.drafts.window is not None:
             if not self.session.draft_graphs:
                 self.session.draft_graphs.append(graphs_for(target.model, {_WHY_EAGER: True}))
             return None
+        stack = sampler.in_graphs(step.rows)
+        if stack is None or not (self.samples_drafts or (sampler.is_greedy and not stack)):
+            return None
         if self.samples_drafts:
-            stack = sampler.in_graphs(step.rows)
-            if stack is None:
-                return None
             before = [length - 1 for length in step.lengths]
             uniforms = sampler.uniforms.drafts_after(step.rows, before, count + 1, count)
-        elif not (sampler.is_greedy and not sampler.stack):
-            return None
         size = sampler.vocab_size
-        choose = Choose(size, size, size, stack)
+        choose = Choose(size, size, size, stack if self.samples_drafts else None)
         return self.drafts.continued(target, model, step.anchor_tokens, choose, count, uniforms)
 
 

@@ -42,6 +42,7 @@ _HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     "transformers.generation.stopping_criteria": dict.fromkeys(_CRITERIA.split(), ()),
     "transformers.cache_utils": dict.fromkeys(_CACHES.split(), ()),
     "transformers.masking_utils": dict.fromkeys(("ALL_MASK_ATTENTION_FUNCTIONS", "eager_mask", "sdpa_mask"), ()),
+    "transformers.modeling_outputs": {"BaseModelOutput": ()},
     "transformers.modeling_utils": {"AttentionInterface": ()},
     "transformers.utils": {"ModelOutput": ()},
     "transformers.integrations.sdpa_attention": {"sdpa_attention_forward": ()},

@@ -9,11 +9,11 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     LlamaModel,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
-    xLSTMConfig,
-    xLSTMForCausalLM,
 )
 
 from hf_specdec import (
@@ -224,12 +224,10 @@ class TestLoading:
         assert str(folder) in str(error.value)
         assert len(str(error.value)) < 500
 
-    def test_recurrent_checkpoint(self, load, tmp_path):
-        network = xLSTMForCausalLM(
-            xLSTMConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_heads=2, num_hidden_layers=2)
-        )
-        network.save_pretrained(tmp_path)
-        with pytest.raises(UnsupportedModelError, match="xLSTMForCausalLM.*draft model"):
+    def test_checkpoint_without_a_cache(self, load, tmp_path):
+        config = OpenAIGPTConfig(vocab_size=VOCAB_SIZE, n_embd=16, n_layer=2, n_head=2)
+        OpenAIGPTLMHeadModel(config).save_pretrained(tmp_path)
+        with pytest.raises(UnsupportedModelError, match="OpenAIGPTLMHeadModel.*draft model"):
             load("target").generate(**prompts(1), **GREEDY, **draft_from(str(tmp_path)))
 
     @pytest.mark.parametrize("setting", [{"quantization": "4bit"}, {"dtype": "float32"}, {"model": "a/b"}])

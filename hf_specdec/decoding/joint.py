@@ -93,7 +93,8 @@ class Row:
         self.seed = seed
         self.number = number
         self.most_draft_tokens = most_draft_tokens
-        self.top_logprobs, self.source = top_logprobs, source
+        self.top_logprobs = top_logprobs
+        self.source = source
         self.samples: bool = bool(request.generation_config.do_sample)
         self.is_cancelled = False
         self.restart()

@@ -334,7 +334,9 @@ class SlotModel:
 
     # What graphs run
 
-    def as_recorded(self, read: Callable[[SlotModel, NodeInputs], tuple], inputs: NodeInputs, columns: int) -> tuple:
+    def as_recorded(
+        self, read: Callable[[SlotModel, NodeInputs], tuple[Any, ...]], inputs: NodeInputs, columns: int
+    ) -> tuple[Any, ...]:
         """The result of `read`, and the `attention_layers`, for a model to which tensors say where rows stand."""
         model = copy(self)
         model.graphs = None
@@ -348,7 +350,14 @@ class SlotModel:
         output = self.forward(*inputs.read()[:2])
         return output.logits, output.hidden_states, None
 
-    def fill(self, inputs: NodeInputs, count: int, tokens, parents, num_drafted) -> None:
+    def fill(
+        self,
+        inputs: NodeInputs,
+        count: int,
+        tokens: list[torch.LongTensor],
+        parents: torch.LongTensor,
+        num_drafted: RowNumbers,
+    ) -> None:
         """Copies in the nodes of the first rows."""
         inputs.fill(
             [part[:count] for part in tokens],

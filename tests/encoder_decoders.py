@@ -5,6 +5,7 @@ A type needs an entry here only where the common sizes do not fit it, or where i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 
@@ -233,3 +234,14 @@ def ready(model: torch.nn.Module) -> torch.nn.Module:
     for key, value in {**settings, **dict.fromkeys(open_ended)}.items():
         setattr(model.generation_config, key, value)
     return model.eval()
+
+
+def changed(model, share: float) -> torch.nn.Module:
+    """A copy whose weights are a little different."""
+    torch.manual_seed(5)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            if weight.dim() > 1:
+                weight.add_(share * weight.std() * torch.randn_like(weight))
+    return other

@@ -23,7 +23,7 @@ from hf_specdec import (
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
 from tests.arrivals import ANY_ORDER, arrivals, check_each_for_itself
-from tests.encoder_decoders import CHAINS_ONLY, supported, text_model, tiny_model
+from tests.encoder_decoders import CHAINS_ONLY, changed, supported, text_model, tiny_model
 from tests.models import nothing_runs
 from tests.sampled import sampled_speculator
 from tests.statistics import chi_square_pvalue
@@ -147,17 +147,6 @@ class Copy:
     def __call__(self, input_ids, scores):
         scores[:, self.source[input_ids.shape[1] - 1]] += 1e4
         return scores
-
-
-def changed(model, share: float) -> torch.nn.Module:
-    """A copy whose weights are a little different."""
-    torch.manual_seed(5)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for weight in other.parameters():
-            if weight.dim() > 1:
-                weight.add_(share * weight.std() * torch.randn_like(weight))
-    return other
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper", "speech_to_text"])

@@ -9,7 +9,7 @@ import torch
 from transformers import BartForCausalLM, WhisperForCausalLM
 
 from hf_specdec import UnsupportedModelError, record
-from tests.encoder_decoders import text_model, tiny_model
+from tests.encoder_decoders import changed, text_model, tiny_model
 from tests.models import tiny_llama
 
 
@@ -22,17 +22,6 @@ def decoder_of(model, model_class) -> torch.nn.Module:
     alone.model.decoder.load_state_dict(model.model.decoder.state_dict())
     alone.get_output_embeddings().load_state_dict(model.get_output_embeddings().state_dict())
     return alone
-
-
-def changed(model, share: float) -> torch.nn.Module:
-    """A copy whose weights are a little different."""
-    torch.manual_seed(5)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for weight in other.parameters():
-            if weight.dim() > 1:
-                weight.add_(share * weight.std() * torch.randn_like(weight))
-    return other
 
 
 def drafted(model, draft, inputs, **settings):

@@ -390,12 +390,12 @@ class SlotCache(Cache):
             layer.length = longest
         return self.plan
 
-    def commit(self, counts: RowNumbers | int, path: torch.LongTensor | None = None) -> None:
+    def commit(self, counts: RowNumbers, path: torch.LongTensor | None = None) -> None:
         """Keeps what was accepted of the last forward.
 
         Args:
             counts (`list[int]` of length R): Nodes kept of each row, the anchor included. In a graph a tensor `(R,)`,
-                or a number for all rows.
+                or equal ones.
             path (`torch.LongTensor` of shape `(R, M)`, *optional*):
                 Kept nodes in order, the anchor first (columns past a row's count are ignored). `None`: the first
                 `counts` nodes, which lie in place already.

@@ -161,6 +161,6 @@ class Continuing:
                 continue
             model.cache.commit(read)
             token = self.choose.readable(chosen[-1][0])[:, None]
-            logits, read = model.forward(token, chain_topology(0, token.device)).logits[:, -1], 1
+            logits, read = model.forward(token, chain_topology(0, token.device)).logits[:, -1], [1] * len(token)
         tokens, *probs = (torch.stack(parts, dim=1) for parts in zip(*chosen))
         return (Following(tokens, probs[0] if probs else None),)

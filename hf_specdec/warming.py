@@ -178,7 +178,8 @@ class _WarmUpLoop(DecodingLoop):
     def _verify_nothing(self) -> None:
         """A verification without a draft, of which nothing is kept."""
         draft = DraftTree.empty(len(self.rows), self.device)
-        self.target.verify(self.anchors, draft, judges=self.verifier.follows_best(self.rows))
+        judge = self.verifier.in_a_graph(draft, self.rows, self._positions(1))
+        self.target.verify(self.anchors, draft, judge)
 
     def _depths(self, more: int = 0) -> list[int]:
         return [min(most, self.depth) for most in super()._depths(more)]

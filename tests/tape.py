@@ -23,6 +23,8 @@ from hf_specdec.decoding.node_inputs import NodeInputs
 from hf_specdec.drafting import chain, growth
 from hf_specdec.drafting.graphs import RowInputs
 from hf_specdec.drafting.slots import DraftInputs
+from hf_specdec.kernels import acceptance as kernels_of_acceptance
+from hf_specdec.logits import acceptance, rules
 from tests.other_device import Elsewhere
 
 
@@ -141,9 +143,11 @@ def tape_everything(monkeypatch) -> list[TapeBackend]:
         return used[-1]
 
     monkeypatch.setattr(graphs, "capture_backend", backend)
-    for module in (corrections, denoising, generator, selector, growth, chain, mlp_speculator):
+    for module in (corrections, denoising, generator, selector, growth, chain, mlp_speculator, rules, acceptance):
         # On a CPU it goes through numpy, which is not on a tape.
         monkeypatch.setattr(module, "best_tokens", lambda scores: scores.argmax(-1))
+    # There it asks what a tape would wait for.
+    monkeypatch.setattr(kernels_of_acceptance, "nowhere", lambda mask: False)
     return used
 
 

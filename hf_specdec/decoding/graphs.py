@@ -13,6 +13,7 @@ Shapes: R rows and T nodes of a graph, r and t of them in use.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,6 +74,7 @@ class ModelGraphs:
     def __init__(self):
         self.store: SlotStore = SlotStore(self._drop_place)
         self.outputs = SharedOutputs()
+        self.floats: torch.FloatTensor | None = None
         self.forwards: dict[tuple[Any, ...], CapturedForward] = {}
         self.why_eager: str | None = None
         self.backend: CaptureBackend | None = None
@@ -126,6 +128,7 @@ class ModelGraphs:
         self.forwards = {key: captured for key, captured in self.forwards.items() if stays(key)}
         if not self.forwards:
             self.outputs: SharedOutputs = SharedOutputs()
+            self.floats = None
             if self.backend is not None:
                 self.backend.forget()
 
@@ -193,6 +196,14 @@ class CallGraphs:
         if nodes > self._largest:
             return None
         return 1 if nodes == 1 else self._largest
+
+    def shared_floats(self, shape: tuple[int, ...], device: torch.device) -> torch.FloatTensor:
+        """A large input of a graph: memory of float32 numbers, which all graphs share that fill it before they run."""
+        memory, count = self._shared.floats, math.prod(shape)
+        if memory is None or len(memory) < count:
+            with torch.inference_mode(False):
+                memory = self._shared.floats = torch.zeros(count, device=device)
+        return memory[:count].view(shape)
 
     def run_on_slots(
         self,

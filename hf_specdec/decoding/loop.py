@@ -267,8 +267,9 @@ class DecodingLoop:
 
     def _verify(self, draft: DraftTree) -> SlotOutput:
         """One forward of the target over the anchors and all draft nodes; on a GPU it is only launched."""
-        judges = self.target.graphs is not None and self.verifier.follows_best(self.rows)
-        output = self.target.verify(self.anchors, draft, judges)
+        has_graphs = self.target.graphs is not None
+        judge = self.verifier.in_a_graph(draft, self.rows, self._positions(1)) if has_graphs else None
+        output = self.target.verify(self.anchors, draft, judge)
         self.stats.num_target_forwards += 1
         output.logits = output.logits.to(self.device)
         if self.target.num_successors and output.successors is None:
@@ -296,15 +297,17 @@ class DecodingLoop:
         # Near the end of a row, the depth of its draft depends on how much is accepted.
         if min(self._depths(most)) < depth or (limit and max(step.lengths) + most + depth > limit[0]):
             return
-        may_judge_again = self.judges_again and len(self.rows) > 1 and not self.verifier.follows_best(self.rows)
+        may_judge_again = self.judges_again and len(self.rows) > 1 and output.may_fail
         if self.tracer is not None or may_judge_again:
             # The draft's own memory is written again.
             draft.tokens, draft.parents = draft.tokens.clone(), draft.parents.clone()
             draft.probs = None if draft.probs is None else draft.probs.clone()
         path, tokens, states = acceptance.path[:, :most], acceptance.tokens[:, :most], output.hidden_states
+        if output.may_fail:
+            # Then the verdict will be an error, and no token may be read that there is not.
+            tokens = tokens.clamp(min=0)
         if output.outcome is None:
-            # Where nothing could be drawn, the verdict will be an error, and no token may be read that there is not.
-            counts, tokens = acceptance.num_accepted + 1, tokens.clamp(min=0)
+            counts = acceptance.num_accepted + 1
             anchors = last_of_each(tokens, counts)
             states = {key: take_nodes(value, path) for key, value in states.items()}
         else:

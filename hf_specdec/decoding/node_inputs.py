@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from ..drafts import DraftTree, TreeTopology
+from ..logits.captured import CapturedJudge
+from ..logits.randomness import RowKeys
 from ..transfers import RowNumbers, fill_table
 from .masks import GrownTopology, RowState
 
@@ -25,6 +27,7 @@ class NodeInputs:
     Attributes:
         lengths, starts, leads (`torch.LongTensor` of shape `(R,)`): Those of [`RowState`].
         max_positions (`torch.LongTensor` of shape `(R, 1)`): Last position id that a node of a row may have.
+        keys (`RowKeys`): Of the rows' random numbers.
     """
 
     def __init__(self, rows: int, nodes: int, device: torch.device):
@@ -34,14 +37,15 @@ class NodeInputs:
             # The tokens of all nodes, and the parents of those that were drafted.
             self._nodes = torch.zeros((rows, 2 * nodes - 1), dtype=torch.long, device=device)
             # Each part begins at a multiple of 16 bytes, for which kernels are compiled in any case.
-            self._rows = torch.zeros((5, rows + rows % 2), dtype=torch.long, device=device)
+            self._rows = torch.zeros((8, rows + rows % 2), dtype=torch.long, device=device)
             self._padding = torch.zeros((2, 1, nodes), dtype=torch.long, device=device)
             self._padding[1] = -1
         self.lengths: torch.Tensor
         self.starts: torch.Tensor
         self.leads: torch.Tensor
-        self.lengths, self.starts, self.leads, last_positions, self._num_drafted = self._rows[:, :rows]
+        self.lengths, self.starts, self.leads, last_positions, self._num_drafted, *keys = self._rows[:, :rows]
         self.max_positions: torch.Tensor = last_positions[:, None]
+        self.keys: RowKeys = RowKeys(*keys)
 
     def fill(
         self,
@@ -50,6 +54,7 @@ class NodeInputs:
         num_drafted: RowNumbers,
         rows: RowState,
         max_position: int | None = None,
+        keys: RowKeys | None = None,
     ) -> None:
         """Copies in the nodes of a forward: `tokens` `(r, t)` in one or more parts, and `parents` of [`DraftTree`].
 
@@ -60,6 +65,7 @@ class NodeInputs:
             num_drafted (`list[int]` or `torch.LongTensor` of shape `(r,)`): Valid draft nodes of each row.
             rows (`RowState`): Where the rows stand.
             max_position (`int`, *optional*): As for [`SlotModel`].
+            keys (`RowKeys`, *optional*): Of their random numbers.
         """
         count, missing = len(rows.lengths), self._num_nodes - 1 - parents.shape[-1]
         zeros, anchors = self._padding[..., :missing].expand(-1, count, -1)
@@ -68,7 +74,7 @@ class NodeInputs:
         if count < len(self._nodes):
             self._nodes[count:] = self._nodes[:1]
         last = [_NO_LIMIT if max_position is None else max_position] * count
-        parts = (rows.lengths, rows.starts, rows.leads, last, num_drafted)
+        parts = (rows.lengths, rows.starts, rows.leads, last, num_drafted, *(keys or [[0] * count] * 3))
         fill_table(self._rows, parts, [0] * len(parts), count)
 
     @property
@@ -79,6 +85,40 @@ class NodeInputs:
         """Tokens `(R, T)` of the nodes of the graph that runs, who sees whom, and the drafted nodes."""
         tokens, parents = (part.contiguous() for part in self._nodes.tensor_split([self._num_nodes], dim=1))
         return tokens, GrownTopology(parents), DraftTree(tokens[:, 1:], parents, self._num_drafted)
+
+
+class JudgedInputs(NodeInputs):
+    """Nodes of a forward that judges them.
+
+    Args:
+        rows (`int`), nodes (`int`), device (`torch.device`): As for [`NodeInputs`].
+        judge (`CapturedJudge`): Judges them.
+        probs (`torch.FloatTensor` of shape `(R, T - 1, V)`, *optional*): The distributions that they were drawn from,
+            in memory that others may write to between two forwards.
+    """
+
+    def __init__(
+        self, rows: int, nodes: int, device: torch.device, judge: CapturedJudge, probs: torch.FloatTensor | None = None
+    ):
+        super().__init__(rows, nodes, device)
+        self.judge = judge
+        self._probs = probs
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return super().buffers + ([] if self._probs is None else [self._probs])
+
+    def fill_probs(self, probs: torch.FloatTensor | None, count: int) -> None:
+        """Copies in those of the first rows; of padding they are any numbers."""
+        if self._probs is not None and probs is not None:
+            self._probs[:count, : probs.shape[1]].copy_(probs[:count])
+
+    def read(self) -> tuple[torch.LongTensor, TreeTopology, DraftTree]:
+        tokens, topology, draft = super().read()
+        draft.probs, draft.is_chain = self._probs, self.judge.is_chain
+        # One of a chain would be that of no padding.
+        draft.topology = topology
+        return tokens, topology, draft
 
 
 _NO_LIMIT = torch.iinfo(torch.long).max

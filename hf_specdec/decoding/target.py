@@ -23,20 +23,22 @@ from ..drafts import DraftTree, TreeTopology
 from ..drafts.topology import chain_parents
 from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
-from ..kernels.acceptance import follow
 from ..kernels.cache import move_slots
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import MAX_NODES, SlotTree
 from ..logits.acceptance import with_successors
+from ..logits.captured import CapturedJudge
+from ..logits.randomness import RowKeys
 from ..logits.verifier import take_nodes
+from ..target_facts import vocabulary_size
 from ..threads import cached_property
 from ..transfers import PackedTables, RowNumbers, select_rows, upload
 from .adapters import ADAPTED_ROW, RowAdapters
 from .attention import TREE_KERNEL, AttentionSwitch, TreeMask, VerificationForward, attention_switch
 from .cache import SlotCache
-from .graphs import CallGraphs, graphs_for
+from .graphs import CallGraphs, Variant, graphs_for
 from .masks import RowState, node_masks, node_positions, slot_tree
-from .node_inputs import NodeInputs
+from .node_inputs import JudgedInputs, NodeInputs
 from .own_states import passed_cache
 from .positions import PlacedNodes, PositionCounter
 from .profile import MASK_OF_LAYER_TYPE, WITHOUT_ATTENTION, model_profile
@@ -52,6 +54,10 @@ if TYPE_CHECKING:
     from .profile import ModelProfile
 
 
+# Scores of all nodes up to which they are judged in a graph, which holds on to the memory that this takes.
+_MOST_SCORES = 1 << 26
+
+
 @dataclass
 class SlotOutput:
     """Result of a forward over slots.
@@ -60,10 +66,11 @@ class SlotOutput:
         logits (`torch.Tensor` of shape `(R, T, V)`): The logits.
         hidden_states (`dict`): The states asked for, each `(R, T, H)`; with an outcome `(R, M, H)`, along the path.
         all_hidden_states (`tuple`, *optional*): Those of all layers.
-        outcome (`PackedTables`, *optional*): Of a graph that has judged the draft by the target's best tokens: M, the
+        outcome (`PackedTables`, *optional*): Of a graph that has judged the draft: M, the
             most tokens of a row; "accepted", "counts" `(R, 1)`, of the draft and in all; "committed", "path" `(R, M)`,
             "anchor" `(R, 1)`, tokens, their nodes, the last; "num_nodes" `(R, 1)`, "tokens", "parents" `(R, N)`.
         successors (`torch.LongTensor` of shape `(R, T, 1 + K)`, *optional*): Of [`with_successors`], as asked for.
+        may_fail (`bool`): Scores may leave no token to choose, so that the verdict is an error.
     """
 
     logits: torch.Tensor
@@ -71,6 +78,7 @@ class SlotOutput:
     all_hidden_states: tuple[torch.Tensor, ...] | None = None
     outcome: PackedTables | None = None
     successors: torch.LongTensor | None = None
+    may_fail: bool = True
 
 
 class SlotModel:
@@ -272,15 +280,16 @@ class SlotModel:
         fits = self._fits_kernel and tokens.shape[1] <= MAX_NODES and rows.hidden is None
         return rows, slot_tree(topology, rows) if fits and use_triton(tokens) else None
 
-    def verify(self, anchors: torch.LongTensor, draft: DraftTree, judges: bool = False) -> SlotOutput:
+    def verify(self, anchors: torch.LongTensor, draft: DraftTree, judge: CapturedJudge | None = None) -> SlotOutput:
         """Reads anchors `(R,)` and drafts after each row's committed slots.
 
         Args:
-            judges (`bool`): The draft is accepted by the best tokens of the logits alone, which a graph may find out.
+            judge (`CapturedJudge`, *optional*): Judges the draft, where a graph runs.
         """
         if self.graphs is not None:
             counts = draft.num_nodes if draft.node_counts is None else draft.node_counts
-            replayed = self._replay([anchors[:, None], draft.tokens], draft.parents, counts, judges)
+            tokens = [anchors[:, None], draft.tokens]
+            replayed = self._replay(tokens, draft.parents, counts, judge, draft.probs)
             if replayed is not None:
                 return replayed
         tokens = anchors[:, None] if draft.size == 0 else torch.cat([anchors[:, None], draft.tokens], dim=1)
@@ -302,19 +311,36 @@ class SlotModel:
         tokens: list[torch.LongTensor],
         parents: torch.LongTensor,
         num_drafted: RowNumbers,
-        judges: bool = False,
+        judge: CapturedJudge | None = None,
+        probs: torch.FloatTensor | None = None,
     ) -> SlotOutput | None:
         """The output of a graph; `None` where there is none. The arguments are those of [`NodeInputs.fill`]."""
         rows, nodes, device = len(num_drafted), parents.shape[-1] + 1, tokens[0].device
         size = self.graphs.padded_nodes(nodes)
         if size is None or size > MAX_NODES:
             return None
+        if judge is not None and judge.may_fail and rows * size * vocabulary_size(self.model) > _MOST_SCORES:
+            judge = None
+
+        def make_inputs(rows: int) -> NodeInputs:
+            if judge is None:
+                return NodeInputs(rows, size, device)
+            shape = (rows, size - 1, vocabulary_size(self.model))
+            return JudgedInputs(
+                rows, size, device, judge, self.graphs.shared_floats(shape, device) if judge.is_drawn else None
+            )
+
+        def fill(inputs: NodeInputs, count: int) -> None:
+            self.fill(inputs, count, tokens, parents, num_drafted, None if judge is None else judge.keys)
+            if isinstance(inputs, JudgedInputs):
+                inputs.fill_probs(probs, count)
+
         captured = self.graphs.run_on_slots(
-            (size, self.states, (self.most_committed, self.num_successors) if judges else ()),
+            (size, self.states, *(() if judge is None else self._judging(judge))),
             rows,
-            lambda rows: NodeInputs(rows, size, device),
-            lambda inputs, count: self.fill(inputs, count, tokens, parents, num_drafted),
-            partial(self.as_recorded, SlotModel._judged if judges else SlotModel._unjudged),
+            make_inputs,
+            fill,
+            partial(self.as_recorded, SlotModel._unjudged if judge is None else SlotModel._judged),
             self.cache,
             ahead=size,
         )
@@ -330,7 +356,12 @@ class SlotModel:
         copies = () if states is None else states[:, :rows].clone().unbind()
         outcome, states = outcome.copy_of_rows(rows), dict(zip(self.states, copies))
         successors = outcome["successors"].unflatten(1, (size, -1)) if self.num_successors else None
-        return SlotOutput(logits[:rows, :nodes], states, outcome=outcome, successors=successors)
+        return SlotOutput(logits[:rows, :nodes], states, None, outcome, successors, judge.may_fail)
+
+    def _judging(self, judge: CapturedJudge) -> tuple[Any, ...]:
+        """Whatever of judging is built into a graph."""
+        settings = () if judge.settings is None else (Variant(judge.settings),)
+        return (self.most_committed, self.num_successors, judge.is_drawn, judge.is_chain), *settings
 
     # What graphs run
 
@@ -357,6 +388,7 @@ class SlotModel:
         tokens: list[torch.LongTensor],
         parents: torch.LongTensor,
         num_drafted: RowNumbers,
+        keys: RowKeys | None = None,
     ) -> None:
         """Copies in the nodes of the first rows."""
         inputs.fill(
@@ -365,19 +397,22 @@ class SlotModel:
             num_drafted[:count],
             RowState(self.cache.lengths[:count], self.starts[:count], self.leads[:count]),
             self.max_position,
+            keys and RowKeys(*(part[:count] for part in keys)),
         )
 
-    def _judged(self, inputs: NodeInputs) -> tuple:
+    def _judged(self, inputs: JudgedInputs) -> tuple:
         tokens, topology, draft = inputs.read()
         output = self.forward(tokens, topology)
-        accepted = follow(draft, output.logits.argmax(-1))
+        accepted = inputs.judge.judge(draft, output.logits, inputs.keys)
         # Who drafts deeper than announced gets the tokens that there is room for; the last of them are the target's.
         counts = accepted.num_accepted[:, None].clamp(max=self.most_committed - 1)
         committed, path = (values[:, : self.most_committed] for values in (accepted.tokens, accepted.path))
         if path.shape[1] > 1:
             move_slots([buffer for layer in self.cache.layers for buffer in layer.buffers], inputs.lengths, path)
         tables = {"accepted": counts, "counts": counts + 1, "committed": committed, "path": path}
-        tables |= {"anchor": committed.gather(1, counts), "num_nodes": draft.num_nodes[:, None]}
+        # Where no token could be chosen, the verdict will be an error, and none may be read that there is not.
+        anchors = committed.gather(1, counts).clamp(min=0)
+        tables |= {"anchor": anchors, "num_nodes": draft.num_nodes[:, None]}
         tables |= {"tokens": draft.tokens, "parents": draft.parents}
         if self.num_successors:
             tables["successors"] = with_successors(tokens, output.logits, self.num_successors).flatten(1)

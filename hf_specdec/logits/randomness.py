@@ -10,9 +10,18 @@ Shapes: B active rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+
+from ..kernels.indexing import arange
+from ..kernels.philox import LARGEST_UNIFORM, uniforms_at
+from ..transfers import RowNumbers
+
+
+if TYPE_CHECKING:
+    from ..drafts import TreeTopology
 
 
 # Purposes of a number; numbers of different purposes are independent.
@@ -23,8 +32,8 @@ DRAFT = 2  # drawing a draft token
 # Room for the nodes of one draft tree: node i after anchor position a has the number a * NODES_PER_ANCHOR + i.
 NODES_PER_ANCHOR = 256
 
-# The largest float32 below 1: a uniform number stays below 1 when it is cast to float32.
-LARGEST_UNIFORM = 1.0 - 2.0**-24
+# Spaces of numbers: by absolute position, and by node after an anchor.
+_BY_POSITION, _BY_NODE = 0, 1
 
 
 class RowUniforms:
@@ -53,13 +62,19 @@ class RowUniforms:
         self.seed = seed
         self.device: torch.device = torch.device(device)
         purposes = (TARGET, ACCEPT, DRAFT)
-        self._by_position = [_Stream(seed, purpose, space=0, width=1024) for purpose in purposes]
-        self._by_node = [_Stream(seed, purpose, space=1, width=16 * NODES_PER_ANCHOR) for purpose in purposes]
+        self._by_position = [_Stream(seed, purpose, _BY_POSITION, width=1024) for purpose in purposes]
+        self._by_node = [_Stream(seed, purpose, _BY_NODE, width=16 * NODES_PER_ANCHOR) for purpose in purposes]
 
     def name(self, row: int, seed: int, number: int) -> None:
         """Gives a row the numbers that row `number` of a call with this seed has."""
         for stream in (*self._by_position, *self._by_node):
             stream.name(row, seed, number)
+
+    def keys(self, rows: Sequence[int], positions: Sequence[int]) -> RowKeys:
+        """Integers from which a graph makes the numbers of rows that stand at some positions."""
+        named = [self._by_position[TARGET].named(row) for row in rows]
+        seeds = [seed - (1 << 64) if seed >> 63 else seed for seed, _ in named]
+        return RowKeys(seeds, [number for _, number in named], list(positions))
 
     def at(self, purpose: int, rows: Sequence[int], first_positions: Sequence[int], count: int) -> torch.FloatTensor:
         """The numbers of `count` consecutive positions of each row.
@@ -74,6 +89,13 @@ class RowUniforms:
             `torch.FloatTensor` of shape `(B, count)`: Numbers that stay below 1 in float32 too.
         """
         return self._to_device(self._by_position[purpose].read(rows, np.asarray(first_positions), count))
+
+    def at_depths(
+        self, purpose: int, rows: Sequence[int], first_positions: Sequence[int], topology: TreeTopology
+    ) -> torch.FloatTensor:
+        """The numbers of [`RowUniforms.at`] for the nodes of a draft, `(B, T)`: those of their depths."""
+        drawn = self.at(purpose, rows, first_positions, topology.max_depth + 1)
+        return drawn.gather(1, topology.depths.expand(len(rows), -1))
 
     def for_nodes(
         self,
@@ -135,6 +157,45 @@ class RowUniforms:
         return values.to(self.device, dtype, non_blocking=True)
 
 
+class RowKeys(NamedTuple):
+    """Integers of each row: lists, or in a graph tensors `(R,)`.
+
+    Attributes:
+        seeds (`RowNumbers`): The bits of the seeds, as signed numbers.
+        numbers (`RowNumbers`): Numbers of the rows in their calls.
+        positions (`RowNumbers`): Positions of the first tokens to commit, padding not counted.
+    """
+
+    seeds: RowNumbers
+    numbers: RowNumbers
+    positions: RowNumbers
+
+
+class CapturedUniforms:
+    """[`RowUniforms`] inside of a graph, made by the device. Rows and positions are those of the keys.
+
+    Args:
+        keys (`RowKeys`): Tensors.
+    """
+
+    def __init__(self, keys: RowKeys):
+        self.keys = keys
+
+    def at(self, purpose: int, rows, first_positions, count: int) -> torch.FloatTensor:
+        return self._numbers(purpose, _BY_POSITION, arange(count, self.keys.positions.device))
+
+    def at_depths(self, purpose: int, rows, first_positions, topology: TreeTopology) -> torch.FloatTensor:
+        return self._numbers(purpose, _BY_POSITION, topology.depths)
+
+    def for_nodes(self, rows, anchor_positions, count: int) -> torch.FloatTensor:
+        return self._numbers(ACCEPT, _BY_NODE, arange(count, self.keys.positions.device))
+
+    def _numbers(self, purpose: int, space: int, offsets: torch.LongTensor) -> torch.FloatTensor:
+        seeds, numbers, positions = self.keys
+        first = positions * (NODES_PER_ANCHOR if space == _BY_NODE else 1)
+        return uniforms_at(seeds, numbers, first[:, None] + offsets, purpose, space)
+
+
 class _Stream:
     """The numbers of one purpose: for each row a window of them that follows the reads."""
 
@@ -164,6 +225,11 @@ class _Stream:
         self.names[row] = np.array([seed, self.purpose], dtype=np.uint64), number
         if row < len(self.starts):
             self.starts[row] = np.iinfo(np.int64).max
+
+    def named(self, row: int) -> tuple[int, int]:
+        """Seed and number of a row."""
+        key, number = self.names.get(row, (self.key, row))
+        return int(key[0]), number
 
     def _add_rows(self, num_rows: int) -> None:
         new = num_rows - len(self.starts)

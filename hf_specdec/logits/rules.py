@@ -9,7 +9,8 @@ Shapes: R active rows, N draft nodes, T = N + 1 verified nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from copy import copy
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers.utils import logging
@@ -19,7 +20,7 @@ from ..errors import SpecConfigError
 from ..kernels.acceptance import Acceptance, follow, reject_chain, reject_tree
 from ..kernels.sampling import sample_from_probs
 from .acceptance import accept_synthetic, accept_typical, best_tokens, reject_block
-from .randomness import ACCEPT, TARGET, RowUniforms
+from .randomness import ACCEPT, TARGET, CapturedUniforms, RowUniforms
 
 
 if TYPE_CHECKING:
@@ -77,8 +78,23 @@ class StandardRule:
 
     def target_uniforms(self, draft: DraftTree, rows: list[int], positions: list[int]) -> torch.FloatTensor:
         """The number of each node's draw, `(R, T)`: that of the position after it."""
-        drawn = self.uniforms.at(TARGET, rows, positions, draft.topology.max_depth + 1)
-        return drawn.gather(1, draft.topology.depths.expand(len(rows), -1))
+        return self.uniforms.at_depths(TARGET, rows, positions, draft.topology)
+
+    @property
+    def stream(self) -> RowUniforms | None:
+        """The random numbers that it reads; `None` where it reads none."""
+        return self.uniforms
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for rules that judge alike, their random numbers apart."""
+        return type(self), self.uniforms is not None
+
+    def in_a_graph(self, uniforms: CapturedUniforms | None) -> StandardRule:
+        """The rule with random numbers that a graph makes, where it reads any."""
+        rule = copy(self)
+        rule.uniforms = self.uniforms and uniforms
+        return rule
 
 
 class BlockRule(StandardRule):
@@ -117,6 +133,14 @@ class TypicalRule(StandardRule):
         self.threshold = threshold
         self.alpha = alpha
 
+    @property
+    def stream(self) -> None:
+        return None
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        return *super().signature, self.threshold, self.alpha
+
     def judge(self, draft: DraftTree, scores: torch.Tensor, rows: list[int], positions: list[int]) -> Acceptance:
         return accept_typical(draft, scores, self.threshold, self.alpha)
 
@@ -144,6 +168,7 @@ class SyntheticRule(StandardRule):
     ):
         super().__init__(uniforms)
         self.accept_uniforms = accept_uniforms
+        self._rates = rates
         self.rates: torch.Tensor = torch.tensor(conditional_rates(rates), device=accept_uniforms.device)
         self.least_depth = least_depth
 
@@ -158,6 +183,19 @@ class SyntheticRule(StandardRule):
             return cls(uniforms, accept_uniforms, rates)
         rates = rates_of_length(config.synthetic_acceptance_length)
         return cls(uniforms, accept_uniforms, rates, least_depth=len(rates))
+
+    @property
+    def stream(self) -> RowUniforms:
+        return self.accept_uniforms
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        return *super().signature, self._rates
+
+    def in_a_graph(self, uniforms: CapturedUniforms | None) -> SyntheticRule:
+        rule = copy(self)
+        rule.uniforms, rule.accept_uniforms = self.uniforms and uniforms, uniforms
+        return rule
 
     def check_depth(self, depth: int) -> None:
         if depth < self.least_depth:

@@ -23,6 +23,7 @@ from ..kernels.acceptance import Acceptance, reject_chain, reject_tree
 from ..kernels.sampling import sample_from_probs
 from ..transfers import PackedTables, read_together, upload
 from .acceptance import best_tokens
+from .captured import CapturedJudge
 from .grammar.masks import GrammarMask
 from .grammar.rows import NodeMasks
 from .processors import ProcessorStack
@@ -136,7 +137,8 @@ class Verifier:
             if meanwhile is not None:
                 meanwhile(None)
             return _Walk(self, draft, logits, rows, positions).run()
-        scores = self._node_scores(draft, logits, rows) if self._needs_scores else logits
+        needs_scores = self._needs_scores if outcome is None else self.recorder is not None
+        scores = self._node_scores(draft, logits, rows) if needs_scores else logits
         unknown, is_known = draft.unknown_tables(self.reads_drafts), outcome is not None
         if outcome is None:
             acceptance = self.rule.judge(draft, scores, rows, positions)
@@ -165,9 +167,11 @@ class Verifier:
             verdict.successors = found["successors"].unflatten(1, (-1, successors.shape[-1]))
         return verdict
 
-    def follows_best(self, rows: list[int]) -> bool:
-        """Tells whether what is accepted follows from the best tokens of the target's logits alone, in these rows."""
-        return not (self._walks or self.stack or self.rule.uniforms or self.rule.judges_whole_drafts)
+    def in_a_graph(self, draft: DraftTree, rows: list[int], positions: list[int]) -> CapturedJudge | None:
+        """Judges drafts in the graph that verifies them; `None` where that takes the host. Arguments: `verify`."""
+        if self._walks or self.stack.grammar is not None or not self.stack.runs_in_graphs:
+            return None
+        return CapturedJudge.of(self.rule, self.stack, draft, rows, positions)
 
     def _saves_by_walking(self, draft: DraftTree, logits: torch.Tensor) -> bool:
         """Tells whether the path of a draft that was not drawn is found in less time than all nodes are judged."""

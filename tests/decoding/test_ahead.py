@@ -11,7 +11,9 @@ from hf_specdec import generate_many, load_speculator, record
 from hf_specdec.control.controller import SpeculationController
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs
+from hf_specdec.logits.randomness import CapturedUniforms
 from hf_specdec.logits.rules import StandardRule
+from hf_specdec.many.requests import seed_of
 from hf_specdec.transfers import PendingRead
 from tests.decoding.test_waits import dflash, draft_model, eagle3, medusa, mlp_speculator, mtp, peagle
 from tests.models import prompts, tiny_llama
@@ -64,8 +66,8 @@ def events(monkeypatch) -> list[str]:
     def noting(self, key, *args):
         before = self.num_replays
         captured = run(self, key, *args)
-        # Verifications have whole numbers of nodes as the first part of their keys.
-        noted.extend(["target" if type(key[0]) is int and len(key) == 3 else "draft"] * (self.num_replays - before))
+        # Verifications have whole numbers of nodes as the first part of their keys, and say how they judge.
+        noted.extend(["target" if type(key[0]) is int and len(key) > 2 else "draft"] * (self.num_replays - before))
         return captured
 
     monkeypatch.setattr(CallGraphs, "run", noting)
@@ -218,9 +220,11 @@ def test_rows_that_are_judged_again(case, events, monkeypatch):
 
     def judge_nothing(self, draft, scores, rows, positions):
         acceptance = judge(self, draft, scores, rows, positions)
-        for index, (row, position) in enumerate(zip(rows, positions)):
-            if row == 0 and position > 14:
-                acceptance.tokens[index] = -1
+        if isinstance(self.uniforms, CapturedUniforms):
+            seeds, _, places = self.uniforms.keys
+        else:
+            seeds, _, places = map(torch.tensor, self.uniforms.keys(rows, positions))
+        acceptance.tokens.masked_fill_(((seeds == seed_of(0)) & (places > 14))[:, None], -1)
         return acceptance
 
     for rule in (judge, judge_nothing):

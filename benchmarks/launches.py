@@ -42,7 +42,7 @@ from hf_specdec.bench.machine import describe_environment
 from hf_specdec.decoding import attention, cache, functional, graphs, target
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.errors import UnsupportedModelError
-from hf_specdec.kernels import _triton, acceptance, ancestors, gates, heads, norms, tree_attention
+from hf_specdec.kernels import _triton, acceptance, ancestors, gates, heads, norms, philox, tree_attention
 from hf_specdec.kernels import cache as cache_kernels
 from hf_specdec.layers import llama
 from hf_specdec.layers.llama import DecoderLayer
@@ -326,8 +326,11 @@ class CountingBackend(TapeBackend):
         return replay_counted, output
 
 
-_KERNEL_FILES = (acceptance, ancestors, cache_kernels, gates, heads, norms, tree_attention)
-_READERS_OF_THE_DEVICE = (acceptance, ancestors, cache_kernels, tree_attention, attention, cache, functional, target)
+_KERNEL_FILES = (acceptance, ancestors, cache_kernels, gates, heads, norms, philox, tree_attention)
+_READERS_OF_THE_DEVICE = (
+    *(acceptance, ancestors, cache_kernels, philox, tree_attention),
+    *(attention, cache, functional, target),
+)
 
 
 def _is_far(*tensors: torch.Tensor | None) -> bool:

@@ -11,6 +11,7 @@ Shapes: R active rows, h hidden size of the network, U its vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from ..drafting.slots import DraftInputs, Entries, KnownPrompt
 from ..drafts import DraftTree, TokenTree
 from ..logits.sampling import CapturedSampler
 from ..protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
-from ..transfers import last_of_each, select_rows
+from ..transfers import select_rows
 from .base import CandidateGenerator
 
 
@@ -35,11 +36,6 @@ if TYPE_CHECKING:
     from ..logits.grammar.growth import GrowingMasks
     from ..logits.processors import ProcessorStack
     from ..settings import SpeculativeConfig
-
-
-# Key of the random numbers of a sampled chain, among the states of the entries: entry j has those `(R, M, K)` of the
-# draft after it.
-UNIFORMS = "uniforms"
 
 
 class AutoregressiveCandidateGenerator(CandidateGenerator):
@@ -184,12 +180,9 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
 
     def _sample_chain(self, new: Entries | None, step: DraftStep, limits: DepthLimits) -> DraftTree:
         """Samples the tokens one by one from the network's distributions, processed as the target's are."""
-        entries = self.entries
-        if new is not None and entries.graphs is not None and self._stack(step.rows) is not None:
-            before = [length - count for length, count in zip(step.lengths, new.counts)]
-            output = self._launch(self._with_uniforms(new, step.rows, before), limits.depths.tolist())
-            if output is not None:
-                return self._sampled_chain(output, limits)
+        entries, drawn = self.entries, self._sample_in_a_graph(new, step, limits)
+        if drawn is not None:
+            return drawn
         if new is not None:
             self.hidden, self.logits = entries.begin_chain(new, self.most_committed, self.num_reads)
         lengths = entries.cache.lengths
@@ -224,23 +217,20 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         """The processors of the call, where a graph can run them between the tokens of these rows."""
         return self.session.sampler.in_graphs(rows) if self.device == self.session.device else None
 
-    def _with_uniforms(self, new: Entries, rows: list[int], before: list[int]) -> Entries:
-        """Entries with the numbers that draw the draft after them, however many count.
+    def _with_keys(self, new: Entries, rows: list[int], before: list[int]) -> Entries:
+        """Entries of rows of the call, after `before[r]` committed tokens, from which a graph draws, if it does."""
+        return new._replace(keys=self.session.sampler.uniforms.keys(rows, before)) if self.samples_drafts else new
 
-        Args:
-            new (`Entries`): The entries.
-            rows (`list[int]`): Row of the call of each.
-            before (`list[int]`): Committed tokens before them.
-        """
-        if not self.samples_drafts:
-            return new
-        uniforms = self.session.sampler.uniforms.drafts_after(rows, before, self.most_committed, self.plan.max_depth)
-        return new._replace(states={**new.states, UNIFORMS: uniforms})
-
-    def _sampled_chain(self, output: Any, limits: DepthLimits) -> DraftTree:
-        """The chains from the output of a graph."""
+    def _sample_in_a_graph(self, new: Entries | None, step: DraftStep, limits: DepthLimits) -> DraftTree | None:
+        """Chains that a graph samples; `None` where there is none to run."""
+        if new is None or self.entries.graphs is None or self._stack(step.rows) is None:
+            return None
+        before = [length - count for length, count in zip(step.lengths, new.counts)]
+        output = self._launch(self._with_keys(new, step.rows, before), limits.depths.tolist())
+        if output is None:
+            return None
         self.hidden, self.logits, tokens, probs, depths = output
-        depths = (depths if self.threshold else limits.depths).tolist()
+        depths = (limits.depths if depths is None else depths).tolist()
         deepest = max(depths)
         return DraftTree.chain(tokens[:, :deepest], depths, probs[:, :deepest].contiguous())
 
@@ -250,10 +240,8 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
             # It drafts the whole plan.
             depths = [self.plan.max_depth] * len(depths)
         key, read = (), lambda entries, inputs: self._draft(entries, inputs, self._limits_of(inputs))
-        if UNIFORMS in new.states:
-            stack = self._stack(self._step.rows)
-            key = Variant(stack.signature), self.session.sampler.vocab_size
-            read = partial(self._captured_chain, stack)
+        if new.keys is not None:
+            key, read = self._drawing()
         return self.entries.replay(
             (self.plan, self.threshold, *key),
             new,
@@ -264,6 +252,11 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
             self.shape,
         )
 
+    def _drawing(self) -> tuple[tuple[Any, ...], Callable[[DraftEntries, DraftInputs], tuple[Any, ...]]]:
+        """Parts of the key of a graph that samples, and what it does: `_captured_chain`."""
+        stack = self._stack(self._step.rows)
+        return (Variant(stack.signature), self.session.sampler.vocab_size), partial(self._captured_chain, stack)
+
     @property
     def drafts_ahead(self) -> bool:
         if self.may_mask or self.pending is not None or self._step is None:
@@ -273,18 +266,25 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
 
     def draft_ahead(self, commit: DeviceCommit) -> None:
         new = Entries(commit.tokens, commit.hidden_states, commit.counts)
-        new = self._with_uniforms(new, commit.rows, self._step.lengths)
+        new = self._with_keys(new, commit.rows, self._step.lengths)
         self._launch(new, [self.plan.max_depth] * len(commit.rows))
 
-    def _captured_chain(
-        self, stack: ProcessorStack, entries: DraftEntries, inputs: DraftInputs
-    ) -> tuple[torch.Tensor, ...]:
-        limits = self._limits_of(inputs)
+    def _captured_chain(self, stack: ProcessorStack, entries: DraftEntries, inputs: DraftInputs) -> tuple[Any, ...]:
+        """Reads new entries and samples chains after them.
+
+        Returns:
+            `tuple`: States `(R, h)` and logits `(R, U)` after the last entries, tokens `(R, K)`, their distributions
+            `(R, K, V)`, and depths `(R,)` of the rows, where a threshold decides on them.
+        """
+        limits, chain = self._limits_of(inputs), self._steered(stack, inputs)
         hidden, logits = entries.read_last(inputs)
-        uniforms = last_of_each(inputs.states[UNIFORMS], inputs.counts)
-        chain = SteeredChain(CapturedSampler(stack, uniforms, self.session.sampler.vocab_size), [], [])
         self._sample(chain, entries, hidden, logits, limits)
-        return hidden, logits, torch.stack(chain.tokens, dim=1), torch.stack(chain.probs, dim=1), limits.depths
+        return hidden, logits, *chain.stacked(), limits.depths if self.threshold else None
+
+    def _steered(self, stack: ProcessorStack, inputs: DraftInputs) -> SteeredChain:
+        """The chains of a graph."""
+        uniforms = inputs.keys.drafts_after(inputs.counts, self.plan.max_depth)
+        return SteeredChain(CapturedSampler(stack, uniforms, self.session.sampler.vocab_size), [], [])
 
     def _limits_of(self, inputs: DraftInputs) -> DepthLimits:
         return DepthLimits(inputs.limits, self.threshold, deepest=self.plan.max_depth)

@@ -18,6 +18,7 @@ import torch
 from ..drafts.topology import chain_parents, chain_topology
 from ..kernels.tree_attention import MAX_NODES
 from ..logits.processors import ProcessorStack
+from ..logits.randomness import RowKeys
 from ..logits.sampling import CapturedSampler
 from ..transfers import RowNumbers, kept_tensor, last_of_each
 from .graphs import Variant
@@ -67,17 +68,6 @@ class Choose:
         return tokens.masked_fill(tokens >= self.num_readable, 0) if self.num_readable < self.width else tokens
 
 
-class _Inputs:
-    """The buffers from which the graph reads: its nodes, and the random numbers."""
-
-    def __init__(self, rows: int, nodes: int, device: torch.device, uniforms: torch.Tensor | None):
-        self.nodes = NodeInputs(rows, nodes, device)
-        self.uniforms: torch.Tensor | None = None
-        if uniforms is not None:
-            with torch.inference_mode(False):
-                self.uniforms = torch.zeros((rows, *uniforms.shape[1:]), dtype=uniforms.dtype, device=device)
-
-
 @dataclass(frozen=True)
 class Continuing:
     """Reads tokens after each row's committed slots, and chooses those that follow.
@@ -99,7 +89,7 @@ class Continuing:
         model: SlotModel,
         tokens: torch.LongTensor,
         counts: RowNumbers,
-        uniforms: torch.Tensor | None = None,
+        keys: RowKeys | None = None,
     ) -> Following | None:
         """Runs the graph. The given tokens are kept, where their number is known, and those that follow are not.
 
@@ -107,8 +97,8 @@ class Continuing:
             model (`SlotModel`): The model.
             tokens (`torch.LongTensor` of shape `(R, t)`), counts (`list[int]`): Tokens, padded on the right, and those
                 of each row, up to K + 1; a tensor `(R,)` where the host does not know them.
-            uniforms (`torch.FloatTensor` of shape `(R, K + 1, K)`, *optional*): The numbers that draw K tokens after
-                1, 2, ... given ones.
+            keys (`RowKeys`, *optional*): Of the numbers that draw the tokens; the positions are those of the first
+                given tokens.
 
         Returns:
             `Following`, *optional*: `None` where there is no graph to run.
@@ -121,17 +111,12 @@ class Continuing:
         parents = chain_parents(width - 1, device)
         num_more = [count - 1 for count in counts] if isinstance(counts, list) else counts - 1
 
-        def fill(inputs: _Inputs, count: int) -> None:
-            model.fill(inputs.nodes, count, [tokens, padding], parents, num_more)
-            if inputs.uniforms is not None and uniforms is not None:
-                inputs.uniforms[:count].copy_(uniforms[:count], non_blocking=True)
-
         captured = model.graphs.run_on_slots(
             ("continue", self.num_tokens, self.mask_token, self.num_layers, *self.choose.key),
             rows,
-            lambda size: _Inputs(size, width, device, uniforms),
-            fill,
-            lambda inputs, columns: model.as_recorded(partial(self._read, inputs.uniforms), inputs.nodes, columns),
+            lambda size: NodeInputs(size, width, device),
+            lambda inputs, count: model.fill(inputs, count, [tokens, padding], parents, num_more, keys),
+            partial(model.as_recorded, self._read),
             model.cache,
             ahead=width + self.num_tokens - 1,
         )
@@ -143,10 +128,10 @@ class Continuing:
             model.cache.commit(counts)
         return Following(*(None if values is None else values[:rows] for values in following))
 
-    def _read(self, uniforms: torch.Tensor | None, model: SlotModel, inputs: NodeInputs) -> tuple[Following]:
+    def _read(self, model: SlotModel, inputs: NodeInputs) -> tuple[Following]:
         tokens, topology, draft = inputs.read()
         count = draft.num_nodes + 1
-        uniforms = None if uniforms is None else last_of_each(uniforms, count)
+        uniforms = None if self.choose.stack is None else inputs.keys.drafts_after(count, self.num_tokens)
         if self.mask_token is not None:
             places = torch.arange(tokens.shape[1], device=count.device)
             tokens = torch.where(places >= count[:, None], self.mask_token, tokens)

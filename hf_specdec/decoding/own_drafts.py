@@ -106,18 +106,18 @@ class OwnDrafts:
             target.ahead = ReadAhead(model.num_layers, *(torch.cat(parts, dim=1) for parts in zip(*read)))
 
     def continued(
-        self, target: SlotModel, model: SlotModel, anchors: torch.LongTensor, choose: Choose, count: int, uniforms: Any
+        self, target: SlotModel, model: SlotModel, anchors: torch.LongTensor, choose: Choose, count: int, keys: Any
     ) -> Following | None:
         """Tokens that follow the anchors `(R,)` over all slots, from one graph; `None` where there is none to run.
 
         Args:
             target, model (`SlotModel`): The target, and what `begin` has yielded.
-            choose, count, uniforms: Those of [`Continuing`].
+            choose, count, keys: Those of [`Continuing`].
         """
         drafting = Continuing(count, choose, num_layers=self.num_layers)
         model.graphs = target.graphs
         try:
-            following = drafting.run(model, anchors[:, None], [1] * len(anchors), uniforms)
+            following = drafting.run(model, anchors[:, None], [1] * len(anchors), keys)
         finally:
             model.graphs = None
         # The graph of the verification has the same memory.

@@ -48,7 +48,11 @@ class SteeredChain:
         self.tokens.append(tokens)
         return tokens
 
+    def stacked(self) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+        """The tokens `(R, K)`, and the distributions `(R, K, V)` that they were sampled from, if they were."""
+        return torch.stack(self.tokens, dim=1), torch.stack(self.probs, dim=1) if self.probs else None
+
     def draft(self, counts: list[int] | torch.LongTensor) -> DraftTree:
         """The chains, of which the first `counts[r]` tokens are valid."""
-        probs = torch.stack(self.probs, dim=1) if self.probs else None
-        return DraftTree.chain(torch.stack(self.tokens, dim=1), counts, probs)
+        tokens, probs = self.stacked()
+        return DraftTree.chain(tokens, counts, probs)

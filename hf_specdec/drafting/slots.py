@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from ..decoding.attention import takes_trees
 from ..decoding.cache import SlotCache, SlotLayer
 from ..decoding.graphs import CallGraphs
+from ..logits.randomness import RowKeys
 from ..protocol import Prompt, Session
 from ..transfers import RowNumbers, fill_table, upload
 from .graphs import begin_graphs, fill_front
@@ -39,11 +40,14 @@ class Entries(NamedTuple):
         tokens (`torch.LongTensor` of shape `(R, T)`): Tokens, padded on the right.
         states (`dict`): States that belong to them, each `(R, T, X)`.
         counts (`list[int]` or `torch.LongTensor` of shape `(R,)`): Valid entries of each row.
+        keys (`RowKeys`, *optional*): Of the numbers that draw a draft after them; the positions are those of the first
+            entries' tokens.
     """
 
     tokens: torch.LongTensor
     states: dict[int | str, torch.Tensor]
     counts: RowNumbers
+    keys: RowKeys | None = None
 
 
 class Reading(NamedTuple):
@@ -217,6 +221,7 @@ class DraftInputs:
         first_slots, leads (`torch.LongTensor` of shape `(R, 1)`): As in [`DraftSlots`].
         counts (`torch.LongTensor` of shape `(R,)`): Entries of each row that count; from 1 to T.
         limits (`torch.LongTensor` of shape `(R,)`): Largest depth of each row's draft.
+        keys (`RowKeys`): Those of [`Entries`].
     """
 
     def __init__(
@@ -229,14 +234,15 @@ class DraftInputs:
                 key: torch.zeros((rows, count, state.shape[-1]), dtype=state.dtype, device=device)
                 for key, state in states.items()
             }
-            self._rows = torch.zeros((5, rows), dtype=torch.long, device=device)
+            self._rows = torch.zeros((8, rows), dtype=torch.long, device=device)
         self.ends: torch.Tensor
         self.counts: torch.Tensor
         self.limits: torch.Tensor
         self.ends, self.counts, self.limits = self._rows[:3]
         self.first_slots: torch.Tensor
         self.leads: torch.Tensor
-        self.first_slots, self.leads = self._rows[3:, :, None]
+        self.first_slots, self.leads = self._rows[3:5, :, None]
+        self.keys: RowKeys = RowKeys(*self._rows[5:])
         self._constants = constants
 
     @property
@@ -248,7 +254,8 @@ class DraftInputs:
         fill_front(self.tokens, new.tokens[:count])
         for key, buffer in self.states.items():
             fill_front(buffer, new.states[key][:count])
-        parts = (slots.cache.lengths, new.counts, limits, *slots.host_places())
+        keys = new.keys or [[0] * count] * 3
+        parts = (slots.cache.lengths, new.counts, limits, *slots.host_places(), *keys)
         fill_table(self._rows, parts, [part[0] if isinstance(part, list) else 1 for part in parts], count)
 
 

@@ -129,23 +129,6 @@ class RowUniforms:
         """The numbers that draw draft token `depth` (0 is the first) of a chain: shape `(B,)`."""
         return self.for_nodes(rows, anchor_positions, 1, DRAFT, depth)[:, 0]
 
-    def drafts_after(
-        self, rows: Sequence[int], first_anchors: Sequence[int], count: int, depth: int
-    ) -> torch.FloatTensor:
-        """The numbers of `draft_at` for `count` successive anchor positions of each row, and the first `depth` tokens.
-
-        Args:
-            rows (`Sequence[int]` of length B): Which row of the call each active row is.
-            first_anchors (`Sequence[int]` of length B): The first of each row's anchor positions.
-            count (`int`), depth (`int`): How many of them, and tokens after each, up to 256.
-
-        Returns:
-            `torch.FloatTensor` of shape `(B, count, depth)`.
-        """
-        first = np.asarray(first_anchors) * NODES_PER_ANCHOR
-        numbers = self._by_node[DRAFT].read(rows, first, count * NODES_PER_ANCHOR)
-        return self._to_device(numbers.reshape(len(rows), count, NODES_PER_ANCHOR)[..., :depth].copy())
-
     def _to_device(self, values: np.ndarray) -> torch.FloatTensor:
         values = torch.from_numpy(values)
         if self.device.type == "cpu":
@@ -163,12 +146,17 @@ class RowKeys(NamedTuple):
     Attributes:
         seeds (`RowNumbers`): The bits of the seeds, as signed numbers.
         numbers (`RowNumbers`): Numbers of the rows in their calls.
-        positions (`RowNumbers`): Positions of the first tokens to commit, padding not counted.
+        positions (`RowNumbers`): Where the rows stand, padding not counted.
     """
 
     seeds: RowNumbers
     numbers: RowNumbers
     positions: RowNumbers
+
+    def drafts_after(self, counts: torch.LongTensor, depth: int) -> torch.FloatTensor:
+        """The numbers `(R, depth)` that draw drafts in a graph, after `counts` tokens `(R,)` from the positions on."""
+        anchors = self._replace(positions=self.positions + counts - 1)
+        return CapturedUniforms(anchors).for_nodes([], [], depth, DRAFT)
 
 
 class CapturedUniforms:
@@ -187,8 +175,8 @@ class CapturedUniforms:
     def at_depths(self, purpose: int, rows, first_positions, topology: TreeTopology) -> torch.FloatTensor:
         return self._numbers(purpose, _BY_POSITION, topology.depths)
 
-    def for_nodes(self, rows, anchor_positions, count: int) -> torch.FloatTensor:
-        return self._numbers(ACCEPT, _BY_NODE, arange(count, self.keys.positions.device))
+    def for_nodes(self, rows, anchor_positions, count: int, purpose: int = ACCEPT) -> torch.FloatTensor:
+        return self._numbers(purpose, _BY_NODE, arange(count, self.keys.positions.device))
 
     def _numbers(self, purpose: int, space: int, offsets: torch.LongTensor) -> torch.FloatTensor:
         seeds, numbers, positions = self.keys

@@ -153,3 +153,7 @@ def test_numbers_are_those_of_the_host():
     for purpose in (TARGET, ACCEPT):
         assert torch.equal(captured.at(purpose, [], [], 9), uniforms.at(purpose, rows, positions, 9))
     assert torch.equal(captured.for_nodes([], [], 7), uniforms.for_nodes(rows, positions, 7))
+    counts = torch.tensor([1, 3, 8])
+    anchors = [position + count - 1 for position, count in zip(positions, counts.tolist())]
+    drawn = [uniforms.draft_at(rows, anchors, depth) for depth in range(5)]
+    assert torch.equal(keys.drafts_after(counts, 5), torch.stack(drawn, dim=1))

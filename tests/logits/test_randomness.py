@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -135,16 +135,3 @@ def test_seed_comes_from_the_default_cpu_generator():
     assert seeds[0] != seeds[1]
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert max(seeds) > 2**32
-
-
-@settings(max_examples=30)
-@given(st.integers(0, 5000), st.integers(1, 40), st.integers(1, 8), st.integers(0, 2**32))
-def test_numbers_of_several_anchors(first, count, depth, seed):
-    """They are those that each anchor has by itself, however many are asked for at once."""
-    rows, anchors = [2, 0], [first, first + 3]
-    numbers = RowUniforms(seed).drafts_after(rows, anchors, count, depth)
-    assert numbers.shape == (2, count, depth)
-    alone, after = RowUniforms(seed), count - 1
-    for token in range(depth):
-        last = alone.draft_at(rows, [anchor + after for anchor in anchors], token)
-        assert numbers[:, after, token].tolist() == last.tolist()

@@ -404,10 +404,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
 
         All that a cycle commits is read again: how many drafted tokens may stay is known too late.
         """
-        most, uniforms = self.num_speculative_tokens, None
-        if choose.stack is not None:
-            uniforms = self.sampler.uniforms.drafts_after(self.rows, before, most + 1, most)
-        return Continuing(most, choose, self.mask_token).run(self.model, tokens, counts, uniforms)
+        keys = None if choose.stack is None else self.sampler.uniforms.keys(self.rows, before)
+        return Continuing(self.num_speculative_tokens, choose, self.mask_token).run(self.model, tokens, counts, keys)
 
     @property
     def drafts_ahead(self) -> bool:

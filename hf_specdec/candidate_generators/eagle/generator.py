@@ -9,15 +9,17 @@ the draft's own confidence, EAGLE-3 (arXiv:2503.01840) has another network. The 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ...drafting.chain import SteeredChain
+from ...drafting.entries import DraftEntries
 from ...drafting.growth import DepthLimits, DynamicTree
 from ...drafting.positions import Positions
 from ...drafting.shape import ExtrapolationOptions, draft_shape
-from ...drafting.slots import Entries
+from ...drafting.slots import DraftInputs, Entries
 from ...drafts import DraftTree, TokenTree
 from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
@@ -29,6 +31,7 @@ from .parallel import MaskedReading
 
 
 if TYPE_CHECKING:
+    from ...logits.processors import ProcessorStack
     from ...settings import SpeculativeConfig
 
 
@@ -118,8 +121,11 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
             # There will never be room again for the rows that are here.
             self.pending = self._step = None
             return DraftTree.empty(len(step.rows), self.session.device)
-        self._step = step
-        logits, device = self._logits_at_once(limits), self.session.device
+        new, self._step = self._take_pending(), step
+        drawn = self._sample_in_a_graph(new, step, limits) if self.samples_drafts else None
+        if drawn is not None:
+            return drawn
+        logits, device = self._logits_at_once(new, limits), self.session.device
         masks = None if self.samples_drafts else self.growing_masks(step, limits.depths.tolist())
         if masks is not None:
             positions = Positions(logits, self.network.token_ids)
@@ -137,17 +143,22 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
                 limits.stop_low_confidence(paths[:, depth - 1 : depth], depth)
         return DraftTree.chain(self.network.target_ids(best).to(device)[:, : limits.deepest], limits.depths.tolist())
 
-    def _with_uniforms(self, new: Entries, rows: list[int], before: list[int]) -> Entries:
-        # Tokens are drawn outside of the graph.
-        return new
+    def _launch(self, new: Entries, depths: list[int]) -> Any:
+        num_masks = self.plan.max_depth - 1
+        key, read = ((), partial(self.masked.read, num_masks=num_masks)) if new.keys is None else self._drawing()
+        limits = [self.plan.max_depth] * len(depths)
+        return self.entries.replay(("masks", num_masks, *key), new, self.most_committed, num_masks, limits, read)
 
-    def _launch(self, new: Entries, depths: list[int]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        most = self.plan.max_depth
-        return self.masked.replay(self.entries, new, self.most_committed, most - 1, [most] * len(depths))
+    def _captured_chain(self, stack: ProcessorStack, entries: DraftEntries, inputs: DraftInputs) -> tuple[Any, ...]:
+        chain = self._steered(stack, inputs)
+        hidden, logits = self.masked.read(entries, inputs, self.plan.max_depth - 1)
+        for after in logits.unbind(1):
+            chain.choose(chain.scores(self.network.target_logits(after)))
+        return hidden, logits[:, 0], *chain.stacked(), None
 
-    def _logits_at_once(self, limits: DepthLimits) -> torch.Tensor:
-        """Logits `(R, K, U)` of the first tokens of the drafts."""
-        new, num_masks = self._take_pending(), limits.deepest - 1
+    def _logits_at_once(self, new: Entries | None, limits: DepthLimits) -> torch.Tensor:
+        """Logits `(R, K, U)` of the first tokens of the drafts, after new entries."""
+        num_masks = limits.deepest - 1
         if new is None:
             # What was committed has been read.
             assert self.logits is not None, "nothing has been committed"

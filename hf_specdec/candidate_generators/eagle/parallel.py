@@ -9,7 +9,6 @@ Shapes: R active rows, T new entries, K drafted tokens, h hidden size of the hea
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,10 +65,3 @@ class MaskedReading:
         tokens = torch.full((num_rows, num_masks), self.mask_token, device=entries.device)
         _, output = entries.read(tokens, self.mask_state.expand(num_rows, num_masks, -1), [0] * num_rows)
         return self.network.logits(output)
-
-    def replay(
-        self, entries: DraftEntries, new: Entries, width: int, num_masks: int, limits: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Does what `read` does in a graph, for at most `width` new entries; `None` where there is none to run."""
-        read = partial(self.read, num_masks=num_masks)
-        return entries.replay(("masks", num_masks), new, width, num_masks, limits, read)

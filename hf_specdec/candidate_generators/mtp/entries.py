@@ -116,7 +116,7 @@ class LayerEntries(DraftEntries):
 
     def keep_read(self, layer: int, window: Entries, handed_on: torch.Tensor) -> None:
         """Keeps the states that a layer has handed on in a graph, `(R, T, h)` with T at least W."""
-        self._tokens, _, self._counts = window
+        self._tokens, self._counts = window.tokens, window.counts
         self.layer, self._handed_on = layer, handed_on[:, : window.tokens.shape[1]]
 
     def skip(self, counts: list[int]) -> None:
@@ -144,7 +144,7 @@ class LayerEntries(DraftEntries):
 
     def keep_rows(self, keep: list[int]) -> None:
         super().keep_rows(keep)
-        tokens, _, counts = self._window
+        tokens, counts = self._window.tokens, self._window.counts
         self._window = Entries(select_rows(tokens, keep), {}, [counts[row] for row in keep])
         self._last = {key: select_rows(values, keep) for key, values in self._last.items()}
         if self._handed_on is not None:
@@ -244,7 +244,7 @@ class LayerEntries(DraftEntries):
         """Reads the window with the layers that no draft has needed; tokens that they lack will be read again."""
         if self.layer == self.depth - 1:
             return
-        tokens, _, counts = self._window
+        tokens, counts = self._window.tokens, self._window.counts
         ends = self.cache.lengths
         self._go_back(counts)
         self._begin_window(tokens, counts)

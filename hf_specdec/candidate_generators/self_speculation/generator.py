@@ -125,7 +125,7 @@ class SelfSpeculation(CandidateGenerator):
 
     def _draft_at_once(self, model: SlotModel, step: DraftStep, count: int) -> Following | None:
         """A draft of this depth from one graph; `None` where each token is chosen by itself."""
-        target, sampler, uniforms = self.session.target, self.session.sampler, None
+        target, sampler, keys = self.session.target, self.session.sampler, None
         if target.graphs is None or model.model.device != self.session.device:
             return None
         if self.drafts.window is not None:
@@ -136,11 +136,10 @@ class SelfSpeculation(CandidateGenerator):
         if stack is None or not (self.samples_drafts or (sampler.is_greedy and not stack)):
             return None
         if self.samples_drafts:
-            before = [length - 1 for length in step.lengths]
-            uniforms = sampler.uniforms.drafts_after(step.rows, before, count + 1, count)
+            keys = sampler.uniforms.keys(step.rows, [length - 1 for length in step.lengths])
         size = sampler.vocab_size
         choose = Choose(size, size, size, stack if self.samples_drafts else None)
-        return self.drafts.continued(target, model, step.anchor_tokens, choose, count, uniforms)
+        return self.drafts.continued(target, model, step.anchor_tokens, choose, count, keys)
 
 
 class EarlyExitCandidateGenerator(SelfSpeculation):

@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..decoding.graphs import Variant
-from ..drafting.chain import SteeredChain
+from ..drafting.chain import CapturedDrawing, SteeredChain
 from ..drafting.entries import DraftEntries
 from ..drafting.growth import DepthLimits, DraftNodes, DynamicTree, grow
 from ..drafting.shape import confidence_threshold
 from ..drafting.slots import DraftInputs, Entries, KnownPrompt
 from ..drafts import DraftTree, TokenTree
-from ..logits.sampling import CapturedSampler
 from ..protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ..transfers import select_rows
 from .base import CandidateGenerator
@@ -34,7 +32,6 @@ from .base import CandidateGenerator
 if TYPE_CHECKING:
     from ..drafts.static import Level
     from ..logits.grammar.growth import GrowingMasks
-    from ..logits.processors import ProcessorStack
     from ..settings import SpeculativeConfig
 
 
@@ -213,9 +210,8 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
 
     # Graphs
 
-    def _stack(self, rows: list[int]) -> ProcessorStack | None:
-        """The processors of the call, where a graph can run them between the tokens of these rows."""
-        return self.session.sampler.in_graphs(rows) if self.device == self.session.device else None
+    def _drawing(self, rows: list[int]) -> CapturedDrawing | None:
+        return CapturedDrawing.of(self.session, rows, self.device)
 
     def _with_keys(self, new: Entries, rows: list[int], before: list[int]) -> Entries:
         """Entries of rows of the call, after `before[r]` committed tokens, from which a graph draws, if it does."""
@@ -223,7 +219,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
 
     def _sample_in_a_graph(self, new: Entries | None, step: DraftStep, limits: DepthLimits) -> DraftTree | None:
         """Chains that a graph samples; `None` where there is none to run."""
-        if new is None or self.entries.graphs is None or self._stack(step.rows) is None:
+        if new is None or self.entries.graphs is None or self._drawing(step.rows) is None:
             return None
         before = [length - count for length, count in zip(step.lengths, new.counts)]
         output = self._launch(self._with_keys(new, step.rows, before), limits.depths.tolist())
@@ -241,7 +237,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
             depths = [self.plan.max_depth] * len(depths)
         key, read = (), lambda entries, inputs: self._draft(entries, inputs, self._limits_of(inputs))
         if new.keys is not None:
-            key, read = self._drawing()
+            key, read = self._drawn_by_a_graph()
         return self.entries.replay(
             (self.plan, self.threshold, *key),
             new,
@@ -252,16 +248,16 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
             self.shape,
         )
 
-    def _drawing(self) -> tuple[tuple[Any, ...], Callable[[DraftEntries, DraftInputs], tuple[Any, ...]]]:
+    def _drawn_by_a_graph(self) -> tuple[tuple[Any, ...], Callable[[DraftEntries, DraftInputs], tuple[Any, ...]]]:
         """Parts of the key of a graph that samples, and what it does: `_captured_chain`."""
-        stack = self._stack(self._step.rows)
-        return (Variant(stack.signature), self.session.sampler.vocab_size), partial(self._captured_chain, stack)
+        drawing = self._drawing(self._step.rows)
+        return drawing.key, partial(self._captured_chain, drawing)
 
     @property
     def drafts_ahead(self) -> bool:
         if self.may_mask or self.pending is not None or self._step is None:
             return False
-        is_graph = not self.samples_drafts or self._stack(self._step.rows) is not None
+        is_graph = not self.samples_drafts or self._drawing(self._step.rows) is not None
         return is_graph and self.entries.runs_graphs and self.entries.gathers_ahead
 
     def draft_ahead(self, commit: DeviceCommit) -> None:
@@ -269,22 +265,18 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         new = self._with_keys(new, commit.rows, self._step.lengths)
         self._launch(new, [self.plan.max_depth] * len(commit.rows))
 
-    def _captured_chain(self, stack: ProcessorStack, entries: DraftEntries, inputs: DraftInputs) -> tuple[Any, ...]:
+    def _captured_chain(self, drawing: CapturedDrawing, entries: DraftEntries, inputs: DraftInputs) -> tuple[Any, ...]:
         """Reads new entries and samples chains after them.
 
         Returns:
             `tuple`: States `(R, h)` and logits `(R, U)` after the last entries, tokens `(R, K)`, their distributions
             `(R, K, V)`, and depths `(R,)` of the rows, where a threshold decides on them.
         """
-        limits, chain = self._limits_of(inputs), self._steered(stack, inputs)
+        limits = self._limits_of(inputs)
+        chain = drawing.chain(inputs.keys, inputs.counts, self.plan.max_depth)
         hidden, logits = entries.read_last(inputs)
         self._sample(chain, entries, hidden, logits, limits)
         return hidden, logits, *chain.stacked(), limits.depths if self.threshold else None
-
-    def _steered(self, stack: ProcessorStack, inputs: DraftInputs) -> SteeredChain:
-        """The chains of a graph."""
-        uniforms = inputs.keys.drafts_after(inputs.counts, self.plan.max_depth)
-        return SteeredChain(CapturedSampler(stack, uniforms, self.session.sampler.vocab_size), [], [])
 
     def _limits_of(self, inputs: DraftInputs) -> DepthLimits:
         return DepthLimits(inputs.limits, self.threshold, deepest=self.plan.max_depth)

@@ -241,6 +241,9 @@ class JointSampler(DraftSampler):
         scores = logits.float()
         return torch.stack([self._own(table[row], index, scores, drafted) for index, row in enumerate(rows)])
 
+    def reads_tokens(self, rows: list[int]) -> bool:
+        return any(self.sequences.table[row].signature is None for row in rows)
+
     def in_graphs(self, rows: list[int]) -> ProcessorStack | None:
         own = [self.sequences.table[row] for row in rows]
         is_one = len({row.signature for row in own}) == 1 and own[0].stack.runs_in_graphs

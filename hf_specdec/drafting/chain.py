@@ -5,11 +5,19 @@ Shapes: R rows that are drafted for, V vocabulary of the target, W logits of a d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
+from ..decoding.graphs import Variant
 from ..drafts import DraftTree
 from ..logits.acceptance import best_tokens
+from ..logits.processors import ProcessorStack
+from ..logits.randomness import RowKeys
 from ..logits.sampling import CapturedSampler, DraftSampler
+from ..protocol import Session
 
 
 class SteeredChain:
@@ -48,6 +56,14 @@ class SteeredChain:
         self.tokens.append(tokens)
         return tokens
 
+    def choose_all(
+        self, anchors: torch.LongTensor, count: int, logits_after: Callable[[int, torch.LongTensor], torch.Tensor]
+    ) -> None:
+        """Adds `count` tokens, each by logits `(R, W)` of its position after the tokens `(R,)` before it."""
+        tokens = anchors
+        for depth in range(count):
+            tokens = self.choose(self.scores(logits_after(depth, tokens)))
+
     def stacked(self) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
         """The tokens `(R, K)`, and the distributions `(R, K, V)` that they were sampled from, if they were."""
         return torch.stack(self.tokens, dim=1), torch.stack(self.probs, dim=1) if self.probs else None
@@ -56,3 +72,31 @@ class SteeredChain:
         """The chains, of which the first `counts[r]` tokens are valid."""
         tokens, probs = self.stacked()
         return DraftTree.chain(tokens, counts, probs)
+
+
+@dataclass(frozen=True)
+class CapturedDrawing:
+    """Draws the chains of a graph.
+
+    Args:
+        stack (`ProcessorStack`): Processors that run in graphs.
+        vocab_size (`int`): V.
+    """
+
+    stack: ProcessorStack
+    vocab_size: int
+
+    @classmethod
+    def of(cls, session: Session, rows: list[int], device: torch.device) -> CapturedDrawing | None:
+        """That of these rows of the call, by a drafter on a device; `None` where a graph cannot draw for them."""
+        stack = session.sampler.in_graphs(rows) if device == session.device else None
+        return None if stack is None else cls(stack, session.sampler.vocab_size)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Whatever of it is built into a graph."""
+        return Variant(self.stack.signature), self.vocab_size
+
+    def chain(self, keys: RowKeys, counts: torch.LongTensor, depth: int) -> SteeredChain:
+        """Chains of up to `depth` tokens, after `counts` tokens `(R,)` from the positions of the keys on."""
+        return SteeredChain(CapturedSampler(self.stack, keys.drafts_after(counts, depth), self.vocab_size), [], [])

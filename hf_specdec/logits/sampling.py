@@ -91,6 +91,10 @@ class DraftSampler:
         """Samples from `softmax(scores)`: a token of each row `(R,)`, and the distributions `(R, V)` sampled from."""
         return drawn(scores, self.uniforms.draft_at(rows, anchor_positions, depth))
 
+    def reads_tokens(self, rows: list[int]) -> bool:
+        """Tells whether the scores of these rows depend on the tokens before them."""
+        return self.stack.reads_tokens
+
     def in_graphs(self, rows: list[int]) -> ProcessorStack | None:
         """The processors of all these rows, where they are the same and a graph can repeat them."""
         return self.stack if self.stack.runs_in_graphs else None

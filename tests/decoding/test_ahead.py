@@ -13,8 +13,10 @@ from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs
 from hf_specdec.logits.randomness import CapturedUniforms
 from hf_specdec.logits.rules import StandardRule
+from hf_specdec.logits.sampling import DraftSampler
 from hf_specdec.many.requests import seed_of
 from hf_specdec.transfers import PendingRead
+from tests.candidate_generators.test_dflash import SELECTOR
 from tests.decoding.test_waits import dflash, draft_model, eagle3, medusa, mlp_speculator, mtp, peagle
 from tests.models import prompts, tiny_llama
 from tests.tape import spoil_inputs, tape_everything
@@ -37,12 +39,18 @@ CASES = {
     "dflash, tree": (dflash, {"num_draft_nodes": 6, "num_speculative_tokens": "fixed"}),
     "dflash, corrections": (dflash, {"predicts_next": True, "markov_rank": 3, "num_speculative_tokens": "fixed"}),
 }
+PROBABILISTIC = {"draft_sample_method": "probabilistic"}
+CONFIDENT = {"predicts_next": True, "markov_rank": 3, "has_confidence": True, "confidence_with_markov": True}
 DRAWN = {
     "draft model, drawn": (draft_model, {"num_speculative_tokens": 3}),
     "draft model, masks, drawn": (draft_model, {"mask_token": 3, "num_speculative_tokens": 3}),
-    "eagle3, drawn": (eagle3, {"num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}),
-    "peagle, drawn": (peagle, {"num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}),
-    "mtp, drawn": (mtp, {"num_speculative_tokens": "fixed", "draft_sample_method": "probabilistic"}),
+    "eagle3, drawn": (eagle3, {"num_speculative_tokens": 3, **PROBABILISTIC}),
+    "peagle, drawn": (peagle, {"num_speculative_tokens": 3, **PROBABILISTIC}),
+    "mtp, drawn": (mtp, {"num_speculative_tokens": "fixed", **PROBABILISTIC}),
+    "mlp_speculator, drawn": (mlp_speculator, {"num_speculative_tokens": 3, **PROBABILISTIC}),
+    "dflash, drawn": (dflash, {"num_speculative_tokens": "fixed", **PROBABILISTIC}),
+    "dflash, confident, drawn": (dflash, {"network": CONFIDENT, "num_speculative_tokens": "fixed", **PROBABILISTIC}),
+    "dflash, selector, drawn": (dflash, {"network": SELECTOR, "num_speculative_tokens": "fixed", **PROBABILISTIC}),
 }
 every_case = pytest.mark.parametrize("case", CASES)
 NEW_TOKENS = 20
@@ -173,15 +181,18 @@ def test_a_target_that_samples(events):
 
 @pytest.mark.parametrize("case", DRAWN)
 def test_drafts_that_are_drawn(case, events):
-    """Random numbers are those of the place, which the device picks by what was accepted."""
-    arguments = {"do_sample": True, "temperature": 4.0, "top_k": 40}
+    """Random numbers are those of the place, which the device picks by what was accepted, inside of graphs."""
+    arguments, draws, draw = {"do_sample": True, "temperature": 4.0, "top_k": 40}, [], DraftSampler.draw
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CASES, case, DRAWN[case])
+        patch.setattr(DraftSampler, "draw", lambda *given: draws.append(given[-1]) or draw(*given))
         (text, cycles, stats), (eager_text, eager_cycles, _) = calls(case, prompts(3), **arguments)
     assert text == eager_text
     assert cycles == eager_cycles
     assert stats.num_accepted_tokens > 0
-    assert " ".join(events).count("target draft read") > 3
+    assert " ".join(events).count("target draft read") > 2
+    # Those of the call without graphs.
+    assert len(draws) == sum(max(len(row.draft_tokens) for row in cycle.rows) for cycle in eager_cycles)
 
 
 def test_drawn_drafts_of_rows_that_join(events):

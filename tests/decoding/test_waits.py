@@ -158,11 +158,12 @@ def mtp(**settings):
     return lambda plain, inputs: make
 
 
-def dflash(predicts_next=False, markov_rank=0, domino=None, **settings):
+def dflash(predicts_next=False, markov_rank=0, domino=None, network=None, **settings):
+    kind = {"predicts_next": predicts_next, "markov_rank": markov_rank, "domino": domino, **(network or {})}
+
     def make(model):
         torch.manual_seed(0)
-        sizes = {"mask_token_id": 3, "block_size": 4, "num_target_layers": 2, "target_layer_ids": (0, 1)}
-        sizes |= {"predicts_next": predicts_next, "markov_rank": markov_rank, "domino": domino}
+        sizes = {"mask_token_id": 3, "block_size": 4, "num_target_layers": 2, "target_layer_ids": (0, 1), **kind}
         network = test_dflash.draft(model.config.hidden_size, VOCAB_SIZE, **sizes)
         return test_dflash.speculator_for(beside(model, network).attach(model), **settings)
 

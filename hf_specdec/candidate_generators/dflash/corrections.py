@@ -49,10 +49,12 @@ class Chain(NamedTuple):
         tokens (`torch.LongTensor` of shape `(R, K)`): The target's ids.
         confidence_logits (`torch.FloatTensor` of shape `(R, K)`, *optional*): Log-odds that each is accepted once
             those before it are; `None` where nothing foresees it.
+        probs (`torch.FloatTensor` of shape `(R, K, V)`, *optional*): The distributions that they were sampled from.
     """
 
     tokens: torch.LongTensor
     confidence_logits: torch.Tensor | None = None
+    probs: torch.Tensor | None = None
 
 
 class CorrectionHead(nn.Module):

@@ -5,8 +5,8 @@ the token is committed, and kept. A cycle puts the block after them, the anchor 
 tokens of the block are drafted as a chain, or the most probable prefixes as a tree (DDTree, arXiv:2604.12989). With
 several denoising steps the most confident tokens take the place of their masks and the rest is predicted again. Where
 the tokens before a position correct its logits (DSpark, Domino), they are drafted from left to right. With a candidate
-selector (DFlash 2) chains, trees and samples are walks through its scores. On a GPU all of that is one
-graph; only sampled tokens are chosen outside of it, since logits processors of the user's come in between.
+selector (DFlash 2) chains, trees and samples are walks through its scores. On a GPU all of that is one graph; tokens
+are sampled outside of it where logits processors of the user's come in between that read more than scores.
 
 Shapes: R active rows, C new tokens of the text, K drafted positions, S slots of the draft's cache, U its vocabulary,
 V that of the target.
@@ -15,30 +15,29 @@ V that of the target.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from transformers.utils import logging
 
-from ...drafting.chain import SteeredChain
+from ...drafting.chain import CapturedDrawing, SteeredChain
 from ...drafting.growth import DepthLimits, DynamicTree
 from ...drafting.positions import MaskedWalk, Positions
 from ...drafting.slots import DraftInputs, Entries, KnownPrompt
 from ...drafts import DraftTree, TokenTree
-from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
 from ...logits.grammar.growth import GrowingMasks
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...transfers import last_of_each
-from ...validation import Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
 from .corrections import Block, Chain
 from .denoising import Denoising, keep_counts
 from .lattice import Lattice, Prefixes, best_candidates, best_prefixes, prefix_nodes
 from .network import DFlashNetwork, check_mask_token, fitting_network, load_dflash
+from .options import USUAL_TREE, USUAL_TREES, DFlashOptions
 from .selector import Edges, SelectedPositions
 from .text import DraftText
 
@@ -50,100 +49,8 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 
-class _UsualTree(NamedTuple):
-    """Tree of drafts that were made for trees, where the settings name nothing, and the largest batch that has it."""
-
-    num_nodes: int
-    most_rows: int
-
-
-# By device type. Measured on a CPU (`benchmarks/blocks.py`); elsewhere half of JetSpec's own.
-_TREE = _UsualTree(num_nodes=63, most_rows=4)
-_TREES = {"cpu": _UsualTree(num_nodes=20, most_rows=1)}
-
 # Most children of a node that are looked at under a grammar, where each node has a distribution of its own.
 _MOST_MASKED_CHILDREN = 10
-
-
-@dataclass(frozen=True)
-class DFlashOptions(Options):
-    """Options of `spec_method="dflash"`.
-
-    Raises:
-        SpecConfigError: A value is out of range, or two of them exclude each other.
-    """
-
-    dflash_block_size: int | None = setting(
-        None,
-        "Tokens of a block, the last committed one included; at most what the draft was trained with. "
-        "Left out, one more than `num_speculative_tokens`, or the trained size.",
-        least=1,
-        most=MAX_NODES + 1,
-        published=True,
-        engine_names={"speculative_num_draft_tokens": 0},
-    )
-    dflash_num_denoising_steps: int | None = setting(
-        None,
-        "Forwards of the draft for a block; between them the surest tokens are kept and the others are "
-        "masked again. Left out, what the checkpoint declares, otherwise 1.",
-        least=1,
-        most=MAX_NODES,
-        published=True,
-    )
-    dflash_mask_token_id: int | None = setting(
-        None,
-        "The token at positions that are to be filled. Left out, what the checkpoint says, or the "
-        "tokenizer's mask token.",
-        least=0,
-        published=True,
-    )
-    num_draft_nodes: int | None = setting(
-        None,
-        "Nodes of the tree of the most probable prefixes of a block. 0 drafts the block as a chain. Left out, a "
-        f"chain; for DFlash 2 and JetSpec drafts without a `num_speculative_tokens` {_TREES['cpu'].num_nodes} for a "
-        f"single row on a CPU, {_TREE.num_nodes} for up to {_TREE.most_rows} rows elsewhere.",
-        least=0,
-        most=MAX_NODES,
-        published=True,
-        former_names={"dflash_tree_budget": 0},
-    )
-    draft_tree_top_k: int | None = setting(
-        None,
-        "With `num_draft_nodes`: children that a node of the tree gets at once, the most probable node first "
-        "(JetSpec). Left out, the most probable prefixes, whatever their parents are.",
-        least=1,
-        most=64,
-        published=True,
-    )
-    draft_confidence_threshold: float = setting(
-        0.0,
-        "For DSpark drafts with a confidence head: a row's draft ends before the first token that the head gives less "
-        "probability of being accepted, once those before it are, in [0, 1]. 0 keeps all.",
-        least=0,
-        most=1,
-        published=True,
-    )
-    draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("greedy")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_draft_nodes and (self.dflash_num_denoising_steps or 1) > 1:
-            raise SpecConfigError(
-                f"`num_draft_nodes`={self.num_draft_nodes} makes a tree out of the probabilities of one "
-                f"forward, and `dflash_num_denoising_steps`={self.dflash_num_denoising_steps} asks for several. Leave "
-                "one out."
-            )
-        if self.num_draft_nodes and self.draft_confidence_threshold:
-            raise SpecConfigError(
-                f"`num_draft_nodes`={self.num_draft_nodes} makes a tree, and `draft_confidence_threshold`="
-                f"{self.draft_confidence_threshold} ends chains. Leave one out."
-            )
-        # A 0 is a call's word against the tree that was saved with a draft.
-        if self.draft_tree_top_k and self.num_draft_nodes is None:
-            raise SpecConfigError(
-                f"`draft_tree_top_k`={self.draft_tree_top_k} is about a tree, and without `num_draft_nodes` a chain "
-                "is drafted. Name both, or neither."
-            )
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
@@ -194,13 +101,14 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.check_sampled_length()
         self.text: DraftText | None = None
         self.pending: Commit | None = None  # read by the next draft
+        self._lengths: list[int] = []  # of the rows, when the last draft was made
 
     def _tree_budget(self) -> int:
         """Nodes of the trees; 0 for chains."""
         asked = self.options.num_draft_nodes
         if asked is not None:
             return asked
-        usual = _TREES.get(self.session.device.type, _TREE)
+        usual = USUAL_TREES.get(self.session.device.type, USUAL_TREE)
         names_chain = self.config.fixed_length is not None or self.num_steps > 1
         if names_chain or self.chain_only_reason or self.session.batch_size > usual.most_rows:
             return 0
@@ -282,9 +190,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self.pending = None
             return DraftTree.empty(len(step.rows), self.session.device)
         new, self.pending = self.pending, None
+        self._lengths = step.lengths
         masks = self.growing_masks(step, limits)
         # Masks are made on the host, level by level.
-        predicted = self._replay(new, limits) if masks is None else None
+        predicted = self._replay(new, step, limits) if masks is None else None
         if predicted is None:
             self._read(new)
             self.text.begin_block(self.block_size)
@@ -295,10 +204,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         walk = None if masks is None else MaskedWalk(lambda: self.growing_masks(step, limits), self.network.token_ids)
         if predicted is None:
             predicted = self._predict(self.text, step.anchor_tokens.to(self.device), max(limits), walk)
-        if isinstance(predicted, Edges):
-            return self._sample_walk(predicted, step, limits)
-        if self.samples_drafts:
-            return self._sample_chain(predicted, step, limits)
+        if isinstance(predicted, (Block, Edges)):
+            return self._draft_steered(predicted, step, limits)
         return self._tree(predicted, limits) if self.tree_budget else self._chain(predicted, limits)
 
     def _predict(
@@ -333,7 +240,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def _chain(self, chain: Chain, limits: list[int]) -> DraftTree:
         tokens = chain.tokens[:, : max(limits)].to(self.session.device)
-        return self._rated(DraftTree.chain(tokens, limits), chain.confidence_logits)
+        probs = None if chain.probs is None else chain.probs[:, : max(limits)].contiguous()
+        return self._rated(DraftTree.chain(tokens, limits, probs), chain.confidence_logits)
 
     def _rated(self, draft: DraftTree, confidence_logits: torch.Tensor | None) -> DraftTree:
         """Chains with what is foreseen of them, which end before the first token of too little confidence."""
@@ -362,13 +270,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
         logits, selector = network.logits(output), network.candidate_selector
         is_rated = network.config.has_confidence and not self.tree_budget
         if selector is None and (self.samples_drafts or network.config.is_sequential or is_rated):
-            return self._sample_chain(Block(logits, output), step, limits, has_masks=True)
+            return self._draft_steered(Block(logits, output), step, limits)
         if selector is None:
             positions = Positions(logits, network.token_ids)
         else:
             positions = SelectedPositions(selector, logits, output, masks)
         if self.samples_drafts:
-            return self._steered(step, limits, positions.after).draft(limits)
+            chain = SteeredChain(self.session.sampler, step.rows, step.lengths)
+            chain.choose_all(anchors, count, self._moved(positions.after))
+            return chain.draft(limits)
         plan = TokenTree.chain(count)
         if self.tree_budget:
             width = min(self.draft_tree_top_k or self.tree_budget, _MOST_MASKED_CHILDREN, logits.shape[-1])
@@ -435,45 +345,50 @@ class DFlashCandidateGenerator(CandidateGenerator):
         tokens = torch.stack([tokens.to(self.device) for tokens in before], dim=1)
         return self.network.confidence_logits(output[:, : len(before)], tokens)
 
-    def _sample_chain(self, block: Block, step: DraftStep, limits: list[int], has_masks: bool = False) -> DraftTree:
+    def _draft_steered(self, predicted: Block | Edges, step: DraftStep, limits: list[int]) -> DraftTree:
         """Samples tokens from the draft's distributions, processed as the target's are, or chooses the best ones."""
-        sampler, network, device = self.session.sampler, self.network, self.session.device
-        if network.config.is_sequential or has_masks or sampler.stack.reads_tokens:
-            walk = network.left_to_right(block)
-            chain = self._steered(step, limits, lambda _, tokens: network.target_logits(walk.after(tokens)))
+        sampler = self.session.sampler
+        chain = SteeredChain(sampler, step.rows, step.lengths, bool(self.samples_drafts))
+        steered = self._steer(chain, predicted, step.anchor_tokens, max(limits), sampler.reads_tokens(step.rows))
+        return self._chain(steered, limits)
+
+    def _steer(
+        self,
+        chain: SteeredChain,
+        predicted: Block | Edges,
+        anchors: torch.LongTensor,
+        count: int,
+        reads_tokens: bool = False,
+    ) -> Chain:
+        """Chooses `count` tokens, each given those before it where anything depends on these."""
+        network, is_walk = self.network, isinstance(predicted, Edges)
+        if is_walk:
+            after = partial(predicted.logits_of_walk, vocab_size=network.config.vocab_size)
+            chain.choose_all(anchors, count, self._moved(after))
+        elif network.config.is_sequential or reads_tokens:
+            walk = network.left_to_right(predicted)
+            after = self._moved(lambda _, tokens: network.target_logits(walk.after(tokens)))
+            chain.choose_all(anchors, count, after)
         else:
-            chain = SteeredChain(sampler, step.rows, step.lengths)
-            at_once = chain.scores(network.target_logits(block.logits).to(device))
-            for depth in range(max(limits)):
+            at_once = chain.scores(network.target_logits(predicted.logits).to(self.session.device))
+            for depth in range(count):
                 chain.choose(at_once[:, depth])
-        before = [step.anchor_tokens, *chain.tokens[:-1]]
-        return self._rated(chain.draft(limits), self._confidence_logits(block.output, before))
+        tokens, probs = chain.stacked()
+        before = [anchors, *chain.tokens[:-1]]
+        return Chain(tokens, None if is_walk else self._confidence_logits(predicted.output, before), probs)
 
-    def _sample_walk(self, edges: Edges, step: DraftStep, limits: list[int]) -> DraftTree:
-        """Samples or chooses a walk through the scores of a selector: each token given the one before it."""
-
-        def after(depth: int, tokens: torch.LongTensor) -> torch.Tensor:
-            # After the anchor there is one place.
-            places = edges.places_of(depth - 1, tokens) if depth else torch.zeros_like(tokens)
-            return edges.logits_after(depth, places, self.network.config.vocab_size)
-
-        return self._steered(step, limits, after).draft(limits)
-
-    def _steered(
-        self, step: DraftStep, limits: list[int], after: Callable[[int, torch.LongTensor], torch.Tensor]
-    ) -> SteeredChain:
-        """Samples or chooses tokens one by one, by logits `(R, W)` of a position after the tokens `(R,)` before it."""
-        chain = SteeredChain(self.session.sampler, step.rows, step.lengths, bool(self.samples_drafts))
-        tokens = step.anchor_tokens
-        for depth in range(max(limits)):
-            tokens = chain.choose(chain.scores(after(depth, tokens.to(self.device)).to(self.session.device)))
-        return chain
+    def _moved(self, after: Callable[[int, torch.LongTensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The same for tokens and logits on the device of the call."""
+        return lambda depth, tokens: after(depth, tokens.to(self.device)).to(self.session.device)
 
     # Drafting in graphs
 
-    def _replay(self, new: Commit | None, limits: list[int]) -> Chain | Block | Prefixes | Edges | None:
+    def _replay(self, new: Commit | None, step: DraftStep, limits: list[int]) -> Any:
         """Reads new tokens and predicts the whole block in a graph; `None` where there is none to run."""
-        predicted = None if new is None else self._launch(new, limits)
+        if new is None:
+            return None
+        before = [length - count for length, count in zip(step.lengths, new.counts)]
+        predicted = self._launch(new, step.rows, before, limits)
         if predicted is None:
             return None
         self.text.add_tokens(new.tokens, new.counts)
@@ -484,25 +399,31 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return self.pending is None and self.text.runs_graphs and not self.may_mask
 
     def draft_ahead(self, commit: DeviceCommit) -> None:
-        self._launch(commit, [self.num_speculative_tokens] * len(commit.rows))
+        self._launch(commit, commit.rows, self._lengths, [self.num_speculative_tokens] * len(commit.rows))
 
-    def _launch(self, new: Commit | DeviceCommit, limits: list[int]) -> Chain | Block | Prefixes | Edges | None:
+    def _launch(self, new: Commit | DeviceCommit, rows: list[int], before: list[int], limits: list[int]) -> Any:
+        """Runs the graph, for rows that had so many tokens `before` the new ones."""
         # Without a tree it predicts the whole block.
         limits = limits if self.tree_budget else [self.num_speculative_tokens] * len(limits)
         states = new.hidden_states
-        before = self.text.tokens_before
-        states = states if before is None else {**states, "tokens_before": before[:, None]}
+        if self.text.tokens_before is not None:
+            states = {**states, "tokens_before": self.text.tokens_before[:, None]}
         kind = (self.block_size, self.num_speculative_tokens, self.num_steps, self.mask_token_id)
+        drawing = CapturedDrawing.of(self.session, rows, self.device) if self.samples_drafts else None
+        keys = None if drawing is None else self.session.sampler.uniforms.keys(rows, before)
+        drawn = () if drawing is None else drawing.key
         return self.text.replay(
-            (*kind, self.tree_budget, self.draft_tree_top_k, self.samples_drafts),
-            Entries(new.tokens, states, new.counts),
+            (*kind, self.tree_budget, self.draft_tree_top_k, self.samples_drafts, *drawn),
+            Entries(new.tokens, states, new.counts, keys),
             self.most_committed,
             self.block_size,
             limits,
-            self._captured_prediction,
+            partial(self._captured_prediction, drawing),
         )
 
-    def _captured_prediction(self, text: DraftText, inputs: DraftInputs) -> Chain | Block | Prefixes | Edges:
+    def _captured_prediction(
+        self, drawing: CapturedDrawing | None, text: DraftText, inputs: DraftInputs
+    ) -> Chain | Block | Prefixes | Edges:
         text.extend(inputs.states, inputs.counts)
         if text.tokens_before is not None:
             text.tokens_before = inputs.states["tokens_before"][:, 0]
@@ -510,6 +431,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         text.begin_block(self.block_size)
         anchors = last_of_each(inputs.tokens, inputs.counts)
         predicted = self._predict(text, anchors, self.num_speculative_tokens)
+        if drawing is not None and isinstance(predicted, (Block, Edges)):
+            chain = drawing.chain(inputs.keys, inputs.counts, self.num_speculative_tokens)
+            return self._steer(chain, predicted, anchors, self.num_speculative_tokens)
         if not isinstance(predicted, Lattice):
             return predicted
         return prefix_nodes(predicted, self.tree_budget, inputs.limits, self.draft_tree_top_k)

@@ -133,6 +133,11 @@ class Edges(NamedTuple):
         scores = self.scores[:, position].gather(1, places[:, None, None].expand(-1, 1, width))[:, 0]
         return scores.new_full((len(places), vocab_size), -torch.inf).scatter_(1, self.tokens[:, position], scores)
 
+    def logits_of_walk(self, position: int, tokens: torch.LongTensor, vocab_size: int) -> torch.FloatTensor:
+        """Logits `(R, V)` of a position after tokens `(R,)` of the one before; after the anchor there is one place."""
+        places = self.places_of(position - 1, tokens) if position else torch.zeros_like(tokens)
+        return self.logits_after(position, places, vocab_size)
+
     def places_of(self, position: int, tokens: torch.LongTensor) -> torch.LongTensor:
         """Places `(R,)` of tokens among the candidates of a position; 0 for one that is none."""
         return (self.tokens[:, position] == tokens[:, None]).int().argmax(-1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...drafting.chain import SteeredChain
+from ...drafting.chain import CapturedDrawing, SteeredChain
 from ...drafting.entries import DraftEntries
 from ...drafting.growth import DepthLimits, DynamicTree
 from ...drafting.positions import Positions
@@ -31,7 +31,6 @@ from .parallel import MaskedReading
 
 
 if TYPE_CHECKING:
-    from ...logits.processors import ProcessorStack
     from ...settings import SpeculativeConfig
 
 
@@ -145,12 +144,14 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
 
     def _launch(self, new: Entries, depths: list[int]) -> Any:
         num_masks = self.plan.max_depth - 1
-        key, read = ((), partial(self.masked.read, num_masks=num_masks)) if new.keys is None else self._drawing()
+        key, read = (
+            ((), partial(self.masked.read, num_masks=num_masks)) if new.keys is None else self._drawn_by_a_graph()
+        )
         limits = [self.plan.max_depth] * len(depths)
         return self.entries.replay(("masks", num_masks, *key), new, self.most_committed, num_masks, limits, read)
 
-    def _captured_chain(self, stack: ProcessorStack, entries: DraftEntries, inputs: DraftInputs) -> tuple[Any, ...]:
-        chain = self._steered(stack, inputs)
+    def _captured_chain(self, drawing: CapturedDrawing, entries: DraftEntries, inputs: DraftInputs) -> tuple[Any, ...]:
+        chain = drawing.chain(inputs.keys, inputs.counts, self.plan.max_depth)
         hidden, logits = self.masked.read(entries, inputs, self.plan.max_depth - 1)
         for after in logits.unbind(1):
             chain.choose(chain.scores(self.network.target_logits(after)))

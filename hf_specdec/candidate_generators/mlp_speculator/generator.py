@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 import torch
 
 from ...checkpoints.loading import check_given
-from ...drafting.chain import SteeredChain
+from ...drafting.chain import CapturedDrawing, SteeredChain
 from ...drafting.graphs import RowGraphs
 from ...drafting.growth import most_probable
 from ...drafts import DraftTree, TokenTree, renumbered
@@ -30,6 +30,7 @@ from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
 from ...logits.grammar.growth import GrowingMasks
+from ...logits.randomness import RowKeys
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...target_facts import vocabulary_size
 from ...threads import cached_property
@@ -175,9 +176,9 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         self.dtype: torch.dtype = weight.dtype
         self.samples_drafts: bool | None = self.asks_to_sample
         self.plan: TokenTree | GrowthPlan = _plan(config, resources, session, self.chain_only_reason)
-        self.is_steered: bool = self.plan.is_chain and (self.samples_drafts or _has_processors(session))
         self.num_speculative_tokens: int = self.plan.max_depth
         self.states: torch.Tensor | None = None  # (B, H): of each row, what its anchor was predicted from
+        self._step: DraftStep | None = None  # that of the last draft
         self.graphs: RowGraphs = RowGraphs(self.speculator)
         # Targets of other vocabularies may share the network.
         self.vocabulary: tuple[int, int | None] = resources.vocab_size, self.last_token
@@ -206,9 +207,10 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
     def propose(self, step: DraftStep) -> DraftTree:
         limits = self.draft_depths(step)
         depth = max(limits)
+        self._step = step if depth > 0 else None
         if depth <= 0:
             return DraftTree.empty(len(step.rows), self.session.device)
-        if self.is_steered:
+        if self._is_steered(step.rows):
             return self._draft_steered(step, limits)
         drafted = self._draft(self.states, step.anchor_tokens, depth, self.growing_masks(step, limits))
         if isinstance(drafted, ChosenNodes):
@@ -217,10 +219,27 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
 
     @property
     def drafts_ahead(self) -> bool:
-        return self.graphs.are_on and not (self.is_steered or self.may_mask)
+        if self._step is None or self.may_mask or not self.graphs.are_on:
+            return False
+        return not self._is_steered(self._step.rows) or self._drawing(self._step.rows) is not None
 
     def draft_ahead(self, commit: DeviceCommit) -> None:
-        self._draft(commit.anchor_states("last"), commit.anchors, self.num_speculative_tokens)
+        states, most = commit.anchor_states("last"), self.num_speculative_tokens
+        drawing = self._drawing(commit.rows)
+        if drawing is None:
+            self._draft(states, commit.anchors, most)
+        else:
+            self._draw(drawing, most, states, commit.anchors, commit.rows, self._step.lengths, commit.counts)
+
+    def _is_steered(self, rows: list[int]) -> bool:
+        """Tells whether the tokens of chains are sampled, or chosen by what processors leave of their logits."""
+        sampler = self.session.sampler
+        if not self.plan.is_chain or sampler is None:
+            return False
+        return bool(self.samples_drafts) or sampler.in_graphs(rows) is None or bool(sampler.in_graphs(rows))
+
+    def _drawing(self, rows: list[int]) -> CapturedDrawing | None:
+        return CapturedDrawing.of(self.session, rows, self.device) if self.samples_drafts else None
 
     def _draft(
         self, states: torch.Tensor, anchors: torch.LongTensor, depth: int, masks: GrowingMasks | None = None
@@ -254,6 +273,13 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
 
     def _draft_steered(self, step: DraftStep, limits: list[int]) -> DraftTree:
         """Chooses one token a stage, the best or a sampled one, from logits as the call's processors leave them."""
+        drawing = self._drawing(step.rows) if self.graphs.are_on else None
+        if drawing is not None:
+            # It draws the whole depth, as ahead of the verdict.
+            before, most = [length - 1 for length in step.lengths], self.num_speculative_tokens
+            tokens, probs = self._draw(drawing, most, self.states, step.anchor_tokens, step.rows, before)
+            deepest = max(limits)
+            return DraftTree.chain(tokens[:, :deepest], limits, probs[:, :deepest].contiguous())
         state, tokens = self.states, step.anchor_tokens
         chain = SteeredChain(self.session.sampler, step.rows, step.lengths, self.samples_drafts)
         for depth in range(max(limits)):
@@ -261,6 +287,44 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             state, logits = self.graphs.run((depth, *self.vocabulary), partial(self._read, depth), values)
             tokens = chain.choose(chain.scores(logits.to(self.session.device)))
         return chain.draft(limits)
+
+    def _draw(
+        self,
+        drawing: CapturedDrawing,
+        depth: int,
+        states: torch.Tensor,
+        anchors: torch.LongTensor,
+        rows: list[int],
+        before: list[int],
+        counts: torch.LongTensor | None = None,
+    ) -> tuple[torch.LongTensor, torch.FloatTensor]:
+        """Samples chains in a graph, after states and anchors as for `_draft`: tokens `(B, K)`, and distributions.
+
+        Args:
+            rows (`list[int]`): Row of the call of each.
+            before (`list[int]`), counts (`torch.LongTensor` of shape `(B,)`): Committed tokens that the host knows of,
+                and those after them; 1 if not given.
+        """
+        keys = upload(list(zip(*self.session.sampler.uniforms.keys(rows, before))), self.device)
+        counts = keys.new_ones(len(rows)) if counts is None else counts
+        values = {"states": states, "anchors": anchors, "keys": keys, "counts": counts}
+        key = (self.plan, depth, *self.vocabulary, *drawing.key)
+        return self.graphs.run(key, partial(self._drawn_chain, drawing, depth), values)
+
+    def _drawn_chain(
+        self,
+        drawing: CapturedDrawing,
+        depth: int,
+        states: torch.Tensor,
+        anchors: torch.LongTensor,
+        keys: torch.LongTensor,
+        counts: torch.LongTensor,
+    ) -> tuple[torch.LongTensor, torch.FloatTensor]:
+        chain, state, tokens = drawing.chain(RowKeys(*keys.unbind(1)), counts, depth), states, anchors
+        for index in range(depth):
+            state, logits = self._read(index, state, tokens)
+            tokens = chain.choose(chain.scores(logits))
+        return chain.stacked()
 
     def _read(self, depth: int, state: torch.Tensor, tokens: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The stage of a depth, counted from 0; the first takes the target's states."""
@@ -457,10 +521,6 @@ class ChosenNodes(NamedTuple):
 def _depths_of_levels(sizes: tuple[int, ...], device: torch.device) -> torch.LongTensor:
     """The depth of each node, level by level."""
     return upload([depth for depth, size in enumerate(sizes, start=1) for _ in range(size)], device)
-
-
-def _has_processors(session: Session) -> bool:
-    return session.sampler is not None and bool(session.sampler.stack)
 
 
 def _plan(

@@ -1,6 +1,7 @@
 """Kernels that a cycle launches on a GPU, counted on a machine without one.
 
     python benchmarks/launches.py                              # every method at batch 1 and 8, and architectures
+    python benchmarks/launches.py --sampled                    # the same with sampling, and drafts that are drawn
     python benchmarks/launches.py --models llama --methods eagle3 ngram --batch-sizes 1
     python benchmarks/launches.py --json launches.json
 
@@ -41,15 +42,16 @@ from hf_specdec import Speculator, demo, load_speculator
 from hf_specdec.bench.machine import describe_environment
 from hf_specdec.decoding import attention, cache, functional, graphs, target
 from hf_specdec.decoding.loop import DecodingLoop
+from hf_specdec.drafts import DraftTree
 from hf_specdec.errors import UnsupportedModelError
-from hf_specdec.kernels import _triton, acceptance, ancestors, gates, heads, norms, philox, tree_attention
+from hf_specdec.kernels import _triton, acceptance, ancestors, gates, heads, norms, philox, sampling, tree_attention
 from hf_specdec.kernels import cache as cache_kernels
 from hf_specdec.layers import llama
 from hf_specdec.layers.llama import DecoderLayer
 from hf_specdec.method import built_in_methods
 from tests.architectures import tiny_model
 from tests.kernels import references
-from tests.methods import settings_of
+from tests.methods import draws, settings_of
 from tests.other_device import Elsewhere, Wait, move, other_device
 from tests.tape import TapeBackend
 
@@ -70,6 +72,9 @@ ARCHITECTURES = (
 
 _GPU = tree_attention._Gpu(processors=132, shared_memory=227 << 10)  # an H200
 _NEW_TOKENS = 32
+
+# Settings of calls that sample.
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
 
 # Cycles without captures that are counted, in the second call or a later one.
 _LEAST_CYCLES, _MOST_CALLS = 3, 5
@@ -215,7 +220,7 @@ class LaunchCounter(TorchDispatchMode):
                 for name in [name for name in vars(module) if name.endswith("_kernel")]:
                     stack.enter_context(patch.object(module, name, CountedKernel(self, name)))
                 for name in [name for name in vars(module) if name.endswith("_triton") and name != "use_triton"]:
-                    reference = getattr(module, name.replace("_triton", "_torch"), None)
+                    reference = _REFERENCES.get(name, getattr(module, name.replace("_triton", "_torch"), None))
                     if reference is not None:
                         launcher = self._computed_by(getattr(module, name), reference)
                         stack.enter_context(patch.object(module, name, launcher))
@@ -326,11 +331,20 @@ class CountingBackend(TapeBackend):
         return replay_counted, output
 
 
-_KERNEL_FILES = (acceptance, ancestors, cache_kernels, gates, heads, norms, philox, tree_attention)
+_KERNEL_FILES = (acceptance, ancestors, cache_kernels, gates, heads, norms, philox, sampling, tree_attention)
 _READERS_OF_THE_DEVICE = (
-    *(acceptance, ancestors, cache_kernels, philox, tree_attention),
+    *(acceptance, ancestors, cache_kernels, philox, sampling, tree_attention),
     *(attention, cache, functional, target),
 )
+
+
+def _reject(draft: DraftTree, *given: torch.Tensor) -> acceptance.Acceptance:
+    run = acceptance._reject_chain_torch if draft.is_chain else acceptance._reject_tree_torch
+    return run(draft, *given)
+
+
+# Of launchers whose references have other names.
+_REFERENCES = {"_reject_triton": _reject, "_sample_triton": sampling.sample_torch}
 
 
 def _is_far(*tensors: torch.Tensor | None) -> bool:
@@ -342,6 +356,7 @@ class Row:
     """A cycle of a method, in the median.
 
     Attributes:
+        sampled (`bool`): The target samples, and drafts are drawn where the method can.
         per_layer (`float`, *optional*): Kernels of a decoder layer of the target, in its graph; `None` if too many
             nodes are verified for one.
         draft (`float`): Kernels in the graphs of the drafter.
@@ -355,6 +370,7 @@ class Row:
     model: str
     method: str
     batch: int
+    sampled: bool
     per_layer: float | None
     draft: float
     outside: float
@@ -364,7 +380,7 @@ class Row:
     replays: float
 
     @classmethod
-    def of(cls, model: str, method: str, batch: int, cycles: list[Cycle]) -> Row:
+    def of(cls, model: str, method: str, batch: int, cycles: list[Cycle], sampled: bool = False) -> Row:
         def middle(count: Callable[[Cycle], float]) -> float:
             return median(map(count, cycles))
 
@@ -373,6 +389,7 @@ class Row:
             model,
             method,
             batch,
+            sampled,
             per_layer=round(median(layers), 2) if layers else None,
             draft=middle(lambda cycle: sum(graph.kernels.total() for graph in cycle.draft)),
             outside=middle(lambda cycle: cycle.outside.kernels.total()),
@@ -390,22 +407,27 @@ class Row:
         return [name for name, aim in aims.items() if found[name] is None or found[name] > aim]
 
 
-def count(name: str, method: str, batch: int) -> tuple[Row, list[Cycle]]:
+def count(name: str, method: str, batch: int, sampled: bool = False) -> tuple[Row, list[Cycle]]:
     """Counts a method's calls with a model: the figures, and the cycles behind them."""
     model = demo.load_target() if name == DEMO else tiny_model(name)
     model = model.to(torch.bfloat16)
-    speculator = load_speculator(model, settings_of(method, num_speculative_tokens="fixed"))
-    steady = steady_cycles(model, _prompts(name, batch), speculator)
+    drawn = {"draft_sample_method": "probabilistic"} if sampled and draws(method) else {}
+    speculator = load_speculator(model, settings_of(method, num_speculative_tokens="fixed", **drawn))
+    steady = steady_cycles(model, _prompts(name, batch), speculator, **(SAMPLING if sampled else {}))
     if not steady:
         raise LookupError("No cycle ran in graphs alone.")
-    return Row.of(name, method, batch, steady), steady
+    return Row.of(name, method, batch, steady, sampled), steady
 
 
 def steady_cycles(
-    model: torch.nn.Module, inputs: dict[str, torch.Tensor], speculator: Speculator, new_tokens: int = _NEW_TOKENS
+    model: torch.nn.Module,
+    inputs: dict[str, torch.Tensor],
+    speculator: Speculator,
+    new_tokens: int = _NEW_TOKENS,
+    **sampling: Any,
 ) -> list[Cycle]:
     """Cycles in which all graphs are there, of a call that is made until there are some. The model is moved."""
-    settings = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **sampling}
     with other_device() as waits:
         moved = {key: move(values) for key, values in inputs.items()}
         move(model)
@@ -448,20 +470,23 @@ def _prompts(name: str, batch: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
-def cases(models: list[str], methods: list[str], batches: list[int]) -> Iterator[tuple[str, str, int]]:
+def cases(
+    models: list[str], methods: list[str], batches: list[int], sampled: bool = False
+) -> Iterator[tuple[str, str, int, bool]]:
     """Every method with the demo's target; with the others n-grams, because layers are all that differs."""
     for model in models:
         for method in methods if model == DEMO else ["ngram"]:
             for batch in batches if model == DEMO else [1]:
-                yield model, method, batch
+                for samples in (False, True) if sampled and model == DEMO else (False,):
+                    yield model, method, batch, samples
 
 
 def print_rows(console: Console, rows: list[Row]) -> None:
-    names = ("model", "method", "batch", *AIMS, "draft", "uploads", "replays")
+    names = ("model", "method", "batch", "sampled", *AIMS, "draft", "uploads", "replays")
     aims = ", ".join(f"{name.replace('_', ' ')} at most {aim}" for name, aim in AIMS.items())
     table = Table(*(name.replace("_", " ") for name in names), title="Launches in a cycle", caption=f"Aims: {aims}.")
     for row in rows:
-        values = {name: getattr(row, name) for name in names}
+        values = {**{name: getattr(row, name) for name in names}, "sampled": "yes" if row.sampled else "no"}
         table.add_row(
             *(f"{value:g}" if isinstance(value, (int, float)) else value or "-" for value in values.values())
         )
@@ -474,13 +499,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=(DEMO, *ARCHITECTURES), default=[DEMO, *ARCHITECTURES])
     parser.add_argument("--methods", nargs="+", default=methods, help="Methods of the demo's target.")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8], help="At most 8.")
+    parser.add_argument("--sampled", action="store_true", help="Count sampled cycles beside the greedy ones.")
     parser.add_argument("--kernels", action="store_true", help="Name the kernels of one cycle of each case.")
     parser.add_argument("--json", type=Path, help="File for the figures.")
     options = parser.parse_args()
     if not _triton.HAS_TRITON:
         parser.error("Triton kernels are counted where Triton is installed: pip install triton.")
     console, rows = Console(), []
-    for case in cases(options.models, options.methods, options.batch_sizes):
+    for case in cases(options.models, options.methods, options.batch_sizes, options.sampled):
         try:
             row, cycles = count(*case)
         except (UnsupportedModelError, LookupError, NotImplementedError) as error:

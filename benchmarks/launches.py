@@ -44,8 +44,20 @@ from hf_specdec.decoding import attention, cache, functional, graphs, target
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.drafts import DraftTree
 from hf_specdec.errors import UnsupportedModelError
-from hf_specdec.kernels import _triton, acceptance, ancestors, gates, heads, norms, philox, sampling, tree_attention
+from hf_specdec.kernels import (
+    _triton,
+    acceptance,
+    ancestors,
+    experts,
+    gates,
+    heads,
+    norms,
+    philox,
+    sampling,
+    tree_attention,
+)
 from hf_specdec.kernels import cache as cache_kernels
+from hf_specdec.layers import experts as layer_experts
 from hf_specdec.layers import llama
 from hf_specdec.layers.llama import DecoderLayer
 from hf_specdec.method import built_in_methods
@@ -66,8 +78,8 @@ HOST_DRAFTS = ("ngram", "suffix", "recycling", "grammar", "early_exit", "sparse_
 # The demo's target, for which every method has a drafter, and other architectures, with random weights.
 DEMO = "demo (llama)"
 ARCHITECTURES = (
-    *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "glm4", "mixtral"),
-    *("olmo", "olmo2", "olmo3", "smollm3", "granite"),
+    *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "glm4"),
+    *("olmo", "olmo2", "olmo3", "smollm3", "granite", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
 )
 
 _GPU = tree_attention._Gpu(processors=132, shared_memory=227 << 10)  # an H200
@@ -205,10 +217,11 @@ class LaunchCounter(TorchDispatchMode):
                 stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
             for module in _READERS_OF_THE_DEVICE:
                 stack.enter_context(patch.object(module, "use_triton", _is_far))
-            stack.enter_context(patch.object(llama, "fuses", _is_far))
-            for name in ("add_norm", "place_heads", "gated"):
-                launcher = self._computed_by(getattr(llama, name), getattr(references, name))
-                stack.enter_context(patch.object(llama, name, launcher))
+            for module, names in _FUSED.items():
+                stack.enter_context(patch.object(module, "fuses", _is_far))
+                for name in names:
+                    launcher = self._computed_by(getattr(module, name), getattr(references, name))
+                    stack.enter_context(patch.object(module, name, launcher))
             stack.enter_context(patch.object(graphs, "capture_backend", lambda device: CountingBackend(self)))
             # Unknown of a device that does not exist.
             stack.enter_context(patch.object(torch, "is_autocast_enabled", lambda *kind: False))
@@ -331,7 +344,10 @@ class CountingBackend(TapeBackend):
         return replay_counted, output
 
 
-_KERNEL_FILES = (acceptance, ancestors, cache_kernels, gates, heads, norms, philox, sampling, tree_attention)
+_KERNEL_FILES = (
+    *(acceptance, ancestors, cache_kernels, experts, gates, heads, norms, philox, sampling, tree_attention),
+)
+_FUSED = {llama: ("add_norm", "place_heads", "gated"), layer_experts: ("mixture",)}
 _READERS_OF_THE_DEVICE = (
     *(acceptance, ancestors, cache_kernels, philox, sampling, tree_attention),
     *(attention, cache, functional, target),

@@ -37,6 +37,21 @@ def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 @triton.jit
+def activated(
+    gate,  # float32
+    IS_SILU: tl.constexpr,
+):
+    """The activation of a gate."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    if IS_SILU:
+        slope = gate
+    else:
+        # (1 + tanh(z)) / 2 is the logistic function of 2 z.
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1 + tl.exp2(-slope * LOG2_E))
+
+
+@triton.jit
 def _gated_kernel(
     gate_ptr,  # [rows, I]
     up_ptr,  # [rows, I]
@@ -48,16 +63,10 @@ def _gated_kernel(
     IS_SILU: tl.constexpr,
 ):
     # A program: a block of a row.
-    LOG2_E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_ptr + row * gate_stride + place, mask=place < SIZE, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + place, mask=place < SIZE, other=0.0).to(tl.float32)
-    if IS_SILU:
-        slope = gate
-    else:
-        # (1 + tanh(z)) / 2 is the logistic function of 2 z.
-        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    active = gate / (1 + tl.exp2(-slope * LOG2_E))
+    active = activated(gate, IS_SILU)
     active = active.to(output_ptr.dtype.element_ty).to(tl.float32)
     tl.store(output_ptr + row * SIZE + place, (active * up).to(output_ptr.dtype.element_ty), mask=place < SIZE)

@@ -14,25 +14,22 @@ D head size, S slots of a cache.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Container, Sequence
-from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..kernels import _triton, products
+from ..kernels import products
 from ..kernels._triton import fuses
-from ..kernels.gates import GELU_TANH, SILU, gated
+from ..kernels.gates import gated
 from ..kernels.heads import Angles, KeyValueCache, place_heads
 from ..kernels.norms import Norm, Scale, add_norm
+from .direct import DirectModule, activation_kind, is_hooked, may_fuse
+from .experts import MixtureOfExperts
 from .structure import AttentionForm, LayerForm, form_of
-
-
-Module = TypeVar("Module", bound="DirectModule")
 
 
 class LayerSizes(Protocol):
@@ -60,48 +57,6 @@ class SlotMask(Protocol):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, /
     ) -> torch.Tensor: ...
-
-
-# Ends of the names under which `nn.Module` keeps hooks.
-_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-
-
-class DirectModule(nn.Module):
-    """Module that is called like a function while nothing hooks into its calls."""
-
-    # Torch has each of them as optional; a subclass knows which it has.
-    _modules: dict[str, Any]
-    _parameters: dict[str, Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if any(_additions(self)):
-            return super().__call__(*args, **kwargs)
-        return self.forward(*args, **kwargs)
-
-    @classmethod
-    def sharing(cls: type[Module], module: nn.Module, **changed: Any) -> Module:
-        """A module of this class with the attributes of another, its parameters and parts among them, but no hooks.
-
-        Args:
-            module (`nn.Module`): The other module.
-            changed (`Any`): Attributes to have in the place of some of these.
-        """
-        made = cls.__new__(cls)
-        hooks = {name: OrderedDict() for name in module.__dict__ if name.endswith(_HOOKS)}
-        made.__dict__.update(module.__dict__, **hooks, **changed)
-        return made
-
-
-# All that a call of a module runs beside, or in the place of, its `forward`.
-_additions = attrgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl"
-)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Tells whether a call of the module is more, or another, than the forward of its class."""
-    forward = module.__dict__.get("forward")
-    return any(_additions(module)) or not (forward is None or type(forward) is products.OwnForward)
 
 
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -176,7 +131,8 @@ class DecoderLayer(DirectModule):
             parts["scale"] = Scaled(getattr(layer, form.factor))
             form = form._replace(after_attention="scale", after_mlp="scale")
         parts["self_attn"] = RotaryAttention.of(layer.self_attn, layer_idx)
-        parts["mlp"] = layer.mlp if form_of(layer.mlp, "mlp") is None else GatedMLP.sharing(layer.mlp)
+        is_dense = form_of(layer.mlp, "mlp") is not None
+        parts["mlp"] = GatedMLP.sharing(layer.mlp) if is_dense else MixtureOfExperts.of(layer.mlp)
         return cls.sharing(layer, _modules=parts, form=form)
 
     def forward(
@@ -237,18 +193,13 @@ def added_and_normed(
     if pending is None:
         return stream, stream if norm is None else norm(stream)
     update, update_norm = pending
-    if _may_fuse(stream):
+    if may_fuse(stream):
         given, known = (update_norm, norm), (_plain_norm(update_norm), _plain_norm(norm))
         is_plain = all(one is None or other is not None for one, other in zip(given, known))
         if is_plain and fuses(stream, update, *(None if one is None else one.weight for one in known)):
             return add_norm(stream, update, *known)
     stream = stream + (update if update_norm is None else update_norm(update))
     return stream, stream if norm is None else norm(stream)
-
-
-def _may_fuse(tensor: torch.Tensor) -> bool:
-    """Spares small models on a CPU the question of [`fuses`], which decides."""
-    return not tensor.is_cpu or _triton.CHOICE == "triton"
 
 
 def _plain_norm(module: nn.Module | None) -> Any:
@@ -404,7 +355,7 @@ class RotaryAttention(DirectModule):
             projected = parts["q_norm"](projected[0]), parts["k_norm"](projected[1]), projected[2]
         query, key, value = (part.view(rows, tokens, -1, self.head_dim) for part in projected)
         has_norms = "q_norm" in parts and not self.form.norms_whole
-        if cache is not None and _may_fuse(hidden) and cache.writes_slots:
+        if cache is not None and may_fuse(hidden) and cache.writes_slots:
             norms = (_plain_norm(parts["q_norm"]), _plain_norm(parts["k_norm"])) if has_norms else None
             weights = [None if norm is None else norm.weight for norm in norms or ()]
             if (norms is None or None not in norms) and fuses(query, key, value, *weights):
@@ -503,14 +454,9 @@ class GatedMLP(DirectModule):
         else:
             gate, up = project_together((parts["gate_proj"], parts["up_proj"]), hidden)
             activation = parts["act_fn"]
-        kind = _ACTIVATIONS.get(type(activation)) if _may_fuse(gate) and not is_hooked(activation) else None
+        kind = activation_kind(activation) if may_fuse(gate) else None
         is_fused = kind is not None and fuses(gate, up)
         return project(parts["down_proj"], gated(gate, up, kind) if is_fused else activation(gate) * up)
-
-
-_ACTIVATIONS = {
-    type(ACT2FN[name]): kind for name, kind in (("silu", SILU), ("swish", SILU), ("gelu_pytorch_tanh", GELU_TANH))
-}
 
 
 class RMSNorm(DirectModule):
@@ -550,7 +496,7 @@ class RMSNorm(DirectModule):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         norm = self.norm
-        if _may_fuse(hidden) and fuses(hidden, norm.weight):
+        if may_fuse(hidden) and fuses(hidden, norm.weight):
             return add_norm(hidden, None, None, norm)[1]
         return normed(hidden, norm)
 

@@ -65,6 +65,19 @@ class ModelForm(NamedTuple):
     divisor: str | None = None
 
 
+class MixtureForm(NamedTuple):
+    """Attributes: whether every token goes through a shared expert as well, by a gate of its own."""
+
+    has_shared_expert: bool = False
+
+
+class RouterForm(NamedTuple):
+    """Attributes: those of [`~kernels.experts.Routing`], or where the module says it."""
+
+    normalizes: bool | str = True
+    rounds: bool = False
+
+
 _PRE_NORM = LayerForm("input_layernorm", None, "post_attention_layernorm", None)
 
 _NORMS = {
@@ -100,6 +113,7 @@ _ATTENTIONS = {
     # A model whose config clips queries, keys and values is not known.
     "olmo.OlmoAttention": AttentionForm(),
     "olmo2.Olmo2Attention": AttentionForm(norms_whole=True),
+    "olmoe.OlmoeAttention": AttentionForm(norms_whole=True),
     "olmo3.Olmo3Attention": AttentionForm(norms_whole=True),
     "gemma2.Gemma2Attention": AttentionForm(softcap="attn_logit_softcapping"),
     "smollm3.SmolLM3Attention": AttentionForm(turns="use_rope"),
@@ -113,9 +127,25 @@ _ROTATIONS = {"llama": False, "phi3": False, "olmo2": False, "glm4": True}
 # Whether one product makes both halves.
 _MLPS = {"llama.LlamaMLP": False, "phi3.Phi3MLP": True, "seed_oss.SeedOssMLP": False}
 
+_MIXTURES = {
+    "mixtral.MixtralSparseMoeBlock": MixtureForm(),
+    "qwen3_moe.Qwen3MoeSparseMoeBlock": MixtureForm(),
+    "olmoe.OlmoeSparseMoeBlock": MixtureForm(),
+    "qwen2_moe.Qwen2MoeSparseMoeBlock": MixtureForm(has_shared_expert=True),
+}
+
+_ROUTERS = {
+    "mixtral.MixtralTopKRouter": RouterForm(),
+    "qwen2_moe.Qwen2MoeTopKRouter": RouterForm("norm_topk_prob", rounds=True),
+}
+
+# That they are the usual ones.
+_EXPERTS = {"mixtral.MixtralExperts": True}
+
 _PLAIN_DECODERS = (
     *("llama.LlamaModel", "mistral.MistralModel", "qwen2.Qwen2Model", "gemma2.Gemma2Model", "gemma.GemmaModel"),
-    *("mixtral.MixtralModel", "qwen2_moe.Qwen2MoeModel", "ministral.MinistralModel", "cwm.CwmModel"),
+    *("mixtral.MixtralModel", "qwen2_moe.Qwen2MoeModel", "olmoe.OlmoeModel"),
+    *("ministral.MinistralModel", "cwm.CwmModel"),
 )
 
 _DECODERS = {
@@ -139,6 +169,9 @@ _TABLES: dict[str, Mapping] = {
     "attention": _ATTENTIONS,
     "rotation": _ROTATIONS,
     "mlp": _MLPS,
+    "mixture": _MIXTURES,
+    "router": _ROUTERS,
+    "experts": _EXPERTS,
     "decoder": _DECODERS,
     "model": _MODELS,
 }
@@ -150,8 +183,9 @@ def form_of(module: Any, kind: str) -> Any:
     Args:
         module (`nn.Module`): The module.
         kind (`str`): "norm" gives a [`NormForm`], "layer" a [`LayerForm`], "attention" an [`AttentionForm`],
-            "decoder" a [`DecoderForm`], "model" a [`ModelForm`]; "rotation" of attention tells whether neighbours of a
-            head turn together, and "mlp" whether one product makes both halves.
+            "decoder" a [`DecoderForm`], "model" a [`ModelForm`], "mixture" a [`MixtureForm`], "router" a
+            [`RouterForm`], and "experts" tells that they are the usual ones; "rotation" of attention tells whether
+            neighbours of a head turn together, and "mlp" whether one product makes both halves.
     """
     return _form_of(type(module).forward, kind)
 

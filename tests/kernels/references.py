@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 
 from hf_specdec.kernels.gates import SILU
@@ -29,3 +30,13 @@ def place_heads(heads, angles, norms, cache, layer_idx, is_interleaved):
 
 def gated(gate, up, kind):
     return (F.silu(gate) if kind == SILU else F.gelu(gate, approximate="tanh")) * up
+
+
+def mixture(hidden, logits, gate_up, down, routing, kind=SILU):
+    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(routing.top_k, dim=-1)
+    if routing.normalizes:
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights.to(logits.dtype) if routing.rounds else weights
+    gate, up = torch.einsum("mh,mknh->mkn", hidden, gate_up[experts]).chunk(2, dim=-1)
+    products = torch.einsum("mkn,mkhn->mkh", gated(gate, up, kind), down[experts])
+    return (products * weights[..., None]).sum(1).to(hidden.dtype)

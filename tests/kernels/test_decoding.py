@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_specdec.kernels import _triton, cache, tree_attention
-from hf_specdec.layers import llama
+from hf_specdec.layers import experts, llama
 from tests.architectures import tiny_model
 from tests.kernels.conftest import watched
 from tests.models import prompts, scripted_for
@@ -22,16 +22,23 @@ LEAN = {
     "olmo2": {},
     "phi3": {},
     "glm4": {},
-    "mixtral": {},
     "gemma2": {"layer_types": ["sliding_attention", "full_attention"]},
     "olmo": {},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {"layer_types": None, "use_sliding_window": False, "no_rope_layers": [1, 0]},
     "granite": {"residual_multiplier": 0.4, "embedding_multiplier": 3.0},
 }
+# The same with experts, of which one may be shared.
+MIXTURES = {
+    "mixtral": {},
+    "olmoe": {},
+    "qwen2_moe": {"layer_types": None, "use_sliding_window": False},
+    "qwen3_moe": {"use_sliding_window": False},
+}
 # Through their own forward: sinks and windows, chunks; a layer of each kind.
 MODELS = {
     **LEAN,
+    **MIXTURES,
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
     "llama4_text": {"layer_types": ["chunked_attention", "full_attention"]},
 }
@@ -54,6 +61,7 @@ def launches(monkeypatch):
         (llama, "add_norm"),
         (llama, "place_heads"),
         (llama, "gated"),
+        (experts, "mixture"),
     )
 
 
@@ -71,9 +79,8 @@ def test_text_is_that_of_plain_generation(name, padding, device, launches, monke
     assert torch.equal(output.sequences.cpu(), text)
     assert 0 < output.speculative.num_accepted_tokens
     assert output.speculative.attention == "tree kernel"
-    fused = {"place_heads", "add_norm", "gated"} if name in LEAN else {"_write_triton"}
-    if name == "mixtral":
-        # Experts are called as they are.
-        fused.remove("gated")
+    fused = {"_write_triton"}
+    if name in {**LEAN, **MIXTURES}:
+        fused = {"place_heads", "add_norm", "mixture" if name in MIXTURES else "gated"}
     # What lies in place is not moved on a CPU.
     assert set(launches) - {"_move_triton"} == {"_tree_attention_triton", *fused}

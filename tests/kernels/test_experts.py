@@ -1,0 +1,106 @@
+"""Mixtures of experts: the kernels compute what the references do, and what transformers' own blocks do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import MixtralConfig, OlmoeConfig, Qwen2MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+
+from hf_specdec.kernels.experts import Routing, mixture
+from hf_specdec.kernels.gates import GELU_TANH, SILU
+from tests.kernels import references
+from tests.kernels.test_layers import CLOSE, drawn, every_dtype
+
+
+def drawn_mixture(dtype, tokens=5, num_experts=6, size=40, inner=24):
+    """Hidden states, logits, and weights of both products."""
+    shapes = (tokens, size), (tokens, num_experts), (num_experts, 2 * inner, size), (num_experts, size, inner)
+    hidden, logits, gate_up, down = (drawn(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes))
+    return hidden, logits, gate_up * 0.15, down * 0.15
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("routing", "kind"),
+    [(Routing(2), SILU), (Routing(3, normalizes=False, rounds=True), SILU), (Routing(1, rounds=True), GELU_TANH)],
+)
+def test_mixtures(dtype, routing, kind, device):
+    given = drawn_mixture(dtype)
+    found = mixture(*(part.to(device) for part in given), routing, kind)
+    assert found.dtype == dtype
+    close = {"atol": 6e-2, "rtol": 6e-2} if dtype == torch.bfloat16 else CLOSE[dtype]
+    torch.testing.assert_close(found.cpu(), references.mixture(*given, routing, kind), **close)
+
+
+@pytest.mark.parametrize(("tokens", "size", "inner"), [(1, 64, 64), (33, 72, 80), (70, 16, 130)])
+def test_sizes(tokens, size, inner, device):
+    """More than a tile of tokens, columns and depth, none of them whole."""
+    given = drawn_mixture(torch.float32, tokens, 3, size, inner)
+    found = mixture(*(part.to(device) for part in given), Routing(2))
+    torch.testing.assert_close(found.cpu(), references.mixture(*given, Routing(2)), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.smoke
+def test_experts_without_tokens_and_equal_logits(device):
+    """The first of equal experts is chosen; the weights of the others are not read."""
+    hidden, logits, gate_up, down = drawn_mixture(torch.float32)
+    logits[:] = torch.tensor([0.0, 2.0, 2.0, 2.0, -1.0, 1.0])
+    expected = references.mixture(hidden, logits + torch.arange(6, 0, -1) * 1e-4, gate_up, down, Routing(2))
+    for weights in (gate_up, down):
+        weights[[0, 3, 4, 5]] = torch.nan
+    found = mixture(*(part.to(device) for part in (hidden, logits, gate_up, down)), Routing(2))
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_logits_without_numbers(device):
+    """Experts that there are get the tokens."""
+    hidden, logits, gate_up, down = (part.to(device) for part in drawn_mixture(torch.float32))
+    logits[1] = torch.nan
+    found = mixture(hidden, logits, gate_up, down, Routing(2)).cpu()
+    assert found[1].isnan().all()
+    assert not found[[0, 2, 3, 4]].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("config", "block", "routing"),
+    [
+        (MixtralConfig, MixtralSparseMoeBlock, Routing(2)),
+        (OlmoeConfig, OlmoeSparseMoeBlock, Routing(2, normalizes=False, rounds=True)),
+        (Qwen2MoeConfig, Qwen2MoeSparseMoeBlock, Routing(2, normalizes=False, rounds=True)),
+    ],
+)
+def test_references(config, block, routing):
+    """They compute what the experts of transformers do."""
+    sizes = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": False}
+    torch.manual_seed(0)
+    made = block(config(hidden_size=40, intermediate_size=24, moe_intermediate_size=24, **sizes)).bfloat16()
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    hidden = drawn(5, 40, dtype=torch.bfloat16)
+    logits, weights, experts = made.gate(hidden)
+    expected = made.experts(hidden, experts, weights)
+    found = references.mixture(hidden, logits, made.experts.gate_up_proj, made.experts.down_proj, routing)
+    torch.testing.assert_close(found, expected, **CLOSE[torch.bfloat16])
+
+
+@pytest.mark.parametrize(
+    ("compile_for", "dtype"),
+    [
+        (80, torch.bfloat16),
+        (90, torch.bfloat16),
+        (100, torch.float32),
+        (120, torch.bfloat16),
+        ("gfx942", torch.bfloat16),
+    ],
+    indirect=["compile_for"],
+)
+def test_kernels_compile(compile_for, dtype):
+    hidden, logits = torch.empty(64, 2048, dtype=dtype), torch.empty(64, 128, dtype=dtype)
+    gate_up = torch.empty(1, 2 * 768, 2048, dtype=dtype).expand(128, -1, -1)
+    down = torch.empty(1, 2048, 768, dtype=dtype).expand(128, -1, -1)
+    with compile_for() as kernels:
+        mixture(hidden, logits, gate_up, down, Routing(8, rounds=True))
+    assert len(kernels) == 5

@@ -66,9 +66,9 @@ class SlotOutput:
         logits (`torch.Tensor` of shape `(R, T, V)`): The logits.
         hidden_states (`dict`): The states asked for, each `(R, T, H)`; with an outcome `(R, M, H)`, along the path.
         all_hidden_states (`tuple`, *optional*): Those of all layers.
-        outcome (`PackedTables`, *optional*): Of a graph that has judged the draft: M, the
-            most tokens of a row; "accepted", "counts" `(R, 1)`, of the draft and in all; "committed", "path" `(R, M)`,
-            "anchor" `(R, 1)`, tokens, their nodes, the last; "num_nodes" `(R, 1)`, "tokens", "parents" `(R, N)`.
+        outcome (`PackedTables`, *optional*): Of a graph that has judged the draft: M, the most tokens of a row;
+            "accepted", "counts" `(R, 1)`, of the draft and in all; "committed", "path" `(R, M)`, "anchor" `(R, 1)`,
+            tokens, their nodes, the last; "num_nodes" `(R, 1)`, "tokens", "parents" `(R, N)`.
         successors (`torch.LongTensor` of shape `(R, T, 1 + K)`, *optional*): Of [`with_successors`], as asked for.
         may_fail (`bool`): Scores may leave no token to choose, so that the verdict is an error.
     """

@@ -184,13 +184,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
     # Drafting
 
     def propose(self, step: DraftStep) -> DraftTree:
-        limits = self.draft_depths(step)
+        limits, self._lengths = self.draft_depths(step), step.lengths
         if max(limits) <= 0:
             # There will never be room again.
             self.pending = None
             return DraftTree.empty(len(step.rows), self.session.device)
         new, self.pending = self.pending, None
-        self._lengths = step.lengths
         masks = self.growing_masks(step, limits)
         # Masks are made on the host, level by level.
         predicted = self._replay(new, step, limits) if masks is None else None

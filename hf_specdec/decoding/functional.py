@@ -27,6 +27,7 @@ from ..drafts import TreeTopology, chain_topology
 from ..kernels._triton import use_triton
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
+from ..layers.experts import MixtureOfExperts
 from ..layers.known import is_known_layer, is_published, is_untouched, modules_of
 from ..layers.llama import (
     DecoderLayer,
@@ -149,7 +150,9 @@ class FunctionalSlotModel(SlotModel):
         self._embedding = decoder.embed_tokens
         self._head = model.get_output_embeddings()
         self._norm = RMSNorm.of(decoder.norm)
-        self._layers = [DecoderLayer.of(layer, index) for index, layer in enumerate(decoder.layers)]
+        self._layers = [
+            DecoderLayer.of(layer, index, MixtureOfExperts.of) for index, layer in enumerate(decoder.layers)
+        ]
         attention = self._layers[0].self_attn
         self._groups = attention.groups
         # That of the head may be packed.

@@ -15,7 +15,7 @@ from transformers.integrations import moe
 
 from ..kernels._triton import fuses
 from ..kernels.experts import MOST_TOKENS, Routing, mixture
-from .direct import DirectModule, activation_kind, is_hooked, may_fuse
+from .llama import DirectModule, activation_kind, is_hooked, may_fuse
 from .structure import form_of, same_code
 
 

@@ -14,22 +14,25 @@ D head size, S slots of a cache.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from typing import Any, Protocol
+from collections import OrderedDict
+from collections.abc import Callable, Container, Sequence
+from operator import attrgetter
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..kernels import products
+from ..kernels import _triton, products
 from ..kernels._triton import fuses
-from ..kernels.gates import gated
+from ..kernels.gates import GELU_TANH, SILU, gated
 from ..kernels.heads import Angles, KeyValueCache, place_heads
 from ..kernels.norms import Norm, Scale, add_norm
-from .direct import DirectModule, activation_kind, is_hooked, may_fuse
-from .experts import MixtureOfExperts
 from .structure import AttentionForm, LayerForm, form_of
+
+
+Module = TypeVar("Module", bound="DirectModule")
 
 
 class LayerSizes(Protocol):
@@ -57,6 +60,48 @@ class SlotMask(Protocol):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, /
     ) -> torch.Tensor: ...
+
+
+# Ends of the names under which `nn.Module` keeps hooks.
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+
+
+class DirectModule(nn.Module):
+    """Module that is called like a function while nothing hooks into its calls."""
+
+    # Torch has each of them as optional; a subclass knows which it has.
+    _modules: dict[str, Any]
+    _parameters: dict[str, Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if any(_additions(self)):
+            return super().__call__(*args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+    @classmethod
+    def sharing(cls: type[Module], module: nn.Module, **changed: Any) -> Module:
+        """A module of this class with the attributes of another, its parameters and parts among them, but no hooks.
+
+        Args:
+            module (`nn.Module`): The other module.
+            changed (`Any`): Attributes to have in the place of some of these.
+        """
+        made = cls.__new__(cls)
+        hooks = {name: OrderedDict() for name in module.__dict__ if name.endswith(_HOOKS)}
+        made.__dict__.update(module.__dict__, **hooks, **changed)
+        return made
+
+
+# All that a call of a module runs beside, or in the place of, its `forward`.
+_additions = attrgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl"
+)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Tells whether a call of the module is more, or another, than the forward of its class."""
+    forward = module.__dict__.get("forward")
+    return any(_additions(module)) or not (forward is None or type(forward) is products.OwnForward)
 
 
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -116,12 +161,15 @@ class DecoderLayer(DirectModule):
         self.post_attention_layernorm = post_attention_layernorm
 
     @classmethod
-    def of(cls, layer: nn.Module, layer_idx: int) -> DecoderLayer:
+    def of(
+        cls, layer: nn.Module, layer_idx: int, experts_of: Callable[[nn.Module], nn.Module] = lambda block: block
+    ) -> DecoderLayer:
         """The layer with the parameters of one of transformers', for which `is_known_layer` holds.
 
         Args:
             layer (`nn.Module`): The layer; its linear modules are taken as they are, and so are experts.
             layer_idx (`int`): Which layer of the cache it is.
+            experts_of (`Callable`): Takes a block of experts, and returns what runs in its place.
         """
         form = form_of(layer, "layer")
         assert form is not None, "a layer that nobody knows"
@@ -132,7 +180,7 @@ class DecoderLayer(DirectModule):
             form = form._replace(after_attention="scale", after_mlp="scale")
         parts["self_attn"] = RotaryAttention.of(layer.self_attn, layer_idx)
         is_dense = form_of(layer.mlp, "mlp") is not None
-        parts["mlp"] = GatedMLP.sharing(layer.mlp) if is_dense else MixtureOfExperts.of(layer.mlp)
+        parts["mlp"] = GatedMLP.sharing(layer.mlp) if is_dense else experts_of(layer.mlp)
         return cls.sharing(layer, _modules=parts, form=form)
 
     def forward(
@@ -200,6 +248,11 @@ def added_and_normed(
             return add_norm(stream, update, *known)
     stream = stream + (update if update_norm is None else update_norm(update))
     return stream, stream if norm is None else norm(stream)
+
+
+def may_fuse(tensor: torch.Tensor) -> bool:
+    """Spares small models on a CPU the question of [`fuses`], which decides."""
+    return not tensor.is_cpu or _triton.CHOICE == "triton"
 
 
 def _plain_norm(module: nn.Module | None) -> Any:
@@ -457,6 +510,16 @@ class GatedMLP(DirectModule):
         kind = activation_kind(activation) if may_fuse(gate) else None
         is_fused = kind is not None and fuses(gate, up)
         return project(parts["down_proj"], gated(gate, up, kind) if is_fused else activation(gate) * up)
+
+
+_ACTIVATIONS = {
+    type(ACT2FN[name]): kind for name, kind in (("silu", SILU), ("swish", SILU), ("gelu_pytorch_tanh", GELU_TANH))
+}
+
+
+def activation_kind(activation: nn.Module) -> str | None:
+    """The name of an activation that kernels know, and nothing hooks into; `None` for others."""
+    return None if is_hooked(activation) else _ACTIVATIONS.get(type(activation))
 
 
 class RMSNorm(DirectModule):

@@ -236,7 +236,6 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         sampler = self.session.sampler
         if not self.plan.is_chain or sampler is None:
             return False
-        # Processors that run in graphs leave the best token as it is.
         return bool(self.samples_drafts) or sampler.in_graphs(rows) is None
 
     def _drawing(self, rows: list[int]) -> CapturedDrawing | None:

@@ -32,6 +32,7 @@ from ...decoding.attention import NAME, TreeMask, VerificationForward, running
 from ...decoding.masks import FULL, Span
 from ...errors import SpecConfigError, UnsupportedModelError
 from ...layers.draft_network import DraftModule, TargetParts
+from ...layers.experts import MixtureOfExperts
 from ...layers.known import is_llama_layer
 from ...layers.llama import (
     DecoderLayer,
@@ -110,7 +111,7 @@ class MtpNetwork(DraftModule):
         self.hnorm: nn.ModuleList = norms(count)
         self.eh_proj: nn.ModuleList = nn.ModuleList(projections)
         if self._is_llama:
-            layers = [DecoderLayer.of(layer, index) for index, layer in enumerate(layers)]
+            layers = [DecoderLayer.of(layer, index, MixtureOfExperts.of) for index, layer in enumerate(layers)]
         self.layers: nn.ModuleList = nn.ModuleList(layers)
         self.norm: nn.ModuleList = norms(0 if config.layout.before_norm else count)
         self._layer_types = getattr(parts, "layer_types", None)

@@ -155,7 +155,8 @@ class RowKeys(NamedTuple):
 
     def drafts_after(self, counts: torch.LongTensor, depth: int) -> torch.FloatTensor:
         """The numbers `(R, depth)` that draw drafts in a graph, after `counts` tokens `(R,)` from the positions on."""
-        anchors = self._replace(positions=counts + self.positions - 1)
+        assert isinstance(self.positions, torch.Tensor), "outside of graphs the numbers are read"
+        anchors = self._replace(positions=self.positions + counts - 1)
         return CapturedUniforms(anchors).for_nodes([], [], depth, DRAFT)
 
 

@@ -423,13 +423,15 @@ class Row:
         return [name for name, aim in aims.items() if found[name] is None or found[name] > aim]
 
 
-def count(name: str, method: str, batch: int, sampled: bool = False) -> tuple[Row, list[Cycle]]:
+def count(
+    name: str, method: str, batch: int, sampled: bool = False, new_tokens: int = _NEW_TOKENS
+) -> tuple[Row, list[Cycle]]:
     """Counts a method's calls with a model: the figures, and the cycles behind them."""
     model = demo.load_target() if name == DEMO else tiny_model(name)
     model = model.to(torch.bfloat16)
     drawn = {"draft_sample_method": "probabilistic"} if sampled and draws(method) else {}
     speculator = load_speculator(model, settings_of(method, num_speculative_tokens="fixed", **drawn))
-    steady = steady_cycles(model, _prompts(name, batch), speculator, **(SAMPLING if sampled else {}))
+    steady = steady_cycles(model, _prompts(name, batch), speculator, new_tokens, **(SAMPLING if sampled else {}))
     if not steady:
         raise LookupError("No cycle ran in graphs alone.")
     return Row.of(name, method, batch, steady, sampled), steady

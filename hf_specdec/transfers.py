@@ -114,9 +114,13 @@ def upload(
         return values
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
+    return on_host(values, device, dtype).to(device, non_blocking=True)
+
+
+def on_host(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> torch.Tensor:
+    """Numbers as a tensor of the host, from where they are copied to `device` without a wait, if that is asked for."""
     # Pinned memory stays as it is until the copy has been made.
-    pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return pinned.to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 @kept_on_device

@@ -303,14 +303,13 @@ class DecodingLoop:
             draft.tokens, draft.parents = draft.tokens.clone(), draft.parents.clone()
             draft.probs = None if draft.probs is None else draft.probs.clone()
         path, tokens, states = acceptance.path[:, :most], acceptance.tokens[:, :most], output.hidden_states
-        if output.may_fail:
-            # Then the verdict will be an error, and no token may be read that there is not.
-            tokens = tokens.clamp(min=0)
         if output.outcome is None:
-            counts = acceptance.num_accepted + 1
+            # Where nothing could be drawn, the verdict will be an error, and no token may be read that there is not.
+            counts, tokens = acceptance.num_accepted + 1, tokens.clamp(min=0)
             anchors = last_of_each(tokens, counts)
             states = {key: take_nodes(value, path) for key, value in states.items()}
         else:
+            tokens = output.outcome["readable"]
             counts, anchors = (output.outcome[name][:, 0] for name in ("counts", "anchor"))
         with ExitStack() as ahead:
             for graphs in self.session.draft_graphs:

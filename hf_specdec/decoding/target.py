@@ -67,8 +67,9 @@ class SlotOutput:
         hidden_states (`dict`): The states asked for, each `(R, T, H)`; with an outcome `(R, M, H)`, along the path.
         all_hidden_states (`tuple`, *optional*): Those of all layers.
         outcome (`PackedTables`, *optional*): Of a graph that has judged the draft: M, the most tokens of a row;
-            "accepted", "counts" `(R, 1)`, of the draft and in all; "committed", "path" `(R, M)`, "anchor" `(R, 1)`,
-            tokens, their nodes, the last; "num_nodes" `(R, 1)`, "tokens", "parents" `(R, N)`.
+            "accepted", "counts" `(R, 1)`, of the draft and in all; "committed", "path" `(R, M)`, tokens, their nodes;
+            "readable" `(R, M)`, "anchor" `(R, 1)`, tokens that embeddings accept, and the last of each row;
+            "num_nodes" `(R, 1)`, "tokens", "parents" `(R, N)`.
         successors (`torch.LongTensor` of shape `(R, T, 1 + K)`, *optional*): Of [`with_successors`], as asked for.
         may_fail (`bool`): Scores may leave no token to choose, so that the verdict is an error.
     """
@@ -411,8 +412,8 @@ class SlotModel:
             move_slots([buffer for layer in self.cache.layers for buffer in layer.buffers], inputs.lengths, path)
         tables = {"accepted": counts, "counts": counts + 1, "committed": committed, "path": path}
         # Where no token could be chosen, the verdict will be an error, and none may be read that there is not.
-        anchors = committed.gather(1, counts).clamp(min=0)
-        tables |= {"anchor": anchors, "num_nodes": draft.num_nodes[:, None]}
+        readable = committed.clamp(min=0)
+        tables |= {"readable": readable, "anchor": readable.gather(1, counts), "num_nodes": draft.num_nodes[:, None]}
         tables |= {"tokens": draft.tokens, "parents": draft.parents}
         if self.num_successors:
             tables["successors"] = with_successors(tokens, output.logits, self.num_successors).flatten(1)

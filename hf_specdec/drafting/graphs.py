@@ -43,7 +43,8 @@ class RowInputs:
 
     Args:
         rows (`int`): R.
-        values (`dict[str, torch.Tensor]`): Tensors `(r, ...)` of the sizes and dtypes that will be copied in.
+        values (`dict[str, torch.Tensor]`): Tensors `(r, ...)` of the sizes and dtypes that will be copied in, as for
+            [`fill_front`].
         device (`torch.device`): Where the buffers lie.
         constants (`Any`): Tensors that the draft reads beside them: they must live as long as the graph.
 
@@ -71,10 +72,13 @@ class RowInputs:
 
 
 def fill_front(buffer: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies values to the front of a buffer that is at least as large, zeros elsewhere: padding must be numbers."""
+    """Copies values to the front of a buffer that is at least as large, zeros elsewhere: padding must be numbers.
+
+    They lie on its device, or come from [`on_host`].
+    """
     if values.shape != buffer.shape:
         buffer.zero_()
-    buffer[tuple(map(slice, values.shape))].copy_(values)
+    buffer[tuple(map(slice, values.shape))].copy_(values, non_blocking=True)
 
 
 class RowGraphs:

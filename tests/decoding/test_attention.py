@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from hf_specdec import UnsupportedModelError
-from hf_specdec.decoding import attention, functional, graphs, target
+from hf_specdec.decoding import attention, functional, target
 from hf_specdec.decoding.attention import (
     NAME,
     TreeMask,
@@ -29,7 +29,7 @@ from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, slot_tre
 from hf_specdec.drafts import chain_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from tests.architectures import CHAINS_ONLY, tiny_model
-from tests.tape import TapeBackend
+from tests.tape import tape_everything
 from tests.test_architectures import TREE, Case, implementations
 from tests.threads import in_threads
 
@@ -349,7 +349,7 @@ class TestMasksOfCaptures:
     @pytest.fixture
     def made(self, monkeypatch, with_kernel) -> list[str]:
         """Stand-ins for masks in the forwards that were recorded, in order."""
-        monkeypatch.setattr(graphs, "capture_backend", lambda device: TapeBackend())
+        tape_everything(monkeypatch)
         made = []
 
         node_masks, stand_in = target.node_masks, TreeMask.stand_in

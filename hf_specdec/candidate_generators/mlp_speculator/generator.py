@@ -34,7 +34,7 @@ from ...logits.randomness import RowKeys
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...target_facts import vocabulary_size
 from ...threads import cached_property
-from ...transfers import kept_on_device, select_rows, upload
+from ...transfers import kept_on_device, on_host, select_rows, upload
 from ...validation import MOST_DRAFT_TOKENS, Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
 from .network import MLPSpeculator, MLPStage, load_mlp_speculator
@@ -302,11 +302,10 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
 
         Args:
             rows (`list[int]`): Row of the call of each.
-            before (`list[int]`), counts (`torch.LongTensor` of shape `(B,)`): Committed tokens that the host knows of,
-                and those after them; 1 if not given.
+            before (`list[int]`), counts (`torch.LongTensor` of shape `(B,)`): Tokens before, and after those, or 1.
         """
-        keys = upload(list(zip(*self.session.sampler.uniforms.keys(rows, before))), self.device)
-        counts = keys.new_ones(len(rows)) if counts is None else counts
+        keys = on_host(list(zip(*self.session.sampler.uniforms.keys(rows, before))), self.device)
+        counts = torch.ones_like(anchors) if counts is None else counts
         values = {"states": states, "anchors": anchors, "keys": keys, "counts": counts}
         key = (self.plan, depth, *self.vocabulary, *drawing.key)
         return self.graphs.run(key, partial(self._drawn_chain, drawing, depth), values)
@@ -320,6 +319,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         keys: torch.LongTensor,
         counts: torch.LongTensor,
     ) -> tuple[torch.LongTensor, torch.FloatTensor]:
+        keys = keys.to(counts.device)
         chain, state, tokens = drawing.chain(RowKeys(*keys.unbind(1)), counts, depth), states, anchors
         for index in range(depth):
             state, logits = self._read(index, state, tokens)

@@ -168,15 +168,19 @@ class CapturedUniforms:
     """
 
     def __init__(self, keys: RowKeys):
-        self.keys = keys
+        self.keys: RowKeys = keys
 
-    def at(self, purpose: int, rows, first_positions, count: int) -> torch.FloatTensor:
+    def at(self, purpose: int, rows: Sequence[int], first_positions: Sequence[int], count: int) -> torch.FloatTensor:
         return self._numbers(purpose, _BY_POSITION, arange(count, self.keys.positions.device))
 
-    def at_depths(self, purpose: int, rows, first_positions, topology: TreeTopology) -> torch.FloatTensor:
+    def at_depths(
+        self, purpose: int, rows: Sequence[int], first_positions: Sequence[int], topology: TreeTopology
+    ) -> torch.FloatTensor:
         return self._numbers(purpose, _BY_POSITION, topology.depths)
 
-    def for_nodes(self, rows, anchor_positions, count: int, purpose: int = ACCEPT) -> torch.FloatTensor:
+    def for_nodes(
+        self, rows: Sequence[int], anchor_positions: Sequence[int], count: int, purpose: int = ACCEPT
+    ) -> torch.FloatTensor:
         return self._numbers(purpose, _BY_NODE, arange(count, self.keys.positions.device))
 
     def _numbers(self, purpose: int, space: int, offsets: torch.LongTensor) -> torch.FloatTensor:

@@ -43,12 +43,6 @@ DRAFTERS = {
     "dflash": dflash(num_draft_nodes=6, num_speculative_tokens="fixed"),
 }
 
-PROBABILISTIC = {"draft_sample_method": "probabilistic"}
-DRAWN = {
-    "mlp_speculator": mlp_speculator(num_speculative_tokens=3, **PROBABILISTIC),
-    "dflash": dflash(num_speculative_tokens="fixed", **PROBABILISTIC),
-}
-
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch):
@@ -79,13 +73,13 @@ def test_every_draft_is_within_the_aims(drafter, batch):
     assert not row.missed, row
 
 
-@pytest.mark.parametrize("drafter", DRAWN)
-def test_sampled_cycles_are_within_the_aims(drafter):
-    """Drafts are drawn and judged inside of graphs."""
+def test_a_sampled_cycle_is_within_the_aims():
+    """Drafts are drawn and judged inside of graphs. No other method launches more outside of them."""
     inputs = prompts(1)
     model = tiny_llama()
-    cycles = steady_cycles(model, inputs, DRAWN[drafter](None, inputs)(model), new_tokens=14, **SAMPLING)
-    row = Row.of("tiny", drafter, 1, cycles, sampled=True)
+    drafter = mlp_speculator(num_speculative_tokens=3, draft_sample_method="probabilistic")(None, inputs)(model)
+    cycles = steady_cycles(model, inputs, drafter, new_tokens=14, **SAMPLING)
+    row = Row.of("tiny", "mlp_speculator", 1, cycles, sampled=True)
     assert len(cycles) >= 3
     assert row.replays == 2
     assert not row.missed, row

@@ -100,9 +100,20 @@ _WAITS = "called a synchronizing CUDA operation"
 
 @contextmanager
 def noted_waits() -> Iterator[list[str]]:
-    """Yields a list that has, after the block, torch's message for each time that the host has waited for a GPU."""
+    """Yields a list that has, after the block, a message for each time that the host has waited for a GPU.
+
+    Torch tells of its own waits, and nothing of those for an event.
+    """
     waits: list[str] = []
-    with warnings.catch_warnings(record=True) as seen:
+    wait_for = torch.cuda.Event.synchronize
+
+    def noted(event) -> None:
+        waits.append("an event was waited for")
+        wait_for(event)
+
+    with ExitStack() as stack:
+        seen = stack.enter_context(warnings.catch_warnings(record=True))
+        stack.enter_context(patch.object(torch.cuda.Event, "synchronize", noted))
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:

@@ -12,15 +12,13 @@ words of bits, S slots, D head size, V value size.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 from ..transfers import kept_on_device, written_on_device
 from ._triton import needs_upcast, tl, triton, use_triton
+from .tiles import attention_tile, count_splits, gpu_of
 
 
 # Ancestors are bits of one integer, where nothing else is said.
@@ -437,7 +435,10 @@ def _add_parts(
     HEADS: tl.constexpr = KV_HEADS * GROUPS
     is_line = lines < GROUPS * num_queries
     head, query = kv_head * GROUPS + lines // num_queries, lines % num_queries
-    places = ((row * HEADS + head) * num_queries + query) * num_splits
+    # From the first line of the row, in 32 bits: there are many of them.
+    partial_ptr += row * HEADS * num_queries * num_splits * VALUE_SIZE
+    mass_ptr += row * HEADS * num_queries * num_splits
+    places = (head.to(tl.int32) * num_queries + query) * num_splits
     value_place = tl.arange(0, BLOCK_V)
     sums = tl.zeros([lines.shape[0], BLOCK_V], dtype=tl.float32)
     total = tl.zeros([lines.shape[0]], dtype=tl.float32)
@@ -483,14 +484,16 @@ def _tree_attention_triton(query, key, value, tree, scale, window, chunk, softca
     depths = tree.lengths if is_chain else tree.depths.expand(rows, -1)
     lines = heads // kv_heads * queries
     block_d, block_v = (max(16, triton.next_power_of_2(width)) for width in (size, value_size))
-    gpu = _gpu(query.device)
-    tile = _tile(gpu, query.element_size(), max(block_d, block_v), lines)
+    gpu = gpu_of(query.device)
+    span = window or chunk
+    read = min(slots, span + queries) if span else slots
+    bytes_read = rows * kv_heads * read * query.element_size() * (size + value_size)
+    tile = attention_tile(gpu, query.element_size(), max(block_d, block_v), lines, bytes_read)
     block_m = min(tile.queries, max(16, triton.next_power_of_2(lines)))
-    tiles, span = triton.cdiv(lines, block_m), window or chunk
+    tiles = triton.cdiv(lines, block_m)
     if num_splits is None:
-        read = min(slots, span + queries) if span else slots
         written = 4 * block_m * block_v / (query.element_size() * (block_d + block_v))
-        num_splits = _count_splits(tiles * kv_heads * rows, read, written, tile, gpu.processors)
+        num_splits = count_splits(tiles * kv_heads * rows, read, written, tile, gpu.processors)
     output = query.new_empty((rows, queries, heads, value_size))
     is_split = num_splits > 1
     parts = (rows, heads, queries, num_splits) if is_split else (0,)
@@ -504,7 +507,7 @@ def _tree_attention_triton(query, key, value, tree, scale, window, chunk, softca
             scale, softcap, span, queries, tree.num_nodes, num_splits,
             KV_HEADS=kv_heads, GROUPS=heads // kv_heads, HEAD_SIZE=size, VALUE_SIZE=value_size,
             BLOCK_M=block_m, BLOCK_N=tile.slots, BLOCK_D=block_d, BLOCK_V=block_v,
-            BLOCK_LINES=max(1, min(16, 256 * tile.warps // block_v)), IS_CHAIN=is_chain,
+            BLOCK_LINES=max(1, min(block_m, 512 * tile.warps // block_v)), IS_CHAIN=is_chain,
             IS_WINDOW=window > 0, IS_CHUNK=chunk > 0, HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None,
             IS_SPLIT=is_split, UPCAST=needs_upcast(query),
             num_warps=tile.warps, num_stages=tile.stages,
@@ -515,83 +518,3 @@ def _tree_attention_triton(query, key, value, tree, scale, window, chunk, softca
 @written_on_device
 def _arrivals(count: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-class _Gpu(NamedTuple):
-    """Multiprocessors, and the shared memory that a block may take, in bytes."""
-
-    processors: int
-    shared_memory: int
-
-
-@lru_cache
-def _gpu(device: torch.device) -> _Gpu:
-    if device.type != "cuda":
-        # The interpreter works through its programs one after the other.
-        return _Gpu(1, 99 << 10)
-    found = torch.cuda.get_device_properties(device)
-    # Of AMD's torch knows the memory of a block, and no other.
-    shared = getattr(found, "shared_memory_per_block_optin", 0) or found.shared_memory_per_block
-    return _Gpu(found.multi_processor_count, shared)
-
-
-class _Tile(NamedTuple):
-    """Most queries, slots of a block, warps, stages of the pipeline, and tiles that a multiprocessor has at a time."""
-
-    queries: int
-    slots: int
-    warps: int
-    stages: int
-    residents: int
-
-
-# By shared memory of a block, bytes of a number, and head size: the largest without spills. The first table is for
-# compute capability 9.0 and 10.0, the second fits into what every GPU from 8.0 on has, the last one into AMD's.
-_TILES = {
-    227 << 10: {
-        2: {
-            64: (_Tile(16, 64, 4, 4, 2), _Tile(64, 64, 4, 3, 2), _Tile(128, 64, 8, 3, 1)),
-            128: (_Tile(16, 64, 4, 4, 2), _Tile(64, 64, 4, 4, 1), _Tile(128, 64, 8, 4, 1)),
-            256: (_Tile(16, 32, 4, 3, 2), _Tile(64, 32, 8, 3, 1)),
-        },
-        4: {64: (_Tile(32, 32, 8, 3, 2),), 128: (_Tile(16, 16, 4, 3, 2),), 256: (_Tile(16, 16, 4, 3, 2),)},
-    },
-    99 << 10: {
-        2: {64: (_Tile(64, 32, 4, 3, 2),), 128: (_Tile(64, 32, 4, 3, 2),), 256: (_Tile(32, 32, 4, 2, 2),)},
-        4: {64: (_Tile(32, 32, 8, 2, 2),), 128: (_Tile(16, 16, 4, 2, 2),), 256: (_Tile(16, 16, 4, 2, 2),)},
-    },
-    64 << 10: {
-        2: {64: (_Tile(64, 32, 4, 2, 2),), 128: (_Tile(64, 32, 4, 2, 2),), 256: (_Tile(32, 32, 4, 1, 1),)},
-        4: {64: (_Tile(32, 32, 8, 1, 2),), 128: (_Tile(16, 16, 4, 1, 2),), 256: (_Tile(16, 16, 4, 1, 2),)},
-    },
-}
-
-
-def _tile(gpu: _Gpu, item_size: int, head_size: int, lines: int) -> _Tile:
-    """The smallest tile that has room for so many lines, or the largest."""
-    table = next((table for memory, table in _TILES.items() if gpu.shared_memory >= memory), _TILES[64 << 10])
-    tiles = table[item_size][max(64, head_size)]
-    return next((tile for tile in tiles if tile.queries >= lines), tiles[-1])
-
-
-_MAX_SPLITS = 64
-
-# Slots of a part at least; with many queries it also takes longer to be added.
-_MIN_SLOTS = 64
-
-# A part's numbers come from the cache of the GPU, and how much faster than keys from its memory.
-_CACHE_SPEED = 4
-
-
-def _count_splits(programs: int, slots: int, written: float, tile: _Tile, processors: int) -> int:
-    """Parts of the keys, so that every processor of the GPU has its programs.
-
-    Args:
-        programs (`int`): Tiles of all rows and heads.
-        slots (`int`): Slots that a tile reads, at most.
-        written (`float`): Slots whose keys and values are as large as the numbers that a part leaves to be added, by
-            one program for all parts: so many parts that both take as long are enough.
-    """
-    busy = max(tile.residents * processors // programs, 1)
-    enough = math.ceil(math.sqrt(_CACHE_SPEED * slots / written))
-    return min(busy, enough, triton.cdiv(slots, max(tile.slots, _MIN_SLOTS)), _MAX_SPLITS)

@@ -17,49 +17,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..kernels import _triton, products
+from ..kernels import _triton, products, projections
 from ..kernels._triton import fuses
 from ..kernels.gates import GELU_TANH, SILU, gated
 from ..kernels.heads import Angles, KeyValueCache, place_heads
 from ..kernels.norms import Norm, Scale, add_norm
+from .protocols import LayerSizes, SlotMask
 from .structure import AttentionForm, LayerForm, form_of
 
 
 Module = TypeVar("Module", bound="DirectModule")
-
-
-class LayerSizes(Protocol):
-    """Sizes of layers, as configs name them."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def hidden_act(self) -> str: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-
-
-class SlotMask(Protocol):
-    """Attention that needs no mask tensor, such as a [`TreeMask`]."""
-
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, /
-    ) -> torch.Tensor: ...
 
 
 # Ends of the names under which `nn.Module` keeps hooks.
@@ -120,9 +94,20 @@ def project(linear: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 def project_together(linears: Sequence[nn.Module], hidden: torch.Tensor) -> Sequence[torch.Tensor]:
     """Applies linear layers to the same states."""
-    if not products.ways_of_shapes or not all(map(_is_plain, linears)):
+    parameters = _plain_parameters(linears)
+    if parameters is None:
         return [project(linear, hidden) for linear in linears]
-    return products.products(hidden, [(part._parameters["weight"], part._parameters["bias"]) for part in linears])
+    if may_fuse(hidden) and projections.takes(hidden, parameters):
+        return projections.products(hidden, parameters)
+    if products.ways_of_shapes:
+        return products.products(hidden, parameters)
+    return [F.linear(hidden, *linear) for linear in parameters]
+
+
+def _plain_parameters(linears: Sequence[nn.Module]) -> list[projections.Linear] | None:
+    if not all(map(_is_plain, linears)):
+        return None
+    return [(linear._parameters["weight"], linear._parameters["bias"]) for linear in linears]
 
 
 def _is_plain(linear: nn.Module) -> bool:
@@ -501,15 +486,19 @@ class GatedMLP(DirectModule):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         parts = self._modules
-        if "gate_up_proj" in parts:
+        is_packed = "gate_up_proj" in parts
+        activation = parts["activation_fn" if is_packed else "act_fn"]
+        kind = activation_kind(activation) if may_fuse(hidden) else None
+        if is_packed:
             gate, up = project(parts["gate_up_proj"], hidden).chunk(2, dim=-1)
-            activation = parts["activation_fn"]
         else:
-            gate, up = project_together((parts["gate_proj"], parts["up_proj"]), hidden)
-            activation = parts["act_fn"]
-        kind = activation_kind(activation) if may_fuse(gate) else None
-        is_fused = kind is not None and fuses(gate, up)
-        return project(parts["down_proj"], gated(gate, up, kind) if is_fused else activation(gate) * up)
+            halves = parts["gate_proj"], parts["up_proj"]
+            parameters = None if kind is None else _plain_parameters(halves)
+            if parameters is not None and projections.takes(hidden, parameters):
+                return project(parts["down_proj"], projections.gated_product(hidden, *parameters, kind))
+            gate, up = project_together(halves, hidden)
+        active = gated(gate, up, kind) if kind is not None and fuses(gate, up) else activation(gate) * up
+        return project(parts["down_proj"], active)
 
 
 _ACTIVATIONS = {

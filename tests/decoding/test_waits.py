@@ -314,7 +314,7 @@ def test_what_torch_says_of_waits(monkeypatch):
 
 @pytest.mark.gpu
 class TestOnAGpu:
-    """Torch says itself where the host waits."""
+    """Torch says itself where the host waits, but for events."""
 
     @pytest.mark.parametrize(
         "drafter",

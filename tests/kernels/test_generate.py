@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_specdec.decoding.graphs import forget_graphs
 from hf_specdec.kernels import _triton, acceptance, sampling
 from tests.kernels.conftest import watched
 from tests.models import prompts, scripted_for, tiny_llama
@@ -32,6 +33,8 @@ def generate(device, monkeypatch):
 
     def run(choice, drafter, do_sample):
         monkeypatch.setattr(_triton, "CHOICE", choice)
+        # Those of the other choice.
+        forget_graphs(model)
         torch.manual_seed(0)
         return model.generate(**inputs, assistant=drafter, do_sample=do_sample, max_new_tokens=5).cpu()
 

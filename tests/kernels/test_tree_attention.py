@@ -10,14 +10,11 @@ import torch
 
 from hf_specdec.drafts import TreeTopology
 from hf_specdec.kernels import tree_attention as kernels
+from hf_specdec.kernels.tiles import TILES, Gpu, Tile, attention_tile, count_splits
 from hf_specdec.kernels.tree_attention import (
-    _TILES,
     MAX_NODES,
     SlotTree,
     _arrivals,
-    _count_splits,
-    _Gpu,
-    _Tile,
     _tree_attention_torch,
     _tree_attention_triton,
     pack_ancestors,
@@ -182,17 +179,36 @@ def test_chains_of_any_length(options):
     ("programs", "slots", "written", "residents", "splits"),
     [
         (8, 60, 16, 2, 1),
-        (8, 2048, 16, 2, 23),  # all processors have work, and adding takes no longer than reading
-        (8, 2048, 64, 1, 12),
+        (8, 2048, 16, 2, 8),  # adding takes no longer than reading
+        (8, 2048, 64, 1, 4),
+        (32, 2048, 16, 1, 4),  # all processors have work
         (8, 100_000, 16, 2, 33),
-        (1, 100_000, 16, 2, 64),
+        (1, 100_000, 16, 2, 56),
+        (1, 200_000, 16, 2, 64),
         (264, 100_000, 16, 2, 1),
         (1000, 100_000, 16, 2, 1),
     ],
 )
 def test_splits_fill_the_gpu_and_no_more(programs, slots, written, residents, splits):
-    tile = _Tile(16, 64, 4, 4, residents)
-    assert _count_splits(programs, slots, written, tile, processors=132) == splits
+    tile = Tile(16, 64, 4, 4, residents)
+    assert count_splits(programs, slots, written, tile, processors=132) == splits
+
+
+@pytest.mark.parametrize(
+    ("lines", "slots", "rows", "queries"),
+    [
+        (4, 100_000, 1, 16),
+        (64, 2048, 1, 16),  # four tiles read the keys from the cache
+        (64, 10_000, 1, 64),
+        (240, 700, 1, 16),
+        (240, 2048, 1, 64),
+        (64, 700, 16, 64),
+    ],
+)
+def test_small_tiles_where_keys_are_few(lines, slots, rows, queries):
+    bytes_read = rows * slots * 8 * 2 * 128 * 2
+    tile = attention_tile(Gpu(132, 227 << 10), 2, 128, lines, bytes_read)
+    assert tile.queries == queries
 
 
 def test_graphs_count_arrivals_apart():
@@ -309,6 +325,10 @@ def test_kernel_keeps_nan_where_it_belongs(device):
         assert output[0, 1].isnan().nonzero().tolist() == [[0, 3]]
 
 
+# Bytes that the last program of a tile spills while it adds the parts of 16 lines at a time; on an H100 that takes less
+# time than 8 lines without.
+SPILLED_WHILE_ADDING = 112
+
 # What a GPU would run, and whether it needs more than one program for the keys: each entry of the tables of tiles, the
 # largest tiles with everything on.
 SHAPES = {
@@ -338,8 +358,8 @@ COMPILED = [
 
 @pytest.mark.parametrize(("compile_for", "shape"), COMPILED, indirect=["compile_for"])
 def test_kernels_compile(compile_for, shape, request, monkeypatch):
-    gpu = _Gpu(132, SHARED_MEMORY[request.node.callspec.params["compile_for"]])
-    monkeypatch.setattr(kernels, "_gpu", lambda device: gpu)
+    gpu = Gpu(132, SHARED_MEMORY[request.node.callspec.params["compile_for"]])
+    monkeypatch.setattr(kernels, "gpu_of", lambda device: gpu)
     size, value_size, nodes, groups, dtype, num_splits, options = SHAPES[shape]
     query = torch.empty(1, 8 * groups, nodes, size, dtype=dtype)
     key, value = (torch.empty(1, 8, 4096, width, dtype=dtype) for width in (size, value_size))
@@ -348,10 +368,10 @@ def test_kernels_compile(compile_for, shape, request, monkeypatch):
     tree = SlotTree(integers, integers, integers.expand(nodes), integers.expand(nodes))
     if options.pop("is_chain", False):
         tree = SlotTree(integers, integers, num_queries=nodes)
-    with compile_for() as compiled:
+    with compile_for(SPILLED_WHILE_ADDING) as compiled:
         attention(_tree_attention_triton, query, key, value, tree, num_splits=num_splits, **options)
     assert len(compiled) == 1
-    memory = next(memory for memory in _TILES if gpu.shared_memory >= memory)
+    memory = next(memory for memory in TILES if gpu.shared_memory >= memory)
     if memory == 227 << 10 and dtype.itemsize == 2:
         # More than one tile is on its way while another is worked on.
         waits = [int(count) for count in re.findall(r"cp.async.wait_group\s+(\d+)", compiled[0].asm["ptx"])]

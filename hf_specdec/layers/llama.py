@@ -94,14 +94,11 @@ def project(linear: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 def project_together(linears: Sequence[nn.Module], hidden: torch.Tensor) -> Sequence[torch.Tensor]:
     """Applies linear layers to the same states."""
-    parameters = _plain_parameters(linears)
-    if parameters is None:
+    on_gpu = may_fuse(hidden)
+    parameters = _plain_parameters(linears) if on_gpu or products.ways_of_shapes else None
+    if parameters is None or (on_gpu and not projections.takes(hidden, parameters)):
         return [project(linear, hidden) for linear in linears]
-    if may_fuse(hidden) and projections.takes(hidden, parameters):
-        return projections.products(hidden, parameters)
-    if products.ways_of_shapes:
-        return products.products(hidden, parameters)
-    return [F.linear(hidden, *linear) for linear in parameters]
+    return (projections if on_gpu else products).products(hidden, parameters)
 
 
 def _plain_parameters(linears: Sequence[nn.Module]) -> list[projections.Linear] | None:

@@ -23,6 +23,7 @@ from tools.benchmark_tables import (
     loops,
     markdown,
     never_slower,
+    on_gpu,
 )
 
 
@@ -308,8 +309,24 @@ STUDIES = (
         "demo's target; with the other models only the layers differ. Sampled cycles have temperature, top-k and "
         "top-p, and drafts are drawn where a method can. Shared experts (Qwen2-MoE) and norms of all heads together "
         "(OLMoE) are kernels of their own. `sparse_kv` drafts without graphs, over copies of slots that every cycle "
-        "makes anew.",
+        "makes anew. All was counted before queries, keys and values, and the halves of gated MLPs, were one launch "
+        "each: dense layers launch four fewer now.",
         see=("kernels",),
+    ),
+    Study(
+        "gpu",
+        "On a GPU",
+        "How long does a cycle take on a GPU, beside the read time of the weights, and how fast is every method "
+        "beside eager `generate()`?",
+        r"gpu-\w+-(first|verification|smoke)",
+        on_gpu,
+        "python benchmarks/gpu.py --first",
+        heading="{machine}: {kind}",
+        notes="A target of the size of Llama-3.1-8B with random weights, whose text is known beforehand. Draft "
+        "networks are of public sizes and untrained: their drafts are accepted at published lengths, so these are "
+        "times of cycles, and no claim that a drafter is as good. Eager `generate()` launches its kernels one by one "
+        "and waits for the host; `ours: no drafts` is the fair baseline of what drafts gain.",
+        see=("performance", "kernels"),
     ),
     Study(
         "offload",

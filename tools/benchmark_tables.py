@@ -61,6 +61,67 @@ def compared(content: Content) -> Iterator[Table]:
     yield Table("Speed-up over plain `generate()`, tokens per cycle in brackets", rows)
 
 
+def on_gpu(content: Content) -> Iterator[Table]:
+    """Reader of `benchmarks/gpu.py`: the parts of `--smoke` and `--first`, and drafts of given shapes."""
+    for case in content.get("verification", ()):
+        names = ("target", "target_work", "cycle", "outside", "gap")
+        heads = ("verification, ms", "its own work, ms", "cycle, ms", "outside of forwards, ms", "host gap, ms")
+        rows = [
+            {
+                "draft": row["shape"],
+                "verified nodes": row["nodes"],
+                **{head: f"{row[name]:.2f}" for head, name in zip(heads, names)},
+                "of the weights' read time": f"{row['to_weights']:.2f}",
+            }
+            for row in case["rows"]
+        ]
+        yield Table(f"{case['size']}, context {case['context']}, batch {case['batch_size']}", rows)
+    parts = content.get("parts", [])
+    if content.get("kind") == "smoke":
+        details = ((part["part"], part["status"], part.get("detail", "").partition(",")[0]) for part in parts)
+        yield Table("", [{"part": name, "result": status, "why": why} for name, status, why in details])
+        return
+    found = {part["part"]: part["found"] for part in parts if part.get("found")}
+    if sides := [_side_of_gpu(each) for name, each in found.items() if name.startswith("decoding")]:
+        yield Table(f"{found['models']['size']}, context {found['models']['context']}, batch 1", sides)
+        kernels, weights = found["kernels of a replay"], found["models"]["weights_ms"]
+        total = kernels["milliseconds"]
+        caption = (
+            f"The longest of {kernels['num_kernels']} kernels in a verification of {kernels['nodes']} nodes: "
+            f"{total:.2f} ms, {total / weights:.2f} times the {weights:.2f} ms that reading the weights takes"
+        )
+        rows = [
+            {
+                "kernel": f"`{kernel['kernel'].removeprefix('void ').partition('<')[0]}`",
+                "launches": kernel["count"],
+                "ms": f"{kernel['microseconds'] / 1000:.2f}",
+            }
+            for kernel in kernels["top"][:10]
+        ]
+        yield Table(caption, rows)
+        sides = {"tree_attention": "tree attention", "sdpa": "torch's, without a mask"}
+        rows = [
+            {key: row[key] for key in ("context", "nodes")}
+            | {f"{head}, µs": f"{row[name]['microseconds']:.1f}" for name, head in sides.items()}
+            for row in found["attention"]
+        ]
+        yield Table("Attention of a layer: 32 query heads, 8 of keys and values, of 128 numbers", rows)
+
+
+def _side_of_gpu(found: Mapping[str, Any]) -> Row:
+    parts = found.get("parts") or {}
+    return {
+        "side": found["side"],
+        "tokens/s": f"{found['tokens_per_second']:.0f}",
+        "to plain": f"{found['to_plain']:.2f}",
+        "tokens a cycle": f"{found['tokens_per_cycle']:.2f}" if found["tokens_per_cycle"] else "",
+        **{
+            f"{head}, ms": f"{parts[name]:.2f}" if parts else ""
+            for head, name in (("draft", "draft"), ("verification", "target"), ("outside of forwards", "outside"))
+        },
+    }
+
+
 def few_rows(content: Content) -> Iterator[Table]:
     """Reader of `few_rows.py`: the least and the most over all matrices."""
     heads = {

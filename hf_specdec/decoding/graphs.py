@@ -72,7 +72,9 @@ class ModelGraphs:
     """
 
     def __init__(self):
-        self.store: SlotStore = SlotStore(self._drop_place)
+        # Weak, so that the memory is free as soon as nobody has the graphs.
+        drop_place = weakref.WeakMethod(self._drop_place)
+        self.store: SlotStore = SlotStore(lambda place: (drop := drop_place()) and drop(place))
         self.outputs = SharedOutputs()
         self.floats: torch.FloatTensor | None = None
         self.forwards: dict[tuple[Any, ...], CapturedForward] = {}

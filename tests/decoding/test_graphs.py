@@ -268,6 +268,21 @@ class TestReuse:
         gc.collect()
         assert seen[0]() is None
 
+    def test_forgotten_graphs_are_free_at_once(self, device, backends):
+        """Without a collection of garbage, which may come late."""
+        model = tiny_llama().to(device)
+        assert check_scripted(model, prompts(1)).num_graph_captures > 0
+        kept = graphs._graphs_of(model)
+        gone = [weakref.ref(part) for part in (kept, kept.store, *kept.forwards.values())]
+        gc.collect()
+        gc.disable()
+        try:
+            del kept
+            graphs.forget_graphs(model)
+            assert [part() for part in gone] == [None] * len(gone)
+        finally:
+            gc.enable()
+
     def test_models_are_not_kept_alive(self, device, backends):
         model = tiny_llama().to(device)
         assert check_scripted(model, prompts(1)).num_graph_captures > 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from ._triton import fuses, needs_upcast, tl, triton
 from .gates import SILU, activated
@@ -37,7 +38,9 @@ def takes(x: torch.Tensor, linears: Sequence[Linear]) -> bool:
         return False
     weights, biases = zip(*linears)
     return (
-        len({bias is None for bias in biases}) == 1
+        # Quantised and distributed weights are tensors of their own classes, without numbers at their address.
+        all(type(weight) in (nn.Parameter, torch.Tensor) for weight in weights)
+        and len({bias is None for bias in biases}) == 1
         and all(weight.is_contiguous() and not len(weight) % _ROWS[-1] for weight in weights)
         and fuses(x, *weights, *biases)
     )

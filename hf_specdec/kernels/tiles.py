@@ -39,9 +39,9 @@ class Tile(NamedTuple):
     residents: int
 
 
-# By shared memory of a block, bytes of a number, and head size: the largest without spills. The first table is for
-# compute capability 9.0 and 10.0, and was measured on an H100 with heads of 128; the second fits into what every GPU
-# from 8.0 on has, the last one into AMD's.
+# By shared memory of a block, bytes of a number, and head size: the largest that spill nothing while they read. The first
+# table is for compute capability 9.0 and 10.0, and was measured on an H100 with heads of 128; the second fits into what
+# every GPU from 8.0 on has, the last one into AMD's.
 TILES = {
     227 << 10: {
         2: {
@@ -60,7 +60,6 @@ TILES = {
         4: {64: (Tile(32, 32, 8, 1, 2),), 128: (Tile(16, 16, 4, 1, 2),), 256: (Tile(16, 16, 4, 1, 2),)},
     },
 }
-
 
 # What small tiles, of which more work at a time, may read of keys and values, most of it from the cache of the GPU.
 _CACHED_BYTES = 64 << 20

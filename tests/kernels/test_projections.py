@@ -15,6 +15,10 @@ from tests.kernels.conftest import SHARED_MEMORY, watched
 from tests.kernels.test_layers import CLOSE, drawn
 
 
+class Wrapped(torch.Tensor):
+    """Weights of another class, as quantised ones are."""
+
+
 half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
@@ -62,6 +66,7 @@ def test_what_is_taken(device, monkeypatch):
         assert not projections.takes(hidden.repeat(11, 1, 1), linears)
         assert not projections.takes(hidden[..., :40], [(weight[:, :40], None) for weight, _ in linears])
         assert not projections.takes(hidden, [linears[0], (linears[1][0][:20], None)])
+        assert not projections.takes(hidden, [linears[0], (linears[1][0].as_subclass(Wrapped), None)])
         assert not projections.takes(hidden, [linears[0], (linears[1][0], hidden[0, 0, :32])])
 
 
@@ -83,8 +88,9 @@ def test_layers_run_through_it(device, monkeypatch):
         assert len(launches) == 2
 
 
-@pytest.mark.parametrize("tokens", [1, 64])
-@pytest.mark.parametrize("compile_for", [80, 90, 100, 120], indirect=True)
+@pytest.mark.parametrize(
+    ("compile_for", "tokens"), [(80, 64), (90, 16), (100, 64), (120, 1)], indirect=["compile_for"]
+)
 def test_kernels_compile(compile_for, tokens, request, monkeypatch):
     gpu = Gpu(132, SHARED_MEMORY[request.node.callspec.params["compile_for"]])
     monkeypatch.setattr(projections, "gpu_of", lambda device: gpu)

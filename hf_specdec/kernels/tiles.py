@@ -39,9 +39,9 @@ class Tile(NamedTuple):
     residents: int
 
 
-# By shared memory of a block, bytes of a number, and head size: the largest that spill nothing while they read. The first
-# table is for compute capability 9.0 and 10.0, and was measured on an H100 with heads of 128; the second fits into what
-# every GPU from 8.0 on has, the last one into AMD's.
+# By shared memory of a block, bytes of a number, and head size: the largest that spill nothing while they read. The
+# first table is for compute capability 9.0 and 10.0, and was measured on an H100 with heads of 128; the second fits into
+# what every GPU from 8.0 on has, the last one into AMD's.
 TILES = {
     227 << 10: {
         2: {

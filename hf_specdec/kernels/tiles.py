@@ -40,8 +40,8 @@ class Tile(NamedTuple):
 
 
 # By shared memory of a block, bytes of a number, and head size: the largest that spill nothing while they read. The
-# first table is for compute capability 9.0 and 10.0, and was measured on an H100 with heads of 128; the second fits into
-# what every GPU from 8.0 on has, the last one into AMD's.
+# first table is for compute capability 9.0 and 10.0, and was measured on an H100 with heads of 128; the second fits
+# into what every GPU from 8.0 on has, the last one into AMD's.
 TILES = {
     227 << 10: {
         2: {

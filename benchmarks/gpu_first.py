@@ -29,6 +29,7 @@ from gpu_clocks import Stopwatch, copy_bandwidth, measure_parts, noted_waits
 from gpu_models import SIZES, Models, bytes_of_weights, random_nodes, ring_text
 from gpu_report import write_json
 from rich.console import Console
+from torch import nn
 
 from hf_specdec import demo, load_speculator, record
 from hf_specdec.decoding import graphs
@@ -37,6 +38,7 @@ from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.drafts import TokenTree, chain_topology
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
+from hf_specdec.layers.llama import GatedMLP, project_together
 
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -253,6 +255,7 @@ def first_parts(options: argparse.Namespace, device: torch.device) -> Iterator[t
         yield f"decoding: {start}", partial(figures.decode, start)
     yield "kernels of a replay", figures.kernels
     yield "attention", partial(attention_bandwidth, device, options)
+    yield "products", partial(products_together, device, options)
     yield "first calls and captures", figures.captures
     yield "memory of graphs", figures.memory
     for start in LAST_SIDES:
@@ -450,6 +453,50 @@ def attention_bandwidth(device: torch.device, options: argparse.Namespace) -> li
             rows.append(row)
         del layers
     return rows
+
+
+# What a layer computes from its linear layers, and the same by torch alone.
+PRODUCTS: dict[str, tuple[Callable, Callable]] = {
+    "queries, keys, values": (project_together, lambda linears, states: [linear(states) for linear in linears]),
+    "gated MLP": (
+        GatedMLP.forward,
+        lambda mlp, states: mlp.down_proj(F.silu(mlp.gate_proj(states)) * mlp.up_proj(states)),
+    ),
+}
+
+
+def products_together(device: torch.device, options: argparse.Namespace) -> list[dict]:
+    """Queries, keys and values, and gated MLPs, as layers compute them, beside torch's products."""
+    is_cuda, dtype = device.type == "cuda", getattr(torch, options.dtype)
+    rows = []
+    for name in ("llama-8b", "llama-1b", "qwen3-1.7b") if is_cuda else ("tiny",):
+        sizes = SIZES[name].target
+        hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+        heads = [sizes[f"num_{kind}_heads"] * sizes["head_dim"] for kind in ("attention", "key_value", "key_value")]
+        # More than a GPU keeps in its caches.
+        count = max(1, ATTENTION_BYTES // (dtype.itemsize * hidden * (sum(heads) + 3 * inner))) if is_cuda else 2
+
+        def linears(*shapes, device=device, dtype=dtype) -> list[nn.Linear]:
+            return [nn.Linear(*shape, bias=False, device=device, dtype=dtype) for shape in shapes]
+
+        layers: dict[str, list[Any]] = {
+            "queries, keys, values": [linears(*((hidden, width) for width in heads)) for _ in range(count)],
+            "gated MLP": [
+                GatedMLP(*linears((hidden, inner), (hidden, inner), (inner, hidden)), nn.SiLU()) for _ in range(count)
+            ],
+        }
+        for tokens in (1, 16, 64):
+            states = torch.randn((1, tokens, hidden), dtype=dtype, device=device)
+            for what, sides in PRODUCTS.items():
+                times = [_seconds(partial(_in_turn, side, layers[what], states), device) / count for side in sides]
+                microseconds = dict(zip(("layer", "torch"), (1e6 * seconds for seconds in times)))
+                rows.append({"size": name, "tokens": tokens, "products": what, "microseconds": microseconds})
+        del layers
+    return rows
+
+
+def _in_turn(compute: Callable, layers: list[Any], states: torch.Tensor) -> list[Any]:
+    return [compute(layer, states) for layer in layers]
 
 
 def _seconds(function: Callable[[], Any], device: torch.device) -> float:

@@ -508,6 +508,7 @@ def test_the_first_figures(tmp_path, taped, monkeypatch):
         *(f"decoding: {side}" for side in sides),
         "kernels of a replay",
         "attention",
+        "products",
         "first calls and captures",
         "memory of graphs",
     ]
@@ -527,6 +528,8 @@ def test_the_first_figures(tmp_path, taped, monkeypatch):
     assert len(times) <= 20
     assert [(row["context"], row["nodes"]) for row in found["attention"]] == [(64, 1), (64, 16), (64, 60)]
     assert all(row["tree_attention"]["gigabytes_per_second"] > 0 for row in found["attention"])
+    assert [row["tokens"] for row in found["products"]] == [1, 1, 16, 16, 64, 64]
+    assert all(time > 0 for row in found["products"] for time in row["microseconds"].values())
     captures = found["first calls and captures"]
     assert len(captures["call_seconds"]) == len(captures["prefill_seconds"]) == 3
     assert captures["capture_seconds"]
@@ -543,5 +546,5 @@ def test_without_models_there_are_no_figures(tmp_path, monkeypatch):
     assert run.run(gpu_first.first_parts(run.options, CPU)) == 1
     found = statuses(written(tmp_path))
     assert found.pop("models") == "failed"
-    assert found.pop("attention") == found.pop("memory of graphs") == "passed"
+    assert found.pop("attention") == found.pop("products") == found.pop("memory of graphs") == "passed"
     assert set(found.values()) == {"skipped"}

@@ -106,6 +106,13 @@ def on_gpu(content: Content) -> Iterator[Table]:
             for row in found["attention"]
         ]
         yield Table("Attention of a layer: 32 query heads, 8 of keys and values, of 128 numbers", rows)
+    if "products" in found:
+        rows = [
+            {key: row[key] for key in ("size", "tokens", "products")}
+            | {f"{side}, µs": f"{time:.1f}" for side, time in row["microseconds"].items()}
+            for row in found["products"]
+        ]
+        yield Table("Linear layers of a layer, as it computes them and by torch alone", rows)
 
 
 def _side_of_gpu(found: Mapping[str, Any]) -> Row:

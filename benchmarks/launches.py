@@ -57,6 +57,7 @@ from hf_specdec.kernels import (
     tree_attention,
 )
 from hf_specdec.kernels import cache as cache_kernels
+from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.layers import experts as layer_experts
 from hf_specdec.layers import llama
 from hf_specdec.layers.llama import DecoderLayer
@@ -82,7 +83,7 @@ ARCHITECTURES = (
     *("olmo", "olmo2", "olmo3", "smollm3", "granite", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
 )
 
-_GPU = tree_attention._Gpu(processors=132, shared_memory=227 << 10)  # an H200
+_GPU = Gpu(processors=132, shared_memory=227 << 10)  # an H200
 _NEW_TOKENS = 32
 
 # Settings of calls that sample.
@@ -225,7 +226,7 @@ class LaunchCounter(TorchDispatchMode):
             stack.enter_context(patch.object(graphs, "capture_backend", lambda device: CountingBackend(self)))
             # Unknown of a device that does not exist.
             stack.enter_context(patch.object(torch, "is_autocast_enabled", lambda *kind: False))
-            stack.enter_context(patch.object(tree_attention, "_gpu", lambda device: _GPU))
+            stack.enter_context(patch.object(tree_attention, "gpu_of", lambda device: _GPU))
             stack.enter_context(
                 patch.object(Elsewhere, "data_ptr", lambda tensor: tensor.inner.data_ptr(), create=True)
             )

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from ._triton import triton
-
 
 class Gpu(NamedTuple):
     """Multiprocessors, and the shared memory that a block may take, in bytes."""
@@ -102,4 +100,4 @@ def count_splits(programs: int, slots: int, written: float, tile: Tile, processo
     """
     busy = max(tile.residents * processors // programs, 1)
     enough = math.ceil(math.sqrt(_ADDING_SPEED * slots / written))
-    return min(busy, enough, triton.cdiv(slots, max(tile.slots, _MIN_SLOTS)), _MAX_SPLITS)
+    return min(busy, enough, math.ceil(slots / max(tile.slots, _MIN_SLOTS)), _MAX_SPLITS)

@@ -36,7 +36,6 @@ def moved(linears, device):
 @half_dtypes
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("widths", "size"), [((64, 64), 128), ((96, 32, 32), 192), ((64, 128, 64), 64)])
-@pytest.mark.smoke
 def test_products(dtype, has_bias, widths, size, device):
     hidden, linears = drawn_linears(dtype, widths, size, has_bias)
     found = projections.products(hidden.to(device), moved(linears, device))
@@ -48,7 +47,6 @@ def test_products(dtype, has_bias, widths, size, device):
 @half_dtypes
 @pytest.mark.parametrize("kind", [SILU, GELU_TANH])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.smoke
 def test_gated_products(dtype, kind, has_bias, device):
     hidden, linears = drawn_linears(dtype, (96, 96), 128, has_bias)
     found = projections.gated_product(hidden.to(device), *moved(linears, device), kind)
@@ -70,6 +68,7 @@ def test_what_is_taken(device, monkeypatch):
         assert not projections.takes(hidden, [linears[0], (linears[1][0], hidden[0, 0, :32])])
 
 
+@pytest.mark.smoke
 def test_layers_run_through_it(device, monkeypatch):
     """Queries, keys and values together, and the halves of an MLP; hooked layers by their own calls."""
     launches = watched(monkeypatch, (projections, "_launch"))

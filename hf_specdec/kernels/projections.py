@@ -22,7 +22,7 @@ from .tiles import gpu_of
 # Weights `(N, K)`, and the bias `(N,)` if there is one.
 Linear = tuple[torch.Tensor, "torch.Tensor | None"]
 
-# With more, arithmetic counts as well, and torch is better at it.
+# More have not been measured, and arithmetic begins to count.
 MAX_TOKENS = 64
 
 # Programs of a matrix multiply so many of its rows, and so much of the width at a time.

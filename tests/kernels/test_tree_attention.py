@@ -325,8 +325,7 @@ def test_kernel_keeps_nan_where_it_belongs(device):
         assert output[0, 1].isnan().nonzero().tolist() == [[0, 3]]
 
 
-# Bytes that the last program of a tile spills while it adds the parts of 16 lines at a time: on an H100 that is faster
-# than 8 lines without.
+# Bytes that the last program of a tile spills while it adds the parts of 16 lines at a time.
 SPILLED_WHILE_ADDING = 112
 
 # What a GPU would run, and whether it needs more than one program for the keys: each entry of the tables of tiles, the

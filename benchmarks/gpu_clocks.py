@@ -162,8 +162,8 @@ class Cycle:
         target (`float`): The target's forward over anchor and draft: positions, masks, layers, head. A graph of
             greedy drafts also accepts and moves what is accepted.
         accept (`float`): Which draft tokens are kept, and the new one, outside of a graph.
-        verify (`float`): The same with the transfer to the host, and the rules that end a text, but not a draft that
-            is launched before them.
+        verify (`float`): The same with the transfer to the host, and the rules that end a text, but neither a draft
+            that is launched before them nor its verification.
         commit (`float`): Accepted keys and values moved into place, everything that is told of the new tokens.
         cycle (`float`): All of it.
     """
@@ -223,7 +223,8 @@ class Parts:
         with ExitStack() as stack:
             for kind, name, part in places:
                 stack.enter_context(patch.object(kind, name, self._timed(getattr(kind, name), lambda *_, p=part: p)))
-            for kind, name in ((SlotModel, "verify"), (SlotModel, "forward"), (FunctionalSlotModel, "forward")):
+            forwards = [(SlotModel, name) for name in ("verify", "verify_ahead", "forward")]
+            for kind, name in (*forwards, (FunctionalSlotModel, "forward")):
                 stack.enter_context(patch.object(kind, name, self._timed(getattr(kind, name), self._whose)))
             replay = self._timed(CapturedForward.replay, self._whose_replay)
             stack.enter_context(patch.object(CapturedForward, "replay", replay))
@@ -275,7 +276,7 @@ class Parts:
             for part, first, last, _, is_ahead in entries:
                 spent = self.watch.milliseconds(first, last)
                 setattr(cycle, part, getattr(cycle, part) + spent)
-                if part == "draft" and is_ahead:
+                if part in ("draft", "target") and is_ahead:
                     cycle.verify -= spent
             found.append(cycle)
         return found

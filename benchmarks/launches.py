@@ -166,6 +166,8 @@ class LaunchCounter(TorchDispatchMode):
         self._depth = 0
         # The cycle whose verification has run last, and the waits before that.
         self._verified: tuple[Cycle, int] | None = None
+        # The graphs of a verification that has run ahead of its cycle, and the loop that it belongs to.
+        self._ahead: tuple[DecodingLoop, list[Counts]] | None = None
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         output = operation(*args, **(kwargs or {}))
@@ -192,11 +194,16 @@ class LaunchCounter(TorchDispatchMode):
     def replayed(self, graph: Counts) -> None:
         """A graph runs that launches so much."""
         cycle = self.cycles[-1]
-        (cycle.target if self._verifies else cycle.draft).append(graph)
         if self._verified is not None:
             verified, before = self._verified
-            verified.waits = self._waits[before:]
-        self._verified = (cycle, len(self._waits)) if self._verifies else None
+            verified.waits, self._verified = self._waits[before:], None
+        if self._verifies and self._ahead is not None:
+            self._ahead[1].append(graph)
+        elif self._verifies:
+            cycle.target.append(graph)
+            self._verified = cycle, len(self._waits)
+        else:
+            cycle.draft.append(graph)
 
     @contextmanager
     def into(self, counts: Counts | None) -> Iterator[None]:
@@ -212,7 +219,11 @@ class LaunchCounter(TorchDispatchMode):
         """Counts calls of a model inside of `other_device`, through the classes and not any object."""
         kinds = {*map(type, model.get_decoder().layers)}
         layers = [(DecoderLayer, "advance", self._layer), *((kind, "forward", self._layer) for kind in kinds)]
-        places = [(DecodingLoop, "_cycle", self._cycle), (DecodingLoop, "_verify", self._verification)]
+        places = [
+            (DecodingLoop, "_cycle", self._cycle),
+            (DecodingLoop, "_verify", self._verification),
+            (DecodingLoop, "_verify_ahead", self._verification_ahead),
+        ]
         with ExitStack() as stack:
             for owner, name, wrap in (*places, *layers):
                 stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
@@ -258,14 +269,33 @@ class LaunchCounter(TorchDispatchMode):
         def counted(loop, draft):
             generator, most = loop.generator, loop.target.most_committed
             has_room = min(loop._depths(most)) == generator.num_speculative_tokens
-            self.cycles[-1].has_room = has_room or not generator.drafts_ahead
-            self._verifies = True
-            try:
+            cycle = self.cycles[-1]
+            cycle.has_room = has_room or not generator.drafts_ahead
+            (owner, graphs_ahead), self._ahead = self._ahead or (None, []), None
+            if owner is loop and graphs_ahead:
+                cycle.target += graphs_ahead
+                self._verified = cycle, len(self._waits)
+            with self._verifying():
                 return run(loop, draft)
-            finally:
-                self._verifies = False
 
         return counted
+
+    def _verification_ahead(self, run: Callable) -> Callable:
+        @wraps(run)
+        def counted(loop, *args):
+            self._ahead = loop, []
+            with self._verifying():
+                return run(loop, *args)
+
+        return counted
+
+    @contextmanager
+    def _verifying(self) -> Iterator[None]:
+        self._verifies = True
+        try:
+            yield
+        finally:
+            self._verifies = False
 
     def _layer(self, run: Callable) -> Callable:
         @wraps(run)

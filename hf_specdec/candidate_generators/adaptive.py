@@ -58,6 +58,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self._left = [self.session.max_length] * self.session.batch_size  # tokens that each row may still get
         self._draft: DraftTree | None = None  # of this cycle, if the method was asked for one
         self._drafted: DraftTree | None = None  # the same before it was cut
+        self._rows: list[int] = []  # of this cycle
         self._limits: list[int] = []
         self._longest: list[int] = []  # the largest limit of each cycle
 
@@ -79,6 +80,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
 
     def propose(self, step: DraftStep) -> DraftTree:
         self._clock.begin()
+        self._rows = step.rows
         left = [max(self._left[row], 1) for row in step.rows]
         limits = self.controller.limits(step.rows, self._unread.num_tokens, left)
         self._longest.append(max(limits))
@@ -101,12 +103,20 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
 
     @property
     def drafts_ahead(self) -> bool:
-        return self._draft is not None and self.generator.drafts_ahead
+        if self._draft is None:
+            return self.controller.will_rest(self._rows)
+        return self.generator.drafts_ahead
 
-    def draft_ahead(self, commit: DeviceCommit) -> None:
-        """Launches the next draft, as if there were one again; a cycle without drafts leaves it."""
+    def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
+        """Launches the next draft, as if there were one again; a cycle without drafts leaves it.
+
+        Its length is not chosen yet, so only the next one of several cycles without drafts is known.
+        """
+        if self._draft is None:
+            return DraftTree.empty(len(commit.rows), self.session.device)
         with self._clock.ahead():
             self.generator.draft_ahead(commit)
+        return None
 
     def learn(self, nodes: VerifiedNodes) -> None:
         self.generator.learn(nodes)

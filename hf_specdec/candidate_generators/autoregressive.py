@@ -260,10 +260,20 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         is_graph = not self.samples_drafts or self._drawing(self._step.rows) is not None
         return is_graph and self.entries.runs_graphs and self.entries.gathers_ahead
 
-    def draft_ahead(self, commit: DeviceCommit) -> None:
+    def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
         new = Entries(commit.tokens, commit.hidden_states, commit.counts)
-        new = self._with_keys(new, commit.rows, self._step.lengths)
-        self._launch(new, [self.plan.max_depth] * len(commit.rows))
+        new, depths = self._with_keys(new, commit.rows, self._step.lengths), [self.plan.max_depth] * len(commit.rows)
+        output = self._launch(new, depths)
+        if output is None or self.threshold:
+            return None
+        if new.keys is None:
+            return self._drafted(output, depths)
+        _, _, tokens, probs, _ = output
+        return DraftTree.chain(tokens, depths, probs)
+
+    def _drafted(self, output: tuple[Any, ...], depths: list[int]) -> DraftTree:
+        """The draft in the output of a graph that does not sample."""
+        return output[2].draft(self.plan, depths, self.session.device)
 
     def _captured_chain(self, drawing: CapturedDrawing, entries: DraftEntries, inputs: DraftInputs) -> tuple[Any, ...]:
         """Reads new entries and samples chains after them.

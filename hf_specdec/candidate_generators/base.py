@@ -308,11 +308,15 @@ class CandidateGenerator(HfCandidateGenerator):
         """Tells whether `draft_ahead` can launch the graph of the next draft, as things stand after a `propose`."""
         return False
 
-    def draft_ahead(self, commit: DeviceCommit) -> None:
+    def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
         """Launches the graph of the next draft, of full depth, before the host knows what was accepted before it.
 
         Nothing is kept of it: `observe` and `propose` come as ever, and the run of the graph that `propose` asks for
         is the one that has been launched, see [`CallGraphs.ahead`].
+
+        Returns:
+            `DraftTree`, *optional*: What `propose` will return if it asks for that run and for no other, so that its
+            verification can be launched, too. `None`: that is not known.
         """
 
     def learn(self, nodes: VerifiedNodes) -> None:
@@ -379,3 +383,8 @@ class NoDrafts(CandidateGenerator):
 
     def propose(self, step: DraftStep) -> DraftTree:
         return DraftTree.empty(len(step.rows), self.session.device, why="batch_size")
+
+    drafts_ahead = True
+
+    def draft_ahead(self, commit: DeviceCommit) -> DraftTree:
+        return DraftTree.empty(len(commit.rows), self.session.device)

@@ -29,6 +29,7 @@ from ..threads import Lock
 from ..transfers import holding
 from .cache import SlotCache
 from .capture import CaptureBackend, SharedOutputs, capture_backend
+from .profile import model_profile
 from .store import Place, SlotStore, padded_rows, row_sizes
 
 
@@ -296,9 +297,10 @@ class CallGraphs:
         finally:
             self._runs_ahead = False
 
-    def forget_ahead(self) -> None:
-        """Lets the next run be one of its own, whatever has run ahead."""
-        self._ahead = None
+    def forget_ahead(self) -> bool:
+        """Lets the next run be one of its own; tells whether a graph has run ahead, for nothing then."""
+        has_run, self._ahead = self._ahead is not None, None
+        return has_run
 
     def _place(self, cache: SlotCache, ahead: int) -> Place:
         """Makes room, and returns the place of the slots: the same in the call, unless they must grow."""
@@ -356,6 +358,33 @@ def graphs_for(
     if graphs.why_eager is not None:
         logger.info(f"{type(model).__name__} runs without CUDA graphs: {graphs.why_eager}.")
     return graphs
+
+
+def call_graphs(
+    model: torch.nn.Module,
+    largest: int = 1,
+    enforce_eager: bool = False,
+    all_hidden_states: bool = False,
+    row_inputs: tuple[str, ...] = (),
+) -> CallGraphs | None:
+    """Graphs of a causal language model for one call; `None` where its device has none.
+
+    Args:
+        largest (`int`): Nodes of a full draft, the anchor included.
+        enforce_eager (`bool`): The user wants none.
+        all_hidden_states (`bool`): The forwards return the hidden states of all layers.
+        row_inputs (`tuple[str, ...]`): What the forwards read of each row beside its tokens.
+    """
+    profile = model_profile(model)
+    reasons = {
+        "enforce_eager=True": enforce_eager,
+        "the hidden states of all layers are returned": all_hidden_states,
+        f"it reads {', '.join(row_inputs)}": bool(row_inputs),
+        "it has layers with a recurrent state": profile.is_recurrent,
+        "it tells positions from the slots of its cache": profile.counts_slots or profile.counted is not None,
+        "it reads an encoder's output": profile.has_encoder,
+    }
+    return graphs_for(model, reasons, largest=largest)
 
 
 def _weights(parts: tuple[torch.nn.Module, ...]) -> list[torch.Tensor]:

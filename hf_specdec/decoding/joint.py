@@ -408,6 +408,13 @@ class JointLoop(DecodingLoop):
     def _depths(self, more: int = 0) -> list[int]:
         return [self.table[row].depth(self.generator.num_speculative_tokens, more) for row in self.rows]
 
+    @property
+    def _reads_logits(self) -> bool:
+        return super()._reads_logits or any(self.table[row].top_logprobs is not None for row in self.rows)
+
+    def _may_end_within(self, more: int) -> bool:
+        return any(self.table[row].length + more >= self.table[row].most_tokens for row in self.rows)
+
     def _verify(self, draft: DraftTree) -> SlotOutput:
         output = super()._verify(draft)
         checks, self._checks = self._checks, []

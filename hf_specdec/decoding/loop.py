@@ -1,8 +1,9 @@
 """The decoding loop: prefill, then cycles of draft -> verify -> accept -> commit until every row stops.
 
 A cycle on a GPU waits for it once, for the verdict. Before it waits, it launches the next draft, where that needs
-nothing but tensors of the device; what the next forward does not depend on (statistics, traces, streamers) is done
-then, too, while the GPU works.
+nothing but tensors of the device, and for a single row its verification: the host reads a cycle late then, and what it
+turns out to have launched for nothing, as at the end of a text, is dropped. What the next forward does not depend on
+(statistics, traces, streamers) is done in that time, too, while the GPU works.
 
 Shapes: B rows of the call of which R are active, N draft nodes, T = N + 1 verified nodes, V vocabulary.
 """
@@ -38,13 +39,14 @@ from .cache import SlotCache, compact
 from .continuation import ContinuationCheck, read_prompts
 from .ended_rows import EndedRows
 from .functional import slot_model
+from .graphs import call_graphs
 from .output import OutputRecorder, SpeculativeEncoderDecoderOutput, SpeculativeOutput
 from .profile import ModelProfile, model_profile
 from .reading_again import ReadingAgain
 from .reporting import ColumnStreamer, DeferredWork, count_cycle, count_graphs, count_lookups, explain_empty
 from .request import Request
 from .sequences import Sequences, StopRules
-from .target import SlotModel, SlotOutput, call_graphs
+from .target import SlotModel, SlotOutput
 from .tracing import Tracer
 
 
@@ -68,7 +70,7 @@ class DecodingLoop:
         rows (`list[int]`): Numbers of the active rows in the call.
         anchors (`torch.LongTensor` of shape `(R,)`): Last committed token of each, which the target has not read.
         stats (`SpecDecodingStats`): What the call drafted, accepted and spent.
-        may_use_ahead (`bool`): A draft that was launched ahead is that of the rows as they have come to be.
+        may_use_ahead (`bool`): What was launched ahead is of the rows as they have come to be.
     """
 
     may_use_ahead: bool = True
@@ -102,6 +104,8 @@ class DecodingLoop:
         self.sequences, self.stop, self.stack = texts
         self.streamer: ColumnStreamer = ColumnStreamer(request.streamer, self.sequences, self.stop)
         self.deferred: DeferredWork = DeferredWork(self.device)
+        # The draft whose verification was launched ahead, and how many graphs of drafts had run by then.
+        self._verified_ahead: tuple[DraftTree, int] | None = None
         self.check: ContinuationCheck | None = None
         self.again: ReadingAgain | None = None
         self.tracer: Tracer | None = None
@@ -178,8 +182,8 @@ class DecodingLoop:
         draft = self.sampler.constrained(self._propose(step), self.rows)
         drafted = perf_counter()
         output = self._verify(draft)
-        # On a CPU there is nothing to do then.
-        has_time = self.deferred.is_async or self.session.draft_graphs
+        # On a CPU, which has no graphs, there is nothing to do then.
+        has_time = self.deferred.is_async or self.session.draft_graphs or self.target.graphs is not None
         meanwhile = partial(self._meanwhile, draft, step, output) if has_time else None
         # Waits for the device.
         known = output.outcome, output.successors
@@ -253,6 +257,8 @@ class DecodingLoop:
             draft = self.generator.propose(step)
         for graphs in self.session.draft_graphs:
             graphs.forget_ahead()
+        if self._verified_ahead is not None:
+            self._check_verified(draft, *self._verified_ahead)
         self.may_use_ahead = True
         if not isinstance(draft, DraftTree) or draft.batch_size != len(self.rows):
             found = f"one of {draft.batch_size}" if isinstance(draft, DraftTree) else f"a {type(draft).__name__}"
@@ -264,6 +270,23 @@ class DecodingLoop:
         if self.generator.lookups is not None:
             count_lookups(self.stats, self.generator.lookups)
         return draft
+
+    def _check_verified(self, draft: DraftTree, known: DraftTree, num_runs: int) -> None:
+        """Drops the verification that was launched ahead, if that was one of other rows, or of another draft."""
+        # A graph that has run ahead does not run again where its output is found.
+        is_known = self._num_draft_runs == num_runs and draft.node_counts == known.node_counts
+        if self.may_use_ahead and is_known:
+            self._verified_ahead = None
+        else:
+            self._drop_verified()
+
+    def _drop_verified(self) -> None:
+        self._verified_ahead = None
+        self.stats.num_target_forwards += self.target.graphs.forget_ahead()
+
+    @property
+    def _num_draft_runs(self) -> int:
+        return sum(graphs.num_replays for graphs in self.session.draft_graphs)
 
     def _verify(self, draft: DraftTree) -> SlotOutput:
         """One forward of the target over the anchors and all draft nodes; on a GPU it is only launched."""
@@ -285,18 +308,22 @@ class DecodingLoop:
         """Launches the next draft, where it needs nothing that the device does not know, and does what was put off."""
         if acceptance is not None and self.generator.drafts_ahead:
             began = perf_counter()
-            self._draft_ahead(draft, step, output, acceptance)
+            following = self._draft_ahead(draft, step, output, acceptance)
             seconds = perf_counter() - began
             self.stats.draft_seconds += seconds
             self.stats.verify_seconds -= seconds
+            if following is not None:
+                self._verify_ahead(draft, output, following)
         self.deferred.flush()
 
-    def _draft_ahead(self, draft: DraftTree, step: DraftStep, output: SlotOutput, acceptance: Acceptance) -> None:
+    def _draft_ahead(
+        self, draft: DraftTree, step: DraftStep, output: SlotOutput, acceptance: Acceptance
+    ) -> DraftTree | None:
         most, depth = self.target.most_committed, self.generator.num_speculative_tokens
         limit = self.generator.longest_row
         # Near the end of a row, the depth of its draft depends on how much is accepted.
         if min(self._depths(most)) < depth or (limit and max(step.lengths) + most + depth > limit[0]):
-            return
+            return None
         may_judge_again = self.judges_again and len(self.rows) > 1 and output.may_fail
         if self.tracer is not None or may_judge_again:
             # The draft's own memory is written again.
@@ -315,7 +342,29 @@ class DecodingLoop:
             for graphs in self.session.draft_graphs:
                 ahead.enter_context(graphs.ahead())
             ahead.enter_context(self._drafting())
-            self.generator.draft_ahead(DeviceCommit(self.rows, tokens, counts, anchors, states))
+            return self.generator.draft_ahead(DeviceCommit(self.rows, tokens, counts, anchors, states))
+
+    def _verify_ahead(self, draft: DraftTree, output: SlotOutput, following: DraftTree) -> None:
+        """Launches the verification of the draft that follows one which is being judged."""
+        outcome, most = output.outcome, self.target.most_committed if draft.size else 1
+        if outcome is None or self.again is not None or self._reads_logits:
+            return
+        # Of several rows one ends often, and the forward of all would be for nothing.
+        if len(self.rows) > 1 or self._may_end_within(most):
+            return
+        judge = self.verifier.in_a_graph(following, self.rows, self._positions(1))
+        if judge is not None:
+            self.target.verify_ahead(outcome["anchor"][:, 0], following, judge, outcome["counts"][:, 0])
+            self._verified_ahead = following, self._num_draft_runs
+
+    @property
+    def _reads_logits(self) -> bool:
+        """Tells whether logits are kept, or looked at, once the verdict is known: the next forward overwrites them."""
+        return self.recorder.wants_steps or self.tracer is not None
+
+    def _may_end_within(self, more: int) -> bool:
+        """Tells whether a row is as long as it may get, once it has `more` tokens."""
+        return any(self.sequences.lengths[row] + more >= self.stop.max_length for row in self.rows)
 
     def _commit(self, draft: DraftTree, output: SlotOutput, verdict: Verdict) -> None:
         """Makes the accepted path part of the target's cache and of the drafter's state; the text has it already."""
@@ -339,7 +388,7 @@ class DecodingLoop:
             self.anchors: torch.Tensor = outcome["anchor"][:, 0]
         else:
             self.anchors = last_of_each(verdict.tokens, counts)
-        if self.session.draft_graphs and not verdict.is_whole:
+        if (self.session.draft_graphs or outcome is not None) and not verdict.is_whole:
             self.may_use_ahead = False
         self._observe(verdict, states)
         self.stats.draft_seconds += perf_counter() - began
@@ -467,11 +516,10 @@ class DecodingLoop:
 
     def _use_graphs(self) -> None:
         """Lets verifications run as CUDA graphs, where there are any."""
-        config = self.generator.config
         graphs = call_graphs(
             self.model,
             largest=self.generator.num_draft_nodes + 1,
-            enforce_eager=config is not None and config.enforce_eager,
+            enforce_eager=getattr(self.settings, "enforce_eager", False),
             all_hidden_states=self.recorder.wants_states,
             row_inputs=tuple(self.target.row_inputs),
         )
@@ -485,6 +533,8 @@ class DecodingLoop:
 
     def _close_account(self) -> None:
         """Completes the statistics."""
+        if self._verified_ahead is not None:
+            self._drop_verified()
         self.stats.attention = describe_layers(self.target.attention_layers)
         if self.stop.num_cut_back:
             self.stats.notes.append(

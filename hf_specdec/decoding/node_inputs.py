@@ -25,27 +25,35 @@ class NodeInputs:
         device (`torch.device`): Where they lie.
 
     Attributes:
-        lengths, starts, leads (`torch.LongTensor` of shape `(R,)`): Those of [`RowState`].
+        starts, leads (`torch.LongTensor` of shape `(R,)`): Those of [`RowState`].
         max_positions (`torch.LongTensor` of shape `(R, 1)`): Last position id that a node of a row may have.
-        keys (`RowKeys`): Of the rows' random numbers.
     """
 
     def __init__(self, rows: int, nodes: int, device: torch.device):
         self._num_nodes = nodes
         # A call may run in inference mode, and a later one outside of it.
         with torch.inference_mode(False):
-            # The tokens of all nodes, and the parents of those that were drafted.
-            self._nodes = torch.zeros((rows, 2 * nodes - 1), dtype=torch.long, device=device)
+            # The tokens of all nodes, the parents of those that were drafted, and tokens unknown to the host.
+            self._nodes = torch.zeros((rows, 2 * nodes), dtype=torch.long, device=device)
             # Each part begins at a multiple of 16 bytes, for which kernels are compiled in any case.
             self._rows = torch.zeros((8, rows + rows % 2), dtype=torch.long, device=device)
             self._padding = torch.zeros((2, 1, nodes), dtype=torch.long, device=device)
             self._padding[1] = -1
-        self.lengths: torch.Tensor
         self.starts: torch.Tensor
         self.leads: torch.Tensor
-        self.lengths, self.starts, self.leads, last_positions, self._num_drafted, *keys = self._rows[:, :rows]
+        self._lengths, self.starts, self.leads, last_positions, self._num_drafted, *keys = self._rows[:, :rows]
         self.max_positions: torch.Tensor = last_positions[:, None]
-        self.keys: RowKeys = RowKeys(*keys)
+        self._seeds, self._numbers, self._positions = keys
+
+    @property
+    def lengths(self) -> torch.LongTensor:
+        """Those of [`RowState`], `(R,)`, as the graph that runs computes them."""
+        return self._lengths + self._nodes[:, -1]
+
+    @property
+    def keys(self) -> RowKeys:
+        """Of the rows' random numbers, in the same way."""
+        return RowKeys(self._seeds, self._numbers, self._positions + self._nodes[:, -1])
 
     def fill(
         self,
@@ -55,6 +63,7 @@ class NodeInputs:
         rows: RowState,
         max_position: int | None = None,
         keys: RowKeys | None = None,
+        more: torch.LongTensor | None = None,
     ) -> None:
         """Copies in the nodes of a forward: `tokens` `(r, t)` in one or more parts, and `parents` of [`DraftTree`].
 
@@ -66,13 +75,19 @@ class NodeInputs:
             rows (`RowState`): Where the rows stand.
             max_position (`int`, *optional*): As for [`SlotModel`].
             keys (`RowKeys`, *optional*): Of their random numbers.
+            more (`torch.LongTensor` of shape `(r,)`, *optional*): By how many tokens rows are longer than the
+                host knows, and stand further on.
         """
         count, missing = len(rows.lengths), self._num_nodes - 1 - parents.shape[-1]
         zeros, anchors = self._padding[..., :missing].expand(-1, count, -1)
-        parts = [*tokens, zeros, parents.expand(count, -1), anchors]
+        none = self._padding[0, :, :1]
+        added = none.expand(count, -1) if more is None else more[:, None]
+        parts = [*tokens, zeros, parents.expand(count, -1), anchors, added]
         torch.cat([part for part in parts if part.shape[1]], dim=1, out=self._nodes[:count])
         if count < len(self._nodes):
             self._nodes[count:] = self._nodes[:1]
+            if more is not None:
+                self._nodes[count:, -1:] = none
         last = [_NO_LIMIT if max_position is None else max_position] * count
         parts = (rows.lengths, rows.starts, rows.leads, last, num_drafted, *(keys or [[0] * count] * 3))
         fill_table(self._rows, parts, [0] * len(parts), count)
@@ -83,7 +98,8 @@ class NodeInputs:
 
     def read(self) -> tuple[torch.LongTensor, TreeTopology, DraftTree]:
         """Tokens `(R, T)` of the nodes of the graph that runs, who sees whom, and the drafted nodes."""
-        tokens, parents = (part.contiguous() for part in self._nodes.tensor_split([self._num_nodes], dim=1))
+        split = self._nodes.tensor_split([self._num_nodes, 2 * self._num_nodes - 1], dim=1)
+        tokens, parents = (part.contiguous() for part in split[:2])
         return tokens, GrownTopology(parents), DraftTree(tokens[:, 1:], parents, self._num_drafted)
 
 

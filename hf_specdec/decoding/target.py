@@ -36,7 +36,7 @@ from ..transfers import PackedTables, RowNumbers, select_rows, upload
 from .adapters import ADAPTED_ROW, RowAdapters
 from .attention import TREE_KERNEL, AttentionSwitch, TreeMask, VerificationForward, attention_switch
 from .cache import SlotCache
-from .graphs import CallGraphs, Variant, graphs_for
+from .graphs import CallGraphs, Variant
 from .masks import RowState, node_masks, node_positions, slot_tree
 from .node_inputs import JudgedInputs, NodeInputs
 from .own_states import passed_cache
@@ -287,14 +287,24 @@ class SlotModel:
         Args:
             judge (`CapturedJudge`, *optional*): Judges the draft, where a graph runs.
         """
-        if self.graphs is not None:
-            counts = draft.num_nodes if draft.node_counts is None else draft.node_counts
-            tokens = [anchors[:, None], draft.tokens]
-            replayed = self._replay(tokens, draft.parents, counts, judge, draft.probs)
-            if replayed is not None:
-                return replayed
+        if self.graphs is not None and (replayed := self._replay(*_nodes(anchors, draft), judge)) is not None:
+            return replayed
         tokens = anchors[:, None] if draft.size == 0 else torch.cat([anchors[:, None], draft.tokens], dim=1)
         return self.forward(tokens, draft.topology)
+
+    def verify_ahead(
+        self, anchors: torch.LongTensor, draft: DraftTree, judge: CapturedJudge, counts: torch.LongTensor
+    ) -> None:
+        """Launches the graph of a verification before the host knows how many nodes of the last one stay.
+
+        The verification that is asked for next finds its output, see [`CallGraphs.ahead`].
+
+        Args:
+            anchors, draft, judge: As for [`SlotModel.verify`].
+            counts (`torch.LongTensor` of shape `(R,)`): Nodes that stay of each row, the anchor included.
+        """
+        with self.graphs.ahead():
+            self._run_graph(*_nodes(anchors, draft), judge, counts)
 
     def _replay_nodes(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int) -> SlotOutput | None:
         """The output of [`SlotModel.forward`] from a graph; `None` where the forward has to run without one."""
@@ -302,7 +312,7 @@ class SlotModel:
             return None
         rows, nodes = tokens.shape
         parents = chain_parents(nodes - 1, tokens.device) if topology.is_chain else topology.parents[..., 1:] - 1
-        output = self._replay([tokens], parents, [nodes - 1] * rows)
+        output = self._replay([tokens], parents, [nodes - 1] * rows, None)
         if output is not None:
             output.logits = output.logits[:, logits_from:]
         return output
@@ -312,10 +322,40 @@ class SlotModel:
         tokens: list[torch.LongTensor],
         parents: torch.LongTensor,
         num_drafted: RowNumbers,
+        probs: torch.FloatTensor | None,
         judge: CapturedJudge | None = None,
-        probs: torch.FloatTensor | None = None,
     ) -> SlotOutput | None:
         """The output of a graph; `None` where there is none. The arguments are those of [`NodeInputs.fill`]."""
+        output = self._run_graph(tokens, parents, num_drafted, probs, judge)
+        if output is None:
+            return None
+        rows, nodes = len(num_drafted), parents.shape[-1] + 1
+        self.cache.plan_write(nodes)
+        logits, states, outcome, self.attention_layers = output
+        # Rows and nodes of padding are cut off.
+        if outcome is None:
+            states = {key: state[:rows, :nodes] for key, state in states.items()}
+            return SlotOutput(logits[:rows, :nodes], states)
+        # Whoever is told of a commit may read it when the graph has long run again.
+        copies = () if states is None else states[:, :rows].clone().unbind()
+        outcome, states = outcome.copy_of_rows(rows), dict(zip(self.states, copies))
+        successors = outcome["successors"].unflatten(1, (logits.shape[1], -1)) if self.num_successors else None
+        return SlotOutput(logits[:rows, :nodes], states, None, outcome, successors, judge.may_fail)
+
+    def _run_graph(
+        self,
+        tokens: list[torch.LongTensor],
+        parents: torch.LongTensor,
+        num_drafted: RowNumbers,
+        probs: torch.FloatTensor | None,
+        judge: CapturedJudge | None,
+        more: torch.LongTensor | None = None,
+    ) -> tuple[Any, ...] | None:
+        """The tensors of a graph, which may have run ahead; `None` where there is none.
+
+        Args:
+            more (`torch.LongTensor` of shape `(R,)`, *optional*): By how much rows are longer than the host knows.
+        """
         rows, nodes, device = len(num_drafted), parents.shape[-1] + 1, tokens[0].device
         size = self.graphs.padded_nodes(nodes)
         if size is None or size > MAX_NODES:
@@ -332,7 +372,7 @@ class SlotModel:
             )
 
         def fill(inputs: NodeInputs, count: int) -> None:
-            self.fill(inputs, count, tokens, parents, num_drafted, None if judge is None else judge.keys)
+            self.fill(inputs, count, tokens, parents, num_drafted, None if judge is None else judge.keys, more)
             if isinstance(inputs, JudgedInputs):
                 inputs.fill_probs(probs, count)
 
@@ -343,21 +383,9 @@ class SlotModel:
             fill,
             partial(self.as_recorded, SlotModel._unjudged if judge is None else SlotModel._judged),
             self.cache,
-            ahead=size,
+            ahead=size if more is None else size + self.most_committed,
         )
-        if captured is None:
-            return None
-        self.cache.plan_write(nodes)
-        logits, states, outcome, self.attention_layers = captured.output
-        # Rows and nodes of padding are cut off.
-        if outcome is None:
-            states = {key: state[:rows, :nodes] for key, state in states.items()}
-            return SlotOutput(logits[:rows, :nodes], states)
-        # Whoever is told of a commit may read it when the graph has long run again.
-        copies = () if states is None else states[:, :rows].clone().unbind()
-        outcome, states = outcome.copy_of_rows(rows), dict(zip(self.states, copies))
-        successors = outcome["successors"].unflatten(1, (size, -1)) if self.num_successors else None
-        return SlotOutput(logits[:rows, :nodes], states, None, outcome, successors, judge.may_fail)
+        return None if captured is None else captured.output
 
     def _judging(self, judge: CapturedJudge) -> tuple[Any, ...]:
         """Whatever of judging is built into a graph."""
@@ -390,6 +418,7 @@ class SlotModel:
         parents: torch.LongTensor,
         num_drafted: RowNumbers,
         keys: RowKeys | None = None,
+        more: torch.LongTensor | None = None,
     ) -> None:
         """Copies in the nodes of the first rows."""
         inputs.fill(
@@ -399,6 +428,7 @@ class SlotModel:
             RowState(self.cache.lengths[:count], self.starts[:count], self.leads[:count]),
             self.max_position,
             keys and RowKeys(*(part[:count] for part in keys)),
+            None if more is None else more[:count],
         )
 
     def _judged(self, inputs: JudgedInputs) -> tuple:
@@ -409,7 +439,7 @@ class SlotModel:
         counts = accepted.num_accepted[:, None].clamp(max=self.most_committed - 1)
         committed, path = (values[:, : self.most_committed] for values in (accepted.tokens, accepted.path))
         if path.shape[1] > 1:
-            move_slots([buffer for layer in self.cache.layers for buffer in layer.buffers], inputs.lengths, path)
+            move_slots([buffer for layer in self.cache.layers for buffer in layer.buffers], self.cache.lengths, path)
         tables = {"accepted": counts, "counts": counts + 1, "committed": committed, "path": path}
         # Where no token could be chosen, the verdict will be an error, and none may be read that there is not.
         readable = committed.clamp(min=0)
@@ -549,28 +579,7 @@ class SlotModel:
         }
 
 
-def call_graphs(
-    model: torch.nn.Module,
-    largest: int = 1,
-    enforce_eager: bool = False,
-    all_hidden_states: bool = False,
-    row_inputs: tuple[str, ...] = (),
-) -> CallGraphs | None:
-    """Graphs of a causal language model for one call; `None` where its device has none.
-
-    Args:
-        largest (`int`): Nodes of a full draft, the anchor included.
-        enforce_eager (`bool`): The user wants none.
-        all_hidden_states (`bool`): The forwards return the hidden states of all layers.
-        row_inputs (`tuple[str, ...]`): What the forwards read of each row beside its tokens.
-    """
-    profile = model_profile(model)
-    reasons = {
-        "enforce_eager=True": enforce_eager,
-        "the hidden states of all layers are returned": all_hidden_states,
-        f"it reads {', '.join(row_inputs)}": bool(row_inputs),
-        "it has layers with a recurrent state": profile.is_recurrent,
-        "it tells positions from the slots of its cache": profile.counts_slots or profile.counted is not None,
-        "it reads an encoder's output": profile.has_encoder,
-    }
-    return graphs_for(model, reasons, largest=largest)
+def _nodes(anchors: torch.LongTensor, draft: DraftTree) -> tuple[Any, ...]:
+    """Anchors and drafts as graphs take them: tokens, parents, valid nodes of each row, distributions."""
+    counts = draft.num_nodes if draft.node_counts is None else draft.node_counts
+    return [anchors[:, None], draft.tokens], draft.parents, counts, draft.probs

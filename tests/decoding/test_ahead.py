@@ -6,15 +6,19 @@ import itertools
 
 import pytest
 import torch
+from transformers import StoppingCriteria
 
-from hf_specdec import generate_many, load_speculator, record
+from hf_specdec import SpeculativeConfig, generate_many, load_speculator, record
+from hf_specdec.candidate_generators.base import NoDrafts
 from hf_specdec.control.controller import SpeculationController
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs
 from hf_specdec.logits.randomness import CapturedUniforms
 from hf_specdec.logits.rules import StandardRule
 from hf_specdec.logits.sampling import DraftSampler
-from hf_specdec.many.requests import seed_of
+from hf_specdec.many.engine import Engine
+from hf_specdec.many.requests import RequestReader, seed_of
+from hf_specdec.speculator import Speculator
 from hf_specdec.transfers import PendingRead
 from tests.candidate_generators.test_dflash import SELECTOR
 from tests.decoding.test_waits import dflash, draft_model, eagle3, medusa, mlp_speculator, mtp, peagle
@@ -290,3 +294,153 @@ def test_after_a_pause_in_which_much_was_committed(events, monkeypatch):
     stats = model.generate(**inputs, **arguments, assistant=speculator).speculative
     assert "target draft read" in " ".join(events)
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+
+
+# Of a single row, the verification of a draft that was launched ahead is launched, too.
+
+SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
+
+
+def verified_ahead(events: list[str]) -> int:
+    """Verdicts that the host reads when the verification after theirs has been launched."""
+    read = [index for index, event in enumerate(events) if event == "read"]
+    return sum(events[:index].count("target") > number for number, index in enumerate(read, start=1))
+
+
+def with_and_without_graphs(make_speculator, inputs, **arguments):
+    """Outputs of two calls that nobody traces."""
+    arguments = {"max_new_tokens": 24, "return_dict_in_generate": True, **arguments}
+    for enforce_eager in (False, True):
+        model = tiny_llama()
+        torch.manual_seed(0)
+        yield model.generate(**inputs, **arguments, assistant=make_speculator(model, enforce_eager))
+
+
+def of_case(case, inputs, **others):
+    make, settings = {**CASES, **DRAWN}[case]
+    return lambda model, enforce_eager: make(**settings, **others, enforce_eager=enforce_eager)(None, inputs)(model)
+
+
+@pytest.mark.parametrize("case", [*CASES, *DRAWN])
+def test_the_next_verification_is_launched_before_the_verdict_is_read(case, events):
+    inputs, drawn = prompts(1), {"do_sample": True, "temperature": 4.0, "top_k": 40}
+    # Random drafts are hardly ever those of a greedy target.
+    others, arguments = ({}, drawn) if case in DRAWN else (SYNTHETIC, {"do_sample": False})
+    output, eager = with_and_without_graphs(of_case(case, inputs, **others), inputs, **arguments)
+    assert output.sequences.tolist() == eager.sequences.tolist()
+    stats = output.speculative
+    assert stats.num_accepted_tokens == eager.speculative.num_accepted_tokens > 3
+    assert stats.num_target_forwards == eager.speculative.num_target_forwards
+    # Not near the end, where the depth of a draft depends on what is accepted.
+    assert verified_ahead(events) >= stats.num_target_forwards - 2 * stats.num_spec_tokens - 3
+    assert verified_ahead(events) > 2
+
+
+def no_drafts(model, enforce_eager):
+    return Speculator(SpeculativeConfig(method="ngram", enforce_eager=enforce_eager), NoDrafts, None)
+
+
+@pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 4.0}])
+def test_cycles_without_drafts(arguments, events):
+    output, eager = with_and_without_graphs(no_drafts, prompts(1), **arguments)
+    assert output.sequences.tolist() == eager.sequences.tolist()
+    assert output.speculative.num_target_forwards == len(output.sequences[0]) - prompts(1)["input_ids"].shape[1] == 24
+    # All verdicts but the last one's.
+    assert verified_ahead(events) == 22
+
+
+def test_a_rest_between_drafts(events, monkeypatch):
+    """A forward is too many where a rest has ended all the same."""
+    limits = itertools.cycle([[3], [0], [0], [0], [2], [0]])
+    monkeypatch.setattr(SpeculationController, "limits", lambda *args: next(limits))
+    monkeypatch.setattr(SpeculationController, "will_rest", lambda *args: True)
+    model, inputs = tiny_llama(), prompts(1)
+    plain = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    # The target itself, all of whose drafts are accepted.
+    speculator = load_speculator(model, draft_model=tiny_llama(), same_tokenizer=True, num_speculative_tokens="auto")
+    arguments = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+    output = model.generate(**inputs, **arguments, assistant=speculator)
+    assert output.sequences.tolist() == plain.tolist()
+    stats = output.speculative
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 10
+    verdicts = 1 + sum(event == "read" for event in events)
+    assert verdicts < stats.num_target_forwards == 1 + events.count("target")
+    assert verified_ahead(events) > 10
+
+
+class Full(StoppingCriteria):
+    """A criterion of the user's: enough tokens, whatever they are."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([len(row) >= self.length for row in input_ids])
+
+
+@pytest.mark.parametrize("end", ["eos_token_id", "stopping_criteria"])
+@pytest.mark.parametrize("case", ["eagle3, static tree", "draft model", "no drafts"])
+def test_a_row_that_ends(case, end, events):
+    """The forward after it is for nothing; the cache that is returned knows nothing of it."""
+    model, inputs, length = tiny_llama(), prompts(1), prompts(1)["input_ids"].shape[1]
+    settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    text = model.generate(**inputs, **settings).sequences[0, length:].tolist()
+    ends = {"eos_token_id": text[13]} if end == "eos_token_id" else {"stopping_criteria": [Full(length + 14)]}
+    plain = model.generate(**inputs, **settings, **ends)
+    make = no_drafts if case == "no drafts" else of_case(case, inputs)
+    output, eager = with_and_without_graphs(make, inputs, **settings, **ends)
+    assert output.sequences.tolist() == eager.sequences.tolist() == plain.sequences.tolist()
+    assert output.sequences.shape[1] < length + 24
+    stats = output.speculative
+    assert stats.num_target_forwards == eager.speculative.num_target_forwards + 1 == events.count("target") + 1
+    assert stats.num_accepted_tokens == eager.speculative.num_accepted_tokens
+    more = {"input_ids": torch.cat([plain.sequences, torch.tensor([[9, 7]])], dim=1), "max_new_tokens": 5}
+    texts = [
+        model.generate(**more, do_sample=False, past_key_values=cache).tolist()
+        for cache in (output.past_key_values, plain.past_key_values)
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("asked", ["output_scores", "output_logits"])
+def test_logits_that_are_kept(asked, events):
+    """They lie in the memory of the graph."""
+    inputs = prompts(1)
+    output, eager = with_and_without_graphs(
+        of_case("eagle3", inputs), inputs, do_sample=False, **{asked: True, "max_new_tokens": 12}
+    )
+    name = asked.removeprefix("output_")
+    for step, eager_step in zip(output[name], eager[name], strict=True):
+        torch.testing.assert_close(step, eager_step)
+    assert verified_ahead(events) == 0
+
+
+@pytest.mark.parametrize("asked", [{}, {"top_logprobs": 2}])
+@pytest.mark.parametrize("case", ["draft model", "eagle3", "mtp, layers"])
+def test_a_row_that_another_one_joins(case, asked, events):
+    """And leaves again; the first one was alone before, and is so afterwards."""
+    model, arguments = tiny_llama(), {"max_new_tokens": 40, "do_sample": False}
+    long, short = ([5, 9, 7, 11], [8, 3, 14])
+    texts = [
+        model.generate(torch.tensor([prompt]), **{**arguments, "max_new_tokens": most})[0, len(prompt) :].tolist()
+        for prompt, most in ((long, 40), (short, 7))
+    ]
+    make, settings = CASES[case]
+    reader = RequestReader(model, arguments, num_places=2)
+    engine = Engine(model, make(**settings)(None, prompts(2))(model), reader, 2)
+    rows = [reader.row(0, long, asked), reader.row(1, short, {"max_new_tokens": 7})]
+    engine.add(rows[0])
+    for _ in range(5):
+        engine.step()
+    alone = verified_ahead(events)
+    engine.add(rows[1])
+    while not rows[1].has_ended:
+        engine.step()
+    together = verified_ahead(events)
+    while not engine.is_idle:
+        engine.step()
+    engine.close()
+    assert [row.error for row in rows] == [None, None]
+    assert [row.tokens for row in rows] == texts
+    assert len(rows[0].logprobs) == (40 if asked else 0)
+    assert [alone > 2, verified_ahead(events) > together] == [not asked, not asked]

@@ -20,6 +20,7 @@ from hf_specdec.decoding.node_inputs import NodeInputs
 from hf_specdec.decoding.store import SlotStore, padded_size
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
+from hf_specdec.logits.randomness import RowKeys
 from tests.tape import NothingToHost, Tape, TapeBackend, spoil
 
 
@@ -88,6 +89,18 @@ class TestNodeInputs:
         counts = torch.tensor([2, 0, 1])
         inputs.fill([torch.ones((3, 3), dtype=torch.long)], torch.tensor([-1, 0]), counts, ROWS["equal"])
         assert read(inputs).draft.num_nodes.tolist() == [2, 0, 1, 0]
+
+    def test_tokens_that_the_device_alone_knows(self):
+        """Rows are longer and stand further on; those of padding do not."""
+        inputs = NodeInputs(4, 3, torch.device("cpu"))
+        for buffer in inputs.buffers:
+            spoil(buffer)
+        keys, tokens = RowKeys([5, 6], [0, 1], [11, 12]), torch.ones((2, 2), dtype=torch.long)
+        rows, more = RowState([8, 7], [0, 1], [0, -1]), torch.tensor([3, 1])
+        inputs.fill([tokens], torch.tensor([-1]), [1, 1], rows, keys=keys, more=more)
+        assert inputs.lengths.tolist() == [11, 8, 0, 0]
+        assert inputs.keys.positions.tolist() == [14, 13, 0, 0]
+        assert inputs.keys.seeds.tolist() == [5, 6, 0, 0]
 
     @pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (3, 1), (8, 64)])
     def test_kernels_are_compiled_once(self, sizes):

@@ -18,8 +18,7 @@ from hf_specdec import forget_speculators
 from hf_specdec.decoding import attention, capture, functional, graphs, loop, store, target
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.capture import CaptureBackend, SharedOutputs
-from hf_specdec.decoding.graphs import CallGraphs
-from hf_specdec.decoding.target import call_graphs
+from hf_specdec.decoding.graphs import CallGraphs, call_graphs
 from hf_specdec.kernels.indexing import arange
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from tests.architectures import ALONE, CHAINS_ONLY, supported, tiny_model

@@ -205,6 +205,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
             predicted = self._predict(self.text, step.anchor_tokens.to(self.device), max(limits), walk)
         if isinstance(predicted, (Block, Edges)):
             return self._draft_steered(predicted, step, limits)
+        return self._drafted(predicted, limits)
+
+    def _drafted(self, predicted: Chain | Prefixes | Lattice, limits: list[int]) -> DraftTree:
         return self._tree(predicted, limits) if self.tree_budget else self._chain(predicted, limits)
 
     def _predict(
@@ -397,8 +400,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def drafts_ahead(self) -> bool:
         return self.pending is None and self.text.runs_graphs and not self.may_mask
 
-    def draft_ahead(self, commit: DeviceCommit) -> None:
-        self._launch(commit, commit.rows, self._lengths, [self.num_speculative_tokens] * len(commit.rows))
+    def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
+        limits = [self.num_speculative_tokens] * len(commit.rows)
+        predicted = self._launch(commit, commit.rows, self._lengths, limits)
+        is_known = isinstance(predicted, (Chain, Prefixes)) and not self.least_confidence
+        return self._drafted(predicted, limits) if is_known else None
 
     def _launch(self, new: Commit | DeviceCommit, rows: list[int], before: list[int], limits: list[int]) -> Any:
         """Runs the graph, for rows that had so many tokens `before` the new ones."""

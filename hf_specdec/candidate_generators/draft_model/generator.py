@@ -30,8 +30,9 @@ from ...checkpoints.loading import checkpoint_errors
 from ...decoding.cache import SlotCache, compact
 from ...decoding.following import Choose, Continuing, Following
 from ...decoding.functional import slot_model
+from ...decoding.graphs import call_graphs
 from ...decoding.profile import model_profile
-from ...decoding.target import SlotModel, call_graphs
+from ...decoding.target import SlotModel
 from ...drafting.chain import SteeredChain
 from ...drafts import DraftTree, chain_topology
 from ...errors import SpecConfigError, shown
@@ -353,11 +354,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if max(depths, default=0) == 0:
             return DraftTree.empty(len(step.rows), self.session.device)
         self._lengths = [step.lengths[index] for index in order]
-        following, deepest = self._draft_at_once(), max(depths)
+        following = self._draft_at_once()
         if following is not None:
-            probs = None if following.probs is None else following.probs[:, :deepest].contiguous()
-            draft = DraftTree.chain(following.tokens[:, :deepest].to(self.session.device), depths, probs)
-            return self._for_all_rows(step, order, draft)
+            return self._for_all_rows(step, order, self._drafted(following, depths))
         chain, counts = self._draft(self._lengths, depths)
         draft = self.vocabularies.draft(chain, counts, depths, self.texts)
         return self._for_all_rows(step, order, draft)
@@ -413,11 +412,18 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         is_read = len(self._lengths) == len(self.rows) and not any(text.pending or text.num_fed for text in self.texts)
         return is_read and self._choice() is not None
 
-    def draft_ahead(self, commit: DeviceCommit) -> None:
+    def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
         choose = self._choice()
-        if self.rows == commit.rows and choose is not None:
-            tokens = self.vocabularies.inputs(commit.tokens.to(self.device))
-            self._continue(choose, tokens, commit.counts, self._lengths)
+        if self.rows != commit.rows or choose is None:
+            return None
+        tokens = self.vocabularies.inputs(commit.tokens.to(self.device))
+        following = self._continue(choose, tokens, commit.counts, self._lengths)
+        return following and self._drafted(following, [self.num_speculative_tokens] * len(self.rows))
+
+    def _drafted(self, following: Following, depths: list[int]) -> DraftTree:
+        deepest = max(depths)
+        probs = None if following.probs is None else following.probs[:, :deepest].contiguous()
+        return DraftTree.chain(following.tokens[:, :deepest].to(self.session.device), depths, probs)
 
     def _drop_rows_out_of_step(self) -> None:
         """A draft that takes slots for positions would misread rows of different lengths."""

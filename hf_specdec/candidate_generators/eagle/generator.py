@@ -135,12 +135,15 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
             for depth in range(limits.deepest):
                 chain.choose(chain.scores(self.network.target_logits(logits[:, depth]).to(device)))
             return chain.draft(limits.depths.tolist())
-        best = best_tokens(logits)
         if self.threshold:
-            paths = logits.log_softmax(-1, dtype=torch.float32).gather(2, best[..., None])[..., 0].cumsum(1)
+            paths = logits.log_softmax(-1, dtype=torch.float32).max(-1).values.cumsum(1)
             for depth in range(1, limits.deepest):
                 limits.stop_low_confidence(paths[:, depth - 1 : depth], depth)
-        return DraftTree.chain(self.network.target_ids(best).to(device)[:, : limits.deepest], limits.depths.tolist())
+        return self._drafted((self.hidden, logits[:, : limits.deepest]), limits.depths.tolist())
+
+    def _drafted(self, output: tuple[Any, ...], depths: list[int]) -> DraftTree:
+        tokens = self.network.target_ids(best_tokens(output[1]))
+        return DraftTree.chain(tokens.to(self.session.device), depths)
 
     def _launch(self, new: Entries, depths: list[int]) -> Any:
         num_masks = self.plan.max_depth - 1

@@ -238,8 +238,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
         best = self._best_tokens(self.hidden, depth, count).to(self.session.device)
         if self.counts:
             self.candidates = best.transpose(0, 1)
-        flat = best.flatten(1)
-        return DraftTree.of_shape(tree, flat.index_select(1, _candidate_of_node(tree, count, flat.device)), depths)
+        return _filled(tree, best, depths)
 
     def _propose_masked(self, tree: TokenTree, step: DraftStep, depths: list[int], masks: GrowingMasks) -> DraftTree:
         """Fills the tree with the best candidates that the grammar allows at each node."""
@@ -255,8 +254,10 @@ class MedusaCandidateGenerator(CandidateGenerator):
         # Candidates that are to be counted lie in the memory of the graph.
         return self.graphs.are_on and self.candidates is None and not self.may_mask
 
-    def draft_ahead(self, commit: DeviceCommit) -> None:
-        self._best_tokens(commit.anchor_states("last"), self.tree.max_depth, max(self.tree.widths))
+    def draft_ahead(self, commit: DeviceCommit) -> DraftTree:
+        tree = self.tree
+        best = self._best_tokens(commit.anchor_states("last"), tree.max_depth, max(tree.widths))
+        return _filled(tree, best.to(self.session.device), [tree.max_depth] * len(commit.rows))
 
     def _best_tokens(self, hidden: torch.Tensor, depth: int, count: int) -> torch.LongTensor:
         """The `count` best tokens of the first `depth` heads by states `(B, H)`, best first: `(B, D, C)`."""
@@ -289,6 +290,12 @@ class MedusaCandidateGenerator(CandidateGenerator):
     def close(self) -> None:
         self.graphs.close()
         self.hidden = self.candidates = None
+
+
+def _filled(tree: TokenTree, best: torch.LongTensor, depths: list[int]) -> DraftTree:
+    """The tree with candidates `(B, D, C)` in its places."""
+    places = _candidate_of_node(tree, best.shape[2], best.device)
+    return DraftTree.of_shape(tree, best.flatten(1).index_select(1, places), depths)
 
 
 def chosen_tree(config: SpeculativeConfig, heads: MedusaHeads) -> TokenTree | None:

@@ -34,7 +34,7 @@ from ...logits.randomness import RowKeys
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...target_facts import vocabulary_size
 from ...threads import cached_property
-from ...transfers import kept_on_device, on_host, select_rows, upload
+from ...transfers import kept_on_device, kept_tensor, on_host, select_rows, upload
 from ...validation import MOST_DRAFT_TOKENS, Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
 from .network import MLPSpeculator, MLPStage, load_mlp_speculator
@@ -205,17 +205,19 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         self.states = None
 
     def propose(self, step: DraftStep) -> DraftTree:
-        limits = self.draft_depths(step)
-        depth = max(limits)
+        depth = max(limits := self.draft_depths(step))
         self._step = step if depth > 0 else None
         if depth <= 0:
             return DraftTree.empty(len(step.rows), self.session.device)
         if self._is_steered(step.rows):
             return self._draft_steered(step, limits)
         drafted = self._draft(self.states, step.anchor_tokens, depth, self.growing_masks(step, limits))
+        return self._drafted(drafted, limits)
+
+    def _drafted(self, drafted: torch.LongTensor | ChosenNodes, limits: list[int]) -> DraftTree:
         if isinstance(drafted, ChosenNodes):
             return drafted.draft(limits, self.session.device)
-        return DraftTree.of_shape(self.plan.up_to(depth), drafted.to(self.session.device), limits)
+        return DraftTree.of_shape(self.plan.up_to(max(limits)), drafted.to(self.session.device), limits)
 
     @property
     def drafts_ahead(self) -> bool:
@@ -223,13 +225,12 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             return False
         return not self._is_steered(self._step.rows) or self._drawing(self._step.rows) is not None
 
-    def draft_ahead(self, commit: DeviceCommit) -> None:
-        states, most = commit.anchor_states("last"), self.num_speculative_tokens
-        drawing = self._drawing(commit.rows)
+    def draft_ahead(self, commit: DeviceCommit) -> DraftTree:
+        most, drawing, states = self.num_speculative_tokens, self._drawing(commit.rows), commit.anchor_states("last")
         if drawing is None:
-            self._draft(states, commit.anchors, most)
-        else:
-            self._draw(drawing, most, states, commit.anchors, commit.rows, self._step.lengths, commit.counts)
+            return self._drafted(self._draft(states, commit.anchors, most), [most] * len(commit.rows))
+        given = states, commit.anchors, commit.rows, self._step.lengths, commit.counts
+        return self._draw(drawing, [most] * len(commit.rows), *given)
 
     def _is_steered(self, rows: list[int]) -> bool:
         """Tells whether the tokens of chains are sampled, or chosen by what processors leave of their logits."""
@@ -275,11 +276,8 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         """Chooses one token a stage, the best or a sampled one, from logits as the call's processors leave them."""
         drawing = self._drawing(step.rows) if self.graphs.are_on else None
         if drawing is not None:
-            # It draws the whole depth, as ahead of the verdict.
-            before, most = [length - 1 for length in step.lengths], self.num_speculative_tokens
-            tokens, probs = self._draw(drawing, most, self.states, step.anchor_tokens, step.rows, before)
-            deepest = max(limits)
-            return DraftTree.chain(tokens[:, :deepest], limits, probs[:, :deepest].contiguous())
+            before = [length - 1 for length in step.lengths]
+            return self._draw(drawing, limits, self.states, step.anchor_tokens, step.rows, before)
         state, tokens = self.states, step.anchor_tokens
         chain = SteeredChain(self.session.sampler, step.rows, step.lengths, self.samples_drafts)
         for depth in range(max(limits)):
@@ -291,24 +289,26 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
     def _draw(
         self,
         drawing: CapturedDrawing,
-        depth: int,
+        limits: list[int],
         states: torch.Tensor,
         anchors: torch.LongTensor,
         rows: list[int],
         before: list[int],
         counts: torch.LongTensor | None = None,
-    ) -> tuple[torch.LongTensor, torch.FloatTensor]:
-        """Samples chains in a graph, after states and anchors as for `_draft`: tokens `(B, K)`, and distributions.
+    ) -> DraftTree:
+        """Samples chains of full depth in a graph, after states and anchors as for `_draft`, and cuts them to limits.
 
         Args:
             rows (`list[int]`): Row of the call of each.
             before (`list[int]`), counts (`torch.LongTensor` of shape `(B,)`): Tokens before, and after those, or 1.
         """
+        counts = kept_tensor((1,) * len(rows), self.device) if counts is None else counts
         keys = on_host(list(zip(*self.session.sampler.uniforms.keys(rows, before))), self.device)
-        counts = torch.ones_like(anchors) if counts is None else counts
         values = {"states": states, "anchors": anchors, "keys": keys, "counts": counts}
+        depth, deepest = self.num_speculative_tokens, max(limits)
         key = (self.plan, depth, *self.vocabulary, *drawing.key)
-        return self.graphs.run(key, partial(self._drawn_chain, drawing, depth), values)
+        tokens, probs = self.graphs.run(key, partial(self._drawn_chain, drawing, depth), values)
+        return DraftTree.chain(tokens[:, :deepest], limits, probs[:, :deepest].contiguous())
 
     def _drawn_chain(
         self,

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_specdec import record
-from hf_specdec.bench.machine import describe_environment
+from hf_specdec.machine import describe_environment
 
 
 PAIRS = ("jetspec_b8", "trained_b8", "dflash2_full_b8", "dflash2_sliding_b5")

@@ -22,8 +22,8 @@ from common import least_seconds
 from rich.console import Console
 from rich.table import Table
 
-from hf_specdec.bench.machine import describe_environment
 from hf_specdec.kernels import few_rows
+from hf_specdec.machine import describe_environment
 
 
 # Matrices (outputs, inputs) of models: queries, gate and down projections, lm_head.

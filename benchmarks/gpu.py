@@ -65,11 +65,11 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from hf_specdec import Speculator, generate, record
-from hf_specdec.bench.machine import describe_environment, num_threads
 from hf_specdec.drafts import TokenTree
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.kernels._triton import HAS_TRITON, triton
 from hf_specdec.loader import forget_speculators
+from hf_specdec.machine import describe_environment, num_threads
 
 
 SECTIONS = ("checks", "verification", "decoding")

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_specdec.bench.machine import describe_environment
+from hf_specdec.machine import describe_environment
 
 
 _COMMON = {"vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 8, "max_position_embeddings": 4096}

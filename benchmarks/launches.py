@@ -39,7 +39,6 @@ from torch.utils._pytree import tree_iter
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_specdec import Speculator, demo, load_speculator
-from hf_specdec.bench.machine import describe_environment
 from hf_specdec.decoding import attention, cache, functional, graphs, target
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.drafts import DraftTree
@@ -61,6 +60,7 @@ from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.layers import experts as layer_experts
 from hf_specdec.layers import llama
 from hf_specdec.layers.llama import DecoderLayer
+from hf_specdec.machine import describe_environment
 from hf_specdec.method import built_in_methods
 from tests.architectures import tiny_model
 from tests.kernels import references

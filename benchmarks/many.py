@@ -50,8 +50,8 @@ from transformers import (
 )
 
 from hf_specdec import Speculator, demo, generate_many, load_speculator
-from hf_specdec.bench.machine import describe_environment
 from hf_specdec.decoding.loop import DecodingLoop
+from hf_specdec.machine import describe_environment
 from hf_specdec.method import methods
 
 

@@ -46,9 +46,9 @@ from hf_specdec import (
     load_speculator,
     record,
 )
-from hf_specdec.bench.machine import describe_environment
 from hf_specdec.bench.prompts import as_chat
 from hf_specdec.demo import smollm2
+from hf_specdec.machine import describe_environment
 from hf_specdec.method import names_without_weights, takes_model
 
 

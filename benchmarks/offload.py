@@ -27,9 +27,9 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specdec import Speculator, load_speculator, record
-from hf_specdec.bench.machine import describe_environment
 from hf_specdec.bench.prompts import as_chat
 from hf_specdec.demo import smollm2
+from hf_specdec.machine import describe_environment
 
 
 CPU = torch.device("cpu")

@@ -45,7 +45,7 @@ from transformers.utils import logging
 from versions import compare as compare_versions
 
 from hf_specdec import demo, generate, load_speculator
-from hf_specdec.bench.machine import describe_environment
+from hf_specdec.machine import describe_environment
 
 
 # Name: dtype of weights and activations, and the precision of float32 matrix products.

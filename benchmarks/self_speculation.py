@@ -28,9 +28,9 @@ from common import Sample, prefilled_cache, time_call, without_end
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import SpeculativeConfig, Speculator, load_speculator, record
-from hf_specdec.bench.machine import describe_environment
 from hf_specdec.candidate_generators.base import NoDrafts
 from hf_specdec.decoding.functional import ReadAhead
+from hf_specdec.machine import describe_environment
 
 
 REPEATED = 1024

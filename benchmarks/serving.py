@@ -34,7 +34,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import SpeculativeBatchingManager, demo, load_speculator
-from hf_specdec.bench.machine import describe_environment
+from hf_specdec.machine import describe_environment
 from hf_specdec.serving.app import build_app
 from hf_specdec.serving.service import Limits, Service
 

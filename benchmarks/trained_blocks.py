@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdec import demo
-from hf_specdec.bench.machine import describe_environment
 from hf_specdec.bench.prompts import as_chat
 from hf_specdec.demo import smollm2
+from hf_specdec.machine import describe_environment
 
 
 TARGETS = {"smollm2": smollm2, "demo": demo}

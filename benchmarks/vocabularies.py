@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_specdec import demo, load_speculator
-from hf_specdec.bench.machine import describe_environment
+from hf_specdec.machine import describe_environment
 
 
 DRAFT = Path(__file__).parents[1] / "tests" / "fixtures" / "other_tokenizer"

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from hf_specdec import __version__, cli, demo
 from hf_specdec.bench import engine
-from hf_specdec.bench.machine import suitable_dtype
 from hf_specdec.cli.demo import _speedup_chart
 from hf_specdec.cli.generate import _read_prompt
 from hf_specdec.errors import SpecConfigError, SpecDecError
+from hf_specdec.machine import suitable_dtype
 from tests.pages import story_in
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import counted
+from ..machine import describe_environment
 from .decoders import PLAIN, Decoder
 from .engine import Call, Measurement, Round, find_differences
 from .figures import Figure, median_and_quartiles, median_and_range, percentiles, pooled
-from .machine import describe_environment
 from .prompts import Batch
 
 

@@ -190,8 +190,8 @@ def _run_demo(
 
     from ..bench.decoders import load_decoders, plain_decoder, stock_decoders
     from ..bench.engine import measure
-    from ..bench.machine import num_threads, suitable_dtype
     from ..bench.report import make_report
+    from ..machine import num_threads, suitable_dtype
 
     quieten_loading()
     device = checked_device(device)

@@ -113,8 +113,8 @@ def generate_command(
     sampling = sampling_arguments(temperature, top_p, top_k)
     import torch
 
-    from ..bench.machine import num_threads
     from ..demo import Prompt
+    from ..machine import num_threads
 
     with num_threads(place.num_threads):
         target, tokenizer = place.load()

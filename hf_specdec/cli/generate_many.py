@@ -70,7 +70,7 @@ def generate_many_command(
         place = replace(place, device=_own_device(processes.local_rank))
     # All have looked at what is there before anyone writes.
     processes.wait()
-    from ..bench.machine import num_threads
+    from ..machine import num_threads
     from ..many.generate import generate_many
 
     with num_threads(place.num_threads):

@@ -81,7 +81,7 @@ def serve_command(
         raise MissingDependencyError(
             f"The server needs FastAPI and uvicorn ({error}). Install them: pip install 'hf-specdec[serve]'"
         ) from error
-    from ..bench.machine import num_threads
+    from ..machine import num_threads
     from ..many.manager import SpeculativeBatchingManager
     from ..serving.service import Limits, Service
 

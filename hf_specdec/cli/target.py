@@ -147,7 +147,7 @@ class Place:
         """
         from transformers.utils import logging
 
-        from ..bench.machine import num_threads
+        from ..machine import num_threads
 
         quieten_loading()
         before = logging.get_verbosity()

@@ -118,7 +118,7 @@ def train_command(
     Ends with the acceptance measured on held-out rows, and the line that uses the draft. For several GPUs or machines
     start it with `accelerate launch -m hf_specdec train ...` or torchrun.
     """
-    from ..bench.machine import num_threads
+    from ..machine import num_threads
     from ..training.run import RunOptions, TrainingRun, make_recipe
 
     kinds = {item.name: kind for options in _options_of_methods().values() for item, kind in options_of(options)}

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from ..bench.decoders import PLAIN, Decoder, load_decoders, plain_decoder
 from ..bench.engine import Call, measure
-from ..bench.machine import describe_environment, free_bytes
 from ..bench.prompts import Batch
 from ..bench.report import make_rows
 from ..control.theory import break_even_acceptance, optimal_length
 from ..hub.discover import Search
 from ..hub.target import Access, Target
 from ..hub.trust import one_line
+from ..machine import describe_environment, free_bytes
 from ..method import built_in_methods, names_without_weights
 from ..metrics import SpecDecodingStats
 from ..settings import AUTO, SpeculativeConfig

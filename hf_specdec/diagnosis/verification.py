@@ -30,10 +30,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.utils import logging
 
 from ..bench.engine import first_difference, greedy_texts
-from ..bench.machine import free_bytes
 from ..bench.prompts import Batch
 from ..decoding.profile import model_profile
 from ..loader import load_speculator
+from ..machine import free_bytes
 from ..patching import original_generate
 from ..target_facts import quantisation
 

@@ -98,7 +98,10 @@ class TrainingOptions(Options):
     seed: int = setting(0, "Seed of weights, data order and sampling.", most=2**64 - 1)
     resume: bool = setting(False, "Take up the run in the output folder.")
     save_every: int = setting(500, "Steps between two states to resume from.", least=1)
-    bf16: bool = setting(True, "Train in bfloat16 autocast and save bfloat16, or float32.")
+    bf16: bool = setting(
+        True,
+        "Train in bfloat16 autocast, on machines that compute in it, and save bfloat16; or do both in float32.",
+    )
     final_learning_rate: float = 0.02
     max_grad_norm: float = 1.0
 

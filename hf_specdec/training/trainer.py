@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from ..errors import SpecConfigError, SpecDecError
+from ..machine import suitable_dtype
 from .options import TrainingOptions
 
 
@@ -152,6 +153,8 @@ def train(
     state.begin(accelerator, options.resume)
     first, start = len(state.losses), time.monotonic() - state.seconds
     device, processes = accelerator.device, accelerator.num_processes
+    # Other CPUs take many times as long for products in bfloat16 as in float32.
+    computes_in_bfloat16 = options.bf16 and suitable_dtype(device) == torch.bfloat16
     network.train()
     with _ProgressBar(description, options.steps, first, accelerator.is_main_process) as bar:
         for step, batch in enumerate(islice(batches, first, None), first):
@@ -166,7 +169,7 @@ def train(
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = learning_rate
             share = batch[accelerator.process_index :: processes].to(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=computes_in_bfloat16):
                 loss = objective(share)
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(objective.parameters(), options.max_grad_norm)

@@ -1,4 +1,4 @@
-"""The machine that figures hold for: processor, data types, threads, memory."""
+"""The machine: processor, data types, threads, memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 import torch
 from transformers import __version__ as transformers_version
 
-from .. import __version__
+from .version import __version__
 
 
 # Instructions with which a CPU multiplies bfloat16 matrices itself, as Linux names them.

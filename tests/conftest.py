@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections import Counter
+from zlib import crc32
 
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,6 +38,21 @@ torch.set_num_threads(1)
 # A busy machine is slower at times.
 hypothesis.settings.register_profile("hf_specdec", deadline=None)
 hypothesis.settings.load_profile("hf_specdec")
+
+
+_SEEN = pytest.StashKey[Counter]()
+
+
+def pytest_itemcollected(item):
+    """Leaves a part of the cases to `-m slow`, where a test has many."""
+    thinned = item.get_closest_marker("thinned")
+    if thinned is not None:
+        (every,), test = thinned.args, item.nodeid.partition("[")[0]
+        seen = item.session.stash.setdefault(_SEEN, Counter())
+        # Tests begin at different cases, so that each case is in some of them.
+        if (seen[test] + crc32(test.encode())) % every:
+            item.add_marker(pytest.mark.slow)
+        seen[test] += 1
 
 
 def pytest_collection_modifyitems(config, items):

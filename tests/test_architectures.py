@@ -131,6 +131,7 @@ def test_chains_equal_plain_generate(case):
     assert implementations(case.model) == before
 
 
+@pytest.mark.thinned(2)
 def test_trees_equal_plain_generate(case):
     if case.name in CHAINS_ONLY:
         with pytest.raises(UnsupportedModelError, match="Draft without branches"):

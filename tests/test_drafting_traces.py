@@ -8,6 +8,7 @@ from tests.drafting_traces import TRACES, drafters, stored, traced
 DRAFTERS = drafters()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafts_are_as_recorded(name):
     recorded, found = stored(name), traced(DRAFTERS[name])

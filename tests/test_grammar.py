@@ -82,6 +82,7 @@ def texts_of(output: torch.LongTensor, batch_size: int) -> list[str]:
     return tokenizer().batch_decode(output[:, inputs(batch_size)["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("row", DRAFTERS)
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -100,6 +101,7 @@ def test_text_is_that_of_plain_generation(library, row, batch_size):
     assert not [note for note in call.stats.notes if "slowest" in note]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1.3}, {"output_scores": True}], ids=["walk", "scores"])
 @pytest.mark.parametrize("row", ["grammar", "eagle3 tree"])
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -228,6 +230,7 @@ GROWN = [
 ]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("row", GROWN)
 @pytest.mark.parametrize("backend", BACKENDS[:1])
@@ -380,6 +383,7 @@ SAMPLED = [
 ]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("library", "row"), [pytest.param(*library.values, row, marks=library.marks) for library, row in SAMPLED]
 )

@@ -89,6 +89,7 @@ def encoded(model) -> Iterator[list[torch.Size]]:
         handle.remove()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", supported())
 def test_each_request_is_decoded_as_alone(name):
     case = Case.of(name)

@@ -108,6 +108,7 @@ def depth(parents: list[int]) -> int:
     return max(depths)
 
 
+@pytest.mark.thinned(2)
 @every_case
 def test_it_is_launched_before_the_verdict_is_read(case, events):
     inputs = prompts(3)
@@ -183,6 +184,7 @@ def test_a_target_that_samples(events):
     assert " ".join(events).count("target draft read") > 3
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", DRAWN)
 def test_drafts_that_are_drawn(case, events):
     """Random numbers are those of the place, which the device picks by what was accepted, inside of graphs."""
@@ -213,6 +215,7 @@ def test_drawn_drafts_of_rows_that_join(events):
     assert "target draft read" in " ".join(events)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", DRAWN)
 def test_a_row_without_room_after_others_have_ended(case):
     """Nothing is asked of rows that were there when there was room for drafts."""
@@ -321,6 +324,7 @@ def of_case(case, inputs, **others):
     return lambda model, enforce_eager: make(**settings, **others, enforce_eager=enforce_eager)(None, inputs)(model)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", [*CASES, *DRAWN])
 def test_the_next_verification_is_launched_before_the_verdict_is_read(case, events):
     inputs, drawn = prompts(1), {"do_sample": True, "temperature": 4.0, "top_k": 40}

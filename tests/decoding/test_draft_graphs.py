@@ -53,6 +53,7 @@ every_case = pytest.mark.parametrize(("kind", "shape"), CASES.values(), ids=CASE
 
 
 class TestDraftsEqualThoseWithoutGraphs:
+    @pytest.mark.thinned(3)
     @every_case
     def test_calls(self, kind, shape, backends):
         """Rows of different length that leave one after the other; later calls find the graphs of earlier ones."""
@@ -60,6 +61,7 @@ class TestDraftsEqualThoseWithoutGraphs:
         assert sum(counts) > 0
         assert str(graphs_for(network_of(kind), {})) == "on"
 
+    @pytest.mark.thinned(3)
     @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("m") or case.startswith("mtp")])
     def test_calls_through_the_tree_kernel(self, case, backends, monkeypatch):
         """The first of two calls reads content of masks, as the kernel does, eagerly and in graphs."""
@@ -141,6 +143,7 @@ def _noted(draft: DraftTree, probs: list[torch.Tensor]) -> DraftTree:
 
 
 class TestCalls:
+    @pytest.mark.thinned(3)
     @every_head
     @pytest.mark.parametrize("num_rows", [1, 3])
     def test_text_and_drafts(self, name, num_rows, target, backends):
@@ -184,6 +187,7 @@ class TestCalls:
         variants = {part for key in graphs._models[network].forwards for part in key if isinstance(part, Variant)}
         assert len(variants) == 4
 
+    @pytest.mark.thinned(2)
     @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.2}], ids=["scores alone", "tokens"])
     @pytest.mark.parametrize("shape", [{}, {"num_speculative_tokens": 2}, {"draft_min_path_prob": 0.1}], ids=str)
     def test_drawn_chains_of_layers(self, shape, processors, backends, monkeypatch):

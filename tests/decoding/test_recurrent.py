@@ -116,6 +116,7 @@ def paths_of(parents: list[int]) -> list[list[int]]:
     return paths
 
 
+@pytest.mark.thinned(4)
 @torch.no_grad()
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", WAYS)

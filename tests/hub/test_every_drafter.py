@@ -88,6 +88,7 @@ def test_inspect_names_method_and_target(one):
         assert found["target"]["hidden_size"] == config["hidden_size"]
 
 
+@pytest.mark.thinned(3)
 @every_drafter
 def test_discover_lists_it_for_its_target(one, hub):
     hub.add("user/target", one.target)
@@ -105,6 +106,7 @@ def test_discover_lists_it_for_its_target(one, hub):
     assert not is_pickled or "name it as `model` if you trust it" in first["problems"][0]
 
 
+@pytest.mark.thinned(3)
 @every_drafter
 def test_doctor_finds_no_error(one):
     if one.drafter.parent.name == "mimo":

@@ -82,6 +82,7 @@ def test_wrong_settings():
         SpecHFLM(**MODEL, spec_method="nothing")
 
 
+@pytest.mark.slow
 def test_the_command(tasks, tmp_path):
     arguments = ",".join(f"{name}={value}" for name, value in {"dtype": "float32", **DRAFTER}.items())
     arguments += f",pretrained={demo.target_path()}"

@@ -134,6 +134,7 @@ class DyingGenerate(SpecGenerate):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_data_set_of_which_an_actor_is_killed(local_ray, tmp_path, monkeypatch):
     marker = tmp_path / "killed"
     monkeypatch.setattr("hf_specdec.integrations.ray.SpecGenerate", DyingGenerate)

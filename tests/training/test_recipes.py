@@ -41,6 +41,7 @@ def trained(request, target, run_options, tmp_path_factory):
 
 
 class TestTraining:
+    @pytest.mark.thinned(3)
     def test_lowers_the_loss_and_raises_the_acceptance(self, trained):
         _, result, _ = trained
         assert sum(result.losses[-10:]) < 0.85 * sum(result.losses[:10])
@@ -59,6 +60,7 @@ class TestTraining:
         assert json.loads((folder / "training.json").read_text()) == result.to_dict()
         assert result.to_dict()["tokens_per_cycle"] == result.after.tokens_per_cycle
 
+    @pytest.mark.thinned(2)
     def test_the_measure_is_the_acceptance_length_of_chains(self, trained, target):
         folder, result, recipe = trained
         if result.method in ("medusa", "mlp_speculator"):

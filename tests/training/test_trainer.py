@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.errors import MissingDependencyError, SpecDecError
+from hf_specdec.training import trainer
 from hf_specdec.training.options import TrainingOptions
 from hf_specdec.training.reading import TargetReader
 from hf_specdec.training.recipe import sum_over_chunks
@@ -122,6 +123,28 @@ def test_frozen_parameters_stay(make_model):
         TrainingOptions(steps=2, warmup_steps=1),
     )
     assert torch.equal(model.model.embed_tokens.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("asked", "suitable", "computed"),
+    [
+        (True, torch.bfloat16, torch.bfloat16),
+        (True, torch.float32, torch.float32),
+        (False, torch.bfloat16, torch.float32),
+    ],
+)
+def test_bfloat16_where_the_machine_computes_in_it(asked, suitable, computed, monkeypatch):
+    """Other CPUs take many times as long for it."""
+    monkeypatch.setattr(trainer, "suitable_dtype", lambda device: suitable)
+    network, found = nn.Linear(4, 3), []
+
+    def loss(batch):
+        output = network(batch)
+        found.append(output.dtype)
+        return output.float().pow(2).sum()
+
+    train(network, itertools.repeat(torch.ones(2, 4)), loss, TrainingOptions(steps=2, warmup_steps=1, bf16=asked))
+    assert found == [computed] * 2
 
 
 def test_muon_needs_a_recent_torch(monkeypatch):

@@ -7,10 +7,10 @@
 
 Calls run on a device that the host cannot see into, computed by the CPU (`tests/other_device.py`), with their forwards
 on tapes in the place of graphs (`tests/tape.py`). Every operation on the device counts as the kernels that torch
-launches for it on a GPU, every Triton kernel as one, attention of torch as one. Counted are the cycles of a second
-call, or of a later one, in which all graphs are there and every row has room for the deepest draft after any verdict;
-figures are medians of a cycle. Waits are those between a verification and the next draft, or where nothing but the
-host drafts, the next verification. Nothing is timed.
+launches for it on a GPU, every Triton kernel as one, attention of torch as one; weights stand for those of 16 bits.
+Counted are the cycles of a second call, or a later one, in which all graphs are there and every row has room for the
+deepest draft after any verdict; figures are medians of a cycle. Waits are those between a verification and the next
+draft, or where nothing but the host drafts, the next verification. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import wraps
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch.overrides import TorchFunctionMode
@@ -52,6 +54,7 @@ from hf_specdec.kernels import (
     heads,
     norms,
     philox,
+    projections,
     sampling,
     tree_attention,
 )
@@ -234,6 +237,9 @@ class LaunchCounter(TorchDispatchMode):
                 for name in names:
                     launcher = self._computed_by(getattr(module, name), getattr(references, name))
                     stack.enter_context(patch.object(module, name, launcher))
+            stack.enter_context(patch.object(projections, "takes", _are_of_few_tokens))
+            for name, reference in (("products", _products), ("gated_product", _gated_product)):
+                stack.enter_context(patch.object(projections, name, self._launched_once(name, reference)))
             stack.enter_context(patch.object(graphs, "capture_backend", lambda device: CountingBackend(self)))
             # Unknown of a device that does not exist.
             stack.enter_context(patch.object(torch, "is_autocast_enabled", lambda *kind: False))
@@ -307,6 +313,16 @@ class LaunchCounter(TorchDispatchMode):
                 return run(*args, **kwargs)
             finally:
                 self._depth -= 1
+
+        return counted
+
+    def _launched_once(self, name: str, reference: Callable) -> Callable:
+        """Counts one kernel, whatever the sizes of the weights, and leaves the numbers to the torch reference."""
+
+        def counted(*args):
+            self.launch(name)
+            with self.into(None):
+                return reference(*args)
 
         return counted
 
@@ -388,6 +404,19 @@ _READERS_OF_THE_DEVICE = (
 def _reject(draft: DraftTree, *given: torch.Tensor) -> acceptance.Acceptance:
     run = acceptance._reject_chain_torch if draft.is_chain else acceptance._reject_tree_torch
     return run(draft, *given)
+
+
+def _products(x: torch.Tensor, linears: Sequence[projections.Linear]) -> list[torch.Tensor]:
+    return [F.linear(x, *linear) for linear in linears]
+
+
+def _gated_product(x: torch.Tensor, gate: projections.Linear, up: projections.Linear, kind: str) -> torch.Tensor:
+    return references.gated(*_products(x, (gate, up)), kind)
+
+
+def _are_of_few_tokens(x: torch.Tensor, linears: Sequence[projections.Linear]) -> bool:
+    """Takes what the kernel would take if the weights were of 16 bits and of its sizes."""
+    return x.numel() <= projections.MAX_TOKENS * x.shape[-1] and _is_far(x, *chain.from_iterable(linears))
 
 
 # Of launchers whose references have other names.

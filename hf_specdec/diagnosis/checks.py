@@ -19,6 +19,7 @@ from ..hub.detect import Detection, detect
 from ..hub.inspect import target_problems
 from ..kernels import products
 from ..kernels._llvm import HAS_LLVM
+from ..machine import suitable_dtype
 from ..method import drafting_method, is_language_model
 from ..settings import SpeculativeConfig
 from ..speculator import Speculator
@@ -312,9 +313,17 @@ def _context_findings(speculator: Speculator, network: nn.Module, target_model: 
 
 
 def product_findings(target_model: PreTrainedModel) -> Iterator[Finding]:
-    """Findings about the matrix products of verifications on a CPU."""
+    """Findings about the matrix products of a target on a CPU."""
     if target_model.device.type != "cpu":
         return
+    if target_model.dtype is torch.bfloat16 and suitable_dtype("cpu") is torch.float32:
+        yield Finding(
+            "products",
+            "warning",
+            "This processor has no instructions for products in bfloat16: prompts and batches take several times as "
+            "long as in float32.",
+            "Load the target with `dtype=torch.float32`, which takes twice the memory.",
+        )
     if not HAS_LLVM:
         remedy = 'pip install "hf-specdec[fast]" brings a kernel, which is used where it is measured to be faster.'
         yield Finding("products", "ok", "Products of few rows are torch's: llvmlite is not installed.", remedy)

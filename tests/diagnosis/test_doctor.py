@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from hf_specdec import cli, demo, forget_speculators
 from hf_specdec.bench.prompts import Prompt
 from hf_specdec.candidate_generators.eagle.generator import EagleCandidateGenerator
-from hf_specdec.diagnosis import diagnose
+from hf_specdec.diagnosis import checks, diagnose
 from hf_specdec.diagnosis.probe import Acceptance, _count, consistent_meaning
 from hf_specdec.drafting.entries import DraftEntries
 from tests.diagnosis.planted import damaged, give_draft_vocabulary, shuffle_states
@@ -68,6 +68,21 @@ def test_healthy_drafters(target, tokenizer, name):
     acceptance = found.acceptance["raw"]
     assert acceptance.acceptance_length > 1.1
     assert all(0 < accepted <= reached for accepted, reached in zip(acceptance.accepted[:1], acceptance.reached))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "suitable", "is_slow"),
+    [
+        (torch.bfloat16, torch.float32, True),
+        (torch.bfloat16, torch.bfloat16, False),
+        (torch.float32, torch.float32, False),
+    ],
+)
+def test_targets_in_bfloat16_on_processors_without_it(dtype, suitable, is_slow, monkeypatch):
+    monkeypatch.setattr(checks, "suitable_dtype", lambda device: suitable)
+    found = [finding for finding in checks.product_findings(tiny_llama().to(dtype)) if finding.status == "warning"]
+    assert len(found) == is_slow
+    assert not is_slow or "dtype=torch.float32" in found[0].remedy
 
 
 def test_a_healthy_draft_vocabulary(target, tokenizer, tmp_path):

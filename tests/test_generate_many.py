@@ -152,6 +152,7 @@ def test_files_that_are_no_requests(files, content, message):
     assert not files[1].exists()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_processes_share_the_requests(files, launcher):
     source, target = files

@@ -82,7 +82,7 @@ def texts_of(output: torch.LongTensor, batch_size: int) -> list[str]:
     return tokenizer().batch_decode(output[:, inputs(batch_size)["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("row", DRAFTERS)
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -230,7 +230,7 @@ GROWN = [
 ]
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("row", GROWN)
 @pytest.mark.parametrize("backend", BACKENDS[:1])

@@ -123,6 +123,7 @@ def test_it_is_launched_before_the_verdict_is_read(case, events):
     assert order.count("target draft read") >= len(cycles) - 2 * stats.num_spec_tokens - 5 > 3
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", ["draft model", "eagle3, dynamic tree", "mtp, layers", "dflash", "dflash, tree"])
 def test_other_limits_than_those_that_it_was_made_for(case, events, monkeypatch):
     """Lengths may be chosen after the launch."""
@@ -141,6 +142,7 @@ def test_other_limits_than_those_that_it_was_made_for(case, events, monkeypatch)
     assert depths >= {0, 1, 2}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "case", ["draft model", "draft model, masks", "eagle3, dynamic tree", "mtp, layers", "dflash"]
 )
@@ -157,6 +159,7 @@ def test_rows_that_end_apart(case, events):
     assert "target draft read" in " ".join(events)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", ["draft model", "medusa", "mlp_speculator", "eagle3", "mtp, layers", "dflash"])
 def test_rows_that_join(case, events):
     """Requests of several lengths, of which new ones take the places of those that have ended."""
@@ -419,6 +422,7 @@ def test_logits_that_are_kept(asked, events):
     assert verified_ahead(events) == 0
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("asked", [{}, {"top_logprobs": 2}])
 @pytest.mark.parametrize("case", ["draft model", "eagle3", "mtp, layers"])
 def test_a_row_that_another_one_joins(case, asked, events):

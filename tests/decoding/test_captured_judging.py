@@ -79,7 +79,7 @@ def check(make, judged: list[bool], **arguments):
     return stats
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_sampling(drafts, rule, judged):

@@ -143,7 +143,7 @@ def _noted(draft: DraftTree, probs: list[torch.Tensor]) -> DraftTree:
 
 
 class TestCalls:
-    @pytest.mark.thinned(3)
+    @pytest.mark.thinned(4)
     @every_head
     @pytest.mark.parametrize("num_rows", [1, 3])
     def test_text_and_drafts(self, name, num_rows, target, backends):
@@ -187,7 +187,7 @@ class TestCalls:
         variants = {part for key in graphs._models[network].forwards for part in key if isinstance(part, Variant)}
         assert len(variants) == 4
 
-    @pytest.mark.thinned(2)
+    @pytest.mark.thinned(3)
     @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.2}], ids=["scores alone", "tokens"])
     @pytest.mark.parametrize("shape", [{}, {"num_speculative_tokens": 2}, {"draft_min_path_prob": 0.1}], ids=str)
     def test_drawn_chains_of_layers(self, shape, processors, backends, monkeypatch):

@@ -48,6 +48,7 @@ class TestTraining:
         assert result.after.tokens_per_cycle > result.before.tokens_per_cycle + 0.2
         assert result.after.accuracies[0] > result.before.accuracies[0]
 
+    @pytest.mark.thinned(3)
     def test_generation_with_the_result_equals_plain_greedy(self, trained, target):
         folder, result, _ = trained
         inputs = prompts(3)

@@ -11,10 +11,11 @@ import pytest
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="runs in the interpreter already")
-def test_in_the_interpreter():
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_in_the_interpreter(which):
     """All that take the device "cpu", in one process."""
     pytest.importorskip("triton")
-    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not gpu and not slow", "-k", "cpu"]
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", f"not gpu and {which}", "-k", "cpu"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, Path(__file__).parent],
         env=os.environ | {"TRITON_INTERPRET": "1"},

@@ -107,6 +107,7 @@ def heads_of(dtype, size=16, rows=2, tokens=5, is_packed=False):
     return tuple(drawn(rows, tokens, heads, size, dtype=dtype, seed=seed) for seed, heads in enumerate((4, 2, 2)))
 
 
+@pytest.mark.thinned(5)
 @every_dtype
 @pytest.mark.parametrize("kind", [None, *KINDS])
 @pytest.mark.parametrize(

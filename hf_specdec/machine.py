@@ -24,8 +24,13 @@ def suitable_dtype(device: torch.device | str) -> torch.dtype:
     """bfloat16 where the device computes in it, else float32."""
     if torch.device(device).type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    return torch.bfloat16 if multiplies_bfloat16() else torch.float32
+
+
+def multiplies_bfloat16() -> bool | None:
+    """Tells whether the CPU multiplies bfloat16 matrices itself; `None` where the system does not say."""
     flags = set(f"{_cpuinfo('flags')} {_cpuinfo('Features')}".split())
-    return torch.bfloat16 if flags & _BFLOAT16_FLAGS else torch.float32
+    return bool(flags & _BFLOAT16_FLAGS) if flags else None
 
 
 @contextmanager

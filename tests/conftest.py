@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 from collections import Counter
-from zlib import crc32
 
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
 from hf_specdec.kernels import products
 from tests.models import letter_tokenizer, tiny_llama, tiny_mistral
+from tests.turns import has_turn
 
 
 # Collected tests stay, and garbage collection would look through them again and again.
@@ -49,8 +49,7 @@ def pytest_itemcollected(item):
     if thinned is not None:
         (every,), test = thinned.args, item.nodeid.partition("[")[0]
         seen = item.session.stash.setdefault(_SEEN, Counter())
-        # Tests begin at different cases, so that each case is in some of them.
-        if (seen[test] + crc32(test.encode())) % every:
+        if not has_turn(test, seen[test], every):
             item.add_marker(pytest.mark.slow)
         seen[test] += 1
 

@@ -50,7 +50,6 @@ def unchecked(monkeypatch):
     monkeypatch.setenv("HF_SPECDEC_CHECK", "0")
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", COUNTS, ids=lambda case: " ".join(map(str, case)))
 def test_a_cycle_launches_no_more_than_before(case):
     row, cycles = launches.count(*case, new_tokens=14)

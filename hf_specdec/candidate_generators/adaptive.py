@@ -58,7 +58,6 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self._left = [self.session.max_length] * self.session.batch_size  # tokens that each row may still get
         self._draft: DraftTree | None = None  # of this cycle, if the method was asked for one
         self._drafted: DraftTree | None = None  # the same before it was cut
-        self._rows: list[int] = []  # of this cycle
         self._limits: list[int] = []
         self._longest: list[int] = []  # the largest limit of each cycle
 
@@ -80,7 +79,6 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
 
     def propose(self, step: DraftStep) -> DraftTree:
         self._clock.begin()
-        self._rows = step.rows
         left = [max(self._left[row], 1) for row in step.rows]
         limits = self.controller.limits(step.rows, self._unread.num_tokens, left)
         self._longest.append(max(limits))
@@ -104,7 +102,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
     @property
     def drafts_ahead(self) -> bool:
         if self._draft is None:
-            return self.controller.will_rest(self._rows)
+            return self.controller.will_rest()
         return self.generator.drafts_ahead
 
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:

@@ -226,9 +226,8 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         if output is None:
             return None
         self.hidden, self.logits, tokens, probs, depths = output
-        depths = (limits.depths if depths is None else depths).tolist()
-        deepest = max(depths)
-        return DraftTree.chain(tokens[:, :deepest], depths, probs[:, :deepest].contiguous())
+        depths = limits.depths if depths is None else depths
+        return DraftTree.chain(tokens, probs=probs).shortened(depths.tolist())
 
     def _launch(self, new: Entries, depths: list[int]) -> Any:
         """The output of `_draft`, or of `_captured_chain`, from a graph; `None` where there is none to run."""

@@ -140,9 +140,9 @@ class SpeculationController:
         self._trial = self._affordable_trial(self._plan, is_new)
         return self.length if self._trial is None else self._trial
 
-    def will_rest(self, rows: list[int]) -> bool:
-        """Tells, in a cycle that was not observed, whether the next one of these rows will not be, either."""
-        return self.is_resting and self._may_rest(rows)
+    def will_rest(self) -> bool:
+        """Tells, in a cycle without drafts, whether the next one of the same rows is known to have none."""
+        return self.is_resting and self._may_rest(self._plan.rows)
 
     def _may_rest(self, rows: list[int]) -> bool:
         """True if nothing is drafted, and neither a new plan nor a measurement is due."""

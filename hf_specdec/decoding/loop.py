@@ -313,7 +313,7 @@ class DecodingLoop:
             self.stats.draft_seconds += seconds
             self.stats.verify_seconds -= seconds
             if following is not None:
-                self._verify_ahead(draft, output, following)
+                self._verify_ahead(output, following)
         self.deferred.flush()
 
     def _draft_ahead(
@@ -344,13 +344,13 @@ class DecodingLoop:
             ahead.enter_context(self._drafting())
             return self.generator.draft_ahead(DeviceCommit(self.rows, tokens, counts, anchors, states))
 
-    def _verify_ahead(self, draft: DraftTree, output: SlotOutput, following: DraftTree) -> None:
+    def _verify_ahead(self, output: SlotOutput, following: DraftTree) -> None:
         """Launches the verification of the draft that follows one which is being judged."""
-        outcome, most = output.outcome, self.target.most_committed if draft.size else 1
+        outcome = output.outcome
         if outcome is None or self.again is not None or self._reads_logits:
             return
         # Of several rows one ends often, and the forward of all would be for nothing.
-        if len(self.rows) > 1 or self._may_end_within(most):
+        if len(self.rows) > 1 or self._may_end_within(self.target.most_committed):
             return
         judge = self.verifier.in_a_graph(following, self.rows, self._positions(1))
         if judge is not None:

@@ -19,7 +19,7 @@ from ..hub.detect import Detection, detect
 from ..hub.inspect import target_problems
 from ..kernels import products
 from ..kernels._llvm import HAS_LLVM
-from ..machine import suitable_dtype
+from ..machine import multiplies_bfloat16
 from ..method import drafting_method, is_language_model
 from ..settings import SpeculativeConfig
 from ..speculator import Speculator
@@ -316,7 +316,7 @@ def product_findings(target_model: PreTrainedModel) -> Iterator[Finding]:
     """Findings about the matrix products of a target on a CPU."""
     if target_model.device.type != "cpu":
         return
-    if target_model.dtype is torch.bfloat16 and suitable_dtype("cpu") is torch.float32:
+    if target_model.dtype is torch.bfloat16 and multiplies_bfloat16() is False:
         yield Finding(
             "products",
             "warning",

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from ..errors import SpecConfigError, SpecDecError
-from ..machine import suitable_dtype
+from ..machine import multiplies_bfloat16
 from .options import TrainingOptions
 
 
@@ -154,7 +154,7 @@ def train(
     first, start = len(state.losses), time.monotonic() - state.seconds
     device, processes = accelerator.device, accelerator.num_processes
     # Other CPUs take many times as long for products in bfloat16 as in float32.
-    computes_in_bfloat16 = options.bf16 and suitable_dtype(device) == torch.bfloat16
+    computes_in_bfloat16 = options.bf16 and (device.type != "cpu" or bool(multiplies_bfloat16()))
     network.train()
     with _ProgressBar(description, options.steps, first, accelerator.is_main_process) as bar:
         for step, batch in enumerate(islice(batches, first, None), first):

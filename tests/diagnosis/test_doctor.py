@@ -71,15 +71,16 @@ def test_healthy_drafters(target, tokenizer, name):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "suitable", "is_slow"),
+    ("dtype", "multiplies", "is_slow"),
     [
-        (torch.bfloat16, torch.float32, True),
-        (torch.bfloat16, torch.bfloat16, False),
-        (torch.float32, torch.float32, False),
+        (torch.bfloat16, False, True),
+        (torch.bfloat16, True, False),
+        (torch.bfloat16, None, False),
+        (torch.float32, False, False),
     ],
 )
-def test_targets_in_bfloat16_on_processors_without_it(dtype, suitable, is_slow, monkeypatch):
-    monkeypatch.setattr(checks, "suitable_dtype", lambda device: suitable)
+def test_targets_in_bfloat16_on_processors_without_it(dtype, multiplies, is_slow, monkeypatch):
+    monkeypatch.setattr(checks, "multiplies_bfloat16", lambda: multiplies)
     found = [finding for finding in checks.product_findings(tiny_llama().to(dtype)) if finding.status == "warning"]
     assert len(found) == is_slow
     assert not is_slow or "dtype=torch.float32" in found[0].remedy

@@ -179,7 +179,6 @@ class TestOnlyWhatIsNeeded:
 class TestWhatGoesWrong:
     """Errors say what to do, nothing is remembered, and the next attempt can succeed."""
 
-    @pytest.mark.thinned(2)
     @pytest.mark.parametrize(
         "checkpoint", ["v2_shared_lm_head_safetensors", "v01_heads_pt", "vllm_converted", "target"]
     )

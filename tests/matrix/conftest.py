@@ -6,26 +6,25 @@ one in each test. The others are `slow`.
 
 from __future__ import annotations
 
-from zlib import crc32
-
 import pytest
 
 from hf_specdec.candidate_generators.combined.policy import DrafterChoice
 from tests.methods import EVERYTHING, exemption
+from tests.turns import has_turn
 
 
 def pytest_generate_tests(metafunc):
     if "row" in metafunc.fixturenames:
         test = metafunc.function.__name__
-        cells = [_cell(row, test, (place + crc32(test.encode())) % 4 == 0) for place, row in enumerate(EVERYTHING)]
+        cells = [_cell(row, test, has_turn(test, place, 4)) for place, row in enumerate(EVERYTHING)]
         metafunc.parametrize("row", cells)
 
 
-def _cell(row, test: str, has_turn: bool):
+def _cell(row, test: str, is_in_turn: bool):
     (name,) = row.values
     reason = exemption(name, test)
     marks = [*row.marks, *([pytest.mark.skip(reason=reason)] if reason else [])]
-    if not has_turn and (" " in name or "+" in name):
+    if not is_in_turn and (" " in name or "+" in name):
         marks.append(pytest.mark.slow)
     return pytest.param(name, marks=marks, id=name.replace(" ", "_"))
 

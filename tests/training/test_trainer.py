@@ -126,16 +126,17 @@ def test_frozen_parameters_stay(make_model):
 
 
 @pytest.mark.parametrize(
-    ("asked", "suitable", "computed"),
+    ("asked", "multiplies", "computed"),
     [
-        (True, torch.bfloat16, torch.bfloat16),
-        (True, torch.float32, torch.float32),
-        (False, torch.bfloat16, torch.float32),
+        (True, True, torch.bfloat16),
+        (True, False, torch.float32),
+        (True, None, torch.float32),
+        (False, True, torch.float32),
     ],
 )
-def test_bfloat16_where_the_machine_computes_in_it(asked, suitable, computed, monkeypatch):
+def test_bfloat16_where_the_machine_computes_in_it(asked, multiplies, computed, monkeypatch):
     """Other CPUs take many times as long for it."""
-    monkeypatch.setattr(trainer, "suitable_dtype", lambda device: suitable)
+    monkeypatch.setattr(trainer, "multiplies_bfloat16", lambda: multiplies)
     network, found = nn.Linear(4, 3), []
 
     def loss(batch):

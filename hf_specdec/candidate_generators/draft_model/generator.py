@@ -421,9 +421,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         return following and self._drafted(following, [self.num_speculative_tokens] * len(self.rows))
 
     def _drafted(self, following: Following, depths: list[int]) -> DraftTree:
-        deepest = max(depths)
-        probs = None if following.probs is None else following.probs[:, :deepest].contiguous()
-        return DraftTree.chain(following.tokens[:, :deepest].to(self.session.device), depths, probs)
+        return DraftTree.chain(following.tokens.to(self.session.device), probs=following.probs).shortened(depths)
 
     def _drop_rows_out_of_step(self) -> None:
         """A draft that takes slots for positions would misread rows of different lengths."""

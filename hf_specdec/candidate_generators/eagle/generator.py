@@ -139,11 +139,14 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
             paths = logits.log_softmax(-1, dtype=torch.float32).max(-1).values.cumsum(1)
             for depth in range(1, limits.deepest):
                 limits.stop_low_confidence(paths[:, depth - 1 : depth], depth)
-        return self._drafted((self.hidden, logits[:, : limits.deepest]), limits.depths.tolist())
+        return self._best_chain(logits, limits.depths.tolist())
 
     def _drafted(self, output: tuple[Any, ...], depths: list[int]) -> DraftTree:
-        tokens = self.network.target_ids(best_tokens(output[1]))
-        return DraftTree.chain(tokens.to(self.session.device), depths)
+        return self._best_chain(output[1], depths)
+
+    def _best_chain(self, logits: torch.Tensor, depths: list[int]) -> DraftTree:
+        tokens = self.network.target_ids(best_tokens(logits))
+        return DraftTree.chain(tokens.to(self.session.device)).shortened(depths)
 
     def _launch(self, new: Entries, depths: list[int]) -> Any:
         num_masks = self.plan.max_depth - 1

@@ -205,13 +205,13 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         self.states = None
 
     def propose(self, step: DraftStep) -> DraftTree:
-        depth = max(limits := self.draft_depths(step))
-        self._step = step if depth > 0 else None
-        if depth <= 0:
+        limits = self.draft_depths(step)
+        self._step = step if max(limits) > 0 else None
+        if self._step is None:
             return DraftTree.empty(len(step.rows), self.session.device)
         if self._is_steered(step.rows):
             return self._draft_steered(step, limits)
-        drafted = self._draft(self.states, step.anchor_tokens, depth, self.growing_masks(step, limits))
+        drafted = self._draft(self.states, step.anchor_tokens, max(limits), self.growing_masks(step, limits))
         return self._drafted(drafted, limits)
 
     def _drafted(self, drafted: torch.LongTensor | ChosenNodes, limits: list[int]) -> DraftTree:
@@ -305,10 +305,10 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         counts = kept_tensor((1,) * len(rows), self.device) if counts is None else counts
         keys = on_host(list(zip(*self.session.sampler.uniforms.keys(rows, before))), self.device)
         values = {"states": states, "anchors": anchors, "keys": keys, "counts": counts}
-        depth, deepest = self.num_speculative_tokens, max(limits)
+        depth = self.num_speculative_tokens
         key = (self.plan, depth, *self.vocabulary, *drawing.key)
         tokens, probs = self.graphs.run(key, partial(self._drawn_chain, drawing, depth), values)
-        return DraftTree.chain(tokens[:, :deepest], limits, probs[:, :deepest].contiguous())
+        return DraftTree.chain(tokens, probs=probs).shortened(limits)
 
     def _drawn_chain(
         self,

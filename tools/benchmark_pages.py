@@ -309,8 +309,8 @@ STUDIES = (
         "demo's target; with the other models only the layers differ. Sampled cycles have temperature, top-k and "
         "top-p, and drafts are drawn where a method can. Shared experts (Qwen2-MoE) and norms of all heads together "
         "(OLMoE) are kernels of their own. `sparse_kv` drafts without graphs, over copies of slots that every cycle "
-        "makes anew. These figures are of when products were counted one by one: queries, keys and values of up to 64 "
-        "tokens are one launch now, and so are the halves of a gated MLP, four fewer a layer.",
+        "makes anew. Weights stand for those of 16 bits: queries, keys and values of up to 64 tokens are one launch, "
+        "and so are the halves of a gated MLP.",
         see=("kernels",),
     ),
     Study(

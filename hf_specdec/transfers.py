@@ -148,6 +148,16 @@ def fill_table(table: torch.LongTensor, parts: Sequence[RowNumbers], padding: Se
             line[:count].copy_(part[:count])
 
 
+def fill_front(buffer: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies values to the front of a buffer that is at least as large, zeros elsewhere: padding must be numbers.
+
+    They lie on its device, or come from [`on_host`].
+    """
+    if values.shape != buffer.shape:
+        buffer.zero_()
+    buffer[tuple(map(slice, values.shape))].copy_(values, non_blocking=True)
+
+
 def upload_together(device: torch.device, *tables: Sequence[int]) -> list[torch.LongTensor]:
     """Several lists of integers in one copy; each begins at a multiple of 16 bytes, which kernels are compiled for."""
     if device.type == "cpu":

@@ -9,18 +9,21 @@ distributions are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ..drafts.topology import chain_parents, chain_topology
 from ..kernels.tree_attention import MAX_NODES
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowKeys
 from ..logits.sampling import CapturedSampler
-from ..transfers import RowNumbers, kept_tensor, last_of_each
+from ..logits.verifier import take_nodes
+from ..transfers import RowNumbers, fill_front, kept_tensor, last_of_each
 from .graphs import Variant
 from .node_inputs import NodeInputs
 from .target import SlotModel
@@ -36,6 +39,27 @@ class Following(NamedTuple):
     probs: torch.FloatTensor | None
 
 
+@dataclass(frozen=True, eq=False)
+class Translation:
+    """Translates between a model's tokens and those of another vocabulary, among which it drafts.
+
+    Args:
+        sources (`torch.LongTensor` of shape `(V,)`): The model's token for each of these, W where it has none.
+        num_readable (`int`): Tokens that the model's embedding has.
+    """
+
+    sources: torch.LongTensor
+    num_readable: int
+
+    def logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits `(R, V)` of a model's `(R, W)`; -inf for tokens that it lacks."""
+        return F.pad(logits, (0, 1), value=float("-inf"))[:, self.sources]
+
+    def inputs(self, tokens: torch.LongTensor) -> torch.LongTensor:
+        """Drafted tokens of any shape as the model reads them."""
+        return self.sources[tokens].clamp_(max=self.num_readable - 1)
+
+
 @dataclass(frozen=True)
 class Choose:
     """Chooses a token by a model's logits, and says what the model reads in its place.
@@ -45,27 +69,64 @@ class Choose:
         num_readable (`int`): Tokens that the model's embedding has; others are read as token 0.
         vocab_size (`int`): V.
         stack (`ProcessorStack`, *optional*): Samples with these processors, which run in graphs; `None`: the best one.
+        translation (`Translation`, *optional*): Of a model with another vocabulary than that of the chosen tokens.
     """
 
     width: int
     num_readable: int
     vocab_size: int
     stack: ProcessorStack | None = field(default=None, compare=False)
+    translation: Translation | None = field(default=None, compare=False)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Whatever of it is built into a graph."""
-        return (self, *(() if self.stack is None else (Variant(self.stack.signature),)))
+        settings = None if self.stack is None else self.stack.signature
+        return (self, *(Variant(part) for part in (settings, self.translation) if part is not None))
 
     def __call__(self, logits: torch.Tensor, uniforms: torch.Tensor | None, index: int) -> tuple[torch.Tensor, ...]:
         """Token `index` of each row `(R,)` by logits `(R, W)`; sampled by numbers `(R, K)`, with its distribution."""
+        if self.translation is not None:
+            logits = self.translation.logits(logits)
         if self.stack is None or uniforms is None:
             return (logits[:, : self.width].argmax(-1),)
         sampler = CapturedSampler(self.stack, uniforms, self.vocab_size)
         return sampler.draw(sampler.scores(logits, [], []), [], [], index)
 
     def readable(self, tokens: torch.LongTensor) -> torch.LongTensor:
+        if self.translation is not None:
+            return self.translation.inputs(tokens)
         return tokens.masked_fill(tokens >= self.num_readable, 0) if self.num_readable < self.width else tokens
+
+
+class StatedInputs(NodeInputs):
+    """Nodes with states that belong to the given tokens.
+
+    Args:
+        rows (`int`), nodes (`int`), device (`torch.device`): As for [`NodeInputs`].
+        states (`dict[Any, torch.Tensor]`): Tensors `(r, t, X)` of the widths and dtypes of the states.
+    """
+
+    def __init__(self, rows: int, nodes: int, device: torch.device, states: dict[Any, torch.Tensor]):
+        super().__init__(rows, nodes, device)
+        with torch.inference_mode(False):
+            self.states: dict[Any, torch.Tensor] = {
+                key: torch.zeros((rows, nodes, values.shape[-1]), dtype=values.dtype, device=device)
+                for key, values in states.items()
+            }
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return [*super().buffers, *self.states.values()]
+
+    def fill_states(self, states: dict[Any, torch.Tensor], count: int) -> None:
+        """Copies in those of the first rows; zeros elsewhere."""
+        for key, buffer in self.states.items():
+            fill_front(buffer, states[key][:count])
+
+
+# Embeds tokens `(R, T)` together with the states that belong to them, each `(R, T, X)`.
+Embed = Callable[[torch.LongTensor, dict[Any, torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,12 +138,15 @@ class Continuing:
         choose (`Choose`): Chooses each.
         mask_token (`int`, *optional*): The token in whose places all are predicted at once.
         num_layers (`int`, *optional*): The model's first layers, if it runs these alone.
+        embed (`Callable`, *optional*): For a model that reads states beside the tokens. Masks have those of the last
+            given token. Of two that are equal one graph serves both.
     """
 
     num_tokens: int
     choose: Choose
     mask_token: int | None = None
     num_layers: int | None = None
+    embed: Embed | None = None
 
     def run(
         self,
@@ -90,6 +154,7 @@ class Continuing:
         tokens: torch.LongTensor,
         counts: RowNumbers,
         keys: RowKeys | None = None,
+        states: dict[Any, torch.Tensor] | None = None,
     ) -> Following | None:
         """Runs the graph. The given tokens are kept, where their number is known, and those that follow are not.
 
@@ -99,6 +164,7 @@ class Continuing:
                 of each row, up to K + 1; a tensor `(R,)` where the host does not know them.
             keys (`RowKeys`, *optional*): Of the numbers that draw the tokens; the positions are those of the first
                 given tokens.
+            states (`dict`, *optional*): Of the given tokens, each `(R, t, X)`.
 
         Returns:
             `Following`, *optional*: `None` where there is no graph to run.
@@ -110,12 +176,17 @@ class Continuing:
         padding = kept_tensor((0,) * (width - num_given), device).expand(rows, -1)
         parents = chain_parents(width - 1, device)
         num_more = [count - 1 for count in counts] if isinstance(counts, list) else counts - 1
+        given, embed = states or {}, () if self.embed is None else (Variant(self.embed),)
+
+        def fill(inputs: StatedInputs, count: int) -> None:
+            model.fill(inputs, count, [tokens, padding], parents, num_more, keys)
+            inputs.fill_states(given, count)
 
         captured = model.graphs.run_on_slots(
-            ("continue", self.num_tokens, self.mask_token, self.num_layers, *self.choose.key),
+            ("continue", self.num_tokens, self.mask_token, self.num_layers, *embed, *self.choose.key),
             rows,
-            lambda size: NodeInputs(size, width, device),
-            lambda inputs, count: model.fill(inputs, count, [tokens, padding], parents, num_more, keys),
+            lambda size: StatedInputs(size, width, device, given),
+            fill,
             partial(model.as_recorded, self._read),
             model.cache,
             ahead=width + self.num_tokens - 1,
@@ -128,13 +199,15 @@ class Continuing:
             model.cache.commit(counts)
         return Following(*(None if values is None else values[:rows] for values in following))
 
-    def _read(self, model: SlotModel, inputs: NodeInputs) -> tuple[Following]:
+    def _read(self, model: SlotModel, inputs: StatedInputs) -> tuple[Following]:
         tokens, topology, draft = inputs.read()
         count = draft.num_nodes + 1
         uniforms = None if self.choose.stack is None else inputs.keys.drafts_after(count, self.num_tokens)
         if self.mask_token is not None:
             places = torch.arange(tokens.shape[1], device=count.device)
             tokens = torch.where(places >= count[:, None], self.mask_token, tokens)
+            if self.embed is not None:
+                tokens = self.embed(tokens, _held(inputs.states, places, count))
         output, chosen, read = model.forward(tokens, topology), [], count
         logits = last_of_each(output.logits, count)
         while True:
@@ -149,3 +222,11 @@ class Continuing:
             logits, read = model.forward(token, chain_topology(0, token.device)).logits[:, -1], [1] * len(token)
         tokens, *probs = (torch.stack(parts, dim=1) for parts in zip(*chosen))
         return (Following(tokens, probs[0] if probs else None),)
+
+
+def _held(
+    states: dict[Any, torch.Tensor], places: torch.LongTensor, counts: torch.LongTensor
+) -> dict[Any, torch.Tensor]:
+    """States `(R, T, X)` of given tokens, and in the places after them those of the last one."""
+    index = torch.minimum(places, counts[:, None] - 1)
+    return {key: take_nodes(values, index) for key, values in states.items()}

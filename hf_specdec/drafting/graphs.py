@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..decoding.graphs import CallGraphs, CapturedForward, graphs_for
 from ..protocol import Session
+from ..transfers import fill_front
 
 
 if TYPE_CHECKING:
@@ -69,16 +70,6 @@ class RowInputs:
         """Copies in what the first `count` rows read. Rows of padding are zeros."""
         for name, buffer in self.tensors.items():
             fill_front(buffer, values[name][:count])
-
-
-def fill_front(buffer: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies values to the front of a buffer that is at least as large, zeros elsewhere: padding must be numbers.
-
-    They lie on its device, or come from [`on_host`].
-    """
-    if values.shape != buffer.shape:
-        buffer.zero_()
-    buffer[tuple(map(slice, values.shape))].copy_(values, non_blocking=True)
 
 
 class RowGraphs:

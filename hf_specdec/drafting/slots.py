@@ -21,8 +21,8 @@ from ..decoding.cache import SlotCache, SlotLayer
 from ..decoding.graphs import CallGraphs
 from ..logits.randomness import RowKeys
 from ..protocol import Prompt, Session
-from ..transfers import RowNumbers, fill_table, upload
-from .graphs import begin_graphs, fill_front
+from ..transfers import RowNumbers, fill_front, fill_table, upload
+from .graphs import begin_graphs
 
 
 if TYPE_CHECKING:

@@ -198,7 +198,8 @@ def test_samples_keep_the_distribution(name, method):
     drafter = small_drafter(model, method)
     torch.manual_seed(8)
     width = model.config.hidden_size
-    drafter.resources.states = TargetStates((0, "last"), torch.randn(16, 2 * width) / 4, torch.randn(16), 0.5)
+    weight, embedding = torch.randn(16, 2 * width) / 4, drafter.resources.model.get_input_embeddings()
+    drafter.resources.states = TargetStates((0, "last"), weight, torch.randn(16), 0.5, embedding)
     counts, stats = sampled_counts(SETTINGS[name], drafter)
     assert chi_square_pvalue(counts, exact_distribution(SETTINGS[name])) > P_VALUE
     assert stats.num_accepted_tokens > 300
@@ -216,9 +217,11 @@ def test_a_bias_is_added_everywhere(tmp_path):
     projection(folder, **{"target_proj.weight": weight, "target_proj.bias": bias})
     found = speculator(folder).resources.states
     states = {key: torch.randn(1, 3, 32) for key in KEYS}
-    ours = found.added_to(torch.zeros(1, 3, 32), found.of_prompt(states, [0], 3))
+    tokens = torch.tensor([[5, 7, 2]])
+    ours = found.embed_projected(tokens, found.of_prompt(states, [0], 3))
     feature = torch.nn.functional.pad(torch.cat([states[key] for key in KEYS], dim=-1)[:, :2], (0, 0, 1, 0))
-    torch.testing.assert_close(ours, 0.5 * (feature @ weight.T + bias), **CLOSE)
+    embeddings = speculator(folder).resources.model.get_input_embeddings()(tokens)
+    torch.testing.assert_close(ours, embeddings + 0.5 * (feature @ weight.T + bias), **CLOSE)
 
 
 def test_prompts_of_which_the_last_states_are_known():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_specdec import CheckpointFormatError, SpecConfigError, demo, generate_many, load_speculator
+from hf_specdec import CheckpointFormatError, SpecConfigError, demo, generate_many, load_speculator, record
 from hf_specdec.candidate_generators.draft_model.vocabularies import (
     ReencodedText,
     RowText,
@@ -20,9 +20,11 @@ from hf_specdec.candidate_generators.draft_model.vocabularies import (
     shared_tokens,
 )
 from hf_specdec.candidate_generators.draft_model.vocabulary import Vocabulary
+from hf_specdec.decoding import graphs
 from tests.methods import OTHER_CHECKPOINTS, demo_inputs, demo_target, plain_text
 from tests.models import nothing_runs
 from tests.statistics import chi_square_pvalue
+from tests.tape import spoil_inputs, tape_everything
 from tests.test_sampling import NUM_ROWS, P_VALUE, SETTINGS, V, exact_distribution, sampled_counts, small_model
 
 
@@ -164,6 +166,51 @@ class TestSampling:
         # a, c, d and f are the draft's tokens 2, 3, 4 and 0.
         never = float("-inf")
         assert logits.tolist() == [[2.0, never, 3.0, 4.0, never, 0.0]]
+
+
+class TestGraphs:
+    """A draft of each cycle is one graph, which the host starts when it knows the text."""
+
+    @pytest.fixture(autouse=True)
+    def on_tapes(self, monkeypatch):
+        monkeypatch.setenv("HF_SPECDEC_CHECK", "0")
+        spoil_inputs(monkeypatch)
+        tape_everything(monkeypatch)
+        yield
+        graphs.forget_graphs()
+
+    def calls(self, mapping, draft, tokenizer, **arguments):
+        """Text, drafts and statistics of a call with graphs, and of one without."""
+        inputs = {"input_ids": torch.tensor([[1, 4, 2], [3, 3, 5]]), "attention_mask": torch.ones(2, 3).long()}
+        for eager in (False, True):
+            speculator, model = speculator_of(draft, tokenizer, mapping, enforce_eager=eager), small_model()
+            torch.manual_seed(0)
+            with record(trace=True) as made:
+                output = model.generate(**inputs, **arguments, assistant=speculator, return_dict_in_generate=True)
+            yield output.sequences.tolist(), made.calls[0].cycles, output.speculative
+
+    @pytest.mark.parametrize("mapping", MAPPINGS)
+    @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 1.5, "top_k": 5}])
+    def test_a_cycle_drafts_in_one(self, mapping, sampling):
+        order = [4, 2, 0, 5, 3, 1]
+        names, draft = "".join(string.ascii_lowercase[index] for index in order), renumbered(small_model(), order)
+        found = self.calls(mapping, draft, names, max_new_tokens=21, **sampling)
+        (text, cycles, stats), (eager_text, eager_cycles, _) = found
+        assert text == eager_text
+        assert cycles == eager_cycles
+        assert stats.acceptance_rate > (0.3 if mapping == "text" and sampling["do_sample"] else 0.9999)
+        assert stats.num_draft_graph_replays == len(
+            [cycle for cycle in cycles if any(row.draft_tokens for row in cycle.rows)]
+        )
+
+    @pytest.mark.parametrize("mapping", MAPPINGS)
+    def test_tokens_that_one_of_them_lacks(self, mapping):
+        draft = renumbered(small_model(), [4, 2, 0, 5, 3, 1])
+        speculator = speculator_of(draft, "fxacdy", mapping)
+        counts, stats = sampled_counts(SETTINGS["top_p"], speculator, num_rows=256, count=2)
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["top_p"], 2)) > P_VALUE
+        assert stats.num_accepted_tokens > 100
+        assert stats.num_draft_graph_replays > 1
 
 
 class TestDemo:

@@ -31,6 +31,7 @@ TREE = [(0,), (1,), (0, 0), (1, 0)]
 CASES = {
     "draft model": (draft_model, {"num_speculative_tokens": 3}),
     "draft model, masks": (draft_model, {"mask_token": 3, "num_speculative_tokens": 3}),
+    "draft model, states": (draft_model, {"mask_token": 3, "reads_states": True, "num_speculative_tokens": 3}),
     "medusa": (medusa, {"num_speculative_tokens": "fixed"}),
     "mlp_speculator": (mlp_speculator, {"num_speculative_tokens": 2}),
     "mlp_speculator, tree": (mlp_speculator, {"mlp_speculator_num_candidates": 4, "num_speculative_tokens": "fixed"}),
@@ -48,6 +49,7 @@ CONFIDENT = {"predicts_next": True, "markov_rank": 3, "has_confidence": True, "c
 DRAWN = {
     "draft model, drawn": (draft_model, {"num_speculative_tokens": 3}),
     "draft model, masks, drawn": (draft_model, {"mask_token": 3, "num_speculative_tokens": 3}),
+    "draft model, states, drawn": (draft_model, {"mask_token": 3, "reads_states": True, "num_speculative_tokens": 3}),
     "eagle3, drawn": (eagle3, {"num_speculative_tokens": 3, **PROBABILISTIC}),
     "peagle, drawn": (peagle, {"num_speculative_tokens": 3, **PROBABILISTIC}),
     "mtp, drawn": (mtp, {"num_speculative_tokens": "fixed", **PROBABILISTIC}),
@@ -144,7 +146,8 @@ def test_other_limits_than_those_that_it_was_made_for(case, events, monkeypatch)
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize(
-    "case", ["draft model", "draft model, masks", "eagle3, dynamic tree", "mtp, layers", "dflash"]
+    "case",
+    ["draft model", "draft model, masks", "draft model, states", "eagle3, dynamic tree", "mtp, layers", "dflash"],
 )
 def test_rows_that_end_apart(case, events):
     """A draft of rows of which one has ended is made anew."""

@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import load_speculator, record
 from hf_specdec.candidate_generators.dflash.config import DominoConfig
+from hf_specdec.candidate_generators.draft_model.target_states import TargetStates
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.decoding.loop import DecodingLoop
@@ -102,11 +103,17 @@ def scripted(**script):
     return lambda plain, inputs: lambda model: scripted_for(plain.cpu(), inputs, **script)
 
 
-def draft_model(mask_token=None, **settings):
+def draft_model(mask_token=None, reads_states=False, **settings):
     def make(model):
         network = tiny_llama(seed=1)
         network.config.pard_token = mask_token
-        return load_speculator(model, draft_model=beside(model, network), same_tokenizer=True, **settings)
+        speculator = load_speculator(model, draft_model=beside(model, network), same_tokenizer=True, **settings)
+        if reads_states:
+            embedding, width = network.get_input_embeddings(), model.config.hidden_size
+            weight = torch.randn(embedding.embedding_dim, 2 * width, generator=torch.Generator().manual_seed(0)) / 8
+            weight = move(weight) if model.device == DEVICE else weight
+            speculator.resources.states = TargetStates((0, "last"), weight, None, 0.5, embedding)
+        return speculator
 
     return lambda plain, inputs: make
 
@@ -182,6 +189,7 @@ DRAFTERS = {
     "recycling": method("recycling"),
     "draft model": draft_model(num_speculative_tokens=3),
     "draft model, masks": draft_model(mask_token=3, num_speculative_tokens=3),
+    "draft model, states": draft_model(mask_token=3, reads_states=True, num_speculative_tokens=3),
     "medusa": medusa(),
     "medusa, measured": medusa(medusa_tree="measured"),
     "mlp_speculator": mlp_speculator(),

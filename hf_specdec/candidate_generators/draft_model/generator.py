@@ -286,20 +286,15 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + ahead
         most_fed = _MOST_PENDING if self.mask_token is None else 2 * self.num_speculative_tokens
         eager = self.config.enforce_eager or self.model.source is not None
-        also_read = () if self.states is None else ("the target's states",)
-        graphs = call_graphs(self.model.model, largest=most_fed, enforce_eager=eager, row_inputs=also_read)
+        graphs = call_graphs(self.model.model, largest=most_fed, enforce_eager=eager)
         self.model.use_graphs(graphs)
         if graphs is not None:
             self.session.draft_graphs.append(graphs)
         tokens = (tokens[self.rows] if len(self.rows) < count else tokens).to(self.device)
         if self.states is not None:
             added = self.states.of_prompt(prompt.hidden_states, starts, length)
-            tokens = self._with_states(tokens, added[self.rows])
+            tokens = self.states.embed_projected(tokens, added[self.rows])
         self.model.prefill(tokens, [starts[row] for row in self.rows])
-
-    def _with_states(self, tokens: torch.LongTensor, added: torch.Tensor) -> torch.Tensor:
-        """Embeddings `(R, T, h)` of tokens with what the target's states add."""
-        return self.states.added_to(self.model.model.get_input_embeddings()(tokens), added)
 
     def _is_too_long(self, length: int) -> bool:
         """A row of `length` tokens, the anchor included, leaves no room for drafts; noted once."""
@@ -323,7 +318,6 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         A recurrent draft model goes back to the anchor, and is fed the accepted tokens again with the next one.
         """
         where = {row: index for index, row in enumerate(commit.rows)}
-        states = None if self.states is None else self.states.projected(commit.hidden_states)
         # Rows may have finished while nothing was drafted.
         self._drop([row not in where for row in self.rows])
         for index, (row, text) in enumerate(zip(self.rows, self.texts)):
@@ -331,8 +325,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             if self.mark is not None:
                 text.num_fed = 0
             kept = self.vocabularies.commit(text, commit.token_lists[position], commit.num_accepted[position])
-            if states is not None:
-                text.states.append(states[position, : len(commit.token_lists[position])])
+            if self.states is not None:
+                count = len(commit.token_lists[position])
+                text.states.append({key: commit.hidden_states[key][position, :count] for key in self.states.keys})
             self.model.cache.lengths[index] -= num_fed - kept
             text.num_fed = 0
         if self.mark is not None:
@@ -358,7 +353,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if following is not None:
             return self._for_all_rows(step, order, self._drafted(following, depths))
         chain, counts = self._draft(self._lengths, depths)
-        draft = self.vocabularies.draft(chain, counts, depths, self.texts)
+        draft = self.vocabularies.draft(*chain.stacked(), counts, depths, self.texts)
         return self._for_all_rows(step, order, draft)
 
     def _own_lengths(self) -> list[int]:
@@ -373,18 +368,16 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             return None
         tokens, counts = self._pending_tokens()
         before = [length - count for length, count in zip(self._lengths, counts)]
-        following = self._continue(choose, tokens, counts, before)
+        following = self._continue(choose, tokens, counts, before, self._pending_states(tokens.shape[1]))
         if following is not None:
             for text in self.texts:
-                text.pending = []
+                text.pending, text.states = [], []
         return following
 
     def _choice(self) -> Choose | None:
         """The choice of tokens inside of the graph of a whole draft; `None` where there is no such graph."""
         graphs, sampler, sizes = self.model.graphs, self.sampler, self.vocabularies
         if graphs is None or graphs.why_eager is not None or self.options.confidence_threshold:
-            return None
-        if type(sizes) is not SameTokens or self.states is not None:
             return None
         stack = sampler.in_graphs(self.rows)
         if self.samples_drafts:
@@ -393,21 +386,33 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             can_choose = sampler.is_greedy and stack is not None and not stack
         if not can_choose:
             return None
-        width = min(sizes.target_size, sizes.draft_size)
-        return Choose(width, sizes.readable, sampler.vocab_size, stack if self.samples_drafts else None)
+        stack = stack if self.samples_drafts else None
+        return Choose(
+            sizes.num_choices, sizes.readable, sampler.vocab_size, stack, sizes.translation(self.model.model.device)
+        )
 
     def _continue(
-        self, choose: Choose, tokens: torch.LongTensor, counts: list[int] | torch.LongTensor, before: list[int]
+        self,
+        choose: Choose,
+        tokens: torch.LongTensor,
+        counts: list[int] | torch.LongTensor,
+        before: list[int],
+        states: dict[int | str, torch.Tensor] | None,
     ) -> Following | None:
         """Reads tokens that follow `before[r]` others, and drafts.
 
         All that a cycle commits is read again: how many drafted tokens may stay is known too late.
         """
         keys = None if choose.stack is None else self.sampler.uniforms.keys(self.rows, before)
-        return Continuing(self.num_speculative_tokens, choose, self.mask_token).run(self.model, tokens, counts, keys)
+        embed = None if self.states is None else self.states.embed
+        continuing = Continuing(self.num_speculative_tokens, choose, self.mask_token, embed=embed)
+        return continuing.run(self.model, tokens, counts, keys, states)
 
     @property
     def drafts_ahead(self) -> bool:
+        if type(self.vocabularies) is not SameTokens:
+            # The draft's tokens of a text are known to the host.
+            return False
         # Drafted tokens that were fed one by one lie where the next draft would begin.
         is_read = len(self._lengths) == len(self.rows) and not any(text.pending or text.num_fed for text in self.texts)
         return is_read and self._choice() is not None
@@ -417,11 +422,14 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if self.rows != commit.rows or choose is None:
             return None
         tokens = self.vocabularies.inputs(commit.tokens.to(self.device))
-        following = self._continue(choose, tokens, commit.counts, self._lengths)
+        states = None if self.states is None else {key: commit.hidden_states[key] for key in self.states.keys}
+        following = self._continue(choose, tokens, commit.counts, self._lengths, states)
         return following and self._drafted(following, [self.num_speculative_tokens] * len(self.rows))
 
     def _drafted(self, following: Following, depths: list[int]) -> DraftTree:
-        return DraftTree.chain(following.tokens.to(self.session.device), probs=following.probs).shortened(depths)
+        tokens, deepest = following.tokens.to(self.session.device), max(depths)
+        probs = None if following.probs is None else following.probs[:, :deepest].contiguous()
+        return self.vocabularies.draft(tokens[:, :deepest], probs, depths, depths, self.texts)
 
     def _drop_rows_out_of_step(self) -> None:
         """A draft that takes slots for positions would misread rows of different lengths."""
@@ -491,8 +499,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         width = tokens.shape[1]
         # Logits of what was committed in a pause would cost more than reading it.
         known = min(counts) - 1
-        if self.states is not None:
-            tokens = self._with_states(tokens, self._pending_states(width))
+        states = self._pending_states(width)
+        if states is not None:
+            tokens = self.states.embed(tokens, states)
         output = self.model.forward(tokens, chain_topology(width - 1, self.device), logits_from=known)
         self.model.commit(counts)
         if self.model.recurrent is not None:
@@ -515,10 +524,16 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         rows = [row + (masks or row[-1:]) for row in pending]
         return upload([(row + row[-1:] * width)[:width] for row in rows], self.device), counts
 
-    def _pending_states(self, width: int) -> torch.Tensor:
-        """What the target's states add to the pending tokens and to the masks, padded to `width`: `(R, width, h)`."""
-        rows = [torch.cat(text.states) for text in self.texts]
-        return torch.stack([torch.cat([row, row[-1:].expand(width - len(row), -1)]) for row in rows])
+    def _pending_states(self, width: int) -> dict[int | str, torch.Tensor] | None:
+        """The target's states of the pending tokens, and of masks after them, each `(R, width, H)`, where they are
+        read."""
+        if self.states is None:
+            return None
+        found = {}
+        for key in self.states.keys:
+            rows = [torch.cat([states[key] for states in text.states]) for text in self.texts]
+            found[key] = torch.stack([torch.cat([row, row[-1:].expand(width - len(row), -1)]) for row in rows])
+        return found
 
     def _feed(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Feeds one token a row; logits `(R, W)` after it."""

@@ -37,12 +37,21 @@ class TargetStates:
         weight (`torch.Tensor` of shape `(h, L * H)`): Of the projection.
         bias (`torch.Tensor` of shape `(h,)`, *optional*): Added also where a token has no states.
         scale (`float`): Factor of the sum of both.
+        embedding (`nn.Module`): The draft model's.
     """
 
-    def __init__(self, keys: Sequence[int | str], weight: torch.Tensor, bias: torch.Tensor | None, scale: float):
+    def __init__(
+        self,
+        keys: Sequence[int | str],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        scale: float,
+        embedding: torch.nn.Module,
+    ):
         self.keys: tuple[int | str, ...] = tuple(keys)
         self._parts: tuple[torch.Tensor, ...] = (weight * scale).chunk(len(keys), dim=1)
         self._bias: torch.Tensor | None = None if bias is None else bias * scale
+        self._embedding = embedding
 
     def projected(self, states: Mapping[int | str, torch.Tensor]) -> torch.Tensor:
         """What the states of tokens `(B, T, H)` add to the embeddings, without the bias: `(B, T, h)`."""
@@ -62,9 +71,13 @@ class TargetStates:
         has_none = torch.arange(length) <= torch.tensor(starts)[:, None]
         return shifted.masked_fill(has_none.to(shifted.device)[..., None], 0)
 
-    def added_to(self, embeddings: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
-        """Embeddings of tokens `(B, T, h)` with what their states add."""
-        return embeddings + (projected if self._bias is None else projected + self._bias)
+    def embed(self, tokens: torch.LongTensor, states: Mapping[int | str, torch.Tensor]) -> torch.Tensor:
+        """Embeddings `(B, T, h)` of tokens, with what their states `(B, T, H)` add."""
+        return self.embed_projected(tokens, self.projected(states))
+
+    def embed_projected(self, tokens: torch.LongTensor, projected: torch.Tensor) -> torch.Tensor:
+        """Those with what has been projected `(B, T, h)`."""
+        return self._embedding(tokens) + (projected if self._bias is None else projected + self._bias)
 
 
 def load_target_states(
@@ -93,7 +106,8 @@ def load_target_states(
     reader = DraftModelReader(checkpoint.header)
     layers, width = reader.target_layers, hidden_size(target_model)
     rows, columns = reader.matrix("target_proj.weight")
-    own = draft_model.get_input_embeddings().weight
+    embedding = draft_model.get_input_embeddings()
+    own = embedding.weight
     if rows != own.shape[1] or columns != (reader.setting("pard2_target_dim") or columns):
         stated = reader.setting("pard2_target_dim")
         raise reader.wrong(
@@ -112,4 +126,5 @@ def load_target_states(
     weight, bias = ([checkpoint.read_weight(name, own.dtype, own.device) for name in names] + [None])[:2]
     # Those of transformers begin with the embeddings, and the last ones are after the final norm.
     ends = [layer % (count + 1) for layer in layers]
-    return TargetStates(["last" if end == count else end for end in ends], weight, bias, reader.target_scale), None
+    keys = ["last" if end == count else end for end in ends]
+    return TargetStates(keys, weight, bias, reader.target_scale, embedding), None

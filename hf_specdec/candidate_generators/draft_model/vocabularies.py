@@ -19,11 +19,10 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ...drafting.chain import SteeredChain
+from ...decoding.following import Translation
 from ...drafts import DraftTree
 from ...errors import CheckpointFormatError
 from ...protocol import Prompt
@@ -47,15 +46,15 @@ class RowText:
         num_fed (`int`): Draft tokens of the last cycle in its cache.
         drafted (`list[int]`): Draft tokens of the last cycle, where they are its own.
         end (`bytes`): The end of the text, where segmentations differ.
-        states (`list[torch.Tensor]`): What the target's states add to the embeddings of the pending tokens, each
-            `(t, h)`, where the draft model reads them.
+        states (`list[dict]`): The target's states that belong to the pending tokens, each `(t, H)`, where the draft
+            model reads them.
     """
 
     pending: list[int] = field(default_factory=list)
     num_fed: int = 0
     drafted: list[int] = field(default_factory=list)
     end: bytes = b""
-    states: list[torch.Tensor] = field(default_factory=list)
+    states: list[dict[int | str, torch.Tensor]] = field(default_factory=list)
 
 
 class SameTokens:
@@ -88,20 +87,37 @@ class SameTokens:
         acceptance."""
         return tokens.masked_fill(tokens >= self.readable, 0) if self.readable < self.target_size else tokens
 
+    @property
+    def num_choices(self) -> int:
+        """Of the best tokens, those that may be drafted: the first ones of the logits."""
+        return min(self.target_size, self.draft_size)
+
+    def translation(self, device: torch.device) -> Translation | None:
+        """The way of drafts between the two vocabularies, on a device; `None` where the draft chooses its own."""
+        return None
+
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft's logits `(R, W)`, of which those of the target's tokens are the first V."""
         return logits
 
-    def draft(self, chain: SteeredChain, counts: Any, depths: list[int], texts: list[RowText]) -> DraftTree:
+    def draft(
+        self,
+        tokens: torch.LongTensor,
+        probs: torch.FloatTensor | None,
+        counts: list[int] | torch.LongTensor,
+        depths: list[int],
+        texts: list[RowText],
+    ) -> DraftTree:
         """The drafts of a cycle.
 
         Args:
-            chain (`SteeredChain`): The tokens.
-            counts (`list[int]` or `torch.LongTensor` of length R): Valid ones.
+            tokens (`torch.LongTensor` of shape `(R, K)`): Their tokens.
+            probs (`torch.FloatTensor` of shape `(R, K, V)`, *optional*): The distributions they were sampled from.
+            counts (`list[int]` or `torch.LongTensor` of length R): Valid tokens of each row.
             depths (`list[int]`): Most tokens of each row's draft.
             texts (`list[RowText]`): The rows, which keep what they must know of their drafts.
         """
-        return chain.draft(counts)
+        return DraftTree.chain(tokens, counts, probs)
 
     def commit(self, text: RowText, committed: list[int], num_accepted: int) -> int:
         """Adds what the target has committed to a text; returns how many of the fed draft tokens stay."""
@@ -183,21 +199,25 @@ class SharedTokens(OtherTokens):
         # The draft's logit of each target token; where there is none, one that is added after the last.
         self._sources = torch.full((self.target_size,), self.draft_size)
         self._sources[list(self.shared)] = torch.tensor(list(self.shared.values()))
-        self._on: dict[torch.device, torch.LongTensor] = {}
+        self._on: dict[torch.device, Translation] = {}
         self.note = f"draft and target have different tokenizers: drafts are of the shared tokens, {self.extent}"
 
-    def _sources_on(self, device: torch.device) -> torch.LongTensor:
+    @property
+    def num_choices(self) -> int:
+        return self.target_size
+
+    def translation(self, device: torch.device) -> Translation:
         if device not in self._on:
-            self._on[device] = self._sources.to(device)
+            self._on[device] = Translation(self._sources.to(device), self.readable)
         return self._on[device]
 
     def inputs(self, tokens: torch.LongTensor) -> torch.LongTensor:
         # Those are drafted tokens, which both have.
-        return self._sources_on(tokens.device)[tokens].clamp_(max=self.readable - 1)
+        return self.translation(tokens.device).inputs(tokens)
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft's logits of the target's tokens, `(R, V)`."""
-        return F.pad(logits, (0, 1), value=float("-inf"))[:, self._sources_on(logits.device)]
+        return self.translation(logits.device).logits(logits)
 
     def commit(self, text: RowText, committed: list[int], num_accepted: int) -> int:
         kept = min(num_accepted, text.num_fed, len(committed) - 1)
@@ -221,11 +241,21 @@ class ReencodedText(OtherTokens):
         self.note = f"draft and target have different tokenizers: drafts are re-encoded as text, {self.extent}"
         self._ends = {own: token for token, own in self.shared.items() if own not in self.draft_side.texts}
 
+    @property
+    def num_choices(self) -> int:
+        return self.draft_size
+
     def inputs(self, tokens: torch.LongTensor) -> torch.LongTensor:
         return tokens
 
-    def draft(self, chain: SteeredChain, counts: Any, depths: list[int], texts: list[RowText]) -> DraftTree:
-        tokens = torch.stack(chain.tokens, dim=1)
+    def draft(
+        self,
+        tokens: torch.LongTensor,
+        probs: torch.FloatTensor | None,
+        counts: list[int] | torch.LongTensor,
+        depths: list[int],
+        texts: list[RowText],
+    ) -> DraftTree:
         # Waits for the device: the tokenizer is on the host.
         drafted = tokens.tolist()
         counts = counts if isinstance(counts, list) else counts.tolist()

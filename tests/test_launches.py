@@ -36,6 +36,7 @@ DRAFTERS = {
     "early_exit": lambda plain, inputs: lambda model: load_speculator(model, "early_exit", num_speculative_tokens=3),
     "draft_model": draft_model(num_speculative_tokens=3),
     "draft_model, masks": draft_model(mask_token=3, num_speculative_tokens=3),
+    "draft_model, states": draft_model(mask_token=3, reads_states=True, num_speculative_tokens=3),
     "medusa": medusa(num_speculative_tokens="fixed"),
     "mlp_speculator": mlp_speculator(num_speculative_tokens="fixed"),
     "eagle3": eagle3(draft_tree_depth=3, draft_tree_top_k=2, num_draft_nodes=6, num_speculative_tokens="fixed"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -104,14 +104,18 @@ class StatedInputs(NodeInputs):
 
     Args:
         rows (`int`), nodes (`int`), device (`torch.device`): As for [`NodeInputs`].
+        most_given (`int`): Most given tokens of a row, G.
         states (`dict[Any, torch.Tensor]`): Tensors `(r, t, X)` of the widths and dtypes of the states.
+
+    Attributes:
+        states (`dict[Any, torch.Tensor]`): The states, each `(R, G, X)`.
     """
 
-    def __init__(self, rows: int, nodes: int, device: torch.device, states: dict[Any, torch.Tensor]):
+    def __init__(self, rows: int, nodes: int, device: torch.device, most_given: int, states: dict[Any, torch.Tensor]):
         super().__init__(rows, nodes, device)
         with torch.inference_mode(False):
             self.states: dict[Any, torch.Tensor] = {
-                key: torch.zeros((rows, nodes, values.shape[-1]), dtype=values.dtype, device=device)
+                key: torch.zeros((rows, most_given, values.shape[-1]), dtype=values.dtype, device=device)
                 for key, values in states.items()
             }
 
@@ -154,7 +158,7 @@ class Continuing:
         tokens: torch.LongTensor,
         counts: RowNumbers,
         keys: RowKeys | None = None,
-        states: dict[Any, torch.Tensor] | None = None,
+        states: Callable[[], dict[Any, torch.Tensor]] = dict,
     ) -> Following | None:
         """Runs the graph. The given tokens are kept, where their number is known, and those that follow are not.
 
@@ -164,7 +168,8 @@ class Continuing:
                 of each row, up to K + 1; a tensor `(R,)` where the host does not know them.
             keys (`RowKeys`, *optional*): Of the numbers that draw the tokens; the positions are those of the first
                 given tokens.
-            states (`dict`, *optional*): Of the given tokens, each `(R, t, X)`.
+            states (`Callable`): Returns those of the given tokens, each `(R, t, X)`; asked for if the graph has not
+                run ahead.
 
         Returns:
             `Following`, *optional*: `None` where there is no graph to run.
@@ -176,16 +181,16 @@ class Continuing:
         padding = kept_tensor((0,) * (width - num_given), device).expand(rows, -1)
         parents = chain_parents(width - 1, device)
         num_more = [count - 1 for count in counts] if isinstance(counts, list) else counts - 1
-        given, embed = states or {}, () if self.embed is None else (Variant(self.embed),)
+        given, embed = cache(states), () if self.embed is None else (Variant(self.embed),)
 
         def fill(inputs: StatedInputs, count: int) -> None:
             model.fill(inputs, count, [tokens, padding], parents, num_more, keys)
-            inputs.fill_states(given, count)
+            inputs.fill_states(given(), count)
 
         captured = model.graphs.run_on_slots(
             ("continue", self.num_tokens, self.mask_token, self.num_layers, *embed, *self.choose.key),
             rows,
-            lambda size: StatedInputs(size, width, device, given),
+            lambda size: StatedInputs(size, width, device, self.num_tokens + 1, given()),
             fill,
             partial(model.as_recorded, self._read),
             model.cache,
@@ -227,6 +232,6 @@ class Continuing:
 def _held(
     states: dict[Any, torch.Tensor], places: torch.LongTensor, counts: torch.LongTensor
 ) -> dict[Any, torch.Tensor]:
-    """States `(R, T, X)` of given tokens, and in the places after them those of the last one."""
+    """The states `(R, G, X)` of given tokens at these places `(T,)`, after them those of the last one."""
     index = torch.minimum(places, counts[:, None] - 1)
     return {key: take_nodes(values, index) for key, values in states.items()}

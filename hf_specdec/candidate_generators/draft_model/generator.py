@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -368,7 +369,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             return None
         tokens, counts = self._pending_tokens()
         before = [length - count for length, count in zip(self._lengths, counts)]
-        following = self._continue(choose, tokens, counts, before, self._pending_states(tokens.shape[1]))
+        states = partial(self._pending_states, tokens.shape[1])
+        following = self._continue(choose, tokens, counts, before, states)
         if following is not None:
             for text in self.texts:
                 text.pending, text.states = [], []
@@ -397,7 +399,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         tokens: torch.LongTensor,
         counts: list[int] | torch.LongTensor,
         before: list[int],
-        states: dict[int | str, torch.Tensor] | None,
+        states: Callable[[], dict[int | str, torch.Tensor]],
     ) -> Following | None:
         """Reads tokens that follow `before[r]` others, and drafts.
 
@@ -422,8 +424,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if self.rows != commit.rows or choose is None:
             return None
         tokens = self.vocabularies.inputs(commit.tokens.to(self.device))
-        states = None if self.states is None else {key: commit.hidden_states[key] for key in self.states.keys}
-        following = self._continue(choose, tokens, commit.counts, self._lengths, states)
+        keys = () if self.states is None else self.states.keys
+        states = {key: commit.hidden_states[key] for key in keys}
+        following = self._continue(choose, tokens, commit.counts, self._lengths, lambda: states)
         return following and self._drafted(following, [self.num_speculative_tokens] * len(self.rows))
 
     def _drafted(self, following: Following, depths: list[int]) -> DraftTree:
@@ -499,9 +502,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         width = tokens.shape[1]
         # Logits of what was committed in a pause would cost more than reading it.
         known = min(counts) - 1
-        states = self._pending_states(width)
-        if states is not None:
-            tokens = self.states.embed(tokens, states)
+        if self.states is not None:
+            tokens = self.states.embed(tokens, self._pending_states(width))
         output = self.model.forward(tokens, chain_topology(width - 1, self.device), logits_from=known)
         self.model.commit(counts)
         if self.model.recurrent is not None:
@@ -524,13 +526,10 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         rows = [row + (masks or row[-1:]) for row in pending]
         return upload([(row + row[-1:] * width)[:width] for row in rows], self.device), counts
 
-    def _pending_states(self, width: int) -> dict[int | str, torch.Tensor] | None:
-        """The target's states of the pending tokens, and of masks after them, each `(R, width, H)`, where they are
-        read."""
-        if self.states is None:
-            return None
+    def _pending_states(self, width: int) -> dict[int | str, torch.Tensor]:
+        """The states of the pending tokens, and of masks after them, each `(R, width, H)`, where they are read."""
         found = {}
-        for key in self.states.keys:
+        for key in () if self.states is None else self.states.keys:
             rows = [torch.cat([states[key] for states in text.states]) for text in self.texts]
             found[key] = torch.stack([torch.cat([row, row[-1:].expand(width - len(row), -1)]) for row in rows])
         return found

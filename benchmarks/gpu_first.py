@@ -13,6 +13,7 @@ import os
 import statistics
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,7 +34,7 @@ from torch import nn
 
 from hf_specdec import demo, load_speculator, record
 from hf_specdec.decoding import graphs
-from hf_specdec.decoding.graphs import CallGraphs, forget_graphs
+from hf_specdec.decoding.graphs import CallGraphs, CapturedForward, forget_graphs
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.drafts import TokenTree, chain_topology
 from hf_specdec.errors import MissingDependencyError
@@ -58,8 +59,15 @@ MODELS = "models"
 FIRST_SIDES = (PLAIN, NO_DRAFTS, ASSISTED, "ours: eagle3, tree", "ours: eagle3, chain", "ours: dflash", "ours: ngram")
 LAST_SIDES = ("ours: mtp", "ours: medusa", "ours: eagle, tree", "ours: draft_model", "ours: mlp_speculator")
 
-# Verified nodes of the forward whose kernels are looked at.
+# Verified nodes of the forward whose kernels are looked at, and drafts that run as graphs.
 PROFILED_NODES, TOP_KERNELS = 16, 20
+PROFILED_DRAFTS = (
+    "ours: eagle, tree",
+    "ours: eagle3, tree",
+    "ours: eagle3, chain",
+    "ours: dflash",
+    "ours: draft_model",
+)
 
 # Memory that attention is to read in turn: more than a GPU keeps in its caches.
 ATTENTION_BYTES = 2**29
@@ -254,6 +262,8 @@ def first_parts(options: argparse.Namespace, device: torch.device) -> Iterator[t
     for start in FIRST_SIDES:
         yield f"decoding: {start}", partial(figures.decode, start)
     yield "kernels of a replay", figures.kernels
+    for start in PROFILED_DRAFTS:
+        yield f"kernels of a draft: {start}", partial(figures.draft_kernels, start)
     yield "attention", partial(attention_bandwidth, device, options)
     yield "products", partial(products_together, device, options)
     yield "first calls and captures", figures.captures
@@ -294,11 +304,7 @@ class Figures:
 
     def decode(self, start: str) -> dict:
         """Tokens a second, and of ours the parts of a cycle."""
-        models = self._made()
-        [side] = make_sides(models, 1, lambda name: name.startswith(start))[-1:]
-        if not side.name.startswith(start):
-            raise SkippedError(f"there is no side '{start}'")
-        side.speculator = side.make()
+        models, side = self._made(), self._side(start)
         first, first_seconds = self._timed(side)
         samples = [self._timed(side)[0] for _ in range(2 + (side.name == PLAIN))]
         speed = statistics.median(sample.tokens_per_second for sample in samples[-2:])
@@ -324,6 +330,14 @@ class Figures:
             found["parts"] = measure_parts(call, side.speculator, models.target, self.watch, held)
         return found
 
+    def _side(self, start: str) -> Side:
+        """The side whose name begins so, and its drafter."""
+        [side] = make_sides(self._made(), 1, lambda name: name.startswith(start))[-1:]
+        if not side.name.startswith(start):
+            raise SkippedError(f"there is no side '{start}'")
+        side.speculator = side.make()
+        return side
+
     def _timed(self, side: Side) -> tuple[Any, float]:
         began = perf_counter()
         sample = run(self.models, side, self.text, self.new_tokens)
@@ -343,7 +357,27 @@ class Figures:
         found = [captured for (_, _, nodes, *_), captured in known.items() if nodes == PROFILED_NODES]
         if not found:
             raise SkippedError(f"no forward over {PROFILED_NODES} nodes was captured")
-        captured = found[-1]
+        return {"nodes": PROFILED_NODES, **self._kernels(found[-1])}
+
+    def draft_kernels(self, start: str) -> dict:
+        """Kernels of a replay of the graph that drafts, the longest first."""
+        side = self._side(start)
+        for _ in range(2):
+            run(self.models, side, self.text, self.new_tokens)
+        replayed: list[CapturedForward] = []
+        replay = CapturedForward.replay
+        with patch.object(CapturedForward, "replay", lambda captured: replayed.append(captured) or replay(captured)):
+            run(self.models, side, self.text, self.new_tokens)
+        of_target = set(map(id, graphs._graphs_of(self.models.target).forwards.values()))
+        drafts = {id(captured): captured for captured in replayed if id(captured) not in of_target}
+        if not drafts:
+            raise SkippedError("its drafts did not run as graphs")
+        # The last draft may be a shorter one.
+        [(usual, _)] = Counter(id(captured) for captured in replayed if id(captured) in drafts).most_common(1)
+        return {"side": side.name, **self._kernels(drafts[usual])}
+
+    def _kernels(self, captured: CapturedForward) -> dict:
+        """What a replay takes, and its kernels."""
         captured.replay()
         self.watch.synchronize()
         began = self.watch.mark()
@@ -362,7 +396,6 @@ class Figures:
         ]
         kernels = sorted((kernel for kernel in kernels if kernel[2] > 0), key=lambda kernel: -kernel[2])
         return {
-            "nodes": PROFILED_NODES,
             "milliseconds": self.watch.milliseconds(began, ended),
             "num_kernels": sum(count for _, count, _ in kernels),
             "kernel_milliseconds": sum(time for *_, time in kernels) / 1000,

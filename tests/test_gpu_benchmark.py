@@ -499,6 +499,8 @@ def test_the_first_figures(tmp_path, taped, monkeypatch):
     sides = (gpu.PLAIN, gpu.NO_DRAFTS, "ours: eagle3, chain")
     monkeypatch.setattr(gpu_first, "FIRST_SIDES", sides)
     monkeypatch.setattr(gpu_first, "LAST_SIDES", ())
+    drafts = ("ours: eagle3, chain", "ours: draft_model")
+    monkeypatch.setattr(gpu_first, "PROFILED_DRAFTS", drafts)
     run = first_run(tmp_path, "first", "--new-tokens", "24")
     assert run.run(gpu_first.first_parts(run.options, CPU)) == 0
     report = written(tmp_path)
@@ -507,6 +509,7 @@ def test_the_first_figures(tmp_path, taped, monkeypatch):
         "models",
         *(f"decoding: {side}" for side in sides),
         "kernels of a replay",
+        *(f"kernels of a draft: {side}" for side in drafts),
         "attention",
         "products",
         "first calls and captures",
@@ -520,12 +523,13 @@ def test_the_first_figures(tmp_path, taped, monkeypatch):
         assert figures["graphs"] == "on"
         assert figures["parts"]["cycle"] > figures["parts"]["target"] > 0
     assert found["decoding: ours: eagle3, chain"]["parts"]["network"] > 0
-    kernels = found["kernels of a replay"]
-    assert kernels["nodes"] == 16
-    assert kernels["num_kernels"] > 20
-    times = [kernel["microseconds"] for kernel in kernels["top"]]
-    assert times == sorted(times, reverse=True)
-    assert len(times) <= 20
+    assert found["kernels of a replay"]["nodes"] == 16
+    for part in ("kernels of a replay", *(f"kernels of a draft: {side}" for side in drafts)):
+        kernels = found[part]
+        assert kernels["num_kernels"] > 20
+        times = [kernel["microseconds"] for kernel in kernels["top"]]
+        assert times == sorted(times, reverse=True)
+        assert len(times) <= 20
     assert [(row["context"], row["nodes"]) for row in found["attention"]] == [(64, 1), (64, 16), (64, 60)]
     assert all(row["tree_attention"]["gigabytes_per_second"] > 0 for row in found["attention"])
     assert [row["tokens"] for row in found["products"]] == [1, 1, 16, 16, 64, 64]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -231,14 +232,26 @@ class MedusaCandidateGenerator(CandidateGenerator):
         masks = self.growing_masks(step, depths)
         if masks is not None:
             return self._propose_masked(tree, step, depths, masks)
-        depth, count = tree.max_depth, max(tree.widths)
-        if self.counts:
-            # What the tree leaves out is counted too, or it could not grow.
-            depth, count = min(depth + 1, self.heads.num_heads), min(NUM_RANKS, self.heads.lm_head_size)
-        best = self._best_tokens(self.hidden, depth, count).to(self.session.device)
-        if self.counts:
-            self.candidates = best.transpose(0, 1)
-        return _filled(tree, best, depths)
+        tokens = self._counted(tree) if self.counts else self._filled(tree, self.hidden)
+        return DraftTree.of_shape(tree, tokens, depths)
+
+    def _filled(self, tree: TokenTree, hidden: torch.Tensor) -> torch.LongTensor:
+        """Tokens `(B, N)` of the tree after states `(B, H)`."""
+        count, own = max(tree.widths), self.heads.lm_heads is not None
+        places = _candidate_of_node(tree, count, self.heads.weights[0].device if own else hidden.device)
+
+        def read(hidden: torch.Tensor) -> torch.LongTensor:
+            return self._best_tokens(hidden, tree.max_depth, count).flatten(1).index_select(1, places)
+
+        return self.graphs.run((tree,), read, {"hidden": hidden}, places).to(self.session.device)
+
+    def _counted(self, tree: TokenTree) -> torch.LongTensor:
+        """Tokens `(B, N)` of the tree, which `observe` will count together with what the tree leaves out."""
+        depth, count = min(tree.max_depth + 1, self.heads.num_heads), min(NUM_RANKS, self.heads.lm_head_size)
+        read = partial(self._best_tokens, depth=depth, count=count)
+        best = self.graphs.run((depth, count), read, {"hidden": self.hidden}).to(self.session.device)
+        self.candidates = best.transpose(0, 1)
+        return best.flatten(1).index_select(1, _candidate_of_node(tree, count, best.device))
 
     def _propose_masked(self, tree: TokenTree, step: DraftStep, depths: list[int], masks: GrowingMasks) -> DraftTree:
         """Fills the tree with the best candidates that the grammar allows at each node."""
@@ -255,17 +268,12 @@ class MedusaCandidateGenerator(CandidateGenerator):
         return self.graphs.are_on and self.candidates is None and not self.may_mask
 
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree:
-        tree = self.tree
-        best = self._best_tokens(commit.anchor_states("last"), tree.max_depth, max(tree.widths))
-        return _filled(tree, best.to(self.session.device), [tree.max_depth] * len(commit.rows))
+        tokens = self._filled(self.tree, commit.anchor_states("last"))
+        return DraftTree.of_shape(self.tree, tokens, [self.tree.max_depth] * len(commit.rows))
 
     def _best_tokens(self, hidden: torch.Tensor, depth: int, count: int) -> torch.LongTensor:
         """The `count` best tokens of the first `depth` heads by states `(B, H)`, best first: `(B, D, C)`."""
-
-        def read(hidden: torch.Tensor) -> torch.LongTensor:
-            return self.heads.top_tokens(hidden, count, self.lm_head, depth).transpose(0, 1).contiguous()
-
-        return self.graphs.run((depth, count), read, {"hidden": hidden})
+        return self.heads.top_tokens(hidden, count, self.lm_head, depth).transpose(0, 1).contiguous()
 
     def observe(self, commit: Commit) -> None:
         if self.candidates is not None:
@@ -290,12 +298,6 @@ class MedusaCandidateGenerator(CandidateGenerator):
     def close(self) -> None:
         self.graphs.close()
         self.hidden = self.candidates = None
-
-
-def _filled(tree: TokenTree, best: torch.LongTensor, depths: list[int]) -> DraftTree:
-    """The tree with candidates `(B, D, C)` in its places."""
-    places = _candidate_of_node(tree, best.shape[2], best.device)
-    return DraftTree.of_shape(tree, best.flatten(1).index_select(1, places), depths)
 
 
 def chosen_tree(config: SpeculativeConfig, heads: MedusaHeads) -> TokenTree | None:

@@ -354,7 +354,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if following is not None:
             return self._for_all_rows(step, order, self._drafted(following, depths))
         chain, counts = self._draft(self._lengths, depths)
-        draft = self.vocabularies.draft(*chain.stacked(), counts, depths, self.texts)
+        draft = self.vocabularies.draft(Following(*chain.stacked()), counts, depths, self.texts)
         return self._for_all_rows(step, order, draft)
 
     def _own_lengths(self) -> list[int]:
@@ -432,7 +432,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     def _drafted(self, following: Following, depths: list[int]) -> DraftTree:
         tokens, deepest = following.tokens.to(self.session.device), max(depths)
         probs = None if following.probs is None else following.probs[:, :deepest].contiguous()
-        return self.vocabularies.draft(tokens[:, :deepest], probs, depths, depths, self.texts)
+        return self.vocabularies.draft(Following(tokens[:, :deepest], probs), depths, depths, self.texts)
 
     def _drop_rows_out_of_step(self) -> None:
         """A draft that takes slots for positions would misread rows of different lengths."""

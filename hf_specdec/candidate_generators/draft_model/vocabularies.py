@@ -22,11 +22,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ...decoding.following import Translation
+from ...decoding.following import Following, Translation
 from ...drafts import DraftTree
 from ...errors import CheckpointFormatError
 from ...protocol import Prompt
 from ...target_facts import MAX_VOCABULARY_GAP, num_embeddings, vocabulary_size
+from ...transfers import RowNumbers
 from .vocabulary import CONTEXT_BYTES, Vocabulary
 
 
@@ -100,24 +101,16 @@ class SameTokens:
         """The draft's logits `(R, W)`, of which those of the target's tokens are the first V."""
         return logits
 
-    def draft(
-        self,
-        tokens: torch.LongTensor,
-        probs: torch.FloatTensor | None,
-        counts: list[int] | torch.LongTensor,
-        depths: list[int],
-        texts: list[RowText],
-    ) -> DraftTree:
+    def draft(self, drafted: Following, counts: RowNumbers, depths: list[int], texts: list[RowText]) -> DraftTree:
         """The drafts of a cycle.
 
         Args:
-            tokens (`torch.LongTensor` of shape `(R, K)`): Their tokens.
-            probs (`torch.FloatTensor` of shape `(R, K, V)`, *optional*): The distributions they were sampled from.
+            drafted (`Following`): Their tokens.
             counts (`list[int]` or `torch.LongTensor` of length R): Valid tokens of each row.
             depths (`list[int]`): Most tokens of each row's draft.
             texts (`list[RowText]`): The rows, which keep what they must know of their drafts.
         """
-        return DraftTree.chain(tokens, counts, probs)
+        return DraftTree.chain(drafted.tokens, counts, drafted.probs)
 
     def commit(self, text: RowText, committed: list[int], num_accepted: int) -> int:
         """Adds what the target has committed to a text; returns how many of the fed draft tokens stay."""
@@ -248,22 +241,15 @@ class ReencodedText(OtherTokens):
     def inputs(self, tokens: torch.LongTensor) -> torch.LongTensor:
         return tokens
 
-    def draft(
-        self,
-        tokens: torch.LongTensor,
-        probs: torch.FloatTensor | None,
-        counts: list[int] | torch.LongTensor,
-        depths: list[int],
-        texts: list[RowText],
-    ) -> DraftTree:
+    def draft(self, drafted: Following, counts: RowNumbers, depths: list[int], texts: list[RowText]) -> DraftTree:
         # Waits for the device: the tokenizer is on the host.
-        drafted = tokens.tolist()
+        tokens = drafted.tokens.tolist()
         counts = counts if isinstance(counts, list) else counts.tolist()
         drafts = []
-        for text, own, count, depth in zip(texts, drafted, counts, depths):
+        for text, own, count, depth in zip(texts, tokens, counts, depths):
             text.drafted = own[:count]
             drafts.append(self._as_target(text)[:depth])
-        return DraftTree.from_lists(drafts, tokens.device)
+        return DraftTree.from_lists(drafts, drafted.tokens.device)
 
     def _as_target(self, text: RowText) -> list[int]:
         """A row's draft in the target's tokens, up to the first special one, which may be an end that both have."""

@@ -25,7 +25,7 @@ real: setup
 	$(BIN)/hf-specdec demo --model smollm2 --dtype float32 --stock --max-seconds 600 $(HEADS)
 
 test: setup
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 -m "not slow and not gpu"
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir build/site

@@ -13,7 +13,6 @@ import os
 import statistics
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -369,12 +368,12 @@ class Figures:
         with patch.object(CapturedForward, "replay", lambda captured: replayed.append(captured) or replay(captured)):
             run(self.models, side, self.text, self.new_tokens)
         of_target = set(map(id, graphs._graphs_of(self.models.target).forwards.values()))
-        drafts = {id(captured): captured for captured in replayed if id(captured) not in of_target}
+        drafts = [captured for captured in replayed if id(captured) not in of_target]
         if not drafts:
             raise SkippedError("its drafts did not run as graphs")
         # The last draft may be a shorter one.
-        [(usual, _)] = Counter(id(captured) for captured in replayed if id(captured) in drafts).most_common(1)
-        return {"side": side.name, **self._kernels(drafts[usual])}
+        usual = max(drafts, key=lambda captured: sum(captured is other for other in drafts))
+        return {"side": side.name, **self._kernels(usual)}
 
     def _kernels(self, captured: CapturedForward) -> dict:
         """What a replay takes, and its kernels."""

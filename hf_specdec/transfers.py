@@ -148,6 +148,18 @@ def fill_table(table: torch.LongTensor, parts: Sequence[RowNumbers], padding: Se
             line[:count].copy_(part[:count])
 
 
+def state_buffers(
+    states: Mapping[Any, torch.Tensor], rows: int, count: int, device: torch.device
+) -> dict[Any, torch.Tensor]:
+    """Buffers `(rows, count, X)` for states `(r, t, X)` of these widths and dtypes, to be filled by [`fill_front`]."""
+    # A call may run in inference mode, and a later one outside of it.
+    with torch.inference_mode(False):
+        return {
+            key: torch.zeros((rows, count, state.shape[-1]), dtype=state.dtype, device=device)
+            for key, state in states.items()
+        }
+
+
 def fill_front(buffer: torch.Tensor, values: torch.Tensor) -> None:
     """Copies values to the front of a buffer that is at least as large, zeros elsewhere: padding must be numbers.
 

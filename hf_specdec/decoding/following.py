@@ -23,7 +23,7 @@ from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowKeys
 from ..logits.sampling import CapturedSampler
 from ..logits.verifier import take_nodes
-from ..transfers import RowNumbers, fill_front, kept_tensor, last_of_each
+from ..transfers import RowNumbers, fill_front, kept_tensor, last_of_each, state_buffers
 from .graphs import Variant
 from .node_inputs import NodeInputs
 from .target import SlotModel
@@ -113,11 +113,7 @@ class StatedInputs(NodeInputs):
 
     def __init__(self, rows: int, nodes: int, device: torch.device, most_given: int, states: dict[Any, torch.Tensor]):
         super().__init__(rows, nodes, device)
-        with torch.inference_mode(False):
-            self.states: dict[Any, torch.Tensor] = {
-                key: torch.zeros((rows, most_given, values.shape[-1]), dtype=values.dtype, device=device)
-                for key, values in states.items()
-            }
+        self.states: dict[Any, torch.Tensor] = state_buffers(states, rows, most_given, device)
 
     @property
     def buffers(self) -> list[torch.Tensor]:

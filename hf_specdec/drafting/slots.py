@@ -21,7 +21,7 @@ from ..decoding.cache import SlotCache, SlotLayer
 from ..decoding.graphs import CallGraphs
 from ..logits.randomness import RowKeys
 from ..protocol import Prompt, Session
-from ..transfers import RowNumbers, fill_front, fill_table, upload
+from ..transfers import RowNumbers, fill_front, fill_table, state_buffers, upload
 from .graphs import begin_graphs
 
 
@@ -230,11 +230,8 @@ class DraftInputs:
         # A call may run in inference mode, and a later one outside of it.
         with torch.inference_mode(False):
             self.tokens: torch.Tensor = torch.zeros((rows, count), dtype=torch.long, device=device)
-            self.states: dict[int | str, torch.Tensor] = {
-                key: torch.zeros((rows, count, state.shape[-1]), dtype=state.dtype, device=device)
-                for key, state in states.items()
-            }
             self._rows = torch.zeros((8, rows), dtype=torch.long, device=device)
+        self.states: dict[int | str, torch.Tensor] = state_buffers(states, rows, count, device)
         self.ends: torch.Tensor
         self.counts: torch.Tensor
         self.limits: torch.Tensor

@@ -328,7 +328,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             kept = self.vocabularies.commit(text, commit.token_lists[position], commit.num_accepted[position])
             if self.states is not None:
                 count = len(commit.token_lists[position])
-                text.states.append({key: commit.hidden_states[key][position, :count] for key in self.states.keys})
+                text.states.append(
+                    {key: commit.hidden_states[key][position, :count] for key in self.target_hidden_states}
+                )
             self.model.cache.lengths[index] -= num_fed - kept
             text.num_fed = 0
         if self.mark is not None:
@@ -389,9 +391,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if not can_choose:
             return None
         stack = stack if self.samples_drafts else None
-        return Choose(
-            sizes.num_choices, sizes.readable, sampler.vocab_size, stack, sizes.translation(self.model.model.device)
-        )
+        return Choose(sizes.num_choices, sizes.readable, sampler.vocab_size, stack, sizes.translation(self.device))
 
     def _continue(
         self,
@@ -413,7 +413,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     @property
     def drafts_ahead(self) -> bool:
         if type(self.vocabularies) is not SameTokens:
-            # The draft's tokens of a text are known to the host.
+            # The host alone knows the text in the draft's tokens.
             return False
         # Drafted tokens that were fed one by one lie where the next draft would begin.
         is_read = len(self._lengths) == len(self.rows) and not any(text.pending or text.num_fed for text in self.texts)
@@ -424,15 +424,13 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if self.rows != commit.rows or choose is None:
             return None
         tokens = self.vocabularies.inputs(commit.tokens.to(self.device))
-        keys = () if self.states is None else self.states.keys
-        states = {key: commit.hidden_states[key] for key in keys}
+        states = {key: commit.hidden_states[key] for key in self.target_hidden_states}
         following = self._continue(choose, tokens, commit.counts, self._lengths, lambda: states)
         return following and self._drafted(following, [self.num_speculative_tokens] * len(self.rows))
 
     def _drafted(self, following: Following, depths: list[int]) -> DraftTree:
-        tokens, deepest = following.tokens.to(self.session.device), max(depths)
-        probs = None if following.probs is None else following.probs[:, :deepest].contiguous()
-        return self.vocabularies.draft(Following(tokens[:, :deepest], probs), depths, depths, self.texts)
+        drafted = DraftTree.chain(following.tokens.to(self.session.device), probs=following.probs).shortened(depths)
+        return self.vocabularies.draft(Following(drafted.tokens, drafted.probs), depths, depths, self.texts)
 
     def _drop_rows_out_of_step(self) -> None:
         """A draft that takes slots for positions would misread rows of different lengths."""
@@ -529,7 +527,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     def _pending_states(self, width: int) -> dict[int | str, torch.Tensor]:
         """The states of the pending tokens, and of masks after them, each `(R, width, H)`, where they are read."""
         found = {}
-        for key in () if self.states is None else self.states.keys:
+        for key in self.target_hidden_states:
             rows = [torch.cat([states[key] for states in text.states]) for text in self.texts]
             found[key] = torch.stack([torch.cat([row, row[-1:].expand(width - len(row), -1)]) for row in rows])
         return found

@@ -27,6 +27,7 @@ from launches import AIMS, SAMPLING, Counts, LaunchCounter, Row, steady_cycles
 COUNTS = {
     ("qwen3", "ngram", 1): (8, 0, 2, 2, 1),
     ("mixtral", "ngram", 1): (12, 0, 2, 2, 1),
+    ("qwen2_moe", "ngram", 1): (14, 0, 2, 2, 1),
 }
 
 # Every method whose drafts have graphs, and two that draft on the host, with small networks of random weights.

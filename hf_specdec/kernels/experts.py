@@ -1,10 +1,10 @@
 """A mixture of experts over the few tokens of a cycle: every expert that a token is sent to reads its weights once.
 
     p = softmax(logits),   e_1, .., e_k = the experts of the largest p,   w_j = p_{e_j}, or that over their sum
-    y = sum_j w_j down_{e_j} (act(gate_{e_j} x) * up_{e_j} x)
+    y = sum_j w_j down_{e_j} (act(gate_{e_j} x) * up_{e_j} x) + sigmoid(g . x) shared(x), if there is a shared expert
 
 Five launches: the choice of the experts, the pairs of each expert, both halves with the activation, the product back,
-and the sum. Nothing is sorted, and the host knows nothing of it.
+and the sum. Nothing is sorted, and the host knows nothing of it. The shared expert is an MLP, which runs before.
 
 Shapes: M tokens, E experts, k of them for each token, S = M k pairs of a token and an expert, H hidden size, I inner
 width.
@@ -38,6 +38,18 @@ class Routing(NamedTuple):
     rounds: bool = False
 
 
+class Shared(NamedTuple):
+    """An expert that every token goes through, by a gate of its own.
+
+    Attributes:
+        output (`torch.Tensor` of shape `(M, H)`): Of the expert, before the gate.
+        gate (`torch.Tensor` of shape `(1, H)`): g, the weights of the gate.
+    """
+
+    output: torch.Tensor
+    gate: torch.Tensor
+
+
 def mixture(
     hidden: torch.Tensor,
     logits: torch.Tensor,
@@ -45,6 +57,7 @@ def mixture(
     down: torch.Tensor,
     routing: Routing,
     kind: str = SILU,
+    shared: Shared | None = None,
 ) -> torch.Tensor:
     """The outputs of the experts for at most `MOST_TOKENS` tokens, on a GPU.
 
@@ -54,14 +67,16 @@ def mixture(
         gate_up (`torch.Tensor` of shape `(E, 2 I, H)`), down (`torch.Tensor` of shape `(E, H, I)`): The weights.
         routing (`Routing`): How experts are chosen and weighted.
         kind (`str`): The activation, as for [`~kernels.gates.gated`].
+        shared (`Shared`, *optional*): A shared expert.
 
     Returns:
         `torch.Tensor` of shape `(M, H)`: Rounded to the dtype after each product, after the activation, and after the
-        sum, which is taken in float32.
+        sum, which is taken in float32; what a shared expert adds wherever torch rounds.
     """
     (num_tokens, size), (num_experts, _, inner), top_k = hidden.shape, down.shape, routing.top_k
     num_pairs = num_tokens * top_k
     hidden, logits = hidden.contiguous(), logits.contiguous()
+    added = (None, None, None) if shared is None else (hidden, *(part.contiguous() for part in shared))
     experts = logits.new_empty((num_tokens, top_k), dtype=torch.int32)
     weights = logits.new_empty((num_tokens, top_k), dtype=logits.dtype if routing.rounds else torch.float32)
     pairs = experts.new_empty((num_experts, num_pairs))
@@ -91,8 +106,9 @@ def mixture(
             DEPTH=inner, WIDTH=size, PAIRS_OF_ROW=1, IS_GATED=False, IS_SILU=False, **tile,
         )  # fmt: skip
         _sum_kernel[(num_tokens, triton.cdiv(size, block))](
-            products, weights, output, SIZE=size, TOP_K=top_k, BLOCK=block, num_warps=4
-        )
+            products, weights, *added, output,
+            SIZE=size, TOP_K=top_k, BLOCK=block, HAS_SHARED=shared is not None, num_warps=4,
+        )  # fmt: skip
     return output
 
 
@@ -210,10 +226,14 @@ def _products_kernel(
 def _sum_kernel(
     products_ptr,  # [M, k, H]
     weights_ptr,  # [M, k]
+    hidden_ptr,  # [M, H], unread if not HAS_SHARED, like the next two
+    shared_ptr,  # [M, H]
+    gate_ptr,  # [H]
     output_ptr,  # [M, H], written
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
 ):
     # A program: a block of a token.
     DTYPE: tl.constexpr = output_ptr.dtype.element_ty
@@ -227,4 +247,14 @@ def _sum_kernel(
         if weights_ptr.dtype.element_ty != tl.float32:
             weighted = weighted.to(DTYPE).to(tl.float32)
         total += weighted
+    if HAS_SHARED:
+        terms = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, SIZE, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            state = tl.load(hidden_ptr + token * SIZE + index, mask=index < SIZE, other=0.0).to(tl.float32)
+            terms += state * tl.load(gate_ptr + index, mask=index < SIZE, other=0.0).to(tl.float32)
+        # Rounded wherever torch rounds.
+        share = tl.sigmoid(tl.sum(terms, axis=0).to(DTYPE).to(tl.float32)).to(DTYPE).to(tl.float32)
+        shared = tl.load(shared_ptr + token * SIZE + place, mask=place < SIZE, other=0.0).to(tl.float32)
+        total = total.to(DTYPE).to(tl.float32) + (share * shared).to(DTYPE).to(tl.float32)
     tl.store(output_ptr + token * SIZE + place, total.to(DTYPE), mask=place < SIZE)

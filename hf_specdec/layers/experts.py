@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.integrations import moe
 
 from ..kernels._triton import fuses
-from ..kernels.experts import MOST_TOKENS, Routing, mixture
-from .llama import DirectModule, activation_kind, is_hooked, may_fuse
+from ..kernels.experts import MOST_TOKENS, Routing, Shared, mixture
+from .llama import DirectModule, GatedMLP, activation_kind, is_hooked, is_plain, may_fuse
 from .structure import form_of, same_code
 
 
@@ -66,8 +66,8 @@ class MixtureOfExperts(DirectModule):
         """Tells whether kernels do what the modules would do."""
         experts, gate = block.experts, block.gate
         weights = (gate.weight, experts.gate_up_proj, experts.down_proj)
-        is_plain = all(weight.is_contiguous() and not is_traceable_wrapper_subclass(weight) for weight in weights)
-        if not is_plain or any(map(is_hooked, (block, gate, experts))) or experts._is_expert_parallel:
+        is_hooked_anywhere = any(map(is_hooked, (block, gate, experts)))
+        if is_hooked_anywhere or experts._is_expert_parallel or not all(map(_is_dense, weights)):
             return False
         if block.training and getattr(block, "jitter_noise", 0):
             return False
@@ -76,8 +76,19 @@ class MixtureOfExperts(DirectModule):
 
     def _mixture(self, block: Any, hidden: torch.Tensor) -> torch.Tensor:
         experts, logits = block.experts, F.linear(hidden, block.gate.weight)
-        kind = activation_kind(experts.act_fn)
-        output = mixture(hidden, logits, experts.gate_up_proj, experts.down_proj, self.routing, kind)
+        given = hidden, logits, experts.gate_up_proj, experts.down_proj, self.routing, activation_kind(experts.act_fn)
         if not self.form.has_shared_expert:
-            return output
-        return output + F.sigmoid(block.shared_expert_gate(hidden)) * block.shared_expert(hidden)
+            return mixture(*given)
+        shared, gate = _shared(block.shared_expert, hidden), block.shared_expert_gate
+        if is_plain(gate) and gate.bias is None and _is_dense(gate.weight) and fuses(hidden, shared, gate.weight):
+            return mixture(*given, Shared(shared, gate.weight))
+        return mixture(*given) + F.sigmoid(gate(hidden)) * shared
+
+
+def _shared(expert: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    is_known = form_of(expert, "mlp") is not None and not is_hooked(expert)
+    return GatedMLP.sharing(expert)(hidden) if is_known else expert(hidden)
+
+
+def _is_dense(weight: torch.Tensor) -> bool:
+    return weight.is_contiguous() and not is_traceable_wrapper_subclass(weight)

@@ -83,7 +83,7 @@ HEAD_NORMS = ("q_norm", "k_norm")
 
 def project(linear: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """Applies a linear layer, a quantised, wrapped or hooked one by its own call."""
-    if not _is_plain(linear):
+    if not is_plain(linear):
         return linear(hidden)
     parameters = linear._parameters
     # Spares small models a call for each of their layers.
@@ -102,12 +102,12 @@ def project_together(linears: Sequence[nn.Module], hidden: torch.Tensor) -> Sequ
 
 
 def _plain_parameters(linears: Sequence[nn.Module]) -> list[projections.Linear] | None:
-    if not all(map(_is_plain, linears)):
+    if not all(map(is_plain, linears)):
         return None
     return [(linear._parameters["weight"], linear._parameters["bias"]) for linear in linears]
 
 
-def _is_plain(linear: nn.Module) -> bool:
+def is_plain(linear: nn.Module) -> bool:
     """Tells whether a linear layer is not hooked, wrapped or packed."""
     return type(linear) is nn.Linear and not is_hooked(linear) and "weight" in linear._parameters
 

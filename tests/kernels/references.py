@@ -32,11 +32,12 @@ def gated(gate, up, kind):
     return (F.silu(gate) if kind == SILU else F.gelu(gate, approximate="tanh")) * up
 
 
-def mixture(hidden, logits, gate_up, down, routing, kind=SILU):
+def mixture(hidden, logits, gate_up, down, routing, kind=SILU, shared=None):
     weights, experts = logits.softmax(-1, dtype=torch.float32).topk(routing.top_k, dim=-1)
     if routing.normalizes:
         weights = weights / weights.sum(-1, keepdim=True)
     weights = weights.to(logits.dtype) if routing.rounds else weights
     gate, up = torch.einsum("mh,mknh->mkn", hidden, gate_up[experts]).chunk(2, dim=-1)
     products = torch.einsum("mkn,mkhn->mkh", gated(gate, up, kind), down[experts])
-    return (products * weights[..., None]).sum(1).to(hidden.dtype)
+    output = (products * weights[..., None]).sum(1).to(hidden.dtype)
+    return output if shared is None else output + F.linear(hidden, shared.gate).sigmoid() * shared.output

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import MixtralConfig, OlmoeConfig, Qwen2MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from hf_specdec.kernels.experts import Routing, mixture
+from hf_specdec.kernels import _triton
+from hf_specdec.kernels.experts import Routing, Shared, mixture
 from hf_specdec.kernels.gates import GELU_TANH, SILU
+from hf_specdec.layers import experts as layers
 from tests.kernels import references
+from tests.kernels.conftest import watched
 from tests.kernels.test_layers import CLOSE, drawn, every_dtype
 
 
@@ -33,6 +37,23 @@ def test_mixtures(dtype, routing, kind, device):
     assert found.dtype == dtype
     close = {"atol": 6e-2, "rtol": 6e-2} if dtype == torch.bfloat16 else CLOSE[dtype]
     torch.testing.assert_close(found.cpu(), references.mixture(*given, routing, kind), **close)
+
+
+@every_dtype
+@pytest.mark.parametrize("size", [40, 1100])
+def test_shared_experts(dtype, size, device):
+    """The gate opens for one token and closes for another."""
+    given = drawn_mixture(dtype, tokens=2, num_experts=2, size=size)
+    hidden, down = given[0], given[3]
+    down /= size / 40
+    shared = Shared(drawn(2, size, dtype=dtype, seed=4), (hidden[:1] - hidden[1:]) * 2 / size)
+    gates = F.linear(hidden, shared.gate).flatten()
+    assert gates[0] > 1
+    assert gates[1] < -1
+    on_device = Shared(*(part.to(device) for part in shared))
+    found = mixture(*(part.to(device) for part in given), Routing(1), shared=on_device)
+    close = {"atol": 6e-2, "rtol": 6e-2} if dtype == torch.bfloat16 else CLOSE[dtype]
+    torch.testing.assert_close(found.cpu(), references.mixture(*given, Routing(1), shared=shared), **close)
 
 
 @pytest.mark.parametrize(("tokens", "size", "inner"), [(1, 64, 64), (33, 72, 80), (70, 16, 130)])
@@ -64,6 +85,35 @@ def test_logits_without_numbers(device):
     assert not found[[0, 2, 3, 4]].isnan().any()
 
 
+@pytest.mark.parametrize("has_hooks", [False, True])
+def test_blocks_with_shared_experts(has_hooks, device, monkeypatch):
+    """Hooks of the shared expert and of its gate run; without any, the gate is part of the last kernel."""
+    monkeypatch.setattr(_triton, "CHOICE", "triton")
+    called, launched = [], watched(monkeypatch, (layers, "mixture"))
+    block = drawn_block(Qwen2MoeConfig, Qwen2MoeSparseMoeBlock).float().to(device)
+    hidden = drawn(1, 5, 40, dtype=torch.float32).to(device)
+    expected = block(hidden)
+    if has_hooks:
+        for part in (block.shared_expert, block.shared_expert_gate):
+            part.register_forward_hook(lambda part, read, output: called.append(part))
+    with torch.no_grad():
+        found = layers.MixtureOfExperts.of(block)(hidden)
+    assert called == ([block.shared_expert, block.shared_expert_gate] if has_hooks else [])
+    assert launched == ["mixture"]
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+def drawn_block(config, block):
+    """A block of experts with random weights."""
+    sizes = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": False}
+    sizes |= {"hidden_size": 40, "intermediate_size": 24, "moe_intermediate_size": 24}
+    torch.manual_seed(0)
+    made = block(config(shared_expert_intermediate_size=32, **sizes)).bfloat16()
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return made
+
+
 @pytest.mark.parametrize(
     ("config", "block", "routing"),
     [
@@ -74,11 +124,7 @@ def test_logits_without_numbers(device):
 )
 def test_references(config, block, routing):
     """They compute what the experts of transformers do."""
-    sizes = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": False}
-    torch.manual_seed(0)
-    made = block(config(hidden_size=40, intermediate_size=24, moe_intermediate_size=24, **sizes)).bfloat16()
-    for weight in made.parameters():
-        torch.nn.init.normal_(weight, std=0.3)
+    made = drawn_block(config, block)
     hidden = drawn(5, 40, dtype=torch.bfloat16)
     logits, weights, experts = made.gate(hidden)
     expected = made.experts(hidden, experts, weights)
@@ -103,4 +149,5 @@ def test_kernels_compile(compile_for, dtype):
     down = torch.empty(1, 2048, 768, dtype=dtype).expand(128, -1, -1)
     with compile_for() as kernels:
         mixture(hidden, logits, gate_up, down, Routing(8, rounds=True))
-    assert len(kernels) == 5
+        mixture(hidden, logits, gate_up, down, Routing(8, rounds=True), shared=Shared(hidden, hidden[:1]))
+    assert len(kernels) == 10

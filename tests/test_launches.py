@@ -35,6 +35,7 @@ DRAFTERS = {
     "ngram": lambda plain, inputs: lambda model: load_speculator(model, "ngram", num_speculative_tokens=3),
     "recycling": lambda plain, inputs: lambda model: load_speculator(model, "recycling", num_speculative_tokens=3),
     "early_exit": lambda plain, inputs: lambda model: load_speculator(model, "early_exit", num_speculative_tokens=3),
+    "sparse_kv": lambda plain, inputs: lambda model: load_speculator(model, "sparse_kv", num_speculative_tokens=3),
     "draft_model": draft_model(num_speculative_tokens=3),
     "draft_model, masks": draft_model(mask_token=3, num_speculative_tokens=3),
     "draft_model, states": draft_model(mask_token=3, reads_states=True, num_speculative_tokens=3),

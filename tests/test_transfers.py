@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_specdec import transfers
 from hf_specdec.candidate_generators.medusa import generator as medusa
-from hf_specdec.candidate_generators.mlp_speculator import generator as mlp_speculator
+from hf_specdec.candidate_generators.mlp_speculator import growth as mlp_speculator
 from hf_specdec.decoding import masks
 from hf_specdec.drafts import TokenTree, chain_topology, static_topology
 from hf_specdec.drafts.static import _levels

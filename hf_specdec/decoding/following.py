@@ -140,6 +140,8 @@ class Continuing:
         num_layers (`int`, *optional*): The model's first layers, if it runs these alone.
         embed (`Callable`, *optional*): For a model that reads states beside the tokens. Masks have those of the last
             given token. Of two that are equal one graph serves both.
+        ends (`tuple[int, int]`, *optional*): How many slots at the beginning and at the end of a text are seen, where
+            not all are.
     """
 
     num_tokens: int
@@ -147,6 +149,7 @@ class Continuing:
     mask_token: int | None = None
     num_layers: int | None = None
     embed: Embed | None = None
+    ends: tuple[int, int] | None = None
 
     def run(
         self,
@@ -184,7 +187,7 @@ class Continuing:
             inputs.fill_states(given(), count)
 
         captured = model.graphs.run_on_slots(
-            ("continue", self.num_tokens, self.mask_token, self.num_layers, *embed, *self.choose.key),
+            ("continue", self.num_tokens, self.mask_token, self.num_layers, self.ends, *embed, *self.choose.key),
             rows,
             lambda size: StatedInputs(size, width, device, self.num_tokens + 1, given()),
             fill,
@@ -203,6 +206,8 @@ class Continuing:
     def _read(self, model: SlotModel, inputs: StatedInputs) -> tuple[Following]:
         tokens, topology, draft = inputs.read()
         count = draft.num_nodes + 1
+        if self.ends is not None:
+            model.see_ends(*self.ends)
         uniforms = None if self.choose.stack is None else inputs.keys.drafts_after(count, self.num_tokens)
         if self.mask_token is not None:
             places = torch.arange(tokens.shape[1], device=count.device)

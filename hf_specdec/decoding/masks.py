@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ..drafts import TreeTopology
 from ..kernels.ancestors import grow_ancestors
-from ..kernels.tree_attention import SlotTree, pack_ancestors, unpack_ancestors
+from ..kernels.tree_attention import Beginning, SlotTree, first_slots, pack_ancestors, unpack_ancestors
 from ..threads import cached_property
 from ..transfers import kept_on_device, kept_tensor, upload
 
@@ -52,6 +52,7 @@ class RowState:
         leads (`list[int]` or `torch.LongTensor`): Position id of a token less its slot.
         hidden (`torch.BoolTensor` of shape `(R, S')`, *optional*): Which of the first slots a row never sees, wherever
             they lie: masked tokens of the prompt. They count where windows and chunks count slots.
+        beginning (`Beginning`, *optional*): Of [`SlotTree`].
         device_lengths (`dict`): The lengths on devices; whoever knows that others have them there may share theirs.
     """
 
@@ -59,6 +60,7 @@ class RowState:
     starts: Any
     leads: Any
     hidden: torch.BoolTensor | None = field(default=None, compare=False)
+    beginning: Beginning | None = field(default=None, compare=False)
     device_lengths: dict[torch.device, torch.LongTensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -112,7 +114,8 @@ def node_positions(topology: TreeTopology, rows: RowState) -> torch.LongTensor:
 def slot_tree(topology: TreeTopology, rows: RowState) -> SlotTree:
     """The nodes of a forward for the tree attention kernel."""
     device = topology.depths.device
-    return SlotTree(rows.lengths_on(device), rows.starts_on(device), ancestor_bits(topology), topology.depths)
+    lengths, starts, bits = rows.lengths_on(device), rows.starts_on(device), ancestor_bits(topology)
+    return SlotTree(lengths, starts, bits, topology.depths, beginning=rows.beginning)
 
 
 class GrownTopology(TreeTopology):
@@ -291,6 +294,8 @@ def _visible(topology, rows, slots, span) -> torch.BoolTensor:
     is_node = (slots >= lengths) & (slots < lengths + nodes)
     ancestors = topology.ancestors.expand(num_rows, nodes, nodes)
     among_nodes = ancestors.gather(2, node_of_slot[:, None].expand(-1, nodes, -1)) & is_node[:, None]
+    if rows.beginning is not None:
+        committed |= first_slots(rows.beginning, slots, starts)
     visible = committed[:, None] | among_nodes
     if span.kind != "full":
         depths = topology.depths.expand(num_rows, nodes)

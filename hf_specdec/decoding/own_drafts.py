@@ -4,8 +4,8 @@ The first layers of a model compute the same keys and values whatever comes afte
 alone reads those of the committed text where they lie, and writes its own to the slots after it. The verification goes
 on from what these layers have made of the anchor and the drafted tokens, as in LayerSkip (Elhoushi et al. 2024,
 arXiv:2404.16710); of the last token alone they have made nothing yet. Forwards that are graphs, and those of a model's
-own code, read all again. A draft that sees the first slots of a text and its last ones reads copies of these. Keys are
-rotated when they are written, so each keeps its position.
+own code, read all again. A draft that sees the first slots of a text and its last ones reads copies of these, in a
+graph the slots themselves. Keys are rotated when they are written, so each keeps its position.
 
 Shapes: R rows, H key/value heads, C slots that are seen, D head size, V vocabulary.
 """
@@ -21,6 +21,7 @@ import torch
 
 from ..drafts import chain_topology
 from ..errors import UnsupportedModelError
+from ..logits.randomness import RowKeys
 from ..transfers import upload
 from .cache import SlotCache
 from .following import Choose, Continuing, Following
@@ -65,22 +66,18 @@ class OwnDrafts:
         self._lean: FunctionalSlotModel | None = None
 
     @contextmanager
-    def begin(self, target: SlotModel, room: int) -> Iterator[tuple[SlotModel, NextLogits]]:
-        """Lends the layers for a draft: a model of them, and what reads one token after the other with it.
+    def begin(self, target: SlotModel, room: int) -> Iterator[NextLogits]:
+        """Lends the layers for a draft.
 
         Args:
             target (`SlotModel`): The target between two verifications.
             room (`int`): Tokens that are drafted at most.
 
         Yields:
-            The model, and a function that takes tokens `(R,)`, which follow the committed ones and those that it has
+            A function that takes tokens `(R,)`, which follow the committed ones and those that it has
             taken, and returns logits `(R, V)`.
         """
-        model = copy.copy(self._driver(target))
-        model.starts, model.leads, model.hidden = target.starts, target.leads, target.hidden
-        # Graphs of single forwards are those of the whole target.
-        model.graphs, model.cache = None, target.cache
-        model.keep_layers(self.num_layers)
+        model = self._layers_of(target)
         if self.window is not None:
             model.cache, model.leads = self._seen(target, model.num_layers, room)
             model.starts, model.hidden = [0] * len(target.starts), None
@@ -99,29 +96,41 @@ class OwnDrafts:
 
         try:
             with target.adapting():
-                yield model, next_logits
+                yield next_logits
         finally:
             target.cache.lengths = lengths
         if read:
             target.ahead = ReadAhead(model.num_layers, *(torch.cat(parts, dim=1) for parts in zip(*read)))
 
-    def continued(
-        self, target: SlotModel, model: SlotModel, anchors: torch.LongTensor, choose: Choose, count: int, keys: Any
+    def at_once(
+        self, target: SlotModel, anchors: torch.LongTensor, choose: Choose, count: int, keys: RowKeys | None
     ) -> Following | None:
-        """Tokens that follow the anchors `(R,)` over all slots, from one graph; `None` where there is none to run.
+        """Tokens that follow the anchors `(R,)`, from one graph of the target; `None` where there is none to run.
 
         Args:
-            target, model (`SlotModel`): The target, and what `begin` has yielded.
+            target (`SlotModel`): The target between two verifications.
             choose, count, keys: Those of [`Continuing`].
         """
-        drafting = Continuing(count, choose, num_layers=self.num_layers)
-        model.graphs = target.graphs
+        ends = None if self.window is None else (self.num_sinks, self.window)
+        drafting = Continuing(count, choose, num_layers=self.num_layers, ends=ends)
+        model, lengths = self._layers_of(target), list(target.cache.lengths)
+        model.states, model.graphs = (), target.graphs
         try:
-            following = drafting.run(model, anchors[:, None], [1] * len(anchors), keys)
+            with target.adapting():
+                following = drafting.run(model, anchors[:, None], [1] * len(anchors), keys)
         finally:
-            model.graphs = None
+            target.cache.lengths = lengths
         # The graph of the verification has the same memory.
         return following and Following(*(None if values is None else values.clone() for values in following))
+
+    def _layers_of(self, target: SlotModel) -> FunctionalSlotModel:
+        """The layers, over the target's slots."""
+        model = copy.copy(self._driver(target))
+        model.starts, model.leads, model.hidden = target.starts, target.leads, target.hidden
+        # Graphs of single forwards are those of the whole target.
+        model.graphs, model.cache = None, target.cache
+        model.keep_layers(self.num_layers)
+        return model
 
     def _driver(self, target: SlotModel) -> FunctionalSlotModel:
         if isinstance(target, FunctionalSlotModel) and not target.states:

@@ -25,7 +25,7 @@ from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.cache import move_slots
 from ..kernels.products import fast_products
-from ..kernels.tree_attention import MAX_NODES, SlotTree
+from ..kernels.tree_attention import MAX_NODES, Beginning, SlotTree
 from ..logits.acceptance import with_successors
 from ..logits.captured import CapturedJudge
 from ..logits.randomness import RowKeys
@@ -108,6 +108,7 @@ class SlotModel:
 
     # Attention that the tree kernel cannot compute falls back to masks by itself.
     _fits_kernel = True
+    beginning: Beginning | None = None
     # Contexts for forwards of the model itself that read prompts into the slots, and for all forwards.
     reading_prompts: Callable[[], AbstractContextManager[None]] = nullcontext
     adapting: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -277,7 +278,8 @@ class SlotModel:
         """Plans what a forward writes: the rows as they stand before it, and its nodes where the tree kernel runs."""
         plan = self.cache.plan_write(tokens.shape[1])
         # Nodes go after the committed slots: one copy to the device serves both.
-        rows = RowState(self.cache.lengths, self.starts, self.leads, self.hidden, plan.device_starts)
+        places = self.cache.lengths, self.starts, self.leads, self.hidden, self.beginning
+        rows = RowState(*places, plan.device_starts)
         fits = self._fits_kernel and tokens.shape[1] <= MAX_NODES and rows.hidden is None
         return rows, slot_tree(topology, rows) if fits and use_triton(tokens) else None
 
@@ -405,6 +407,11 @@ class SlotModel:
         output = read(model, inputs)
         self.attention_layers = model.attention_layers
         return *output, model.attention_layers
+
+    def see_ends(self, num_first: int, window: int) -> None:
+        """Lets the nodes of a graph see the first slots of each text and the last committed ones, from now on."""
+        texts, self.starts = self.starts, torch.maximum(self.starts, self.cache.lengths - window)
+        self.beginning = Beginning(texts, num_first, num_first + window)
 
     def _unjudged(self, inputs: NodeInputs) -> tuple:
         output = self.forward(*inputs.read()[:2])

@@ -8,14 +8,15 @@ Shapes: R rows of a graph, r of them in use.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from ..decoding.graphs import CallGraphs, CapturedForward, graphs_for
-from ..protocol import Session
-from ..transfers import fill_front
+from ..protocol import Commit, Session
+from ..transfers import fill_front, select_rows
 
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ def begin_graphs(
     if graphs is not None:
         session.draft_graphs.append(graphs)
     return graphs
+
+
+# Returns the states `(B, H)` from which anchors were predicted, for whoever needs them.
+States = Callable[[], torch.Tensor]
 
 
 class RowInputs:
@@ -93,33 +98,39 @@ class RowGraphs:
         return self._graphs is not None and self._graphs.why_eager is None
 
     def run(
-        self, key: tuple[Any, ...], read: Callable[..., Any], values: dict[str, torch.Tensor], constants: Any = None
+        self,
+        key: tuple[Any, ...],
+        rows: int,
+        read: Callable[..., Any],
+        values: Callable[[], dict[str, torch.Tensor]],
+        constants: Any = None,
     ) -> Any:
         """Runs the network on some tensors, in a graph where there is one.
 
         Args:
             key (`tuple`): What is built into the graph beside the rows.
+            rows (`int`): r.
             read (`Callable`): Takes the tensors by name, and returns tensors `(r, ...)`, nested or not; a graph has R
                 rows.
-            values (`dict[str, torch.Tensor]`): The tensors `(r, ...)`.
+            values (`Callable`): Returns the tensors `(r, ...)`; asked for if the graph has not run ahead.
             constants (`Any`): Tensors that it reads beside them.
 
         Returns:
             The result of `read`, to be used before the next graph runs.
         """
-        captured = None if self._graphs is None else self._replay(key, read, values, constants)
+        values = cache(values)
+        captured = None if self._graphs is None else self._replay(key, rows, read, values, constants)
         if captured is None:
-            return read(**values)
-        count = _num_rows(values)
-        return tree_map_only(torch.Tensor, lambda part: part[:count], captured.output)
+            return read(**values())
+        return tree_map_only(torch.Tensor, lambda part: part[:rows], captured.output)
 
-    def _replay(self, key, read, values, constants) -> CapturedForward | None:
+    def _replay(self, key, rows, read, values, constants) -> CapturedForward | None:
         device = next(self._network.parameters()).device
         return self._graphs.run(
             key,
-            _num_rows(values),
-            lambda rows: RowInputs(rows, values, device, constants),
-            lambda inputs, count: inputs.fill(values, count),
+            rows,
+            lambda size: RowInputs(size, values(), device, constants),
+            lambda inputs, count: inputs.fill(values(), count),
             lambda inputs: read(**inputs.tensors),
         )
 
@@ -129,5 +140,37 @@ class RowGraphs:
             self._graphs.close()
 
 
-def _num_rows(values: dict[str, torch.Tensor]) -> int:
-    return len(next(iter(values.values())))
+class AnchorStates:
+    """The target's states `(B, H)` from which each row's anchor was predicted, taken when somebody asks for them.
+
+    They are all that a network without a cache knows of the text.
+    """
+
+    def __init__(self):
+        self._take: States | None = None
+
+    def __call__(self) -> torch.Tensor:
+        """The states.
+
+        Raises:
+            RuntimeError: Nothing has been committed yet.
+        """
+        if self._take is None:
+            raise RuntimeError("the states of no commit")
+        return self._take()
+
+    def observe(self, commit: Commit) -> None:
+        self._take = cache(lambda: commit.anchor_states("last"))
+
+    def keep_rows(self, keep: list[int]) -> None:
+        if self._take is not None:
+            self._set(select_rows(self(), keep))
+
+    def join(self, other: AnchorStates) -> None:
+        self._set(torch.cat([self(), other()]))
+
+    def _set(self, states: torch.Tensor) -> None:
+        self._take = lambda: states
+
+    def forget(self) -> None:
+        self._take = None

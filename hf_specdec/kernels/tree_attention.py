@@ -30,18 +30,35 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
+class Beginning:
+    """The first slots of texts that are seen from a later slot on only, beside these.
+
+    Attributes:
+        starts (`torch.LongTensor` of shape `(B,)`): Where the texts begin.
+        count (`int`): How many slots of each are seen, as far as windows reach; not by layers that see chunks.
+        most_seen (`int`): Committed slots of a row that are seen at most, these included.
+    """
+
+    starts: torch.LongTensor
+    count: int
+    most_seen: int
+
+
+@dataclass(frozen=True)
 class SlotTree:
     """Visibility among the nodes, without a mask. Node j of a row lies in slot `length + j`.
 
     Attributes:
         lengths (`torch.LongTensor` of shape `(B,)`): Committed slots of each row, its padding included.
-        starts (`torch.LongTensor` of shape `(B,)`): First slot of each row that is not padding.
+        starts (`torch.LongTensor` of shape `(B,)`): First slot of each row that is not padding, or the first one that
+            is seen.
         ancestors (`torch.LongTensor` of shape `(T,)`, `(B, T)` or `(B | 1, T, W)`, *optional*): Bit `j % 64` of word
             `j // 64` of entry i: node j is seen by the i-th of the nodes that look, such as itself and its ancestors.
             `None`: the nodes are a chain of any length, in which padding sees itself alone.
         depths (`torch.LongTensor` of shape `(N,)` or `(B, N)`, *optional*): Edges to the first node, which has depth
             0. `None`: those of a chain.
         num_queries (`int`): T, the last of the nodes, which look; not 0 in a chain.
+        beginning (`Beginning`, *optional*): Slots in front of `starts` that are seen as well.
     """
 
     lengths: torch.LongTensor
@@ -49,6 +66,7 @@ class SlotTree:
     ancestors: torch.LongTensor | None = None
     depths: torch.LongTensor | None = None
     num_queries: int = 0
+    beginning: Beginning | None = None
 
     def __post_init__(self) -> None:
         if self.ancestors is not None:
@@ -155,9 +173,18 @@ def visible_slots(tree: SlotTree, slots: int, window: int = 0, chunk: int = 0) -
     committed = (slot >= starts) & (slot < lengths)
     visible = committed[:, None] | (is_node[:, None] & seen)
     positions = torch.where(is_node, lengths + depths.gather(1, node), slot) - starts
-    oldest = _oldest_position(lengths - starts + depths[:, nodes - count :], window, chunk)
-    visible &= positions[:, None] >= oldest[..., None]
+    own = lengths - starts + depths[:, nodes - count :]
+    visible &= positions[:, None] >= _oldest_position(own, window, chunk)[..., None]
+    if tree.beginning is not None and not chunk:
+        is_near = (own[..., None] - positions[:, None] < window) if window else True
+        visible |= first_slots(tree.beginning, slot, starts)[:, None] & is_near
     return visible | (is_node[:, None] & itself) if tree.ancestors is None else visible
+
+
+def first_slots(beginning: Beginning, slots: torch.LongTensor, starts: torch.LongTensor) -> torch.BoolTensor:
+    """Mask `(B, S)` of the slots `(B | 1, S)` that belong to the beginning, in front of `starts` `(B, 1)`."""
+    first = beginning.starts[:, None]
+    return (slots >= first) & (slots < first + beginning.count) & (slots < starts)
 
 
 def _oldest_position(positions, window, chunk):
@@ -233,9 +260,9 @@ def _attend(
 @triton.jit(
     do_not_specialize=[
         *("ancestors_stride_b", "ancestors_stride_t", "depths_stride_b"),
-        *("span", "num_queries", "num_nodes", "num_splits"),
+        *("span", "num_first", "num_queries", "num_nodes", "num_splits"),
     ],
-    do_not_specialize_on_alignment=["lengths_ptr", "starts_ptr", "ancestors_ptr", "depths_ptr"],
+    do_not_specialize_on_alignment=["lengths_ptr", "starts_ptr", "texts_ptr", "ancestors_ptr", "depths_ptr"],
 )
 def _tree_attention_kernel(
     query_ptr,  # [B, H, T, D]
@@ -244,6 +271,7 @@ def _tree_attention_kernel(
     sinks_ptr,  # [H], unread if not HAS_SINKS
     lengths_ptr,  # [B]
     starts_ptr,  # [B]
+    texts_ptr,  # [B], unread if not HAS_BEGINNING
     ancestors_ptr,  # [B, T, W], unread if IS_CHAIN
     depths_ptr,  # [B, N], unread if IS_CHAIN
     output_ptr,  # [B, T, H, V]
@@ -265,6 +293,7 @@ def _tree_attention_kernel(
     scale,
     softcap,
     span,
+    num_first,
     num_queries,
     num_nodes,
     num_splits,
@@ -280,6 +309,7 @@ def _tree_attention_kernel(
     IS_CHAIN: tl.constexpr,
     IS_WINDOW: tl.constexpr,
     IS_CHUNK: tl.constexpr,
+    HAS_BEGINNING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
@@ -345,6 +375,22 @@ def _tree_attention_kernel(
             key_stride_s, value_stride_s, scale, softcap,
             HEAD_SIZE, VALUE_SIZE, BLOCK_D, BLOCK_V, HAS_SOFTCAP, UPCAST,
         )  # fmt: skip
+
+    if HAS_BEGINNING:
+        # In the last part, like the nodes: the others are as long as can be.
+        text = tl.load(texts_ptr + row).to(tl.int32)
+        end = tl.where(split == num_splits - 1, tl.minimum(text + num_first, start), text)
+        for block in tl.range(text, end, BLOCK_N):
+            slots = block + tl.arange(0, BLOCK_N)
+            is_slot = slots < end
+            visible = is_slot[None, :] & is_line[:, None]
+            if IS_WINDOW:
+                visible = visible & (slots[None, :] > (length + depth - span)[:, None])
+            sums, total, highest = _attend(
+                sums, total, highest, query, key_ptr, value_ptr, slots.to(tl.int64), is_slot, visible,
+                key_stride_s, value_stride_s, scale, softcap,
+                HEAD_SIZE, VALUE_SIZE, BLOCK_D, BLOCK_V, HAS_SOFTCAP, UPCAST,
+            )  # fmt: skip
 
     # The nodes, in the last part.
     first_node, last_node = 0, num_nodes
@@ -486,7 +532,9 @@ def _tree_attention_triton(query, key, value, tree, scale, window, chunk, softca
     block_d, block_v = (max(16, triton.next_power_of_2(width)) for width in (size, value_size))
     gpu = gpu_of(query.device)
     span = window or chunk
-    read = min(slots, span + queries) if span else slots
+    beginning = None if chunk else tree.beginning
+    limits = [limit for limit in (span, 0 if beginning is None else beginning.most_seen) if limit]
+    read = min([slots, *(limit + queries for limit in limits)])
     bytes_read = rows * kv_heads * read * query.element_size() * (size + value_size)
     tile = attention_tile(gpu, query.element_size(), max(block_d, block_v), lines, bytes_read)
     block_m = min(tile.queries, max(16, triton.next_power_of_2(lines)))
@@ -502,14 +550,15 @@ def _tree_attention_triton(query, key, value, tree, scale, window, chunk, softca
     arrivals = _arrivals(triton.next_power_of_2(max(rows * kv_heads * tiles, 1024)), query.device)
     with torch.cuda.device_of(query):
         _tree_attention_kernel[(tiles, num_splits, rows * kv_heads)](
-            query, key, value, sinks, tree.lengths, tree.starts, words, depths, output, partial, mass, arrivals,
+            query, key, value, sinks, tree.lengths, tree.starts, None if beginning is None else beginning.starts,
+            words, depths, output, partial, mass, arrivals,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *words_strides, depths.stride(0),
-            scale, softcap, span, queries, tree.num_nodes, num_splits,
+            scale, softcap, span, 0 if beginning is None else beginning.count, queries, tree.num_nodes, num_splits,
             KV_HEADS=kv_heads, GROUPS=heads // kv_heads, HEAD_SIZE=size, VALUE_SIZE=value_size,
             BLOCK_M=block_m, BLOCK_N=tile.slots, BLOCK_D=block_d, BLOCK_V=block_v,
             BLOCK_LINES=max(1, min(block_m, 512 * tile.warps // block_v)), IS_CHAIN=is_chain,
-            IS_WINDOW=window > 0, IS_CHUNK=chunk > 0, HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None,
-            IS_SPLIT=is_split, UPCAST=needs_upcast(query),
+            IS_WINDOW=window > 0, IS_CHUNK=chunk > 0, HAS_BEGINNING=beginning is not None, HAS_SOFTCAP=softcap > 0,
+            HAS_SINKS=sinks is not None, IS_SPLIT=is_split, UPCAST=needs_upcast(query),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return output

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, load_speculator
-from hf_specdec.candidate_generators.mlp_speculator.generator import GrowthPlan, MLPSpeculatorCandidateGenerator
+from hf_specdec.candidate_generators.mlp_speculator.generator import MLPSpeculatorCandidateGenerator
+from hf_specdec.candidate_generators.mlp_speculator.growth import GrowthPlan
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.drafts import TokenTree
 from hf_specdec.protocol import Commit, DraftStep, Session

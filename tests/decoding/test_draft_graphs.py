@@ -359,9 +359,12 @@ class TestNetworksWithoutACache:
         network, session = network_of("mlp_speculator/tied"), Session(3, 60, CPU)
         row_graphs = RowGraphs(network)
         row_graphs.begin(SpeculativeConfig("mlp_speculator", "loaded"), session)
+
+        def values():
+            return {"one": torch.arange(3.0), "two": torch.ones(3, 2)}
+
         for _ in range(3):
-            values = {"one": torch.arange(3.0), "two": torch.ones(3, 2)}
-            double, (total, number) = row_graphs.run((), lambda one, two: (2 * one, (two.sum(1), 7)), values)
+            double, (total, number) = row_graphs.run((), 3, lambda one, two: (2 * one, (two.sum(1), 7)), values)
             assert double.tolist() == [0, 2, 4]
             assert (total.tolist(), number) == ([2, 2, 2], 7)
         row_graphs.close()

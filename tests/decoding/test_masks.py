@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hf_specdec.decoding.attention import TreeMask
 from hf_specdec.decoding.masks import FULL, GrownTopology, RowState, Span, node_masks, node_positions, slot_tree
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
-from hf_specdec.kernels.tree_attention import visible_slots
+from hf_specdec.kernels.tree_attention import Beginning, visible_slots
 
 
 SPANS = (FULL, Span("sliding", 1), Span("sliding", 4), Span("chunked", 3), Span("sliding", 100))
@@ -142,6 +142,27 @@ def test_rows_and_trees_that_the_device_alone_knows(data, rows, repeats):
         for some, places in ((topology, unknown), (known, rows))
     )
     assert all(map(torch.equal, found, expected))
+
+
+@settings(max_examples=100)
+@given(st.data(), row_states(), st.integers(0, 3), st.integers(1, 5))
+def test_both_ends_of_texts(data, rows, count, window):
+    """A node sees what it would see of the whole text, but for the slots between its first and its last ones."""
+    topology = GrownTopology(torch.tensor(data.draw(parent_lists(len(rows.lengths))), dtype=torch.long))
+    lengths, texts, leads = map(torch.tensor, (rows.lengths, rows.starts, rows.leads))
+    columns = max(rows.lengths) + topology.depths.shape[1]
+    starts = torch.maximum(texts, lengths - window)
+    ends = RowState(lengths, starts, leads, beginning=Beginning(texts, count, count + window))
+    slots = torch.arange(columns)
+    left_out = (slots >= texts[:, None] + count) & (slots < starts[:, None])
+    spans = [span for span in SPANS if span.kind != "chunked"]
+    whole = RowState(lengths, texts, leads)
+    masks = (node_masks(topology, some, columns, spans, torch.float32) for some in (ends, whole))
+    for span, mask, of_all in zip(spans, *masks):
+        expected = (of_all == 0)[:, 0] & ~left_out[:, None]
+        assert torch.equal((mask == 0)[:, 0], expected)
+        tree = slot_tree(topology, ends)
+        assert torch.equal(visible_slots(tree, columns, **TreeMask(tree, span).limits), expected)
 
 
 def test_bits_live_as_long_as_their_topology():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hf_specdec.kernels import tree_attention as kernels
 from hf_specdec.kernels.tiles import TILES, Gpu, Tile, attention_tile, count_splits
 from hf_specdec.kernels.tree_attention import (
     MAX_NODES,
+    Beginning,
     SlotTree,
     _arrivals,
     _tree_attention_torch,
@@ -39,8 +41,18 @@ def tree_of(parents, lengths, starts) -> SlotTree:
     return SlotTree(torch.tensor(lengths), torch.tensor(starts), pack_ancestors(topology.ancestors), topology.depths)
 
 
-def moved(tree: SlotTree, device) -> SlotTree:
-    return SlotTree(**{name: part.to(device) if torch.is_tensor(part) else part for name, part in vars(tree).items()})
+def moved(tree, device):
+    """The tree on a device, or its beginning."""
+    parts = {name: part.to(device) if torch.is_tensor(part) else part for name, part in vars(tree).items()}
+    if parts.get("beginning") is not None:
+        parts["beginning"] = moved(parts["beginning"], device)
+    return type(tree)(**parts)
+
+
+def of_both_ends(tree: SlotTree, count: int, window: int) -> SlotTree:
+    """The tree as it sees the first slots of each text and the last committed ones alone."""
+    starts = torch.maximum(tree.starts, tree.lengths - window)
+    return replace(tree, starts=starts, beginning=Beginning(tree.starts, count, count + window))
 
 
 def random_states(rows, heads, kv_heads, nodes, slots, size, value_size=None, dtype=torch.float32):
@@ -291,6 +303,15 @@ def test_kernel_with_spans_caps_and_sinks(options, num_splits, device):
     check(device, *random_states(2, 4, 1, 7, 107, 32), tree, num_splits, **options)
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"window": 60}, {"window": 9}], ids=str)
+@pytest.mark.parametrize("count", [0, 4, 70])
+def test_kernel_over_both_ends_of_texts(count, options, num_splits, device):
+    """Long texts, one shorter than both ends, and one that begins with padding; windows that reach the first slots."""
+    tree = of_both_ends(tree_of(BUSHY, lengths=[180, 7, 64], starts=[11, 2, 0]), count, window=40)
+    check(device, *random_states(3, 4, 1, 7, 187, 16), tree, num_splits, **options)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 2), (7, 1)])
 def test_kernel_with_grouped_heads(heads, kv_heads, device):
     check(device, *random_states(2, heads, kv_heads, 7, 48, 16), tree_of(STAR, [40, 41], [0, 5]), num_splits=2)
@@ -337,6 +358,7 @@ SHAPES = {
     "d128_chain": (128, 128, 1000, 4, torch.bfloat16, 1, {"is_chain": True, "window": 512}),
     "d64": (64, 64, 64, 8, torch.float16, 1, {"window": 128, "sinks": True}),
     "d64_some": (64, 64, 16, 4, torch.float16, 8, {}),
+    "d128_both_ends": (128, 128, 1, 4, torch.bfloat16, 1, {"both_ends": True}),
     "one_query": (96, 96, 1, 1, torch.bfloat16, 8, {}),
     "d192": (192, 128, 16, 1, torch.bfloat16, 1, {}),
     "d256": (256, 256, 32, 2, torch.bfloat16, 8, {"chunk": 8192, "softcap": 50.0}),
@@ -367,6 +389,8 @@ def test_kernels_compile(compile_for, shape, request, monkeypatch):
     tree = SlotTree(integers, integers, integers.expand(nodes), integers.expand(nodes))
     if options.pop("is_chain", False):
         tree = SlotTree(integers, integers, num_queries=nodes)
+    if options.pop("both_ends", False):
+        tree = of_both_ends(tree, 4, 512)
     with compile_for(SPILLED_WHILE_ADDING) as compiled:
         attention(_tree_attention_triton, query, key, value, tree, num_splits=num_splits, **options)
     assert len(compiled) == 1

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from ...drafting.graphs import RowGraphs
+from ...drafting.graphs import AnchorStates, RowGraphs, States
 from ...drafting.growth import DepthLimits
 from ...drafting.positions import Positions
 from ...drafts import DraftTree, TokenTree
@@ -32,7 +32,7 @@ from ...logits.grammar.growth import GrowingMasks
 from ...metrics import LOSSLESS_RULES
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...threads import Lock
-from ...transfers import kept_on_device, select_rows, upload
+from ...transfers import kept_on_device, upload
 from ...validation import Options, setting
 from ..base import CandidateGenerator
 from .network import NUM_RANKS, MedusaHeads, fitting_heads, load_medusa
@@ -193,7 +193,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
         self._accuracies = self.counts.accuracies if self.counts else self.heads.accuracies
         self.tree = self._fitting(tree or self._default_tree())
         self.num_speculative_tokens: int = self.heads.num_heads if self.counts else self.tree.max_depth
-        self.hidden: torch.Tensor | None = None  # (B, H), from which each row's anchor was predicted
+        self.hidden: AnchorStates = AnchorStates()
         self.candidates: torch.LongTensor | None = None  # (D, B, C), of the last draft, to be counted
         self.graphs: RowGraphs = RowGraphs(self.heads, (self.lm_head,) if self.heads.lm_heads is None else ())
 
@@ -232,31 +232,33 @@ class MedusaCandidateGenerator(CandidateGenerator):
         masks = self.growing_masks(step, depths)
         if masks is not None:
             return self._propose_masked(tree, step, depths, masks)
-        tokens = self._counted(tree) if self.counts else self._filled(tree, self.hidden)
+        count = len(step.rows)
+        tokens = self._counted(tree, count) if self.counts else self._filled(tree, count, self.hidden)
         return DraftTree.of_shape(tree, tokens, depths)
 
-    def _filled(self, tree: TokenTree, hidden: torch.Tensor) -> torch.LongTensor:
+    def _filled(self, tree: TokenTree, num_rows: int, states: States) -> torch.LongTensor:
         """Tokens `(B, N)` of the tree after states `(B, H)`."""
-        count, own = max(tree.widths), self.heads.lm_heads is not None
-        places = _candidate_of_node(tree, count, self.heads.weights[0].device if own else hidden.device)
+        count = max(tree.widths)
 
         def read(hidden: torch.Tensor) -> torch.LongTensor:
-            return self._best_tokens(hidden, tree.max_depth, count).flatten(1).index_select(1, places)
+            best = self._best_tokens(hidden, tree.max_depth, count)
+            return best.flatten(1).index_select(1, _candidate_of_node(tree, count, best.device))
 
-        return self.graphs.run((tree,), read, {"hidden": hidden}, places).to(self.session.device)
+        return self.graphs.run((tree,), num_rows, read, lambda: {"hidden": states()}).to(self.session.device)
 
-    def _counted(self, tree: TokenTree) -> torch.LongTensor:
+    def _counted(self, tree: TokenTree, num_rows: int) -> torch.LongTensor:
         """Tokens `(B, N)` of the tree, which `observe` will count together with what the tree leaves out."""
         depth, count = min(tree.max_depth + 1, self.heads.num_heads), min(NUM_RANKS, self.heads.lm_head_size)
         read = partial(self._best_tokens, depth=depth, count=count)
-        best = self.graphs.run((depth, count), read, {"hidden": self.hidden}).to(self.session.device)
+        best = self.graphs.run((depth, count), num_rows, read, lambda: {"hidden": self.hidden()})
+        best = best.to(self.session.device)
         self.candidates = best.transpose(0, 1)
         return best.flatten(1).index_select(1, _candidate_of_node(tree, count, best.device))
 
     def _propose_masked(self, tree: TokenTree, step: DraftStep, depths: list[int], masks: GrowingMasks) -> DraftTree:
         """Fills the tree with the best candidates that the grammar allows at each node."""
         self.candidates = None
-        logits = self.heads.short_logits(self.hidden, self.lm_head, tree.max_depth).transpose(0, 1)
+        logits = self.heads.short_logits(self.hidden(), self.lm_head, tree.max_depth).transpose(0, 1)
         positions = Positions(logits, self.heads.token_map)
         limits = DepthLimits(torch.tensor(depths))
         nodes = positions.grow(tree.levels(logits.device), step.anchor_tokens, limits, masks)
@@ -268,7 +270,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
         return self.graphs.are_on and self.candidates is None and not self.may_mask
 
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree:
-        tokens = self._filled(self.tree, commit.anchor_states("last"))
+        tokens = self._filled(self.tree, len(commit.rows), partial(commit.anchor_states, "last"))
         return DraftTree.of_shape(self.tree, tokens, [self.tree.max_depth] * len(commit.rows))
 
     def _best_tokens(self, hidden: torch.Tensor, depth: int, count: int) -> torch.LongTensor:
@@ -280,7 +282,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
             self._count(commit.tokens, commit.counts)
         # What is committed without a draft says nothing of these.
         self.candidates = None
-        self.hidden = commit.anchor_states("last")
+        self.hidden.observe(commit)
 
     def _count(self, tokens: torch.LongTensor, lengths: list[int]) -> None:
         self.counts.add(self.candidates, tokens, lengths)
@@ -289,15 +291,16 @@ class MedusaCandidateGenerator(CandidateGenerator):
             self.tree: TokenTree = self._default_tree()
 
     def keep_rows(self, keep: list[int]) -> None:
-        if self.hidden is not None:
-            self.hidden = select_rows(self.hidden, keep)
+        self.hidden.keep_rows(keep)
 
     def join(self, other: MedusaCandidateGenerator, numbers: dict[int, int]) -> None:
-        self.hidden, self.candidates = torch.cat([self.hidden, other.hidden]), None
+        self.hidden.join(other.hidden)
+        self.candidates = None
 
     def close(self) -> None:
         self.graphs.close()
-        self.hidden = self.candidates = None
+        self.hidden.forget()
+        self.candidates = None
 
 
 def chosen_tree(config: SpeculativeConfig, heads: MedusaHeads) -> TokenTree | None:

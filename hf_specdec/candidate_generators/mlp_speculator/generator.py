@@ -9,23 +9,21 @@ of such a tree. The network keeps no cache: it starts anew from the target's sta
 On a GPU a draft is one graph. Of chains that the call's processors look at, sampled ones among them, each token is
 one.
 
-Shapes: B active rows, N draft nodes, S nodes that were looked at, R nodes of a level that are read, W candidates of a
-node, H hidden size of the target.
+Shapes: B active rows, N draft nodes, H hidden size of the target.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
 from ...checkpoints.loading import check_given
 from ...drafting.chain import CapturedDrawing, SteeredChain
-from ...drafting.graphs import RowGraphs
-from ...drafting.growth import most_probable
-from ...drafts import DraftTree, TokenTree, renumbered
+from ...drafting.graphs import AnchorStates, RowGraphs, States
+from ...drafts import DraftTree, TokenTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
@@ -33,10 +31,10 @@ from ...logits.grammar.growth import GrowingMasks
 from ...logits.randomness import RowKeys
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...target_facts import vocabulary_size
-from ...threads import cached_property
-from ...transfers import kept_on_device, kept_tensor, on_host, select_rows, upload
+from ...transfers import kept_tensor, on_host
 from ...validation import MOST_DRAFT_TOKENS, Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
+from .growth import ChosenNodes, GrownTree, GrowthPlan
 from .network import MLPSpeculator, MLPStage, load_mlp_speculator
 
 
@@ -177,7 +175,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         self.samples_drafts: bool | None = self.asks_to_sample
         self.plan: TokenTree | GrowthPlan = _plan(config, resources, session, self.chain_only_reason)
         self.num_speculative_tokens: int = self.plan.max_depth
-        self.states: torch.Tensor | None = None  # (B, H): of each row, what its anchor was predicted from
+        self.states: AnchorStates = AnchorStates()
         self._step: DraftStep | None = None  # that of the last draft
         self.graphs: RowGraphs = RowGraphs(self.speculator)
         # Targets of other vocabularies may share the network.
@@ -191,18 +189,17 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         self.graphs.begin(self.config, self.session)
 
     def observe(self, commit: Commit) -> None:
-        self.states = commit.anchor_states("last")
+        self.states.observe(commit)
 
     def keep_rows(self, keep: list[int]) -> None:
-        if self.states is not None:
-            self.states = select_rows(self.states, keep)
+        self.states.keep_rows(keep)
 
     def join(self, other: MLPSpeculatorCandidateGenerator, numbers: dict[int, int]) -> None:
-        self.states = torch.cat([self.states, other.states])
+        self.states.join(other.states)
 
     def close(self) -> None:
         self.graphs.close()
-        self.states = None
+        self.states.forget()
 
     def propose(self, step: DraftStep) -> DraftTree:
         limits = self.draft_depths(step)
@@ -226,11 +223,11 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         return not self._is_steered(self._step.rows) or self._drawing(self._step.rows) is not None
 
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree:
-        most, drawing, states = self.num_speculative_tokens, self._drawing(commit.rows), commit.anchor_states("last")
+        most, drawing = self.num_speculative_tokens, self._drawing(commit.rows)
+        given, limits = (partial(commit.anchor_states, "last"), commit.anchors), [most] * len(commit.rows)
         if drawing is None:
-            return self._drafted(self._draft(states, commit.anchors, most), [most] * len(commit.rows))
-        given = states, commit.anchors, commit.rows, self._step.lengths, commit.counts
-        return self._draw(drawing, [most] * len(commit.rows), *given)
+            return self._drafted(self._draft(*given, most), limits)
+        return self._draw(drawing, limits, *given, commit.rows, self._step.lengths, commit.counts)
 
     def _is_steered(self, rows: list[int]) -> bool:
         """Tells whether the tokens of chains are sampled, or chosen by what processors leave of their logits."""
@@ -243,7 +240,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         return CapturedDrawing.of(self.session, rows, self.device) if self.samples_drafts else None
 
     def _draft(
-        self, states: torch.Tensor, anchors: torch.LongTensor, depth: int, masks: GrowingMasks | None = None
+        self, states: States, anchors: torch.LongTensor, depth: int, masks: GrowingMasks | None = None
     ) -> torch.LongTensor | ChosenNodes:
         """Drafts the plan up to a depth, after states `(B, H)` and the anchors `(B,)` that were predicted from them.
 
@@ -257,11 +254,11 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             read, constants = self._best_chain, None
         else:
             read, constants = self._ranked, plan.up_to(depth).levels(self.device)
-        values = {"states": states, "anchors": anchors}
         if masks is not None:
             # Masks are made on the host, level by level.
-            return read(depth, **values, masks=masks)
-        return self.graphs.run((plan, depth, *self.vocabulary), partial(read, depth), values, constants)
+            return read(depth, states(), anchors, masks=masks)
+        key, run = (plan, depth, *self.vocabulary), partial(read, depth)
+        return self.graphs.run(key, len(anchors), run, lambda: {"states": states(), "anchors": anchors}, constants)
 
     def _start(self, states: torch.Tensor) -> torch.Tensor:
         """Input of stage 0."""
@@ -278,11 +275,11 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         if drawing is not None:
             before = [length - 1 for length in step.lengths]
             return self._draw(drawing, limits, self.states, step.anchor_tokens, step.rows, before)
-        state, tokens = self.states, step.anchor_tokens
+        state, tokens = self.states(), step.anchor_tokens
         chain = SteeredChain(self.session.sampler, step.rows, step.lengths, self.samples_drafts)
         for depth in range(max(limits)):
-            values = {"state": state, "tokens": tokens}
-            state, logits = self.graphs.run((depth, *self.vocabulary), partial(self._read, depth), values)
+            key, values = (depth, *self.vocabulary), partial(dict, state=state, tokens=tokens)
+            state, logits = self.graphs.run(key, len(step.rows), partial(self._read, depth), values)
             tokens = chain.choose(chain.scores(logits.to(self.session.device)))
         return chain.draft(limits)
 
@@ -290,7 +287,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         self,
         drawing: CapturedDrawing,
         limits: list[int],
-        states: torch.Tensor,
+        states: States,
         anchors: torch.LongTensor,
         rows: list[int],
         before: list[int],
@@ -302,12 +299,15 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             rows (`list[int]`): Row of the call of each.
             before (`list[int]`), counts (`torch.LongTensor` of shape `(B,)`): Tokens before, and after those, or 1.
         """
-        counts = kept_tensor((1,) * len(rows), self.device) if counts is None else counts
-        keys = on_host(list(zip(*self.session.sampler.uniforms.keys(rows, before))), self.device)
-        values = {"states": states, "anchors": anchors, "keys": keys, "counts": counts}
+
+        def values() -> dict[str, torch.Tensor]:
+            ahead = kept_tensor((1,) * len(rows), self.device) if counts is None else counts
+            keys = on_host(list(zip(*self.session.sampler.uniforms.keys(rows, before))), self.device)
+            return {"states": states(), "anchors": anchors, "keys": keys, "counts": ahead}
+
         depth = self.num_speculative_tokens
         key = (self.plan, depth, *self.vocabulary, *drawing.key)
-        tokens, probs = self.graphs.run(key, partial(self._drawn_chain, drawing, depth), values)
+        tokens, probs = self.graphs.run(key, len(rows), partial(self._drawn_chain, drawing, depth), values)
         return DraftTree.chain(tokens, probs=probs).shortened(limits)
 
     def _drawn_chain(
@@ -390,137 +390,6 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
                 masks.follow(tokens, parents)
         sizes = [level[0].shape[1] for level in levels]
         return GrownTree(*(torch.cat(parts, dim=1) for parts in zip(*levels)), sizes)
-
-
-@dataclass(frozen=True)
-class GrowthPlan:
-    """Shape of trees that differ from row to row: the nodes that are looked at, and those that are drafted.
-
-    Args:
-        widths (`tuple[int, ...]`): Continuations of each node, by depth.
-        num_nodes (`int`): Draft this many most probable nodes.
-        num_candidates (`int`, *optional*): Instead, draft the nodes of this many most probable sequences.
-    """
-
-    widths: tuple[int, ...]
-    num_nodes: int
-    num_candidates: int | None = None
-
-    is_chain = False
-
-    @property
-    def max_depth(self) -> int:
-        return len(self.widths)
-
-    @cached_property
-    def num_reads(self) -> tuple[int, ...]:
-        """Nodes of each level that are continued."""
-        counts, size = [], 1
-        for depth, width in enumerate(self.widths, start=1):
-            size *= width
-            if self.num_candidates is None:
-                # More nodes than these rarely have children among the chosen: reading all that could gains no tokens.
-                size = min(size, -(-self.num_nodes // (2 * depth + 1)))
-            counts.append(size)
-        return tuple(counts)
-
-    def __len__(self) -> int:
-        """Most nodes that are drafted."""
-        sizes = [reads * width for reads, width in zip((1, *self.num_reads), self.widths)]
-        if self.num_candidates is None:
-            return min(self.num_nodes, sum(sizes))
-        return sum(min(size, self.num_candidates) for size in sizes)
-
-
-@dataclass
-class GrownTree:
-    """All nodes that were looked at, level by level.
-
-    Attributes:
-        tokens (`torch.LongTensor` of shape `(B, S)`): Their tokens.
-        parents (`torch.LongTensor` of shape `(B, S)`): Index of each node's parent, -1 for a child of the anchor.
-        scores (`torch.FloatTensor` of shape `(B, S)`): Log-probability of the path to each node.
-        level_sizes (`list[int]`): Nodes of each level.
-    """
-
-    tokens: torch.LongTensor
-    parents: torch.LongTensor
-    scores: torch.FloatTensor
-    level_sizes: list[int]
-
-    def chosen(self, plan: GrowthPlan) -> ChosenNodes:
-        """The nodes that the plan chooses."""
-        if plan.num_candidates is None:
-            nodes, counts = most_probable(self.scores, plan.num_nodes), None
-        else:
-            nodes, counts = self._best_sequences(plan)
-        tokens, scores = self.tokens.gather(1, nodes), self.scores.gather(1, nodes)
-        parents = renumbered(self.parents.gather(1, nodes), nodes, self.tokens.shape[1])
-        return ChosenNodes(tokens, parents, scores, nodes, counts, tuple(self.level_sizes))
-
-    def _best_sequences(self, plan: GrowthPlan) -> tuple[torch.LongTensor, torch.LongTensor]:
-        """The nodes `(B, N)` of the sequences, in the order of levels, and how many are valid `(B,)`."""
-        leaves = self.scores[:, -self.level_sizes[-1] :]
-        best = leaves.topk(min(plan.num_candidates, leaves.shape[1])).indices
-        chosen = torch.zeros_like(leaves, dtype=torch.bool).scatter_(1, best, True)
-        levels = [chosen]
-        for size in reversed(self.level_sizes[:-1]):
-            chosen = chosen.unflatten(1, (size, -1)).any(-1)
-            levels.insert(0, chosen)
-        chosen = torch.cat(levels, dim=1)
-        return chosen.byte().sort(dim=1, descending=True, stable=True).indices[:, : len(plan)], chosen.sum(1)
-
-
-class ChosenNodes(NamedTuple):
-    """The nodes of a tree that are drafted, in the order of levels.
-
-    Attributes:
-        tokens, parents (`torch.LongTensor` of shape `(B, N)`): Of the nodes.
-        scores (`torch.FloatTensor` of shape `(B, N)`): Log-probability of the path to each.
-        places (`torch.LongTensor` of shape `(B, N)`): Their places among the nodes that were looked at.
-        counts (`torch.LongTensor` of shape `(B,)`, *optional*): Number of valid ones; `None` for all.
-        level_sizes (`tuple[int, ...]`): Nodes of each level that were looked at.
-    """
-
-    tokens: torch.LongTensor
-    parents: torch.LongTensor
-    scores: torch.FloatTensor
-    places: torch.LongTensor
-    counts: torch.LongTensor | None
-    level_sizes: tuple[int, ...]
-
-    def draft(self, limits: list[int], device: torch.device) -> DraftTree:
-        """The draft, each row cut to its limit."""
-        tokens, parents, scores = self.tokens, self.parents, self.scores
-        if self.counts is not None and self.counts.device.type == "cpu":
-            # How many prefixes sequences share is not known before. A GPU is not asked: padding costs it less.
-            widest = int(self.counts.max())
-            tokens, parents, scores = tokens[:, :widest], parents[:, :widest], scores[:, :widest]
-        if min(limits) < len(self.level_sizes):
-            counts = self._num_within(limits).to(device)
-        elif self.counts is not None:
-            counts = self.counts.to(device)
-        else:
-            counts = [tokens.shape[1]] * len(limits)
-        log_probs = scores.to(device)
-        if not isinstance(counts, list):
-            is_padding = torch.arange(log_probs.shape[1], device=device) >= counts[:, None]
-            log_probs = log_probs.masked_fill(is_padding, -torch.inf)
-        return DraftTree(tokens.to(device), parents.to(device), counts, path_log_probs=log_probs)
-
-    def _num_within(self, limits: list[int]) -> torch.LongTensor:
-        """Number of each row's valid nodes that are not deeper than its limit; they come first."""
-        device = self.places.device
-        is_drafted = _depths_of_levels(self.level_sizes, device)[self.places] <= upload(limits, device)[:, None]
-        if self.counts is not None:
-            is_drafted &= torch.arange(self.places.shape[1], device=device) < self.counts[:, None]
-        return is_drafted.sum(1)
-
-
-@kept_on_device
-def _depths_of_levels(sizes: tuple[int, ...], device: torch.device) -> torch.LongTensor:
-    """The depth of each node, level by level."""
-    return upload([depth for depth, size in enumerate(sizes, start=1) for _ in range(size)], device)
 
 
 def _plan(

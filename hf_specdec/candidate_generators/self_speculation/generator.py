@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from ...decoding.following import Choose, Following
-from ...decoding.graphs import graphs_for
 from ...decoding.own_drafts import OwnDrafts, check_can_draft
 from ...drafting.chain import SteeredChain
 from ...drafts import DraftTree
@@ -31,11 +30,7 @@ from ..base import CandidateGenerator
 
 
 if TYPE_CHECKING:
-    from ...decoding.target import SlotModel
     from ...settings import SpeculativeConfig
-
-
-_WHY_EAGER = "its drafts read copies of slots, which every cycle makes anew"
 
 
 @dataclass(frozen=True)
@@ -113,24 +108,20 @@ class SelfSpeculation(CandidateGenerator):
         count = max(depths, default=0)
         if count == 0:
             return DraftTree.empty(len(step.rows), session.device)
+        following = self._draft_at_once(step, count)
+        if following is not None:
+            return DraftTree.chain(following.tokens.to(session.device), depths, following.probs)
         chain = SteeredChain(session.sampler, step.rows, step.lengths, self.samples_drafts)
         tokens = step.anchor_tokens
-        with self.drafts.begin(session.target, count) as (model, next_logits):
-            following = self._draft_at_once(model, step, count)
-            if following is not None:
-                return DraftTree.chain(following.tokens.to(session.device), depths, following.probs)
+        with self.drafts.begin(session.target, count) as next_logits:
             for _ in range(count):
                 tokens = chain.choose(chain.scores(next_logits(tokens).to(session.device)))
         return chain.draft(depths)
 
-    def _draft_at_once(self, model: SlotModel, step: DraftStep, count: int) -> Following | None:
+    def _draft_at_once(self, step: DraftStep, count: int) -> Following | None:
         """A draft of this depth from one graph; `None` where each token is chosen by itself."""
         target, sampler, keys = self.session.target, self.session.sampler, None
-        if target.graphs is None or model.model.device != self.session.device:
-            return None
-        if self.drafts.window is not None:
-            if not self.session.draft_graphs:
-                self.session.draft_graphs.append(graphs_for(target.model, {_WHY_EAGER: True}))
+        if target.graphs is None or target.model.device != self.session.device:
             return None
         stack = sampler.in_graphs(step.rows)
         if stack is None or not (self.samples_drafts or (sampler.is_greedy and not stack)):
@@ -139,7 +130,7 @@ class SelfSpeculation(CandidateGenerator):
             keys = sampler.uniforms.keys(step.rows, [length - 1 for length in step.lengths])
         size = sampler.vocab_size
         choose = Choose(size, size, size, stack if self.samples_drafts else None)
-        return self.drafts.continued(target, model, step.anchor_tokens, choose, count, keys)
+        return self.drafts.at_once(target, step.anchor_tokens, choose, count, keys)
 
 
 class EarlyExitCandidateGenerator(SelfSpeculation):

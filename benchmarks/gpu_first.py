@@ -37,6 +37,7 @@ from hf_specdec.decoding.graphs import CallGraphs, CapturedForward, forget_graph
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.drafts import TokenTree, chain_topology
 from hf_specdec.errors import MissingDependencyError
+from hf_specdec.kernels import early
 from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
 from hf_specdec.layers.llama import GatedMLP, project_together
 
@@ -261,6 +262,7 @@ def first_parts(options: argparse.Namespace, device: torch.device) -> Iterator[t
     for start in FIRST_SIDES:
         yield f"decoding: {start}", partial(figures.decode, start)
     yield "kernels of a replay", figures.kernels
+    yield "early launches", figures.early_launches
     for start in PROFILED_DRAFTS:
         yield f"kernels of a draft: {start}", partial(figures.draft_kernels, start)
     yield "attention", partial(attention_bandwidth, device, options)
@@ -357,6 +359,21 @@ class Figures:
         if not found:
             raise SkippedError(f"no forward over {PROFILED_NODES} nodes was captured")
         return {"nodes": PROFILED_NODES, **self._kernels(found[-1])}
+
+    def early_launches(self) -> dict:
+        """Replays over 16 nodes, as usual and with kernels that begin before the ones in front of them have ended."""
+        models, sides = self._made(), {"usual": False, "early": True}
+        found: dict[str, Any] = {f"{name}_milliseconds": [] for name in sides}
+        for name, is_early in [*sides.items()] * 2:
+            forget_graphs(models.target)
+            with patch.object(early, "LAUNCHES_EARLY", is_early):
+                if is_early and not early.launches_early(models.target.get_input_embeddings().weight):
+                    raise SkippedError("needs compute capability 9.0")
+                found[f"{name}_milliseconds"].append(self.kernels()["milliseconds"])
+                if self._timed(self._side(NO_DRAFTS))[0].same_rows < 1:
+                    raise AssertionError(f"another text from {name} launches")
+        forget_graphs(models.target)
+        return found
 
     def draft_kernels(self, start: str) -> dict:
         """Kernels of a replay of the graph that drafts, the longest first."""

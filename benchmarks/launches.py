@@ -408,7 +408,11 @@ def _gated_product(x: torch.Tensor, gate: projections.Linear, up: projections.Li
 
 def _are_of_few_tokens(x: torch.Tensor, linears: Sequence[projections.Linear]) -> bool:
     """Takes what the kernel would take if the weights were of 16 bits and of its sizes."""
-    return x.numel() <= projections.MAX_TOKENS * x.shape[-1] and _is_far(x, *chain.from_iterable(linears))
+    return (
+        len(linears) > 1
+        and x.numel() <= projections.MAX_TOKENS * x.shape[-1]
+        and _is_far(x, *chain.from_iterable(linears))
+    )
 
 
 # Of launchers whose references have other names.

@@ -501,6 +501,8 @@ def test_the_first_figures(tmp_path, taped, monkeypatch):
     monkeypatch.setattr(gpu_first, "LAST_SIDES", ())
     drafts = ("ours: eagle3, chain", "ours: draft_model")
     monkeypatch.setattr(gpu_first, "PROFILED_DRAFTS", drafts)
+    # There are no kernels that could.
+    monkeypatch.setattr(gpu_first.early, "launches_early", lambda tensor: True)
     run = first_run(tmp_path, "first", "--new-tokens", "24")
     assert run.run(gpu_first.first_parts(run.options, CPU)) == 0
     report = written(tmp_path)
@@ -509,6 +511,7 @@ def test_the_first_figures(tmp_path, taped, monkeypatch):
         "models",
         *(f"decoding: {side}" for side in sides),
         "kernels of a replay",
+        "early launches",
         *(f"kernels of a draft: {side}" for side in drafts),
         "attention",
         "products",
@@ -524,6 +527,9 @@ def test_the_first_figures(tmp_path, taped, monkeypatch):
         assert figures["parts"]["cycle"] > figures["parts"]["target"] > 0
     assert found["decoding: ours: eagle3, chain"]["parts"]["network"] > 0
     assert found["kernels of a replay"]["nodes"] == 16
+    milliseconds = found["early launches"]
+    assert [len(times) for times in milliseconds.values()] == [2, 2]
+    assert all(time > 0 for times in milliseconds.values() for time in times)
     for part in ("kernels of a replay", *(f"kernels of a draft: {side}" for side in drafts)):
         kernels = found[part]
         assert kernels["num_kernels"] > 20

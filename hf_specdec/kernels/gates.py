@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ._triton import tl, triton
+from .early import begin_early, early_launch
 
 
 # Activations that the kernel knows.
@@ -31,7 +32,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     with torch.cuda.device_of(gate):
         _gated_kernel[(len(halves[0]), triton.cdiv(size, block))](
             *halves, output, *(half.stride(0) for half in halves),
-            SIZE=size, BLOCK=block, IS_SILU=kind == SILU, num_warps=4,
+            SIZE=size, BLOCK=block, IS_SILU=kind == SILU, num_warps=4, **early_launch(gate),
         )  # fmt: skip
     return output
 
@@ -61,8 +62,10 @@ def _gated_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_SILU: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     # A program: a block of a row.
+    begin_early(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_ptr + row * gate_stride + place, mask=place < SIZE, other=0.0).to(tl.float32)

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ._triton import tl, triton
+from .early import begin_early, early_launch
 from .norms import Norm
 
 
@@ -94,7 +95,7 @@ def place_heads(
             QUERY_HEADS=query_heads, KV_HEADS=kv_heads, SIZE=size, TURNED_SIZE=cosine.shape[-1],
             BLOCK_T=block_t, BLOCK_D=triton.next_power_of_2(size),
             HAS_NORMS=norms is not None, OFFSET=query_norm.offset, ROUNDS_LAST=query_norm.rounds_last,
-            IS_INTERLEAVED=is_interleaved, num_warps=2,
+            IS_INTERLEAVED=is_interleaved, num_warps=2, **early_launch(query),
         )  # fmt: skip
     return turned, write.keys[:rows, :, write.seen], write.values[:rows, :, write.seen]
 
@@ -134,8 +135,10 @@ def _place_kernel(
     OFFSET: tl.constexpr,
     ROUNDS_LAST: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     # A program: a block of tokens of one row, and one head of queries, keys or values.
+    begin_early(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(2).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ._triton import tl, triton
+from .early import begin_early, early_launch
 
 
 class Norm(NamedTuple):
@@ -79,7 +80,7 @@ def add_norm(
             OFFSET=ours.offset, ROUNDS_LAST=ours.rounds_last, IS_CENTERED=ours.is_centered, SIZE=size, BLOCK=block,
             HAS_UPDATE=update is not None, HAS_UPDATE_NORM=has_update_norm, HAS_FACTOR=factor != 1.0,
             HAS_NORM=norm is not None,
-            num_warps=min(max(block // 512, 1), 8),
+            num_warps=min(max(block // 512, 1), 8), **early_launch(rows),
         )  # fmt: skip
     return total.view(stream.shape), normed.view(stream.shape)
 
@@ -133,8 +134,10 @@ def _add_norm_kernel(
     HAS_UPDATE_NORM: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     # A program: one row.
+    begin_early(IS_EARLY)
     DTYPE: tl.constexpr = stream_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)

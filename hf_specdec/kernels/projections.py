@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ._triton import fuses, needs_upcast, tl, triton
+from .early import begin_early, early_launch, launches_early
 from .gates import SILU, activated
 from .tiles import gpu_of
 
@@ -30,10 +31,18 @@ _ROWS, _DEPTHS = (64, 32), (128, 64)
 
 _MOST_STAGES = 6
 
+# Lines of 128 bytes of each row of weights that a program asks for before it waits for what it reads.
+_LINES_AHEAD = 8
+
 
 def takes(x: torch.Tensor, linears: Sequence[Linear]) -> bool:
-    """Tells whether two or three linear layers run as one kernel over `x` `(..., K)`."""
+    """Tells whether up to three linear layers run as one kernel over `x` `(..., K)`.
+
+    A single one does where kernels begin early, for torch's products do not.
+    """
     size = x.shape[-1]
+    if len(linears) == 1 and not launches_early(x):
+        return False
     if x.dtype == torch.float32 or x.numel() > MAX_TOKENS * size or size % _DEPTHS[-1] or torch.version.hip:
         return False
     weights, biases = zip(*linears)
@@ -51,7 +60,7 @@ def products(x: torch.Tensor, linears: Sequence[Linear]) -> Sequence[torch.Tenso
 
     Args:
         x (`torch.Tensor` of shape `(..., K)`): What they read; bfloat16 or float16.
-        linears (`Sequence`): Two or three layers for which `takes` holds.
+        linears (`Sequence`): Up to three layers for which `takes` holds.
     """
     sizes = [len(weight) for weight, _ in linears]
     return _launch(x, linears, sum(sizes), None).split(sizes, dim=-1)
@@ -85,13 +94,15 @@ def _launch(x: torch.Tensor, linears: Sequence[Linear], width: int, kind: str | 
     shifts = [_distance(weight, weights[0]) - begin * size for weight, begin in zip(weights, begins)]
     bias_shifts = [0 if biases[0] is None else _distance(bias, biases[0]) for bias in biases]
     bias_shifts = [shift - begin for shift, begin in zip(bias_shifts, begins)]
-    if len(linears) == 2:
-        begins, shifts, bias_shifts = ([*values, values[-1]] for values in (begins, shifts, bias_shifts))
+    # Nothing of the output belongs to matrices that there are not.
+    missing = 3 - len(linears)
+    begins, shifts, bias_shifts = begins + [width] * missing, shifts + [0] * missing, bias_shifts + [0] * missing
     with torch.cuda.device_of(x):
         _product_kernel[(triton.cdiv(width, rows),)](
             read, weights[0], biases[0], output, *shifts[1:], *bias_shifts[1:], *begins[1:], len(read), read.stride(0),
             SIZE=size, WIDTH=width, BLOCK_M=tokens, BLOCK_N=rows, BLOCK_K=depth, HAS_BIAS=biases[0] is not None,
             IS_GATED=is_gated, IS_SILU=kind == SILU, UPCAST=needs_upcast(x),
+            LINES=min(_LINES_AHEAD, 1 << (size // 64).bit_length() - 1), **early_launch(x),
             num_warps=4, num_stages=min(max(gpu.shared_memory * 2 // 3 // stage, 2), _MOST_STAGES),
         )  # fmt: skip
     return output
@@ -124,6 +135,8 @@ def _product_kernel(
     IS_GATED: tl.constexpr,
     IS_SILU: tl.constexpr,
     UPCAST: tl.constexpr,
+    LINES: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     # A program: rows of one matrix, or the same rows of both halves, and all tokens.
     first = tl.program_id(0) * BLOCK_N
@@ -137,7 +150,13 @@ def _product_kernel(
         bias_shift = tl.where(
             first >= third_begin, third_bias_shift, tl.where(first >= second_begin, second_bias_shift, bias_shift)
         )
-    weight_ptr += shift + place[:, None].to(tl.int64) * SIZE + depth[None, :]
+    weight_ptr += shift + place[:, None].to(tl.int64) * SIZE
+    if IS_EARLY:
+        _fetch_lines(weight_ptr, LINES)
+        if IS_GATED:
+            _fetch_lines(weight_ptr + second_shift, LINES)
+    begin_early(IS_EARLY)
+    weight_ptr += depth[None, :]
     read_ptr += token[None, :] * read_stride + depth[:, None]
     product = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     other = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -166,4 +185,17 @@ def _product_kernel(
         output_ptr + token[None, :].to(tl.int64) * WIDTH + place[:, None],
         product.to(output_ptr.dtype.element_ty),
         mask=is_token[None, :],
+    )
+
+
+@triton.jit
+def _fetch_lines(
+    row_ptr,  # [N, 1]
+    LINES: tl.constexpr,
+):
+    """Brings the first lines of rows into the cache that all processors share. Weights depend on no kernel."""
+    NUMBERS: tl.constexpr = 128 * 8 // row_ptr.dtype.element_ty.primitive_bitwidth
+    address = (row_ptr + tl.arange(0, LINES)[None, :] * NUMBERS).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
     )

@@ -18,6 +18,7 @@ import torch
 
 from ..transfers import kept_on_device, written_on_device
 from ._triton import needs_upcast, tl, triton, use_triton
+from .early import begin_early, early_launch
 from .tiles import attention_tile, count_splits, gpu_of
 
 
@@ -314,8 +315,10 @@ def _tree_attention_kernel(
     HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     UPCAST: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     # A program: one row and key/value head, one tile of its G * T queries, one part of the slots.
+    begin_early(IS_EARLY)
     split = tl.program_id(1)
     row = (tl.program_id(2) // KV_HEADS).to(tl.int64)
     kv_head = (tl.program_id(2) % KV_HEADS).to(tl.int64)
@@ -559,7 +562,7 @@ def _tree_attention_triton(query, key, value, tree, scale, window, chunk, softca
             BLOCK_LINES=max(1, min(block_m, 512 * tile.warps // block_v)), IS_CHAIN=is_chain,
             IS_WINDOW=window > 0, IS_CHUNK=chunk > 0, HAS_BEGINNING=beginning is not None, HAS_SOFTCAP=softcap > 0,
             HAS_SINKS=sinks is not None, IS_SPLIT=is_split, UPCAST=needs_upcast(query),
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, **early_launch(query),
         )  # fmt: skip
     return output
 

@@ -1,0 +1,42 @@
+"""Kernels of layers that begin before the kernel in front of them has ended: programmatic dependent launch of CUDA.
+
+Launching a kernel, and the end of the one before it, then overlap, and weights, which no kernel writes, are on their
+way meanwhile. Compute capability 9.0 and later.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ._triton import tl, triton
+
+
+# Read once, when the package is first used.
+LAUNCHES_EARLY = os.environ.get("HF_SPECDEC_EARLY_LAUNCH") == "1"
+
+
+def launches_early(tensor: torch.Tensor) -> bool:
+    """Decides whether kernels over a tensor begin before the kernel in front of them has ended.
+
+    The environment variable `HF_SPECDEC_EARLY_LAUNCH=1` asks for it; it has not run on a GPU yet.
+    """
+    is_known = LAUNCHES_EARLY and tensor.is_cuda and torch.version.hip is None
+    return is_known and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+
+
+def early_launch(tensor: torch.Tensor) -> dict[str, bool]:
+    """Options of the launch of a kernel that calls `begin_early` before it reads or writes what others touch."""
+    return {"IS_EARLY": True, "launch_pdl": True} if launches_early(tensor) else {"IS_EARLY": False}
+
+
+@triton.jit
+def begin_early(IS_EARLY: tl.constexpr):
+    """Lets the next kernel begin, and waits for the ones before (programmatic dependent launch of CUDA).
+
+    Each kernel waits, so that whoever comes after it finds all of them ended.
+    """
+    if IS_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()

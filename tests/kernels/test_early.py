@@ -1,0 +1,108 @@
+"""Kernels that begin before the ones in front of them have ended: compiled ahead of time, they wait before they read.
+
+That they run, and what it gains, takes a GPU to see (`benchmarks/gpu.py --first`).
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from hf_specdec.kernels import _triton, early, projections, tree_attention
+from hf_specdec.kernels.gates import SILU, gated
+from hf_specdec.kernels.heads import place_heads
+from hf_specdec.kernels.norms import Norm, add_norm
+from hf_specdec.kernels.tiles import Gpu
+from hf_specdec.kernels.tree_attention import SlotTree, _tree_attention_triton
+from hf_specdec.layers import llama
+from tests.kernels.conftest import SHARED_MEMORY
+from tests.kernels.test_layers import CLOSE, Slots, drawn
+
+
+TRIGGER, WAIT, FETCH = "griddepcontrol.launch_dependents", "griddepcontrol.wait", "prefetch.global.L2"
+MEMORY = re.compile(r"\b(ld|st|atom|red)\.(\w+\.)*?(global|acquire|release|gpu)|cp\.async")
+
+
+def launch_a_layer() -> None:
+    """All kernels of a layer over 16 tokens, with 8 heads of keys and values."""
+    draw = {"dtype": torch.bfloat16}
+    hidden, rows = torch.empty(1, 16, 4096, **draw), torch.zeros(1, dtype=torch.long)
+    weights = [(torch.empty(width, 4096, **draw), None) for width in (4096, 1024, 1024)]
+    heads = tuple(torch.empty(1, 16, count, 128, **draw) for count in (32, 8, 8))
+    buffers = [torch.empty(1, 8, 1024, 128, **draw) for _ in range(2)]
+    tree = SlotTree(rows, rows, rows.expand(16), rows.expand(16))
+    add_norm(hidden, hidden, None, Norm(torch.empty(4096, **draw), 1e-5))
+    projections.products(hidden, weights)
+    place_heads(heads, (torch.empty(1, 16, 1, 128, **draw),) * 2, None, Slots(buffers, rows, 1024), 0, False)
+    _tree_attention_triton(heads[0].transpose(1, 2), *buffers, tree, 0.1, 0, 0, 0.0, None, num_splits=8)
+    projections.products(hidden, weights[:1])
+    projections.gated_product(hidden, *weights[1:], SILU)
+    gated(hidden, hidden, SILU)
+
+
+@pytest.mark.parametrize(
+    "compile_for", [90, *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in (100, 120))], indirect=True
+)
+def test_nothing_is_touched_before_the_wait(compile_for, request, monkeypatch):
+    gpu = Gpu(132, SHARED_MEMORY[request.node.callspec.params["compile_for"]])
+    for module in (projections, tree_attention):
+        monkeypatch.setattr(module, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(early, "launches_early", lambda tensor: True)
+    with compile_for(most_spilled=112) as kernels:
+        launch_a_layer()
+    assert len(kernels) == 7
+    for kernel in kernels:
+        assert kernel.metadata.launch_pdl
+        ptx = kernel.asm["ptx"]
+        assert ptx.count(TRIGGER) == ptx.count(WAIT) == 1
+        before, after = ptx.split(WAIT)
+        assert TRIGGER in before
+        assert not MEMORY.search(before), kernel.name
+        assert MEMORY.search(after)
+        # Weights, which no kernel writes, are on their way before.
+        assert (FETCH in before) == (kernel.name == "_product_kernel")
+        assert FETCH not in after
+
+
+@pytest.mark.parametrize("compile_for", [90], indirect=True)
+def test_the_usual_kernels_neither_wait_nor_fetch(compile_for):
+    hidden, weight = torch.empty(1, 16, 4096, dtype=torch.bfloat16), torch.empty(1024, 4096, dtype=torch.bfloat16)
+    with compile_for() as kernels:
+        add_norm(hidden, hidden, None, None)
+        projections.products(hidden, [(weight, None)] * 2)
+    for kernel in kernels:
+        assert not kernel.metadata.launch_pdl
+        assert not any(instruction in kernel.asm["ptx"] for instruction in (TRIGGER, WAIT, FETCH))
+
+
+def test_who_begins_early(monkeypatch):
+    """Those of compute capability 9.0 and later, where somebody asks for it."""
+
+    class OnGpu:
+        is_cuda, device = True, torch.device("cuda")
+
+    for asks, capability, expected in ((True, (9, 0), True), (False, (9, 0), False), (True, (8, 6), False)):
+        monkeypatch.setattr(early, "LAUNCHES_EARLY", asks)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert early.launches_early(OnGpu()) is expected
+        assert early.early_launch(OnGpu()) == (
+            {"IS_EARLY": True, "launch_pdl": True} if expected else {"IS_EARLY": False}
+        )
+    monkeypatch.setattr(early, "LAUNCHES_EARLY", True)
+    assert not early.launches_early(torch.ones(1))
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_layer_alone(is_early, device, monkeypatch):
+    """Goes through the kernel where kernels begin early, so that none of torch's is in between."""
+    monkeypatch.setattr(_triton, "CHOICE", "triton")
+    monkeypatch.setattr(projections, "launches_early", lambda x: is_early)
+    launched, launch = [], projections._launch
+    monkeypatch.setattr(projections, "_launch", lambda *given: launched.append(given) or launch(*given))
+    linear = torch.nn.Linear(128, 96).bfloat16().to(device)
+    hidden = drawn(1, 5, 128, dtype=torch.bfloat16).to(device)
+    with torch.no_grad():
+        torch.testing.assert_close(llama.project(linear, hidden), linear(hidden), **CLOSE[torch.bfloat16])
+    assert len(launched) == is_early

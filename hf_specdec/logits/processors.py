@@ -12,6 +12,8 @@ Shapes: R rows, L tokens so far, V vocabulary.
 from __future__ import annotations
 
 import copy
+import inspect
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -75,7 +77,8 @@ class ProcessorStack:
     def __init__(self, processors: LogitsProcessorList, grammar: RowGrammars | None = None):
         self.processors: LogitsProcessorList = processors
         self.grammar: RowGrammars | None = grammar
-        self._run = LogitsProcessorList(map(without_sort, processors))
+        self._list = LogitsProcessorList if any(map(_wants_more, processors)) else _Processors
+        self._run = self._list(map(without_sort, processors))
         kinds = [type(processor) for processor in processors if not self._is_grammar(processor)]
         self.walks: bool = any(kind not in _POSITION_INDEPENDENT for kind in kinds)
         self.reads_tokens: bool = self.walks or grammar is not None
@@ -177,13 +180,32 @@ class ProcessorStack:
 
     def _for(self, rows: list[int], masks: np.ndarray | None) -> LogitsProcessorList:
         """The processors with their per-row settings cut to these rows."""
-        selected = LogitsProcessorList(_select_rows(processor, rows) for processor in self._run)
+        selected = self._list(_select_rows(processor, rows) for processor in self._run)
         return selected if masks is None else self._masking(selected, masks)
 
     def _masking(self, run: LogitsProcessorList, masks: np.ndarray) -> LogitsProcessorList:
         """The processors with masks `(M, W)` in the place of the grammar's."""
         masking = self.grammar.masking(masks)
-        return LogitsProcessorList(masking if self._is_grammar(processor) else processor for processor in run)
+        return self._list(masking if self._is_grammar(processor) else processor for processor in run)
+
+
+class _Processors(LogitsProcessorList):
+    """Processors of tokens and scores alone, whose signatures are not read anew for every node."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.FloatTensor:
+        for processor in self:
+            scores = processor(input_ids, scores)
+        return scores
+
+
+def _wants_more(processor: Any) -> bool:
+    """Tells whether a processor takes more than tokens and scores; transformers' list then says what is missing."""
+    return _num_arguments(type(processor)) > 2
+
+
+@lru_cache(maxsize=256)
+def _num_arguments(kind: type) -> int:
+    return len(inspect.signature(kind.__call__).parameters) - 1
 
 
 def _hashable(value):

@@ -74,8 +74,8 @@ class OwnDrafts:
             room (`int`): Tokens that are drafted at most.
 
         Yields:
-            A function that takes tokens `(R,)`, which follow the committed ones and those that it has
-            taken, and returns logits `(R, V)`.
+            A function that takes tokens `(R,)`, which follow the committed ones and those that it has taken, and
+            returns logits `(R, V)`.
         """
         model = self._layers_of(target)
         if self.window is not None:

@@ -94,7 +94,7 @@ class SlotModel:
     Attributes:
         most_committed (`int`): M, tokens that a row may commit in a cycle.
         num_successors (`int`): K, the best tokens after each node that a graph returns.
-        starts, leads (`list[int]`): Those of [`RowState`].
+        starts, leads (`list[int]`), beginning (`Beginning`, *optional*): Those of [`RowState`].
         max_position (`int`, *optional*): Last position id that a valid node of the call may have. Padding nodes lie
             after it in rows that are nearly full, and a table of positions may end there.
         row_inputs (`dict[str, torch.Tensor]`): Further arguments of the forwards over slots, each with one value for

@@ -40,10 +40,6 @@ def begin_graphs(
     return graphs
 
 
-# Returns the states `(B, H)` from which anchors were predicted, for whoever needs them.
-States = Callable[[], torch.Tensor]
-
-
 class RowInputs:
     """The buffers from which a captured draft reads what changes.
 
@@ -138,6 +134,10 @@ class RowGraphs:
         """Ends the call; its graphs are free for the next one."""
         if self._graphs is not None:
             self._graphs.close()
+
+
+# Returns the states `(B, H)` from which anchors were predicted, for whoever needs them.
+States = Callable[[], torch.Tensor]
 
 
 class AnchorStates:

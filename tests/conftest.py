@@ -65,6 +65,18 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.fixture(autouse=True)
+def as_talkative_as_before():
+    """Programs that a test calls may quieten transformers and the package for good."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "hf_specdec")]
+    levels, shows_progress = [logger.level for logger in loggers], transformers_logging.is_progress_bar_enabled()
+    yield
+    for logger, level in zip(loggers, levels):
+        logger.setLevel(level)
+    if shows_progress and not transformers_logging.is_progress_bar_enabled():
+        transformers_logging.enable_progress_bar()
+
+
 @pytest.fixture(scope="session")
 def model():
     return tiny_llama()

@@ -76,8 +76,8 @@ from tests.tape import TapeBackend
 # waits for the device between a verification and the next draft.
 AIMS = {"per_layer": 14, "outside": 10, "copies_to_host": 1, "waits": 0}
 
-# They draft on the host, or from the target's own slots, when what was accepted is known: one wait is inherent.
-HOST_DRAFTS = ("ngram", "suffix", "recycling", "grammar", "early_exit", "sparse_kv")
+# They draft on the host, when what was accepted is known there: one wait is inherent.
+HOST_DRAFTS = ("ngram", "suffix", "recycling", "grammar")
 
 # The demo's target, for which every method has a drafter, and other architectures, with random weights.
 DEMO = "demo (llama)"

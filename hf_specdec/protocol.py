@@ -237,6 +237,7 @@ class DeviceCommit:
         counts (`torch.LongTensor` of shape `(B,)`): How many they are.
         anchors (`torch.LongTensor` of shape `(B,)`): The last one of each row.
         hidden_states (`dict[int | str, torch.Tensor]`): As those of a [`Commit`].
+        target_is_free (`bool`): The target's graphs may run: nothing is needed any more that they would write again.
     """
 
     rows: list[int]
@@ -244,6 +245,7 @@ class DeviceCommit:
     counts: torch.LongTensor
     anchors: torch.LongTensor
     hidden_states: dict[int | str, torch.Tensor]
+    target_is_free: bool = False
 
     def anchor_states(self, key: int | str) -> torch.Tensor:
         """States `(B, H)` from which the anchors were predicted."""

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_specdec import load_speculator
-from tests.decoding.test_waits import dflash, draft_model, eagle3, medusa, mlp_speculator, mtp
+from tests.decoding.test_waits import (
+    SPARSE,
+    dflash,
+    draft_model,
+    eagle3,
+    medusa,
+    method,
+    mlp_speculator,
+    mtp,
+)
 from tests.models import prompts, tiny_llama
 from tests.other_device import DEVICE, move, other_device
 
@@ -32,10 +40,10 @@ COUNTS = {
 
 # Every method whose drafts have graphs, and two that draft on the host, with small networks of random weights.
 DRAFTERS = {
-    "ngram": lambda plain, inputs: lambda model: load_speculator(model, "ngram", num_speculative_tokens=3),
-    "recycling": lambda plain, inputs: lambda model: load_speculator(model, "recycling", num_speculative_tokens=3),
-    "early_exit": lambda plain, inputs: lambda model: load_speculator(model, "early_exit", num_speculative_tokens=3),
-    "sparse_kv": lambda plain, inputs: lambda model: load_speculator(model, "sparse_kv", num_speculative_tokens=3),
+    "ngram": method("ngram", num_speculative_tokens=3),
+    "recycling": method("recycling", num_speculative_tokens=3),
+    "early_exit": method("early_exit", num_speculative_tokens=3),
+    "sparse_kv": method("sparse_kv", **SPARSE, num_speculative_tokens=3),
     "draft_model": draft_model(num_speculative_tokens=3),
     "draft_model, masks": draft_model(mask_token=3, num_speculative_tokens=3),
     "draft_model, states": draft_model(mask_token=3, reads_states=True, num_speculative_tokens=3),
@@ -69,7 +77,9 @@ def test_a_cycle_launches_no_more_than_before(case):
 def test_every_draft_is_within_the_aims(drafter, batch):
     inputs = prompts(batch)
     model = tiny_llama()
-    cycles = steady_cycles(model, inputs, DRAFTERS[drafter](None, inputs)(model), new_tokens=14)
+    # Almost all that it drafts is accepted.
+    new_tokens = 24 if drafter == "sparse_kv" else 14
+    cycles = steady_cycles(model, inputs, DRAFTERS[drafter](None, inputs)(model), new_tokens=new_tokens)
     row = Row.of("tiny", drafter, batch, cycles)
     assert len(cycles) >= 3
     assert row.replays == (1 if drafter in ("ngram", "recycling") else 2)

@@ -158,6 +158,7 @@ class Continuing:
         counts: RowNumbers,
         keys: RowKeys | None = None,
         states: Callable[[], dict[Any, torch.Tensor]] = dict,
+        more: torch.LongTensor | None = None,
     ) -> Following | None:
         """Runs the graph. The given tokens are kept, where their number is known, and those that follow are not.
 
@@ -169,6 +170,7 @@ class Continuing:
                 given tokens.
             states (`Callable`): Returns those of the given tokens, each `(R, t, X)`; asked for if the graph has not
                 run ahead.
+            more (`torch.LongTensor` of shape `(R,)`, *optional*): By how much rows are longer than the host knows.
 
         Returns:
             `Following`, *optional*: `None` where there is no graph to run.
@@ -183,7 +185,7 @@ class Continuing:
         given, embed = cache(states), () if self.embed is None else (Variant(self.embed),)
 
         def fill(inputs: StatedInputs, count: int) -> None:
-            model.fill(inputs, count, [tokens, padding], parents, num_more, keys)
+            model.fill(inputs, count, [tokens, padding], parents, num_more, keys, more)
             inputs.fill_states(given(), count)
 
         captured = model.graphs.run_on_slots(
@@ -193,7 +195,7 @@ class Continuing:
             fill,
             partial(model.as_recorded, self._read),
             model.cache,
-            ahead=width + self.num_tokens - 1,
+            ahead=width + self.num_tokens - 1 + (0 if more is None else model.most_committed),
         )
         if captured is None:
             return None

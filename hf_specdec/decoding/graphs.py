@@ -17,6 +17,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -321,6 +322,16 @@ class CallGraphs:
             return None
         self.num_captures += 1
         return CapturedForward(inputs, output, repeat, held)
+
+    def beside(self) -> CallGraphs:
+        """The same graphs, and the same memory, for another use of the model in this call.
+
+        What has run ahead for one use is not looked for by the other. The call itself ends the graphs of both.
+        """
+        other = copy(self)
+        other.num_replays = other.num_captures = 0
+        other._runs_ahead, other._ahead = False, None
+        return other
 
     def switch_off(self, why: str) -> None:
         """Lets the rest of the call run without graphs."""

@@ -342,12 +342,13 @@ class DecodingLoop:
             for graphs in self.session.draft_graphs:
                 ahead.enter_context(graphs.ahead())
             ahead.enter_context(self._drafting())
-            return self.generator.draft_ahead(DeviceCommit(self.rows, tokens, counts, anchors, states))
+            is_free = self._is_done_with(output) and not may_judge_again
+            return self.generator.draft_ahead(DeviceCommit(self.rows, tokens, counts, anchors, states, is_free))
 
     def _verify_ahead(self, output: SlotOutput, following: DraftTree) -> None:
         """Launches the verification of the draft that follows one which is being judged."""
         outcome = output.outcome
-        if outcome is None or self.again is not None or self._reads_logits:
+        if outcome is None or not self._is_done_with(output):
             return
         # Of several rows one ends often, and the forward of all would be for nothing.
         if len(self.rows) > 1 or self._may_end_within(self.target.most_committed):
@@ -356,6 +357,10 @@ class DecodingLoop:
         if judge is not None:
             self.target.verify_ahead(outcome["anchor"][:, 0], following, judge, outcome["counts"][:, 0])
             self._verified_ahead = following, self._num_draft_runs
+
+    def _is_done_with(self, output: SlotOutput) -> bool:
+        """Tells whether nothing is read of a verification, once it is launched, that the next forward overwrites."""
+        return output.outcome is not None and self.again is None and not self._reads_logits
 
     @property
     def _reads_logits(self) -> bool:

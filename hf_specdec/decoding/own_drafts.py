@@ -26,6 +26,7 @@ from ..transfers import upload
 from .cache import SlotCache
 from .following import Choose, Continuing, Following
 from .functional import FunctionalSlotModel, ReadAhead, has_known_layers
+from .graphs import CallGraphs
 from .target import SlotModel
 
 
@@ -64,6 +65,7 @@ class OwnDrafts:
     def __init__(self, num_layers: int | None = None, num_sinks: int = 0, window: int | None = None):
         self.num_layers, self.num_sinks, self.window = num_layers, num_sinks, window
         self._lean: FunctionalSlotModel | None = None
+        self._following: Following | None = None
 
     @contextmanager
     def begin(self, target: SlotModel, room: int) -> Iterator[NextLogits]:
@@ -103,25 +105,36 @@ class OwnDrafts:
             target.ahead = ReadAhead(model.num_layers, *(torch.cat(parts, dim=1) for parts in zip(*read)))
 
     def at_once(
-        self, target: SlotModel, anchors: torch.LongTensor, choose: Choose, count: int, keys: RowKeys | None
+        self,
+        target: SlotModel,
+        graphs: CallGraphs,
+        anchors: torch.LongTensor,
+        choose: Choose,
+        count: int,
+        keys: RowKeys | None,
+        more: torch.LongTensor | None = None,
     ) -> Following | None:
-        """Tokens that follow the anchors `(R,)`, from one graph of the target; `None` where there is none to run.
+        """Tokens that follow the anchors `(R,)`, from one graph; `None` where there is none to run.
 
         Args:
             target (`SlotModel`): The target between two verifications.
-            choose, count, keys: Those of [`Continuing`].
+            graphs (`CallGraphs`): Those of the target, for drafts.
+            choose, count, keys, more: Those of [`Continuing`].
         """
         ends = None if self.window is None else (self.num_sinks, self.window)
         drafting = Continuing(count, choose, num_layers=self.num_layers, ends=ends)
-        model, lengths = self._layers_of(target), list(target.cache.lengths)
-        model.states, model.graphs = (), target.graphs
+        model, lengths, num_replays = self._layers_of(target), list(target.cache.lengths), graphs.num_replays
+        model.states, model.graphs, model.most_committed = (), graphs, target.most_committed
         try:
             with target.adapting():
-                following = drafting.run(model, anchors[:, None], [1] * len(anchors), keys)
+                following = drafting.run(model, anchors[:, None], [1] * len(anchors), keys, more=more)
         finally:
             target.cache.lengths = lengths
-        # The graph of the verification has the same memory.
-        return following and Following(*(None if values is None else values.clone() for values in following))
+        if following is None or graphs.num_replays == num_replays:
+            # Of one that has run ahead the verification may have overwritten the output: they have the same memory.
+            return following and self._following
+        self._following = Following(*(None if values is None else values.clone() for values in following))
+        return self._following
 
     def _layers_of(self, target: SlotModel) -> FunctionalSlotModel:
         """The layers, over the target's slots."""

@@ -182,8 +182,9 @@ def test_a_draft_is_one_graph_of_the_target(settings, sampling, monkeypatch):
     assert found[0] == found[1]
     assert stats.num_accepted_tokens > 0
     verifications = stats.num_target_forwards - 1
-    assert stats.num_graph_replays == verifications + num_drafts
-    assert stats.draft_graphs == ""
+    assert stats.num_graph_replays == verifications
+    assert stats.num_draft_graph_replays >= num_drafts
+    assert stats.draft_graphs == "on"
 
 
 def test_states_of_all_layers_can_be_returned():

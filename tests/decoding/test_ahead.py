@@ -21,7 +21,7 @@ from hf_specdec.many.requests import RequestReader, seed_of
 from hf_specdec.speculator import Speculator
 from hf_specdec.transfers import PendingRead
 from tests.candidate_generators.test_dflash import SELECTOR
-from tests.decoding.test_waits import dflash, draft_model, eagle3, medusa, mlp_speculator, mtp, peagle
+from tests.decoding.test_waits import SPARSE, dflash, draft_model, eagle3, medusa, method, mlp_speculator, mtp, peagle
 from tests.models import prompts, tiny_llama
 from tests.tape import spoil_inputs, tape_everything
 
@@ -57,6 +57,11 @@ DRAWN = {
     "dflash, drawn": (dflash, {"num_speculative_tokens": "fixed", **PROBABILISTIC}),
     "dflash, confident, drawn": (dflash, {"network": CONFIDENT, "num_speculative_tokens": "fixed", **PROBABILISTIC}),
     "dflash, selector, drawn": (dflash, {"network": SELECTOR, "num_speculative_tokens": "fixed", **PROBABILISTIC}),
+}
+# Drafts in graphs of the target, which take the memory of its verifications.
+OWN = {
+    "early_exit": (method, {"name": "early_exit", "early_exit_layer": 1, "num_speculative_tokens": 3}),
+    "sparse_kv": (method, {"name": "sparse_kv", **SPARSE, "num_speculative_tokens": 3}),
 }
 every_case = pytest.mark.parametrize("case", CASES)
 NEW_TOKENS = 20
@@ -162,11 +167,35 @@ def test_rows_that_end_apart(case, events):
     assert "target draft read" in " ".join(events)
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 4.0, "top_k": 40}], ids=["best", "drawn"])
+@pytest.mark.parametrize("case", OWN)
+def test_drafts_in_graphs_of_the_target(case, sampling, batch_size, events):
+    """They are launched ahead unless something of the verification is read later, as in a call that is traced."""
+    inputs, arguments = prompts(batch_size), {"do_sample": False, **sampling}
+    output, eager = with_and_without_graphs(of_case(case, inputs), inputs, **arguments)
+    assert output.sequences.tolist() == eager.sequences.tolist()
+    stats, eager_stats = output.speculative, eager.speculative
+    assert stats.num_accepted_tokens == eager_stats.num_accepted_tokens > 0
+    assert stats.num_draft_graph_replays <= stats.num_target_forwards == eager_stats.num_target_forwards
+    # Of a single row the verification is, too.
+    launched = verified_ahead(events) if batch_size == 1 else " ".join(events).count("target draft read")
+    assert launched > 2
+    events.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CASES, case, OWN[case])
+        (text, cycles, _), (eager_text, eager_cycles, _) = calls(case, inputs, **arguments)
+    assert text == eager_text
+    assert cycles == eager_cycles
+    assert "target draft read" not in " ".join(events)
+    assert verified_ahead(events) == 0
+
+
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("case", ["draft model", "medusa", "mlp_speculator", "eagle3", "mtp, layers", "dflash"])
+@pytest.mark.parametrize("case", ["draft model", "medusa", "mlp_speculator", "eagle3", "mtp, layers", "dflash", *OWN])
 def test_rows_that_join(case, events):
     """Requests of several lengths, of which new ones take the places of those that have ended."""
-    model, (make, settings) = tiny_llama(), CASES[case]
+    model, (make, settings) = tiny_llama(), {**CASES, **OWN}[case]
     drawn = torch.randint(3, 60, (7, 6), generator=torch.Generator().manual_seed(0)).tolist()
     requests = [
         {"input_ids": tokens[: 4 + index % 3], "max_new_tokens": 12 + 5 * (index % 4)}
@@ -326,12 +355,12 @@ def with_and_without_graphs(make_speculator, inputs, **arguments):
 
 
 def of_case(case, inputs, **others):
-    make, settings = {**CASES, **DRAWN}[case]
+    make, settings = {**CASES, **DRAWN, **OWN}[case]
     return lambda model, enforce_eager: make(**settings, **others, enforce_eager=enforce_eager)(None, inputs)(model)
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("case", [*CASES, *DRAWN])
+@pytest.mark.parametrize("case", [*CASES, *DRAWN, *OWN])
 def test_the_next_verification_is_launched_before_the_verdict_is_read(case, events):
     inputs, drawn = prompts(1), {"do_sample": True, "temperature": 4.0, "top_k": 40}
     # Random drafts are hardly ever those of a greedy target.

@@ -103,6 +103,10 @@ def scripted(**script):
     return lambda plain, inputs: lambda model: scripted_for(plain.cpu(), inputs, **script)
 
 
+# Drafts that are not all accepted.
+SPARSE = {"sparse_kv_window": 2, "sparse_kv_sinks": 1}
+
+
 def draft_model(mask_token=None, reads_states=False, **settings):
     def make(model):
         network = tiny_llama(seed=1)
@@ -187,6 +191,7 @@ DRAFTERS = {
     "a tree for each row": scripted(tree="random"),
     "ngram": method("ngram"),
     "recycling": method("recycling"),
+    "sparse_kv": method("sparse_kv", **SPARSE, num_speculative_tokens=3),
     "draft model": draft_model(num_speculative_tokens=3),
     "draft model, masks": draft_model(mask_token=3, num_speculative_tokens=3),
     "draft model, states": draft_model(mask_token=3, reads_states=True, num_speculative_tokens=3),
@@ -210,6 +215,7 @@ DRAFTERS = {
 
 
 DRAWN = {
+    "sparse_kv": method("sparse_kv", **SPARSE, num_speculative_tokens=3)(None, None),
     "chains": lambda model: sampled_speculator(3),
     "trees": lambda model: sampled_speculator(2, widths=(2, 2)),
     "draft model": draft_model(num_speculative_tokens=3)(None, None),

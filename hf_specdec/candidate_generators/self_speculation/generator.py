@@ -23,13 +23,14 @@ from ...decoding.own_drafts import OwnDrafts, check_can_draft
 from ...drafting.chain import SteeredChain
 from ...drafts import DraftTree
 from ...errors import SpecConfigError
-from ...protocol import DraftStep, Session
+from ...protocol import DeviceCommit, DraftStep, Session
 from ...target_facts import decoder_layers
 from ...validation import Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
 
 
 if TYPE_CHECKING:
+    from ...decoding.graphs import CallGraphs
     from ...settings import SpeculativeConfig
 
 
@@ -91,6 +92,8 @@ class SelfSpeculation(CandidateGenerator):
         self.samples_drafts: bool | None = not is_greedy
         self.check_sampled_length()
         self.drafts: OwnDrafts = self.own_drafts(self.options, resources)
+        self._own_graphs: CallGraphs | None = None
+        self._step: DraftStep | None = None  # that of the last draft
 
     @staticmethod
     def own_drafts(options: Any, num_layers: int) -> OwnDrafts:
@@ -107,8 +110,10 @@ class SelfSpeculation(CandidateGenerator):
         depths = self.draft_depths(step)
         count = max(depths, default=0)
         if count == 0:
+            self._step = None
             return DraftTree.empty(len(step.rows), session.device)
-        following = self._draft_at_once(step, count)
+        self._step = step
+        following = self._draft_at_once(step.rows, step.lengths, step.anchor_tokens, count)
         if following is not None:
             return DraftTree.chain(following.tokens.to(session.device), depths, following.probs)
         chain = SteeredChain(session.sampler, step.rows, step.lengths, self.samples_drafts)
@@ -118,19 +123,59 @@ class SelfSpeculation(CandidateGenerator):
                 tokens = chain.choose(chain.scores(next_logits(tokens).to(session.device)))
         return chain.draft(depths)
 
-    def _draft_at_once(self, step: DraftStep, count: int) -> Following | None:
-        """A draft of this depth from one graph; `None` where each token is chosen by itself."""
-        target, sampler, keys = self.session.target, self.session.sampler, None
-        if target.graphs is None or target.model.device != self.session.device:
+    @property
+    def drafts_ahead(self) -> bool:
+        return self._step is not None and self._graphs is not None and self._choice(self._step.rows) is not None
+
+    def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
+        if not commit.target_is_free:
             return None
-        stack = sampler.in_graphs(step.rows)
+        count = self.num_speculative_tokens
+        following = self._draft_at_once(commit.rows, self._step.lengths, commit.anchors, count, commit.counts)
+        if following is None:
+            return None
+        return DraftTree.chain(following.tokens, [count] * len(commit.rows), following.probs)
+
+    def _draft_at_once(
+        self,
+        rows: list[int],
+        lengths: list[int],
+        anchors: torch.LongTensor,
+        count: int,
+        more: torch.LongTensor | None = None,
+    ) -> Following | None:
+        """A draft of this depth from one graph; `None` where each token is chosen by itself.
+
+        Args:
+            rows, lengths: Those of [`DraftStep`].
+            more (`torch.LongTensor` of shape `(B,)`, *optional*): By how much rows are longer than the host knows.
+        """
+        graphs, choose = self._graphs, self._choice(rows)
+        if graphs is None or choose is None:
+            return None
+        before = [length - 1 for length in lengths]
+        keys = None if choose.stack is None else self.session.sampler.uniforms.keys(rows, before)
+        return self.drafts.at_once(self.session.target, graphs, anchors, choose, count, keys, more)
+
+    def _choice(self, rows: list[int]) -> Choose | None:
+        """The way in which graphs choose tokens; `None` where they cannot."""
+        sampler = self.session.sampler
+        stack = sampler.in_graphs(rows)
         if stack is None or not (self.samples_drafts or (sampler.is_greedy and not stack)):
             return None
-        if self.samples_drafts:
-            keys = sampler.uniforms.keys(step.rows, [length - 1 for length in step.lengths])
         size = sampler.vocab_size
-        choose = Choose(size, size, size, stack if self.samples_drafts else None)
-        return self.drafts.at_once(target, step.anchor_tokens, choose, count, keys)
+        return Choose(size, size, size, stack if self.samples_drafts else None)
+
+    @property
+    def _graphs(self) -> CallGraphs | None:
+        """Those of the target, for drafts; `None` where its forwards run without, or elsewhere."""
+        target = self.session.target
+        if target is None or target.graphs is None or target.graphs.why_eager is not None:
+            return None
+        if self._own_graphs is None and target.model.device == self.session.device:
+            self._own_graphs = target.graphs.beside()
+            self.session.draft_graphs.append(self._own_graphs)
+        return self._own_graphs
 
 
 class EarlyExitCandidateGenerator(SelfSpeculation):

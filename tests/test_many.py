@@ -678,7 +678,9 @@ def test_errors_of_requests_and_of_the_manager(model, manager):
     assert manager.get_result("one", timeout=60).status == RequestStatus.FAILED
     manager.add_request(prompt(0), "two", nonsense=3)
     assert "nonsense" in manager.get_result("two", timeout=60).error
-    manager._engine.step = None
+    # The step in which the second request has failed may not have ended yet.
+    with manager._turn:
+        manager._engine.step = None
     manager.add_request(prompt(0), "three")
     assert manager.get_result("three", timeout=60).status == RequestStatus.FAILED
     assert isinstance(manager.error, TypeError)

@@ -86,8 +86,8 @@ def project(linear: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     if not is_plain(linear):
         return linear(hidden)
     parameters = linear._parameters
-    if may_fuse(hidden) and projections.takes(hidden, [(parameters["weight"], parameters["bias"])]):
-        return projections.products(hidden, [(parameters["weight"], parameters["bias"])])[0]
+    if may_fuse(hidden) and projections.takes(hidden, alone := [(parameters["weight"], parameters["bias"])]):
+        return projections.products(hidden, alone)[0]
     # Spares small models a call for each of their layers.
     if not products.ways_of_shapes:
         return F.linear(hidden, parameters["weight"], parameters["bias"])

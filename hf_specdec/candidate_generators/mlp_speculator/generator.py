@@ -6,8 +6,7 @@ trees, the best nodes of a tree that is grown level by level, or the published "
 of such a tree. The network keeps no cache: it starts anew from the target's state after the final norm. Checkpoint:
 [`~candidate_generators.mlp_speculator.network`].
 
-On a GPU a draft is one graph. Of chains that the call's processors look at, sampled ones among them, each token is
-one.
+On a GPU a draft is one graph, a sampled chain too. Of chains whose processors no graph can run, each token is one.
 
 Shapes: B active rows, N draft nodes, H hidden size of the target.
 """

@@ -17,12 +17,13 @@ import torch
 
 from ...decoding.masks import FULL, Span, additive_mask
 from ...drafting.chain import SteeredChain
+from ...drafting.graphs import AnchorStates
 from ...drafting.shape import growth_option
 from ...drafts import DraftTree
 from ...errors import SpecConfigError, UnsupportedModelError
 from ...protocol import Commit, DraftStep, Session
 from ...target_facts import decoder_layers
-from ...transfers import select_rows, upload
+from ...transfers import upload
 from ..base import CandidateGenerator
 
 
@@ -67,10 +68,10 @@ class AssistantCandidateGenerator(CandidateGenerator):
             )
         self.samples_drafts: bool | None = self.asks_to_sample
         self.check_sampled_length()
-        self.hidden: Any = None  # (R, H), from which the anchors were predicted
+        self.hidden: AnchorStates = AnchorStates()
 
     def observe(self, commit: Commit) -> None:
-        self.hidden = commit.anchor_states("last")
+        self.hidden.observe(commit)
 
     def propose(self, step: DraftStep) -> DraftTree:
         session = self.session
@@ -90,7 +91,7 @@ class AssistantCandidateGenerator(CandidateGenerator):
         rows = zip(target.cache.lengths, target.leads)
         positions = upload([[length + lead] for length, lead in rows], self.device)
         embedding = target.model.get_input_embeddings()
-        tokens, hidden = step.anchor_tokens, self.hidden[:, None]
+        tokens, hidden = step.anchor_tokens, self.hidden()[:, None]
         for _ in range(count):
             embedded = embedding(tokens.to(embedding.weight.device)[:, None]).to(self.device)
             inputs = torch.cat([embedded, hidden.to(embedded)], dim=-1)
@@ -149,8 +150,7 @@ class AssistantCandidateGenerator(CandidateGenerator):
         return keys_and_values, masks
 
     def keep_rows(self, keep: list[int]) -> None:
-        if self.hidden is not None:
-            self.hidden = select_rows(self.hidden, keep)
+        self.hidden.keep_rows(keep)
 
     def join(self, other: AssistantCandidateGenerator, numbers: dict[int, int]) -> None:
-        self.hidden = torch.cat([self.hidden, other.hidden])
+        self.hidden.join(other.hidden)

@@ -150,8 +150,9 @@ class SelfSpeculation(CandidateGenerator):
             rows, lengths: Those of [`DraftStep`].
             more (`torch.LongTensor` of shape `(B,)`, *optional*): By how much rows are longer than the host knows.
         """
-        graphs, choose = self._graphs, self._choice(rows)
-        if graphs is None or choose is None:
+        graphs = self._graphs
+        choose = None if graphs is None else self._choice(rows)
+        if choose is None:
             return None
         before = [length - 1 for length in lengths]
         keys = None if choose.stack is None else self.session.sampler.uniforms.keys(rows, before)

@@ -134,6 +134,8 @@ class DraftStep:
         max_draft_tokens (`list[int]` of length B): Largest depth of each row's draft; 0 where nothing more fits.
         leads (`list[list[int]]` of length B, *optional*): Tokens that another method has drafted after each row's
             text. Only methods that say `continues_leads` are given some, and draft what comes after them.
+        depth (`int`, *optional*): Depth that was chosen for the drafts of this cycle, however little room rows have;
+            `None`: k, as always.
     """
 
     rows: list[int]
@@ -141,6 +143,7 @@ class DraftStep:
     lengths: list[int]
     max_draft_tokens: list[int]
     leads: list[list[int]] | None = None
+    depth: int | None = None
 
 
 @dataclass
@@ -237,6 +240,7 @@ class DeviceCommit:
         counts (`torch.LongTensor` of shape `(B,)`): How many they are.
         anchors (`torch.LongTensor` of shape `(B,)`): The last one of each row.
         hidden_states (`dict[int | str, torch.Tensor]`): As those of a [`Commit`].
+        max_draft_tokens (`list[int]` of length B): Largest depth of each row's next draft, for which there is room.
         target_is_free (`bool`): The target's graphs may run: nothing is needed any more that they would write again.
     """
 
@@ -245,7 +249,13 @@ class DeviceCommit:
     counts: torch.LongTensor
     anchors: torch.LongTensor
     hidden_states: dict[int | str, torch.Tensor]
+    max_draft_tokens: list[int]
     target_is_free: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Depth that was chosen for the next drafts."""
+        return max(self.max_draft_tokens)
 
     def anchor_states(self, key: int | str) -> torch.Tensor:
         """States `(B, H)` from which the anchors were predicted."""
@@ -282,10 +292,10 @@ class Lookups:
     num_tokens: int = 0
     num_bytes: int = 0
 
-    def count(self, drafts: Sequence[Sequence[int]], rooms: Sequence[int], num_tokens: int, num_bytes: int) -> None:
-        """Adds the drafts of one cycle, empty where nothing was found, and the tokens that each had room for."""
+    def count(self, counts: Sequence[int], rooms: Sequence[int], num_tokens: int, num_bytes: int) -> None:
+        """Adds the draft tokens of one cycle, none where nothing was found, and how many each row had room for."""
         self.num_rows += sum(room > 0 for room in rooms)
-        self.num_hits += sum(map(bool, drafts))
+        self.num_hits += sum(map(bool, counts))
         self.num_tokens, self.num_bytes = num_tokens, num_bytes
 
 

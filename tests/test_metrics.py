@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec import SpecDecodingStats, SpeculativeConfig, load_speculator, record
-from hf_specdec.control.controller import SpeculationController
+from hf_specdec.control.controller import Choice, SpeculationController
 from hf_specdec.metrics import begin_call, listeners
 from hf_specdec.metrics.listeners import CallObserver, Listener
 from hf_specdec.metrics.stats import StatsReader
@@ -199,7 +199,7 @@ class TestCyclesWithoutDrafts:
         assert reasons == {"nothing_found": 1, "length_limit": 1}
 
     def test_drafts_do_not_pay(self, model, monkeypatch):
-        monkeypatch.setattr(SpeculationController, "_choose", lambda self, rows: 0)
+        monkeypatch.setattr(SpeculationController, "_choose", lambda self, rows: Choice(0))
         settings = {"spec_method": "ngram", "num_speculative_tokens": "auto"}
         assert self.reasons(model, prompts(1), **settings) == {"does_not_pay": 10, "length_limit": 1}
 

@@ -5,6 +5,8 @@ a rule by the number of rows, and hands the limits on as the room that the rows 
 the method is not asked and not told: the prompt and what is committed meanwhile are kept, and handed over when it
 drafts. So a cycle without drafts costs what plain decoding in the loop costs, and a drafter that is known to be
 useless does not even read the prompt.
+
+Where the next draft is launched before the verdict on the one before is read, its limits are chosen before it, too.
 """
 
 from __future__ import annotations
@@ -59,6 +61,9 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self._draft: DraftTree | None = None  # of this cycle, if the method was asked for one
         self._drafted: DraftTree | None = None  # the same before it was cut
         self._limits: list[int] = []
+        self._is_resting = False
+        self._cuts_drafts: bool = controller.tree_size is not None  # to what pays
+        self._ahead: tuple[list[int], list[int]] | None = None  # rows of the next cycle, and their limits
         self._longest: list[int] = []  # the largest limit of each cycle
 
     @property
@@ -76,13 +81,21 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
     def prefill(self, prompt: Prompt) -> None:
         self._unread.begin(prompt)
         self._left = [left - prompt.input_ids.shape[1] for left in self._left]
+        target = self.session.target
+        if target is not None and target.graphs is not None and target.graphs.pads_drafts:
+            # Graphs take the same time for any number of nodes.
+            self._cuts_drafts = False
 
     def propose(self, step: DraftStep) -> DraftTree:
         self._clock.begin()
-        left = [max(self._left[row], 1) for row in step.rows]
-        limits = self.controller.limits(step.rows, self._unread.num_tokens, left)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] != step.rows:
+            self.controller.take_back()
+            ahead = None
+        limits = self._choose(step.rows) if ahead is None else ahead[1]
+        self._is_resting = self.controller.is_resting
         self._longest.append(max(limits))
-        self._limits = self.session.agreed(list(map(min, limits, step.max_draft_tokens)))
+        self._limits = list(map(min, limits, step.max_draft_tokens))
         if max(self._limits) <= 0:
             self._draft = None
             return DraftTree.empty(len(step.rows), self.session.device, why=self.controller.why_none)
@@ -90,8 +103,9 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         if self._num_read:
             self._unread.hand_over()
             self._clock.read()
-        self._drafted = self._draft = self.generator.propose(replace(step, max_draft_tokens=self._limits))
-        if self.controller.tree_size is not None:
+        limited = replace(step, max_draft_tokens=self._limits, depth=max(limits))
+        self._drafted = self._draft = self.generator.propose(limited)
+        if self._cuts_drafts:
             self._draft = self.controller.tree_size.cut(self._drafted, max(self._limits), self.session.agreed)
             if self._drafted.is_rated_chain:
                 # As if the drafter had ended it.
@@ -99,22 +113,28 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self._clock.drafted()
         return self._draft
 
+    def _choose(self, rows: list[int]) -> list[int]:
+        left = [max(self._left[row], 1) for row in rows]
+        return self.session.agreed(self.controller.limits(rows, self._unread.num_tokens, left))
+
     @property
     def drafts_ahead(self) -> bool:
-        if self._draft is None:
-            return self.controller.will_rest()
-        return self.generator.drafts_ahead
+        if self.session.group is not None:
+            # Processes that decide together wait for each other.
+            return False
+        return self.session.target.graphs is not None if self._draft is None else self.generator.drafts_ahead
 
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
-        """Launches the next draft, as if there were one again; a cycle without drafts leaves it.
-
-        Its length is not chosen yet, so only the next one of several cycles without drafts is known.
-        """
-        if self._draft is None:
+        limits = self._choose(commit.rows)
+        self._ahead = list(commit.rows), limits
+        if max(limits) <= 0:
             return DraftTree.empty(len(commit.rows), self.session.device)
+        if self._draft is None:
+            # The method is told first of what it has missed.
+            return None
         with self._clock.ahead():
-            self.generator.draft_ahead(commit)
-        return None
+            draft = self.generator.draft_ahead(replace(commit, max_draft_tokens=limits))
+        return None if self._cuts_drafts else draft
 
     def learn(self, nodes: VerifiedNodes) -> None:
         self.generator.learn(nodes)
@@ -123,7 +143,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         for row, count in zip(commit.rows, commit.counts):
             self._left[row] -= count
         if self._draft is None:
-            if self._longest and not self.controller.is_resting:
+            if self._longest and not self._is_resting:
                 self._count(commit, 0.0)
             self._unread.add(commit)
             if self._unread.num_commits >= _MOST_HELD:
@@ -142,7 +162,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
             # Observing is a part of drafting.
             times.draft, times.rest = times.draft + observing, times.rest - observing
             num_nodes, num_drafted, depths = self._draft.size, self._drafted.size, self._drafted_depths()
-            if self.controller.tree_size is not None:
+            if self._cuts_drafts:
                 self.controller.tree_size.observe(self._draft, commit.num_accepted)
         outcomes = list(map(RowOutcome, commit.rows, self._limits, depths, commit.num_accepted, commit.counts))
         reading = None if times.reading is None else (self._num_read, times.reading)

@@ -20,6 +20,7 @@ from torch import nn
 
 from ..drafting.chain import CapturedDrawing, SteeredChain
 from ..drafting.entries import DraftEntries
+from ..drafting.graphs import graph_depth
 from ..drafting.growth import DepthLimits, DraftNodes, DynamicTree, grow
 from ..drafting.shape import confidence_threshold
 from ..drafting.slots import DraftInputs, Entries, KnownPrompt
@@ -58,9 +59,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         self.samples_drafts: bool | None = self.asks_to_sample
         self.plan: TokenTree | DynamicTree = self.plan_drafts()
         self.num_reads: int = self.plan.num_reads
-        self.shape: DynamicTree | tuple[Level, ...] = (
-            self.plan if isinstance(self.plan, DynamicTree) else self.plan.levels(self.device)
-        )
+        self.shape: DynamicTree | tuple[Level, ...] = self.plan.levels(self.device)
         self.threshold: float = confidence_threshold(config, session)
         self.num_speculative_tokens: int = self.plan.max_depth
         self.check_sampled_length()
@@ -149,19 +148,21 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         output = None
         # Masks are made on the host, level by level.
         if masks is None and new is not None and self.entries.graphs is not None:
-            output = self._launch(new, limits.depths.tolist())
+            output = self._launch(new, limits.depths.tolist(), step.depth)
+        plan = self.plan if output is None else self._captured_plan(step.depth)
         if output is None:
-            output = self._draft(self.entries, new, limits, masks)
+            output = self._draft(self.entries, new, self.shape, limits, masks)
         self.hidden, self.logits, nodes, depths = output
         # What is deeper than a row's limit is cut off. Only a threshold makes the host wait for a graph, to learn how
         # much has to be verified.
         depths = depths if self.threshold else limits.depths
-        return nodes.draft(self.plan, depths.tolist(), self.session.device)
+        return nodes.draft(plan, depths.tolist(), self.session.device)
 
     def _draft(
         self,
         entries: DraftEntries,
         new: Entries | DraftInputs | None,
+        shape: DynamicTree | tuple[Level, ...],
         limits: DepthLimits,
         masks: GrowingMasks | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, DraftNodes, torch.LongTensor]:
@@ -172,7 +173,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         """
         hidden, logits = (self.hidden, self.logits) if new is None else entries.read_last(new)
         entries.begin_draft(self.num_reads)
-        nodes = grow(self.shape, entries, hidden, logits, limits, masks)
+        nodes = grow(shape, entries, hidden, logits, limits, masks)
         return hidden, logits, nodes, limits.depths
 
     def _sample_chain(self, new: Entries | None, step: DraftStep, limits: DepthLimits) -> DraftTree:
@@ -222,29 +223,37 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         if new is None or self.entries.graphs is None or self._drawing(step.rows) is None:
             return None
         before = [length - count for length, count in zip(step.lengths, new.counts)]
-        output = self._launch(self._with_keys(new, step.rows, before), limits.depths.tolist())
+        output = self._launch(self._with_keys(new, step.rows, before), limits.depths.tolist(), step.depth)
         if output is None:
             return None
         self.hidden, self.logits, tokens, probs, depths = output
         depths = limits.depths if depths is None else depths
         return DraftTree.chain(tokens, probs=probs).shortened(depths.tolist())
 
-    def _launch(self, new: Entries, depths: list[int]) -> Any:
-        """The output of `_draft`, or of `_captured_chain`, from a graph; `None` where there is none to run."""
-        if not (self.threshold or isinstance(self.plan, DynamicTree)):
+    def _captured_plan(self, depth: int | None) -> TokenTree | DynamicTree:
+        """The plan as deep as a graph drafts it where this depth was chosen."""
+        return self.plan.up_to(graph_depth(depth, self.plan.max_depth))
+
+    def _launch(self, new: Entries, depths: list[int], depth: int | None) -> Any:
+        """The output of `_draft`, or of `_captured_chain`, from a graph; `None` where there is none to run.
+
+        Args:
+            new (`Entries`): What it reads first.
+            depths (`list[int]`): Largest depth of each row.
+            depth (`int`, *optional*): That of [`DraftStep`].
+        """
+        plan = self.plan if self.samples_drafts else self._captured_plan(depth)
+        if not (self.threshold or isinstance(plan, DynamicTree)):
             # It drafts the whole plan.
-            depths = [self.plan.max_depth] * len(depths)
-        key, read = (), lambda entries, inputs: self._draft(entries, inputs, self._limits_of(inputs))
-        if new.keys is not None:
-            key, read = self._drawn_by_a_graph()
+            depths = [plan.max_depth] * len(depths)
+        key, read = self._drawn_by_a_graph() if new.keys else ((), partial(self._captured_draft, plan))
         return self.entries.replay(
-            (self.plan, self.threshold, *key),
+            (plan, self.threshold, *key),
             new,
             self.most_committed,
             self.num_reads,
             depths,
             read,
-            self.shape,
         )
 
     def _drawn_by_a_graph(self) -> tuple[tuple[Any, ...], Callable[[DraftEntries, DraftInputs], tuple[Any, ...]]]:
@@ -261,18 +270,23 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
 
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
         new = Entries(commit.tokens, commit.hidden_states, commit.counts)
-        new, depths = self._with_keys(new, commit.rows, self._step.lengths), [self.plan.max_depth] * len(commit.rows)
-        output = self._launch(new, depths)
+        new, depths = self._with_keys(new, commit.rows, self._step.lengths), commit.max_draft_tokens
+        output = self._launch(new, depths, commit.depth)
         if output is None or self.threshold:
             return None
         if new.keys is None:
-            return self._drafted(output, depths)
+            return self._drafted(output, self._captured_plan(commit.depth), depths)
         _, _, tokens, probs, _ = output
-        return DraftTree.chain(tokens, depths, probs)
+        return DraftTree.chain(tokens, probs=probs).shortened(depths)
 
-    def _drafted(self, output: tuple[Any, ...], depths: list[int]) -> DraftTree:
+    def _drafted(self, output: tuple[Any, ...], plan: TokenTree | DynamicTree, depths: list[int]) -> DraftTree:
         """The draft in the output of a graph that does not sample."""
-        return output[2].draft(self.plan, depths, self.session.device)
+        return output[2].draft(plan, depths, self.session.device)
+
+    def _captured_draft(
+        self, plan: TokenTree | DynamicTree, entries: DraftEntries, inputs: DraftInputs
+    ) -> tuple[torch.Tensor, torch.Tensor, DraftNodes, torch.LongTensor]:
+        return self._draft(entries, inputs, plan.levels(self.device), self._limits_of(inputs, plan))
 
     def _captured_chain(self, drawing: CapturedDrawing, entries: DraftEntries, inputs: DraftInputs) -> tuple[Any, ...]:
         """Reads new entries and samples chains after them.
@@ -281,11 +295,11 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
             `tuple`: States `(R, h)` and logits `(R, U)` after the last entries, tokens `(R, K)`, their distributions
             `(R, K, V)`, and depths `(R,)` of the rows, where a threshold decides on them.
         """
-        limits = self._limits_of(inputs)
+        limits = self._limits_of(inputs, self.plan)
         chain = drawing.chain(inputs.keys, inputs.counts, self.plan.max_depth)
         hidden, logits = entries.read_last(inputs)
         self._sample(chain, entries, hidden, logits, limits)
         return hidden, logits, *chain.stacked(), limits.depths if self.threshold else None
 
-    def _limits_of(self, inputs: DraftInputs) -> DepthLimits:
-        return DepthLimits(inputs.limits, self.threshold, deepest=self.plan.max_depth)
+    def _limits_of(self, inputs: DraftInputs, plan: TokenTree | DynamicTree) -> DepthLimits:
+        return DepthLimits(inputs.limits, self.threshold, deepest=plan.max_depth)

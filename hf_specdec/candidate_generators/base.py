@@ -309,7 +309,7 @@ class CandidateGenerator(HfCandidateGenerator):
         return False
 
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
-        """Launches the graph of the next draft, of full depth, before the host knows what was accepted before it.
+        """Launches the graph of the next draft before the host knows what was accepted before it.
 
         Nothing is kept of it: `observe` and `propose` come as ever, and the run of the graph that `propose` asks for
         is the one that has been launched, see [`CallGraphs.ahead`].

@@ -64,10 +64,12 @@ class CycleClock:
         self.now: Callable[[], float] = clock_of(device)
         self._marks: list[float] = []
         self._has_read = False
-        self._captures = 0
+        self._captures: int | None = 0
+        self._captures_ahead = False  # for the draft of the next cycle
 
     def begin(self) -> None:
-        self._captures = CallGraphs.all_captures
+        self._captures = None if self._captures_ahead else CallGraphs.all_captures
+        self._captures_ahead = False
         self._marks, self._has_read = [], False
         self._ahead, self._next_ahead = self._next_ahead, 0.0
         if self._pairs is not None:
@@ -84,7 +86,7 @@ class CycleClock:
     @contextmanager
     def ahead(self) -> Iterator[None]:
         """Times what is drafted inside of the block for the next cycle."""
-        began = self.now()
+        began, captures = self.now(), CallGraphs.all_captures
         stream = None if self._pairs is None else torch.cuda.current_stream(self._device)
         if self._pairs is not None:
             self._pairs[1][0].record(stream)
@@ -92,6 +94,7 @@ class CycleClock:
         if self._pairs is not None:
             self._pairs[1][1].record(stream)
         self._next_ahead = self.now() - began
+        self._captures_ahead = captures != CallGraphs.all_captures
 
     def _mark(self) -> None:
         if self._events is not None:
@@ -102,12 +105,14 @@ class CycleClock:
         """The times since `begin`."""
         marks = self._marks
         parts = [self._between(index) for index in range(len(marks) - 1)]
-        rest = self.now() - marks[0] - sum(parts) - self._next_ahead
+        rest, has_device = self.now() - marks[0] - sum(parts), self._pairs is not None
         if self._ahead and parts:
             ahead = self._ahead_seconds()
             parts[-1] += ahead
             # The device has drafted after the mark, the host before it.
-            rest -= ahead if self._pairs is not None else 0.0
+            rest -= ahead if has_device else 0.0
+        # A device verifies while the host launches the next draft.
+        rest -= 0.0 if has_device else self._next_ahead
         rest = max(rest, 0.0)
         if self._captures != CallGraphs.all_captures:
             rest, parts = nan, [nan] * len(parts)

@@ -11,7 +11,9 @@ Pure Python, some 0.1 ms a cycle for one row; no tensor, no clock.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING
@@ -38,10 +40,32 @@ if TYPE_CHECKING:
     from .latency import LatencyModel
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Limits of a cycle that is yet to be observed.
+
+    Attributes:
+        limit (`int`): The largest limit of a row.
+        length (`int`): The limit outside of trials, then.
+        row_limits (`dict[int, int]`): Those of rows that have their own.
+        is_trial (`bool`): The limit is tried instead of that length.
+        plan (`Plan`, *optional*): From which it was chosen.
+        reading_price (`float`): Seconds that a trial takes beside it, for reading.
+    """
+
+    limit: int
+    length: int = 0
+    row_limits: dict[int, int] = field(default_factory=dict)
+    is_trial: bool = False
+    plan: Plan | None = None
+    reading_price: float = 0.0
+
+
 class SpeculationController:
     """Chooses the limits of one call's cycles.
 
-    The loop asks for `limits` and reports what came of them with `observe`, in turn.
+    The loop asks for `limits` and reports what came of them with `observe`, in turn. It may also ask for those of the
+    next cycle before it knows what came of the last one, which then counts a cycle later.
 
     Args:
         most (`int`): K, the largest limit.
@@ -57,7 +81,7 @@ class SpeculationController:
         tree_size (`TreeSize`, *optional*): Chooses how many nodes of trees are verified.
         num_cycles (`int`): Cycles for which limits were asked.
         is_resting (`bool`): True where the last limits are those of a plan without drafts that still stands. Such
-            cycles need not be observed.
+            cycles need not be observed, and are not where the limits of the next one may have been asked for.
     """
 
     kind = "adaptive length"
@@ -90,7 +114,7 @@ class SpeculationController:
         self._num_unread, self._left = 0, None
         self.is_resting: bool = False
         self._num_rested = 0  # cycles since the last one that was observed
-        self._trial: int | None = None  # the limit that is being tried
+        self._chosen: deque[Choice] = deque()  # of cycles to be observed
         self._follow_up: int | None = None  # a trial that has just paid
         self._last_used = [0] * (most + 1)
 
@@ -107,42 +131,46 @@ class SpeculationController:
         self._num_unread, self._left = num_unread, left
         if self._most_tokens is not None:
             self._cap = min(self._most_tokens(len(rows)), self.most)
-        limit = min(self._choose(rows), self._cap)
-        self._last_used[limit] = self.num_cycles
+        choice = self._choose(rows)
+        if not self.is_resting:
+            self._chosen.append(choice)
+        self._last_used[choice.limit] = self.num_cycles
         self.num_cycles += 1
-        if limit == self.length and self._row_limits and self._trial is None:
-            return [self._row_limits[row] for row in rows]
-        return [limit] * len(rows)
+        if choice.limit == choice.length and not choice.is_trial:
+            return [choice.row_limits.get(row, choice.limit) for row in rows]
+        return [choice.limit] * len(rows)
+
+    def take_back(self) -> None:
+        """Forgets the last limits: other rows than theirs have come to be in the cycle."""
+        if not self.is_resting:
+            self._chosen.pop()
 
     @property
     def why_none(self) -> str:
         """Reason why the last cycle had no drafts, if it had none."""
         return "does_not_pay" if self._cap else "batch_size"
 
-    def _choose(self, rows: list[int]) -> int:
-        self._trial = None
+    def _choose(self, rows: list[int]) -> Choice:
         self.is_resting = self._may_rest(rows)
         self._num_rested += self.is_resting
         if self._cap == 0 or self.is_resting:
-            return 0
+            return Choice(0)
         if len(self._first_cycles) == 2 and self._is_clearly_slower(rows):
             self._first_cycles = []
         if self._first_cycles:
-            return self._first_cycles.pop(0)
+            return Choice(min(self._first_cycles.pop(0), self._cap), self.length)
         if not self.latency.knows_anything:
-            return 0 if self.latency.draft else self.usual
+            return Choice(0 if self.latency.draft else min(self.usual, self._cap), self.length)
         every = (PLAN_EVERY if self.length else PLAIN_PLAN_EVERY) * (1 + len(rows) // PLAN_ROWS)
         is_new = self._plan is None or self._plan.rows != rows or self.num_cycles % every == 0
         if is_new:
             self._plan = self._planned(rows)
             self.length = self._best_length(self._plan)
             self._row_limits = self._plan.row_limits(self.length) if self.length and len(rows) > 1 else {}
-        self._trial = self._affordable_trial(self._plan, is_new)
-        return self.length if self._trial is None else self._trial
-
-    def will_rest(self) -> bool:
-        """Tells, in a cycle without drafts, whether the next one of the same rows is known to have none."""
-        return self.is_resting and self._may_rest(self._plan.rows)
+        plan, trial = self._plan, self._affordable_trial(self._plan, is_new)
+        limit = self.length if trial is None else trial
+        is_trial, price = trial is not None, self._reading_price
+        return Choice(min(limit, self._cap), self.length, self._row_limits, is_trial, plan, price)
 
     def _may_rest(self, rows: list[int]) -> bool:
         """True if nothing is drafted, and neither a new plan nor a measurement is due."""
@@ -261,40 +289,44 @@ class SpeculationController:
         for outcome in outcomes:
             if outcome.limit > 0:
                 self.acceptance.observe(outcome)
-        if self._trial is not None:
-            assert self._plan is not None, "a trial without a plan"
-            self._pay(self._plan, self._trial, outcomes, deepest, (draft_seconds or 0.0) + verify_seconds)
+        choice = self._chosen.popleft() if self._chosen else None
+        if choice is not None and choice.is_trial:
+            self._pay(choice, outcomes, deepest, (draft_seconds or 0.0) + verify_seconds)
 
-    def _pay(self, plan: Plan, trial: int, outcomes: list[RowOutcome], deepest: int, measured: float) -> None:
+    def _pay(self, choice: Choice, outcomes: list[RowOutcome], deepest: int, measured: float) -> None:
         """Takes from the budget what the trial has cost, or gives it what it has gained.
 
         It is compared with what the chosen length would have made of the same drafts: where a text is easy, every
         length gains, and it shall not be the trial's merit.
         """
+        plan, trial = choice.plan, choice.limit
+        assert plan is not None, "a trial without a plan"
         costs = self._costs(plan.rows)
         expected = costs[deepest] if trial else self.latency.verify_seconds(1, len(outcomes))
         # Noise is not the trial's, nor a stall of the machine.
         seconds = measured if measured < CHEAP * expected else expected
-        more = sum(outcome.num_committed - self._tokens_instead(plan, outcome, trial) for outcome in outcomes)
-        gained = more * plan.token_value(trial, self.length)
-        loss = seconds - self._seconds_instead(plan, costs, outcomes, trial) - gained / plan.value(self.length)
-        self._budget.spend(loss + (self._reading_price if trial else 0.0))
+        more = sum(outcome.num_committed - self._tokens_instead(choice, plan, outcome) for outcome in outcomes)
+        gained = more * plan.token_value(trial, choice.length)
+        loss = seconds - self._seconds_instead(choice, plan, costs, outcomes) - gained / plan.value(choice.length)
+        self._budget.spend(loss + (choice.reading_price if trial else 0.0))
         if loss < 0 or seconds < expected:
             self._follow_up = trial
             self._plan = None
 
-    def _seconds_instead(self, plan: Plan, costs: list[float], outcomes: list[RowOutcome], trial: int) -> float:
+    @staticmethod
+    def _seconds_instead(choice: Choice, plan: Plan, costs: list[float], outcomes: list[RowOutcome]) -> float:
         """Expected seconds of the chosen length where the drafts of the trial got so deep."""
-        if self.length == 0 or self.length > max(outcome.depth for outcome in outcomes) >= trial:
+        length, limits = choice.length, choice.row_limits
+        if length == 0 or length > max(outcome.depth for outcome in outcomes) >= choice.limit:
             # How deep the drafts would have become is not known.
-            return plan.seconds[self.length]
-        limits = self._row_limits
-        return costs[max(min(outcome.depth, limits.get(outcome.row, self.length)) for outcome in outcomes)]
+            return plan.seconds[length]
+        return costs[max(min(outcome.depth, limits.get(outcome.row, length)) for outcome in outcomes)]
 
-    def _tokens_instead(self, plan: Plan, outcome: RowOutcome, trial: int) -> float:
+    @staticmethod
+    def _tokens_instead(choice: Choice, plan: Plan, outcome: RowOutcome) -> float:
         """Expected tokens of the chosen length where the trial had this outcome."""
-        accepted, length = outcome.num_accepted, self._row_limits.get(outcome.row, self.length)
-        if accepted < trial or length <= accepted:
+        accepted, length = outcome.num_accepted, choice.row_limits.get(outcome.row, choice.length)
+        if accepted < choice.limit or length <= accepted:
             return min(accepted, length) + 1.0
         # Everything was accepted; how much of more would have been is not known.
         tokens, num_rows = list(map(sum, plan.row_tokens)), len(plan.rows)

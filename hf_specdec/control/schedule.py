@@ -30,9 +30,8 @@ class ScheduledLength:
         """Depth that each of the active rows may draft in this cycle."""
         return [self.most_tokens(len(rows))] * len(rows)
 
-    def will_rest(self) -> bool:
-        """Tells, in a cycle without drafts, that the next one of the same rows has none."""
-        return True
+    def take_back(self) -> None:
+        """Nothing is kept of limits."""
 
     def join(self, rows: list[int]) -> None:
         """Nothing is known of any row."""

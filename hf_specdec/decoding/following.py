@@ -136,6 +136,7 @@ class Continuing:
     Args:
         num_tokens (`int`): K.
         choose (`Choose`): Chooses each.
+        most_given (`int`): Most given tokens of a row, G.
         mask_token (`int`, *optional*): The token in whose places all are predicted at once.
         num_layers (`int`, *optional*): The model's first layers, if it runs these alone.
         embed (`Callable`, *optional*): For a model that reads states beside the tokens. Masks have those of the last
@@ -146,6 +147,7 @@ class Continuing:
 
     num_tokens: int
     choose: Choose
+    most_given: int
     mask_token: int | None = None
     num_layers: int | None = None
     embed: Embed | None = None
@@ -165,7 +167,7 @@ class Continuing:
         Args:
             model (`SlotModel`): The model.
             tokens (`torch.LongTensor` of shape `(R, t)`), counts (`list[int]`): Tokens, padded on the right, and those
-                of each row, up to K + 1; a tensor `(R,)` where the host does not know them.
+                of each row, up to G; a tensor `(R,)` where the host does not know them.
             keys (`RowKeys`, *optional*): Of the numbers that draw the tokens; the positions are those of the first
                 given tokens.
             states (`Callable`): Returns those of the given tokens, each `(R, t, X)`; asked for if the graph has not
@@ -176,8 +178,8 @@ class Continuing:
             `Following`, *optional*: `None` where there is no graph to run.
         """
         (rows, num_given), device = tokens.shape, tokens.device
-        width = self.num_tokens + 1 if self.mask_token is None else 2 * self.num_tokens
-        if model.graphs is None or num_given > self.num_tokens + 1 or width > MAX_NODES:
+        width = self.most_given if self.mask_token is None else self.most_given + self.num_tokens - 1
+        if model.graphs is None or num_given > self.most_given or width > MAX_NODES:
             return None
         padding = kept_tensor((0,) * (width - num_given), device).expand(rows, -1)
         parents = chain_parents(width - 1, device)
@@ -188,10 +190,11 @@ class Continuing:
             model.fill(inputs, count, [tokens, padding], parents, num_more, keys, more)
             inputs.fill_states(given(), count)
 
+        sizes = self.num_tokens, width, self.mask_token, self.num_layers, self.ends
         captured = model.graphs.run_on_slots(
-            ("continue", self.num_tokens, self.mask_token, self.num_layers, self.ends, *embed, *self.choose.key),
+            ("continue", *sizes, *embed, *self.choose.key),
             rows,
-            lambda size: StatedInputs(size, width, device, self.num_tokens + 1, given()),
+            lambda size: StatedInputs(size, width, device, self.most_given, given()),
             fill,
             partial(model.as_recorded, self._read),
             model.cache,

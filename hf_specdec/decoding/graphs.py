@@ -26,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.utils import logging
 
+from ..kernels.tree_attention import MAX_NODES
 from ..threads import Lock
 from ..transfers import holding
 from .cache import SlotCache
@@ -197,9 +198,13 @@ class CallGraphs:
 
     def padded_nodes(self, nodes: int) -> int | None:
         """Nodes of the graph for this many: one, or those of a full draft; more of them have none."""
-        if nodes > self._largest:
-            return None
-        return 1 if nodes == 1 else self._largest
+        size = 1 if nodes == 1 else self._largest
+        return None if max(size, nodes) > min(self._largest, MAX_NODES) else size
+
+    @property
+    def pads_drafts(self) -> bool:
+        """Tells whether fewer nodes than those of a full draft take as long."""
+        return self.why_eager is None and self._largest <= MAX_NODES
 
     def shared_floats(self, shape: tuple[int, ...], device: torch.device) -> torch.FloatTensor:
         """A large input of a graph: memory of float32 numbers, which all graphs share that fill it before they run."""
@@ -297,6 +302,10 @@ class CallGraphs:
             yield
         finally:
             self._runs_ahead = False
+
+    def has_run_ahead(self, key: tuple[Any, ...], rows: int, limits: tuple[int, ...]) -> bool:
+        """Tells whether the next run with these arguments, without slots, finds that it has been made ahead."""
+        return self._ahead == ((None, padded_rows(rows), *key), rows, limits)
 
     def forget_ahead(self) -> bool:
         """Lets the next run be one of its own; tells whether a graph has run ahead, for nothing then."""

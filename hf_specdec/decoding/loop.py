@@ -328,6 +328,7 @@ class DecodingLoop:
         if self.tracer is not None or may_judge_again:
             # The draft's own memory is written again.
             draft.tokens, draft.parents = draft.tokens.clone(), draft.parents.clone()
+            draft.num_nodes = draft.num_nodes.clone()
             draft.probs = None if draft.probs is None else draft.probs.clone()
         path, tokens, states = acceptance.path[:, :most], acceptance.tokens[:, :most], output.hidden_states
         if output.outcome is None:
@@ -342,8 +343,9 @@ class DecodingLoop:
             for graphs in self.session.draft_graphs:
                 ahead.enter_context(graphs.ahead())
             ahead.enter_context(self._drafting())
-            is_free = self._is_done_with(output) and not may_judge_again
-            return self.generator.draft_ahead(DeviceCommit(self.rows, tokens, counts, anchors, states, is_free))
+            limits, is_free = [depth] * len(self.rows), self._is_done_with(output) and not may_judge_again
+            commit = DeviceCommit(self.rows, tokens, counts, anchors, states, limits, is_free)
+            return self.generator.draft_ahead(commit)
 
     def _verify_ahead(self, output: SlotOutput, following: DraftTree) -> None:
         """Launches the verification of the draft that follows one which is being judged."""
@@ -541,6 +543,8 @@ class DecodingLoop:
         if self._verified_ahead is not None:
             self._drop_verified()
         self.stats.attention = describe_layers(self.target.attention_layers)
+        if self.generator.lookups is not None:
+            count_lookups(self.stats, self.generator.lookups)
         if self.stop.num_cut_back:
             self.stats.notes.append(
                 f"{self.stop.num_cut_back} tokens after the ends of rows have been generated and cut off: a stopping "

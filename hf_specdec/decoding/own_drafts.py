@@ -122,7 +122,7 @@ class OwnDrafts:
             choose, count, keys, more: Those of [`Continuing`].
         """
         ends = None if self.window is None else (self.num_sinks, self.window)
-        drafting = Continuing(count, choose, num_layers=self.num_layers, ends=ends)
+        drafting = Continuing(count, choose, most_given=1, num_layers=self.num_layers, ends=ends)
         model, lengths, num_replays = self._layers_of(target), list(target.cache.lengths), graphs.num_replays
         model.states, model.graphs, model.most_committed = (), graphs, target.most_committed
         try:
@@ -140,6 +140,7 @@ class OwnDrafts:
         """The layers, over the target's slots."""
         model = copy.copy(self._driver(target))
         model.starts, model.leads, model.hidden = target.starts, target.leads, target.hidden
+        model.max_position = target.max_position
         # Graphs of single forwards are those of the whole target.
         model.graphs, model.cache = None, target.cache
         model.keep_layers(self.num_layers)

@@ -360,7 +360,7 @@ class SlotModel:
         """
         rows, nodes, device = len(num_drafted), parents.shape[-1] + 1, tokens[0].device
         size = self.graphs.padded_nodes(nodes)
-        if size is None or size > MAX_NODES:
+        if size is None:
             return None
         if judge is not None and judge.may_fail and rows * size * vocabulary_size(self.model) > _MOST_SCORES:
             judge = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..control.controller import SpeculationController
+from ..control.controller import Choice, SpeculationController
 from ..control.profile import ControlProfile
 from ..errors import SpecConfigError
 from ..speculator import Speculator
@@ -20,8 +20,8 @@ class SweepingController(SpeculationController):
         super().__init__(*arguments)
         self.tree_size: None = None
 
-    def _choose(self, rows: list[int]) -> int:
-        return self.most - self.num_cycles % (self.most + 1)
+    def _choose(self, rows: list[int]) -> Choice:
+        return Choice(self.most - self.num_cycles % (self.most + 1))
 
 
 class _SweepingSpeculator(Speculator):

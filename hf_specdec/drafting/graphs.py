@@ -40,6 +40,20 @@ def begin_graphs(
     return graphs
 
 
+# Depths of graphs that draft one token after the other.
+_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
+
+
+def graph_depth(chosen: int | None, most: int) -> int:
+    """Depth to which a graph drafts, one of few: each is a graph of its own.
+
+    Args:
+        chosen (`int`, *optional*): Depth that was chosen for the cycle; `None`: `most`.
+        most (`int`): k.
+    """
+    return most if chosen is None else min(next((depth for depth in _DEPTHS if depth >= chosen), most), most)
+
+
 class RowInputs:
     """The buffers from which a captured draft reads what changes.
 
@@ -100,6 +114,7 @@ class RowGraphs:
         read: Callable[..., Any],
         values: Callable[[], dict[str, torch.Tensor]],
         constants: Any = None,
+        limits: tuple[int, ...] = (),
     ) -> Any:
         """Runs the network on some tensors, in a graph where there is one.
 
@@ -110,17 +125,22 @@ class RowGraphs:
                 rows.
             values (`Callable`): Returns the tensors `(r, ...)`; asked for if the graph has not run ahead.
             constants (`Any`): Tensors that it reads beside them.
+            limits (`tuple[int, ...]`): As for [`CallGraphs.run`].
 
         Returns:
             The result of `read`, to be used before the next graph runs.
         """
         values = cache(values)
-        captured = None if self._graphs is None else self._replay(key, rows, read, values, constants)
+        captured = None if self._graphs is None else self._replay(key, rows, read, values, constants, limits)
         if captured is None:
             return read(**values())
         return tree_map_only(torch.Tensor, lambda part: part[:rows], captured.output)
 
-    def _replay(self, key, rows, read, values, constants) -> CapturedForward | None:
+    def has_run_ahead(self, key: tuple[Any, ...], rows: int, limits: tuple[int, ...]) -> bool:
+        """Tells whether a run with these arguments has been made ahead."""
+        return self.are_on and self._graphs.has_run_ahead(key, rows, limits)
+
+    def _replay(self, key, rows, read, values, constants, limits) -> CapturedForward | None:
         device = next(self._network.parameters()).device
         return self._graphs.run(
             key,
@@ -128,6 +148,7 @@ class RowGraphs:
             lambda size: RowInputs(size, values(), device, constants),
             lambda inputs, count: inputs.fill(values(), count),
             lambda inputs: read(**inputs.tensors),
+            limits=limits,
         )
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ the draft, h hidden size of the network, U its vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -50,6 +50,14 @@ class DynamicTree:
     def __len__(self) -> int:
         """Most nodes that are drafted."""
         return min(self.total_tokens - 1, self.top_k + (self.max_depth - 1) * self.top_k**2)
+
+    def up_to(self, depth: int) -> DynamicTree:
+        """The shape of trees that are no deeper, 1 at least."""
+        return self if depth >= self.max_depth else replace(self, depth=depth - 1)
+
+    def levels(self, device: torch.device) -> DynamicTree:
+        """The shape itself, where that of a static tree has its levels."""
+        return self
 
     @property
     def num_reads(self) -> int:

@@ -140,7 +140,6 @@ class DraftSlots:
         ahead: int,
         limits: list[int],
         read: Callable[[Any, DraftInputs], Any],
-        constants: Any = None,
     ) -> Any:
         """Reads entries, and maybe drafts after them, as a graph.
 
@@ -152,7 +151,6 @@ class DraftSlots:
             limits (`list[int]`): Largest depth of each row's draft.
             read (`Callable`): Does it, from these slots and entries, or from what a graph has in the place of both:
                 takes slots and [`DraftInputs`], and returns tensors `(R, ...)`, nested or not.
-            constants (`Any`): Tensors that it reads beside them.
 
         Returns:
             The result of `read`, to be used before the next graph runs; `None` where there is none to run.
@@ -164,7 +162,7 @@ class DraftSlots:
         captured = self.graphs.run_on_slots(
             (type(self), width, *new.states, *key),
             len(new.tokens),
-            lambda rows: DraftInputs(rows, width, new.states, self.device, constants),
+            lambda rows: DraftInputs(rows, width, new.states, self.device),
             lambda inputs, count: inputs.fill(new, limits, self, count),
             lambda inputs, columns: read(self._in_a_graph(inputs, columns), inputs),
             self.cache,
@@ -212,7 +210,6 @@ class DraftInputs:
         count (`int`): T, entries of a row that are read at first.
         states (`dict[Any, torch.Tensor]`): Tensors `(r, t, X)` of the widths and dtypes of the states.
         device (`torch.device`): Where the buffers lie.
-        constants (`Any`): Tensors that the draft reads beside them: they must live as long as the graph.
 
     Attributes:
         tokens (`torch.LongTensor` of shape `(R, T)`): The entries' tokens.
@@ -224,9 +221,7 @@ class DraftInputs:
         keys (`RowKeys`): Those of [`Entries`].
     """
 
-    def __init__(
-        self, rows: int, count: int, states: dict[int | str, torch.Tensor], device: torch.device, constants: Any = None
-    ):
+    def __init__(self, rows: int, count: int, states: dict[int | str, torch.Tensor], device: torch.device):
         # A call may run in inference mode, and a later one outside of it.
         with torch.inference_mode(False):
             self.tokens: torch.Tensor = torch.zeros((rows, count), dtype=torch.long, device=device)
@@ -240,7 +235,6 @@ class DraftInputs:
         self.leads: torch.Tensor
         self.first_slots, self.leads = self._rows[3:5, :, None]
         self.keys: RowKeys = RowKeys(*self._rows[5:])
-        self._constants = constants
 
     @property
     def buffers(self) -> list[torch.Tensor]:

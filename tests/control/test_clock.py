@@ -52,6 +52,20 @@ def test_a_draft_that_ran_ahead_belongs_to_the_next_cycle():
     assert clock.end() == CycleTimes(rest=0.0, draft=0.0)
 
 
+def test_a_capture_for_the_next_draft_leaves_its_cycle_without_times():
+    clock = CycleClock(torch.device("cpu"))
+    clock.begin()
+    clock.drafted()
+    with clock.ahead():
+        CallGraphs.all_captures += 1
+    assert isnan(clock.end().rest)
+    for is_spoilt in (True, False):
+        clock.begin()
+        clock.drafted()
+        times = clock.end()
+        assert isnan(times.draft) == isnan(times.rest) == is_spoilt
+
+
 def test_several_threads_are_timed_on_the_wall(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert clock_of(torch.device("cpu")) is perf_counter

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_specdec.control import ControlProfile, theory
 from hf_specdec.control.acceptance import PastRates, RowOutcome
-from hf_specdec.control.controller import SpeculationController
+from hf_specdec.control.controller import Choice, SpeculationController
 from hf_specdec.control.plan import batch_tokens
 from tests.control.worlds import MOST, TARGETS, World, any_batch, any_world, world_of
 
@@ -22,8 +22,9 @@ def used(cycles):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("cost", [0.02, 0.1, 0.3, 1.0])
 @pytest.mark.parametrize("rate", [0.02, 0.4, 0.7, 0.9])
-def test_it_finds_the_best_length_within_a_few_dozen_cycles(target, cost, rate):
-    worlds = [world_of(target, rate, cost, seed) for seed in range(3)]
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_it_finds_the_best_length_within_a_few_dozen_cycles(target, cost, rate, looks_ahead):
+    worlds = [world_of(target, rate, cost, seed, looks_ahead=looks_ahead) for seed in range(3)]
     best = theory.optimal_length(rate, lambda k: cost * k, lambda k: TARGETS[target](k + 1), MOST)
     assert worlds[0].best(MOST) == best
     losses = []
@@ -35,11 +36,13 @@ def test_it_finds_the_best_length_within_a_few_dozen_cycles(target, cost, rate):
     assert statistics.median(losses) < 0.06
 
 
-def test_it_loses_little_against_the_best_fixed_length():
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_it_loses_little_against_the_best_fixed_length(looks_ahead):
     """Worlds of any kind; a few expensive drafters are given up too soon, where times are noisy."""
     numbers, losses = random.Random(0), []
     for seed in range(40):
         world = any_world(numbers, seed)
+        world.looks_ahead = looks_ahead
         profile = ControlProfile()
         first = world.controller(MOST, profile=profile)
         world.run(first, 400)
@@ -68,8 +71,9 @@ def test_a_useless_drafter_costs_two_parts_in_a_hundred(target, cost):
     assert statistics.mean(losses) < 0.02
 
 
-def test_the_first_call_of_a_useless_drafter_drafts_only_a_few_times():
-    world = world_of("flat", 0.1, 2.0)
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_the_first_call_of_a_useless_drafter_drafts_only_a_few_times(looks_ahead):
+    world = world_of("flat", 0.1, 2.0, looks_ahead=looks_ahead)
     cycles = world.run(world.controller(MOST), 100)
     assert sum(max(cycle.limits) > 0 for cycle in cycles) <= 5
 
@@ -105,6 +109,20 @@ def test_it_follows_a_change_of_costs():
     assert used(world.run(controller, 50)) == 0
 
 
+def test_limits_of_other_rows_are_taken_back():
+    """A trial that rows have left counts for nothing, and the outcomes of the cycle before count for that."""
+    world = world_of("linear", [0.9, 0.2], 0.1)
+    controller = world.controller(MOST)
+    world.run(controller, 60)
+    one, both = world_of("linear", [0.9], 0.1), controller.limits([0, 1])
+    for _ in range(40):
+        controller.limits([0, 1])
+        controller.take_back()
+    controller.observe([RowOutcome(row, limit, limit, 0, 1) for row, limit in enumerate(both)], max(both), 1e-4, 1e-3)
+    one.run(controller, 60)
+    assert one.loss(one.run(controller, 60), MOST) < 0.06
+
+
 def test_it_does_not_flap():
     world = world_of("linear", 0.45, 0.15, seed=2, noise=0.1, stalls=0.02)
     controller = world.controller(MOST)
@@ -116,8 +134,9 @@ def test_it_does_not_flap():
     assert sum(before != after for before, after in zip(lengths, lengths[1:])) < 40
 
 
-def test_trials_cost_their_share():
-    world = world_of("linear", 0.0, 0.5)
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_trials_cost_their_share(looks_ahead):
+    world = world_of("linear", 0.0, 0.5, looks_ahead=looks_ahead)
     controller = world.controller(MOST)
     world.run(controller, 100)
     cycles = world.run(controller, 4000)
@@ -325,21 +344,22 @@ def test_a_trial_is_compared_with_the_chosen_length_on_the_same_draft():
     for _ in range(40):
         (limit,) = controller.limits([0])
         controller.observe([RowOutcome(0, limit, limit, min(limit, 4), min(limit, 4) + 1)], limit, 1e-5 * limit, 1e-3)
-    controller.length, plan = 4, controller._plan
+    plan = controller._plan
+    shorter, longer = (Choice(limit, length=4, is_trial=True, plan=plan) for limit in (2, 8))
     # All of a shorter draft was accepted: more of a longer one would have been.
-    assert controller._tokens_instead(plan, RowOutcome(0, 2, 2, 2, 3), 2) > 4
+    assert controller._tokens_instead(shorter, plan, RowOutcome(0, 2, 2, 2, 3)) > 4
     # Both would have ended at the same token.
-    assert controller._tokens_instead(plan, RowOutcome(0, 2, 2, 1, 2), 2) == 2
-    assert controller._tokens_instead(plan, RowOutcome(0, 8, 8, 6, 7), 8) == 5
+    assert controller._tokens_instead(shorter, plan, RowOutcome(0, 2, 2, 1, 2)) == 2
+    assert controller._tokens_instead(longer, plan, RowOutcome(0, 8, 8, 6, 7)) == 5
     # As long as this one would have taken for them, if they ended on their own. Else that is not known.
     seconds = controller._costs([0])
 
-    def instead(depth, trial):
-        return controller._seconds_instead(plan, seconds, [RowOutcome(0, trial, depth, 0, 1)], trial)
+    def instead(depth, choice):
+        return controller._seconds_instead(choice, plan, seconds, [RowOutcome(0, choice.limit, depth, 0, 1)])
 
-    assert [instead(depth, 8) for depth in (0, 2, 4, 6, 8)] == [seconds[min(k, 4)] for k in (0, 2, 4, 6, 8)]
-    assert instead(1, 2) == seconds[1]
-    assert instead(2, 2) == plan.seconds[4]
+    assert [instead(depth, longer) for depth in (0, 2, 4, 6, 8)] == [seconds[min(k, 4)] for k in (0, 2, 4, 6, 8)]
+    assert instead(1, shorter) == seconds[1]
+    assert instead(2, shorter) == plan.seconds[4]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])

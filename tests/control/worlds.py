@@ -42,6 +42,7 @@ class World:
         depths (`Sequence[float]`): Of each row: the probability that a draft goes on by one more token.
         noise (`float`): Standard deviation of the logarithm of measured times.
         stalls (`float`): How many of the measured times are ten times too long.
+        looks_ahead (`bool`): Limits are asked for before the outcome of the cycle before is known.
     """
 
     acceptance: list[float]
@@ -51,10 +52,12 @@ class World:
     noise: float = 0.0
     stalls: float = 0.0
     seed: int = 0
+    looks_ahead: bool = False
     random: random.Random = field(init=False)
 
     def __post_init__(self):
         self.random = random.Random(self.seed)
+        self.following = {}  # by controller: limits of the next cycle, and whether it is one of rest
 
     def tokens(self, limit: int) -> float:
         """Expected tokens of a cycle with full drafts of this length, which end with the slowest row."""
@@ -84,7 +87,7 @@ class World:
     def cycle(self, controller: SpeculationController) -> Cycle:
         """One cycle under the controller."""
         rows = list(range(len(self.acceptance)))
-        limits = controller.limits(rows)
+        limits, is_resting = self.following.pop(controller, None) or (controller.limits(rows), controller.is_resting)
         outcomes = []
         for row, limit, rate in zip(rows, limits, self.acceptance):
             goes_on = self.depths[row % len(self.depths)]
@@ -95,7 +98,10 @@ class World:
         draft = self.draft(deepest) if is_asked else 0.0
         verify = self.verify(deepest + 1)
         measured = self.measured(draft) if is_asked else None
-        controller.observe(outcomes, deepest, measured, self.measured(verify))
+        if self.looks_ahead:
+            self.following[controller] = controller.limits(rows), controller.is_resting
+        if not (self.looks_ahead and is_resting):
+            controller.observe(outcomes, deepest, measured, self.measured(verify))
         return Cycle(limits, sum(outcome.num_committed for outcome in outcomes), draft + verify)
 
     def run(self, controller: SpeculationController, cycles: int) -> list[Cycle]:

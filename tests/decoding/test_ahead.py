@@ -10,7 +10,7 @@ from transformers import StoppingCriteria
 
 from hf_specdec import SpeculativeConfig, generate_many, load_speculator, record
 from hf_specdec.candidate_generators.base import NoDrafts
-from hf_specdec.control.controller import SpeculationController
+from hf_specdec.control.controller import Choice, SpeculationController
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs
 from hf_specdec.logits.randomness import CapturedUniforms
@@ -82,9 +82,9 @@ def events(monkeypatch) -> list[str]:
     noted: list[str] = []
     run, get = CallGraphs.run, PendingRead.get
 
-    def noting(self, key, *args):
+    def noting(self, key, *args, **more):
         before = self.num_replays
-        captured = run(self, key, *args)
+        captured = run(self, key, *args, **more)
         # Verifications have whole numbers of nodes as the first part of their keys, and say how they judge.
         noted.extend(["target" if type(key[0]) is int and len(key) > 2 else "draft"] * (self.num_replays - before))
         return captured
@@ -106,6 +106,12 @@ def calls(case, inputs, **arguments):
             output = model.generate(**inputs, **arguments, assistant=speculator)
         found.append((output.sequences.tolist(), made.calls[0].cycles, output.speculative))
     return found
+
+
+def choose(monkeypatch, *limits: list[int]) -> None:
+    """Lets controllers choose these limits of rows, again and again."""
+    chosen = itertools.cycle(Choice(max(rows), max(rows), dict(enumerate(rows))) for rows in limits)
+    monkeypatch.setattr(SpeculationController, "_choose", lambda *args: next(chosen))
 
 
 def depth(parents: list[int]) -> int:
@@ -133,9 +139,8 @@ def test_it_is_launched_before_the_verdict_is_read(case, events):
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", ["draft model", "eagle3, dynamic tree", "mtp, layers", "dflash", "dflash, tree"])
 def test_other_limits_than_those_that_it_was_made_for(case, events, monkeypatch):
-    """Lengths may be chosen after the launch."""
-    limits = itertools.cycle([[3, 1, 2], [2, 2, 2], [0, 0, 0], [3, 3, 3], [3, 3, 3]])
-    monkeypatch.setattr(SpeculationController, "limits", lambda *args: next(limits))
+    """Lengths are chosen from cycle to cycle, before the launch."""
+    choose(monkeypatch, [3, 1, 2], [2, 2, 2], [0, 0, 0], [3, 3, 3], [3, 3, 3])
     inputs, arguments = prompts(3), {"max_new_tokens": 36, "do_sample": False}
     plain = tiny_llama().generate(**inputs, **arguments).tolist()
     make, settings = CASES[case]
@@ -356,7 +361,8 @@ def with_and_without_graphs(make_speculator, inputs, **arguments):
 
 def of_case(case, inputs, **others):
     make, settings = {**CASES, **DRAWN, **OWN}[case]
-    return lambda model, enforce_eager: make(**settings, **others, enforce_eager=enforce_eager)(None, inputs)(model)
+    settings = {**settings, **others}
+    return lambda model, enforce_eager: make(**settings, enforce_eager=enforce_eager)(None, inputs)(model)
 
 
 @pytest.mark.thinned(2)
@@ -375,6 +381,51 @@ def test_the_next_verification_is_launched_before_the_verdict_is_read(case, even
     assert verified_ahead(events) > 2
 
 
+# EAGLE's own shape on a CPU has a threshold, and how deep such a draft is has to be read.
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("case", [*(case for case in CASES if case != "eagle3"), *OWN])
+def test_lengths_that_are_chosen_from_cycle_to_cycle(case, events, monkeypatch):
+    """Those of the next cycle are chosen before the verdict, and its verification is launched, too."""
+    inputs, others = prompts(1), {**SYNTHETIC, "num_speculative_tokens": "auto"}
+    calls = with_and_without_graphs(of_case(case, inputs, **others), inputs, max_new_tokens=60, do_sample=False)
+    outputs = []
+    for _ in range(2):
+        choose(monkeypatch, [2], [1], [2], [2])
+        outputs.append(next(calls))
+    output, eager = outputs
+    assert output.sequences.tolist() == eager.sequences.tolist()
+    stats = output.speculative
+    assert stats.num_accepted_tokens == eager.speculative.num_accepted_tokens > 9
+    # Without graphs, trees are cut to what pays.
+    assert stats.num_draft_tokens >= eager.speculative.num_draft_tokens
+    # No forward was for nothing.
+    assert stats.num_target_forwards == eager.speculative.num_target_forwards
+    assert stats.num_draft_graph_replays < stats.num_target_forwards
+    near_the_end = 2 * stats.num_spec_tokens + 3
+    assert verified_ahead(events) >= stats.num_target_forwards - near_the_end
+    assert verified_ahead(events) > 5
+
+
+@pytest.mark.parametrize("case", ["draft model", "early_exit"])
+def test_graphs_draft_as_deep_as_was_chosen(case, monkeypatch):
+    """Each token of a draft costs a forward, so those that nobody asked for are not drafted."""
+    choose(monkeypatch, [7])
+    depths, run = [], CallGraphs.run
+
+    def noting(self, key, *args, **more):
+        if key[0] == "continue":
+            depths.append(key[1])
+        return run(self, key, *args, **more)
+
+    monkeypatch.setattr(CallGraphs, "run", noting)
+    make, inputs = of_case(case, prompts(1), num_speculative_tokens="auto"), prompts(1)
+    output, _ = with_and_without_graphs(make, inputs, max_new_tokens=60, do_sample=False)
+    assert output.speculative.num_spec_tokens == 12
+    assert len(depths) > 9
+    # One graph serves lengths of 7 and 8, also at the end of the text, where there is room for less.
+    assert set(depths) == {8}
+
+
 def no_drafts(model, enforce_eager):
     return Speculator(SpeculativeConfig(method="ngram", enforce_eager=enforce_eager), NoDrafts, None)
 
@@ -389,21 +440,19 @@ def test_cycles_without_drafts(arguments, events):
 
 
 def test_a_rest_between_drafts(events, monkeypatch):
-    """A forward is too many where a rest has ended all the same."""
-    limits = itertools.cycle([[3], [0], [0], [0], [2], [0]])
-    monkeypatch.setattr(SpeculationController, "limits", lambda *args: next(limits))
-    monkeypatch.setattr(SpeculationController, "will_rest", lambda *args: True)
+    """The verification after it is launched ahead, too, unless the drafter has text to read first."""
+    choose(monkeypatch, [3], [0], [0], [0], [2], [0])
     model, inputs = tiny_llama(), prompts(1)
-    plain = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    plain = model.generate(**inputs, max_new_tokens=80, do_sample=False)
     # The target itself, all of whose drafts are accepted.
     speculator = load_speculator(model, draft_model=tiny_llama(), same_tokenizer=True, num_speculative_tokens="auto")
-    arguments = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+    arguments = {"max_new_tokens": 80, "do_sample": False, "return_dict_in_generate": True}
     output = model.generate(**inputs, **arguments, assistant=speculator)
     assert output.sequences.tolist() == plain.tolist()
     stats = output.speculative
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 10
     verdicts = 1 + sum(event == "read" for event in events)
-    assert verdicts < stats.num_target_forwards == 1 + events.count("target")
+    assert verdicts == stats.num_target_forwards == 1 + events.count("target")
     assert verified_ahead(events) > 10
 
 

@@ -401,7 +401,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return self.pending is None and self.text.runs_graphs and not self.may_mask
 
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
-        limits = [self.num_speculative_tokens] * len(commit.rows)
+        limits = commit.max_draft_tokens
         predicted = self._launch(commit, commit.rows, self._lengths, limits)
         is_known = isinstance(predicted, (Chain, Prefixes)) and not self.least_confidence
         return self._drafted(predicted, limits) if is_known else None

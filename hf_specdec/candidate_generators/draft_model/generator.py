@@ -35,6 +35,7 @@ from ...decoding.graphs import call_graphs
 from ...decoding.profile import model_profile
 from ...decoding.target import SlotModel
 from ...drafting.chain import SteeredChain
+from ...drafting.graphs import graph_depth
 from ...drafts import DraftTree, chain_topology
 from ...errors import SpecConfigError, shown
 from ...logits.processors import ProcessorStack
@@ -352,7 +353,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if max(depths, default=0) == 0:
             return DraftTree.empty(len(step.rows), self.session.device)
         self._lengths = [step.lengths[index] for index in order]
-        following = self._draft_at_once()
+        following = self._draft_at_once(step.depth)
         if following is not None:
             return self._for_all_rows(step, order, self._drafted(following, depths))
         chain, counts = self._draft(self._lengths, depths)
@@ -364,15 +365,15 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         places = zip(self.model.cache.lengths, self.model.starts, self.texts)
         return [length - start + len(text.pending) for length, start, text in places]
 
-    def _draft_at_once(self) -> Following | None:
-        """A whole draft from one graph; `None` where each token is chosen by itself."""
+    def _draft_at_once(self, depth: int | None) -> Following | None:
+        """A whole draft from one graph, as deep as was chosen; `None` where each token is chosen by itself."""
         choose = self._choice()
         if choose is None:
             return None
         tokens, counts = self._pending_tokens()
         before = [length - count for length, count in zip(self._lengths, counts)]
         states = partial(self._pending_states, tokens.shape[1])
-        following = self._continue(choose, tokens, counts, before, states)
+        following = self._continue(choose, depth, tokens, counts, before, states)
         if following is not None:
             for text in self.texts:
                 text.pending, text.states = [], []
@@ -396,6 +397,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     def _continue(
         self,
         choose: Choose,
+        depth: int | None,
         tokens: torch.LongTensor,
         counts: list[int] | torch.LongTensor,
         before: list[int],
@@ -407,7 +409,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         """
         keys = None if choose.stack is None else self.sampler.uniforms.keys(self.rows, before)
         embed = None if self.states is None else self.states.embed
-        continuing = Continuing(self.num_speculative_tokens, choose, self.mask_token, embed=embed)
+        most = self.num_speculative_tokens
+        depth = graph_depth(depth, most) if self.mask_token is None else most
+        continuing = Continuing(depth, choose, most + 1, self.mask_token, embed=embed)
         return continuing.run(self.model, tokens, counts, keys, states)
 
     @property
@@ -425,8 +429,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             return None
         tokens = self.vocabularies.inputs(commit.tokens.to(self.device))
         states = {key: commit.hidden_states[key] for key in self.target_hidden_states}
-        following = self._continue(choose, tokens, commit.counts, self._lengths, lambda: states)
-        return following and self._drafted(following, [self.num_speculative_tokens] * len(self.rows))
+        following = self._continue(choose, commit.depth, tokens, commit.counts, self._lengths, lambda: states)
+        return following and self._drafted(following, commit.max_draft_tokens)
 
     def _drafted(self, following: Following, depths: list[int]) -> DraftTree:
         drafted = DraftTree.chain(following.tokens.to(self.session.device), probs=following.probs).shortened(depths)

@@ -141,14 +141,14 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
                 limits.stop_low_confidence(paths[:, depth - 1 : depth], depth)
         return self._best_chain(logits, limits.depths.tolist())
 
-    def _drafted(self, output: tuple[Any, ...], depths: list[int]) -> DraftTree:
+    def _drafted(self, output: tuple[Any, ...], plan: TokenTree | DynamicTree, depths: list[int]) -> DraftTree:
         return self._best_chain(output[1], depths)
 
     def _best_chain(self, logits: torch.Tensor, depths: list[int]) -> DraftTree:
         tokens = self.network.target_ids(best_tokens(logits))
         return DraftTree.chain(tokens.to(self.session.device)).shortened(depths)
 
-    def _launch(self, new: Entries, depths: list[int]) -> Any:
+    def _launch(self, new: Entries, depths: list[int], depth: int | None) -> Any:
         num_masks = self.plan.max_depth - 1
         key, read = (
             ((), partial(self.masked.read, num_masks=num_masks)) if new.keys is None else self._drawn_by_a_graph()
@@ -172,7 +172,7 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
             logits = self.logits[:, None]
             masks = self.masked.read_masks(self.entries, len(logits), num_masks) if num_masks else logits[:, :0]
             return torch.cat((logits, masks), dim=1)
-        replayed = self._launch(new, limits.depths.tolist())
+        replayed = self._launch(new, limits.depths.tolist(), None)
         self.hidden, logits = replayed or self.masked.read(self.entries, new, num_masks)
         self.logits = logits[:, 0]
         return logits[:, : limits.deepest]

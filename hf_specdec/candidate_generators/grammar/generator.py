@@ -92,7 +92,7 @@ class GrammarCandidateGenerator(CandidateGenerator):
         if not any(matchers):
             self._note_missing()
         tokens, parents, log_probs = map(list, zip(*self._drafts))
-        self.lookups.count(tokens, rooms, 0, 0)
+        self.lookups.count(list(map(len, tokens)), rooms, 0, 0)
         return DraftTree.from_lists(tokens, self.session.device, parents, log_probs)
 
     def _guess(self, rows: list[int], matchers: list[GrammarMatcher | None], rooms: list[int]) -> None:

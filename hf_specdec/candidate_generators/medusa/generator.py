@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from ...drafting.graphs import AnchorStates, RowGraphs, States
+from ...drafting.graphs import AnchorStates, RowGraphs, States, graph_depth
 from ...drafting.growth import DepthLimits
 from ...drafting.positions import Positions
 from ...drafts import DraftTree, TokenTree
@@ -232,9 +232,13 @@ class MedusaCandidateGenerator(CandidateGenerator):
         masks = self.growing_masks(step, depths)
         if masks is not None:
             return self._propose_masked(tree, step, depths, masks)
-        count = len(step.rows)
+        tree, count = self._captured_tree(step.depth) if self.graphs.are_on else tree, len(step.rows)
         tokens = self._counted(tree, count) if self.counts else self._filled(tree, count, self.hidden)
         return DraftTree.of_shape(tree, tokens, depths)
+
+    def _captured_tree(self, depth: int | None) -> TokenTree:
+        """The tree that a graph fills where this depth was chosen."""
+        return self.tree.up_to(graph_depth(depth, self.tree.max_depth))
 
     def _filled(self, tree: TokenTree, num_rows: int, states: States) -> torch.LongTensor:
         """Tokens `(B, N)` of the tree after states `(B, H)`."""
@@ -270,8 +274,9 @@ class MedusaCandidateGenerator(CandidateGenerator):
         return self.graphs.are_on and self.candidates is None and not self.may_mask
 
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree:
-        tokens = self._filled(self.tree, len(commit.rows), partial(commit.anchor_states, "last"))
-        return DraftTree.of_shape(self.tree, tokens, [self.tree.max_depth] * len(commit.rows))
+        tree = self._captured_tree(commit.depth)
+        tokens = self._filled(tree, len(commit.rows), partial(commit.anchor_states, "last"))
+        return DraftTree.of_shape(tree, tokens, commit.max_draft_tokens)
 
     def _best_tokens(self, hidden: torch.Tensor, depth: int, count: int) -> torch.LongTensor:
         """The `count` best tokens of the first `depth` heads by states `(B, H)`, best first: `(B, D, C)`."""

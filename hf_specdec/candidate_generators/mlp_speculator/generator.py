@@ -21,7 +21,7 @@ import torch
 
 from ...checkpoints.loading import check_given
 from ...drafting.chain import CapturedDrawing, SteeredChain
-from ...drafting.graphs import AnchorStates, RowGraphs, States
+from ...drafting.graphs import AnchorStates, RowGraphs, States, graph_depth
 from ...drafts import DraftTree, TokenTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
@@ -207,13 +207,21 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             return DraftTree.empty(len(step.rows), self.session.device)
         if self._is_steered(step.rows):
             return self._draft_steered(step, limits)
-        drafted = self._draft(self.states, step.anchor_tokens, max(limits), self.growing_masks(step, limits))
-        return self._drafted(drafted, limits)
+        masks, depth = self.growing_masks(step, limits), max(limits)
+        if masks is None and self.graphs.are_on:
+            depth = self._captured_depth(step.depth, limits)
+        return self._drafted(self._draft(self.states, step.anchor_tokens, depth, masks), depth, limits)
 
-    def _drafted(self, drafted: torch.LongTensor | ChosenNodes, limits: list[int]) -> DraftTree:
+    def _captured_depth(self, chosen: int | None, limits: list[int]) -> int:
+        """Depth to which a graph drafts for rows of these limits."""
+        # The best nodes of a depth are not the first ones of those to a larger depth.
+        grows = isinstance(self.plan, GrowthPlan)
+        return max(limits) if grows else graph_depth(chosen, self.num_speculative_tokens)
+
+    def _drafted(self, drafted: torch.LongTensor | ChosenNodes, depth: int, limits: list[int]) -> DraftTree:
         if isinstance(drafted, ChosenNodes):
             return drafted.draft(limits, self.session.device)
-        return DraftTree.of_shape(self.plan.up_to(max(limits)), drafted.to(self.session.device), limits)
+        return DraftTree.of_shape(self.plan.up_to(depth), drafted.to(self.session.device), limits)
 
     @property
     def drafts_ahead(self) -> bool:
@@ -222,10 +230,11 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         return not self._is_steered(self._step.rows) or self._drawing(self._step.rows) is not None
 
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree:
-        most, drawing = self.num_speculative_tokens, self._drawing(commit.rows)
-        given, limits = (partial(commit.anchor_states, "last"), commit.anchors), [most] * len(commit.rows)
+        drawing, limits = self._drawing(commit.rows), commit.max_draft_tokens
+        given = partial(commit.anchor_states, "last"), commit.anchors
         if drawing is None:
-            return self._drafted(self._draft(*given, most), limits)
+            depth = self._captured_depth(commit.depth, limits)
+            return self._drafted(self._draft(*given, depth), depth, limits)
         return self._draw(drawing, limits, *given, commit.rows, self._step.lengths, commit.counts)
 
     def _is_steered(self, rows: list[int]) -> bool:

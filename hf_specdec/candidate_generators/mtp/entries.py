@@ -184,7 +184,6 @@ class LayerEntries(DraftEntries):
         ahead: int,
         limits: list[int],
         read: Callable[[Any, DraftInputs], Any],
-        constants: Any = None,
     ) -> Any:
         """Does what it does for one layer; the graph finds the window itself, by what was kept."""
         if isinstance(new.counts, list):
@@ -196,7 +195,7 @@ class LayerEntries(DraftEntries):
             return read(entries, inputs), entries._last
 
         states = {**new.states, **{_OfLast(name): values for name, values in self._last.items()}}
-        output = super().replay(key, new._replace(states=states), width, ahead, limits, with_last, constants)
+        output = super().replay(key, new._replace(states=states), width, ahead, limits, with_last)
         if output is None:
             return None
         output, last = output

@@ -21,6 +21,7 @@ import torch
 from ...decoding.following import Choose, Following
 from ...decoding.own_drafts import OwnDrafts, check_can_draft
 from ...drafting.chain import SteeredChain
+from ...drafting.graphs import graph_depth
 from ...drafts import DraftTree
 from ...errors import SpecConfigError
 from ...protocol import DeviceCommit, DraftStep, Session
@@ -113,9 +114,10 @@ class SelfSpeculation(CandidateGenerator):
             self._step = None
             return DraftTree.empty(len(step.rows), session.device)
         self._step = step
-        following = self._draft_at_once(step.rows, step.lengths, step.anchor_tokens, count)
+        depth = graph_depth(step.depth, self.num_speculative_tokens)
+        following = self._draft_at_once(step.rows, step.lengths, step.anchor_tokens, depth)
         if following is not None:
-            return DraftTree.chain(following.tokens.to(session.device), depths, following.probs)
+            return self._drafted(following, depths)
         chain = SteeredChain(session.sampler, step.rows, step.lengths, self.samples_drafts)
         tokens = step.anchor_tokens
         with self.drafts.begin(session.target, count) as next_logits:
@@ -130,11 +132,12 @@ class SelfSpeculation(CandidateGenerator):
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
         if not commit.target_is_free:
             return None
-        count = self.num_speculative_tokens
+        count = graph_depth(commit.depth, self.num_speculative_tokens)
         following = self._draft_at_once(commit.rows, self._step.lengths, commit.anchors, count, commit.counts)
-        if following is None:
-            return None
-        return DraftTree.chain(following.tokens, [count] * len(commit.rows), following.probs)
+        return following and self._drafted(following, commit.max_draft_tokens)
+
+    def _drafted(self, following: Following, depths: list[int]) -> DraftTree:
+        return DraftTree.chain(following.tokens.to(self.session.device), probs=following.probs).shortened(depths)
 
     def _draft_at_once(
         self,

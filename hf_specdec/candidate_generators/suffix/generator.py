@@ -409,7 +409,8 @@ class SuffixCandidateGenerator(CandidateGenerator):
             draft_tokens, draft_parents = self._draft(request, self._tail(context + lead), room, most_nodes)
             drafts.append(draft_tokens)
             parents.append(draft_parents)
-        self.lookups.count(drafts, self._rooms, self.cache.num_cached_tokens, self.cache.num_bytes)
+        counts = list(map(len, drafts))
+        self.lookups.count(counts, self._rooms, self.cache.num_cached_tokens, self.cache.num_bytes)
         return DraftTree.from_lists(drafts, self.session.device, parents)
 
     @property

@@ -28,6 +28,7 @@ from hf_specdec.errors import MissingDependencyError
 from hf_specdec.kernels import _triton
 from hf_specdec.kernels.acceptance import follow, reject_chain, reject_tree
 from hf_specdec.kernels.cache import WritePlan, move_slots, write_slots
+from hf_specdec.kernels.matches import match_lengths
 from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
 from hf_specdec.method import built_in_methods
@@ -85,6 +86,7 @@ def kernel_checks(device: torch.device, is_quick: bool = False) -> dict[str, Cal
         **attention,
         "slots": prepared(_check_slots, is_small),
         "acceptance": prepared(_check_acceptance, is_small),
+        "matches": prepared(_check_matches, is_small),
     }
 
 
@@ -158,6 +160,15 @@ def _check_slots(generator: torch.Generator, is_small: bool) -> Iterator[Check]:
         expected, found = _both(write_and_move)
         name = f"write_slots, move_slots, {dtype_name(dtype)}"
         yield Check(name, torch.equal(found, expected), f"{rows} rows, {nodes} nodes, paths of {path.shape[1]}")
+
+
+def _check_matches(generator: torch.Generator, is_small: bool) -> Iterator[Check]:
+    rows, size = (2, 300) if is_small else (8, 32768)
+    device = generator.device
+    texts = torch.randint(3, (rows, size), generator=generator, device=device)
+    lengths = torch.arange(size - rows, size, device=device)
+    expected, found = _both(match_lengths, texts, lengths, 64)
+    yield Check("match_lengths", torch.equal(found, expected), f"{rows} texts of {size} tokens")
 
 
 def _check_acceptance(generator: torch.Generator, is_small: bool) -> Iterator[Check]:

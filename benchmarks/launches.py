@@ -52,6 +52,7 @@ from hf_specdec.kernels import (
     experts,
     gates,
     heads,
+    matches,
     norms,
     philox,
     projections,
@@ -77,7 +78,7 @@ from tests.tape import TapeBackend
 AIMS = {"per_layer": 14, "outside": 10, "copies_to_host": 1, "waits": 0}
 
 # They draft on the host, when what was accepted is known there: one wait is inherent.
-HOST_DRAFTS = ("ngram", "suffix", "recycling", "grammar")
+HOST_DRAFTS = ("suffix", "recycling", "grammar")
 
 # The demo's target, for which every method has a drafter, and other architectures, with random weights.
 DEMO = "demo (llama)"
@@ -87,7 +88,8 @@ ARCHITECTURES = (
 )
 
 _GPU = Gpu(processors=132, shared_memory=227 << 10)  # an H200
-_NEW_TOKENS = 32
+# Of a call. Drafts are launched ahead only where the longest one has room.
+_NEW_TOKENS, _NEW_TOKENS_OF = 32, {"ngram": 72}
 
 # Settings of calls that sample.
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
@@ -384,11 +386,11 @@ class CountingBackend(TapeBackend):
 
 
 _KERNEL_FILES = (
-    *(acceptance, ancestors, cache_kernels, experts, gates, heads, norms, philox, sampling, tree_attention),
+    *(acceptance, ancestors, cache_kernels, experts, gates, heads, matches, norms, philox, sampling, tree_attention),
 )
 _FUSED = {llama: ("add_norm", "place_heads", "gated"), layer_experts: ("mixture",)}
 _READERS_OF_THE_DEVICE = (
-    *(acceptance, ancestors, cache_kernels, philox, sampling, tree_attention),
+    *(acceptance, ancestors, cache_kernels, matches, philox, sampling, tree_attention),
     *(attention, cache, functional, target),
 )
 
@@ -480,13 +482,14 @@ class Row:
 
 
 def count(
-    name: str, method: str, batch: int, sampled: bool = False, new_tokens: int = _NEW_TOKENS
+    name: str, method: str, batch: int, sampled: bool = False, new_tokens: int | None = None
 ) -> tuple[Row, list[Cycle]]:
     """Counts a method's calls with a model: the figures, and the cycles behind them."""
     model = demo.load_target() if name == DEMO else tiny_model(name)
     model = model.to(torch.bfloat16)
     drawn = {"draft_sample_method": "probabilistic"} if sampled and draws(method) else {}
     speculator = load_speculator(model, settings_of(method, num_speculative_tokens="fixed", **drawn))
+    new_tokens = new_tokens or _NEW_TOKENS_OF.get(method, _NEW_TOKENS)
     steady = steady_cycles(model, _prompts(name, batch), speculator, new_tokens, **(SAMPLING if sampled else {}))
     if not steady:
         raise LookupError("No cycle ran in graphs alone.")

@@ -33,12 +33,12 @@ from launches import AIMS, SAMPLING, Counts, LaunchCounter, Row, steady_cycles
 
 # By model, method and batch: kernels of a layer, in the graphs of the drafter and outside of graphs; uploads, replays.
 COUNTS = {
-    ("qwen3", "ngram", 1): (8, 0, 2, 2, 1),
-    ("mixtral", "ngram", 1): (12, 0, 2, 2, 1),
-    ("qwen2_moe", "ngram", 1): (14, 0, 2, 2, 1),
+    ("qwen3", "ngram", 1): (8, 55, 5, 2, 2),
+    ("mixtral", "ngram", 1): (12, 55, 5, 2, 2),
+    ("qwen2_moe", "ngram", 1): (14, 55, 5, 2, 2),
 }
 
-# Every method whose drafts have graphs, and two that draft on the host, with small networks of random weights.
+# Every method whose drafts have graphs, and one that drafts on the host, with small networks of random weights.
 DRAFTERS = {
     "ngram": method("ngram", num_speculative_tokens=3),
     "recycling": method("recycling", num_speculative_tokens=3),
@@ -63,12 +63,12 @@ def unchecked(monkeypatch):
 
 @pytest.mark.parametrize("case", COUNTS, ids=lambda case: " ".join(map(str, case)))
 def test_a_cycle_launches_no_more_than_before(case):
-    row, cycles = launches.count(*case, new_tokens=14)
+    row, cycles = launches.count(*case)
     assert len(cycles) >= 3
     found = (row.per_layer, row.draft, row.outside, row.uploads, row.replays)
     assert all(one <= other for one, other in zip(found, COUNTS[case])), found
-    # The one wait is for the verdict.
-    assert row.copies_to_host == row.waits == 1
+    # The one wait is for the verdict, after the next draft has been launched.
+    assert (row.copies_to_host, row.waits) == (1, 0)
     assert not row.missed
 
 
@@ -82,7 +82,7 @@ def test_every_draft_is_within_the_aims(drafter, batch):
     cycles = steady_cycles(model, inputs, DRAFTERS[drafter](None, inputs)(model), new_tokens=new_tokens)
     row = Row.of("tiny", drafter, batch, cycles)
     assert len(cycles) >= 3
-    assert row.replays == (1 if drafter in ("ngram", "recycling") else 2)
+    assert row.replays == (1 if drafter == "recycling" else 2)
     assert not row.missed, row
 
 

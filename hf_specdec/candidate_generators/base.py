@@ -311,8 +311,8 @@ class CandidateGenerator(HfCandidateGenerator):
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
         """Launches the graph of the next draft before the host knows what was accepted before it.
 
-        Nothing is kept of it: `observe` and `propose` come as ever, and the run of the graph that `propose` asks for
-        is the one that has been launched, see [`CallGraphs.ahead`].
+        It drafts as deep as `commit.max_draft_tokens` says. No draft is kept: `observe` and `propose` come as ever,
+        and the run of the graph that `propose` asks for is the one that has been launched, see [`CallGraphs.ahead`].
 
         Returns:
             `DraftTree`, *optional*: What `propose` will return if it asks for that run and for no other, so that its

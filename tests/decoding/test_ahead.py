@@ -10,6 +10,7 @@ from transformers import StoppingCriteria
 
 from hf_specdec import SpeculativeConfig, generate_many, load_speculator, record
 from hf_specdec.candidate_generators.base import NoDrafts
+from hf_specdec.candidate_generators.ngram.on_device import LookupRule
 from hf_specdec.control.controller import Choice, SpeculationController
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs
@@ -28,7 +29,10 @@ from tests.tape import spoil_inputs, tape_everything
 
 DYNAMIC = {"draft_tree_depth": 3, "draft_tree_top_k": 2, "num_draft_nodes": 6}
 TREE = [(0,), (1,), (0, 0), (1, 0)]
+LOOKUP = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
 CASES = {
+    "ngram": (method, {"name": "ngram", "num_speculative_tokens": 3}),
+    "ngram, chains": (method, {"name": "ngram", **LOOKUP, "num_speculative_tokens": 3}),
     "draft model": (draft_model, {"num_speculative_tokens": 3}),
     "draft model, masks": (draft_model, {"mask_token": 3, "num_speculative_tokens": 3}),
     "draft model, states": (draft_model, {"mask_token": 3, "reads_states": True, "num_speculative_tokens": 3}),
@@ -213,6 +217,33 @@ def test_rows_that_join(case, events):
         plain = model.generate(prompt, max_new_tokens=most, do_sample=False)
         assert result.tokens == plain[0, len(request["input_ids"]) :].tolist()
     assert "target draft read" in " ".join(events)
+
+
+def test_a_lookup_that_cannot_be_captured(events, monkeypatch):
+    """The host looks up then, and the target goes on in graphs."""
+    draft, calls_of_draft = LookupRule.draft, []
+
+    def fail_once(*args):
+        calls_of_draft.append(args)
+        if len(calls_of_draft) == 1:
+            raise RuntimeError("no memory")
+        return draft(*args)
+
+    monkeypatch.setattr(LookupRule, "draft", fail_once)
+    output, eager = with_and_without_graphs(of_case("ngram", prompts(3)), prompts(3), do_sample=False)
+    assert output.sequences.tolist() == eager.sequences.tolist()
+    stats = output.speculative
+    assert stats.num_accepted_tokens == eager.speculative.num_accepted_tokens > 0
+    assert "capturing failed" in stats.draft_graphs
+    assert events.count("draft") == 0 < events.count("target")
+
+
+def test_lookups_are_counted_when_the_host_knows_them(events):
+    """Drafts of graphs as those of the host."""
+    output, eager = with_and_without_graphs(of_case("ngram", prompts(2)), prompts(2), do_sample=False)
+    assert "draft" in events
+    for name in ("num_lookups", "num_lookup_hits", "num_draft_tokens", "num_accepted_tokens"):
+        assert getattr(output.speculative, name) == getattr(eager.speculative, name) > 0
 
 
 def test_a_target_that_samples(events):

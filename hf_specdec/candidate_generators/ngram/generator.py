@@ -1,19 +1,29 @@
 """N-gram speculation (prompt lookup): drafts the tokens that followed earlier occurrences of the text's end.
 
 Saxena, "Prompt Lookup Decoding" (2023); the rule with `prompt_lookup_max` is that of vLLM's CPU proposer. No weights.
+
+The host looks the end of the text up in an index. On a GPU, a graph does it ahead of the verdict, in the tokens alone
+([`~candidate_generators.ngram.on_device`]), and the host where the graph has not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
+
+from ...drafting.graphs import RowGraphs
 from ...drafts import DraftTree
 from ...errors import SpecConfigError
-from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
+from ...protocol import Commit, DeviceCommit, DraftStep, Lookups, Prompt, Session
+from ...transfers import on_host
 from ...validation import Options, setting
 from ..base import CandidateGenerator
 from .index import NgramIndex
+from .on_device import LONGEST_MATCH, CallTexts, FoundTrees, LookupRule, texts_of
 
 
 if TYPE_CHECKING:
@@ -118,6 +128,16 @@ class NgramOptions(Options):
         return 1 if self.has_fixed_range else _DEFAULT_MATCHES
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """A lookup that has run ahead: the graph's key, for which rows, and how deep each may draft."""
+
+    rows: list[int]
+    key: tuple[Any, ...]
+    limits: tuple[int, ...]
+    run: Callable[[], FoundTrees]
+
+
 class NgramCandidateGenerator(CandidateGenerator):
     """Drafts what followed the longest earlier occurrences of the text's end, row by row."""
 
@@ -137,6 +157,11 @@ class NgramCandidateGenerator(CandidateGenerator):
         self._num_matches = self.options.most_matches if session.supports_trees else 1
         if self._num_matches < (self.options.num_matches or 1):
             session.notes.append("ngram drafts from one match: the target cannot verify trees.")
+        # On the device, where the target's verifications are graphs.
+        self._texts: CallTexts | None = None
+        self._graphs: RowGraphs | None = None
+        self._ahead: _Ahead | None = None  # the lookup that has run ahead, until its tokens are committed
+        self._found: tuple[DraftTree, list[int]] | None = None  # a draft of a graph, and the rooms that it had
 
     @property
     def num_draft_nodes(self) -> int:
@@ -147,6 +172,11 @@ class NgramCandidateGenerator(CandidateGenerator):
         return longest * self._num_matches if self.options.has_fixed_range else longest
 
     def prefill(self, prompt: Prompt) -> None:
+        target = self.session.target
+        if target is not None and target.graphs is not None and target.graphs.pads_drafts:
+            self._texts = CallTexts(texts_of(target.model))
+            self._graphs = RowGraphs(self._texts.memory)
+            self._graphs.begin(self.config, self.session)
         self._rows = list(range(len(prompt.starts)))
         built: dict[tuple[int, ...], NgramIndex] = {}
         for row, tokens in enumerate(prompt.texts):
@@ -158,17 +188,83 @@ class NgramCandidateGenerator(CandidateGenerator):
                 self._indexes[row] = built[key] = NgramIndex(tokens, self.options.max_indexed_tokens)
 
     def propose(self, step: DraftStep) -> DraftTree:
-        longest = self.shared_length(len(step.rows))
+        longest, rooms = self.shared_length(len(step.rows)), self.draft_depths(step)
+        draft = None if step.leads else self._taken_ahead(step.rows, longest, rooms)
+        if draft is not None:
+            self._found = draft, rooms
+            return draft
         self._best = []
-        rooms = self.draft_depths(step)
         leads = step.leads or [[]] * len(step.rows)
         drafts = [
             self._draft(self._indexes[row], lead, longest, room) for row, lead, room in zip(step.rows, leads, rooms)
         ]
         tokens, parents = map(list, zip(*drafts)) if drafts else ([], [])
-        num_indexed = sum(map(len, self._indexes.values()))
-        self.lookups.count(tokens, rooms, num_indexed, _BYTES_PER_TOKEN * num_indexed)
+        self._count_lookups(list(map(len, tokens)), rooms)
         return DraftTree.from_lists(tokens, self.session.device, parents)
+
+    def _count_lookups(self, counts: list[int], rooms: list[int]) -> None:
+        num_indexed = sum(map(len, self._indexes.values()))
+        self.lookups.count(counts, rooms, num_indexed, _BYTES_PER_TOKEN * num_indexed)
+
+    # On the device
+
+    @property
+    def drafts_ahead(self) -> bool:
+        # Under a grammar the host must know the tokens.
+        return self._graphs is not None and self._graphs.are_on and not self.may_mask
+
+    def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
+        longest, texts = self.shared_length(len(commit.rows)), [self._indexes[row].text for row in commit.rows]
+        lengths, width = list(map(len, texts)), commit.tokens.shape[1]
+        if max(lengths) + width > self.options.max_indexed_tokens:
+            # The index will forget the beginning, and places are others then.
+            return None
+        self._texts.have_room(max(lengths) + width)
+        self._texts.write(commit.rows, texts)
+        limits, device = _limits(commit.max_draft_tokens, longest), commit.tokens.device
+        rule, memory, size = self._rule(longest), self._texts.memory, self._texts.size
+
+        def look_up(tokens: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor) -> FoundTrees:
+            before, most = rows.to(tokens.device).unbind(1)
+            memory.append(tokens, counts, before, size)
+            return rule.draft(memory.of_rows(len(tokens), size), before + counts, most)
+
+        def values() -> dict[str, torch.Tensor]:
+            rows = on_host(list(zip(lengths, limits)), device)
+            return {"tokens": commit.tokens, "counts": commit.counts, "rows": rows}
+
+        key = (rule, size, width)
+        run = partial(self._graphs.run, key, len(limits), look_up, values, limits=limits)
+        self._ahead = _Ahead(commit.rows, key, limits, run)
+        self._texts.will_grow = True
+        return self._drafted(run()) if self._graphs.are_on else None
+
+    def _taken_ahead(self, rows: list[int], longest: int, rooms: list[int]) -> DraftTree | None:
+        """The draft of a graph that has run ahead for these rows and limits."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or (ahead.rows, ahead.limits) != (rows, _limits(rooms, longest)):
+            return None
+        if not self._graphs.has_run_ahead(ahead.key, len(rows), ahead.limits):
+            return None
+        return self._drafted(ahead.run())
+
+    def _rule(self, longest: int) -> LookupRule:
+        options = self.options
+        return LookupRule(
+            self._num_matches,
+            options.min_match,
+            max(min(options.max_match or LONGEST_MATCH, LONGEST_MATCH), options.min_match),
+            options.takes_first,
+            None if options.has_fixed_range else _DRAFT_TOKENS_PER_MATCHED,
+            longest,
+            self._most_nodes(longest),
+        )
+
+    def _drafted(self, found: FoundTrees) -> DraftTree:
+        tokens, parents, num_nodes = found
+        if self._num_matches == 1:
+            return DraftTree.chain(tokens, num_nodes)
+        return DraftTree(tokens, parents, num_nodes)
 
     @property
     def acceptance_probs(self) -> list[list[float]]:
@@ -178,17 +274,28 @@ class NgramCandidateGenerator(CandidateGenerator):
     def observe(self, commit: Commit) -> None:
         for row, tokens in zip(commit.rows, commit.token_lists):
             self._indexes[row].extend(tokens)
+        if self._texts is not None and self._texts.will_grow:
+            self._texts.have_grown([len(self._indexes[row]) for row in commit.rows])
+        found, self._found = self._found, None
+        if found is not None and found[0].node_counts is not None:
+            self._count_lookups(found[0].node_counts, found[1])
 
     def keep_rows(self, keep: list[int]) -> None:
         self._rows = [self._rows[position] for position in keep]
         self._indexes = {row: self._indexes[row] for row in self._rows}
+        if self._texts is not None:
+            self._texts.forget()
 
     def join(self, other: NgramCandidateGenerator, numbers: dict[int, int]) -> None:
         self._rows = self._rows + list(numbers.values())
         self._indexes |= {numbers[row]: index for row, index in other._indexes.items()}
+        if self._texts is not None:
+            self._texts.forget()
 
     def close(self) -> None:
-        self._rows, self._indexes = [], {}
+        if self._graphs is not None:
+            self._graphs.close()
+        self._rows, self._indexes, self._ahead, self._found = [], {}, None, None
 
     @property
     def longest_row(self) -> tuple[int, str] | None:
@@ -222,6 +329,10 @@ class NgramCandidateGenerator(CandidateGenerator):
         else:
             found = index.matches(self._num_matches, options.max_match, options.takes_first)
         return [(match, end) for match, end in found if match >= options.min_match]
+
+
+def _limits(rooms: list[int], longest: int) -> tuple[int, ...]:
+    return tuple(min(room, longest) for room in rooms)
 
 
 def merge(chains: list[list[int]], most: int) -> tuple[list[int], list[int]]:

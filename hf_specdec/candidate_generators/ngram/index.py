@@ -60,6 +60,11 @@ class NgramIndex:
         """Tokens in the index."""
         return len(self._text)
 
+    @property
+    def text(self) -> Sequence[int]:
+        """The tokens in the index."""
+        return self._text
+
     def copy(self) -> NgramIndex:
         """An independent index of the same text; the sorted bulk part is shared."""
         other = object.__new__(NgramIndex)

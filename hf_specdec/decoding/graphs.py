@@ -198,8 +198,10 @@ class CallGraphs:
 
     def padded_nodes(self, nodes: int) -> int | None:
         """Nodes of the graph for this many: one, or those of a full draft; more of them have none."""
+        if nodes > self._largest:
+            return None
         size = 1 if nodes == 1 else self._largest
-        return None if max(size, nodes) > min(self._largest, MAX_NODES) else size
+        return size if size <= MAX_NODES else None
 
     @property
     def pads_drafts(self) -> bool:

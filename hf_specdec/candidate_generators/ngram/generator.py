@@ -8,9 +8,7 @@ The host looks the end of the text up in an index. On a GPU, a graph does it ahe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -130,12 +128,12 @@ class NgramOptions(Options):
 
 @dataclass(frozen=True)
 class _Ahead:
-    """A lookup that has run ahead: the graph's key, for which rows, and how deep each may draft."""
+    """A draft whose graph has run ahead: for which rows, the graph's key, and how deep each row may draft."""
 
     rows: list[int]
     key: tuple[Any, ...]
     limits: tuple[int, ...]
-    run: Callable[[], FoundTrees]
+    draft: DraftTree
 
 
 class NgramCandidateGenerator(CandidateGenerator):
@@ -234,19 +232,21 @@ class NgramCandidateGenerator(CandidateGenerator):
             return {"tokens": commit.tokens, "counts": commit.counts, "rows": rows}
 
         key = (rule, size, width)
-        run = partial(self._graphs.run, key, len(limits), look_up, values, limits=limits)
-        self._ahead = _Ahead(commit.rows, key, limits, run)
+        found = self._graphs.run(key, len(limits), look_up, values, limits=limits)
+        if not self._graphs.are_on:
+            # Capturing has failed.
+            return None
         self._texts.will_grow = True
-        return self._drafted(run()) if self._graphs.are_on else None
+        self._ahead = _Ahead(commit.rows, key, limits, self._drafted(found))
+        return self._ahead.draft
 
     def _taken_ahead(self, rows: list[int], longest: int, rooms: list[int]) -> DraftTree | None:
         """The draft of a graph that has run ahead for these rows and limits."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or (ahead.rows, ahead.limits) != (rows, _limits(rooms, longest)):
             return None
-        if not self._graphs.has_run_ahead(ahead.key, len(rows), ahead.limits):
-            return None
-        return self._drafted(ahead.run())
+        # It is forgotten where rows were cut.
+        return ahead.draft if self._graphs.has_run_ahead(ahead.key, len(rows), ahead.limits) else None
 
     def _rule(self, longest: int) -> LookupRule:
         options = self.options

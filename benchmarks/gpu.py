@@ -34,8 +34,10 @@ from gpu_checks import check_kernels, check_texts
 from gpu_clocks import Stopwatch, copy_bandwidth, decoding_part, measure_parts
 from gpu_models import (
     DRAFTERS,
+    GREEDY,
     LOOKUP_LENGTH,
     LOOKUP_NGRAM,
+    SAMPLED,
     SIZES,
     Drafter,
     Models,
@@ -183,7 +185,7 @@ def make_sides(models: Models, batch_size: int, is_wanted: Callable[[str], bool]
 
 
 def run(models: Models, side: Side, text: Text, new_tokens: int) -> Sample:
-    """One greedy call."""
+    """One call."""
     call, device = call_of(models, side.speculator, text.prompts, new_tokens, **side.arguments), models.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -210,7 +212,7 @@ def call_of(models: Models, speculator: Speculator | None, prompts: torch.LongTe
         "input_ids": prompts,
         "attention_mask": torch.ones_like(prompts),
         "max_new_tokens": new_tokens,
-        "do_sample": False,
+        **models.decoding,
     }
     return partial(generate, models.target, **common, **arguments, assistant=speculator)
 
@@ -253,7 +255,8 @@ class Bench:
     def _measure_size(self, size: str) -> None:
         if self._is_late(size):
             return
-        models = Models(SIZES[size], self.dtype, self.device)
+        decoding = SAMPLED if self.options.sampled else GREEDY
+        models = Models(SIZES[size], self.dtype, self.device, decoding)
         if "verification" in self.options.sections:
             for context, batch_size in self._shapes():
                 self._verify(size, models, context, batch_size)
@@ -490,6 +493,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         default=[],
         help="only these of the decoding section, by how their names begin: transformers, ngram, eagle3, ...",
     )
+    parser.add_argument("--sampled", action="store_true", help="temperature 0.6 and top-p 0.9 in the place of greedy")
     parser.add_argument("--batch-sizes", nargs="+", type=int, help="1 4 16")
     parser.add_argument(
         "--contexts", nargs="+", type=int, help="tokens of a prompt; 512 8192, all at the least batch size"

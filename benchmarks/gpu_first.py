@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,10 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from gpu import ASSISTED, HELD_TOKENS, NO_DRAFTS, PLAIN, Side, call_of, environment, make_sides, run
+from gpu import ASSISTED, HELD_TOKENS, NO_DRAFTS, PLAIN, Side, call_of, environment, is_side, make_sides, run
 from gpu_checks import Check, check_text, drafts, kernel_checks, target_and_batches
 from gpu_clocks import Stopwatch, copy_bandwidth, measure_parts, noted_waits
-from gpu_models import SIZES, Models, bytes_of_weights, random_nodes, ring_text
+from gpu_models import GREEDY, SAMPLED, SIZES, Models, bytes_of_weights, random_nodes, ring_text
 from gpu_report import write_json
 from rich.console import Console
 from torch import nn
@@ -259,7 +259,7 @@ def first_parts(options: argparse.Namespace, device: torch.device) -> Iterator[t
     """Speeds of the ways of decoding, then what they consist of."""
     figures = Figures(options, device)
     yield MODELS, figures.make
-    for start in FIRST_SIDES:
+    for start in _wanted(FIRST_SIDES, options):
         yield f"decoding: {start}", partial(figures.decode, start)
     yield "kernels of a replay", figures.kernels
     yield "early launches", figures.early_launches
@@ -269,8 +269,13 @@ def first_parts(options: argparse.Namespace, device: torch.device) -> Iterator[t
     yield "products", partial(products_together, device, options)
     yield "first calls and captures", figures.captures
     yield "memory of graphs", figures.memory
-    for start in LAST_SIDES:
+    for start in _wanted(LAST_SIDES, options):
         yield f"decoding: {start}", partial(figures.decode, start)
+
+
+def _wanted(starts: Sequence[str], options: argparse.Namespace) -> list[str]:
+    """Plain generation, and the sides that the command line asks for."""
+    return [start for start in starts if start == PLAIN or is_side(start, options.sides)]
 
 
 class Figures:
@@ -286,7 +291,7 @@ class Figures:
         """The target, and what reading its weights takes at least."""
         size, dtype = self.options.sizes[0], getattr(torch, self.options.dtype)
         self.watch, bandwidth = Stopwatch(self.device), copy_bandwidth(self.device)
-        self.models = Models(SIZES[size], dtype, self.device)
+        self.models = Models(SIZES[size], dtype, self.device, SAMPLED if self.options.sampled else GREEDY)
         weights = bytes_of_weights(self.models.target)
         self.new_tokens = self.options.new_tokens
         self.text = ring_text(self.models.ring, 1, min(self.options.contexts), self.new_tokens)

@@ -40,6 +40,11 @@ from hf_specdec.protocol import DraftStep
 from hf_specdec.target_facts import hidden_size, vocabulary_size
 
 
+GREEDY = {"do_sample": False}
+
+# As in the generation config of Llama 3.1. The next token of the ring is all but certain, so the text stays the same.
+SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+
 # Of transformers' and of our draft model; the length of transformers' prompt lookup and its longest n-gram.
 DRAFT_LENGTH = 5
 LOOKUP_LENGTH, LOOKUP_NGRAM = 10, 2
@@ -303,11 +308,13 @@ class Models:
         size (`Size`): Of the target and its draft model.
         dtype (`torch.dtype`): Of all weights.
         device (`torch.device`): Where they are made.
+        decoding (`Mapping`): How the calls choose tokens, `GREEDY` or `SAMPLED`.
     """
 
     size: Size
     dtype: torch.dtype
     device: torch.device
+    decoding: Mapping[str, Any] = field(default_factory=lambda: GREEDY)
     ring: torch.LongTensor = field(init=False)
     target: PreTrainedModel = field(init=False)
     _networks: dict[str, nn.Module] = field(default_factory=dict)

@@ -67,7 +67,9 @@ class MixtureOfExperts(DirectModule):
         experts, gate = block.experts, block.gate
         weights = (gate.weight, experts.gate_up_proj, experts.down_proj)
         is_hooked_anywhere = any(map(is_hooked, (block, gate, experts)))
-        if is_hooked_anywhere or experts._is_expert_parallel or not all(map(_is_dense, weights)):
+        # transformers 5.17 has no such attribute.
+        is_parallel = getattr(experts, "_is_expert_parallel", False)
+        if is_hooked_anywhere or is_parallel or not all(map(_is_dense, weights)):
             return False
         if block.training and getattr(block, "jitter_noise", 0):
             return False

@@ -115,7 +115,7 @@ def draft_model(mask_token=None, reads_states=False, **settings):
         if reads_states:
             embedding, width = network.get_input_embeddings(), model.config.hidden_size
             weight = torch.randn(embedding.embedding_dim, 2 * width, generator=torch.Generator().manual_seed(0)) / 8
-            weight = move(weight) if model.device == DEVICE else weight
+            weight = move(weight) if model.device == DEVICE else weight.to(model.device)
             speculator.resources.states = TargetStates((0, "last"), weight, None, 0.5, embedding)
         return speculator
 

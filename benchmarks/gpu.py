@@ -317,10 +317,9 @@ class Bench:
         vocab_size = models.target.config.vocab_size
         for name, shape in draft_shapes(self.options.nodes):
             what = f"verification, {where}, {name}"
-            length = 1 + (shape.max_depth / 2 if shape else 0)
-            speculator = random_nodes(shape, vocab_size, length) if shape else no_drafts()
+            speculator = random_nodes(shape, vocab_size) if shape else no_drafts()
             # Near the end of a text drafts are shorter.
-            new_tokens = int(NUM_CYCLES * length) + (shape.max_depth if shape else 0)
+            new_tokens = NUM_CYCLES + (shape.max_depth if shape else 0)
             text = ring_text(models.ring, batch_size, context, new_tokens)
             side = Side(name, speculator=speculator)
 

@@ -39,7 +39,8 @@ from hf_specdec.drafts import TokenTree, chain_topology
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.kernels import early
 from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
-from hf_specdec.layers.llama import GatedMLP, project_together
+from hf_specdec.layers.linear import project_together
+from hf_specdec.layers.llama import GatedMLP
 
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -352,7 +353,7 @@ class Figures:
     def _nodes(self) -> Side:
         """A side that verifies so many nodes in a cycle."""
         vocab_size = self._made().target.config.vocab_size
-        return Side("nodes", speculator=random_nodes(TokenTree.chain(PROFILED_NODES - 1), vocab_size, 3.0))
+        return Side("nodes", speculator=random_nodes(TokenTree.chain(PROFILED_NODES - 1), vocab_size))
 
     def kernels(self) -> dict:
         """Kernels of a replay of the target's forward over 16 nodes, the longest first."""

@@ -378,9 +378,9 @@ class RandomNodesCandidateGenerator(CandidateGenerator):
         return DraftTree.of_shape(self.shape, tokens, depths)
 
 
-def random_nodes(shape: TokenTree, vocab_size: int, length: float) -> Speculator:
-    """Drafts of one shape, of which `length` tokens a cycle are committed."""
+def random_nodes(shape: TokenTree, vocab_size: int) -> Speculator:
+    """Drafts of one shape, all but a few of which are rejected."""
     if "random_nodes_benchmark" not in methods():
         register_candidate_generator("random_nodes_benchmark", RandomNodesCandidateGenerator)
-    config = SpeculativeConfig(method="random_nodes_benchmark", **synthetic(length))
+    config = SpeculativeConfig(method="random_nodes_benchmark")
     return Speculator(config, RandomNodesCandidateGenerator, (shape, vocab_size))

@@ -240,7 +240,7 @@ class LaunchCounter(TorchDispatchMode):
                     launcher = self._computed_by(getattr(module, name), getattr(references, name))
                     stack.enter_context(patch.object(module, name, launcher))
             stack.enter_context(patch.object(projections, "takes", _are_of_few_tokens))
-            for name, reference in (("products", _products), ("gated_product", _gated_product)):
+            for name, reference in _PRODUCTS.items():
                 # The kernel has rules for the sizes of weights, which these need not keep.
                 launcher = self._computed_by(lambda *args, name=name: self.launch(name), reference)
                 stack.enter_context(patch.object(projections, name, launcher))
@@ -400,21 +400,27 @@ def _reject(draft: DraftTree, *given: torch.Tensor) -> acceptance.Acceptance:
     return run(draft, *given)
 
 
-def _products(x: torch.Tensor, linears: Sequence[projections.Linear]) -> list[torch.Tensor]:
-    return [F.linear(x, *linear) for linear in linears]
+def _products(x: torch.Tensor | projections.Unnormed, linears: Sequence[projections.Linear]) -> list[torch.Tensor]:
+    hidden = llama.normed(x.stream, x.norm) if isinstance(x, projections.Unnormed) else x
+    return [F.linear(hidden, *linear) for linear in linears]
 
 
-def _gated_product(x: torch.Tensor, gate: projections.Linear, up: projections.Linear, kind: str) -> torch.Tensor:
+def _gated_product(x, gate: projections.Linear, up: projections.Linear, kind: str) -> torch.Tensor:
     return references.gated(*_products(x, (gate, up)), kind)
 
 
-def _are_of_few_tokens(x: torch.Tensor, linears: Sequence[projections.Linear]) -> bool:
+def _added_product(x: torch.Tensor, linear: projections.Linear, stream: torch.Tensor) -> tuple:
+    total = stream + F.linear(x, *linear)
+    return total, total.flatten(0, -2).float().square().sum(-1)[None]
+
+
+_PRODUCTS = {"products": _products, "gated_product": _gated_product, "added_product": _added_product}
+
+
+def _are_of_few_tokens(x: torch.Tensor | projections.Unnormed, linears: Sequence[projections.Linear]) -> bool:
     """Takes what the kernel would take if the weights were of 16 bits and of its sizes."""
-    return (
-        len(linears) > 1
-        and x.numel() <= projections.MAX_TOKENS * x.shape[-1]
-        and _is_far(x, *chain.from_iterable(linears))
-    )
+    read = x.stream if isinstance(x, projections.Unnormed) else x
+    return read.numel() <= projections.MAX_TOKENS * read.shape[-1] and _is_far(read, *chain.from_iterable(linears))
 
 
 # Of launchers whose references have other names.

@@ -32,11 +32,24 @@ def early_launch(tensor: torch.Tensor) -> dict[str, bool]:
 
 
 @triton.jit
-def begin_early(IS_EARLY: tl.constexpr):
-    """Lets the next kernel begin, and waits for the ones before (programmatic dependent launch of CUDA).
+def wait_for_previous(IS_EARLY: tl.constexpr):
+    """Waits for the kernels in front (programmatic dependent launch of CUDA).
 
     Each kernel waits, so that whoever comes after it finds all of them ended.
     """
     if IS_EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def launch_next(IS_EARLY: tl.constexpr):
+    """Lets the next kernel begin once all programs have come here or ended."""
+    if IS_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def begin_early(IS_EARLY: tl.constexpr):
+    """Both, for kernels that leave room on the GPU for the next one."""
+    launch_next(IS_EARLY)
+    wait_for_previous(IS_EARLY)

@@ -1,10 +1,11 @@
 """Linear layers that read the same few tokens, on a GPU, as one launch over all of their weights.
 
 Over the tokens of a draft a layer takes as long as its weights are read, and a matrix of its own does not keep the
-memory of a GPU busy. Each program multiplies a few rows of one of the matrices with all tokens. [`~layers.llama`] has
-the same in torch.
+memory of a GPU busy. Each program multiplies a few rows of one of the matrices with all tokens. What is as small as
+the tokens goes along: the norm of what is read, and the stream that the product is added to. [`~layers.llama`] has the
+same in torch.
 
-Shapes: M tokens, K width of what is read, N width of what is written.
+Shapes: M tokens, K width of what is read, N width of what is written, P programs.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 from torch import nn
 
 from ._triton import fuses, needs_upcast, tl, triton
-from .early import begin_early, early_launch, launches_early
+from .early import early_launch, launch_next, wait_for_previous
 from .gates import SILU, activated
+from .norms import Norm, Scale, add_norm
 from .tiles import gpu_of
 
 
@@ -26,24 +28,61 @@ Linear = tuple[torch.Tensor, "torch.Tensor | None"]
 # More have not been measured, and arithmetic begins to count.
 MAX_TOKENS = 64
 
-# Programs of a matrix multiply so many of its rows, and so much of the width at a time.
+# Programs of a matrix multiply so many of its rows, and so much of the width at a time. 64 rows suit the tensor cores
+# of an H100, and have been faster there also where half of its processors had no program.
 _ROWS, _DEPTHS = (64, 32), (128, 64)
 
-_MOST_STAGES = 6
+# Of the pipeline, and the share of the shared memory that they may take.
+_MOST_STAGES, _SHARE_OF_MEMORY = 8, 0.75
+
+# Numbers of a tile that a program adds at a time.
+_MOST_SQUARES = 4096
 
 # Lines of 128 bytes of each row of weights that a program asks for before it waits for what it reads.
-_LINES_AHEAD = 8
+_LINES_AHEAD = 1
 
 
-def takes(x: torch.Tensor, linears: Sequence[Linear]) -> bool:
-    """Tells whether up to three linear layers run as one kernel over `x` `(..., K)`.
+class Unnormed:
+    """A stream whose norm is left to the products that read it.
 
-    A single one does where kernels begin early, for torch's products do not.
+    Attributes:
+        stream (`torch.Tensor` of shape `(..., K)`): Before the norm.
+        squares (`torch.Tensor` of shape `(P, M)`): Sums of the squares of parts of the width, in float32.
+        norm (`Norm`): One for which [`goes_along`] holds.
     """
-    size = x.shape[-1]
-    if len(linears) == 1 and not launches_early(x):
-        return False
-    if x.dtype == torch.float32 or x.numel() > MAX_TOKENS * size or size % _DEPTHS[-1] or torch.version.hip:
+
+    __slots__ = ("norm", "squares", "stream")
+
+    def __init__(self, stream: torch.Tensor, squares: torch.Tensor, norm: Norm):
+        self.stream = stream
+        self.squares = squares
+        self.norm = norm
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the stream."""
+        return self.stream.shape
+
+    @property
+    def is_cpu(self) -> bool:
+        """As of the stream."""
+        return self.stream.is_cpu
+
+    def normed(self) -> torch.Tensor:
+        """The norm as a kernel of its own, for whoever is no product."""
+        return add_norm(self.stream, None, None, self.norm)[1]
+
+
+def goes_along(norm: Norm | Scale | None) -> bool:
+    """Tells whether products compute a norm of what they read."""
+    return isinstance(norm, Norm) and norm.weight is not None and not norm.is_centered
+
+
+def takes(x: torch.Tensor | Unnormed, linears: Sequence[Linear]) -> bool:
+    """Tells whether up to three linear layers run as one kernel over `x` `(..., K)`."""
+    read = x.stream if isinstance(x, Unnormed) else x
+    size = read.shape[-1]
+    if read.dtype == torch.float32 or read.numel() > MAX_TOKENS * size or size % _DEPTHS[-1] or torch.version.hip:
         return False
     weights, biases = zip(*linears)
     return (
@@ -51,44 +90,62 @@ def takes(x: torch.Tensor, linears: Sequence[Linear]) -> bool:
         all(type(weight) in (nn.Parameter, torch.Tensor) for weight in weights)
         and len({bias is None for bias in biases}) == 1
         and all(weight.is_contiguous() and not len(weight) % _ROWS[-1] for weight in weights)
-        and fuses(x, *weights, *biases)
+        and fuses(read, *weights, *biases)
     )
 
 
-def products(x: torch.Tensor, linears: Sequence[Linear]) -> Sequence[torch.Tensor]:
+def products(x: torch.Tensor | Unnormed, linears: Sequence[Linear]) -> Sequence[torch.Tensor]:
     """The products `(..., N)` of linear layers, parts of one tensor.
 
     Args:
-        x (`torch.Tensor` of shape `(..., K)`): What they read; bfloat16 or float16.
+        x (`torch.Tensor` or `Unnormed` of shape `(..., K)`): What they read; bfloat16 or float16.
         linears (`Sequence`): Up to three layers for which `takes` holds.
     """
     sizes = [len(weight) for weight, _ in linears]
-    return _launch(x, linears, sum(sizes), None).split(sizes, dim=-1)
+    return _launch(x, linears, sum(sizes))[0].split(sizes, dim=-1)
 
 
-def gated_product(x: torch.Tensor, gate: Linear, up: Linear, kind: str) -> torch.Tensor:
+def gated_product(x: torch.Tensor | Unnormed, gate: Linear, up: Linear, kind: str) -> torch.Tensor:
     """The product `(..., N)` of an activated gate and its other half, see [`~kernels.gates.gated`].
 
     Args:
-        x (`torch.Tensor` of shape `(..., K)`): What they read; bfloat16 or float16.
+        x (`torch.Tensor` or `Unnormed` of shape `(..., K)`): What they read; bfloat16 or float16.
         gate, up (`Linear`): Layers of one size for which `takes` holds.
         kind (`str`): The activation.
     """
-    return _launch(x, (gate, up), len(gate[0]), kind)
+    return _launch(x, (gate, up), len(gate[0]), kind)[0]
 
 
-def _launch(x: torch.Tensor, linears: Sequence[Linear], width: int, kind: str | None) -> torch.Tensor:
+def added_product(x: torch.Tensor, linear: Linear, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum `(..., N)` of a stream and the product of a linear layer, rounded one after the other.
+
+    Args:
+        x (`torch.Tensor` of shape `(..., K)`): What it reads; bfloat16 or float16.
+        linear (`Linear`): The layer, for which `takes` holds.
+        stream (`torch.Tensor` of shape `(..., N)`): What the product is added to, of the same dtype.
+
+    Returns:
+        `tuple`: The sum, and the squares `(P, M)` of [`Unnormed`].
+    """
+    return _launch(x, (linear,), len(linear[0]), None, stream)
+
+
+def _launch(
+    x: torch.Tensor | Unnormed,
+    linears: Sequence[Linear],
+    width: int,
+    kind: str | None = None,
+    stream: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     (weights, biases), size, is_gated = zip(*linears), x.shape[-1], kind is not None
-    read = x.reshape(-1, size)
-    read = read if read.stride(-1) == 1 else read.contiguous()
-    output = x.new_empty((*x.shape[:-1], width))
-    gpu = gpu_of(x.device)
-    # Small matrices get a program for fewer rows, so that there are more of them.
-    fits = [rows for rows in _ROWS if not any(len(weight) % rows for weight in weights)]
-    rows = next((rows for rows in fits if 2 * width >= rows * gpu.processors), fits[-1])
+    norm, read_squares = (x.norm, x.squares) if isinstance(x, Unnormed) else (None, None)
+    read = _lines(x.stream if isinstance(x, Unnormed) else x)
+    output = read.new_empty((*x.shape[:-1], width))
+    gpu = gpu_of(read.device)
+    rows = next(rows for rows in _ROWS if not any(len(weight) % rows for weight in weights))
     depth = next(depth for depth in _DEPTHS if not size % depth)
-    tokens = max(16, triton.next_power_of_2(len(read)))
-    stage = x.element_size() * depth * ((1 + is_gated) * rows + tokens)
+    programs, tokens = triton.cdiv(width, rows), max(16, triton.next_power_of_2(len(read)))
+    stage = read.element_size() * depth * ((1 + is_gated) * rows + tokens)
     # Where a matrix begins is told by its distance from the first one, which keeps what is known of the alignment.
     begins = [sum(map(len, weights[:place])) if not is_gated else 0 for place in range(len(weights))]
     shifts = [_distance(weight, weights[0]) - begin * size for weight, begin in zip(weights, begins)]
@@ -97,15 +154,28 @@ def _launch(x: torch.Tensor, linears: Sequence[Linear], width: int, kind: str | 
     # Nothing of the output belongs to matrices that there are not.
     missing = 3 - len(linears)
     begins, shifts, bias_shifts = begins + [width] * missing, shifts + [0] * missing, bias_shifts + [0] * missing
-    with torch.cuda.device_of(x):
-        _product_kernel[(triton.cdiv(width, rows),)](
-            read, weights[0], biases[0], output, *shifts[1:], *bias_shifts[1:], *begins[1:], len(read), read.stride(0),
+    stream = None if stream is None else _lines(stream)
+    squares = output if stream is None else read.new_empty((programs, len(read)), dtype=torch.float32)
+    parts = 1 if read_squares is None else len(read_squares)
+    with torch.cuda.device_of(read):
+        _product_kernel[(programs,)](
+            read, weights[0], biases[0], output, read_squares, None if norm is None else norm.weight, stream, squares,
+            *shifts[1:], *bias_shifts[1:], *begins[1:], len(read), read.stride(0),
+            0 if stream is None else stream.stride(0), 0.0 if norm is None else norm.eps,
             SIZE=size, WIDTH=width, BLOCK_M=tokens, BLOCK_N=rows, BLOCK_K=depth, HAS_BIAS=biases[0] is not None,
-            IS_GATED=is_gated, IS_SILU=kind == SILU, UPCAST=needs_upcast(x),
-            LINES=min(_LINES_AHEAD, 1 << (size // 64).bit_length() - 1), **early_launch(x),
-            num_warps=4, num_stages=min(max(gpu.shared_memory * 2 // 3 // stage, 2), _MOST_STAGES),
+            IS_GATED=is_gated, IS_SILU=kind == SILU, HAS_NORM=norm is not None, PARTS=parts,
+            BLOCK_P=min(triton.next_power_of_2(parts), _MOST_SQUARES // tokens),
+            OFFSET=0.0 if norm is None else norm.offset, ROUNDS_LAST=norm is not None and norm.rounds_last,
+            HAS_STREAM=stream is not None, UPCAST=needs_upcast(read),
+            LINES=min(_LINES_AHEAD, 1 << (size // 64).bit_length() - 1), **early_launch(read), num_warps=4,
+            num_stages=min(max(int(gpu.shared_memory * _SHARE_OF_MEMORY) // stage, 2), _MOST_STAGES),
         )  # fmt: skip
-    return output
+    return output, squares
+
+
+def _lines(tensor: torch.Tensor) -> torch.Tensor:
+    lines = tensor.reshape(-1, tensor.shape[-1])
+    return lines if lines.stride(-1) == 1 else lines.contiguous()
 
 
 def _distance(tensor: torch.Tensor, first: torch.Tensor) -> int:
@@ -118,6 +188,10 @@ def _product_kernel(
     weight_ptr,  # [N, K] of the first matrix
     bias_ptr,  # [N] of the first, unread if not HAS_BIAS
     output_ptr,  # [M, WIDTH]
+    read_squares_ptr,  # [PARTS, M], unread if not HAS_NORM
+    norm_ptr,  # [K], likewise
+    stream_ptr,  # [M, WIDTH], unread if not HAS_STREAM
+    squares_ptr,  # [P, M], unwritten if not HAS_STREAM
     second_shift,  # from the rows of the first matrix to those of the others, in numbers
     third_shift,
     second_bias_shift,
@@ -126,6 +200,8 @@ def _product_kernel(
     third_begin,
     num_tokens,
     read_stride,
+    stream_stride,
+    eps,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -134,11 +210,18 @@ def _product_kernel(
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_SILU: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUNDS_LAST: tl.constexpr,
+    HAS_STREAM: tl.constexpr,
     UPCAST: tl.constexpr,
     LINES: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):
     # A program: rows of one matrix, or the same rows of both halves, and all tokens.
+    DTYPE: tl.constexpr = output_ptr.dtype.element_ty
     first = tl.program_id(0) * BLOCK_N
     place = first + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
@@ -155,13 +238,22 @@ def _product_kernel(
         _fetch_lines(weight_ptr, LINES)
         if IS_GATED:
             _fetch_lines(weight_ptr + second_shift, LINES)
-    begin_early(IS_EARLY)
+    wait_for_previous(IS_EARLY)
     weight_ptr += depth[None, :]
     read_ptr += token[None, :] * read_stride + depth[:, None]
+    scale = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
+    if HAS_NORM:
+        scale = 1 / tl.sqrt(_added(read_squares_ptr, token, num_tokens, BLOCK_M, PARTS, BLOCK_P) / SIZE + eps)
     product = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     other = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for begin in tl.range(0, SIZE, BLOCK_K):
         states = tl.load(read_ptr + begin, mask=is_token[None, :], other=0.0)
+        if HAS_NORM:
+            # Rounded wherever torch rounds.
+            normed = states.to(tl.float32) * scale[None, :]
+            if not ROUNDS_LAST:
+                normed = normed.to(DTYPE).to(tl.float32)
+            states = (normed * (tl.load(norm_ptr + begin + depth).to(tl.float32) + OFFSET)[:, None]).to(DTYPE)
         # Nobody reads them again before all others were read.
         weights = tl.load(weight_ptr + begin, eviction_policy="evict_first")
         if UPCAST:
@@ -172,20 +264,44 @@ def _product_kernel(
             if UPCAST:
                 weights = weights.to(tl.float32)
             other = tl.dot(weights, states, other, input_precision="ieee")
+    # Not before: programs of the next kernel would crowd where these leave room.
+    launch_next(IS_EARLY)
     if HAS_BIAS:
         product += tl.load(bias_ptr + bias_shift + place).to(tl.float32)[:, None]
         if IS_GATED:
             other += tl.load(bias_ptr + second_bias_shift + place).to(tl.float32)[:, None]
     if IS_GATED:
-        # Rounded wherever torch rounds.
-        gate = product.to(output_ptr.dtype.element_ty).to(tl.float32)
-        gate = activated(gate, IS_SILU).to(output_ptr.dtype.element_ty).to(tl.float32)
-        product = gate * other.to(output_ptr.dtype.element_ty).to(tl.float32)
+        gate = activated(product.to(DTYPE).to(tl.float32), IS_SILU).to(DTYPE).to(tl.float32)
+        product = gate * other.to(DTYPE).to(tl.float32)
+    if HAS_STREAM:
+        stream_ptr += token[None, :].to(tl.int64) * stream_stride + place[:, None]
+        stream = tl.load(stream_ptr, mask=is_token[None, :], other=0.0).to(tl.float32)
+        product = product.to(DTYPE).to(tl.float32) + stream
+        total = product.to(DTYPE).to(tl.float32)
+        tl.store(squares_ptr + tl.program_id(0) * num_tokens + token, tl.sum(total * total, axis=0), mask=is_token)
     tl.store(
-        output_ptr + token[None, :].to(tl.int64) * WIDTH + place[:, None],
-        product.to(output_ptr.dtype.element_ty),
-        mask=is_token[None, :],
+        output_ptr + token[None, :].to(tl.int64) * WIDTH + place[:, None], product.to(DTYPE), mask=is_token[None, :]
     )
+
+
+@triton.jit
+def _added(
+    parts_ptr,  # [PARTS, M]
+    token,  # [BLOCK_M]
+    num_tokens,
+    BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Sums `[BLOCK_M]` of the parts."""
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for first in tl.static_range(0, PARTS, BLOCK_P):
+        part = first + tl.arange(0, BLOCK_P)
+        is_part = (part < PARTS)[:, None] & (token < num_tokens)[None, :]
+        total += tl.sum(
+            tl.load(parts_ptr + part[:, None] * num_tokens + token[None, :], mask=is_part, other=0.0), axis=0
+        )
+    return total
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from ..checkpoints.loading import filled
 from ..checkpoints.quantised import quantise_layers
 from ..errors import CheckpointFormatError, shown
 from ..target_facts import device_of, is_packed, numbers_of
-from .llama import DirectModule, is_hooked, project
+from .linear import DirectModule, is_hooked, project
 from .rope import RotaryAngles
 
 

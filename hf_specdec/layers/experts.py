@@ -15,7 +15,8 @@ from transformers.integrations import moe
 
 from ..kernels._triton import fuses
 from ..kernels.experts import MOST_TOKENS, Routing, Shared, mixture
-from .llama import DirectModule, GatedMLP, activation_kind, is_hooked, is_plain, may_fuse
+from .linear import DirectModule, is_hooked, is_plain, may_fuse
+from .llama import GatedMLP, activation_kind
 from .structure import form_of, same_code
 
 

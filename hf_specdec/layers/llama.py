@@ -14,108 +14,49 @@ D head size, S slots of a cache.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
-from operator import attrgetter
-from typing import Any, TypeVar
+from collections.abc import Callable, Container
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..kernels import _triton, products, projections
+from ..kernels import projections
 from ..kernels._triton import fuses
 from ..kernels.gates import GELU_TANH, SILU, gated
 from ..kernels.heads import Angles, KeyValueCache, place_heads
 from ..kernels.norms import Norm, Scale, add_norm
+from ..kernels.projections import Unnormed
+from .linear import DirectModule, as_normed, is_hooked, may_fuse, plain_parameters, project, project_together
 from .protocols import LayerSizes, SlotMask
 from .structure import AttentionForm, LayerForm, form_of
-
-
-Module = TypeVar("Module", bound="DirectModule")
-
-
-# Ends of the names under which `nn.Module` keeps hooks.
-_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-
-
-class DirectModule(nn.Module):
-    """Module that is called like a function while nothing hooks into its calls."""
-
-    # Torch has each of them as optional; a subclass knows which it has.
-    _modules: dict[str, Any]
-    _parameters: dict[str, Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if any(_additions(self)):
-            return super().__call__(*args, **kwargs)
-        return self.forward(*args, **kwargs)
-
-    @classmethod
-    def sharing(cls: type[Module], module: nn.Module, **changed: Any) -> Module:
-        """A module of this class with the attributes of another, its parameters and parts among them, but no hooks.
-
-        Args:
-            module (`nn.Module`): The other module.
-            changed (`Any`): Attributes to have in the place of some of these.
-        """
-        made = cls.__new__(cls)
-        hooks = {name: OrderedDict() for name in module.__dict__ if name.endswith(_HOOKS)}
-        made.__dict__.update(module.__dict__, **hooks, **changed)
-        return made
-
-
-# All that a call of a module runs beside, or in the place of, its `forward`.
-_additions = attrgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl"
-)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Tells whether a call of the module is more, or another, than the forward of its class."""
-    forward = module.__dict__.get("forward")
-    return any(_additions(module)) or not (forward is None or type(forward) is products.OwnForward)
 
 
 HEAD_NORMS = ("q_norm", "k_norm")
 
 
-def project(linear: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Applies a linear layer, a quantised, wrapped or hooked one by its own call."""
-    if not is_plain(linear):
-        return linear(hidden)
-    parameters = linear._parameters
-    if may_fuse(hidden) and projections.takes(hidden, alone := [(parameters["weight"], parameters["bias"])]):
-        return projections.products(hidden, alone)[0]
-    # Spares small models a call for each of their layers.
-    if not products.ways_of_shapes:
-        return F.linear(hidden, parameters["weight"], parameters["bias"])
-    return products.product(hidden, parameters["weight"], parameters["bias"])
+class Pending(NamedTuple):
+    """What nobody has added to the stream yet.
 
+    Attributes:
+        read (`torch.Tensor` of shape `(R, T, X)`): What the linear layer reads; without one, what is added.
+        linear (`nn.Module`, *optional*): Makes of it what is added.
+        norm (`nn.Module`, *optional*): The norm that this goes through before.
+    """
 
-def project_together(linears: Sequence[nn.Module], hidden: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Applies linear layers to the same states."""
-    on_gpu = may_fuse(hidden)
-    parameters = _plain_parameters(linears) if on_gpu or products.ways_of_shapes else None
-    if parameters is None or (on_gpu and not projections.takes(hidden, parameters)):
-        return [project(linear, hidden) for linear in linears]
-    return (projections if on_gpu else products).products(hidden, parameters)
+    read: torch.Tensor
+    linear: nn.Module | None
+    norm: nn.Module | None
 
+    @property
+    def update(self) -> torch.Tensor:
+        """What is added, or normed before, `(R, T, H)`."""
+        return self.read if self.linear is None else project(self.linear, self.read)
 
-def _plain_parameters(linears: Sequence[nn.Module]) -> list[projections.Linear] | None:
-    if not all(map(is_plain, linears)):
-        return None
-    return [(linear._parameters["weight"], linear._parameters["bias"]) for linear in linears]
-
-
-def is_plain(linear: nn.Module) -> bool:
-    """Tells whether a linear layer is not hooked, wrapped or packed."""
-    return type(linear) is nn.Linear and not is_hooked(linear) and "weight" in linear._parameters
-
-
-# What a layer has computed and nobody has added to the stream yet, and the norm that it goes through before.
-Pending = tuple[torch.Tensor, "nn.Module | None"]
+    def from_node(self, first: int) -> Pending:
+        """That of the nodes from `first` on."""
+        return self._replace(read=self.read[:, first:])
 
 
 class DecoderLayer(DirectModule):
@@ -203,19 +144,41 @@ class DecoderLayer(DirectModule):
         parts, form = self._modules, self.form
         if attended is None:
             before = parts[form.before_attention] if form.before_attention else None
-            stream, attended = added_and_normed(stream, pending, before)
+            stream, attended = added_to_read(stream, pending, before)
         elif pending is not None:
             stream = added(stream, pending)
-        output = parts["self_attn"](attended, angles, mask, cache)
         after = parts[form.after_attention] if form.after_attention else None
         before = parts[form.before_mlp] if form.before_mlp else None
-        stream, read = added_and_normed(stream, (output, after), before)
-        return stream, (parts["mlp"](read), parts[form.after_mlp] if form.after_mlp else None)
+        attention, mlp = parts["self_attn"], parts["mlp"]
+        if is_hooked(attention):
+            output = Pending(attention(as_normed(attended), angles, mask, cache), None, after)
+        else:
+            output = Pending(attention.mixed(attended, angles, mask, cache), attention._modules["o_proj"], after)
+        stream, read = added_to_read(stream, output, before)
+        after = parts[form.after_mlp] if form.after_mlp else None
+        if type(mlp) is GatedMLP and not is_hooked(mlp):
+            return stream, Pending(mlp.inner(read), mlp._modules["down_proj"], after)
+        return stream, Pending(mlp(as_normed(read)), None, after)
 
 
 def added(stream: torch.Tensor, pending: Pending | None) -> torch.Tensor:
     """The stream `(R, T, H)` with what is pending added to it."""
-    return added_and_normed(stream, pending, None)[0]
+    return added_to_read(stream, pending, None)[0]
+
+
+def added_to_read(
+    stream: torch.Tensor, pending: Pending | None, norm: nn.Module | None
+) -> tuple[torch.Tensor, torch.Tensor | Unnormed]:
+    """The sum of the stream and what is pending, and the normed sum for linear layers, which may norm it."""
+    if pending is None or pending.linear is None or pending.norm is not None or not may_fuse(stream):
+        return added_and_normed(stream, pending, norm)
+    read, known, parameters = pending.read, _plain_norm(norm), plain_parameters([pending.linear])
+    if parameters is None or not (norm is None or projections.goes_along(known)):
+        return added_and_normed(stream, pending, norm)
+    if not projections.takes(read, parameters) or not fuses(read, stream, known and known.weight):
+        return added_and_normed(stream, pending, norm)
+    total, squares = projections.added_product(read, parameters[0], stream)
+    return total, total if known is None else Unnormed(total, squares, known)
 
 
 def added_and_normed(
@@ -224,7 +187,7 @@ def added_and_normed(
     """The sum of the stream and what is pending, and the normed sum, as one kernel where the norms are plain."""
     if pending is None:
         return stream, stream if norm is None else norm(stream)
-    update, update_norm = pending
+    update, update_norm = pending.update, pending.norm
     if may_fuse(stream):
         given, known = (update_norm, norm), (_plain_norm(update_norm), _plain_norm(norm))
         is_plain = all(one is None or other is not None for one, other in zip(given, known))
@@ -232,11 +195,6 @@ def added_and_normed(
             return add_norm(stream, update, *known)
     stream = stream + (update if update_norm is None else update_norm(update))
     return stream, stream if norm is None else norm(stream)
-
-
-def may_fuse(tensor: torch.Tensor) -> bool:
-    """Spares small models on a CPU the question of [`fuses`], which decides."""
-    return not tensor.is_cpu or _triton.CHOICE == "triton"
 
 
 def _plain_norm(module: nn.Module | None) -> Any:
@@ -348,16 +306,27 @@ class RotaryAttention(DirectModule):
         mask: torch.Tensor | SlotMask | None,
         cache: KeyValueCache | None,
     ) -> torch.Tensor:
-        """
+        """The output `(R, T, H)`; the arguments are those of `mixed`."""
+        return project(self._modules["o_proj"], self.mixed(hidden, angles, mask, cache))
+
+    def mixed(
+        self,
+        hidden: torch.Tensor | Unnormed,
+        angles: Angles,
+        mask: torch.Tensor | SlotMask | None,
+        cache: KeyValueCache | None,
+    ) -> torch.Tensor:
+        """The values that tokens see, weighed and added, in front of the last linear layer.
+
         Args:
-            hidden (`torch.Tensor` of shape `(R, T, X)`): What queries, keys and values are made of.
+            hidden (`torch.Tensor` or `Unnormed` of shape `(R, T, X)`): What queries, keys and values are made of.
             angles (`tuple`): Cosine and signed sine, each of a shape that broadcasts to `(R, T, 1, D)`.
             mask (`torch.Tensor` or `SlotMask`, *optional*): From [`with_query_groups`], `(R | 1, 1, G * T | 1, S)`.
                 `None`: everything is seen, or, if `is_causal`, what comes before.
             cache (`KeyValueCache`, *optional*): Where keys and values go. `None`: the tokens see each other alone.
 
         Returns:
-            `torch.Tensor` of shape `(R, T, H)`.
+            `torch.Tensor` of shape `(R, T, Q * D)`.
         """
         rows, tokens = hidden.shape[0], hidden.shape[1]
         # Without numbers that turn, all of a head stay.
@@ -377,9 +346,9 @@ class RotaryAttention(DirectModule):
             else:
                 output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scaling)
             output = output.reshape(rows, -1, tokens, self.head_dim).transpose(1, 2)
-        return project(self._modules["o_proj"], output.reshape(rows, tokens, -1))
+        return output.reshape(rows, tokens, -1)
 
-    def _placed(self, hidden: torch.Tensor, angles: Angles, cache: KeyValueCache | None):
+    def _placed(self, hidden: torch.Tensor | Unnormed, angles: Angles, cache: KeyValueCache | None):
         """Queries `(R, Q, T, D)` of `(R, T, X)`, and the keys and values `(R, K, S, D)` that they see."""
         parts, rows, tokens = self._modules, hidden.shape[0], hidden.shape[1]
         if self.form.is_packed:
@@ -484,6 +453,10 @@ class GatedMLP(DirectModule):
         return cls(**linears, act_fn=ACT2FN[config.hidden_act])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return project(self._modules["down_proj"], self.inner(hidden))
+
+    def inner(self, hidden: torch.Tensor | Unnormed) -> torch.Tensor:
+        """The active gate times its other half, `(..., I)`, in front of the last linear layer."""
         parts = self._modules
         is_packed = "gate_up_proj" in parts
         activation = parts["activation_fn" if is_packed else "act_fn"]
@@ -492,12 +465,11 @@ class GatedMLP(DirectModule):
             gate, up = project(parts["gate_up_proj"], hidden).chunk(2, dim=-1)
         else:
             halves = parts["gate_proj"], parts["up_proj"]
-            parameters = None if kind is None else _plain_parameters(halves)
+            parameters = None if kind is None else plain_parameters(halves)
             if parameters is not None and projections.takes(hidden, parameters):
-                return project(parts["down_proj"], projections.gated_product(hidden, *parameters, kind))
+                return projections.gated_product(hidden, *parameters, kind)
             gate, up = project_together(halves, hidden)
-        active = gated(gate, up, kind) if kind is not None and fuses(gate, up) else activation(gate) * up
-        return project(parts["down_proj"], active)
+        return gated(gate, up, kind) if kind is not None and fuses(gate, up) else activation(gate) * up
 
 
 _ACTIVATIONS = {

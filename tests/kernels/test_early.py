@@ -10,15 +10,14 @@ import re
 import pytest
 import torch
 
-from hf_specdec.kernels import _triton, early, projections, tree_attention
+from hf_specdec.kernels import early, projections, tree_attention
 from hf_specdec.kernels.gates import SILU, gated
 from hf_specdec.kernels.heads import place_heads
 from hf_specdec.kernels.norms import Norm, add_norm
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.kernels.tree_attention import SlotTree, _tree_attention_triton
-from hf_specdec.layers import llama
 from tests.kernels.conftest import SHARED_MEMORY
-from tests.kernels.test_layers import CLOSE, Slots, drawn
+from tests.kernels.test_layers import Slots
 
 
 TRIGGER, WAIT, FETCH = "griddepcontrol.launch_dependents", "griddepcontrol.wait", "prefetch.global.L2"
@@ -37,7 +36,8 @@ def launch_a_layer() -> None:
     projections.products(hidden, weights)
     place_heads(heads, (torch.empty(1, 16, 1, 128, **draw),) * 2, None, Slots(buffers, rows, 1024), 0, False)
     _tree_attention_triton(heads[0].transpose(1, 2), *buffers, tree, 0.1, 0, 0, 0.0, None, num_splits=8)
-    projections.products(hidden, weights[:1])
+    stream, squares = projections.added_product(hidden, weights[0], hidden)
+    projections.products(projections.Unnormed(stream, squares, Norm(torch.empty(4096, **draw), 1e-5)), weights)
     projections.gated_product(hidden, *weights[1:], SILU)
     gated(hidden, hidden, SILU)
 
@@ -52,13 +52,14 @@ def test_nothing_is_touched_before_the_wait(compile_for, request, monkeypatch):
     monkeypatch.setattr(early, "launches_early", lambda tensor: True)
     with compile_for(most_spilled=112) as kernels:
         launch_a_layer()
-    assert len(kernels) == 7
+    assert len(kernels) == 8
     for kernel in kernels:
         assert kernel.metadata.launch_pdl
         ptx = kernel.asm["ptx"]
         assert ptx.count(TRIGGER) == ptx.count(WAIT) == 1
         before, after = ptx.split(WAIT)
-        assert TRIGGER in before
+        # Programs of products leave no room for those of the next kernel.
+        assert (TRIGGER in after) == (kernel.name == "_product_kernel")
         assert not MEMORY.search(before), kernel.name
         assert MEMORY.search(after)
         # Weights, which no kernel writes, are on their way before.
@@ -92,17 +93,3 @@ def test_who_begins_early(monkeypatch):
         )
     monkeypatch.setattr(early, "LAUNCHES_EARLY", True)
     assert not early.launches_early(torch.ones(1))
-
-
-@pytest.mark.parametrize("is_early", [False, True])
-def test_a_layer_alone(is_early, device, monkeypatch):
-    """Goes through the kernel where kernels begin early, so that none of torch's is in between."""
-    monkeypatch.setattr(_triton, "CHOICE", "triton")
-    monkeypatch.setattr(projections, "launches_early", lambda x: is_early)
-    launched, launch = [], projections._launch
-    monkeypatch.setattr(projections, "_launch", lambda *given: launched.append(given) or launch(*given))
-    linear = torch.nn.Linear(128, 96).bfloat16().to(device)
-    hidden = drawn(1, 5, 128, dtype=torch.bfloat16).to(device)
-    with torch.no_grad():
-        torch.testing.assert_close(llama.project(linear, hidden), linear(hidden), **CLOSE[torch.bfloat16])
-    assert len(launched) == is_early

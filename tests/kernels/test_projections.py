@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_specdec.kernels import projections
+from hf_specdec.kernels import _triton, projections
 from hf_specdec.kernels.gates import GELU_TANH, SILU
+from hf_specdec.kernels.norms import Norm, Scale
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.layers import llama
+from hf_specdec.layers.linear import project_together
 from tests.kernels import references
 from tests.kernels.conftest import SHARED_MEMORY, watched
 from tests.kernels.test_layers import CLOSE, drawn
@@ -54,8 +56,57 @@ def test_gated_products(dtype, kind, has_bias, device):
     torch.testing.assert_close(found.cpu(), expected, **CLOSE[dtype])
 
 
+@half_dtypes
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("width", "size"), [(64, 192), (96, 64), (192, 128)])
+def test_the_stream_goes_along(dtype, has_bias, width, size, device):
+    """A product is rounded before it is added; the squares are those of the rounded sum."""
+    hidden, [linear] = drawn_linears(dtype, (width,), size, has_bias)
+    stream = drawn(2, 3, width, dtype=dtype, seed=5)
+    [moved_linear] = moved([linear], device)
+    total, squares = projections.added_product(hidden.to(device), moved_linear, stream.to(device))
+    assert total.dtype == dtype
+    torch.testing.assert_close(total.cpu(), stream + F.linear(hidden, *linear), **CLOSE[dtype])
+    expected = total.cpu().float().square().sum(-1).flatten()
+    torch.testing.assert_close(squares.sum(0).cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@half_dtypes
+@pytest.mark.parametrize(
+    "norm",
+    [{}, {"offset": 1.0, "rounds_last": True}, {"rounds_last": True}],
+    ids=["llama", "gemma", "olmo"],
+)
+@pytest.mark.parametrize("parts", [1, 3, 70])
+def test_the_norm_goes_along(dtype, norm, parts, device):
+    """Products read a stream whose norm nobody has computed."""
+    stream, linears = drawn_linears(dtype, (96, 32, 64), 128, False)
+    norm = Norm(drawn(128, dtype=dtype, seed=7), 1e-5, **norm)
+    squares = drawn(parts, 6, dtype=torch.float32, seed=8).abs()
+    squares *= stream.float().square().sum(-1).flatten() / squares.sum(0)
+    expected = llama.normed(stream, norm)
+    far = Norm(norm.weight.to(device), *norm[1:])
+    x = projections.Unnormed(stream.to(device), squares.to(device), far)
+    for output, linear in zip(projections.products(x, moved(linears, device)), linears, strict=True):
+        torch.testing.assert_close(output.cpu(), F.linear(expected, *linear), **CLOSE[dtype])
+    gate, up = linears[0], (linears[0][0].flip(0).contiguous(), None)
+    found = projections.gated_product(x, *moved([gate, up], device), SILU)
+    expected_gate = references.gated(F.linear(expected, *gate), F.linear(expected, *up), SILU)
+    torch.testing.assert_close(found.cpu(), expected_gate, **CLOSE[dtype])
+    torch.testing.assert_close(x.normed().cpu(), expected, **CLOSE[dtype])
+
+
+def test_which_norms_go_along():
+    weight = torch.ones(4)
+    assert projections.goes_along(Norm(weight, 1e-5))
+    assert projections.goes_along(Norm(weight, 1e-5, 1.0, True))
+    assert not projections.goes_along(Norm(None, 1e-5, is_centered=True))
+    assert not projections.goes_along(Scale(0.5))
+    assert not projections.goes_along(None)
+
+
 def test_what_is_taken(device, monkeypatch):
-    monkeypatch.setattr(llama._triton, "CHOICE", "triton")
+    monkeypatch.setattr(_triton, "CHOICE", "triton")
     hidden, linears = drawn_linears(torch.bfloat16, (64, 32), 64, False)
     hidden, linears = hidden.to(device), moved(linears, device)
     with torch.no_grad():
@@ -72,19 +123,69 @@ def test_what_is_taken(device, monkeypatch):
 def test_layers_run_through_it(device, monkeypatch):
     """Queries, keys and values together, and the halves of an MLP; hooked layers by their own calls."""
     launches = watched(monkeypatch, (projections, "_launch"))
-    monkeypatch.setattr(llama._triton, "CHOICE", "triton")
+    monkeypatch.setattr(_triton, "CHOICE", "triton")
     parts = [torch.nn.Linear(64, width, bias=False).bfloat16().to(device) for width in (64, 32, 32)]
     mlp = llama.GatedMLP(*parts[:1] * 2, torch.nn.Linear(64, 64).bfloat16().to(device), torch.nn.SiLU())
     hidden = drawn(1, 5, 64, dtype=torch.bfloat16).to(device)
     with torch.no_grad():
-        for part, output in zip(parts, llama.project_together(parts, hidden), strict=True):
+        for part, output in zip(parts, project_together(parts, hidden), strict=True):
             torch.testing.assert_close(output, part(hidden), **CLOSE[torch.bfloat16])
         expected = mlp.down_proj(references.gated(parts[0](hidden), parts[0](hidden), SILU))
         torch.testing.assert_close(mlp(hidden), expected, **CLOSE[torch.bfloat16])
-        assert len(launches) == 2
+        # Those of an MLP are two.
+        assert len(launches) == 3
         parts[0].register_forward_hook(lambda module, given, output: 2 * output)
-        assert torch.equal(llama.project_together(parts, hidden)[0], parts[0](hidden))
-        assert len(launches) == 2
+        assert torch.equal(project_together(parts, hidden)[0], parts[0](hidden))
+        # The others by themselves.
+        assert len(launches) == 5
+
+
+class Sizes:
+    """Of a layer, as configs have them."""
+
+    hidden_size, intermediate_size, hidden_act, rms_norm_eps = 64, 128, "silu", 1e-5
+    num_attention_heads, num_key_value_heads, head_dim = 4, 2, 16
+
+
+@pytest.mark.parametrize("hooked", [None, "o_proj", "mlp", "self_attn", "post_attention_layernorm"])
+def test_layers_of_four_products(hooked, device, monkeypatch):
+    """Streams are added and normed inside of products, but next to modules that somebody hooks into."""
+    torch.manual_seed(0)
+    layers = []
+    for index in range(2):
+        norms = [llama.RMSNorm(64, 1e-5) for _ in range(2)]
+        layers.append(llama.DecoderLayer(llama.RotaryAttention.new(Sizes, index), llama.GatedMLP.new(Sizes), *norms))
+    hidden, angles = drawn(1, 5, 64, dtype=torch.bfloat16), (drawn(1, 5, 1, 16), drawn(1, 5, 1, 16, seed=3))
+    seen = []
+    for layer in layers:
+        layer.bfloat16()
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            torch.nn.init.normal_(norm.weight)
+        parts = dict(layer.named_modules())
+        if hooked is not None:
+            name = next(name for name in parts if name.endswith(hooked))
+            parts[name].register_forward_hook(lambda module, given, output: seen.append(given) or 2 * output)
+
+    def run(stream, angles):
+        pending = None
+        for layer in layers:
+            stream, pending = layer.advance(stream, pending, angles, None, None)
+        return llama.added_and_normed(stream, pending, layers[0].input_layernorm)
+
+    angles = tuple(angle.bfloat16() for angle in angles)
+    with torch.no_grad():
+        expected = run(hidden, angles)
+        for layer in layers:
+            layer.to(device)
+        launches = watched(monkeypatch, (projections, "_launch"), (llama, "add_norm"))
+        monkeypatch.setattr(_triton, "CHOICE", "triton")
+        found = run(hidden.to(device), tuple(angle.to(device) for angle in angles))
+    for mine, others in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.cpu(), others, rtol=5e-2, atol=5e-2)
+    assert len(seen) == (0 if hooked is None else 4)
+    if hooked is None:
+        # The first norm has no product in front of it, and the last one is asked for by itself.
+        assert (launches.count("_launch"), launches.count("add_norm")) == (8, 2)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +199,10 @@ def test_kernels_compile(compile_for, tokens, request, monkeypatch):
     with compile_for() as kernels:
         projections.products(x, linears)
         projections.gated_product(x, *linears[1:], SILU)
-    assert len(kernels) == 2
+        stream, squares = projections.added_product(x, linears[0], x)
+        unnormed = projections.Unnormed(stream, squares, Norm(x[0], 1e-5))
+        projections.products(unnormed, linears)
+        projections.gated_product(unnormed, *linears[1:], SILU)
+    assert len(kernels) == 5
     for kernel in kernels:
         assert "cp.async" in kernel.asm["ptx"]

@@ -44,17 +44,8 @@ from ...checkpoints.loading import check_given, loads_checkpoint
 from ...drafting.positions import MaskedWalk
 from ...errors import SpecConfigError
 from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network, on_device_of
-from ...layers.llama import (
-    DecoderLayer,
-    DirectModule,
-    GatedMLP,
-    KeyValueCache,
-    RMSNorm,
-    RotaryAttention,
-    project,
-    rotate,
-    with_query_groups,
-)
+from ...layers.linear import DirectModule, project
+from ...layers.llama import DecoderLayer, GatedMLP, KeyValueCache, RMSNorm, RotaryAttention, rotate, with_query_groups
 from ...layers.mask_token import mask_token_in, tokenizer_of
 from ...target_facts import num_embeddings
 from .config import BlockView, DFlashConfig

@@ -35,7 +35,8 @@ from ...checkpoints.loading import check_given, loads_checkpoint
 from ...decoding.masks import FULL, Span
 from ...errors import SpecConfigError
 from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network
-from ...layers.llama import DecoderLayer, GatedMLP, KeyValueCache, RMSNorm, RotaryAttention, project, with_query_groups
+from ...layers.linear import project
+from ...layers.llama import DecoderLayer, GatedMLP, KeyValueCache, RMSNorm, RotaryAttention, with_query_groups
 from .formats import EagleConfig, EagleReader, stored_tensors
 
 

@@ -49,6 +49,7 @@ from hf_specdec.kernels import (
     _triton,
     acceptance,
     ancestors,
+    best,
     experts,
     gates,
     heads,
@@ -386,11 +387,24 @@ class CountingBackend(TapeBackend):
 
 
 _KERNEL_FILES = (
-    *(acceptance, ancestors, cache_kernels, experts, gates, heads, matches, norms, philox, sampling, tree_attention),
+    *(
+        acceptance,
+        ancestors,
+        best,
+        cache_kernels,
+        experts,
+        gates,
+        heads,
+        matches,
+        norms,
+        philox,
+        sampling,
+        tree_attention,
+    ),
 )
 _FUSED = {llama: ("add_norm", "place_heads", "gated"), layer_experts: ("mixture",)}
 _READERS_OF_THE_DEVICE = (
-    *(acceptance, ancestors, cache_kernels, matches, philox, sampling, tree_attention),
+    *(acceptance, ancestors, best, cache_kernels, matches, philox, sampling, tree_attention),
     *(attention, cache, functional, target),
 )
 
@@ -424,7 +438,11 @@ def _are_of_few_tokens(x: torch.Tensor | projections.Unnormed, linears: Sequence
 
 
 # Of launchers whose references have other names.
-_REFERENCES = {"_reject_triton": _reject, "_sample_triton": sampling.sample_torch}
+_REFERENCES = {
+    "_best_triton": lambda scores: scores.argmax(-1),
+    "_reject_triton": _reject,
+    "_sample_triton": sampling.sample_torch,
+}
 
 
 def _is_far(*tensors: torch.Tensor | None) -> bool:

@@ -22,7 +22,7 @@ import gpu_clocks  # noqa: E402
 import gpu_first  # noqa: E402
 import gpu_models  # noqa: E402
 
-from hf_specdec import demo, generate, record  # noqa: E402
+from hf_specdec import SpeculativeConfig, Speculator, demo, generate, record  # noqa: E402
 from hf_specdec.bench.prompts import make_batches  # noqa: E402
 from hf_specdec.decoding import functional  # noqa: E402
 from hf_specdec.decoding.capture import CaptureBackend  # noqa: E402
@@ -174,7 +174,9 @@ def test_a_side_that_fails_costs_no_other(tmp_path, models, monkeypatch):
 
 
 def test_texts_that_differ_are_a_failure(tmp_path, models, monkeypatch):
-    nonsense = gpu_models.random_nodes(TokenTree.chain(4), 1024, 3.0)
+    random = gpu_models.random_nodes(TokenTree.chain(4), 1024)
+    config = SpeculativeConfig(method=random.config.method, **gpu_models.synthetic(3.0))
+    nonsense = Speculator(config, gpu_models.RandomNodesCandidateGenerator, random.resources)
     sides = [gpu.Side(gpu.PLAIN), gpu.Side("ours: nonsense", make=lambda: nonsense)]
     monkeypatch.setattr(gpu, "make_sides", lambda *_: sides)
     bench = bench_of(tmp_path)

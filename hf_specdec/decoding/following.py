@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ..drafts.topology import chain_parents, chain_topology
+from ..kernels.best import best_tokens
 from ..kernels.tree_attention import MAX_NODES
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowKeys
@@ -89,7 +90,7 @@ class Choose:
         if self.translation is not None:
             logits = self.translation.logits(logits)
         if self.stack is None or uniforms is None:
-            return (logits[:, : self.width].argmax(-1),)
+            return (best_tokens(logits[:, : self.width]),)
         sampler = CapturedSampler(self.stack, uniforms, self.vocab_size)
         return sampler.draw(sampler.scores(logits, [], []), [], [], index)
 

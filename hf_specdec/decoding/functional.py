@@ -30,7 +30,7 @@ from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
 from ..layers.experts import MixtureOfExperts
 from ..layers.known import is_known_layer, is_published, is_untouched, modules_of
 from ..layers.linear import project
-from ..layers.llama import DecoderLayer, GatedMLP, RMSNorm, added, added_and_normed, added_to_read
+from ..layers.llama import DecoderLayer, GatedMLP, RMSNorm, added, added_and_normed
 from ..layers.rope import RotaryAngles, has_static_frequencies
 from ..layers.structure import form_of
 from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch, takes_trees
@@ -266,12 +266,12 @@ class FunctionalSlotModel(SlotModel):
         if "last" not in self.states:
             # Sums and norms of nodes without logits are spared.
             stream = stream[:, logits_from:]
-            pending = None if pending is None else pending.from_node(logits_from)
+            pending = None if pending is None else pending._replace(read=pending.read[:, logits_from:])
         if "last" in self.states:
             states["last"] = added_and_normed(stream, pending, self._norm)[1]
             normed = states["last"][:, logits_from:]
         else:
-            normed = added_to_read(stream, pending, self._norm)[1]
+            normed = added_and_normed(stream, pending, self._norm, may_wait=True)[1]
         logits = project(self._head, normed)
         logits = logits if self._divisor is None else logits / self._divisor
         return SlotOutput(

@@ -13,7 +13,7 @@ import torch
 
 from ..decoding.graphs import Variant
 from ..drafts import DraftTree
-from ..logits.acceptance import best_tokens
+from ..kernels.best import best_tokens
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowKeys
 from ..logits.sampling import CapturedSampler, DraftSampler

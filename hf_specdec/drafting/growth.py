@@ -20,7 +20,7 @@ from torch import nn
 
 from ..drafts import DraftTree, TokenTree, renumbered
 from ..drafts.static import Level
-from ..logits.acceptance import best_tokens
+from ..kernels.best import best_tokens
 from ..logits.grammar.growth import GrowingMasks
 from ..transfers import kept_tensor
 from .entries import DraftEntries, pick_nodes

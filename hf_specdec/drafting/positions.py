@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from ..drafts.static import Level
-from ..logits.acceptance import best_tokens
+from ..kernels.best import best_tokens
 from ..logits.grammar.growth import GrowingMasks
 from .growth import DepthLimits, DraftNodes, DynamicTree, grow
 

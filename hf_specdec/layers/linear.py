@@ -67,7 +67,8 @@ def project(linear: nn.Module, hidden: torch.Tensor | Unnormed) -> torch.Tensor:
     parameters = linear._parameters
     if may_fuse(hidden) and projections.takes(hidden, alone := [(parameters["weight"], parameters["bias"])]):
         return projections.products(hidden, alone)[0]
-    hidden = as_normed(hidden)
+    if isinstance(hidden, Unnormed):
+        hidden = hidden.normed()
     # Spares small models a call for each of their layers.
     if not products.ways_of_shapes:
         return F.linear(hidden, parameters["weight"], parameters["bias"])

@@ -49,15 +49,6 @@ class Pending(NamedTuple):
     linear: nn.Module | None
     norm: nn.Module | None
 
-    @property
-    def update(self) -> torch.Tensor:
-        """What is added, or normed before, `(R, T, H)`."""
-        return self.read if self.linear is None else project(self.linear, self.read)
-
-    def from_node(self, first: int) -> Pending:
-        """That of the nodes from `first` on."""
-        return self._replace(read=self.read[:, first:])
-
 
 class DecoderLayer(DirectModule):
     """
@@ -144,7 +135,7 @@ class DecoderLayer(DirectModule):
         parts, form = self._modules, self.form
         if attended is None:
             before = parts[form.before_attention] if form.before_attention else None
-            stream, attended = added_to_read(stream, pending, before)
+            stream, attended = added_and_normed(stream, pending, before, may_wait=True)
         elif pending is not None:
             stream = added(stream, pending)
         after = parts[form.after_attention] if form.after_attention else None
@@ -154,7 +145,7 @@ class DecoderLayer(DirectModule):
             output = Pending(attention(as_normed(attended), angles, mask, cache), None, after)
         else:
             output = Pending(attention.mixed(attended, angles, mask, cache), attention._modules["o_proj"], after)
-        stream, read = added_to_read(stream, output, before)
+        stream, read = added_and_normed(stream, output, before, may_wait=True)
         after = parts[form.after_mlp] if form.after_mlp else None
         if type(mlp) is GatedMLP and not is_hooked(mlp):
             return stream, Pending(mlp.inner(read), mlp._modules["down_proj"], after)
@@ -163,38 +154,49 @@ class DecoderLayer(DirectModule):
 
 def added(stream: torch.Tensor, pending: Pending | None) -> torch.Tensor:
     """The stream `(R, T, H)` with what is pending added to it."""
-    return added_to_read(stream, pending, None)[0]
-
-
-def added_to_read(
-    stream: torch.Tensor, pending: Pending | None, norm: nn.Module | None
-) -> tuple[torch.Tensor, torch.Tensor | Unnormed]:
-    """The sum of the stream and what is pending, and the normed sum for linear layers, which may norm it."""
-    if pending is None or pending.linear is None or pending.norm is not None or not may_fuse(stream):
-        return added_and_normed(stream, pending, norm)
-    read, known, parameters = pending.read, _plain_norm(norm), plain_parameters([pending.linear])
-    if parameters is None or not (norm is None or projections.goes_along(known)):
-        return added_and_normed(stream, pending, norm)
-    if not projections.takes(read, parameters) or not fuses(read, stream, known and known.weight):
-        return added_and_normed(stream, pending, norm)
-    total, squares = projections.added_product(read, parameters[0], stream)
-    return total, total if known is None else Unnormed(total, squares, known)
+    return added_and_normed(stream, pending, None)[0]
 
 
 def added_and_normed(
-    stream: torch.Tensor, pending: Pending | None, norm: nn.Module | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the stream and what is pending, and the normed sum, as one kernel where the norms are plain."""
+    stream: torch.Tensor, pending: Pending | None, norm: nn.Module | None, may_wait: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | Any]:
+    """The sum of the stream and what is pending, and the normed sum, as one kernel where the norms are plain.
+
+    Args:
+        stream (`torch.Tensor` of shape `(R, T, H)`): The stream.
+        pending (`Pending`, *optional*): What is pending.
+        norm (`nn.Module`, *optional*): Norm of the sum.
+        may_wait (`bool`): Linear layers read the normed sum, and may norm it themselves: it may be an [`Unnormed`].
+    """
     if pending is None:
         return stream, stream if norm is None else norm(stream)
-    update, update_norm = pending.update, pending.norm
-    if may_fuse(stream):
+    read, linear, update_norm = pending
+    is_far = may_fuse(stream)
+    if is_far and linear is not None and update_norm is None:
+        joined = _added_by_product(stream, read, linear, norm)
+        if joined is not None:
+            return joined if may_wait else (joined[0], as_normed(joined[1]))
+    update = read if linear is None else project(linear, read)
+    if is_far:
         given, known = (update_norm, norm), (_plain_norm(update_norm), _plain_norm(norm))
         is_plain = all(one is None or other is not None for one, other in zip(given, known))
         if is_plain and fuses(stream, update, *(None if one is None else one.weight for one in known)):
             return add_norm(stream, update, *known)
     stream = stream + (update if update_norm is None else update_norm(update))
     return stream, stream if norm is None else norm(stream)
+
+
+def _added_by_product(
+    stream: torch.Tensor, read: torch.Tensor, linear: nn.Module, norm: nn.Module | None
+) -> tuple[torch.Tensor, torch.Tensor | Unnormed] | None:
+    """The same by the kernel of the product that is added; `None` where it does not take it."""
+    known, parameters = _plain_norm(norm), plain_parameters([linear])
+    if parameters is None or not (norm is None or projections.goes_along(known)):
+        return None
+    if not projections.takes(read, parameters) or not fuses(read, stream, known and known.weight):
+        return None
+    total, squares = projections.added_product(read, parameters[0], stream)
+    return total, total if known is None else Unnormed(total, squares, known)
 
 
 def _plain_norm(module: nn.Module | None) -> Any:

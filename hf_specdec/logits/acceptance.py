@@ -17,22 +17,14 @@ V vocabulary. In the equations p is the target's and q the draft's distribution.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ..drafts import DraftTree
 from ..kernels.acceptance import Acceptance, check_probs, family, recovered_probs, tree_path
+from ..kernels.best import best_tokens
 from ..kernels.indexing import arange, pick, rows_at, widest_float
 from ..kernels.sampling import sample_from_probs
-
-
-def best_tokens(scores: torch.Tensor) -> torch.LongTensor:
-    """The id of the highest score, the first of equal ones: scores of shape `(..., V)` to ids of shape `(...)`."""
-    if scores.device.type != "cpu":
-        return scores.argmax(-1)
-    # torch's own is not vectorised on CPU: 0.11 ms for 6 x 32k in float32, 0.64 in bfloat16, against 0.01 and 0.02.
-    return torch.from_numpy(np.asarray(scores.float().numpy().argmax(-1)))
 
 
 def with_successors(tokens: torch.LongTensor, logits: torch.Tensor, count: int) -> torch.LongTensor:

@@ -12,7 +12,7 @@ from hf_specdec.candidate_generators.dflash.config import LiLiCorrConfig, XPress
 from hf_specdec.candidate_generators.dflash.lilicorr import LiLiCorrHead
 from hf_specdec.candidate_generators.dflash.xpress import XPressHead
 from hf_specdec.hub.detect import detect_checkpoint
-from hf_specdec.logits.acceptance import best_tokens
+from hf_specdec.kernels.best import best_tokens
 from hf_specdec.protocol import Session
 from tests.candidate_generators.by_hand import drafts_of, feed, random_rows
 from tests.candidate_generators.test_dflash import (

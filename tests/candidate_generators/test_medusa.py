@@ -23,7 +23,8 @@ from hf_specdec.decoding.functional import slot_model
 from hf_specdec.drafts import PUBLISHED_TREES, DraftTree, TokenTree
 from hf_specdec.drafts.static import prior_accuracies
 from hf_specdec.kernels.acceptance import follow
-from hf_specdec.logits.acceptance import accept_typical, best_tokens
+from hf_specdec.kernels.best import best_tokens
+from hf_specdec.logits.acceptance import accept_typical
 from hf_specdec.protocol import Commit, DraftStep, Session
 from hf_specdec.speculator import Speculator
 from tests.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama

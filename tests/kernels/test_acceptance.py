@@ -16,8 +16,8 @@ from hf_specdec.kernels.acceptance import (
     _reject_tree_torch,
     _reject_triton,
 )
+from hf_specdec.kernels.best import best_tokens
 from hf_specdec.kernels.sampling import sample_torch
-from hf_specdec.logits.acceptance import best_tokens
 
 
 ALMOST_ONE = float(np.nextafter(1.0, 0.0))

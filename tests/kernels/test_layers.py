@@ -10,7 +10,7 @@ from hf_specdec.kernels import _triton
 from hf_specdec.kernels.gates import GELU_TANH, SILU, gated
 from hf_specdec.kernels.heads import SlotWrite, place_heads
 from hf_specdec.kernels.norms import Norm, Scale, add_norm
-from hf_specdec.layers.llama import GatedMLP, RMSNorm, added_and_normed
+from hf_specdec.layers.llama import GatedMLP, Pending, RMSNorm, added_and_normed
 from hf_specdec.layers.rope import signed_angles
 from tests.kernels import references
 
@@ -184,7 +184,7 @@ def test_layers_run_in_torch_where_gradients_are_needed_or_dtypes_mixed(monkeypa
         assert _triton.fuses(stream, norm.weight)
         assert not _triton.fuses(stream, norm.weight.half())
         assert not _triton.fuses(stream.double())
-        _, mixed = added_and_normed(stream.half(), (stream.half(), None), norm)
+        _, mixed = added_and_normed(stream.half(), Pending(stream.half(), None, None), norm)
     assert mixed.dtype == torch.float32
 
 

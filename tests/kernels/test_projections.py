@@ -177,7 +177,9 @@ def test_layers_of_four_products(hooked, device, monkeypatch):
         expected = run(hidden, angles)
         for layer in layers:
             layer.to(device)
-        launches = watched(monkeypatch, (projections, "_launch"), (llama, "add_norm"))
+        launches = watched(
+            monkeypatch, *((projections, name) for name in ("_launch", "add_norm")), (llama, "add_norm")
+        )
         monkeypatch.setattr(_triton, "CHOICE", "triton")
         found = run(hidden.to(device), tuple(angle.to(device) for angle in angles))
     for mine, others in zip(found, expected, strict=True):

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...logits.acceptance import best_tokens
+from ...kernels.best import best_tokens
 from .config import DFlashConfig, DominoConfig
 
 

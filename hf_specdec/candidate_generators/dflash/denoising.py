@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...logits.acceptance import best_tokens
+from ...kernels.best import best_tokens
 
 
 # Logits that are turned into float32 at once: on a CPU what its caches hold, elsewhere what memory can spare.

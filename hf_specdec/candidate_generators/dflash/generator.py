@@ -28,7 +28,7 @@ from ...drafting.positions import MaskedWalk, Positions
 from ...drafting.slots import DraftInputs, Entries, KnownPrompt
 from ...drafts import DraftTree, TokenTree
 from ...errors import SpecConfigError
-from ...logits.acceptance import best_tokens
+from ...kernels.best import best_tokens
 from ...logits.grammar.growth import GrowingMasks
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...transfers import last_of_each

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...drafting.positions import Positions
-from ...logits.acceptance import best_tokens
+from ...kernels.best import best_tokens
 from ...logits.grammar.growth import GrowingMasks
 from .config import DFlashConfig
 from .denoising import Denoising

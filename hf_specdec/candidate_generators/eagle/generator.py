@@ -22,7 +22,7 @@ from ...drafting.shape import ExtrapolationOptions, draft_shape
 from ...drafting.slots import DraftInputs, Entries
 from ...drafts import DraftTree, TokenTree
 from ...errors import SpecConfigError
-from ...logits.acceptance import best_tokens
+from ...kernels.best import best_tokens
 from ...protocol import DraftStep, Session
 from ...validation import MOST_DRAFT_TOKENS, parallel_drafting_field, setting
 from ..autoregressive import AutoregressiveCandidateGenerator

@@ -25,7 +25,7 @@ from ...drafting.graphs import AnchorStates, RowGraphs, States, graph_depth
 from ...drafts import DraftTree, TokenTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
-from ...logits.acceptance import best_tokens
+from ...kernels.best import best_tokens
 from ...logits.grammar.growth import GrowingMasks
 from ...logits.randomness import RowKeys
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session

@@ -39,8 +39,7 @@ from hf_specdec.drafts import TokenTree, chain_topology
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.kernels import early
 from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
-from hf_specdec.layers.linear import project_together
-from hf_specdec.layers.llama import GatedMLP
+from hf_specdec.layers.llama import GatedMLP, project_together
 
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"

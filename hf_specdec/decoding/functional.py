@@ -29,8 +29,7 @@ from ..kernels.products import fast_products
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
 from ..layers.experts import MixtureOfExperts
 from ..layers.known import is_known_layer, is_published, is_untouched, modules_of
-from ..layers.linear import project
-from ..layers.llama import DecoderLayer, GatedMLP, RMSNorm, added, added_and_normed
+from ..layers.llama import DecoderLayer, GatedMLP, RMSNorm, added, added_and_normed, project
 from ..layers.rope import RotaryAngles, has_static_frequencies
 from ..layers.structure import form_of
 from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch, takes_trees

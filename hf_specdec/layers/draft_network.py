@@ -6,7 +6,7 @@ Shapes: R rows, T tokens, h hidden size, V vocabulary of the target, U that of t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any, ClassVar
 from weakref import ref
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import Qwen3Config
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..checkpoints.checkpoint import Checkpoint
@@ -24,7 +25,8 @@ from ..checkpoints.loading import filled
 from ..checkpoints.quantised import quantise_layers
 from ..errors import CheckpointFormatError, shown
 from ..target_facts import device_of, is_packed, numbers_of
-from .linear import DirectModule, is_hooked, project
+from .llama import DirectModule, GatedMLP, RMSNorm, RotaryAttention, is_hooked, project
+from .protocols import LayerSizes
 from .rope import RotaryAngles
 
 
@@ -304,3 +306,44 @@ def is_close(own: torch.Tensor, given: Any) -> bool:
         return False
     rows = min(len(own), len(given))
     return torch.allclose(own[:rows].float(), given[:rows].to(own.device).float(), rtol=2e-2, atol=1e-3)
+
+
+def new_attention(
+    config: LayerSizes,
+    layer_idx: int,
+    biases: Container[str] = (),
+    has_head_norms: bool = False,
+    width: int | None = None,
+    is_causal: bool = True,
+) -> RotaryAttention:
+    """Attention with random weights.
+
+    Args:
+        config (`LayerSizes`): Has the sizes.
+        layer_idx (`int`): Which layer of the cache it is.
+        biases (`Container[str]`): Names of the linear layers that have a bias.
+        has_head_norms (`bool`): Queries and keys are normed.
+        width (`int`, *optional*): Of what it reads, by default the hidden size.
+        is_causal (`bool`): See the class.
+    """
+    size, head_dim = config.hidden_size, config.head_dim
+    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    shapes = {name: (width or size, keys) for name in ("k_proj", "v_proj")}
+    shapes |= {"q_proj": (width or size, queries), "o_proj": (queries, size)}
+    norms = (RMSNorm(head_dim, config.rms_norm_eps), RMSNorm(head_dim, config.rms_norm_eps))
+    return RotaryAttention(
+        **{name: nn.Linear(*shape, bias=name in biases) for name, shape in shapes.items()},
+        head_dim=head_dim,
+        groups=config.num_attention_heads // config.num_key_value_heads,
+        layer_idx=layer_idx,
+        head_norms=norms if has_head_norms else None,
+        is_causal=is_causal,
+    )
+
+
+def new_mlp(config: LayerSizes, biases: Container[str] = ()) -> GatedMLP:
+    """An MLP with random weights; `biases` names the linear layers that have a bias."""
+    outer, inner = config.hidden_size, config.intermediate_size
+    shapes = {"gate_proj": (outer, inner), "up_proj": (outer, inner), "down_proj": (inner, outer)}
+    linears = {name: nn.Linear(*shape, bias=name in biases) for name, shape in shapes.items()}
+    return GatedMLP(**linears, act_fn=ACT2FN[config.hidden_act])

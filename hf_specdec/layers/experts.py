@@ -15,8 +15,7 @@ from transformers.integrations import moe
 
 from ..kernels._triton import fuses
 from ..kernels.experts import MOST_TOKENS, Routing, Shared, mixture
-from .linear import DirectModule, is_hooked, is_plain, may_fuse
-from .llama import GatedMLP, activation_kind
+from .llama import DirectModule, GatedMLP, activation_kind, is_hooked, is_plain, may_fuse
 from .structure import form_of, same_code
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .linear import is_hooked
-from .llama import HEAD_NORMS, DecoderLayer
+from .llama import HEAD_NORMS, DecoderLayer, is_hooked
 from .structure import AttentionForm, NormForm, form_of
 
 

@@ -14,23 +14,110 @@ D head size, S slots of a cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from typing import Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..kernels import projections
+from ..kernels import _triton, products, projections
 from ..kernels._triton import fuses
 from ..kernels.gates import GELU_TANH, SILU, gated
 from ..kernels.heads import Angles, KeyValueCache, place_heads
 from ..kernels.norms import Norm, Scale, add_norm
 from ..kernels.projections import Unnormed
-from .linear import DirectModule, as_normed, is_hooked, may_fuse, plain_parameters, project, project_together
-from .protocols import LayerSizes, SlotMask
+from .protocols import SlotMask
 from .structure import AttentionForm, LayerForm, form_of
+
+
+Module = TypeVar("Module", bound="DirectModule")
+
+
+# Ends of the names under which `nn.Module` keeps hooks.
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+
+
+class DirectModule(nn.Module):
+    """Module that is called like a function while nothing hooks into its calls."""
+
+    # Torch has each of them as optional; a subclass knows which it has.
+    _modules: dict[str, Any]
+    _parameters: dict[str, Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if any(_additions(self)):
+            return super().__call__(*args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+    @classmethod
+    def sharing(cls: type[Module], module: nn.Module, **changed: Any) -> Module:
+        """A module of this class with the attributes of another, its parameters and parts among them, but no hooks.
+
+        Args:
+            module (`nn.Module`): The other module.
+            changed (`Any`): Attributes to have in the place of some of these.
+        """
+        made = cls.__new__(cls)
+        hooks = {name: OrderedDict() for name in module.__dict__ if name.endswith(_HOOKS)}
+        made.__dict__.update(module.__dict__, **hooks, **changed)
+        return made
+
+
+# All that a call of a module runs beside, or in the place of, its `forward`.
+_additions = attrgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl"
+)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Tells whether a call of the module is more, or another, than the forward of its class."""
+    forward = module.__dict__.get("forward")
+    return any(_additions(module)) or not (forward is None or type(forward) is products.OwnForward)
+
+
+def project(linear: nn.Module, hidden: torch.Tensor | Unnormed) -> torch.Tensor:
+    """Applies a linear layer, a quantised, wrapped or hooked one by its own call."""
+    if not is_plain(linear):
+        return linear(as_normed(hidden))
+    parameters = linear._parameters
+    if may_fuse(hidden) and projections.takes(hidden, alone := [(parameters["weight"], parameters["bias"])]):
+        return projections.products(hidden, alone)[0]
+    hidden = hidden.normed() if isinstance(hidden, Unnormed) else hidden
+    # Spares small models a call for each of their layers.
+    if not products.ways_of_shapes:
+        return F.linear(hidden, parameters["weight"], parameters["bias"])
+    return products.product(hidden, parameters["weight"], parameters["bias"])
+
+
+def project_together(linears: Sequence[nn.Module], hidden: torch.Tensor | Unnormed) -> Sequence[torch.Tensor]:
+    """Applies linear layers to the same states."""
+    on_gpu = may_fuse(hidden)
+    parameters = _plain_parameters(linears) if on_gpu or products.ways_of_shapes else None
+    if parameters is None or (on_gpu and not projections.takes(hidden, parameters)):
+        hidden = hidden.normed() if isinstance(hidden, Unnormed) else hidden
+        return [project(linear, hidden) for linear in linears]
+    return (projections if on_gpu else products).products(hidden, parameters)
+
+
+def _plain_parameters(linears: Sequence[nn.Module]) -> list[projections.Linear] | None:
+    """Weights and biases of linear layers, `None` where one of them is not plain."""
+    if not all(map(is_plain, linears)):
+        return None
+    return [(linear._parameters["weight"], linear._parameters["bias"]) for linear in linears]
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Tells whether a linear layer is not hooked, wrapped or packed."""
+    return type(linear) is nn.Linear and not is_hooked(linear) and "weight" in linear._parameters
+
+
+def as_normed(hidden: torch.Tensor | Unnormed) -> torch.Tensor:
+    """For whoever is no linear layer."""
+    return hidden.normed() if isinstance(hidden, Unnormed) else hidden
 
 
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -138,14 +225,14 @@ class DecoderLayer(DirectModule):
             stream, attended = added_and_normed(stream, pending, before, may_wait=True)
         elif pending is not None:
             stream = added(stream, pending)
-        after = parts[form.after_attention] if form.after_attention else None
-        before = parts[form.before_mlp] if form.before_mlp else None
         attention, mlp = parts["self_attn"], parts["mlp"]
         if is_hooked(attention):
-            output = Pending(attention(as_normed(attended), angles, mask, cache), None, after)
+            output, linear = attention(as_normed(attended), angles, mask, cache), None
         else:
-            output = Pending(attention.mixed(attended, angles, mask, cache), attention._modules["o_proj"], after)
-        stream, read = added_and_normed(stream, output, before, may_wait=True)
+            output, linear = attention.mixed(attended, angles, mask, cache), attention._modules["o_proj"]
+        after = parts[form.after_attention] if form.after_attention else None
+        before = parts[form.before_mlp] if form.before_mlp else None
+        stream, read = added_and_normed(stream, Pending(output, linear, after), before, may_wait=True)
         after = parts[form.after_mlp] if form.after_mlp else None
         if type(mlp) is GatedMLP and not is_hooked(mlp):
             return stream, Pending(mlp.inner(read), mlp._modules["down_proj"], after)
@@ -190,13 +277,17 @@ def _added_by_product(
     stream: torch.Tensor, read: torch.Tensor, linear: nn.Module, norm: nn.Module | None
 ) -> tuple[torch.Tensor, torch.Tensor | Unnormed] | None:
     """The same by the kernel of the product that is added; `None` where it does not take it."""
-    known, parameters = _plain_norm(norm), plain_parameters([linear])
-    if parameters is None or not (norm is None or projections.goes_along(known)):
-        return None
-    if not projections.takes(read, parameters) or not fuses(read, stream, known and known.weight):
+    known, parameters = _plain_norm(norm), _plain_parameters([linear])
+    can_norm = (norm is None or projections.goes_along(known)) and fuses(read, stream, known and known.weight)
+    if parameters is None or not can_norm or not projections.takes(read, parameters):
         return None
     total, squares = projections.added_product(read, parameters[0], stream)
     return total, total if known is None else Unnormed(total, squares, known)
+
+
+def may_fuse(tensor: torch.Tensor | Unnormed) -> bool:
+    """Spares small models on a CPU the question of [`fuses`], which decides."""
+    return not tensor.is_cpu or _triton.CHOICE == "triton"
 
 
 def _plain_norm(module: nn.Module | None) -> Any:
@@ -266,40 +357,6 @@ class RotaryAttention(DirectModule):
         known |= {"softcap": (form.softcap and getattr(attention, form.softcap)) or 0.0}
         known |= {"groups": attention.num_key_value_groups, "layer_idx": layer_idx, "is_causal": True}
         return cls.sharing(attention, _modules={**attention._modules, **norms}, **known)
-
-    @classmethod
-    def new(
-        cls,
-        config: LayerSizes,
-        layer_idx: int,
-        biases: Container[str] = (),
-        has_head_norms: bool = False,
-        width: int | None = None,
-        is_causal: bool = True,
-    ) -> RotaryAttention:
-        """Attention with random weights.
-
-        Args:
-            config (`LayerSizes`): Has the sizes.
-            layer_idx (`int`): Which layer of the cache it is.
-            biases (`Container[str]`): Names of the linear layers that have a bias.
-            has_head_norms (`bool`): Queries and keys are normed.
-            width (`int`, *optional*): X, by default H.
-            is_causal (`bool`): See the class.
-        """
-        size, head_dim = config.hidden_size, config.head_dim
-        queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-        shapes = {name: (width or size, keys) for name in ("k_proj", "v_proj")}
-        shapes |= {"q_proj": (width or size, queries), "o_proj": (queries, size)}
-        norms = (RMSNorm(head_dim, config.rms_norm_eps), RMSNorm(head_dim, config.rms_norm_eps))
-        return cls(
-            **{name: nn.Linear(*shape, bias=name in biases) for name, shape in shapes.items()},
-            head_dim=head_dim,
-            groups=config.num_attention_heads // config.num_key_value_heads,
-            layer_idx=layer_idx,
-            head_norms=norms if has_head_norms else None,
-            is_causal=is_causal,
-        )
 
     def forward(
         self,
@@ -446,14 +503,6 @@ class GatedMLP(DirectModule):
         self.down_proj = down_proj
         self.act_fn = act_fn
 
-    @classmethod
-    def new(cls, config: LayerSizes, biases: Container[str] = ()) -> GatedMLP:
-        """An MLP with random weights; `biases` names the linear layers that have a bias."""
-        outer, inner = config.hidden_size, config.intermediate_size
-        shapes = {"gate_proj": (outer, inner), "up_proj": (outer, inner), "down_proj": (inner, outer)}
-        linears = {name: nn.Linear(*shape, bias=name in biases) for name, shape in shapes.items()}
-        return cls(**linears, act_fn=ACT2FN[config.hidden_act])
-
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return project(self._modules["down_proj"], self.inner(hidden))
 
@@ -467,7 +516,7 @@ class GatedMLP(DirectModule):
             gate, up = project(parts["gate_up_proj"], hidden).chunk(2, dim=-1)
         else:
             halves = parts["gate_proj"], parts["up_proj"]
-            parameters = None if kind is None else plain_parameters(halves)
+            parameters = None if kind is None else _plain_parameters(halves)
             if parameters is not None and projections.takes(hidden, parameters):
                 return projections.gated_product(hidden, *parameters, kind)
             gate, up = project_together(halves, hidden)

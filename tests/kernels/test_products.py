@@ -17,7 +17,7 @@ from hf_specdec.decoding import functional
 from hf_specdec.diagnosis import checks
 from hf_specdec.kernels import few_rows, products
 from hf_specdec.kernels.products import fast_products, prepare_products, product, widened_linear
-from hf_specdec.layers.linear import project
+from hf_specdec.layers.llama import project
 from tests.models import prompts, scripted_for, tiny_llama
 
 

@@ -11,7 +11,8 @@ from hf_specdec.kernels.gates import GELU_TANH, SILU
 from hf_specdec.kernels.norms import Norm, Scale
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.layers import llama
-from hf_specdec.layers.linear import project_together
+from hf_specdec.layers.draft_network import new_attention, new_mlp
+from hf_specdec.layers.llama import project_together
 from tests.kernels import references
 from tests.kernels.conftest import SHARED_MEMORY, watched
 from tests.kernels.test_layers import CLOSE, drawn
@@ -154,7 +155,7 @@ def test_layers_of_four_products(hooked, device, monkeypatch):
     layers = []
     for index in range(2):
         norms = [llama.RMSNorm(64, 1e-5) for _ in range(2)]
-        layers.append(llama.DecoderLayer(llama.RotaryAttention.new(Sizes, index), llama.GatedMLP.new(Sizes), *norms))
+        layers.append(llama.DecoderLayer(new_attention(Sizes, index), new_mlp(Sizes), *norms))
     hidden, angles = drawn(1, 5, 64, dtype=torch.bfloat16), (drawn(1, 5, 1, 16), drawn(1, 5, 1, 16, seed=3))
     seen = []
     for layer in layers:

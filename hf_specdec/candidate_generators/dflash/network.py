@@ -43,9 +43,24 @@ from ...checkpoints.header import TargetSizes
 from ...checkpoints.loading import check_given, loads_checkpoint
 from ...drafting.positions import MaskedWalk
 from ...errors import SpecConfigError
-from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network, on_device_of
-from ...layers.linear import DirectModule, project
-from ...layers.llama import DecoderLayer, GatedMLP, KeyValueCache, RMSNorm, RotaryAttention, rotate, with_query_groups
+from ...layers.draft_network import (
+    DraftNetwork,
+    TargetParts,
+    is_copy,
+    loaded_network,
+    new_attention,
+    new_mlp,
+    on_device_of,
+)
+from ...layers.llama import (
+    DecoderLayer,
+    DirectModule,
+    KeyValueCache,
+    RMSNorm,
+    project,
+    rotate,
+    with_query_groups,
+)
 from ...layers.mask_token import mask_token_in, tokenizer_of
 from ...target_facts import num_embeddings
 from .config import BlockView, DFlashConfig
@@ -303,8 +318,8 @@ class DFlashLayer(DecoderLayer):
     def __init__(self, config: DFlashConfig, index: int):
         biases = ("q_proj", "k_proj", "v_proj", "o_proj") if config.attention_bias else ()
         super().__init__(
-            RotaryAttention.new(config, index, biases, has_head_norms=True, is_causal=False),
-            GatedMLP.new(config),
+            new_attention(config, index, biases, has_head_norms=True, is_causal=False),
+            new_mlp(config),
             RMSNorm(config.hidden_size, config.rms_norm_eps),
             RMSNorm(config.hidden_size, config.rms_norm_eps),
         )

@@ -34,9 +34,8 @@ from ...checkpoints.header import TargetSizes
 from ...checkpoints.loading import check_given, loads_checkpoint
 from ...decoding.masks import FULL, Span
 from ...errors import SpecConfigError
-from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network
-from ...layers.linear import project
-from ...layers.llama import DecoderLayer, GatedMLP, KeyValueCache, RMSNorm, RotaryAttention, with_query_groups
+from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network, new_attention, new_mlp
+from ...layers.llama import DecoderLayer, KeyValueCache, RMSNorm, project, with_query_groups
 from .formats import EagleConfig, EagleReader, stored_tensors
 
 
@@ -239,8 +238,8 @@ class EagleLayer(DecoderLayer):
         )
         has_head_norms = f"{name}.self_attn.q_norm" in config.norms
         super().__init__(
-            RotaryAttention.new(config, index, attention, has_head_norms, self.widths * size),
-            GatedMLP.new(config, mlp),
+            new_attention(config, index, attention, has_head_norms, self.widths * size),
+            new_mlp(config, mlp),
             _norm(config, f"{name}.input_layernorm", size),
             _norm(config, f"{name}.post_attention_layernorm", size),
         )

@@ -34,8 +34,7 @@ from ...errors import SpecConfigError, UnsupportedModelError
 from ...layers.draft_network import DraftModule, TargetParts
 from ...layers.experts import MixtureOfExperts
 from ...layers.known import is_llama_layer
-from ...layers.linear import project
-from ...layers.llama import DecoderLayer, KeyValueCache, RMSNorm, with_query_groups
+from ...layers.llama import DecoderLayer, KeyValueCache, RMSNorm, project, with_query_groups
 from ...layers.rope import RotaryAngles
 from ...target_facts import decoder_layers, hidden_size, numbers_of, vocabulary_size
 from .formats import MTP_LAYOUT, SUPPORTED_MODEL_TYPES, WIDTH_KEY, MtpConfig, MtpReader, stored_tensors

@@ -244,6 +244,9 @@ def _product_kernel(
     scale = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
     if HAS_NORM:
         scale = 1 / tl.sqrt(_added(read_squares_ptr, token, num_tokens, BLOCK_M, PARTS, BLOCK_P) / SIZE + eps)
+        norm_ptr += depth
+        # A turn ahead: the pipeline is for what the tensor cores read.
+        norm_weight = tl.load(norm_ptr)
     product = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     other = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for begin in tl.range(0, SIZE, BLOCK_K):
@@ -253,7 +256,9 @@ def _product_kernel(
             normed = states.to(tl.float32) * scale[None, :]
             if not ROUNDS_LAST:
                 normed = normed.to(DTYPE).to(tl.float32)
-            states = (normed * (tl.load(norm_ptr + begin + depth).to(tl.float32) + OFFSET)[:, None]).to(DTYPE)
+            states = (normed * (norm_weight.to(tl.float32) + OFFSET)[:, None]).to(DTYPE)
+            after = begin + BLOCK_K
+            norm_weight = tl.load(norm_ptr + after, mask=depth < SIZE - after, other=0.0)
         # Nobody reads them again before all others were read.
         weights = tl.load(weight_ptr + begin, eviction_policy="evict_first")
         if UPCAST:

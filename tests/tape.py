@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from hf_specdec.candidate_generators.dflash import corrections, denoising, generator, selector
 from hf_specdec.candidate_generators.mlp_speculator import generator as mlp_speculator
-from hf_specdec.decoding import graphs
+from hf_specdec.decoding import following, graphs
 from hf_specdec.decoding.capture import CannotCaptureError, CaptureBackend, NoWaiting
 from hf_specdec.decoding.node_inputs import NodeInputs
 from hf_specdec.drafting import chain, growth
@@ -143,7 +143,9 @@ def tape_everything(monkeypatch) -> list[TapeBackend]:
         return used[-1]
 
     monkeypatch.setattr(graphs, "capture_backend", backend)
-    for module in (corrections, denoising, generator, selector, growth, chain, mlp_speculator, rules, acceptance):
+    for module in (
+        *(corrections, denoising, generator, selector, growth, chain, mlp_speculator, following, rules, acceptance),
+    ):
         # On a CPU it goes through numpy, which is not on a tape.
         monkeypatch.setattr(module, "best_tokens", lambda scores: scores.argmax(-1))
     # There it asks what a tape would wait for.

@@ -18,8 +18,9 @@ from transformers.utils import logging
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..kernels.acceptance import Acceptance, follow, reject_chain, reject_tree
+from ..kernels.best import best_tokens
 from ..kernels.sampling import sample_from_probs
-from .acceptance import accept_synthetic, accept_typical, best_tokens, reject_block
+from .acceptance import accept_synthetic, accept_typical, reject_block
 from .randomness import ACCEPT, TARGET, CapturedUniforms, RowUniforms
 
 

@@ -20,9 +20,9 @@ import torch
 from ..drafts import DraftTree
 from ..errors import SpecConfigError, SpecDecError
 from ..kernels.acceptance import Acceptance, reject_chain, reject_tree
+from ..kernels.best import best_tokens
 from ..kernels.sampling import sample_from_probs
 from ..transfers import PackedTables, read_together, upload
-from .acceptance import best_tokens
 from .captured import CapturedJudge
 from .grammar.masks import GrammarMask
 from .grammar.rows import NodeMasks

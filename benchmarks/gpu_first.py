@@ -14,7 +14,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -22,24 +22,21 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from gpu import ASSISTED, HELD_TOKENS, NO_DRAFTS, PLAIN, Side, call_of, environment, is_side, make_sides, run
 from gpu_checks import Check, check_text, drafts, kernel_checks, target_and_batches
 from gpu_clocks import Stopwatch, copy_bandwidth, measure_parts, noted_waits
-from gpu_models import GREEDY, SAMPLED, SIZES, Models, bytes_of_weights, random_nodes, ring_text
+from gpu_kernels import attention_bandwidth, products_together
+from gpu_models import GREEDY, SAMPLED, SIZES, Models, bytes_of_weights, no_drafts, random_nodes, ring_text
 from gpu_report import write_json
 from rich.console import Console
-from torch import nn
 
 from hf_specdec import demo, load_speculator, record
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs, CapturedForward, forget_graphs
 from hf_specdec.decoding.loop import DecodingLoop
-from hf_specdec.drafts import TokenTree, chain_topology
+from hf_specdec.drafts import TokenTree
 from hf_specdec.errors import MissingDependencyError
-from hf_specdec.kernels import early
-from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
-from hf_specdec.layers.llama import GatedMLP, project_together
+from hf_specdec.kernels import early, projections
 
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -69,8 +66,17 @@ PROFILED_DRAFTS = (
     "ours: draft_model",
 )
 
-# Memory that attention is to read in turn: more than a GPU keeps in its caches.
-ATTENTION_BYTES = 2**29
+# What the kernels of a forward may do in the place of the usual: attributes, and what they are.
+_takes = projections.takes
+WAYS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
+    "usual": (),
+    "kernels begin early": ((early, "LAUNCHES_EARLY", True),),
+    "norms apart from products": ((projections, "goes_along", lambda norm: False),),
+    "torch's products where one is alone": (
+        (projections, "takes", lambda x, linears: len(linears) > 1 and _takes(x, linears)),
+    ),
+}
+WAYS_NODES, WAYS_ROUNDS = (1, PROFILED_NODES, 60), 12
 
 
 class SkippedError(Exception):
@@ -262,7 +268,7 @@ def first_parts(options: argparse.Namespace, device: torch.device) -> Iterator[t
     for start in _wanted(FIRST_SIDES, options):
         yield f"decoding: {start}", partial(figures.decode, start)
     yield "kernels of a replay", figures.kernels
-    yield "early launches", figures.early_launches
+    yield "ways of a forward", figures.ways
     for start in PROFILED_DRAFTS:
         yield f"kernels of a draft: {start}", partial(figures.draft_kernels, start)
     yield "attention", partial(attention_bandwidth, device, options)
@@ -293,6 +299,7 @@ class Figures:
         self.watch, bandwidth = Stopwatch(self.device), copy_bandwidth(self.device)
         self.models = Models(SIZES[size], dtype, self.device, SAMPLED if self.options.sampled else GREEDY)
         weights = bytes_of_weights(self.models.target)
+        self.weights_ms = 1000 * weights / bandwidth
         self.new_tokens = self.options.new_tokens
         self.text = ring_text(self.models.ring, 1, min(self.options.contexts), self.new_tokens)
         return {
@@ -300,7 +307,7 @@ class Figures:
             "context": self.text.prompts.shape[1],
             "bandwidth": bandwidth,
             "weight_bytes": weights,
-            "weights_ms": 1000 * weights / bandwidth,
+            "weights_ms": self.weights_ms,
         }
 
     def _made(self) -> Models:
@@ -349,36 +356,62 @@ class Figures:
         sample = run(self.models, side, self.text, self.new_tokens)
         return sample, perf_counter() - began
 
-    def _nodes(self) -> Side:
+    def _nodes(self, count: int = PROFILED_NODES) -> Side:
         """A side that verifies so many nodes in a cycle."""
         vocab_size = self._made().target.config.vocab_size
-        return Side("nodes", speculator=random_nodes(TokenTree.chain(PROFILED_NODES - 1), vocab_size))
+        drafts = random_nodes(TokenTree.chain(count - 1), vocab_size) if count > 1 else no_drafts()
+        return Side("nodes", speculator=drafts)
 
     def kernels(self) -> dict:
         """Kernels of a replay of the target's forward over 16 nodes, the longest first."""
-        side = self._nodes()
+        return {"nodes": PROFILED_NODES, **self._kernels(self._captured(PROFILED_NODES))}
+
+    def _captured(self, count: int) -> CapturedForward:
+        """The graph of a verification of so many nodes."""
+        side = self._nodes(count)
         for _ in range(2):
             run(self.models, side, self.text, self.new_tokens)
         known = graphs._graphs_of(self.models.target).forwards
-        found = [captured for (_, _, nodes, *_), captured in known.items() if nodes == PROFILED_NODES]
+        found = [captured for (_, _, nodes, *_), captured in known.items() if nodes == count]
         if not found:
-            raise SkippedError(f"no forward over {PROFILED_NODES} nodes was captured")
-        return {"nodes": PROFILED_NODES, **self._kernels(found[-1])}
+            raise SkippedError(f"no forward over {count} nodes was captured")
+        return found[-1]
 
-    def early_launches(self) -> dict:
-        """Replays over 16 nodes, as usual and with kernels that begin before the ones in front of them have ended."""
-        models, sides = self._made(), {"usual": False, "early": True}
-        found: dict[str, Any] = {f"{name}_milliseconds": [] for name in sides}
-        for name, is_early in [*sides.items()] * 2:
-            forget_graphs(models.target)
-            with patch.object(early, "LAUNCHES_EARLY", is_early):
-                if is_early and not early.launches_early(models.target.get_input_embeddings().weight):
-                    raise SkippedError("needs compute capability 9.0")
-                found[f"{name}_milliseconds"].append(self.kernels()["milliseconds"])
+    def ways(self) -> list[dict]:
+        """Replays of verifications whose kernels run in other ways than the usual one, in turn; texts are checked."""
+        target, replayed, held = self._made().target, [], []
+        for way, changes in WAYS.items():
+            forget_graphs(target)
+            with ExitStack() as stack:
+                for change in changes:
+                    stack.enter_context(patch.object(*change))
+                if early.LAUNCHES_EARLY and not early.launches_early(target.get_input_embeddings().weight):
+                    continue
+                replayed += [(way, count, self._captured(count), []) for count in WAYS_NODES]
                 if self._timed(self._side(NO_DRAFTS))[0].same_rows < 1:
-                    raise AssertionError(f"another text from {name} launches")
-        forget_graphs(models.target)
-        return found
+                    raise AssertionError(f"another text from: {way}")
+            # Their memory is theirs until all have been replayed.
+            held.append(graphs._models.pop(target, None))
+        for _ in range(WAYS_ROUNDS):
+            for _, _, captured, times in replayed:
+                captured.replay()
+                marks = [self.watch.mark()]
+                for _ in range(3):
+                    captured.replay()
+                    marks.append(self.watch.mark())
+                self.watch.synchronize()
+                times += map(self.watch.milliseconds, marks, marks[1:])
+        del held
+        return [
+            {
+                "way": way,
+                "nodes": count,
+                "milliseconds": statistics.median(times),
+                "least": min(times),
+                "to_weights": statistics.median(times) / self.weights_ms,
+            }
+            for way, count, _, times in replayed
+        ]
 
     def draft_kernels(self, start: str) -> dict:
         """Kernels of a replay of the graph that drafts, the longest first."""
@@ -470,99 +503,3 @@ class Figures:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.device)
-
-
-def attention_bandwidth(device: torch.device, options: argparse.Namespace) -> list[dict]:
-    """Bytes of keys and values a second, by context and nodes, beside the attention of torch without masks."""
-    is_cuda, dtype = device.type == "cuda", getattr(torch, options.dtype)
-    heads, kv_heads, size = (32, 8, 128) if is_cuda else (4, 2, 16)
-    rows = []
-    for context in (1024, 8192, 32768) if is_cuda else (64,):
-        slots = context + 64
-        draw = {"dtype": dtype, "device": device}
-        bytes_read = 2 * kv_heads * context * size * dtype.itemsize
-        count = max(1, min(ATTENTION_BYTES // bytes_read, 64)) if is_cuda else 2
-        # A layer after the other, as in a model.
-        layers = [tuple(torch.randn((1, kv_heads, slots, size), **draw) for _ in range(2)) for _ in range(count)]
-        for nodes in (1, 16, 60):
-            query = torch.randn((1, heads, nodes, size), **draw)
-            topology = chain_topology(nodes - 1, device)
-            lengths, starts = (torch.full((1,), value, dtype=torch.long, device=device) for value in (context, 0))
-            tree = SlotTree(lengths, starts, pack_ancestors(topology.ancestors), topology.depths)
-
-            def ours(query=query, tree=tree, layers=layers) -> torch.Tensor:
-                return torch.stack([tree_attention(query, key, value, tree)[0, 0, 0, 0] for key, value in layers])
-
-            def torchs(query=query, layers=layers, context=context) -> torch.Tensor:
-                outputs = (
-                    F.scaled_dot_product_attention(query, key[:, :, :context], value[:, :, :context], enable_gqa=True)
-                    for key, value in layers
-                )
-                return torch.stack([output[0, 0, 0, 0] for output in outputs])
-
-            row: dict[str, Any] = {"context": context, "nodes": nodes}
-            for name, function in (("tree_attention", ours), ("sdpa", torchs)):
-                seconds = _seconds(function, device) / count
-                row[name] = {"microseconds": 1e6 * seconds, "gigabytes_per_second": bytes_read / seconds / 1e9}
-            rows.append(row)
-        del layers
-    return rows
-
-
-# What a layer computes from its linear layers, and the same by torch alone.
-PRODUCTS: dict[str, tuple[Callable, Callable]] = {
-    "queries, keys, values": (project_together, lambda linears, states: [linear(states) for linear in linears]),
-    "gated MLP": (
-        GatedMLP.forward,
-        lambda mlp, states: mlp.down_proj(F.silu(mlp.gate_proj(states)) * mlp.up_proj(states)),
-    ),
-}
-
-
-def products_together(device: torch.device, options: argparse.Namespace) -> list[dict]:
-    """Queries, keys and values, and gated MLPs, as layers compute them, beside torch's products."""
-    is_cuda, dtype = device.type == "cuda", getattr(torch, options.dtype)
-    rows = []
-    for name in ("llama-8b", "llama-1b", "qwen3-1.7b") if is_cuda else ("tiny",):
-        sizes = SIZES[name].target
-        hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
-        heads = [sizes[f"num_{kind}_heads"] * sizes["head_dim"] for kind in ("attention", "key_value", "key_value")]
-        # More than a GPU keeps in its caches.
-        count = max(1, ATTENTION_BYTES // (dtype.itemsize * hidden * (sum(heads) + 3 * inner))) if is_cuda else 2
-
-        def linears(*shapes, device=device, dtype=dtype) -> list[nn.Linear]:
-            return [nn.Linear(*shape, bias=False, device=device, dtype=dtype) for shape in shapes]
-
-        layers: dict[str, list[Any]] = {
-            "queries, keys, values": [linears(*((hidden, width) for width in heads)) for _ in range(count)],
-            "gated MLP": [
-                GatedMLP(*linears((hidden, inner), (hidden, inner), (inner, hidden)), nn.SiLU()) for _ in range(count)
-            ],
-        }
-        for tokens in (1, 16, 64):
-            states = torch.randn((1, tokens, hidden), dtype=dtype, device=device)
-            for what, sides in PRODUCTS.items():
-                times = [_seconds(partial(_in_turn, side, layers[what], states), device) / count for side in sides]
-                microseconds = dict(zip(("layer", "torch"), (1e6 * seconds for seconds in times)))
-                rows.append({"size": name, "tokens": tokens, "products": what, "microseconds": microseconds})
-        del layers
-    return rows
-
-
-def _in_turn(compute: Callable, layers: list[Any], states: torch.Tensor) -> list[Any]:
-    return [compute(layer, states) for layer in layers]
-
-
-def _seconds(function: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a run, as a graph where there are any, so that launching does not count; the best of several."""
-    backend, watch = graphs.capture_backend(device), Stopwatch(device)
-    with torch.no_grad():
-        repeat = function if backend is None else backend.capture(function)[0]
-        times = []
-        for _ in range(5):
-            first = watch.mark()
-            repeat()
-            last = watch.mark()
-            watch.synchronize()
-            times.append(watch.milliseconds(first, last) / 1000)
-    return min(times)

@@ -513,7 +513,7 @@ def test_the_first_figures(tmp_path, taped, monkeypatch):
         "models",
         *(f"decoding: {side}" for side in sides),
         "kernels of a replay",
-        "early launches",
+        "ways of a forward",
         *(f"kernels of a draft: {side}" for side in drafts),
         "attention",
         "products",
@@ -529,9 +529,11 @@ def test_the_first_figures(tmp_path, taped, monkeypatch):
         assert figures["parts"]["cycle"] > figures["parts"]["target"] > 0
     assert found["decoding: ours: eagle3, chain"]["parts"]["network"] > 0
     assert found["kernels of a replay"]["nodes"] == 16
-    milliseconds = found["early launches"]
-    assert [len(times) for times in milliseconds.values()] == [2, 2]
-    assert all(time > 0 for times in milliseconds.values() for time in times)
+    ways = found["ways of a forward"]
+    assert [(row["way"], row["nodes"]) for row in ways] == [
+        (way, nodes) for way in gpu_first.WAYS for nodes in gpu_first.WAYS_NODES
+    ]
+    assert all(row["milliseconds"] >= row["least"] > 0 for row in ways)
     for part in ("kernels of a replay", *(f"kernels of a draft: {side}" for side in drafts)):
         kernels = found[part]
         assert kernels["num_kernels"] > 20

@@ -316,7 +316,7 @@ STUDIES = (
         "On a GPU",
         "How long does a cycle take on a GPU, beside the read time of the weights, and how fast is every method "
         "beside eager `generate()`?",
-        r"gpu-\w+-(first|verification|smoke)",
+        r"gpu-\w+-(first|verification|smoke|smoke-early)",
         on_gpu,
         "python benchmarks/gpu.py --first",
         heading="{machine}: {kind}",

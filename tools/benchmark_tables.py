@@ -106,6 +106,13 @@ def on_gpu(content: Content) -> Iterator[Table]:
             for row in found["attention"]
         ]
         yield Table("Attention of a layer: 32 query heads, 8 of keys and values, of 128 numbers", rows)
+    if "ways of a forward" in found:
+        rows = [
+            {"kernels": row["way"], "nodes": row["nodes"], "ms": f"{row['milliseconds']:.2f}"}
+            | {"of the weights' read time": f"{row['to_weights']:.2f}"}
+            for row in found["ways of a forward"]
+        ]
+        yield Table("A verification, with kernels in other ways", rows)
     if "products" in found:
         rows = [
             {key: row[key] for key in ("size", "tokens", "products")}

@@ -440,6 +440,7 @@ def _are_of_few_tokens(x: torch.Tensor | projections.Unnormed, linears: Sequence
 # Of launchers whose references have other names.
 _REFERENCES = {
     "_best_triton": lambda scores: scores.argmax(-1),
+    "_ranked_triton": lambda logits, count: tuple(logits.float().log_softmax(-1).topk(count)),
     "_reject_triton": _reject,
     "_sample_triton": sampling.sample_torch,
 }

@@ -29,7 +29,7 @@ from ..kernels.products import fast_products
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
 from ..layers.experts import MixtureOfExperts
 from ..layers.known import is_known_layer, is_published, is_untouched, modules_of
-from ..layers.llama import DecoderLayer, GatedMLP, RMSNorm, added, added_and_normed, project
+from ..layers.llama import DecoderLayer, GatedMLP, RMSNorm, added_and_normed, project
 from ..layers.rope import RotaryAngles, has_static_frequencies
 from ..layers.structure import form_of
 from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch, takes_trees
@@ -252,12 +252,12 @@ class FunctionalSlotModel(SlotModel):
         with fast_products(self.model) if self._has_experts else nullcontext():
             for index, layer in enumerate(self._layers[first_layer:], first_layer):
                 if index in self.states:
-                    states[index] = stream = added(stream, pending)
+                    states[index] = stream = added_and_normed(stream, pending, None)[0]
                     pending = None
                 mask, angles = masks[self._span_of_layer[index]], every_angle[self._kinds[index]]
                 stream, pending = layer.advance(stream, pending, angles, mask, self.cache)
         if len(self._layers) in self.states:
-            states[len(self._layers)] = stream = added(stream, pending)
+            states[len(self._layers)] = stream = added_and_normed(stream, pending, None)[0]
             pending = None
         if logits_from >= stream.shape[1]:
             # The states alone are wanted.

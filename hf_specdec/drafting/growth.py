@@ -20,7 +20,7 @@ from torch import nn
 
 from ..drafts import DraftTree, TokenTree, renumbered
 from ..drafts.static import Level
-from ..kernels.best import best_tokens
+from ..kernels.best import best_log_probs, best_tokens
 from ..logits.grammar.growth import GrowingMasks
 from ..transfers import kept_tensor
 from .entries import DraftEntries, pick_nodes
@@ -315,9 +315,12 @@ def _candidates(
     if width == 1 and log_probs is None:
         tokens = best_tokens(logits)
     else:
-        if log_probs is not None:
-            logits = F.log_softmax(logits, -1, dtype=torch.float32)
-        values, tokens = logits.topk(width)
+        if log_probs is None:
+            values, tokens = logits.topk(width)
+        elif logits.is_cpu:
+            values, tokens = F.log_softmax(logits, -1, dtype=torch.float32).topk(width)
+        else:
+            values, tokens = best_log_probs(logits, width)
         if masks is not None:
             # Where nothing may follow there is no distribution.
             values = values.nan_to_num(nan=-math.inf, neginf=-math.inf)

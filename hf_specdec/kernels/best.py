@@ -3,13 +3,14 @@
 The vocabulary is split among several programs of a row, since a draft has few rows; the one that ends last compares
 what the others have found.
 
-Shapes: R rows, V vocabulary, S splits.
+Shapes: R rows, V vocabulary, S splits, K best tokens.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ..transfers import written_on_device
 from ._triton import FUSED_DTYPES, tl, triton, use_triton
@@ -20,6 +21,9 @@ from .tiles import gpu_of
 _BLOCK, _LEAST_BLOCKS = 2048, 2
 
 _MOST_SPLITS = 64
+
+# Best tokens of a row that are found one after the other.
+MOST_BEST = 32
 
 
 def best_tokens(scores: torch.Tensor) -> torch.LongTensor:
@@ -32,10 +36,24 @@ def best_tokens(scores: torch.Tensor) -> torch.LongTensor:
     return torch.from_numpy(np.asarray(scores.float().numpy().argmax(-1)))
 
 
+def best_log_probs(logits: torch.Tensor, count: int) -> tuple[torch.FloatTensor, torch.LongTensor]:
+    """The best tokens of each row, best first.
+
+    Args:
+        logits (`torch.Tensor` of shape `(..., V)`): Of any distribution.
+        count (`int`): K, at most V.
+
+    Returns:
+        `tuple`: Log-probabilities `(..., K)` in float32, and the tokens `(..., K)`.
+    """
+    if count <= MOST_BEST and logits.dtype in FUSED_DTYPES and use_triton(logits):
+        return _ranked_triton(logits, count)
+    values, tokens = F.log_softmax(logits, -1, dtype=torch.float32).topk(count)
+    return values, tokens
+
+
 def _best_triton(scores: torch.Tensor) -> torch.LongTensor:
-    vocab_size = scores.shape[-1]
-    rows = scores.reshape(-1, vocab_size)
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    rows, vocab_size = _rows(scores), scores.shape[-1]
     count = len(rows)
     wanted = triton.cdiv(2 * gpu_of(rows.device).processors, max(count, 1))
     blocks = triton.cdiv(vocab_size, _BLOCK)
@@ -51,6 +69,31 @@ def _best_triton(scores: torch.Tensor) -> torch.LongTensor:
             BLOCK=_BLOCK, SPLITS=triton.next_power_of_2(splits), num_warps=4,
         )  # fmt: skip
     return output.view(scores.shape[:-1])
+
+
+def _ranked_triton(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, vocab_size = _rows(logits), logits.shape[-1]
+    block = max(_BLOCK, triton.next_power_of_2(triton.cdiv(vocab_size, _MOST_SPLITS)))
+    splits = triton.cdiv(vocab_size, block)
+    empty = {"device": rows.device, "dtype": torch.float32}
+    values = torch.empty((len(rows), count), **empty)
+    tokens = torch.empty((len(rows), count), dtype=torch.long, device=rows.device)
+    parts = torch.empty((len(rows), splits, count), **empty)
+    places = torch.empty((len(rows), splits, count), dtype=torch.int32, device=rows.device)
+    masses = torch.empty((len(rows), splits), **empty)
+    with torch.cuda.device_of(rows):
+        _ranked_kernel[(len(rows), splits)](
+            rows, parts, places, masses, _arrivals(triton.next_power_of_2(max(len(rows), 1024)), rows.device),
+            values, tokens, rows.stride(0), vocab_size, splits,
+            COUNT=count, BLOCK=block, SPLITS=triton.next_power_of_2(splits), BLOCK_C=triton.next_power_of_2(count),
+            num_warps=4 if block == _BLOCK else 8,
+        )  # fmt: skip
+    return values.view(*logits.shape[:-1], count), tokens.view(*logits.shape[:-1], count)
+
+
+def _rows(scores: torch.Tensor) -> torch.Tensor:
+    rows = scores.reshape(-1, scores.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 @written_on_device
@@ -102,3 +145,104 @@ def _best_kernel(
         tokens = tl.load(places_ptr + splits, mask=is_split, other=vocab_size, cache_modifier=".cg")
         token = tl.min(tl.where(found == tl.max(found, axis=0), tokens, vocab_size), axis=0)
         tl.store(output_ptr + row, token.to(tl.int64))
+
+
+@triton.jit
+def _next_best(
+    scores,  # [N]
+    tokens,  # [N]
+    is_left,  # [N], those that have not been taken
+    vocab_size,
+):
+    """The highest score, its token, `vocab_size` where nothing is left, and what is left without it."""
+    highest = tl.max(tl.where(is_left, scores, float("-inf")), axis=0)
+    token = tl.min(tl.where(is_left & (scores == highest), tokens, vocab_size), axis=0)
+    return highest, token, is_left & (tokens != token)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _ranked_kernel(
+    logits_ptr,  # [R, V]
+    parts_ptr,  # [R, S, K], best logits of each part
+    places_ptr,  # [R, S, K], their tokens
+    masses_ptr,  # [R, S], logarithm of the sum of the weights of each part
+    arrivals_ptr,  # [R], parts that have ended, 0 before and after the launch
+    values_ptr,  # [R, K]
+    tokens_ptr,  # [R, K]
+    stride,
+    vocab_size,
+    num_splits,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    # A program: a row, and one part of the vocabulary.
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    token = split * BLOCK + tl.arange(0, BLOCK)
+    is_left = token < vocab_size
+    logits_ptr += row.to(tl.int64) * stride
+    logits = tl.load(logits_ptr + token, mask=is_left, other=float("-inf")).to(tl.float32)
+    # Whatever is not a number is never the best.
+    logits = tl.where(logits == logits, logits, float("-inf"))
+    part = row * num_splits + split
+    highest = tl.max(logits, axis=0)
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    tl.store(masses_ptr + part, shift + tl.log(tl.sum(tl.exp(logits - shift), axis=0)))
+    for rank in tl.static_range(COUNT):
+        best, place, is_left = _next_best(logits, token, is_left, vocab_size)
+        tl.store(parts_ptr + part * COUNT + rank, best)
+        tl.store(places_ptr + part * COUNT + rank, place)
+    # All threads have written before one of them says so.
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals_ptr + row, 1) == num_splits - 1:
+        # For the next launch.
+        tl.store(arrivals_ptr + row, 0)
+        _merge_ranks(
+            parts_ptr,
+            places_ptr,
+            masses_ptr,
+            values_ptr,
+            tokens_ptr,
+            row,
+            vocab_size,
+            num_splits,
+            COUNT,
+            SPLITS,
+            BLOCK_C,
+        )
+
+
+@triton.jit
+def _merge_ranks(
+    parts_ptr,  # [R, S, K]
+    places_ptr,  # [R, S, K]
+    masses_ptr,  # [R, S]
+    values_ptr,  # [R, K]
+    tokens_ptr,  # [R, K]
+    row,
+    vocab_size,
+    num_splits,
+    COUNT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    splits, ranks = tl.arange(0, SPLITS), tl.arange(0, BLOCK_C)
+    # From the cache that all processors share: this one's own knows nothing of what others have written.
+    masses = tl.load(
+        masses_ptr + row * num_splits + splits, mask=splits < num_splits, other=float("-inf"), cache_modifier=".cg"
+    )
+    heaviest = tl.max(masses, axis=0)
+    mass = heaviest + tl.log(tl.sum(tl.exp(masses - heaviest), axis=0))
+    place = (row * num_splits + splits)[:, None] * COUNT + ranks[None, :]
+    is_part = (splits < num_splits)[:, None] & (ranks < COUNT)[None, :]
+    scores = tl.load(parts_ptr + place, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+    tokens = tl.load(places_ptr + place, mask=is_part, other=vocab_size, cache_modifier=".cg")
+    scores = tl.reshape(scores, [SPLITS * BLOCK_C])
+    tokens = tl.reshape(tokens, [SPLITS * BLOCK_C])
+    is_left = tokens < vocab_size
+    for rank in tl.static_range(COUNT):
+        best, token, is_left = _next_best(scores, tokens, is_left, vocab_size)
+        tl.store(values_ptr + row * COUNT + rank, best - mass)
+        tl.store(tokens_ptr + row * COUNT + rank, token.to(tl.int64))

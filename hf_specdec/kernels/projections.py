@@ -32,6 +32,9 @@ MAX_TOKENS = 64
 # of an H100, and have been faster there also where half of its processors had no program.
 _ROWS, _DEPTHS = (64, 32), (128, 64)
 
+# Rows of a matrix that is alone: with fewer there are too few programs to read it as fast as torch.
+_LEAST_ALONE = 1024
+
 # Of the pipeline, and the share of the shared memory that they may take.
 _MOST_STAGES, _SHARE_OF_MEMORY = 8, 0.75
 
@@ -85,6 +88,8 @@ def takes(x: torch.Tensor | Unnormed, linears: Sequence[Linear]) -> bool:
     if read.dtype == torch.float32 or read.numel() > MAX_TOKENS * size or size % _DEPTHS[-1] or torch.version.hip:
         return False
     weights, biases = zip(*linears)
+    if len(weights) == 1 and len(weights[0]) < _LEAST_ALONE:
+        return False
     return (
         # Quantised and distributed weights are tensors of their own classes, without numbers at their address.
         all(type(weight) in (nn.Parameter, torch.Tensor) for weight in weights)

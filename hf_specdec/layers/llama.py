@@ -202,7 +202,7 @@ class DecoderLayer(DirectModule):
             attended (`torch.Tensor` of shape `(R, T, X)`, *optional*): What attention reads, by default the normed
                 stream.
         """
-        return added(*self.advance(stream, None, angles, mask, cache, attended))
+        return added_and_normed(*self.advance(stream, None, angles, mask, cache, attended), None)[0]
 
     def advance(
         self,
@@ -224,12 +224,12 @@ class DecoderLayer(DirectModule):
             before = parts[form.before_attention] if form.before_attention else None
             stream, attended = added_and_normed(stream, pending, before, may_wait=True)
         elif pending is not None:
-            stream = added(stream, pending)
+            stream = added_and_normed(stream, pending, None)[0]
         attention, mlp = parts["self_attn"], parts["mlp"]
-        if is_hooked(attention):
-            output, linear = attention(as_normed(attended), angles, mask, cache), None
-        else:
+        if type(attention) is RotaryAttention and not is_hooked(attention):
             output, linear = attention.mixed(attended, angles, mask, cache), attention._modules["o_proj"]
+        else:
+            output, linear = attention(as_normed(attended), angles, mask, cache), None
         after = parts[form.after_attention] if form.after_attention else None
         before = parts[form.before_mlp] if form.before_mlp else None
         stream, read = added_and_normed(stream, Pending(output, linear, after), before, may_wait=True)
@@ -237,11 +237,6 @@ class DecoderLayer(DirectModule):
         if type(mlp) is GatedMLP and not is_hooked(mlp):
             return stream, Pending(mlp.inner(read), mlp._modules["down_proj"], after)
         return stream, Pending(mlp(as_normed(read)), None, after)
-
-
-def added(stream: torch.Tensor, pending: Pending | None) -> torch.Tensor:
-    """The stream `(R, T, H)` with what is pending added to it."""
-    return added_and_normed(stream, pending, None)[0]
 
 
 def added_and_normed(

@@ -118,6 +118,11 @@ def test_what_is_taken(device, monkeypatch):
         assert not projections.takes(hidden, [linears[0], (linears[1][0][:20], None)])
         assert not projections.takes(hidden, [linears[0], (linears[1][0].as_subclass(Wrapped), None)])
         assert not projections.takes(hidden, [linears[0], (linears[1][0], hidden[0, 0, :32])])
+        assert not projections.takes(hidden, linears[:1])
+        monkeypatch.setattr(projections, "_LEAST_ALONE", 0)
+        assert projections.takes(hidden, linears[:1])
+        squares = torch.ones(1, 6, device=device)
+        assert projections.takes(projections.Unnormed(hidden, squares, Norm(hidden[0, 0], 1e-5)), linears)
 
 
 @pytest.mark.smoke
@@ -125,6 +130,7 @@ def test_layers_run_through_it(device, monkeypatch):
     """Queries, keys and values together, and the halves of an MLP; hooked layers by their own calls."""
     launches = watched(monkeypatch, (projections, "_launch"))
     monkeypatch.setattr(_triton, "CHOICE", "triton")
+    monkeypatch.setattr(projections, "_LEAST_ALONE", 0)
     parts = [torch.nn.Linear(64, width, bias=False).bfloat16().to(device) for width in (64, 32, 32)]
     mlp = llama.GatedMLP(*parts[:1] * 2, torch.nn.Linear(64, 64).bfloat16().to(device), torch.nn.SiLU())
     hidden = drawn(1, 5, 64, dtype=torch.bfloat16).to(device)
@@ -182,6 +188,7 @@ def test_layers_of_four_products(hooked, device, monkeypatch):
             monkeypatch, *((projections, name) for name in ("_launch", "add_norm")), (llama, "add_norm")
         )
         monkeypatch.setattr(_triton, "CHOICE", "triton")
+        monkeypatch.setattr(projections, "_LEAST_ALONE", 0)
         found = run(hidden.to(device), tuple(angle.to(device) for angle in angles))
     for mine, others in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.cpu(), others, rtol=5e-2, atol=5e-2)

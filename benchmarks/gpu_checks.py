@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from hf_specdec import SpecDecodingStats, demo, record
@@ -27,10 +29,15 @@ from hf_specdec.drafts import DraftTree, TreeTopology
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.kernels import _triton
 from hf_specdec.kernels.acceptance import follow, reject_chain, reject_tree
+from hf_specdec.kernels.best import best_log_probs, best_tokens
 from hf_specdec.kernels.cache import WritePlan, move_slots, write_slots
+from hf_specdec.kernels.gates import SILU
 from hf_specdec.kernels.matches import match_lengths
+from hf_specdec.kernels.norms import Norm
+from hf_specdec.kernels.projections import Unnormed, added_product, gated_product, products
 from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
+from hf_specdec.layers.llama import normed
 from hf_specdec.method import built_in_methods
 
 
@@ -87,6 +94,8 @@ def kernel_checks(device: torch.device, is_quick: bool = False) -> dict[str, Cal
         "slots": prepared(_check_slots, is_small),
         "acceptance": prepared(_check_acceptance, is_small),
         "matches": prepared(_check_matches, is_small),
+        "best tokens": prepared(_check_best, is_small),
+        "layers": prepared(_check_layers, is_small),
     }
 
 
@@ -169,6 +178,50 @@ def _check_matches(generator: torch.Generator, is_small: bool) -> Iterator[Check
     lengths = torch.arange(size - rows, size, device=device)
     expected, found = _both(match_lengths, texts, lengths, 64)
     yield Check("match_lengths", torch.equal(found, expected), f"{rows} texts of {size} tokens")
+
+
+def _check_best(generator: torch.Generator, is_small: bool) -> Iterator[Check]:
+    rows, vocab = (2, 5000) if is_small else (16, 151936)
+    logits = torch.randn((rows, vocab), generator=generator, device=generator.device)
+    for shape in ((rows, vocab), (1, rows, vocab)):
+        expected, found = _both(best_tokens, logits.view(shape))
+        yield Check("best_tokens", torch.equal(found, expected), f"{rows} rows of {vocab}")
+    (expected, expected_tokens), (found, tokens) = _both(best_log_probs, logits, 10)
+    error = (found - expected).abs().max().item()
+    is_right = torch.equal(tokens, expected_tokens) and error <= _TOLERANCES[torch.float32]
+    yield Check("best_log_probs", is_right, f"{rows} rows of {vocab}: greatest error {error:.1e}")
+
+
+@torch.no_grad()
+def _check_layers(generator: torch.Generator, is_small: bool) -> Iterator[Check]:
+    """Products with the stream and the norm, against those of torch; sums of rounded numbers differ by their order."""
+    device, size, inner = generator.device, 1024, 1024 if is_small else 3584
+    draw = {"generator": generator, "device": device}
+    for tokens, norm in ((5, Norm), (16, partial(Norm, offset=1.0, rounds_last=True)), (64, Norm)):
+
+        def drawn(*shape, factor=1.0):
+            return (torch.randn(shape, **draw) * factor).to(torch.bfloat16)
+
+        read, stream, ones = drawn(tokens, inner), drawn(tokens, size), norm(drawn(size), 1e-5)
+        output, gate, up = (
+            (drawn(*shape, factor=shape[1] ** -0.5), None) for shape in ((size, inner), (inner, size), (inner, size))
+        )
+        total, squares = added_product(read, output, stream)
+        unnormed = Unnormed(total, squares, ones)
+        hidden = normed(total, ones)
+        found = {
+            "added_product": (total, stream + F.linear(read, output[0])),
+            "products": (products(unnormed, [gate])[0], F.linear(hidden, gate[0])),
+            "gated_product": (
+                gated_product(unnormed, gate, up, SILU),
+                F.silu(F.linear(hidden, gate[0])) * F.linear(hidden, up[0]),
+            ),
+        }
+        for name, (mine, others) in found.items():
+            error = ((mine - others).float().abs() / (1 + others.float().abs())).max().item()
+            # Two rounded numbers are multiplied in the last one.
+            most = _TOLERANCES[torch.bfloat16] * (1 + (name == "gated_product"))
+            yield Check(name, error <= most, f"{tokens} tokens: greatest error {error:.1e}")
 
 
 def _check_acceptance(generator: torch.Generator, is_small: bool) -> Iterator[Check]:

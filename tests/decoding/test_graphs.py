@@ -103,7 +103,9 @@ class TestCallsEqualPlainGeneration:
         case = Case(name, tiny_model(name).to(device))
         output = case.speculate(4, num_speculative_tokens=3, tree=TREE)
         assert output.sequences.tolist() == case.expected(4).tolist()
-        assert output.speculative.graphs == "on"
+        # In float32 its experts are a loop on a GPU, whose sizes the host reads.
+        is_loop = name == "gpt_oss" and device.type == "cuda"
+        assert output.speculative.graphs.startswith("off" if is_loop else "on")
         assert output.speculative.attention.startswith("tree kernel")
 
     def test_rows_end_apart(self, device, backends):

@@ -307,8 +307,9 @@ STUDIES = (
         "Aims: 14 launches a layer, 10 outside of graphs, one copy to the host, no wait before the next draft, where "
         "it does not come from the host. Medians of the cycles of a call. The drafts of all methods are those of the "
         "demo's target; with the other models only the layers differ. Sampled cycles have temperature, top-k and "
-        "top-p, and drafts are drawn where a method can. Weights stand for those of 16 bits: queries, keys and values "
-        "of up to 64 tokens are one launch, and so are the halves of a gated MLP.",
+        "top-p, and drafts are drawn where a method can. Weights stand for those of 16 bits: over up to 64 tokens "
+        "queries, keys and values are one launch, and so are the halves of a gated MLP; norms in front of products "
+        "and sums after them are none.",
         see=("kernels",),
     ),
     Study(

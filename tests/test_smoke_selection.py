@@ -24,6 +24,6 @@ def test_smoke_comes_first():
     count = sum(are_smoke)
     assert 10 <= count <= 20 < len(are_smoke)
     assert all(are_smoke[:count])
-    kinds = {"acceptance", "ancestors", "cache", "experts", "generate", "matches", "philox", "projections"}
+    kinds = {"acceptance", "ancestors", "best", "cache", "experts", "generate", "matches", "philox", "projections"}
     kinds |= {"sampling", "tree_attention", "waits", "transfers"}
     assert {name for _, name in listing.found[:count]} == {f"test_{kind}.py" for kind in kinds}

@@ -387,20 +387,8 @@ class CountingBackend(TapeBackend):
 
 
 _KERNEL_FILES = (
-    *(
-        acceptance,
-        ancestors,
-        best,
-        cache_kernels,
-        experts,
-        gates,
-        heads,
-        matches,
-        norms,
-        philox,
-        sampling,
-        tree_attention,
-    ),
+    *(acceptance, ancestors, best, cache_kernels, experts, gates),
+    *(heads, matches, norms, philox, sampling, tree_attention),
 )
 _FUSED = {llama: ("add_norm", "place_heads", "gated"), layer_experts: ("mixture",)}
 _READERS_OF_THE_DEVICE = (

@@ -390,7 +390,11 @@ _KERNEL_FILES = (
     *(acceptance, ancestors, best, cache_kernels, experts, gates),
     *(heads, matches, norms, philox, sampling, tree_attention),
 )
-_FUSED = {llama: ("add_norm", "place_heads", "gated"), layer_experts: ("mixture",)}
+_FUSED = {
+    llama: ("add_norm", "place_heads", "gated"),
+    layer_experts: ("mixture",),
+    projections: ("add_norm",),
+}
 _READERS_OF_THE_DEVICE = (
     *(acceptance, ancestors, best, cache_kernels, matches, philox, sampling, tree_attention),
     *(attention, cache, functional, target),

@@ -202,13 +202,13 @@ def _check_layers(generator: torch.Generator, is_small: bool) -> Iterator[Check]
         def drawn(*shape, factor=1.0):
             return (torch.randn(shape, **draw) * factor).to(torch.bfloat16)
 
-        read, stream, ones = drawn(tokens, inner), drawn(tokens, size), norm(drawn(size), 1e-5)
+        read, stream, known = drawn(tokens, inner), drawn(tokens, size), norm(drawn(size), 1e-5)
         output, gate, up = (
             (drawn(*shape, factor=shape[1] ** -0.5), None) for shape in ((size, inner), (inner, size), (inner, size))
         )
         total, squares = added_product(read, output, stream)
-        unnormed = Unnormed(total, squares, ones)
-        hidden = normed(total, ones)
+        unnormed = Unnormed(total, squares, known)
+        hidden = normed(total, known)
         found = {
             "added_product": (total, stream + F.linear(read, output[0])),
             "products": (products(unnormed, [gate])[0], F.linear(hidden, gate[0])),

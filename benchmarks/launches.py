@@ -411,7 +411,9 @@ def _products(x: torch.Tensor | projections.Unnormed, linears: Sequence[projecti
     return [F.linear(hidden, *linear) for linear in linears]
 
 
-def _gated_product(x, gate: projections.Linear, up: projections.Linear, kind: str) -> torch.Tensor:
+def _gated_product(
+    x: torch.Tensor | projections.Unnormed, gate: projections.Linear, up: projections.Linear, kind: str
+) -> torch.Tensor:
     return references.gated(*_products(x, (gate, up)), kind)
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..transfers import written_on_device
 from ._triton import FUSED_DTYPES, tl, triton, use_triton
+from .launching import arrivals, as_lines
 from .tiles import gpu_of
 
 
@@ -53,7 +53,7 @@ def best_log_probs(logits: torch.Tensor, count: int) -> tuple[torch.FloatTensor,
 
 
 def _best_triton(scores: torch.Tensor) -> torch.LongTensor:
-    rows, vocab_size = _rows(scores), scores.shape[-1]
+    rows, vocab_size = as_lines(scores), scores.shape[-1]
     count = len(rows)
     wanted = triton.cdiv(2 * gpu_of(rows.device).processors, max(count, 1))
     blocks = triton.cdiv(vocab_size, _BLOCK)
@@ -64,7 +64,7 @@ def _best_triton(scores: torch.Tensor) -> torch.LongTensor:
     places = torch.empty((count, splits), dtype=torch.int32, device=rows.device)
     with torch.cuda.device_of(rows):
         _best_kernel[(count, splits)](
-            rows, highest, places, _arrivals(triton.next_power_of_2(max(count, 1024)), rows.device), output,
+            rows, highest, places, arrivals(count, rows.device), output,
             rows.stride(0), vocab_size, part, splits,
             BLOCK=_BLOCK, SPLITS=triton.next_power_of_2(splits), num_warps=4,
         )  # fmt: skip
@@ -72,7 +72,7 @@ def _best_triton(scores: torch.Tensor) -> torch.LongTensor:
 
 
 def _ranked_triton(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, vocab_size = _rows(logits), logits.shape[-1]
+    rows, vocab_size = as_lines(logits), logits.shape[-1]
     block = max(_BLOCK, triton.next_power_of_2(triton.cdiv(vocab_size, _MOST_SPLITS)))
     splits = triton.cdiv(vocab_size, block)
     empty = {"device": rows.device, "dtype": torch.float32}
@@ -83,22 +83,12 @@ def _ranked_triton(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
     masses = torch.empty((len(rows), splits), **empty)
     with torch.cuda.device_of(rows):
         _ranked_kernel[(len(rows), splits)](
-            rows, parts, places, masses, _arrivals(triton.next_power_of_2(max(len(rows), 1024)), rows.device),
+            rows, parts, places, masses, arrivals(len(rows), rows.device),
             values, tokens, rows.stride(0), vocab_size, splits,
             COUNT=count, BLOCK=block, SPLITS=triton.next_power_of_2(splits), BLOCK_C=triton.next_power_of_2(count),
             num_warps=4 if block == _BLOCK else 8,
         )  # fmt: skip
     return values.view(*logits.shape[:-1], count), tokens.view(*logits.shape[:-1], count)
-
-
-def _rows(scores: torch.Tensor) -> torch.Tensor:
-    rows = scores.reshape(-1, scores.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-@written_on_device
-def _arrivals(count: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=["num_splits"])

@@ -20,14 +20,14 @@ LAUNCHES_EARLY = os.environ.get("HF_SPECDEC_EARLY_LAUNCH") == "1"
 def launches_early(tensor: torch.Tensor) -> bool:
     """Decides whether kernels over a tensor begin before the kernel in front of them has ended.
 
-    The environment variable `HF_SPECDEC_EARLY_LAUNCH=1` asks for it; it has not run on a GPU yet.
+    The environment variable `HF_SPECDEC_EARLY_LAUNCH=1` asks for it.
     """
     is_known = LAUNCHES_EARLY and tensor.is_cuda and torch.version.hip is None
     return is_known and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
 
 
 def early_launch(tensor: torch.Tensor) -> dict[str, bool]:
-    """Options of the launch of a kernel that calls `begin_early` before it reads or writes what others touch."""
+    """Options of the launch of a kernel that waits before it reads or writes what others touch."""
     return {"IS_EARLY": True, "launch_pdl": True} if launches_early(tensor) else {"IS_EARLY": False}
 
 

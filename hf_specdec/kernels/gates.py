@@ -11,6 +11,7 @@ import torch
 
 from ._triton import tl, triton
 from .early import begin_early, early_launch
+from .launching import as_lines
 
 
 # Activations that the kernel knows.
@@ -25,8 +26,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
         kind (`str`): The activation, `SILU` or `GELU_TANH`.
     """
     size = gate.shape[-1]
-    halves = [half.reshape(-1, size) for half in (gate, up)]
-    halves = [half if half.stride(-1) == 1 else half.contiguous() for half in halves]
+    halves = [as_lines(half) for half in (gate, up)]
     output = gate.new_empty(gate.shape)
     block = min(1024, triton.next_power_of_2(size))
     with torch.cuda.device_of(gate):

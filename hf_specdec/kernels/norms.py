@@ -16,6 +16,7 @@ import torch
 
 from ._triton import tl, triton
 from .early import begin_early, early_launch
+from .launching import as_lines
 
 
 class Norm(NamedTuple):
@@ -61,10 +62,8 @@ def add_norm(
         `tuple`: The sum, and the normed sum; twice the sum where there is no norm. Sums are rounded to the dtype.
     """
     size = stream.shape[-1]
-    rows = stream.reshape(-1, size)
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    updates = rows if update is None else update.reshape(-1, size)
-    updates = updates if updates.stride(-1) == 1 else updates.contiguous()
+    rows = as_lines(stream)
+    updates = rows if update is None else as_lines(update)
     total = stream if update is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
     normed = total if norm is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
     unread = Norm(rows, 0.0)

@@ -11,6 +11,7 @@ Shapes: M tokens, K width of what is read, N width of what is written, P program
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from torch import nn
 from ._triton import fuses, needs_upcast, tl, triton
 from .early import early_launch, launch_next, wait_for_previous
 from .gates import SILU, activated
+from .launching import as_lines
 from .norms import Norm, Scale, add_norm
 from .tiles import gpu_of
 
@@ -29,10 +31,10 @@ Linear = tuple[torch.Tensor, "torch.Tensor | None"]
 MAX_TOKENS = 64
 
 # Programs of a matrix multiply so many of its rows, and so much of the width at a time. 64 rows suit the tensor cores
-# of an H100, and have been faster there also where half of its processors had no program.
+# of a Hopper GPU, also where half of its processors have no program.
 _ROWS, _DEPTHS = (64, 32), (128, 64)
 
-# Rows of a matrix that is alone: with fewer there are too few programs to read it as fast as torch.
+# Rows of a matrix that is alone at least: fewer are too few programs to keep the memory busy.
 _LEAST_ALONE = 1024
 
 # Of the pipeline, and the share of the shared memory that they may take.
@@ -45,7 +47,7 @@ _MOST_SQUARES = 4096
 _LINES_AHEAD = 1
 
 
-class Unnormed:
+class Unnormed(NamedTuple):
     """A stream whose norm is left to the products that read it.
 
     Attributes:
@@ -54,12 +56,9 @@ class Unnormed:
         norm (`Norm`): One for which [`goes_along`] holds.
     """
 
-    __slots__ = ("norm", "squares", "stream")
-
-    def __init__(self, stream: torch.Tensor, squares: torch.Tensor, norm: Norm):
-        self.stream = stream
-        self.squares = squares
-        self.norm = norm
+    stream: torch.Tensor
+    squares: torch.Tensor
+    norm: Norm
 
     @property
     def shape(self) -> torch.Size:
@@ -144,7 +143,7 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (weights, biases), size, is_gated = zip(*linears), x.shape[-1], kind is not None
     norm, read_squares = (x.norm, x.squares) if isinstance(x, Unnormed) else (None, None)
-    read = _lines(x.stream if isinstance(x, Unnormed) else x)
+    read = as_lines(x.stream if isinstance(x, Unnormed) else x)
     output = read.new_empty((*x.shape[:-1], width))
     gpu = gpu_of(read.device)
     rows = next(rows for rows in _ROWS if not any(len(weight) % rows for weight in weights))
@@ -159,7 +158,7 @@ def _launch(
     # Nothing of the output belongs to matrices that there are not.
     missing = 3 - len(linears)
     begins, shifts, bias_shifts = begins + [width] * missing, shifts + [0] * missing, bias_shifts + [0] * missing
-    stream = None if stream is None else _lines(stream)
+    stream = None if stream is None else as_lines(stream)
     squares = output if stream is None else read.new_empty((programs, len(read)), dtype=torch.float32)
     parts = 1 if read_squares is None else len(read_squares)
     with torch.cuda.device_of(read):
@@ -176,11 +175,6 @@ def _launch(
             num_stages=min(max(int(gpu.shared_memory * _SHARE_OF_MEMORY) // stage, 2), _MOST_STAGES),
         )  # fmt: skip
     return output, squares
-
-
-def _lines(tensor: torch.Tensor) -> torch.Tensor:
-    lines = tensor.reshape(-1, tensor.shape[-1])
-    return lines if lines.stride(-1) == 1 else lines.contiguous()
 
 
 def _distance(tensor: torch.Tensor, first: torch.Tensor) -> int:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..transfers import kept_on_device, written_on_device
+from ..transfers import kept_on_device
 from ._triton import needs_upcast, tl, triton, use_triton
 from .early import begin_early, early_launch
+from .launching import arrivals
 from .tiles import attention_tile, count_splits, gpu_of
 
 
@@ -550,11 +551,11 @@ def _tree_attention_triton(query, key, value, tree, scale, window, chunk, softca
     parts = (rows, heads, queries, num_splits) if is_split else (0,)
     partial = query.new_empty((*parts, value_size), dtype=torch.float32)
     mass = query.new_empty(parts, dtype=torch.float32)
-    arrivals = _arrivals(triton.next_power_of_2(max(rows * kv_heads * tiles, 1024)), query.device)
+    ended = arrivals(rows * kv_heads * tiles, query.device)
     with torch.cuda.device_of(query):
         _tree_attention_kernel[(tiles, num_splits, rows * kv_heads)](
             query, key, value, sinks, tree.lengths, tree.starts, None if beginning is None else beginning.starts,
-            words, depths, output, partial, mass, arrivals,
+            words, depths, output, partial, mass, ended,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *words_strides, depths.stride(0),
             scale, softcap, span, 0 if beginning is None else beginning.count, queries, tree.num_nodes, num_splits,
             KV_HEADS=kv_heads, GROUPS=heads // kv_heads, HEAD_SIZE=size, VALUE_SIZE=value_size,
@@ -565,8 +566,3 @@ def _tree_attention_triton(query, key, value, tree, scale, window, chunk, softca
             num_warps=tile.warps, num_stages=tile.stages, **early_launch(query),
         )  # fmt: skip
     return output
-
-
-@written_on_device
-def _arrivals(count: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=device)

@@ -86,7 +86,7 @@ def project(linear: nn.Module, hidden: torch.Tensor | Unnormed) -> torch.Tensor:
     parameters = linear._parameters
     if may_fuse(hidden) and projections.takes(hidden, alone := [(parameters["weight"], parameters["bias"])]):
         return projections.products(hidden, alone)[0]
-    hidden = hidden.normed() if isinstance(hidden, Unnormed) else hidden
+    hidden = as_normed(hidden)
     # Spares small models a call for each of their layers.
     if not products.ways_of_shapes:
         return F.linear(hidden, parameters["weight"], parameters["bias"])
@@ -98,7 +98,7 @@ def project_together(linears: Sequence[nn.Module], hidden: torch.Tensor | Unnorm
     on_gpu = may_fuse(hidden)
     parameters = _plain_parameters(linears) if on_gpu or products.ways_of_shapes else None
     if parameters is None or (on_gpu and not projections.takes(hidden, parameters)):
-        hidden = hidden.normed() if isinstance(hidden, Unnormed) else hidden
+        hidden = as_normed(hidden)
         return [project(linear, hidden) for linear in linears]
     return (projections if on_gpu else products).products(hidden, parameters)
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
@@ -104,8 +105,10 @@ class TestCallsEqualPlainGeneration:
         output = case.speculate(4, num_speculative_tokens=3, tree=TREE)
         assert output.sequences.tolist() == case.expected(4).tolist()
         # In float32 its experts are a loop on a GPU, whose sizes the host reads.
-        is_loop = name == "gpt_oss" and device.type == "cuda"
-        assert output.speculative.graphs.startswith("off" if is_loop else "on")
+        if name == "gpt_oss" and device.type == "cuda":
+            assert output.speculative.graphs.startswith("off")
+        else:
+            assert output.speculative.graphs == "on"
         assert output.speculative.attention.startswith("tree kernel")
 
     def test_rows_end_apart(self, device, backends):
@@ -132,11 +135,13 @@ class TestCallsEqualPlainGeneration:
         for name in ("logits", "scores"):
             for mine, others in zip(getattr(output, name), getattr(plain, name), strict=True):
                 torch.testing.assert_close(mine, others, atol=1e-3, rtol=1e-3)
-        # Padding sees itself alone where the kernel reads the prompt.
-        first = 1 - inputs["attention_mask"].min().item()
         for mine, others in zip(output.past_key_values.layers, plain.past_key_values.layers, strict=True):
-            keys = (layer.keys[:, :, first:] for layer in (mine, others))
-            torch.testing.assert_close(*keys, atol=1e-3, rtol=1e-3)
+            if device.type == "cuda":
+                # The kernel that reads the prompt lets padding see itself alone.
+                padding = F.pad(inputs["attention_mask"] == 0, (0, mine.keys.shape[2] - inputs["input_ids"].shape[1]))
+                for layer in (mine, others):
+                    layer.keys = layer.keys.masked_fill(padding[:, None, :, None].to(device), 0)
+            torch.testing.assert_close(mine.keys, others.keys, atol=1e-3, rtol=1e-3)
 
     @pytest.mark.smoke
     def test_sampling(self, device, backends):

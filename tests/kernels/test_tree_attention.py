@@ -11,12 +11,12 @@ import torch
 
 from hf_specdec.drafts import TreeTopology
 from hf_specdec.kernels import tree_attention as kernels
+from hf_specdec.kernels.launching import arrivals
 from hf_specdec.kernels.tiles import TILES, Gpu, Tile, attention_tile, count_splits
 from hf_specdec.kernels.tree_attention import (
     MAX_NODES,
     Beginning,
     SlotTree,
-    _arrivals,
     _tree_attention_torch,
     _tree_attention_triton,
     pack_ancestors,
@@ -227,12 +227,12 @@ def test_graphs_count_arrivals_apart():
     """Graphs may run beside each other and beside other work."""
     cpu = torch.device("cpu")
     with holding() as first:
-        graph = _arrivals(1024, cpu)
-        assert _arrivals(1024, cpu) is graph
+        graph = arrivals(1024, cpu)
+        assert arrivals(1024, cpu) is graph
     with holding() as second:
-        assert _arrivals(1024, cpu) is not graph
-    assert _arrivals(1024, cpu) is _arrivals(1024, cpu)
-    assert _arrivals(1024, cpu) is not graph
+        assert arrivals(1024, cpu) is not graph
+    assert arrivals(1024, cpu) is arrivals(1024, cpu)
+    assert arrivals(1024, cpu) is not graph
     assert all(len(held) == 1 for held in (first, second))
     assert not graph.any()
 
@@ -267,12 +267,12 @@ def test_kernel_with_more_nodes_than_a_word_has_bits(options, device):
     check(device, *random_states(2, 2, 1, 7, 90, 16), tree, num_splits=2, **options)
 
 
-def test_kernel_leaves_no_arrivals(device):
+def test_kernel_leaves_noarrivals(device):
     """Whatever has been added, the next launch counts from 0 again, with another number of parts."""
     tree = tree_of(BUSHY, lengths=[100, 7], starts=[11, 2])
     for num_splits in (3, 2):
         check(device, *random_states(2, 4, 1, 7, 107, 16), tree, num_splits)
-        assert not _arrivals(1024, device).any()
+        assert not arrivals(1024, device).any()
 
 
 @pytest.mark.smoke

@@ -1,0 +1,30 @@
+"""What the launches of several kernels share: tensors as lines of numbers, and counters of programs that have ended.
+
+Shapes: X width of a line.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..transfers import written_on_device
+from ._triton import triton
+
+
+def as_lines(tensor: torch.Tensor) -> torch.Tensor:
+    """The lines of `(..., X)`, of any shape before it, each side by side in memory: a view if that can be."""
+    lines = tensor.reshape(-1, tensor.shape[-1])
+    return lines if lines.stride(-1) == 1 else lines.contiguous()
+
+
+def arrivals(count: int, device: torch.device) -> torch.Tensor:
+    """Counters of the parts that have ended, `count` of them at least: 0 before every launch and after it.
+
+    The program that ends last adds up what the others have left, and sets its counter back.
+    """
+    return _zeros(triton.next_power_of_2(max(count, 1024)), device)
+
+
+@written_on_device
+def _zeros(count: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)

@@ -40,8 +40,8 @@ _LEAST_ALONE = 1024
 # Of the pipeline, and the share of the shared memory that they may take.
 _MOST_STAGES, _SHARE_OF_MEMORY = 8, 0.75
 
-# Numbers of a tile that a program adds at a time.
-_MOST_SQUARES = 4096
+# Numbers of a tile that a program adds, and norms, at a time: more do not fit into the registers.
+_MOST_SQUARES, _MOST_NORMED = 4096, 4096
 
 # Lines of 128 bytes of each row of weights that a program asks for before it waits for what it reads.
 _LINES_AHEAD = 1
@@ -147,8 +147,9 @@ def _launch(
     output = read.new_empty((*x.shape[:-1], width))
     gpu = gpu_of(read.device)
     rows = next(rows for rows in _ROWS if not any(len(weight) % rows for weight in weights))
-    depth = next(depth for depth in _DEPTHS if not size % depth)
     programs, tokens = triton.cdiv(width, rows), max(16, triton.next_power_of_2(len(read)))
+    most = _DEPTHS[0] if norm is None else _MOST_NORMED // tokens
+    depth = next(depth for depth in _DEPTHS if depth <= most and not size % depth)
     stage = read.element_size() * depth * ((1 + is_gated) * rows + tokens)
     # Where a matrix begins is told by its distance from the first one, which keeps what is known of the alignment.
     begins = [sum(map(len, weights[:place])) if not is_gated else 0 for place in range(len(weights))]
@@ -239,7 +240,7 @@ def _product_kernel(
             _fetch_lines(weight_ptr + second_shift, LINES)
     wait_for_previous(IS_EARLY)
     weight_ptr += depth[None, :]
-    read_ptr += token[None, :] * read_stride + depth[:, None]
+    read_ptr += token[:, None] * read_stride + depth[None, :]
     scale = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
     if HAS_NORM:
         scale = 1 / tl.sqrt(_added(read_squares_ptr, token, num_tokens, BLOCK_M, PARTS, BLOCK_P) / SIZE + eps)
@@ -249,25 +250,25 @@ def _product_kernel(
     product = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     other = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for begin in tl.range(0, SIZE, BLOCK_K):
-        states = tl.load(read_ptr + begin, mask=is_token[None, :], other=0.0)
+        states = tl.load(read_ptr + begin, mask=is_token[:, None], other=0.0)
         if HAS_NORM:
             # Rounded wherever torch rounds.
-            normed = states.to(tl.float32) * scale[None, :]
+            normed = states.to(tl.float32) * scale[:, None]
             if not ROUNDS_LAST:
                 normed = normed.to(DTYPE).to(tl.float32)
-            states = (normed * (norm_weight.to(tl.float32) + OFFSET)[:, None]).to(DTYPE)
+            states = (normed * (norm_weight.to(tl.float32) + OFFSET)[None, :]).to(DTYPE)
             after = begin + BLOCK_K
             norm_weight = tl.load(norm_ptr + after, mask=depth < SIZE - after, other=0.0)
         # Nobody reads them again before all others were read.
         weights = tl.load(weight_ptr + begin, eviction_policy="evict_first")
         if UPCAST:
             states, weights = states.to(tl.float32), weights.to(tl.float32)
-        product = tl.dot(weights, states, product, input_precision="ieee")
+        product = tl.dot(weights, states.trans(), product, input_precision="ieee")
         if IS_GATED:
             weights = tl.load(weight_ptr + second_shift + begin, eviction_policy="evict_first")
             if UPCAST:
                 weights = weights.to(tl.float32)
-            other = tl.dot(weights, states, other, input_precision="ieee")
+            other = tl.dot(weights, states.trans(), other, input_precision="ieee")
     # Not before: programs of the next kernel would crowd where these leave room.
     launch_next(IS_EARLY)
     if HAS_BIAS:

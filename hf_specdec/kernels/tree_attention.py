@@ -497,23 +497,23 @@ def _add_parts(
         parts = first + tl.arange(0, BLOCK_PARTS)
         # From the cache that all processors share: this one's own knows nothing of what others have written.
         mass = tl.load(
-            mass_ptr + places[:, None] + parts[None, :],
-            mask=is_line[:, None] & (parts < num_splits)[None, :],
+            mass_ptr + parts[:, None] + places[None, :],
+            mask=(parts < num_splits)[:, None] & is_line[None, :],
             other=float("-inf"),
             cache_modifier=".cg",
         )
-        new_highest = tl.maximum(highest, tl.max(mass, axis=1))
-        weights = tl.exp2(mass - new_highest[:, None])
+        new_highest = tl.maximum(highest, tl.max(mass, axis=0))
+        weights = tl.exp2(mass - new_highest[None, :])
         shrink = tl.exp2(highest - new_highest)
         highest = new_highest
         values = tl.load(
-            partial_ptr + (places[:, None] + parts[None, :])[:, :, None] * VALUE_SIZE + value_place[None, None, :],
+            partial_ptr + (parts[:, None] + places[None, :])[:, :, None] * VALUE_SIZE + value_place[None, None, :],
             mask=(mass > float("-inf"))[:, :, None] & (value_place < VALUE_SIZE)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        sums = sums * shrink[:, None] + tl.sum(values * weights[:, :, None], axis=1)
-        total = total * shrink + tl.sum(weights, axis=1)
+        sums = sums * shrink[:, None] + tl.sum(values * weights[:, :, None], axis=0)
+        total = total * shrink + tl.sum(weights, axis=0)
     if HAS_SINKS:
         total += _sink_weight(sinks_ptr, head, highest, is_line)
     places = (row * num_queries + query) * HEADS + head

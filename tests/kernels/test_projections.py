@@ -216,3 +216,5 @@ def test_kernels_compile(compile_for, tokens, request, monkeypatch):
     assert len(kernels) == 5
     for kernel in kernels:
         assert "cp.async" in kernel.asm["ptx"]
+        # The states of all tokens go through shared memory in vectors; the norm's weights may go one by one.
+        assert kernel.asm["ptx"].count("st.shared.b16") <= 1

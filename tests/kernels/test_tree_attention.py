@@ -346,9 +346,6 @@ def test_kernel_keeps_nan_where_it_belongs(device):
         assert output[0, 1].isnan().nonzero().tolist() == [[0, 3]]
 
 
-# Bytes that the last program of a tile spills while it adds the parts of 16 lines at a time.
-SPILLED_WHILE_ADDING = 112
-
 # What a GPU would run, and whether it needs more than one program for the keys: each entry of the tables of tiles, the
 # largest tiles with everything on.
 SHAPES = {
@@ -391,9 +388,11 @@ def test_kernels_compile(compile_for, shape, request, monkeypatch):
         tree = SlotTree(integers, integers, num_queries=nodes)
     if options.pop("both_ends", False):
         tree = of_both_ends(tree, 4, 512)
-    with compile_for(SPILLED_WHILE_ADDING) as compiled:
+    with compile_for() as compiled:
         attention(_tree_attention_triton, query, key, value, tree, num_splits=num_splits, **options)
     assert len(compiled) == 1
+    # Numbers that threads hand to each other one by one. Sums of all parts, which a thread keeps, would be 64 more.
+    assert compiled[0].asm.get("ptx", "").count("st.shared.b32") < 64
     memory = next(memory for memory in TILES if gpu.shared_memory >= memory)
     if memory == 227 << 10 and dtype.itemsize == 2:
         # More than one tile is on its way while another is worked on.

@@ -9,14 +9,13 @@ operations on tensors in two places, is refused.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
 
 from hf_specdec.decoding.capture import _WAITING, FROM_LISTS, INDEXING, _picks_by_mask, parts_of_index
 
@@ -71,7 +70,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        tensors = [value for value in tree_iter((args, kwargs)) if torch.is_tensor(value)]
+        tensors = [value for value in leaves_of((args, kwargs)) if isinstance(value, torch.Tensor)]
         far = [tensor for tensor in tensors if isinstance(tensor, Elsewhere)]
         is_far = bool(far) or _is_other(kwargs.get("device"))
         packet = operation.overloadpacket
@@ -81,15 +80,9 @@ class _Operations(TorchDispatchMode):
             is_far = self._copy(packet, args, kwargs)
         elif far:
             self._check_places(packet, tensors)
-        if kwargs.get("device") is not None:
-            kwargs["device"] = "cpu"
-        args = _numbers(args)
-        if packet is aten.histc and not args[0].is_floating_point():
-            # As a GPU does.
-            output = operation(args[0].double(), *args[1:], **_numbers(kwargs)).to(args[0].dtype)
-        else:
-            output = operation(*args, **_numbers(kwargs))
-        return tree_map(_elsewhere, output) if is_far else output
+        operation, kwargs = on_cpu(operation, kwargs)
+        output = operation(*numbers(args), **numbers(kwargs))
+        return _changed(output, _elsewhere) if is_far else output
 
     def _copy(self, packet, args, kwargs) -> bool:
         """Notes a copy between the places if it waits; whether its result is on the other device."""
@@ -151,8 +144,41 @@ def _is_other(device) -> bool:
     return device is not None and torch.device(device) == DEVICE
 
 
-def _numbers(values: Any) -> Any:
-    return tree_map(lambda value: value.inner if isinstance(value, Elsewhere) else value, values)
+def leaves_of(values: Any) -> Iterator[Any]:
+    """What an operation is given, or returns, one by one. Torch's own functions, for any tree, are slow."""
+    if isinstance(values, (tuple, list)):
+        for value in values:
+            yield from leaves_of(value)
+    elif isinstance(values, dict):
+        yield from leaves_of(list(values.values()))
+    else:
+        yield values
+
+
+def numbers(values: Any) -> Any:
+    """The same with the numbers of tensors in the place of those on the other device."""
+    return _changed(values, lambda value: value.inner if isinstance(value, Elsewhere) else value)
+
+
+def _changed(values: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(values, (tuple, list)):
+        return type(values)([_changed(value, change) for value in values])
+    if isinstance(values, dict):
+        return {name: _changed(value, change) for name, value in values.items()}
+    return change(values)
+
+
+def on_cpu(operation: Callable, kwargs: dict[str, Any]) -> tuple[Callable, dict[str, Any]]:
+    """An operation of the other device and its keyword arguments, as they run over numbers."""
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": "cpu"}
+    return _histc if operation.overloadpacket is aten.histc else operation, kwargs
+
+
+def _histc(values: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    """Of integers too, as on a GPU."""
+    floats = values if values.is_floating_point() else values.double()
+    return aten.histc(floats, *args, **kwargs).to(values.dtype)
 
 
 def _elsewhere(value: Any) -> Any:

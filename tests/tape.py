@@ -8,12 +8,13 @@ Tapes of one backend share their memory as graphs with one pool do: running one 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_specdec.candidate_generators.dflash import corrections, denoising, generator, selector
 from hf_specdec.candidate_generators.mlp_speculator import generator as mlp_speculator
@@ -25,38 +26,63 @@ from hf_specdec.drafting.graphs import RowInputs
 from hf_specdec.drafting.slots import DraftInputs
 from hf_specdec.kernels import acceptance as kernels_of_acceptance
 from hf_specdec.logits import acceptance, rules
-from tests.other_device import Elsewhere
+from tests.other_device import Elsewhere, leaves_of, numbers, on_cpu
+
+
+class Step(NamedTuple):
+    """An operation, what it is given, and the tensors that it has allocated, by their place in its output."""
+
+    operation: Callable
+    args: tuple
+    kwargs: dict
+    made: list[tuple[int, torch.Tensor]]
 
 
 class Tape(NoWaiting):
-    """Records the operations inside, in order."""
+    """Records the operations inside, in order, and the numbers of what lies on the other device of the tests."""
 
     def __init__(self):
         super().__init__()
-        self.steps: list[tuple[Callable, tuple, dict, list]] = []
-        self.made: dict[int, torch.Tensor] = {}  # what operations have allocated, by address
+        self.steps: list[Step] = []
+        # What operations have allocated, by address.
+        self.made: dict[int, torch.Tensor] = {}
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         output = super().__torch_dispatch__(operation, types, args, kwargs)
-        given = {_memory(tensor) for tensor in _tensors((args, kwargs))}
-        fresh = [tensor for tensor in _tensors(output) if _memory(tensor) not in given]
-        self.made.update({_memory(tensor): tensor for tensor in fresh})
-        if fresh or not _is_view(operation):
-            self.steps.append((operation, args, kwargs, fresh))
+        if any(isinstance(value, Elsewhere) for value in leaves_of((args, kwargs, output))):
+            operation, kwargs = on_cpu(operation, numbers(kwargs))
+            args = numbers(args)
+        given = {_memory(value) for value in leaves_of((args, kwargs)) if isinstance(value, torch.Tensor)}
+        results = enumerate(leaves_of(numbers(output)))
+        made = [
+            (place, value)
+            for place, value in results
+            if isinstance(value, torch.Tensor) and _memory(value) not in given
+        ]
+        self.made.update({_memory(tensor): tensor for _, tensor in made})
+        if made or not _is_view(operation):
+            self.steps.append(Step(operation, args, kwargs, made))
         return output
 
     def replay(self) -> None:
-        for operation, args, kwargs, fresh in self.steps:
-            output = operation(*args, **kwargs)
-            given = {_memory(tensor) for tensor in _tensors((args, kwargs))}
-            again = [tensor for tensor in _tensors(output) if _memory(tensor) not in given]
-            for old, new in zip(fresh, again, strict=True):
-                old.copy_(new)
+        with _without_modes():
+            for operation, args, kwargs, made in self.steps:
+                results = list(leaves_of(operation(*args, **kwargs)))
+                for place, tensor in made:
+                    tensor.copy_(results[place])
 
     def spoil(self) -> None:
-        for tensor in self.made.values():
-            spoil(tensor)
+        with _without_modes():
+            for tensor in self.made.values():
+                spoil(tensor)
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    """A graph runs below all of Python."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def spoil(tensor: torch.Tensor) -> None:
@@ -69,13 +95,8 @@ def spoil(tensor: torch.Tensor) -> None:
         tensor.logical_not_()
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_iter(values) if torch.is_tensor(value)]
-
-
 def _memory(tensor: torch.Tensor) -> int:
-    inner = tensor.inner if isinstance(tensor, Elsewhere) else tensor
-    return inner.untyped_storage()._cdata
+    return tensor.untyped_storage()._cdata
 
 
 def _is_view(operation) -> bool:

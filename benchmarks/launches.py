@@ -475,7 +475,8 @@ class Row:
     @classmethod
     def of(cls, model: str, method: str, batch: int, cycles: list[Cycle], sampled: bool = False) -> Row:
         def middle(count: Callable[[Cycle], float]) -> float:
-            return median(map(count, cycles))
+            found = median(map(count, cycles))
+            return int(found) if found == int(found) else found
 
         layers = [graph.of_layers / graph.layers for cycle in cycles for graph in cycle.target]
         return cls(

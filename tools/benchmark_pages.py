@@ -287,7 +287,7 @@ STUDIES = (
         "launches",
         "Launches in a cycle on a GPU",
         "How many kernels, copies and waits does a cycle have?",
-        r"\w+-launches(-layers)?",
+        r"\w+-launches",
         columns(
             model="model",
             method="method",
@@ -309,8 +309,7 @@ STUDIES = (
         "demo's target; with the other models only the layers differ. Sampled cycles have temperature, top-k and "
         "top-p, and drafts are drawn where a method can. Weights stand for those of 16 bits: over up to 64 tokens "
         "queries, keys and values are one launch, and so are the halves of a gated MLP; norms in front of products "
-        "and sums after them are none. The rows of the demo's target were counted before that, when norms were two "
-        "launches a layer: it launches 6 now, as the other Llama does.",
+        "and sums after them are none.",
         see=("kernels",),
     ),
     Study(

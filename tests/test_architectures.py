@@ -188,6 +188,7 @@ def test_hidden_states(case):
     torch.testing.assert_close(read[-1], scale * states["last"])
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", with_images())
 def test_models_with_images_read_text(name):
     """Text models of these are tried by themselves in more ways."""

@@ -501,6 +501,7 @@ def test_the_first_figures(tmp_path, taped, monkeypatch):
     sides = (gpu.PLAIN, gpu.NO_DRAFTS, "ours: eagle3, chain")
     monkeypatch.setattr(gpu_first, "FIRST_SIDES", sides)
     monkeypatch.setattr(gpu_first, "LAST_SIDES", ())
+    monkeypatch.setattr(gpu_first, "WAYS_NODES", (1, 16))
     drafts = ("ours: eagle3, chain", "ours: draft_model")
     monkeypatch.setattr(gpu_first, "PROFILED_DRAFTS", drafts)
     # There are no kernels that could.

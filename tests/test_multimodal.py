@@ -204,6 +204,7 @@ class TestEqualsPlain:
             assert torch.equal(again, plain)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.skipif(
     not transformers.__version__.startswith(contract.NEWEST), reason="the types are those of the newest transformers"
 )

@@ -38,6 +38,7 @@ def offloaded(request, tmp_path_factory):
     return OFFLOADED[request.param](demo.load_target(), str(tmp_path_factory.mktemp("weights")))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("row", ROWS)
 def test_text_is_that_of_plain_generation(offloaded, row):
     output = offloaded.generate(

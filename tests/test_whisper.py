@@ -65,6 +65,7 @@ def transcribed(target, name, **speculative):
     return output, made.calls
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("method", ["ngram", "recycling"])
 def test_transcripts_equal_plain_generate(target, name, method):

@@ -232,6 +232,7 @@ def scripted(model, batch_size: int, **script):
     return scripted_speculator(plain(model, batch_size), STARTS[:batch_size], VOCAB_SIZE, **script)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", GENERATING)
 def test_methods_equal_plain_generate(models, name):
     model = models(name)
@@ -359,6 +360,7 @@ TREES = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", GENERATING)
 def test_trees_equal_plain_generate(models, name):
     model = models(name)

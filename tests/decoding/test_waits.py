@@ -226,6 +226,7 @@ DRAWN = {
 
 
 class TestOneWaitACycle:
+    @pytest.mark.thinned(2)
     @pytest.mark.parametrize(
         ("drafter", "batch_size"), [*((name, 3) for name in DRAFTERS), ("chains", 1), ("trees", 1), ("draft model", 1)]
     )

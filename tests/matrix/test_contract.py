@@ -191,6 +191,7 @@ class TestInCalls:
         assert stats.num_draft_tokens > 0
         assert all(watch.is_closed for watch in watches)
 
+    @pytest.mark.thinned(2)
     @pytest.mark.parametrize("lengths", [(0, 0, 3, 0, 2, 4), (0, 0, 0, 0, 0, 0, 0, 3)])
     def test_rows_join_while_it_pauses(self, row, lengths, monkeypatch):
         """Also before it has been told anything, and then what has been said since the prompts is told late."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import DynamicCache
 
@@ -49,6 +50,7 @@ def test_chains_for_targets_that_take_no_trees(row, monkeypatch):
     assert all(len(set(trace.parents)) == len(trace.parents) for trace in traces_of(call))
 
 
+@pytest.mark.thinned(2)
 def test_half_precision(row):
     """Every token is one of those between which plain generation would choose by rounding."""
     target = half_target()
@@ -63,6 +65,7 @@ def test_half_precision(row):
     assert (logits.max(-1).values - chosen).max() <= 0.25
 
 
+@pytest.mark.thinned(2)
 def test_prompts_that_are_read_in_chunks(row):
     """The drafts, too, are those of a prompt read at once."""
     whole, chunked = (drafted(row, 3, prefill_chunk_size=size, max_new_tokens=8) for size in (None, 13))
@@ -71,6 +74,7 @@ def test_prompts_that_are_read_in_chunks(row):
     assert chunked[1].cycles == whole[1].cycles
 
 
+@pytest.mark.thinned(2)
 def test_prompts_of_embeddings(row):
     batch = inputs(2)
     embeds = demo_target().get_input_embeddings()(batch["input_ids"]).detach()

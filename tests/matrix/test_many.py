@@ -54,6 +54,7 @@ def many(speculator, given: list[dict], batch_size: int = 3, **settings) -> list
     return results
 
 
+@pytest.mark.thinned(2)
 def test_rows_join(row):
     speculator = fresh_speculator(settings_of(row))
     run = generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **SETTINGS)
@@ -64,6 +65,7 @@ def test_rows_join(row):
     assert run.stats.num_committed_tokens == sum(new for _, new in LENGTHS)
 
 
+@pytest.mark.thinned(2)
 def test_as_many_tokens_are_accepted_as_alone(row):
     speculator = fresh_speculator(settings_of(row)).at_full_length()
     together = many(speculator, requests())
@@ -75,6 +77,7 @@ def test_as_many_tokens_are_accepted_as_alone(row):
     assert sum(result.stats.num_accepted_tokens for result in together) > 0
 
 
+@pytest.mark.thinned(2)
 def test_requests_bound_their_drafts(row):
     own = [{"spec_method": "off"}, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 1}, {}]
     given = [{**request, **own[index % 4]} for index, request in enumerate(requests())]
@@ -87,6 +90,7 @@ def test_requests_bound_their_drafts(row):
     assert sum(result.stats.num_accepted_tokens for result in results[3::4]) > 0
 
 
+@pytest.mark.thinned(2)
 def test_sampled_texts_depend_on_the_request_alone(row):
     own, given = settings_of(row), requests()[:8]
     first = many(fresh_speculator(own), given, do_sample=True)
@@ -95,6 +99,7 @@ def test_sampled_texts_depend_on_the_request_alone(row):
     assert [result.tokens for result in first] != alone()[:8]
 
 
+@pytest.mark.thinned(2)
 def test_drawn_drafts_depend_on_the_request_alone(row):
     drawn = {**settings_of(row), "draft_sample_method": "probabilistic", "num_speculative_tokens": 3}
     first = many(fresh_speculator(drawn), requests(), do_sample=True, temperature=0.7)
@@ -103,6 +108,7 @@ def test_drawn_drafts_depend_on_the_request_alone(row):
     assert sum(result.stats.num_accepted_tokens for result in first) > 0
 
 
+@pytest.mark.thinned(2)
 def test_rows_join_where_forwards_are_graphs(row, monkeypatch):
     """Slots and buffers that outlive a call have room for rows that come later."""
     tape_everything(monkeypatch)
@@ -119,6 +125,7 @@ def check_arrivals(row, arrived: list[tuple[int, int, str]], places: int) -> Non
     check_each_for_itself(reader, engine, requests(), alone(), arrived)
 
 
+@pytest.mark.thinned(2)
 def test_arrivals_cancellations_and_errors(row):
     """In an order in which requests of all kinds come one after the other and several at once, end, leave and fail."""
     check_arrivals(row, MIXED, places=3)

@@ -19,6 +19,7 @@ def without_the_last(input_ids, scores):
     return scores.scatter(1, input_ids[:, -1:], float("-inf"))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -43,6 +44,7 @@ class Events(BaseStreamer):
         self.seen.append("end")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_streamer(row, batch_size):
     events = Events()

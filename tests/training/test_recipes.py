@@ -56,6 +56,7 @@ class TestTraining:
         drafted = target.generate(**inputs, **GREEDY, spec_method=result.method, spec_model=str(folder))
         assert torch.equal(plain, drafted)
 
+    @pytest.mark.thinned(3)
     def test_the_report_is_written_beside_the_draft(self, trained):
         folder, result, _ = trained
         assert json.loads((folder / "training.json").read_text()) == result.to_dict()

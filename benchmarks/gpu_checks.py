@@ -19,7 +19,8 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_specdec import SpecDecodingStats, demo, record
 from hf_specdec.bench.prompts import Batch, make_batches
@@ -38,6 +39,7 @@ from hf_specdec.kernels.projections import Unnormed, added_product, gated_produc
 from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
 from hf_specdec.layers.llama import normed
+from hf_specdec.layers.rope import RotaryAngles
 from hf_specdec.method import built_in_methods
 
 
@@ -95,6 +97,7 @@ def kernel_checks(device: torch.device, is_quick: bool = False) -> dict[str, Cal
         "acceptance": prepared(_check_acceptance, is_small),
         "matches": prepared(_check_matches, is_small),
         "best tokens": prepared(_check_best, is_small),
+        "angles": prepared(_check_angles),
         "layers": prepared(_check_layers, is_small),
     }
 
@@ -190,6 +193,17 @@ def _check_best(generator: torch.Generator, is_small: bool) -> Iterator[Check]:
     error = (found - expected).abs().max().item()
     is_right = torch.equal(tokens, expected_tokens) and error <= _TOLERANCES[torch.float32]
     yield Check("best_log_probs", is_right, f"{rows} rows of {vocab}: greatest error {error:.1e}")
+
+
+@torch.no_grad()
+def _check_angles(generator: torch.Generator) -> Iterator[Check]:
+    """Up to the end of the longest texts, where cosines need all digits of a position."""
+    positions = torch.randint(1 << 20, (3, 5), generator=generator, device=generator.device)
+    embedding, like = LlamaRotaryEmbedding(LlamaConfig()).to(positions.device), positions.float()
+    for is_interleaved in (False, True):
+        found = _both(RotaryAngles(embedding, is_interleaved=is_interleaved), positions, like)
+        error = max((one - other).abs().max().item() for one, other in zip(*found))
+        yield Check("rotary_angles", error <= 1e-6, f"positions below {1 << 20}: greatest error {error:.1e}")
 
 
 @torch.no_grad()

@@ -49,6 +49,7 @@ from hf_specdec.kernels import (
     _triton,
     acceptance,
     ancestors,
+    angles,
     best,
     experts,
     gates,
@@ -63,7 +64,7 @@ from hf_specdec.kernels import (
 from hf_specdec.kernels import cache as cache_kernels
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.layers import experts as layer_experts
-from hf_specdec.layers import llama
+from hf_specdec.layers import llama, rope
 from hf_specdec.layers.llama import DecoderLayer
 from hf_specdec.machine import describe_environment
 from hf_specdec.method import built_in_methods
@@ -387,11 +388,12 @@ class CountingBackend(TapeBackend):
 
 
 _KERNEL_FILES = (
-    *(acceptance, ancestors, best, cache_kernels, experts, gates),
+    *(acceptance, ancestors, angles, best, cache_kernels, experts, gates),
     *(heads, matches, norms, philox, sampling, tree_attention),
 )
 _FUSED = {
     llama: ("add_norm", "place_heads", "gated"),
+    rope: ("rotary_angles",),
     layer_experts: ("mixture",),
     projections: ("add_norm",),
 }

@@ -15,6 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..kernels import _triton
+from ..kernels._triton import fuses
+from ..kernels.angles import rotary_angles
+from .llama import is_hooked
+from .structure import RotaryForm, form_of
+
 
 # Kinds whose frequencies do not depend on the length of the text.
 _STATIC_KINDS = ("default", "linear", "llama3", "yarn")
@@ -48,9 +54,11 @@ class RotaryAngles:
     def __init__(self, embedding: nn.Module, layer_type: str | None = None, is_interleaved: bool = False):
         self.embedding: nn.Module = embedding
         self._is_interleaved = is_interleaved
-        self._type = () if layer_type is None else (layer_type,)
+        self._type, self._prefix = ((), "") if layer_type is None else ((layer_type,), f"{layer_type}_")
         parameters = embedding.config.rope_parameters
         self._is_static = has_static_frequencies(parameters if layer_type is None else parameters[layer_type])
+        is_plain = self._is_static and not is_hooked(embedding)
+        self._form: RotaryForm | None = form_of(embedding, "rotary") if is_plain else None
         self._tables: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(
@@ -80,4 +88,10 @@ class RotaryAngles:
         return table[0][positions], table[1][positions]
 
     def _angles(self, like: torch.Tensor, positions: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return signed_angles(*self.embedding(like, positions, *self._type), self._is_interleaved)
+        # Most tables are made on a CPU, which is not worth the question.
+        if self._form is None or (like.is_cpu and _triton.CHOICE != "triton") or not fuses(like):
+            return signed_angles(*self.embedding(like, positions, *self._type), self._is_interleaved)
+        frequencies = getattr(self.embedding, f"{self._prefix}inv_freq").to(like.device)
+        factor = getattr(self.embedding, f"{self._prefix}attention_scaling")
+        dtype = like.dtype if self._form.rounds else torch.float32
+        return rotary_angles(positions, frequencies, factor, dtype, self._is_interleaved)

@@ -51,6 +51,12 @@ class AttentionForm(NamedTuple):
     softcap: str | None = None
 
 
+class RotaryForm(NamedTuple):
+    """Attributes: whether angles have the dtype of what turns, and not float32."""
+
+    rounds: bool = True
+
+
 class DecoderForm(NamedTuple):
     """Attributes: whether there are angles for each type of layer, and what embeddings are multiplied by."""
 
@@ -124,6 +130,16 @@ _ATTENTIONS = {
 # By file alone: whether neighbours turn together.
 _ROTATIONS = {"llama": False, "phi3": False, "olmo2": False, "glm4": True}
 
+# Their frequencies may depend on the type of layer.
+_ROTARY_EMBEDDINGS = {
+    "llama.LlamaRotaryEmbedding": RotaryForm(),
+    # Written in other words up to transformers 5.17.
+    "gemma2.Gemma2RotaryEmbedding": RotaryForm(),
+    "gemma3.Gemma3RotaryEmbedding": RotaryForm(),
+    "olmo.OlmoRotaryEmbedding": RotaryForm(rounds=False),
+    "olmo3.Olmo3RotaryEmbedding": RotaryForm(rounds=False),
+}
+
 # Whether one product makes both halves.
 _MLPS = {"llama.LlamaMLP": False, "phi3.Phi3MLP": True, "seed_oss.SeedOssMLP": False}
 
@@ -168,6 +184,7 @@ _TABLES: dict[str, Mapping] = {
     "layer": _LAYERS,
     "attention": _ATTENTIONS,
     "rotation": _ROTATIONS,
+    "rotary": _ROTARY_EMBEDDINGS,
     "mlp": _MLPS,
     "mixture": _MIXTURES,
     "router": _ROUTERS,
@@ -182,10 +199,10 @@ def form_of(module: Any, kind: str) -> Any:
 
     Args:
         module (`nn.Module`): The module.
-        kind (`str`): "norm" gives a [`NormForm`], "layer" a [`LayerForm`], "attention" an [`AttentionForm`],
-            "decoder" a [`DecoderForm`], "model" a [`ModelForm`], "mixture" a [`MixtureForm`], "router" a
-            [`RouterForm`], and "experts" tells that they are the usual ones; "rotation" of attention tells whether
-            neighbours of a head turn together, and "mlp" whether one product makes both halves.
+        kind (`str`): "norm" gives a [`NormForm`], "layer" a [`LayerForm`], "attention" an [`AttentionForm`], "rotary"
+            a [`RotaryForm`], "decoder" a [`DecoderForm`], "model" a [`ModelForm`], "mixture" a [`MixtureForm`],
+            "router" a [`RouterForm`], and "experts" tells that they are the usual ones; "rotation" of attention tells
+            whether neighbours of a head turn together, and "mlp" whether one product makes both halves.
     """
     return _form_of(type(module).forward, kind)
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hf_specdec.kernels.gates import SILU
 from hf_specdec.kernels.norms import Scale
 from hf_specdec.layers.llama import normed, turned
+from hf_specdec.layers.rope import signed_angles
 
 
 def add_norm(stream, update, update_norm, norm):
@@ -18,6 +19,12 @@ def add_norm(stream, update, update_norm, norm):
     if update is not None:
         stream = stream + update
     return stream, stream if norm is None else normed(stream, norm)
+
+
+def rotary_angles(positions, frequencies, factor, dtype, is_interleaved):
+    turns = positions[..., None].float() * frequencies.float()
+    cosine, sine = (torch.cat((part, part), dim=-1) * factor for part in (turns.cos(), turns.sin()))
+    return signed_angles(cosine.to(dtype), sine.to(dtype), is_interleaved)
 
 
 def place_heads(heads, angles, norms, cache, layer_idx, is_interleaved):

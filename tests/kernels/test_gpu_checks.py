@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_specdec.kernels import acceptance, best, cache, tree_attention
+from hf_specdec.layers import rope
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
@@ -21,10 +22,12 @@ def test_wrong_kernels_are_seen(device, monkeypatch):
 
     assert failed() == []
     follow, attend = acceptance._follow_torch, tree_attention._tree_attention_triton
+    turns = rope.rotary_angles
     monkeypatch.setattr(cache, "_move_triton", lambda *arguments: None)
     monkeypatch.setattr(acceptance, "_follow_triton", lambda draft, tokens: follow(draft, tokens.flip(1)))
     monkeypatch.setattr(tree_attention, "_tree_attention_triton", lambda *arguments: attend(*arguments) * 1.1)
     monkeypatch.setattr(best, "_best_triton", lambda scores: scores.argmin(-1))
+    monkeypatch.setattr(rope, "rotary_angles", lambda positions, *arguments: turns(positions + 1, *arguments))
     monkeypatch.setattr(gpu_checks, "products", lambda x, linears: [x.stream @ weight.T for weight, _ in linears])
-    wrong = failed("tree_attention, float32", "slots", "acceptance", "best tokens", "layers")
-    assert wrong == ["best_tokens", "follow", "products", "tree_attention", "write_slots"]
+    wrong = failed("tree_attention, float32", "slots", "acceptance", "best tokens", "angles", "layers")
+    assert wrong == ["best_tokens", "follow", "products", "rotary_angles", "tree_attention", "write_slots"]

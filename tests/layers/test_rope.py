@@ -7,9 +7,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from hf_specdec import demo, load_speculator
 from hf_specdec.candidate_generators.dflash.network import GivenContext
+from hf_specdec.kernels import _triton
+from hf_specdec.layers import rope
 from hf_specdec.layers.draft_network import rotary_embedding
 from hf_specdec.layers.llama import rotate
 from hf_specdec.layers.rope import RotaryAngles, signed_angles
+from tests.architectures import tiny_model
+from tests.kernels.references import rotary_angles
 
 
 KINDS = {
@@ -25,6 +29,16 @@ POSITIONS = torch.tensor([[0, 3, 4, 5], [7, 8, 30, 31]])
 def embedding(kind, kind_of=LlamaRotaryEmbedding):
     parameters = {"rope_type": kind, "rope_theta": 10000.0, **KINDS[kind]}
     return kind_of(LlamaConfig(head_dim=16, max_position_embeddings=16, rope_parameters=parameters))
+
+
+# By model: types of layer that have angles of their own, and whether neighbours turn together.
+EMBEDDINGS = {
+    **dict.fromkeys(("llama", "qwen3", "gemma2", "phi3", "granite", "mixtral", "smollm3"), ((), False)),
+    **dict.fromkeys(("olmo", "olmo2"), ((), False)),
+    "glm4": ((), True),
+    "gemma3_text": (("full_attention", "sliding_attention"), False),
+    "olmo3": (("full_attention", "sliding_attention"), False),
+}
 
 
 class Counted(LlamaRotaryEmbedding):
@@ -49,6 +63,32 @@ class TestAngles:
             assert [part.shape for part in found] == [(2, 4, 1, 16)] * 2
             assert all(map(torch.equal, found, expected))
             assert all(map(torch.equal, computed(POSITIONS, like), expected))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize("name", EMBEDDINGS)
+    @torch.no_grad()
+    def test_those_of_known_models_are_one_operation_on_a_gpu(self, name, dtype, monkeypatch):
+        known, (types, is_interleaved) = tiny_model(name).get_decoder().rotary_emb, EMBEDDINGS[name]
+        like, calls = torch.zeros(1, dtype=dtype), []
+        monkeypatch.setattr(_triton, "CHOICE", "triton")
+        monkeypatch.setattr(rope, "fuses", lambda tensor: True)
+        monkeypatch.setattr(rope, "rotary_angles", lambda *given: calls.append(given) or rotary_angles(*given))
+        for layer_type in types or (None,):
+            own = () if layer_type is None else (layer_type,)
+            expected = signed_angles(*known(like, POSITIONS, *own), is_interleaved)
+            found = RotaryAngles(known, layer_type, is_interleaved)(POSITIONS, like)
+            assert all(map(torch.equal, found, expected))
+            assert [part.dtype for part in found] == [part.dtype for part in expected]
+        assert len(calls) == max(len(types), 1)
+
+    @torch.no_grad()
+    def test_hooks_of_an_embedding_run(self, monkeypatch):
+        monkeypatch.setattr(_triton, "CHOICE", "triton")
+        monkeypatch.setattr(rope, "fuses", lambda tensor: True)
+        counted, calls = embedding("default"), []
+        counted.register_forward_hook(lambda *given: calls.append(given))
+        RotaryAngles(counted)(POSITIONS, torch.zeros(1))
+        assert len(calls) == 1
 
     def test_one_call_for_many_positions(self):
         counted = embedding("default", kind_of=Counted)

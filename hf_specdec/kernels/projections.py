@@ -240,6 +240,7 @@ def _product_kernel(
             _fetch_lines(weight_ptr + second_shift, LINES)
     wait_for_previous(IS_EARLY)
     weight_ptr += depth[None, :]
+    # Tokens in front, so that a thread has neighbours of the width, and moves them as vectors when they are normed.
     read_ptr += token[:, None] * read_stride + depth[None, :]
     scale = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
     if HAS_NORM:

@@ -481,6 +481,7 @@ def _add_parts(
     BLOCK_V: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
+    # In front of all else, so that a thread has its number of every part, and adds them by itself.
     BLOCK_PARTS: tl.constexpr = 4
     HEADS: tl.constexpr = KV_HEADS * GROUPS
     is_line = lines < GROUPS * num_queries

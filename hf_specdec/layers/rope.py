@@ -88,7 +88,7 @@ class RotaryAngles:
         return table[0][positions], table[1][positions]
 
     def _angles(self, like: torch.Tensor, positions: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # Most tables are made on a CPU, which is not worth the question.
+        # Calls on a CPU are spared the question.
         if self._form is None or (like.is_cpu and _triton.CHOICE != "triton") or not fuses(like):
             return signed_angles(*self.embedding(like, positions, *self._type), self._is_interleaved)
         frequencies = getattr(self.embedding, f"{self._prefix}inv_freq").to(like.device)

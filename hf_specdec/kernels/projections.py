@@ -240,36 +240,39 @@ def _product_kernel(
             _fetch_lines(weight_ptr + second_shift, LINES)
     wait_for_previous(IS_EARLY)
     weight_ptr += depth[None, :]
-    # Tokens in front, so that a thread has neighbours of the width, and moves them as vectors when they are normed.
-    read_ptr += token[:, None] * read_stride + depth[None, :]
     scale = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
     if HAS_NORM:
+        # Tokens in front, so that a thread has neighbours of the width, and moves them as vectors.
+        read_ptr += token[:, None] * read_stride + depth[None, :]
         scale = 1 / tl.sqrt(_added(read_squares_ptr, token, num_tokens, BLOCK_M, PARTS, BLOCK_P) / SIZE + eps)
         norm_ptr += depth
         # A turn ahead: the pipeline is for what the tensor cores read.
         norm_weight = tl.load(norm_ptr)
+    else:
+        read_ptr += token[None, :] * read_stride + depth[:, None]
     product = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     other = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for begin in tl.range(0, SIZE, BLOCK_K):
-        states = tl.load(read_ptr + begin, mask=is_token[:, None], other=0.0)
+        states = tl.load(read_ptr + begin, mask=is_token[:, None] if HAS_NORM else is_token[None, :], other=0.0)
         if HAS_NORM:
             # Rounded wherever torch rounds.
             normed = states.to(tl.float32) * scale[:, None]
             if not ROUNDS_LAST:
                 normed = normed.to(DTYPE).to(tl.float32)
-            states = (normed * (norm_weight.to(tl.float32) + OFFSET)[None, :]).to(DTYPE)
+            # Turned before they are rounded: the other way Triton 3.6 fails for compute capability 10.0.
+            states = (normed * (norm_weight.to(tl.float32) + OFFSET)[None, :]).trans().to(DTYPE)
             after = begin + BLOCK_K
             norm_weight = tl.load(norm_ptr + after, mask=depth < SIZE - after, other=0.0)
         # Nobody reads them again before all others were read.
         weights = tl.load(weight_ptr + begin, eviction_policy="evict_first")
         if UPCAST:
             states, weights = states.to(tl.float32), weights.to(tl.float32)
-        product = tl.dot(weights, states.trans(), product, input_precision="ieee")
+        product = tl.dot(weights, states, product, input_precision="ieee")
         if IS_GATED:
             weights = tl.load(weight_ptr + second_shift + begin, eviction_policy="evict_first")
             if UPCAST:
                 weights = weights.to(tl.float32)
-            other = tl.dot(weights, states.trans(), other, input_precision="ieee")
+            other = tl.dot(weights, states, other, input_precision="ieee")
     # Not before: programs of the next kernel would crowd where these leave room.
     launch_next(IS_EARLY)
     if HAS_BIAS:

@@ -481,7 +481,7 @@ def _add_parts(
     BLOCK_V: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    # In front of all else, so that a thread has its number of every part, and adds them by itself.
+    # So many are read at a time.
     BLOCK_PARTS: tl.constexpr = 4
     HEADS: tl.constexpr = KV_HEADS * GROUPS
     is_line = lines < GROUPS * num_queries
@@ -495,26 +495,26 @@ def _add_parts(
     total = tl.zeros([lines.shape[0]], dtype=tl.float32)
     highest = tl.full([lines.shape[0]], -1e30, dtype=tl.float32)
     for first in tl.range(0, num_splits, BLOCK_PARTS):
-        parts = first + tl.arange(0, BLOCK_PARTS)
-        # From the cache that all processors share: this one's own knows nothing of what others have written.
-        mass = tl.load(
-            mass_ptr + parts[:, None] + places[None, :],
-            mask=(parts < num_splits)[:, None] & is_line[None, :],
-            other=float("-inf"),
-            cache_modifier=".cg",
-        )
-        new_highest = tl.maximum(highest, tl.max(mass, axis=0))
-        weights = tl.exp2(mass - new_highest[None, :])
-        shrink = tl.exp2(highest - new_highest)
-        highest = new_highest
-        values = tl.load(
-            partial_ptr + (parts[:, None] + places[None, :])[:, :, None] * VALUE_SIZE + value_place[None, None, :],
-            mask=(mass > float("-inf"))[:, :, None] & (value_place < VALUE_SIZE)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        sums = sums * shrink[:, None] + tl.sum(values * weights[:, :, None], axis=0)
-        total = total * shrink + tl.sum(weights, axis=0)
+        # One after the other, so that no thread needs the numbers of another one.
+        for place in tl.static_range(BLOCK_PARTS):
+            part = first + place
+            is_part = is_line & (part < num_splits)
+            # From the cache that all processors share: this one's own knows nothing of what others have written.
+            mass = tl.load(mass_ptr + places + part, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+            values = tl.load(
+                partial_ptr + (places + part)[:, None] * VALUE_SIZE + value_place[None, :],
+                mask=is_part[:, None] & (value_place < VALUE_SIZE)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_highest = tl.maximum(highest, mass)
+            weight = tl.exp2(mass - new_highest)
+            shrink = tl.exp2(highest - new_highest)
+            highest = new_highest
+            # Where a part has seen nothing, nobody has written its sums.
+            values = tl.where((mass > float("-inf"))[:, None], values, 0.0)
+            sums = sums * shrink[:, None] + values * weight[:, None]
+            total = total * shrink + weight
     if HAS_SINKS:
         total += _sink_weight(sinks_ptr, head, highest, is_line)
     places = (row * num_queries + query) * HEADS + head

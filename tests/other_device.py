@@ -69,7 +69,7 @@ class _Operations(TorchDispatchMode):
         self.waits = waits
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         tensors = [value for value in leaves_of((args, kwargs)) if isinstance(value, torch.Tensor)]
         far = [tensor for tensor in tensors if isinstance(tensor, Elsewhere)]
         is_far = bool(far) or _is_other(kwargs.get("device"))

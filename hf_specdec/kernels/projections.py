@@ -40,8 +40,8 @@ _LEAST_ALONE = 1024
 # Of the pipeline, and the share of the shared memory that they may take.
 _MOST_STAGES, _SHARE_OF_MEMORY = 8, 0.75
 
-# Numbers of a tile that a program adds, and norms, at a time: more do not fit into the registers.
-_MOST_SQUARES, _MOST_NORMED = 4096, 4096
+# Numbers of a tile that a program adds, or norms, at a time: more do not fit into the registers.
+_MOST_NUMBERS = 4096
 
 # Lines of 128 bytes of each row of weights that a program asks for before it waits for what it reads.
 _LINES_AHEAD = 1
@@ -148,7 +148,7 @@ def _launch(
     gpu = gpu_of(read.device)
     rows = next(rows for rows in _ROWS if not any(len(weight) % rows for weight in weights))
     programs, tokens = triton.cdiv(width, rows), max(16, triton.next_power_of_2(len(read)))
-    most = _DEPTHS[0] if norm is None else _MOST_NORMED // tokens
+    most = _DEPTHS[0] if norm is None else _MOST_NUMBERS // tokens
     depth = next(depth for depth in _DEPTHS if depth <= most and not size % depth)
     stage = read.element_size() * depth * ((1 + is_gated) * rows + tokens)
     # Where a matrix begins is told by its distance from the first one, which keeps what is known of the alignment.
@@ -169,7 +169,7 @@ def _launch(
             0 if stream is None else stream.stride(0), 0.0 if norm is None else norm.eps,
             SIZE=size, WIDTH=width, BLOCK_M=tokens, BLOCK_N=rows, BLOCK_K=depth, HAS_BIAS=biases[0] is not None,
             IS_GATED=is_gated, IS_SILU=kind == SILU, HAS_NORM=norm is not None, PARTS=parts,
-            BLOCK_P=min(triton.next_power_of_2(parts), _MOST_SQUARES // tokens),
+            BLOCK_P=min(triton.next_power_of_2(parts), _MOST_NUMBERS // tokens),
             OFFSET=0.0 if norm is None else norm.offset, ROUNDS_LAST=norm is not None and norm.rounds_last,
             HAS_STREAM=stream is not None, UPCAST=needs_upcast(read),
             LINES=min(_LINES_AHEAD, 1 << (size // 64).bit_length() - 1), **early_launch(read), num_warps=4,

@@ -496,8 +496,8 @@ def _add_parts(
     highest = tl.full([lines.shape[0]], -1e30, dtype=tl.float32)
     for first in tl.range(0, num_splits, BLOCK_PARTS):
         # One after the other, so that no thread needs the numbers of another one.
-        for place in tl.static_range(BLOCK_PARTS):
-            part = first + place
+        for offset in tl.static_range(BLOCK_PARTS):
+            part = first + offset
             is_part = is_line & (part < num_splits)
             # From the cache that all processors share: this one's own knows nothing of what others have written.
             mass = tl.load(mass_ptr + places + part, mask=is_part, other=float("-inf"), cache_modifier=".cg")

@@ -29,7 +29,6 @@ def test_kernel(device, numbers, dtype, factor, is_interleaved):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=1e-6 if dtype == torch.float32 else 4e-3)
 
 
-@pytest.mark.smoke
 def test_positions_that_all_rows_share(device):
     positions = torch.tensor([[3, 70]]).expand(4, -1)
     given = frequencies_of(8), 1.0, torch.float32, False

@@ -267,7 +267,7 @@ def test_kernel_with_more_nodes_than_a_word_has_bits(options, device):
     check(device, *random_states(2, 2, 1, 7, 90, 16), tree, num_splits=2, **options)
 
 
-def test_kernel_leaves_noarrivals(device):
+def test_kernel_leaves_no_arrivals(device):
     """Whatever has been added, the next launch counts from 0 again, with another number of parts."""
     tree = tree_of(BUSHY, lengths=[100, 7], starts=[11, 2])
     for num_splits in (3, 2):

@@ -36,8 +36,9 @@ from hf_specdec.kernels.gates import SILU
 from hf_specdec.kernels.matches import match_lengths
 from hf_specdec.kernels.norms import Norm
 from hf_specdec.kernels.projections import Unnormed, added_product, gated_product, products
-from hf_specdec.kernels.sampling import sample_from_probs
+from hf_specdec.kernels.sampling import propose_from_probs, sample_from_probs
 from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
+from hf_specdec.kernels.warpers import Warping, warped
 from hf_specdec.layers.llama import normed
 from hf_specdec.layers.rope import RotaryAngles
 from hf_specdec.method import built_in_methods
@@ -97,6 +98,7 @@ def kernel_checks(device: torch.device, is_quick: bool = False) -> dict[str, Cal
         "acceptance": prepared(_check_acceptance, is_small),
         "matches": prepared(_check_matches, is_small),
         "best tokens": prepared(_check_best, is_small),
+        "warpers": prepared(_check_warpers, is_small),
         "angles": prepared(_check_angles),
         "layers": prepared(_check_layers, is_small),
     }
@@ -193,6 +195,21 @@ def _check_best(generator: torch.Generator, is_small: bool) -> Iterator[Check]:
     error = (found - expected).abs().max().item()
     is_right = torch.equal(tokens, expected_tokens) and error <= _TOLERANCES[torch.float32]
     yield Check("best_log_probs", is_right, f"{rows} rows of {vocab}: greatest error {error:.1e}")
+
+
+def _check_warpers(generator: torch.Generator, is_small: bool) -> Iterator[Check]:
+    """Of logits of 16 bits, among which many are equal."""
+    rows, vocab = (2, 1500) if is_small else (16, 151936)
+    logits = torch.randn((rows, vocab), generator=generator, device=generator.device).mul_(3).bfloat16()
+    for warping in (Warping(0.7), Warping(0.7, min_p=0.03), Warping(0.7, 50, 0.9), Warping(1.3, None, 0.95, 0.01)):
+        expected, found = _both(warped, logits, warping)
+        different = int((expected.isfinite() != found.isfinite()).sum())
+        detail = f"{rows} rows of {vocab}, {warping}: {different} tokens are kept by one of them alone"
+        yield Check("warped", different <= rows * (warping.top_p is not None), detail)
+    uniforms = torch.rand(rows, generator=generator, device=generator.device, dtype=torch.float64)
+    probs = logits.float().softmax(-1)
+    probs[-1] = 0.0
+    yield _same_ids("propose_from_probs", *_both(lambda: propose_from_probs(probs.clone(), uniforms)))
 
 
 @torch.no_grad()

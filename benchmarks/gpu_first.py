@@ -25,7 +25,7 @@ import torch
 from gpu import ASSISTED, HELD_TOKENS, NO_DRAFTS, PLAIN, Side, call_of, environment, is_side, make_sides, run
 from gpu_checks import Check, check_text, drafts, kernel_checks, target_and_batches
 from gpu_clocks import Stopwatch, copy_bandwidth, measure_parts, noted_waits
-from gpu_kernels import attention_bandwidth, products_together
+from gpu_kernels import attention_bandwidth, drawn_tokens, products_together
 from gpu_models import GREEDY, SAMPLED, SIZES, Models, bytes_of_weights, no_drafts, random_nodes, ring_text
 from gpu_report import write_json
 from rich.console import Console
@@ -273,6 +273,7 @@ def first_parts(options: argparse.Namespace, device: torch.device) -> Iterator[t
         yield f"kernels of a draft: {start}", partial(figures.draft_kernels, start)
     yield "attention", partial(attention_bandwidth, device, options)
     yield "products", partial(products_together, device, options)
+    yield "drawn tokens", partial(drawn_tokens, device, options)
     yield "first calls and captures", figures.captures
     yield "memory of graphs", figures.memory
     for start in _wanted(LAST_SIDES, options):

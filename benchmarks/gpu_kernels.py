@@ -1,4 +1,4 @@
-"""Kernels of layers by themselves, beside torch's: attention, and linear layers that read the same tokens."""
+"""Kernels by themselves, beside torch's: attention, linear layers that read the same tokens, and drawn tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,10 @@ from torch import nn
 
 from hf_specdec.decoding import graphs
 from hf_specdec.drafts import chain_topology
+from hf_specdec.kernels import _triton
+from hf_specdec.kernels.sampling import propose_from_probs
 from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
+from hf_specdec.kernels.warpers import Warping, warped
 from hf_specdec.layers.llama import GatedMLP, project_together
 
 
@@ -97,6 +101,34 @@ def products_together(device: torch.device, options: argparse.Namespace) -> list
                 microseconds = dict(zip(("layer", "torch"), (1e6 * seconds for seconds in times)))
                 rows.append({"size": name, "tokens": tokens, "products": what, "microseconds": microseconds})
         del layers
+    return rows
+
+
+WARPINGS = {
+    "temperature": Warping(0.7),
+    "top-p": Warping(0.7, top_p=0.95),
+    "top-k": Warping(0.7, top_k=50),
+    "top-k, top-p": Warping(0.7, 50, 0.95),
+}
+
+
+def drawn_tokens(device: torch.device, options: argparse.Namespace) -> list[dict]:
+    """From logits to tokens that are drawn from them, through kernels and through torch alone."""
+    is_cuda, rows = device.type == "cuda", []
+    for count in (1, 16, 128) if is_cuda else (2,):
+        logits = torch.randn((count, 128256 if is_cuda else 2000), device=device).mul_(3)
+        logits = logits.to(getattr(torch, options.dtype))
+        uniforms = torch.rand(count, dtype=torch.float64, device=device)
+        for name, warping in WARPINGS.items():
+
+            def draw(logits=logits, uniforms=uniforms, warping=warping) -> torch.LongTensor:
+                return propose_from_probs(warped(logits, warping).softmax(-1), uniforms)
+
+            times = {}
+            for side, choice in (("kernels", "auto"), ("torch", "torch")):
+                with patch.object(_triton, "CHOICE", choice):
+                    times[side] = 1e6 * _seconds(draw, device)
+            rows.append({"rows": count, "warpers": name, "microseconds": times})
     return rows
 
 

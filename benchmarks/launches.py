@@ -60,6 +60,7 @@ from hf_specdec.kernels import (
     projections,
     sampling,
     tree_attention,
+    warpers,
 )
 from hf_specdec.kernels import cache as cache_kernels
 from hf_specdec.kernels.tiles import Gpu
@@ -389,7 +390,7 @@ class CountingBackend(TapeBackend):
 
 _KERNEL_FILES = (
     *(acceptance, ancestors, angles, best, cache_kernels, experts, gates),
-    *(heads, matches, norms, philox, sampling, tree_attention),
+    *(heads, matches, norms, philox, sampling, tree_attention, warpers),
 )
 _FUSED = {
     llama: ("add_norm", "place_heads", "gated"),
@@ -398,7 +399,7 @@ _FUSED = {
     projections: ("add_norm",),
 }
 _READERS_OF_THE_DEVICE = (
-    *(acceptance, ancestors, best, cache_kernels, matches, philox, sampling, tree_attention),
+    *(acceptance, ancestors, best, cache_kernels, matches, philox, sampling, tree_attention, warpers),
     *(attention, cache, functional, target),
 )
 

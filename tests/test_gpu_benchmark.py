@@ -518,6 +518,7 @@ def test_the_first_figures(tmp_path, taped, monkeypatch):
         *(f"kernels of a draft: {side}" for side in drafts),
         "attention",
         "products",
+        "drawn tokens",
         "first calls and captures",
         "memory of graphs",
     ]
@@ -545,6 +546,8 @@ def test_the_first_figures(tmp_path, taped, monkeypatch):
     assert all(row["tree_attention"]["gigabytes_per_second"] > 0 for row in found["attention"])
     assert [row["tokens"] for row in found["products"]] == [1, 1, 16, 16, 64, 64]
     assert all(time > 0 for row in found["products"] for time in row["microseconds"].values())
+    assert [row["rows"] for row in found["drawn tokens"]] == [2, 2, 2, 2]
+    assert all(time > 0 for row in found["drawn tokens"] for time in row["microseconds"].values())
     captures = found["first calls and captures"]
     assert len(captures["call_seconds"]) == len(captures["prefill_seconds"]) == 3
     assert captures["capture_seconds"]
@@ -561,5 +564,6 @@ def test_without_models_there_are_no_figures(tmp_path, monkeypatch):
     assert run.run(gpu_first.first_parts(run.options, CPU)) == 1
     found = statuses(written(tmp_path))
     assert found.pop("models") == "failed"
-    assert found.pop("attention") == found.pop("products") == found.pop("memory of graphs") == "passed"
+    for part in ("attention", "products", "drawn tokens", "memory of graphs"):
+        assert found.pop(part) == "passed"
     assert set(found.values()) == {"skipped"}

@@ -120,6 +120,13 @@ def on_gpu(content: Content) -> Iterator[Table]:
             for row in found["products"]
         ]
         yield Table("Linear layers of a layer, as it computes them and by torch alone", rows)
+    if "drawn tokens" in found:
+        rows = [
+            {key: row[key] for key in ("rows", "warpers")}
+            | {f"{side}, µs": f"{time:.1f}" for side, time in row["microseconds"].items()}
+            for row in found["drawn tokens"]
+        ]
+        yield Table("Tokens drawn from logits of a vocabulary of 128,256", rows)
 
 
 def _side_of_gpu(found: Mapping[str, Any]) -> Row:

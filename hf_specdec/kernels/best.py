@@ -13,14 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from ._triton import FUSED_DTYPES, tl, triton, use_triton
-from .launching import arrivals, as_lines
-from .tiles import gpu_of
+from .launching import MOST_PARTS, arrivals, as_lines, parts_of_lines
 
 
 # Scores that a program reads at a time, and how often at least.
 _BLOCK, _LEAST_BLOCKS = 2048, 2
-
-_MOST_SPLITS = 64
 
 # Best tokens of a row that are found one after the other.
 MOST_BEST = 32
@@ -55,10 +52,7 @@ def best_log_probs(logits: torch.Tensor, count: int) -> tuple[torch.FloatTensor,
 def _best_triton(scores: torch.Tensor) -> torch.LongTensor:
     rows, vocab_size = as_lines(scores), scores.shape[-1]
     count = len(rows)
-    wanted = triton.cdiv(2 * gpu_of(rows.device).processors, max(count, 1))
-    blocks = triton.cdiv(vocab_size, _BLOCK)
-    part = triton.cdiv(blocks, min(wanted, max(blocks // _LEAST_BLOCKS, 1), _MOST_SPLITS)) * _BLOCK
-    splits = triton.cdiv(vocab_size, part)
+    part, splits = parts_of_lines(count, vocab_size, _BLOCK, rows.device, _LEAST_BLOCKS)
     output = torch.empty(count, dtype=torch.long, device=rows.device)
     highest = torch.empty((count, splits), dtype=torch.float32, device=rows.device)
     places = torch.empty((count, splits), dtype=torch.int32, device=rows.device)
@@ -73,7 +67,7 @@ def _best_triton(scores: torch.Tensor) -> torch.LongTensor:
 
 def _ranked_triton(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows, vocab_size = as_lines(logits), logits.shape[-1]
-    block = max(_BLOCK, triton.next_power_of_2(triton.cdiv(vocab_size, _MOST_SPLITS)))
+    block = max(_BLOCK, triton.next_power_of_2(triton.cdiv(vocab_size, MOST_PARTS)))
     splits = triton.cdiv(vocab_size, block)
     empty = {"device": rows.device, "dtype": torch.float32}
     values = torch.empty((len(rows), count), **empty)

@@ -9,12 +9,36 @@ import torch
 
 from ..transfers import written_on_device
 from ._triton import triton
+from .tiles import gpu_of
+
+
+# Programs of a line, at most.
+MOST_PARTS = 64
 
 
 def as_lines(tensor: torch.Tensor) -> torch.Tensor:
     """The lines of `(..., X)`, of any shape before it, each side by side in memory: a view if that can be."""
     lines = tensor.reshape(-1, tensor.shape[-1])
     return lines if lines.stride(-1) == 1 else lines.contiguous()
+
+
+def parts_of_lines(count: int, width: int, block: int, device: torch.device, least_blocks: int = 1) -> tuple[int, int]:
+    """In how many parts lines are read, so that a GPU has two programs for each of its processors.
+
+    Args:
+        count (`int`): Lines.
+        width (`int`): X.
+        block (`int`): Numbers that a program reads at a time.
+        device (`torch.device`): Where they are.
+        least_blocks (`int`): Of each part.
+
+    Returns:
+        `tuple`: Width of a part, a multiple of `block`, and how many there are.
+    """
+    wanted = triton.cdiv(2 * gpu_of(device).processors, max(count, 1))
+    blocks = triton.cdiv(width, block)
+    part = triton.cdiv(blocks, min(wanted, max(blocks // least_blocks, 1), MOST_PARTS)) * block
+    return part, triton.cdiv(width, part)
 
 
 def arrivals(count: int, device: torch.device) -> torch.Tensor:

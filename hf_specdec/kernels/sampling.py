@@ -13,6 +13,7 @@ import torch
 
 from ._triton import tl, triton, use_triton
 from .indexing import arange, widest_float
+from .launching import arrivals
 
 
 # Entries of the vocabulary that are first treated as one.
@@ -41,8 +42,23 @@ def sample_from_probs(probs: torch.FloatTensor, uniform: torch.FloatTensor) -> t
     return sample(probs, uniform)
 
 
-def sample_torch(probs: torch.FloatTensor, uniform: torch.FloatTensor) -> torch.LongTensor:
-    """The reference of `sample_from_probs`."""
+def propose_from_probs(probs: torch.FloatTensor, uniform: torch.FloatTensor) -> torch.LongTensor:
+    """Draws one id per distribution, and where nothing can be drawn proposes id 0.
+
+    Args:
+        probs (`torch.FloatTensor` of shape `(R, V)`): As of `sample_from_probs`, contiguous. Those of a row from which
+            nothing can be drawn are changed to 1 for id 0 and 0 for all others.
+        uniform (`torch.FloatTensor` of shape `(R,)`): As of `sample_from_probs`.
+
+    Returns:
+        `torch.LongTensor` of shape `(R,)`: The ids.
+    """
+    sample = _sample_triton if use_triton(probs, uniform) else sample_torch
+    return sample(probs, uniform, True)
+
+
+def sample_torch(probs: torch.FloatTensor, uniform: torch.FloatTensor, proposes: bool = False) -> torch.LongTensor:
+    """The reference of `sample_from_probs`, and of `propose_from_probs`."""
     vocab_size = probs.shape[-1]
     precision = widest_float(probs.device)
     masses = _block_sums(probs).to(precision)
@@ -55,7 +71,13 @@ def sample_torch(probs: torch.FloatTensor, uniform: torch.FloatTensor) -> torch.
     ids = block * BLOCK_SIZE + arange(min(BLOCK_SIZE, vocab_size), probs.device)
     weights = probs.gather(-1, ids.clamp(max=vocab_size - 1)).to(precision).masked_fill_(ids >= vocab_size, 0.0)
     choice = block.squeeze(-1) * BLOCK_SIZE + _first_above(weights, weights.cumsum(-1), rest)
-    return choice.masked_fill_(~((total > 0) & (total < torch.inf)), -1)
+    is_stuck = ~((total > 0) & (total < torch.inf))
+    if not proposes:
+        return choice.masked_fill_(is_stuck, -1)
+    choice = choice.masked_fill_(is_stuck, 0)
+    is_stuck = is_stuck[:, None]
+    probs.masked_fill_(is_stuck, 0.0).scatter_add_(1, choice[:, None], is_stuck.to(probs))
+    return choice
 
 
 def _block_sums(probs: torch.FloatTensor) -> torch.FloatTensor:
@@ -88,7 +110,8 @@ def find_block(
 ):
     """The block that a number falls into, what is left of the threshold in it, and whether any weight is positive."""
     index = tl.arange(0, BLOCK_C)
-    sums = tl.load(sums_ptr + index, mask=index < C, other=0.0).to(tl.float64)
+    # From the cache that all processors share: this one's own knows nothing of what others have written.
+    sums = tl.load(sums_ptr + index, mask=index < C, other=0.0, cache_modifier=".cg").to(tl.float64)
     cumulative = tl.cumsum(sums, axis=0)
     total = tl.sum(tl.where(index == C - 1, cumulative, 0.0), axis=0)
     threshold = uniform * total
@@ -107,45 +130,48 @@ def first_above(weights, cumulative, threshold):
 
 
 @triton.jit
-def _block_sums_kernel(
-    probs_ptr,  # [R, V]
-    sums_ptr,  # [R, C]
-    V,
-    C,
-    BLOCKS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)  # R * V passes 2**31 at 256 x 64 x 152k
-    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    ids = blocks[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
-    weights = tl.load(probs_ptr + row * V + ids, mask=ids < V, other=0.0).to(sums_ptr.dtype.element_ty)
-    tl.store(sums_ptr + row * C + blocks, tl.sum(weights, axis=1), mask=blocks < C)
-
-
-@triton.jit
-def _draw_kernel(
+def _sample_kernel(
     probs_ptr,  # [R, V]
     sums_ptr,  # [R, C]
     uniform_ptr,  # [R]
+    arrivals_ptr,  # [R], programs that have ended, 0 before and after the launch
     ids_ptr,  # [R], written
     V,
     C,
+    PROPOSES: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    uniform = tl.load(uniform_ptr + row).to(tl.float64)
-    # A checker takes what only a kernel may call for a function that raises.
-    block, rest, has_law = find_block(  # pyright: ignore[reportGeneralTypeIssues]
-        sums_ptr + row * C, uniform, C, BLOCK_C
-    )
-    ids = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    weights = tl.load(probs_ptr + row * V + ids, mask=ids < V, other=0.0).to(tl.float64)
-    choice = block * BLOCK_SIZE + first_above(weights, tl.cumsum(weights, axis=0), rest)
-    tl.store(ids_ptr + row, tl.where(has_law, choice, -1))
+    # A program: a row, and some blocks of the vocabulary.
+    row = tl.program_id(0).to(tl.int64)  # R * V passes 2**31 at 256 x 64 x 152k
+    probs_ptr += row * V
+    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    ids = blocks[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+    weights = tl.load(probs_ptr + ids, mask=ids < V, other=0.0).to(sums_ptr.dtype.element_ty)
+    tl.store(sums_ptr + row * C + blocks, tl.sum(weights, axis=1), mask=blocks < C)
+    # All threads have written before one of them says so.
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals_ptr + row, 1) == tl.num_programs(1) - 1:
+        # For the next launch.
+        tl.store(arrivals_ptr + row, 0)
+        uniform = tl.load(uniform_ptr + row).to(tl.float64)
+        # A checker takes what only a kernel may call for a function that raises.
+        block, rest, has_law = find_block(  # pyright: ignore[reportGeneralTypeIssues]
+            sums_ptr + row * C, uniform, C, BLOCK_C
+        )
+        chosen = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        inside = tl.load(probs_ptr + chosen, mask=chosen < V, other=0.0).to(tl.float64)
+        choice = block * BLOCK_SIZE + first_above(inside, tl.cumsum(inside, axis=0), rest)
+        if PROPOSES:
+            if has_law == 0:
+                for first in tl.range(0, V, BLOCK_SIZE):  # pyright: ignore[reportGeneralTypeIssues]
+                    every = first + tl.arange(0, BLOCK_SIZE)
+                    tl.store(probs_ptr + every, tl.where(every == 0, 1.0, 0.0), mask=every < V)
+        tl.store(ids_ptr + row, tl.where(has_law, choice, 0 if PROPOSES else -1))
 
 
-def _sample_triton(probs: torch.FloatTensor, uniform: torch.FloatTensor) -> torch.LongTensor:
+def _sample_triton(probs: torch.FloatTensor, uniform: torch.FloatTensor, proposes: bool = False) -> torch.LongTensor:
     vocab_size = probs.shape[-1]
     rows = probs.reshape(-1, vocab_size).contiguous()
     num_rows, num_blocks = rows.shape[0], triton.cdiv(vocab_size, BLOCK_SIZE)
@@ -154,18 +180,9 @@ def _sample_triton(probs: torch.FloatTensor, uniform: torch.FloatTensor) -> torc
     if num_rows == 0:
         return ids
     with torch.cuda.device_of(probs):
-        _block_sums_kernel[num_rows, triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)](
-            rows, sums, vocab_size, num_blocks, BLOCKS=BLOCKS_PER_PROGRAM, BLOCK_SIZE=BLOCK_SIZE, num_warps=4
-        )
-        _draw_kernel[(num_rows,)](
-            rows,
-            sums,
-            uniform.expand(probs.shape[:-1]).reshape(-1),
-            ids,
-            vocab_size,
-            num_blocks,
-            BLOCK_C=triton.next_power_of_2(num_blocks),
-            BLOCK_SIZE=BLOCK_SIZE,
-            num_warps=4,
-        )
+        _sample_kernel[num_rows, triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)](
+            rows, sums, uniform.expand(probs.shape[:-1]).reshape(-1), arrivals(num_rows, probs.device), ids,
+            vocab_size, num_blocks, PROPOSES=proposes, BLOCKS=BLOCKS_PER_PROGRAM,
+            BLOCK_C=triton.next_power_of_2(num_blocks), BLOCK_SIZE=BLOCK_SIZE, num_warps=4,
+        )  # fmt: skip
     return ids

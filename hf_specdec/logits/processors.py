@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .grammar.rows import RowGrammars
-from .warpers import without_sort
+from .warpers import Warpers, and_then
 
 
 # Read the scores alone.
@@ -78,7 +78,7 @@ class ProcessorStack:
         self.processors: LogitsProcessorList = processors
         self.grammar: RowGrammars | None = grammar
         self._list = LogitsProcessorList if any(map(_wants_more, processors)) else _Processors
-        self._run = self._list(map(without_sort, processors))
+        self._run = self._list(reduce(and_then, processors, []))
         kinds = [type(processor) for processor in processors if not self._is_grammar(processor)]
         self.walks: bool = any(kind not in _POSITION_INDEPENDENT for kind in kinds)
         self.reads_tokens: bool = self.walks or grammar is not None
@@ -124,13 +124,14 @@ class ProcessorStack:
             logits (`torch.Tensor` of shape `(..., V)`): Their logits.
             masks (`np.ndarray` of shape `(..., W)`, *optional*): The masks of all nodes, for a stack with a grammar.
         """
-        scores = logits.float()
         if not self.processors:
-            return scores
-        flat = scores.reshape(-1, scores.shape[-1])
+            return logits.float()
+        flat = logits.reshape(-1, logits.shape[-1])
+        if len(self._run) == 1 and isinstance(self._run[0], Warpers):
+            return self._run[0](None, flat).view(logits.shape)
         no_tokens = torch.empty((flat.shape[0], 0), dtype=torch.long, device=flat.device)
         run = self._run if masks is None else self._masking(self._run, masks.reshape(-1, masks.shape[-1]))
-        return run(no_tokens, flat.clone()).view(scores.shape)
+        return run(no_tokens, flat.to(torch.float32, copy=True)).view(logits.shape)
 
     def rows(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..drafts import DraftTree
-from ..kernels.sampling import sample_from_probs
+from ..kernels.sampling import propose_from_probs
 from .grammar.growth import GrowingMasks
 from .grammar.matchers import GrammarMatcher
 from .grammar.rows import RowGrammars, constrained
@@ -124,12 +124,9 @@ class CapturedSampler:
 def drawn(scores: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
     """Samples from `softmax(scores)` by numbers `(R,)`: tokens `(R,)`, and the distributions `(R, V)` sampled from."""
     probs = scores.softmax(-1)
-    tokens = sample_from_probs(probs, uniforms)
-    # Where nothing can be sampled (the processors forbid all that the draft knows, or half precision overflows)
-    # token 0 is proposed with probability 1: rules that judge whole drafts ask for a distribution at every node.
-    is_stuck, tokens = (tokens < 0)[:, None], tokens.clamp(min=0)
-    probs = probs.masked_fill_(is_stuck, 0.0).scatter_add_(1, tokens[:, None], is_stuck.to(probs))
-    return tokens, probs
+    # Where nothing can be drawn (the processors forbid all that the draft knows, or half precision overflows) a token
+    # is proposed nevertheless: rules that judge whole drafts ask for a distribution at every node.
+    return propose_from_probs(probs, uniforms), probs
 
 
 def fit_width(logits: torch.Tensor, width: int) -> torch.Tensor:

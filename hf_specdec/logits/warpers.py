@@ -1,7 +1,8 @@
 """transformers' warpers that sort the whole vocabulary, without the sort.
 
-The most probable tokens nearly always decide which tokens top-p and typical decoding keep. So only these are put in
-order; rows that need more are left to transformers' own warper.
+On a GPU those that transformers applies one after the other are a few kernels together. On a CPU the most probable
+tokens nearly always decide which tokens top-p and typical decoding keep. So only these are put in order; rows that
+need more are left to transformers' own warper.
 
 Shapes: R rows, V vocabulary, C tokens that are put in order.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 import torch
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessor
+
+from ..kernels.warpers import Warping, can_warp, warped
 
 
 # C: the first that are put in order.
@@ -79,9 +82,68 @@ _WITHOUT_SORT = {hf.TopPLogitsWarper: _TopP, hf.TypicalLogitsWarper: _Typical}
 
 
 def without_sort(processor: LogitsProcessor) -> LogitsProcessor | _FirstTokens:
-    """The processor itself, or what does the same in less time."""
+    """The processor itself, or what does the same in less time on a CPU."""
     make = _WITHOUT_SORT.get(type(processor))
     # Of a whole distribution all tokens are kept, however small.
     if make is None or (make is _TopP and processor.top_p >= 1):
         return processor
     return make(processor)
+
+
+# What can be applied together, in this order, and what each of them is told.
+_TOGETHER = {
+    hf.TemperatureLogitsWarper: "temperature",
+    hf.TopKLogitsWarper: "top_k",
+    hf.TopPLogitsWarper: "top_p",
+    hf.MinPLogitsWarper: "min_p",
+}
+
+
+class Warpers:
+    """Warpers that are applied together where there are kernels for them, and else one after the other.
+
+    Args:
+        warpers (`list[LogitsProcessor]`): transformers' own, in the order of a [`Warping`].
+    """
+
+    def __init__(self, warpers: list[LogitsProcessor]):
+        self.warpers = warpers
+        names = [_TOGETHER[type(warper)] for warper in warpers]
+        self.warping = Warping(**{name: getattr(warper, name) for name, warper in zip(names, warpers)})
+        self._one_by_one = list(map(without_sort, warpers))
+
+    def __call__(self, input_ids: torch.LongTensor | None, scores: torch.Tensor) -> torch.FloatTensor:
+        """Scores `(R, V)` in float32, of scores or logits that stay as they are."""
+        if can_warp(scores):
+            return warped(scores, self.warping)
+        scores = scores.float()
+        for warper in self._one_by_one:
+            scores = warper(input_ids, scores)
+        return scores
+
+    def goes_before(self, warper: LogitsProcessor) -> bool:
+        """Tells whether one more can be applied together with these."""
+        order = list(_TOGETHER)
+        return order.index(type(self.warpers[-1])) < order.index(type(warper))
+
+
+Run = list[LogitsProcessor | Warpers | _FirstTokens]
+
+
+def and_then(run: Run, processor: LogitsProcessor) -> Run:
+    """Processors that make of scores what those of a run and one more make of them, in less time."""
+    if not _is_plain(processor):
+        return [*run, without_sort(processor)]
+    if run and isinstance(run[-1], Warpers) and run[-1].goes_before(processor):
+        return [*run[:-1], Warpers([*run[-1].warpers, processor])]
+    return [*run, Warpers([processor])]
+
+
+def _is_plain(processor: LogitsProcessor) -> bool:
+    """Tells whether a processor is a warper that can be applied together with others."""
+    return (
+        type(processor) in _TOGETHER
+        and getattr(processor, "min_tokens_to_keep", 1) == 1
+        and getattr(processor, "filter_value", -torch.inf) == -torch.inf
+        and getattr(processor, "top_p", 0.0) < 1
+    )

@@ -81,6 +81,20 @@ def test_a_row_of_nan(device):
     assert check(probs, torch.tensor([0.0, 0.9]), device).tolist() == [-1, -1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_proposals(dtype, device, generator):
+    """Rows from which nothing can be drawn propose a token, with certainty; twice, for what a launch leaves behind."""
+    for _ in range(2):
+        probs = random_probs(generator, 5, 9000).to(dtype)
+        probs[1], probs[3, 8999], probs[4, 5] = 0.0, torch.nan, torch.inf
+        numbers, given = torch.rand(5, dtype=torch.float64, generator=generator), probs.to(device)
+        ids = _sample_triton(given, numbers.to(device), True)
+        assert torch.equal(ids.cpu(), sample_torch(probs, numbers, True))
+        assert torch.equal(given.cpu(), probs)
+        assert ids[[1, 3, 4]].tolist() == [0, 0, 0]
+        assert probs[[1, 3, 4], 0].tolist() == [1, 1, 1]
+
+
 @pytest.mark.smoke
 def test_shapes_and_strides(device, generator):
     probs, numbers = random_probs(generator, 4, 3, 300), torch.rand(3, 4, dtype=torch.float64, generator=generator)
@@ -103,5 +117,6 @@ def test_shapes_and_strides(device, generator):
 )
 def test_compiles(vocab_size, dtype, compile_for):
     with compile_for() as kernels:
-        _sample_triton(torch.empty(2, 9, vocab_size, dtype=dtype), torch.empty(2, 9, dtype=torch.float64))
+        for proposes in (False, True):
+            _sample_triton(torch.empty(9, vocab_size, dtype=dtype), torch.empty(9, dtype=torch.float64), proposes)
     assert len(kernels) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_specdec.logits import warpers
 from hf_specdec.logits.processors import ProcessorStack
-from hf_specdec.logits.warpers import without_sort
+from hf_specdec.logits.warpers import Warpers, and_then, without_sort
 
 
 V = 200
@@ -105,3 +107,47 @@ def test_only_what_is_exactly_transformers_own():
 def test_a_small_vocabulary_is_sorted():
     warper, scores = hf.TopPLogitsWarper(0.7), random_scores(0, 2.0)[:, :20]
     assert torch.equal(without_sort(warper)(NO_TOKENS, scores), warper(NO_TOKENS, scores))
+
+
+def warpers_of(**settings) -> list:
+    kinds = (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return [kind(settings[name]) for kind, name in zip(kinds, names) if name in settings]
+
+
+def test_those_that_follow_each_other_are_applied_together():
+    temperature, top_k, top_p, min_p = warpers_of(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
+    penalty = hf.RepetitionPenaltyLogitsProcessor(1.2)
+    first = reduce(and_then, [temperature, top_k, top_p, min_p], [])
+    second = reduce(and_then, [penalty, temperature, top_p, top_k, min_p], [])
+    assert [kind.warping for kind in first] == [(0.7, 5, 0.9, 0.1)]
+    assert second[0] is penalty
+    assert [kind.warping for kind in second[1:]] == [(0.7, None, 0.9, None), (1.0, 5, None, 0.1)]
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        hf.TopKLogitsWarper(5, filter_value=-1e9),
+        hf.TopKLogitsWarper(5, min_tokens_to_keep=2),
+        hf.TopPLogitsWarper(0.9, min_tokens_to_keep=2),
+        hf.TopPLogitsWarper(1.0),
+        hf.MinPLogitsWarper(0.1, filter_value=-1e9),
+        type("Own", (hf.TemperatureLogitsWarper,), {})(0.7),
+    ],
+)
+def test_those_of_other_settings_are_not(processor):
+    run = reduce(and_then, [hf.TemperatureLogitsWarper(0.7), processor], [])
+    assert len(run) == 2
+    assert not isinstance(run[1], Warpers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_cpu_they_are_applied_one_after_the_other(dtype):
+    warpers = warpers_of(temperature=0.7, top_k=50, top_p=0.9, min_p=0.02)
+    logits = random_scores(0, 3.0).to(dtype)
+    before = logits.clone()
+    found = ProcessorStack(LogitsProcessorList(warpers)).all_nodes(logits)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, LogitsProcessorList(warpers)(NO_TOKENS, logits.float()))
+    assert torch.equal(logits, before)

@@ -1,0 +1,371 @@
+"""Temperature, top-k, top-p and min-p in a few launches, without sorting the vocabulary.
+
+A logit has a rank, an integer of as many bits as its dtype can tell numbers apart by, in the order of the numbers. The
+rank at which top-k or top-p ends is found by 4 bits at a time, the leading ones first: tokens whose rank begins with
+what is known fall into 16 buckets, by their number or by their probability. Of logits of 16 bits that takes 4 launches
+for each of the two, and one more writes the scores.
+
+    top-k keeps  x_i >= the k-th largest x
+    top-p keeps  all but the least probable whose probabilities add up to at most 1 - p; among equal ones, as a stable
+                 sort has it, those of smaller ids go first
+    min-p keeps  p_i >= min_p max p
+
+Shapes: R rows, V vocabulary, S parts of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from transformers.generation import logits_process as hf
+
+from ._triton import FUSED_DTYPES, tl, triton, use_triton
+from .launching import arrivals, as_lines, parts_of_lines
+
+
+# Logits that a program sorts into buckets at a time, and those that it reads where it does nothing else.
+_BLOCK, _READ_BLOCK = 512, 1024
+
+# By dtype, the last bits of a float32 that its numbers do not have, and the bits of a rank in steps of 4.
+_RANKS = {torch.bfloat16: (16, 16), torch.float16: (13, 20), torch.float32: (0, 32)}
+
+
+class Warping(NamedTuple):
+    """What is done to logits before a token is drawn, in this order; `None` leaves a step out.
+
+    Attributes:
+        temperature (`float`): Divides them. 1 leaves them as they are.
+        top_k (`int`, *optional*): Tokens that are kept, and all that are as probable as the last of them.
+        top_p (`float`, *optional*): Probability of the tokens that are kept, below 1.
+        min_p (`float`, *optional*): Part of the highest probability that a token must have.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+
+def can_warp(logits: torch.Tensor) -> bool:
+    """Tells whether there are kernels for such logits."""
+    return logits.dtype in FUSED_DTYPES and use_triton(logits)
+
+
+def warped(logits: torch.Tensor, warping: Warping) -> torch.FloatTensor:
+    """Scores `(..., V)` in float32 of logits `(..., V)`: those of tokens that are not kept are -inf.
+
+    Which tokens are kept does not depend on the rows around them. Where a probability lies within rounding of a
+    border, kernels and reference may decide differently.
+    """
+    return _warped_triton(logits, warping) if can_warp(logits) else _warped_torch(logits, warping)
+
+
+def _warped_torch(logits: torch.Tensor, warping: Warping) -> torch.FloatTensor:
+    """The reference of `warped`: transformers' warpers, with a stable sort."""
+    temperature, top_k, top_p, min_p = warping
+    scores = logits.reshape(-1, logits.shape[-1]).float() / temperature
+    if top_k is not None:
+        scores = hf.TopKLogitsWarper(top_k)(None, scores)
+    if top_p is not None:
+        ordered = scores.sort(dim=-1, stable=True)
+        goes = ordered.values.softmax(-1).cumsum(-1) <= 1 - top_p
+        goes[:, -1] = False
+        scores = scores.masked_fill(goes.scatter(-1, ordered.indices, goes), -torch.inf)
+    if min_p is not None:
+        scores = hf.MinPLogitsWarper(min_p)(None, scores)
+    return scores.view(logits.shape)
+
+
+def _warped_triton(logits: torch.Tensor, warping: Warping) -> torch.FloatTensor:
+    rows, vocab_size = as_lines(logits), logits.shape[-1]
+    count, device = len(rows), rows.device
+    scores = torch.empty(rows.shape, dtype=torch.float32, device=device)
+    if count == 0:
+        return scores.view(logits.shape)
+    part, splits = parts_of_lines(count, vocab_size, _READ_BLOCK, device)
+    dropped, num_bits = _RANKS[rows.dtype]
+    counts = torch.empty((count, splits, 16), dtype=torch.int32, device=device)
+    masses = torch.empty(counts.shape, dtype=torch.float32, device=device)
+    highest = torch.empty((count, splits), dtype=torch.float32, device=device)
+    least, border, removed = torch.empty((3, count), dtype=torch.int64, device=device)
+    passed, limit = torch.empty((2, count), dtype=torch.float64, device=device)
+    sizes = rows.stride(0), vocab_size, part, splits
+    padded = {"SPLITS": triton.next_power_of_2(splits), "DROPPED": dropped, "num_warps": 8}
+
+    def narrow(found: torch.Tensor, wanted: float, by_mass: bool) -> None:
+        for shift in range(num_bits - 4, -4, -4):
+            _narrow_kernel[(count, splits)](
+                rows, counts, masses, highest, arrivals(count, device), least, found, passed, limit, removed,
+                *sizes, warping.temperature, wanted, SHIFT=shift, IS_FIRST=shift == num_bits - 4, BY_MASS=by_mass,
+                HAS_LEAST=by_mass and warping.top_k is not None, BLOCK=_BLOCK, **padded,
+            )  # fmt: skip
+
+    with torch.cuda.device_of(rows):
+        if warping.top_k is not None:
+            narrow(least, float(min(warping.top_k, vocab_size)), by_mass=False)
+        if warping.top_p is not None:
+            narrow(border, 1 - warping.top_p, by_mass=True)
+        elif warping.top_k is None and warping.min_p is not None:
+            _highest_kernel[(count, splits)](rows, highest, *sizes, BLOCK=_READ_BLOCK, num_warps=4)
+        _write_kernel[(count, splits)](
+            rows, scores, counts, highest, least if warping.top_p is None else border, removed,
+            *sizes, warping.temperature, warping.min_p or 0.0, HAS_BORDER=warping[1:3] != (None, None),
+            HAS_TIES=warping.top_p is not None, HAS_MIN_P=warping.min_p is not None, BLOCK=_READ_BLOCK, **padded,
+        )  # fmt: skip
+    return scores.view(logits.shape)
+
+
+@triton.jit
+def _rank_of(
+    logits,
+    DROPPED: tl.constexpr,
+):
+    """Ranks: integers without a sign, in the order of the logits."""
+    # Both zeros are one number.
+    bits = tl.where(logits == 0, 0.0, logits).to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000) >> DROPPED
+
+
+@triton.jit
+def _weight_of(
+    logits,
+    highest,  # of those that they are compared with
+    temperature,
+):
+    """Probabilities, as parts of that of the highest logit."""
+    top = tl.where(highest == float("-inf"), 0.0, highest)
+    return tl.exp(tl.div_rn(logits, temperature) - tl.div_rn(top, temperature))
+
+
+@triton.jit
+def _highest_of(
+    logits_ptr,  # [V]
+    begin,
+    end,
+    BLOCK: tl.constexpr,
+):
+    """The highest logit of a part."""
+    highest = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    for first in tl.range(begin, end, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
+        token = first + tl.arange(0, BLOCK)
+        logits = tl.load(logits_ptr + token, mask=token < end, other=float("-inf")).to(tl.float32)
+        highest = tl.maximum(highest, logits)
+    return tl.max(highest, axis=0)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _highest_kernel(
+    logits_ptr,  # [R, V]
+    highest_ptr,  # [R, S]
+    stride,
+    vocab_size,
+    part,
+    num_splits,
+    BLOCK: tl.constexpr,
+):
+    # A program: a row, and one part of the vocabulary.
+    row, split = tl.program_id(0), tl.program_id(1)
+    begin = split * part
+    highest = _highest_of(logits_ptr + row.to(tl.int64) * stride, begin, tl.minimum(begin + part, vocab_size), BLOCK)
+    tl.store(highest_ptr + row * num_splits + split, highest)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _narrow_kernel(
+    logits_ptr,  # [R, V]
+    counts_ptr,  # [R, S, 16], tokens in each bucket
+    masses_ptr,  # [R, S, 16], their probability, as a multiple of that of the part's highest logit
+    highest_ptr,  # [R, S]
+    arrivals_ptr,  # [R], parts that have ended, 0 before and after the launch
+    least_ptr,  # [R], the least rank that is kept, where there is one
+    known_ptr,  # [R], leading bits of the rank that is looked for: 4 more than before
+    passed_ptr,  # [R], tokens above the rank, or the probability below it
+    limit_ptr,  # [R], of the probability below
+    removed_ptr,  # [R], tokens of the rank that top-p does not keep; written by the last launch
+    stride,
+    vocab_size,
+    part,
+    num_splits,
+    temperature,
+    wanted,
+    SHIFT: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    BY_MASS: tl.constexpr,
+    HAS_LEAST: tl.constexpr,
+    DROPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    # A program: a row, and one part of the vocabulary.
+    row, split = tl.program_id(0), tl.program_id(1)
+    logits_ptr += row.to(tl.int64) * stride
+    begin = split * part
+    end = tl.minimum(begin + part, vocab_size)
+    # Read by the launches that weigh tokens, and by the last one for min-p.
+    if BY_MASS or IS_FIRST:
+        highest = _highest_of(logits_ptr, begin, end, BLOCK)
+        tl.store(highest_ptr + row * num_splits + split, highest)
+    if HAS_LEAST:
+        least = tl.load(least_ptr + row).to(tl.uint32)
+    if not IS_FIRST:
+        known = tl.load(known_ptr + row)
+    bucket = tl.arange(0, 16)
+    count = tl.zeros([16, BLOCK], dtype=tl.int32)
+    mass = tl.zeros([16, BLOCK], dtype=tl.float32)
+    for first in tl.range(begin, end, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
+        token = first + tl.arange(0, BLOCK)
+        logits = tl.load(logits_ptr + token, mask=token < end, other=float("-inf")).to(tl.float32)
+        rank = _rank_of(logits, DROPPED)
+        is_in = token < end
+        if HAS_LEAST:
+            is_in &= rank >= least
+        if not IS_FIRST:
+            is_in &= (rank >> SHIFT) >> 4 == known.to(tl.uint32)
+        place = tl.where(is_in, (rank >> SHIFT) & 15, 16).to(tl.int32)
+        is_there = place[None, :] == bucket[:, None]
+        count += is_there.to(tl.int32)
+        if BY_MASS:
+            mass += tl.where(is_there, _weight_of(logits, highest, temperature)[None, :], 0.0)
+    places = (row * num_splits + split) * 16 + bucket
+    tl.store(counts_ptr + places, tl.sum(count, axis=1))
+    if BY_MASS:
+        tl.store(masses_ptr + places, tl.sum(mass, axis=1))
+    # All threads have written before one of them says so.
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals_ptr + row, 1) == num_splits - 1:
+        # For the next launch.
+        tl.store(arrivals_ptr + row, 0)
+        _choose_bucket(
+            counts_ptr + row * num_splits * 16,
+            masses_ptr + row * num_splits * 16,
+            highest_ptr + row * num_splits,
+            known_ptr + row,
+            passed_ptr + row,
+            limit_ptr + row,
+            removed_ptr + row,
+            num_splits,
+            temperature,
+            wanted,
+            SHIFT,
+            IS_FIRST,
+            BY_MASS,
+            SPLITS,
+        )
+
+
+@triton.jit
+def _choose_bucket(
+    counts_ptr,  # [S, 16], and all others of one row
+    masses_ptr,  # [S, 16]
+    highest_ptr,  # [S]
+    known_ptr,
+    passed_ptr,
+    limit_ptr,
+    removed_ptr,
+    num_splits,
+    temperature,
+    wanted,
+    SHIFT: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    BY_MASS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    bucket = tl.arange(0, 16)
+    splits = tl.arange(0, SPLITS)
+    is_split = splits < num_splits
+    places = splits[:, None] * 16 + bucket[None, :]
+    # From the cache that all processors share: this one's own knows nothing of what others have written.
+    counts = tl.load(counts_ptr + places, mask=is_split[:, None], other=0, cache_modifier=".cg")
+    counts = tl.sum(counts, axis=0)
+    passed = tl.zeros([], dtype=tl.float64)
+    if not IS_FIRST:
+        passed = tl.load(passed_ptr)
+    if BY_MASS:
+        parts = tl.load(highest_ptr + splits, mask=is_split, other=float("-inf"), cache_modifier=".cg")
+        masses = tl.load(masses_ptr + places, mask=is_split[:, None], other=0.0, cache_modifier=".cg")
+        masses *= _weight_of(parts, tl.max(parts, axis=0), temperature)[:, None]
+        masses = tl.sum(masses, axis=0).to(tl.float64)
+        if IS_FIRST:
+            # As transformers compares them.
+            limit = (wanted * tl.sum(masses, axis=0).to(tl.float32)).to(tl.float64)
+            tl.store(limit_ptr, limit)
+        else:
+            limit = tl.load(limit_ptr)
+        is_above = (counts > 0) & (passed + tl.cumsum(masses, axis=0) > limit)
+        # Where rounding leaves none, the most probable.
+        last = tl.max(tl.where(counts > 0, bucket, 0), axis=0)
+        chosen = tl.min(tl.where(is_above, bucket, last), axis=0)
+        passed += tl.sum(tl.where(bucket < chosen, masses, 0.0), axis=0)
+        if SHIFT == 0:
+            number = tl.sum(tl.where(bucket == chosen, counts, 0), axis=0)
+            mass = tl.sum(tl.where(bucket == chosen, masses, 0.0), axis=0).to(tl.float32)
+            fitting = tl.div_rn(((limit - passed) * number).to(tl.float32), tl.where(mass > 0, mass, 1.0))
+            fitting = tl.where(mass > 0, fitting, number.to(tl.float32))
+            fitting = tl.minimum(tl.maximum(fitting, 0.0), (number - 1).to(tl.float32))
+            tl.store(removed_ptr, fitting.to(tl.int64))
+    else:
+        above = passed + (tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)).to(tl.float64)
+        chosen = tl.max(tl.where(above + counts.to(tl.float64) >= wanted, bucket, 0), axis=0)
+        passed = tl.sum(tl.where(bucket == chosen, above, 0.0), axis=0)
+    tl.store(known_ptr, chosen if IS_FIRST else tl.load(known_ptr) * 16 + chosen)
+    tl.store(passed_ptr, passed)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _write_kernel(
+    logits_ptr,  # [R, V]
+    scores_ptr,  # [R, V], written
+    counts_ptr,  # [R, S, 16], by the last bits of a rank that begins as the border does
+    highest_ptr,  # [R, S]
+    border_ptr,  # [R], the least rank that is kept
+    removed_ptr,  # [R], tokens of it that are not kept
+    stride,
+    vocab_size,
+    part,
+    num_splits,
+    temperature,
+    min_p,
+    HAS_BORDER: tl.constexpr,
+    HAS_TIES: tl.constexpr,
+    HAS_MIN_P: tl.constexpr,
+    DROPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    # A program: a row, and one part of the vocabulary.
+    row, split = tl.program_id(0), tl.program_id(1)
+    logits_ptr += row.to(tl.int64) * stride
+    scores_ptr += row.to(tl.int64) * vocab_size
+    begin = split * part
+    end = tl.minimum(begin + part, vocab_size)
+    splits = tl.arange(0, SPLITS)
+    border = tl.load(border_ptr + row) if HAS_BORDER else 0
+    num_before, removed, highest = 0, 0, 0.0
+    if HAS_TIES:
+        # Tokens of this rank that belong to earlier parts.
+        places = (row * num_splits + splits) * 16 + (border & 15)
+        num_before = tl.sum(tl.load(counts_ptr + places, mask=splits < split, other=0), axis=0)
+        removed = tl.load(removed_ptr + row)
+    if HAS_MIN_P:
+        parts = tl.load(highest_ptr + row * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
+        highest = tl.max(parts, axis=0)
+    for first in tl.range(begin, end, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
+        token = first + tl.arange(0, BLOCK)
+        is_in = token < end
+        logits = tl.load(logits_ptr + token, mask=is_in, other=float("-inf")).to(tl.float32)
+        is_kept = is_in
+        rank = _rank_of(logits, DROPPED).to(tl.int64)
+        if HAS_BORDER:
+            is_kept = rank >= border
+        if HAS_TIES:
+            is_tied = is_in & (rank == border)
+            number = num_before + tl.cumsum(is_tied.to(tl.int32), axis=0)
+            is_kept &= (rank > border) | (number > removed)
+            num_before += tl.sum(is_tied.to(tl.int32), axis=0)
+        if HAS_MIN_P:
+            is_kept &= _weight_of(logits, highest, temperature) >= min_p
+        # Nothing hides what is not a number.
+        is_kept |= logits != logits
+        scores = tl.where(is_kept, tl.div_rn(logits, temperature), float("-inf"))
+        tl.store(scores_ptr + token, scores, mask=is_in)

@@ -1,0 +1,142 @@
+"""Warpers: the kernels keep the tokens that transformers keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from transformers.generation import logits_process as hf
+
+from hf_specdec.kernels import launching
+from hf_specdec.kernels.tiles import Gpu
+from hf_specdec.kernels.warpers import Warping, _warped_torch, _warped_triton
+from tests.kernels.conftest import SHARED_MEMORY
+
+
+# Of a probability, how near to a border rounding may decide.
+ROUNDING = 1e-5
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check(logits: torch.Tensor, warping: Warping, device: torch.device) -> torch.Tensor:
+    """The scores of the kernels, after they were compared with those of transformers."""
+    found, expected = _warped_triton(logits.to(device), warping).cpu(), _warped_torch(logits, warping)
+    assert found.dtype == torch.float32
+    is_kept = expected > -torch.inf
+    torch.testing.assert_close(found[is_kept], expected[is_kept], rtol=1e-6, atol=0)
+    assert (found[~is_kept] == -torch.inf).all()
+    return found
+
+
+def far_from_borders(logits: torch.Tensor, warping: Warping) -> bool:
+    """Tells whether rounding cannot decide which tokens are kept."""
+    probs = _warped_torch(logits, warping._replace(top_p=None, min_p=None)).double().softmax(-1).sort(dim=-1).values
+    distances = []
+    if warping.top_p is not None:
+        # The most probable one is always kept.
+        distances.append(probs.cumsum(-1)[:, :-1] - (1 - warping.top_p))
+    if warping.min_p is not None:
+        differences = probs / probs.amax(-1, keepdim=True) - warping.min_p
+        distances.append(differences[differences != 0])
+    return all((distance.abs() > ROUNDING).all() for distance in distances)
+
+
+@pytest.fixture
+def many_parts(monkeypatch):
+    """Rows in several parts, as a large GPU has them."""
+    monkeypatch.setattr(launching, "gpu_of", lambda device: Gpu(16, 99 << 10))
+
+
+WARPINGS = st.builds(
+    Warping,
+    temperature=st.sampled_from([1.0, 0.6, 1.7]),
+    top_k=st.sampled_from([None, 1, 2, 20, 5000]),
+    top_p=st.sampled_from([None, 0.0, 0.123, 0.5, 0.9, 0.987, 0.9999]),
+    min_p=st.sampled_from([None, 0.0, 0.07, 1.0]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    warping=WARPINGS,
+    rows=st.integers(1, 3),
+    vocab_size=st.sampled_from([1, 7, 256, 600]),
+    numbers=st.sampled_from([2, 9, 10**6]),
+    scale=st.sampled_from([0.0, 1.0, 30.0]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_kernels(device, warping, rows, vocab_size, numbers, scale, dtype, seed):
+    """Also of few different numbers, where most tokens are as probable as others, and of impossible tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-numbers, numbers + 1, (rows, vocab_size), generator=generator) / numbers * scale
+    logits[-1, 2:9] = -torch.inf
+    logits = logits.to(dtype)
+    assume(far_from_borders(logits, warping))
+    check(logits, warping, device)
+
+
+@pytest.mark.parametrize(
+    ("warping", "dtype"),
+    [
+        (Warping(0.7), torch.bfloat16),
+        (Warping(0.7, min_p=0.05), torch.bfloat16),
+        (Warping(0.7, top_k=50), torch.bfloat16),
+        (Warping(0.7, top_p=0.95), torch.bfloat16),
+        *((Warping(0.7, 50, 0.95, 0.05), dtype) for dtype in DTYPES),
+    ],
+)
+def test_vocabularies_of_many_parts(device, many_parts, warping, dtype):
+    """Twice: the first launch leaves nothing behind. Rows may be parts of wider ones."""
+    logits = torch.randn((2, 3000), generator=torch.Generator().manual_seed(0)).mul(4).to(dtype)
+    for width in (3000, 2777):
+        check(logits[:, :width], warping, device)
+
+
+def test_equal_tokens_over_many_parts(device, many_parts):
+    """Of those at the border the last ones are kept; transformers' sort is not stable, and keeps as many."""
+    logits = torch.zeros((1, 3000), dtype=torch.bfloat16)
+    logits[0, ::2] = -1.0
+    for top_p in (0.31, 0.9):
+        scores = check(logits, Warping(top_p=top_p), device)
+        expected = hf.TopPLogitsWarper(top_p)(None, logits.float())
+        assert torch.equal(scores.sort().values, expected.sort().values)
+        assert 0 < scores.isfinite().sum() < 3000
+
+
+def test_rows_do_not_matter_to_each_other(device):
+    logits = torch.randn((3, 2, 700), generator=torch.Generator().manual_seed(0)).mul(3)
+    together = _warped_triton(logits.to(device), Warping(0.8, 60, 0.9, 0.01))
+    for row in range(3):
+        alone = _warped_triton(logits[row].to(device), Warping(0.8, 60, 0.9, 0.01))
+        assert torch.equal(together[row], alone)
+    assert _warped_triton(logits[:0].to(device), Warping(0.8)).shape == (0, 2, 700)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
+def test_what_is_no_number_is_not_hidden(device, bad):
+    """Nothing may be drawn from such rows, whose softmax is not a number."""
+    logits = torch.randn((2, 300), generator=torch.Generator().manual_seed(0))
+    logits[1, 7] = bad
+    scores = check(logits[:1], Warping(0.8, 20, 0.9, 0.01), device)
+    found = _warped_triton(logits.to(device), Warping(0.8, 20, 0.9, 0.01)).cpu()
+    assert torch.equal(found[:1], scores)
+    assert found[1].softmax(-1).isnan().any()
+
+
+def test_rows_of_impossible_tokens(device):
+    logits = torch.full((1, 300), -torch.inf)
+    assert (_warped_triton(logits.to(device), Warping(0.8, 20, 0.9, 0.01)) == -torch.inf).all()
+
+
+@pytest.mark.parametrize("compile_for", [*SHARED_MEMORY], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_compile(compile_for, dtype):
+    with compile_for() as kernels:
+        for vocab_size in (32000, 151936):
+            _warped_triton(torch.empty((16, vocab_size), dtype=dtype), Warping(0.7, 50, 0.95, 0.05))
+        _warped_triton(torch.empty((1, 32000), dtype=dtype), Warping(0.7, min_p=0.05))
+    num_digits = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}[dtype]
+    assert len(kernels) == 2 * (2 * num_digits + 1) + 2

@@ -35,8 +35,11 @@ style: setup
 	$(BIN)/python -m tools.benchmark_pages
 	$(BIN)/python -m tools.method_tables
 
-quality: setup
+$(VENV)/.quality: $(VENV)/.installed
 	$(BIN)/pip install --quiet -e ".[quality]"
+	touch $@
+
+quality: $(VENV)/.quality
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright --pythonpath $(BIN)/python

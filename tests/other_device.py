@@ -144,15 +144,19 @@ def _is_other(device) -> bool:
     return device is not None and torch.device(device) == DEVICE
 
 
-def leaves_of(values: Any) -> Iterator[Any]:
-    """What an operation is given, or returns, one by one. Torch's own functions, for any tree, are slow."""
-    if isinstance(values, (tuple, list)):
-        for value in values:
-            yield from leaves_of(value)
-    elif isinstance(values, dict):
-        yield from leaves_of(list(values.values()))
-    else:
-        yield values
+def leaves_of(values: Any) -> list[Any]:
+    """What an operation is given, or returns, in a list. Torch's own functions, for any tree, are slow."""
+    if isinstance(values, dict):
+        values = list(values.values())
+    elif not isinstance(values, (tuple, list)):
+        return [values]
+    leaves = []
+    for value in values:
+        if isinstance(value, (tuple, list, dict)):
+            leaves += leaves_of(value)
+        else:
+            leaves.append(value)
+    return leaves
 
 
 def numbers(values: Any) -> Any:

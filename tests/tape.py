@@ -44,20 +44,22 @@ class Tape(NoWaiting):
     def __init__(self):
         super().__init__()
         self.steps: list[Step] = []
-        # What operations have allocated, by address.
+        # What operations have allocated, by address, and whether somebody may take it for a result.
         self.made: dict[int, torch.Tensor] = {}
+        self.has_results = True
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         output = super().__torch_dispatch__(operation, types, args, kwargs)
-        if any(isinstance(value, Elsewhere) for value in leaves_of((args, kwargs, output))):
+        tensors = [value for value in leaves_of((args, kwargs)) if isinstance(value, torch.Tensor)]
+        results = leaves_of(output)
+        if any(isinstance(value, Elsewhere) for value in (*tensors, *results)):
             operation, kwargs = on_cpu(operation, numbers(kwargs))
-            args = numbers(args)
-        given = {_memory(value) for value in leaves_of((args, kwargs)) if isinstance(value, torch.Tensor)}
-        results = enumerate(leaves_of(numbers(output)))
+            args, tensors, results = numbers(args), numbers(tensors), numbers(results)
+        given = set(map(_memory, tensors))
         made = [
             (place, value)
-            for place, value in results
+            for place, value in enumerate(results)
             if isinstance(value, torch.Tensor) and _memory(value) not in given
         ]
         self.made.update({_memory(tensor): tensor for _, tensor in made})
@@ -66,16 +68,20 @@ class Tape(NoWaiting):
         return output
 
     def replay(self) -> None:
+        self.has_results = True
         with _without_modes():
             for operation, args, kwargs, made in self.steps:
-                results = list(leaves_of(operation(*args, **kwargs)))
+                results = leaves_of(operation(*args, **kwargs))
                 for place, tensor in made:
                     tensor.copy_(results[place])
 
     def spoil(self) -> None:
-        with _without_modes():
-            for tensor in self.made.values():
-                spoil(tensor)
+        """Spoils the results, which stay so until the tape runs again."""
+        if self.has_results:
+            self.has_results = False
+            with _without_modes():
+                for tensor in self.made.values():
+                    spoil(tensor)
 
 
 @contextmanager

@@ -207,10 +207,11 @@ class TestGraphs:
     def test_tokens_that_one_of_them_lacks(self, mapping):
         draft = renumbered(small_model(), [4, 2, 0, 5, 3, 1])
         speculator = speculator_of(draft, "fxacdy", mapping)
-        counts, stats = sampled_counts(SETTINGS["top_p"], speculator, num_rows=256, count=2)
+        drawn = [sampled_counts(SETTINGS["top_p"], speculator, seed, num_rows=64, count=2) for seed in range(4)]
+        counts, stats = sum(counts for counts, _ in drawn), [stats for _, stats in drawn]
         assert chi_square_pvalue(counts, exact_distribution(SETTINGS["top_p"], 2)) > P_VALUE
-        assert stats.num_accepted_tokens > 100
-        assert stats.num_draft_graph_replays > 1
+        assert sum(call.num_accepted_tokens for call in stats) > 100
+        assert all(call.num_draft_graph_replays > 1 for call in stats)
 
 
 class TestDemo:

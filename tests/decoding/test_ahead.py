@@ -176,6 +176,7 @@ def test_rows_that_end_apart(case, events):
     assert "target draft read" in " ".join(events)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 4.0, "top_k": 40}], ids=["best", "drawn"])
 @pytest.mark.parametrize("case", OWN)

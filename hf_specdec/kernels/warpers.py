@@ -25,7 +25,7 @@ from .launching import arrivals, as_lines, parts_of_lines
 
 
 # Logits that a program sorts into buckets at a time, and those that it reads where it does nothing else.
-_BLOCK, _READ_BLOCK = 512, 1024
+_BLOCK, _READ_BLOCK = 256, 1024
 
 # By dtype, the last bits of a float32 that its numbers do not have, and the bits of a rank in steps of 4.
 _RANKS = {torch.bfloat16: (16, 16), torch.float16: (13, 20), torch.float32: (0, 32)}
@@ -97,7 +97,7 @@ def _warped_triton(logits: torch.Tensor, warping: Warping) -> torch.FloatTensor:
         for shift in range(num_bits - 4, -4, -4):
             _narrow_kernel[(count, splits)](
                 rows, counts, masses, highest, arrivals(count, device), least, found, passed, limit, removed,
-                *sizes, warping.temperature, wanted, SHIFT=shift, IS_FIRST=shift == num_bits - 4, BY_MASS=by_mass,
+                *sizes, warping.temperature, wanted, shift, int(shift == num_bits - 4), BY_MASS=by_mass,
                 HAS_LEAST=by_mass and warping.top_k is not None, BLOCK=_BLOCK, **padded,
             )  # fmt: skip
 
@@ -106,11 +106,11 @@ def _warped_triton(logits: torch.Tensor, warping: Warping) -> torch.FloatTensor:
             narrow(least, float(min(warping.top_k, vocab_size)), by_mass=False)
         if warping.top_p is not None:
             narrow(border, 1 - warping.top_p, by_mass=True)
-        elif warping.top_k is None and warping.min_p is not None:
+        elif warping.min_p is not None:
             _highest_kernel[(count, splits)](rows, highest, *sizes, BLOCK=_READ_BLOCK, num_warps=4)
         _write_kernel[(count, splits)](
             rows, scores, counts, highest, least if warping.top_p is None else border, removed,
-            *sizes, warping.temperature, warping.min_p or 0.0, HAS_BORDER=warping[1:3] != (None, None),
+            *sizes, warping.temperature, float(warping.min_p or 0), HAS_BORDER=warping[1:3] != (None, None),
             HAS_TIES=warping.top_p is not None, HAS_MIN_P=warping.min_p is not None, BLOCK=_READ_BLOCK, **padded,
         )  # fmt: skip
     return scores.view(logits.shape)
@@ -154,7 +154,7 @@ def _highest_of(
     return tl.max(highest, axis=0)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["vocab_size", "part", "num_splits"])
 def _highest_kernel(
     logits_ptr,  # [R, V]
     highest_ptr,  # [R, S]
@@ -171,7 +171,7 @@ def _highest_kernel(
     tl.store(highest_ptr + row * num_splits + split, highest)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["vocab_size", "part", "num_splits", "shift", "is_first"])
 def _narrow_kernel(
     logits_ptr,  # [R, V]
     counts_ptr,  # [R, S, 16], tokens in each bucket
@@ -182,15 +182,15 @@ def _narrow_kernel(
     known_ptr,  # [R], leading bits of the rank that is looked for: 4 more than before
     passed_ptr,  # [R], tokens above the rank, or the probability below it
     limit_ptr,  # [R], of the probability below
-    removed_ptr,  # [R], tokens of the rank that top-p does not keep; written by the last launch
+    removed_ptr,  # [R], tokens of the bucket that top-p does not keep, if they are equally probable
     stride,
     vocab_size,
     part,
     num_splits,
     temperature,
     wanted,
-    SHIFT: tl.constexpr,
-    IS_FIRST: tl.constexpr,
+    shift,
+    is_first,
     BY_MASS: tl.constexpr,
     HAS_LEAST: tl.constexpr,
     DROPPED: tl.constexpr,
@@ -200,16 +200,14 @@ def _narrow_kernel(
     # A program: a row, and one part of the vocabulary.
     row, split = tl.program_id(0), tl.program_id(1)
     logits_ptr += row.to(tl.int64) * stride
-    begin = split * part
+    begin = tl.multiple_of(split * part, BLOCK)
     end = tl.minimum(begin + part, vocab_size)
-    # Read by the launches that weigh tokens, and by the last one for min-p.
-    if BY_MASS or IS_FIRST:
+    if BY_MASS:
         highest = _highest_of(logits_ptr, begin, end, BLOCK)
         tl.store(highest_ptr + row * num_splits + split, highest)
     if HAS_LEAST:
         least = tl.load(least_ptr + row).to(tl.uint32)
-    if not IS_FIRST:
-        known = tl.load(known_ptr + row)
+    known = tl.load(known_ptr + row, mask=is_first == 0, other=0)
     bucket = tl.arange(0, 16)
     count = tl.zeros([16, BLOCK], dtype=tl.int32)
     mass = tl.zeros([16, BLOCK], dtype=tl.float32)
@@ -217,12 +215,11 @@ def _narrow_kernel(
         token = first + tl.arange(0, BLOCK)
         logits = tl.load(logits_ptr + token, mask=token < end, other=float("-inf")).to(tl.float32)
         rank = _rank_of(logits, DROPPED)
-        is_in = token < end
+        digits = rank >> shift.to(tl.uint32)
+        is_in = (token < end) & (digits >> 4 == known.to(tl.uint32))
         if HAS_LEAST:
             is_in &= rank >= least
-        if not IS_FIRST:
-            is_in &= (rank >> SHIFT) >> 4 == known.to(tl.uint32)
-        place = tl.where(is_in, (rank >> SHIFT) & 15, 16).to(tl.int32)
+        place = tl.where(is_in, digits & 15, 16).to(tl.int32)
         is_there = place[None, :] == bucket[:, None]
         count += is_there.to(tl.int32)
         if BY_MASS:
@@ -240,6 +237,7 @@ def _narrow_kernel(
             counts_ptr + row * num_splits * 16,
             masses_ptr + row * num_splits * 16,
             highest_ptr + row * num_splits,
+            known,
             known_ptr + row,
             passed_ptr + row,
             limit_ptr + row,
@@ -247,8 +245,7 @@ def _narrow_kernel(
             num_splits,
             temperature,
             wanted,
-            SHIFT,
-            IS_FIRST,
+            is_first,
             BY_MASS,
             SPLITS,
         )
@@ -259,6 +256,7 @@ def _choose_bucket(
     counts_ptr,  # [S, 16], and all others of one row
     masses_ptr,  # [S, 16]
     highest_ptr,  # [S]
+    known,
     known_ptr,
     passed_ptr,
     limit_ptr,
@@ -266,8 +264,7 @@ def _choose_bucket(
     num_splits,
     temperature,
     wanted,
-    SHIFT: tl.constexpr,
-    IS_FIRST: tl.constexpr,
+    is_first,
     BY_MASS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
@@ -278,41 +275,36 @@ def _choose_bucket(
     # From the cache that all processors share: this one's own knows nothing of what others have written.
     counts = tl.load(counts_ptr + places, mask=is_split[:, None], other=0, cache_modifier=".cg")
     counts = tl.sum(counts, axis=0)
-    passed = tl.zeros([], dtype=tl.float64)
-    if not IS_FIRST:
-        passed = tl.load(passed_ptr)
+    passed = tl.load(passed_ptr, mask=is_first == 0, other=0.0)
     if BY_MASS:
         parts = tl.load(highest_ptr + splits, mask=is_split, other=float("-inf"), cache_modifier=".cg")
         masses = tl.load(masses_ptr + places, mask=is_split[:, None], other=0.0, cache_modifier=".cg")
         masses *= _weight_of(parts, tl.max(parts, axis=0), temperature)[:, None]
         masses = tl.sum(masses, axis=0).to(tl.float64)
-        if IS_FIRST:
-            # As transformers compares them.
-            limit = (wanted * tl.sum(masses, axis=0).to(tl.float32)).to(tl.float64)
-            tl.store(limit_ptr, limit)
-        else:
-            limit = tl.load(limit_ptr)
+        # As transformers compares them.
+        limit = (wanted * tl.sum(masses, axis=0).to(tl.float32)).to(tl.float64)
+        limit = tl.where(is_first != 0, limit, tl.load(limit_ptr, mask=is_first == 0, other=0.0))
+        tl.store(limit_ptr, limit)
         is_above = (counts > 0) & (passed + tl.cumsum(masses, axis=0) > limit)
         # Where rounding leaves none, the most probable.
         last = tl.max(tl.where(counts > 0, bucket, 0), axis=0)
         chosen = tl.min(tl.where(is_above, bucket, last), axis=0)
         passed += tl.sum(tl.where(bucket < chosen, masses, 0.0), axis=0)
-        if SHIFT == 0:
-            number = tl.sum(tl.where(bucket == chosen, counts, 0), axis=0)
-            mass = tl.sum(tl.where(bucket == chosen, masses, 0.0), axis=0).to(tl.float32)
-            fitting = tl.div_rn(((limit - passed) * number).to(tl.float32), tl.where(mass > 0, mass, 1.0))
-            fitting = tl.where(mass > 0, fitting, number.to(tl.float32))
-            fitting = tl.minimum(tl.maximum(fitting, 0.0), (number - 1).to(tl.float32))
-            tl.store(removed_ptr, fitting.to(tl.int64))
+        number = tl.sum(tl.where(bucket == chosen, counts, 0), axis=0)
+        mass = tl.sum(tl.where(bucket == chosen, masses, 0.0), axis=0).to(tl.float32)
+        fitting = tl.div_rn(((limit - passed) * number).to(tl.float32), tl.where(mass > 0, mass, 1.0))
+        fitting = tl.where(mass > 0, fitting, number.to(tl.float32))
+        fitting = tl.minimum(tl.maximum(fitting, 0.0), (number - 1).to(tl.float32))
+        tl.store(removed_ptr, fitting.to(tl.int64))
     else:
         above = passed + (tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)).to(tl.float64)
         chosen = tl.max(tl.where(above + counts.to(tl.float64) >= wanted, bucket, 0), axis=0)
         passed = tl.sum(tl.where(bucket == chosen, above, 0.0), axis=0)
-    tl.store(known_ptr, chosen if IS_FIRST else tl.load(known_ptr) * 16 + chosen)
+    tl.store(known_ptr, known * 16 + chosen)
     tl.store(passed_ptr, passed)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["vocab_size", "part", "num_splits"])
 def _write_kernel(
     logits_ptr,  # [R, V]
     scores_ptr,  # [R, V], written
@@ -337,7 +329,7 @@ def _write_kernel(
     row, split = tl.program_id(0), tl.program_id(1)
     logits_ptr += row.to(tl.int64) * stride
     scores_ptr += row.to(tl.int64) * vocab_size
-    begin = split * part
+    begin = tl.multiple_of(split * part, BLOCK)
     end = tl.minimum(begin + part, vocab_size)
     splits = tl.arange(0, SPLITS)
     border = tl.load(border_ptr + row) if HAS_BORDER else 0

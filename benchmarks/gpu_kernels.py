@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from gpu_clocks import Stopwatch
 from gpu_models import SIZES
 from torch import nn
+from transformers.generation import logits_process as hf
 
 from hf_specdec.decoding import graphs
 from hf_specdec.drafts import chain_topology
 from hf_specdec.kernels import _triton
 from hf_specdec.kernels.sampling import propose_from_probs
 from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
-from hf_specdec.kernels.warpers import Warping, warped
 from hf_specdec.layers.llama import GatedMLP, project_together
+from hf_specdec.logits.warpers import Warpers
 
 
 # Memory that attention is to read in turn: more than a GPU keeps in its caches.
@@ -104,25 +105,26 @@ def products_together(device: torch.device, options: argparse.Namespace) -> list
     return rows
 
 
-WARPINGS = {
-    "temperature": Warping(0.7),
-    "top-p": Warping(0.7, top_p=0.95),
-    "top-k": Warping(0.7, top_k=50),
-    "top-k, top-p": Warping(0.7, 50, 0.95),
+_TEMPERATURE, _TOP_K, _TOP_P = hf.TemperatureLogitsWarper(0.7), hf.TopKLogitsWarper(50), hf.TopPLogitsWarper(0.95)
+WARPERS = {
+    "temperature": Warpers([_TEMPERATURE]),
+    "top-p": Warpers([_TEMPERATURE, _TOP_P]),
+    "top-k": Warpers([_TEMPERATURE, _TOP_K]),
+    "top-k, top-p": Warpers([_TEMPERATURE, _TOP_K, _TOP_P]),
 }
 
 
 def drawn_tokens(device: torch.device, options: argparse.Namespace) -> list[dict]:
-    """From logits to tokens that are drawn from them, through kernels and through torch alone."""
+    """From logits to tokens that are drawn from them: through kernels, and through transformers' warpers and torch."""
     is_cuda, rows = device.type == "cuda", []
     for count in (1, 16, 128) if is_cuda else (2,):
-        logits = torch.randn((count, 128256 if is_cuda else 2000), device=device).mul_(3)
+        logits = torch.randn((count, 128256 if is_cuda else 1000), device=device).mul_(3)
         logits = logits.to(getattr(torch, options.dtype))
         uniforms = torch.rand(count, dtype=torch.float64, device=device)
-        for name, warping in WARPINGS.items():
+        for name, warp in WARPERS.items():
 
-            def draw(logits=logits, uniforms=uniforms, warping=warping) -> torch.LongTensor:
-                return propose_from_probs(warped(logits, warping).softmax(-1), uniforms)
+            def draw(logits=logits, uniforms=uniforms, warp=warp) -> torch.LongTensor:
+                return propose_from_probs(warp(None, logits).softmax(-1), uniforms)
 
             times = {}
             for side, choice in (("kernels", "auto"), ("torch", "torch")):

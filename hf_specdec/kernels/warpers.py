@@ -2,8 +2,8 @@
 
 A logit has a rank, an integer of as many bits as its dtype can tell numbers apart by, in the order of the numbers. The
 rank at which top-k or top-p ends is found by 4 bits at a time, the leading ones first: tokens whose rank begins with
-what is known fall into 16 buckets, by their number or by their probability. Of logits of 16 bits that takes 4 launches
-for each of the two, and one more writes the scores.
+what is known fall into 16 buckets, by their number or by their probability. Of bfloat16 that takes 4 launches for each
+of the two, and one more writes the scores.
 
     top-k keeps  x_i >= the k-th largest x
     top-p keeps  all but the least probable whose probabilities add up to at most 1 - p; among equal ones, as a stable

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_specdec.decoding.graphs import forget_graphs
-from hf_specdec.kernels import _triton, acceptance, sampling
+from hf_specdec.kernels import _triton, acceptance, sampling, warpers
 from tests.kernels.conftest import watched
 from tests.models import prompts, scripted_for, tiny_llama
 from tests.sampled import sampled_speculator
@@ -31,12 +31,12 @@ def generate(device, monkeypatch):
     model = small_llama().to(device)
     inputs = {name: values.to(device) for name, values in prompts(2).items()}
 
-    def run(choice, drafter, do_sample):
+    def run(choice, drafter, do_sample, **settings):
         monkeypatch.setattr(_triton, "CHOICE", choice)
         # Those of the other choice.
         forget_graphs(model)
         torch.manual_seed(0)
-        return model.generate(**inputs, assistant=drafter, do_sample=do_sample, max_new_tokens=5).cpu()
+        return model.generate(**inputs, assistant=drafter, do_sample=do_sample, max_new_tokens=5, **settings).cpu()
 
     return run
 
@@ -68,3 +68,13 @@ def test_draws_at_every_node(generate, launches):
     assert not launches
     assert torch.equal(generate("triton", scripted_tree(text), do_sample=True), text)
     assert set(launches) == {"_follow_triton", "_sample_triton"}
+
+
+def test_drawn_drafts_after_all_warpers(generate, monkeypatch):
+    """Of the draft's logits and of the target's."""
+    launches = watched(monkeypatch, (warpers, "_warped_triton"))
+    drafter, settings = sampled_speculator(3), {"temperature": 0.8, "top_k": 20, "top_p": 0.8, "min_p": 0.02}
+    text = generate("torch", drafter, do_sample=True, **settings)
+    assert not launches
+    assert torch.equal(generate("triton", drafter, do_sample=True, **settings), text)
+    assert launches

@@ -32,6 +32,7 @@ from hf_specdec import (
     register_candidate_generator,
 )
 from hf_specdec.decoding.functional import FunctionalSlotModel
+from hf_specdec.decoding.output import CACHE_FIELD
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.method import methods
 from hf_specdec.metrics.records import Record
@@ -319,7 +320,7 @@ def stock_drafts_from(model: PreTrainedModel, generator: HfCandidateGenerator) -
 
     @functools.wraps(prepare)
     def prepare_the_rest(input_ids, *args, **kwargs):
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE_FIELD)
         if kwargs.get("is_first_iteration") and cache is not None and cache.get_seq_length():
             kwargs["next_sequence_length"] = input_ids.shape[1] - cache.get_seq_length()
         return prepare(input_ids, *args, **kwargs)
@@ -353,7 +354,7 @@ def prefilled_cache(model: PreTrainedModel, input_ids: torch.LongTensor) -> Dyna
     """Keys and values of all tokens of `input_ids` `(1, P)` but the last."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids[:, :-1], **{CACHE_FIELD: cache}, use_cache=True, logits_to_keep=1)
     return cache
 
 

@@ -45,6 +45,7 @@ from transformers.utils import logging
 from versions import compare as compare_versions
 
 from hf_specdec import demo, generate, load_speculator
+from hf_specdec.decoding.output import CACHE_FIELD
 from hf_specdec.machine import describe_environment
 
 
@@ -102,7 +103,7 @@ class Job:
             "attention_mask": torch.ones_like(self.input_ids),
             "max_new_tokens": self.max_new_tokens,
             "do_sample": False,
-            "past_key_values": copy.deepcopy(self.cache),
+            CACHE_FIELD: copy.deepcopy(self.cache),
         }
 
 

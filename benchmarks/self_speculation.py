@@ -30,6 +30,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from hf_specdec import SpeculativeConfig, Speculator, load_speculator, record
 from hf_specdec.candidate_generators.base import NoDrafts
 from hf_specdec.decoding.functional import ReadAhead
+from hf_specdec.decoding.output import CACHE_FIELD
 from hf_specdec.machine import describe_environment
 
 
@@ -125,7 +126,7 @@ def measure(model: LlamaForCausalLM, context: int, given: argparse.Namespace) ->
                     process_time,
                     input_ids=text,
                     attention_mask=torch.ones_like(text),
-                    past_key_values=long_cache(model, first, context),
+                    **{CACHE_FIELD: long_cache(model, first, context)},
                     max_new_tokens=given.new_tokens,
                     do_sample=False,
                     **({} if assistant is None else {"assistant": assistant}),

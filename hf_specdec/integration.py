@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -35,7 +35,7 @@ from .hub.published import entry_of, entry_of_model, settings_of_generation_conf
 from .loader import is_refused, load_configured, load_speculator, refuse
 from .patching import original_generate
 from .speculator import GivenCandidateGenerator, Speculator
-from .target_facts import device_of
+from .target_facts import CACHE_NAMES, device_of
 from .transfers import on_cpu_unless_said
 
 
@@ -142,6 +142,7 @@ class _Call:
         entry (`Any`): Entry of the generation config, where it is that which asks; otherwise `None`.
         is_asked (`bool`): Errors are raised. A generation config that came with the model asks for nothing that the
             call cannot do without.
+        user_cache (`Cache`, *optional*): The one that the call continues.
         tokenizers (`tuple`, *optional*): Those of the target and the draft model, where the call brings both.
         early_exit (`int`, *optional*): `assistant_early_exit` of the call.
         speculator (`Speculator`, *optional*): The drafter, once it is loaded.
@@ -153,6 +154,7 @@ class _Call:
     asked: SpeculativeArguments
     entry: Any = None
     is_asked: bool = True
+    user_cache: Any = None
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None
     early_exit: int | None = None
     speculator: Speculator | GivenCandidateGenerator | None = None
@@ -232,6 +234,8 @@ class _Call:
                 f"the generation config of {type(self.model).__name__} names it: they are left out. Pass "
                 "`spec_method` or `assistant` as well."
             )
+        caches = [self.arguments.pop(name, None) for name in CACHE_NAMES]
+        self.user_cache = next((cache for cache in caches if cache is not None), None)
         tokenizer = self.arguments.pop("tokenizer", None)
         if (strings := _effective(self.model, self.arguments, "stop_strings")) is not None:
             _prepare_stop_strings(self.model, self.arguments, strings, tokenizer)
@@ -248,7 +252,6 @@ class _Call:
         if synced_gpus is None and torch.distributed.is_available() and torch.distributed.is_initialized():
             is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self.model)
             synced_gpus = is_sharded and torch.distributed.get_world_size() > 1
-        user_cache = self.arguments.get("past_key_values")
         source_inputs = _source_inputs(self.model, self.arguments) if self.model.config.is_encoder_decoder else {}
 
         # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
@@ -263,7 +266,7 @@ class _Call:
                 model_kwargs=model_kwargs,
                 streamer=streamer,
                 synced_gpus=bool(synced_gpus),
-                past_key_values=user_cache,
+                user_cache=self.user_cache,
                 source_inputs=source_inputs,
                 began=self.began,
             )
@@ -273,7 +276,10 @@ class _Call:
             return self.loop.run()
 
         original_device = _move_to_model(self.model, self.arguments)
-        output = original(self.model, **{**self.arguments, "custom_generate": decode})
+        given = {"custom_generate": decode}
+        if self.user_cache is not None:
+            given[model_profile(self.model).cache_name] = self.user_cache
+        output = original(self.model, **{**self.arguments, **given})
         return output if original_device is None else _moved_output(output, original_device)
 
 
@@ -487,8 +493,6 @@ _UNSUPPORTED = {
 
 _UNSUPPORTED_ARGUMENTS = {
     "assistant_model": "Pass the draft model as `assistant` or `spec_model` instead.",
-    "cache_params": "It does not tell how many tokens it has read. Give the whole text as the prompt.",
-    "state": "It does not tell how many tokens it has read. Give the whole text as the prompt.",
     "custom_generate": "It replaces the decoding loop, and so does speculation.",
 }
 
@@ -503,16 +507,25 @@ def _problems(model: PreTrainedModel, arguments: dict[str, Any]) -> str:
         value = _effective(model, arguments, name)
         if not any(value is item or (type(value) is type(item) and value == item) for item in harmless):
             problems.append(f"`{name}`={shown(value)}: {remedy}")
-    cache = arguments.get("past_key_values")
-    if cache is not None and model.config.is_encoder_decoder:
-        problems.append("`past_key_values`: no cache is continued beside an encoder. Pass `decoder_input_ids`.")
-    elif cache is not None and (type(cache) not in (DynamicCache, StaticCache) or getattr(cache, "offloading", False)):
-        kind = f"offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__
-        problems.append(f"`past_key_values`: a DynamicCache or a StaticCache can be continued, got {kind}.")
+    problems += _problems_of_cache(model, {name: arguments.get(name) for name in CACHE_NAMES})
     mask = arguments.get("attention_mask")
     if torch.is_tensor(mask) and mask.dim() != 2:
         problems.append(f"`attention_mask`: one number for every token, got the shape {list(mask.shape)}.")
     return " ".join(problems)
+
+
+def _problems_of_cache(model: PreTrainedModel, given: dict[str, Any]) -> Iterator[str]:
+    """Why a cache cannot be continued, of those that are given by their names."""
+    names = [name for name, cache in given.items() if cache is not None]
+    if len(names) > 1:
+        yield f"`{names[0]}` and `{names[1]}` are two names for the cache to continue. Pass one of them."
+    for name in names:
+        cache, is_offloaded = given[name], getattr(given[name], "offloading", False)
+        if model.config.is_encoder_decoder:
+            yield f"`{name}`: no cache is continued beside an encoder. Pass `decoder_input_ids`."
+        elif type(cache) not in (DynamicCache, StaticCache) or is_offloaded:
+            kind = f"offloaded {type(cache).__name__}" if is_offloaded else type(cache).__name__
+            yield f"`{name}`: a DynamicCache or a StaticCache can be continued, got {kind}."
 
 
 def _repository_speculates(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
@@ -567,14 +580,13 @@ def _prepare_stop_strings(model: PreTrainedModel, arguments: dict[str, Any], str
 
 # Arguments of the target's forward that the loop sets itself, or that only concern its output.
 _SET_BY_THE_LOOP = {
+    *CACHE_NAMES,
     "attention_mask",
-    "cache_params",
     "cache_position",
     "inputs_embeds",
     "logits_to_keep",
     "output_attentions",
     "output_hidden_states",
-    "past_key_values",
     "position_ids",
     "use_cache",
 }

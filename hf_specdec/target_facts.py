@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Container
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -17,6 +20,9 @@ MAX_VOCABULARY_GAP = 0.05
 # Model types of transformers whose only keys and values are those of their target.
 CACHE_READERS = ("gemma4_assistant", "gemma4_unified_assistant")
 
+# Names of a cache, as an argument of forwards and as a field of outputs. Transformers 5.24 has renamed the next two.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
+
 # Names that decoders give to the list of their layers.
 _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")
 
@@ -24,6 +30,17 @@ _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")
 def model_name(model: torch.nn.Module) -> str:
     """Repo id or folder of a model; its class where it was loaded from neither."""
     return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+
+
+def cache_name_among(names: Container[str]) -> str | None:
+    """The name of the cache among those of a forward's arguments or an output's fields; `None` without a cache."""
+    return next((name for name in CACHE_NAMES if name in names), None)
+
+
+@lru_cache(maxsize=4096)
+def forward_arguments(module_class: type) -> tuple[str, ...]:
+    """Names of the arguments of a forward, without `self`."""
+    return tuple(inspect.signature(module_class.forward).parameters)[1:]
 
 
 def vocabulary_size(model: torch.nn.Module) -> int:

@@ -18,6 +18,7 @@ os.environ.setdefault("HF_SPECDEC_ADAPTIVE", "0")
 import hypothesis
 import pytest
 import torch
+from transformers.utils import generic
 from transformers.utils import logging as transformers_logging
 
 import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
@@ -75,6 +76,13 @@ def as_talkative_as_before():
         logger.setLevel(level)
     if shows_progress and not transformers_logging.is_progress_bar_enabled():
         transformers_logging.enable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def no_old_name_of_the_cache(monkeypatch):
+    """Outputs answer to their old names, too, and say so once in a log that nobody reads here."""
+    if hasattr(generic, "_rename_kwargs_for_bc"):
+        monkeypatch.setattr(generic.logger, "warning_once", pytest.fail, raising=False)
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,7 @@ from .architectures import (
     with_images,
 )
 from .architectures import unsupported as unsupported_types
+from .caches import CACHE
 from .scripted import scripted_speculator
 
 
@@ -242,13 +243,13 @@ def test_cache_can_be_continued(name):
         output = case.model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
-            past_key_values=cache,
+            **{CACHE: cache},
             assistant=assistant,
             max_new_tokens=new_tokens,
             do_sample=False,
             return_dict_in_generate=True,
         )
-        tokens, cache = output.sequences, output.past_key_values
+        tokens, cache = output.sequences, output[CACHE]
     assert output.sequences.tolist() == expected.tolist()
 
 
@@ -256,6 +257,26 @@ def test_cache_can_be_continued(name):
 def test_unsupported_architectures_say_why(name):
     with pytest.raises(UnsupportedModelError, match=UNSUPPORTED[name][0]):
         hf_specdec.generate(empty_model(name), torch.ones((1, 4), dtype=torch.long), spec_method="ngram")
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
+@pytest.mark.filterwarnings("ignore:Both `past_key_values` and `cache` are set")
+@pytest.mark.parametrize("has_old_name", [True, False])
+def test_forward_of_a_users_own_around_that_of_its_class(has_old_name):
+    class Around(LlamaForCausalLM):
+        def forward(self, input_ids=None, position_ids=None, **kwargs):
+            return super().forward(input_ids, position_ids=position_ids, **kwargs)
+
+    class AroundWithCache(LlamaForCausalLM):
+        def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
+            return super().forward(input_ids, position_ids=position_ids, past_key_values=past_key_values, **kwargs)
+
+    torch.manual_seed(0)
+    model = (AroundWithCache if has_old_name else Around)(tiny_model("llama").config).eval()
+    settings = {"max_new_tokens": 20, "do_sample": False}
+    tokens = torch.tensor([[5, 6, 7, 5, 6]])
+    expected = model.generate(tokens, **settings)
+    assert torch.equal(model.generate(tokens, **settings, assistant=scripted_speculator(expected, [0], 99)), expected)
 
 
 def test_model_that_leaves_the_cache_empty_is_refused():

@@ -13,6 +13,7 @@ import hf_specdec
 from hf_specdec import SpecConfigError, UnsupportedModelError
 from hf_specdec.decoding.profile import model_profile
 
+from .caches import CACHE
 from .encoder_decoders import CHAINS_ONLY, UNSUPPORTED, supported, text_model, tiny_model
 from .sampled import sampled_speculator
 from .scripted import scripted_speculator
@@ -182,8 +183,8 @@ def test_settings_are_honoured(text_case, name):
 def test_the_cache_of_all_rows_is_returned(text_case):
     """Also of rows that have left the batch."""
     settings = {**SETTINGS["ends"], "pad_token_id": 0}
-    expected = text_case.generate(4, **settings).past_key_values
-    cache = text_case.generate(4, **settings, spec_method="ngram").past_key_values
+    expected = text_case.generate(4, **settings)[CACHE]
+    cache = text_case.generate(4, **settings, spec_method="ngram")[CACHE]
     for part in ("self_attention_cache", "cross_attention_cache"):
         layers = [[one for one in getattr(each, part).layers if one.is_initialized] for each in (cache, expected)]
         for mine, own in zip(*layers, strict=True):
@@ -252,6 +253,6 @@ def test_sampling_follows_the_distribution(tree):
 def test_requests_that_cannot_be_honoured(text_case):
     inputs = text_case.inputs(1)
     with pytest.raises(SpecConfigError, match="no cache is continued beside an encoder"):
-        text_case.model.generate(**inputs, past_key_values=DynamicCache(), spec_method="ngram")
+        text_case.model.generate(**inputs, **{CACHE: DynamicCache()}, spec_method="ngram")
     with pytest.raises(SpecConfigError, match="Beam search"):
         text_case.model.generate(**inputs, num_beams=2, spec_method="ngram")

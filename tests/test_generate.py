@@ -20,6 +20,7 @@ from transformers.generation import EncoderRepetitionPenaltyLogitsProcessor
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, generate_many, load_speculator
 from tests.architectures import tiny_model
+from tests.caches import CACHE
 from tests.models import VOCAB_SIZE, nothing_runs, prompts, scripted_for, tiny_gpt2, tiny_llama
 from tests.pairs import every_pair
 
@@ -174,18 +175,18 @@ class TestErrors:
 
     def test_cache_of_another_kind(self, model):
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        with pytest.raises(SpecConfigError, match="past_key_values.*DynamicCache.*got EncoderDecoderCache"):
-            model.generate(**prompts(1), max_new_tokens=4, past_key_values=cache, spec_method="ngram")
+        with pytest.raises(SpecConfigError, match=f"{CACHE}.*DynamicCache.*got EncoderDecoderCache"):
+            model.generate(**prompts(1), max_new_tokens=4, **{CACHE: cache}, spec_method="ngram")
 
     def test_static_cache_that_is_too_small(self, model):
         settings = {"do_sample": False, "spec_method": "ngram"}
         cache = StaticCache(config=model.config, max_cache_len=17)
         too_small = pytest.raises(SpecConfigError, match="room for 17 tokens.*may read 18.*max_cache_len=18")
         with nothing_runs(model), too_small:
-            model.generate(**prompts(2), **settings, max_new_tokens=12, past_key_values=cache)
-        assert model.generate(**prompts(2), **settings, max_new_tokens=11, past_key_values=cache).shape == (2, 18)
+            model.generate(**prompts(2), **settings, max_new_tokens=12, **{CACHE: cache})
+        assert model.generate(**prompts(2), **settings, max_new_tokens=11, **{CACHE: cache}).shape == (2, 18)
         with nothing_runs(model), pytest.raises(SpecConfigError, match="made for 2 rows.*this call has 1"):
-            model.generate(**prompts(1, length=18), **settings, max_new_tokens=1, past_key_values=cache)
+            model.generate(**prompts(1, length=18), **settings, max_new_tokens=1, **{CACHE: cache})
 
     @pytest.mark.parametrize("settings", [{"num_beams": 2, "spec_method": "ngram"}, {"spec_method": "ngramm"}])
     def test_nothing_runs_before_the_error(self, model, settings):
@@ -405,19 +406,17 @@ class TestCaches:
         settings = {"max_new_tokens": 14, "do_sample": False}
         plain, ours = plain_and_ours(model, inputs, tree, **settings, return_dict_in_generate=True)
         assert torch.equal(ours.sequences, plain.sequences)
-        assert type(ours.past_key_values) is DynamicCache
-        assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
-        assert [type(layer) for layer in ours.past_key_values.layers] == [
-            type(layer) for layer in plain.past_key_values.layers
-        ]
+        assert type(ours[CACHE]) is DynamicCache
+        assert ours[CACHE].get_seq_length() == plain[CACHE].get_seq_length()
+        assert [type(layer) for layer in ours[CACHE].layers] == [type(layer) for layer in plain[CACHE].layers]
         mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 14 + 5), value=1)
         second = {"input_ids": self.second_turn(plain.sequences), "attention_mask": mask}
         whole = model.generate(**second, **settings)
         speculator = scripted_for(whole, second, accuracy=0.8, tree=tree)
-        continued = model.generate(**second, **settings, past_key_values=copy.deepcopy(ours.past_key_values))
+        continued = model.generate(**second, **settings, **{CACHE: copy.deepcopy(ours[CACHE])})
         assert torch.equal(continued, whole)
-        cache = ours.past_key_values
-        continued = model.generate(**second, **settings, past_key_values=cache, assistant=speculator)
+        cache = ours[CACHE]
+        continued = model.generate(**second, **settings, **{CACHE: cache}, assistant=speculator)
         assert torch.equal(continued, whole)
         # The user's object has been brought up to date: a third turn goes on from it.
         assert cache.get_seq_length() == whole.shape[1] - 1
@@ -425,7 +424,7 @@ class TestCaches:
         third = {"input_ids": self.second_turn(whole), "attention_mask": mask}
         whole = model.generate(**third, **settings)
         speculator = scripted_for(whole, third, accuracy=0.8, tree=tree)
-        assert torch.equal(model.generate(**third, **settings, past_key_values=cache, assistant=speculator), whole)
+        assert torch.equal(model.generate(**third, **settings, **{CACHE: cache}, assistant=speculator), whole)
 
     @every_pair(
         which=["model", "sliding_model"],
@@ -440,7 +439,7 @@ class TestCaches:
 
         def make():
             cache = StaticCache(config=model.config, max_cache_len=60)
-            return {"past_key_values": cache} if passed else {"cache_implementation": "static", "max_cache_len": 60}
+            return {CACHE: cache} if passed else {"cache_implementation": "static", "max_cache_len": 60}
 
         text = model.generate(**inputs, **settings)
         call = {**inputs, **settings, "return_dict_in_generate": True}
@@ -448,10 +447,10 @@ class TestCaches:
         given = make()
         ours = model.generate(**call, **given, assistant=scripted_for(text, inputs))
         assert torch.equal(ours.sequences, plain.sequences)
-        cache = ours.past_key_values
-        assert type(cache) is type(plain.past_key_values) is StaticCache
-        assert cache is given.get("past_key_values", cache)
-        for mine, its in zip(cache.layers, plain.past_key_values.layers):
+        cache = ours[CACHE]
+        assert type(cache) is type(plain[CACHE]) is StaticCache
+        assert cache is given.get(CACHE, cache)
+        for mine, its in zip(cache.layers, plain[CACHE].layers):
             assert mine.keys.shape == its.keys.shape
             assert int(mine.get_seq_length()) == int(its.get_seq_length()) == 23
             # After padding the first slots hold nothing that counts.
@@ -461,7 +460,7 @@ class TestCaches:
         mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 14 + 5), value=1)
         second = {"input_ids": self.second_turn(text), "attention_mask": mask}
         whole = model.generate(**second, **settings)
-        again = {**second, **settings, "past_key_values": cache}
+        again = {**second, **settings, CACHE: cache}
         assert torch.equal(model.generate(**again, assistant=scripted_for(whole, second, accuracy=0.8)), whole)
         assert [layer.keys.data_ptr() for layer in cache.layers] == addresses
         assert int(cache.get_seq_length()) == whole.shape[1] - 1
@@ -475,7 +474,7 @@ class TestCaches:
         ends = [(row[7:] == 0).nonzero() for row in plain.sequences]
         ends = [int(end[0]) + 7 if len(end) else plain.sequences.shape[1] for end in ends]
         assert len(set(ends)) > 1
-        for ours_layer, plain_layer in zip(ours.past_key_values.layers, plain.past_key_values.layers):
+        for ours_layer, plain_layer in zip(ours[CACHE].layers, plain[CACHE].layers):
             assert ours_layer.keys.shape == plain_layer.keys.shape
             for row, end in enumerate(ends):
                 start = 2 - row
@@ -492,9 +491,7 @@ class TestCaches:
         cache = DynamicCache(config=model.config) if with_config else DynamicCache()
         plain = model.generate(**inputs, max_new_tokens=10, do_sample=False)
         speculator = scripted_for(plain, inputs)
-        ours = model.generate(
-            **inputs, max_new_tokens=10, do_sample=False, past_key_values=cache, assistant=speculator
-        )
+        ours = model.generate(**inputs, max_new_tokens=10, do_sample=False, **{CACHE: cache}, assistant=speculator)
         assert torch.equal(ours, plain)
         assert cache.get_seq_length() == ours.shape[1] - 1
 
@@ -505,8 +502,8 @@ class TestCaches:
         whole = model.generate(**inputs, max_new_tokens=20, do_sample=False)
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(inputs["input_ids"][:, :11], past_key_values=cache)
-        call = {**inputs, "input_ids": inputs["input_ids"][:, 11:], "past_key_values": cache}
+            model(inputs["input_ids"][:, :11], **{CACHE: cache})
+        call = {**inputs, "input_ids": inputs["input_ids"][:, 11:], CACHE: cache}
         ours = model.generate(**call, max_new_tokens=20, do_sample=False, assistant=scripted_for(whole, inputs))
         assert torch.equal(ours, whole[:, 11:])
 

@@ -27,6 +27,7 @@ from hf_specdec.decoding.profile import model_profile
 from hf_specdec.decoding.target import SlotModel
 from tests import images
 from tests.architectures import with_images
+from tests.caches import CACHE
 from tests.models import TINY, prompts, scripted_for
 
 
@@ -194,13 +195,13 @@ class TestEqualsPlain:
         turn = torch.tensor([[7, 8, 9]])
         whole = {"input_ids": torch.cat([first.sequences, turn], dim=1)}
         whole["attention_mask"] = torch.ones_like(whole["input_ids"])
-        plain = model.generate(**whole, past_key_values=first.past_key_values, **SETTINGS)
+        plain = model.generate(**whole, **{CACHE: first[CACHE]}, **SETTINGS)
         for tree in (None, TREE):
             how = scripted_for(first.sequences, inputs, accuracy=0.8, tree=tree)
             ours = model.generate(**inputs, **settings, assistant=how)
             assert torch.equal(ours.sequences, first.sequences)
             how = scripted_for(plain, whole, accuracy=0.8, tree=tree)
-            again = model.generate(**whole, past_key_values=ours.past_key_values, **SETTINGS, assistant=how)
+            again = model.generate(**whole, **{CACHE: ours[CACHE]}, **SETTINGS, assistant=how)
             assert torch.equal(again, plain)
 
 

@@ -6,6 +6,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdec import SpecDecodingStats, record
 from tests.architectures import tiny_model
+from tests.caches import CACHE
 from tests.models import VOCAB_SIZE, prompts, scripted_for
 from tests.pairs import every_pair
 
@@ -171,7 +172,7 @@ def test_returned_tensors_are_the_users_own(model):
     inputs = prompts(2)
     call = {**inputs, **SETTINGS, **ALL, "spec_method": "ngram"}
     first = model.generate(**call)
-    kept = [first.sequences.clone(), first.scores[3].clone(), first.past_key_values.layers[0].keys.clone()]
+    kept = [first.sequences.clone(), first.scores[3].clone(), first[CACHE].layers[0].keys.clone()]
     model.generate(**{**call, **prompts(2, seed=4)})
-    now = [first.sequences, first.scores[3], first.past_key_values.layers[0].keys]
+    now = [first.sequences, first.scores[3], first[CACHE].layers[0].keys]
     assert all(torch.equal(a, b) for a, b in zip(kept, now))

@@ -17,6 +17,7 @@ from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.continuation import Continuation
 from tests import methods
 from tests.architectures import CHAINS_ONLY, tiny_model
+from tests.caches import CACHE
 from tests.models import TINY, VOCAB_SIZE, prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.scripted import scripted_speculator
 
@@ -143,10 +144,10 @@ def as_generate_prepared(monkeypatch) -> None:
 class Shifty(LlamaForCausalLM):
     """Reads a token alone in another way than among others."""
 
-    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
         if input_ids.shape[1] == 1:
             position_ids = position_ids + 3
-        return super().forward(input_ids, position_ids=position_ids, past_key_values=past_key_values, **kwargs)
+        return super().forward(input_ids, position_ids=position_ids, **kwargs)
 
 
 class Forwards:
@@ -247,7 +248,7 @@ class TestCheckOfTheContinuation:
             outputs.append(model.generate(**inputs, **settings, spec_method="ngram"))
         first, second = outputs
         assert first.sequences.tolist() == second.sequences.tolist()
-        for layer, other in zip(first.past_key_values.layers, second.past_key_values.layers):
+        for layer, other in zip(first[CACHE].layers, second[CACHE].layers):
             if getattr(layer, "keys", None) is not None:
                 assert torch.equal(layer.keys, other.keys)
                 assert torch.equal(layer.values, other.values)
@@ -405,16 +406,16 @@ class TestMaskedTokens:
             "attention_mask": torch.cat([mask, turn["attention_mask"]], dim=1),
         }
         assert bool((whole["attention_mask"].diff(dim=1) < 0).any())
-        caches = [deepcopy(first.past_key_values) for _ in range(3)]
-        plain = model.generate(**whole, **settings, past_key_values=caches[0])
+        caches = [deepcopy(first[CACHE]) for _ in range(3)]
+        plain = model.generate(**whole, **settings, **{CACHE: caches[0]})
         for tree in (None, TREE):
             how = scripted_for(first.sequences, inputs, accuracy=0.8, tree=tree)
             ours = model.generate(**inputs, **settings, eos_token_id=ends, assistant=how)
             assert ours.sequences.tolist() == first.sequences.tolist()
-            caches.append(ours.past_key_values)
+            caches.append(ours[CACHE])
         for tree, cache in zip((None, TREE, None, TREE), caches[1:]):
             how = scripted_on(plain.sequences, whole, VOCAB_SIZE, accuracy=0.8, tree=tree)
-            again = model.generate(**whole, **settings, past_key_values=cache, assistant=how)
+            again = model.generate(**whole, **settings, **{CACHE: cache}, assistant=how)
             assert again.sequences.tolist() == plain.sequences.tolist()
             assert_some_accepted(again.speculative)
 

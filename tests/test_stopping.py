@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
 
 from hf_specdec import SpecConfigError
 from tests.architectures import tiny_model
+from tests.caches import CACHE
 from tests.models import LETTERS, VOCAB_SIZE, prompts, scripted_for, tiny_llama
 from tests.pairs import every_pair
 
@@ -332,7 +333,7 @@ class TestCustomCriteria:
         ours = model.generate(**inputs, **settings, assistant=scripted_for(fast, inputs, k=6, accuracy=1.0))
         assert torch.equal(ours.sequences, plain.sequences)
         assert "tokens after the ends of rows have been generated and cut off" in ours.speculative.notes[0]
-        for mine, its in zip(ours.past_key_values.layers, plain.past_key_values.layers):
+        for mine, its in zip(ours[CACHE].layers, plain[CACHE].layers):
             assert mine.keys.shape == its.keys.shape
             # Its last token has been read, the padding after it has not.
             for rows, slots in ((slice(1), slice(2, PROMPT + 9)), (slice(1, None), slice(2, None))):
@@ -366,7 +367,7 @@ class TestCustomCriteria:
         rest = whole.shape[1] - cut.shape[1]
         mask = torch.nn.functional.pad(inputs["attention_mask"], (0, cut.shape[1] - PROMPT), value=1)
         settings |= {"max_new_tokens": rest, "attention_mask": mask}
-        assert torch.equal(model.generate(cut, **settings, past_key_values=output.past_key_values), whole)
+        assert torch.equal(model.generate(cut, **settings, **{CACHE: output[CACHE]}), whole)
 
     def test_beside_a_processor_and_stop_strings(self, compare, texts, tokenizer):
         strings = [LETTERS[texts[3][1][0, PROMPT + 9]]]

@@ -14,6 +14,7 @@ from hf_specdec.decoding import functional
 from hf_specdec.decoding.functional import FunctionalSlotModel, slot_model
 from hf_specdec.drafts import TokenTree
 from hf_specdec.protocol import Commit, DraftStep, Prompt
+from tests.caches import CACHE
 from tests.models import TINY, VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.pairs import every_pair
 from tests.scripted import Script, ScriptedCandidateGenerator
@@ -153,7 +154,7 @@ class TestGreedyEqualsPlain:
         )
         assert torch.equal(ours.sequences, expected.sequences)
         assert ours.speculative.num_accepted_tokens > 0.2 * batch_size * NEW_TOKENS
-        assert_same_cache(ours.past_key_values, expected.past_key_values)
+        assert_same_cache(ours[CACHE], expected[CACHE])
 
     @pytest.mark.parametrize("tree", TREES)
     @pytest.mark.parametrize("accuracy", [0.0, 1.0])

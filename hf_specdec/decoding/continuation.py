@@ -9,12 +9,10 @@ Shapes: B rows of the call, P tokens of the given prompts, S slots that the prom
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from threading import get_ident
 from typing import Any
 
@@ -25,7 +23,7 @@ from transformers.generation import GenerationMixin
 from ..errors import UnsupportedModelError
 from ..kernels.products import fast_products
 from ..protocol import Prompt
-from ..target_facts import decoder_layers, layers_owner, quantisation
+from ..target_facts import cache_name_among, decoder_layers, forward_arguments, layers_owner, quantisation
 from .cache import check_room
 from .own_states import own_layers
 from .positions import PositionCounter
@@ -78,13 +76,13 @@ def read_prompts(
             f"Plain generation with {type(model).__name__} loses the mask of padding after the prompts, and this call "
             "has prompts of different lengths. Pass prompts of one length, or use generate_many()."
         )
-    if request.past_key_values is not None:
-        target.cache.load(request.past_key_values)
+    if request.user_cache is not None:
+        target.cache.load(request.user_cache)
         _check_loaded(target)
     room = max_length - input_ids.shape[1]
     given = request.prompt_slots(target.cache.get_seq_length())
     changing_rotary(model, [given] if mask is None else mask.ne(0).sum(1).tolist(), room)
-    check_room(kwargs.get("past_key_values"), request.batch_size, given + room)
+    check_room(kwargs.get(target.profile.cache_name), request.batch_size, given + room)
     if target.profile.has_encoder:
         target.see(request.source or Source.of_call(model, kwargs, request.source_inputs))
     kwargs[target.profile.cache_name] = target.forward_cache
@@ -101,7 +99,7 @@ def read_prompts(
     if received.cache not in (None, target.forward_cache):
         # The model has put a beginning of its own in front of the prompts.
         target.cache.load(received.cache)
-        output.past_key_values = target.cache
+        output[cache_name_among(output.keys())] = target.cache
     target.check_prefilled()
     states |= {key: torch.cat([*parts, states[key]], dim=1) for key, parts in first.items()}
     inputs = next_inputs(model, output, input_ids, kwargs)
@@ -123,7 +121,7 @@ def _check_loaded(target: SlotModel) -> None:
     missing = own_layers(target.model).values() - target.cache.recurrent_states().keys()
     if missing and target.cache.get_seq_length():
         raise UnsupportedModelError(
-            f"`past_key_values` has keys and values of {target.cache.get_seq_length()} tokens, and not the recurrent "
+            f"The given cache has keys and values of {target.cache.get_seq_length()} tokens, and not the recurrent "
             f"states after them, which {type(target.model).__name__} keeps in its modules. Give the whole text as the "
             "prompt."
         )
@@ -168,7 +166,8 @@ class Received:
         last_positions (`torch.Tensor`, *optional*): Of the last column, `(..., 1)`, where the decoder reads them.
     """
 
-    def __init__(self):
+    def __init__(self, cache_name: str):
+        self.cache_name = cache_name
         self.cache: Any = None
         self.last_positions: torch.Tensor | None = None
         self.thread: int = get_ident()
@@ -177,12 +176,12 @@ class Received:
 
     def on_model(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
         if get_ident() == self.thread:
-            self.cache = kwargs.get("past_key_values")
+            self.cache = kwargs.get(self.cache_name)
 
     def on_reader(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
         if get_ident() != self.thread or kwargs is None:
             return
-        positions = {**dict(zip(_parameters(type(module)), args)), **kwargs}.get("position_ids")
+        positions = {**dict(zip(forward_arguments(type(module)), args)), **kwargs}.get("position_ids")
         if torch.is_tensor(positions):
             self.last_positions = positions[..., -1:]
 
@@ -190,7 +189,7 @@ class Received:
 @contextmanager
 def watched_prefill(model: torch.nn.Module) -> Iterator[Received]:
     """Watches, inside of the block, a model that prepares its inputs itself while it reads the prompts."""
-    received = Received()
+    received = Received(model_profile(model).cache_name)
     with ExitStack() as hooks:
         name = "prepare_inputs_for_generation"
         if name in vars(model) or getattr(type(model), name) is not getattr(GenerationMixin, name):
@@ -207,13 +206,7 @@ def _position_readers(model: torch.nn.Module) -> list[torch.nn.Module]:
     except UnsupportedModelError:
         return []
     modules = [*layers_owner(model, layers).children(), layers[0]]
-    return [module for module in modules if "position_ids" in _parameters(type(module))]
-
-
-@lru_cache(maxsize=4096)
-def _parameters(module_class: type) -> tuple[str, ...]:
-    """Names of a forward's parameters."""
-    return tuple(inspect.signature(module_class.forward).parameters)[1:]
+    return [module for module in modules if "position_ids" in forward_arguments(type(module))]
 
 
 def next_inputs(

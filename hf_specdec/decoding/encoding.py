@@ -19,6 +19,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from ..target_facts import CACHE_NAMES
 from .request import Request
 from .source import Source, side_by_side
 
@@ -27,7 +28,7 @@ from .source import Source, side_by_side
 _READING = ("_maybe_prepare_encoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")
 
 # Arguments that are not the encoder's, by the beginnings of their names.
-_NOT_FOR_ENCODERS = ("decoder_", "past_key_values")
+_NOT_FOR_ENCODERS = ("decoder_", *CACHE_NAMES)
 
 
 @dataclass

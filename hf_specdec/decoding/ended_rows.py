@@ -112,7 +112,10 @@ class EndedRows:
 
         transformers has made the latter before it called the loop. Some models have a cache of a class of their own.
         """
-        rows, prepared = list(range(self._request.batch_size)), self._request.model_kwargs.get("past_key_values")
+        rows, prepared = (
+            list(range(self._request.batch_size)),
+            self._request.model_kwargs.get(self._target.profile.cache_name),
+        )
         if self._target.profile.is_recurrent:
             own = returned_cache(self._target.model, [self._states[row][1] for row in rows])
             if own is not None:
@@ -121,7 +124,7 @@ class EndedRows:
             # Compiled code may know the addresses of its tensors, which stay.
             prepared.reset()
             return self._filled(prepared, rows)
-        cache, user_cache = self._filled(self._empty_cache(), rows), self._request.past_key_values
+        cache, user_cache = self._filled(self._empty_cache(), rows), self._request.user_cache
         if self._source is not None:
             return EncoderDecoderCache(cache, self._source.keys.cross_attention_cache)
         if user_cache is None:

@@ -40,7 +40,7 @@ from .continuation import ContinuationCheck, read_prompts
 from .ended_rows import EndedRows
 from .functional import slot_model
 from .graphs import call_graphs
-from .output import OutputRecorder, SpeculativeEncoderDecoderOutput, SpeculativeOutput
+from .output import CACHE_FIELD, OutputRecorder, SpeculativeEncoderDecoderOutput, SpeculativeOutput
 from .profile import ModelProfile, model_profile
 from .reading_again import ReadingAgain
 from .reporting import ColumnStreamer, DeferredWork, count_cycle, count_graphs, count_lookups, explain_empty
@@ -469,7 +469,7 @@ class DecodingLoop:
             "sequences": sequences,
             "scores": self.recorder.scores and self.recorder.scores.steps(),
             "logits": self.recorder.logits and self.recorder.logits.steps(),
-            "past_key_values": cache,
+            CACHE_FIELD: cache,
         }
         states, source = self.recorder.hidden_states(), self.target.source
         if source is not None:

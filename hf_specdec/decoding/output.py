@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
@@ -10,11 +10,16 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from ..logits.recorder import StepRecorder
 from ..logits.verifier import take_nodes
 from ..metrics import SpecDecodingStats
+from ..target_facts import cache_name_among
 
 
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig
+
+
+# The host's field for the cache.
+CACHE_FIELD = cache_name_among([field.name for field in fields(GenerateDecoderOnlyOutput)])
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from ..errors import UnsupportedModelError
-from ..target_facts import decoder_layers
+from ..target_facts import cache_name_among, decoder_layers
 from .cache import SlotCache
 from .linear_attention import read_gated_nodes, read_nodes
 from .recurrent_state import Reading, RecurrentState
@@ -236,7 +236,8 @@ def _lightning_attention(
 ) -> tuple[torch.Tensor, Any]:
     """The module's own code, and for several nodes its linear attention (arXiv 2501.08313) with a constant decay."""
     if own.nodes is None:
-        return type(module).forward(module, hidden_states, **{**kwargs, "past_key_values": _LinearCache(own)})
+        cache_name = cache_name_among(kwargs)
+        return type(module).forward(module, hidden_states, **{**kwargs, cache_name: _LinearCache(own)})
     inputs = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (module.num_attention_heads, -1))
     query, key, value = (part.transpose(1, 2).float() for part in inputs.chunk(3, dim=-1))
     decay = -module.slope_rate.float().expand(len(query), -1, query.shape[2], -1)

@@ -13,7 +13,7 @@ Shapes: R rows, T nodes, S slots, W positions, H hidden size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ import torch
 
 from ..drafts import TreeTopology
 from ..errors import UnsupportedModelError
+from ..target_facts import forward_arguments
 from ..threads import OwnForwards
 from .masks import RowState
 
@@ -142,9 +143,14 @@ class CountedPositions:
 @lru_cache(maxsize=4096)
 def _counts_from_the_past(module_class: type) -> bool:
     """Tells embeddings of positions, which take the length of what is in the cache."""
-    names = inspect.signature(module_class.forward).parameters
+    names = forward_arguments(module_class)
     # Modules that embed tokens too have more to say than positions.
-    return "past_key_values_length" in names and names.keys().isdisjoint({"attention_mask", "token_type_ids"})
+    return _past_length_among(names) is not None and not {"attention_mask", "token_type_ids"}.intersection(names)
+
+
+def _past_length_among(names: Container[str]) -> str | None:
+    """The name of the argument for the number of tokens in the cache: since transformers 5.24, and before."""
+    return next((name for name in ("cache_length", "past_key_values_length") if name in names), None)
 
 
 def _has_bias_by_distance(module: torch.nn.Module) -> bool:
@@ -157,13 +163,13 @@ def _vectors(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor
     if nodes is None:
         return own(module, *args, **kwargs)
     arguments = inspect.signature(own).bind(module, *args, **kwargs).arguments
-    reach = nodes.reach
+    reach, past_length = nodes.reach, _past_length_among(forward_arguments(type(module)))
     call = {
         name: _in_a_row(name, value, len(reach), module)
         for name, value in list(arguments.items())[1:]
-        if name not in ("position_ids", "past_key_values_length")
+        if name not in ("position_ids", past_length)
     }
-    table = own(module, **call, past_key_values_length=reach.start)
+    table = own(module, **call, **{past_length: reach.start})
     vectors = table.reshape(-1, table.shape[-1])[nodes.positions - reach.start]
     padding = getattr(module, "padding_idx", None)
     if hasattr(module, "create_position_ids_from_input_ids") and padding is not None:

@@ -11,13 +11,10 @@ import transformers
 from packaging.version import Version
 
 from ..errors import UnsupportedModelError
+from ..target_facts import CACHE_NAMES, cache_name_among
 from .masks import FULL, Span
 from .positions import CountedPositions
 from .recurrent import mixers
-
-
-# Names of forwards for their cache: those with attention, and those with recurrent layers alone.
-KEYS_AND_VALUES, STATES_ALONE = "past_key_values", ("cache_params", "state")
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,9 @@ class ModelProfile:
         takes_flat_mask (`bool`): Builds its position bias from a 2-D mask, and has no use for a ready 4-D one.
         takes_position_ids (`bool`): Its forward has the argument `position_ids`.
         takes_logits_to_keep (`bool`): Its forward has the argument `logits_to_keep`.
+        attends (`bool`): Some of its layers keep keys and values, and read a mask.
         is_recurrent (`bool`): Some of its layers have a recurrent state, which cannot be cut back.
-        cache_name (`str`): The argument of its forward that takes the cache.
+        cache_name (`str`): The argument of its forward that takes the cache, and of calls that continue one.
         has_encoder (`bool`): Its decoder attends to the output of an encoder too, which the call reads once.
         counted (`CountedPositions`, *optional*): Modules that count positions, and can be told them instead.
         mixes_rows (`bool`): Its own forward of one token mixes the rows of a batch, so that it can have one row only.
@@ -48,8 +46,9 @@ class ModelProfile:
     takes_flat_mask: bool
     takes_position_ids: bool
     takes_logits_to_keep: bool
+    attends: bool = True
     is_recurrent: bool = False
-    cache_name: str = KEYS_AND_VALUES
+    cache_name: str = CACHE_NAMES[0]
     has_encoder: bool = False
     counted: CountedPositions | None = None
     mixes_rows: bool = False
@@ -58,11 +57,6 @@ class ModelProfile:
     def of_decoder(self, name: str) -> str:
         """The name of the forward's arguments and outputs for what its decoder has under this one."""
         return f"decoder_{name}" if self.has_encoder else name
-
-    @property
-    def attends(self) -> bool:
-        """Tells whether some of its layers keep keys and values, and read a mask."""
-        return self.cache_name == KEYS_AND_VALUES
 
     @property
     def supports_trees(self) -> bool:
@@ -149,7 +143,8 @@ def _read_profile(model, role) -> ModelProfile:
             f"cannot be used as {role}. Leave the speculative arguments out to use plain generate()."
         )
     layer_types = getattr(text_config, "layer_types", None)
-    is_recurrent = bool(mixers(model))
+    recurrent = mixers(model).values()
+    is_recurrent = bool(recurrent)
     known = set(_SPAN_OF_LAYER_TYPE) | set(WITHOUT_ATTENTION)
     others = sorted(set(layer_types or ()) - (known if is_recurrent else known - _RECURRENT))
     if others or (getattr(model, "_is_stateful", False) and not is_recurrent):
@@ -160,13 +155,14 @@ def _read_profile(model, role) -> ModelProfile:
             "the speculative arguments out to use plain generate()."
         )
     parameters = inspect.signature(model.forward).parameters
-    cache_name = next((name for name in (KEYS_AND_VALUES, *STATES_ALONE) if name in parameters), None)
-    if cache_name is None or (cache_name in STATES_ALONE and not is_recurrent):
+    cache_name = cache_name_among(_passed_on(model))
+    if cache_name is None:
         raise UnsupportedModelError(
-            f"{name} keeps no key/value cache (its forward has no `past_key_values`), which speculation needs of the "
-            f"{role}. Leave the speculative arguments out to use plain generate()."
+            f"{name} keeps no key/value cache (its forward has none of the arguments {', '.join(CACHE_NAMES)}), which "
+            f"speculation needs of the {role}. Leave the speculative arguments out to use plain generate()."
         )
-    attends, has_encoder = cache_name == KEYS_AND_VALUES, bool(config.is_encoder_decoder)
+    attends = _attends(text_config, layer_types, set(recurrent))
+    has_encoder = bool(config.is_encoder_decoder)
     takes_flat_mask = text_config.model_type == "bloom" or bool(getattr(text_config, "alibi", False))
     takes_position_ids = ("decoder_position_ids" if has_encoder else "position_ids") in parameters
     counts_slots = takes_flat_mask or text_config.model_type in _COUNT_SLOTS
@@ -179,6 +175,7 @@ def _read_profile(model, role) -> ModelProfile:
         takes_flat_mask=takes_flat_mask,
         takes_position_ids=takes_position_ids,
         takes_logits_to_keep="logits_to_keep" in parameters,
+        attends=attends,
         is_recurrent=is_recurrent,
         cache_name=cache_name,
         has_encoder=has_encoder,
@@ -186,6 +183,25 @@ def _read_profile(model, role) -> ModelProfile:
         mixes_rows=text_config.model_type == "rwkv",
         padding=_padding(text_config, attends or "attention_mask" in parameters),
     )
+
+
+def _passed_on(model) -> set[str]:
+    """Names of a forward's arguments, and of those that it passes on to the forwards of classes below its own."""
+    names: set[str] = set()
+    of_classes = (vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base))
+    for forward in (model.forward, *of_classes):
+        parameters = inspect.signature(forward).parameters
+        names.update(parameters)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return names
+
+
+def _attends(config, layer_types, recurrent: set[int]) -> bool:
+    """Tells whether some layers keep keys and values; `recurrent` are the numbers of those with a state."""
+    if layer_types:
+        return not set(layer_types) <= set(WITHOUT_ATTENTION)
+    return not recurrent >= set(range(config.num_hidden_layers))
 
 
 def _padding(config, has_mask) -> str:

@@ -39,7 +39,7 @@ class Request:
         model_kwargs (`dict`): Arguments of the target's forward: mask, positions, multimodal inputs.
         streamer (`BaseStreamer`, *optional*): Has seen nothing yet.
         synced_gpus (`bool`): Go on with forwards until all ranks have finished.
-        past_key_values (`DynamicCache` or `StaticCache`, *optional*): The user's; read at the start, and brought up to
+        user_cache (`DynamicCache` or `StaticCache`, *optional*): The user's; read at the start, and brought up to
             date at the end.
         source_inputs (`dict`): What the encoder has read, of a model that has one: its arguments by name.
         encoding (`Encoding`, *optional*): What the encoder is still to read.
@@ -59,7 +59,7 @@ class Request:
     model_kwargs: dict[str, Any]
     streamer: Any = None
     synced_gpus: bool = False
-    past_key_values: Any = None
+    user_cache: Any = None
     source_inputs: dict[str, Any] = field(default_factory=dict)
     encoding: Encoding | None = None
     source: Source | None = None
@@ -110,7 +110,7 @@ class Request:
     @property
     def keeps_cache(self) -> bool:
         """Tells whether the caller gets the cache of the whole text."""
-        return bool(self.generation_config.return_dict_in_generate) or self.past_key_values is not None
+        return bool(self.generation_config.return_dict_in_generate) or self.user_cache is not None
 
     @property
     def pad_token(self) -> int:

@@ -23,7 +23,7 @@ from ..integration import SPELLINGS, prepare_request
 from ..logits.grammar.recognition import grammar_of
 from ..logits.randomness import seed_from_torch
 from ..patching import original_generate
-from ..target_facts import num_embeddings, vocabulary_size
+from ..target_facts import CACHE_NAMES, num_embeddings, vocabulary_size
 from ..threads import Recent, cached_property
 from ..validation import Bounds, checked
 from .sources import SourceForm
@@ -41,7 +41,9 @@ _OF_SOURCES = ("attention_mask",)
 # What the rows of one loop cannot have: the values that are harmless, and what to do instead.
 _UNSUPPORTED = {
     "streamer": ((None,), "Results arrive as they end; for single tokens call generate()."),
-    "past_key_values": ((None,), "Each request begins with its prompt; for a continued cache call generate()."),
+    **dict.fromkeys(
+        CACHE_NAMES, ((None,), "Each request begins with its prompt; for a continued cache call generate().")
+    ),
     "inputs_embeds": ((None,), "Requests are tokens, texts or chats; for embeddings call generate()."),
     "num_return_sequences": ((None, 1), "Pass the request several times."),
     "output_scores": ((None, False), "Scores are not kept; call generate()."),

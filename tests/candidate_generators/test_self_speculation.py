@@ -18,6 +18,7 @@ from hf_specdec.decoding.graphs import forget_graphs
 from hf_specdec.drafts import chain_topology, static_topology
 from hf_specdec.layers.llama import DecoderLayer
 from hf_specdec.method import names_without_weights
+from tests.caches import CACHE
 from tests.models import nothing_runs, prompts, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.statistics import chi_square_pvalue
 from tests.tape import spoil_inputs, tape_everything
@@ -137,7 +138,7 @@ def test_the_slots_stay_those_of_the_committed_text():
     for settings in (EXIT, SPARSE):
         ours = target.generate(**inputs, **wanted, speculative=settings)
         assert torch.equal(ours.sequences, plain.sequences)
-        for own, other in zip(ours.past_key_values.layers, plain.past_key_values.layers):
+        for own, other in zip(ours[CACHE].layers, plain[CACHE].layers):
             # Products of several rows round differently.
             torch.testing.assert_close(own.keys, other.keys, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(own.values, other.values, rtol=1e-4, atol=1e-4)

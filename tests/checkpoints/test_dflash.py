@@ -22,6 +22,7 @@ from hf_specdec.candidate_generators.dflash.corrections import Block
 from hf_specdec.candidate_generators.dflash.network import GivenContext
 from hf_specdec.decoding.states import captured_states
 from hf_specdec.hub.detect import detect_checkpoint
+from tests.caches import CACHE
 from tests.candidate_generators.test_dflash import NETWORKS, random_network
 from tests.checkpoints import heads
 from tests.checkpoints.heads import (
@@ -358,7 +359,7 @@ def test_transformers_own_format(tmp_path):
             target.get_input_embeddings()(tokens),
             joined,
             position_ids=positions[None],
-            past_key_values=cache,
+            **{CACHE: cache},
         )
     torch.testing.assert_close(ours, expected.last_hidden_state, atol=1e-5, rtol=1e-4)
 

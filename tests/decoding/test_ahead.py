@@ -21,6 +21,7 @@ from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader, seed_of
 from hf_specdec.speculator import Speculator
 from hf_specdec.transfers import PendingRead
+from tests.caches import CACHE
 from tests.candidate_generators.test_dflash import SELECTOR
 from tests.decoding.test_waits import SPARSE, dflash, draft_model, eagle3, medusa, method, mlp_speculator, mtp, peagle
 from tests.models import prompts, tiny_llama
@@ -516,8 +517,7 @@ def test_a_row_that_ends(case, end, events):
     assert stats.num_accepted_tokens == eager.speculative.num_accepted_tokens
     more = {"input_ids": torch.cat([plain.sequences, torch.tensor([[9, 7]])], dim=1), "max_new_tokens": 5}
     texts = [
-        model.generate(**more, do_sample=False, past_key_values=cache).tolist()
-        for cache in (output.past_key_values, plain.past_key_values)
+        model.generate(**more, do_sample=False, **{CACHE: cache}).tolist() for cache in (output[CACHE], plain[CACHE])
     ]
     assert texts[0] == texts[1]
 

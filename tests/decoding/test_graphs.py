@@ -23,6 +23,7 @@ from hf_specdec.decoding.graphs import CallGraphs, call_graphs
 from hf_specdec.kernels.indexing import arange
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from tests.architectures import ALONE, CHAINS_ONLY, supported, tiny_model
+from tests.caches import CACHE
 from tests.models import prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.sampled import sampled_speculator
 from tests.tape import TapeBackend, spoil_inputs, tape_everything
@@ -135,7 +136,7 @@ class TestCallsEqualPlainGeneration:
         for name in ("logits", "scores"):
             for mine, others in zip(getattr(output, name), getattr(plain, name), strict=True):
                 torch.testing.assert_close(mine, others, atol=1e-3, rtol=1e-3)
-        for mine, others in zip(output.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        for mine, others in zip(output[CACHE].layers, plain[CACHE].layers, strict=True):
             if device.type == "cuda":
                 # The kernel that reads the prompt lets padding see itself alone.
                 padding = F.pad(inputs["attention_mask"] == 0, (0, mine.keys.shape[2] - inputs["input_ids"].shape[1]))
@@ -160,7 +161,7 @@ class TestCallsEqualPlainGeneration:
         plain = greedy(model, inputs, 30).sequences
         first = greedy(model, inputs, 12, spec_method="ngram")
         tokens = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences)}
-        output = greedy(model, tokens, 18, spec_method="ngram", past_key_values=first.past_key_values)
+        output = greedy(model, tokens, 18, spec_method="ngram", **{CACHE: first[CACHE]})
         assert output.sequences.tolist() == plain.tolist()
 
 
@@ -440,9 +441,9 @@ class TestEager:
 class Waiting(LlamaForCausalLM):
     """Asks the device for a number in every forward."""
 
-    def forward(self, input_ids=None, past_key_values=None, position_ids=None, **kwargs):
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
         assert input_ids.max().item() < self.config.vocab_size
-        return super().forward(input_ids, past_key_values=past_key_values, position_ids=position_ids, **kwargs)
+        return super().forward(input_ids, position_ids=position_ids, **kwargs)
 
 
 class TestFailingCapture:

@@ -18,6 +18,7 @@ from hf_specdec.decoding.target import SlotModel
 from hf_specdec.drafts import TreeTopology
 from hf_specdec.many.engine import Engine
 from tests.architectures import tiny_model
+from tests.caches import CACHE
 from tests.scripted import scripted_speculator
 from tests.threads import in_threads
 
@@ -129,11 +130,11 @@ def test_many_requests(models, monkeypatch, name, groups):
 
 @pytest.mark.parametrize("name", OWN_CACHES)
 def test_states_that_are_returned_are_of_the_models_own_class(models, name):
-    theirs = models[name].generate(tokens(1, 6), **GREEDY, return_dict_in_generate=True).past_key_values
+    theirs = models[name].generate(tokens(1, 6), **GREEDY, return_dict_in_generate=True)[CACHE]
     ours = speculate(models[name], tokens(1, 6))
     assert ours.speculative.num_accepted_tokens
-    assert type(ours.past_key_values) is type(theirs)
-    for own, other in zip(parts_of(ours.past_key_values), parts_of(theirs), strict=True):
+    assert type(ours[CACHE]) is type(theirs)
+    for own, other in zip(parts_of(ours[CACHE]), parts_of(theirs), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
 
 
@@ -222,19 +223,19 @@ def test_the_state_of_an_earlier_call_is_refused(models):
     model = models["rwkv"]
     output = model.generate(tokens(1, 6), **GREEDY, return_dict_in_generate=True)
     with pytest.raises(Exception, match="does not tell how many tokens it has read"):
-        model.generate(output.sequences, state=output.past_key_values, spec_method="ngram", **GREEDY)
+        model.generate(output.sequences, state=output[CACHE], spec_method="ngram", **GREEDY)
 
 
 def test_a_cache_without_the_states_is_refused_and_the_own_one_continued(models):
     model = models["recurrent_gemma"]
     first, expected = tokens(2, 9), model.generate(tokens(2, 9), max_new_tokens=2 * NEW_TOKENS, do_sample=False)
     cache = DynamicCache(config=model.config)
-    model.generate(first, past_key_values=cache, **GREEDY)
+    model.generate(first, **{CACHE: cache}, **GREEDY)
     with pytest.raises(UnsupportedModelError, match="and not the recurrent states after them"):
-        model.generate(expected[:, :30], past_key_values=cache, spec_method="ngram", **GREEDY)
+        model.generate(expected[:, :30], **{CACHE: cache}, spec_method="ngram", **GREEDY)
     output = speculate(model, first)
     script = scripted_speculator(expected, [0, 0], 99)
-    output = model.generate(output.sequences, past_key_values=output.past_key_values, assistant=script, **GREEDY)
+    output = model.generate(output.sequences, **{CACHE: output[CACHE]}, assistant=script, **GREEDY)
     assert output.tolist() == expected.tolist()
 
 

@@ -19,6 +19,7 @@ from hf_specdec.decoding.recurrent import mixers
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.drafts import TreeTopology, chain_topology
 from tests.architectures import tiny_model
+from tests.caches import CACHE
 from tests.sampled import sampled_speculator
 from tests.scripted import scripted_speculator
 from tests.statistics import chi_square_pvalue
@@ -66,7 +67,7 @@ class Plain:
         """Logits after each of the tokens."""
         positions = torch.arange(self.length, self.length + len(tokens))[None]
         self.length += len(tokens)
-        output = self.model(torch.tensor([tokens]), past_key_values=self.cache, position_ids=positions, use_cache=True)
+        output = self.model(torch.tensor([tokens]), **{CACHE: self.cache}, position_ids=positions, use_cache=True)
         return output.logits[0]
 
     def step(self, tokens: list[int]) -> torch.Tensor:
@@ -295,8 +296,8 @@ def test_the_cache_of_a_batch_holds_the_states_of_every_row(models, name):
     """Rows end at different cycles."""
     model = models(name)
     arguments = {"return_dict_in_generate": True, "max_new_tokens": 17, "do_sample": False}
-    theirs = model.generate(**inputs(3), **arguments).past_key_values
-    ours = model.generate(**inputs(3), **arguments, assistant=scripted(model, 3, accuracy=0.8)).past_key_values
+    theirs = model.generate(**inputs(3), **arguments)[CACHE]
+    ours = model.generate(**inputs(3), **arguments, assistant=scripted(model, 3, accuracy=0.8))[CACHE]
     for own, other in zip(ours.layers, theirs.layers):
         assert type(own) is type(other)
         for part in ("conv_states", "recurrent_states"):

@@ -23,6 +23,7 @@ from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.layers.known import is_llama_layer
 from hf_specdec.layers.llama import DecoderLayer, with_query_groups
 from hf_specdec.layers.rope import signed_angles
+from tests.caches import CACHE
 from tests.models import VOCAB_SIZE
 
 
@@ -79,9 +80,7 @@ class Reading:
         cosine, sine = self.model.get_decoder().rotary_emb(stream, positions)
         theirs, ours = self.caches if cached else (None, None)
         with running(VerificationForward()):
-            expected = self.theirs(
-                stream, attention_mask=mask, position_embeddings=(cosine, sine), past_key_values=theirs
-            )
+            expected = self.theirs(stream, attention_mask=mask, position_embeddings=(cosine, sine), **{CACHE: theirs})
         mask = with_query_groups(mask, self.ours.self_attn.groups)
         return expected, self.ours(stream, signed_angles(cosine, sine), mask, ours)
 

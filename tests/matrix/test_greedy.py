@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_specdec.decoding.profile import ModelProfile
+from tests.caches import CACHE
 from tests.matrix.calls import (
     NEW,
     PROMPT,
@@ -92,10 +93,8 @@ def test_prefilled_cache(row):
     batch, cache = inputs(2), DynamicCache()
     first = {name: value[:, :20] for name, value in batch.items()}
     with torch.no_grad():
-        demo_target()(
-            **first, position_ids=(first["attention_mask"].cumsum(1) - 1).clamp(min=0), past_key_values=cache
-        )
-    ours, call = drafted(row, 2, past_key_values=cache)
+        demo_target()(**first, position_ids=(first["attention_mask"].cumsum(1) - 1).clamp(min=0), **{CACHE: cache})
+    ours, call = drafted(row, 2, **{CACHE: cache})
     assert torch.equal(ours, plain(2))
     assert call.stats.num_accepted_tokens > 0
 
@@ -106,7 +105,7 @@ def test_returned_cache(row):
     ids = torch.cat([output.sequences, inputs(2)["input_ids"][:, -6:]], dim=1)
     mask = torch.nn.functional.pad(inputs(2)["attention_mask"], (0, NEW + 6), value=1)
     turn = {"input_ids": ids, "attention_mask": mask}
-    ours, _ = drafted(row, turn, past_key_values=output.past_key_values, max_new_tokens=8)
+    ours, _ = drafted(row, turn, **{CACHE: output[CACHE]}, max_new_tokens=8)
     whole = continuation(**turn)
     assert torch.equal(ours, whole)
-    assert output.past_key_values.get_seq_length() == whole.shape[1] - 1
+    assert output[CACHE].get_seq_length() == whole.shape[1] - 1

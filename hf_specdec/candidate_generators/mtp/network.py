@@ -36,7 +36,14 @@ from ...layers.experts import MixtureOfExperts
 from ...layers.known import is_llama_layer
 from ...layers.llama import DecoderLayer, KeyValueCache, RMSNorm, project, with_query_groups
 from ...layers.rope import RotaryAngles
-from ...target_facts import decoder_layers, hidden_size, numbers_of, vocabulary_size
+from ...target_facts import (
+    cache_name_among,
+    decoder_layers,
+    forward_arguments,
+    hidden_size,
+    numbers_of,
+    vocabulary_size,
+)
 from .formats import MTP_LAYOUT, SUPPORTED_MODEL_TYPES, WIDTH_KEY, MtpConfig, MtpReader, stored_tensors
 
 
@@ -217,11 +224,12 @@ class MtpNetwork(DraftModule):
         if isinstance(mask, TreeMask):
             mask, forward = mask.in_a_forward(cache.plan.columns, projected.dtype)
         with running(forward):
-            stream = self._part("layers", layer)(
+            own = self._part("layers", layer)
+            stream = own(
                 projected,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=cache,
+                **{cache_name_among(forward_arguments(type(own))): cache},
                 position_embeddings=self._target.angles(projected, positions, self._layer_type(layer)),
             )
         return stream[0] if isinstance(stream, tuple) else stream

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
 # grouped, and the weights are large enough that the best token leads clearly.
 COMMON = {
     "vocab_size": 99,
+    "unpadded_vocab_size": 99,
     "hidden_size": 64,
     "d_model": 64,
     "intermediate_size": 96,
@@ -123,6 +124,14 @@ _CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 
 # Values that a model type needs besides or in place of the common ones.
 SPECIAL = {
+    "apertus1p5": {
+        "vision_config": {"codebook_size": 16},
+        "audio_config": {"codebook_size": 16, "codebook_dim": 64},
+        "image_token_offset": 10,
+        "audio_token_offset": 26,
+        "image_token_id": 98,
+        "audio_token_id": 97,
+    },
     "axk1": _LATENT,
     "axk2": _INDEXED,
     "bailing_hybrid": _LATENT,
@@ -178,6 +187,7 @@ SPECIAL = {
     "hrm_text": _SENSITIVE,
     "hunyuan_vl": _MULTIMODAL_ROPE,
     "hy_v4": _SENSITIVE,
+    "hy_v4_vl": {"text_config": {**_SENSITIVE, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}},
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "janus": {"vq_config": {"base_channels": 32, "embed_dim": 8, "projection_dim": 64, "image_token_embed_dim": 64}},
     "kimi_linear": _LATENT,
@@ -226,6 +236,7 @@ SPECIAL = {
     "qwen3": _SLIDING,
     "qwen3_moe": {"use_sliding_window": True},
     "qwen3_omni_moe_thinker": {**_MULTIMODAL_ROPE, "vision_start_token_id": 97},
+    "sarvam_mla": _LATENT,
     "smollm3": _SLIDING,
     "whisper": _CALM,
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "attention_head_dim": 32},
@@ -275,6 +286,7 @@ RECURRENT = {
     "kimi_linear",
     "lfm2",
     "lfm2_moe",
+    "lara_mini",
     "lfm3",
     "mamba",
     "mamba2",
@@ -317,6 +329,7 @@ _BLOCK_INDEX = {
     "indexer_budget": 64,
     "indexer_compress_ratio": 4,
 }
+_LOOPS = "runs layers in loops"
 _NO_CACHE = "keeps no key/value cache"
 
 # Types that cannot be used: what the error says, and the config values that the type is known for.
@@ -324,8 +337,11 @@ UNSUPPORTED = {
     "blt": ("groups bytes into patches", {}),
     "cpmant": ("reads the whole text again", {}),
     "deepseek_v4": ("compresses the keys of many tokens into one", {}),
+    "dory": (_LOOPS, {}),
     "git": ("image slots in front of the padding", {}),
     "glm5_next": ("pools keys by their places", {}),
+    "inkling2_loop": (_LOOPS, {}),
+    "inkling2_loop_text": (_LOOPS, {}),
     "openai-gpt": (_NO_CACHE, {}),
     "prophetnet": ("one token at a time", {}),
     "qwen4_exp": ("remembers the last tokens", {"text_config": _BLOCK_INDEX}),

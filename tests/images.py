@@ -42,6 +42,7 @@ TYPES = (
 _PATCHES = "patches in a form of their own"
 _BESIDE = "sizes or masks beside an image"
 NOT_TRIED = {
+    "apertus1p5": "images as tokens of the vocabulary",
     "aya_vision": "another number of patches",
     "chameleon": "images as tokens of the vocabulary",
     "deepseek_ocr2": _PATCHES,
@@ -49,6 +50,7 @@ NOT_TRIED = {
     "granite4_vision": _BESIDE,
     "granite_docling": _BESIDE,
     "hunyuan_vl": _PATCHES,
+    "hy_v4_vl": _PATCHES,
     "inkling2": _PATCHES,
     "inkling_mm_model": _PATCHES,
     "kimi_k25": _PATCHES,

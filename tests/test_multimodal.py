@@ -232,6 +232,48 @@ def test_types_without_an_image_have_a_reason():
     assert sorted([*images.TYPES, *images.NOT_TRIED]) == sorted(with_images())
 
 
+def speech_model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A tiny OmniASR, and left-padded prompts of speech and text."""
+    audio = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    audio |= {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "initializer_range": 0.3}
+    audio |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
+    config = transformers.OmniASRConfig(
+        audio_config=audio,
+        text_config={**_TEXT, "model_type": "llama"},
+        audio_token_id=IMAGE,
+        initializer_range=0.3,
+        bos_token_id=1,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = transformers.OmniASRForConditionalGeneration(config).eval()
+    draw = torch.Generator().manual_seed(3)
+    # 400 samples are 39 places after both convolutions.
+    text = torch.randint(3, IMAGE, (2, 8), generator=draw)
+    input_ids = torch.cat([text[:, :2], torch.full((2, 39), IMAGE), text[:, 2:]], dim=1)
+    input_ids[0, :2] = 0
+    return model, {
+        "input_ids": input_ids,
+        "attention_mask": input_ids.ne(0).long(),
+        "input_values": torch.randn(2, 1, 400, generator=draw),
+        "padding_mask": torch.ones((2, 400), dtype=torch.long),
+    }
+
+
+@pytest.mark.skipif(not hasattr(transformers, "OmniASRConfig"), reason="transformers has it since 5.24")
+@pytest.mark.parametrize("tree", [None, TREE])
+def test_speech_in_front_of_text(tree):
+    model, inputs = speech_model()
+    plain = model.generate(**inputs, **SETTINGS)
+    other = model.generate(**{**inputs, "input_values": 1 - inputs["input_values"]}, **SETTINGS)
+    assert not torch.equal(plain, other), "the speech makes no difference"
+    script = scripted_for(plain, {key: inputs[key] for key in ("input_ids", "attention_mask")}, k=3, tree=tree)
+    output = model.generate(**inputs, **SETTINGS, assistant=script, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, plain)
+    assert output.speculative.num_accepted_tokens
+
+
 @pytest.mark.parametrize("name", images.BY_LANGUAGE_MODEL)
 def test_models_that_generate_with_their_language_model(name):
     """The arguments come to the language model, and so do the embeddings of the image."""

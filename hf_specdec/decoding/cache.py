@@ -288,6 +288,11 @@ class SlotCache(Cache):
         return self.get_seq_length(layer_idx) + query_length, 0
 
     @property
+    def is_linear(self) -> list[bool]:
+        """Which layers have a recurrent state alone: masks are made for one of the others."""
+        return [bool(layer.recurrent) and not layer.is_initialized for layer in self.layers]
+
+    @property
     def _num_read(self) -> int:
         """Tokens of a row that the recurrent layers have read."""
         if self.lengths:

@@ -154,6 +154,9 @@ def _added(numerator, denominator, exponent, decay, key, value) -> torch.Tensor:
 class StatesOfBlocks:
     """Stands for xLSTM's cache over the slots of a call: its blocks are given itself, and nothing is written to it."""
 
+    # Nothing is cut off a prompt for what it might hold.
+    is_linear = ()
+
     def __init__(self, slots: SlotCache):
         self.slots = slots
         self.seqlen_offset = 0

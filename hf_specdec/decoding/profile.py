@@ -80,13 +80,17 @@ _UNSUPPORTED = {
     "glm5_next_text": "pools keys by their places in the whole buffers of its cache, by a mask of two dimensions",
     "git": "keeps image slots in front of the padding, which its mask does not cover",
     "qwen4_exp_text": "remembers the last tokens for its n-grams beside its recurrent state",
+    "dory": "runs layers in loops over cache layers that it makes itself",
     "dia": "writes several streams of audio codes",
     "fsmt": "has no mask for several tokens after its cache",
+    "flaubert": "keeps no key/value cache, and reads the whole text again in every forward",
+    "inkling2_loop_text": "runs layers in loops over cache layers that it makes itself",
     "musicgen_decoder": "writes several streams of audio codes",
     "musicgen_melody_decoder": "writes several streams of audio codes",
     "prophetnet": "continues from its cache by one token at a time",
     "t5gemma2_decoder": "attends to its text and to its source under one mask, which it makes itself",
     "unlimited_ocr_text": "keeps its prompt apart from a window of the last tokens, in cache layers of its own",
+    "xlm": "keeps no key/value cache, and reads the whole text again in every forward",
 }
 if Version(transformers.__version__) < Version("5.23"):
     _UNSUPPORTED["recurrent_gemma"] = "asks the layers of its cache for lengths before there are any"

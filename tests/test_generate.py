@@ -178,6 +178,11 @@ class TestErrors:
         with pytest.raises(SpecConfigError, match=f"{CACHE}.*DynamicCache.*got EncoderDecoderCache"):
             model.generate(**prompts(1), max_new_tokens=4, **{CACHE: cache}, spec_method="ngram")
 
+    def test_cache_by_two_names(self, model):
+        caches = {"cache": DynamicCache(), "past_key_values": DynamicCache()}
+        with nothing_runs(model), pytest.raises(SpecConfigError, match="`cache` and `past_key_values` are two names"):
+            model.generate(**prompts(1), max_new_tokens=4, **caches, spec_method="ngram")
+
     def test_static_cache_that_is_too_small(self, model):
         settings = {"do_sample": False, "spec_method": "ngram"}
         cache = StaticCache(config=model.config, max_cache_len=17)
@@ -263,6 +268,12 @@ class TestLogitsProcessors:
         assert torch.equal(plain, unprocessed) == has_no_effect
         plain, ours = plain_and_ours(model, inputs, "random", **settings)
         assert torch.equal(ours, plain)
+
+    def test_prefix_constraint_of_several_sequences(self, model):
+        """Rows are numbered by prompts or by sequences, as the installed transformers does it."""
+        settings = {**PROCESSORS["prefix_allowed_tokens_fn"], "num_return_sequences": 3, "do_sample": True, "top_k": 1}
+        plain = model.generate(**prompts(2), **settings, max_new_tokens=16)
+        assert torch.equal(model.generate(**prompts(2), **settings, max_new_tokens=16, spec_method="ngram"), plain)
 
     @pytest.mark.parametrize("batch_size", BATCH_SIZES)
     def test_forced_bos_token_id(self, model, batch_size):
@@ -483,15 +494,17 @@ class TestCaches:
                     # Batched and single-token forwards round differently.
                     torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
 
+    @pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params"])
     @pytest.mark.parametrize("with_config", [True, False])
     @pytest.mark.parametrize("which", ["model", "sliding_model"])
-    def test_empty_cache_of_the_user_is_filled(self, which, with_config, request):
+    def test_empty_cache_of_the_user_is_filled(self, which, with_config, name, request):
+        """Whatever the installed transformers calls it."""
         model = request.getfixturevalue(which)
         inputs = prompts(1, length=12)
         cache = DynamicCache(config=model.config) if with_config else DynamicCache()
         plain = model.generate(**inputs, max_new_tokens=10, do_sample=False)
         speculator = scripted_for(plain, inputs)
-        ours = model.generate(**inputs, max_new_tokens=10, do_sample=False, **{CACHE: cache}, assistant=speculator)
+        ours = model.generate(**inputs, max_new_tokens=10, do_sample=False, **{name: cache}, assistant=speculator)
         assert torch.equal(ours, plain)
         assert cache.get_seq_length() == ours.shape[1] - 1
 

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import import_module
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 
@@ -212,18 +212,29 @@ def _form_of(forward: Callable, kind: str) -> Any:
     # Files of other models are read only where none before is alike.
     for path, form in _TABLES[kind].items():
         file, _, name = path.partition(".")
-        known = import_module(f"transformers.models.{file}.modeling_{file}")
+        known = _modeling(file)
         if kind == "rotation":
             own = inspect.unwrap(forward).__globals__
-            pairs = [(own.get(part), getattr(known, part)) for part in ("apply_rotary_pos_emb", "rotate_half")]
+            pairs = [(own.get(part), getattr(known, part, None)) for part in ("apply_rotary_pos_emb", "rotate_half")]
         else:
-            pairs = [(forward, getattr(known, name).forward)]
+            pairs = [(forward, getattr(getattr(known, name, None), "forward", None))]
         if all(same_code(*pair) for pair in pairs):
             return form
     return None
 
 
-def same_code(one: Any, other: Callable) -> bool:
+def _modeling(model_type: str) -> ModuleType | None:
+    """The code of a model type; `None` where this version of transformers does not have it."""
+    name = f"transformers.models.{model_type}.modeling_{model_type}"
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if not name.startswith(error.name or name):
+            raise
+        return None
+
+
+def same_code(one: Any, other: Any) -> bool:
     """Tells whether two functions have the same code but for their docstrings, and the names of their classes."""
     codes = [getattr(inspect.unwrap(function), "__code__", None) for function in (one, other)]
     return all(codes) and _described(codes[0]) == _described(codes[1])

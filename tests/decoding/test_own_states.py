@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_specdec import UnsupportedModelError, generate_many
+from hf_specdec import SpecConfigError, UnsupportedModelError, generate_many
 from hf_specdec.decoding import continuation
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.own_states import own_layers, returned_cache
@@ -221,9 +221,10 @@ def test_requests_that_join_are_each_as_alone(models, name, monkeypatch):
 
 def test_the_state_of_an_earlier_call_is_refused(models):
     model = models["rwkv"]
-    output = model.generate(tokens(1, 6), **GREEDY, return_dict_in_generate=True)
-    with pytest.raises(Exception, match="does not tell how many tokens it has read"):
-        model.generate(output.sequences, state=output[CACHE], spec_method="ngram", **GREEDY)
+    text = tokens(1, 6)
+    state = model(text).state
+    with pytest.raises(SpecConfigError, match="`state`: a DynamicCache or a StaticCache can be continued, got list"):
+        model.generate(text, state=state, spec_method="ngram", **GREEDY)
 
 
 def test_a_cache_without_the_states_is_refused_and_the_own_one_continued(models):

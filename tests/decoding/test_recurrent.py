@@ -8,13 +8,14 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import hf_specdec
 from hf_specdec import UnsupportedModelError, load_speculator
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle3Recipe
 from hf_specdec.decoding.cache import SlotCache
+from hf_specdec.decoding.profile import model_profile
 from hf_specdec.decoding.recurrent import mixers
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.drafts import TreeTopology, chain_topology
@@ -304,6 +305,30 @@ def test_the_cache_of_a_batch_holds_the_states_of_every_row(models, name):
             for key, state in getattr(other, part, {}).items():
                 if state is not None:
                     torch.testing.assert_close(getattr(own, part)[key], state, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "jamba"])
+def test_the_users_cache_is_filled_and_continued(models, name, kind):
+    """As by plain generation, which reads all tokens on top of states alone."""
+    model, limit = models(name), {"max_cache_len": 80} if kind is StaticCache else {}
+    plain_name = model_profile(model).cache_name
+    caches = [kind(config=model.config, **limit) for _ in range(2)]
+    arguments = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True, "disable_compile": True}
+    text = inputs(2)
+    for _ in range(2):
+        theirs = model.generate(**text, **arguments, **{plain_name: caches[0]})
+        ours = model.generate(**text, **arguments, cache=caches[1], spec_method="ngram")
+        assert ours.sequences.tolist() == theirs.sequences.tolist()
+        assert ours[CACHE] is caches[1]
+        for own, other in zip(*(cache.layers for cache in reversed(caches)), strict=True):
+            for part in ("conv_states", "recurrent_states"):
+                for key, state in (getattr(other, part, None) or {}).items():
+                    if state is not None:
+                        torch.testing.assert_close(getattr(own, part)[key], state, rtol=1e-3, atol=1e-3)
+        width = theirs.sequences.shape[1] - text["input_ids"].shape[1]
+        mask = torch.nn.functional.pad(text["attention_mask"], (0, width), value=1)
+        text = {"input_ids": theirs.sequences, "attention_mask": mask}
 
 
 @pytest.mark.parametrize(("name", "batch_size"), [("qwen3_next", 3), ("lfm2", 1), ("jamba", 3), ("falcon_h1", 1)])

@@ -20,6 +20,7 @@ from transformers import (
 
 from hf_specdec.decoding.attention import NAME, VerificationForward, running
 from hf_specdec.decoding.cache import SlotCache
+from hf_specdec.layers import structure
 from hf_specdec.layers.known import is_llama_layer
 from hf_specdec.layers.llama import DecoderLayer, with_query_groups
 from hf_specdec.layers.rope import signed_angles
@@ -92,6 +93,17 @@ class Reading:
         mask[..., 1, 6] = mask[0, :, :, 0] = torch.finfo(dtype).min
         tree = self.read(drawn(2, 3, 32, dtype=dtype, seed=2), mask=mask.to(dtype), **how)
         return zip(prompt, tree)
+
+
+def test_models_that_this_transformers_does_not_have_are_passed_over(monkeypatch):
+    tables = {"norm": {"no_such.NoNorm": "a", "llama.NoSuchNorm": "b", "llama.LlamaRMSNorm": "c"}}
+    tables["rotation"] = {"no_such": False, "llama": True}
+    monkeypatch.setattr(structure, "_TABLES", tables)
+    structure._form_of.cache_clear()
+    layer = make().get_decoder().layers[0]
+    assert structure.form_of(layer.input_layernorm, "norm") == "c"
+    assert structure.form_of(layer.self_attn, "rotation")
+    structure._form_of.cache_clear()
 
 
 class TestNumbers:

@@ -229,7 +229,7 @@ class MtpNetwork(DraftModule):
                 projected,
                 attention_mask=mask,
                 position_ids=positions,
-                **{cache_name_among(forward_arguments(type(own))): cache},
+                **{cache_name_among(forward_arguments(type(own.self_attn))): cache},
                 position_embeddings=self._target.angles(projected, positions, self._layer_type(layer)),
             )
         return stream[0] if isinstance(stream, tuple) else stream

@@ -142,7 +142,7 @@ def test_processes_share_what_one_has_compiled(tmp_path):
 
 def test_other_methods_do_not_import_them():
     code = (
-        "import sys, hf_specdec; from hf_specdec import demo; from hf_specdec.settings.config import describe_settings;"
+        "import sys, hf_specdec; from hf_specdec import demo; from hf_specdec.settings import describe_settings;"
         "target = demo.load_target(); inputs = demo.load_tokenizer()('def add', return_tensors='pt');"
         "head = demo.drafter_path('eagle3'); describe_settings();"
         "target.generate(**inputs, max_new_tokens=8, spec_method='eagle3', spec_model=head);"

@@ -36,8 +36,8 @@ def _longest(text: np.ndarray, ends: np.ndarray, count: int, limit: int, first: 
     """Lengths and ends of the best matches among all `ends` of the text's last token, the newest included."""
     size, newest = len(text), len(ends) - 1
     lengths = np.zeros(len(ends), dtype=np.int64)
-    # The Z function of the text read backwards, where it is not 0. Of the matches found so far that from `begin` to
-    # `ends[known]` reaches furthest back. It repeats the end of the text, where what matches inside of it is known.
+    # The Z function of the text read backwards. From `begin` to `ends[known]` is the match that reaches furthest back.
+    # It copies the text's end, so a place inside of it matches what its counterpart in the end does, up to `begin`.
     begin, known = size, newest
     for place in range(newest - 1, -1, -1):
         end = ends[place]

@@ -8,12 +8,10 @@ Shapes: R rows, W committed tokens of a row, L places of a text, M matches, D de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -180,19 +178,19 @@ class CallTexts:
         if length > self.size:
             self.size, self._rows = 1 << (length + _ROOM - 1).bit_length(), []
 
-    def write(self, rows: list[int], texts: Sequence[Sequence[int] | np.ndarray]) -> None:
+    def write(self, rows: list[int], texts: list[list[int]]) -> None:
         """Writes what the device lacks of the rows' texts.
 
         Args:
             rows (`list[int]`): Number of each row in the call.
-            texts (`Sequence[Sequence[int] | np.ndarray]`): Their tokens.
+            texts (`list[Sequence[int]]`): Their tokens.
         """
         if self._rows != rows:
             self._rows, self._written = list(rows), [0] * len(rows)
         memory = self.memory.of_rows(padded_rows(len(rows)), self.size)
         for index, (text, written) in enumerate(zip(texts, self._written)):
             if written < len(text):
-                memory[index, written : len(text)].copy_(upload(text[written:], memory.device))
+                memory[index, written : len(text)].copy_(upload(list(text[written:]), memory.device))
                 self._written[index] = len(text)
 
     def have_grown(self, lengths: list[int]) -> None:

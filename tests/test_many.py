@@ -230,7 +230,8 @@ def test_nothing_is_left_behind(model):
 
     def living() -> int:
         gc.collect()
-        return sum(isinstance(item, (torch.Tensor, Row)) for item in gc.get_objects())
+        # By its type: a proxy of something that is gone, such as numba leaves, cannot be asked for its class.
+        return sum(issubclass(type(item), (torch.Tensor, Row)) for item in gc.get_objects())
 
     results = generate_many(model, (prompt(i % 7) for i in range(200)), 4, do_sample=False, max_new_tokens=3, **NGRAM)
     counts = [living() for index, _ in enumerate(results) if index % 60 == 59]

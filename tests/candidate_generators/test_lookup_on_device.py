@@ -1,4 +1,4 @@
-"""Lookups of n-grams in tensors: the drafts are those of the index on the host."""
+"""Lookups of n-grams in tensors: the drafts are those of the scan on the host."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def texts_of_rows(draw):
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
 @settings(max_examples=60, deadline=None)
 @given(case=texts_of_rows())
-def test_drafts_are_those_of_the_index(options, case):
+def test_drafts_are_those_of_the_host(options, case):
     host, device = drafts_of_host_and_device(*case, **options)
     assert device == host
 

@@ -1,8 +1,7 @@
-"""The n-gram method: its index against the definition, vLLM's answers, options, batches and the stock protocol."""
+"""The n-gram method: its scan against the definition, vLLM's answers, options, batches and the stock protocol."""
 
 from __future__ import annotations
 
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hf_specdec.candidate_generators.ngram import index as ngram_index
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator, NgramOptions, merge
-from hf_specdec.candidate_generators.ngram.index import MAX_TOKEN_ID, NgramIndex, sort_prefixes
+from hf_specdec.candidate_generators.ngram.text import RowText
 from hf_specdec.drafts import DraftTree
 from hf_specdec.errors import SpecConfigError
+from hf_specdec.kernels.text import best_matches
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from hf_specdec.settings import SpeculativeConfig
 from tests.candidate_generators.by_hand import paths_of
@@ -31,10 +30,6 @@ def all_matches(text: list[int], limit: int | None = None, first: bool = False) 
     return sorted(
         ((m, end) for m, end in matches if m), key=lambda found: (-found[0], found[1] if first else -found[1])
     )
-
-
-def longest_match(text: list[int], limit: int | None = None, first: bool = False) -> tuple[int, int]:
-    return (all_matches(text, limit, first) or [(0, 0)])[0]
 
 
 def common_suffix(text: list[int], other: list[int]) -> int:
@@ -89,12 +84,10 @@ def recorded() -> dict:
     return answers
 
 
-@pytest.fixture(scope="module", params=["added one by one", "sorted"])
-def prefilled(recorded, request):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ngram_index, "_BULK_OVERHEAD", 0 if request.param == "sorted" else 10**6)
-        generator = make_generator(len(recorded["texts"]))
-        generator.prefill(pad_left(recorded["texts"]))
+@pytest.fixture(scope="module")
+def prefilled(recorded):
+    generator = make_generator(len(recorded["texts"]))
+    generator.prefill(pad_left(recorded["texts"]))
     return generator
 
 
@@ -109,137 +102,81 @@ def test_drafts_are_those_of_vllm(recorded, prefilled, rule, match, number):
         prompt_lookup_max=longest,
         prompt_lookup_match=match,
     )
-    # The index does not depend on the options, so one serves all of them.
-    generator._indexes = prefilled._indexes
+    # The texts do not depend on the options, so they serve all of them.
+    generator._row_texts = prefilled._row_texts
     drafts = generator.propose(make_step(recorded["texts"])).token_lists()
     assert drafts == [row[number] for row in recorded[rule]]
 
 
-# ---------------------------------------------------------------------------------------------------------- the index
+# ----------------------------------------------------------------------------------------------------------- the scan
 
 few_tokens = st.lists(st.integers(0, 3), max_size=12)
 # Pieces that come again make long matches, and runs of one token make nothing but ties.
 pieces = st.lists(
     st.one_of(few_tokens, st.sampled_from([[0, 1, 2, 3, 1], [0] * 9, [2, 1] * 4])), min_size=1, max_size=12
 )
+limits = st.sampled_from([None, 1, 2, 5])
 
 
-@settings(max_examples=150)
-@given(pieces, st.sets(st.integers(0, 11)), st.sampled_from([None, 1, 2, 5]), st.booleans(), st.integers(4, 200))
-def test_index_follows_the_definition(pieces, sorted_pieces, limit, first, max_tokens):
-    index, text = NgramIndex(max_tokens=max_tokens), []
-    for number, piece in enumerate(pieces):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ngram_index, "_BULK_OVERHEAD", -(10**6) if number in sorted_pieces else 10**6)
-            index.extend(piece)
+def found_matches(text: list[int], count: int, limit: int | None = None, first: bool = False) -> list[tuple[int, int]]:
+    return best_matches(np.array(text, dtype=np.int32), count, limit or len(text), first)
+
+
+@settings(max_examples=300, deadline=None)
+@given(pieces, limits, st.booleans())
+def test_scan_follows_the_definition(pieces, limit, first):
+    text = sum(pieces, [])
+    expected = all_matches(text, limit, first)
+    for count in (1, 2, 5, 64, 200):
+        assert found_matches(text, count, limit, first) == expected[:count]
+
+
+@settings(max_examples=150, deadline=None)
+@given(pieces, few_tokens, limits, st.booleans(), st.integers(4, 200))
+def test_rows_grow_and_forget(pieces, lead, limit, first, most):
+    row, text = RowText([], most), []
+    for piece in pieces:
+        row.extend(piece)
         text = text + piece
-        if len(text) > max_tokens:
-            text = text[-(max_tokens - max_tokens // 4) :]
-        assert len(index) == len(text)
-        expected = all_matches(text, limit, first)
-        assert index.longest_match(limit, first) == (expected or [(0, 0)])[0]
-        for count in (1, 2, 5, 100):
-            assert index.matches(count, limit, first) == expected[:count]
-        assert index.longest_match() == longest_match(text)
+        if len(text) > most:
+            text = text[-(most - most // 4) :]
+        assert row.tokens.tolist() == text
+        assert len(row) == len(text)
+        # Tokens that are not committed do not stay.
+        followed = row.followed_by(lead).tolist()
+        assert followed == (text + lead if len(text + lead) <= most else [])
+        assert found_matches(followed, 4, limit, first) == all_matches(followed, limit, first)[:4]
+        assert row.num_bytes <= 4 * most
 
 
 def test_few_of_many_matches():
     text = [7, 1] * 300 + [8, 1] * 300 + [1]
-    index = NgramIndex(text)
-    assert index.matches(3) == [(1, 1200), (1, 1198), (1, 1196)]
-    assert index.matches(2, first=True) == [(1, 2), (1, 4)]
-    index.extend([7, 1])
-    assert index.matches(200) == all_matches([*text, 7, 1])[:200]
-
-
-@settings(max_examples=100)
-@given(st.lists(st.integers(0, 2), max_size=80))
-def test_prefixes_are_sorted_backwards(text):
-    found = sort_prefixes(np.array(text, dtype=np.int64)).tolist()
-    assert found == sorted(range(len(text) + 1), key=lambda length: text[:length][::-1])
+    assert found_matches(text, 3) == [(1, 1200), (1, 1198), (1, 1196)]
+    assert found_matches(text, 2, first=True) == [(1, 2), (1, 4)]
+    text += [7, 1]
+    assert found_matches(text, 200) == all_matches(text)[:200]
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 7])
-def test_endless_loops_stay_exact(monkeypatch, period):
-    # Every round of a loop is placed beside the one before it, which uses up the places between two neighbours.
-    monkeypatch.setattr(ngram_index, "_FIRST_STEP", 1 << 10)
-    spread = []
-    original = NgramIndex._spread
-    monkeypatch.setattr(NgramIndex, "_spread", lambda *arguments: (spread.append(1), original(*arguments)))
-    loop = list(range(period))
-    index = NgramIndex([9, 8, 0])
-    for length in range(1, 600):
-        index.extend([loop[(length - 1) % period]])
-    text = [9, 8, 0, *(loop * 600)[:length]]
-    assert index.longest_match() == longest_match(text)
-    assert index.longest_match(5, first=True) == longest_match(text, 5, first=True)
-    index.extend([8])
-    assert index.longest_match() == longest_match([*text, 8])
-    assert period == 1 or spread
+def test_endless_loops_stay_exact(period):
+    text = [9, 8, 0, *(list(range(period)) * 600)[:600]]
+    for more in ([], [8]):
+        text += more
+        assert found_matches(text, 4) == all_matches(text)[:4]
+        assert found_matches(text, 4, 5, first=True) == all_matches(text, 5, first=True)[:4]
 
 
 def test_large_token_ids_and_long_matches():
-    block = [MAX_TOKEN_ID - i * 7 for i in range(1000)]
-    index = NgramIndex([*block, 5, *block])
-    assert index.longest_match() == (1000, 1000)
-    assert index.continuation(1000, 3) == [5, *block[:2]]
-    index.extend([6])
-    assert index.longest_match() == (0, 0)
+    block = [2**31 - 1 - i * 7 for i in range(1000)]
+    text = [*block, 5, *block]
+    assert found_matches(text, 1) == [(1000, 1000)]
+    assert found_matches([*text, 6], 1) == []
 
 
-@pytest.mark.parametrize("tokens", [[-1], [3, MAX_TOKEN_ID + 1]])
-def test_impossible_token_ids_are_refused_and_change_nothing(tokens):
-    index = NgramIndex([1, 2, 1])
-    with pytest.raises(ValueError, match=f"between 0 and {MAX_TOKEN_ID}, got"):
-        index.extend(tokens)
-    assert index.longest_match() == (1, 1)
-
-
-def test_index_of_impossible_size_is_refused():
-    with pytest.raises(ValueError, match="`max_tokens` must be between 1 and .* got 0"):
-        NgramIndex(max_tokens=0)
-
-
-def test_memory_is_bounded(monkeypatch):
-    builds = []
-    original = ngram_index.sort_prefixes
-    monkeypatch.setattr(ngram_index, "sort_prefixes", lambda tokens: builds.append(len(tokens)) or original(tokens))
-    text = np.random.default_rng(0).integers(0, 50, 40_000).tolist()
-    tracemalloc.start()
-    index = NgramIndex(text[:4000], max_tokens=4000)
-    builds.clear()
-    before = tracemalloc.get_traced_memory()[0]
-    for start in range(4000, 40_000, 3):
-        index.extend(text[start : start + 3])
-        assert 3000 <= len(index) <= 4000
-    grown = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    assert grown < 30 * 4000
-    # A quarter of the index is forgotten at a time: three tokens sorted for every token added.
-    assert sum(builds) <= 3 * 36_000
-    assert index.longest_match() == longest_match(text[-len(index) :])
-
-
-def test_memory_of_a_long_prompt():
-    text = np.random.default_rng(0).zipf(1.2, 100_000) % 5000
-    text = text.tolist()
-    tracemalloc.start()
-    index = NgramIndex(text)
-    index.extend([1, 2, 3])
-    bytes_per_token = tracemalloc.get_traced_memory()[0] / len(text)
-    tracemalloc.stop()
-    assert bytes_per_token < 24
-
-
-def test_copies_are_independent():
-    original = NgramIndex([1, 2, 3, 1, 2])
-    copy = original.copy()
-    copy.extend([3, 7, 2])
-    original.extend([9])
-    assert copy.longest_match() == longest_match([1, 2, 3, 1, 2, 3, 7, 2])
-    assert original.longest_match() == (0, 0)
-    original.extend([1])
-    assert original.longest_match() == longest_match([1, 2, 3, 1, 2, 9, 1])
+def test_work_grows_with_the_text_alone():
+    """A loop, where every place matches as far as the text reaches back: compared pair by pair it takes an hour."""
+    size = 200_000
+    assert found_matches([1, 2] * size, 2) == [(2 * size - 2, 2 * size - 2), (2 * size - 4, 2 * size - 4)]
 
 
 # ------------------------------------------------------------------------------------------------------- the generator
@@ -293,19 +230,15 @@ def test_rows_of_a_batch_go_their_own_ways():
     # A second selection counts from the rows that are left, and a finished row is forgotten.
     generator.keep_rows([1])
     assert generator.propose(make_step(texts[1:], rows=[0])).token_lists() == [[1, 2, 3]]
-    assert list(generator._indexes) == [0]
+    assert list(generator._row_texts) == [0]
     generator.close()
-    assert not generator._indexes
+    assert not generator._row_texts
 
 
-def test_rows_with_one_prompt_sort_it_once(monkeypatch):
-    builds = []
-    original = ngram_index.sort_prefixes
-    monkeypatch.setattr(ngram_index, "sort_prefixes", lambda tokens: builds.append(len(tokens)) or original(tokens))
+def test_rows_with_one_prompt_go_their_own_ways():
     text = np.random.default_rng(0).integers(0, 9, 2000).tolist()
     generator = make_generator(4, num_speculative_tokens=24)
     generator.prefill(pad_left([text, text, text[:1500], text]))
-    assert sorted(size for size in builds if size) == [1500, 2000]
     new = [[1, 2], [3], text[1500:1505], [4, 4, 4]]
     generator.observe(commit([0, 1, 2, 3], new))
     texts = [text + new[0], text + new[1], text[:1505], text + new[3]]
@@ -340,7 +273,7 @@ def test_stock_protocol():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_cycles_agree_with_a_fresh_start(seed):
-    # What the index has become after many cycles drafts what an index of the whole text drafts.
+    # What a row has become after many cycles drafts what its whole text drafts.
     random = np.random.default_rng(seed)
     texts = [random.integers(0, 4, size).tolist() for size in (1, 50, 700)]
     generator = make_generator(3, num_speculative_tokens=24)

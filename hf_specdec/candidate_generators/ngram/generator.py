@@ -2,7 +2,7 @@
 
 Saxena, "Prompt Lookup Decoding" (2023); the rule with `prompt_lookup_max` is that of vLLM's CPU proposer. No weights.
 
-The host looks the end of the text up in an index. On a GPU, a graph does it ahead of the verdict, in the tokens alone
+The host scans the text for its end. On a GPU, a graph does it ahead of the verdict, in the tokens alone
 ([`~candidate_generators.ngram.on_device`]), and the host where the graph has not.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
 import torch
 
 from ...drafting.graphs import RowGraphs
@@ -20,8 +21,8 @@ from ...protocol import Commit, DeviceCommit, DraftStep, Lookups, Prompt, Sessio
 from ...transfers import on_host
 from ...validation import Options, setting
 from ..base import CandidateGenerator
-from .index import NgramIndex
 from .on_device import LONGEST_MATCH, CallTexts, FoundTrees, LookupRule, texts_of
+from .text import RowText
 
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ _MAX_MATCHES = 64
 
 _MIN_INDEXED_TOKENS = 64
 _MAX_INDEXED_TOKENS = 2_000_000
-# About what a token of the index takes.
-_BYTES_PER_TOKEN = 20
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class NgramOptions(Options):
     )
     max_indexed_tokens: int = setting(
         2**20,
-        "Tokens of a row that are searched, about 20 bytes each. A longer row forgets its oldest quarter.",
+        "Tokens of a row that are searched, 4 to 8 bytes each. A longer row forgets its oldest quarter.",
         least=_MIN_INDEXED_TOKENS,
         most=_MAX_INDEXED_TOKENS,
         key="prompt_lookup_max_indexed_tokens",
@@ -147,9 +146,13 @@ class NgramCandidateGenerator(CandidateGenerator):
     loaded_by: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):
+        # Numba is imported here, before the cycles, which are timed.
+        from ...kernels.text import best_matches
+
         super().__init__(config, resources, session)
         self.lookups: Lookups = Lookups()
-        self._indexes: dict[int, NgramIndex] = {}
+        self._best_matches = best_matches
+        self._row_texts: dict[int, RowText] = {}
         self._rows: list[int] = []
         self._best: list[tuple[int, int]] = []  # of each row's last draft: its longest match, and the tokens from it
         self._num_matches = self.options.most_matches if session.supports_trees else 1
@@ -176,14 +179,8 @@ class NgramCandidateGenerator(CandidateGenerator):
             self._graphs = RowGraphs(self._texts.memory)
             self._graphs.begin(self.config, self.session)
         self._rows = list(range(len(prompt.starts)))
-        built: dict[tuple[int, ...], NgramIndex] = {}
-        for row, tokens in enumerate(prompt.texts):
-            # Rows of one prompt (`num_return_sequences`) sort it once.
-            key = tuple(tokens)
-            if key in built:
-                self._indexes[row] = built[key].copy()
-            else:
-                self._indexes[row] = built[key] = NgramIndex(tokens, self.options.max_indexed_tokens)
+        most = self.options.max_indexed_tokens
+        self._row_texts = {row: RowText(tokens, most) for row, tokens in enumerate(prompt.texts)}
 
     def propose(self, step: DraftStep) -> DraftTree:
         longest, rooms = self.shared_length(len(step.rows)), self.draft_depths(step)
@@ -194,15 +191,15 @@ class NgramCandidateGenerator(CandidateGenerator):
         self._best = []
         leads = step.leads or [[]] * len(step.rows)
         drafts = [
-            self._draft(self._indexes[row], lead, longest, room) for row, lead, room in zip(step.rows, leads, rooms)
+            self._draft(self._row_texts[row], lead, longest, room) for row, lead, room in zip(step.rows, leads, rooms)
         ]
         tokens, parents = map(list, zip(*drafts)) if drafts else ([], [])
         self._count_lookups(list(map(len, tokens)), rooms)
         return DraftTree.from_lists(tokens, self.session.device, parents)
 
     def _count_lookups(self, counts: list[int], rooms: list[int]) -> None:
-        num_indexed = sum(map(len, self._indexes.values()))
-        self.lookups.count(counts, rooms, num_indexed, _BYTES_PER_TOKEN * num_indexed)
+        texts = self._row_texts.values()
+        self.lookups.count(counts, rooms, sum(map(len, texts)), sum(text.num_bytes for text in texts))
 
     # On the device
 
@@ -212,10 +209,10 @@ class NgramCandidateGenerator(CandidateGenerator):
         return self._graphs is not None and self._graphs.are_on and not self.may_mask
 
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
-        longest, texts = self.shared_length(len(commit.rows)), [self._indexes[row].text for row in commit.rows]
+        longest, texts = self.shared_length(len(commit.rows)), [self._row_texts[row].tokens for row in commit.rows]
         lengths, width = list(map(len, texts)), commit.tokens.shape[1]
         if max(lengths) + width > self.options.max_indexed_tokens:
-            # The index will forget the beginning, and places are others then.
+            # The row will forget its beginning, and places are others then.
             return None
         self._texts.have_room(max(lengths) + width)
         self._texts.write(commit.rows, texts)
@@ -273,29 +270,29 @@ class NgramCandidateGenerator(CandidateGenerator):
 
     def observe(self, commit: Commit) -> None:
         for row, tokens in zip(commit.rows, commit.token_lists):
-            self._indexes[row].extend(tokens)
+            self._row_texts[row].extend(tokens)
         if self._texts is not None and self._texts.will_grow:
-            self._texts.have_grown([len(self._indexes[row]) for row in commit.rows])
+            self._texts.have_grown([len(self._row_texts[row]) for row in commit.rows])
         found, self._found = self._found, None
         if found is not None and found[0].node_counts is not None:
             self._count_lookups(found[0].node_counts, found[1])
 
     def keep_rows(self, keep: list[int]) -> None:
         self._rows = [self._rows[position] for position in keep]
-        self._indexes = {row: self._indexes[row] for row in self._rows}
+        self._row_texts = {row: self._row_texts[row] for row in self._rows}
         if self._texts is not None:
             self._texts.forget()
 
     def join(self, other: NgramCandidateGenerator, numbers: dict[int, int]) -> None:
         self._rows = self._rows + list(numbers.values())
-        self._indexes |= {numbers[row]: index for row, index in other._indexes.items()}
+        self._row_texts |= {numbers[row]: text for row, text in other._row_texts.items()}
         if self._texts is not None:
             self._texts.forget()
 
     def close(self) -> None:
         if self._graphs is not None:
             self._graphs.close()
-        self._rows, self._indexes, self._ahead, self._found = [], {}, None, None
+        self._rows, self._row_texts, self._ahead, self._found = [], {}, None, None
 
     @property
     def longest_row(self) -> tuple[int, str] | None:
@@ -303,7 +300,7 @@ class NgramCandidateGenerator(CandidateGenerator):
         limit = self.config.max_model_len
         return None if limit is None else (limit, "max_model_len")
 
-    def _draft(self, index: NgramIndex, lead: list[int], longest: int, room: int) -> tuple[list[int], list[int]]:
+    def _draft(self, text: RowText, lead: list[int], longest: int, room: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of what followed the best matches, none deeper than `longest` and `room`.
 
         Matches are those of the end of the text with `lead` after it.
@@ -313,21 +310,17 @@ class NgramCandidateGenerator(CandidateGenerator):
             self._best.append((0, 0))
             return [], []
         is_tied = not self.options.has_fixed_range
-        with index.after(lead) as has_room:
-            matches = self._matches(index) if has_room else []
+        matches = self._matches(text.followed_by(lead))
         chains = [
-            index.continuation(end, min(depth, _DRAFT_TOKENS_PER_MATCHED * match) if is_tied else depth)
+            text.tokens[end : end + (min(depth, _DRAFT_TOKENS_PER_MATCHED * match) if is_tied else depth)].tolist()
             for match, end in matches
         ]
         self._best.append((matches[0][0], len(chains[0])) if matches else (0, 0))
         return merge(chains, self._most_nodes(longest))
 
-    def _matches(self, index: NgramIndex) -> list[tuple[int, int]]:
+    def _matches(self, text: np.ndarray) -> list[tuple[int, int]]:
         options = self.options
-        if self._num_matches == 1:
-            found = [index.longest_match(options.max_match, options.takes_first)]
-        else:
-            found = index.matches(self._num_matches, options.max_match, options.takes_first)
+        found = self._best_matches(text, self._num_matches, options.max_match or len(text), options.takes_first)
         return [(match, end) for match, end in found if match >= options.min_match]
 
 

@@ -1,4 +1,4 @@
-"""Lookup on a device: the same drafts as those of [`~candidate_generators.ngram.index`], inside of a graph.
+"""Lookup on a device: the same drafts as those of [`~kernels.text.best_matches`], inside of a graph.
 
 The text lies on the device, and the graph writes the tokens there that the verification in front of it has committed,
 before the host knows them. Every place of the text is compared with its end.

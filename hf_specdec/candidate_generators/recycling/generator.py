@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -78,6 +79,10 @@ class SuccessorTable:
     """
 
     def __init__(self, vocab_size: int):
+        # Numba is imported here, before the cycles, which are timed.
+        from ...kernels import text
+
+        self._kernels = text
         self.successors: np.ndarray[Any, Any] = np.full((vocab_size, NUM_SUCCESSORS), -1, dtype=np.int32)
         self._lock = Lock()
 
@@ -98,15 +103,9 @@ class SuccessorTable:
 
         Ids outside of the vocabulary, which stand for images and the like, have none and are none.
         """
-        vocab_size = len(self.successors)
+        text = np.array(tokens, dtype=np.int64)
         with self._lock:
-            for token, successor in pairwise(tokens):
-                if not (0 <= token < vocab_size and 0 <= successor < vocab_size):
-                    continue
-                known = self.successors[token].tolist()
-                if known[0] != successor:
-                    others = [other for other in known if other != successor]
-                    self.successors[token] = [successor, *others][:NUM_SUCCESSORS]
+            self._kernels.learn_text(self.successors, text)
 
     def fill(
         self, tree: TokenTree, anchor: int, matcher: GrammarMatcher | None = None
@@ -123,33 +122,41 @@ class SuccessorTable:
             `tuple[list[int], list[int], list[int]]`: Tokens, parents (-1: the anchor) and nodes of `tree` of those
             that have a token, which with an empty entry also those below it have not.
         """
+        if matcher is not None:
+            return self._fill_allowed(tree, anchor, matcher)
+        tokens, parents, nodes = self._kernels.fill_tree(self.successors, *_arrays(tree), anchor).tolist()
+        return tokens, parents, nodes
+
+    def _fill_allowed(
+        self, tree: TokenTree, anchor: int, matcher: GrammarMatcher
+    ) -> tuple[list[int], list[int], list[int]]:
         tokens: list[int] = []
         parents: list[int] = []
         nodes: list[int] = []
         places = {-1: -1}
         paths: dict[int, list[int]] = {-1: []}
-        known = {-1: self._successors(anchor, [], matcher)}
+        allowed: dict[int, list[int]] = {}
         for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks)):
-            if parent not in known:
-                if parent not in places:
-                    continue
-                known[parent] = self._successors(tokens[places[parent]], paths[parent], matcher)
-            if rank >= len(known[parent]) or known[parent][rank] < 0:
+            if parent not in places:
                 continue
-            token = known[parent][rank]
+            if parent not in allowed:
+                found = self.successors[tokens[places[parent]] if paths[parent] else anchor].tolist()
+                (mask,) = matcher.masks_after([paths[parent]])
+                allowed[parent] = [token for token in found if token >= 0 and allows(mask, token)]
+            if rank >= len(allowed[parent]):
+                continue
+            token = allowed[parent][rank]
             places[node], paths[node] = len(tokens), [*paths[parent], token]
             tokens.append(token)
             parents.append(places[parent])
             nodes.append(node)
         return tokens, parents, nodes
 
-    def _successors(self, token: int, path: list[int], matcher: GrammarMatcher | None) -> list[int]:
-        """Successors of the last token of a path, best first."""
-        found = self.successors[token].tolist()
-        if matcher is None:
-            return found
-        (mask,) = matcher.masks_after([path])
-        return [successor for successor in found if successor >= 0 and allows(mask, successor)]
+
+@lru_cache(maxsize=256)
+def _arrays(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
+    """Parents and ranks of a tree's nodes."""
+    return np.array(tree.parents, dtype=np.int64), np.array(tree.ranks, dtype=np.int64)
 
 
 class RecyclingCandidateGenerator(CandidateGenerator):

@@ -209,12 +209,11 @@ def _tile(rows):
             totals = zeros(types.float32, size)
             for s in range(size):
                 totals[s] = add_lanes(sums[s])
-            if whole < inputs:
+            for i in range(whole, inputs):
                 for o in range(OUTPUTS):
-                    place = min(output + o, last) * w_stride
+                    weight = load(w, min(output + o, last) * w_stride + i, 1)
                     for r in range(rows):
-                        for i in range(whole, inputs):
-                            totals[o * rows + r] += load(w, place + i, 1) * load(x, (row + r) * inputs + i, 1)
+                        totals[o * rows + r] += weight * load(x, (row + r) * inputs + i, 1)
             for o in range(OUTPUTS):
                 place = min(output + o, last)
                 for r in range(rows):

@@ -104,8 +104,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="File for the figures.")
     options = parser.parse_args()
     console = Console()
-    if not few_rows.HAS_LLVM:
-        parser.error("The kernel needs llvmlite: pip install 'hf-specdec[fast]'.")
+    if not few_rows.has_kernel():
+        parser.error("The kernel needs numba: pip install numba.")
     shapes = QUICK if options.quick else {name: SHAPES[name] for name in options.models}
     dtypes = options.dtypes or (["float32"] if options.quick else ["float32", "bfloat16"])
     before = torch.get_num_threads()

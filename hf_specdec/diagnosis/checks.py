@@ -18,7 +18,7 @@ from ..errors import CheckpointFormatError, SpecConfigError, SpecDecError, shown
 from ..hub.detect import Detection, detect
 from ..hub.inspect import target_problems
 from ..kernels import products
-from ..kernels._llvm import HAS_LLVM
+from ..kernels.few_rows import has_kernel
 from ..machine import multiplies_bfloat16
 from ..method import drafting_method, is_language_model
 from ..settings import SpeculativeConfig
@@ -324,9 +324,9 @@ def product_findings(target_model: PreTrainedModel) -> Iterator[Finding]:
             "long as in float32.",
             "Load the target with `dtype=torch.float32`, which takes twice the memory.",
         )
-    if not HAS_LLVM:
-        remedy = 'pip install "hf-specdec[fast]" brings a kernel, which is used where it is measured to be faster.'
-        yield Finding("products", "ok", "Products of few rows are torch's: llvmlite is not installed.", remedy)
+    if not has_kernel():
+        remedy = "`pip install numba` brings a kernel, which is used where it is measured to be faster."
+        yield Finding("products", "ok", "Products of few rows are torch's: numba cannot be imported.", remedy)
     elif products.measures:
         products.prepare_products(target_model)
         num_faster, num_shapes = products.count_wins(target_model)

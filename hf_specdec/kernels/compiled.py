@@ -1,4 +1,4 @@
-"""Functions over numpy arrays that numba compiles; where it cannot be imported they run as they stand.
+"""Functions that numba compiles for the CPU; without numba, loops run in Python and torch computes products.
 
 Only modules of kernels import this one, and they are imported when they are first needed: numba takes 0.4 s.
 """
@@ -6,6 +6,7 @@ Only modules of kernels import this one, and they are imported when they are fir
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from transformers.utils import logging
@@ -17,23 +18,26 @@ except (ImportError, OSError) as error:
     # OSError: the library of llvmlite cannot be loaded.
     numba = None
     logging.get_logger(__name__).warning(
-        f"numba cannot be imported ({error}), so loops on the CPU run in Python, which is slower. "
-        "Install it with `pip install numba`."
+        f"numba cannot be imported ({error}). Loops on the CPU run in Python, and torch computes all matrix products "
+        "there, which is slower. Install it with `pip install numba`."
     )
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(signature: str) -> Callable[[Function], Function]:
-    """Compiles a function for one signature, and keeps the code on disk where there is a place for it."""
+    """Compiles a function for one signature."""
 
     def compile_it(function: Function) -> Function:
-        if numba is None:
-            return function
-        try:
-            return numba.njit(signature, cache=True)(function)
-        except (RuntimeError, OSError):
-            # No folder that can be written to, or no room.
-            return numba.njit(signature)(function)
+        return function if numba is None else kept_on_disk(partial(numba.njit, signature), function)
 
     return compile_it
+
+
+def kept_on_disk(compile_it: Callable[..., Callable[[Function], Any]], function: Function) -> Any:
+    """Compiles a function with one of numba's decorators, and keeps the code on disk where there is a place for it."""
+    try:
+        return compile_it(cache=True)(function)
+    except (RuntimeError, OSError):
+        # No folder that can be written to, or no room.
+        return compile_it(cache=False)(function)

@@ -29,15 +29,14 @@ from transformers.utils import logging
 from ..folders import profile_folder
 from ..target_facts import computing_device
 from ..threads import Lock, OwnForwards, is_of_class
-from ._llvm import HAS_LLVM, machine_name
 from ._triton import CHOICE
-from .few_rows import DTYPES, linear, linears, takes, takes_weight
+from .few_rows import DTYPES, linear, linears, machine_name, takes, takes_weight
 
 
 logger = logging.get_logger(__name__)
 
 # Switch of all measurements. The environment variable HF_SPECDEC_KERNELS=torch leaves all products to torch.
-measures: bool = HAS_LLVM and CHOICE != "torch"
+measures: bool = CHOICE != "torch"
 
 # Bytes of a matrix below which calls cost more than arithmetic, and of the matrices that are read in turn: more than
 # caches hold, where the model has so many. Beyond 16 rows arithmetic weighs more, and fewer tell as much.
@@ -53,7 +52,7 @@ _LEAST_RATIO = 0.97
 # Bytes of weights that are widened at a time: they stay in the cache until they are multiplied.
 _WIDENED_BYTES = 1 << 20
 
-_FORMAT = 3
+_FORMAT = 4
 
 # Where accelerate's hooks keep the forward that a module had.
 _KEPT_BY_HOOK = "_old_forward"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +20,8 @@ from hf_specdec.kernels import few_rows
 from hf_specdec.kernels.few_rows import DTYPES, linear, linears, takes
 
 
-pytestmark = pytest.mark.skipif(not few_rows.HAS_LLVM, reason="needs llvmlite")
+numba = pytest.importorskip("numba")
+llvm = pytest.importorskip("llvmlite.binding")
 
 SIZES = st.integers(1, 70) | st.sampled_from([128, 300])
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -136,5 +142,135 @@ def test_what_is_left_to_torch(monkeypatch):
         assert takes(x, parameter)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not takes(x, weight)
-    monkeypatch.setattr(few_rows, "HAS_LLVM", False)
+    monkeypatch.setattr(few_rows, "has_kernel", lambda dtype: False)
     assert not takes(x, weight)
+
+
+PRODUCTS = """
+import sys
+import torch
+from hf_specdec.kernels import few_rows
+
+def check(dtype, rows=5):
+    x, weight, bias = torch.randn(rows, 100).to(dtype), torch.randn(70, 100).to(dtype), torch.randn(70).to(dtype)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    assert few_rows.takes(x, weight, bias)
+    torch.testing.assert_close(few_rows.linear(x, weight, bias), exact.to(dtype))
+"""
+
+
+def start(code, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-c", PRODUCTS + code],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def output_of(process):
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    return output, errors
+
+
+@pytest.mark.parametrize(("lanes", "missing"), [(8, ("avx512", "avx10")), (4, ("avx", "fma", "f16c"))], ids=[8, 4])
+def test_vectors_of_the_width_that_numba_compiles_for(lanes, missing):
+    features = llvm.get_host_cpu_features()
+    if not features.get({8: "avx512f", 4: "avx2"}[lanes]):
+        pytest.skip("Vectors of this processor are no wider.")
+    flattened = [f"{'+' if has and not name.startswith(missing) else '-'}{name}" for name, has in features.items()]
+    code = """
+from hf_specdec.kernels import _few_rows
+for dtype in filter(few_rows.has_kernel, few_rows.DTYPES):
+    for rows in range(1, 8):
+        check(dtype, rows)
+print(_few_rows.LANES)
+"""
+    assert output_of(start(code, NUMBA_CPU_FEATURES=",".join(flattened)))[0] == f"{lanes}\n"
+
+
+def test_first_uses_at_once_and_code_on_disk(tmp_path):
+    at_once = """
+from concurrent.futures import ThreadPoolExecutor
+from hf_specdec.kernels import _few_rows
+compiled, entry = [], _few_rows.entry
+_few_rows.entry = lambda dtype: compiled.append(dtype) or entry(dtype)
+with ThreadPoolExecutor(4) as pool:
+    list(pool.map(check, [torch.float32] * 4))
+print(len(compiled))
+"""
+    for process in [start(at_once, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]:
+        assert output_of(process)[0] == "1\n"
+    files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb?")}
+    assert len(files) == 2
+    later = """
+from numba.core import event
+compilations = event.RecordingListener()
+event.register("numba:compile", compilations)
+check(torch.float32)
+print(len(compilations.buffer))
+"""
+    assert output_of(start(later, NUMBA_CACHE_DIR=str(tmp_path)))[0] == "0\n"
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb?")} == files
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_waits_for_what_another_thread_compiles(tmp_path):
+    code = """
+import os, threading, time
+thread = threading.Thread(target=check, args=[torch.float32])
+thread.start()
+while few_rows._compiling.acquire(blocking=False):
+    few_rows._compiling.release()
+    time.sleep(0.001)
+child = os.fork()
+torch.set_num_threads(1)
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    thread.join()
+for dtype in (torch.float32, torch.bfloat16):
+    check(dtype)
+sys.stdout.flush()
+os._exit(0)
+"""
+    output_of(start(code, NUMBA_CACHE_DIR=str(tmp_path)))
+
+
+def test_folders_that_cannot_be_written_to(monkeypatch, tmp_path):
+    """The folder of the user is the next after that of the package; without any the code is compiled all the same."""
+    read_only = [str(Path(few_rows.__file__).parent)]
+    temporary_file = tempfile.TemporaryFile
+
+    def file_in(*args, dir, **kwargs):
+        if dir.startswith(tuple(read_only)):
+            raise PermissionError(dir)
+        return temporary_file(*args, dir=dir, **kwargs)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", file_in)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    x, weight = random(3, 50, dtype=torch.float32, seed=0), random(20, 50, dtype=torch.float32, seed=1)
+    expected = linear(x, weight)
+    for num_files in (2, 2):
+        monkeypatch.setattr(few_rows, "_kernels", {})
+        assert torch.equal(linear(x, weight), expected)
+        assert len(list(tmp_path.rglob("*.nb?"))) == num_files
+        read_only.append(str(tmp_path))
+
+
+def test_numba_is_imported_when_it_is_needed_and_torch_serves_without_it():
+    code = """
+import hf_specdec.loader
+from hf_specdec.kernels.products import prepare_products
+prepare_products(torch.nn.Linear(8, 8))
+assert "numba" not in sys.modules
+sys.modules["numba"] = None
+large = torch.nn.Linear(1000, 1000)
+for _ in range(2):
+    prepare_products(large)
+    assert not few_rows.takes_weight(large.weight)
+"""
+    _, errors = output_of(start(code))
+    assert errors.count("numba cannot be imported") == 1

@@ -23,7 +23,7 @@ $(VENV)/.all: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.all
-	@echo "Installing what tests, documentation and checks need (200 MB)"
+	@echo "Installing what tests, documentation and checks need (150 MB)"
 	@$(INSTALL) -e ".[all,dev]"
 	@touch $@
 

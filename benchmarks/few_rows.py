@@ -105,7 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     if not few_rows.HAS_LLVM:
-        parser.error("The kernel needs llvmlite: pip install numba.")
+        parser.error("The kernel needs llvmlite: pip install 'hf-specdec[fast]'.")
     shapes = QUICK if options.quick else {name: SHAPES[name] for name in options.models}
     dtypes = options.dtypes or (["float32"] if options.quick else ["float32", "bfloat16"])
     before = torch.get_num_threads()

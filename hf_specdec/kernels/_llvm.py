@@ -1,4 +1,4 @@
-"""Machine code for the CPU that runs it, from LLVM (package `llvmlite`, which numba brings).
+"""Machine code for the CPU that runs it, from LLVM (package `llvmlite`, extra `fast`).
 
 A kernel is a function that emits instructions. Compiling one takes a fraction of a second in the process that uses
 it: there is nothing to build beforehand, and nothing is kept on disk.

@@ -406,4 +406,4 @@ def test_doctor_says_where_the_kernel_is_faster_or_missing(measured, monkeypatch
     monkeypatch.setattr(checks, "HAS_LLVM", False)
     (finding,) = checks.product_findings(target)
     assert "llvmlite is not installed" in finding.found
-    assert "pip install numba" in finding.remedy
+    assert "hf-specdec[fast]" in finding.remedy

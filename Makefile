@@ -3,43 +3,48 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
+# Says what is wrong, and nothing else; what no program imports is not compiled.
+INSTALL = $(BIN)/pip install -qq --no-compile
 # Drafters of the real model, in checkouts that have them.
 HEADS = $(addprefix --heads ,$(wildcard heads/smollm2))
 # The same versions also where pip builds a package in an environment of its own.
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
-.PHONY: setup demo real test docs style quality
+.PHONY: demo real test docs style quality
 
-setup: $(VENV)/.installed
+# What users need, and beside it what those need who work on the package.
+$(VENV)/.all: pyproject.toml constraints.txt
+	@echo "Creating the virtual environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch (200 MB for CPUs; with CUDA, if that is what pip finds, 3 GB)"
+	@$(INSTALL) torch==2.13.0
+	@echo "Installing hf_specdec with all that its users need (600 MB; arctic-inference is compiled, for two minutes)"
+	@$(INSTALL) -e ".[all]"
+	@touch $@
 
-$(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet -e ".[all]"
-	touch $@
+$(VENV)/.dev: $(VENV)/.all
+	@echo "Installing what tests, documentation and checks need (150 MB)"
+	@$(INSTALL) -e ".[all,dev]"
+	@touch $@
 
-demo: setup
+demo: $(VENV)/.all
 	$(BIN)/hf-specdec demo
 
-real: setup
+real: $(VENV)/.all
 	$(BIN)/hf-specdec demo --model smollm2 --dtype float32 --stock --max-seconds 600 $(HEADS)
 
-test: setup
+test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 -m "not slow and not gpu"
 
-docs: setup
+docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir build/site
 
-style: setup
+style: $(VENV)/.dev
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format hf_specdec tests benchmarks tools
 	$(BIN)/python -m tools.benchmark_pages
 	$(BIN)/python -m tools.method_tables
 
-$(VENV)/.quality: $(VENV)/.installed
-	$(BIN)/pip install --quiet -e ".[quality]"
-	touch $@
-
-quality: $(VENV)/.quality
+quality: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright --pythonpath $(BIN)/python

@@ -201,7 +201,7 @@ def test_wrong_requests(arguments, message, monkeypatch, tmp_path):
 def test_charts_are_refused_before_the_target_is_loaded_without_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(demo, "load_target", lambda *args: pytest.fail("the target was loaded"))
-    assert "hf-specdec[plots]" in bench("--plot", tmp_path, exit_code=2).stderr
+    assert "pip install matplotlib" in bench("--plot", tmp_path, exit_code=2).stderr
 
 
 # Figures

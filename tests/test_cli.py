@@ -274,7 +274,7 @@ def test_demo_shows_methods_whose_package_is_missing(monkeypatch):
     assert result.exit_code == 0, result.stderr
     row = next(line.split() for line in result.stdout.splitlines() if line.strip().startswith("suffix"))
     assert row[-1] == "unavailable"
-    assert 'pip install "hf-specdec[suffix]"' in result.stdout
+    assert "pip install 'arctic-inference" in result.stdout
 
 
 def test_demo_refuses_unknown_methods():

@@ -43,7 +43,7 @@ def check_can_draw(folder: Path) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError(
-            "--plot needs the package matplotlib, which is not installed. Run: pip install 'hf-specdec[plots]'"
+            "--plot needs the package matplotlib, which is not installed. Run: pip install matplotlib"
         ) from error
     try:
         folder.mkdir(parents=True, exist_ok=True)

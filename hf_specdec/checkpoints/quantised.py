@@ -136,7 +136,7 @@ def quantization_config(name: str, dtype: Any) -> BitsAndBytesConfig:
     """
     if not is_bitsandbytes_available():
         raise MissingDependencyError(
-            f"quantization='{name}' needs bitsandbytes. Install it with: pip install \"hf-specdec[quant]\""
+            f"quantization='{name}' needs bitsandbytes. Install it with: pip install bitsandbytes"
         )
     if name == "bitsandbytes_8bit":
         # It says so for every layer of every forward.

@@ -79,7 +79,8 @@ def serve_command(
         from ..serving.app import LOOPBACK, build_app
     except ImportError as error:
         raise MissingDependencyError(
-            f"The server needs FastAPI and uvicorn ({error}). Install them: pip install 'hf-specdec[serve]'"
+            f"The server lacks a package ({error}). Install all that it needs: pip install fastapi uvicorn "
+            "prometheus-client"
         ) from error
     from ..machine import num_threads
     from ..many.manager import SpeculativeBatchingManager

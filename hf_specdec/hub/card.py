@@ -25,6 +25,7 @@ from ..errors import SpecConfigError
 from ..method import is_language_model, methods, parts_of, takes_model
 from ..settings import AUTO, SpeculativeConfig
 from ..validation import is_number
+from ..version import INSTALLATION
 from .engines import sglang_command, vllm_command
 from .inspect import is_repo_id
 from .published import CARD_KEY, published_config, settings_to_publish, target_entry
@@ -241,7 +242,7 @@ def _text(
         "",
         "## Usage",
         "",
-        "With [transformers](https://github.com/huggingface/transformers) and hf_specdec (`pip install hf-specdec`):",
+        f"With [transformers](https://github.com/huggingface/transformers) and hf_specdec ({INSTALLATION}):",
         "",
         "```python",
         "import hf_specdec, transformers",

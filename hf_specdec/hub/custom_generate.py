@@ -1,8 +1,7 @@
 """Repositories for transformers' `generate(custom_generate="user/repo", trust_remote_code=True)`.
 
 Such a repository has `custom_generate/generate.py`, whose function transformers calls in place of its own with all
-arguments of the call, and `custom_generate/requirements.txt`, which it checks before. What is exported is a few lines
-that call this package, with settings for calls that name none.
+arguments of the call. What is exported is a few lines that call this package, with settings for calls that name none.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from ..errors import SpecConfigError
 from ..settings import AUTO, CONFIG_NAME, SpeculativeConfig
-from ..version import __version__
+from ..version import INSTALLATION, __version__
 from .card import CARD_NAME, as_list, card_of, is_public, load_card, repository_name
 from .published import PRIVATE
 
@@ -24,7 +23,11 @@ TAG = "custom_generate"
 
 _GENERATE = '''"""Speculative decoding by hf_specdec {version}: `model.generate(..., custom_generate="{name}")`."""
 
-import hf_specdec
+# For an import that is not tried, as for requirements.txt, transformers advises what an index has under this name.
+try:
+    import hf_specdec
+except ImportError as error:
+    raise ImportError("This needs hf_specdec {version} or newer: {installation}.") from error
 
 
 # For calls that name no method, model, settings or assistant.
@@ -51,8 +54,8 @@ _SECTION = """
 model.generate(**inputs, custom_generate="{name}", trust_remote_code=True)
 ```
 
-decodes speculatively, with {settings}. It needs `pip install hf-specdec`. The call may name others:
-`spec_method`, `spec_model`, `num_speculative_tokens`, `speculative`, `assistant`.
+decodes speculatively, with {settings}. It needs hf_specdec: {installation}. The
+call may name others: `spec_method`, `spec_model`, `num_speculative_tokens`, `speculative`, `assistant`.
 """
 
 
@@ -79,9 +82,9 @@ def export_custom_generate(
     name = repository_name(name, folder)
     # Read before anything is written.
     card = _card(folder, name, settings)
+    known = {"version": __version__, "installation": INSTALLATION, "name": name, "settings": repr(settings)}
     contents = {
-        "custom_generate/generate.py": _GENERATE.format(version=__version__, name=name, settings=repr(settings)),
-        "custom_generate/requirements.txt": f"hf-specdec>={__version__}\n",
+        "custom_generate/generate.py": _GENERATE.format(**known),
         CARD_NAME: str(card),
     }
     (folder / "custom_generate").mkdir(parents=True, exist_ok=True)
@@ -120,5 +123,5 @@ def _card(folder: Path, name: str, settings: dict[str, Any]) -> ModelCard:
     if TAG not in text:
         described = ", ".join(f"`{key}={value!r}`" for key, value in settings.items())
         described = "the drafter that is found for the model" if settings == {"method": AUTO} else described
-        text = text.rstrip("\n") + "\n" + _SECTION.format(name=name, settings=described)
+        text = text.rstrip("\n") + "\n" + _SECTION.format(name=name, settings=described, installation=INSTALLATION)
     return card_of(data, text)

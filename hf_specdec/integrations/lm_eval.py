@@ -18,7 +18,7 @@ except ImportError as error:
     from ..errors import MissingDependencyError
 
     raise MissingDependencyError(
-        f"Evaluations need lm-evaluation-harness ({error}). Install it: pip install 'hf-specdec[eval]'"
+        f"Evaluations need lm-evaluation-harness ({error}). Install it: pip install lm-eval"
     ) from error
 
 from ..arguments import is_off

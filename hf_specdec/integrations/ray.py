@@ -163,7 +163,7 @@ def build_processor(
         from ray.data import ActorPoolStrategy
     except ImportError as error:
         raise MissingDependencyError(
-            f"Processors need Ray Data ({error}). Install it: pip install 'hf-specdec[ray]'"
+            f"Processors need Ray Data ({error}). Install it: pip install 'ray[data]'"
         ) from error
     actors = config.concurrency
     least, most = (actors, actors) if isinstance(actors, int) else actors

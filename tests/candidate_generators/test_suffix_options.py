@@ -45,7 +45,7 @@ def test_missing_package(version, found, monkeypatch):
     with pytest.raises(MissingDependencyError) as caught:
         SuffixCandidateGenerator.load(SpeculativeConfig("suffix"), SimpleNamespace(config=LlamaConfig()))
     assert found in str(caught.value)
-    assert 'pip install "hf-specdec[suffix]"' in str(caught.value)
+    assert "pip install 'arctic-inference>=0.1.1'" in str(caught.value)
     assert "C++20 compiler and CMake" in str(caught.value)
     assert "spec_method='ngram'" in str(caught.value)
 

@@ -1,16 +1,18 @@
 """Exported `custom_generate` repositories run in a fresh interpreter that has not imported the package."""
 
 import json
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.dynamic_module_utils import get_imports
 
-import hf_specdec
-from hf_specdec import SpecConfigError, SpeculativeConfig, demo, load_speculator, record
+from hf_specdec import SpecConfigError, SpeculativeConfig, __version__, demo, load_speculator, record
 from hf_specdec.hub.custom_generate import export_custom_generate
 from tests.models import prompts, tiny_llama
 
@@ -58,7 +60,6 @@ def test_in_a_fresh_process(hub, tmp_path):
     files = export_custom_generate(repo, SpeculativeConfig(method="ngram", num_speculative_tokens=4))
     assert [str(file.relative_to(repo)) for file in files] == [
         "custom_generate/generate.py",
-        "custom_generate/requirements.txt",
         "README.md",
     ]
     settings = {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 3}
@@ -174,15 +175,13 @@ def test_functions_of_others_do_not_get_our_arguments(model, tmp_path):
     assert model.generate(**prompts(1), **SETTINGS, **custom).shape == (1, 7)
 
 
-def test_requirements_pass_the_check_of_transformers(ngram_repo, tmp_path):
-    from transformers.dynamic_module_utils import check_python_requirements
-
-    check_python_requirements(ngram_repo, requirements_file="custom_generate/requirements.txt")
-    requirements = tmp_path / "speculation" / "custom_generate" / "requirements.txt"
-    assert requirements.read_text() == f"hf-specdec>={hf_specdec.__version__}\n"
-    requirements.write_text("hf-specdec>=99\n")
-    with pytest.raises(ImportError, match="hf-specdec>=99"):
-        check_python_requirements(ngram_repo, requirements_file="custom_generate/requirements.txt")
+def test_without_the_package_a_call_says_how_to_install_it(ngram_repo, monkeypatch):
+    file = Path(ngram_repo, "custom_generate", "generate.py")
+    # Of these transformers would say that pip installs them by their names.
+    assert get_imports(file) == []
+    monkeypatch.setitem(sys.modules, "hf_specdec", None)
+    with pytest.raises(ImportError, match=f"hf_specdec {__version__} or newer: `pip install PATH`"):
+        runpy.run_path(str(file))
 
 
 def settings_in(folder):

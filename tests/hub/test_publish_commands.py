@@ -89,7 +89,7 @@ def test_what_is_no_drafter(tmp_path):
 
 def test_an_export(tmp_path, head):
     files = invoke("export-custom-generate", tmp_path / "repo", "--method", "ngram", "-k", 4).split()
-    assert len(files) == 3
+    assert len(files) == 2
     generate = (tmp_path / "repo" / "custom_generate" / "generate.py").read_text()
     assert "SETTINGS = {'method': 'ngram', 'num_speculative_tokens': 4}" in generate
     invoke("export-custom-generate", head, "--name", "user/head")

@@ -503,7 +503,8 @@ def _import_library() -> type[SuffixDecodingCache]:
 def _missing_library(found: str) -> MissingDependencyError:
     return MissingDependencyError(
         f"spec_method='suffix' needs the package arctic-inference {MIN_LIBRARY_VERSION} or newer, but {found}. "
-        'Install it with `pip install "hf-specdec[suffix]"`: a source build with a C++20 compiler and CMake. '
+        f"Install it with `pip install 'arctic-inference>={MIN_LIBRARY_VERSION}'`: a source build with a C++20 "
+        "compiler and CMake. "
         "spec_method='ngram' drafts from the text of the request alone and needs no such package."
     )
 

@@ -163,7 +163,7 @@ def _backend(asked: str | None) -> str:
     if found is None:
         raise MissingDependencyError(
             f"grammar() needs the package {asked or ' or '.join(_BACKENDS)}, which is not installed. Install it with "
-            '`pip install "hf-specdec[grammar]"`.'
+            f"`pip install {asked or _BACKENDS[0]}`."
         )
     return found
 

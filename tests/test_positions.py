@@ -178,8 +178,82 @@ class Heard(TextStreamer):
         pass
 
 
+class Preparing(LlamaForCausalLM):
+    """Prepares inputs with code of a user's own, as the test says."""
+
+    change = staticmethod(lambda model, inputs: inputs)
+
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        return self.change(self, super().prepare_inputs_for_generation(input_ids, **kwargs))
+
+
+def doubled_positions(model, inputs):
+    return {**inputs, "position_ids": inputs["position_ids"] * 2}
+
+
+def other_ids_later(model, inputs):
+    is_late = int(inputs["position_ids"].max()) > 20
+    return {**inputs, "input_ids": (inputs["input_ids"] + 1) % VOCAB_SIZE} if is_late else inputs
+
+
+def length_for_the_forward(model, inputs):
+    model.length = int(inputs["position_ids"].max())
+    return inputs
+
+
+def embeddings(model, inputs):
+    return {**inputs, "input_ids": None, "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
+
+
+class TestPreparationOfAUsersOwn:
+    def model(self, change) -> Preparing:
+        model = Preparing(tiny_llama().config).eval()
+        model.load_state_dict(tiny_llama().state_dict())
+        model.generation_config.pad_token_id = 0
+        model.change = change
+        return model
+
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    def test_one_that_can_be_followed(self, batch_size):
+        model, inputs = self.model(lambda model, inputs: inputs), prompts(batch_size)
+        plain = model.generate(**inputs, **SETTINGS)
+        for tree in (None, TREE):
+            output = model.generate(**inputs, **SETTINGS, assistant=scripted_for(plain, inputs, tree=tree))
+            assert torch.equal(output, plain)
+
+    @pytest.mark.parametrize(
+        ("change", "what"),
+        [
+            (doubled_positions, "2 tokens after the prompts.*`position_ids`"),
+            (other_ids_later, r"1\d tokens after the prompts.*`input_ids`"),
+            (length_for_the_forward, "tokens after the prompts.*attributes of the model"),
+            (embeddings, "1 tokens after the prompts.*`input_ids`"),
+        ],
+    )
+    def test_one_that_cannot_is_refused(self, change, what):
+        with pytest.raises(UnsupportedModelError, match=f"Preparing.prepare_inputs_for_generation.*{what}"):
+            self.model(change).generate(**prompts(1), do_sample=False, max_new_tokens=30, spec_method="ngram")
+
+
+def test_a_decoding_loop_of_a_models_own_is_refused():
+    class Looping(LlamaForCausalLM):
+        def _sample(self, input_ids, **kwargs):
+            return input_ids
+
+    model = Looping(tiny_llama().config)
+    with pytest.raises(UnsupportedModelError, match="Looping has a decoding loop of its own"):
+        model.generate(**prompts(1), max_new_tokens=4, spec_method="ngram")
+
+
 @pytest.mark.usefixtures("unchecked")
 class TestCheckOfTheContinuation:
+    def test_another_config_is_checked_by_itself(self):
+        for theta in (1e4, 1e5, 1e4):
+            config = deepcopy(tiny_llama().config)
+            config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
+            LlamaForCausalLM(config).eval().generate(**prompts(1), **SETTINGS, spec_method="ngram")
+        assert len(continuation._checked) == 2
+
     def shifty(self) -> Shifty:
         model = Shifty(tiny_llama().config).eval()
         model.load_state_dict(tiny_llama().state_dict())

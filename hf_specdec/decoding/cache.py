@@ -361,6 +361,21 @@ class SlotCache(Cache):
             for layer, length, recurrent in layers:
                 layer.length, layer.recurrent, layer.window = length, recurrent, None
 
+    @contextmanager
+    def pretending(self) -> Iterator[Callable[[int], None]]:
+        """Lets a cache in its prefill seem to have as many tokens, inside of the block, as the function is told."""
+        filled = [(layer, layer.length) for layer in self.layers if layer.is_initialized]
+
+        def pretend(length: int) -> None:
+            for layer, _ in filled:
+                layer.length = length
+
+        try:
+            yield pretend
+        finally:
+            for layer, length in filled:
+                layer.length = length
+
     def start_slots(self, batch_size: int) -> None:
         """Ends the prefill: from now on rows have their own lengths, which are all equal at first."""
         self.lengths = [self.get_seq_length()] * batch_size

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -41,8 +42,12 @@ CHECK_VARIABLE = "HF_SPECDEC_CHECK"
 # Largest difference of logits by rounding, as a part of their spread over the vocabulary.
 _ROUNDING, _COARSE_ROUNDING = 0.005, 0.1
 
-# Models that were found to go on as in plain generation: their class, and whether slots were hidden.
-_checked: set[tuple[type, bool]] = set()
+# Models that were found to go on as in plain generation: class and config, and whether slots were hidden.
+_checked: set[tuple[type, str, bool]] = set()
+_keys: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+
+# Most tokens after the prompts for which a model's own preparation of inputs is asked beforehand.
+_MOST_ASKED = 4096
 
 
 def read_prompts(
@@ -110,6 +115,8 @@ def read_prompts(
         mask = torch.nn.functional.pad(kwargs["attention_mask"], (0, 1), value=1)
     continuation = Continuation.read(model, inputs, mask, received, num_slots, given, request.batch_size)
     continuation.rotary = changing_rotary(model, continuation.next_positions, room)
+    if not _is_known(model.prepare_inputs_for_generation):
+        _ask_for_following(request, target, output, kwargs, inputs, room)
     continuation.start_slots(target, range(request.batch_size))
     # The last token is never read.
     target.max_position = max(continuation.next_positions) + room - 2
@@ -227,12 +234,71 @@ def next_inputs(
         output, dict(model_kwargs), is_encoder_decoder=profile.has_encoder
     )
     tokens = torch.cat([input_ids, input_ids.new_zeros((len(input_ids), 1))], dim=1)
+    return _prepared(model, tokens, kwargs)
+
+
+def _prepared(model: torch.nn.Module, tokens: torch.LongTensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the forward that reads the last of the tokens; a mask as it was given, not as one of all layers."""
     inputs = model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **kwargs)
-    name = profile.of_decoder("attention_mask")
+    name = model_profile(model).of_decoder("attention_mask")
     mask = inputs.get(name)
     if mask is not None and not (torch.is_tensor(mask) and mask.dim() == 2):
         inputs[name] = kwargs.get(name)
     return inputs
+
+
+def _is_known(function: Any) -> bool:
+    """Tells code of transformers and PEFT, with which whole texts are compared in the tests."""
+    return getattr(function, "__module__", "").partition(".")[0] in ("transformers", "peft")
+
+
+def _ask_for_following(
+    request: Request, target: SlotModel, output: Any, kwargs: dict[str, Any], first: dict[str, Any], room: int
+) -> None:
+    """Asks a model that prepares inputs with code of its own for those of all tokens that may follow.
+
+    Args:
+        output (`ModelOutput`): Of the prefill.
+        kwargs (`dict`): What the prefill was prepared from.
+        first (`dict`): Inputs of the first forward after it, from which all others are derived.
+        room (`int`): Tokens that may follow.
+
+    Raises:
+        UnsupportedModelError: They are others than those that are derived.
+    """
+    model, profile = request.model, target.profile
+    name, notes = type(model).__name__, dict(vars(model))
+    mask_name, position_name = profile.of_decoder("attention_mask"), profile.of_decoder("position_ids")
+    tokens, past = request.input_ids, target.cache.get_seq_length()
+    # Tokens that stand for those that are not known yet, and differ from each other.
+    following = torch.arange(room, device=tokens.device).remainder(2).expand(len(tokens), -1)
+    with target.cache.pretending() as pretend:
+        for count in range(1, min(room, _MOST_ASKED)):
+            kwargs = model._update_model_kwargs_for_generation(
+                output, dict(kwargs), is_encoder_decoder=profile.has_encoder
+            )
+            pretend(past + count - 1)
+            text = torch.cat([tokens, following[:, :count]], dim=1)
+            found = _prepared(model, text, kwargs)
+            expected = {**first, profile.of_decoder("input_ids"): text[:, -1:]}
+            if first.get(position_name) is not None:
+                expected[position_name] = first[position_name] + count - 1
+            if first.get(mask_name) is not None:
+                expected[mask_name] = torch.nn.functional.pad(first[mask_name], (0, count - 1), value=1)
+            changed = [key for key in {**found, **expected} if not _same(found.get(key), expected.get(key))]
+            if changed or any(vars(model).get(key) is not value for key, value in notes.items()):
+                what = ", ".join(f"`{key}`" for key in changed) or "attributes of the model"
+                raise UnsupportedModelError(
+                    f"{name}.prepare_inputs_for_generation is not transformers' own, and its inputs for the forward "
+                    f"{count} tokens after the prompts cannot be derived from the first ones: it changes {what}. "
+                    "Leave the speculative arguments out to use plain generate()."
+                )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if torch.is_tensor(one) and torch.is_tensor(other):
+        return torch.equal(one, other)
+    return one is other or (type(one) is type(other) and bool(one == other))
 
 
 @dataclass
@@ -384,8 +450,8 @@ def position_offsets(position_ids: torch.Tensor, num_slots: int, starts: list[in
 class ContinuationCheck:
     """Compares the first verification with plain generation's own forward of the same tokens.
 
-    That forward runs once for a class of models and process, and once more in the first call that hides slots from a
-    row. It is not counted in the statistics.
+    That forward runs once in a process for a class of models and a config, and once more in the first call that hides
+    slots from a row. It is not counted in the statistics.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -393,7 +459,7 @@ class ContinuationCheck:
         expected (`torch.Tensor` of shape `(B, V)`): Logits of plain generation.
     """
 
-    def __init__(self, model: torch.nn.Module, key: tuple[type, bool], expected: torch.Tensor):
+    def __init__(self, model: torch.nn.Module, key: tuple[type, str, bool], expected: torch.Tensor):
         self.model = model
         self.key = key
         self.expected = expected
@@ -409,7 +475,9 @@ class ContinuationCheck:
             tokens (`torch.LongTensor` of shape `(B,)`): The first tokens.
         """
         model, profile = target.model, target.profile
-        key = type(model), any(continuation.num_others)
+        if model not in _keys:
+            _keys[model] = model.config.to_json_string()
+        key = type(model), _keys[model], any(continuation.num_others)
         # Dropout makes every forward another one.
         if key in _checked or model.training or os.environ.get(CHECK_VARIABLE, "1") == "0":
             return None

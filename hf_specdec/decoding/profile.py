@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 import transformers
 from packaging.version import Version
+from transformers.generation import GenerationMixin
 
 from ..errors import UnsupportedModelError
 from ..target_facts import CACHE_NAMES, cache_name_among
@@ -140,6 +141,12 @@ def _read_profile(model, role) -> ModelProfile:
         raise UnsupportedModelError(
             f"{name} {_UNSUPPORTED[text_config.model_type]}; it cannot be used as {role}. Leave the speculative "
             "arguments out to use plain generate()."
+        )
+    sample = getattr(model, "_sample", GenerationMixin._sample)
+    if getattr(sample, "__func__", sample) is not GenerationMixin._sample:
+        raise UnsupportedModelError(
+            f"{name} has a decoding loop of its own (`_sample`), and writes something else than the tokens that its "
+            f"logits say; it cannot be used as {role}. Leave the speculative arguments out to use plain generate()."
         )
     if text_config.model_type == "minimax" and getattr(text_config, "sliding_window", None):
         raise UnsupportedModelError(

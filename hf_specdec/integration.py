@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -234,8 +234,9 @@ class _Call:
                 f"the generation config of {type(self.model).__name__} names it: they are left out. Pass "
                 "`spec_method` or `assistant` as well."
             )
-        caches = [self.arguments.pop(name, None) for name in CACHE_NAMES]
-        self.user_cache = next((cache for cache in caches if cache is not None), None)
+        for name in CACHE_NAMES:
+            if (cache := self.arguments.pop(name, None)) is not None:
+                self.user_cache = cache
         tokenizer = self.arguments.pop("tokenizer", None)
         if (strings := _effective(self.model, self.arguments, "stop_strings")) is not None:
             _prepare_stop_strings(self.model, self.arguments, strings, tokenizer)
@@ -276,10 +277,8 @@ class _Call:
             return self.loop.run()
 
         original_device = _move_to_model(self.model, self.arguments)
-        given = {"custom_generate": decode}
-        if self.user_cache is not None:
-            given[model_profile(self.model).cache_name] = self.user_cache
-        output = original(self.model, **{**self.arguments, **given})
+        cache = {} if self.user_cache is None else {model_profile(self.model).cache_name: self.user_cache}
+        output = original(self.model, **{**self.arguments, **cache, "custom_generate": decode})
         return output if original_device is None else _moved_output(output, original_device)
 
 
@@ -507,25 +506,20 @@ def _problems(model: PreTrainedModel, arguments: dict[str, Any]) -> str:
         value = _effective(model, arguments, name)
         if not any(value is item or (type(value) is type(item) and value == item) for item in harmless):
             problems.append(f"`{name}`={shown(value)}: {remedy}")
-    problems += _problems_of_cache(model, {name: arguments.get(name) for name in CACHE_NAMES})
+    caches = {name: arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None}
+    if len(caches) > 1:
+        problems.append(f"`{'` and `'.join(caches)}` are names for one cache to continue. Pass one of them.")
+    for name, cache in caches.items():
+        kind, is_offloaded = type(cache), getattr(cache, "offloading", False)
+        if model.config.is_encoder_decoder:
+            problems.append(f"`{name}`: no cache is continued beside an encoder. Pass `decoder_input_ids`.")
+        elif kind not in (DynamicCache, StaticCache) or is_offloaded:
+            found = "offloaded " * is_offloaded + kind.__name__
+            problems.append(f"`{name}`: a DynamicCache or a StaticCache can be continued, got {found}.")
     mask = arguments.get("attention_mask")
     if torch.is_tensor(mask) and mask.dim() != 2:
         problems.append(f"`attention_mask`: one number for every token, got the shape {list(mask.shape)}.")
     return " ".join(problems)
-
-
-def _problems_of_cache(model: PreTrainedModel, given: dict[str, Any]) -> Iterator[str]:
-    """Why a cache cannot be continued, of those that are given by their names."""
-    names = [name for name, cache in given.items() if cache is not None]
-    if len(names) > 1:
-        yield f"`{names[0]}` and `{names[1]}` are two names for the cache to continue. Pass one of them."
-    for name in names:
-        cache, is_offloaded = given[name], getattr(given[name], "offloading", False)
-        if model.config.is_encoder_decoder:
-            yield f"`{name}`: no cache is continued beside an encoder. Pass `decoder_input_ids`."
-        elif type(cache) not in (DynamicCache, StaticCache) or is_offloaded:
-            kind = f"offloaded {type(cache).__name__}" if is_offloaded else type(cache).__name__
-            yield f"`{name}`: a DynamicCache or a StaticCache can be continued, got {kind}."
 
 
 def _repository_speculates(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
@@ -579,17 +573,11 @@ def _prepare_stop_strings(model: PreTrainedModel, arguments: dict[str, Any], str
 
 
 # Arguments of the target's forward that the loop sets itself, or that only concern its output.
-_SET_BY_THE_LOOP = {
+_SET_BY_THE_LOOP = (
     *CACHE_NAMES,
-    "attention_mask",
-    "cache_position",
-    "inputs_embeds",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "position_ids",
-    "use_cache",
-}
+    *("attention_mask", "cache_position", "inputs_embeds", "logits_to_keep", "position_ids"),
+    *("output_attentions", "output_hidden_states", "use_cache"),
+)
 
 
 def _check_model_kwargs(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:

@@ -180,7 +180,10 @@ class TestErrors:
 
     def test_cache_by_two_names(self, model):
         caches = {"cache": DynamicCache(), "past_key_values": DynamicCache()}
-        with nothing_runs(model), pytest.raises(SpecConfigError, match="`cache` and `past_key_values` are two names"):
+        with (
+            nothing_runs(model),
+            pytest.raises(SpecConfigError, match="`cache` and `past_key_values` are names for one"),
+        ):
             model.generate(**prompts(1), max_new_tokens=4, **caches, spec_method="ngram")
 
     def test_static_cache_that_is_too_small(self, model):

@@ -225,11 +225,12 @@ class MtpNetwork(DraftModule):
             mask, forward = mask.in_a_forward(cache.plan.columns, projected.dtype)
         with running(forward):
             own = self._part("layers", layer)
+            names = *forward_arguments(type(own)), *forward_arguments(type(own.self_attn))
             stream = own(
                 projected,
                 attention_mask=mask,
                 position_ids=positions,
-                **{cache_name_among(forward_arguments(type(own.self_attn))): cache},
+                **{cache_name_among(names): cache},
                 position_embeddings=self._target.angles(projected, positions, self._layer_type(layer)),
             )
         return stream[0] if isinstance(stream, tuple) else stream

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import prometheus_client
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -107,22 +108,28 @@ def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ..
 async def _respond(
     service: Service, request: Request, body: GenerationBody, prompt: Any, is_chat: bool
 ) -> JSONResponse | StreamingResponse:
-    reply = await _unless_left(request, service.begin(body, prompt, body.stream))
-    if reply is None:
-        return JSONResponse(None)
+    reply, response = service.admit(body), None
+    try:
+        response = await _unless_left(request, _answer(service, reply, body, prompt, is_chat))
+        # Who has left reads nothing.
+        return response or JSONResponse(None)
+    finally:
+        if not isinstance(response, _ReplyResponse):
+            reply.close()
+
+
+async def _answer(
+    service: Service, reply: Reply, body: GenerationBody, prompt: Any, is_chat: bool
+) -> JSONResponse | StreamingResponse:
+    await reply.begin(prompt, body.stream)
     text_of = None if body.num_top_logprobs is None else lambda token: service.manager.tokenizer.decode([token])
     form = Form(f"{'chatcmpl' if is_chat else 'cmpl'}-{reply.id}", service.name, is_chat, text_of)
     if body.stream:
         with_usage = body.stream_options is not None and body.stream_options.include_usage
         return _ReplyResponse(reply, _events(reply, form, with_usage))
-    try:
-        texts = await _unless_left(request, _texts_of(reply))
-        if texts is None:
-            return JSONResponse(None)
-        reasons = (answer.finish_reason for answer in reply.answers)
-        return JSONResponse(form.whole(list(zip(texts, reasons)), reply.usage()))
-    finally:
-        reply.close()
+    texts = await _texts_of(reply)
+    reasons = (answer.finish_reason for answer in reply.answers)
+    return JSONResponse(form.whole(list(zip(texts, reasons)), reply.usage()))
 
 
 async def _texts_of(reply: Reply) -> list[Part]:
@@ -134,7 +141,7 @@ async def _texts_of(reply: Reply) -> list[Part]:
 
 
 async def _unless_left(request: Request, coroutine: Any) -> Any:
-    """Result of the coroutine; `None`, and the coroutine is cancelled, if the client leaves before."""
+    """Result of the coroutine; `None` if the client leaves before, once the coroutine is cancelled and has ended."""
     work, leaving = asyncio.ensure_future(coroutine), asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -142,6 +149,7 @@ async def _unless_left(request: Request, coroutine: Any) -> Any:
     finally:
         leaving.cancel()
         work.cancel()
+        await asyncio.wait({work})
 
 
 async def _left(request: Request) -> None:
@@ -177,7 +185,8 @@ class _ReplyResponse(StreamingResponse):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             # Who does not read gives the place back, too.
-            await asyncio.wait_for(super().__call__(scope, receive, send), self._reply.seconds_left + _READING_SECONDS)
+            with anyio.fail_after(self._reply.seconds_left + _READING_SECONDS):
+                await super().__call__(scope, receive, send)
         finally:
             self._reply.close()
 
@@ -242,10 +251,13 @@ class _Guard:
                 refusal = _error(401, "The API key is missing or wrong.", "invalid_api_key")
                 return await refusal(scope, receive, send)
         try:
-            body = await asyncio.wait_for(self._read(receive), _BODY_SECONDS)
-        except asyncio.TimeoutError:
+            with anyio.fail_after(_BODY_SECONDS):
+                body = await self._read(receive)
+        except TimeoutError:
             return await _error(408, "The body has not arrived in time.", "timeout")(scope, receive, send)
         if body is None:
+            return None
+        if len(body) > self._max_body_bytes:
             refusal = _error(413, f"A body has at most {self._max_body_bytes} bytes.", "body_too_large")
             return await refusal(scope, receive, send)
         message: dict[str, Any] | None = {"type": "http.request", "body": body, "more_body": False}
@@ -258,15 +270,13 @@ class _Guard:
         return await self._app(scope, replay, send)
 
     async def _read(self, receive: Any) -> bytes | None:
-        """The body; `None` if it is too large."""
+        """The body, or more of it than is allowed; `None` if the client leaves before its end."""
         body = bytearray()
-        while True:
-            message = await receive()
+        while (message := await receive())["type"] != "http.disconnect":
             body += message.get("body", b"")
-            if len(body) > self._max_body_bytes:
-                return None
-            if not message.get("more_body", False):
+            if len(body) > self._max_body_bytes or not message.get("more_body", False):
                 return bytes(body)
+        return None
 
 
 class _ServiceMetrics:

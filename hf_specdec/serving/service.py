@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+import anyio
 from transformers.utils import logging
 
 from ..errors import SpecConfigError, UnsupportedModelError
@@ -105,35 +106,33 @@ class Service:
         """Requests that are decoded at a time."""
         return self.manager.batch_size
 
-    async def begin(self, body: GenerationBody, prompt: Any, streams: bool) -> Reply:
-        """Admits a request; returns when its answers begin.
+    def admit(self, body: GenerationBody) -> Reply:
+        """Takes places for a request. Whoever gets the reply closes it, whatever happens.
 
         Args:
             body (`GenerationBody`): The request.
-            prompt (*of any kind that the manager takes*): Its prompt.
-            streams (`bool`): Answers are wanted in parts.
 
         Raises:
             RefusedError: There is no place, or it cannot be answered.
         """
-        reply = Reply(self, body)
         try:
-            if body.model not in (None, self.name):
-                raise RefusedError(
-                    404, f"This server has '{self.name}' alone, as GET /v1/models says.", "model_not_found"
-                )
-            if not self.is_well:
-                raise RefusedError(503, "The server decodes no more. See its log.", "unavailable")
-            most = self.num_places + self.limits.max_waiting
-            if len(reply.answers) > most:
-                raise RefusedError(400, f"`n` is at most {most} here, got {len(reply.answers)}.", "too_many")
-            if self.num_open > most:
-                raise RefusedError(429, "All places are taken. Try again later.", "overloaded")
-            await reply.begin(prompt, streams)
-        except BaseException as error:
-            reply.close("refused" if isinstance(error, RefusedError) else None)
+            self._check(body)
+        except RefusedError:
+            self.outcomes["refused"] += 1
             raise
-        return reply
+        return Reply(self, body)
+
+    def _check(self, body: GenerationBody) -> None:
+        if body.model not in (None, self.name):
+            message = f"This server has '{self.name}' alone, as GET /v1/models says."
+            raise RefusedError(404, message, "model_not_found")
+        if not self.is_well:
+            raise RefusedError(503, "The server decodes no more. See its log.", "unavailable")
+        count, most = body.n or 1, self.num_places + self.limits.max_waiting
+        if count > most:
+            raise RefusedError(400, f"`n` is at most {most} here, got {count}.", "too_many")
+        if self.num_open + count > most:
+            raise RefusedError(429, "All places are taken. Try again later.", "overloaded")
 
     @property
     def is_well(self) -> bool:
@@ -192,13 +191,25 @@ class Reply:
         service.num_open += len(self.answers)
 
     async def begin(self, prompt: Any, streams: bool) -> None:
-        """Adds the answers, and waits for their first tokens, or for all where they are not wanted in parts."""
-        tokens = await self.in_time(self._service.encode(prompt))
-        length = self._service.length(len(tokens), self._body.asked_length)
-        for answer in self.answers:
-            answer.add(tokens, length, streams)
-        for answer in self.answers:
-            await answer.hear_more()
+        """Adds the answers, and waits for their first tokens, or for all where they are not wanted in parts.
+
+        Args:
+            prompt (*of any kind that the manager takes*): Its prompt.
+            streams (`bool`): Answers are wanted in parts.
+
+        Raises:
+            RefusedError: It cannot be answered.
+        """
+        try:
+            tokens = await self.in_time(self._service.encode(prompt))
+            length = self._service.length(len(tokens), self._body.asked_length)
+            for answer in self.answers:
+                answer.add(tokens, length, streams)
+            for answer in self.answers:
+                await answer.hear_more()
+        except RefusedError:
+            self.close("refused")
+            raise
 
     async def parts(self) -> AsyncIterator[tuple[Answer, Part | None]]:
         """Parts of all answers as they come, and `None` for the end of each.
@@ -239,8 +250,10 @@ class Reply:
             RefusedError: It takes too long.
         """
         try:
-            return await asyncio.wait_for(waiting, self.seconds_left)
-        except asyncio.TimeoutError:
+            # Before Python 3.12 asyncio.wait_for() swallows a cancellation that comes with the result.
+            with anyio.fail_after(self.seconds_left):
+                return await waiting
+        except TimeoutError:
             self.answers[0].outcome = "timeout"
             message = f"The answer has taken more than {self._service.limits.timeout:g} seconds."
             raise RefusedError(504, message, "timeout") from None

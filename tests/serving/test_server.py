@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from transformers import LogitsProcessor
 from typer.testing import CliRunner
 
 from hf_specdec import SpeculativeBatchingManager, UnsupportedModelError, cli, demo
+from hf_specdec.serving.bodies import CompletionBody
 from hf_specdec.serving.service import Limits, Service
 from tests.encoder_decoders import text_model
 from tests.methods import demo_target
@@ -400,6 +402,36 @@ def test_too_many_requests_and_clients_that_leave():
         wait_until(lambda: not service.manager._names)
         assert service.outcomes == {"left": 2, "answered": 1, "refused": 1}
         assert running.text() == plain(PROMPT, 12)
+
+
+def test_clients_that_leave_in_the_turn_in_which_something_has_come(running):
+    async def leave() -> None:
+        reply = running.service.admit(CompletionBody(prompt=PROMPT))
+        coming = asyncio.get_running_loop().create_future()
+        waiting = asyncio.ensure_future(reply.in_time(coming))
+        await asyncio.sleep(0)
+        coming.set_result(None)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        reply.close()
+        assert waiting.cancelled()
+
+    asyncio.run(leave())
+    assert running.service.num_open == 0
+
+
+@pytest.mark.parametrize("length", [1, 4000])
+def test_bodies_of_which_a_part_never_comes(length):
+    with serving() as running:
+        body = json.dumps({"prompt": PROMPT, **LONG}).encode()
+        host, port = running.address.removeprefix("http://").split(":")
+        for _ in range(5):
+            with socket.create_connection((host, int(port))) as client:
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+                client.sendall(f"{head}Content-Length: {len(body) + length}\r\n\r\n".encode() + body)
+        assert running.text() == plain(PROMPT, 12)
+        assert running.service.outcomes == {"answered": 1}
+        assert running.service.num_open == 0
 
 
 def test_answers_that_take_too_long():

@@ -43,6 +43,10 @@ def serve_command(
             help=f"What clients send as bearer token. Better in {API_KEY_VARIABLE}: others see arguments.",
         ),
     ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of pages that may ask the server from a browser; '*' for all. May be repeated."),
+    ] = None,
     batch_size: RowsOption = 8,
     max_tokens_in_flight: TokensInFlightOption = None,
     max_waiting: Annotated[
@@ -103,7 +107,7 @@ def serve_command(
         service = Service(manager, name or model, limits)
         if host not in LOOPBACK and api_key is None:
             say(f"Everybody who reaches {host} may use this server: there is no --api-key.", "yellow", stderr=True)
-        app = build_app(service, api_key, LOOPBACK if host in LOOPBACK else ("*",))
+        app = build_app(service, api_key, LOOPBACK if host in LOOPBACK else ("*",), tuple(cors or ()))
         server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=grace, server_header=False))
         # uvicorn ends open answers first, and then hands the signal on.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from transformers.utils import logging
 
@@ -37,7 +39,9 @@ _READING_SECONDS = 30.0
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ...] = ("*",)) -> FastAPI:
+def build_app(
+    service: Service, api_key: str | None = None, hosts: tuple[str, ...] = ("*",), origins: tuple[str, ...] = ()
+) -> FastAPI:
     """The application that serves a model.
 
     Args:
@@ -45,6 +49,8 @@ def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ..
         api_key (`str`, *optional*): What clients have to send as `Authorization: Bearer ...`, for all but `/health`.
         hosts (`tuple[str, ...]`): Names by which the server may be asked. On a loopback address these bar pages of
             strangers in the user's own browser.
+        origins (`tuple[str, ...]`): Of pages that may ask the server from a browser, such as "http://localhost:3000";
+            "*" for all.
     """
     registry = prometheus_client.CollectorRegistry()
 
@@ -64,6 +70,9 @@ def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ..
 
     app.add_middleware(_Failures)
     app.add_middleware(_Guard, api_key=api_key, max_body_bytes=service.limits.max_body_bytes)
+    if origins:
+        # Around the guard: browsers ask first without the key.
+        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
 
     @app.exception_handler(RefusedError)
@@ -81,15 +90,22 @@ def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ..
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> JSONResponse | StreamingResponse:
-        return await _respond(service, request, body, body.prompt, is_chat=True)
+        return await _respond(service, request, body, is_chat=True)
 
     @app.post("/v1/completions", response_model=None)
     async def complete(body: CompletionBody, request: Request) -> JSONResponse | StreamingResponse:
-        return await _respond(service, request, body, body.prompt, is_chat=False)
+        return await _respond(service, request, body, is_chat=False)
+
+    known = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "hf_specdec"}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": service.name, "object": "model", "owned_by": "hf_specdec"}]}
+        return {"object": "list", "data": [known]}
+
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def model(name: str) -> dict[str, Any]:
+        service.check_name(name)
+        return known
 
     @app.get("/health", response_model=None)
     async def health() -> JSONResponse:
@@ -106,11 +122,11 @@ def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ..
 
 
 async def _respond(
-    service: Service, request: Request, body: GenerationBody, prompt: Any, is_chat: bool
+    service: Service, request: Request, body: GenerationBody, is_chat: bool
 ) -> JSONResponse | StreamingResponse:
     reply, response = service.admit(body), None
     try:
-        response = await _unless_left(request, _answer(service, reply, body, prompt, is_chat))
+        response = await _unless_left(request, _answer(service, reply, body, is_chat))
         # Who has left reads nothing.
         return response or JSONResponse(None)
     finally:
@@ -119,13 +135,13 @@ async def _respond(
 
 
 async def _answer(
-    service: Service, reply: Reply, body: GenerationBody, prompt: Any, is_chat: bool
+    service: Service, reply: Reply, body: GenerationBody, is_chat: bool
 ) -> JSONResponse | StreamingResponse:
-    await reply.begin(prompt, body.stream)
+    await reply.begin()
     text_of = None if body.num_top_logprobs is None else lambda token: service.manager.tokenizer.decode([token])
     form = Form(f"{'chatcmpl' if is_chat else 'cmpl'}-{reply.id}", service.name, is_chat, text_of)
     if body.stream:
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         return _ReplyResponse(reply, _events(reply, form, with_usage))
     texts = await _texts_of(reply)
     reasons = (answer.finish_reason for answer in reply.answers)
@@ -206,8 +222,14 @@ def _error_body(status: int, message: str, code: str) -> dict[str, Any]:
 
 def _first_mistake(error: RequestValidationError) -> str:
     found = error.errors()[0]
-    where = ".".join(str(part) for part in found["loc"][1:] if isinstance(part, (str, int)))
-    return f"{where}: {found['msg']}" if where else found["msg"]
+    if found["type"] == "json_invalid":
+        return f"The body is no JSON: {found['ctx']['error']}, at character {found['loc'][-1]}."
+    where, message = ".".join(map(str, found["loc"][1:])), found["msg"].removeprefix("Value error, ")
+    if where:
+        return f"{where}: {message}"
+    if found["type"] == "value_error":
+        return message
+    return "The body must be a JSON object, with the header `Content-Type: application/json`."
 
 
 class _Failures:

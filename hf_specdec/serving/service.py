@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from inspect import signature
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.utils import logging
 
-from ..errors import SpecConfigError, UnsupportedModelError
+from ..errors import MissingDependencyError, SpecConfigError, UnsupportedModelError, shown
+from ..logits.grammar.processor import grammar
 from ..many.batching import SpeculativeGenerationOutput
 from ..many.manager import SpeculativeBatchingManager
 from ..metrics import SpecDecodingStats
+from ..target_facts import vocabulary_size
+from ..threads import Recent
 from ..validation import Bounds, checked
 from .bodies import GenerationBody, Part, ScoredToken, usage_of
+from .penalties import PenaltiesLogitsProcessor
 from .text import GrowingText
 from .tool_calls import ToolCallReader
 
@@ -28,6 +35,9 @@ logger = logging.get_logger(__name__)
 
 # Seconds after which a client may come again when all places were taken.
 RETRY_AFTER = 1
+
+# Of what a tokenizer's templates are applied with, what a request may say.
+_OF_TEMPLATES = ("add_generation_prompt", "continue_final_message", "kwargs")
 
 
 class RefusedError(Exception):
@@ -98,6 +108,7 @@ class Service:
         self._positions: int | None = positions
         # Long prompts keep nobody waiting, and the tokenizer belongs to one thread.
         self._encoder = ThreadPoolExecutor(1, "hf_specdec encoder")
+        self._grammars: Recent[LogitsProcessor] = Recent(64)
         self.num_open = 0
         self.outcomes: Counter[str] = Counter()  # by "answered", "left", "refused", "timeout" and "failed"
 
@@ -122,15 +133,23 @@ class Service:
             raise
         return Reply(self, body)
 
-    def _check(self, body: GenerationBody) -> None:
-        if body.model not in (None, self.name):
+    def check_name(self, model: str) -> None:
+        """Refuses names of other models.
+
+        Raises:
+            RefusedError: It is another one's.
+        """
+        if model != self.name:
             message = f"This server has '{self.name}' alone, as GET /v1/models says."
             raise RefusedError(404, message, "model_not_found")
+
+    def _check(self, body: GenerationBody) -> None:
+        self.check_name(self.name if body.model is None else body.model)
         if not self.is_well:
             raise RefusedError(503, "The server decodes no more. See its log.", "unavailable")
-        count, most = body.n or 1, self.num_places + self.limits.max_waiting
+        count, most = body.num_answers, self.num_places + self.limits.max_waiting
         if count > most:
-            raise RefusedError(400, f"`n` is at most {most} here, got {count}.", "too_many")
+            raise RefusedError(400, f"A request has at most {most} answers here, got {count}.", "too_many")
         if self.num_open + count > most:
             raise RefusedError(429, "All places are taken. Try again later.", "overloaded")
 
@@ -139,19 +158,77 @@ class Service:
         """Tells whether it decodes: a loop that has failed may still be telling those who wait."""
         return self.manager.is_running() and self.manager.error is None
 
-    async def encode(self, prompt: Any) -> list[int]:
-        """Tokens of a prompt.
+    async def prepare(self, body: GenerationBody) -> Prepared:
+        """What a request's answers have in common.
 
         Raises:
-            RefusedError: It cannot be read.
+            RefusedError: It cannot be read, or there is no room for its answers.
         """
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, self._prepare, body)
+
+    def _prepare(self, body: GenerationBody) -> Prepared:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._encoder, self.manager.encode, prompt)
+            prompts = [self._encode(prompt, body.template_arguments) for prompt in body.prompts]
         except (ValueError, TypeError) as error:
             raise RefusedError(400, f"The prompt cannot be read: {error}", "invalid_prompt") from error
+        lengths = [self.length(len(prompt), body.asked_length) for prompt in prompts]
+        if body.min_tokens is not None and body.min_tokens > min(lengths):
+            message = f"At most {min(lengths)} tokens are generated, and at least {body.min_tokens} are asked for."
+            raise RefusedError(400, message, "too_long")
+        num_tokens = vocabulary_size(self.manager.model)
+        beyond = [token for token in body.logit_bias or () if int(token) >= num_tokens]
+        if beyond:
+            raise RefusedError(400, f"`logit_bias`: {shown(beyond[0])} is no token of the model.", "invalid_request")
+        echoes = [self._text(prompt, tokens) for prompt, tokens in zip(body.prompts, prompts)] if body.echoes else None
+        return Prepared(prompts, lengths, self._grammar(body.grammar), echoes)
+
+    def _encode(self, prompt: Any, template_arguments: dict[str, Any]) -> list[int]:
+        # It also says what is wrong with the chat.
+        tokens = self.manager.encode(prompt)
+        if not template_arguments:
+            return tokens
+        tokenizer: Any = self.manager.tokenizer
+        taken = {*signature(tokenizer.apply_chat_template).parameters} - set(_OF_TEMPLATES)
+        wrong = sorted(taken & template_arguments.keys())
+        if wrong:
+            raise ValueError(f"`chat_template_kwargs` cannot have `{wrong[0]}`.")
+        chat = prompt if isinstance(prompt, dict) else {"messages": prompt}
+        try:
+            text = tokenizer.apply_chat_template(
+                chat["messages"],
+                tools=chat.get("tools"),
+                tokenize=False,
+                **{
+                    "add_generation_prompt": not template_arguments.get("continue_final_message"),
+                    **template_arguments,
+                },
+            )
+        except Exception as error:
+            # Templates are programs.
+            raise ValueError(f"the chat template has failed ({type(error).__name__}: {error}).") from error
+        return self.manager.encode(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _text(self, prompt: Any, tokens: list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self.manager.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _grammar(self, wanted: dict[str, Any] | None) -> LogitsProcessor | None:
+        """The processor of a grammar, which requests share."""
+        if wanted is None:
+            return None
+        key = json.dumps(wanted)
+        found = self._grammars.get(key)
+        if found is None:
+            try:
+                found = grammar(**wanted, tokenizer=self.manager.tokenizer)
+            except (SpecConfigError, MissingDependencyError) as error:
+                raise RefusedError(
+                    400, f"The form of the answer cannot be kept: {error}", "invalid_request"
+                ) from error
+            self._grammars.put(key, found)
+        return found
 
     def length(self, num_prompt_tokens: int, asked: int | None) -> int:
-        """Tokens that an answer may have.
+        """Tokens that an answer may have; of one that asks for more, the rest is cut off.
 
         Raises:
             RefusedError: The prompt leaves no room for it.
@@ -160,22 +237,33 @@ class Service:
         if most_prompt is not None and num_prompt_tokens > most_prompt:
             message = f"The prompt has {num_prompt_tokens} tokens, more than the {most_prompt} that are taken."
             raise RefusedError(400, message, "context_length_exceeded")
-        if asked is not None and asked > most:
-            raise RefusedError(400, f"At most {most} tokens are generated, and {asked} are asked for.", "too_long")
         if self._positions is not None:
             left = self._positions - num_prompt_tokens
-            if left < (asked or 1):
-                message = (
-                    f"The model has {self._positions} positions: a prompt of {num_prompt_tokens} tokens leaves "
-                    f"{max(left, 0)}, and {asked or 1} are asked for."
-                )
+            if left < 1:
+                message = f"The model has {self._positions} positions, and the prompt has {num_prompt_tokens} tokens."
                 raise RefusedError(400, message, "context_length_exceeded")
             most = min(most, left)
-        return asked or most
+        return min(asked or most, most)
+
+
+class Prepared(NamedTuple):
+    """What the answers to a request have in common.
+
+    Attributes:
+        prompts (`list[list[int]]`): Tokens of each prompt.
+        lengths (`list[int]`): Most tokens of the answers to each.
+        grammar (`LogitsProcessor`, *optional*): Keeps the answers in their form.
+        echoes (`list[str]`, *optional*): Texts of the prompts, where answers begin with them.
+    """
+
+    prompts: list[list[int]]
+    lengths: list[int]
+    grammar: LogitsProcessor | None
+    echoes: list[str] | None
 
 
 class Reply:
-    """The answer to a request, or several answers to the same prompt.
+    """The answer to a request, or several answers to each of its prompts.
 
     Attributes:
         id (`str`): Its name.
@@ -185,26 +273,22 @@ class Reply:
     def __init__(self, service: Service, body: GenerationBody):
         self._service, self._body = service, body
         self._deadline = monotonic() + service.limits.timeout
-        self._is_closed = False
+        self._is_closed, self._num_prompt_tokens = False, 0
         self.id: str = uuid.uuid4().hex
-        self.answers: list[Answer] = [Answer(self, service, body, index) for index in range(body.n or 1)]
+        self.answers: list[Answer] = [Answer(self, service, body, index) for index in range(body.num_answers)]
         service.num_open += len(self.answers)
 
-    async def begin(self, prompt: Any, streams: bool) -> None:
+    async def begin(self) -> None:
         """Adds the answers, and waits for their first tokens, or for all where they are not wanted in parts.
-
-        Args:
-            prompt (*of any kind that the manager takes*): Its prompt.
-            streams (`bool`): Answers are wanted in parts.
 
         Raises:
             RefusedError: It cannot be answered.
         """
         try:
-            tokens = await self.in_time(self._service.encode(prompt))
-            length = self._service.length(len(tokens), self._body.asked_length)
+            prepared = await self.in_time(self._service.prepare(self._body))
+            self._num_prompt_tokens = sum(map(len, prepared.prompts))
             for answer in self.answers:
-                answer.add(tokens, length, streams)
+                answer.add(prepared)
             for answer in self.answers:
                 await answer.hear_more()
         except RefusedError:
@@ -263,7 +347,7 @@ class Reply:
         outputs = [answer.latest for answer in self.answers]
         num_tokens = sum(len(output.generated_tokens) for output in outputs)
         stats = SpecDecodingStats.total(output.speculative for output in outputs)
-        return usage_of(len(outputs[0].prompt_ids), num_tokens, stats)
+        return usage_of(self._num_prompt_tokens, num_tokens, stats)
 
     def close(self, outcome: str | None = None) -> None:
         """Gives the places to others. Answers that have not ended are given up.
@@ -296,7 +380,9 @@ class Answer:
     def __init__(self, reply: Reply, service: Service, body: GenerationBody, index: int):
         self._reply, self._service, self._body = reply, service, body
         self._name = f"{reply.id}-{index}"
-        self._text = GrowingText(service.manager.tokenizer, body.stop_strings)
+        self._shows_special = body.skip_special_tokens is False
+        self._text = GrowingText(service.manager.tokenizer, body.stop or [], self._shows_special)
+        self._echo = ""
         self._calls = ToolCallReader(body.told_tools) if body.told_tools else None
         self._num_scored, self._scored = 0, list[ScoredToken]()  # those whose text has not been shown
         self._news = asyncio.Event()
@@ -306,21 +392,36 @@ class Answer:
         self.outcome: str | None = None
         self.finish_reason: str | None = None
 
-    def add(self, tokens: list[int], length: int, streams: bool) -> None:
+    def add(self, prepared: Prepared) -> None:
         """Adds it to those that are decoded.
 
         Raises:
             RefusedError: The settings of the request are wrong.
         """
-        manager, settings = self._service.manager, self._body.settings()
+        manager, body = self._service.manager, self._body
+        prompt, row = divmod(self.index, body.n or 1)
+        tokens, length = prepared.prompts[prompt], prepared.lengths[prompt]
+        self._echo = prepared.echoes[prompt] if prepared.echoes else ""
+        settings = body.settings()
         if "seed" in settings:
             # Answers to one prompt are the rows of one call.
-            settings["seed_row"] = self.index
+            settings["seed_row"] = row
+        if body.ignore_eos:
+            # An id that no token has.
+            settings |= {"eos_token_id": vocabulary_size(manager.model), "pad_token_id": 0}
+        penalties = body.frequency_penalty or 0.0, body.presence_penalty or 0.0
+        own = [PenaltiesLogitsProcessor(*penalties, len(tokens))] if any(penalties) else []
+        own += [] if prepared.grammar is None else [prepared.grammar]
+        if own and manager._reader.arguments.get("logits_processor"):
+            message = "This server has logits processors of its own, beside which no penalty and no form can be kept."
+            raise RefusedError(400, message, "invalid_request")
+        if own:
+            settings["logits_processor"] = LogitsProcessorList(own)
         manager.register_result_handler(self._name, self._hear)
         # Stop strings are looked for in the text: transformers' own criterion compares each new one with the whole
         # vocabulary first, while all others would wait.
         try:
-            manager.add_request(tokens, self._name, length, streaming=streams or bool(self._text.stop), **settings)
+            manager.add_request(tokens, self._name, length, streaming=bool(body.stream or self._text.stop), **settings)
         except SpecConfigError as error:
             raise RefusedError(503 if not manager.is_running() else 400, str(error), "invalid_request") from error
         self._is_added = True
@@ -359,20 +460,23 @@ class Answer:
         Raises:
             RefusedError: It does not come to an end.
         """
+        if self._echo:
+            yield Part(self._echo, [], [])
         while True:
             latest, is_last = self.latest, self._has_ended
             part = self._read(latest, is_last)
             ends = is_last or self._text.has_stopped
             if self._calls is not None:
                 text, calls = self._calls.add(part.text, ends)
-                part = Part(text, part.tokens, calls)
+                part = Part(text, part.tokens, calls[: self._body.most_calls])
+                ends = ends or (bool(calls) and self._body.most_calls is not None)
             if any(part):
                 yield part
             if ends:
                 self.outcome = "answered"
                 # Others to the same prompt may go on for long.
                 self.give_up()
-                self.finish_reason = "stop" if self._text.has_stopped else latest.finish_reason
+                self.finish_reason = "stop" if self._text.has_stopped or not is_last else latest.finish_reason
                 if self.finish_reason == "stop" and self._calls is not None and self._calls.num_calls:
                     self.finish_reason = "tool_calls"
                 return
@@ -381,6 +485,9 @@ class Answer:
     def _read(self, latest: SpeculativeGenerationOutput, is_last: bool) -> Part:
         """Adds an output. Where log-probabilities are wanted, the text is read token by token."""
         tokens, texts = latest.generated_tokens, []
+        if self._shows_special and is_last and latest.finish_reason == "stop":
+            # That which ends the answer is none of its text.
+            tokens = tokens[:-1]
         if self._body.num_top_logprobs is None:
             return Part(self._text.add(tokens, is_last), [], [])
         for number in range(self._num_scored, len(tokens)):

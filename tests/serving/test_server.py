@@ -226,8 +226,11 @@ def test_tools_are_told_through_the_chat_template(running):
             answer = other.client.post("/v1/chat/completions", json={**body, "tool_choice": choice}).json()
             assert answer["choices"][0]["message"] == {"role": "assistant", "content": plain(prompt, 8)}
         for fields, message in (
-            ({"tool_choice": "required"}, "tool_choice"),
-            ({"tools": [{"type": "search"}]}, "tools"),
+            ({"tool_choice": {"type": "function", "function": {"name": "write"}}}, "`tool_choice` needs `tools`"),
+            ({"tool_choice": "required", "tools": []}, "`tool_choice` needs `tools`"),
+            ({"tool_choice": "always"}, "tool_choice.type: Input should be 'auto'"),
+            ({"tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}]}, "`strict` arguments need"),
+            ({"tools": [{"type": "search"}]}, "tools.0.type: Input should be 'function'"),
             ({"messages": [{"role": "user"}]}, "needs `content`"),
             ({"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, "nested too deep"),
             ({"top_logprobs": 2}, "needs `logprobs`"),
@@ -323,19 +326,34 @@ def test_failures_inside_are_no_mistakes_of_the_client(running, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"spec_model": "user/head"}, "spec_model: Extra"),
-        ({"speculative": {"method": "ngram"}}, "speculative: Extra"),
-        ({"generation_config": "{}"}, "generation_config: Extra"),
+        ({"spec_model": "user/head"}, "`spec_model` cannot be honoured. The drafter is chosen when the server starts"),
+        ({"speculative": {"method": "ngram"}}, "`speculative` cannot be honoured"),
+        ({"generation_config": "{}"}, "`generation_config` cannot be honoured"),
+        ({"suffix": "x"}, "`suffix` cannot be honoured"),
+        ({"stop_token_ids": [3]}, "`stop_token_ids` cannot be honoured"),
         ({"spec_method": "ngram"}, "spec_method.*'off'"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens: .*greater than or equal to 0"),
         ({"n": 0}, "n: "),
-        ({"n": 69}, "`n` is at most 68 here, got 69"),
+        ({"n": 69}, "at most 68 answers here, got 69"),
+        ({"n": 35, "prompt": ["x", "y"]}, "at most 68 answers here, got 70"),
         ({"logprobs": 6}, "logprobs: "),
-        ({"best_of": 2}, "best_of: "),
+        ({"best_of": 2}, "`best_of` other than `n`"),
+        ({"echo": True, "logprobs": 1}, "`echo` with `logprobs`"),
         ({"temperature": -1}, "temperature: "),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty: .*0.01"),
         ({"max_tokens": 0}, "max_tokens: "),
-        ({"max_tokens": 401}, "At most 400 tokens"),
-        ({"prompt": ""}, "prompt"),
+        ({"min_tokens": 401}, "At most 12 tokens are generated, and at least 401"),
+        ({"presence_penalty": 2.5}, "presence_penalty: "),
+        ({"logit_bias": {"x": 1}}, "`logit_bias` needs token ids"),
+        ({"logit_bias": {"999999999": 1}}, "`logit_bias`: '999999999' is no token"),
+        ({"logit_bias": {"9" * 100: 1}}, "`logit_bias` needs token ids"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5: "),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "^stop: List should have at most 4 items"),
+        ({"stop": ""}, "^stop.0: String should have at least 1 character"),
+        ({"prompt": ""}, "^prompt: it must be a text, a list of token ids, or a list of such prompts"),
+        ({"prompt": ["x", ""]}, "^prompt: it must be"),
+        ({"prompt": [5, "x"]}, "^prompt: it must be"),
+        ({"prompt": [True]}, "^prompt: it must be"),
         ({"prompt": [1 << 40]}, "all from 0 to"),
         ({"prompt": [5] * 201}, "201 tokens, more than the 200"),
     ],
@@ -348,7 +366,10 @@ def test_bad_requests(running, fields, message):
 def test_bad_bodies_and_paths(running):
     client = running.client
     assert "model_not_found" in running.complete(model="other").text
-    assert client.post("/v1/completions", content="{", headers={"content-type": "application/json"}).status_code == 400
+    broken = client.post("/v1/completions", content="{", headers={"content-type": "application/json"})
+    assert broken.status_code == 400
+    assert "The body is no JSON: Expecting property name" in broken.json()["error"]["message"]
+    assert "must be a JSON object" in client.post("/v1/completions", json=[1]).json()["error"]["message"]
     assert client.post("/v1/completions", content='{"prompt": "x"}').status_code == 400
     assert (
         client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [{}]}]}).status_code == 400
@@ -357,16 +378,27 @@ def test_bad_bodies_and_paths(running):
     assert client.post("/load_model", json={"model": "other"}).status_code == 404
     # A page in the user's browser that has got a name of its own for 127.0.0.1.
     assert client.get("/v1/models", headers={"host": "stranger.example"}).status_code == 400
-    assert client.get("/v1/models").json()["data"][0]["id"] == "demo"
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["id"] == "demo"
+    assert client.get("/v1/models/demo").json() == model
+    assert client.get("/v1/models/user/other").json()["error"]["code"] == "model_not_found"
 
 
 def test_positions_of_the_model(running, monkeypatch):
     monkeypatch.setattr(running.service, "_positions", 20)
-    assert "20 positions" in running.error(max_tokens=18)
-    # Without a length of its own an answer gets what is left.
-    fields = {"prompt": PROMPT, "temperature": 0}
-    usage = running.client.post("/v1/completions", json=fields).json()["usage"]
-    assert usage["total_tokens"] == 20
+    assert "20 positions, and the prompt has 20 tokens" in running.error([5] * 20)
+    # An answer without a length of its own gets what is left, and so does one that asks for more.
+    for fields in ({}, {"max_tokens": 18}):
+        fields = {"prompt": PROMPT, "temperature": 0, **fields}
+        answer = running.client.post("/v1/completions", json=fields).json()
+        assert answer["usage"]["total_tokens"] == 20
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_lengths_beyond_the_limit_are_cut(running):
+    answer = running.complete(max_tokens=10**9).json()
+    assert answer["usage"]["completion_tokens"] == 400
+    assert answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_api_key():

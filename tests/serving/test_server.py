@@ -285,6 +285,26 @@ def test_calls_of_tools():
         assert "<tool_call>" in short["choices"][0]["message"]["content"]
 
 
+def test_one_call_at_a_time():
+    call = '<tool_call>{"name": "read", "arguments": {}}</tool_call>'
+    template = "{% for tool in tools or [] %}{% endfor %}{{ messages[0].content }}"
+    tokens = [*demo.load_tokenizer()(call * 2, add_special_tokens=False)["input_ids"], 0]
+    arguments = {"logits_processor": [Says(tokens)], "eos_token_id": 0}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100, "tools": [TOOL]}
+    with serving(template=template, arguments=arguments) as other:
+        for is_parallel, count in ((True, 2), (False, 1)):
+            fields = {**body, "parallel_tool_calls": is_parallel}
+            (choice,) = other.client.post("/v1/chat/completions", json=fields).json()["choices"]
+            assert choice["finish_reason"] == "tool_calls"
+            assert len(choice["message"]["tool_calls"]) == count
+            with other.client.stream("POST", "/v1/chat/completions", json={**fields, "stream": True}) as answer:
+                deltas = [event["choices"][0]["delta"] for event in events(answer)]
+            assert sum(len(delta.get("tool_calls", ())) for delta in deltas) == count
+        # A processor of the server's own is never left out for a client's wish.
+        refused = other.client.post("/v1/chat/completions", json={**body, "presence_penalty": 1})
+        assert "logits processors of its own" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

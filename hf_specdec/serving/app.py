@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +19,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from transformers.utils import logging
 
 from ..metrics import prometheus
@@ -28,7 +28,10 @@ from .service import RETRY_AFTER, Answer, RefusedError, Reply, Service
 
 logger = logging.get_logger(__name__)
 
-LOOPBACK = ("127.0.0.1", "localhost")
+# Names of this machine for itself.
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+_HOST = re.compile(r"\[?([^\[\]]*?)\]?(?::\d*)?")
 
 # Seconds for a body to arrive.
 _BODY_SECONDS = 30.0
@@ -47,8 +50,8 @@ def build_app(
     Args:
         service (`Service`): The model; its manager runs while the application does.
         api_key (`str`, *optional*): What clients have to send as `Authorization: Bearer ...`, for all but `/health`.
-        hosts (`tuple[str, ...]`): Names by which the server may be asked. On a loopback address these bar pages of
-            strangers in the user's own browser.
+        hosts (`tuple[str, ...]`): Names by which the server may be asked; "*" for all. On a loopback address these bar
+            pages of strangers in the user's own browser.
         origins (`tuple[str, ...]`): Of pages that may ask the server from a browser, such as "http://localhost:3000";
             "*" for all.
     """
@@ -56,9 +59,9 @@ def build_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        prometheus.enable(registry, service.name)
-        service.manager.start()
         try:
+            await asyncio.to_thread(service.start)
+            prometheus.enable(registry, service.name)
             yield
         finally:
             await asyncio.to_thread(service.manager.destroy)
@@ -69,11 +72,10 @@ def build_app(
     prometheus_client.ProcessCollector(registry=registry)
 
     app.add_middleware(_Failures)
-    app.add_middleware(_Guard, api_key=api_key, max_body_bytes=service.limits.max_body_bytes)
+    app.add_middleware(_Guard, api_key=api_key, hosts=hosts, max_body_bytes=service.limits.max_body_bytes)
     if origins:
         # Around the guard: browsers ask first without the key.
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
 
     @app.exception_handler(RefusedError)
     async def refuse(request: Request, error: RefusedError) -> JSONResponse:
@@ -109,7 +111,7 @@ def build_app(
 
     @app.get("/health", response_model=None)
     async def health() -> JSONResponse:
-        return JSONResponse({"status": "ok" if service.is_well else "stopped"}, 200 if service.is_well else 503)
+        return JSONResponse({"status": service.status}, 200 if service.status == "ok" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -257,10 +259,11 @@ class _Failures:
 
 
 class _Guard:
-    """Lets in who has the key, with a body of limited size that arrives in time."""
+    """Lets in who asks by a known name and has the key, with a body of limited size that arrives in time."""
 
-    def __init__(self, app: Any, api_key: str | None, max_body_bytes: int):
+    def __init__(self, app: Any, api_key: str | None, hosts: tuple[str, ...], max_body_bytes: int):
         self._app, self._max_body_bytes = app, max_body_bytes
+        self._hosts = None if "*" in hosts else {host.lower() for host in hosts}
         # Keys from files end with a line break, which no header has.
         self._expected = None if api_key is None else f"Bearer {api_key.strip()}".encode()
 
@@ -268,6 +271,11 @@ class _Guard:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
+        if self._hosts is not None:
+            host = _HOST.fullmatch(headers.get(b"host", b"").decode("latin-1").lower())
+            if host is None or host[1] not in self._hosts:
+                refusal = _error(400, "The server is not asked by this name.", "invalid_host")
+                return await refusal(scope, receive, send)
         if self._expected is not None and scope["path"] != "/health":
             if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
                 refusal = _error(401, "The API key is missing or wrong.", "invalid_api_key")

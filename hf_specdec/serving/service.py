@@ -17,7 +17,7 @@ import anyio
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.utils import logging
 
-from ..errors import MissingDependencyError, SpecConfigError, UnsupportedModelError, shown
+from ..errors import MissingDependencyError, SpecConfigError, SpecDecError, UnsupportedModelError, shown
 from ..logits.grammar.processor import grammar
 from ..many.batching import SpeculativeGenerationOutput
 from ..many.manager import SpeculativeBatchingManager
@@ -35,6 +35,15 @@ logger = logging.get_logger(__name__)
 
 # Seconds after which a client may come again when all places were taken.
 RETRY_AFTER = 1
+
+_UNAVAILABLE = {
+    "starting": "The server is starting.",
+    "failed": "The server has failed and decodes no more. See its log.",
+    "stopped": "The server has stopped.",
+}
+
+# N-grams are found in it, so that drafts are verified.
+_WARM_UP, _WARM_UP_LENGTH = "1 2 3 4 5 6 7 8 " * 4, 16
 
 # Of what a tokenizer's templates are applied with, what a request may say.
 _OF_TEMPLATES = ("add_generation_prompt", "continue_final_message", "kwargs")
@@ -108,6 +117,7 @@ class Service:
         self._positions: int | None = positions
         # Long prompts keep nobody waiting, and the tokenizer belongs to one thread.
         self._encoder = ThreadPoolExecutor(1, "hf_specdec encoder")
+        self._has_started, self._told = False, None
         self._grammars: Recent[LogitsProcessor] = Recent(64)
         self.num_open = 0
         self.outcomes: Counter[str] = Counter()  # by "answered", "left", "refused", "timeout" and "failed"
@@ -145,18 +155,54 @@ class Service:
 
     def _check(self, body: GenerationBody) -> None:
         self.check_name(self.name if body.model is None else body.model)
-        if not self.is_well:
-            raise RefusedError(503, "The server decodes no more. See its log.", "unavailable")
+        if self.status != "ok":
+            raise RefusedError(503, _UNAVAILABLE[self.status], "unavailable")
         count, most = body.num_answers, self.num_places + self.limits.max_waiting
         if count > most:
             raise RefusedError(400, f"A request has at most {most} answers here, got {count}.", "too_many")
         if self.num_open + count > most:
             raise RefusedError(429, "All places are taken. Try again later.", "overloaded")
 
+    def start(self) -> None:
+        """Starts the manager, and decodes until kernels are compiled and graphs captured.
+
+        Raises:
+            SpecDecError: It cannot decode.
+        """
+        self.manager.start()
+        tokens = self.manager.encode(_WARM_UP)
+        room = (self._positions or self.limits.max_new_tokens) - len(tokens)
+        names = []
+        # One after the other ends, so all sizes of batches are there, with samples and without.
+        for number in range(self.num_places):
+            length = max(min(_WARM_UP_LENGTH + number, self.limits.max_new_tokens, room), 1)
+            settings = {**self.endless, "do_sample": number % 2 == 0, "seed": 0}
+            names.append(self.manager.add_request(tokens, max_new_tokens=length, **settings))
+        for output in map(self.manager.get_result, names):
+            # Limits may leave no room for such requests.
+            if output is None or not (output.error is None or output.is_refused):
+                raise SpecDecError(f"The server cannot decode: {self.manager.error or (output and output.error)}")
+        self._has_started = True
+
     @property
-    def is_well(self) -> bool:
-        """Tells whether it decodes: a loop that has failed may still be telling those who wait."""
-        return self.manager.is_running() and self.manager.error is None
+    def endless(self) -> dict[str, Any]:
+        """Settings of requests that no token ends."""
+        padding = getattr(self.manager.model.generation_config, "pad_token_id", None)
+        # An id that no token has.
+        return {"eos_token_id": vocabulary_size(self.manager.model), "pad_token_id": padding or 0}
+
+    @property
+    def status(self) -> str:
+        """What it does: "starting", "ok", "failed" or "stopped"."""
+        if self.manager.error is not None:
+            # A loop that has failed may still be telling those who wait.
+            if self._told is not self.manager.error:
+                self._told = self.manager.error
+                logger.error("The server decodes no more.", exc_info=self._told)
+            return "failed"
+        if not self._has_started:
+            return "starting"
+        return "ok" if self.manager.is_running() else "stopped"
 
     async def prepare(self, body: GenerationBody) -> Prepared:
         """What a request's answers have in common.
@@ -407,8 +453,7 @@ class Answer:
             # Answers to one prompt are the rows of one call.
             settings["seed_row"] = row
         if body.ignore_eos:
-            # An id that no token has.
-            settings |= {"eos_token_id": vocabulary_size(manager.model), "pad_token_id": 0}
+            settings |= self._service.endless
         penalties = body.frequency_penalty or 0.0, body.presence_penalty or 0.0
         own = [PenaltiesLogitsProcessor(*penalties, len(tokens))] if any(penalties) else []
         own += [] if prepared.grammar is None else [prepared.grammar]
@@ -443,12 +488,12 @@ class Answer:
         self._news.clear()
         if self.latest is None or (self._has_ended and not self.latest.is_finished()):
             self.outcome = "failed"
-            raise RefusedError(503, "The server has stopped.", "unavailable")
+            raise RefusedError(503, _UNAVAILABLE["stopped"], "unavailable")
         if self.latest.error is None:
             return
         self.outcome = "failed"
-        if self._service.manager.error is not None:
-            raise RefusedError(503, "The server has failed. See its log.", "unavailable")
+        if self._service.status == "failed":
+            raise RefusedError(503, _UNAVAILABLE["failed"], "unavailable")
         if self.latest.is_refused:
             raise RefusedError(400, self.latest.error, "invalid_request")
         logger.error(f"Request {self._name} has failed: {self.latest.error}")

@@ -18,12 +18,14 @@ import torch
 from transformers import LogitsProcessor
 from typer.testing import CliRunner
 
-from hf_specdec import SpeculativeBatchingManager, UnsupportedModelError, cli, demo
+from hf_specdec import SpecDecError, SpeculativeBatchingManager, UnsupportedModelError, cli, demo
+from hf_specdec.serving import service
+from hf_specdec.serving.app import build_app
 from hf_specdec.serving.bodies import CompletionBody
 from hf_specdec.serving.service import Limits, Service
 from tests.encoder_decoders import text_model
 from tests.methods import demo_target
-from tests.serving.servers import httpx, plain, serving, wait_until
+from tests.serving.servers import httpx, plain, serving, uvicorn, wait_until
 
 
 ROOT = Path(__file__).parents[2]
@@ -397,7 +399,17 @@ def test_bad_bodies_and_paths(running):
     assert running.error("x" * 5000, status=413) == "A body has at most 4000 bytes."
     assert client.post("/load_model", json={"model": "other"}).status_code == 404
     # A page in the user's browser that has got a name of its own for 127.0.0.1.
-    assert client.get("/v1/models", headers={"host": "stranger.example"}).status_code == 400
+    for host in (
+        "stranger.example",
+        "127.0.0.1.stranger.example",
+        "[::1].stranger.example:80",
+        "[::2]",
+        "127.0.0.1:x",
+    ):
+        refused = client.get("/v1/models", headers={"host": host})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_host")
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]", "[::1]:8000"):
+        assert client.get("/v1/models", headers={"host": host}).status_code == 200
     (model,) = client.get("/v1/models").json()["data"]
     assert model["id"] == "demo"
     assert client.get("/v1/models/demo").json() == model
@@ -502,12 +514,57 @@ def test_metrics_and_health(running):
     assert running.client.get("/health").json() == {"status": "ok"}
 
 
-def test_a_server_whose_model_has_failed():
+def test_a_server_whose_model_has_failed(monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(service.logger, "error", lambda message, exc_info: told.append(f"{message} {exc_info}"))
     with serving() as running:
         running.service.manager._engine.step = None
         assert "has failed" in running.error(status=503)
-        assert running.client.get("/health").status_code == 503
-        assert "no more" in running.error(status=503)
+        health = running.client.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "failed"})
+        assert "has failed and decodes no more" in running.error(status=503)
+        running.service.manager.error = None
+        assert running.client.get("/health").json() == {"status": "stopped"}
+        assert "has stopped" in running.error(status=503)
+    assert told == ["The server decodes no more. 'NoneType' object is not callable"]
+
+
+def test_the_first_client_finds_all_warm():
+    manager = SpeculativeBatchingManager(
+        demo_target(), batch_size=3, tokenizer=demo.load_tokenizer(), spec_method="ngram", max_tokens_in_flight=200
+    )
+    service = Service(manager, "demo", Limits())
+
+    async def ask() -> tuple[httpx.Response, httpx.Response]:
+        transport = httpx.ASGITransport(build_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.get("/health"), await client.post("/v1/completions", json={"prompt": "x"})
+
+    health, refused = asyncio.run(ask())
+    assert (health.status_code, health.json()) == (503, {"status": "starting"})
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, "The server is starting.")
+    service.start()
+    try:
+        assert service.status == "ok"
+        stats = manager._engine.stats
+        assert stats.num_accepted_tokens > 0
+        assert stats.num_committed_tokens == 16 + 17 + 18
+        assert not manager._names
+    finally:
+        manager.destroy()
+    with serving() as running:
+        # Nobody has asked for these.
+        assert "generation_tokens_total{" not in running.client.get("/metrics").text
+
+
+def test_models_that_cannot_decode_do_not_start(monkeypatch):
+    monkeypatch.setattr("hf_specdec.decoding.joint.Judge.verify", lambda *args, **kwargs: 1 / 0)
+    manager = SpeculativeBatchingManager(demo_target(), tokenizer=demo.load_tokenizer(), spec_method="ngram")
+    try:
+        with pytest.raises(SpecDecError, match="The server cannot decode: .*division by zero"):
+            Service(manager, "demo", Limits()).start()
+    finally:
+        manager.destroy()
 
 
 # --------------------------------------------------------------------------------------------------------- the command
@@ -542,6 +599,41 @@ def test_the_command_ends_open_answers_first():
         timer.cancel()
         process.kill()
         process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "is_open"),
+    [
+        ("localhost", "http://localhost", False),
+        ("127.0.0.2", "http://127.0.0.2", False),
+        ("::1", "http://[::1]", False),
+        ("0.0.0.0", "http://0.0.0.0", True),
+    ],
+)
+def test_hosts(monkeypatch, host, address, is_open):
+    statuses = []
+
+    def run(server, sockets):
+        async def ask() -> None:
+            transport = httpx.ASGITransport(server.config.app)
+            async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+                for headers in ({}, {"host": "stranger.example"}):
+                    statuses.append((await client.get("/v1/models", headers=headers)).status_code)
+
+        url = f"{address}:{sockets[0].getsockname()[1]}"
+        statuses.append(url)
+        asyncio.run(ask())
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    result = CliRunner().invoke(cli.app, ["serve", "--host", host, "--port", "0", "--spec-method", "ngram"])
+    if result.exit_code == 2 and host == "::1":
+        pytest.skip("This machine has no IPv6.")
+    assert result.exit_code == 0, result.stderr
+    text = " ".join(result.stderr.split())
+    assert f"Serving demo at {statuses[0]}" in text
+    assert ("Everybody who reaches" in text) == is_open
+    assert statuses[1:] == [200, 200 if is_open else 400]
 
 
 def test_a_port_that_is_taken():

@@ -227,6 +227,8 @@ def _first_mistake(error: RequestValidationError) -> str:
     if found["type"] == "json_invalid":
         return f"The body is no JSON: {found['ctx']['error']}, at character {found['loc'][-1]}."
     where, message = ".".join(map(str, found["loc"][1:])), found["msg"].removeprefix("Value error, ")
+    if where and found["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{where}: Input should be an object"
     if where:
         return f"{where}: {message}"
     if found["type"] == "value_error":

@@ -42,6 +42,9 @@ _UNAVAILABLE = {
     "stopped": "The server has stopped.",
 }
 
+# Those of twice the length may take half a minute to be compiled.
+_MOST_OF_A_GRAMMAR = 1 << 16
+
 # N-grams are found in it, so that drafts are verified.
 _WARM_UP, _WARM_UP_LENGTH = "1 2 3 4 5 6 7 8 " * 4, 16
 
@@ -117,8 +120,9 @@ class Service:
         self._positions: int | None = positions
         # Long prompts keep nobody waiting, and the tokenizer belongs to one thread.
         self._encoder = ThreadPoolExecutor(1, "hf_specdec encoder")
+        self._compiler = ThreadPoolExecutor(1, "hf_specdec compiler")
         self._has_started, self._told = False, None
-        self._grammars: Recent[LogitsProcessor] = Recent(64)
+        self._grammars: Recent[LogitsProcessor] = Recent(16)
         self.num_open = 0
         self.outcomes: Counter[str] = Counter()  # by "answered", "left", "refused", "timeout" and "failed"
 
@@ -210,7 +214,11 @@ class Service:
         Raises:
             RefusedError: It cannot be read, or there is no room for its answers.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, self._prepare, body)
+        loop = asyncio.get_running_loop()
+        prepared = await loop.run_in_executor(self._encoder, self._prepare, body)
+        if body.grammar is None:
+            return prepared
+        return prepared._replace(grammar=await loop.run_in_executor(self._compiler, self._grammar, body.grammar))
 
     def _prepare(self, body: GenerationBody) -> Prepared:
         try:
@@ -225,8 +233,12 @@ class Service:
         beyond = [token for token in body.logit_bias or () if int(token) >= num_tokens]
         if beyond:
             raise RefusedError(400, f"`logit_bias`: {shown(beyond[0])} is no token of the model.", "invalid_request")
+        size = len(json.dumps(body.grammar))
+        if size > _MOST_OF_A_GRAMMAR:
+            message = f"The form of an answer has at most {_MOST_OF_A_GRAMMAR} characters, got {size}."
+            raise RefusedError(400, message, "invalid_request")
         echoes = [self._text(prompt, tokens) for prompt, tokens in zip(body.prompts, prompts)] if body.echoes else None
-        return Prepared(prompts, lengths, self._grammar(body.grammar), echoes)
+        return Prepared(prompts, lengths, echoes)
 
     def _encode(self, prompt: Any, template_arguments: dict[str, Any]) -> list[int]:
         # It also says what is wrong with the chat.
@@ -257,10 +269,8 @@ class Service:
     def _text(self, prompt: Any, tokens: list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.manager.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def _grammar(self, wanted: dict[str, Any] | None) -> LogitsProcessor | None:
+    def _grammar(self, wanted: dict[str, Any]) -> LogitsProcessor:
         """The processor of a grammar, which requests share."""
-        if wanted is None:
-            return None
         key = json.dumps(wanted)
         found = self._grammars.get(key)
         if found is None:
@@ -298,14 +308,14 @@ class Prepared(NamedTuple):
     Attributes:
         prompts (`list[list[int]]`): Tokens of each prompt.
         lengths (`list[int]`): Most tokens of the answers to each.
-        grammar (`LogitsProcessor`, *optional*): Keeps the answers in their form.
         echoes (`list[str]`, *optional*): Texts of the prompts, where answers begin with them.
+        grammar (`LogitsProcessor`, *optional*): Keeps the answers in their form.
     """
 
     prompts: list[list[int]]
     lengths: list[int]
-    grammar: LogitsProcessor | None
     echoes: list[str] | None
+    grammar: LogitsProcessor | None = None
 
 
 class Reply:

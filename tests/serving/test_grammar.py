@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import LogitsProcessorList
 
 import hf_specdec
 from hf_specdec import demo
+from hf_specdec.serving import service
 from tests.methods import demo_target
 from tests.serving.servers import plain, serving
 
@@ -87,6 +89,25 @@ def test_others_are_free_beside_it(running):
     first = running.client.post("/v1/completions", json={**body, "guided_choice": ["yes", "no"]}).json()
     assert {choice["text"] for choice in first["choices"]} <= {"yes", "no"}
     assert running.text() == plain(PROMPT, 12)
+
+
+def test_forms_that_are_compiled_keep_nobody_waiting(monkeypatch):
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def compiling(**form: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(60)
+        return hf_specdec.grammar(**form)
+
+    monkeypatch.setattr(service, "grammar", compiling)
+    with serving(max_body_bytes=1 << 20) as running:
+        asking = threading.Thread(target=running.text, kwargs={"guided_choice": ["yes", "no"]})
+        asking.start()
+        assert begun.wait(60)
+        assert running.text() == plain(PROMPT, 12)
+        assert "at most 65536 characters" in running.error(guided_choice=["x" * 70000])
+        goes_on.set()
+        asking.join()
 
 
 @pytest.mark.parametrize(

@@ -355,6 +355,7 @@ def test_failures_inside_are_no_mistakes_of_the_client(running, monkeypatch):
         ({"stop_token_ids": [3]}, "`stop_token_ids` cannot be honoured"),
         ({"spec_method": "ngram"}, "spec_method.*'off'"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens: .*greater than or equal to 0"),
+        ({"response_format": "json"}, "^response_format: Input should be an object$"),
         ({"n": 0}, "n: "),
         ({"n": 69}, "at most 68 answers here, got 69"),
         ({"n": 35, "prompt": ["x", "y"]}, "at most 68 answers here, got 70"),

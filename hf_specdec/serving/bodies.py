@@ -427,6 +427,7 @@ class ChatBody(GenerationBody):
                 raise ValueError("`tool_choice` needs `tools`, and a name that one of them has")
             if self._grammars:
                 raise ValueError("a form of the answer and a `tool_choice` that demands a call exclude each other")
+            _ = self.grammar  # says what is wrong with the tools
         elif any(tool.function.strict for tool in self.tools or ()) and self._choice != "none":
             raise ValueError('`strict` arguments need the `tool_choice` "required", or a function by name')
         return self
@@ -482,7 +483,12 @@ class ChatBody(GenerationBody):
             parameters = {"type": "object", **(one.parameters or {})}
             # References are to the root of a schema.
             for key in ("$defs", "definitions"):
-                definitions.setdefault(key, {}).update(parameters.pop(key, {}))
+                own, known = parameters.pop(key, {}), definitions.setdefault(key, {})
+                if not isinstance(own, dict) or any(known.get(name, schema) != schema for name, schema in own.items()):
+                    raise ValueError(
+                        f"`{key}` of tools must be objects, of which no two mean different things by a name"
+                    )
+                known.update(own)
             properties = {"name": {"const": one.name}, "arguments": parameters}
             calls.append({"type": "object", "properties": properties, "required": [*properties], **_CLOSED})
         return {"schema": {"anyOf": calls, **definitions}}

@@ -157,3 +157,7 @@ def test_tools_that_have_to_be_called(running):
         "/v1/chat/completions", json={**body, "tool_choice": "required", "response_format": {"type": "json_object"}}
     )
     assert "exclude each other" in refused.json()["error"]["message"]
+    for definitions in ([1], {"size": {"type": "boolean"}}):
+        write["function"]["parameters"]["$defs"] = definitions
+        refused = running.client.post("/v1/chat/completions", json={**body, "tool_choice": "required"})
+        assert (refused.status_code, "`$defs` of tools" in refused.text) == (400, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import signal
 import socket
 import sys
@@ -42,6 +43,10 @@ def serve_command(
             envvar=API_KEY_VARIABLE,
             help=f"What clients send as bearer token. Better in {API_KEY_VARIABLE}: others see arguments.",
         ),
+    ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of pages that may ask the server from a browser; '*' for all. May be repeated."),
     ] = None,
     batch_size: RowsOption = 8,
     max_tokens_in_flight: TokensInFlightOption = None,
@@ -102,15 +107,26 @@ def serve_command(
             **({"spec_method": "off"} if speculator is None else {"assistant": speculator}),
         )
         service = Service(manager, name or model, limits)
-        if host not in LOOPBACK and api_key is None:
+        is_loopback = host in LOOPBACK or _is_loopback(host)
+        if not is_loopback and api_key is None:
             say(f"Everybody who reaches {host} may use this server: there is no --api-key.", "yellow", stderr=True)
-        app = build_app(service, api_key, LOOPBACK if host in LOOPBACK else ("*",))
+        hosts = (*LOOPBACK, host) if is_loopback else ("*",)
+        app = build_app(service, api_key, hosts, tuple(cors or ()))
         server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=grace, server_header=False))
         # uvicorn ends open answers first, and then hands the signal on.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        say(f"Serving {service.name} at http://{host}:{listening.getsockname()[1]}", stderr=True)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+        say(f"Serving {service.name} at {url}", stderr=True)
         with suppress(KeyboardInterrupt):
             server.run([listening])
+
+
+def _is_loopback(host: str) -> bool:
+    """Tells whether an address is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -240,7 +240,7 @@ def disable(registry: CollectorRegistry | None = None) -> None:
 
 
 def start_http_server(
-    port: int = 8000,
+    port: int = 9464,
     addr: str | None = None,
     registry: CollectorRegistry | None = None,
     model_name: str | None = None,

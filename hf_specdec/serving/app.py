@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import prometheus_client
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.middleware.cors import CORSMiddleware
 from transformers.utils import logging
 
 from ..metrics import prometheus
@@ -25,7 +28,10 @@ from .service import RETRY_AFTER, Answer, RefusedError, Reply, Service
 
 logger = logging.get_logger(__name__)
 
-LOOPBACK = ("127.0.0.1", "localhost")
+# Names of this machine for itself.
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+_HOST = re.compile(r"\[?([^\[\]]*?)\]?(?::\d*)?")
 
 # Seconds for a body to arrive.
 _BODY_SECONDS = 30.0
@@ -36,22 +42,26 @@ _READING_SECONDS = 30.0
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ...] = ("*",)) -> FastAPI:
+def build_app(
+    service: Service, api_key: str | None = None, hosts: tuple[str, ...] = ("*",), origins: tuple[str, ...] = ()
+) -> FastAPI:
     """The application that serves a model.
 
     Args:
         service (`Service`): The model; its manager runs while the application does.
         api_key (`str`, *optional*): What clients have to send as `Authorization: Bearer ...`, for all but `/health`.
-        hosts (`tuple[str, ...]`): Names by which the server may be asked. On a loopback address these bar pages of
-            strangers in the user's own browser.
+        hosts (`tuple[str, ...]`): Names by which the server may be asked; "*" for all. On a loopback address these bar
+            pages of strangers in the user's own browser.
+        origins (`tuple[str, ...]`): Of pages that may ask the server from a browser, such as "http://localhost:3000";
+            "*" for all.
     """
     registry = prometheus_client.CollectorRegistry()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        prometheus.enable(registry, service.name)
-        service.manager.start()
         try:
+            await asyncio.to_thread(service.start)
+            prometheus.enable(registry, service.name)
             yield
         finally:
             await asyncio.to_thread(service.manager.destroy)
@@ -62,8 +72,10 @@ def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ..
     prometheus_client.ProcessCollector(registry=registry)
 
     app.add_middleware(_Failures)
-    app.add_middleware(_Guard, api_key=api_key, max_body_bytes=service.limits.max_body_bytes)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
+    app.add_middleware(_Guard, api_key=api_key, hosts=hosts, max_body_bytes=service.limits.max_body_bytes)
+    if origins:
+        # Around the guard: browsers ask first without the key.
+        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
 
     @app.exception_handler(RefusedError)
     async def refuse(request: Request, error: RefusedError) -> JSONResponse:
@@ -80,19 +92,26 @@ def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ..
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> JSONResponse | StreamingResponse:
-        return await _respond(service, request, body, body.prompt, is_chat=True)
+        return await _respond(service, request, body, is_chat=True)
 
     @app.post("/v1/completions", response_model=None)
     async def complete(body: CompletionBody, request: Request) -> JSONResponse | StreamingResponse:
-        return await _respond(service, request, body, body.prompt, is_chat=False)
+        return await _respond(service, request, body, is_chat=False)
+
+    known = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "hf_specdec"}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": service.name, "object": "model", "owned_by": "hf_specdec"}]}
+        return {"object": "list", "data": [known]}
+
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def model(name: str) -> dict[str, Any]:
+        service.check_name(name)
+        return known
 
     @app.get("/health", response_model=None)
     async def health() -> JSONResponse:
-        return JSONResponse({"status": "ok" if service.is_well else "stopped"}, 200 if service.is_well else 503)
+        return JSONResponse({"status": service.status}, 200 if service.status == "ok" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -105,24 +124,30 @@ def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ..
 
 
 async def _respond(
-    service: Service, request: Request, body: GenerationBody, prompt: Any, is_chat: bool
+    service: Service, request: Request, body: GenerationBody, is_chat: bool
 ) -> JSONResponse | StreamingResponse:
-    reply = await _unless_left(request, service.begin(body, prompt, body.stream))
-    if reply is None:
-        return JSONResponse(None)
+    reply, response = service.admit(body), None
+    try:
+        response = await _unless_left(request, _answer(service, reply, body, is_chat))
+        # Who has left reads nothing.
+        return response or JSONResponse(None)
+    finally:
+        if not isinstance(response, _ReplyResponse):
+            reply.close()
+
+
+async def _answer(
+    service: Service, reply: Reply, body: GenerationBody, is_chat: bool
+) -> JSONResponse | StreamingResponse:
+    await reply.begin()
     text_of = None if body.num_top_logprobs is None else lambda token: service.manager.tokenizer.decode([token])
     form = Form(f"{'chatcmpl' if is_chat else 'cmpl'}-{reply.id}", service.name, is_chat, text_of)
     if body.stream:
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         return _ReplyResponse(reply, _events(reply, form, with_usage))
-    try:
-        texts = await _unless_left(request, _texts_of(reply))
-        if texts is None:
-            return JSONResponse(None)
-        reasons = (answer.finish_reason for answer in reply.answers)
-        return JSONResponse(form.whole(list(zip(texts, reasons)), reply.usage()))
-    finally:
-        reply.close()
+    texts = await _texts_of(reply)
+    reasons = (answer.finish_reason for answer in reply.answers)
+    return JSONResponse(form.whole(list(zip(texts, reasons)), reply.usage()))
 
 
 async def _texts_of(reply: Reply) -> list[Part]:
@@ -134,7 +159,7 @@ async def _texts_of(reply: Reply) -> list[Part]:
 
 
 async def _unless_left(request: Request, coroutine: Any) -> Any:
-    """Result of the coroutine; `None`, and the coroutine is cancelled, if the client leaves before."""
+    """Result of the coroutine; `None` if the client leaves before, once the coroutine is cancelled and has ended."""
     work, leaving = asyncio.ensure_future(coroutine), asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -142,6 +167,7 @@ async def _unless_left(request: Request, coroutine: Any) -> Any:
     finally:
         leaving.cancel()
         work.cancel()
+        await asyncio.wait({work})
 
 
 async def _left(request: Request) -> None:
@@ -177,7 +203,8 @@ class _ReplyResponse(StreamingResponse):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             # Who does not read gives the place back, too.
-            await asyncio.wait_for(super().__call__(scope, receive, send), self._reply.seconds_left + _READING_SECONDS)
+            with anyio.fail_after(self._reply.seconds_left + _READING_SECONDS):
+                await super().__call__(scope, receive, send)
         finally:
             self._reply.close()
 
@@ -197,8 +224,16 @@ def _error_body(status: int, message: str, code: str) -> dict[str, Any]:
 
 def _first_mistake(error: RequestValidationError) -> str:
     found = error.errors()[0]
-    where = ".".join(str(part) for part in found["loc"][1:] if isinstance(part, (str, int)))
-    return f"{where}: {found['msg']}" if where else found["msg"]
+    if found["type"] == "json_invalid":
+        return f"The body is no JSON: {found['ctx']['error']}, at character {found['loc'][-1]}."
+    where, message = ".".join(map(str, found["loc"][1:])), found["msg"].removeprefix("Value error, ")
+    if where and found["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{where}: Input should be an object"
+    if where:
+        return f"{where}: {message}"
+    if found["type"] == "value_error":
+        return message
+    return "The body must be a JSON object, with the header `Content-Type: application/json`."
 
 
 class _Failures:
@@ -226,10 +261,11 @@ class _Failures:
 
 
 class _Guard:
-    """Lets in who has the key, with a body of limited size that arrives in time."""
+    """Lets in who asks by a known name and has the key, with a body of limited size that arrives in time."""
 
-    def __init__(self, app: Any, api_key: str | None, max_body_bytes: int):
+    def __init__(self, app: Any, api_key: str | None, hosts: tuple[str, ...], max_body_bytes: int):
         self._app, self._max_body_bytes = app, max_body_bytes
+        self._hosts = None if "*" in hosts else {host.lower() for host in hosts}
         # Keys from files end with a line break, which no header has.
         self._expected = None if api_key is None else f"Bearer {api_key.strip()}".encode()
 
@@ -237,15 +273,23 @@ class _Guard:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
+        if self._hosts is not None:
+            host = _HOST.fullmatch(headers.get(b"host", b"").decode("latin-1").lower())
+            if host is None or host[1] not in self._hosts:
+                refusal = _error(400, "The server is not asked by this name.", "invalid_host")
+                return await refusal(scope, receive, send)
         if self._expected is not None and scope["path"] != "/health":
             if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
                 refusal = _error(401, "The API key is missing or wrong.", "invalid_api_key")
                 return await refusal(scope, receive, send)
         try:
-            body = await asyncio.wait_for(self._read(receive), _BODY_SECONDS)
-        except asyncio.TimeoutError:
+            with anyio.fail_after(_BODY_SECONDS):
+                body = await self._read(receive)
+        except TimeoutError:
             return await _error(408, "The body has not arrived in time.", "timeout")(scope, receive, send)
         if body is None:
+            return None
+        if len(body) > self._max_body_bytes:
             refusal = _error(413, f"A body has at most {self._max_body_bytes} bytes.", "body_too_large")
             return await refusal(scope, receive, send)
         message: dict[str, Any] | None = {"type": "http.request", "body": body, "more_body": False}
@@ -258,15 +302,13 @@ class _Guard:
         return await self._app(scope, replay, send)
 
     async def _read(self, receive: Any) -> bytes | None:
-        """The body; `None` if it is too large."""
+        """The body, or more of it than is allowed; `None` if the client leaves before its end."""
         body = bytearray()
-        while True:
-            message = await receive()
+        while (message := await receive())["type"] != "http.disconnect":
             body += message.get("body", b"")
-            if len(body) > self._max_body_bytes:
-                return None
-            if not message.get("more_body", False):
+            if len(body) > self._max_body_bytes or not message.get("more_body", False):
                 return bytes(body)
+        return None
 
 
 class _ServiceMetrics:

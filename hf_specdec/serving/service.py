@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from inspect import signature
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
+import anyio
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.utils import logging
 
-from ..errors import SpecConfigError, UnsupportedModelError
+from ..errors import MissingDependencyError, SpecConfigError, SpecDecError, UnsupportedModelError, shown
+from ..logits.grammar.processor import grammar
 from ..many.batching import SpeculativeGenerationOutput
 from ..many.manager import SpeculativeBatchingManager
 from ..metrics import SpecDecodingStats
+from ..target_facts import vocabulary_size
+from ..threads import Recent
 from ..validation import Bounds, checked
 from .bodies import GenerationBody, Part, ScoredToken, usage_of
+from .penalties import PenaltiesLogitsProcessor
 from .text import GrowingText
 from .tool_calls import ToolCallReader
 
@@ -27,6 +35,21 @@ logger = logging.get_logger(__name__)
 
 # Seconds after which a client may come again when all places were taken.
 RETRY_AFTER = 1
+
+_UNAVAILABLE = {
+    "starting": "The server is starting.",
+    "failed": "The server has failed and decodes no more. See its log.",
+    "stopped": "The server has stopped.",
+}
+
+# Those of twice the length may take half a minute to be compiled.
+_MOST_OF_A_GRAMMAR = 1 << 16
+
+# N-grams are found in it, so that drafts are verified.
+_WARM_UP, _WARM_UP_LENGTH = "1 2 3 4 5 6 7 8 " * 4, 16
+
+# Of what a tokenizer's templates are applied with, what a request may say.
+_OF_TEMPLATES = ("add_generation_prompt", "continue_final_message", "kwargs")
 
 
 class RefusedError(Exception):
@@ -97,6 +120,9 @@ class Service:
         self._positions: int | None = positions
         # Long prompts keep nobody waiting, and the tokenizer belongs to one thread.
         self._encoder = ThreadPoolExecutor(1, "hf_specdec encoder")
+        self._compiler = ThreadPoolExecutor(1, "hf_specdec compiler")
+        self._has_started, self._told = False, None
+        self._grammars: Recent[LogitsProcessor] = Recent(16)
         self.num_open = 0
         self.outcomes: Counter[str] = Counter()  # by "answered", "left", "refused", "timeout" and "failed"
 
@@ -105,54 +131,160 @@ class Service:
         """Requests that are decoded at a time."""
         return self.manager.batch_size
 
-    async def begin(self, body: GenerationBody, prompt: Any, streams: bool) -> Reply:
-        """Admits a request; returns when its answers begin.
+    def admit(self, body: GenerationBody) -> Reply:
+        """Takes places for a request. Whoever gets the reply closes it, whatever happens.
 
         Args:
             body (`GenerationBody`): The request.
-            prompt (*of any kind that the manager takes*): Its prompt.
-            streams (`bool`): Answers are wanted in parts.
 
         Raises:
             RefusedError: There is no place, or it cannot be answered.
         """
-        reply = Reply(self, body)
         try:
-            if body.model not in (None, self.name):
-                raise RefusedError(
-                    404, f"This server has '{self.name}' alone, as GET /v1/models says.", "model_not_found"
-                )
-            if not self.is_well:
-                raise RefusedError(503, "The server decodes no more. See its log.", "unavailable")
-            most = self.num_places + self.limits.max_waiting
-            if len(reply.answers) > most:
-                raise RefusedError(400, f"`n` is at most {most} here, got {len(reply.answers)}.", "too_many")
-            if self.num_open > most:
-                raise RefusedError(429, "All places are taken. Try again later.", "overloaded")
-            await reply.begin(prompt, streams)
-        except BaseException as error:
-            reply.close("refused" if isinstance(error, RefusedError) else None)
+            self._check(body)
+        except RefusedError:
+            self.outcomes["refused"] += 1
             raise
-        return reply
+        return Reply(self, body)
 
-    @property
-    def is_well(self) -> bool:
-        """Tells whether it decodes: a loop that has failed may still be telling those who wait."""
-        return self.manager.is_running() and self.manager.error is None
-
-    async def encode(self, prompt: Any) -> list[int]:
-        """Tokens of a prompt.
+    def check_name(self, model: str) -> None:
+        """Refuses names of other models.
 
         Raises:
-            RefusedError: It cannot be read.
+            RefusedError: It is another one's.
         """
+        if model != self.name:
+            message = f"This server has '{self.name}' alone, as GET /v1/models says."
+            raise RefusedError(404, message, "model_not_found")
+
+    def _check(self, body: GenerationBody) -> None:
+        self.check_name(self.name if body.model is None else body.model)
+        if self.status != "ok":
+            raise RefusedError(503, _UNAVAILABLE[self.status], "unavailable")
+        count, most = body.num_answers, self.num_places + self.limits.max_waiting
+        if count > most:
+            raise RefusedError(400, f"A request has at most {most} answers here, got {count}.", "too_many")
+        if self.num_open + count > most:
+            raise RefusedError(429, "All places are taken. Try again later.", "overloaded")
+
+    def start(self) -> None:
+        """Starts the manager, and decodes until kernels are compiled and graphs captured.
+
+        Raises:
+            SpecDecError: It cannot decode.
+        """
+        self.manager.start()
+        tokens = self.manager.encode(_WARM_UP)
+        room = (self._positions or self.limits.max_new_tokens) - len(tokens)
+        names = []
+        # One after the other ends, so all sizes of batches are there, with samples and without.
+        for number in range(self.num_places):
+            length = max(min(_WARM_UP_LENGTH + number, self.limits.max_new_tokens, room), 1)
+            settings = {**self.endless, "do_sample": number % 2 == 0, "seed": 0}
+            names.append(self.manager.add_request(tokens, max_new_tokens=length, **settings))
+        for output in map(self.manager.get_result, names):
+            # Limits may leave no room for such requests.
+            if output is None or not (output.error is None or output.is_refused):
+                raise SpecDecError(f"The server cannot decode: {self.manager.error or (output and output.error)}")
+        self._has_started = True
+
+    @property
+    def endless(self) -> dict[str, Any]:
+        """Settings of requests that no token ends."""
+        padding = getattr(self.manager.model.generation_config, "pad_token_id", None)
+        # An id that no token has.
+        return {"eos_token_id": vocabulary_size(self.manager.model), "pad_token_id": padding or 0}
+
+    @property
+    def status(self) -> str:
+        """What it does: "starting", "ok", "failed" or "stopped"."""
+        if self.manager.error is not None:
+            # A loop that has failed may still be telling those who wait.
+            if self._told is not self.manager.error:
+                self._told = self.manager.error
+                logger.error("The server decodes no more.", exc_info=self._told)
+            return "failed"
+        if not self._has_started:
+            return "starting"
+        return "ok" if self.manager.is_running() else "stopped"
+
+    async def prepare(self, body: GenerationBody) -> Prepared:
+        """What a request's answers have in common.
+
+        Raises:
+            RefusedError: It cannot be read, or there is no room for its answers.
+        """
+        loop = asyncio.get_running_loop()
+        prepared = await loop.run_in_executor(self._encoder, self._prepare, body)
+        if body.grammar is None:
+            return prepared
+        return prepared._replace(grammar=await loop.run_in_executor(self._compiler, self._grammar, body.grammar))
+
+    def _prepare(self, body: GenerationBody) -> Prepared:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._encoder, self.manager.encode, prompt)
+            prompts = [self._encode(prompt, body.template_arguments) for prompt in body.prompts]
         except (ValueError, TypeError) as error:
             raise RefusedError(400, f"The prompt cannot be read: {error}", "invalid_prompt") from error
+        lengths = [self.length(len(prompt), body.asked_length) for prompt in prompts]
+        if body.min_tokens is not None and body.min_tokens > min(lengths):
+            message = f"At most {min(lengths)} tokens are generated, and at least {body.min_tokens} are asked for."
+            raise RefusedError(400, message, "too_long")
+        num_tokens = vocabulary_size(self.manager.model)
+        beyond = [token for token in body.logit_bias or () if int(token) >= num_tokens]
+        if beyond:
+            raise RefusedError(400, f"`logit_bias`: {shown(beyond[0])} is no token of the model.", "invalid_request")
+        size = len(json.dumps(body.grammar))
+        if size > _MOST_OF_A_GRAMMAR:
+            message = f"The form of an answer has at most {_MOST_OF_A_GRAMMAR} characters, got {size}."
+            raise RefusedError(400, message, "invalid_request")
+        echoes = [self._text(prompt, tokens) for prompt, tokens in zip(body.prompts, prompts)] if body.echoes else None
+        return Prepared(prompts, lengths, echoes)
+
+    def _encode(self, prompt: Any, template_arguments: dict[str, Any]) -> list[int]:
+        # It also says what is wrong with the chat.
+        tokens = self.manager.encode(prompt)
+        if not template_arguments:
+            return tokens
+        tokenizer: Any = self.manager.tokenizer
+        taken = {*signature(tokenizer.apply_chat_template).parameters} - set(_OF_TEMPLATES)
+        wrong = sorted(taken & template_arguments.keys())
+        if wrong:
+            raise ValueError(f"`chat_template_kwargs` cannot have `{wrong[0]}`.")
+        chat = prompt if isinstance(prompt, dict) else {"messages": prompt}
+        try:
+            text = tokenizer.apply_chat_template(
+                chat["messages"],
+                tools=chat.get("tools"),
+                tokenize=False,
+                **{
+                    "add_generation_prompt": not template_arguments.get("continue_final_message"),
+                    **template_arguments,
+                },
+            )
+        except Exception as error:
+            # Templates are programs.
+            raise ValueError(f"the chat template has failed ({type(error).__name__}: {error}).") from error
+        return self.manager.encode(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _text(self, prompt: Any, tokens: list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self.manager.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _grammar(self, wanted: dict[str, Any]) -> LogitsProcessor:
+        """The processor of a grammar, which requests share."""
+        key = json.dumps(wanted)
+        found = self._grammars.get(key)
+        if found is None:
+            try:
+                found = grammar(**wanted, tokenizer=self.manager.tokenizer)
+            except (SpecConfigError, MissingDependencyError) as error:
+                raise RefusedError(
+                    400, f"The form of the answer cannot be kept: {error}", "invalid_request"
+                ) from error
+            self._grammars.put(key, found)
+        return found
 
     def length(self, num_prompt_tokens: int, asked: int | None) -> int:
-        """Tokens that an answer may have.
+        """Tokens that an answer may have; of one that asks for more, the rest is cut off.
 
         Raises:
             RefusedError: The prompt leaves no room for it.
@@ -161,22 +293,33 @@ class Service:
         if most_prompt is not None and num_prompt_tokens > most_prompt:
             message = f"The prompt has {num_prompt_tokens} tokens, more than the {most_prompt} that are taken."
             raise RefusedError(400, message, "context_length_exceeded")
-        if asked is not None and asked > most:
-            raise RefusedError(400, f"At most {most} tokens are generated, and {asked} are asked for.", "too_long")
         if self._positions is not None:
             left = self._positions - num_prompt_tokens
-            if left < (asked or 1):
-                message = (
-                    f"The model has {self._positions} positions: a prompt of {num_prompt_tokens} tokens leaves "
-                    f"{max(left, 0)}, and {asked or 1} are asked for."
-                )
+            if left < 1:
+                message = f"The model has {self._positions} positions, and the prompt has {num_prompt_tokens} tokens."
                 raise RefusedError(400, message, "context_length_exceeded")
             most = min(most, left)
-        return asked or most
+        return min(asked or most, most)
+
+
+class Prepared(NamedTuple):
+    """What the answers to a request have in common.
+
+    Attributes:
+        prompts (`list[list[int]]`): Tokens of each prompt.
+        lengths (`list[int]`): Most tokens of the answers to each.
+        echoes (`list[str]`, *optional*): Texts of the prompts, where answers begin with them.
+        grammar (`LogitsProcessor`, *optional*): Keeps the answers in their form.
+    """
+
+    prompts: list[list[int]]
+    lengths: list[int]
+    echoes: list[str] | None
+    grammar: LogitsProcessor | None = None
 
 
 class Reply:
-    """The answer to a request, or several answers to the same prompt.
+    """The answer to a request, or several answers to each of its prompts.
 
     Attributes:
         id (`str`): Its name.
@@ -186,19 +329,27 @@ class Reply:
     def __init__(self, service: Service, body: GenerationBody):
         self._service, self._body = service, body
         self._deadline = monotonic() + service.limits.timeout
-        self._is_closed = False
+        self._is_closed, self._num_prompt_tokens = False, 0
         self.id: str = uuid.uuid4().hex
-        self.answers: list[Answer] = [Answer(self, service, body, index) for index in range(body.n or 1)]
+        self.answers: list[Answer] = [Answer(self, service, body, index) for index in range(body.num_answers)]
         service.num_open += len(self.answers)
 
-    async def begin(self, prompt: Any, streams: bool) -> None:
-        """Adds the answers, and waits for their first tokens, or for all where they are not wanted in parts."""
-        tokens = await self.in_time(self._service.encode(prompt))
-        length = self._service.length(len(tokens), self._body.asked_length)
-        for answer in self.answers:
-            answer.add(tokens, length, streams)
-        for answer in self.answers:
-            await answer.hear_more()
+    async def begin(self) -> None:
+        """Adds the answers, and waits for their first tokens, or for all where they are not wanted in parts.
+
+        Raises:
+            RefusedError: It cannot be answered.
+        """
+        try:
+            prepared = await self.in_time(self._service.prepare(self._body))
+            self._num_prompt_tokens = sum(map(len, prepared.prompts))
+            for answer in self.answers:
+                answer.add(prepared)
+            for answer in self.answers:
+                await answer.hear_more()
+        except RefusedError:
+            self.close("refused")
+            raise
 
     async def parts(self) -> AsyncIterator[tuple[Answer, Part | None]]:
         """Parts of all answers as they come, and `None` for the end of each.
@@ -239,8 +390,10 @@ class Reply:
             RefusedError: It takes too long.
         """
         try:
-            return await asyncio.wait_for(waiting, self.seconds_left)
-        except asyncio.TimeoutError:
+            # Before Python 3.12 asyncio.wait_for() swallows a cancellation that comes with the result.
+            with anyio.fail_after(self.seconds_left):
+                return await waiting
+        except TimeoutError:
             self.answers[0].outcome = "timeout"
             message = f"The answer has taken more than {self._service.limits.timeout:g} seconds."
             raise RefusedError(504, message, "timeout") from None
@@ -250,7 +403,7 @@ class Reply:
         outputs = [answer.latest for answer in self.answers]
         num_tokens = sum(len(output.generated_tokens) for output in outputs)
         stats = SpecDecodingStats.total(output.speculative for output in outputs)
-        return usage_of(len(outputs[0].prompt_ids), num_tokens, stats)
+        return usage_of(self._num_prompt_tokens, num_tokens, stats)
 
     def close(self, outcome: str | None = None) -> None:
         """Gives the places to others. Answers that have not ended are given up.
@@ -283,7 +436,9 @@ class Answer:
     def __init__(self, reply: Reply, service: Service, body: GenerationBody, index: int):
         self._reply, self._service, self._body = reply, service, body
         self._name = f"{reply.id}-{index}"
-        self._text = GrowingText(service.manager.tokenizer, body.stop_strings)
+        self._shows_special = body.skip_special_tokens is False
+        self._text = GrowingText(service.manager.tokenizer, body.stop or [], self._shows_special)
+        self._echo = ""
         self._calls = ToolCallReader(body.told_tools) if body.told_tools else None
         self._num_scored, self._scored = 0, list[ScoredToken]()  # those whose text has not been shown
         self._news = asyncio.Event()
@@ -293,21 +448,35 @@ class Answer:
         self.outcome: str | None = None
         self.finish_reason: str | None = None
 
-    def add(self, tokens: list[int], length: int, streams: bool) -> None:
+    def add(self, prepared: Prepared) -> None:
         """Adds it to those that are decoded.
 
         Raises:
             RefusedError: The settings of the request are wrong.
         """
-        manager, settings = self._service.manager, self._body.settings()
+        manager, body = self._service.manager, self._body
+        prompt, row = divmod(self.index, body.n or 1)
+        tokens, length = prepared.prompts[prompt], prepared.lengths[prompt]
+        self._echo = prepared.echoes[prompt] if prepared.echoes else ""
+        settings = body.settings()
         if "seed" in settings:
             # Answers to one prompt are the rows of one call.
-            settings["seed_row"] = self.index
+            settings["seed_row"] = row
+        if body.ignore_eos:
+            settings |= self._service.endless
+        penalties = body.frequency_penalty or 0.0, body.presence_penalty or 0.0
+        own = [PenaltiesLogitsProcessor(*penalties, len(tokens))] if any(penalties) else []
+        own += [] if prepared.grammar is None else [prepared.grammar]
+        if own and manager._reader.arguments.get("logits_processor"):
+            message = "This server has logits processors of its own, beside which no penalty and no form can be kept."
+            raise RefusedError(400, message, "invalid_request")
+        if own:
+            settings["logits_processor"] = LogitsProcessorList(own)
         manager.register_result_handler(self._name, self._hear)
         # Stop strings are looked for in the text: transformers' own criterion compares each new one with the whole
         # vocabulary first, while all others would wait.
         try:
-            manager.add_request(tokens, self._name, length, streaming=streams or bool(self._text.stop), **settings)
+            manager.add_request(tokens, self._name, length, streaming=bool(body.stream or self._text.stop), **settings)
         except SpecConfigError as error:
             raise RefusedError(503 if not manager.is_running() else 400, str(error), "invalid_request") from error
         self._is_added = True
@@ -329,12 +498,12 @@ class Answer:
         self._news.clear()
         if self.latest is None or (self._has_ended and not self.latest.is_finished()):
             self.outcome = "failed"
-            raise RefusedError(503, "The server has stopped.", "unavailable")
+            raise RefusedError(503, _UNAVAILABLE["stopped"], "unavailable")
         if self.latest.error is None:
             return
         self.outcome = "failed"
-        if self._service.manager.error is not None:
-            raise RefusedError(503, "The server has failed. See its log.", "unavailable")
+        if self._service.status == "failed":
+            raise RefusedError(503, _UNAVAILABLE["failed"], "unavailable")
         if self.latest.is_refused:
             raise RefusedError(400, self.latest.error, "invalid_request")
         logger.error(f"Request {self._name} has failed: {self.latest.error}")
@@ -346,20 +515,23 @@ class Answer:
         Raises:
             RefusedError: It does not come to an end.
         """
+        if self._echo:
+            yield Part(self._echo, [], [])
         while True:
             latest, is_last = self.latest, self._has_ended
             part = self._read(latest, is_last)
             ends = is_last or self._text.has_stopped
             if self._calls is not None:
                 text, calls = self._calls.add(part.text, ends)
-                part = Part(text, part.tokens, calls)
+                part = Part(text, part.tokens, calls[: self._body.most_calls])
+                ends = ends or (bool(calls) and self._body.most_calls is not None)
             if any(part):
                 yield part
             if ends:
                 self.outcome = "answered"
                 # Others to the same prompt may go on for long.
                 self.give_up()
-                self.finish_reason = "stop" if self._text.has_stopped else latest.finish_reason
+                self.finish_reason = "stop" if self._text.has_stopped or not is_last else latest.finish_reason
                 if self.finish_reason == "stop" and self._calls is not None and self._calls.num_calls:
                     self.finish_reason = "tool_calls"
                 return
@@ -368,6 +540,9 @@ class Answer:
     def _read(self, latest: SpeculativeGenerationOutput, is_last: bool) -> Part:
         """Adds an output. Where log-probabilities are wanted, the text is read token by token."""
         tokens, texts = latest.generated_tokens, []
+        if self._shows_special and is_last and latest.finish_reason == "stop":
+            # That which ends the answer is none of its text.
+            tokens = tokens[:-1]
         if self._body.num_top_logprobs is None:
             return Part(self._text.add(tokens, is_last), [], [])
         for number in range(self._num_scored, len(tokens)):

@@ -15,13 +15,14 @@ class GrowingText:
     Args:
         tokenizer (`PreTrainedTokenizerBase`): Of the model.
         stop (`list[str]`): The text ends before one of these.
+        shows_special (`bool`): Special tokens are a part of the text.
 
     Attributes:
         has_stopped (`bool`): There was one.
     """
 
-    def __init__(self, tokenizer: Any, stop: list[str]):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, stop: list[str], shows_special: bool = False):
+        self._tokenizer, self._skips_special = tokenizer, not shows_special
         self.stop: list[str] = stop
         self._text, self._num_shown = "", 0
         # Tokens from `_first` on are decoded; those in front of `_read` have been before, and are only the context.
@@ -54,7 +55,7 @@ class GrowingText:
         return new
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skips_special)
 
     def _end(self, is_last: bool) -> int:
         """End of the certain text: before a stop string, or what may become one."""

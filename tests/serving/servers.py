@@ -54,6 +54,7 @@ def serving(
     api_key: str | None = None,
     template: str = TEMPLATE,
     arguments: dict[str, Any] | None = None,
+    origins: tuple[str, ...] = (),
     **limits,
 ) -> Iterator[Running]:
     """Serves the demo's target, drafting with ngram; `arguments` are those of all requests."""
@@ -71,7 +72,7 @@ def serving(
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
-            build_app(service, api_key, LOOPBACK), log_level="warning", timeout_graceful_shutdown=5
+            build_app(service, api_key, LOOPBACK, origins), log_level="warning", timeout_graceful_shutdown=5
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listening],))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -17,11 +18,14 @@ import torch
 from transformers import LogitsProcessor
 from typer.testing import CliRunner
 
-from hf_specdec import SpeculativeBatchingManager, UnsupportedModelError, cli, demo
+from hf_specdec import SpecDecError, SpeculativeBatchingManager, UnsupportedModelError, cli, demo
+from hf_specdec.serving import service
+from hf_specdec.serving.app import build_app
+from hf_specdec.serving.bodies import CompletionBody
 from hf_specdec.serving.service import Limits, Service
 from tests.encoder_decoders import text_model
 from tests.methods import demo_target
-from tests.serving.servers import httpx, plain, serving, wait_until
+from tests.serving.servers import httpx, plain, serving, uvicorn, wait_until
 
 
 ROOT = Path(__file__).parents[2]
@@ -224,8 +228,11 @@ def test_tools_are_told_through_the_chat_template(running):
             answer = other.client.post("/v1/chat/completions", json={**body, "tool_choice": choice}).json()
             assert answer["choices"][0]["message"] == {"role": "assistant", "content": plain(prompt, 8)}
         for fields, message in (
-            ({"tool_choice": "required"}, "tool_choice"),
-            ({"tools": [{"type": "search"}]}, "tools"),
+            ({"tool_choice": {"type": "function", "function": {"name": "write"}}}, "`tool_choice` needs `tools`"),
+            ({"tool_choice": "required", "tools": []}, "`tool_choice` needs `tools`"),
+            ({"tool_choice": "always"}, "tool_choice.type: Input should be 'auto'"),
+            ({"tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}]}, "`strict` arguments need"),
+            ({"tools": [{"type": "search"}]}, "tools.0.type: Input should be 'function'"),
             ({"messages": [{"role": "user"}]}, "needs `content`"),
             ({"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, "nested too deep"),
             ({"top_logprobs": 2}, "needs `logprobs`"),
@@ -280,6 +287,26 @@ def test_calls_of_tools():
         assert "<tool_call>" in short["choices"][0]["message"]["content"]
 
 
+def test_one_call_at_a_time():
+    call = '<tool_call>{"name": "read", "arguments": {}}</tool_call>'
+    template = "{% for tool in tools or [] %}{% endfor %}{{ messages[0].content }}"
+    tokens = [*demo.load_tokenizer()(call * 2, add_special_tokens=False)["input_ids"], 0]
+    arguments = {"logits_processor": [Says(tokens)], "eos_token_id": 0}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100, "tools": [TOOL]}
+    with serving(template=template, arguments=arguments) as other:
+        for is_parallel, count in ((True, 2), (False, 1)):
+            fields = {**body, "parallel_tool_calls": is_parallel}
+            (choice,) = other.client.post("/v1/chat/completions", json=fields).json()["choices"]
+            assert choice["finish_reason"] == "tool_calls"
+            assert len(choice["message"]["tool_calls"]) == count
+            with other.client.stream("POST", "/v1/chat/completions", json={**fields, "stream": True}) as answer:
+                deltas = [event["choices"][0]["delta"] for event in events(answer)]
+            assert sum(len(delta.get("tool_calls", ())) for delta in deltas) == count
+        # A processor of the server's own is never left out for a client's wish.
+        refused = other.client.post("/v1/chat/completions", json={**body, "presence_penalty": 1})
+        assert "logits processors of its own" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -321,19 +348,35 @@ def test_failures_inside_are_no_mistakes_of_the_client(running, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"spec_model": "user/head"}, "spec_model: Extra"),
-        ({"speculative": {"method": "ngram"}}, "speculative: Extra"),
-        ({"generation_config": "{}"}, "generation_config: Extra"),
+        ({"spec_model": "user/head"}, "`spec_model` cannot be honoured. The drafter is chosen when the server starts"),
+        ({"speculative": {"method": "ngram"}}, "`speculative` cannot be honoured"),
+        ({"generation_config": "{}"}, "`generation_config` cannot be honoured"),
+        ({"suffix": "x"}, "`suffix` cannot be honoured"),
+        ({"stop_token_ids": [3]}, "`stop_token_ids` cannot be honoured"),
         ({"spec_method": "ngram"}, "spec_method.*'off'"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens: .*greater than or equal to 0"),
+        ({"response_format": "json"}, "^response_format: Input should be an object$"),
         ({"n": 0}, "n: "),
-        ({"n": 69}, "`n` is at most 68 here, got 69"),
+        ({"n": 69}, "at most 68 answers here, got 69"),
+        ({"n": 35, "prompt": ["x", "y"]}, "at most 68 answers here, got 70"),
         ({"logprobs": 6}, "logprobs: "),
-        ({"best_of": 2}, "best_of: "),
+        ({"best_of": 2}, "`best_of` other than `n`"),
+        ({"echo": True, "logprobs": 1}, "`echo` with `logprobs`"),
         ({"temperature": -1}, "temperature: "),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty: .*0.01"),
         ({"max_tokens": 0}, "max_tokens: "),
-        ({"max_tokens": 401}, "At most 400 tokens"),
-        ({"prompt": ""}, "prompt"),
+        ({"min_tokens": 401}, "At most 12 tokens are generated, and at least 401"),
+        ({"presence_penalty": 2.5}, "presence_penalty: "),
+        ({"logit_bias": {"x": 1}}, "`logit_bias` needs token ids"),
+        ({"logit_bias": {"999999999": 1}}, "`logit_bias`: '999999999' is no token"),
+        ({"logit_bias": {"9" * 100: 1}}, "`logit_bias` needs token ids"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5: "),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "^stop: List should have at most 4 items"),
+        ({"stop": ""}, "^stop.0: String should have at least 1 character"),
+        ({"prompt": ""}, "^prompt: it must be a text, a list of token ids, or a list of such prompts"),
+        ({"prompt": ["x", ""]}, "^prompt: it must be"),
+        ({"prompt": [5, "x"]}, "^prompt: it must be"),
+        ({"prompt": [True]}, "^prompt: it must be"),
         ({"prompt": [1 << 40]}, "all from 0 to"),
         ({"prompt": [5] * 201}, "201 tokens, more than the 200"),
     ],
@@ -346,7 +389,10 @@ def test_bad_requests(running, fields, message):
 def test_bad_bodies_and_paths(running):
     client = running.client
     assert "model_not_found" in running.complete(model="other").text
-    assert client.post("/v1/completions", content="{", headers={"content-type": "application/json"}).status_code == 400
+    broken = client.post("/v1/completions", content="{", headers={"content-type": "application/json"})
+    assert broken.status_code == 400
+    assert "The body is no JSON: Expecting property name" in broken.json()["error"]["message"]
+    assert "must be a JSON object" in client.post("/v1/completions", json=[1]).json()["error"]["message"]
     assert client.post("/v1/completions", content='{"prompt": "x"}').status_code == 400
     assert (
         client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [{}]}]}).status_code == 400
@@ -354,17 +400,38 @@ def test_bad_bodies_and_paths(running):
     assert running.error("x" * 5000, status=413) == "A body has at most 4000 bytes."
     assert client.post("/load_model", json={"model": "other"}).status_code == 404
     # A page in the user's browser that has got a name of its own for 127.0.0.1.
-    assert client.get("/v1/models", headers={"host": "stranger.example"}).status_code == 400
-    assert client.get("/v1/models").json()["data"][0]["id"] == "demo"
+    for host in (
+        "stranger.example",
+        "127.0.0.1.stranger.example",
+        "[::1].stranger.example:80",
+        "[::2]",
+        "127.0.0.1:x",
+    ):
+        refused = client.get("/v1/models", headers={"host": host})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_host")
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]", "[::1]:8000"):
+        assert client.get("/v1/models", headers={"host": host}).status_code == 200
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["id"] == "demo"
+    assert client.get("/v1/models/demo").json() == model
+    assert client.get("/v1/models/user/other").json()["error"]["code"] == "model_not_found"
 
 
 def test_positions_of_the_model(running, monkeypatch):
     monkeypatch.setattr(running.service, "_positions", 20)
-    assert "20 positions" in running.error(max_tokens=18)
-    # Without a length of its own an answer gets what is left.
-    fields = {"prompt": PROMPT, "temperature": 0}
-    usage = running.client.post("/v1/completions", json=fields).json()["usage"]
-    assert usage["total_tokens"] == 20
+    assert "20 positions, and the prompt has 20 tokens" in running.error([5] * 20)
+    # An answer without a length of its own gets what is left, and so does one that asks for more.
+    for fields in ({}, {"max_tokens": 18}):
+        fields = {"prompt": PROMPT, "temperature": 0, **fields}
+        answer = running.client.post("/v1/completions", json=fields).json()
+        assert answer["usage"]["total_tokens"] == 20
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_lengths_beyond_the_limit_are_cut(running):
+    answer = running.complete(max_tokens=10**9).json()
+    assert answer["usage"]["completion_tokens"] == 400
+    assert answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_api_key():
@@ -402,6 +469,36 @@ def test_too_many_requests_and_clients_that_leave():
         assert running.text() == plain(PROMPT, 12)
 
 
+def test_clients_that_leave_in_the_turn_in_which_something_has_come(running):
+    async def leave() -> None:
+        reply = running.service.admit(CompletionBody(prompt=PROMPT))
+        coming = asyncio.get_running_loop().create_future()
+        waiting = asyncio.ensure_future(reply.in_time(coming))
+        await asyncio.sleep(0)
+        coming.set_result(None)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        reply.close()
+        assert waiting.cancelled()
+
+    asyncio.run(leave())
+    assert running.service.num_open == 0
+
+
+@pytest.mark.parametrize("length", [1, 4000])
+def test_bodies_of_which_a_part_never_comes(length):
+    with serving() as running:
+        body = json.dumps({"prompt": PROMPT, **LONG}).encode()
+        host, port = running.address.removeprefix("http://").split(":")
+        for _ in range(5):
+            with socket.create_connection((host, int(port))) as client:
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+                client.sendall(f"{head}Content-Length: {len(body) + length}\r\n\r\n".encode() + body)
+        assert running.text() == plain(PROMPT, 12)
+        assert running.service.outcomes == {"answered": 1}
+        assert running.service.num_open == 0
+
+
 def test_answers_that_take_too_long():
     with serving(batch_size=1, timeout=0.3) as running:
         assert running.error(status=504, **LONG) == "The answer has taken more than 0.3 seconds."
@@ -418,12 +515,57 @@ def test_metrics_and_health(running):
     assert running.client.get("/health").json() == {"status": "ok"}
 
 
-def test_a_server_whose_model_has_failed():
+def test_a_server_whose_model_has_failed(monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(service.logger, "error", lambda message, exc_info: told.append(f"{message} {exc_info}"))
     with serving() as running:
         running.service.manager._engine.step = None
         assert "has failed" in running.error(status=503)
-        assert running.client.get("/health").status_code == 503
-        assert "no more" in running.error(status=503)
+        health = running.client.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "failed"})
+        assert "has failed and decodes no more" in running.error(status=503)
+        running.service.manager.error = None
+        assert running.client.get("/health").json() == {"status": "stopped"}
+        assert "has stopped" in running.error(status=503)
+    assert told == ["The server decodes no more. 'NoneType' object is not callable"]
+
+
+def test_the_first_client_finds_all_warm():
+    manager = SpeculativeBatchingManager(
+        demo_target(), batch_size=3, tokenizer=demo.load_tokenizer(), spec_method="ngram", max_tokens_in_flight=200
+    )
+    service = Service(manager, "demo", Limits())
+
+    async def ask() -> tuple[httpx.Response, httpx.Response]:
+        transport = httpx.ASGITransport(build_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.get("/health"), await client.post("/v1/completions", json={"prompt": "x"})
+
+    health, refused = asyncio.run(ask())
+    assert (health.status_code, health.json()) == (503, {"status": "starting"})
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, "The server is starting.")
+    service.start()
+    try:
+        assert service.status == "ok"
+        stats = manager._engine.stats
+        assert stats.num_accepted_tokens > 0
+        assert stats.num_committed_tokens == 16 + 17 + 18
+        assert not manager._names
+    finally:
+        manager.destroy()
+    with serving() as running:
+        # Nobody has asked for these.
+        assert "generation_tokens_total{" not in running.client.get("/metrics").text
+
+
+def test_models_that_cannot_decode_do_not_start(monkeypatch):
+    monkeypatch.setattr("hf_specdec.decoding.joint.Judge.verify", lambda *args, **kwargs: 1 / 0)
+    manager = SpeculativeBatchingManager(demo_target(), tokenizer=demo.load_tokenizer(), spec_method="ngram")
+    try:
+        with pytest.raises(SpecDecError, match="The server cannot decode: .*division by zero"):
+            Service(manager, "demo", Limits()).start()
+    finally:
+        manager.destroy()
 
 
 # --------------------------------------------------------------------------------------------------------- the command
@@ -458,6 +600,41 @@ def test_the_command_ends_open_answers_first():
         timer.cancel()
         process.kill()
         process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "is_open"),
+    [
+        ("localhost", "http://localhost", False),
+        ("127.0.0.2", "http://127.0.0.2", False),
+        ("::1", "http://[::1]", False),
+        ("0.0.0.0", "http://0.0.0.0", True),
+    ],
+)
+def test_hosts(monkeypatch, host, address, is_open):
+    statuses = []
+
+    def run(server, sockets):
+        async def ask() -> None:
+            transport = httpx.ASGITransport(server.config.app)
+            async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+                for headers in ({}, {"host": "stranger.example"}):
+                    statuses.append((await client.get("/v1/models", headers=headers)).status_code)
+
+        url = f"{address}:{sockets[0].getsockname()[1]}"
+        statuses.append(url)
+        asyncio.run(ask())
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    result = CliRunner().invoke(cli.app, ["serve", "--host", host, "--port", "0", "--spec-method", "ngram"])
+    if result.exit_code == 2 and host == "::1":
+        pytest.skip("This machine has no IPv6.")
+    assert result.exit_code == 0, result.stderr
+    text = " ".join(result.stderr.split())
+    assert f"Serving demo at {statuses[0]}" in text
+    assert ("Everybody who reaches" in text) == is_open
+    assert statuses[1:] == [200, 200 if is_open else 400]
 
 
 def test_a_port_that_is_taken():

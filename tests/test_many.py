@@ -272,9 +272,56 @@ def test_a_request_that_cannot_be_read_is_its_own_error(model):
 
 
 @pytest.mark.parametrize(
+    ("name", "values"),
+    {
+        "max_new_tokens": [2**63, 10**21, float("inf"), float("nan"), 2.5, "8", True, 0],
+        "seed": [1.5, "x", True, 2**64],
+        "stop_strings": [3, [], ["a", 3], ""],
+        "logits_processor": [3, [3]],
+        "stopping_criteria": ["x", [None]],
+        **dict.fromkeys(["model", "inputs", "self", "custom_generate", "", 3], [[1]]),
+    }.items(),
+)
+def test_a_setting_that_cannot_be_is_the_error_of_its_request(model, name, values):
+    settings = [{"input_ids": prompt(1), "do_sample": True, name: value} for value in values]
+    *wrong, right = run(model, [*settings, prompt(2)], tokenizer=letter_tokenizer())
+    assert {type(result.error) for result in wrong} == {SpecConfigError}
+    assert all(str(name) in str(result.error) for result in wrong)
+    assert right.tokens == alone(model, prompt(2))
+
+
+def test_an_unknown_name_is_the_error_of_its_request(model):
+    wrong, right = run(model, [{"input_ids": prompt(1), "id": 3}, prompt(2)])
+    assert "id" in str(wrong.error)
+    assert right.tokens == alone(model, prompt(2))
+
+
+def test_settings_with_keys_that_are_no_texts(model, tmp_path):
+    bias = {(3,): 4.0, (5, 6): -1.0}
+    request = {"input_ids": prompt(1), "sequence_bias": bias}
+    (result,) = run(model, [request], journal=tmp_path / "journal")
+    assert result.tokens == alone(model, prompt(1), sequence_bias=bias)
+    with nothing_runs(model):
+        assert run(model, [request], journal=tmp_path / "journal")[0].tokens == result.tokens
+    with pytest.raises(SpecConfigError, match="other settings"):
+        run(model, [{**request, "sequence_bias": {(3,): 4.5}}], journal=tmp_path / "journal")
+
+
+@pytest.mark.parametrize("length", [8.0, 2.5, 10**21, float("inf")])
+def test_lengths_that_are_no_integers_end_as_in_plain_generation(model, length):
+    call = {"do_sample": False, "max_new_tokens": length, "eos_token_id": alone(model, prompt(1))[9]}
+    assert alone(model, prompt(1), **call, **NGRAM) == alone(model, prompt(1), **call)
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
         {"batch_size": 0},
+        {"max_new_tokens": float("inf")},
+        {"generation_config": GenerationConfig(max_new_tokens=2**63)},
+        {"seed": 1.5},
+        {"shard": 3},
+        {"shard": (0.5, 2)},
         {"batch_size": True},
         {"max_tokens_in_flight": 0},
         {"num_return_sequences": 2},
@@ -614,7 +661,17 @@ def test_failed_outputs(model):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"record_timestamps": True}, {"inputs": "abc"}, {"inputs": ["abc"]}, {"batch_size": -1}]
+    "wrong",
+    [
+        {"record_timestamps": True},
+        {"inputs": "abc"},
+        {"inputs": ["abc"]},
+        {"batch_size": -1},
+        {"batch_size": "x"},
+        {"num_return_sequences": "x"},
+        {"generation_config": {"max_new_tokens": 3}},
+        {"generation_config": "x"},
+    ],
 )
 def test_bad_arguments_of_batches(model, wrong):
     with nothing_runs(model), pytest.raises(SpecConfigError):

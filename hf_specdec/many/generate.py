@@ -16,6 +16,7 @@ from ..decoding.joint import Row
 from ..errors import SpecConfigError, shown
 from ..integration import speculator_of_many
 from ..metrics import SpecDecodingStats
+from ..validation import is_int
 from .engine import Engine, check_room
 from .journal import Journal, key_of
 from .requests import RequestReader
@@ -77,7 +78,8 @@ def generate_many(
     check_room(batch_size, max_tokens_in_flight)
     if isinstance(requests, (str, bytes, dict)) or not isinstance(requests, Iterable):
         raise SpecConfigError(f"`requests` takes several requests, such as a list, got {shown(requests)}.")
-    rank, num_processes = shard
+    pair = shard if isinstance(shard, (list, tuple)) and len(shard) == 2 and all(map(is_int, shard)) else (0, 0)
+    rank, num_processes = pair
     if not 0 <= rank < num_processes:
         raise SpecConfigError(
             f"`shard` takes (rank, num_processes) with 0 <= rank < num_processes, got {shown(shard)}."

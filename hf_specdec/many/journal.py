@@ -142,8 +142,15 @@ def _result_of(entry: dict[str, Any]) -> RequestResult:
 
 def key_of(tokens: list[int], settings: dict[str, Any]) -> str:
     """Tells requests apart: by the prompt, and by the settings that can be written down."""
-    text = json.dumps([tokens, settings], sort_keys=True, default=_written)
+    text = json.dumps([tokens, _with_names(settings)], sort_keys=True, default=_written)
     return _digest(text.encode())
+
+
+def _with_names(value: Any) -> Any:
+    """A setting with texts for the keys of its dicts, which JSON cannot all write, nor sort."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): _with_names(item) for key, item in value.items()}
+    return list(map(_with_names, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _written(value: Any) -> str:

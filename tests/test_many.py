@@ -27,7 +27,7 @@ from hf_specdec import (
     record,
 )
 from hf_specdec.candidate_generators import register_candidate_generator
-from hf_specdec.decoding.joint import Row, TokenLogprobs
+from hf_specdec.decoding.joint import JointLoop, Row, TokenLogprobs
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.journal import Journal
 from hf_specdec.many.requests import RequestReader
@@ -185,7 +185,7 @@ def test_tokens_in_flight(model, monkeypatch):
 
 def test_long_prompts_do_not_stop_the_others(model, monkeypatch):
     """While a prompt is read in chunks the others go on, and the states that drafts are made from are whole."""
-    monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 8))
+    monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 8, False))
     turns = []
     cycle = Engine._cycle_of_others
     monkeypatch.setattr(Engine, "_cycle_of_others", lambda engine: (turns.append(1), cycle(engine)))
@@ -196,6 +196,98 @@ def test_long_prompts_do_not_stop_the_others(model, monkeypatch):
         alone(model, prompt(2, 40)),
     ]
     assert len(turns) == 4
+
+
+def test_a_long_prompt_leaves_listeners_and_graphs_where_they_are(model, monkeypatch):
+    """Also where all others end while it is read."""
+    monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 4, False))
+    graphs = []
+    use = JointLoop._use_graphs
+    monkeypatch.setattr(JointLoop, "_use_graphs", lambda loop: (graphs.append(loop), use(loop)))
+    requests = [{"input_ids": prompt(0), "max_new_tokens": 2}, {"input_ids": prompt(1), "max_new_tokens": 3}]
+    requests += [prompt(2, 60), prompt(3)]
+    with record() as made:
+        results = run(model, requests, 2)
+    lengths = [2, 3, 12, 12]
+    assert [result.tokens for result in results] == [
+        alone(model, prompt(index, 60 if index == 2 else 5), max_new_tokens=new) for index, new in enumerate(lengths)
+    ]
+    assert SpecDecodingStats.total(call.stats for call in made.calls).num_committed_tokens == sum(lengths)
+    assert len(graphs) == len(made.calls) == 1
+
+
+class Trouble:
+    """Fails a method of loops when it is called for the nth time."""
+
+    def __init__(self, monkeypatch, name: str, error: Exception, times: tuple[int, ...]):
+        self.calls, original = 0, getattr(JointLoop, name)
+
+        def failing(loop, *args, **kwargs):
+            self.calls += 1
+            output = original(loop, *args, **kwargs)
+            # Late: what it does is done in part.
+            if self.calls in times:
+                raise error
+            return output
+
+        monkeypatch.setattr(JointLoop, name, failing)
+
+
+TROUBLES = {
+    "memory in a cycle": ("_verify", torch.OutOfMemoryError("no memory"), (3,)),
+    "memory in several cycles": ("_verify", torch.OutOfMemoryError("no memory"), (3, 4)),
+    "a cycle that was committed": ("_commit", RuntimeError("broken"), (4,)),
+    "joining": ("join", RuntimeError("broken"), (1,)),
+    "a newcomer's prompt": ("begin", UnsupportedModelError("not this one"), (2,)),
+}
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", TROUBLES)
+def test_others_go_on_where_one_fails(model, monkeypatch, name, sample):
+    """The one that came last ends with the error, and what the others say is what they would have said."""
+    settings = {"max_new_tokens": 12, "do_sample": sample, "top_logprobs": 0}
+    reader = RequestReader(model, settings, num_places=3)
+    expected = [sampled_alone(model, prompt(index), 12, index) for index in range(4)]
+    if not sample:
+        expected = [alone(model, prompt(index)) for index in range(4)]
+    engine = Engine(model, speculator(model), reader, 3)
+    rows = [reader.row(index, prompt(index), {"seed": index}) for index in range(4)]
+    trouble = Trouble(monkeypatch, *TROUBLES[name])
+    ended = []
+    for row in rows[:3]:
+        engine.add(row)
+        ended += engine.step()
+    while not engine.is_idle:
+        ended += engine.step()
+    assert trouble.calls > max(TROUBLES[name][2])
+    engine.add(rows[3])
+    while not engine.is_idle:
+        ended += engine.step()
+    failed = [row for row in rows if row.error is not None]
+    assert len(failed) == len(TROUBLES[name][2])
+    assert {row.error for row in failed} == {TROUBLES[name][1]}
+    assert rows[0] not in failed
+    assert rows[3] not in failed
+    assert sorted(ended, key=id) == sorted(rows, key=id)
+    for row, text in zip(rows, expected):
+        if row not in failed:
+            assert row.tokens == text
+            assert len(row.logprobs) == row.stats.num_committed_tokens == 12
+    engine.close()
+
+
+def test_a_free_place_is_given_away_at_once(model):
+    reader = RequestReader(model, {"max_new_tokens": 40}, num_places=8)
+    engine = Engine(model, None, reader, 8)
+    rows = [reader.row(index, prompt(index), {}) for index in range(8)]
+    for row in rows[:7]:
+        engine.add(row)
+    engine.step()
+    engine.add(rows[7])
+    engine.step()
+    assert len(rows[7].tokens) == 2
+    engine.close()
 
 
 TARGETS = {
@@ -213,7 +305,7 @@ def test_other_targets(name, monkeypatch):
     call = {"pad_token_id": 0, "eos_token_id": None}
     requests.append(prompt(7, 40))
     # The last one comes when others are there, and is longer than a chunk.
-    monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 16))
+    monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 16, False))
     results = run(target, requests, **call)
     assert [result.tokens for result in results] == [alone(target, tokens, **call) for tokens in requests]
 

@@ -88,7 +88,7 @@ def generate_many(
     reader = RequestReader(model, generate_arguments, tokenizer, seed, batch_size)
     speculator = speculator_of_many(model, reader.arguments, asked, tokenizer)
     reader.check()
-    engine = Engine(model, speculator, reader, batch_size, max_tokens_in_flight)
+    engine = Engine(model, speculator, reader, batch_size, max_tokens_in_flight, gathers=True)
     if journal is not None and not isinstance(journal, Journal):
         journal = Journal(journal)
     size = len(range(rank, len(requests), num_processes)) if hasattr(requests, "__len__") else None

@@ -154,7 +154,31 @@ def test_requests_are_taken_when_there_is_room(model):
     seen = [next(results) for _ in range(7)]
     assert len(taken) <= 7 + 3
     results.close()
+    assert not results._ready
     assert all(result.tokens == alone(model, prompt(result.index), max_new_tokens=6) for result in seen)
+    with pytest.raises(StopIteration):
+        next(results)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_results_that_need_no_place_come_at_once(model, tmp_path, in_order):
+    """Those of a journal, and of requests that cannot be read."""
+    requests, taken = [prompt(index) for index in range(20)], []
+    run(model, requests, journal=tmp_path / "journal", max_new_tokens=2)
+
+    def known_and_wrong():
+        for index in itertools.count():
+            taken.append(index)
+            yield requests[index] if index < 20 else {"nonsense": 3}
+
+    call = {"do_sample": False, "max_new_tokens": 2, "journal": tmp_path / "journal", "in_order": in_order, **NGRAM}
+    results = generate_many(model, known_and_wrong(), 3, **call)
+    assert next(results).tokens == alone(model, prompt(0), max_new_tokens=2)
+    assert len(taken) <= 3
+    wrong = [next(results) for _ in range(40)][-1]
+    assert isinstance(wrong.error, SpecConfigError)
+    assert len(taken) <= 41 + 3
+    results.close()
     with pytest.raises(StopIteration):
         next(results)
 

@@ -6,6 +6,8 @@ import asyncio
 import gc
 import itertools
 import json
+import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -28,6 +30,7 @@ from hf_specdec import (
 )
 from hf_specdec.candidate_generators import register_candidate_generator
 from hf_specdec.decoding.joint import JointLoop, Row, TokenLogprobs
+from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.journal import Journal
 from hf_specdec.many.requests import RequestReader
@@ -828,6 +831,93 @@ def test_streams_and_cancelled_requests(model, manager):
     manager.cancel_request(long)
     manager.cancel_request("unknown")
     assert manager.get_result(long, timeout=60) is None
+
+
+def test_outputs_on_the_way_are_of_their_time(model, manager):
+    first, *_, last = manager.request_id_iter(manager.add_request(prompt(1), streaming=True))
+    assert first.speculative.num_committed_tokens == len(first.generated_tokens) < 8
+    assert last.speculative.num_committed_tokens == 8
+
+
+def test_a_stream_costs_by_its_new_tokens(model, monkeypatch):
+    """However long the prompt is."""
+    read = []
+    tokens = Sequences.tokens
+    with SpeculativeBatchingManager(model, do_sample=False, max_new_tokens=20, eos_token_id=-1) as manager:
+        with manager.pause():
+            manager.add_request(prompt(1, 300), "mine", streaming=True)
+            monkeypatch.setattr(
+                Sequences, "tokens", lambda *args: (found := tokens(*args), read.append(len(found)))[0]
+            )
+        *parts, last = manager.request_id_iter("mine")
+    assert len(parts) == 18
+    assert last.generated_tokens == alone(model, prompt(1, 300), max_new_tokens=20, eos_token_id=-1)
+    # The prompt once; each token on the way, and all of them again at the end.
+    assert sum(read) < 300 + 4 * 20
+    assert all(part.prompt_ids is last.prompt_ids for part in parts)
+
+
+def test_requests_are_prepared_while_others_are_decoded(model, manager, monkeypatch):
+    may_go_on = threading.Event()
+    prepare = RequestReader.row
+
+    def held_up(reader, number, tokens, settings):
+        assert number == 0 or may_go_on.wait(60)
+        return prepare(reader, number, tokens, settings)
+
+    monkeypatch.setattr(RequestReader, "row", held_up)
+    manager.add_request(prompt(0), "first")
+    others = manager.add_requests([prompt(index) for index in range(1, 4)])
+    manager.cancel_request(others[2])
+    assert manager.get_result("first", timeout=60).generated_tokens == alone(model, prompt(0), max_new_tokens=8)
+    may_go_on.set()
+    for index, name in enumerate(others[:2], 1):
+        output = manager.get_result(name, timeout=60)
+        assert output.generated_tokens == alone(model, prompt(index), max_new_tokens=8)
+    assert manager.get_result(others[2], timeout=60) is None
+
+
+def test_a_manager_that_nobody_holds_ends():
+    target = tiny_llama(seed=4)
+    manager = SpeculativeBatchingManager(target, do_sample=False, max_new_tokens=8, **NGRAM)
+    manager.start()
+    manager.get_result(manager.add_request(prompt(0)), timeout=60)
+    thread, left = manager._thread, weakref.ref(target)
+    del target, manager
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+    gc.collect()
+    assert left() is None
+
+
+def test_one_that_is_stopping_can_be_started_anew(model):
+    manager = SpeculativeBatchingManager(model, do_sample=False, max_new_tokens=8)
+    manager.start()
+    with manager.pause():
+        first = manager.add_request(prompt(0))
+        manager.stop(block=False)
+    manager.start()
+    second = manager.add_request(prompt(1))
+    for index, name in enumerate((first, second)):
+        output = manager.get_result(name, timeout=60)
+        assert output.generated_tokens == alone(model, prompt(index), max_new_tokens=8)
+    manager.stop()
+
+
+def test_the_others_and_the_manager_outlive_a_lack_of_memory(model, manager, monkeypatch):
+    with manager.pause():
+        trouble = Trouble(monkeypatch, "_verify", torch.OutOfMemoryError("no memory"), (4,))
+        manager.add_requests([prompt(0), prompt(1)], max_new_tokens=40)
+    outputs = [manager.get_result(timeout=60) for _ in range(2)]
+    failed = next(output for output in outputs if output.error is not None)
+    (other,) = (output for output in outputs if output is not failed)
+    assert failed.error == "no memory"
+    assert other.generated_tokens == alone(model, other.prompt_ids, max_new_tokens=40)
+    assert trouble.calls > 4
+    assert manager.error is None
+    later = manager.get_result(manager.add_request(prompt(2)), timeout=60)
+    assert later.generated_tokens == alone(model, prompt(2), max_new_tokens=8)
 
 
 def test_weights_may_change_in_a_pause(model):

@@ -30,6 +30,7 @@ from ..logits.verifier import Verdict, take_nodes
 from ..metrics import SpecDecodingStats
 from ..metrics.listeners import CallProgress
 from ..protocol import DrafterSource
+from ..threads import cached_property
 from ..transfers import upload
 from .continuation import ContinuationCheck
 from .joint_verifier import JointVerifier, Judge
@@ -139,9 +140,13 @@ class Row:
     @property
     def tokens(self) -> list[int]:
         """The generated tokens."""
-        return self.sequences.tokens(0)[self.sequences.prompt_length :]
+        return self.tokens_from(0)
 
-    @property
+    def tokens_from(self, first: int) -> list[int]:
+        """The generated tokens without so many of the first ones."""
+        return self.sequences.tokens(0, self.sequences.prompt_length + first)
+
+    @cached_property
     def prompt(self) -> list[int]:
         """The tokens of the prompt; with an encoder, those that it reads."""
         return self.sequences.tokens(0)[: self.sequences.prompt_length] if self.source is None else self.source

@@ -68,9 +68,9 @@ class Sequences:
         """A row's tokens so far, left padding included, shape `(L,)`."""
         return self.prefix(self.lengths[row], row)[0]
 
-    def tokens(self, row: int) -> list[int]:
-        """A row's tokens so far, left padding included, on the host."""
-        return self._tokens[row, : self.lengths[row]].tolist()
+    def tokens(self, row: int, first: int = 0) -> list[int]:
+        """A row's tokens so far from column `first` on, left padding included, on the host."""
+        return self._tokens[row, first : self.lengths[row]].tolist()
 
     def new_columns(self, first: int, last: int) -> torch.LongTensor:
         """Generated columns `first` to `last - 1` of all rows, on the host."""

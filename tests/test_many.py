@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import json
+import os
 import threading
 import weakref
 from functools import partial
@@ -374,7 +375,17 @@ def test_texts_ids_chats_and_dicts(model):
 
 
 def test_a_request_that_cannot_be_read_is_its_own_error(model):
-    wrong = ["abc", [], [VOCAB_SIZE], [1.5, "x"], {"max_new_tokens": 3}, {"input_ids": [1], "spec_method": "ngram"}]
+    wrong = [
+        "abc",
+        [],
+        [VOCAB_SIZE],
+        [1.5, 2],
+        {"input_ids": {5: 1}},
+        {5, 6},
+        [{"x": 1}, 2],
+        {"max_new_tokens": 3},
+        {"input_ids": [1], "spec_method": "ngram"},
+    ]
     wrong += [
         {"messages": [], "tools": [{}]},
         {"input_ids": [1], "nonsense": 3},
@@ -383,7 +394,7 @@ def test_a_request_that_cannot_be_read_is_its_own_error(model):
         3,
     ]
     results = run(model, [*wrong, prompt(1)])
-    assert [type(result.error) for result in results[:-1]] == [SpecConfigError] * 7 + [ValueError] + [
+    assert [type(result.error) for result in results[:-1]] == [SpecConfigError] * 10 + [ValueError] + [
         SpecConfigError
     ] * 3
     assert all(result.finish_reason == "error" and result.tokens == [] for result in results[:-1])
@@ -436,6 +447,7 @@ def test_lengths_that_are_no_integers_end_as_in_plain_generation(model, length):
     "wrong",
     [
         {"batch_size": 0},
+        {"batch_size": 10**9},
         {"max_new_tokens": float("inf")},
         {"generation_config": GenerationConfig(max_new_tokens=2**63)},
         {"seed": 1.5},
@@ -686,6 +698,10 @@ def test_log_probabilities(model, tmp_path):
         ({"stats": {"num_drafts": 1}}, "Line 2 .*num_draft_tokens"),
         ({"stats": 3}, "Line 2 "),
         ({"tokens": [1, 2.5]}, "Line 2 .*2.5 is no whole number"),
+        ({"tokens": {}}, "Line 2 .*`tokens` is {}"),
+        ({"text": []}, "Line 2 .*`text`"),
+        ({"error": 3}, "Line 2 .*`error`"),
+        ({"logprobs": [[10**400, []], [-2.0, []]]}, "Line 2 .*too large"),
         ({"index": "1"}, "Line 2 .*'1' is no whole number"),
     ],
 )
@@ -700,6 +716,42 @@ def test_damaged_journals(changed, message, tmp_path):
     path.write_text(f"{first}\n{json.dumps({**json.loads(second), **changed})}\n")
     with pytest.raises(SpecConfigError, match=message):
         Journal(path)
+
+
+UNREADABLE = {
+    "folder": lambda path: path.mkdir(),
+    "link to itself": lambda path: path.symlink_to(path),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_journals_that_are_no_files(name, tmp_path):
+    path = tmp_path / "journal"
+    UNREADABLE[name](path)
+    for arguments in ((path,), (tmp_path / "other", [path])):
+        with pytest.raises(SpecConfigError, match="Name another file"):
+            Journal(*arguments)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "no folder/journal", "a\0b"])
+def test_journals_that_cannot_be_written(name, tmp_path):
+    with pytest.raises(SpecConfigError, match="Name another file"):
+        Journal(tmp_path / name)
+
+
+def test_texts_that_cannot_be_encoded(model):
+    class Strict:
+        def __call__(self, text, **kwargs):
+            return {"input_ids": list(text.encode("utf-8"))}
+
+        def decode(self, tokens, **kwargs):
+            return ""
+
+    wrong, right = run(model, ["\ud800", "\x05"], tokenizer=Strict())
+    assert isinstance(wrong.error, SpecConfigError)
+    assert right.tokens == alone(model, [5])
 
 
 def test_two_runs_with_one_journal_leave_it_readable(tmp_path):

@@ -15,9 +15,11 @@ from ..decoding.joint import JointLoop, Row
 from ..decoding.profile import ModelProfile, model_profile
 from ..decoding.source import Source
 from ..errors import SpecConfigError, UnsupportedModelError
+from ..machine import free_bytes
 from ..metrics import SpecDecodingStats
 from ..protocol import Session
 from ..speculator import Speculator
+from ..target_facts import vocabulary_size
 from ..transfers import on_cpu_unless_said
 from ..validation import Bounds, checked
 from .requests import RequestReader
@@ -32,14 +34,20 @@ _arrival = attrgetter("arrival")
 _CHUNK_SIZE = 512
 
 
-def check_room(batch_size: int, max_tokens_in_flight: int | None) -> None:
+def check_room(model: PreTrainedModel, batch_size: int, max_tokens_in_flight: int | None) -> None:
     """Checks the limits of a run.
 
     Raises:
-        SpecConfigError: One is no whole number from 1 on.
+        SpecConfigError: One is no whole number from 1 on, or there is not the memory for so many rows.
     """
     checked("batch_size", batch_size, int, Bounds(least=1))
     checked("max_tokens_in_flight", max_tokens_in_flight, int | None, Bounds(least=1))
+    # The least that a row takes, before its keys and values: scores of all tokens, in float32.
+    most = free_bytes(model.device) // (4 * vocabulary_size(model))
+    if batch_size > max(most, 1):
+        raise SpecConfigError(
+            f"`batch_size`={batch_size}: there is memory for the scores of {most} rows at most. Pass fewer."
+        )
 
 
 class PlainDecoding:

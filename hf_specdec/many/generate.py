@@ -75,7 +75,7 @@ def generate_many(
             f"generate_many() takes a model of transformers, got a {type(model).__name__}. Of a wrapper pass "
             "`get_base_model()`."
         )
-    check_room(batch_size, max_tokens_in_flight)
+    check_room(model, batch_size, max_tokens_in_flight)
     if isinstance(requests, (str, bytes, dict)) or not isinstance(requests, Iterable):
         raise SpecConfigError(f"`requests` takes several requests, such as a list, got {shown(requests)}.")
     pair = shard if isinstance(shard, (list, tuple)) and len(shard) == 2 and all(map(is_int, shard)) else (0, 0)

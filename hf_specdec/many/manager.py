@@ -72,7 +72,7 @@ class SpeculativeBatchingManager:
         seed: int | None = None,
         **arguments: Any,
     ):
-        check_room(batch_size, max_tokens_in_flight)
+        check_room(model, batch_size, max_tokens_in_flight)
         asked = SpeculativeArguments(**{name: arguments.pop(name, None) for name in ARGUMENTS})
         if generation_config is not None:
             arguments["generation_config"] = generation_config

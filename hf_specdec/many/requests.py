@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
@@ -220,20 +221,30 @@ class RequestReader:
             if len(prompt) == 1 and isinstance(prompt[0], list):
                 prompt = prompt[0]
         try:
-            tokens = [int(token) for token in prompt]
-        except (TypeError, ValueError):
+            # Sets and dicts are no prompts, and floats no tokens.
+            tokens = [operator.index(token) for token in (prompt if isinstance(prompt, Sequence) else ())]
+        except TypeError:
+            tokens = []
+        if not tokens:
             raise SpecConfigError(
                 f"A request is a text, a list of token ids, a chat or a dict with one of them, got {shown(prompt)}."
-            ) from None
+            )
         size = num_embeddings(self.model.get_input_embeddings())
-        if not tokens or not 0 <= min(tokens) <= max(tokens) < size:
+        if not 0 <= min(tokens) <= max(tokens) < size:
             raise SpecConfigError(f"A prompt needs at least one token, all from 0 to {size - 1}, got {shown(tokens)}.")
         return tokens
 
     def _encode(self, text: str, special: bool) -> list[int]:
         if self.tokenizer is None:
             raise SpecConfigError(f"The text {shown(text)} needs the model's tokenizer. Pass `tokenizer=`.")
-        return self._tokens(list(self.tokenizer(text, add_special_tokens=special)["input_ids"]))
+        try:
+            tokens = list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        except Exception as error:
+            # Half a character, say.
+            raise SpecConfigError(
+                f"The tokenizer cannot read the text {shown(text)} ({type(error).__name__}: {error})."
+            ) from error
+        return self._tokens(tokens)
 
     def row(self, index: int, tokens: list[int], settings: dict[str, Any]) -> Row:
         """The row of a request.

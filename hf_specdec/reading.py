@@ -27,14 +27,24 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_SETTINGS_BYTES)
         OSError: It cannot be read.
         ValueError: It is a folder, pipe or device, has more than `max_bytes`, or is no UTF-8.
     """
+    return read_bytes(path, max_bytes).decode("utf-8")
+
+
+def read_bytes(path: str | os.PathLike[str], max_bytes: int | None = None) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is a folder, pipe or device, or has more than `max_bytes`.
+    """
     _check_is_regular(os.stat(path))
     with open(path, "rb", opener=_open_without_waiting) as file:
         # The path may have been given to another file meanwhile.
         _check_is_regular(os.fstat(file.fileno()))
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
+        content = file.read(-1 if max_bytes is None else max_bytes + 1)
+    if max_bytes is not None and len(content) > max_bytes:
         raise ValueError(f"it has more than {max_bytes} bytes")
-    return content.decode("utf-8")
+    return content
 
 
 def parse_json(text: str) -> Any:

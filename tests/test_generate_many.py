@@ -13,10 +13,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_specdec import cli, demo
+from hf_specdec import SpecConfigError, cli, demo
 from hf_specdec.many.files import Output
 from tests.encoder_decoders import text_model
 from tests.models import letter_tokenizer
+from tests.test_many import UNREADABLE
 
 
 ROOT = Path(__file__).parents[1]
@@ -142,6 +143,8 @@ def test_names_that_are_patterns(files):
         ('"one"\n{"prompt": \n', "Line 2 of .* is no JSON"),
         ('"one"\n\n3\n', "Line 3 of .* is no request but 3"),
         ("\n", "There is no request"),
+        ("[" * 100_000, "Line 1 of .* nested too deeply"),
+        ('{"prompt": "a", "temperature": NaN}', "Line 1 of .* is no JSON"),
     ],
 )
 def test_files_that_are_no_requests(files, content, message):
@@ -150,6 +153,52 @@ def test_files_that_are_no_requests(files, content, message):
     assert result.exit_code == 2
     assert re.search(message, " ".join(result.stderr.split()))
     assert not files[1].exists()
+
+
+@pytest.mark.parametrize("name", ["folder", "link to itself", "device", "pipe"])
+@pytest.mark.parametrize("what", ["in.jsonl", "out.jsonl.part-0"])
+def test_files_that_are_none(tmp_path, what, name):
+    source, target = written(tmp_path / "in.jsonl", REQUESTS[:1]), tmp_path / "out.jsonl"
+    (tmp_path / what).unlink(missing_ok=True)
+    UNREADABLE[name](tmp_path / what)
+    result = invoke(source, target)
+    assert result.exit_code == 2
+    assert what in result.stderr.replace("\n", "")
+    assert not target.exists()
+
+
+def test_names_that_are_too_long(files):
+    source, target = files
+    for length in (300, 250):
+        result = invoke(source, target.with_name("x" * length))
+        assert result.exit_code == 2
+        assert "another" in result.stderr
+
+
+def test_halves_of_characters(files):
+    source, target = files
+    source.write_text('{"prompt": "def", "id": "\\ud800"}\n{"prompt": "\\ud800"}\n')
+    assert invoke(source, target).exit_code in (0, 1)
+    found = entries(target)
+    assert found[0]["id"] == "\ud800"
+    assert found[0]["error"] is None
+
+
+def test_nothing_is_written_through_a_link(files):
+    source, target = files
+    others = written(target.with_name("others"), ["mine"])
+    target.with_name("out.jsonl.unfinished").symlink_to(others)
+    assert invoke(source, target).exit_code == 0
+    assert entries(others) == ["mine"]
+    assert len(entries(target)) == len(REQUESTS)
+    assert not target.is_symlink()
+
+
+def test_a_journal_that_is_gone(files):
+    source, target = files
+    with pytest.raises(SpecConfigError, match=r"request 0: .* was removed"):
+        Output(target).merge([None])
+    assert not target.exists()
 
 
 @pytest.mark.thinned(2)

@@ -6,6 +6,9 @@ import asyncio
 import gc
 import itertools
 import json
+import os
+import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -27,7 +30,8 @@ from hf_specdec import (
     record,
 )
 from hf_specdec.candidate_generators import register_candidate_generator
-from hf_specdec.decoding.joint import Row, TokenLogprobs
+from hf_specdec.decoding.joint import JointLoop, Row, TokenLogprobs
+from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.journal import Journal
 from hf_specdec.many.requests import RequestReader
@@ -157,7 +161,31 @@ def test_requests_are_taken_when_there_is_room(model):
     seen = [next(results) for _ in range(7)]
     assert len(taken) <= 7 + 3
     results.close()
+    assert not results._ready
     assert all(result.tokens == alone(model, prompt(result.index), max_new_tokens=6) for result in seen)
+    with pytest.raises(StopIteration):
+        next(results)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_results_that_need_no_place_come_at_once(model, tmp_path, in_order):
+    """Those of a journal, and of requests that cannot be read."""
+    requests, taken = [prompt(index) for index in range(20)], []
+    run(model, requests, journal=tmp_path / "journal", max_new_tokens=2)
+
+    def known_and_wrong():
+        for index in itertools.count():
+            taken.append(index)
+            yield requests[index] if index < 20 else {"nonsense": 3}
+
+    call = {"do_sample": False, "max_new_tokens": 2, "journal": tmp_path / "journal", "in_order": in_order, **NGRAM}
+    results = generate_many(model, known_and_wrong(), 3, **call)
+    assert next(results).tokens == alone(model, prompt(0), max_new_tokens=2)
+    assert len(taken) <= 3
+    wrong = [next(results) for _ in range(40)][-1]
+    assert isinstance(wrong.error, SpecConfigError)
+    assert len(taken) <= 41 + 3
+    results.close()
     with pytest.raises(StopIteration):
         next(results)
 
@@ -188,7 +216,7 @@ def test_tokens_in_flight(model, monkeypatch):
 
 def test_long_prompts_do_not_stop_the_others(model, monkeypatch):
     """While a prompt is read in chunks the others go on, and the states that drafts are made from are whole."""
-    monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 8))
+    monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 8, False))
     turns = []
     cycle = Engine._cycle_of_others
     monkeypatch.setattr(Engine, "_cycle_of_others", lambda engine: (turns.append(1), cycle(engine)))
@@ -199,6 +227,98 @@ def test_long_prompts_do_not_stop_the_others(model, monkeypatch):
         alone(model, prompt(2, 40)),
     ]
     assert len(turns) == 4
+
+
+def test_a_long_prompt_leaves_listeners_and_graphs_where_they_are(model, monkeypatch):
+    """Also where all others end while it is read."""
+    monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 4, False))
+    graphs = []
+    use = JointLoop._use_graphs
+    monkeypatch.setattr(JointLoop, "_use_graphs", lambda loop: (graphs.append(loop), use(loop)))
+    requests = [{"input_ids": prompt(0), "max_new_tokens": 2}, {"input_ids": prompt(1), "max_new_tokens": 3}]
+    requests += [prompt(2, 60), prompt(3)]
+    with record() as made:
+        results = run(model, requests, 2)
+    lengths = [2, 3, 12, 12]
+    assert [result.tokens for result in results] == [
+        alone(model, prompt(index, 60 if index == 2 else 5), max_new_tokens=new) for index, new in enumerate(lengths)
+    ]
+    assert SpecDecodingStats.total(call.stats for call in made.calls).num_committed_tokens == sum(lengths)
+    assert len(graphs) == len(made.calls) == 1
+
+
+class Trouble:
+    """Fails a method of loops when it is called for the nth time."""
+
+    def __init__(self, monkeypatch, name: str, error: Exception, times: tuple[int, ...]):
+        self.calls, original = 0, getattr(JointLoop, name)
+
+        def failing(loop, *args, **kwargs):
+            self.calls += 1
+            output = original(loop, *args, **kwargs)
+            # Late: what it does is done in part.
+            if self.calls in times:
+                raise error
+            return output
+
+        monkeypatch.setattr(JointLoop, name, failing)
+
+
+TROUBLES = {
+    "memory in a cycle": ("_verify", torch.OutOfMemoryError("no memory"), (3,)),
+    "memory in several cycles": ("_verify", torch.OutOfMemoryError("no memory"), (3, 4)),
+    "a cycle that was committed": ("_commit", RuntimeError("broken"), (4,)),
+    "joining": ("join", RuntimeError("broken"), (1,)),
+    "a newcomer's prompt": ("begin", UnsupportedModelError("not this one"), (2,)),
+}
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", TROUBLES)
+def test_others_go_on_where_one_fails(model, monkeypatch, name, sample):
+    """The one that came last ends with the error, and what the others say is what they would have said."""
+    settings = {"max_new_tokens": 12, "do_sample": sample, "top_logprobs": 0}
+    reader = RequestReader(model, settings, num_places=3)
+    expected = [sampled_alone(model, prompt(index), 12, index) for index in range(4)]
+    if not sample:
+        expected = [alone(model, prompt(index)) for index in range(4)]
+    engine = Engine(model, speculator(model), reader, 3)
+    rows = [reader.row(index, prompt(index), {"seed": index}) for index in range(4)]
+    trouble = Trouble(monkeypatch, *TROUBLES[name])
+    ended = []
+    for row in rows[:3]:
+        engine.add(row)
+        ended += engine.step()
+    while not engine.is_idle:
+        ended += engine.step()
+    assert trouble.calls > max(TROUBLES[name][2])
+    engine.add(rows[3])
+    while not engine.is_idle:
+        ended += engine.step()
+    failed = [row for row in rows if row.error is not None]
+    assert len(failed) == len(TROUBLES[name][2])
+    assert {row.error for row in failed} == {TROUBLES[name][1]}
+    assert rows[0] not in failed
+    assert rows[3] not in failed
+    assert sorted(ended, key=id) == sorted(rows, key=id)
+    for row, text in zip(rows, expected):
+        if row not in failed:
+            assert row.tokens == text
+            assert len(row.logprobs) == row.stats.num_committed_tokens == 12
+    engine.close()
+
+
+def test_a_free_place_is_given_away_at_once(model):
+    reader = RequestReader(model, {"max_new_tokens": 40}, num_places=8)
+    engine = Engine(model, None, reader, 8)
+    rows = [reader.row(index, prompt(index), {}) for index in range(8)]
+    for row in rows[:7]:
+        engine.add(row)
+    engine.step()
+    engine.add(rows[7])
+    engine.step()
+    assert len(rows[7].tokens) == 2
+    engine.close()
 
 
 TARGETS = {
@@ -216,7 +336,7 @@ def test_other_targets(name, monkeypatch):
     call = {"pad_token_id": 0, "eos_token_id": None}
     requests.append(prompt(7, 40))
     # The last one comes when others are there, and is longer than a chunk.
-    monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 16))
+    monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 16, False))
     results = run(target, requests, **call)
     assert [result.tokens for result in results] == [alone(target, tokens, **call) for tokens in requests]
 
@@ -258,7 +378,17 @@ def test_texts_ids_chats_and_dicts(model):
 
 
 def test_a_request_that_cannot_be_read_is_its_own_error(model):
-    wrong = ["abc", [], [VOCAB_SIZE], [1.5, "x"], {"max_new_tokens": 3}, {"input_ids": [1], "spec_method": "ngram"}]
+    wrong = [
+        "abc",
+        [],
+        [VOCAB_SIZE],
+        [1.5, 2],
+        {"input_ids": {5: 1}},
+        {5, 6},
+        [{"x": 1}, 2],
+        {"max_new_tokens": 3},
+        {"input_ids": [1], "spec_method": "ngram"},
+    ]
     wrong += [
         {"messages": [], "tools": [{}]},
         {"input_ids": [1], "nonsense": 3},
@@ -267,7 +397,7 @@ def test_a_request_that_cannot_be_read_is_its_own_error(model):
         3,
     ]
     results = run(model, [*wrong, prompt(1)])
-    assert [type(result.error) for result in results[:-1]] == [SpecConfigError] * 7 + [ValueError] + [
+    assert [type(result.error) for result in results[:-1]] == [SpecConfigError] * 10 + [ValueError] + [
         SpecConfigError
     ] * 3
     assert all(result.finish_reason == "error" and result.tokens == [] for result in results[:-1])
@@ -275,9 +405,57 @@ def test_a_request_that_cannot_be_read_is_its_own_error(model):
 
 
 @pytest.mark.parametrize(
+    ("name", "values"),
+    {
+        "max_new_tokens": [2**63, 10**21, float("inf"), float("nan"), 2.5, "8", True, 0],
+        "seed": [1.5, "x", True, 2**64],
+        "stop_strings": [3, [], ["a", 3], ""],
+        "logits_processor": [3, [3]],
+        "stopping_criteria": ["x", [None]],
+        **dict.fromkeys(["model", "inputs", "self", "custom_generate", "", 3], [[1]]),
+    }.items(),
+)
+def test_a_setting_that_cannot_be_is_the_error_of_its_request(model, name, values):
+    settings = [{"input_ids": prompt(1), "do_sample": True, name: value} for value in values]
+    *wrong, right = run(model, [*settings, prompt(2)], tokenizer=letter_tokenizer())
+    assert {type(result.error) for result in wrong} == {SpecConfigError}
+    assert all(str(name) in str(result.error) for result in wrong)
+    assert right.tokens == alone(model, prompt(2))
+
+
+def test_an_unknown_name_is_the_error_of_its_request(model):
+    wrong, right = run(model, [{"input_ids": prompt(1), "id": 3}, prompt(2)])
+    assert "id" in str(wrong.error)
+    assert right.tokens == alone(model, prompt(2))
+
+
+def test_settings_with_keys_that_are_no_texts(model, tmp_path):
+    bias = {(3,): 4.0, (5, 6): -1.0}
+    request = {"input_ids": prompt(1), "sequence_bias": bias}
+    (result,) = run(model, [request], journal=tmp_path / "journal")
+    assert result.tokens == alone(model, prompt(1), sequence_bias=bias)
+    with nothing_runs(model):
+        assert run(model, [request], journal=tmp_path / "journal")[0].tokens == result.tokens
+    with pytest.raises(SpecConfigError, match="other settings"):
+        run(model, [{**request, "sequence_bias": {(3,): 4.5}}], journal=tmp_path / "journal")
+
+
+@pytest.mark.parametrize("length", [8.0, 2.5, 10**21, float("inf")])
+def test_lengths_that_are_no_integers_end_as_in_plain_generation(model, length):
+    call = {"do_sample": False, "max_new_tokens": length, "eos_token_id": alone(model, prompt(1))[9]}
+    assert alone(model, prompt(1), **call, **NGRAM) == alone(model, prompt(1), **call)
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
         {"batch_size": 0},
+        {"batch_size": 10**9},
+        {"max_new_tokens": float("inf")},
+        {"generation_config": GenerationConfig(max_new_tokens=2**63)},
+        {"seed": 1.5},
+        {"shard": 3},
+        {"shard": (0.5, 2)},
         {"batch_size": True},
         {"max_tokens_in_flight": 0},
         {"num_return_sequences": 2},
@@ -523,6 +701,10 @@ def test_log_probabilities(model, tmp_path):
         ({"stats": {"num_drafts": 1}}, "Line 2 .*num_draft_tokens"),
         ({"stats": 3}, "Line 2 "),
         ({"tokens": [1, 2.5]}, "Line 2 .*2.5 is no whole number"),
+        ({"tokens": {}}, "Line 2 .*`tokens` is {}"),
+        ({"text": []}, "Line 2 .*`text`"),
+        ({"error": 3}, "Line 2 .*`error`"),
+        ({"logprobs": [[10**400, []], [-2.0, []]]}, "Line 2 .*too large"),
         ({"index": "1"}, "Line 2 .*'1' is no whole number"),
     ],
 )
@@ -537,6 +719,42 @@ def test_damaged_journals(changed, message, tmp_path):
     path.write_text(f"{first}\n{json.dumps({**json.loads(second), **changed})}\n")
     with pytest.raises(SpecConfigError, match=message):
         Journal(path)
+
+
+UNREADABLE = {
+    "folder": lambda path: path.mkdir(),
+    "link to itself": lambda path: path.symlink_to(path),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_journals_that_are_no_files(name, tmp_path):
+    path = tmp_path / "journal"
+    UNREADABLE[name](path)
+    for arguments in ((path,), (tmp_path / "other", [path])):
+        with pytest.raises(SpecConfigError, match="Name another file"):
+            Journal(*arguments)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "no folder/journal", "a\0b"])
+def test_journals_that_cannot_be_written(name, tmp_path):
+    with pytest.raises(SpecConfigError, match="Name another file"):
+        Journal(tmp_path / name)
+
+
+def test_texts_that_cannot_be_encoded(model):
+    class Strict:
+        def __call__(self, text, **kwargs):
+            return {"input_ids": list(text.encode("utf-8"))}
+
+        def decode(self, tokens, **kwargs):
+            return ""
+
+    wrong, right = run(model, ["\ud800", "\x05"], tokenizer=Strict())
+    assert isinstance(wrong.error, SpecConfigError)
+    assert right.tokens == alone(model, [5])
 
 
 def test_two_runs_with_one_journal_leave_it_readable(tmp_path):
@@ -617,7 +835,17 @@ def test_failed_outputs(model):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"record_timestamps": True}, {"inputs": "abc"}, {"inputs": ["abc"]}, {"batch_size": -1}]
+    "wrong",
+    [
+        {"record_timestamps": True},
+        {"inputs": "abc"},
+        {"inputs": ["abc"]},
+        {"batch_size": -1},
+        {"batch_size": "x"},
+        {"num_return_sequences": "x"},
+        {"generation_config": {"max_new_tokens": 3}},
+        {"generation_config": "x"},
+    ],
 )
 def test_bad_arguments_of_batches(model, wrong):
     with nothing_runs(model), pytest.raises(SpecConfigError):
@@ -658,6 +886,93 @@ def test_streams_and_cancelled_requests(model, manager):
     manager.cancel_request(long)
     manager.cancel_request("unknown")
     assert manager.get_result(long, timeout=60) is None
+
+
+def test_outputs_on_the_way_are_of_their_time(model, manager):
+    first, *_, last = manager.request_id_iter(manager.add_request(prompt(1), streaming=True))
+    assert first.speculative.num_committed_tokens == len(first.generated_tokens) < 8
+    assert last.speculative.num_committed_tokens == 8
+
+
+def test_a_stream_costs_by_its_new_tokens(model, monkeypatch):
+    """However long the prompt is."""
+    read = []
+    tokens = Sequences.tokens
+    with SpeculativeBatchingManager(model, do_sample=False, max_new_tokens=20, eos_token_id=-1) as manager:
+        with manager.pause():
+            manager.add_request(prompt(1, 300), "mine", streaming=True)
+            monkeypatch.setattr(
+                Sequences, "tokens", lambda *args: (found := tokens(*args), read.append(len(found)))[0]
+            )
+        *parts, last = manager.request_id_iter("mine")
+    assert len(parts) == 18
+    assert last.generated_tokens == alone(model, prompt(1, 300), max_new_tokens=20, eos_token_id=-1)
+    # The prompt once; each token on the way, and all of them again at the end.
+    assert sum(read) < 300 + 4 * 20
+    assert all(part.prompt_ids is last.prompt_ids for part in parts)
+
+
+def test_requests_are_prepared_while_others_are_decoded(model, manager, monkeypatch):
+    may_go_on = threading.Event()
+    prepare = RequestReader.row
+
+    def held_up(reader, number, tokens, settings):
+        assert number == 0 or may_go_on.wait(60)
+        return prepare(reader, number, tokens, settings)
+
+    monkeypatch.setattr(RequestReader, "row", held_up)
+    manager.add_request(prompt(0), "first")
+    others = manager.add_requests([prompt(index) for index in range(1, 4)])
+    manager.cancel_request(others[2])
+    assert manager.get_result("first", timeout=60).generated_tokens == alone(model, prompt(0), max_new_tokens=8)
+    may_go_on.set()
+    for index, name in enumerate(others[:2], 1):
+        output = manager.get_result(name, timeout=60)
+        assert output.generated_tokens == alone(model, prompt(index), max_new_tokens=8)
+    assert manager.get_result(others[2], timeout=60) is None
+
+
+def test_a_manager_that_nobody_holds_ends():
+    target = tiny_llama(seed=4)
+    manager = SpeculativeBatchingManager(target, do_sample=False, max_new_tokens=8, **NGRAM)
+    manager.start()
+    manager.get_result(manager.add_request(prompt(0)), timeout=60)
+    thread, left = manager._thread, weakref.ref(target)
+    del target, manager
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+    gc.collect()
+    assert left() is None
+
+
+def test_one_that_is_stopping_can_be_started_anew(model):
+    manager = SpeculativeBatchingManager(model, do_sample=False, max_new_tokens=8)
+    manager.start()
+    with manager.pause():
+        first = manager.add_request(prompt(0))
+        manager.stop(block=False)
+    manager.start()
+    second = manager.add_request(prompt(1))
+    for index, name in enumerate((first, second)):
+        output = manager.get_result(name, timeout=60)
+        assert output.generated_tokens == alone(model, prompt(index), max_new_tokens=8)
+    manager.stop()
+
+
+def test_the_others_and_the_manager_outlive_a_lack_of_memory(model, manager, monkeypatch):
+    with manager.pause():
+        trouble = Trouble(monkeypatch, "_verify", torch.OutOfMemoryError("no memory"), (4,))
+        manager.add_requests([prompt(0), prompt(1)], max_new_tokens=40)
+    outputs = [manager.get_result(timeout=60) for _ in range(2)]
+    failed = next(output for output in outputs if output.error is not None)
+    (other,) = (output for output in outputs if output is not failed)
+    assert failed.error == "no memory"
+    assert other.generated_tokens == alone(model, other.prompt_ids, max_new_tokens=40)
+    assert trouble.calls > 4
+    assert manager.error is None
+    later = manager.get_result(manager.add_request(prompt(2)), timeout=60)
+    assert later.generated_tokens == alone(model, prompt(2), max_new_tokens=8)
 
 
 def test_weights_may_change_in_a_pause(model):

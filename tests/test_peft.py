@@ -268,6 +268,13 @@ def test_commands_load_a_folder_with_an_adapter(tmp_path):
     assert list(model.peft_config) == ["default"]
 
 
+@pytest.mark.parametrize("content", ["[]", "{}", '{"base_model_name_or_path": 3}', "[" * 100_000])
+def test_an_adapter_that_names_no_base(tmp_path, content):
+    (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(SpecConfigError, match="adapter"):
+        Place(target=str(tmp_path)).load()
+
+
 @knows_cache
 @pytest.mark.parametrize("adapter", VIRTUAL)
 def test_masked_tokens_after_virtual_ones(adapter):

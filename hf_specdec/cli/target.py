@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import sys
 from collections import Counter
@@ -12,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from ..errors import SpecConfigError
+from ..reading import parse_json, read_text
 from .common import reporting, with_parameters
 
 
@@ -196,7 +195,17 @@ def _base_of(name: str) -> str:
     from transformers.utils import find_adapter_config_file
 
     found = find_adapter_config_file(name)
-    return name if found is None else json.loads(Path(found).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    if found is None:
+        return name
+    try:
+        base = parse_json(read_text(found))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpecConfigError(
+            f"'{found}' is no configuration of an adapter ({type(error).__name__}: {error})."
+        ) from error
+    if not isinstance(base, str) or not base:
+        raise SpecConfigError(f"'{found}' names no base model. Pass the model that the adapter was trained for.")
+    return base
 
 
 def on_target(command: Callable[..., None]) -> Callable[..., None]:

@@ -30,6 +30,7 @@ from ..logits.verifier import Verdict, take_nodes
 from ..metrics import SpecDecodingStats
 from ..metrics.listeners import CallProgress
 from ..protocol import DrafterSource
+from ..threads import cached_property
 from ..transfers import upload
 from .continuation import ContinuationCheck
 from .joint_verifier import JointVerifier, Judge
@@ -69,10 +70,12 @@ class Row:
         logprobs (`list[TokenLogprobs]`): Of its tokens, if they are kept.
         error (`Exception`, *optional*): Why it has failed.
         is_cancelled (`bool`): It ends where it stands.
+        arrival (`int`): How many have come before it.
         judge (`Judge`): Judges its drafts, once it is in a loop.
     """
 
     judge: Judge
+    arrival: int = 0
 
     def __init__(
         self,
@@ -104,6 +107,13 @@ class Row:
         self.logprobs: list[TokenLogprobs] = []
         self.error = None
 
+    def read_again(self) -> None:
+        """Makes its text so far the prompt of another loop; where that cannot be, it begins anew."""
+        if self.source is not None or (self.top_logprobs is not None and len(self.logprobs) != len(self.tokens)):
+            self.restart()
+        # One token more comes from what is read.
+        self.stats.num_committed_tokens = len(self.tokens) + 1
+
     @property
     def length(self) -> int:
         return self.sequences.lengths[0]
@@ -130,9 +140,13 @@ class Row:
     @property
     def tokens(self) -> list[int]:
         """The generated tokens."""
-        return self.sequences.tokens(0)[self.sequences.prompt_length :]
+        return self.tokens_from(0)
 
-    @property
+    def tokens_from(self, first: int) -> list[int]:
+        """The generated tokens without so many of the first ones."""
+        return self.sequences.tokens(0, self.sequences.prompt_length + first)
+
+    @cached_property
     def prompt(self) -> list[int]:
         """The tokens of the prompt; with an encoder, those that it reads."""
         return self.sequences.tokens(0)[: self.sequences.prompt_length] if self.source is None else self.source
@@ -282,7 +296,7 @@ class JointLoop(DecodingLoop):
         self.table: list[Row | None] = [None] * num_places
         self.progress: CallProgress | None = None
         self.uniforms: RowUniforms = RowUniforms(0, request.device)
-        self._checks: list[tuple[ContinuationCheck, int, list[int]]] = []
+        self._checks: list[tuple[ContinuationCheck, dict[int, int]]] = []
         sequences = JointSequences(self.table, request.input_ids.shape[1])
         most = max(row.most_tokens - row.length for row in rows)
         stop = JointStop(sequences, self.table, sequences.prompt_length + most)
@@ -298,7 +312,7 @@ class JointLoop(DecodingLoop):
 
     @property
     def free_numbers(self) -> list[int]:
-        return [number for number, row in enumerate(self.table) if row is None]
+        return [number for number, row in enumerate(self.table) if row is None and number not in self.rows]
 
     @property
     def active(self) -> list[Row]:
@@ -345,22 +359,23 @@ class JointLoop(DecodingLoop):
             UnsupportedModelError: They cannot stand beside others.
         """
         self.may_use_ahead = False
-        free, first = self.free_numbers, len(self.rows)
-        numbers = dict(zip(other.rows, free))
+        numbers = dict(zip(other.rows, self.free_numbers))
         self.target.join(other.target)
         self.generator.join(other.generator, numbers)
         for theirs, number in numbers.items():
             self.verifier.enter(other.table[theirs], number)
-        for loop, place in ((self, 0), (other, first)):
+        for loop, known in ((self, {row: row for row in self.rows}), (other, numbers)):
             if loop.check is not None:
                 # It knows the rows that were there before.
-                self._checks.append((loop.check, place, loop.rows))
+                self._checks.append((loop.check, known))
                 loop.check = None
         self.rows: list[int] = [*self.rows, *numbers.values()]
         self.anchors: torch.Tensor = torch.cat([self.anchors, other.anchors])
         self.stats.add(other.stats)
         self.stats.notes += [note for note in other.stats.notes if note not in self.stats.notes]
         other.close()
+        # While a long prompt was read, all others may have ended.
+        self._drop_finished_rows()
 
     def close(self) -> None:
         """Ends the loop, with the rows that it still has."""
@@ -418,8 +433,10 @@ class JointLoop(DecodingLoop):
     def _verify(self, draft: DraftTree) -> SlotOutput:
         output = super()._verify(draft)
         checks, self._checks = self._checks, []
-        for check, first, rows in checks:
-            check.compare(output.logits[first : first + len(rows), 0], rows)
+        for check, numbers in checks:
+            rows = [row for row, number in numbers.items() if number in self.rows]
+            places = [self.rows.index(numbers[row]) for row in rows]
+            check.compare(output.logits[places, 0], rows)
         return output
 
     def _commit(self, draft: DraftTree, output: SlotOutput, verdict: Verdict) -> None:

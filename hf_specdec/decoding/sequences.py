@@ -8,6 +8,9 @@ Shapes: B rows of the call, C token columns.
 
 from __future__ import annotations
 
+import math
+from numbers import Real
+
 import numpy as np
 import torch
 from transformers.generation.stopping_criteria import (
@@ -19,6 +22,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from ..logits.recorder import StepRecorder
+from ..validation import MOST_INTEGER
 
 
 class Sequences:
@@ -64,9 +68,9 @@ class Sequences:
         """A row's tokens so far, left padding included, shape `(L,)`."""
         return self.prefix(self.lengths[row], row)[0]
 
-    def tokens(self, row: int) -> list[int]:
-        """A row's tokens so far, left padding included, on the host."""
-        return self._tokens[row, : self.lengths[row]].tolist()
+    def tokens(self, row: int, first: int = 0) -> list[int]:
+        """A row's tokens so far from column `first` on, left padding included, on the host."""
+        return self._tokens[row, first : self.lengths[row]].tolist()
 
     def new_columns(self, first: int, last: int) -> torch.LongTensor:
         """Generated columns `first` to `last - 1` of all rows, on the host."""
@@ -79,6 +83,11 @@ class Sequences:
     @property
     def num_generated(self) -> list[int]:
         return [length - self.prompt_length for length in self.lengths]
+
+
+def _columns(limit: Real) -> int:
+    """The first number of columns that reaches a limit of any kind, as plain generation compares them."""
+    return math.ceil(limit) if limit < MOST_INTEGER else MOST_INTEGER
 
 
 class StopRules:
@@ -104,7 +113,7 @@ class StopRules:
 
     def __init__(self, criteria: StoppingCriteriaList, sequences: Sequences, scores: StepRecorder | None = None):
         self.sequences = sequences
-        self.max_length: int = min(c.max_length for c in criteria if type(c) is MaxLengthCriteria)
+        self.max_length: int = min(_columns(c.max_length) for c in criteria if type(c) is MaxLengthCriteria)
         self.eos_tokens: set[int] = {
             int(token) for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.reshape(-1)
         }

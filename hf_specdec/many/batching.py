@@ -16,7 +16,9 @@ from ..arguments import ARGUMENTS, is_off
 from ..decoding.joint import TokenLogprobs
 from ..errors import SpecConfigError, shown
 from ..metrics import SpecDecodingStats
+from ..validation import Bounds, checked
 from .generate import generate_many
+from .requests import check_config
 from .results import error_text
 
 
@@ -89,11 +91,13 @@ def generate_batch(
         raise SpecConfigError(f"generate_batch() takes lists of token ids, got {shown(inputs)}. See generate_many().")
     if not inputs:
         return {}
+    check_config(generation_config)
     if generation_config is not None:
         kwargs["generation_config"] = generation_config
     kwargs, copies = _without_copies(model, kwargs)
     if batch_size is None:
         batch_size = getattr(continuous_batching_config, "max_requests_per_batch", None) or _PLACES
+    checked("batch_size", batch_size, int, Bounds(least=1))
     names = [_name(number, place, copies) for number in range(len(inputs)) for place in range(copies)]
     requests: list[Any] = [prompt for prompt in inputs for _ in range(copies)]
     adapters = kwargs.pop("adapter_names", None)
@@ -155,7 +159,7 @@ def _without_copies(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[dic
         config.num_return_sequences = 1
     elif (model.generation_config.num_return_sequences or 1) > 1:
         kwargs["num_return_sequences"] = 1
-    return kwargs, count or 1
+    return kwargs, checked("num_return_sequences", count, int | None, Bounds(least=1)) or 1
 
 
 def _name(number: int, place: int, copies: int) -> str:

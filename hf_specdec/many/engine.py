@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
+from operator import attrgetter
+from traceback import clear_frames
 
 import torch
 from transformers import PreTrainedModel
@@ -12,33 +15,39 @@ from ..decoding.joint import JointLoop, Row
 from ..decoding.profile import ModelProfile, model_profile
 from ..decoding.source import Source
 from ..errors import SpecConfigError, UnsupportedModelError
+from ..machine import free_bytes
 from ..metrics import SpecDecodingStats
 from ..protocol import Session
 from ..speculator import Speculator
+from ..target_facts import vocabulary_size
 from ..transfers import on_cpu_unless_said
 from ..validation import Bounds, checked
 from .requests import RequestReader
 
 
-# Newcomers are read together, as soon as this part of the places is free.
+# Newcomers that are gathered are read together, as soon as this part of the places is free.
 _FREE_PART = 4
+
+_arrival = attrgetter("arrival")
 
 # Tokens of prompts that are read before the rows that are being decoded get a turn.
 _CHUNK_SIZE = 512
 
 
-class _OthersHaveFailedError(Exception):
-    """Those that went on while a prompt was read in chunks."""
-
-
-def check_room(batch_size: int, max_tokens_in_flight: int | None) -> None:
+def check_room(model: PreTrainedModel, batch_size: int, max_tokens_in_flight: int | None) -> None:
     """Checks the limits of a run.
 
     Raises:
-        SpecConfigError: One is no whole number from 1 on.
+        SpecConfigError: One is no whole number from 1 on, or there is not the memory for so many rows.
     """
     checked("batch_size", batch_size, int, Bounds(least=1))
     checked("max_tokens_in_flight", max_tokens_in_flight, int | None, Bounds(least=1))
+    # The least that a row takes, before its keys and values: scores of all tokens, in float32.
+    most = free_bytes(model.device) // (4 * vocabulary_size(model))
+    if batch_size > max(most, 1):
+        raise SpecConfigError(
+            f"`batch_size`={batch_size}: there is memory for the scores of {most} rows at most. Pass fewer."
+        )
 
 
 class PlainDecoding:
@@ -60,6 +69,8 @@ class Engine:
         batch_size (`int`): Places.
         max_tokens (`int`, *optional*): Tokens that the rows in them may come to together.
         chunk_size (`int`): Tokens of prompts that are read at a time.
+        gathers (`bool`): Newcomers wait for each other and are read together, which saves forwards where nobody waits
+            for one of them.
 
     Attributes:
         stats (`SpecDecodingStats`): Those of all loops that have ended.
@@ -77,6 +88,7 @@ class Engine:
         batch_size: int,
         max_tokens: int | None = None,
         chunk_size: int = _CHUNK_SIZE,
+        gathers: bool = False,
     ):
         self._model, self._speculator, self._reader = model, speculator or PlainDecoding(), reader
         self._profile: ModelProfile = model_profile(model)
@@ -88,6 +100,7 @@ class Engine:
         if batch_size > 1 and speculator is not None:
             speculator.check_joining(model)
         self._batch_size, self._max_tokens, self._chunk_size = batch_size, max_tokens, chunk_size
+        self._gathers, self._num_added = gathers, 0
         self._loop: JointLoop | None = None
         self._waiting: deque[Row] = deque()
         self._ended: list[Row] = []
@@ -118,6 +131,7 @@ class Engine:
                 f"A prompt of {len(row.prompt)} tokens that may grow to {most} does not fit into "
                 f"max_tokens_in_flight={self._max_tokens}. Lower its `max_new_tokens`, or raise the limit."
             )
+        row.arrival, self._num_added = self._num_added, self._num_added + 1
         self._waiting.append(row)
 
     def cancel(self, row: Row) -> None:
@@ -137,13 +151,40 @@ class Engine:
             self._admit()
             if self._loop is not None:
                 self._cycle()
+                self._end_empty_loop()
         ended, self._ended = self._ended, []
         return ended
 
     def _cycle(self) -> None:
-        self._loop.cycle()
-        self._ended += self._loop.drop_ended()
-        self._end_empty_loop()
+        try:
+            self._loop.cycle()
+            self._ended += self._loop.drop_ended()
+        except Exception as error:  # noqa: BLE001 - of any kind: it is that of some request
+            clear_frames(error.__traceback__)
+            loop, self._loop = self._loop, None
+            rows = self._break_up(loop)
+            if rows:
+                # It may be the cause, and its memory helps the others where there was too little.
+                newest = rows.pop()
+                newest.error = error
+                self._ended.append(newest)
+            self._waiting.extendleft(reversed(rows))
+
+    def _break_up(self, loop: JointLoop) -> list[Row]:
+        """Ends a loop that cannot go on; returns its rows that have not ended, in the order in which they came.
+
+        What they have said so far is their prompt in the next loop.
+        """
+        rows = sorted(loop.active, key=_arrival)
+        # Why it cannot go on is known.
+        with suppress(Exception):
+            loop.end()
+        self.stats.add(loop.stats)
+        self._ended += [row for row in rows if row.has_ended]
+        rows = [row for row in rows if not row.has_ended]
+        for row in rows:
+            row.read_again()
+        return rows
 
     def _end_empty_loop(self) -> None:
         if self._loop is not None and not self._loop.active:
@@ -156,7 +197,7 @@ class Engine:
     def _admit(self) -> None:
         if not self._waiting:
             return
-        if self._loop is not None and self._num_free * _FREE_PART < self._batch_size:
+        if self._gathers and self._loop is not None and self._num_free * _FREE_PART < self._batch_size:
             return
         for rows in self._read_together(self._next_rows()):
             self._read(rows)
@@ -184,38 +225,54 @@ class Engine:
 
     def _read(self, rows: list[Row]) -> None:
         """Reads the prompts of rows and lets them join; one by one where that fails for all together."""
-        loop = None
+        loop, host = None, self._loop
         try:
             loop = self._loop_of(rows)
-            loop.begin(is_first=self._loop is None)
-            if self._loop is not None and (source := self._loop.target.source) is not None:
+            loop.begin(is_first=host is None)
+            if host is not None and (source := host.target.source) is not None:
                 Source.check_joining([source, loop.target.source])
-        except Exception as error:
-            if loop is not None:
-                loop.close()
-            if isinstance(error, _OthersHaveFailedError):
-                raise error.__cause__ or error from None
-            if len(rows) == 1 and isinstance(error, UnsupportedModelError):
-                # It would be that of all others, too.
-                raise
-            for row in rows:
-                row.restart()
-                if len(rows) == 1:
-                    row.error = error
-                    self._ended.append(row)
-                else:
-                    self._read([row])
+        except Exception as error:  # noqa: BLE001 - of any kind: it is that of some request
+            self._read_one_by_one(rows, loop, error)
             return
         self._ended += loop.drop_ended()
-        # While a long prompt was read, all others may have ended.
-        if self._loop is None:
+        if host is None:
             self._loop = loop
-            self._end_empty_loop()
+        elif self._loop is not host:
+            # Those that it was to join have failed, and it has neither graphs nor listeners of its own.
+            self._waiting.extendleft(reversed(self._break_up(loop)))
         elif loop.active:
-            self._loop.join(loop)
+            self._join(loop)
         else:
-            self._loop.stats.add(loop.stats)
+            host.stats.add(loop.stats)
             loop.close()
+        self._end_empty_loop()
+
+    def _join(self, loop: JointLoop) -> None:
+        host, newcomers = self._loop, loop.active
+        try:
+            host.join(loop)
+        except Exception as error:  # noqa: BLE001 - of any kind: it is that of some request
+            clear_frames(error.__traceback__)
+            self._loop = None
+            others = [row for row in self._break_up(host) if row not in newcomers]
+            if others:
+                self._read(others)
+            self._read_one_by_one(newcomers, loop, error)
+
+    def _read_one_by_one(self, rows: list[Row], loop: JointLoop | None, error: Exception) -> None:
+        """Reads rows each for itself where something has failed for all of them; of a single one it is the error."""
+        # Variables in its traceback hold the memory of a loop.
+        clear_frames(error.__traceback__)
+        if loop is not None:
+            with suppress(Exception):
+                loop.close()
+        for row in rows:
+            row.restart()
+            if len(rows) == 1:
+                row.error = error
+                self._ended.append(row)
+            else:
+                self._read([row])
 
     def _loop_of(self, rows: list[Row]) -> JointLoop:
         request = self._reader.together(rows)
@@ -226,11 +283,9 @@ class Engine:
         return JointLoop(request, self._speculator, rows, self._batch_size)
 
     def _cycle_of_others(self) -> None:
-        try:
-            if self._loop is not None:
-                self._cycle()
-        except Exception as error:
-            raise _OthersHaveFailedError from error
+        # A loop whose rows have all ended waits for the newcomers: it has the graphs, and the listeners.
+        if self._loop is not None and self._loop.active:
+            self._cycle()
 
     def close(self) -> None:
         """Gives up what is being decoded."""

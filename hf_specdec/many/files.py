@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecConfigError, shown
+from ..reading import parse_json, read_bytes
 from .journal import Journal, read_entries
 
 
@@ -31,15 +32,15 @@ def read_requests(path: Path) -> tuple[list[Any], list[Any]]:
         SpecConfigError: The file cannot be read, or a line is no request.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_bytes(path).decode("utf-8").split("\n")
+    except (OSError, ValueError) as error:
         raise SpecConfigError(f"The requests in '{path}' cannot be read: {error}") from error
     requests, ids = [], []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            request = json.loads(line)
+            request = parse_json(line)
         except ValueError as error:
             raise SpecConfigError(
                 f"Line {number} of '{path}' is no JSON: {error}. Write one request a line."
@@ -101,11 +102,19 @@ class Output:
 
     def __init__(self, path: Path):
         self.path = path
-        self.parts = self._written()
-        if not path.parent.is_dir() or path.is_dir():
+        try:
+            self.parts = self._written()
+            has_place, exists = path.parent.is_dir() and not path.is_dir(), os.path.lexists(path)
+        except OSError as error:
+            raise SpecConfigError(f"The results cannot be written to '{path}': {error}. Name another file.") from error
+        if not has_place:
             raise SpecConfigError(f"The results cannot be written to '{path}'. Name a file in a folder that exists.")
-        if path.exists() and not self.parts:
+        if exists and not self.parts:
             raise SpecConfigError(f"There are results in '{path}' already. Remove the file, or name another one.")
+        if links := [part for part in self.parts if part.is_symlink()]:
+            raise SpecConfigError(
+                f"'{links[0]}' is a link, and journals are files. Remove it, or name another output."
+            )
 
     def _written(self) -> list[Path]:
         """The journals that are there."""
@@ -126,6 +135,9 @@ class Output:
 
         Returns:
             `dict[str, int]`: Numbers of requests, of those that have failed, and of tokens.
+
+        Raises:
+            SpecConfigError: A journal has been changed or removed, or the file cannot be written.
         """
         entries: dict[int, dict[str, Any]] = {}
         parts = self._written()
@@ -135,13 +147,28 @@ class Output:
                 # may have become shorter.
                 if index < len(ids) and (index not in entries or entry["error"] is None):
                     entries[index] = entry
+        missing = next((index for index in range(len(ids)) if index not in entries), None)
+        if missing is not None:
+            raise SpecConfigError(
+                f"No journal of '{self.path}' has the result of request {missing}: one of them was removed while the "
+                "requests were answered. Run the same command again; it goes on from those that are there."
+            )
         temporary = self.path.with_name(f"{self.path.name}.unfinished")
-        with temporary.open("w", encoding="utf-8") as file:
-            for index, own_id in enumerate(ids):
-                entry = {name: value for name, value in entries[index].items() if name != "key"}
-                named = {} if own_id is None else {"id": own_id}
-                file.write(json.dumps({**named, **entry}, ensure_ascii=False) + "\n")
-        os.replace(temporary, self.path)
+        try:
+            # Made anew: what is there under this name may be a link to another file.
+            temporary.unlink(missing_ok=True)
+            # What UTF-8 cannot write, halves of characters, is written as JSON does.
+            with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
+                for index, own_id in enumerate(ids):
+                    entry = {name: value for name, value in entries[index].items() if name != "key"}
+                    named = {} if own_id is None else {"id": own_id}
+                    file.write(json.dumps({**named, **entry}, ensure_ascii=False) + "\n")
+            os.replace(temporary, self.path)
+        except OSError as error:
+            raise SpecConfigError(
+                f"The results cannot be written to '{self.path}': {error}. They are in the journals beside it. Mend "
+                "that, and run the same command again."
+            ) from error
         counts = [entry["stats"] for entry in entries.values()]
         report = {
             "num_requests": len(ids),

@@ -16,6 +16,7 @@ from ..decoding.joint import Row
 from ..errors import SpecConfigError, shown
 from ..integration import speculator_of_many
 from ..metrics import SpecDecodingStats
+from ..validation import is_int
 from .engine import Engine, check_room
 from .journal import Journal, key_of
 from .requests import RequestReader
@@ -74,10 +75,11 @@ def generate_many(
             f"generate_many() takes a model of transformers, got a {type(model).__name__}. Of a wrapper pass "
             "`get_base_model()`."
         )
-    check_room(batch_size, max_tokens_in_flight)
+    check_room(model, batch_size, max_tokens_in_flight)
     if isinstance(requests, (str, bytes, dict)) or not isinstance(requests, Iterable):
         raise SpecConfigError(f"`requests` takes several requests, such as a list, got {shown(requests)}.")
-    rank, num_processes = shard
+    pair = shard if isinstance(shard, (list, tuple)) and len(shard) == 2 and all(map(is_int, shard)) else (0, 0)
+    rank, num_processes = pair
     if not 0 <= rank < num_processes:
         raise SpecConfigError(
             f"`shard` takes (rank, num_processes) with 0 <= rank < num_processes, got {shown(shard)}."
@@ -86,7 +88,7 @@ def generate_many(
     reader = RequestReader(model, generate_arguments, tokenizer, seed, batch_size)
     speculator = speculator_of_many(model, reader.arguments, asked, tokenizer)
     reader.check()
-    engine = Engine(model, speculator, reader, batch_size, max_tokens_in_flight)
+    engine = Engine(model, speculator, reader, batch_size, max_tokens_in_flight, gathers=True)
     if journal is not None and not isinstance(journal, Journal):
         journal = Journal(journal)
     size = len(range(rank, len(requests), num_processes)) if hasattr(requests, "__len__") else None
@@ -112,12 +114,13 @@ class ManyResults(Iterator[RequestResult]):
         size: int | None,
     ):
         self._engine, self._reader, self._journal = engine, reader, journal
-        self._rank, self._num_processes = shard
-        self._requests, self._num_taken = iter(requests), 0
+        rank, self._num_processes = shard
+        numbered = enumerate(requests)
+        self._requests = ((index, one) for index, one in numbered if index % self._num_processes == rank)
         self._indices: dict[int, tuple[int, str]] = {}  # by id of a row: number and key of its request
         self._ready: deque[RequestResult] = deque()
         self._early: dict[int, RequestResult] | None = {} if in_order else None
-        self._next_given = self._rank
+        self._next_given = rank
         self._has_more = True
         self._bar = _bar(size) if progress else None
 
@@ -129,28 +132,26 @@ class ManyResults(Iterator[RequestResult]):
         try:
             while not self._ready:
                 self._take()
-                if not self._ready:
-                    if self._engine.is_idle:
-                        self.close()
-                        raise StopIteration
-                    for row in self._engine.step():
-                        self._finish(row)
+                if self._ready:
+                    break
+                if self._engine.is_idle and not self._has_more:
+                    raise StopIteration
+                for row in self._engine.step():
+                    self._finish(row)
         except BaseException:
             self.close()
             raise
         return self._ready.popleft()
 
     def _take(self) -> None:
-        """Takes as many requests as there are places for."""
-        while self._has_more and self._engine.num_wanted > 0:
+        """Takes as many requests as there are places for, at most: some may need none."""
+        for _ in range(self._engine.num_wanted if self._has_more else 0):
             try:
-                request = next(self._requests)
+                index, request = next(self._requests)
             except StopIteration:
                 self._has_more = False
                 return
-            index, self._num_taken = self._num_taken, self._num_taken + 1
-            if index % self._num_processes == self._rank:
-                self._begin(index, request)
+            self._begin(index, request)
 
     def _begin(self, index: int, request: Any) -> None:
         known = key = None
@@ -198,9 +199,10 @@ class ManyResults(Iterator[RequestResult]):
             self._next_given += self._num_processes
 
     def close(self) -> None:
-        """Ends the run; requests that have not ended are given up."""
+        """Ends the run; requests that have not ended are given up, and results that were not asked for."""
         with ExitStack() as parts:
             self._has_more = False
+            self._ready.clear()
             self._indices.clear()
             for part in (self._bar, self._journal):
                 if part is not None:

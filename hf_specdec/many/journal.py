@@ -21,6 +21,7 @@ import torch
 from ..decoding.joint import TokenLogprobs
 from ..errors import SpecConfigError, shown
 from ..metrics import SpecDecodingStats
+from ..reading import read_bytes
 from .results import RequestResult, error_text
 
 
@@ -49,10 +50,15 @@ class Journal:
         self._known: dict[int, dict[str, Any]] = {}
         for other in others:
             self._known |= read_entries(other)[0]
-        known, end = read_entries(self.path) if self.path.exists() else ({}, 0)
+        known, end = read_entries(self.path) if os.path.lexists(self.path) else ({}, 0)
         self._known |= known
-        # Appending keeps every line whole, even where a run is started twice.
-        self._file = self.path.open("ab")
+        try:
+            # Appending keeps every line whole, even where a run is started twice.
+            self._file = self.path.open("ab")
+        except (OSError, ValueError) as error:
+            raise SpecConfigError(
+                f"The journal '{self.path}' cannot be written: {error}. Name another file."
+            ) from error
         if self._file.tell() > end:
             self._file.truncate(end)
 
@@ -100,7 +106,11 @@ def read_entries(path: str | os.PathLike[str]) -> tuple[dict[int, dict[str, Any]
         SpecConfigError: The file is something else.
     """
     entries, end = {}, 0
-    for number, line in enumerate(Path(path).read_bytes().splitlines(keepends=True), start=1):
+    try:
+        content = read_bytes(path)
+    except (OSError, ValueError) as error:
+        raise SpecConfigError(f"The journal '{path}' cannot be read: {error}. Name another file.") from error
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
         if not line.endswith(b"\n"):
             break
         try:
@@ -109,7 +119,7 @@ def read_entries(path: str | os.PathLike[str]) -> tuple[dict[int, dict[str, Any]
             entry = {name: entry[name] for name in (*_ENTRY, *asked)}
             # What could not be returned is no result.
             entries[_result_of(entry).index] = entry
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, ArithmeticError, KeyError, TypeError, RecursionError) as error:
             raise SpecConfigError(
                 f"Line {number} of {path} is no result of a request ({type(error).__name__}: {error}). Pass the "
                 "journal of an earlier run, or a file that does not exist."
@@ -122,9 +132,12 @@ def _result_of(entry: dict[str, Any]) -> RequestResult:
     """The result that an entry holds, without its error.
 
     Raises:
-        ValueError, KeyError, TypeError: It holds none.
+        ValueError, ArithmeticError, KeyError, TypeError: It holds none.
     """
     tokens, counts = entry["tokens"], {name: entry["stats"][name] for name in _COUNTS}
+    for name, kinds in (("tokens", list), ("text", str | None), ("finish_reason", str), ("error", str | None)):
+        if not isinstance(entry[name], kinds):
+            raise ValueError(f"`{name}` is {shown(entry[name])}")
     numbers, logprobs = [entry["index"], entry["num_prompt_tokens"], *tokens, *counts.values()], None
     if entry.get("logprobs") is not None:
         logprobs = [
@@ -142,8 +155,15 @@ def _result_of(entry: dict[str, Any]) -> RequestResult:
 
 def key_of(tokens: list[int], settings: dict[str, Any]) -> str:
     """Tells requests apart: by the prompt, and by the settings that can be written down."""
-    text = json.dumps([tokens, settings], sort_keys=True, default=_written)
+    text = json.dumps([tokens, _with_names(settings)], sort_keys=True, default=_written)
     return _digest(text.encode())
+
+
+def _with_names(value: Any) -> Any:
+    """A setting with texts for the keys of its dicts, which JSON cannot all write, nor sort."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): _with_names(item) for key, item in value.items()}
+    return list(map(_with_names, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _written(value: Any) -> str:

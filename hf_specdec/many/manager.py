@@ -8,7 +8,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -22,8 +23,17 @@ from .engine import Engine, check_room
 from .requests import RequestReader
 
 
-# Seconds after which an iterator looks whether anything can still come.
+# Seconds after which who waits looks whether anything can still come.
 _LOOK_AGAIN = 0.1
+
+
+class _Added(NamedTuple):
+    """A request that has been added."""
+
+    name: str
+    number: int
+    tokens: list[int]
+    settings: dict[str, Any]
 
 
 class SpeculativeBatchingManager:
@@ -62,7 +72,7 @@ class SpeculativeBatchingManager:
         seed: int | None = None,
         **arguments: Any,
     ):
-        check_room(batch_size, max_tokens_in_flight)
+        check_room(model, batch_size, max_tokens_in_flight)
         asked = SpeculativeArguments(**{name: arguments.pop(name, None) for name in ARGUMENTS})
         if generation_config is not None:
             arguments["generation_config"] = generation_config
@@ -73,9 +83,12 @@ class SpeculativeBatchingManager:
         speculator = speculator_of_many(model, self._reader.arguments, asked, tokenizer)
         self._reader.check()
         self._engine = Engine(model, speculator, self._reader, batch_size, max_tokens_in_flight)
-        self._turn = threading.Lock()  # held during a step, and by those who pause
+        # Held during a step, and while a row is prepared; and by those who pause.
+        self._turn, self._reading = threading.Lock(), threading.Lock()
         self._news = threading.Condition()  # guards what follows
-        self._added: deque[tuple[str, int, list[int], dict[str, Any]]] = deque()
+        self._added: deque[_Added] = deque()
+        self._preparing: _Added | None = None  # at work on it there is a thread
+        self._prepared: deque[tuple[_Added, Row]] = deque()
         self._cancelled: set[str] = set()
         self._names: set[str] = set()  # of all that have not ended
         self._results: OrderedDict[int, SpeculativeGenerationOutput] = OrderedDict()
@@ -83,17 +96,22 @@ class SpeculativeBatchingManager:
         self._is_stopping = self._gives_up = False
         self._thread: threading.Thread | None = None
         self._rows: dict[int, tuple[str, Row]] = {}  # by id, in the thread alone
-        self._streaming: dict[str, int] = {}  # tokens that have been shown
+        self._streaming: dict[str, list[int]] = {}  # tokens that have been shown
         self._handlers: dict[str, Callable[[SpeculativeGenerationOutput | None], None]] = {}
         self.error: Exception | None = None
 
     # The thread's life
 
     def start(self) -> None:
-        """Begins to decode."""
+        """Begins to decode; where it is stopping, once that has come to its end."""
+        if self._is_stopping and self._thread is not None:
+            self._thread.join()
         if not self.is_running():
             self._is_stopping, self._gives_up, self.error = False, False, None
-            self._thread = threading.Thread(target=self._run, name="hf_specdec", daemon=True)
+            # It does not hold the manager: one that nobody else holds ends.
+            self._thread = threading.Thread(
+                target=_decode, args=(ref(self), self._news), name="hf_specdec", daemon=True
+            )
             self._thread.start()
 
     def is_running(self) -> bool:
@@ -121,7 +139,7 @@ class SpeculativeBatchingManager:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Inside, no forward runs, and the weights of the model may be changed. Nothing is lost."""
-        with self._turn:
+        with self._turn, self._reading:
             yield
 
     def __enter__(self) -> SpeculativeBatchingManager:
@@ -174,9 +192,11 @@ class SpeculativeBatchingManager:
                 raise SpecConfigError(f"There is a request of the id {shown(name)}. Choose another one.")
             self._names.add(name)
             if streaming:
-                self._streaming[name] = 0
-            self._added.append((name, number, tokens, {**own, **settings}))
-            self._news.notify_all()
+                self._streaming[name] = []
+            self._added.append(_Added(name, number, tokens, {**own, **settings}))
+            if self._preparing is None:
+                self._preparing = self._added[0]
+                threading.Thread(target=self._prepare, name="hf_specdec preparation", daemon=True).start()
         return name
 
     def add_requests(self, inputs: list[Any], max_new_tokens: int | None = None, **settings: Any) -> list[str]:
@@ -250,50 +270,91 @@ class SpeculativeBatchingManager:
         with self._news:
             self._handlers[request_id] = hand_over
 
-    # In the thread
+    # In threads of its own
 
-    def _run(self) -> None:
+    def _prepare(self) -> None:
+        """Makes rows of what has been added, while others are decoded."""
+        while True:
+            with self._news:
+                if not self._added:
+                    self._preparing = None
+                    self._news.notify_all()
+                    return
+                self._preparing = added = self._added.popleft()
+                if added.name in self._cancelled:
+                    self._forget(added.name)
+                    continue
+            row = failed = None
+            try:
+                with self._reading:
+                    row = self._reader.row(added.number, added.tokens, added.settings)
+            except Exception as error:  # noqa: BLE001 - of any kind: it is this request's
+                failed = replace(_failed(added, error), is_refused=True)
+            with self._news:
+                if self._preparing is not added:
+                    # All has ended in the meantime.
+                    return
+                if failed is not None:
+                    self._add_result(failed)
+                else:
+                    self._prepared.append((added, row))
+                    self._news.notify_all()
+
+    @property
+    def _has_work(self) -> bool:
+        return not self._gives_up and bool(self._prepared or not self._engine.is_idle)
+
+    @property
+    def _is_done(self) -> bool:
+        return self._gives_up or (
+            self._is_stopping and not (self._added or self._preparing is not None or self._has_work)
+        )
+
+    def _work(self) -> bool:
+        """Decodes until nobody waits; tells whether more may come."""
+        goes_on = False
         try:
-            while self._wait():
+            while self._has_work:
                 with self._turn:
                     self._take()
                     ended = self._engine.step()
                 self._publish(ended)
+            with self._news:
+                goes_on = not self._is_done
         except Exception as error:  # noqa: BLE001 - of any kind: those who wait have to hear of it
-            self.error = error
+            with self._news:
+                self.error, self._is_stopping = error, True
+                waiting = [*(added for added, _ in self._prepared), self._preparing, *self._added]
             for name, row in self._rows.values():
                 self._give(name, row, error)
-            for name, _, tokens, _ in self._added:
-                self._add_result(_failed(name, tokens, error))
+            for added in waiting:
+                if added is not None:
+                    self._add_result(_failed(added, error))
         finally:
-            self._end()
-
-    def _wait(self) -> bool:
-        """Waits for something to do; `False` at the end."""
-        with self._news:
-            self._news.wait_for(lambda: self._added or self._is_stopping or not self._engine.is_idle)
-            return not self._gives_up and bool(self._added or not self._engine.is_idle)
+            if not goes_on:
+                self._end()
+        return goes_on
 
     def _take(self) -> None:
         """Hands over to the engine what has been added, and what was cancelled."""
         with self._news:
-            added, cancelled = list(self._added), self._cancelled
-            self._added.clear()
-            self._cancelled = set()
-        for name, number, tokens, settings in added:
-            if name in cancelled:
-                self._forget(name)
+            # A name stays among them until its request has ended, wherever that is now.
+            prepared, cancelled = list(self._prepared), set(self._cancelled)
+            self._prepared.clear()
+        for added, row in prepared:
+            if added.name in cancelled:
+                self._forget(added.name)
                 continue
             try:
-                row = self._reader.row(number, tokens, settings)
                 self._engine.add(row)
             except Exception as error:  # noqa: BLE001 - of any kind: it is this request's
-                self._add_result(replace(_failed(name, tokens, error), is_refused=True))
+                self._add_result(replace(_failed(added, error), is_refused=True))
                 continue
-            self._rows[id(row)] = name, row
-        for name, row in list(self._rows.values()):
-            if name in cancelled:
-                self._engine.cancel(row)
+            self._rows[id(row)] = added.name, row
+        if cancelled:
+            for name, row in list(self._rows.values()):
+                if name in cancelled:
+                    self._engine.cancel(row)
 
     def _publish(self, ended: list[Row]) -> None:
         for row in ended:
@@ -303,19 +364,14 @@ class SpeculativeBatchingManager:
             else:
                 self._give(name, row, row.error)
         for name, row in self._rows.values():
-            shown_before = self._streaming.get(name)
-            if shown_before is not None and len(tokens := row.tokens) > shown_before:
-                self._streaming[name] = len(tokens)
-                self._add_result(self._output(name, row, None, None))
+            said = self._streaming.get(name)
+            if said is not None and (new := row.tokens_from(len(said))):
+                said += new
+                self._add_result(output_of(name, row.prompt, list(said), None, row.stats.copy(), None, row.logprobs))
 
     def _give(self, name: str, row: Row, error: Exception | None) -> None:
-        self._add_result(self._output(name, row, error, row.finish_reason if error is row.error else "error"))
-
-    @staticmethod
-    def _output(
-        name: str, row: Row, error: Exception | None, finish_reason: str | None
-    ) -> SpeculativeGenerationOutput:
-        return output_of(name, row.prompt, row.tokens, error, row.stats, finish_reason, row.logprobs)
+        reason = row.finish_reason if error is row.error else "error"
+        self._add_result(output_of(name, row.prompt, row.tokens, error, row.stats, reason, row.logprobs))
 
     def _add_result(self, output: SpeculativeGenerationOutput) -> None:
         with self._news:
@@ -350,6 +406,8 @@ class SpeculativeBatchingManager:
                 self._is_stopping = True
                 self._rows.clear()
                 self._added.clear()
+                self._prepared.clear()
+                self._preparing = None
                 self._names.clear()
                 self._cancelled.clear()
                 self._streaming.clear()
@@ -359,6 +417,18 @@ class SpeculativeBatchingManager:
                 self._news.notify_all()
 
 
-def _failed(name: str, tokens: list[int], error: Exception) -> SpeculativeGenerationOutput:
+def _decode(manager_ref: ref[SpeculativeBatchingManager], news: threading.Condition) -> None:
+    """Decodes for a manager, as long as somebody holds it or waits for a request."""
+    while (manager := manager_ref()) is not None:
+        with news:
+            is_waiting = not (manager._has_work or manager._is_done)
+            if is_waiting:
+                del manager
+                news.wait(_LOOK_AGAIN)
+        if not (is_waiting or manager._work()):
+            return
+
+
+def _failed(added: _Added, error: Exception) -> SpeculativeGenerationOutput:
     """The output of a request that has never been decoded."""
-    return output_of(name, tokens, [], error, SpecDecodingStats(batch_size=1), "error")
+    return output_of(added.name, added.tokens, [], error, SpecDecodingStats(batch_size=1), "error")

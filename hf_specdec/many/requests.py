@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
@@ -37,6 +38,22 @@ _OWN_DRAFTS = ("spec_method", "num_speculative_tokens")
 
 # What requests to a model with an encoder may have beside others.
 _OF_SOURCES = ("attention_mask",)
+
+# Numbers that requests may have, and their bounds. Seeds are those that torch takes.
+_NUMBERS = {
+    "max_new_tokens": Bounds(least=1),
+    "max_length": Bounds(least=1),
+    "num_speculative_tokens": Bounds(least=0),
+    "seed": Bounds(-(2**63), 2**64 - 1),
+    "seed_row": Bounds(least=0),
+    "top_logprobs": Bounds(least=0),
+}
+
+# Lists of functions.
+_FUNCTIONS = ("logits_processor", "stopping_criteria")
+
+# Arguments between transformers' generate() and the loop.
+_TAKEN = ("self", "model", "inputs", "custom_generate", "use_model_defaults")
 
 # What the rows of one loop cannot have: the values that are harmless, and what to do instead.
 _UNSUPPORTED = {
@@ -85,7 +102,7 @@ class RequestReader:
         self._given_seed = seed
         self._num_places = num_places
         self.arguments: dict[str, Any | bool] = {**arguments, "return_dict_in_generate": False}
-        _check(self.arguments)
+        _check({**self.arguments, "seed": seed})
         self._sources: SourceForm | None = SourceForm.of(model)
         has_adapters = self.arguments.get("adapter_names") is not None
         if has_adapters and self._sources is not None:
@@ -158,13 +175,11 @@ class RequestReader:
         Raises:
             SpecConfigError: One of them is for all requests, or not for requests of one loop.
         """
-        method, length = settings.get("spec_method"), settings.get("num_speculative_tokens")
+        method = settings.get("spec_method")
         if method is not None and not is_off(method):
             raise SpecConfigError(
                 f"`spec_method`={shown(method)} is for all requests. Pass it to the run; a request may say 'off'."
             )
-        checked("num_speculative_tokens", length, int | None, Bounds(least=0))
-        checked("seed_row", settings.get("seed_row", 0), int, Bounds(least=0))
         of_all = (*ARGUMENTS, *SPELLINGS, "generation_config")
         shared = [name for name in of_all if name in settings and name not in _OWN_DRAFTS]
         if shared:
@@ -206,20 +221,30 @@ class RequestReader:
             if len(prompt) == 1 and isinstance(prompt[0], list):
                 prompt = prompt[0]
         try:
-            tokens = [int(token) for token in prompt]
-        except (TypeError, ValueError):
+            # Sets and dicts are no prompts, and floats no tokens.
+            tokens = [operator.index(token) for token in (prompt if isinstance(prompt, Sequence) else ())]
+        except TypeError:
+            tokens = []
+        if not tokens:
             raise SpecConfigError(
                 f"A request is a text, a list of token ids, a chat or a dict with one of them, got {shown(prompt)}."
-            ) from None
+            )
         size = num_embeddings(self.model.get_input_embeddings())
-        if not tokens or not 0 <= min(tokens) <= max(tokens) < size:
+        if not 0 <= min(tokens) <= max(tokens) < size:
             raise SpecConfigError(f"A prompt needs at least one token, all from 0 to {size - 1}, got {shown(tokens)}.")
         return tokens
 
     def _encode(self, text: str, special: bool) -> list[int]:
         if self.tokenizer is None:
             raise SpecConfigError(f"The text {shown(text)} needs the model's tokenizer. Pass `tokenizer=`.")
-        return self._tokens(list(self.tokenizer(text, add_special_tokens=special)["input_ids"]))
+        try:
+            tokens = list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        except Exception as error:
+            # Half a character, say.
+            raise SpecConfigError(
+                f"The tokenizer cannot read the text {shown(text)} ({type(error).__name__}: {error})."
+            ) from error
+        return self._tokens(tokens)
 
     def row(self, index: int, tokens: list[int], settings: dict[str, Any]) -> Row:
         """The row of a request.
@@ -232,7 +257,7 @@ class RequestReader:
             Exception: transformers, or the loop, cannot do what it asks for.
         """
         settings = dict(settings)
-        own_seed, own_number = settings.pop("seed", None), settings.pop("seed_row", 0)
+        own_seed, own_number = settings.pop("seed", None), settings.pop("seed_row", None) or 0
         is_plain, most_draft_tokens = (
             is_off(settings.pop("spec_method", None)),
             settings.pop("num_speculative_tokens", None),
@@ -393,12 +418,33 @@ def seed_of(seed: int) -> int:
     return seed_from_torch(torch.Generator().manual_seed(seed))
 
 
-def _check(arguments: Mapping[str, Any]) -> None:
-    """Refuses arguments that rows of one loop cannot have."""
-    checked("top_logprobs", arguments.get("top_logprobs"), int | None, Bounds(least=0))
-    config = arguments.get("generation_config")
+def check_config(config: Any) -> None:
+    """Refuses what is no generation config."""
     if config is not None and not isinstance(config, GenerationConfig):
         raise SpecConfigError(f"`generation_config` takes a GenerationConfig, got a {type(config).__name__}.")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _check(arguments: Mapping[str, Any]) -> None:
+    """Refuses arguments that rows of one loop cannot have."""
+    config = arguments.get("generation_config")
+    check_config(config)
+    for name in arguments:
+        if not isinstance(name, str) or not name or name in _TAKEN:
+            raise SpecConfigError(f"A request has no setting {name!r}. Leave it out.")
+    for name, bounds in _NUMBERS.items():
+        checked(name, arguments.get(name, getattr(config, name, None)), int | None, bounds)
+    for name in _FUNCTIONS:
+        functions = arguments.get(name)
+        if functions is not None and not (isinstance(functions, (list, tuple)) and all(map(callable, functions))):
+            raise SpecConfigError(f"`{name}` takes a list of functions, got {shown(functions)}.")
+    strings = arguments.get("stop_strings", getattr(config, "stop_strings", None))
+    texts = [strings] if isinstance(strings, str) else strings
+    if texts is not None and not (isinstance(texts, (list, tuple)) and texts and all(map(_is_text, texts))):
+        raise SpecConfigError(f"`stop_strings` takes a text, or a list of them, got {shown(strings)}.")
     for name, (harmless, remedy) in _UNSUPPORTED.items():
         value = arguments.get(name, getattr(config, name, None))
         if not any(value is item or (type(value) is type(item) and value == item) for item in harmless):

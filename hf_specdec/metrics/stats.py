@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from copy import copy
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -172,6 +173,10 @@ class SpecDecodingStats:
                 mine[index] += count
         for reason, count in other.num_cycles_without_drafts.items():
             self.count_without_drafts(reason, count)
+
+    def copy(self) -> SpecDecodingStats:
+        """The same, whatever is counted later."""
+        return replace(self, **{name: copy(value) for name, value in vars(self).items()})
 
     @classmethod
     def total(cls, calls: Iterable[SpecDecodingStats]) -> SpecDecodingStats:

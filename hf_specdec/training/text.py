@@ -110,19 +110,22 @@ def _records(source: Path | str) -> Iterator[Any]:
             raise SpecConfigError(f"The data set '{source}' cannot be read: {error}") from error
     elif source.suffix == ".parquet":
         try:
-            from pyarrow import parquet
+            from pyarrow import ArrowException, parquet
         except ImportError as error:
             raise MissingDependencyError(
                 f"Reading '{source}' needs pyarrow. Install it with: pip install pyarrow"
             ) from error
-        for part in parquet.ParquetFile(source).iter_batches():
-            yield from part.to_pylist()
+        try:
+            for part in parquet.ParquetFile(source).iter_batches():
+                yield from part.to_pylist()
+        except (OSError, ArrowException) as error:
+            raise SpecConfigError(f"'{source}' cannot be read as parquet: {error}") from error
     elif source.suffix == ".jsonl":
         for number, line in enumerate(_read_text(source).splitlines(), 1):
             if line.strip():
                 try:
                     yield json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise SpecConfigError(f"Line {number} of '{source}' is no JSON: {error}") from error
     else:
         yield _read_text(source)

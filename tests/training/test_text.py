@@ -117,6 +117,21 @@ class TestErrors:
         with pytest.raises(MissingDependencyError, match="pip install datasets"):
             find_sources(["someone/something"])
 
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("a.parquet", b"PAR1" + bytes(50) + b"PAR1", "cannot be read as parquet"),
+            ("a.parquet", b"garbage", "cannot be read as parquet"),
+            ("a.jsonl", b"[" * 100_000, "Line 1 of .* is no JSON"),
+        ],
+    )
+    def test_garbage(self, tmp_path, tokenizer, name, content, message):
+        if name.endswith("parquet"):
+            pytest.importorskip("pyarrow")
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(SpecConfigError, match=message):
+            list(load_documents([str(tmp_path / name)], tokenizer))
+
     def test_parquet_without_its_package(self, tmp_path, tokenizer, monkeypatch):
         (tmp_path / "a.parquet").write_bytes(b"PAR1")
         hide(monkeypatch, "pyarrow")

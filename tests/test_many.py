@@ -412,6 +412,9 @@ def test_a_request_that_cannot_be_read_is_its_own_error(model):
         "stop_strings": [3, [], ["a", 3], ""],
         "logits_processor": [3, [3]],
         "stopping_criteria": ["x", [None]],
+        "prefix_allowed_tokens_fn": [3],
+        "begin_suppress_tokens": [3],
+        "eos_token_id": ["x", {}],
         **dict.fromkeys(["model", "inputs", "self", "custom_generate", "", 3], [[1]]),
     }.items(),
 )

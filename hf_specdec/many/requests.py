@@ -272,7 +272,17 @@ class RequestReader:
             arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         else:
             arguments = self._sources.arguments(tokens, arguments)
-        request = prepare_request(self.model, self._in_one_config(self._with_stop_strings(arguments)))
+        arguments = self._in_one_config(self._with_stop_strings(arguments))
+        try:
+            request = prepare_request(self.model, arguments)
+        except ValueError:
+            raise
+        except Exception as error:
+            # transformers finds some wrong types where it uses them.
+            raise SpecConfigError(
+                f"transformers cannot prepare a request with the settings {shown(settings)} "
+                f"({type(error).__name__}: {error}). Change them."
+            ) from error
         request.adapters = None if adapter is None else [adapter]
         if "pad_token_id" not in self.arguments and request.generation_config._pad_token_tensor is not None:
             # Otherwise transformers says for each request that it takes another token for it.
@@ -441,6 +451,9 @@ def _check(arguments: Mapping[str, Any]) -> None:
         functions = arguments.get(name)
         if functions is not None and not (isinstance(functions, (list, tuple)) and all(map(callable, functions))):
             raise SpecConfigError(f"`{name}` takes a list of functions, got {shown(functions)}.")
+    allowed = arguments.get("prefix_allowed_tokens_fn")
+    if allowed is not None and not callable(allowed):
+        raise SpecConfigError(f"`prefix_allowed_tokens_fn` takes a function, got {shown(allowed)}.")
     strings = arguments.get("stop_strings", getattr(config, "stop_strings", None))
     texts = [strings] if isinstance(strings, str) else strings
     if texts is not None and not (isinstance(texts, (list, tuple)) and texts and all(map(_is_text, texts))):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 
 from hf_specdec import generate_many
+from hf_specdec.decoding.joint import JointLoop
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
 from tests.arrivals import ANY_ORDER, arrivals, check_each_for_itself
@@ -117,6 +118,46 @@ def test_rows_join_where_forwards_are_graphs(row, monkeypatch):
     run = generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **SETTINGS)
     assert [result.tokens for result in run] == alone()
     assert run.stats.num_graph_replays > 0
+
+
+@pytest.mark.thinned(2)
+def test_a_long_prompt_is_read_while_all_others_end(row, monkeypatch):
+    """It joins a loop without rows, where forwards are graphs."""
+    tape_everything(monkeypatch)
+    reader = RequestReader(demo_target(), dict(SETTINGS), num_places=3)
+    engine = Engine(demo_target(), fresh_speculator(settings_of(row)), reader, 3, chunk_size=2)
+    rows = [reader.row(number, *reader.read(requests()[number])) for number in (1, 9, 4)]
+    for one in rows:
+        engine.add(one)
+        engine.step()
+    while not engine.is_idle:
+        engine.step()
+    assert [one.tokens for one in rows] == [alone()[number] for number in (1, 9, 4)]
+    assert [one.error for one in rows] == [None] * 3
+
+
+@pytest.mark.thinned(5)
+@pytest.mark.parametrize("name", ["join", "_verify", "_commit"])
+def test_others_go_on_where_one_fails(row, monkeypatch, name):
+    """What they have said is read again, by drafters of all kinds."""
+    tape_everything(monkeypatch)
+    calls, original = [], getattr(JointLoop, name)
+
+    def failing(loop, *args):
+        calls.append(loop)
+        output = original(loop, *args)
+        if len(calls) == 2:
+            raise RuntimeError(name)
+        return output
+
+    monkeypatch.setattr(JointLoop, name, failing)
+    speculator = fresh_speculator(settings_of(row))
+    results = list(generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **SETTINGS))
+    assert len(calls) > 2
+    failed = [str(result.error) for result in results if result.error is not None]
+    # None where newcomers that cannot join together do so each for itself, or where all have ended by then.
+    assert failed in ([name], [])
+    assert all(result.error is not None or result.tokens == text for result, text in zip(results, alone()))
 
 
 def check_arrivals(row, arrived: list[tuple[int, int, str]], places: int) -> None:

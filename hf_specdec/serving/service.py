@@ -25,7 +25,8 @@ from ..metrics import SpecDecodingStats
 from ..target_facts import vocabulary_size
 from ..threads import Recent
 from ..validation import Bounds, checked
-from .bodies import GenerationBody, Part, ScoredToken, usage_of
+from .answers import Part, ScoredToken, usage_of
+from .bodies import GenerationBody
 from .penalties import PenaltiesLogitsProcessor
 from .text import GrowingText
 from .tool_calls import ToolCallReader

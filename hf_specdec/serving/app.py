@@ -22,7 +22,8 @@ from starlette.middleware.cors import CORSMiddleware
 from transformers.utils import logging
 
 from ..metrics import prometheus
-from .bodies import ChatBody, CompletionBody, Form, GenerationBody, Part, joined
+from .answers import Form, Part, joined
+from .bodies import ChatBody, CompletionBody, GenerationBody
 from .service import RETRY_AFTER, Answer, RefusedError, Reply, Service
 
 

@@ -25,7 +25,8 @@ from ..metrics import SpecDecodingStats
 from ..target_facts import vocabulary_size
 from ..threads import Recent
 from ..validation import Bounds, checked
-from .bodies import GenerationBody, Part, ScoredToken, usage_of
+from .answers import Part, ScoredToken, usage_of
+from .bodies import GenerationBody
 from .penalties import PenaltiesLogitsProcessor
 from .text import GrowingText
 from .tool_calls import ToolCallReader
@@ -177,9 +178,10 @@ class Service:
         tokens = self.manager.encode(_WARM_UP)
         room = (self._positions or self.limits.max_new_tokens) - len(tokens)
         names = []
-        # One after the other ends, so all sizes of batches are there, with samples and without.
+        # One after the other ends, so batches of many sizes are there, with samples and without.
         for number in range(self.num_places):
-            length = max(min(_WARM_UP_LENGTH + number, self.limits.max_new_tokens, room), 1)
+            wanted = _WARM_UP_LENGTH + _WARM_UP_LENGTH * number // self.num_places
+            length = max(min(wanted, self.limits.max_new_tokens, room), 1)
             settings = {**self.endless, "do_sample": number % 2 == 0, "seed": 0}
             names.append(self.manager.add_request(tokens, max_new_tokens=length, **settings))
         for output in map(self.manager.get_result, names):

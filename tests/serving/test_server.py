@@ -549,7 +549,7 @@ def test_the_first_client_finds_all_warm():
         assert service.status == "ok"
         stats = manager._engine.stats
         assert stats.num_accepted_tokens > 0
-        assert stats.num_committed_tokens == 16 + 17 + 18
+        assert stats.num_committed_tokens == 16 + 21 + 26
         assert not manager._names
     finally:
         manager.destroy()

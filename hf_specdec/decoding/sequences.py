@@ -9,7 +9,6 @@ Shapes: B rows of the call, C token columns.
 from __future__ import annotations
 
 import math
-from numbers import Real
 
 import numpy as np
 import torch
@@ -85,11 +84,6 @@ class Sequences:
         return [length - self.prompt_length for length in self.lengths]
 
 
-def _columns(limit: Real) -> int:
-    """The first number of columns that reaches a limit of any kind, as plain generation compares them."""
-    return math.ceil(limit) if limit < MOST_INTEGER else MOST_INTEGER
-
-
 class StopRules:
     """The stopping criteria of a call, applied to every token of a block in order.
 
@@ -113,7 +107,9 @@ class StopRules:
 
     def __init__(self, criteria: StoppingCriteriaList, sequences: Sequences, scores: StepRecorder | None = None):
         self.sequences = sequences
-        self.max_length: int = min(_columns(c.max_length) for c in criteria if type(c) is MaxLengthCriteria)
+        limit = min(c.max_length for c in criteria if type(c) is MaxLengthCriteria)
+        # The first number of columns that reaches it, of whatever kind it is.
+        self.max_length: int = math.ceil(limit) if limit < MOST_INTEGER else MOST_INTEGER
         self.eos_tokens: set[int] = {
             int(token) for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.reshape(-1)
         }

@@ -7,7 +7,6 @@ of it.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
@@ -17,6 +16,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from .environment import variable
 from .errors import CheckpointFormatError, SpecConfigError
 from .threads import Lock, Recent
 
@@ -225,8 +225,8 @@ def cache_bytes() -> int | None:
     Raises:
         SpecConfigError: It is no size.
     """
-    text = os.environ.get(CACHE_BYTES, "").strip()
-    if not text:
+    text = variable("CACHE_BYTES")
+    if text is None:
         return None
     match = _SIZE.fullmatch(text.upper())
     if match is None:

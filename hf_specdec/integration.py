@@ -33,7 +33,7 @@ from .errors import SpecConfigError, shown
 from .loader import load_speculator
 from .patching import original_generate
 from .speculator import GivenCandidateGenerator, Speculator
-from .target_facts import CACHE_NAMES, device_of
+from .target_facts import CACHE_NAMES, device_of, no_target
 from .transfers import on_cpu_unless_said
 
 
@@ -73,11 +73,8 @@ def generate(
         SpecConfigError: The request cannot be honoured: what was asked, what was found, what to do.
         UnsupportedModelError: The target's architecture cannot be driven by the loop.
     """
-    if not isinstance(model, GenerationMixin) and hasattr(model, "get_base_model"):
-        raise SpecConfigError(
-            f"{type(model).__name__} is a wrapper. Call its own generate() with the speculative arguments, or pass "
-            "`model.get_base_model()`."
-        )
+    if not isinstance(model, GenerationMixin):
+        raise no_target(model)
     original = original_generate(type(model))
     asked = SpeculativeArguments(spec_method, spec_model, num_speculative_tokens, speculative, assistant)
     configured = None if asked.choose_drafter else configured_arguments(model, args, kwargs)

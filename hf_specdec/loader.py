@@ -40,7 +40,7 @@ from .method import (
 from .resolve import resolve
 from .settings import AUTO, SpeculativeConfig
 from .speculator import Speculator
-from .target_facts import reads_target_cache
+from .target_facts import no_target, reads_target_cache
 from .transfers import on_cpu_unless_said
 
 
@@ -77,6 +77,8 @@ def load_speculator(
         SpecConfigError: The settings are wrong, or do not fit the target.
         CheckpointFormatError: The draft checkpoint does not fit the target.
     """
+    if not hasattr(target_model, "config"):
+        raise no_target(target_model)
     if draft_model is not None and settings.get("method") in (None, AUTO) and not _names_method(config):
         settings["method"] = _method_of(draft_model)
     resolved = resolve(config, settings, target_model.config)

@@ -1,5 +1,6 @@
 """Settings in a generation config: what is written names a drafter for calls that ask, objects ask themselves."""
 
+import copy
 import json
 
 import pytest
@@ -158,6 +159,21 @@ def test_what_an_object_asks_for_is_asked_for(inputs):
     model.generation_config.speculative = SpeculativeConfig("ngram")
     with pytest.raises(SpecConfigError, match="num_beams"):
         model.generate(**inputs, **SETTINGS, num_beams=2)
+
+
+def test_a_config_with_objects_is_shown_and_saved(tmp_path):
+    model, config = tiny_llama(), GenerationConfig(**SETTINGS)
+    config.assistant = hf_specdec.load_speculator(model, "draft_model", draft_model=tiny_llama(seed=1))
+    config.speculative = SpeculativeConfig("ngram", num_speculative_tokens=4)
+    assert "draft_model" in repr(config)
+    assert copy.deepcopy(config).assistant is config.assistant
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    assert saved["assistant"] == {"method": "draft_model"}
+    assert saved["speculative"] == {"method": "ngram", "num_speculative_tokens": 4}
+    # What is read is written, not an object.
+    model.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    assert calls(lambda: model.generate(**prompts(1), **SETTINGS))[1] == []
 
 
 class TestContinuousBatching:

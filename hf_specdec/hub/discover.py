@@ -174,7 +174,7 @@ class Search:
                     self._seen.add(key)
                     found.append(candidate)
                 if monotonic() - began > SECONDS_PER_PLACE:
-                    self.notes.append(f"{FOUND[place]}: not searched to the end, it is slow")
+                    self.notes.append(f"{FOUND[place]}: it is slow, and was not searched to the end")
                     break
         except Exception as error:
             # Texts of strangers and answers of servers may raise anything.
@@ -456,7 +456,7 @@ def _cached_commit(folder: Path) -> str | None:
 def _on_hub(search: Search) -> Iterator[Candidate]:
     """Repositories of the Hub that say they are based on the target, and by tags or config are drafters."""
     if search.access.is_offline or (search.target.name and search.target_files.is_offline):
-        search.notes.append(f"{FOUND['hub']}: not searched, it is offline")
+        search.notes.append(f"{FOUND['hub']}: it is offline")
         return
     for name, relation in list(search.names.items()):
         for listed in _listed_drafters(search, name):

@@ -5,9 +5,9 @@ Importing the package teaches `generate()` of every transformers model the argum
 back. `hf_specdec.generate(model, ...)` does the same without a patched method.
 """
 
-import os
 from typing import TYPE_CHECKING, Any
 
+from .environment import is_switched_on, kernel_choice
 from .errors import (
     CheckpointFormatError,
     MissingDependencyError,
@@ -103,7 +103,8 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f".{_LAZY[name]}", __name__), name)
 
 
-if os.environ.get("HF_SPECDEC_DISABLE", "") not in ("1", "true", "True"):
+kernel_choice()
+if not is_switched_on("DISABLE", default=False):
     from .hook import install
 
     install()

@@ -1,4 +1,4 @@
-"""The speculative arguments of `generate()`, which stand in a call or in a generation config.
+"""The speculative arguments of `generate()`, given to a call or set as objects on a generation config.
 
 Nothing heavy is imported here: every call of `generate()` comes by, plain ones too.
 """
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # In place of a method: plain generation.
 OFF = ("off", "none")
 
-# Values that a file can hold, and paths.
-_WRITTEN = (str, int, float, list, tuple, dict, os.PathLike)
+# Values that a file or a client can write.
+_WRITTEN = (type(None), str, int, float, list, tuple, dict)
 
 
 def is_off(value: Any) -> bool:
@@ -46,36 +46,32 @@ class SpeculativeArguments:
 
     @property
     def choose_drafter(self) -> bool:
-        """`True` where one of them says who drafts; a length alone leaves that to the generation config."""
+        """`True` where one of them says who drafts; a length alone leaves that to an object on the config."""
         return not self.given.keys() <= {"num_speculative_tokens"}
 
     @property
     def is_off(self) -> bool:
         return is_off(self.spec_method) or is_off(self.speculative)
 
-    @property
-    def has_objects(self) -> bool:
-        """`True` where one is an object that no file could hold, such as a loaded model."""
-        named = (self.spec_model, self.assistant)
-        return not all(value is None or isinstance(value, _WRITTEN) for value in named)
-
 
 ARGUMENTS = {item.name: item.type for item in fields(SpeculativeArguments)}
 
 
 def configured_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SpeculativeArguments | None:
-    """The speculative arguments in the generation config of a call, the given one or else the model's own.
+    """The speculative arguments that are objects on the generation config of a call, or else on the model's own.
+
+    Only the program that runs can have set these. What is written there may come from a file or a client.
 
     Args:
         model (`PreTrainedModel`): The target.
         args, kwargs: What `generate()` was given, beside the speculative arguments.
 
     Returns:
-        [`SpeculativeArguments`], or `None` where the config has none of them.
+        [`SpeculativeArguments`], or `None` where there are none.
     """
     given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     for config in (given, getattr(model, "generation_config", None)):
-        found = {name: value for name in ARGUMENTS if (value := getattr(config, name, None)) is not None}
+        found = {name: value for name in ARGUMENTS if not isinstance(value := getattr(config, name, None), _WRITTEN)}
         if found:
             return SpeculativeArguments(**found)
     return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from huggingface_hub import constants
+
+from .environment import variable
 
 
 def home_folder() -> Path:
@@ -15,5 +16,5 @@ def home_folder() -> Path:
 
 def profile_folder() -> Path:
     """Folder of the profiles: `HF_SPECDEC_PROFILES`, or `profiles` in the home folder."""
-    folder = os.environ.get("HF_SPECDEC_PROFILES")
+    folder = variable("PROFILES")
     return Path(folder) if folder else home_folder() / "profiles"

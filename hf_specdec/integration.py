@@ -11,7 +11,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from time import perf_counter
 from typing import Any
@@ -23,23 +23,19 @@ from transformers.generation import GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
-from transformers.utils import logging
 
 from .arguments import ARGUMENTS, SpeculativeArguments, configured_arguments
 from .decoding.encoding import stand_in
 from .decoding.loop import DecodingLoop
 from .decoding.profile import REPEATED_INPUTS, is_text_only, model_profile
 from .decoding.request import Request
-from .errors import SpecConfigError, SpecDecError, shown
-from .hub.published import entry_of, entry_of_model, settings_of_generation_config
-from .loader import is_refused, load_configured, load_speculator, refuse
+from .errors import SpecConfigError, shown
+from .loader import load_speculator
 from .patching import original_generate
 from .speculator import GivenCandidateGenerator, Speculator
-from .target_facts import CACHE_NAMES, device_of
+from .target_facts import CACHE_NAMES, device_of, no_target
 from .transfers import on_cpu_unless_said
 
-
-logger = logging.get_logger(__name__)
 
 # Arguments of transformers' own assisted decoding that are settings of a drafter here.
 SPELLINGS = ("assistant_early_exit", "assistant_tokenizer")
@@ -77,11 +73,8 @@ def generate(
         SpecConfigError: The request cannot be honoured: what was asked, what was found, what to do.
         UnsupportedModelError: The target's architecture cannot be driven by the loop.
     """
-    if not isinstance(model, GenerationMixin) and hasattr(model, "get_base_model"):
-        raise SpecConfigError(
-            f"{type(model).__name__} is a wrapper. Call its own generate() with the speculative arguments, or pass "
-            "`model.get_base_model()`."
-        )
+    if not isinstance(model, GenerationMixin):
+        raise no_target(model)
     original = original_generate(type(model))
     asked = SpeculativeArguments(spec_method, spec_model, num_speculative_tokens, speculative, assistant)
     configured = None if asked.choose_drafter else configured_arguments(model, args, kwargs)
@@ -106,29 +99,20 @@ def generate_speculatively(
         original (`Callable`): transformers' own `generate` function.
         args, kwargs: transformers' arguments of the call.
         asked (`SpeculativeArguments`): What the call asks for.
-        configured (`SpeculativeArguments`, *optional*): What its generation config asks for, where the call names no
+        configured (`SpeculativeArguments`, *optional*): The objects on its generation config, where the call names no
             drafter.
     """
     arguments = _bind(original, model, args, kwargs)
     if isinstance(arguments.get("custom_generate"), str) and _repository_speculates(model, arguments):
         return original(model, **arguments, **asked.given)
     call = _Call.of(model, arguments, asked, configured)
-    if call.asked.is_off or not call.can_speculate():
+    if call.asked.is_off:
         return original(model, *args, **kwargs)
-    try:
-        model_profile(model)
-        # Last, because it may load weights.
-        if call.entry is None:
-            call.speculator = _speculator(model, call.asked, call.tokenizers, call.early_exit)
-        else:
-            call.speculator = load_configured(model, call.entry, call.asked.num_speculative_tokens)
-        return call.run(original)
-    except SpecDecError as error:
-        if call.is_asked or (call.loop is not None and call.loop.streamer.has_shown):
-            raise
-        # Nobody has asked for speculation in this call.
-        refuse(model, call.entry, error, for_a_while=call.speculator is None)
-        return original(model, *args, **kwargs)
+    call.prepare()
+    model_profile(model)
+    # Last, because it may load weights.
+    call.speculator = _speculator(model, call.asked, call.tokenizers, call.early_exit)
+    return call.run(original)
 
 
 @dataclass
@@ -138,27 +122,20 @@ class _Call:
     Attributes:
         model (`PreTrainedModel`): The target.
         arguments (`dict`): transformers' arguments by name, prepared for the loop as the call goes on.
-        asked (`SpeculativeArguments`): What is asked for, by the call or by its generation config.
-        entry (`Any`): Entry of the generation config, where it is that which asks; otherwise `None`.
-        is_asked (`bool`): Errors are raised. A generation config that came with the model asks for nothing that the
-            call cannot do without.
+        asked (`SpeculativeArguments`): What is asked for, by the call or by objects on its generation config.
         user_cache (`Cache`, *optional*): The one that the call continues.
         tokenizers (`tuple`, *optional*): Those of the target and the draft model, where the call brings both.
         early_exit (`int`, *optional*): `assistant_early_exit` of the call.
         speculator (`Speculator`, *optional*): The drafter, once it is loaded.
-        loop (`DecodingLoop`, *optional*): The loop, once it has begun.
     """
 
     model: PreTrainedModel
     arguments: dict[str, Any]
     asked: SpeculativeArguments
-    entry: Any = None
-    is_asked: bool = True
     user_cache: Any = None
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None
     early_exit: int | None = None
     speculator: Speculator | GivenCandidateGenerator | None = None
-    loop: DecodingLoop | None = None
     began: float = field(default_factory=perf_counter)
 
     @classmethod
@@ -169,21 +146,11 @@ class _Call:
         asked: SpeculativeArguments,
         configured: SpeculativeArguments | None,
     ) -> _Call:
-        """The call, with what the generation config asks for in place of what it leaves open."""
-        if configured is None:
-            return cls(model, arguments, asked)
-        length = asked.num_speculative_tokens
-        if configured.has_objects and not configured.is_off:
-            # Nobody has published an object: it counts as an argument. The settings beside it may be a stranger's.
+        """The call, with the objects on its generation config in place of what it leaves open."""
+        if configured is not None:
             _leave_out_objects(model, arguments)
-            settings = configured.speculative
-            settings = settings_of_generation_config(settings) if settings else None
-            length = configured.num_speculative_tokens if length is None else length
-            return cls(model, arguments, replace(configured, speculative=settings, num_speculative_tokens=length))
-        entry = entry_of(configured)
-        # A generation config of this call asks for it; one that came with the model, or a copy of it, does not.
-        is_asked = length is not None or not _is_the_models_own(model, entry)
-        return cls(model, arguments, replace(asked, speculative=entry), entry, is_asked)
+            asked = SpeculativeArguments(**{**configured.given, **asked.given})
+        return cls(model, arguments, asked)
 
     def take_spellings(self, tokenizer: Any = None) -> None:
         """Takes the settings of drafters out of the arguments that transformers' own assisted decoding has, too.
@@ -206,11 +173,11 @@ class _Call:
             )
         self.tokenizers = (tokenizer, of_draft)
 
-    def can_speculate(self) -> bool:
-        """Prepares the arguments for the loop; `False` where the generation config asks for what cannot be done.
+    def prepare(self) -> None:
+        """Prepares the arguments for the loop.
 
         Raises:
-            SpecConfigError: The call asks for it.
+            SpecConfigError: They ask for what the loop cannot do.
         """
         given = self.arguments.get("use_cache", getattr(self.arguments.get("generation_config"), "use_cache", None))
         if given is None and self.model.generation_config.use_cache is False:
@@ -218,29 +185,14 @@ class _Call:
             self.arguments["use_cache"] = True
         self.take_spellings()
         problems = _problems(self.model, self.arguments)
-        if problems and self.entry is None:
-            raise SpecConfigError(f"This request cannot be decoded speculatively. {problems}")
         if problems:
-            logger.warning_once(
-                f"A call is decoded without speculation, which the generation config of {type(self.model).__name__} "
-                f"sets: {problems} Pass spec_method='off' to such calls."
-            )
-            return False
-        if not self.is_asked and is_refused(self.model, self.entry):
-            return False
-        if self.entry is not None and (self.early_exit, self.tokenizers) != (None, None):
-            logger.warning_once(
-                "`assistant_early_exit` and `assistant_tokenizer` are about a drafter that the call names, and here "
-                f"the generation config of {type(self.model).__name__} names it: they are left out. Pass "
-                "`spec_method` or `assistant` as well."
-            )
+            raise SpecConfigError(f"This request cannot be decoded speculatively. {problems}")
         for name in CACHE_NAMES:
             if (cache := self.arguments.pop(name, None)) is not None:
                 self.user_cache = cache
         tokenizer = self.arguments.pop("tokenizer", None)
         if (strings := _effective(self.model, self.arguments, "stop_strings")) is not None:
             _prepare_stop_strings(self.model, self.arguments, strings, tokenizer)
-        return True
 
     def run(self, original: Callable[..., Any], use: Callable[[Request], Any] | None = None):
         """The output of transformers' `generate()` with the loop of this package inside.
@@ -273,8 +225,7 @@ class _Call:
             )
             if use is not None:
                 return use(request)
-            self.loop = DecodingLoop(request, self.speculator)
-            return self.loop.run()
+            return DecodingLoop(request, self.speculator).run()
 
         original_device = _move_to_model(self.model, self.arguments)
         cache = {} if self.user_cache is None else {model_profile(self.model).cache_name: self.user_cache}
@@ -293,7 +244,7 @@ def prepare_request(model: PreTrainedModel, arguments: dict[str, Any]) -> Reques
         SpecConfigError: The loop cannot do what is asked for.
     """
     call, prepared = _Call(model, dict(arguments), SpeculativeArguments()), []
-    call.can_speculate()
+    call.prepare()
     original = original_generate(type(model))
     caller = stand_in(model) if model.config.is_encoder_decoder else model
 
@@ -322,7 +273,7 @@ def speculator_of_many(
         model (`PreTrainedModel`): The target.
         arguments (`dict`): transformers' arguments of all requests; settings of drafters are taken out of them.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's.
-        asked (`SpeculativeArguments`): What the run asks for; without it the generation config is asked.
+        asked (`SpeculativeArguments`): What the run asks for; without it objects on the generation config count.
 
     Raises:
         SpecConfigError: The drafter serves one call or one row only.
@@ -335,17 +286,14 @@ def speculator_of_many(
     model_profile(model)
     if call.asked.is_off:
         return None
-    if spelled and not asked.choose_drafter and not call.asked.has_objects:
+    if spelled and not call.asked.choose_drafter:
         raise SpecConfigError(
             f"`{spelled[0]}` is about a drafter that the run names, and it names none. Pass `spec_method` or "
             "`assistant` as well, or leave it out."
         )
-    if not call.asked.given and call.entry is None:
+    if not call.asked.given:
         return None
-    if call.entry is None:
-        speculator = _speculator(model, call.asked, call.tokenizers, call.early_exit)
-    else:
-        speculator = load_configured(model, call.entry, call.asked.num_speculative_tokens)
+    speculator = _speculator(model, call.asked, call.tokenizers, call.early_exit)
     if not isinstance(speculator, Speculator):
         raise SpecConfigError(
             f"A {type(call.asked.assistant).__name__} serves one call, and requests that join later need their own. "
@@ -532,15 +480,6 @@ def _repository_speculates(model: PreTrainedModel, arguments: dict[str, Any]) ->
     others = {name: value for name, value in arguments.items() if name not in ("custom_generate", "model")}
     function = model.load_custom_generate(arguments["custom_generate"], **others)
     return getattr(function, "takes_speculative_arguments", False)
-
-
-def _is_the_models_own(model: PreTrainedModel, entry: Any) -> bool:
-    """`True` where a call's generation config says what the model's does: pipelines and servers pass copies of it."""
-    own = entry_of_model(model)
-    try:
-        return own is entry or bool(own == entry)
-    except Exception:  # noqa: BLE001 - anything can stand in a generation config
-        return False
 
 
 def _effective(model: PreTrainedModel, arguments: dict[str, Any], name: str):

@@ -7,7 +7,6 @@ of it.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
@@ -17,6 +16,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from .environment import variable
 from .errors import CheckpointFormatError, SpecConfigError
 from .threads import Lock, Recent
 
@@ -105,7 +105,6 @@ class TargetRecord:
         found (`Recent`): The drafter that was found for it and why it was chosen, by the settings of the search.
         learnt (`Recent`): What calls with adaptive length have learnt, by settings, device and data type, each beside
             a weak reference to the draft network.
-        refused (`Recent`): What a generation config says and cannot be followed, so that it is tried once.
         checked (`Recent`): For settings that were checked, with the identity of what was loaded.
         searching (`Lock`): Held while drafters are looked for, so that threads that begin together search once.
         lock (`Lock`): Held for short updates.
@@ -114,7 +113,6 @@ class TargetRecord:
     def __init__(self, target_model: torch.nn.Module):
         self._target = ref(target_model)
         self.found: Recent[Any] = Recent(_MOST_FOUND)
-        self.refused: Recent[float] = Recent(_MOST_FOUND)
         self.learnt: Recent[Any] = Recent(_MOST_LEARNT)
         self.checked: Recent[Any] = Recent(_MOST_LEARNT)
         self.searching: Lock = Lock()
@@ -227,8 +225,8 @@ def cache_bytes() -> int | None:
     Raises:
         SpecConfigError: It is no size.
     """
-    text = os.environ.get(CACHE_BYTES, "").strip()
-    if not text:
+    text = variable("CACHE_BYTES")
+    if text is None:
         return None
     match = _SIZE.fullmatch(text.upper())
     if match is None:

@@ -1,7 +1,7 @@
 """Settings to speculator: what they name is found, loaded once for a target, and checked.
 
-`load_speculator` takes what a call says, `load_configured` what came with the model. Both end in `_load`; where no
-drafter is named, `_load_found` searches for one first.
+`load_speculator` takes what a call says and ends in `_load`; where no drafter is named, `_load_found` searches for one
+first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import lru_cache, partial
-from time import monotonic
 from typing import Any
 from weakref import ref
 
@@ -23,10 +22,9 @@ from .checkpoints.files import RepoFiles, file_identity, only_safetensors
 from .control import ControlProfile
 from .control.store import find_profile
 from .decoding.graphs import forget_graphs
-from .errors import SpecConfigError, SpecDecError
+from .errors import SpecConfigError
 from .hub.candidate import Candidate
 from .hub.discover import Search
-from .hub.published import IN_GENERATION_CONFIG, published_config, settings_of_generation_config
 from .hub.target import Access, Target
 from .hub.trust import one_line, restrictions, warn_of
 from .kernels.products import prepare_products
@@ -42,14 +40,11 @@ from .method import (
 from .resolve import resolve
 from .settings import AUTO, SpeculativeConfig
 from .speculator import Speculator
-from .target_facts import reads_target_cache
+from .target_facts import no_target, reads_target_cache
 from .transfers import on_cpu_unless_said
 
 
 logger = logging.get_logger(__name__)
-
-# Seconds for which a drafter that failed to load is not tried again, unless a call asks for it.
-_SECONDS_REFUSED = 300.0
 
 
 @on_cpu_unless_said
@@ -82,6 +77,8 @@ def load_speculator(
         SpecConfigError: The settings are wrong, or do not fit the target.
         CheckpointFormatError: The draft checkpoint does not fit the target.
     """
+    if not hasattr(target_model, "config"):
+        raise no_target(target_model)
     if draft_model is not None and settings.get("method") in (None, AUTO) and not _names_method(config):
         settings["method"] = _method_of(draft_model)
     resolved = resolve(config, settings, target_model.config)
@@ -121,87 +118,40 @@ def _load(
     return speculator
 
 
-def load_configured(
-    target_model: torch.nn.Module, entry: Any, num_speculative_tokens: int | str | None = None
-) -> Speculator:
-    """Loads what a generation config names, whose settings count as far as a stranger's may.
-
-    Args:
-        target_model (`PreTrainedModel`): The target.
-        entry: What the generation config says.
-        num_speculative_tokens (`int` or "auto", *optional*): What the call says.
-
-    Raises:
-        SpecDecError: It cannot be followed.
-    """
-    try:
-        settings = settings_of_generation_config(entry)
-        given = {} if num_speculative_tokens is None else {"num_speculative_tokens": num_speculative_tokens}
-        config = published_config(settings, IN_GENERATION_CONFIG, with_place=True)
-        if config.model is None:
-            return load_speculator(target_model, config, **given)
-        return _load_found(target_model, SpeculativeConfig(AUTO, **given), settings)
-    except Exception as error:
-        if isinstance(error, SpecDecError) and not isinstance(error, SpecConfigError):
-            raise
-        # Settings of strangers may raise anything.
-        text = str(error) if isinstance(error, SpecConfigError) else one_line(error, 500)
-        text = text.removeprefix(f"{IN_GENERATION_CONFIG}: ")
-        raise SpecConfigError(f"{IN_GENERATION_CONFIG}: {text} Correct it, or pass spec_method='off'.") from error
-
-
-def is_refused(target_model: torch.nn.Module, entry: Any) -> bool:
-    """`True` if the entry of the target's generation config could not be followed a short while ago."""
-    refused_at = record_of(target_model).refused.get((_written(entry), restrictions()))
-    return refused_at is not None and monotonic() - refused_at < _SECONDS_REFUSED
-
-
-def refuse(target_model: torch.nn.Module, entry: Any, error: Exception, *, for_a_while: bool) -> None:
-    """Warns once that what the target's generation config says cannot be followed.
-
-    With `for_a_while` the next calls do not try: the reason may be an outage, so it is not for ever.
-    """
-    if for_a_while:
-        record_of(target_model).refused.put((_written(entry), restrictions()), monotonic())
-    logger.warning_once(
-        f"{type(target_model).__name__} generates without speculation, which its generation config sets: "
-        f"{one_line(error, 500)} Correct the entry, or take it out with "
-        "hf_specdec.store_settings(model.generation_config, None)."
-    )
-
-
-def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig, entry: Any = None) -> Speculator:
+def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Speculator:
     """The best drafter that is found for the target and that loads; a target is searched for once.
 
     Args:
         target_model (`PreTrainedModel`): The target.
         config (`SpeculativeConfig`): The settings; a method other than "auto" restricts the search to its drafters.
-        entry (*optional*): Instead of searching, take the drafter that these settings of the target name.
     """
     config.check_can_be_found()
     access = Access.of(config)
     drafting = None if config.method == AUTO else parts_of(config.method)[-1]
     key = (drafting, access, config.dtype, config.device, config.quantization)
-    key += (config.trusted_owners, restrictions(), None if entry is None else _written(entry))
+    key += (config.trusted_owners, restrictions())
     record = record_of(target_model)
     with record.searching:
         known = record.found.get(key)
         if known is not None:
             try:
-                return _load_candidate(target_model, config, *known, entry)
+                return _load_candidate(target_model, config, *known)
             except Exception as error:  # noqa: BLE001 - as in the search
                 # It has gone or changed, or does not fit the settings of this call: another one may.
                 logger.info(f"Drafters are looked for again: {one_line(error)}")
         failures: dict[str, Exception] = {}
         target = Target.of_model(target_model)
         search = Search(target, access, method=drafting, trusted_owners=config.trusted_owners)
-        for candidate in search.usable() if entry is None else search.named_by(entry):
+        for candidate in search.usable():
             reason = _why_without_weights(search, failures) if candidate.place == "none" else candidate.reason
+            if candidate.is_downloaded:
+                size = candidate.num_bytes or "an unknown number of"
+                logger.warning(f"{_asked(config)} takes {candidate.title}, {size} bytes: {reason}.")
             try:
-                speculator = _load_candidate(target_model, config, candidate, reason, entry)
+                speculator = _load_candidate(target_model, config, candidate, reason)
             except Exception as error:  # noqa: BLE001 - weights of strangers may trip anything
                 failures[f"{candidate.title}, {candidate.reason}: {one_line(error, 500)}"] = error
-                logger.warning(f"{_asked(config, entry)} passes over {next(reversed(failures))}")
+                logger.warning(f"{_asked(config)} passes over {next(reversed(failures))}")
                 continue
             record.found.put(key, (candidate, reason))
             logger.info(f"Speculation: {speculator.note}.")
@@ -211,34 +161,24 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig, entry:
     if len(seen) == len(failures) == 1 and drafting is not None and (not search.notes or candidate.place == "target"):
         # One error says it all if nothing else was seen or could have been; own layers of a target lie nowhere else.
         raise next(iter(failures.values()))
-    if entry is not None:
-        raise SpecConfigError(f"{IN_GENERATION_CONFIG} names a drafter that cannot be taken: {' '.join(seen)}")
     raise SpecConfigError(_nothing_found(config, target.name, seen, search.notes))
 
 
 def _load_candidate(
-    target_model: torch.nn.Module, config: SpeculativeConfig, candidate: Candidate, reason: str, entry: Any
+    target_model: torch.nn.Module, config: SpeculativeConfig, candidate: Candidate, reason: str
 ) -> Speculator:
     # The user has named the target itself.
     is_named = candidate.place == "target" and config.method != AUTO
     with nullcontext() if is_named else only_safetensors():
         resolved = resolve(candidate.configured(config), {}, target_model.config)
         speculator = _load(target_model, resolved)
-    speculator.note = f"{_asked(config, entry)} chose {candidate.title}: {reason}"
+    speculator.note = f"{_asked(config)} chose {candidate.title}: {reason}"
     speculator.origin = candidate.origin
     return speculator
 
 
-def _written(entry: Any) -> str:
-    """An entry of a generation config as text, to know it again."""
-    try:
-        return repr(entry)
-    except Exception:  # noqa: BLE001 - anything can stand there
-        return type(entry).__name__
-
-
-def _asked(config: SpeculativeConfig, entry: Any) -> str:
-    return f"method='{config.method}'" if entry is None else IN_GENERATION_CONFIG
+def _asked(config: SpeculativeConfig) -> str:
+    return f"method='{config.method}'"
 
 
 # Most rejected candidates that an error lists.

@@ -266,5 +266,7 @@ def _unknown_method(name: str) -> SpecConfigError:
             f"spec_method='{name}' cannot be used: {_WITHOUT_MODELS[name]}. For MTP layers of other families "
             "use 'mtp'; 'ngram' works with every target."
         )
-    hint = did_you_mean(name, names_of_methods())
-    return SpecConfigError(f"Unknown spec_method={shown(name)}.{hint} Choose from: {', '.join(_all_methods())}.")
+    names = [*names_of_methods(), "auto", "off"]
+    hint = f" Did you mean '{name.lower()}'?" if name.lower() in names else did_you_mean(name, names)
+    choices = ", ".join([*_all_methods(), "auto", "off"])
+    return SpecConfigError(f"Unknown spec_method={shown(name)}.{hint} Choose from: {choices}.")

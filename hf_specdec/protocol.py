@@ -111,11 +111,14 @@ class Prompt:
 
     @cached_property
     def texts(self) -> list[list[int]]:
-        """Tokens of each row that drafts may repeat: the source's, where they are of the same kind, then its own."""
-        sources = None if self.source is None else self.source.token_lists
-        if sources is None:
-            return self.token_lists
-        return [source + tokens for source, tokens in zip(sources, self.token_lists)]
+        """Tokens of each row that drafts may repeat: the source's, where they are of the same kind, then its own.
+
+        Negative ids stand beside embeddings for what is no text; of such rows it is what comes after them.
+        """
+        sources, texts = None if self.source is None else self.source.token_lists, self.token_lists
+        if sources is not None:
+            texts = [source + tokens for source, tokens in zip(sources, texts)]
+        return [tokens if min(tokens, default=0) >= 0 else _after_placeholders(tokens) for tokens in texts]
 
     @property
     def num_states(self) -> int:
@@ -348,3 +351,8 @@ class DrafterSource(Protocol):
     def method(self) -> str: ...
 
     def candidate_generator(self, session: Session) -> Drafter: ...
+
+
+def _after_placeholders(tokens: list[int]) -> list[int]:
+    last = max(index for index, token in enumerate(tokens) if token < 0)
+    return tokens[last + 1 :]

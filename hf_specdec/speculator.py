@@ -6,7 +6,7 @@ import os
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -89,6 +89,17 @@ class Speculator:
     def target(self) -> torch.nn.Module | None:
         """The target, as far as it is known and still there."""
         return None if self._target is None else self._target()
+
+    # A generation config may hold one: transformers copies it, and writes it as it writes a dataclass.
+    __dataclass_fields__: ClassVar[dict[str, Any]] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings, as plain Python and JSON types."""
+        return self.config.to_dict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Speculator:
+        # What it loaded is shared.
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process has another target.

@@ -27,6 +27,19 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")
 
 
+# Wrappers of models, by what has the model inside.
+_INSIDE = {"get_base_model": "get_base_model()", "_orig_mod": "_orig_mod", "module": "module"}
+
+
+def no_target(given: Any) -> SpecConfigError:
+    """The error that something is no model of transformers, with how to get at the one inside of it."""
+    inside = next((code for name, code in _INSIDE.items() if hasattr(given, name)), None)
+    remedy = "Load one with AutoModelForCausalLM.from_pretrained()."
+    if inside is not None:
+        remedy = f"It is a wrapper: pass the model inside, `model.{inside}`."
+    return SpecConfigError(f"The target must be a model of transformers, got {type(given).__name__}. {remedy}")
+
+
 def model_name(model: torch.nn.Module) -> str:
     """Repo id or folder of a model; its class where it was loaded from neither."""
     return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)

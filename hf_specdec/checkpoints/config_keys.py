@@ -1,7 +1,7 @@
 """Keys of a drafter's `config.json` that nobody here reads: harmless ones, and ones that may change what it computes.
 
-A whole model's config has dozens of keys, most of them notes, so that at its top only what is known to change the
-computation is refused. Where a config is about the drafter alone, whatever is not known is refused by name.
+What is known to change the computation is refused. Where a config is about the drafter alone, whatever else is not
+known is named in a warning; a whole model's config has dozens of keys, most of them notes.
 """
 
 from __future__ import annotations
@@ -89,31 +89,37 @@ _OWN_KEYS = re.compile(
 
 
 def refused_key(config: Mapping[str, Any], known: Iterable[str]) -> str | None:
-    """Reason to fear that a config describes another computation than the one done here; `None`: there is none.
+    """Reason why a config describes another computation than the one done here; `None`: there is none.
 
     Args:
         config (`Mapping`): `config.json`.
         known (`Iterable[str]`): Keys that the format's reader reads or that change nothing, as shell patterns.
     """
-    known = frozenset(known)
-    for place, key, value, is_own in _entries(config):
-        name = f"{place}{key}"
-        if value is None or _fits(known, key):
-            continue
-        if key in _COMPUTED:
-            allowed = _COMPUTED[key]
-            if not any(value == one for one in allowed) and (value or True in allowed):
-                return (
-                    f"has `{name}`={shown(value)} in its config.json, which changes what its layers compute, and is "
-                    "not supported. Pass a drafter without it."
-                )
-        elif value and is_own and not _fits(_HARMLESS, key):
-            # What is empty or switched off says nothing.
+    for name, key, value, _ in _unread(config, known):
+        allowed = _COMPUTED.get(key)
+        if allowed is not None and not any(value == one for one in allowed) and (value or True in allowed):
             return (
-                f"has `{name}`={shown(value)} in its config.json, which is not known here and may change what it "
-                "computes. Update hf_specdec; or, if it is only a note, remove it from a copy of config.json."
+                f"has `{name}`={shown(value)} in its config.json, which changes what its layers compute, and is "
+                "not supported. Pass a drafter without it."
             )
     return None
+
+
+def unknown_keys(config: Mapping[str, Any], known: Iterable[str]) -> list[str]:
+    """Names of the keys about the drafter alone that nobody here knows. What is empty or switched off says nothing."""
+    return [
+        name
+        for name, key, value, is_own in _unread(config, known)
+        if value and is_own and key not in _COMPUTED and not _fits(_HARMLESS, key)
+    ]
+
+
+def _unread(config: Mapping[str, Any], known: Iterable[str]) -> Iterator[tuple[str, str, Any, bool]]:
+    """Full name, key and value of what no reader reads, and whether only the drafter can be meant."""
+    known = frozenset(known)
+    for place, key, value, is_own in _entries(config):
+        if value is not None and not _fits(known, key):
+            yield f"{place}{key}", key, value, is_own
 
 
 def _fits(patterns: frozenset[str], key: str) -> bool:

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from transformers.utils import logging
 
 from ..errors import CheckpointFormatError, shown
-from .config_keys import refused_key
+from .config_keys import refused_key, unknown_keys
 from .format import Unsupported
 from .header import WEIGHT_FILES, Header, TargetNeeds, TargetSizes, listed, misfits, unwrapped
 from .quantised import is_about_quantisation, packed_weight, scale_of, scaled
@@ -22,6 +23,8 @@ from .settings import COUNT, MAPPING, Kind, count_up_to
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
+
+logger = logging.get_logger(__name__)
 
 # Tokens of a draft that a config may say: with some networks each costs logits over the whole vocabulary.
 _DRAFT_TOKENS = count_up_to(256)
@@ -116,11 +119,21 @@ class CheckpointReader:
         for kind in self.unsupported:
             if kind.is_there(self.places, self.stored):
                 raise self.not_supported(kind)
-        if reason := refused_key(self.header.config, {*self.settings, *self.notes.split()}):
+        if reason := refused_key(self.header.config, self._known_keys):
             raise CheckpointFormatError(f"'{self.name}' {reason}")
 
+    @property
+    def _known_keys(self) -> set[str]:
+        return {*self.settings, *self.notes.split()}
+
     def check_target(self, target: TargetSizes) -> None:
-        """Raises a [`CheckpointFormatError`] where it was made for another target."""
+        """Raises a [`CheckpointFormatError`] where it was made for another target, and warns of unknown settings."""
+        if unknown := unknown_keys(self.header.config, self._known_keys):
+            names = listed(f"`{name[:100]}`" for name in unknown)
+            logger.warning_once(
+                f"'{self.name}' has {names} in its config.json, which is not known here. If it changes what "
+                "is computed, fewer drafts are accepted; the text stays right."
+            )
         for reason in misfits(self.needs, target):
             raise self.wrong(reason, self.for_target)
 

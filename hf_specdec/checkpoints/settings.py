@@ -25,6 +25,9 @@ class Kind(NamedTuple):
 # Beyond this no count is one of something in a checkpoint.
 MOST = 2**31 - 1
 
+# No scale or base is larger; an integer beyond 64 bits fits into no tensor.
+_MOST = 1e12
+
 
 def count_up_to(most: int) -> Kind:
     """Counts of something of which there cannot be more."""
@@ -36,8 +39,8 @@ INDEX = Kind(lambda value: is_int(value) and 0 <= value <= MOST, f"an integer of
 INDICES = Kind(
     lambda value: isinstance(value, list) and all(is_int(v) and abs(v) <= MOST for v in value), "a list of integers"
 )
-POSITIVE = Kind(lambda value: is_number(value) and 0 < value < 1e38, "a positive number")
-NUMBER = Kind(lambda value: is_number(value) and abs(value) < 1e38, "a number")
+POSITIVE = Kind(lambda value: is_number(value) and 0 < value <= _MOST, f"a positive number of at most {_MOST:.0e}")
+NUMBER = Kind(lambda value: is_number(value) and abs(value) <= _MOST, f"a number of at most {_MOST:.0e}")
 FLAG = Kind(lambda value: isinstance(value, bool), "true or false")
 NAME = Kind(lambda value: isinstance(value, str), "a name")
 NAMES = Kind(lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value), "a list of names")

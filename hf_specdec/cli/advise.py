@@ -93,7 +93,6 @@ def _print(found: Advice, calls: str) -> None:
         say(f"Use {best.name}: {best.speedup:.2f}x plain generation ({low:.2f}-{high:.2f} by round).", "bold")
         say(f"\n  {found.snippets['python']}\n")
         say(f"As JSON: {found.snippets['json']}")
-        say(f"In generation_config.json: {found.snippets['generation_config']}")
     headings = ("speed-up", "tokens/s", "accept. length", "accept. rate", "break even", "weights")
     table = new_table("", numbers=headings)
     for option in found.options:

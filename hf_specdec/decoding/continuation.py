@@ -9,7 +9,6 @@ Shapes: B rows of the call, P tokens of the given prompts, S slots that the prom
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
 
+from ..environment import is_switched_on
 from ..errors import UnsupportedModelError
 from ..kernels.products import fast_products
 from ..protocol import Prompt
@@ -36,8 +36,6 @@ from .rotary import ChangingRotary, changing_rotary
 from .source import Source
 from .target import SlotModel
 
-
-CHECK_VARIABLE = "HF_SPECDEC_CHECK"
 
 # Largest difference of logits by rounding, as a part of their spread over the vocabulary.
 _ROUNDING, _COARSE_ROUNDING = 0.005, 0.1
@@ -472,7 +470,7 @@ class ContinuationCheck:
             _keys[model] = model.config.to_json_string()
         key = type(model), _keys[model], any(continuation.num_others)
         # Dropout makes every forward another one.
-        if key in _checked or model.training or os.environ.get(CHECK_VARIABLE, "1") == "0":
+        if key in _checked or model.training or not is_switched_on("CHECK", default=True):
             return None
         inputs = {**continuation.inputs, profile.of_decoder("input_ids"): tokens[:, None], "return_dict": True}
         inputs[profile.cache_name] = target.forward_cache
@@ -495,7 +493,7 @@ class ContinuationCheck:
                 f"{type(self.model).__name__} goes on after the prompt in a way that speculation does not know: the "
                 f"logits of its first verification differ from those of plain generation by {difference:.1%} of their "
                 f"spread, and rounding explains {limit:.1%}. The text would not be that of plain generation. Leave "
-                f"the speculative arguments out; {CHECK_VARIABLE}=0 in the environment switches this check off."
+                f"the speculative arguments out; HF_SPECDEC_CHECK=0 in the environment switches this check off."
             )
         _checked.add(self.key)
 

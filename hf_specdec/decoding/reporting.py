@@ -58,20 +58,15 @@ class ColumnStreamer:
     Args:
         streamer (`BaseStreamer`, *optional*): The user's.
         sequences (`Sequences`), stop (`StopRules`): Tokens of the call, and where its rows end.
-
-    Attributes:
-        has_shown (`bool`): The streamer has seen something of the call, which cannot begin anew from then on.
     """
 
     def __init__(self, streamer: Any, sequences: Sequences, stop: StopRules):
         self._streamer, self._sequences, self._stop = streamer, sequences, stop
         self._num_columns = 0
-        self.has_shown: bool = False
 
     def put_prompts(self, input_ids: torch.LongTensor) -> None:
         if self._streamer is not None:
             self._streamer.put(input_ids.cpu())
-            self.has_shown = True
 
     def put_columns(self) -> None:
         """Hands over the columns that have become ready."""

@@ -129,16 +129,12 @@ class Advice:
 
     @property
     def snippets(self) -> dict[str, str]:
-        """The recommended configuration as Python, as JSON and as a part of `generation_config.json`."""
+        """The recommended configuration as Python and as JSON."""
         if self.best is None:
-            return {"python": "model.generate(**inputs)", "json": "null", "generation_config": "{}"}
+            return {"python": "model.generate(**inputs)", "json": "null"}
         settings = self.best.settings
         text = json.dumps(settings)
-        return {
-            "python": f"model.generate(**inputs, speculative={settings!r})",
-            "json": text,
-            "generation_config": json.dumps({"speculative": settings}),
-        }
+        return {"python": f"model.generate(**inputs, speculative={settings!r})", "json": text}
 
     def to_dict(self) -> dict[str, Any]:
         """Converts to plain Python and JSON types."""

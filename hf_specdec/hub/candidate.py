@@ -34,6 +34,8 @@ class Candidate:
         num_bytes (`int`, *optional*): Size of its weights.
         num_draft_tokens (`int`, *optional*): Tokens of a draft that it was made for, as far as it says.
         downloads (`int`): From the Hub within a month; 0 where not known.
+        is_trusted (`bool`): The target's files name it, or it belongs to the target's owner or to one that the user
+            trusts.
         problems (`tuple[str, ...]`): Why it is never chosen; empty where it can be.
         left_out (`tuple[str, ...]`): Settings that came with it and are not for it to say.
     """
@@ -47,6 +49,7 @@ class Candidate:
     num_bytes: int | None = None
     num_draft_tokens: int | None = None
     downloads: int = 0
+    is_trusted: bool = False
     problems: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
@@ -63,6 +66,16 @@ class Candidate:
             "revision": self.settings.get("revision") if is_repository else None,
             "place": self.place,
         }
+
+    @property
+    def is_downloaded(self) -> bool:
+        """Using it may download it."""
+        return self.place in ("entry", "hub") and self.origin["owner"] is not None
+
+    @property
+    def is_near(self) -> bool:
+        """Nothing that is found later comes before it."""
+        return self.relation == "exact" and self.is_trusted
 
     @property
     def title(self) -> str:
@@ -125,7 +138,9 @@ def rank(candidate: Candidate) -> tuple[Any, ...]:
     """Sort key of candidates, the best first; unusable ones come last."""
     return (
         bool(candidate.problems),
+        not (candidate.is_trusted and candidate.relation in ("exact", "derived")),
         RELATIONS.index(candidate.relation),
+        not candidate.is_trusted,
         PLACES.index(candidate.place),
         _preferences(candidate.method),
         -candidate.downloads,

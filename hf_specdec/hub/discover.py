@@ -58,12 +58,11 @@ from .inspect import (
 from .published import CARD_KEY, config_of, saved_settings, settings_in_entry, target_entry
 from .target import WEIGHTS, Access, Target, work
 from .trust import (
-    MODELS_VARIABLE,
     PLACE_SETTINGS,
-    is_allowed_folder,
     one_line,
-    restrictions,
+    owner_of,
     sifted,
+    trusted_owners_of,
     why_not_unasked,
 )
 
@@ -91,6 +90,8 @@ _TAGS = frozenset(
 
 # Most repositories based on a target are fine-tunes; the most downloaded come first.
 _MOST_LISTED = 100
+# Each costs a request.
+_MOST_OWNERS = 4
 _LISTED_PROPERTIES = ["config", "downloads", "sha", "tags"]
 
 
@@ -106,6 +107,7 @@ class Search:
             the environment may restrict it further.
 
     Attributes:
+        owners (`dict[str, str]`): Whose drafters go before all others, by lower case.
         notes (`list[str]`): What could not be searched, and why.
         rejected (`list[str]`): What was seen and cannot be used, and why.
     """
@@ -128,6 +130,7 @@ class Search:
         self.rejected: list[str] = []
         # Names of the target, each with the relation of the drafters made for it; more are found during the search.
         self.names: dict[str, str] = {target.repo_id: "exact"} if target.repo_id else {}
+        self.owners: dict[str, str] = trusted_owners_of(target.repo_id, trusted_owners)
         self._seen: set[tuple[Any, ...]] = set()
 
     def usable(self) -> Iterator[Candidate]:
@@ -135,13 +138,9 @@ class Search:
         distant = []
         for place in _SEARCHES:
             found = self._fit(self._found_in(place))
-            yield from sorted((candidate for candidate in found if candidate.relation == "exact"), key=rank)
-            distant += [candidate for candidate in found if candidate.relation != "exact"]
+            yield from sorted((candidate for candidate in found if candidate.is_near), key=rank)
+            distant += [candidate for candidate in found if not candidate.is_near]
         yield from sorted(distant, key=rank)
-
-    def named_by(self, entry: Any) -> list[Candidate]:
-        """The drafter that one entry names, if it can be used."""
-        return self._fit(self.from_entry(entry))
 
     def _fit(self, found: list[Candidate]) -> list[Candidate]:
         """Keeps usable drafters and notes why the others are not."""
@@ -175,7 +174,7 @@ class Search:
                     self._seen.add(key)
                     found.append(candidate)
                 if monotonic() - began > SECONDS_PER_PLACE:
-                    self.notes.append(f"{FOUND[place]}: not searched to the end, it is slow")
+                    self.notes.append(f"{FOUND[place]}: it is slow, and was not searched to the end")
                     break
         except Exception as error:
             # Texts of strangers and answers of servers may raise anything.
@@ -202,6 +201,8 @@ class Search:
         """
         location = {key: value for key, value in location.items() if value}
         candidate = Candidate(None, name, place, relation or "sizes", location, downloads=downloads)
+        is_trusted = place == "entry" or owner_of(name).lower() in self.owners
+        candidate = replace(candidate, is_trusted=is_trusted)
         # Of one in the cache nothing is asked of the Hub.
         access = self.access.offline if place == "cache" else self.access
         is_folder = os.path.isdir(name)
@@ -302,7 +303,7 @@ class Search:
         """The drafter that an entry of the target names, with the settings that it states; empty if it names none."""
         if entry is None or is_off(entry):
             return []
-        named = Candidate(None, place="entry", relation="exact")
+        named = Candidate(None, place="entry", relation="exact", is_trusted=True)
         try:
             settings, left_out = settings_in_entry(entry, _ENTRY)
             config = config_of(settings, _ENTRY)
@@ -333,36 +334,18 @@ class Search:
             return [replace(named, problems=(one_line(error, 500),))]
 
     def _path_of(self, name: str) -> str:
-        """A model that an entry names: a repository; a folder inside of the target's, or that the user has allowed.
-
-        Without a list of what is allowed it is also a folder that the target's own files do not name.
-        """
+        """A model that an entry names: a repository, or a folder inside of the target's."""
         folder = Path(self.target.name).resolve()
         if self.target.name and folder.is_dir() and (folder / name).is_dir():
             inside = (folder / name).resolve()
             if inside != folder and inside.is_relative_to(folder):
                 return os.path.join(self.target.name, name)
-        is_folder = os.path.isdir(name)
-        if is_repo_id(name) and not is_folder:
-            return name
-        if is_folder and (not self._is_published(name) if restrictions()[1] is None else is_allowed_folder(name)):
+        if is_repo_id(name) and not os.path.isdir(name):
             return name
         raise SpecConfigError(
-            f"{_ENTRY} names the model '{one_line(name)}', which is no id of a repository. Name folders in the call, "
-            f"or allow them with {MODELS_VARIABLE}."
+            f"{_ENTRY} names the model '{one_line(name)}', which is no id of a repository and no folder inside of the "
+            "target's. Name folders of this machine in the call."
         )
-
-    def _is_published(self, name: str) -> bool:
-        """The target's own files name the model. Otherwise the program that runs has put it into a config."""
-        if not self.target.name:
-            return False
-        try:
-            files = self.target_files
-            stored = files.read_json("generation_config.json") if "generation_config.json" in files else {}
-            entries = [target_entry(files.card), stored.get("speculative"), stored.get("spec_model")]
-        except Exception:  # noqa: BLE001 - what strangers write may raise anything
-            return True
-        return name in [entry.get("model") if isinstance(entry, Mapping) else entry for entry in entries]
 
 
 _ENTRY = "The target's entry `speculative`"
@@ -418,7 +401,7 @@ def _in_target(search: Search) -> Iterator[Candidate]:
     own = own_layers_method().name
     if search.method == own:
         # Who asks for them hears from their loader what is wrong with them.
-        yield Candidate(own, None, "target", "exact")
+        yield Candidate(own, None, "target", "exact", is_trusted=True)
     elif target.name:
         files = search.target_files
         found = detect(files)
@@ -426,7 +409,7 @@ def _in_target(search: Search) -> Iterator[Candidate]:
             length = found.mtp_layers if found.mtp_layers > 1 else None
             problems = tuple(own_layer_problems(found, target.config))
             about = {"format": found.format, "num_draft_tokens": length, "problems": problems}
-            yield Candidate(own, None, "target", "exact", **about)
+            yield Candidate(own, None, "target", "exact", is_trusted=True, **about)
 
 
 def _named_by_target(search: Search) -> Iterator[Candidate]:
@@ -473,7 +456,7 @@ def _cached_commit(folder: Path) -> str | None:
 def _on_hub(search: Search) -> Iterator[Candidate]:
     """Repositories of the Hub that say they are based on the target, and by tags or config are drafters."""
     if search.access.is_offline or (search.target.name and search.target_files.is_offline):
-        search.notes.append(f"{FOUND['hub']}: not searched, it is offline")
+        search.notes.append(f"{FOUND['hub']}: it is offline")
         return
     for name, relation in list(search.names.items()):
         for listed in _listed_drafters(search, name):
@@ -487,18 +470,26 @@ def _on_hub(search: Search) -> Iterator[Candidate]:
 def _listed_drafters(search: Search, base_model: str) -> list[ModelInfo]:
     """Repositories based on a model that look like drafters, the most downloaded first; last those not allowed."""
     found: dict[str, ModelInfo] = {}
-    for tag in (*_TAGS_ASKED_FOR, None):
-        listed = _listed([f"base_model:{base_model}", *([tag] if tag else [])], search.access.token)
+    # However many others there are, those of trusted owners are among them.
+    queries = [([], owner) for owner in list(search.owners.values())[:_MOST_OWNERS]]
+    queries += [([tag], None) for tag in _TAGS_ASKED_FOR]
+    for tags, owner in [*queries, ([], None)]:
+        listed = _listed([f"base_model:{base_model}", *tags], owner, search.access.token)
         found |= {info.id: info for info in listed if is_repo_id(info.id) and _looks_like_drafter(info, base_model)}
-    order = {id: (bool(why_not_unasked(id, search.trusted_owners)), -(found[id].downloads or 0)) for id in found}
-    return sorted(found.values(), key=lambda info: order[info.id])[: search.limit]
+
+    def order(info: ModelInfo) -> tuple[bool, bool, int]:
+        is_excluded = why_not_unasked(info.id, search.trusted_owners) is not None
+        return is_excluded, owner_of(info.id).lower() not in search.owners, -(info.downloads or 0)
+
+    return sorted(found.values(), key=order)[: search.limit]
 
 
-def _listed(tags: list[str], token: str | bool | None) -> list[ModelInfo]:
+def _listed(tags: list[str], owner: str | None, token: str | bool | None) -> list[ModelInfo]:
     """Repositories with these tags. Once and with a limit of time, where `HfApi.list_models` waits and tries again."""
+    query = {"filter": tags, "sort": "downloads", "limit": _MOST_LISTED, "expand": _LISTED_PROPERTIES}
     response = get_session().get(
         f"{constants.ENDPOINT}/api/models",
-        params={"filter": tags, "sort": "downloads", "limit": _MOST_LISTED, "expand": _LISTED_PROPERTIES},
+        params=query if owner is None else {**query, "author": owner},
         headers=build_hf_headers(token=token),
         timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
     )

@@ -17,17 +17,17 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers.utils import logging
 
-from ..arguments import SpeculativeArguments, configured_arguments, is_off
+from ..arguments import is_off
 from ..checkpoints.files import MAX_CONFIG_BYTES, ReadOfRepositories, RepoFiles, is_pickled
 from ..errors import CheckpointAccessError, CheckpointFormatError, SpecConfigError
 from ..method import is_method_name, takes_model
 from ..settings import CONFIG_NAME, SpeculativeConfig
 from ..settings.names import AUTO, reading_file
-from .trust import MODELS_VARIABLE, PLACE_SETTINGS, believed, may_be_published, one_line, sifted, warn_of
+from .trust import PLACE_SETTINGS, believed, may_be_published, one_line, sifted
 
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import GenerationConfig
 
 logger = logging.get_logger(__name__)
 
@@ -38,9 +38,6 @@ IN_GENERATION_CONFIG = "`speculative` in the generation config"
 
 # About the machine, the account or the code; never written down for others.
 PRIVATE = ("device", "cache_dir", "local_files_only", "token", "trust_remote_code", "code_revision", "control_profile")
-
-# Speculative arguments, and what they are called among the settings.
-_SETTINGS = {"spec_method": "method", "spec_model": "model"}
 
 # Settings that say which shape drafts have, each in its own way: a chain, a static tree, a dynamic one.
 _SHAPES = {
@@ -106,7 +103,9 @@ def target_entry(metadata: Mapping[str, Any]) -> Any:
 
 
 def store_settings(generation_config: GenerationConfig, settings: Any) -> None:
-    """Puts settings into a generation config. Its model speculates with them, also when it is loaded again.
+    """Puts settings into a generation config, for calls with `spec_method="auto"`, or with a method and no model.
+
+    Other calls stay plain, and so do those of whoever loads the model.
 
     ```python
     hf_specdec.store_settings(model.generation_config, {"model": "user/head", "num_speculative_tokens": 4})
@@ -114,10 +113,9 @@ def store_settings(generation_config: GenerationConfig, settings: Any) -> None:
     ```
 
     Args:
-        generation_config (`GenerationConfig`): Of a model, or one to pass to `generate()`.
-        settings (*optional*): What [`SpeculativeConfig.resolve`] takes; "off" is plain generation, `None` takes the
-            entry out. Only the shape of drafts and the place of the drafter are stored: who reads the config obeys
-            nothing else.
+        generation_config (`GenerationConfig`): Of a model.
+        settings (*optional*): What [`SpeculativeConfig.resolve`] takes; `None` takes the entry out. Only the shape of
+            drafts and the place of the drafter are stored: who reads the config obeys nothing else.
 
     Raises:
         SpecConfigError: The settings are wrong, or ask for remote code.
@@ -133,54 +131,15 @@ def store_settings(generation_config: GenerationConfig, settings: Any) -> None:
         config = settings if isinstance(settings, SpeculativeConfig) else SpeculativeConfig.from_dict(settings)
         settings = settings_to_publish(config, with_place=True)
     elif not is_off(settings):
-        settings_of_generation_config(settings)
-    if os.path.isdir(named := settings.get("model", "") if isinstance(settings, dict) else settings):
-        logger.warning_once(
-            f"'{named}' is a folder. Once this generation config is saved with a model, who loads it gets drafters "
-            "from the Hub or from inside of the model's folder only; other folders must be allowed by the environment "
-            f"variable {MODELS_VARIABLE}."
+        settings_in_entry(settings, IN_GENERATION_CONFIG)
+    if os.path.isabs(named := settings.get("model", "") if isinstance(settings, dict) else settings):
+        raise SpecConfigError(
+            f"'{named}' is a folder of this machine. A generation config names a drafter by its repo id, or by its "
+            "folder inside of the target's."
         )
     generation_config.speculative = settings
     # Of a generation config that says so, transformers reads no keys that it does not know.
     generation_config._from_model_config = False
-
-
-def entry_of_model(model: PreTrainedModel) -> Any:
-    """Speculation entry in a model's generation config; `None` also where it has objects, not settings."""
-    configured = configured_arguments(model, (), {})
-    return None if configured is None or configured.has_objects else entry_of(configured)
-
-
-def entry_of(configured: SpeculativeArguments) -> Any:
-    """Entry of a generation config as a value of `speculative`; single arguments come first, as in a call."""
-    found = configured.given
-    if found.keys() == {"speculative"}:
-        return found["speculative"]
-    if configured.is_off:
-        return "off"
-    settings = found.pop("speculative", {})
-    if isinstance(settings, str):
-        try:
-            settings = settings_of_generation_config(settings)
-        except SpecConfigError:
-            # Whoever follows it says what is wrong, if the call asks for it at all.
-            return settings
-    elif not isinstance(settings, Mapping):
-        # A configuration.
-        settings = settings.to_dict() if hasattr(settings, "to_dict") else {"speculative": settings}
-    named = {_SETTINGS.get(name, name): value for name, value in found.items()}
-    return {**settings, **{name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in named.items()}}
-
-
-def settings_of_generation_config(value: Any) -> dict[str, Any]:
-    """Flat settings of `speculative` in a generation config, as far as they may be trusted.
-
-    Raises:
-        SpecConfigError: It is no settings, asks for remote code, or passes its settings as a JSON string.
-    """
-    settings, left_out = settings_in_entry(value, IN_GENERATION_CONFIG)
-    warn_of(left_out, IN_GENERATION_CONFIG)
-    return settings
 
 
 def settings_in_entry(value: Any, source: str) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -11,13 +11,13 @@ from huggingface_hub import is_offline_mode
 from ..checkpoints.files import RepoFiles
 from ..settings import SpeculativeConfig
 from .inspect import repo_id_of, text_config
-from .published import entry_of_model
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
-# A drafter that nobody has named has at most as many bytes as the target, or so many.
-_LEAST_BOUND = 64 * 2**20
+# A drafter that nobody has named has at most this share of the target's bytes, or so many.
+_MOST_SHARE = 1 / 4
+_LEAST_BOUND = 2**20
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Target:
             str(getattr(source, "_name_or_path", None) or ""),
             source.to_dict(),
             getattr(source, "_commit_hash", None),
-            entry_of_model(model),
+            getattr(getattr(model, "generation_config", None), "speculative", None),
             sum(weight.numel() * weight.element_size() for weight in model.parameters()),
         )
 
@@ -109,7 +109,7 @@ class Target:
         vocabulary = _first_count(text_config(self.config), ("vocab_size",))
         width = _first_count(text_config(self.config), _WIDTHS)
         by_config = 2 * (12 * work(self.config) + 2 * vocabulary * width)
-        return max(self.num_bytes, by_config, _LEAST_BOUND)
+        return max(int(max(self.num_bytes, by_config) * _MOST_SHARE), _LEAST_BOUND)
 
 
 _WIDTHS = ("hidden_size", "n_embd", "d_model")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging
@@ -36,7 +35,7 @@ PLACE_SETTINGS = ("model", "revision", "subfolder")
 # Owners of repositories whose drafters may be taken although nobody named them, separated by commas.
 OWNERS_VARIABLE = "HF_SPECDEC_TRUSTED_OWNERS"
 
-# Patterns of repo ids and of folders that may be taken although no call named them, separated by commas.
+# Patterns of repo ids that may be taken although no call named them, separated by commas.
 MODELS_VARIABLE = "HF_SPECDEC_ALLOWED_MODELS"
 
 # Values in published settings; a static tree of the largest size has some thousand. References within YAML can make a
@@ -152,6 +151,17 @@ def owner_of(repo_id: str) -> str:
     return repo_id.partition("/")[0] if "/" in repo_id else ""
 
 
+def trusted_owners_of(repo_id: str | None, trusted_owners: Iterable[str] | None = None) -> dict[str, str]:
+    """Whose drafters go before all others, by lower case: the target's owner first, then those that the user trusts.
+
+    Args:
+        repo_id (`str`, *optional*): The target.
+        trusted_owners (`Iterable[str]`, *optional*): What the call says.
+    """
+    owners = owner_of(repo_id or ""), *(trusted_owners or ()), *(restrictions()[0] or ())
+    return {owner.lower(): owner for owner in owners if owner}
+
+
 def why_not_unasked(repo_id: str, trusted_owners: Iterable[str] | None = None) -> str | None:
     """Reason of the user's or the environment's lists not to take a repository that nobody named, if any.
 
@@ -167,20 +177,6 @@ def why_not_unasked(repo_id: str, trusted_owners: Iterable[str] | None = None) -
     if models is not None and not any(fnmatchcase(repo_id.lower(), pattern.lower()) for pattern in models):
         return f"It is not among {MODELS_VARIABLE}: name it as `model` in the call if you trust it."
     return None
-
-
-def is_allowed_folder(path: str) -> bool:
-    """Tells whether the environment allows a folder that no call named; links are followed first."""
-    models = restrictions()[1] or ()
-    real = os.path.realpath(path)
-    return any(os.path.isabs(pattern) and fnmatchcase(real, pattern) for pattern in map(_real_pattern, models))
-
-
-def _real_pattern(pattern: str) -> str:
-    """A pattern with the links of its plain beginning followed."""
-    parts = Path(pattern).parts
-    plain = next((index for index, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
-    return os.path.join(os.path.realpath(os.path.join(*parts[:plain])), *parts[plain:]) if plain else pattern
 
 
 # --------------------------------------------------------------------------------------------------------------- text

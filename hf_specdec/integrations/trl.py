@@ -1,6 +1,6 @@
 """TRL: what speculation brings while a model is trained on its own texts, and drafters that keep up with it.
 
-`GRPOConfig(generation_kwargs={"spec_method": ...})` is all that speculation itself needs. Its texts have the
+`GRPOConfig(generation_kwargs={"spec_method": ...})` says how to draft, and the callback asks for it. Texts have the
 distribution of the model as it is, so training stays on policy.
 """
 
@@ -18,10 +18,15 @@ from ..errors import SpecConfigError, shown
 from ..loader import age_texts, forget_speculators
 from ..metrics import SpecDecodingStats
 from ..metrics.listeners import CallObserver, Listener, add_listener, remove_listener
+from ..settings import SpeculativeConfig
 from ..validation import Bounds, checked
 
 
 logger = logging.get_logger(__name__)
+
+
+# Names of settings for the arguments of generate().
+_KEYS = {"spec_method": "method", "spec_model": "model", "num_speculative_tokens": "num_speculative_tokens"}
 
 
 class _Counting(Listener, CallObserver):
@@ -49,7 +54,7 @@ class _Counting(Listener, CallObserver):
 
 
 class SpeculationCallback(TrainerCallback):
-    """Logs what is accepted in training, and sees to drafters that the model has left behind.
+    """Has a trainer generate speculatively, logs what is accepted, and sees to drafters that the model leaves behind.
 
     ```python
     SpeculationCallback(most_text_age=4, least_acceptance_length=1.2).add_to(trainer)
@@ -91,7 +96,7 @@ class SpeculationCallback(TrainerCallback):
         self._trainer: Any = None
 
     def add_to(self, trainer: Any) -> SpeculationCallback:
-        """Makes it the first callback of a trainer: those that report come after it.
+        """Makes it the first callback of a trainer, which from then on speculates: those that report come after it.
 
         Raises:
             SpecConfigError: The trainer does not generate with transformers, without speculation, or off policy.
@@ -112,6 +117,12 @@ class SpeculationCallback(TrainerCallback):
                 f"rejection_sample_method={shown(rule)} changes the distribution of texts, which would be off policy. "
                 "Leave it out, or take 'block'."
             )
+        if all(isinstance(value, (str, int, Mapping)) for value in asked.values()):
+            # What is written in a generation config asks for nothing; here it is the user's own word.
+            named = {key: asked.get(name) for name, key in _KEYS.items()}
+            speculative = SpeculativeConfig.resolve(settings, target_config=trainer.model.config, **named)
+            self._switch_off(config)
+            config.speculative = speculative
         self._trainer = trainer
         trainer.callback_handler.callbacks.insert(0, self)
         return self
@@ -146,6 +157,11 @@ class SpeculationCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(figures)
 
+    @staticmethod
+    def _switch_off(generation_config: Any) -> None:
+        for name in ARGUMENTS:
+            vars(generation_config).pop(name, None)
+
     def _see_to(self, model: Any, least: float) -> None:
         """Has a stale drafter refreshed, or speculation switched off."""
         if len(self._steps) < self._window:
@@ -157,7 +173,7 @@ class SpeculationCallback(TrainerCallback):
         found = f"The drafter has grown stale: {length:.2f} tokens per verification over {self._window} steps"
         if self._refresh is None:
             logger.warning(f"{found}. Speculation is switched off.")
-            self._trainer.generation_config.spec_method = "off"
+            self._switch_off(self._trainer.generation_config)
             return
         logger.warning(f"{found}. It is refreshed.")
         self._refresh(model)

@@ -11,6 +11,7 @@ import os
 import torch
 from transformers.utils import logging
 
+from ..environment import kernel_choice
 from ..errors import MissingDependencyError, SpecConfigError
 
 
@@ -35,7 +36,7 @@ except ImportError:
 IS_INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 # Read once, when the package is first used.
-CHOICE = os.environ.get("HF_SPECDEC_KERNELS", "auto")
+CHOICE = kernel_choice()
 
 
 def use_triton(*tensors: torch.Tensor | None) -> bool:
@@ -49,7 +50,7 @@ def use_triton(*tensors: torch.Tensor | None) -> bool:
         tensors (`torch.Tensor`, *optional*): The operation's tensors; those that are `None` do not count.
 
     Raises:
-        SpecConfigError: `HF_SPECDEC_KERNELS` has no such value, or kernels cannot run on these tensors.
+        SpecConfigError: Kernels cannot run on these tensors.
         MissingDependencyError: `HF_SPECDEC_KERNELS=triton` without Triton.
     """
     if CHOICE == "torch":
@@ -62,8 +63,6 @@ def use_triton(*tensors: torch.Tensor | None) -> bool:
                 "Install it with `pip install triton`, in the version that your torch asks for."
             )
         return on_gpu and HAS_TRITON
-    if CHOICE != "triton":
-        raise SpecConfigError(f"HF_SPECDEC_KERNELS must be 'auto', 'torch' or 'triton', got '{CHOICE}'.")
     if not HAS_TRITON:
         raise MissingDependencyError(
             "HF_SPECDEC_KERNELS=triton, but Triton is not installed. Install it, or unset the variable."

@@ -6,15 +6,14 @@ way meanwhile. Compute capability 9.0 and later.
 
 from __future__ import annotations
 
-import os
-
 import torch
 
+from ..environment import is_switched_on
 from ._triton import tl, triton
 
 
 # Read once, when the package is first used.
-LAUNCHES_EARLY = os.environ.get("HF_SPECDEC_EARLY_LAUNCH") == "1"
+LAUNCHES_EARLY = is_switched_on("EARLY_LAUNCH", default=False)
 
 
 def launches_early(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
-from transformers.utils import logging
 
 from ..arguments import ARGUMENTS, is_off
 from ..decoding.joint import TokenLogprobs
@@ -21,8 +20,6 @@ from .generate import generate_many
 from .requests import check_config
 from .results import error_text
 
-
-logger = logging.get_logger(__name__)
 
 _PLACES = 8
 
@@ -169,7 +166,7 @@ def _name(number: int, place: int, copies: int) -> str:
 def generate_batch_as_asked(
     model: PreTrainedModel, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`model.generate_batch()` where speculative arguments are given, or a generation config has some.
+    """`model.generate_batch()` where speculative arguments are given, or are objects on a generation config.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -179,12 +176,5 @@ def generate_batch_as_asked(
     given = {name: value for name in ARGUMENTS if (value := kwargs.get(name)) is not None}
     others = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
     if is_off(given.get("spec_method")) or is_off(given.get("speculative")):
-        return original(model, *args, **others)
-    config = others.get("generation_config", args[1] if len(args) > 1 else None)
-    if not given and not any(getattr(config, name, None) is not None for name in ARGUMENTS):
-        logger.warning_once(
-            f"generate_batch() decodes without speculation, which the generation config of {type(model).__name__} "
-            "sets: pass the settings in the call, or in its own generation config."
-        )
         return original(model, *args, **others)
     return generate_batch(model, *args, **others, **given)

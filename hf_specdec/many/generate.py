@@ -16,6 +16,7 @@ from ..decoding.joint import Row
 from ..errors import SpecConfigError, shown
 from ..integration import speculator_of_many
 from ..metrics import SpecDecodingStats
+from ..target_facts import no_target
 from ..validation import is_int
 from .engine import Engine, check_room
 from .journal import Journal, key_of
@@ -71,10 +72,7 @@ def generate_many(
         UnsupportedModelError: The target's architecture cannot be driven by the loop.
     """
     if not isinstance(model, GenerationMixin):
-        raise SpecConfigError(
-            f"generate_many() takes a model of transformers, got a {type(model).__name__}. Of a wrapper pass "
-            "`get_base_model()`."
-        )
+        raise no_target(model)
     check_room(model, batch_size, max_tokens_in_flight)
     if isinstance(requests, (str, bytes, dict)) or not isinstance(requests, Iterable):
         raise SpecConfigError(f"`requests` takes several requests, such as a list, got {shown(requests)}.")

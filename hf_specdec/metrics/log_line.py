@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from time import perf_counter
 
+from ..environment import variable
 from ..errors import SpecConfigError, shown
 from ..threads import Lock
 from ..validation import Bounds, checked
@@ -153,7 +153,7 @@ def log_every(seconds: float | None = 10.0) -> None:
 
 def log_as_environment_says() -> None:
     """`log_every` with the seconds of the environment variable HF_SPECDEC_LOG_INTERVAL, if it is set; 0 is off."""
-    value = os.environ.get(_VARIABLE) or "0"
+    value = variable("LOG_INTERVAL") or "0"
     try:
         if seconds := float(value):
             log_every(seconds)

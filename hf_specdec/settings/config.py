@@ -17,6 +17,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
+from ..environment import is_switched_on
 from ..errors import SpecConfigError, is_access_token, shown
 from ..method import drafting_method, methods, takes_model
 from ..reading import reading_settings
@@ -300,7 +301,7 @@ class SpeculativeConfig:
         The environment variable HF_SPECDEC_ADAPTIVE=0 leaves that to `num_speculative_tokens="auto"`.
         """
         is_asked = self.num_speculative_tokens == AUTO
-        return is_asked or (self.may_adapt and os.environ.get("HF_SPECDEC_ADAPTIVE") != "0")
+        return is_asked or (self.may_adapt and is_switched_on("ADAPTIVE", default=True))
 
     @property
     def may_adapt(self) -> bool:

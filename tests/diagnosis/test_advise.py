@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_specdec import SpeculativeConfig, cli, demo, forget_speculators
@@ -67,7 +70,6 @@ def test_the_fastest_is_recommended_as_it_can_be_used(target, batches, monkeypat
     assert found.best.verdict.startswith("The fastest")
     settings = json.loads(found.snippets["json"])
     assert SpeculativeConfig.resolve(settings).method == found.best.settings["method"]
-    assert json.loads(found.snippets["generation_config"]) == {"speculative": settings}
     python = found.snippets["python"].replace("model.generate", "dict").replace("**inputs, ", "")
     assert eval(python) == {"speculative": settings}
     assert json.loads(json.dumps(found.to_dict()))["best"]["name"] == found.best.name
@@ -88,18 +90,26 @@ def test_other_lengths_are_measured_beside_the_fastest(target, batches):
     assert len(names(found)) == len(found.options)
 
 
-def test_a_drafter_that_the_target_names_is_found(batches):
-    target = demo.load_target()
-    target.generation_config.speculative = {"model": demo.drafter_path("mtp")}
+@pytest.fixture
+def with_drafter(tmp_path):
+    """A target that names a drafter inside of its folder."""
+    folder = shutil.copytree(demo.target_path(), tmp_path / "target")
+    shutil.copytree(demo.drafter_path("mtp"), folder / "head")
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    target.generation_config.speculative = {"model": "head"}
+    return target
+
+
+def test_a_drafter_that_the_target_names_is_found(with_drafter, batches):
+    target = with_drafter
     found = ask(target, batches)
     option = next(option for option in found.options if option.settings["method"] == "mtp")
     assert option.origin == "named by the target"
     forget_speculators(target)
 
 
-def test_what_does_not_fit_into_memory_is_not_loaded(batches, monkeypatch):
-    target = demo.load_target()
-    target.generation_config.speculative = {"model": demo.drafter_path("mtp")}
+def test_what_does_not_fit_into_memory_is_not_loaded(with_drafter, batches, monkeypatch):
+    target = with_drafter
     monkeypatch.setattr(advice, "free_bytes", lambda device: 1000)
     found = ask(target, batches)
     assert any("do not fit" in item.reason for item in found.rejected)

@@ -391,6 +391,7 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = [tag for value in self.query.get("filter", []) for tag in value.split(",")]
         visible = (repo for repo in self.hub.repos.values() if not repo.private or self._user == USER)
         found = [repo for repo in visible if "main" in repo.branches and {*repo.tags()}.issuperset(wanted)]
+        found = [repo for repo in found if repo.author in self.query.get("author", [repo.author])]
         found.sort(key=lambda repo: repo.downloads, reverse=True)
         limit = int(self.query.get("limit", ["1000"])[0])
         return _json([self._info(repo, repo.branches["main"]) for repo in found[:limit]])

@@ -16,6 +16,7 @@ from hf_specdec import (
     demo,
     forget_speculators,
     load_speculator,
+    loader,
     record,
     register_candidate_generator,
 )
@@ -154,10 +155,23 @@ class TestChoice:
         model = load()
         for _ in range(2):
             generate(model)
-        assert len(log) == 1
-        assert log[0].startswith("INFO")
-        for part in ("eagle3", "user/head", "on the Hub", "made for the target"):
+        assert [line.split(":")[0] for line in log] == ["WARNING", "INFO"]
+        size = sum(tensor.nbytes for tensor in load_file(EAGLE / "model.safetensors").values())
+        for part in ("eagle3 'user/head'", "owner 'user'", f"{size} bytes", "on the Hub", "made for the target"):
             assert part in log[0]
+
+    def test_the_line_comes_before_the_download(self, target, hub, monkeypatch):
+        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+        sent = []
+
+        def warning(line):
+            sent.append((line, hub.sent("*user/head/*model.safetensors")))
+
+        monkeypatch.setattr(loader.logger, "warning", warning)
+        assert generate(load()).method == "eagle3"
+        ((line, num_bytes),) = sent
+        assert "takes eagle3 'user/head'" in line
+        assert num_bytes < (EAGLE / "model.safetensors").stat().st_size / 2
 
     def test_one_that_fails_while_it_is_loaded_is_passed_over_with_a_warning(self, target, hub, log):
         tensors = load_file(EAGLE / "model.safetensors")
@@ -167,8 +181,9 @@ class TestChoice:
         hub.add("user/broken", EAGLE, files=incomplete, card=card_of(target, "eagle3"), downloads=100)
         hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
         assert "user/head" in generate(load()).notes[0]
-        assert [line.split(":")[0] for line in log] == ["WARNING", "INFO"]
-        assert "user/broken" in log[0]
+        assert [line.split(":")[0] for line in log] == ["WARNING", "WARNING", "WARNING", "INFO"]
+        assert "takes eagle3 'user/broken'" in log[0]
+        assert "passes over eagle3 'user/broken'" in log[1]
 
     def test_second_call_searches_nothing(self, target, hub):
         hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))

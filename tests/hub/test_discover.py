@@ -57,6 +57,7 @@ class TestRanking:
         st.sampled_from(PLACES),
         st.sampled_from(RELATIONS),
         downloads=st.integers(0, 3),
+        is_trusted=st.booleans(),
         problems=st.sampled_from([(), ("It does not fit.",)]),
     )
 
@@ -70,7 +71,7 @@ class TestRanking:
     def test_what_does_not_fit_is_last_and_what_is_closest_first(self, one, other):
         first, second = sorted((one, other), key=rank)
         assert bool(first.problems) <= bool(second.problems)
-        if bool(first.problems) == bool(second.problems):
+        if bool(first.problems) == bool(second.problems) and first.is_trusted == second.is_trusted:
             assert RELATIONS.index(first.relation) <= RELATIONS.index(second.relation)
             if first.relation == second.relation:
                 assert PLACES.index(first.place) <= PLACES.index(second.place)
@@ -106,7 +107,8 @@ class TestRanking:
         def place(name, *candidates):
             return lambda search: (searched.append(name), iter(candidates))[1]
 
-        exact, distant = Candidate("mtp", None, "target", "exact"), Candidate("eagle3", "a/b", "cache", "sizes")
+        exact = Candidate("mtp", None, "target", "exact", is_trusted=True)
+        distant = Candidate("eagle3", "a/b", "cache", "sizes")
         places = {"target": place("target", exact), "cache": place("cache", distant), "hub": place("hub")}
         monkeypatch.setattr(discover, "_SEARCHES", places)
         usable = Search(Target("", {})).usable()
@@ -318,6 +320,43 @@ class TestCache:
 class TestHub:
     """Repositories of the Hub that are based on the target."""
 
+    def test_the_owner_of_the_target_and_trusted_ones_come_first(self, target, hub, monkeypatch):
+        eagle1 = FIXTURES / "eagle" / "eagle1_llama"
+        for name, folder, downloads in (
+            ("evil/head", EAGLE, 10**6),
+            ("friend/head", eagle1, 3),
+            ("user/head", eagle1, 0),
+            ("evil/other", EAGLE, 10**5),
+        ):
+            hub.add(name, folder, card=card_of(target, "eagle3"), downloads=downloads)
+        snapshot_download("evil/head")
+        assert [model for _, model, _ in found_by(search_for())] == [
+            "user/head",
+            "evil/head",
+            "evil/other",
+            "friend/head",
+        ]
+        # However few are looked into.
+        assert [model for _, model, place in found_by(search_for(limit=1)) if place == "hub"] == ["user/head"]
+        monkeypatch.setattr(discover, "_MOST_LISTED", 1)
+        assert [model for _, model, _ in found_by(search_for())][0] == "user/head"
+        monkeypatch.setenv("HF_SPECDEC_TRUSTED_OWNERS", "friend,user")
+        assert {model for _, model, _ in found_by(search_for())} == {"user/head", "friend/head"}
+        monkeypatch.delenv("HF_SPECDEC_TRUSTED_OWNERS")
+        search = Search(search_for().target, trusted_owners=["friend", "evil"])
+        assert next(search.usable()).origin["owner"] == "evil"
+
+    def test_a_quarter_of_the_target_is_the_most(self, target, hub, monkeypatch):
+        monkeypatch.setattr("hf_specdec.hub.target._LEAST_BOUND", 0)
+        size = (EAGLE / "target" / "model.safetensors").stat().st_size // 4
+        weights = (EAGLE / "model.safetensors").read_bytes()
+        padded = {"model.safetensors": weights + bytes(size - len(weights) + 8192)}
+        hub.add("user/large", EAGLE, files=padded, card=card_of(target, "eagle3"))
+        hub.add("user/small", EAGLE, card=card_of(target, "eagle3"))
+        assert [model for _, model, _ in found_by(search_for())] == ["user/small"]
+        (reason,) = next(item.problems for item in search_for().all() if item.model == "user/large")
+        assert "what nobody has named may have" in reason
+
     def test_tag_or_config_tells_a_drafter(self, target, hub):
         hub.add("user/tagged", EAGLE, card=card_of(target, "speculative-decoding"), downloads=1)
         hub.add("user/untagged", FIXTURES / "eagle" / "eagle3_specforge", card=card_of(target), downloads=9)
@@ -352,7 +391,7 @@ class TestHub:
         hub.add("user/small", draft_model(tmp_path), card=card_of(target, "draft-model"))
         hub.add("user/large", EAGLE / "target", card=card_of(target, "draft-model"))
         assert found_by(search_for()) == [("draft_model", "user/small", "hub")]
-        assert "of the target's work" in search_for().all()[-1].problems[0]
+        assert "of the target's work" in search_for().all()[-1].problems[-1]
 
     def test_misfits_are_listed_with_the_reason(self, target, hub, tmp_path):
         config = json.loads((EAGLE / "config.json").read_text())
@@ -398,7 +437,7 @@ class TestHub:
             hub.add(f"user/head{index}", EAGLE, card=card_of(target, "eagle3"), downloads=index)
         assert [model for _, model, _ in found_by(search_for(limit=2))] == ["user/head5", "user/head4"]
         assert not any("head3" in request.path for request in hub.requests)
-        assert sum(request.path == "/api/models" for request in hub.requests) <= 6
+        assert sum(request.path == "/api/models" for request in hub.requests) <= 7
 
 
 class TestFaults:

@@ -137,8 +137,9 @@ class TestTheDetectedFileIsTaken:
 
     def test_auto_unpickles_nothing(self, with_decoy, tmp_path, no_unpickling):
         tiny_llama(hidden_size=64, vocab_size=256).save_pretrained(tmp_path / "target")
+        shutil.copytree(with_decoy, tmp_path / "target" / "head")
         target = LlamaForCausalLM.from_pretrained(tmp_path / "target")
-        target.generation_config.speculative = {"method": "eagle", "model": str(with_decoy)}
+        target.generation_config.speculative = {"method": "eagle", "model": "head"}
         speculator = load_speculator(target, "auto", cache_dir=str(tmp_path / "cache"), local_files_only=True)
         assert speculator.config.model is None
 

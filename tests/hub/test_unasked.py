@@ -1,12 +1,10 @@
 """Generation configs, cards and saved settings of strangers, which come with a model unasked."""
 
+import copy
 import json
 import shutil
-import time
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,15 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
-from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, UnsupportedModelError, load_speculator, record
+from hf_specdec import (
+    CheckpointFormatError,
+    SpecConfigError,
+    SpeculativeConfig,
+    forget_speculators,
+    generate,
+    hook,
+    load_speculator,
+    record,
+)
 from hf_specdec.hub import trust
 from hf_specdec.hub.card import read_card
 from hf_specdec.hub.discover import Search
 from hf_specdec.hub.target import Access, Target
 from hf_specdec.hub.trust import may_be_published, one_line, sifted, why_not_unasked
+from hf_specdec.loaded import record_of
 from hf_specdec.method import built_in_methods
 from hf_specdec.settings import describe_settings
-from tests.architectures import tiny_model
 from tests.hub.drafters import EAGLE, MEDUSA, card_of, load
 from tests.models import prompts, tiny_llama
 
@@ -40,146 +47,156 @@ def calls(model, **arguments):
     return [call.stats for call in made.calls]
 
 
+class TestPlainCalls:
+    """Whatever the files of a model say, a call that asks for nothing is transformers' own."""
+
+    ENTRIES = [
+        {"speculative": "someone/head"},
+        {"speculative": {"method": "eagle3", "model": "someone/head", "num_speculative_tokens": 2}},
+        {"speculative": "auto"},
+        {"speculative": "ngram"},
+        {"speculative": {"method": "ngram", "trust_remote_code": True}},
+        {"spec_method": "eagle3", "spec_model": "someone/head"},
+        {"spec_method": "suffix", "num_speculative_tokens": 3},
+        {"assistant": "someone/head"},
+        {"assistant": {"model": "someone/head"}, "spec_model": "/etc"},
+        {"num_speculative_tokens": 3},
+    ]
+
+    @pytest.mark.parametrize("entry", ENTRIES, ids=str)
+    def test_nothing_is_loaded(self, hub, warnings, entry):
+        hub.add("someone/head", EAGLE, card=card_of("user/target", "eagle3"))
+        config = json.loads((EAGLE / "target" / "config.json").read_text())
+        files = {
+            "generation_config.json": json.dumps(entry),
+            "config.json": json.dumps({**entry, **config}),
+            "speculation_config.json": json.dumps({"model": "someone/head"}),
+        }
+        hub.add("user/target", EAGLE / "target", files=files, card=card_of("user/base", "eagle3", **entry))
+        model = load()
+        num_requests = len(hub.requests)
+        hook.uninstall()
+        try:
+            plain = model.generate(**prompts(1), **GREEDY)
+        finally:
+            hook.install()
+        said, own = list(warnings), copy.deepcopy(model.generation_config)
+        own.update(**GREEDY)
+        with record() as made:
+            # Pipelines and servers pass copies of the model's own config.
+            for config in (None, own, GenerationConfig(**entry, **GREEDY)):
+                arguments = GREEDY if config is None else {"generation_config": config}
+                assert torch.equal(model.generate(**prompts(1), **arguments), plain)
+                assert torch.equal(generate(model, **prompts(1), **arguments), plain)
+            assert model.generate_batch([]) == {}
+        assert made.calls == []
+        assert warnings == said
+        assert len(hub.requests) == num_requests
+        assert record_of(model).loaded == []
+
+    def test_what_a_client_sends_reads_no_folder(self, tmp_path, monkeypatch, warnings):
+        tiny_llama(seed=1).save_pretrained(tmp_path / "secret")
+        monkeypatch.chdir(tmp_path)
+        for name in (str(tmp_path / "secret"), "secret", "./secret", "absent", "/etc", "user/head"):
+            config = GenerationConfig(**GREEDY, pad_token_id=0, speculative={"model": name, "method": "draft_model"})
+            assert calls(tiny_llama(), generation_config=config) == []
+        assert warnings == []
+
+
 class TestEntriesThatCannotBeFollowed:
-    """A downloaded target whose generation config names something bad generates plainly, and says so once."""
+    """A call asks for a drafter, and the target's generation config names something bad: it is passed over."""
 
     def add(self, hub, entry, target=EAGLE / "target"):
         hub.add("user/target", target, files={"generation_config.json": json.dumps({"speculative": entry})})
         return load()
 
-    def check_is_plain(self, model, warnings, reason):
-        before = torch.get_rng_state()
-        assert [calls(model) for _ in range(3)] == [[], [], []]
-        assert torch.equal(torch.get_rng_state(), before)
-        lines = [line for line in warnings if "generates without speculation" in line]
-        assert len(lines) == 1
-        assert reason in lines[0]
-        # Asked for, it is an error.
-        with pytest.raises(SpecConfigError, match=reason):
-            model.generate(**prompts(1), **GREEDY, num_speculative_tokens=2)
+    def check_is_passed_over(self, model, reason, method="eagle3"):
+        (stats,) = calls(model, spec_method="auto")
+        assert stats.method == "suffix+recycling"
+        # One that the call names is an error.
+        with pytest.raises((SpecConfigError, CheckpointFormatError), match=reason):
+            model.generate(**prompts(1), **GREEDY, spec_method=method)
 
-    def test_no_such_repository(self, hub, warnings):
-        model = self.add(hub, "user/absent")
-        self.check_is_plain(model, warnings, "neither a local folder nor a repository")
-        num_requests = len(hub.requests)
-        calls(model)
-        assert len(hub.requests) == num_requests
+    def test_no_such_repository(self, hub):
+        self.check_is_passed_over(self.add(hub, "user/absent"), "neither a local folder nor a repository")
 
-    def test_pickle(self, hub, warnings, monkeypatch):
+    def test_pickle(self, hub, monkeypatch):
         hub.add("user/pickled", MEDUSA / "v01_heads_pt")
         model = self.add(hub, {"model": "user/pickled", "method": "medusa"}, MEDUSA / "target")
         monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("A pickle is read."))
-        self.check_is_plain(model, warnings, "Its weights are pickled")
+        self.check_is_passed_over(model, "Its weights are pickled", "medusa")
 
-    def test_damaged_weights(self, hub, warnings):
+    def test_damaged_weights(self, hub):
         weights = (EAGLE / "model.safetensors").read_bytes()
         hub.add("user/head", EAGLE, files={"model.safetensors": weights[: len(weights) // 2]})
-        self.check_is_plain(self.add(hub, "user/head"), warnings, "user/head")
+        self.check_is_passed_over(self.add(hub, "user/head"), "user/head")
 
-    def test_code(self, hub, warnings, tmp_path):
+    def test_code(self, hub, tmp_path):
         tiny_llama(vocab_size=256).save_pretrained(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
         config |= {"model_type": "own_type", "auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
         hub.add("user/code", tmp_path, files={"config.json": json.dumps(config), "modeling.py": "raise SystemExit"})
-        self.check_is_plain(self.add(hub, "user/code"), warnings, "It needs code from its repository")
+        self.check_is_passed_over(self.add(hub, "user/code"), "It needs code from its repository", "draft_model")
 
-    def test_owner_that_is_not_trusted(self, hub, warnings, monkeypatch):
+    def test_owner_that_is_not_trusted(self, hub, monkeypatch):
         hub.add("stranger/head", EAGLE)
         model = self.add(hub, "stranger/head")
         monkeypatch.setenv("HF_SPECDEC_TRUSTED_OWNERS", "user")
-        self.check_is_plain(model, warnings, "Its owner 'stranger' is not among HF_SPECDEC_TRUSTED_OWNERS")
+        self.check_is_passed_over(model, "Its owner 'stranger' is not among HF_SPECDEC_TRUSTED_OWNERS")
         # What is allowed later is looked at again.
         monkeypatch.setenv("HF_SPECDEC_TRUSTED_OWNERS", "user,stranger")
-        (stats,) = calls(model)
+        (stats,) = calls(model, spec_method="auto")
         assert stats.drafter["owner"] == "stranger"
 
     @pytest.mark.parametrize(
         "name", ["/etc", "../../head", "a/../b", "~/head", "user/target", "x" * 10**5, "a\x1b[2Jb/c\n"]
     )
-    def test_names(self, hub, warnings, name):
+    def test_names(self, hub, name):
         model = self.add(hub, {"model": name})
-        assert calls(model) == []
-        (line,) = (line for line in warnings if "generates without speculation" in line)
-        assert line.isprintable()
-        assert len(line) < 1500
+        with pytest.raises(SpecConfigError) as caught:
+            model.generate(**prompts(1), **GREEDY, spec_method="eagle3")
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 1500
+
+    def test_folders_of_the_machine(self, tmp_path):
+        """One that is there and one that is not are the same to whoever wrote the entry."""
+        folder, reasons = shutil.copytree(EAGLE / "target", tmp_path / "target"), set()
+        shutil.copytree(EAGLE, tmp_path / "there")
+        model = load(str(folder))
+        for name in (str(tmp_path / "there"), str(tmp_path / "gone!")):
+            model.generation_config.speculative = {"model": name}
+            forget_speculators(model)
+            with pytest.raises(SpecConfigError) as caught:
+                load_speculator(model, "eagle3", local_files_only=True)
+            reasons.add(str(caught.value).replace(name, "NAME"))
+        assert len(reasons) == 1
+        assert "no folder inside of the target's" in reasons.pop()
 
     @pytest.mark.parametrize("place", [{"subfolder": "../secret"}, {"subfolder": "/etc"}, {"revision": "../../main"}])
     @pytest.mark.parametrize("entry", [{"method": "mtp"}, {"model": "head"}, {"model": "user/head"}])
-    def test_places_outside_of_what_is_named(self, tmp_path, warnings, place, entry):
+    def test_places_outside_of_what_is_named(self, tmp_path, place, entry):
         folder = shutil.copytree(EAGLE / "target", tmp_path / "target")
         for inside in ("target/head", "target/secret", "secret"):
             shutil.copytree(EAGLE, tmp_path / inside)
         model = load(str(folder))
         model.generation_config.speculative = {**entry, **place}
-        assert calls(model) == []
-        assert "which leads elsewhere" in warnings[0]
-
-    def test_nothing_to_be_found(self, hub, warnings):
-        self.check_is_plain(self.add(hub, "dflash"), warnings, "none was found for 'user/target'")
-
-    def test_drafter_of_a_method_that_is_found(self, hub):
-        hub.add("user/head", EAGLE, card=card_of("user/target", "eagle3"))
-        (stats,) = calls(self.add(hub, "eagle3"))
-        assert (stats.method, stats.drafter["place"]) == ("eagle3", "hub")
+        with pytest.raises(SpecConfigError, match="which leads elsewhere"):
+            load_speculator(model, "eagle3", local_files_only=True)
 
     def test_drafter_that_is_named(self, hub):
         repo = hub.add("other/head", EAGLE)
         revision = repo.branches["main"]
         model = self.add(hub, {"model": "other/head", "num_speculative_tokens": 2, "revision": revision})
-        (stats,) = calls(model)
-        assert stats.drafter == {"model": "other/head", "owner": "other", "revision": revision, "place": "entry"}
-        assert "in the generation config chose eagle3 'other/head' (owner 'other', revision" in stats.notes[0]
-        assert 1 <= len(stats.num_accepted_tokens_per_pos) <= 2
+        for method in ("auto", "eagle3"):
+            (stats,) = calls(model, spec_method=method)
+            assert stats.drafter == {"model": "other/head", "owner": "other", "revision": revision, "place": "entry"}
+            assert f"method='{method}' chose eagle3 'other/head' (owner 'other', revision" in stats.notes[0]
+            assert 1 <= len(stats.num_accepted_tokens_per_pos) <= 2
 
-    def test_shapes_that_contradict_each_other(self, hub, warnings):
+    def test_shapes_that_contradict_each_other(self, hub):
         hub.add("user/head", EAGLE)
         model = self.add(hub, {"model": "user/head", "num_speculative_tokens": 2, "draft_tree_top_k": 2})
-        self.check_is_plain(model, warnings, "`num_speculative_tokens` asks for a chain, and `draft_tree_top_k`")
-
-    def test_target_that_cannot_be_driven(self, monkeypatch, warnings):
-        """Limits that only the loop knows."""
-
-        def refuse(*args):
-            raise UnsupportedModelError("It has no slots.")
-
-        monkeypatch.setattr("hf_specdec.integration.DecodingLoop", refuse)
-        model = tiny_llama()
-        model.generation_config.speculative = "ngram"
-        streamed = []
-        assert calls(model, streamer=SimpleNamespace(put=streamed.append, end=lambda: None)) == []
-        assert len(streamed) == 1 + GREEDY["max_new_tokens"]
-        assert calls(model) == []
-        assert sum("It has no slots" in line for line in warnings) == 1
-        with pytest.raises(UnsupportedModelError):
-            model.generate(**prompts(1), **GREEDY, spec_method="ngram")
-
-    def test_what_is_found_out_while_the_prompt_is_read(self, warnings):
-        """Embeddings whose text would be read again where its rotary embeddings change."""
-        factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 12}
-        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, **factors}
-        changes = {"max_position_embeddings": 48, "original_max_position_embeddings": 12, "rope_parameters": rope}
-        model = tiny_model("phi3", **changes)
-        model.generation_config.speculative = "ngram"
-        embeddings = model.get_input_embeddings()(prompts(1)["input_ids"])
-        plain = model.generate(inputs_embeds=embeddings, **GREEDY, spec_method="off")
-        with record() as made:
-            assert torch.equal(model.generate(inputs_embeds=embeddings, **GREEDY), plain)
-        (call,) = made.calls
-        assert (call.stats.num_drafts, call.stats.num_committed_tokens) == (0, 0)
-        assert any("generates without speculation" in line for line in warnings)
-        with pytest.raises(UnsupportedModelError):
-            model.generate(inputs_embeds=embeddings, **GREEDY, spec_method="ngram")
-
-    def test_an_outage_is_not_for_ever(self, hub, monkeypatch):
-        hub.add("user/target", EAGLE / "target")
-        model = load()
-        model.generation_config.speculative = "user/head"
-        assert calls(model) == []
-        hub.add("user/head", EAGLE)
-        assert calls(model) == []
-        monkeypatch.setattr("hf_specdec.loader.monotonic", lambda: time.monotonic() + 301)
-        (stats,) = calls(model)
-        assert stats.method == "eagle3"
+        self.check_is_passed_over(model, "`num_speculative_tokens` asks for a chain, and `draft_tree_top_k`")
 
 
 class TestAnything:
@@ -205,33 +222,14 @@ class TestAnything:
     @given(entry=values | st.dictionaries(keys, values, min_size=1, max_size=4))
     def test_generates_as_without_it(self, entry):
         model, config = _tiny(), GenerationConfig(**GREEDY, pad_token_id=0, speculative=entry)
-        plain = _plain()
-        with suppress(SpecDecError):
-            assert torch.equal(model.generate(**prompts(1), generation_config=config), plain)
+        assert torch.equal(model.generate(**prompts(1), generation_config=config), _plain())
         model.generation_config.speculative = entry
         try:
-            assert torch.equal(model.generate(**prompts(1), **GREEDY), plain)
+            for arguments in ({}, {"speculative": {"method": "auto", "local_files_only": True}}):
+                assert torch.equal(model.generate(**prompts(1), **GREEDY, **arguments), _plain())
         finally:
+            forget_speculators(model)
             del model.generation_config.speculative
-
-    @pytest.mark.parametrize(
-        "names",
-        [
-            {"speculative": '{"method": "ngram"}', "spec_method": "ngram"},
-            {"speculative": ["ngram"], "num_speculative_tokens": 3},
-            {"spec_method": "eagle3", "spec_model": "/etc"},
-            {"assistant": "user/head"},
-            {"num_speculative_tokens": 10**9},
-        ],
-    )
-    def test_other_names(self, names, warnings):
-        model = tiny_llama()
-        for name, value in names.items():
-            setattr(model.generation_config, name, value)
-        assert calls(model) == []
-        assert len([line for line in warnings if "generates without speculation" in line]) == 1
-        with pytest.raises(SpecConfigError):
-            model.generate(**prompts(1), **GREEDY, num_speculative_tokens=2)
 
 
 @lru_cache
@@ -244,52 +242,23 @@ def _plain():
     return _tiny().generate(**prompts(1), **GREEDY, spec_method="off")
 
 
-class TestServers:
-    """Clients may send a generation config: it is a stranger's, and the operator says what it may name."""
-
-    def test_a_folder_of_the_machine(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("HF_SPECDEC_ALLOWED_MODELS", "")
-        model = tiny_llama()
-        tiny_llama(seed=1).save_pretrained(tmp_path / "secret")
-        monkeypatch.chdir(tmp_path)
-        for name in (str(tmp_path / "secret"), "secret", "./secret", "absent", str(tmp_path / "absent")):
-            config = GenerationConfig(**GREEDY, pad_token_id=0, speculative={"model": name, "method": "draft_model"})
-            # The answer does not tell what is there.
-            with pytest.raises(SpecConfigError, match="names a drafter that cannot be taken"):
-                model.generate(**prompts(1), generation_config=config)
-
-    def test_allowed_folders(self, tmp_path, monkeypatch):
-        model = tiny_llama()
-        tiny_llama(seed=1).save_pretrained(tmp_path / "models" / "draft")
-        shutil.copytree(tmp_path / "models" / "draft", tmp_path / "secret")
-        (tmp_path / "models" / "link").symlink_to(tmp_path / "secret")
-        monkeypatch.setenv("HF_SPECDEC_ALLOWED_MODELS", f"{tmp_path}/models/*")
-
-        def named(name):
-            return GenerationConfig(**GREEDY, pad_token_id=0, speculative={"model": str(tmp_path / name)})
-
-        (stats,) = calls(model, generation_config=named("models/draft"))
-        assert stats.drafter["model"] == str(tmp_path / "models" / "draft")
-        for name in ("models/link", "models/../secret", "secret"):
-            with pytest.raises(SpecConfigError, match="is no id of a repository"):
-                model.generate(**prompts(1), generation_config=named(name))
-
-    def test_allowed_repositories(self, hub, monkeypatch):
-        hub.add("user/target", EAGLE / "target")
-        for name in ("user/head", "evil/head"):
-            hub.add(name, EAGLE)
-        model = load()
-        monkeypatch.setenv("HF_SPECDEC_ALLOWED_MODELS", "user/*")
-        for name, is_allowed in (("user/head", True), ("evil/head", False)):
-            config = GenerationConfig(**GREEDY, speculative=name)
-            if is_allowed:
-                assert len(calls(model, generation_config=config)) == 1
-            else:
-                with pytest.raises(SpecConfigError, match="It is not among HF_SPECDEC_ALLOWED_MODELS"):
-                    model.generate(**prompts(1), generation_config=config)
-        assert not any("evil" in request.path for request in hub.requests)
-        # What the call itself names is the user's business.
-        assert load_speculator(model, "evil/head").method == "eagle3"
+def test_allowed_repositories(hub, monkeypatch):
+    hub.add("user/target", EAGLE / "target")
+    for name in ("user/head", "evil/head"):
+        hub.add(name, EAGLE)
+    model = load()
+    monkeypatch.setenv("HF_SPECDEC_ALLOWED_MODELS", "user/*")
+    for name, is_allowed in (("evil/head", False), ("user/head", True)):
+        model.generation_config.speculative = name
+        forget_speculators(model)
+        if is_allowed:
+            assert load_speculator(model, "eagle3").config.model == name
+        else:
+            with pytest.raises(SpecConfigError, match="It is not among HF_SPECDEC_ALLOWED_MODELS"):
+                load_speculator(model, "eagle3")
+    assert not any("evil" in request.path for request in hub.requests)
+    # What the call itself names is the user's business.
+    assert load_speculator(model, "evil/head").method == "eagle3"
 
 
 class TestSavedSettings:

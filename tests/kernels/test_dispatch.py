@@ -57,10 +57,12 @@ def test_triton_can_be_asked_for_where_it_can_run(monkeypatch):
         use_triton(ON_GPU)
 
 
-def test_an_unknown_choice(monkeypatch):
-    monkeypatch.setattr(_triton, "CHOICE", "cuda")
-    with pytest.raises(SpecConfigError, match="'auto', 'torch' or 'triton', got 'cuda'"):
-        use_triton(ON_GPU)
+@pytest.mark.parametrize("value", ["cuda", "0", "false"])
+def test_an_unknown_choice_is_an_error_of_the_import(value):
+    environment = os.environ | {"HF_SPECDEC_KERNELS": value}
+    run = subprocess.run([sys.executable, "-c", "import hf_specdec"], env=environment, capture_output=True, text=True)
+    assert "SpecConfigError: HF_SPECDEC_KERNELS must be" in run.stderr
+    assert f"got '{value}'" in run.stderr
 
 
 def test_the_package_runs_without_triton():

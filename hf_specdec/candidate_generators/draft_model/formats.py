@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from ...checkpoints.format import Format
 from ...checkpoints.header import TargetNeeds
 from ...checkpoints.reader import CheckpointReader
-from ...checkpoints.settings import COUNT, FLAG, INDICES, MOST, NUMBER, Kind, is_int
+from ...checkpoints.settings import COUNT, FLAG, INDEX, INDICES, MOST, NUMBER, Kind, is_int
 from ...errors import shown
 
 
@@ -34,6 +34,7 @@ class DraftModelReader(CheckpointReader):
         "pard2_target_layers": INDICES,
         "pard2_target_dim": COUNT,
         "pard2_proj_bias": FLAG,
+        "sliding_window": INDEX,
         **dict.fromkeys(_SCALES, NUMBER),
     }
 
@@ -45,7 +46,8 @@ class DraftModelReader(CheckpointReader):
         return TargetNeeds(vocab_size=self.setting("vocab_size"))
 
     def check(self) -> None:
-        # What it computes is for transformers to know.
+        # What it computes is for transformers to know; masks are made here.
+        self.setting("sliding_window")
         token, size = self.stated("pard_token"), self.setting("vocab_size")
         if token is not None and not (is_int(token) and -1 <= token < (size or MOST)):
             raise self.wrong(

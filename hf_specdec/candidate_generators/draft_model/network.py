@@ -22,7 +22,7 @@ from ...checkpoints.files import RepoFiles, is_pickled
 from ...checkpoints.header import WEIGHT_FILES
 from ...checkpoints.loading import loads_checkpoint
 from ...checkpoints.quantised import check_four_bits, quantization_config
-from ...checkpoints.settings import MOST, is_int
+from ...checkpoints.settings import INDEX, MOST, is_int
 from ...checkpoints.weight_headers import TensorTable
 from ...errors import MOST_SHOWN, CheckpointFormatError, SpecConfigError, shown
 from ...target_facts import draft_device, num_embeddings
@@ -236,6 +236,9 @@ def _from_pretrained(
         model_config = AutoConfig.from_pretrained(name, **location)
         if getattr(model_config, "transformers_weights", None) not in (None, weights):
             raise ValueError(f"its config.json names other weights than {weights} (`transformers_weights`).")
+        window = getattr(model_config.get_text_config(decoder=True), "sliding_window", None)
+        if window is not None and not INDEX.is_valid(window):
+            raise ValueError(f"its config.json has `sliding_window`={shown(window)}, which must be {INDEX.what}.")
         if model_config.is_encoder_decoder and not target_model.config.is_encoder_decoder:
             raise ValueError(f"{type(model_config).__name__} is of an encoder-decoder model. Use a decoder-only one.")
         model_class = auto_model_class(model_config)

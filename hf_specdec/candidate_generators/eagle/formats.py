@@ -17,6 +17,7 @@ N decoder layers of the target.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -259,6 +260,11 @@ class EagleReader(DraftReader):
                 f"layer (its tensors: {listed(self.stored.values())})",
                 "Pass an EAGLE checkpoint, or name the method that this one is for.",
             )
+        for name in self.stored:
+            if "norm" in name and name.endswith(".weight") and not self.unused.fullmatch(name):
+                size = math.prod(self.shape(name))
+                if self.shape(name) != (size,):
+                    raise self.wrong_shape(name, (size,))
         self.require(projections(), "the first layer")
         if self.is_parallel:
             self.require([_MASK], "a P-EAGLE head")

@@ -20,8 +20,8 @@ def variable(name: str) -> str | None:
 
 def is_switched_on(name: str, *, default: bool) -> bool:
     """A variable that is true or false."""
-    value = variable(name)
-    return default if value is None else value.lower() in _TRUE
+    value = os.environ.get(f"HF_SPECDEC_{name}", "").strip()
+    return value.lower() in _TRUE if value else default
 
 
 def kernel_choice() -> str:

@@ -105,7 +105,9 @@ def generate_speculatively(
     arguments = _bind(original, model, args, kwargs)
     if isinstance(arguments.get("custom_generate"), str) and _repository_speculates(model, arguments):
         return original(model, **arguments, **asked.given)
-    call = _Call.of(model, arguments, asked, configured)
+    if configured is not None:
+        asked = _with_objects(model, arguments, asked, configured)
+    call = _Call(model, arguments, asked)
     if call.asked.is_off:
         return original(model, *args, **kwargs)
     call.prepare()
@@ -137,20 +139,6 @@ class _Call:
     early_exit: int | None = None
     speculator: Speculator | GivenCandidateGenerator | None = None
     began: float = field(default_factory=perf_counter)
-
-    @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        arguments: dict[str, Any],
-        asked: SpeculativeArguments,
-        configured: SpeculativeArguments | None,
-    ) -> _Call:
-        """The call, with the objects on its generation config in place of what it leaves open."""
-        if configured is not None:
-            _leave_out_objects(model, arguments)
-            asked = SpeculativeArguments(**{**configured.given, **asked.given})
-        return cls(model, arguments, asked)
 
     def take_spellings(self, tokenizer: Any = None) -> None:
         """Takes the settings of drafters out of the arguments that transformers' own assisted decoding has, too.
@@ -280,7 +268,9 @@ def speculator_of_many(
         UnsupportedModelError: The target's architecture cannot be driven by the loop.
     """
     configured = None if asked.choose_drafter else configured_arguments(model, (), arguments)
-    call = _Call.of(model, arguments, asked, configured)
+    if configured is not None:
+        asked = _with_objects(model, arguments, asked, configured)
+    call = _Call(model, arguments, asked)
     spelled = [name for name in SPELLINGS if arguments.get(name) is not None]
     call.take_spellings(tokenizer)
     model_profile(model)
@@ -302,12 +292,21 @@ def speculator_of_many(
     return speculator
 
 
-def _leave_out_objects(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """Takes speculative arguments from the generation config of a call: transformers would copy what they hold."""
+def _with_objects(
+    model: PreTrainedModel,
+    arguments: dict[str, Any],
+    asked: SpeculativeArguments,
+    configured: SpeculativeArguments,
+) -> SpeculativeArguments:
+    """What a call asks for, with the objects on its generation config in place of what it leaves open.
+
+    They are taken from the config that transformers gets, which would copy what they hold.
+    """
     config = copy.copy(arguments.get("generation_config") or model.generation_config)
     for name in ARGUMENTS:
         vars(config).pop(name, None)
     arguments["generation_config"] = config
+    return SpeculativeArguments(**{**configured.given, **asked.given})
 
 
 def _move_to_model(model: PreTrainedModel, arguments: dict[str, Any]) -> torch.device | None:

@@ -221,17 +221,6 @@ def test_spelled_as_in_transformers_for_many_requests():
     assert accepted[0] == accepted[1] > 0
 
 
-def test_the_layer_of_another_drafter(monkeypatch, caplog):
-    target, inputs = tiny_llama(num_hidden_layers=3), prompts(1)
-    plain = target.generate(**inputs, **GREEDY)
-    monkeypatch.setattr(target.generation_config, "speculative", {"method": "ngram"}, raising=False)
-    with record() as calls:
-        text = target.generate(**inputs, **GREEDY, assistant_early_exit=2)
-    assert torch.equal(text, plain)
-    assert [call.stats.method for call in calls.calls] == ["ngram"]
-    assert "they are left out" in caplog.text
-
-
 @pytest.mark.parametrize("is_named", [False, True])
 def test_the_layer_of_no_drafter(monkeypatch, is_named):
     target = tiny_llama(num_hidden_layers=3)

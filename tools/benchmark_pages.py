@@ -144,7 +144,7 @@ STUDIES = (
         "What does a product over few rows cost, beside torch's and the memory bandwidth?",
         r"\w+-\w+-few-rows",
         few_rows,
-        "python benchmarks/few_rows.py --json few_rows.json",
+        "python benchmarks/few_rows.py --threads 1 2 --json few_rows.json",
         see=("kernels",),
     ),
     Study(

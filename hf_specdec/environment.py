@@ -20,8 +20,8 @@ def variable(name: str) -> str | None:
 
 def is_switched_on(name: str, *, default: bool) -> bool:
     """A variable that is true or false."""
-    value = os.environ.get(f"HF_SPECDEC_{name}", "").strip()
-    return value.lower() in _TRUE if value else default
+    value = variable(name)
+    return default if value is None else value.lower() in _TRUE
 
 
 def kernel_choice() -> str:

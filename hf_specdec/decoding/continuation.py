@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -166,19 +166,20 @@ def _read_first_chunks(request: Request, target: SlotModel, kwargs: dict[str, An
     return first
 
 
+@dataclass
 class Received:
     """Arguments that the forwards of the prefill received, of models that prepare their inputs themselves.
 
     Attributes:
+        cache_name (`str`): The argument of forwards that takes the cache.
         cache (`Cache`, *optional*): The last forward's.
         last_positions (`torch.Tensor`, *optional*): Of the last column, `(..., 1)`, where the decoder reads them.
     """
 
-    def __init__(self, cache_name: str):
-        self.cache_name = cache_name
-        self.cache: Any = None
-        self.last_positions: torch.Tensor | None = None
-        self.thread: int = get_ident()
+    cache_name: str
+    cache: Any = None
+    last_positions: torch.Tensor | None = None
+    thread: int = field(default_factory=get_ident)
 
     # Torch calls hooks without keyword arguments in another thread, while this one takes them back.
 

@@ -28,12 +28,12 @@ from hf_specdec import (
     load_speculator,
     register_candidate_generator,
 )
-from hf_specdec.candidate_generators.base import NoDrafts
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
+from hf_specdec.candidate_generators.none.generator import NoDrafts
 from hf_specdec.drafts import TokenTree
 from hf_specdec.method import methods
 from hf_specdec.protocol import DraftStep
@@ -353,7 +353,7 @@ def synthetic(length: float) -> dict[str, Any]:
 
 def no_drafts() -> Speculator:
     """Plain decoding in our loop."""
-    return Speculator(SpeculativeConfig(method="ngram"), NoDrafts, None)
+    return Speculator(SpeculativeConfig(method="none"), NoDrafts, None)
 
 
 class RandomNodesCandidateGenerator(CandidateGenerator):

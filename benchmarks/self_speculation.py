@@ -28,7 +28,7 @@ from common import Sample, prefilled_cache, time_call, without_end
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import SpeculativeConfig, Speculator, load_speculator, record
-from hf_specdec.candidate_generators.base import NoDrafts
+from hf_specdec.candidate_generators.none.generator import NoDrafts
 from hf_specdec.decoding.functional import ReadAhead
 from hf_specdec.decoding.output import CACHE_FIELD
 from hf_specdec.machine import describe_environment
@@ -102,7 +102,7 @@ def measure(model: LlamaForCausalLM, context: int, given: argparse.Namespace) ->
     }
     assistants: dict[str, Speculator | None] = {
         "plain": None,
-        "loop": Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=1), NoDrafts, None),
+        "loop": Speculator(SpeculativeConfig(method="none"), NoDrafts, None),
     }
     rates = [given.rate ** (index + 1) for index in range(given.draft_tokens)]
     scripted = f"at {given.rate:.0%}"

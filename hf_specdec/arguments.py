@@ -17,16 +17,13 @@ if TYPE_CHECKING:
     from .settings import SpeculativeConfig
     from .speculator import Speculator
 
-# In place of a method: plain generation.
-OFF = ("off", "none")
-
 # Values that a file or a client can write.
 _WRITTEN = (type(None), str, int, float, list, tuple, dict)
 
 
 def is_off(value: Any) -> bool:
-    """`True` where `spec_method` or `speculative` asks for plain generation."""
-    return value is False or (isinstance(value, str) and str.__str__(value) in OFF)
+    """`True` where `spec_method` or `speculative` asks for transformers' own generation."""
+    return value is False or (isinstance(value, str) and str.__str__(value) == "off")
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,8 +25,8 @@ _DOCUMENTATION = """
         What is generated stays the same.
 
         spec_method (`str`, *optional*):
-            Name of the method, such as "ngram", "suffix", "eagle3" or "suffix+eagle3"; "auto" finds a drafter, "off"
-            is plain generation.
+            Name of the method, such as "ngram", "suffix", "eagle3" or "suffix+eagle3"; "auto" finds a drafter,
+            "none" is this loop without drafts, "off" is plain generation.
         spec_model (`str`, `os.PathLike` or `PreTrainedModel`, *optional*):
             Draft checkpoint; without a `spec_method` the method is read from it.
         num_speculative_tokens (`int` or `str`, *optional*):

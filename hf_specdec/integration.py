@@ -31,6 +31,7 @@ from .decoding.profile import REPEATED_INPUTS, is_text_only, model_profile
 from .decoding.request import Request
 from .errors import SpecConfigError, shown
 from .loader import load_speculator
+from .method import NO_DRAFTS
 from .patching import original_generate
 from .speculator import GivenCandidateGenerator, Speculator
 from .target_facts import CACHE_NAMES, device_of, no_target
@@ -55,7 +56,8 @@ def generate(
 
     Args:
         model (`PreTrainedModel`): The target.
-        spec_method (`str`, *optional*): Name of the method; "auto" finds a drafter, "off" is plain generation.
+        spec_method (`str`, *optional*): Name of the method; "auto" finds a drafter, "none" is the loop without
+            drafts, "off" transformers' own generation.
         spec_model (`str`, `os.PathLike` or `PreTrainedModel`, *optional*):
             Draft checkpoint; without a `spec_method` the method is read from it.
         num_speculative_tokens (`int` or `str`, *optional*): Speculation length k in tokens, "fixed": the method's own,
@@ -254,8 +256,8 @@ class _IsPreparedError(Exception):
 
 def speculator_of_many(
     model: PreTrainedModel, arguments: dict[str, Any], asked: SpeculativeArguments, tokenizer: Any = None
-) -> Speculator | None:
-    """The drafter of a run of many requests; `None` for plain decoding.
+) -> Speculator:
+    """The drafter of a run of many requests; without one, and where it is off, that which drafts nothing.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -275,14 +277,14 @@ def speculator_of_many(
     call.take_spellings(tokenizer)
     model_profile(model)
     if call.asked.is_off:
-        return None
+        return load_speculator(model, NO_DRAFTS)
     if spelled and not call.asked.choose_drafter:
         raise SpecConfigError(
             f"`{spelled[0]}` is about a drafter that the run names, and it names none. Pass `spec_method` or "
             "`assistant` as well, or leave it out."
         )
     if not call.asked.given:
-        return None
+        return load_speculator(model, NO_DRAFTS)
     speculator = _speculator(model, call.asked, call.tokenizers, call.early_exit)
     if not isinstance(speculator, Speculator):
         raise SpecConfigError(

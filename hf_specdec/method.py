@@ -21,6 +21,9 @@ from .threads import cached_property
 # Between the two methods of a combination.
 COMBINING = "+"
 
+# The method that drafts nothing: the loop that the others must beat.
+NO_DRAFTS = "none"
+
 _FOLDER = "hf_specdec.candidate_generators"
 _COMBINED_GENERATOR = f"{_FOLDER}.combined.combination:combination"
 

@@ -15,8 +15,9 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
 from .candidate_generators.assisted import StockCandidateGenerator, UnboundCandidateGenerator
-from .candidate_generators.base import CandidateGenerator, NoDrafts
+from .candidate_generators.base import CandidateGenerator
 from .candidate_generators.combined.combination import part_configs
+from .candidate_generators.none.generator import NoDrafts
 from .control import ControlProfile, ScheduledLength, SpeculationController
 from .control.constants import LARGEST_FIRST_LENGTH
 from .decoding.sequences import Sequences
@@ -34,6 +35,9 @@ logger = logging.get_logger(__name__)
 
 # Maximum length of the imagined call whose checks are run.
 _ANY_LENGTH = 2**20
+
+# Lengths by the number of rows that allow no drafts for any.
+_NEVER = ((1, 0),)
 
 # Settings with the largest length of a cycle, by those that leave it to a controller or to the number of rows.
 _longest: Recent[SpeculativeConfig] = Recent(64)
@@ -76,7 +80,9 @@ class Speculator:
         self.target_revision = target_revision
         # A method of the user's may draw its drafts always: then their lengths would decide the text.
         asks = config.num_speculative_tokens == AUTO
-        self.is_adaptive: bool = config.is_adaptive and (asks or generator_class.samples_drafts is not True)
+        may_adapt = generator_class.most_speculative_tokens != 0
+        may_adapt = may_adapt and (asks or generator_class.samples_drafts is not True)
+        self.is_adaptive: bool = config.is_adaptive and may_adapt
         self.profile: ControlProfile | None = ControlProfile() if profile is None and self.is_adaptive else profile
         self._target = None if target is None else ref(target)
         self.origin: dict[str, str | None] = {}
@@ -116,13 +122,15 @@ class Speculator:
             return UnboundCandidateGenerator(self)
         if self.note is not None:
             session.notes.append(self.note)
-        limit = self.config.disable_by_batch_size
+        limit, schedule = self.config.disable_by_batch_size, self.config.num_speculative_tokens_per_batch_size
         if limit is not None and session.batch_size > limit:
             session.notes.append(f"no drafts: {session.batch_size} rows are more than disable_by_batch_size={limit}")
             logger.info(f"Speculation is off for this call: {session.notes[-1]}.")
-            return NoDrafts(self.config, None, session)
+            return NoDrafts(self.config, None, session, "batch_size")
+        if schedule == _NEVER:
+            return NoDrafts(self.config, None, session, "batch_size")
         generator = self.generator_class(self._longest_drafts, self.resources, session)
-        if not self.is_adaptive and self.config.num_speculative_tokens_per_batch_size is None:
+        if not self.is_adaptive and schedule is None:
             return generator
         from .candidate_generators.adaptive import AdaptiveCandidateGenerator
 
@@ -173,7 +181,7 @@ class Speculator:
             if self.is_adaptive:
                 longest = self._adaptive()
             else:
-                most = None if schedule is None or has_length else max(k for _, k in schedule)
+                most = None if schedule is None or has_length else max(k for _, k in schedule) or None
                 longest = config.replace(num_speculative_tokens=most)
             _longest.put(key, longest)
         return longest

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specdec import Speculator, demo, load_speculator
-from hf_specdec.method import built_in_methods, parts_of
+from hf_specdec.method import NO_DRAFTS, built_in_methods, parts_of
 from hf_specdec.settings import option_fields
 from tests.block_drafts import HEADS, head_path
 
@@ -86,7 +86,7 @@ _SHAPES = {
 _SHAPES |= {
     f"ngram+{method.name}": {}
     for method in built_in_methods()
-    if not any(method.name in parts_of(name) for name in _SHAPES if "+" in name)
+    if method.name != NO_DRAFTS and not any(method.name in parts_of(name) for name in _SHAPES if "+" in name)
 }
 
 # Rows with another checkpoint than their method's: what it is, and where; `None` where it is made.
@@ -200,7 +200,9 @@ def _params(names):
     return [pytest.param(name, marks=needs_library if "suffix" in name else ()) for name in names]
 
 
-METHODS = _params(method.name for method in built_in_methods() if not method.needs_grammar)
+METHODS = _params(
+    method.name for method in built_in_methods() if not method.needs_grammar and method.name != NO_DRAFTS
+)
 COMBINATIONS = _params(name for name in _SHAPES if "+" in name)
 # Methods that need a grammar draft nothing alone where there is none; `tests/test_grammar.py` has their rows.
 EVERYTHING = _params(name for name in _SHAPES if name not in NEED_GRAMMAR)

@@ -72,8 +72,8 @@ def test_measures_every_method_beside_both_baselines(found):
     rows = {(row["batch_size"], row["method"]): row for row in found["rows"]}
     own = ("ngram", "draft_model", "eagle3_k2", "eagle3_k3")
     assert list(rows) == [
-        *((1, name) for name in ("plain", "stock_prompt_lookup", "stock_draft_model", *own)),
-        *((2, name) for name in ("plain", *own)),
+        *((1, name) for name in ("plain", "none", "stock_prompt_lookup", "stock_draft_model", *own)),
+        *((2, name) for name in ("plain", "none", *own)),
     ]
     for (size, name), row in rows.items():
         plain = rows[size, "plain"]
@@ -94,7 +94,9 @@ def test_measures_every_method_beside_both_baselines(found):
             assert len(row["accepted_per_position"]) == len(row["accepted_per_position_spread"])
             assert 1 <= row["mean_acceptance_length"] <= len(row["accepted_per_position"]) + 1
             assert 0 < row["draft_share"] < 1
-    assert rows[1, "plain"]["speedup"] == 1.0
+    assert rows[1, "plain"]["speedup"] == rows[1, "none"]["speedup_over_none"] == 1.0
+    assert rows[1, "none"]["accepted_per_position"] == []
+    assert rows[1, "none"]["mean_acceptance_length"] == 1.0
     assert rows[1, "plain"]["mean_acceptance_length"] == 1.0
     assert rows[1, "eagle3_k2"]["settings"]["num_speculative_tokens"] == 2
     assert rows[1, "stock_draft_model"]["settings"]["num_assistant_tokens"] == 5
@@ -147,7 +149,7 @@ def test_sampled_runs_and_one_kind(tmp_path):
     file.write_text("def read_json(path):\n")
     options = ("--spec", "ngram", "--no-stock", "--rounds", 1, "--temperature", 0.8, "--raw", "--prompts", file)
     found = json.loads(bench(*options, "--json", "--plot", tmp_path).stdout)
-    assert [row["method"] for row in found["rows"]] == ["plain", "ngram"]
+    assert [row["method"] for row in found["rows"]] == ["plain", "none", "ngram"]
     assert all(row["identical"] is None for row in found["rows"])
     assert found["settings"]["decoding"] == "sampled (temperature 0.8)"
     assert found["settings"]["batch_size"] == 1

@@ -30,10 +30,10 @@ def test_every_file_has_tables(study):
 
 
 @pytest.mark.parametrize("study", benchmark_pages.STUDIES, ids=lambda study: study.name)
-def test_programs_exist_unless_they_are_said_to_be_gone(study):
+def test_programs_exist(study):
     programs = re.findall(r"benchmarks/\w+\.py", study.command)
     assert all((benchmark_pages.ROOT / program).is_file() for program in programs)
-    assert study.is_gone or programs or study.command.startswith("hf-specdec ")
+    assert programs or study.command.startswith("hf-specdec ")
 
 
 def test_ratios_are_those_of_the_file():

@@ -252,7 +252,7 @@ class TestPlainCalls:
         assert args[0] is inputs
         assert kwargs == {"generation_config": config, "streamer": 3}
 
-    @pytest.mark.parametrize("off", ["off", "none", False])
+    @pytest.mark.parametrize("off", ["off", False])
     def test_switched_off(self, model, inputs, plain, off):
         with record() as made:
             for argument in ("spec_method", "speculative"):

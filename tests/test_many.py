@@ -87,7 +87,7 @@ def run(model, requests, batch_size: int = 3, **settings) -> list:
 )
 def test_lengths_arrivals_cancellations_and_errors(model, places, requests):
     reader = RequestReader(model, {"max_new_tokens": 12}, seed=3, num_places=places)
-    engine = Engine(model, None if places == 2 else speculator(model), reader, places, chunk_size=4)
+    engine = Engine(model, speculator(model, "none" if places == 2 else "ngram"), reader, places, chunk_size=4)
     rows: dict[int, Row] = {}
     ended: dict[int, Row] = {}
 
@@ -126,10 +126,10 @@ def test_lengths_arrivals_cancellations_and_errors(model, places, requests):
     engine.close()
 
 
-def speculator(model):
+def speculator(model, method="ngram"):
     from hf_specdec import load_speculator
 
-    return load_speculator(model, "ngram", num_speculative_tokens=4)
+    return load_speculator(model, method, num_speculative_tokens=4)
 
 
 def sampled_alone(model, tokens: list[int], new: int, seed: int) -> list[int]:
@@ -310,7 +310,7 @@ def test_others_go_on_where_one_fails(model, monkeypatch, name, sample):
 
 def test_a_free_place_is_given_away_at_once(model):
     reader = RequestReader(model, {"max_new_tokens": 40}, num_places=8)
-    engine = Engine(model, None, reader, 8)
+    engine = Engine(model, speculator(model, "none"), reader, 8)
     rows = [reader.row(index, prompt(index), {}) for index in range(8)]
     for row in rows[:7]:
         engine.add(row)

@@ -213,7 +213,7 @@ def test_long_sources_take_their_padding_along():
     """The others pay for it only while a long source is there."""
     case = Case.of("bart")
     reader = RequestReader(case.model, {"do_sample": False}, num_places=3)
-    engine = Engine(case.model, None, reader, 3)
+    engine = Engine(case.model, load_speculator(case.model, "none"), reader, 3)
     generator = torch.Generator().manual_seed(3)
     widths = []
     for length, new in ((40, 4), (7, 12), (11, 20)):

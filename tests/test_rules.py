@@ -9,7 +9,7 @@ import transformers
 from transformers import BloomConfig, BloomForCausalLM, LogitsProcessor, StoppingCriteria
 
 from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, Speculator, generate_many, record
-from hf_specdec.candidate_generators.base import NoDrafts
+from hf_specdec.candidate_generators.none.generator import NoDrafts
 from hf_specdec.logits import rules
 from hf_specdec.logits.randomness import ACCEPT, TARGET, RowUniforms
 from hf_specdec.logits.rules import BlockRule, StandardRule, SyntheticRule, TypicalRule, acceptance_rule
@@ -55,7 +55,7 @@ def inputs():
 @pytest.fixture(scope="module")
 def text(model, inputs):
     """Our own loop without drafts."""
-    return sample(model, inputs, Speculator(SpeculativeConfig(method="ngram"), NoDrafts, None))
+    return sample(model, inputs, Speculator(SpeculativeConfig(method="none"), NoDrafts, None))
 
 
 @pytest.fixture(scope="module")
@@ -375,7 +375,7 @@ class TestWholeDrafts:
     def test_criteria_of_one_row_see_every_position(self, model, rule, drawn, with_scores):
         inputs = prompts(1)
         wanted = {"return_dict_in_generate": True, "output_scores": with_scores, "no_repeat_ngram_size": 9}
-        text = sample(model, inputs, Speculator(SpeculativeConfig(method="ngram"), NoDrafts, None))
+        text = sample(model, inputs, Speculator(SpeculativeConfig(method="none"), NoDrafts, None))
 
         def run(criterion):
             drafter = sampled_speculator(4, widths=(1,) * 4) if drawn else scripted_for(text, inputs, tree="random")

@@ -14,7 +14,7 @@ import transformers
 from transformers import LogitsProcessor
 
 from hf_specdec import SpecDecError, SpeculativeConfig, Speculator, load_speculator, record
-from hf_specdec.candidate_generators.base import NoDrafts
+from hf_specdec.candidate_generators.none.generator import NoDrafts
 from hf_specdec.kernels.acceptance import Acceptance
 from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.logits import rules, verifier
@@ -166,7 +166,7 @@ class Shift(LogitsProcessor):
 
 
 def no_drafts() -> Speculator:
-    return Speculator(SpeculativeConfig(method="ngram"), NoDrafts, None)
+    return Speculator(SpeculativeConfig(method="none"), NoDrafts, None)
 
 
 @lru_cache(maxsize=1)

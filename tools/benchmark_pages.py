@@ -43,7 +43,6 @@ class Study:
         read (`Callable`): Reader of their shape.
         command (`str`): The program, unless a file names its own `command`. Of one that is gone from the repository
             this is its successor.
-        is_gone (`bool`): The program that measured is no longer part of the repository.
         heading (`str`): Of a file, filled in from its content and environment.
         notes (`str`): What one must know to read the tables.
         see (`tuple[str, ...]`): Pages that draw conclusions.
@@ -55,7 +54,6 @@ class Study:
     files: str
     read: Callable[[Content], Iterator[Table]]
     command: str
-    is_gone: bool = False
     heading: str = "{machine}, {dtype}"
     notes: str = ""
     see: tuple[str, ...] = ()
@@ -320,7 +318,7 @@ STUDIES = (
         r"gpu-\w+-(first|verification|smoke|smoke-early)",
         on_gpu,
         "python benchmarks/gpu.py --first",
-        heading="{machine}: {kind}",
+        heading="{machine}: {run}",
         notes="A target of the size of Llama-3.1-8B with random weights, whose text is known beforehand. Draft "
         "networks are of public sizes and untrained: their drafts are accepted at published lengths, so these are "
         "times of cycles, and no claim that a drafter is as good. Eager `generate()` launches its kernels one by one "
@@ -368,102 +366,6 @@ STUDIES = (
         see=("self_speculation",),
     ),
     Study(
-        "heads",
-        "Shapes of Medusa and MLP speculator drafts",
-        "Which shape of a draft pays with the demo's Medusa heads and MLP speculator?",
-        r"\w+-\w+-heads-\w+",
-        compared,
-        "python benchmarks/run.py medusa mlp_speculator",
-        is_gone=True,
-        notes="Eight prompts, at most 128 new tokens each, one row, fixed drafts. Static trees of the MLP speculator "
-        "are built from the accuracies of the Medusa heads.",
-        see=("medusa", "mlp_speculator"),
-    ),
-    Study(
-        "eagle",
-        "Shapes of EAGLE-3 drafts",
-        "Which shape of a draft pays with the demo's EAGLE-3 head, and when should drafting stop?",
-        r"\w+-\w+-eagle-calls",
-        columns(
-            draft="draft",
-            threshold="stops below",
-            tokens_per_cycle="tokens per cycle",
-            drafted_per_cycle="drafted per cycle",
-            time="time relative to no threshold",
-            speed="speed relative to plain",
-        ),
-        "python benchmarks/run.py eagle eagle3 early-stop",
-        is_gone=True,
-        heading="{machine}",
-        notes=f"Eight prompts of 96 new tokens, greedy, one row, process time. {_TREES}",
-        see=("eagle",),
-    ),
-    Study(
-        "dflash",
-        "DFlash: blocks, steps, trees",
-        "Whole blocks, several denoising steps, or trees? And what does a block cost beside a chain?",
-        r"\w+-\w+-dflash",
-        columns(
-            block="block",
-            block_ms="block, ms",
-            chain_ms="chain, ms",
-            chain_to_block="chain / block",
-            block_to_target="block / target's forward",
-            draft="draft",
-            tokens_per_cycle="tokens per cycle",
-            accepted_per_position="accepted at each position, %",
-            speed="speed relative to plain",
-            draft_to_target="draft / target's forward",
-            rest_share="outside of forwards",
-        ),
-        "python benchmarks/run.py dflash",
-        is_gone=True,
-        heading="{machine}",
-        notes='One row, greedy, process time. "Masks alone" and "tokens revealed" are two drafts of three layers for '
-        "a target of four, trained with masks alone and with some tokens revealed; the third is the demo's. The "
-        "blocks have random weights: three layers for a target of sixteen, hidden size 512.",
-        see=("dflash",),
-    ),
-    Study(
-        "mtp",
-        "MTP: all layers, or the first one again and again",
-        "How far does one layer draft, beside transformers' `use_mtp=True`?",
-        r"\w+-\w+-mtp",
-        columns(
-            target="target",
-            layers="layers",
-            batch_size="batch",
-            side="side",
-            tokens_per_cycle="tokens per cycle",
-            to_plain="speed relative to plain",
-            to_stock="relative to transformers",
-            call_to_stock="whole call, relative to transformers",
-        ),
-        "python benchmarks/run.py mtp",
-        is_gone=True,
-        notes="The targets are the tests' checkpoints as they are (3 layers), and with 21 further layers that add "
-        "nothing. `chain` has one token from each layer, as transformers' loop has; `reuse k` applies the first layer "
-        "k times. transformers' takes one row only.",
-        see=("mtp",),
-    ),
-    Study(
-        "retrieval",
-        "Trees of retrieved drafts",
-        "Are trees of `ngram` and `suffix` better than chains?",
-        r"\w+-\w+-retrieval-trees",
-        columns(
-            side="side",
-            tokens_per_cycle="tokens per cycle",
-            nodes_per_cycle="drafted per cycle",
-            ratio="speed relative to the chain",
-            ratio_range="range",
-        ),
-        "python benchmarks/run.py retrieval",
-        is_gone=True,
-        notes="Process time, three rounds, which vary by 5 to 10 %.",
-        see=("ngram", "suffix"),
-    ),
-    Study(
         "lookups",
         "Cost of prompt lookup",
         "What does a lookup cost in a long text, beside transformers' own?",
@@ -478,93 +380,6 @@ STUDIES = (
         heading="{machine}",
         notes="On the host, beside the forwards of the target. The text is Python's standard library.",
         see=("ngram",),
-    ),
-    Study(
-        "ngram",
-        "Rules of prompt lookup",
-        "Which rule of lookup finds the most tokens?",
-        r"\w+-\w+-ngram",
-        columns(
-            rule="rule",
-            edit="edits: tokens per step (drafted)",
-            code="new code: tokens per step (drafted)",
-        ),
-        "python benchmarks/run.py retrieval",
-        is_gone=True,
-        heading="{machine}",
-        notes="A known text takes the place of the target's output: edited files and halves of files of Python's "
-        "standard library.",
-        see=("ngram",),
-    ),
-    Study(
-        "trees",
-        "Cost of verifying a tree",
-        "What does it cost to verify 1 to 64 nodes, as a chain and as a tree?",
-        r"\w+-\w+-trees",
-        columns(
-            shape="shape",
-            nodes="verified nodes",
-            forward_ratio="forward relative to one node",
-            cycle_ratio="cycle relative to no draft",
-            topology_ms="topology, ms",
-            acceptance_ms="acceptance, ms",
-            commit_ms="commit, ms",
-        ),
-        "python benchmarks/gpu.py --sections verification",
-        is_gone=True,
-        heading="{machine}, context 512",
-        notes="Cycles without a drafter: forward, acceptance, commit of three accepted tokens. Verified nodes include "
-        "the anchor. `random` has 17 layers of random weights.",
-        see=("trees", "medusa"),
-    ),
-    Study(
-        "acceptance_rules",
-        "Block verification beside the standard rule",
-        "How much does block verification accept beyond the standard rule?",
-        r"\w+-\w+-acceptance-rules",
-        columns(
-            temperature="temperature",
-            k="draft tokens",
-            standard="`standard`: tokens per verification",
-            block="`block`",
-            ratio="block / standard",
-            standard_error="standard error",
-            lowest_ratio="lowest of a seed",
-            time_ratio="processor time per token",
-        ),
-        "python benchmarks/run.py rules",
-        is_gone=True,
-        heading="{machine}",
-        notes="The demo's target and draft model, eight prompts, 16 rows each of 64 new tokens, 6 seeds, float32.",
-        see=("verification",),
-    ),
-    Study(
-        "metrics",
-        "Cost of metrics",
-        "What do records, the log line and Prometheus cost?",
-        r"\w+-\w+-metrics-cost",
-        columns(side="side", ratio="CPU time", microseconds="microseconds per cycle", share="share of a cycle"),
-        "",
-        is_gone=True,
-        notes="`ngram` on the demo's target, one row, 100 rounds; cycles of 5.4 ms. CPU time is relative to a loop "
-        "without any bookkeeping; single rounds lie far apart, so the microseconds, taken alone, are the better "
-        "measure.",
-        see=("metrics",),
-    ),
-    Study(
-        "simulated_control",
-        "Adaptive length in simulated worlds",
-        "How much throughput is lost to the search for the best length, where costs and rates are known?",
-        r"simulated-control",
-        columns(case="case", worlds="worlds", mean="mean", quantile_95="95 of 100 lose less than", worst="most"),
-        "pytest tests/control",
-        is_gone=True,
-        heading="Simulated",
-        notes="Part of the best fixed length's throughput that is lost, with length 0 among the candidates; negative "
-        "numbers beside plain decoding are gains. At most 12 draft tokens; drafts that cost 0.005 to 1.5 of a plain "
-        "cycle; acceptance rates from 0 to 0.97; costs of verification that are flat, linear, steep, or like float32 "
-        "on a CPU; one or two times in a hundred are ten times too long.",
-        see=("control",),
     ),
 )
 
@@ -617,19 +432,15 @@ def _page(study: Study) -> str:
     if study.see:
         links = " and ".join(f"[{name}](../{name}.md)" for name in study.see)
         parts.append(f"Conclusions: {links}.")
-    if study.is_gone:
-        again = f" `{study.command}` asks the same question." if study.command else ""
-        parts.append(f"The program that measured this is no longer part of the repository.{again}")
     for stem, content in study.sources().items():
-        facts = _facts(content)
+        facts = {**_facts(content), "run": stem.split("-", 2)[-1]}
         heading = study.heading.format_map(facts)
         parts += [
             f"## {heading[0].upper()}{heading[1:]}",
             f"{_environment(content)} Figures: `benchmarks/results/{stem}.json`.",
         ]
-        if not study.is_gone:
-            command = content.get("command") or study.command.format_map(facts)
-            parts.append(f"```\n{command}\n```")
+        command = content.get("command") or study.command.format_map(facts)
+        parts.append(f"```\n{command}\n```")
         parts += map(markdown, study.read(content))
     return "\n\n".join(parts) + "\n"
 

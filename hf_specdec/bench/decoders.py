@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependencyError, SpecConfigError, shown
 from ..loader import load_speculator
-from ..method import COMBINING, methods
+from ..method import COMBINING, NO_DRAFTS, methods
 from ..reading import parse_json
 from ..settings import SpeculativeConfig
 from ..speculator import Speculator
@@ -86,6 +86,19 @@ class Decoder:
 def plain_decoder() -> Decoder:
     # The settings of a generation config must not speed up the baseline.
     return Decoder(PLAIN, {"spec_method": "off"})
+
+
+def with_baselines(model: PreTrainedModel, decoders: Sequence[Decoder], stock: bool = False) -> list[Decoder]:
+    """The ways to compare: plain generation, the loop without drafts, transformers' own ways if asked for, and these.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        decoders (`Sequence[Decoder]`): Methods, from [`load_decoders`].
+        stock (`bool`): Also [`stock_decoders`].
+    """
+    (undrafted,), _ = load_decoders(model, [NO_DRAFTS])
+    others = [decoder for decoder in decoders if decoder.settings != undrafted.settings]
+    return [plain_decoder(), undrafted, *(stock_decoders(others) if stock else []), *others]
 
 
 def load_decoders(

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import counted
 from ..machine import describe_environment
+from ..method import NO_DRAFTS
 from .decoders import PLAIN, Decoder
 from .engine import Call, Measurement, Round, find_differences
 from .figures import Figure, median_and_quartiles, median_and_range, percentiles, pooled
@@ -120,7 +121,13 @@ def make_rows(
 def _figures(rounds: Sequence[Round], name: str, indices: Sequence[int], greedy: bool) -> dict[str, Any]:
     """Speed and acceptance over some batches."""
     speeds = [_tokens_per_second(one[name], indices) for one in rounds]
-    plain = [_tokens_per_second(one[PLAIN], indices) for one in rounds]
+    # Of the same rounds: plain generation, and the loop without drafts, where that can run.
+    bases = {"speedup": PLAIN, "speedup_over_none": NO_DRAFTS}
+    paces = {
+        key: [_tokens_per_second(one[base], indices) for one in rounds]
+        for key, base in bases.items()
+        if base in rounds[0]
+    }
     calls = [one[name][index] for one in rounds for index in indices]
     with_texts = _with_own_texts(rounds, greedy)
     texts = [one[name][index] for one in with_texts for index in indices]
@@ -130,7 +137,7 @@ def _figures(rounds: Sequence[Round], name: str, indices: Sequence[int], greedy:
     drafting = [(call.stats.draft_seconds, call.seconds) for call in calls if call.stats is not None]
     figures = {
         "tokens_per_second": median_and_range(speeds),
-        "speedup": median_and_range([speed / base for speed, base in zip(speeds, plain)]),
+        **{key: median_and_range([a / b for a, b in zip(speeds, pace)]) for key, pace in paces.items()},
         "first_token_seconds": median_and_quartiles([call.first_token_seconds for call in calls], "calls"),
         "mean_acceptance_length": _acceptance_length(texts),
         # Among those that were compared, and among all; `None` where nothing is known of drafts.

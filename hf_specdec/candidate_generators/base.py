@@ -370,21 +370,3 @@ class CandidateGenerator(HfCandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         self.assisted_side.num_matches = int(num_matches)
-
-
-class NoDrafts(CandidateGenerator):
-    """Plain decoding in the same loop, because of the batch size: every cycle verifies the anchors alone."""
-
-    default_num_speculative_tokens = 0
-
-    def __init__(self, config: SpeculativeConfig | None, resources: Any, session: Session):
-        self.session = session
-        self.num_speculative_tokens = 0
-
-    def propose(self, step: DraftStep) -> DraftTree:
-        return DraftTree.empty(len(step.rows), self.session.device, why="batch_size")
-
-    drafts_ahead = True
-
-    def draft_ahead(self, commit: DeviceCommit) -> DraftTree:
-        return DraftTree.empty(len(commit.rows), self.session.device)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import counted
+from ..method import NO_DRAFTS
 from .common import JsonOption, OfflineOption, new_table, say, show, shown_size
 from .target import (
     SPEC_HELP,
@@ -56,7 +57,8 @@ def advise_command(
     """Recommend a configuration, by measuring on your prompts.
 
     Drafters that are found for the target, methods without weights and what --spec names generate the same prompts
-    beside plain generation. Prints the fastest as Python and JSON, and why the others lose.
+    beside plain generation and this loop without drafts. Prints the fastest as Python and JSON, and why the others
+    lose.
     """
     from .. import demo
     from ..diagnosis import advise
@@ -88,17 +90,25 @@ def _print(found: Advice, calls: str) -> None:
     best = found.best
     if best is None:
         say("Use plain generation: nothing that was measured is surely faster.")
+    elif best.settings["method"] == NO_DRAFTS:
+        say(f"Use this loop without drafts: {best.speedup:.2f}x plain generation. Drafts add nothing sure.", "bold")
     else:
         low, high = best.speedup_range
-        say(f"Use {best.name}: {best.speedup:.2f}x plain generation ({low:.2f}-{high:.2f} by round).", "bold")
+        say(
+            f"Use {best.name}: {best.speedup:.2f}x plain generation ({low:.2f}-{high:.2f} by round), "
+            f"{best.over_none:.2f}x this loop without drafts.",
+            "bold",
+        )
+    if best is not None:
         say(f"\n  {found.snippets['python']}\n")
         say(f"As JSON: {found.snippets['json']}")
-    headings = ("speed-up", "tokens/s", "accept. length", "accept. rate", "break even", "weights")
+    headings = ("speed-up", "by drafts", "tokens/s", "accept. length", "accept. rate", "break even", "weights")
     table = new_table("", numbers=headings)
     for option in found.options:
         table.add_row(
             Text(option.name),
             f"{option.speedup:.2f}",
+            f"{option.over_none:.2f}",
             f"{option.tokens_per_second:.0f}",
             f"{option.mean_acceptance_length:.2f}",
             f"{option.acceptance_rate:.2f}",

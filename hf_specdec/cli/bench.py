@@ -87,10 +87,10 @@ def bench_command(
     output: Annotated[Path | None, _output_option("--output", "-o", help="Also write the JSON to this file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare methods with plain generation and with transformers' own assisted generation, on your model and prompts.
+    """Compare methods with plain generation, this loop without drafts and transformers' assisted generation.
 
-    In every round each batch is generated in all ways, one after the other. Ctrl-C ends after the rounds that are
-    complete.
+    All on your model and prompts. In every round each batch is generated in all ways, one after the other. Ctrl-C
+    ends after the rounds that are complete.
     """
     # All that can be checked without the target is checked before it is loaded.
     sizes, sampling = read_batch_sizes(batch_sizes), sampling_arguments(temperature, top_p, top_k, sample)
@@ -102,7 +102,7 @@ def bench_command(
         check_can_draw(plot)
     if output is not None and not output.absolute().parent.is_dir():
         raise SpecConfigError(f"--output '{output}': there is no folder '{output.absolute().parent}'. Make it first.")
-    from ..bench.decoders import load_decoders, plain_decoder, stock_decoders
+    from ..bench.decoders import load_decoders, with_baselines
     from ..bench.engine import measure
     from ..bench.report import make_report
 
@@ -111,7 +111,7 @@ def bench_command(
         _check_lengths(model, [batch for group in batches.values() for batch in group])
         # Methods that were not asked for by name may be missing.
         methods, missing = load_decoders(model, chosen, names=names, skip_missing=not specs)
-        decoders = [plain_decoder(), *(stock_decoders(methods) if stock else []), *methods]
+        decoders = with_baselines(model, methods, stock)
         with progress_bars() as begin:
             found = measure(
                 model, decoders, batches, rounds, sampling, seed=seed, max_seconds=max_seconds, begin=begin

@@ -188,7 +188,7 @@ def _run_demo(
     """Runs the comparison; what it returns is what `--json` prints."""
     import torch
 
-    from ..bench.decoders import load_decoders, plain_decoder, stock_decoders
+    from ..bench.decoders import load_decoders, with_baselines
     from ..bench.engine import measure
     from ..bench.report import make_report
     from ..machine import num_threads, suitable_dtype
@@ -200,7 +200,7 @@ def _run_demo(
     def loaded(dtype):
         model = place.load_target(dtype).to(device)
         found, missing = load_decoders(model, [*methods.values()], names=[*methods], skip_missing=True)
-        return model, [plain_decoder(), *(stock_decoders(found) if stock else []), *found], missing
+        return model, with_baselines(model, found, stock), missing
 
     with num_threads(threads), progress_bars() as begin:
         model, decoders, missing = loaded(torch.float32)
@@ -338,7 +338,7 @@ def _demo_table(rows: list[Mapping[str, Any]], refused: list[Mapping[str, Any]],
         table.add_row(
             row["method"],
             speed,
-            f"{row['speedup']:.2f} ({low:.1f}-{high:.1f})",
+            f"{row['speedup']:.2f}" + (f" ({low:.1f}-{high:.1f})" if row["spread"]["speedup"]["n"] > 1 else ""),
             *[f"{row['kinds'][kind]['speedup']:.2f}" for kind in kinds],
             length,
             "-" if row["acceptance_rate"] is None else f"{100 * row['acceptance_rate']:.0f} %",

@@ -23,8 +23,9 @@ MethodOption = Annotated[
     typer.Option(
         "--spec-method",
         "--method",
-        help="Speculation method, 'auto' for one that is found, or 'off'. Left out: that of --config or --spec-model; "
-        "without them the embedded draft model for the embedded target, and ngram for others.",
+        help="Speculation method, 'auto' for one that is found, 'none' for the loop without drafts, or 'off' for that "
+        "of transformers. Left out: that of --config or --spec-model; without them the embedded draft model for the "
+        "embedded target, and ngram for others.",
     ),
 ]
 SpecModelOption = Annotated[str | None, typer.Option(help="Draft model: a repo id or a folder.")]

@@ -2,8 +2,9 @@
 
 What there is to choose from comes from discovery (MTP layers of the target's checkpoint, drafters that the target or
 the Hub names, the methods without weights) and from the user. What does not fit into the memory or does not load is
-left out, with the reason; all others generate the same prompts beside plain generation, in turn. Of the fastest one
-other speculation lengths are then measured. The equations of [`~control.theory`] say why the others lose.
+left out, with the reason; all others generate the same prompts beside plain generation and the loop without drafts, in
+turn. Of the fastest one other speculation lengths are then measured. A method is recommended where it is faster than
+both. The equations of [`~control.theory`] say why the others lose.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..bench.decoders import PLAIN, Decoder, load_decoders, plain_decoder
+from ..bench.decoders import Decoder, load_decoders, with_baselines
 from ..bench.engine import Call, measure
 from ..bench.prompts import Batch
 from ..bench.report import make_rows
@@ -25,14 +26,14 @@ from ..hub.discover import Search
 from ..hub.target import Access, Target
 from ..hub.trust import one_line
 from ..machine import describe_environment, free_bytes
-from ..method import built_in_methods, names_without_weights
+from ..method import NO_DRAFTS, built_in_methods, names_without_weights
 from ..metrics import SpecDecodingStats
 from ..settings import AUTO, SpeculativeConfig
 from ..target_facts import model_name
 
 
-# A smaller speed-up is not worth a configuration.
-_WORTHWHILE = 1.05
+# A smaller gain, over plain generation or by drafts, is not worth a configuration.
+_WORTHWHILE = 1.02
 
 # Ways with this share of the largest speed-up are measured again beside other lengths of the fastest.
 _NEAR = 0.8
@@ -50,6 +51,9 @@ _REPEATING = {
     )
 }
 
+# The loop without drafts.
+_NONE, _BASELINE = {"method": NO_DRAFTS}, "the baseline"
+
 _GREEDY = {"do_sample": False}
 
 
@@ -62,16 +66,17 @@ class Option:
         settings (`dict`): Flat settings of [`SpeculativeConfig`].
         origin (`str`): Where it comes from, for people.
         speedup (`float`): Over plain generation in the same rounds, the median.
-        speedup_range (`tuple[float, float]`): Smallest and largest of the rounds.
+        over_none (`float`): The same over the loop without drafts: what the drafts bring.
+        speedup_range, over_none_range (`tuple[float, float]`): Smallest and largest of the rounds.
         tokens_per_second (`float`): The median of the rounds.
         mean_acceptance_length (`float`): Tokens of a row per verification.
         acceptance_rate (`float`): Accepted draft tokens among those judged.
         drafted_share (`float`): Of the cycles, those with a draft.
         draft_length (`float`): Draft tokens of a cycle, the deepest path of a tree, on average.
         draft_seconds, verify_seconds (`float`): Of a cycle, on average.
-        plain_seconds (`float`): Of a token in plain generation, on average.
+        step_seconds (`float`): Of a token in the loop without drafts, on average.
         break_even (`float`, *optional*): The acceptance rate from which on chains of this length and cost would be
-            faster than plain generation; `None` if not even 1 is enough.
+            faster than that; `None` if not even 1 is enough.
         draft_bytes (`int`, *optional*): Weights that it needs beside the target's.
         verdict (`str`): Why it wins or loses.
     """
@@ -81,6 +86,8 @@ class Option:
     origin: str
     speedup: float
     speedup_range: tuple[float, float]
+    over_none: float
+    over_none_range: tuple[float, float]
     tokens_per_second: float
     mean_acceptance_length: float
     acceptance_rate: float
@@ -88,7 +95,7 @@ class Option:
     draft_length: float
     draft_seconds: float
     verify_seconds: float
-    plain_seconds: float
+    step_seconds: float
     break_even: float | None
     draft_bytes: int | None
     verdict: str = ""
@@ -109,7 +116,7 @@ class Advice:
 
     Attributes:
         target (`str`): Its name.
-        best (`Option`, *optional*): What to use; `None`: plain generation.
+        best (`Option`, *optional*): What to use, perhaps the loop without drafts; `None`: plain generation.
         options (`list[Option]`): All that was measured, the fastest first.
         rejected (`list[Rejection]`): What was not.
         notes (`list[str]`): What could not be searched, and other limits of the advice.
@@ -251,31 +258,33 @@ class _Adviser:
         self.advice.rejected.append(Rejection(name, origin, reason))
 
     def measure(self, names: Sequence[str]) -> None:
-        """Times ways of speculating beside plain generation and adds what was found."""
+        """Times ways of speculating beside the baselines and adds what was found."""
 
         def begin(title: str, steps: int) -> Callable[[], None]:
             self.say(title)
             return lambda: None
 
-        decoders = [plain_decoder(), *(self.decoders[name] for name in names)]
+        decoders = with_baselines(self.model, [self.decoders[name] for name in names])
         found = measure(
             self.model, decoders, self.batches, self.rounds, _GREEDY, max_seconds=self.max_seconds, begin=begin
         )
         for name, reason in found.refused[self.size].items():
-            self._reject(name, self.origins[name], reason)
+            self._reject(name, self.origins.get(name, _BASELINE), reason)
         self.advice.rounds = len(found.rounds)
 
         def calls_of(name: str) -> list[Call]:
             return [call for one in found.rounds for call in one[self.size][name]]
 
         # Of the tokens after the first one, which reads the prompt.
-        seconds = [second for call in calls_of(PLAIN) for second in call.cycle_seconds]
-        plain_seconds = sum(seconds) / len(seconds) if seconds else 0.0
         _, *rows = make_rows(self.model, decoders, found, greedy=True)
-        self.advice.options += [self._option(row, calls_of(row["method"]), plain_seconds) for row in rows]
+        seconds = [second for call in calls_of(rows[0]["method"]) for second in call.cycle_seconds] if rows else []
+        step_seconds = sum(seconds) / len(seconds) if seconds else 0.0
+        # Once is enough for the baseline, in the rounds of the others that are still to be compared.
+        self.advice.options = [option for option in self.advice.options if option.settings != _NONE]
+        self.advice.options += [self._option(row, calls_of(row["method"]), step_seconds) for row in rows]
         self.advice.options.sort(key=lambda option: -option.speedup)
 
-    def _option(self, row: dict[str, Any], calls: Sequence[Call], plain_seconds: float) -> Option:
+    def _option(self, row: dict[str, Any], calls: Sequence[Call], step_seconds: float) -> Option:
         # transformers' own assisted generation keeps none.
         stats = SpecDecodingStats.total([call.stats for call in calls if call.stats is not None])
         # Of a batch all rows that are active share a cycle.
@@ -283,13 +292,15 @@ class _Adviser:
         draft_seconds, verify_seconds = stats.draft_seconds / cycles, stats.verify_seconds / cycles
         depths = sum(depth * count for depth, count in enumerate(stats.num_drafts_per_depth, start=1))
         length = depths / max(stats.num_drafts, 1)
-        spread = row["spread"]["speedup"]
+        speedup, over_none = row["spread"]["speedup"], row["spread"]["speedup_over_none"]
         return Option(
             name=row["method"],
             settings=row["settings"],
-            origin=self.origins[row["method"]],
+            origin=self.origins.get(row["method"], _BASELINE),
             speedup=row["speedup"],
-            speedup_range=(spread["low"], spread["high"]),
+            speedup_range=(speedup["low"], speedup["high"]),
+            over_none=row["speedup_over_none"],
+            over_none_range=(over_none["low"], over_none["high"]),
             tokens_per_second=row["tokens_per_second"],
             mean_acceptance_length=row["mean_acceptance_length"],
             acceptance_rate=stats.acceptance_rate,
@@ -297,19 +308,20 @@ class _Adviser:
             draft_length=length,
             draft_seconds=draft_seconds,
             verify_seconds=verify_seconds,
-            plain_seconds=plain_seconds,
-            break_even=break_even_acceptance(max(round(length), 1), draft_seconds, verify_seconds, plain_seconds),
+            step_seconds=step_seconds,
+            break_even=break_even_acceptance(max(round(length), 1), draft_seconds, verify_seconds, step_seconds),
             draft_bytes=row["draft_bytes"],
         )
 
     def measure_lengths(self) -> None:
         """Measures other lengths of the fastest way, beside it and those that come near it."""
-        options = self.advice.options
-        if not options or SpeculativeConfig.from_dict(options[0].settings).is_adaptive:
+        options = [option for option in self.advice.options if option.settings != _NONE]
+        if not options:
             return
         best, before = options[0], list(self.decoders)
         settings = {key: value for key, value in best.settings.items() if key != "speculative_token_tree"}
-        for k in dict.fromkeys((_best_length(best), AUTO)):
+        others = [] if SpeculativeConfig.from_dict(best.settings).is_adaptive else [AUTO]
+        for k in (_best_length(best), *others):
             if k and k != best.settings.get("num_speculative_tokens"):
                 self.add(f"{best.name}, k={k}", {**settings, "num_speculative_tokens": k}, best.origin)
         added = [name for name in self.decoders if name not in before]
@@ -322,8 +334,7 @@ class _Adviser:
     def judge(self) -> None:
         """Chooses, and says for each why it wins or loses."""
         advice = self.advice
-        if advice.options and _surely_faster(advice.options[0]):
-            advice.best = advice.options[0]
+        advice.best = next(filter(_is_worthwhile, advice.options), None)
         for option in advice.options:
             option.verdict = _verdict(option, advice.best)
             if option.settings == _REPEATING:
@@ -333,43 +344,48 @@ class _Adviser:
                 )
 
 
-def _surely_faster(option: Option) -> bool:
-    """Tells a way that is faster in every round, and by enough to be worth a configuration."""
-    return option.speedup >= _WORTHWHILE and option.speedup_range[0] > 1
+def _is_worthwhile(option: Option) -> bool:
+    """Tells a way that is faster than both baselines in every round, and by enough to be worth a configuration."""
+    gains = [(option.speedup, option.speedup_range)]
+    if option.settings != _NONE:
+        gains.append((option.over_none, option.over_none_range))
+    return all(gain >= _WORTHWHILE and low > 1 for gain, (low, _) in gains)
 
 
 def _best_length(option: Option) -> int:
     """The speculation length that the measured acceptance and costs make the best, by the equations."""
     k = max(option.draft_length, 1.0)
 
-    # Between a plain step and the measured verification; beyond it on along the same line.
-    slope = max(option.verify_seconds - option.plain_seconds, 0.0) / k
+    # Between a step without drafts and the measured verification; beyond it on along the same line.
+    slope = max(option.verify_seconds - option.step_seconds, 0.0) / k
     return optimal_length(
         option.acceptance_rate,
         lambda length: option.draft_seconds * length / k,
-        lambda length: option.plain_seconds + slope * length,
+        lambda length: option.step_seconds + slope * length,
         most=max(2 * round(k), 4),
     )
 
 
 def _verdict(option: Option, best: Option | None) -> str:
-    seconds = option.plain_seconds or float("inf")
+    seconds = option.step_seconds or float("inf")
     cost = (option.draft_seconds + option.verify_seconds) / seconds
     share = 100 * option.draft_seconds / max(option.draft_seconds + option.verify_seconds, 1e-12)
     facts = (
-        f"{option.mean_acceptance_length:.2f} tokens a cycle, which costs {cost:.2f} plain steps ({share:.0f} % of it "
-        "drafting)"
+        f"{option.mean_acceptance_length:.2f} tokens a cycle, which costs {cost:.2f} steps without drafts "
+        f"({share:.0f} % of it drafting)"
     )
+    if option.settings == _NONE:
+        return f"The loop without drafts: {option.speedup:.2f} times as fast as plain generation."
     if option is best:
         return f"The fastest: {facts}."
-    if option.speedup < _WORTHWHILE:
+    if min(option.speedup, option.over_none) < _WORTHWHILE:
         if option.break_even is None:
             need = "no acceptance would be enough"
         else:
             need = f"chains of its length need an acceptance rate of {option.break_even:.2f}"
         return f"Not worth it: {facts}; {need}, and it has {option.acceptance_rate:.2f}."
-    if best is None:
-        return f"Not surely faster: in one round {option.speedup_range[0]:.2f}x; {facts}."
+    if best is None or best.settings == _NONE:
+        return f"Not surely faster: its drafts bring {option.over_none_range[0]:.2f}x in one round; {facts}."
     if option.speedup_range[1] >= best.speedup_range[0]:
         return f"As fast as the fastest, within the spread of the rounds: {facts}."
     best_cost = (best.draft_seconds + best.verify_seconds) / seconds

@@ -22,7 +22,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from ..checkpoints.files import RepoFiles
 from ..errors import SpecConfigError
-from ..method import is_language_model, methods, parts_of, takes_model
+from ..method import NO_DRAFTS, is_language_model, methods, parts_of, takes_model
 from ..settings import AUTO, SpeculativeConfig
 from ..validation import is_number
 from ..version import INSTALLATION
@@ -276,7 +276,7 @@ _COLUMNS = {
 
 
 def _measurements(report: Mapping[str, Any], method: str) -> str:
-    """The figures of plain generation and of the method, and the circumstances as far as the report has them."""
+    """The figures of the baselines and of the method, and the circumstances as far as the report has them."""
     rows = report.get("rows") if isinstance(report, Mapping) else None
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) and "method" in row for row in rows):
         raise SpecConfigError(
@@ -287,7 +287,7 @@ def _measurements(report: Mapping[str, Any], method: str) -> str:
     own = [row for row, name in zip(rows, names) if name == method or name.startswith(f"{method}_")]
     if not own:
         raise SpecConfigError(f"The report has no figures of '{method}', but of: {', '.join(names) or 'nothing'}.")
-    shown = [row for row, name in zip(rows, names) if name == "plain" or row in own]
+    shown = [row for row, name in zip(rows, names) if name in ("plain", NO_DRAFTS) or row in own]
     has_batches = len({str(row.get("batch_size")) for row in shown}) > 1
     columns = {name: column for name, column in _COLUMNS.items() if has_batches or name != "batch size"}
     lines = [_MEASURED, "", f"| decoding | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]

@@ -34,6 +34,7 @@ from ..candidate_generators.draft_model.vocabulary import load_tokenizer
 from ..checkpoints.files import RepoFiles
 from ..errors import SpecConfigError
 from ..method import (
+    NO_DRAFTS,
     built_in_methods,
     drafting_method,
     is_language_model,
@@ -307,7 +308,7 @@ class Search:
         try:
             settings, left_out = settings_in_entry(entry, _ENTRY)
             config = config_of(settings, _ENTRY)
-            if config.method == AUTO:
+            if config.method in (AUTO, NO_DRAFTS):
                 return []
             named = replace(named, method=config.method, model=config.model, left_out=left_out)
             if config.model is None:

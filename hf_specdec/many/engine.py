@@ -10,14 +10,12 @@ from traceback import clear_frames
 import torch
 from transformers import PreTrainedModel
 
-from ..candidate_generators.base import CandidateGenerator, NoDrafts
 from ..decoding.joint import JointLoop, Row
 from ..decoding.profile import ModelProfile, model_profile
 from ..decoding.source import Source
 from ..errors import SpecConfigError, UnsupportedModelError
 from ..machine import free_bytes
 from ..metrics import SpecDecodingStats
-from ..protocol import Session
 from ..speculator import Speculator
 from ..target_facts import vocabulary_size
 from ..transfers import on_cpu_unless_said
@@ -50,21 +48,12 @@ def check_room(model: PreTrainedModel, batch_size: int, max_tokens_in_flight: in
         )
 
 
-class PlainDecoding:
-    """Stands for a speculator where nothing is drafted."""
-
-    method = "plain"
-
-    def candidate_generator(self, session: Session) -> CandidateGenerator:
-        return NoDrafts(None, None, session)
-
-
 class Engine:
     """Decodes rows in a limited number of places.
 
     Args:
         model (`PreTrainedModel`): The target.
-        speculator (`Speculator`, *optional*): Its drafter; `None` for plain decoding.
+        speculator (`Speculator`): Its drafter.
         reader (`RequestReader`): Makes batches of prompts.
         batch_size (`int`): Places.
         max_tokens (`int`, *optional*): Tokens that the rows in them may come to together.
@@ -83,21 +72,21 @@ class Engine:
     def __init__(
         self,
         model: PreTrainedModel,
-        speculator: Speculator | None,
+        speculator: Speculator,
         reader: RequestReader,
         batch_size: int,
         max_tokens: int | None = None,
         chunk_size: int = _CHUNK_SIZE,
         gathers: bool = False,
     ):
-        self._model, self._speculator, self._reader = model, speculator or PlainDecoding(), reader
+        self._model, self._speculator, self._reader = model, speculator, reader
         self._profile: ModelProfile = model_profile(model)
         if batch_size > 1 and self._profile.counts_slots:
             raise UnsupportedModelError(
                 f"{type(model).__name__} tells positions from the order of its cache, so rows that begin at different "
                 "times cannot stand beside each other. Pass batch_size=1."
             )
-        if batch_size > 1 and speculator is not None:
+        if batch_size > 1:
             speculator.check_joining(model)
         self._batch_size, self._max_tokens, self._chunk_size = batch_size, max_tokens, chunk_size
         self._gathers, self._num_added = gathers, 0

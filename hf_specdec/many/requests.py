@@ -23,6 +23,7 @@ from ..errors import SpecConfigError, shown
 from ..integration import SPELLINGS, prepare_request
 from ..logits.grammar.recognition import grammar_of
 from ..logits.randomness import seed_from_torch
+from ..method import NO_DRAFTS
 from ..patching import original_generate
 from ..target_facts import CACHE_NAMES, num_embeddings, vocabulary_size
 from ..threads import Recent, cached_property
@@ -176,7 +177,7 @@ class RequestReader:
             SpecConfigError: One of them is for all requests, or not for requests of one loop.
         """
         method = settings.get("spec_method")
-        if method is not None and not is_off(method):
+        if method is not None and method != NO_DRAFTS and not is_off(method):
             raise SpecConfigError(
                 f"`spec_method`={shown(method)} is for all requests. Pass it to the run; a request may say 'off'."
             )
@@ -258,10 +259,9 @@ class RequestReader:
         """
         settings = dict(settings)
         own_seed, own_number = settings.pop("seed", None), settings.pop("seed_row", None) or 0
-        is_plain, most_draft_tokens = (
-            is_off(settings.pop("spec_method", None)),
-            settings.pop("num_speculative_tokens", None),
-        )
+        most_draft_tokens = settings.pop("num_speculative_tokens", None)
+        if settings.pop("spec_method", None) is not None:
+            most_draft_tokens = 0  # nothing else may be asked
         arguments = {**self.arguments, **settings, **self._own_objects(settings)}
         top_logprobs, adapter = (
             arguments.pop("top_logprobs", None),
@@ -294,7 +294,7 @@ class RequestReader:
             # As a call does, and the same in all processes that hold parts of the target.
             seed = self._seed = request.draw_seed() if self._seed is None else self._seed
         source = None if self._sources is None else tokens
-        row = Row(request, seed, number, 0 if is_plain else most_draft_tokens, top_logprobs, source)
+        row = Row(request, seed, number, most_draft_tokens, top_logprobs, source)
         # A loop of several rows may read any of them beside the others.
         reach = ([1], row.most_tokens - 1) if self._num_places > 1 else ([row.length], row.most_tokens - row.length)
         check_constant_rotary(self.model, *reach)

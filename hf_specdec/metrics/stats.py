@@ -34,7 +34,8 @@ class SpecDecodingStats:
         num_cycles_without_drafts (`dict[str, int]`): Verifications of the anchors alone, counted per forward, by
             reason: "batch_size" (a setting allows none for so many rows), "does_not_pay" (the adaptive length chose
             none, or measured plain decoding), "length_limit" (one token is left to generate, or requests allow
-            none), "max_model_len" (all rows are too long for the drafter), "nothing_found" (the method had no draft).
+            none), "max_model_len" (all rows are too long for the drafter), "nothing_found" (the method had no draft),
+            "not_asked" (there is no drafter).
         num_spec_tokens (`int`): Speculation length k of the call: most draft tokens of a chain, most depth of a tree.
         num_lookups (`int`): For methods that retrieve: how often a row's text was looked up.
         num_lookup_hits (`int`): Of these, how often a draft was found.

@@ -66,11 +66,6 @@ def lengths_by_batch_size(value: Any) -> Any:
             f"`num_speculative_tokens_per_batch_size` must begin at 1 row, got {shown(value)}, which begins at "
             f"{pairs[0][0]}."
         )
-    if not any(length for _, length in pairs):
-        raise SpecConfigError(
-            f"`num_speculative_tokens_per_batch_size` must allow drafts somewhere, got {shown(value)}. Leave "
-            "speculation out to generate without drafts."
-        )
     return tuple(pairs)
 
 

@@ -9,8 +9,8 @@ import torch
 from transformers import StoppingCriteria
 
 from hf_specdec import SpeculativeConfig, generate_many, load_speculator, record
-from hf_specdec.candidate_generators.base import NoDrafts
 from hf_specdec.candidate_generators.ngram.on_device import LookupRule
+from hf_specdec.candidate_generators.none.generator import NoDrafts
 from hf_specdec.control.controller import Choice, SpeculationController
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs
@@ -460,7 +460,7 @@ def test_graphs_draft_as_deep_as_was_chosen(case, monkeypatch):
 
 
 def no_drafts(model, enforce_eager):
-    return Speculator(SpeculativeConfig(method="ngram", enforce_eager=enforce_eager), NoDrafts, None)
+    return Speculator(SpeculativeConfig(method="none", enforce_eager=enforce_eager), NoDrafts, None)
 
 
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 4.0}])

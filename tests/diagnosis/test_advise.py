@@ -45,14 +45,14 @@ def names(found):
 def test_free_methods_and_named_drafters_are_measured(target, batches):
     found = ask(target, batches, specs={"head": demo.drafter_path("eagle")})
     missing = {item.name for item in found.rejected if "arctic" in item.reason}
-    assert names(found) | missing == {"head", *names_without_weights()}
+    assert names(found) | missing == {"none", "head", *names_without_weights()}
     speeds = [option.speedup for option in found.options]
     assert speeds == sorted(speeds, reverse=True)
     for option in found.options:
         assert option.mean_acceptance_length >= 1
         assert 0 <= option.acceptance_rate <= 1
-        assert 0 < option.drafted_share <= 1
-        assert min(option.plain_seconds, option.verify_seconds) > 0
+        assert (0 < option.drafted_share <= 1) == (option.name != "none")
+        assert min(option.step_seconds, option.verify_seconds) > 0
         assert option.verdict
     head = next(option for option in found.options if option.name == "head")
     assert 1 <= head.draft_length <= 4
@@ -63,10 +63,9 @@ def test_free_methods_and_named_drafters_are_measured(target, batches):
 
 
 def test_the_fastest_is_recommended_as_it_can_be_used(target, batches, monkeypatch):
-    monkeypatch.setattr(advice, "_WORTHWHILE", 0.0)
-    monkeypatch.setattr(advice, "_surely_faster", lambda option: True)
+    monkeypatch.setattr(advice, "_is_worthwhile", lambda option: option.name != "none")
     found = ask(target, batches, discover=False)
-    assert found.best is found.options[0]
+    assert found.best is next(option for option in found.options if option.name != "none")
     assert found.best.verdict.startswith("The fastest")
     settings = json.loads(found.snippets["json"])
     assert SpeculativeConfig.resolve(settings).method == found.best.settings["method"]
@@ -80,7 +79,24 @@ def test_nothing_is_recommended_that_is_not_faster(target, batches, monkeypatch)
     found = ask(target, batches, discover=False)
     assert found.best is None
     assert found.snippets["python"] == "model.generate(**inputs)"
-    assert all(option.verdict.startswith("Not worth it") for option in found.options)
+    assert all(option.verdict.startswith("Not worth it") for option in found.options if option.name != "none")
+
+
+def test_drafts_must_beat_the_loop_without_them():
+    none = option(speedup=1.5, over_none=1.0)
+    none.settings = {"method": "none"}
+    worth = {
+        "no gain by drafts": (option(speedup=1.51, over_none=1.005, over_none_range=(1.0, 1.01)), False),
+        "slower in one round": (option(speedup=1.6, over_none=1.07, over_none_range=(0.99, 1.2)), False),
+        "2 % by drafts": (option(speedup=1.53, over_none=1.02, over_none_range=(1.01, 1.03)), True),
+        "slower than plain": (option(speedup=0.9, speedup_range=(0.8, 0.95), over_none=1.3), False),
+        "the baseline": (none, True),
+    }
+    assert {name: advice._is_worthwhile(one) for name, (one, _) in worth.items()} == {
+        name: expected for name, (_, expected) in worth.items()
+    }
+    assert advice._verdict(none, none).startswith("The loop without drafts: 1.50 times")
+    assert advice._verdict(worth["slower in one round"][0], none).startswith("Not surely faster")
 
 
 def test_other_lengths_are_measured_beside_the_fastest(target, batches):
@@ -127,6 +143,8 @@ def option(**changes):
     figures = {
         "speedup": 1.5,
         "speedup_range": (1.4, 1.6),
+        "over_none": 1.3,
+        "over_none_range": (1.2, 1.4),
         "tokens_per_second": 100.0,
         "mean_acceptance_length": 3.0,
         "acceptance_rate": 0.8,
@@ -134,7 +152,7 @@ def option(**changes):
         "draft_length": 4.0,
         "draft_seconds": 0.4,
         "verify_seconds": 1.2,
-        "plain_seconds": 1.0,
+        "step_seconds": 1.0,
         "break_even": 0.4,
         "draft_bytes": 0,
     }

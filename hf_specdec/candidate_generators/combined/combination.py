@@ -11,6 +11,7 @@ import torch
 
 from ...control import ControlProfile
 from ...errors import SpecConfigError
+from ...method import COMBINING, NO_DRAFTS, resolve_candidate_generator
 from ...protocol import Session
 from ..base import CandidateGenerator
 from .generator import CombinedCandidateGenerator
@@ -140,13 +141,15 @@ def combination(methods: tuple[str, ...]) -> Combination:
     Raises:
         SpecConfigError: They cannot be combined, or one is unknown.
     """
-    from ...method import resolve_candidate_generator
-
     return _combination(methods, tuple(map(resolve_candidate_generator, methods)))
 
 
 @lru_cache
 def _combination(methods: tuple[str, ...], parts: tuple[type[CandidateGenerator], ...]) -> Combination:
+    if NO_DRAFTS in methods:
+        raise SpecConfigError(
+            f"method='{COMBINING.join(methods)}': '{NO_DRAFTS}' drafts nothing beside another method. Leave it out."
+        )
     first, *others = parts
     if first.leads and len(others) == 1 and others[0].continues_leads:
         return Combination(methods, parts, LedCandidateGenerator)
@@ -158,7 +161,7 @@ def _check_parts(methods: tuple[str, ...], parts: tuple[type[CandidateGenerator]
     retrieves = [part.estimates_acceptance for part in parts]
     if retrieves == [True, False]:
         return
-    name = "+".join(methods)
+    name = COMBINING.join(methods)
     if retrieves == [False, True]:
         problem = f"names the retrieving one last. Write '{methods[1]}+{methods[0]}'"
     elif len(parts) == 2:

@@ -194,6 +194,8 @@ def test_demo_prints_a_table_for_each_batch_size():
         (measured,) = (line for line in lines if line[:1] == ["ngram"] and line[-1] == "yes")
         (bars,) = (line for line in lines if line[:1] == ["ngram"] and "|" in "".join(line))
         assert measured[2] == bars[-1]
+        # One round has no range.
+        assert not any("(" in cell for cell in measured)
     # The name of prompt lookup leaves no room for the kinds of prompts, which have a table of their own.
     assert "…" not in result.stdout
     text = " ".join(second.split())

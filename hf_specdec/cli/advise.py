@@ -102,8 +102,9 @@ def _print(found: Advice, calls: str) -> None:
     if best is not None:
         say(f"\n  {found.snippets['python']}\n")
         say(f"As JSON: {found.snippets['json']}")
-    headings = ("speed-up", "by drafts", "tokens/s", "accept. length", "accept. rate", "break even", "weights")
-    table = new_table("", numbers=headings)
+    headings = ("speed-up", "by drafts", "tokens/s", "accept.\nlength", "accept.\nrate", "break\neven", "weights")
+    table = new_table("", numbers=headings, padding=0)
+    table.columns[0].no_wrap = True
     for option in found.options:
         table.add_row(
             Text(option.name),

@@ -106,6 +106,14 @@ def test_other_lengths_are_measured_beside_the_fastest(target, batches):
     assert len(names(found)) == len(found.options)
 
 
+def test_a_fixed_length_is_measured_beside_an_adaptive_one(target, batches, monkeypatch):
+    monkeypatch.setattr(advice, "_best_length", lambda option: 3)
+    found = ask(target, batches, discover=False, try_lengths=True)
+    (tried,) = (option for option in found.options if ", k=3" in option.name)
+    assert tried.settings == {"method": tried.name.partition(",")[0], "num_speculative_tokens": 3}
+    assert sum(option.name == "none" for option in found.options) == 1
+
+
 @pytest.fixture
 def with_drafter(tmp_path):
     """A target that names a drafter inside of its folder."""

@@ -72,7 +72,7 @@ def measure(pair: str, num_tokens: int, rounds: int) -> list[Row]:
         for prompt in prompts:
             target.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy, **arguments)
 
-    sides = {"plain": partial(generate, spec_method="off")}
+    sides = {"plain": partial(generate, spec_method="off"), "none": partial(generate, spec_method="none")}
     settings = {"model": str(folder), "num_speculative_tokens": "fixed"}
     sides |= {name: partial(generate, speculative={**settings, **shape}) for name, shape in SHAPES.items()}
     lengths = {}
@@ -85,7 +85,7 @@ def measure(pair: str, num_tokens: int, rounds: int) -> list[Row]:
         )
         lengths[name] = 1 + num_accepted / max(num_drafts, 1)
     plain, *seconds = least_seconds(rounds, list(sides.values()), process_time)
-    return [Row(pair, name, lengths[name], plain / time) for name, time in zip(SHAPES, seconds)]
+    return [Row(pair, name, lengths[name], plain / time) for name, time in zip(("none", *SHAPES), seconds)]
 
 
 def main() -> None:

@@ -46,6 +46,7 @@ from hf_specdec.machine import describe_environment
 
 SIDES = {
     "plain": None,
+    "none": {"method": "none"},
     "walk ngram": {"method": "ngram"},
     "ngram": {"method": "ngram"},
     "grammar": {"method": "grammar"},

@@ -118,6 +118,7 @@ def measure(kind: str, batch_size: int, context: int, new_tokens: int, rounds: i
 
     sides: dict[str, Callable] = {
         "plain": target.generate,
+        "none": lambda **given: target.generate(**given, spec_method="none"),
         f"chain of {DRAFT_LENGTH}": drafting(chain),
         f"tree of {DRAFT_LENGTH + NUM_SIBLINGS}": drafting(tree),
     }

@@ -38,7 +38,7 @@ PLACES: dict[str, Callable[[PreTrainedModel, str], PreTrainedModel]] = {
     "memory": lambda target, folder: accelerate.cpu_offload(target, execution_device=CPU),
     "disk": lambda target, folder: accelerate.disk_offload(target, folder, execution_device=CPU),
 }
-PLAIN, METHODS = "plain", ("ngram", "suffix+recycling")
+PLAIN, METHODS = "plain", ("none", "ngram", "suffix+recycling")
 KINDS = ("edit", "chat")
 
 

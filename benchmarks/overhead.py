@@ -159,13 +159,13 @@ def demo_sides(target: PreTrainedModel, draft: PreTrainedModel, batch_size: int)
     same_ngram = load_speculator(target, method="ngram", **lookup)
     draft_settings = {"num_speculative_tokens": DRAFT_LENGTH, "same_tokenizer": True}
     draft_model = load_speculator(target, method="draft_model", draft_model=draft, **draft_settings)
-    plain = Side(PLAIN, _always(target.generate))
+    plain = [Side(PLAIN, _always(target.generate)), Side("ours: none", _always(generate, target, spec_method="none"))]
     ours_ngram = Side("ours: ngram, default rule", _always(generate, target, assistant=ngram))
     ours_draft = Side("ours: draft model", _always(generate, target, assistant=draft_model))
     if batch_size > 1:
-        return [plain, ours_ngram, ours_draft]
+        return [*plain, ours_ngram, ours_draft]
     return [
-        plain,
+        *plain,
         Side("transformers: prompt lookup", _always(target.generate, **theirs_lookup)),
         Side("ours: ngram, same rule", _always(generate, target, assistant=same_ngram), "transformers: prompt lookup"),
         Side(ours_ngram.name, ours_ngram.make, "transformers: prompt lookup"),
@@ -187,11 +187,11 @@ def scripted_sides(target: PreTrainedModel, batch_size: int) -> list[Side]:
 
         return run
 
-    plain = Side(PLAIN, _always(target.generate))
+    plain = [Side(PLAIN, _always(target.generate)), Side("ours: none", _always(generate, target, spec_method="none"))]
     if batch_size > 1:
-        return [plain, Side("ours: scripted", ours)]
+        return [*plain, Side("ours: scripted", ours)]
     rival = Side("transformers: scripted", theirs)
-    return [plain, rival, Side("ours: scripted", ours, rival.name, same_cycles=True)]
+    return [*plain, rival, Side("ours: scripted", ours, rival.name, same_cycles=True)]
 
 
 def _always(function: Callable, *args, **kwargs) -> Callable[[Job], Callable]:

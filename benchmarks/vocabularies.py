@@ -80,7 +80,11 @@ def sides_of(target: Any, draft: Any, tokenizers: tuple[Any, Any], given: argpar
 
         return Side(generate)
 
-    sides = {"plain": Side(plain)}
+    def undrafted(inputs: dict[str, torch.Tensor], seed: int) -> tuple[torch.LongTensor, int]:
+        output, _ = plain(inputs, seed, spec_method="none", return_dict_in_generate=True)
+        return output.sequences, output.speculative.num_target_forwards
+
+    sides = {"plain": Side(plain), "none": Side(undrafted)}
     if given.batch_size == 1:
         sides["transformers"] = Side(universal)
     return sides | {mapping: ours(mapping) for mapping in MAPPINGS}

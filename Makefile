@@ -5,8 +5,6 @@ PYTHON ?= python3
 BIN = $(VENV)/bin
 # Says what is wrong, and nothing else; what no program imports is not compiled.
 INSTALL = $(BIN)/pip install -qq --no-compile
-# Drafters of the real model, in checkouts that have them.
-HEADS = $(addprefix --heads ,$(wildcard heads/smollm2))
 # The same versions also where pip builds a package in an environment of its own.
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
@@ -31,7 +29,7 @@ demo: $(VENV)/.all
 	$(BIN)/hf-specdec demo
 
 real: $(VENV)/.all
-	$(BIN)/hf-specdec demo --model smollm2 --dtype float32 --stock --max-seconds 600 $(HEADS)
+	$(BIN)/hf-specdec demo --model smollm2 --dtype float32 --stock --max-seconds 600
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 -m "not slow and not gpu"

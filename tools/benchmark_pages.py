@@ -87,8 +87,8 @@ STUDIES = (
         compared,
         "hf-specdec demo --model smollm2 --dtype {dtype} --stock{heads_option}{sizes_option}{sample_option} --json",
         heading="{decoding}, {dtype}, at most {max_new_tokens} new tokens",
-        notes="`ngram` with no drafts for any batch is the loop alone. In bfloat16 two tokens may be equally likely "
-        "up to rounding; whether texts are those of plain generation is decided in float32.",
+        notes="`none`, or `ngram` with no drafts for any batch, is the loop alone. Whether texts are those of plain "
+        "generation is decided in float32.",
         see=("demo", "choose"),
     ),
     Study(

@@ -24,7 +24,7 @@ from .hub.published import published_config, with_saved_settings
 from .method import is_method_name, names_of_methods, resolve_candidate_generator
 from .reading import parse_json, read_text, reading_settings
 from .settings import CONFIG_NAME, SpeculativeConfig
-from .settings.names import AUTO, merged, reading_file
+from .settings.names import AUTO, merged
 from .threads import Recent
 
 
@@ -89,8 +89,7 @@ def read_pretrained(path_or_repo: str | os.PathLike[str], revision: str | None) 
         settings = _read_json_file(path)
         if is_published:
             return published_config(settings, f"{CONFIG_NAME} of '{path_or_repo}'")
-        with reading_file():
-            return SpeculativeConfig.from_dict(settings)
+        return SpeculativeConfig.from_dict(settings)
 
 
 def _read_settings(value: Any) -> dict[str, Any]:
@@ -133,8 +132,7 @@ def _read_path(path: str) -> dict[str, Any]:
     """The settings in a file, or a folder or repository as the model; what was saved in it is read with its method."""
     if not path.endswith(".json"):
         return {"model": path}
-    with reading_file():
-        return merged(_read_json_file(Path(path)), {})
+    return merged(_read_json_file(Path(path)), {})
 
 
 def _read_json_file(path: Path) -> dict[str, Any]:

@@ -105,17 +105,6 @@ def test_missing_weights_are_a_clear_error(tmp_path, monkeypatch):
         demo.target_path()
 
 
-def test_former_names_of_the_folders():
-    with pytest.warns(DeprecationWarning, match=r"demo.draft_path\(\) is now demo.drafter_path\('draft_model'\)"):
-        assert demo.draft_path() == demo.drafter_path("draft_model")
-    with pytest.warns(DeprecationWarning, match="drafter_path"):
-        assert demo.eagle3_path() == demo.drafter_path("eagle3")
-    with pytest.warns(DeprecationWarning, match="now demo.Prompt"):
-        assert demo.DemoPrompt is demo.Prompt
-    assert not hasattr(demo, "other_path")
-    assert not hasattr(demo, "ngram_path")
-
-
 def test_methods_without_a_drafter_are_an_error():
     with pytest.raises(SpecConfigError, match="no drafter for 'ngram'. It has one for: .*eagle3"):
         demo.drafter_path("ngram")

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_specdec import demo
+from hf_specdec import demo, load_speculator
+from hf_specdec.candidate_generators.draft_model import vocabularies
 from hf_specdec.errors import CheckpointFormatError, SpecConfigError
 
 
@@ -184,3 +185,10 @@ def test_generated_text_is_python_in_form(target, tokenizer):
     assert len(lines) > 3
     assert sum((len(line) - len(line.lstrip())) % 4 == 0 for line in lines) > 0.7 * len(lines)
     assert any(word in line for line in lines for word in ("self.", "return", "def ", "if "))
+
+
+def test_the_draft_models_tokenizer_is_known_to_be_the_targets(monkeypatch):
+    said = []
+    monkeypatch.setattr(vocabularies.logger, "warning_once", said.append)
+    load_speculator(demo.load_target(), "draft_model", model=demo.drafter_path("draft_model"))
+    assert said == []

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
 
+from .arguments import OFF
 from .errors import SpecConfigError, shown
 from .hub.detect import detect_method
 from .hub.inspect import method_for_target
@@ -118,7 +119,7 @@ def _read_text(text: str) -> dict[str, Any]:
     if text == AUTO or is_method_name(text):
         return {"method": text}
     if "/" not in text and not os.path.exists(text):
-        names = [*names_of_methods(), AUTO]
+        names = [*names_of_methods(), AUTO, *OFF]
         close = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.8)
         if close:
             raise SpecConfigError(

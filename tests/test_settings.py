@@ -24,7 +24,7 @@ from hf_specdec.candidate_generators.base import CandidateGenerator
 from hf_specdec.errors import SpecConfigError, SpecDecError
 from hf_specdec.hub.published import published_config
 from hf_specdec.method import built_in_methods, resolve_candidate_generator, takes_model
-from hf_specdec.settings import CONFIG_NAME, SpeculativeConfig, describe_settings
+from hf_specdec.settings import CONFIG_NAME, SpeculativeConfig, conflicts, describe_settings
 from hf_specdec.settings.names import PendingOptions, key_of, option_fields, options_class
 from hf_specdec.validation import Bounds, hints_of, setting, types_of
 
@@ -276,9 +276,19 @@ class TestModelStrings:
         assert found == about | shape
 
     def test_misspelt_method_is_not_taken_for_a_repository(self):
-        message = error_of(SpeculativeConfig.resolve, "sufix")
-        assert "Did you mean 'suffix'?" in message
-        assert "`model`" in message
+        for misspelt, meant in (("sufix", "suffix"), ("OFF", "off")):
+            message = error_of(SpeculativeConfig.resolve, misspelt)
+            assert f"Did you mean '{meant}'?" in message
+            assert "`model`" in message
+
+
+def test_what_changes_nothing_is_said(monkeypatch):
+    said = []
+    monkeypatch.setattr(conflicts.logger, "warning_once", said.append)
+    SpeculativeConfig("ngram", disable_padded_drafter_batch=False)
+    assert said == []
+    SpeculativeConfig("ngram", disable_padded_drafter_batch=True)
+    assert "`disable_padded_drafter_batch` changes nothing" in said[0]
 
 
 class TestErrors:

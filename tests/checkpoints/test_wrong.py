@@ -429,6 +429,18 @@ def test_mask_tokens_outside_of_the_embedding(token):
         load("dflash", HEADS[DFLASH], loaded_target(HEADS[DFLASH]), dflash_mask_token_id=token)
 
 
+def test_a_mask_token_of_the_checkpoint_outside_of_the_embedding(tmp_path):
+    folder = copy_of(DFLASH, tmp_path / "head", {"dflash_config.mask_token_id": 2**31 - 1})
+    with pytest.raises(SpecConfigError, match=f"mask token of '{folder}' is 2147483647"):
+        load("dflash", folder, loaded_target(HEADS[DFLASH]))
+
+
+@pytest.mark.parametrize("name", [EAGLE3, DFLASH, MLP])
+def test_the_method_that_a_checkpoint_is_for_is_named(name):
+    with pytest.raises(CheckpointFormatError, match=f"It is a checkpoint for spec_method='{method_of(name)}'"):
+        load_speculator(loaded_target(HEADS[name]), method="medusa", model=str(HEADS[name]))
+
+
 @pytest.mark.parametrize(("name", "change", "config", "message"), COUNTS)
 def test_detection_makes_nothing_of_far_numbers_either(tmp_path, name, change, config, message):
     (problem,) = detect_checkpoint(copy_of(name, tmp_path / "head", config, change)).problems

@@ -244,6 +244,11 @@ INNER = "dflash_config."
 STAGES = "one positive integer for each of its n_predict=3 stages"
 
 
+def longrope(long_factor):
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "original_max_position_embeddings": 64}
+    return {"rope_scaling": {**rope, "long_factor": long_factor}}
+
+
 def wrong_setting(name, key, value, what, place=""):
     shown = repr(value).replace("[", r"\[").replace("]", r"\]")
     return (name, None, {place + key: value}, f"`{key}`={shown} in its config.json, which must be {what}")
@@ -263,6 +268,8 @@ SETTINGS = [
     wrong_setting(EAGLE3, "target_hidden_size", 32.0, COUNT),
     (EAGLE3, None, {"rope_scaling": {"type": "linear", "factor": "four"}}, "no rotary embedding can be made of.*four"),
     (EAGLE3, None, {"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral'"),
+    (EAGLE3, None, longrope(["x"] * 8), "`long_factor`=.* must be 8 positive numbers"),
+    (EAGLE3, None, longrope([1.0] * 7), "`long_factor`=.* must be 8 positive numbers"),
     (EAGLE3, None, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "without low_freq_factor and high_freq"),
     (EAGLE3, None, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     (EAGLE3, None, {"speculators_model_type": "mystery"}, r"of the kind 'mystery' \(`speculators_model_type`\)"),

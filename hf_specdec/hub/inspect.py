@@ -108,8 +108,9 @@ def inspect_checkpoint(
         hint = _ITSELF.format(one_line(name))
     problems = own_layer_problems(found, config) if is_itself and has_layers else target_problems(found, config)
     # Of the Hub no weights are downloaded.
-    if files.folder is not None and not (problems or found.problems or is_language_model(found.method)):
-        settings = SpeculativeConfig(found.method, os.fspath(name), subfolder=subfolder)
+    method = own_layers_method().name if is_itself and has_layers else found.method
+    if files.folder is not None and not (problems or found.problems or is_language_model(method)):
+        settings = SpeculativeConfig(method, os.fspath(name), subfolder=subfolder)
         problems = _loading_problems(settings, config, str(target))
     problems = (*found.problems, *map(_line, problems))
     return Inspection(str(name), found, not problems, problems, hint)

@@ -108,6 +108,12 @@ def test_what_its_loader_refuses_does_not_fit(tmp_path, name, change, config, pr
         load(method_of(name), folder, loaded_target(HEADS[name]))
 
 
+def test_layers_of_the_target_that_cannot_be_loaded(tmp_path):
+    copy_of("mtp/mellum", tmp_path, {}, put("mtp.fc.weight", torch.ones(3, 3)))
+    (problem,) = inspect_checkpoint(tmp_path, tmp_path).problems
+    assert problem.startswith("It has mtp.fc.weight of the shape [3, 3]")
+
+
 @pytest.mark.parametrize("drafter", ["eagle", "draft", "mlp_speculator", "mtp"])
 def test_padded_vocabularies_fit(tmp_path, drafter):
     assert inspect_checkpoint(DEMO / drafter, target_with(tmp_path, vocab_size=4100)).fits is True

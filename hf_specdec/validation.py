@@ -113,9 +113,8 @@ def setting(
         default (`Any`, *optional*): Without one it has to be given.
         help (`str`): One or two sentences, which say what `None` stands for.
         least, most, inclusive: Its [`Bounds`].
-        about: Further metadata: `key`, `published`, `former_names` and `engine_names` of a method's option, `flags` of
-            the command line, `normalize`, `aliases`, `describes_model`, `rule` and `is_secret` of a field of
-            `SpeculativeConfig`.
+        about: Further metadata: `key`, `published` and `engine_names` of a method's option, `flags` of the command
+            line, `normalize`, `aliases`, `describes_model`, `rule` and `is_secret` of a field of `SpeculativeConfig`.
     """
     metadata = {"help": help, "bounds": Bounds(least, most, inclusive), **about}
     return field(default=default, metadata=metadata, compare=not about.get("is_secret"))

@@ -438,6 +438,8 @@ def test_spec_bench_that_cannot_be_had_says_where_it_goes(spec_bench, monkeypatc
         ('{"method": "ngram"}', {"method": "ngram"}),
         ("ngram,k=4", {"method": "ngram", "num_speculative_tokens": 4}),
         ("method=eagle3, model=user/head", {"method": "eagle3", "model": "user/head"}),
+        ("user/head,revision=1234567,k=2", {"model": "user/head", "revision": "1234567", "num_speculative_tokens": 2}),
+        ("ngram,revision=null", {"method": "ngram", "revision": None}),
         (
             "user/head,k=auto,num_draft_nodes=19",
             {"model": "user/head", "num_speculative_tokens": "auto", "num_draft_nodes": 19},

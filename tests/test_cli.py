@@ -383,9 +383,21 @@ def test_generate_with_a_chat_template(tmp_path):
     tokenizer.chat_template = "# task: {{ messages[0]['content'] }}\n{% if add_generation_prompt %}import {% endif %}"
     demo.load_target().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    templated = generate_json("--model", tmp_path, "--chat", text)
-    assert templated["token_ids"] == generate_json("--model", tmp_path, "# task: def main\nimport ")["token_ids"]
-    assert templated["token_ids"] != generate_json("--model", tmp_path, text)["token_ids"]
+    templated = generate_json("--model", tmp_path, text)
+    in_template = generate_json("--model", tmp_path, "--raw", "# task: def main\nimport ")
+    assert templated["token_ids"] == in_template["token_ids"]
+    assert templated["token_ids"] != generate_json("--model", tmp_path, "--raw", text)["token_ids"]
+
+
+def test_generate_samples_where_the_generation_config_does(tmp_path, plain_tokens):
+    model = demo.load_target()
+    model.generation_config.do_sample, model.generation_config.temperature = True, 1.5
+    model.save_pretrained(tmp_path)
+    demo.load_tokenizer().save_pretrained(tmp_path)
+    sampled, again = (generate_json("--model", tmp_path, "--seed", 1, PROMPT)["token_ids"] for _ in range(2))
+    assert sampled == again
+    assert sampled != plain_tokens
+    assert generate_json("--model", tmp_path, "--temperature", 0, PROMPT)["token_ids"] == plain_tokens
 
 
 # Errors
@@ -398,14 +410,20 @@ def test_generate_with_a_chat_template(tmp_path):
         (("--method", "off", "-k", 3, PROMPT), "--spec-method off generates without drafts. Leave out --num-s"),
         (("--config", "{method: ngram}", PROMPT), "is not valid JSON"),
         (("--config", '{"method": "ngram", "max_ngram": 3}', PROMPT), "has no setting 'max_ngram'"),
-        (("--chat", PROMPT), "the tokenizer of 'demo' has none"),
         (("--file", "nowhere.py"), "The prompt in 'nowhere.py' cannot be read"),
         (("--file", "nowhere.py", PROMPT), "The prompt is given twice"),
         (("",), "The prompt is empty."),
         (("--html", "call.html", "--method", "off", PROMPT), "--html draws drafts, and --spec-method off makes none."),
         (("--html", "nowhere/call.html", PROMPT), "The page 'nowhere/call.html' cannot be written"),
         (("--temperature", 0, "--top-k", 5, PROMPT), "leaves nothing for top_k to choose from"),
-        (("--model", "./no-such-model", PROMPT), "The model './no-such-model' cannot be loaded"),
+        (
+            ("--model", "./no-such-model", PROMPT),
+            "The model './no-such-model' is neither a local folder nor the id of",
+        ),
+        (
+            ("--model", "/nonexistent", PROMPT),
+            "The model '/nonexistent' is neither a local folder nor the id of a rep",
+        ),
         (("--device", "gpu", PROMPT), "--device 'gpu' is no device"),
     ],
 )

@@ -146,8 +146,6 @@ def test_a_smaller_tree_has_the_likeliest_nodes(size, batch_size, count, data):
     for row, valid in zip(log_probs, counts):
         row[valid:] = [-torch.inf] * (size - valid)
     whole = DraftTree(tokens, torch.tensor(rows), counts, path_log_probs=torch.tensor(log_probs))
-    with pytest.warns(DeprecationWarning, match="path_log_probs"):
-        assert whole.chances is whole.path_log_probs
     cut = whole.likeliest(count)
     assert cut.size == min(count, size)
     for row in range(batch_size):

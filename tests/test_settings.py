@@ -24,8 +24,7 @@ from hf_specdec.candidate_generators.base import CandidateGenerator
 from hf_specdec.errors import SpecConfigError, SpecDecError
 from hf_specdec.hub.published import published_config
 from hf_specdec.method import built_in_methods, resolve_candidate_generator, takes_model
-from hf_specdec.settings import CONFIG_NAME, SpeculativeConfig, describe_settings
-from hf_specdec.settings import names as setting_names
+from hf_specdec.settings import CONFIG_NAME, SpeculativeConfig, conflicts, describe_settings
 from hf_specdec.settings.names import PendingOptions, key_of, option_fields, options_class
 from hf_specdec.validation import Bounds, hints_of, setting, types_of
 
@@ -277,9 +276,19 @@ class TestModelStrings:
         assert found == about | shape
 
     def test_misspelt_method_is_not_taken_for_a_repository(self):
-        message = error_of(SpeculativeConfig.resolve, "sufix")
-        assert "Did you mean 'suffix'?" in message
-        assert "`model`" in message
+        for misspelt, meant in (("sufix", "suffix"), ("OFF", "off")):
+            message = error_of(SpeculativeConfig.resolve, misspelt)
+            assert f"Did you mean '{meant}'?" in message
+            assert "`model`" in message
+
+
+def test_what_changes_nothing_is_said(monkeypatch):
+    said = []
+    monkeypatch.setattr(conflicts.logger, "warning_once", said.append)
+    SpeculativeConfig("ngram", disable_padded_drafter_batch=False)
+    assert said == []
+    SpeculativeConfig("ngram", disable_padded_drafter_batch=True)
+    assert "`disable_padded_drafter_batch` changes nothing" in said[0]
 
 
 class TestErrors:
@@ -752,66 +761,44 @@ class TestTheSameWords:
 
 
 class TestOtherNames:
-    """Options under the names of older versions and of SGLang; sizes there count the anchor, or levels otherwise."""
+    """Options under the names of SGLang; sizes there count the anchor."""
 
-    NOW = {"draft_tree_depth": 8, "draft_tree_top_k": 10, "num_draft_nodes": 59, "draft_min_path_prob": 0.1}
-    FORMER = {"depth": 7, "top_k": 10, "total_tokens": 60, "adaptive_threshold": 0.1}
     SGLANG = {"speculative_num_steps": 8, "speculative_eagle_topk": 10, "speculative_num_draft_tokens": 60}
+    OWN = {"draft_tree_depth": 8, "draft_tree_top_k": 10, "num_draft_nodes": 59}
 
-    @pytest.fixture
-    def warned(self, monkeypatch):
-        warned = []
-        monkeypatch.setattr(setting_names.logger, "warning_once", warned.append)
-        return warned
+    @pytest.mark.parametrize("method", ["eagle", "mtp", "suffix+eagle3"])
+    def test_they_are_the_same(self, method):
+        config = SpeculativeConfig(method, "org/head", **self.SGLANG)
+        assert config == SpeculativeConfig(method, "org/head", **self.OWN)
+        assert config.to_dict() == {"method": method, "model": "org/head", **self.OWN}
 
-    @pytest.mark.parametrize(
-        ("method", "former", "now"),
-        [
-            ("eagle3", FORMER, NOW),
-            ("mtp", {**FORMER, "mode": "reuse"}, {**NOW, "mtp_mode": "reuse"}),
-            ("medusa", {"medusa_num_nodes": 20}, {"num_draft_nodes": 20}),
-            ("dflash", {"dflash_tree_budget": 20}, {"num_draft_nodes": 20}),
-            ("mlp_speculator", {"mlp_speculator_num_nodes": 20}, {"num_draft_nodes": 20}),
-            ("mlp_speculator", {"num_candidates": 3}, {"mlp_speculator_num_candidates": 3}),
-            ("suffix+eagle3", FORMER, NOW),
-        ],
-    )
-    def test_former_names_are_understood_with_a_warning(self, warned, method, former, now):
-        config = SpeculativeConfig(method, "org/head", **former)
-        assert config == SpeculativeConfig(method, "org/head", **now)
-        assert config.to_dict() == {"method": method, "model": "org/head", **now}
-        assert len(warned) == len(former)
-        assert all(any(f"`{name}`" in text for text in warned) for name in (*former, *now))
-
-    def test_names_of_sglang_need_no_warning(self, warned):
-        config = SpeculativeConfig("eagle", "org/head", **self.SGLANG)
-        assert config == SpeculativeConfig("eagle", "org/head", **{**self.NOW, "draft_min_path_prob": None})
+    def test_a_block(self):
         config = SpeculativeConfig("dflash", "org/draft", speculative_num_draft_tokens=16)
         assert config == SpeculativeConfig("dflash", "org/draft", dflash_block_size=16)
-        assert warned == []
 
-    def test_files_need_no_warning(self, warned, tmp_path):
-        settings = {"method": "eagle3", "model": "org/head", **self.FORMER}
+    def test_files(self, tmp_path):
+        settings = {"method": "eagle3", "model": "org/head", **self.SGLANG}
         path = tmp_path / CONFIG_NAME
         path.write_text(json.dumps(settings))
-        wanted = SpeculativeConfig("eagle3", "org/head", **self.NOW)
+        wanted = SpeculativeConfig("eagle3", "org/head", **self.OWN)
         assert SpeculativeConfig.resolve(path) == SpeculativeConfig.from_pretrained(tmp_path) == wanted
         assert published_config(settings, "a card", with_place=True) == wanted
-        assert warned == []
 
-    def test_before_the_method_is_known(self, warned):
-        config = SpeculativeConfig(model="org/head", total_tokens=60)
+    def test_before_the_method_is_known(self):
+        config = SpeculativeConfig(model="org/head", speculative_num_draft_tokens=60)
         assert config.replace(method="eagle3").options.num_draft_nodes == 59
         assert config.for_method("mtp").options.num_draft_nodes == 59
 
     def test_one_name_at_a_time(self):
-        message = error_of(SpeculativeConfig, "eagle3", "org/head", total_tokens=60, num_draft_nodes=59)
-        assert message == "`total_tokens` and `num_draft_nodes` are two names of one setting. Keep one."
+        message = error_of(
+            SpeculativeConfig, "eagle3", "org/head", speculative_num_draft_tokens=60, num_draft_nodes=59
+        )
+        assert message.startswith("`speculative_num_draft_tokens` and `num_draft_nodes` are two names of one setting.")
 
-    def test_values_are_checked(self, warned):
-        message = error_of(SpeculativeConfig, "eagle3", "org/head", total_tokens=1)
+    def test_values_are_checked(self):
+        message = error_of(SpeculativeConfig, "eagle3", "org/head", speculative_num_draft_tokens=1)
         assert message == "`num_draft_nodes` must be an integer from 1 to 1024, got 0."
-        message = error_of(SpeculativeConfig, "eagle3", "org/head", total_tokens="60")
+        message = error_of(SpeculativeConfig, "eagle3", "org/head", speculative_num_draft_tokens="60")
         assert (
             "`num_draft_nodes` must be an integer from 1 to 1024 or None, got '60' (str). Write it without quotes."
             in message

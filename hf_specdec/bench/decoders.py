@@ -14,7 +14,7 @@ from ..errors import MissingDependencyError, SpecConfigError, shown
 from ..loader import load_speculator
 from ..method import COMBINING, NO_DRAFTS, methods
 from ..reading import parse_json
-from ..settings import SpeculativeConfig
+from ..settings import SpeculativeConfig, describe_settings
 from ..speculator import Speculator
 
 
@@ -218,6 +218,7 @@ def read_spec(text: str, named: Mapping[str, Mapping[str, Any]] | None = None) -
 
 def _pairs(text: str) -> dict[str, Any]:
     first, *rest = text.split(",")
+    texts = {setting.key for setting in describe_settings() if setting.type == "str | None"}
     settings: dict[str, Any] = {}
     if "=" in first:
         rest = [first, *rest]
@@ -230,7 +231,8 @@ def _pairs(text: str) -> dict[str, Any]:
                 f"--spec '{text}': '{part}' is no key=value. Write lists and texts with commas as JSON: "
                 "'{\"method\": ..., ...}'."
             )
-        settings["num_speculative_tokens" if key == "k" else key] = _value(value)
+        key = "num_speculative_tokens" if key == "k" else key
+        settings[key] = value if key in texts and value != "null" else _value(value)
     return settings
 
 

@@ -53,13 +53,6 @@ if TYPE_CHECKING:
 
 _LEAST_SHARED_LENGTH = 4
 
-# Former names of what a method declares; classes that still use them work as before.
-_FORMER_NAMES = {
-    "draws": "samples_drafts",
-    "rates_drafts": "estimates_acceptance",
-    "draft_chances": "acceptance_probs",
-}
-
 
 class CandidateGenerator(HfCandidateGenerator):
     """Base class of the methods.
@@ -107,21 +100,6 @@ class CandidateGenerator(HfCandidateGenerator):
     loaded_by: ClassVar[tuple[str, ...] | None] = None
     # Lookups in texts until now; `None` for methods that look nothing up.
     lookups: Lookups | None = None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for former, name in _FORMER_NAMES.items():
-            if former in vars(cls) and name not in vars(cls):
-                setattr(cls, name, vars(cls)[former])
-
-    @property
-    def draws(self) -> bool | None:
-        """Former name of `samples_drafts`."""
-        return self.samples_drafts
-
-    @draws.setter
-    def draws(self, value: bool | None) -> None:
-        self.samples_drafts = value
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> Any:

@@ -261,6 +261,16 @@ class DraftReader(CheckpointReader):
                 f"has a rotary embedding of rope_type '{kind}'{lacking}",
                 f"Pass one of the types {', '.join(_ROPE_NEEDS)}.",
             )
+        if kind == "longrope":
+            # One of the two is looked at in long texts only.
+            half = self._attention_sizes()["head_dim"] // 2
+            for name in _ROPE_NEEDS[kind]:
+                value = parameters[name]
+                if not (isinstance(value, list) and len(value) == half and all(map(POSITIVE.is_valid, value))):
+                    raise self.wrong(
+                        f"has `{name}`={shown(value)} in its config.json, which must be {half} positive numbers",
+                        "Correct it.",
+                    )
         return parameters
 
     def _rope_of_layers(self, given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from .target import (
     DtypeOption,
     ModelOption,
     Place,
+    RawOption,
     ThreadsOption,
     TrustOption,
     tokenised,
@@ -43,7 +44,7 @@ SampleOption = Annotated[
 ]
 TemperatureOption = Annotated[
     float | None,
-    typer.Option(min=0.0, rich_help_panel=_PANEL, help="Sample at this temperature; 0 is greedy. Left out: greedy."),
+    typer.Option(min=0.0, rich_help_panel=_PANEL, help="Sample at this temperature; 0 is greedy."),
 ]
 TopPOption = Annotated[
     float | None,
@@ -93,7 +94,7 @@ def generate_command(
     dtype: DtypeOption = Dtype.auto,
     device: DeviceOption = None,
     threads: ThreadsOption = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template.")] = False,
+    raw: RawOption = False,
     trust_remote_code: TrustOption = False,
     html: Annotated[
         Path | None,
@@ -104,13 +105,16 @@ def generate_command(
 ) -> None:
     """Generate text, printed as it comes.
 
-    The prompt is the argument, the content of --file, or standard input, taken as it is. Only the new text is printed.
+    The prompt is the argument, the content of --file, or standard input: the user's message where the target has a
+    chat template, else taken as it is. Tokens are chosen as the target's generation config says. Only the new text is
+    printed.
     """
     text = _read_prompt(prompt, file)
     if html is not None:
         _check_page(html, method)
     place = Place(model, dtype, device, threads, trust_remote_code)
-    sampling = sampling_arguments(temperature, top_p, top_k)
+    is_configured = temperature is top_p is top_k is None
+    sampling = {} if is_configured else sampling_arguments(temperature, top_p, top_k)
     import torch
 
     from ..demo import Prompt
@@ -118,12 +122,7 @@ def generate_command(
 
     with num_threads(place.num_threads):
         target, tokenizer = place.load()
-        if chat and tokenizer.chat_template is None:
-            raise SpecConfigError(
-                f"--chat needs a chat template, and the tokenizer of '{model}' has none. Leave out --chat, or choose "
-                "a model that was trained on chats."
-            )
-        (batch,) = tokenised([Prompt("prompt", text)], target, tokenizer, 1, raw=not chat)
+        (batch,) = tokenised([Prompt("prompt", text)], target, tokenizer, 1, raw)
         speculator = load_drafter(target, place.is_embedded, method, spec_model, num_speculative_tokens, config)
         if seed is not None:
             torch.manual_seed(seed)

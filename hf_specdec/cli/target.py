@@ -122,11 +122,17 @@ class Place:
         from transformers import AutoConfig, AutoTokenizer
 
         from ..candidate_generators.draft_model.network import auto_model_class
+        from ..hub.inspect import is_repo_id
 
         if not sys.stderr.isatty():
             quieten_loading()
         options = {"trust_remote_code": self.trust_remote_code}
         try:
+            if not os.path.isdir(self.target) and not is_repo_id(self.target):
+                raise SpecConfigError(
+                    f"The model '{self.target}' is neither a local folder nor the id of a repository, such as "
+                    "'user/name'. Correct it."
+                )
             config = AutoConfig.from_pretrained(_base_of(self.target), **options)
             if config.is_encoder_decoder and not may_have_encoder:
                 raise ValueError("it has an encoder, and of the commands only generate-many takes such models.")

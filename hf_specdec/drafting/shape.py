@@ -49,7 +49,6 @@ class ExtrapolationOptions(Options):
         least=1,
         most=129,
         published=True,
-        former_names={"depth": 1},
         engine_names={"speculative_num_steps": 0},
     )
     draft_tree_top_k: int | None = setting(
@@ -59,7 +58,6 @@ class ExtrapolationOptions(Options):
         least=1,
         most=64,
         published=True,
-        former_names={"top_k": 0},
         engine_names={"speculative_eagle_topk": 0},
     )
     num_draft_nodes: int | None = setting(
@@ -69,7 +67,6 @@ class ExtrapolationOptions(Options):
         least=1,
         most=MAX_NODES,
         published=True,
-        former_names={"total_tokens": -1},
         engine_names={"speculative_num_draft_tokens": -1},
     )
     draft_min_path_prob: float | None = setting(
@@ -80,7 +77,6 @@ class ExtrapolationOptions(Options):
         least=0,
         most=1,
         published=True,
-        former_names={"adaptive_threshold": 0},
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("greedy")
 

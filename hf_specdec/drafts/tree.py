@@ -8,7 +8,6 @@ Shapes: B rows of the batch, N draft nodes of a row, T = N + 1 verified nodes (n
 from __future__ import annotations
 
 import math
-import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
 from copy import copy
@@ -199,12 +198,6 @@ class DraftTree:
         draft = copy(self)
         draft.probs = None
         return draft
-
-    @property
-    def chances(self) -> torch.FloatTensor | None:
-        """Former name of `path_log_probs`."""
-        warnings.warn("DraftTree.chances is now DraftTree.path_log_probs.", DeprecationWarning, stacklevel=2)
-        return self.path_log_probs
 
     @property
     def is_rated(self) -> bool:

@@ -122,10 +122,10 @@ def _gathered(problems: list[str], name: str) -> Iterator[None]:
     except CheckpointAccessError:
         raise
     except CheckpointFormatError as error:
-        problems.append(_about_it(str(error), name))
+        problems.append(about_it(str(error), name))
 
 
-def _about_it(message: str, name: str) -> str:
+def about_it(message: str, name: str) -> str:
     """A message about a checkpoint without its name, where it begins with that."""
     subject = f"'{name}' "
     return f"It {message.removeprefix(subject)}" if message.startswith(subject) else message

@@ -6,20 +6,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..checkpoints.files import RepoFiles
 from ..checkpoints.header import TargetNeeds, TargetSizes, misfits
-from ..errors import SpecConfigError
-from ..method import is_language_model, own_layers_method
-from .detect import Detection, detect, file_of_target_layers, known_formats
+from ..errors import SpecConfigError, SpecDecError
+from ..method import is_language_model, own_layers_method, resolve_candidate_generator
+from ..settings import SpeculativeConfig
+from .detect import Detection, about_it, detect, file_of_target_layers, known_formats
 from .trust import one_line
-
-
-if TYPE_CHECKING:
-    from ..settings import SpeculativeConfig
 
 
 # The name of the embedded target.
@@ -108,6 +107,11 @@ def inspect_checkpoint(
     if is_itself and not has_layers:
         hint = _ITSELF.format(one_line(name))
     problems = own_layer_problems(found, config) if is_itself and has_layers else target_problems(found, config)
+    # Of the Hub no weights are downloaded.
+    method = own_layers_method().name if is_itself and has_layers else found.method
+    if files.folder is not None and not (problems or found.problems or is_language_model(method)):
+        settings = SpeculativeConfig(method, os.fspath(name), subfolder=subfolder)
+        problems = _loading_problems(settings, config, str(target))
     problems = (*found.problems, *map(_line, problems))
     return Inspection(str(name), found, not problems, problems, hint)
 
@@ -117,6 +121,28 @@ _ITSELF = (
     "'{}' is the target itself and has no multi-token-prediction layers, so as a draft model it would cost as much as "
     "it saves. Name a smaller model or a draft head, or use spec_method='auto'."
 )
+
+
+# A config that asks for more layers is no target's.
+_MOST_LAYERS = 1000
+
+
+def _loading_problems(settings: SpeculativeConfig, target_config: Mapping[str, Any], target: str) -> list[str]:
+    """What the loader of a head in a folder says, in a sentence; the weights take no memory."""
+    if (_first(text_config(target_config), _NUM_LAYERS) or 0) > _MOST_LAYERS:
+        return []
+    try:
+        config = AutoConfig.for_model(**target_config)
+        config.name_or_path = target
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception:  # noqa: BLE001 - what transformers does not know is judged by its config alone
+        return []
+    try:
+        resolve_candidate_generator(settings.method).load(settings, model)
+    except SpecDecError as error:
+        return [about_it(str(error), settings.model)]
+    return []
 
 
 def _line(text: str) -> str:

@@ -22,7 +22,7 @@ from ..checkpoints.files import MAX_CONFIG_BYTES, ReadOfRepositories, RepoFiles,
 from ..errors import CheckpointAccessError, CheckpointFormatError, SpecConfigError
 from ..method import is_method_name, takes_model
 from ..settings import CONFIG_NAME, SpeculativeConfig
-from ..settings.names import AUTO, reading_file
+from ..settings.names import AUTO
 from .trust import PLACE_SETTINGS, believed, may_be_published, one_line, sifted
 
 
@@ -89,8 +89,7 @@ def config_of(flat: dict[str, Any], source: str, **place: Any) -> SpeculativeCon
     try:
         if takes_model(flat.get("method")) and flat.get("model") is None:
             flat = {**flat, **{key: value for key, value in place.items() if value is not None}}
-        with reading_file():
-            return SpeculativeConfig.from_dict(flat)
+        return SpeculativeConfig.from_dict(flat)
     except Exception as error:
         # Values of strangers may raise anything.
         raise SpecConfigError(f"{source}: {one_line(error, 500)}") from error

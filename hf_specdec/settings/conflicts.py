@@ -6,6 +6,8 @@ from dataclasses import fields
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from transformers.utils import logging
+
 from ..errors import SpecConfigError, shown
 from ..method import built_in_methods, drafting_method, takes_model
 from .names import AUTO
@@ -15,12 +17,17 @@ if TYPE_CHECKING:
     from . import SpeculativeConfig
 
 
+logger = logging.get_logger(__name__)
+
+
 def check_combinations(config: SpeculativeConfig) -> None:
     """Raises a [`SpecConfigError`] where two settings exclude each other; the message has both.
 
     Args:
         config (`SpeculativeConfig`): All of it but `options`, which are made last.
     """
+    if config.disable_padded_drafter_batch:
+        logger.warning_once("`disable_padded_drafter_batch` changes nothing: rows are not padded to each other here.")
     _check_acceptance_rule(config)
     _check_model_settings(config)
     _check_token_tree(config)

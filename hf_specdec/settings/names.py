@@ -7,22 +7,15 @@ settings of all methods or inside of `options`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
 from typing import Any, NamedTuple
-
-from transformers.utils import logging
 
 from ..errors import SpecConfigError, SpecDecError, did_you_mean, shown
 from ..method import COMBINING, methods, parts_of, resolve_candidate_generator
 from ..reading import plain_value
 from ..validation import is_int
-
-
-logger = logging.get_logger(__name__)
 
 
 # In a method's place: the drafter that is found for the target, or the method of the `model` that is named. In that of
@@ -148,11 +141,6 @@ def by_key(method: str, flat: Mapping[str, Any]) -> dict[str, Any]:
             both = [f"`{other}`" for other in flat if spellings.get(other, _Spelling(other)).key == spelling.key]
             raise SpecConfigError(f"{' and '.join(both)} are two names of one setting. Keep one.")
         named[spelling.key] = value + spelling.offset if spelling.offset and is_int(value) else value
-        if spelling.is_former and not _reads_files.get():
-            logger.warning_once(
-                f"`{name}`={shown(value)} is now written `{spelling.key}`={shown(named[spelling.key])}. The old name "
-                "will go with the next release."
-            )
     return named
 
 
@@ -162,12 +150,10 @@ class _Spelling(NamedTuple):
     Attributes:
         key (`str`): Its flat name.
         offset (`int`): What is added to a value under this name, where sizes are counted in another way.
-        is_former (`bool`): An older release called it so.
     """
 
     key: str
     offset: int = 0
-    is_former: bool = False
 
 
 @cache
@@ -179,28 +165,12 @@ def _spellings(options_class: type[Any]) -> dict[str, _Spelling]:
         found[item.name] = _Spelling(key)
         for name, offset in item.metadata.get("engine_names", {}).items():
             found[name] = _Spelling(key, offset)
-        for name, offset in item.metadata.get("former_names", {}).items():
-            found[name] = _Spelling(key, offset, is_former=True)
     return found
 
 
 def names_of(item: Field[Any]) -> set[str]:
-    """The names that an option may be given by: its flat name, that of its field, older ones, and those of engines."""
-    others = item.metadata.get("engine_names", ()), item.metadata.get("former_names", ())
-    return {key_of(item), item.name, *others[0], *others[1]}
-
-
-_reads_files: ContextVar[bool] = ContextVar("reads_files", default=False)
-
-
-@contextmanager
-def reading_file() -> Iterator[None]:
-    """Lets older names of options pass without a warning: what is read was written when they were the names."""
-    token = _reads_files.set(True)
-    try:
-        yield
-    finally:
-        _reads_files.reset(token)
+    """The names that an option may be given by: its flat name, that of its field, and those of engines."""
+    return {key_of(item), item.name, *item.metadata.get("engine_names", ())}
 
 
 def check_is_named(flat: Mapping[str, Any]) -> None:

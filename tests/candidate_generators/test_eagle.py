@@ -370,9 +370,9 @@ class TestSettings:
         assert default("cuda") == (DynamicTree(7, 10, 60), [])
         assert default("cuda", 4)[0] == DynamicTree(7, 10, 60)
         assert default("cuda", 5) == (TokenTree.chain(4), [])
-        assert default("cuda", 5, {"depth": 5}) == (DynamicTree(5, 10, 60), [])
+        assert default("cuda", 5, {"draft_tree_depth": 6}) == (DynamicTree(5, 10, 60), [])
         assert default("cpu")[0] == default("cpu", 2)[0] == TokenTree.chain(4)
-        assert default("cpu", settings={"total_tokens": 20})[0] == DynamicTree(4, 4, 20)
+        assert default("cpu", settings={"num_draft_nodes": 19})[0] == DynamicTree(4, 4, 20)
         assert default("cuda", settings={"num_speculative_tokens": 6}) == (TokenTree.chain(6), [])
         assert default("cuda", settings={"draft_tree_top_k": 1, "draft_tree_depth": 4}) == (TokenTree.chain(4), [])
         few = {"draft_tree_top_k": 1, "draft_tree_depth": 4, "num_draft_nodes": 2}

@@ -74,8 +74,20 @@ def test_matches_beyond_the_longest_count_as_this():
     """The last of two that are long enough, whichever is longer."""
     passage = [int(token) for token in torch.randint(5, 60, (2 * LONGEST_MATCH,), generator=torch.Generator())]
     text = [*passage, 1, *passage[-LONGEST_MATCH:], 2, *passage]
-    _, ((tokens,), _) = drafts_of_host_and_device([text], [6], prompt_lookup_num_matches=1)
+    host, ((tokens,), parents) = drafts_of_host_and_device([text], [6], prompt_lookup_num_matches=1)
+    assert host == ([tokens], parents)
     assert tokens[0] == 2
+
+
+@pytest.mark.parametrize(("most", "following"), [(100, 1), (66, 2), (70, 1)])
+def test_the_users_limit_holds_for_both(most, following):
+    """Matches of 75 and 66 tokens."""
+    passage = list(range(100, 175))
+    text = [*passage, 1, 9, *passage[-66:], 2, *passage]
+    lengths = {"prompt_lookup_min": 1, "prompt_lookup_max": most}
+    host, device = drafts_of_host_and_device([text], [6], **lengths, prompt_lookup_match="last")
+    assert device == host
+    assert device[0][0][0] == following
 
 
 def test_texts_of_a_call():

@@ -391,9 +391,9 @@ def test_stock_protocol_gets_the_best_match():
 @pytest.mark.parametrize(
     ("given_options", "shortest", "longest", "takes_first", "matches"),
     [
-        ({}, 1, None, False, 4),
-        ({"match": "first"}, 1, None, True, 4),
-        ({"num_matches": 2}, 1, None, False, 2),
+        ({}, 1, 64, False, 4),
+        ({"match": "first"}, 1, 64, True, 4),
+        ({"num_matches": 2}, 1, 64, False, 2),
         ({"prompt_lookup_max": 4}, 4, 4, True, 1),
         ({"prompt_lookup_min": 3}, 3, 3, True, 1),
         ({"prompt_lookup_min": 2, "prompt_lookup_max": 6}, 2, 6, True, 1),

@@ -12,7 +12,6 @@ import torch
 from hf_specdec import (
     CandidateGenerator,
     DraftTree,
-    Session,
     generate_many,
     record,
     register_candidate_generator,
@@ -73,24 +72,3 @@ def test_options_that_have_no_hash():
         assert torch.equal(text, demo_target().generate(**demo_inputs(2), max_new_tokens=8, do_sample=False))
     finally:
         unregister_candidate_generator("nothing")
-
-
-def test_former_names():
-    class Former(CandidateGenerator):
-        draws = False
-        rates_drafts = True
-
-        @property
-        def draft_chances(self):
-            return [[0.5]]
-
-    class Later(CandidateGenerator):
-        def __init__(self, *given):
-            super().__init__(*given)
-            self.draws = self.session is None
-
-    generator = Former()
-    assert (generator.samples_drafts, generator.estimates_acceptance) == (False, True)
-    assert generator.acceptance_probs == [[0.5]]
-    assert Later().samples_drafts is True
-    assert Session(1, 8, torch.device("cpu"), supports_trees=False).takes_trees is False

@@ -408,6 +408,29 @@ def test_close_after_an_interrupted_start(monkeypatch):
     assert cache.active_requests == set()
 
 
+def test_a_library_without_trees_of_its_own(monkeypatch):
+    """It reads the prompt at once."""
+    monkeypatch.setattr(suffix, "_PIECE", 4)
+
+    class Later:
+        def __init__(self, cache):
+            self.cache, self.active_requests = cache, ()
+
+        def start_request(self, req_id, tokens):
+            self.cache.start_request(req_id, tokens)
+
+        def speculate(self, *given):
+            return self.cache.speculate(*given)
+
+    drafts = []
+    for make in (lambda library: library, Later):
+        cache = make_cache(make_config())
+        cache._library = make(cache._library)
+        cache.start_request("a", [*range(10), 0, 1, 2])
+        drafts.append(cache.speculate("a", [0, 1, 2], 4).token_ids)
+    assert drafts == [[3, 4]] * 2
+
+
 def test_forgotten_generator_leaves_no_trees():
     cache = make_cache(make_config())
     generator = make_generator(cache)

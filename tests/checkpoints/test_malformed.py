@@ -251,6 +251,7 @@ class TestPublishedSizes:
         [
             ("num_hidden_layers", 10**9),
             ("num_hidden_layers", 10**5),
+            ("num_hidden_layers", 0),
             ("hidden_size", 10**9),
             ("head_dim", 2**31),
             ("vocab_size", 10**12),
@@ -263,6 +264,11 @@ class TestPublishedSizes:
         (tmp_path / "config.json").write_text(json.dumps({**settings, key: value}))
         with pytest.raises(CheckpointFormatError, match=f"has `{key}`={value} in its config.json.*no such model"):
             load_draft_model(SpeculativeConfig("draft_model", str(tmp_path)), tiny_llama())
+
+    def test_what_fails_only_when_it_is_used(self, tmp_path):
+        copy_of("mtp/qwen3_5", tmp_path, {"text_config.rope_parameters.mrope_section": []})
+        with pytest.raises(CheckpointFormatError, match=f"'{tmp_path}' cannot be loaded.*IndexError"):
+            load("draft_model", tmp_path, loaded_target(WITH_LAYERS["mtp/qwen3_5"]))
 
     def test_large_numbers_that_are_no_sizes(self, tmp_path):
         tiny_llama(max_position_embeddings=1_000_000).save_pretrained(tmp_path)

@@ -244,6 +244,11 @@ INNER = "dflash_config."
 STAGES = "one positive integer for each of its n_predict=3 stages"
 
 
+def longrope(long_factor):
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "original_max_position_embeddings": 64}
+    return {"rope_scaling": {**rope, "long_factor": long_factor}}
+
+
 def wrong_setting(name, key, value, what, place=""):
     shown = repr(value).replace("[", r"\[").replace("]", r"\]")
     return (name, None, {place + key: value}, f"`{key}`={shown} in its config.json, which must be {what}")
@@ -263,6 +268,8 @@ SETTINGS = [
     wrong_setting(EAGLE3, "target_hidden_size", 32.0, COUNT),
     (EAGLE3, None, {"rope_scaling": {"type": "linear", "factor": "four"}}, "no rotary embedding can be made of.*four"),
     (EAGLE3, None, {"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral'"),
+    (EAGLE3, None, longrope(["x"] * 8), "`long_factor`=.* must be 8 positive numbers"),
+    (EAGLE3, None, longrope([1.0] * 7), "`long_factor`=.* must be 8 positive numbers"),
     (EAGLE3, None, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "without low_freq_factor and high_freq"),
     (EAGLE3, None, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     (EAGLE3, None, {"speculators_model_type": "mystery"}, r"of the kind 'mystery' \(`speculators_model_type`\)"),
@@ -427,6 +434,18 @@ def test_states_that_the_user_names(name, ids, error, message):
 def test_mask_tokens_outside_of_the_embedding(token):
     with pytest.raises(SpecConfigError, match=f"is {token}, and the embedding has the tokens 0 to 319"):
         load("dflash", HEADS[DFLASH], loaded_target(HEADS[DFLASH]), dflash_mask_token_id=token)
+
+
+def test_a_mask_token_of_the_checkpoint_outside_of_the_embedding(tmp_path):
+    folder = copy_of(DFLASH, tmp_path / "head", {"dflash_config.mask_token_id": 2**31 - 1})
+    with pytest.raises(SpecConfigError, match=f"mask token of '{folder}' is 2147483647"):
+        load("dflash", folder, loaded_target(HEADS[DFLASH]))
+
+
+@pytest.mark.parametrize("name", [EAGLE3, DFLASH, MLP])
+def test_the_method_that_a_checkpoint_is_for_is_named(name):
+    with pytest.raises(CheckpointFormatError, match=f"It is a checkpoint for spec_method='{method_of(name)}'"):
+        load_speculator(loaded_target(HEADS[name]), method="medusa", model=str(HEADS[name]))
 
 
 @pytest.mark.parametrize(("name", "change", "config", "message"), COUNTS)

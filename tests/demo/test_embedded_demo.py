@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_specdec import demo
+from hf_specdec import demo, load_speculator
+from hf_specdec.candidate_generators.draft_model import vocabularies
 from hf_specdec.errors import CheckpointFormatError, SpecConfigError
 
 
@@ -105,17 +106,6 @@ def test_missing_weights_are_a_clear_error(tmp_path, monkeypatch):
         demo.target_path()
 
 
-def test_former_names_of_the_folders():
-    with pytest.warns(DeprecationWarning, match=r"demo.draft_path\(\) is now demo.drafter_path\('draft_model'\)"):
-        assert demo.draft_path() == demo.drafter_path("draft_model")
-    with pytest.warns(DeprecationWarning, match="drafter_path"):
-        assert demo.eagle3_path() == demo.drafter_path("eagle3")
-    with pytest.warns(DeprecationWarning, match="now demo.Prompt"):
-        assert demo.DemoPrompt is demo.Prompt
-    assert not hasattr(demo, "other_path")
-    assert not hasattr(demo, "ngram_path")
-
-
 def test_methods_without_a_drafter_are_an_error():
     with pytest.raises(SpecConfigError, match="no drafter for 'ngram'. It has one for: .*eagle3"):
         demo.drafter_path("ngram")
@@ -195,3 +185,10 @@ def test_generated_text_is_python_in_form(target, tokenizer):
     assert len(lines) > 3
     assert sum((len(line) - len(line.lstrip())) % 4 == 0 for line in lines) > 0.7 * len(lines)
     assert any(word in line for line in lines for word in ("self.", "return", "def ", "if "))
+
+
+def test_the_draft_models_tokenizer_is_known_to_be_the_targets(monkeypatch):
+    said = []
+    monkeypatch.setattr(vocabularies.logger, "warning_once", said.append)
+    load_speculator(demo.load_target(), "draft_model", model=demo.drafter_path("draft_model"))
+    assert said == []

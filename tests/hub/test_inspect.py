@@ -1,6 +1,7 @@
 """Configs and headers tell if a checkpoint fits a target, in Python and on the command line."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from hf_specdec import CheckpointFormatError, cli, demo
 from hf_specdec.errors import CheckpointAccessError
 from hf_specdec.hub import inspect_checkpoint
+from tests.checkpoints.heads import HEADS, copy_of, load, loaded_target, method_of, put, target_of, without
 from tests.hub.server import TOKEN
 
 
@@ -68,6 +70,48 @@ def test_drafters_of_other_targets_do_not(tmp_path, drafter, changes, problem):
     assert found.fits is False
     assert any(problem in sentence for sentence in found.problems)
     assert run(DEMO / drafter, "--target", target).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "config", "problem"),
+    [
+        (
+            "eagle/eagle3_llama",
+            put("fc.weight", torch.ones(63, 192)),
+            {},
+            r"It has fc.weight of the shape \[63, 192\]",
+        ),
+        (
+            "dflash/qwen3_random_b8",
+            None,
+            {"dflash_config.mask_token_id": "x"},
+            "It has `mask_token_id`='x' in its conf",
+        ),
+        ("dflash/qwen3_random_b8", put("x.weight", torch.ones(2)), {}, "It has 1 tensors that no DFlash draft"),
+        (
+            "medusa/v01_heads_pt",
+            put("1.0.linear.bias", torch.ones(3)),
+            {},
+            r"It has 1.0.linear.bias of the shape",
+        ),
+        ("mlp_speculator/untied_plain", without("ln.2.bias"), {}, "It lacks 1 tensors of the MLP speculator: ln.2"),
+        ("demo/mtp", put("mtp.fc.weight", torch.ones(3, 3)), {}, r"It has mtp.fc.weight of the shape \[3, 3\]"),
+        ("eagle/eagle3_llama", None, {"rope_theta": [1]}, "It has `rope_theta`=.1. in its config.json, which must be"),
+    ],
+)
+def test_what_its_loader_refuses_does_not_fit(tmp_path, name, change, config, problem):
+    folder = copy_of(name, tmp_path / "head", config, change)
+    found = inspect_checkpoint(folder, target_of(HEADS[name]))
+    assert found.fits is False
+    assert re.match(problem, found.problems[0])
+    with pytest.raises(CheckpointFormatError):
+        load(method_of(name), folder, loaded_target(HEADS[name]))
+
+
+def test_layers_of_the_target_that_cannot_be_loaded(tmp_path):
+    copy_of("mtp/mellum", tmp_path, {}, put("mtp.fc.weight", torch.ones(3, 3)))
+    (problem,) = inspect_checkpoint(tmp_path, tmp_path).problems
+    assert problem.startswith("It has mtp.fc.weight of the shape [3, 3]")
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "draft", "mlp_speculator", "mtp"])

@@ -368,9 +368,9 @@ class Build:
         return {"complete": complete, "edit": edit}
 
     def save(self, model: PreTrainedModel, name: str) -> None:
-        """Writes a bfloat16 copy of a model, and the tokenizer beside the target."""
+        """Writes a bfloat16 copy of a model, and the tokenizer beside target and draft model."""
         copy.deepcopy(model).to(torch.bfloat16).save_pretrained(self.output / name)
-        if name == "target":
+        if name in ("target", "draft"):
             self.tokenizer.save_pretrained(self.output / name)
 
     def load(self, name: str, attention: str = "blockwise_causal", dtype: torch.dtype = torch.float32):

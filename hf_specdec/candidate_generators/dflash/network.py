@@ -471,7 +471,7 @@ def load_dflash(config: SpeculativeConfig, target_model: nn.Module) -> DFlashNet
     found = reader.configured(checkpoint, TargetSizes.of(target_model), mask_token_id, find_mask_token)
     make = partial(DFlashNetwork, found)
     network = loaded_network(make, reader, checkpoint, target_model, placement, config.quantization)
-    check_mask_token(found.mask_token_id, network)
+    check_mask_token(found.mask_token_id, network, f"'{config.model}'")
     return network
 
 
@@ -488,11 +488,11 @@ def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model:
     return network
 
 
-def check_mask_token(token: int, network: DFlashNetwork) -> None:
+def check_mask_token(token: int, network: DFlashNetwork, name: str = "the draft") -> None:
     """Raises a [`SpecConfigError`] where a mask token has no embedding."""
     if not 0 <= token < network.num_embeddings:
         raise SpecConfigError(
-            f"The mask token of the draft is {token}, and the embedding has the tokens 0 to "
+            f"The mask token of {name} is {token}, and the embedding has the tokens 0 to "
             f"{network.num_embeddings - 1}. Name another with `dflash_mask_token_id`, or, if the target's embedding "
             "was resized, pass a target that has the row."
         )

@@ -62,7 +62,6 @@ class DFlashOptions(Options):
         least=0,
         most=MAX_NODES,
         published=True,
-        former_names={"dflash_tree_budget": 0},
     )
     draft_tree_top_k: int | None = setting(
         None,

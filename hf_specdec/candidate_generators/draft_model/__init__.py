@@ -42,6 +42,5 @@ METHODS = (
         transformers="assistant_model",
         healthy_first_rate=0.3,
         demo="draft",
-        demo_settings={"": {"same_tokenizer": True}},
     ),
 )

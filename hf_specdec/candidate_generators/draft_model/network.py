@@ -62,7 +62,12 @@ def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Mod
     device = draft_device(config, target_model)
     model = _from_pretrained(config.model, weights, checkpoint_location(config), arguments, target_model, device)
     check_four_bits(model, config.model)
-    return model.eval()
+    model.eval()
+    if not model.config.is_encoder_decoder:
+        # What is made of a stranger's config may fail only when it is used.
+        with torch.inference_mode():
+            model(torch.zeros((1, 2), dtype=torch.long, device=model.get_input_embeddings().weight.device))
+    return model
 
 
 def mask_token_of(model: torch.nn.Module, wanted: bool | None = None) -> int | None:
@@ -146,7 +151,7 @@ def _check_sizes(files: RepoFiles, weights: str, tensors: TensorTable | None) ->
             most = 2 * num_bytes
         else:
             most = MOST if "position" in key else value
-        if value > most:
+        if value > most or (value < 1 and name in _DEPTHS):
             raise CheckpointFormatError(
                 f"'{files.name}' has `{name}`={shown(value)} in its config.json, and {num_tensors} tensors of "
                 f"{num_bytes} bytes in {weights}: no such model can be made of them. Pass an intact checkpoint."
@@ -262,6 +267,8 @@ def _from_pretrained(
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         # Further lines list everything that transformers knows.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:MOST_SHOWN]
+        if isinstance(error, KeyError):
+            reason = f"transformers does not know {reason}, or misses it in its config.json."
         if "custom code" in reason:
             reason += " Pass trust_remote_code=True if you trust it."
         raise CheckpointFormatError(f"The draft model '{name}' cannot be loaded: {reason}") from error

@@ -74,7 +74,6 @@ class MedusaOptions(Options):
         least=1,
         most=MAX_NODES,
         published=True,
-        former_names={"medusa_num_nodes": 0, "num_nodes": 0},
     )
     tree: Literal["static", "measured"] = setting(
         "static",

@@ -83,7 +83,6 @@ class MLPSpeculatorOptions(Options):
         most=MAX_NODES,
         key=_GROWTH_OPTIONS["num_candidates"],
         published=True,
-        former_names={"num_candidates": 0},
     )
     num_draft_nodes: int | None = setting(
         None,
@@ -93,7 +92,6 @@ class MLPSpeculatorOptions(Options):
         least=1,
         most=MAX_NODES,
         published=True,
-        former_names={"mlp_speculator_num_nodes": 0, "num_nodes": 0},
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("greedy")
 

@@ -50,7 +50,6 @@ class MtpOptions(ExtrapolationOptions):
         least=0,
         most=1,
         published=True,
-        former_names={"adaptive_threshold": 0},
     )
     mode: Literal["chain", "reuse"] | None = setting(
         None,
@@ -58,7 +57,6 @@ class MtpOptions(ExtrapolationOptions):
         "among them. Left out, `chain` where the checkpoint has several layers.",
         key="mtp_mode",
         published=True,
-        former_names={"mode": 0},
     )
 
 

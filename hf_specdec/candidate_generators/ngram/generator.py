@@ -43,8 +43,8 @@ _MAX_INDEXED_TOKENS = 2_000_000
 class NgramOptions(Options):
     """Options of `spec_method="ngram"`.
 
-    With neither `prompt_lookup_min` nor `prompt_lookup_max`, matches have any length, a match of l tokens is followed
-    by at most 2 l draft tokens, and what followed several matches is one tree. With one of the two, the other equals
+    With neither `prompt_lookup_min` nor `prompt_lookup_max`, a match of l tokens is followed by at most 2 l draft
+    tokens, and what followed several matches is one tree. With one of the two, the other equals
     it, and the draft is the longest that follows the one best match: vLLM's rule.
 
     Raises:
@@ -60,7 +60,8 @@ class NgramOptions(Options):
     )
     prompt_lookup_max: int | None = setting(
         None,
-        "Longest match looked for, in tokens. Left out, `prompt_lookup_min`, or else no limit.",
+        f"Longest match looked for, in tokens. Left out, `prompt_lookup_min`, or else {LONGEST_MATCH}: what is longer "
+        "counts as this long.",
         least=1,
         most=_MAX_INDEXED_TOKENS,
         published=True,
@@ -91,7 +92,7 @@ class NgramOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_match is not None and self.min_match > self.max_match:
+        if self.min_match > self.max_match:
             raise SpecConfigError(
                 f"`prompt_lookup_min` must not be above `prompt_lookup_max`, got prompt_lookup_min={self.min_match} "
                 f"and prompt_lookup_max={self.max_match}."
@@ -108,9 +109,9 @@ class NgramOptions(Options):
         return self.prompt_lookup_min or self.prompt_lookup_max or 1
 
     @property
-    def max_match(self) -> int | None:
-        """Longest match in tokens, `None` without a limit."""
-        return self.prompt_lookup_max or self.prompt_lookup_min
+    def max_match(self) -> int:
+        """Length in tokens that longer matches count as."""
+        return self.prompt_lookup_max or self.prompt_lookup_min or LONGEST_MATCH
 
     @property
     def takes_first(self) -> bool:
@@ -174,7 +175,9 @@ class NgramCandidateGenerator(CandidateGenerator):
 
     def prefill(self, prompt: Prompt) -> None:
         target = self.session.target
-        if target is not None and target.graphs is not None and target.graphs.pads_drafts:
+        # Compared on the device token by token, matches of any length would be too slow.
+        is_short = self.options.max_match <= LONGEST_MATCH
+        if is_short and target is not None and target.graphs is not None and target.graphs.pads_drafts:
             self._texts = CallTexts(texts_of(target.model))
             self._graphs = RowGraphs(self._texts.memory)
             self._graphs.begin(self.config, self.session)
@@ -250,7 +253,7 @@ class NgramCandidateGenerator(CandidateGenerator):
         return LookupRule(
             self._num_matches,
             options.min_match,
-            max(min(options.max_match or LONGEST_MATCH, LONGEST_MATCH), options.min_match),
+            options.max_match,
             options.takes_first,
             None if options.has_fixed_range else _DRAFT_TOKENS_PER_MATCHED,
             longest,
@@ -320,7 +323,7 @@ class NgramCandidateGenerator(CandidateGenerator):
 
     def _matches(self, text: np.ndarray) -> list[tuple[int, int]]:
         options = self.options
-        found = self._best_matches(text, self._num_matches, options.max_match or len(text), options.takes_first)
+        found = self._best_matches(text, self._num_matches, options.max_match, options.takes_first)
         return [(match, end) for match, end in found if match >= options.min_match]
 
 

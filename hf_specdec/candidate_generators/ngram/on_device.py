@@ -22,7 +22,7 @@ from ...threads import Lock
 from ...transfers import upload
 
 
-# Longer matches count as this long.
+# Longer matches count as this long, where no other limit is set.
 LONGEST_MATCH = 64
 
 # Tokens that a text may grow by before it is moved, and graphs are captured anew.

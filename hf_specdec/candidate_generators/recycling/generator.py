@@ -64,7 +64,6 @@ class RecyclingOptions(Options):
         least=1,
         most=MAX_NODES,
         published=True,
-        former_names={"num_nodes": 0},
     )
 
 

@@ -187,7 +187,9 @@ class SuffixCache:
             SpecConfigError: A token is not an id.
             ValueError: The request is active.
         """
-        first, *others = _pieces(_token_array(prompt_token_ids))
+        tokens = _token_array(prompt_token_ids)
+        # The trees that are extended piece by piece are the library's own: a later one may not have them.
+        first, *others = _pieces(tokens) if hasattr(self._library, "_local_trees") else [tokens]
         with self._lock:
             if req_id in self._library.active_requests:
                 raise ValueError(f"Request {req_id!r} is already active. Stop it first, or use another id.")

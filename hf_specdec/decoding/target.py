@@ -47,6 +47,7 @@ from .recurrent import RecurrentLayers, mixers
 from .rotary import ChangingRotary
 from .source import Source
 from .states import StateTaps
+from .uncompiled import Uncompiled
 
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class SlotModel:
     # Attention that the tree kernel cannot compute falls back to masks by itself.
     _fits_kernel = True
     beginning: Beginning | None = None
+    uncompiled: Uncompiled | None = None
     # Contexts for forwards of the model itself that read prompts into the slots, and for all forwards.
     reading_prompts: Callable[[], AbstractContextManager[None]] = nullcontext
     adapting: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -168,6 +170,8 @@ class SlotModel:
             self.graphs.close()
         if self.rotary is not None:
             self.rotary.close()
+        if self.uncompiled is not None:
+            self.uncompiled.close()
 
     def check_prefilled(self) -> None:
         """Raises an `UnsupportedModelError` if the prompt has left nothing in the cache."""

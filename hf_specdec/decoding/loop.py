@@ -36,7 +36,8 @@ from ..transfers import last_of_each, select_rows
 from .adapters import ADAPTED_ROW, RowAdapters
 from .attention import describe_layers
 from .cache import SlotCache, compact
-from .continuation import ContinuationCheck, read_prompts
+from .check import ContinuationCheck
+from .continuation import read_prompts
 from .ended_rows import EndedRows
 from .functional import slot_model
 from .graphs import call_graphs
@@ -218,7 +219,9 @@ class DecodingLoop:
             self._begin_trace(draft, verdict, logits)
         # Plain generation's next forward may be one over the whole text.
         if not (self.stop.all_finished or self.request.synced_gpus or self.again is not None):
-            self.check = ContinuationCheck.begin(self.target, self.continuation, self.anchors)
+            # The last token is never read.
+            most = self.stop.max_length - self.request.input_ids.shape[1] - 1
+            self.check = ContinuationCheck.begin(self.target, self.continuation, self.anchors, most)
         # With a check under way, nothing is shown before the first verification has been compared with it.
         if self.check is None:
             self.streamer.put_columns()

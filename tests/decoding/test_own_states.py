@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, generate_many
-from hf_specdec.decoding import continuation
+from hf_specdec.decoding import check
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.own_states import own_layers, returned_cache
 from hf_specdec.decoding.profile import model_profile
@@ -111,7 +111,7 @@ def test_any_course_of_a_generation(models, name):
 )
 def test_many_requests(models, monkeypatch, name, groups):
     """Prompts are read as alone at the first try, and rows stand beside each other before any verification."""
-    monkeypatch.setattr(continuation, "_checked", set())
+    monkeypatch.setattr(check, "_checked", {})
     sizes, loop_of = [], Engine._loop_of
 
     def counted(engine, rows):
@@ -125,7 +125,7 @@ def test_many_requests(models, monkeypatch, name, groups):
     results = list(generate_many(models[name], requests, 3, in_order=True, spec_method="ngram", **GREEDY))
     assert [result.tokens for result in results] == expected
     assert sizes == groups
-    assert continuation._checked
+    assert check._checked
 
 
 @pytest.mark.parametrize("name", OWN_CACHES)
@@ -194,14 +194,14 @@ def test_rows_that_plain_generation_mixes_are_refused(models):
 @pytest.mark.parametrize("name", NAMES)
 def test_requests_that_join_are_each_as_alone(models, name, monkeypatch):
     # Some join before the first of them has been checked.
-    monkeypatch.setattr(continuation, "_checked", set())
+    monkeypatch.setattr(check, "_checked", {})
     prompts = [tokens(1, length, seed=length) for length in (5, 9, 3, 7)]
     requests = [{"input_ids": ids[0], "max_new_tokens": 4 + 3 * number} for number, ids in enumerate(prompts)]
     results = generate_many(models[name], requests, 2, in_order=True, spec_method="ngram", do_sample=False)
     for result, ids, request in zip(results, prompts, requests):
         plain = models[name].generate(ids, do_sample=False, max_new_tokens=request["max_new_tokens"])
         assert result.tokens == plain[0, ids.shape[1] :].tolist()
-    assert continuation._checked
+    assert check._checked
 
 
 def test_the_state_of_an_earlier_call_is_refused(models):

@@ -80,6 +80,8 @@ def load_speculator(
     """
     if not hasattr(target_model, "config"):
         raise no_target(target_model)
+    # What torch.compile() makes of a model holds it.
+    draft_model = getattr(draft_model, "_orig_mod", draft_model)
     if draft_model is not None and settings.get("method") in (None, AUTO) and not _names_method(config):
         settings["method"] = _method_of(draft_model)
     resolved = resolve(config, settings, target_model.config)

@@ -32,6 +32,11 @@ def assert_alike(values: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(values, expected, rtol=1e-3, atol=2e-3 * spread)
 
 
+def lengths(sequences: torch.Tensor) -> torch.Tensor:
+    """Tokens of each row; those after its last one that is no zero are padding."""
+    return sequences.ne(0).cumsum(1).argmax(1) + 1
+
+
 @dataclass
 class Case:
     """A model, its sources, and what plain generation writes for them."""
@@ -171,11 +176,14 @@ def test_settings_are_honoured(text_case, name):
     assert torch.equal(output.sequences, expected.sequences)
     assert output.keys() == expected.keys()
     assert output.speculative.num_accepted_tokens > 0
-    for mine, own in zip(output.scores, expected.scores, strict=True):
-        assert_alike(mine, own)
-    for mine, own in zip(output.decoder_hidden_states, expected.decoder_hidden_states, strict=True):
+    ends = lengths(expected.sequences)
+    for step, (mine, own) in enumerate(zip(output.scores, expected.scores, strict=True), 1):
+        assert_alike(mine[ends > step], own[ends > step])
+        assert not mine[ends <= step].any()
+    states = zip(output.decoder_hidden_states, expected.decoder_hidden_states, strict=True)
+    for step, (mine, own) in enumerate(states, 1):
         for layer, own_layer in zip(mine, own, strict=True):
-            assert_alike(layer, own_layer)
+            assert_alike(layer[ends > step], own_layer[ends > step])
     for mine, own in zip(output.encoder_hidden_states, expected.encoder_hidden_states, strict=True):
         assert torch.equal(mine, own)
 
@@ -183,13 +191,15 @@ def test_settings_are_honoured(text_case, name):
 def test_the_cache_of_all_rows_is_returned(text_case):
     """Also of rows that have left the batch."""
     settings = {**SETTINGS["ends"], "pad_token_id": 0}
-    expected = text_case.generate(4, **settings)[CACHE]
-    cache = text_case.generate(4, **settings, spec_method="ngram")[CACHE]
-    for part in ("self_attention_cache", "cross_attention_cache"):
-        layers = [[one for one in getattr(each, part).layers if one.is_initialized] for each in (cache, expected)]
+    expected = text_case.generate(4, **settings)
+    cache, ends = text_case.generate(4, **settings, spec_method="ngram")[CACHE], lengths(expected.sequences) - 1
+    for part, is_own in {"self_attention_cache": True, "cross_attention_cache": False}.items():
+        caches = cache, expected[CACHE]
+        layers = [[one for one in getattr(each, part).layers if one.is_initialized] for each in caches]
         for mine, own in zip(*layers, strict=True):
-            assert_alike(mine.keys, own.keys)
-            assert_alike(mine.values, own.values)
+            for row, end in enumerate(ends.tolist() if is_own else [None] * 4):
+                assert_alike(mine.keys[row, :, :end], own.keys[row, :, :end])
+                assert_alike(mine.values[row, :, :end], own.values[row, :, :end])
 
 
 def test_texts_may_begin_with_more_than_one_token(text_case):

@@ -5,7 +5,9 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdec import SpecDecodingStats, record
-from tests.architectures import tiny_model
+from hf_specdec.decoding import ended_rows, loop
+from hf_specdec.decoding.cache import fill_cache
+from hf_specdec.decoding.ended_rows import EndedRows
 from tests.caches import CACHE
 from tests.models import VOCAB_SIZE, prompts, scripted_for
 from tests.pairs import every_pair
@@ -41,12 +43,15 @@ def unfinished(plain, eos):
     return ~before.T
 
 
-def assert_steps_close(ours, plain):
+def assert_steps_close(ours, plain, going):
+    """Equality up to rounding; rows that have ended hold zeros."""
     assert type(ours) is type(plain) is tuple
-    assert len(ours) == len(plain)
-    for mine, its in zip(ours, plain):
+    assert len(ours) == len(plain) == len(going)
+    for mine, its, rows in zip(ours, plain, going):
         assert mine.dtype == its.dtype
-        torch.testing.assert_close(mine, its, **CLOSE)
+        assert mine.shape == its.shape
+        torch.testing.assert_close(mine[rows], its[rows], **CLOSE)
+        assert not mine[~rows].any()
 
 
 @every_pair(
@@ -65,16 +70,11 @@ def test_every_field(both, batch_size, tree, eos, settings):
     assert isinstance(ours, GenerateDecoderOnlyOutput)
     assert set(ours.keys()) == {*plain.keys(), "speculative"}
     going = unfinished(plain, eos)
-    if "logits_processor" in settings:
-        # It is shown every position once, those of rows that have ended among them: their scores are not known.
-        ours.scores, plain.scores = (
-            tuple(step * rows[:, None] for step, rows in zip(output.scores, going)) for output in (ours, plain)
-        )
-    assert_steps_close(ours.scores, plain.scores)
-    assert_steps_close(ours.logits, plain.logits)
+    assert_steps_close(ours.scores, plain.scores, going)
+    assert_steps_close(ours.logits, plain.logits, going)
     assert len(ours.hidden_states) == len(plain.hidden_states)
-    for mine, its in zip(ours.hidden_states, plain.hidden_states):
-        assert_steps_close(mine, its)
+    for mine, its, rows in zip(ours.hidden_states, plain.hidden_states, going):
+        assert_steps_close(mine, its, [rows] * len(mine))
 
 
 @pytest.mark.parametrize("name", ["output_scores", "output_logits", "output_hidden_states"])
@@ -125,33 +125,8 @@ def test_sampled_scores_are_the_distributions_that_were_drawn_from(model):
     torch.testing.assert_close(torch.stack(output.logits, dim=1), logits[:, PROMPT - 1 : -1], **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["bloom", "gemma3_text", "qwen3_next"])
-def test_padding_after_rows_that_have_ended(name):
-    """Models with windows, recurrent states, and positions that count slots; more of it than one forward reads."""
-    # Rounding adds up in a recurrent state of large weights.
-    model, inputs = tiny_model(name, initializer_range=0.2), prompts(4)
-    settings = {**SETTINGS, "pad_token_id": 0, "max_new_tokens": 70}
-    text = model.generate(**inputs, **settings).sequences
-    # The first two rows end early and together; the last one does not.
-    stop = text[:, PROMPT + 2], text[:, PROMPT + 30]
-
-    def ends(input_ids, scores):
-        early, late = ((input_ids[:, PROMPT:] == tokens[:, None]).any(1) for tokens in stop)
-        return torch.stack([early[0], early[1], late[2], torch.tensor(False)])
-
-    settings |= {"eos_token_id": 99, "stopping_criteria": [ends], **ALL}
-    plain = model.generate(**inputs, **settings)
-    ours = model.generate(**inputs, **settings, assistant=scripted_for(text, inputs))
-    assert torch.equal(ours.sequences, plain.sequences)
-    assert (plain.sequences[:2, -60:] == 0).all()
-    assert_steps_close(ours.scores, plain.scores)
-    assert_steps_close(ours.logits, plain.logits)
-    for mine, its in zip(ours.hidden_states, plain.hidden_states):
-        assert_steps_close(mine, its)
-
-
-def test_rows_that_have_ended_are_read_on_for_outputs_that_need_it_alone(model):
-    """A returned cache needs their last tokens, what is returned per token their padding, the text nothing."""
+def test_rows_that_have_ended_are_not_read_on(model):
+    """Whatever is returned, no forward is made for their padding."""
     inputs = prompts(3)
     text = model.generate(**inputs, do_sample=False, max_new_tokens=30)
 
@@ -162,9 +137,37 @@ def test_rows_that_have_ended_are_read_on_for_outputs_that_need_it_alone(model):
         return made.calls[0].stats.num_target_forwards
 
     alone = num_forwards()
-    # Three rows end apart.
-    assert num_forwards(return_dict_in_generate=True) == alone + 2
-    assert num_forwards(return_dict_in_generate=True, output_logits=True) == alone + 2
+    assert num_forwards(return_dict_in_generate=True) == alone
+    assert num_forwards(return_dict_in_generate=True, **ALL) == alone
+
+
+def test_slots_become_the_returned_cache_layer_by_layer(model, monkeypatch):
+    """At no time are there two copies of all keys, also where rows have ended before others."""
+    num_left = []
+
+    def watched(cache, layers):
+        def seen():
+            for layer in layers:
+                num_left.append(sum(bool(slots.buffers) for slots in target.cache.layers))
+                yield layer
+
+        fill_cache(cache, seen())
+
+    class Watched(EndedRows):
+        def __init__(self, *args):
+            nonlocal target
+            super().__init__(*args)
+            target = self._target
+
+    target = None
+    monkeypatch.setattr(ended_rows, "fill_cache", watched)
+    monkeypatch.setattr(loop, "EndedRows", Watched)
+    inputs = prompts(3)
+    text = model.generate(**inputs, do_sample=False, max_new_tokens=30)
+    settings = {**SETTINGS, "eos_token_id": [6, 15]}
+    output = model.generate(**inputs, **settings, assistant=scripted_for(text, inputs, accuracy=0.9))
+    assert num_left == list(range(model.config.num_hidden_layers, 0, -1))
+    assert output[CACHE].get_seq_length() == output.sequences.shape[1] - 1
 
 
 def test_returned_tensors_are_the_users_own(model):

@@ -13,7 +13,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, demo, generate_many, load_speculator
 from hf_specdec.cli.target import Place
-from hf_specdec.decoding import continuation
+from hf_specdec.decoding import check
 from hf_specdec.decoding.recurrent import mixers
 from hf_specdec.diagnosis.checks import network_findings
 from hf_specdec.many import engine
@@ -63,7 +63,7 @@ knows_cache = pytest.mark.skipif(not _KNOWS_CACHE, reason="plain generation with
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    monkeypatch.setattr(continuation, "_checked", set())
+    monkeypatch.setattr(check, "_checked", {})
 
 
 def adapted(base: str, adapter: str):

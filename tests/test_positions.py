@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from copy import deepcopy
-from functools import lru_cache
+from functools import lru_cache, wraps
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TextStreamer
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, demo
-from hf_specdec.decoding import continuation
+from hf_specdec.decoding import check
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.continuation import Continuation
 from tests import methods
@@ -91,7 +91,7 @@ def text_prompts(batch_size: int, padding: bool = True) -> dict[str, torch.Tenso
 @pytest.fixture
 def unchecked(monkeypatch):
     """Forgets which classes of models have been checked."""
-    monkeypatch.setattr(continuation, "_checked", set())
+    monkeypatch.setattr(check, "_checked", {})
 
 
 def assert_some_accepted(stats) -> None:
@@ -245,6 +245,45 @@ def test_a_decoding_loop_of_a_models_own_is_refused():
         model.generate(**prompts(1), max_new_tokens=4, spec_method="ngram")
 
 
+def put_late_forward(module, change: str) -> None:
+    """A forward of the module, as a user may write it, that changes what it returns later than at its first step."""
+    original, num_calls, first = type(module).forward, 0, None
+
+    @wraps(original)
+    def forward(*args, **kwargs):
+        nonlocal num_calls, first
+        output = original(module, *args, **kwargs)
+        cache = kwargs.get(CACHE)
+        length, num_calls = cache.get_seq_length(), num_calls + 1
+        values = next(iter(output.values())) if isinstance(output, dict) else output
+        width = (args[0] if args else kwargs["input_ids"]).shape[1]
+        first = length if first is None else first
+        if {
+            "second step": first + 1 < length,
+            "late": length > first + 12,
+            "single tokens": width == 1,
+            "later calls": num_calls > 3,
+            "nothing": False,
+        }[change]:
+            values[..., ::2] *= -1
+        return output
+
+    module.forward = forward
+
+
+def late(place: str, change: str):
+    model = deepcopy(tiny_llama())
+    part = {"class": model, "model": model, "decoder": model.model, "layer": model.model.layers[1]}[place]
+    put_late_forward(part, change)
+    if place in ("class", "layer"):
+        # A class of the user's own.
+        forward = vars(part).pop("forward")
+        part.__class__ = type(
+            "Own", (type(part),), {"forward": lambda self, *args, **kwargs: forward(*args, **kwargs)}
+        )
+    return model
+
+
 @pytest.mark.usefixtures("unchecked")
 class TestCheckOfTheContinuation:
     def test_another_config_is_checked_by_itself(self):
@@ -252,7 +291,7 @@ class TestCheckOfTheContinuation:
             config = deepcopy(tiny_llama().config)
             config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
             LlamaForCausalLM(config).eval().generate(**prompts(1), **SETTINGS, spec_method="ngram")
-        assert len(continuation._checked) == 2
+        assert len(check._checked) == 2
 
     def shifty(self) -> Shifty:
         model = Shifty(tiny_llama().config).eval()
@@ -285,6 +324,48 @@ class TestCheckOfTheContinuation:
         assert heard.tokens == inputs["input_ids"][0].tolist()
         assert not model._forward_pre_hooks
 
+    @pytest.mark.parametrize("place", ["class", "model", "decoder", "layer"])
+    @pytest.mark.parametrize("change", ["second step", "late", "single tokens", "later calls"])
+    def test_forwards_of_others_are_watched_for_longer(self, change, place):
+        """What differs from plain generation not at once is refused, and no other text is written."""
+        model, inputs = late(place, change), prompts(2)
+        settings = {**SETTINGS, "assistant": scripted_for(tiny_llama().generate(**inputs, **SETTINGS), inputs)}
+        with pytest.raises(UnsupportedModelError, match="goes on after the prompt in a way"):
+            model.generate(**inputs, **settings)
+        assert not check._checked
+
+    @pytest.mark.parametrize("place", ["class", "model", "decoder", "layer"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_forwards_of_others_that_can_be_followed(self, place, dtype):
+        model, inputs = late(place, "nothing").to(dtype), prompts(3)
+        plain = model.generate(**inputs, **SETTINGS)
+        # One forward for each token that is read after the prompts, and one over all of them.
+        for extra in (SETTINGS["max_new_tokens"], 0):
+            with Forwards(model) as forwards:
+                output = model.generate(
+                    **inputs, **SETTINGS, assistant=scripted_for(plain, inputs), return_dict_in_generate=True
+                )
+            if dtype == torch.float32:
+                assert torch.equal(output.sequences, plain)
+            if place != "model":
+                assert len(forwards.widths) == output.speculative.num_target_forwards + extra
+
+    def test_a_longer_call_is_checked_for_longer(self):
+        model, inputs = late("class", "late"), prompts(1)
+        text = tiny_llama().generate(**inputs, **SETTINGS)
+        how = scripted_for(text, inputs)
+        model.generate(**inputs, do_sample=False, max_new_tokens=4, assistant=how)
+        with pytest.raises(UnsupportedModelError):
+            model.generate(**inputs, **SETTINGS, assistant=how)
+
+    def test_another_forward_is_checked_by_itself(self):
+        model, inputs = late("model", "nothing"), prompts(1)
+        how = scripted_for(model.generate(**inputs, **SETTINGS), inputs)
+        model.generate(**inputs, **SETTINGS, assistant=how)
+        put_late_forward(model, "late")
+        with pytest.raises(UnsupportedModelError):
+            model.generate(**inputs, **SETTINGS, assistant=how)
+
     def test_switched_off(self, monkeypatch):
         monkeypatch.setenv("HF_SPECDEC_CHECK", "0")
         model, inputs = self.shifty(), prompts(1)
@@ -316,8 +397,8 @@ class TestCheckOfTheContinuation:
         """The text and the cache that is returned do not show that a forward was checked."""
         model, inputs = tiny_model(name), prompts(2)
         outputs = []
-        for check in ("1", "0"):
-            monkeypatch.setenv("HF_SPECDEC_CHECK", check)
+        for value in ("1", "0"):
+            monkeypatch.setenv("HF_SPECDEC_CHECK", value)
             settings = {**SETTINGS, "return_dict_in_generate": True}
             outputs.append(model.generate(**inputs, **settings, spec_method="ngram"))
         first, second = outputs
@@ -329,8 +410,8 @@ class TestCheckOfTheContinuation:
 
     def test_random_numbers_are_the_same(self, monkeypatch):
         texts = []
-        for check in ("1", "0"):
-            monkeypatch.setenv("HF_SPECDEC_CHECK", check)
+        for value in ("1", "0"):
+            monkeypatch.setenv("HF_SPECDEC_CHECK", value)
             torch.manual_seed(5)
             text = tiny_llama().generate(**prompts(2), do_sample=True, max_new_tokens=20, spec_method="ngram")
             texts.append((text.tolist(), torch.rand(3).tolist()))
@@ -342,12 +423,12 @@ class TestCheckOfTheContinuation:
             text = prompts(1, length=40)["input_ids"]
             how = scripted_speculator(text, [0], VOCAB_SIZE, num_speculative_tokens=6)
             model.to(dtype).generate(**prompts(1), do_sample=False, max_new_tokens=4, assistant=how)
-        assert len(continuation._checked) == 4
+        assert len(check._checked) == 4
 
     def test_dropout_is_no_difference(self):
         model = MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=2, attention_dropout=0.5)).train()
         model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
-        assert not continuation._checked
+        assert not check._checked
 
     def test_an_error_in_the_forward_leaves_the_cache(self):
         cache = SlotCache(8)
@@ -473,7 +554,9 @@ class TestMaskedTokens:
         ends = [int(text[0, 12]), int(text[2, 18])]
         first = model.generate(**inputs, **settings, eos_token_id=ends)
         answers = first.sequences[:, 7:]
-        mask = torch.cat([inputs["attention_mask"], (answers != 0).long()], dim=1)
+        # The returned cache has zeros from the last token of a row on, where others go on.
+        seen = torch.cat([answers[:, 1:], answers[:, -1:]], dim=1) != 0
+        mask = torch.cat([inputs["attention_mask"], seen.long()], dim=1)
         turn = prompts(3, length=5, seed=3)
         whole = {
             "input_ids": torch.cat([first.sequences, turn["input_ids"]], dim=1),

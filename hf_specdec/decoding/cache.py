@@ -9,7 +9,7 @@ Shapes: B allocated rows of which the first R are active, H key/value heads, C s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -24,7 +24,7 @@ from ..kernels._triton import use_triton
 from ..kernels.cache import WritePlan, move_slots, write_slots
 from ..kernels.heads import SlotWrite
 from ..kernels.indexing import arange
-from ..transfers import RowNumbers, upload
+from ..transfers import RowNumbers, kept_tensor, upload
 from .recurrent_state import RecurrentState, load_state
 from .store import SlotStore
 
@@ -152,10 +152,6 @@ class SlotLayer(CacheLayerMixin):
                 setattr(self, name, self._allocated(name, old, rows))
                 # There may be more rows than before.
                 getattr(self, name)[: len(old), :, :filled].copy_(old)
-
-    def move_row(self, source: int, target: int, columns: int) -> None:
-        for buffer in self.buffers:
-            buffer[target, :, :columns].copy_(buffer[source, :, :columns])
 
     def join(self, other: SlotLayer, first: int, parts: list[slice]) -> None:
         """Copies the slots `parts[i]` of row i of another layer to row `first + i`, from the first slot on."""
@@ -436,18 +432,19 @@ class SlotCache(Cache):
             # What the host knows there is the same for all rows.
             self.lengths = self.lengths + (counts[0] if isinstance(counts, list) else counts)
 
-    def keep_rows(self, keep: list[int]) -> None:
-        """Keeps the active rows at these positions, in this order; only rows that change places are copied."""
-        columns = max(self.lengths)
-        if any(source < target and keep[source] != source for target, source in enumerate(keep)):
-            # A row would be overwritten before it is copied.
-            for buffer in (buffer for layer in self.layers for buffer in layer.buffers):
-                buffer[: len(keep), :, :columns] = buffer[keep, :, :columns]
-        else:
-            for target, source in enumerate(keep):
-                if source != target:
-                    for layer in self.layers:
-                        layer.move_row(source, target, columns)
+    def keep_rows(self, keep: list[int], behind: Sequence[int] = ()) -> None:
+        """Keeps the active rows at these positions, in this order; only rows that change places are copied.
+
+        Args:
+            behind (`Sequence[int]`): Others whose slots stay as they are, in places behind those of the active rows.
+        """
+        columns, order = max(self.lengths), [*keep, *behind]
+        targets = tuple(place for place, row in enumerate(order) if place != row)
+        sources = tuple(order[place] for place in targets)
+        for buffer in (buffer for layer in self.layers for buffer in layer.buffers if targets):
+            to, of = kept_tensor(targets, buffer.device), kept_tensor(sources, buffer.device)
+            filled = buffer[:, :, :columns]
+            filled.index_copy_(0, to, filled.index_select(0, of))
         self.lengths = [self.lengths[row] for row in keep]
 
     def join(self, other: SlotCache, starts: list[int]) -> None:
@@ -494,21 +491,14 @@ def check_room(cache: Cache | None, batch_size: int, columns: int) -> None:
         )
 
 
-def fill_cache(cache: Cache, rows: list[list[tuple[torch.Tensor, ...]]]) -> None:
-    """Puts each row's keys and values into an empty cache of transformers; shorter rows are followed by zeros.
+def fill_cache(cache: Cache, layers: Iterable[Sequence[torch.Tensor]]) -> None:
+    """Puts the keys, values and indexer keys `(B, H, S, D)` of each layer, as far as it has them, into an empty cache.
 
     Args:
-        cache (`Cache`): Empty.
-        rows (`list`): For each row what `SlotCache.row_states` returned.
+        cache (`Cache`): One of transformers, which copies them.
+        layers (`Iterable`): What the layers have.
     """
-    for index, layers in enumerate(zip(*rows)):
-        if not layers[0]:
-            continue  # no slots
-        # Padded along the slots, which must come first for that.
-        keys, values, *indexer_keys = (
-            torch.nn.utils.rnn.pad_sequence([s.transpose(0, 1) for s in states], batch_first=True).transpose(1, 2)
-            for states in zip(*layers)
-        )
+    for index, (keys, values, *indexer_keys) in ((index, layer) for index, layer in enumerate(layers) if layer):
         cache.update(keys, values, index)
         if indexer_keys:
             cache.update_indexer(indexer_keys[0][:, 0], index)

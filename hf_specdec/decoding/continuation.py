@@ -2,7 +2,7 @@
 
 Models may prepare their inputs themselves: they shift positions, count them in a way of their own, or put tokens in
 front of the prompt. So masks and positions are not computed here but asked for, with transformers' own functions, and
-the slots are described by the answer. The first verification is compared with the answer's logits.
+the slots are described by the answer.
 
 Shapes: B rows of the call, P tokens of the given prompts, S slots that the prompts fill, H hidden size, V vocabulary.
 """
@@ -10,39 +10,27 @@ Shapes: B rows of the call, P tokens of the given prompts, S slots that the prom
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
 
-from ..environment import is_switched_on
 from ..errors import UnsupportedModelError
 from ..kernels.products import fast_products
 from ..protocol import Prompt
-from ..target_facts import cache_name_among, decoder_layers, forward_arguments, layers_owner, quantisation
+from ..target_facts import cache_name_among, decoder_layers, forward_arguments, layers_owner
 from .cache import check_room
 from .own_states import own_layers
 from .positions import PositionCounter
-from .profile import model_profile
-from .recurrences import over_nodes
-from .recurrent import mixers
+from .profile import ModelProfile, model_profile
 from .request import Request
 from .rotary import ChangingRotary, changing_rotary
 from .source import Source
 from .target import SlotModel
 
-
-# Largest difference of logits by rounding, as a part of their spread over the vocabulary.
-_ROUNDING, _COARSE_ROUNDING = 0.005, 0.1
-
-# Models that were found to go on as in plain generation: class and config, and whether slots were hidden.
-_checked: set[tuple[type, str, bool]] = set()
-_keys: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 
 # Most tokens after the prompts for which a model's own preparation of inputs is asked beforehand.
 _MOST_ASKED = 4096
@@ -246,6 +234,19 @@ def next_inputs(model: torch.nn.Module, tokens: torch.LongTensor, model_kwargs: 
     return inputs
 
 
+def following_inputs(
+    first: dict[str, Any], profile: ModelProfile, tokens: torch.LongTensor, count: int
+) -> dict[str, Any]:
+    """Inputs of the forward that reads tokens `(B, 1)` in plain generation, `count` tokens after the `first` ones."""
+    inputs = {**first, profile.of_decoder("input_ids"): tokens}
+    mask_name, position_name = profile.of_decoder("attention_mask"), profile.of_decoder("position_ids")
+    if first.get(position_name) is not None:
+        inputs[position_name] = first[position_name] + count
+    if first.get(mask_name) is not None:
+        inputs[mask_name] = torch.nn.functional.pad(first[mask_name], (0, count), value=1)
+    return inputs
+
+
 def _ask_for_following(
     request: Request, target: SlotModel, output: Any, kwargs: dict[str, Any], first: dict[str, Any], room: int
 ) -> None:
@@ -262,7 +263,6 @@ def _ask_for_following(
     """
     model, profile = request.model, target.profile
     name, notes = type(model).__name__, dict(vars(model))
-    mask_name, position_name = profile.of_decoder("attention_mask"), profile.of_decoder("position_ids")
     tokens, past = request.input_ids, target.cache.get_seq_length()
     # Tokens that stand for those that are not known yet, and differ from each other.
     following = torch.arange(room, device=tokens.device).remainder(2).expand(len(tokens), -1)
@@ -272,11 +272,7 @@ def _ask_for_following(
             pretend(past + count - 1)
             text = torch.cat([tokens, following[:, :count]], dim=1)
             found = next_inputs(model, text, kwargs)
-            expected = {**first, profile.of_decoder("input_ids"): text[:, -1:]}
-            if first.get(position_name) is not None:
-                expected[position_name] = first[position_name] + count - 1
-            if first.get(mask_name) is not None:
-                expected[mask_name] = torch.nn.functional.pad(first[mask_name], (0, count - 1), value=1)
+            expected = following_inputs(first, profile, text[:, -1:], count - 1)
             changed = [key for key in {**found, **expected} if not _same(found.get(key), expected.get(key))]
             if changed or any(vars(model).get(key) is not value for key, value in notes.items()):
                 what = ", ".join(f"`{key}`" for key in changed) or "attributes of the model"
@@ -437,88 +433,3 @@ def position_offsets(position_ids: torch.Tensor, num_slots: int, starts: list[in
             )
     last = last.expand(len(starts)).long().tolist()
     return [position - (num_slots - start) for position, start in zip(last, starts)]
-
-
-class ContinuationCheck:
-    """Compares the first verification with plain generation's own forward of the same tokens.
-
-    That forward runs once in a process for a class of models and a config, and once more in the first call that hides
-    slots from a row. It is not counted in the statistics.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        key (`tuple`): What is being checked.
-        expected (`torch.Tensor` of shape `(B, V)`): Logits of plain generation.
-    """
-
-    def __init__(self, model: torch.nn.Module, key: tuple[type, str, bool], expected: torch.Tensor):
-        self.model = model
-        self.key = key
-        self.expected = expected
-
-    @classmethod
-    def begin(
-        cls, target: SlotModel, continuation: Continuation, tokens: torch.LongTensor
-    ) -> ContinuationCheck | None:
-        """Runs the forward; `None` where there is nothing to check.
-
-        Args:
-            target (`SlotModel`): Has read the prompts, and is left as it is.
-            tokens (`torch.LongTensor` of shape `(B,)`): The first tokens.
-        """
-        model, profile = target.model, target.profile
-        if model not in _keys:
-            _keys[model] = model.config.to_json_string()
-        key = type(model), _keys[model], any(continuation.num_others)
-        # Dropout makes every forward another one.
-        if key in _checked or model.training or not is_switched_on("CHECK", default=True):
-            return None
-        inputs = {**continuation.inputs, profile.of_decoder("input_ids"): tokens[:, None], "return_dict": True}
-        inputs[profile.cache_name] = target.forward_cache
-        own = over_nodes(model, mixers(model)).in_place() if profile.is_recurrent else nullcontext()
-        slots = target.cache.kept(DynamicCache(config=model.config.get_text_config(decoder=True)))
-        with own, slots, target.adapting():
-            logits = model(**inputs).logits
-        return cls(model, key, logits[:, -1])
-
-    def compare(self, logits: torch.Tensor, rows: list[int]) -> None:
-        """Judges logits `(R, V)` of the same tokens in some rows.
-
-        Raises:
-            UnsupportedModelError: They differ by more than rounding.
-        """
-        difference = _difference(logits, self.expected[rows].to(logits.device))
-        limit = _ROUNDING if _is_precise(self.model) else _COARSE_ROUNDING
-        if not difference <= limit:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} goes on after the prompt in a way that speculation does not know: the "
-                f"logits of its first verification differ from those of plain generation by {difference:.1%} of their "
-                f"spread, and rounding explains {limit:.1%}. The text would not be that of plain generation. Leave "
-                f"the speculative arguments out; HF_SPECDEC_CHECK=0 in the environment switches this check off."
-            )
-        _checked.add(self.key)
-
-
-def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root mean square of the difference over the standard deviation of what was expected, in the worst row."""
-    logits, expected = logits.double(), expected.double()
-    # Some models rule tokens out by the lowest number.
-    is_usual = expected.abs() < torch.finfo(torch.bfloat16).max / 2**20
-    count = is_usual.sum(-1).clamp(min=1)
-    expected = expected.where(is_usual, 0)
-    mean = expected.sum(-1, keepdim=True) / count[:, None]
-    spread = (expected - mean).where(is_usual, 0).square().sum(-1)
-    error = (logits - expected).where(is_usual, 0).square().sum(-1)
-    return float((error / spread.clamp(min=torch.finfo(torch.float32).tiny)).max().sqrt())
-
-
-def _is_precise(model: torch.nn.Module) -> bool:
-    """Tells whether the model computes in float32 throughout."""
-    device = model.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return False
-    if torch.get_float32_matmul_precision() != "highest":
-        return False
-    # Layers may round what they read, too.
-    is_wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
-    return is_wide and quantisation(model) is None

@@ -36,6 +36,7 @@ from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_swi
 from .cache import SlotCache
 from .masks import FULL, node_masks
 from .target import SlotModel, SlotOutput
+from .uncompiled import Uncompiled
 
 
 def slot_model(
@@ -49,10 +50,18 @@ def slot_model(
     Raises:
         UnsupportedModelError: The model's attention cannot take masks of a draft.
     """
-    if not forward_kwargs and has_lean_forward(model):
-        return FunctionalSlotModel(model, cache, states)
-    attention_switch(model)  # before anything is read
-    return SlotModel(model, cache, states, forward_kwargs)
+    uncompiled = Uncompiled(model)
+    try:
+        if not forward_kwargs and has_lean_forward(model):
+            made = FunctionalSlotModel(model, cache, states)
+        else:
+            attention_switch(model)  # before anything is read
+            made = SlotModel(model, cache, states, forward_kwargs)
+        made.uncompiled = uncompiled
+        return made
+    except BaseException:
+        uncompiled.close()
+        raise
 
 
 def has_lean_forward(model: PreTrainedModel) -> bool:

@@ -440,7 +440,6 @@ _EAGER_REASONS: dict[str, Callable[[tuple[torch.nn.Module, ...]], bool]] = {
     ),
     "its weights lie on several devices": lambda parts: len({tensor.device for tensor in _weights(parts)}) > 1,
     "it is in training mode": lambda parts: any(part.training for part in parts),
-    "it is compiled": _any_module(lambda module: bool(module._compiled_call_impl)),
     "it has adapters, which may be switched": _any_module(lambda module: hasattr(module, "active_adapter")),
     "its modules have hooks, or forwards of their own": _any_module(_is_watched),
     "autocast is on": lambda parts: torch.is_autocast_enabled(next(parts[0].parameters()).device.type),

@@ -32,7 +32,7 @@ from ..metrics.listeners import CallProgress
 from ..protocol import DrafterSource
 from ..threads import cached_property
 from ..transfers import upload
-from .continuation import ContinuationCheck
+from .check import ContinuationCheck
 from .joint_verifier import JointVerifier, Judge
 from .loop import DecodingLoop
 from .profile import ModelProfile

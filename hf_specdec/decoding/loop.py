@@ -36,7 +36,8 @@ from ..transfers import last_of_each, select_rows
 from .adapters import ADAPTED_ROW, RowAdapters
 from .attention import describe_layers
 from .cache import SlotCache, compact
-from .continuation import ContinuationCheck, read_prompts
+from .check import ContinuationCheck
+from .continuation import read_prompts
 from .ended_rows import EndedRows
 from .functional import slot_model
 from .graphs import call_graphs
@@ -204,7 +205,7 @@ class DecodingLoop:
         output, states, self.continuation = read_prompts(self.request, self.target, self.stop.max_length)
         if self.continuation.rotary is not None:
             self.again = ReadingAgain.of(self.request, self.target, self.sequences, self.continuation)
-        self.ended: EndedRows = EndedRows(self.request, self.target, self.continuation, self.sequences)
+        self.ended: EndedRows = EndedRows(self.request, self.target, self.sequences)
         self.stats.num_target_forwards += 1
         self.streamer.put_prompts(self.request.input_ids)
         # The first token is committed like every other: a verification without drafts, of the prompt's last node.
@@ -218,7 +219,9 @@ class DecodingLoop:
             self._begin_trace(draft, verdict, logits)
         # Plain generation's next forward may be one over the whole text.
         if not (self.stop.all_finished or self.request.synced_gpus or self.again is not None):
-            self.check = ContinuationCheck.begin(self.target, self.continuation, self.anchors)
+            # The last token is never read.
+            most = self.stop.max_length - self.request.input_ids.shape[1] - 1
+            self.check = ContinuationCheck.begin(self.target, self.continuation, self.anchors, most)
         # With a check under way, nothing is shown before the first verification has been compared with it.
         if self.check is None:
             self.streamer.put_columns()
@@ -422,11 +425,11 @@ class DecodingLoop:
         finished = [self.stop.has_left(row) for row in self.rows]
         if not any(finished) or all(finished):
             return
+        keep, behind = compact(finished), []
         if self.request.keeps_cache:
-            self.ended.store(self.rows, [index for index, done in enumerate(finished) if done])
-        keep = compact(finished)
+            behind = self.ended.leave(self.rows, [index for index, done in enumerate(finished) if done])
         self.may_use_ahead = False
-        self.target.keep_rows(keep)
+        self.target.keep_rows(keep, behind)
         self.generator.keep_rows(keep)
         self.rows: list[int] = [self.rows[index] for index in keep]
         self.anchors = select_rows(self.anchors, keep)
@@ -443,25 +446,9 @@ class DecodingLoop:
     # What is returned
 
     def _output(self) -> torch.LongTensor | SpeculativeOutput:
-        keeps_cache = self.request.keeps_cache
-        if keeps_cache:
-            self.ended.store(self.rows, range(len(self.rows)))
         if self.recorder.wants_steps:
             self.recorder.cut(self.sequences.num_generated)
-        if (self.recorder.wants_steps or keeps_cache) and len(set(self.sequences.lengths)) > 1:
-            if self.request.synced_gpus:
-                self.stats.notes.append(
-                    "What is returned has zeros where rows had ended before others: reading on takes forwards, which "
-                    "processes that wait for each other must make together."
-                )
-            else:
-                self.ended.read_padding(self.recorder, self.stack, self.stats)
-        if keeps_cache and self.again is not None and len(set(self.sequences.lengths)) > 1:
-            self.stats.notes.append(
-                "The returned cache has rows that ended before others as of their ends, also where plain generation "
-                "would have read them again."
-            )
-        cache = self.ended.cache() if keeps_cache else None
+        cache = self.ended.cache(self.rows) if self.request.keeps_cache else None
         sequences = self.sequences.output()
         if not self.request.generation_config.return_dict_in_generate:
             return sequences

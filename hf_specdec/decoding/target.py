@@ -10,7 +10,7 @@ captured forward are padded to more rows and nodes: there R and T are those of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
@@ -44,10 +44,10 @@ from .positions import PlacedNodes, PositionCounter
 from .profile import MASK_OF_LAYER_TYPE, WITHOUT_ATTENTION, model_profile
 from .recurrences import over_nodes
 from .recurrent import RecurrentLayers, mixers
-from .recurrent_state import RecurrentState
 from .rotary import ChangingRotary
 from .source import Source
 from .states import StateTaps
+from .uncompiled import Uncompiled
 
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class SlotModel:
     # Attention that the tree kernel cannot compute falls back to masks by itself.
     _fits_kernel = True
     beginning: Beginning | None = None
+    uncompiled: Uncompiled | None = None
     # Contexts for forwards of the model itself that read prompts into the slots, and for all forwards.
     reading_prompts: Callable[[], AbstractContextManager[None]] = nullcontext
     adapting: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -169,6 +170,8 @@ class SlotModel:
             self.graphs.close()
         if self.rotary is not None:
             self.rotary.close()
+        if self.uncompiled is not None:
+            self.uncompiled.close()
 
     def check_prefilled(self) -> None:
         """Raises an `UnsupportedModelError` if the prompt has left nothing in the cache."""
@@ -499,11 +502,6 @@ class SlotModel:
         if self.rotary is not None:
             self.rotary.commit(counts)
 
-    def row_states(self, row: int) -> tuple[list[tuple[torch.Tensor, ...]], dict[int, RecurrentState]]:
-        """Copies of what an active row has in the cache: its slots, and its recurrent states by layer."""
-        recurrent = {} if self.recurrent is None else self.recurrent.row_states(row)
-        return self.cache.row_states(row), recurrent
-
     def positions(self, topology: TreeTopology, rows: RowState) -> torch.LongTensor:
         """Position ids of the nodes, `(R, T)`."""
         positions = node_positions(topology, rows)
@@ -548,8 +546,9 @@ class SlotModel:
         }
         return {**named, **dict.fromkeys(WITHOUT_ATTENTION)} if self.profile.is_recurrent else named
 
-    def keep_rows(self, keep: list[int]) -> None:
-        self.cache.keep_rows(keep)
+    def keep_rows(self, keep: list[int], behind: Sequence[int] = ()) -> None:
+        """Goes on with these rows; the arguments are those of [`SlotCache.keep_rows`]."""
+        self.cache.keep_rows(keep, behind)
         if self.recurrent is not None:
             self.recurrent.keep_rows(keep)
         if self.rotary is not None:

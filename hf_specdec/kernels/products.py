@@ -336,13 +336,13 @@ def _own_forwards(model: nn.Module) -> list[OwnForwards]:
 
 @contextmanager
 def fast_products(model: nn.Module) -> Iterator[None]:
-    """Lets a model's own forward take the fastest ways; compiled models and replaced forwards stay as they are.
+    """Lets a model's own forward take the fastest ways; replaced forwards stay as they are.
 
     Args:
         model (`nn.Module`): A model for which `prepare_products` was called; else nothing changes.
     """
     prepared = _prepared.get(model)
-    if prepared is None or not prepared.forwards or model._compiled_call_impl is not None:
+    if prepared is None or not prepared.forwards:
         yield
         return
     with ExitStack() as stack:

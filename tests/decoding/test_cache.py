@@ -65,7 +65,7 @@ def test_any_course_of_a_generation(data, batch_size, prompt_length, capacity, i
     for part in prompt:
         write(cache, part, indexed)
     cache.start_slots(batch_size)
-    rows = torch.cat(prompt, dim=1).tolist()
+    rows, left, keeps_all = torch.cat(prompt, dim=1).tolist(), [], data.draw(st.booleans())
     for _ in range(data.draw(st.integers(1, 4))):
         nodes = data.draw(st.integers(1, 5))
         drafted = fresh(len(rows), nodes)
@@ -89,9 +89,14 @@ def test_any_course_of_a_generation(data, batch_size, prompt_length, capacity, i
         finished = [data.draw(st.booleans()) for _ in rows]
         if not all(finished):
             keep = compact(finished)
-            cache.keep_rows(keep)
+            gone = [row for row, done in enumerate(finished) if done] if keeps_all else []
+            cache.keep_rows(keep, gone)
+            left = [rows[row] for row in gone] + left
             rows = [rows[row] for row in keep]
             assert_holds(cache, rows, indexed)
+    # Rows that have left stand behind the others.
+    cache.lengths = list(map(len, rows + left))
+    assert_holds(cache, rows + left, indexed)
 
 
 @settings(max_examples=40)
@@ -174,7 +179,7 @@ def test_keys_and_values_go_to_a_cache_of_transformers_and_back(kind, make):
     cache.start_slots(2)
 
     filled, reference = make(config), make(config)
-    fill_cache(filled, [cache.row_states(row) for row in range(2)])
+    fill_cache(filled, [[buffer[:, :, :6] for buffer in layer.buffers] for layer in cache.layers])
     write(reference, tokens, indexed)
     for ours, theirs in zip(filled.layers, reference.layers):
         assert type(ours) is type(theirs)
@@ -195,20 +200,6 @@ def test_keys_and_values_go_to_a_cache_of_transformers_and_back(kind, make):
         for ours, theirs in zip(again.row_states(1)[layer], cache.row_states(1)[layer]):
             assert torch.equal(ours[:, -kept:], theirs[:, -kept:])
             assert not ours[:, : 6 - kept].any()
-
-
-def test_shorter_rows_of_a_dynamic_cache_are_followed_by_zeros():
-    cache, fresh = SlotCache(8), Tokens()
-    write(cache, fresh(2, 3), indexed=False)
-    cache.start_slots(2)
-    cache.plan_write(2)
-    write(cache, fresh(2, 2), indexed=False)
-    cache.commit([2, 1])
-    dynamic = DynamicCache(config=LlamaConfig(num_hidden_layers=2))
-    fill_cache(dynamic, [cache.row_states(row) for row in range(2)])
-    assert dynamic.get_seq_length() == 5
-    assert dynamic.layers[1].keys[0].ne(0).any(dim=(0, 2)).tolist() == [True] * 5
-    assert dynamic.layers[1].keys[1].ne(0).any(dim=(0, 2)).tolist() == [True] * 4 + [False]
 
 
 def test_growth_stops_at_the_limit():

@@ -304,7 +304,6 @@ HARMLESS_CHANGES = {
     "training": lambda model: model.train(),
     "training_of_a_part": lambda model: model.model.layers[1].self_attn.train(),
     "eager_attention": lambda model: model.set_attn_implementation("eager"),
-    "compiled_part": lambda model: model.model.layers[0].mlp.compile(backend="eager"),
 }
 
 

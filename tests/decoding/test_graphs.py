@@ -373,7 +373,6 @@ CHANGES = {
     "its weights are wrapped tensors, whose addresses are not known": wrap_weights,
     "its weights lie on several devices": lambda model: model.model.norm.to("meta"),
     "it is in training mode": lambda model: model.train(),
-    "it is compiled": lambda model: model.model.compile(),
     "it has adapters, which may be switched": lambda model: setattr(model.model.norm, "active_adapter", "default"),
     "its modules have hooks, or forwards of their own": replace_forward,
 }

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, generate_many
-from hf_specdec.decoding import continuation
+from hf_specdec.decoding import check
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.own_states import own_layers, returned_cache
 from hf_specdec.decoding.profile import model_profile
@@ -101,7 +101,7 @@ def test_any_course_of_a_generation(models, name):
             states[row] = after[path[-1]][1]
         longest = max(map(len, paths))
         driver.commit(list(map(len, paths)), torch.tensor([path + [0] * (longest - len(path)) for path in paths]))
-        own = returned_cache(model, [driver.row_states(row)[1] for row in range(rows)])
+        own = returned_cache(model, [driver.recurrent.row_states(row) for row in range(rows)])
         for part, theirs in zip(parts_of(own), zip(*map(parts_of, states), strict=True), strict=True):
             torch.testing.assert_close(part, torch.cat(theirs), rtol=1e-4, atol=1e-4)
 
@@ -111,7 +111,7 @@ def test_any_course_of_a_generation(models, name):
 )
 def test_many_requests(models, monkeypatch, name, groups):
     """Prompts are read as alone at the first try, and rows stand beside each other before any verification."""
-    monkeypatch.setattr(continuation, "_checked", set())
+    monkeypatch.setattr(check, "_checked", {})
     sizes, loop_of = [], Engine._loop_of
 
     def counted(engine, rows):
@@ -125,7 +125,7 @@ def test_many_requests(models, monkeypatch, name, groups):
     results = list(generate_many(models[name], requests, 3, in_order=True, spec_method="ngram", **GREEDY))
     assert [result.tokens for result in results] == expected
     assert sizes == groups
-    assert continuation._checked
+    assert check._checked
 
 
 @pytest.mark.parametrize("name", OWN_CACHES)
@@ -185,21 +185,6 @@ def test_prompts_in_chunks_of_the_model(models):
         model.config.max_inference_chunksize = 16384
 
 
-@pytest.mark.parametrize("name", ["mamba", "xlstm"])
-def test_scores_of_rows_that_have_ended(models, name):
-    """What plain generation reads after their ends is read from their states."""
-    model = models[name] if name in models else tiny_model(name)
-    plain = model.generate(tokens(3, 6), **GREEDY)
-    arguments = {**GREEDY, "eos_token_id": int(plain[0, 9]), "return_dict_in_generate": True, "output_scores": True}
-    expected = model.generate(tokens(3, 6), **arguments)
-    script = scripted_speculator(plain, [0, 0, 0], 99, num_speculative_tokens=3)
-    output = model.generate(tokens(3, 6), assistant=script, **arguments)
-    assert output.sequences.tolist() == expected.sequences.tolist()
-    assert len(set(expected.sequences.count_nonzero(dim=1).tolist())) > 1
-    for own, theirs in zip(output.scores, expected.scores, strict=True):
-        torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-3)
-
-
 def test_rows_that_plain_generation_mixes_are_refused(models):
     model = models["rwkv"]
     with pytest.raises(UnsupportedModelError, match="mixes the rows of a batch, and this call has 2"):
@@ -209,14 +194,14 @@ def test_rows_that_plain_generation_mixes_are_refused(models):
 @pytest.mark.parametrize("name", NAMES)
 def test_requests_that_join_are_each_as_alone(models, name, monkeypatch):
     # Some join before the first of them has been checked.
-    monkeypatch.setattr(continuation, "_checked", set())
+    monkeypatch.setattr(check, "_checked", {})
     prompts = [tokens(1, length, seed=length) for length in (5, 9, 3, 7)]
     requests = [{"input_ids": ids[0], "max_new_tokens": 4 + 3 * number} for number, ids in enumerate(prompts)]
     results = generate_many(models[name], requests, 2, in_order=True, spec_method="ngram", do_sample=False)
     for result, ids, request in zip(results, prompts, requests):
         plain = models[name].generate(ids, do_sample=False, max_new_tokens=request["max_new_tokens"])
         assert result.tokens == plain[0, ids.shape[1] :].tolist()
-    assert continuation._checked
+    assert check._checked
 
 
 def test_the_state_of_an_earlier_call_is_refused(models):

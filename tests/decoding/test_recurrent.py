@@ -75,7 +75,7 @@ class Plain:
         return torch.cat([self.read([token]) for token in tokens])
 
     def assert_same_states(self, driver: SlotModel, row: int) -> None:
-        _, states = driver.row_states(row)
+        states = driver.recurrent.row_states(row)
         assert states
         for layer_idx, state in states.items():
             theirs = self.cache.layers[layer_idx]

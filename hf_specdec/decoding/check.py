@@ -1,0 +1,184 @@
+"""A check that forwards over slots compute what plain generation computes, before anything is shown.
+
+Shapes: B rows of the call of which R are active, N tokens after the prompts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache
+
+from ..drafts import chain_topology
+from ..environment import is_switched_on
+from ..errors import UnsupportedModelError
+from ..target_facts import quantisation
+from .continuation import Continuation, following_inputs
+from .recurrences import over_nodes
+from .recurrent import mixers
+from .target import SlotModel
+
+
+# Largest difference of logits by rounding, as a part of their spread over the vocabulary.
+_ROUNDING, _COARSE_ROUNDING = 0.005, 0.1
+
+# Packages with whose forwards whole texts are compared in the tests. With those of others so many tokens are read.
+_COMPARED = ("torch", "transformers", "peft", "accelerate", "hf_specdec")
+_MOST_TOKENS = 32
+
+# How many tokens models were found to go on for as in plain generation, by class and config, whether slots were
+# hidden, and forwards of others.
+_checked: dict[tuple[Any, ...], int] = {}
+# Config of each model, and whether a part of it is a class of others.
+_known: WeakKeyDictionary[nn.Module, tuple[str, bool]] = WeakKeyDictionary()
+
+
+class ContinuationCheck:
+    """Compares the first verification with plain generation's own forward of the same tokens.
+
+    That forward runs once in a process for a class of models and a config, and once more in the first call that hides
+    slots from a row. Forwards that are neither transformers' nor PEFT's may behave differently later: of them several
+    run, and are compared with one over all their tokens. None is counted in the statistics.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        key (`tuple`): What is being checked.
+        expected (`torch.Tensor` of shape `(B, N, V)`): Logits of plain generation.
+    """
+
+    def __init__(self, model: nn.Module, key: tuple[Any, ...], expected: torch.Tensor):
+        self.model = model
+        self.key = key
+        self.expected = expected
+
+    @classmethod
+    def begin(
+        cls, target: SlotModel, continuation: Continuation, tokens: torch.LongTensor, most: int
+    ) -> ContinuationCheck | None:
+        """Runs the forwards; `None` where there is nothing to check.
+
+        Args:
+            target (`SlotModel`): Has read the prompts, and is left as it is.
+            tokens (`torch.LongTensor` of shape `(B,)`): The first tokens.
+            most (`int`): Tokens that the call may read after the prompts.
+
+        Raises:
+            UnsupportedModelError: A later one differs from what is read over slots.
+        """
+        model = target.model
+        if model not in _known:
+            forwards = (type(module).forward for module in model.modules() if module._modules)
+            _known[model] = model.config.to_json_string(), not all(map(_is_compared, forwards))
+        config, has_others = _known[model]
+        others = _forwards_of_others(model)
+        key = type(model), config, any(continuation.num_others), others
+        count = min(most, _MOST_TOKENS) if others or has_others else 1
+        # Dropout makes every forward another one.
+        if _checked.get(key, 0) >= count or model.training or not is_switched_on("CHECK", default=True):
+            return None
+        read, expected = _plainly_read(target, continuation, tokens, count)
+        check = cls(model, key, expected)
+        if count > 1:
+            # None of these tokens is committed, and their graph would not run again.
+            graphs, target.graphs = target.graphs, None
+            try:
+                check._judge(target.forward(read, chain_topology(count - 1, read.device)).logits, expected)
+            finally:
+                target.graphs = graphs
+        return check
+
+    def compare(self, logits: torch.Tensor, rows: list[int]) -> None:
+        """Judges logits `(R, V)` of the first tokens in some rows.
+
+        Raises:
+            UnsupportedModelError: They differ by more than rounding.
+        """
+        self._judge(logits[:, None], self.expected[rows, :1])
+        _checked[self.key] = max(_checked.get(self.key, 0), self.expected.shape[1])
+
+    def _judge(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
+        differences = _differences(logits, expected.to(logits.device))
+        limit = _ROUNDING if _is_precise(self.model) else _COARSE_ROUNDING
+        if limit == _COARSE_ROUNDING and differences.shape[1] > 1:
+            # A single token may be near a tie of experts.
+            differences = torch.minimum(differences[:, :-1], differences[:, 1:])
+        difference = float(differences.max())
+        if not difference <= limit:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} goes on after the prompt in a way that speculation does not know: the "
+                f"logits of its verification differ from those of plain generation by {difference:.1%} of their "
+                f"spread, and rounding explains {limit:.1%}. The text would not be that of plain generation. Leave "
+                f"the speculative arguments out; HF_SPECDEC_CHECK=0 in the environment switches this check off."
+            )
+
+
+def _plainly_read(
+    target: SlotModel, continuation: Continuation, tokens: torch.LongTensor, count: int
+) -> tuple[torch.LongTensor, torch.Tensor]:
+    """Tokens `(B, count)` after the prompts, the best ones, and their logits, by forwards of plain generation."""
+    model, profile, read, logits = target.model, target.profile, [], []
+    like = DynamicCache(config=model.config.get_text_config(decoder=True))
+    with ExitStack() as reading:
+        if profile.is_recurrent:
+            reading.enter_context(over_nodes(model, mixers(model)).in_place())
+        reading.enter_context(target.cache.kept(like))
+        reading.enter_context(target.adapting())
+        for number in range(count):
+            read.append(tokens[:, None])
+            inputs = following_inputs(continuation.inputs, profile, read[-1], number)
+            inputs |= {profile.cache_name: target.forward_cache, "return_dict": True}
+            logits.append(model(**inputs).logits[:, -1])
+            tokens = logits[-1].argmax(-1).to(tokens.device)
+    return torch.cat(read, dim=1), torch.stack(logits, dim=1)
+
+
+def _forwards_of_others(model: nn.Module) -> tuple[ref[Any], ...]:
+    """The forwards of a model and the parts below it that no package has which is known here."""
+    found = []
+    for module in (model, *model.children()):
+        # accelerate's hooks keep what they run.
+        forward = vars(module).get("_old_forward") or module.forward
+        function = getattr(forward, "__func__", forward)
+        if not _is_compared(function):
+            with suppress(TypeError):
+                found.append(ref(function))
+    return tuple(found)
+
+
+def _is_compared(function: Any) -> bool:
+    while function is not None:
+        # A function around another one has taken its names over, as those of transformers' decorators do.
+        name = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+        if name.partition(".")[0] not in _COMPARED:
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def _differences(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Root mean squares of the differences over the standard deviations of what was expected, `(R, N)`."""
+    logits, expected = logits.double(), expected.double()
+    # Some models rule tokens out by the lowest number.
+    is_usual = expected.abs() < torch.finfo(torch.bfloat16).max / 2**20
+    count = is_usual.sum(-1).clamp(min=1)
+    expected = expected.where(is_usual, 0)
+    mean = expected.sum(-1, keepdim=True) / count[..., None]
+    spread = (expected - mean).where(is_usual, 0).square().sum(-1)
+    error = (logits - expected).where(is_usual, 0).square().sum(-1)
+    return (error / spread.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
+
+
+def _is_precise(model: nn.Module) -> bool:
+    """Tells whether the model computes in float32 throughout."""
+    device = model.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return False
+    if torch.get_float32_matmul_precision() != "highest":
+        return False
+    # Layers may round what they read, too.
+    is_wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
+    return is_wide and quantisation(model) is None

@@ -11,6 +11,7 @@ import threading
 import weakref
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -414,6 +415,11 @@ def test_a_request_that_cannot_be_read_is_its_own_error(model):
         "stopping_criteria": ["x", [None]],
         "prefix_allowed_tokens_fn": [3],
         "begin_suppress_tokens": [3],
+        "max_time": ["x", (4, 5), float("nan")],
+        "guidance_scale": ["x"],
+        "is_assistant": [True, 2.0],
+        "position_ids": [[[0, 1, 2, 3, 4]], torch.arange(5)[None]],
+        "chat_template_kwargs": [{"thinking": True}, 3],
         "eos_token_id": ["x", {}],
         **dict.fromkeys(["model", "inputs", "self", "custom_generate", "", 3], [[1]]),
     }.items(),
@@ -424,6 +430,41 @@ def test_a_setting_that_cannot_be_is_the_error_of_its_request(model, name, value
     assert {type(result.error) for result in wrong} == {SpecConfigError}
     assert all(str(name) in str(result.error) for result in wrong)
     assert right.tokens == alone(model, prompt(2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (torch.tensor(3), "A request is a text"),
+        (b"abc", "A request is a text"),
+        (bytearray(b"abc"), "A request is a text"),
+        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "a part that is none"),
+        ({"messages": [{"role": "user"}], "chat_template_kwargs": 3}, "takes a dict, got 3"),
+        ({"messages": [{"role": "user"}], "chat_template_kwargs": {"tokenize": True}}, "cannot have 'tokenize'"),
+    ],
+)
+def test_prompts_that_are_none(model, wrong, message):
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}a{% endfor %}"
+    with nothing_runs(model):
+        (result,) = run(model, [wrong], tokenizer=tokenizer)
+    assert isinstance(result.error, SpecConfigError)
+    assert message in str(result.error)
+
+
+def test_what_chat_templates_are_told(model):
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+        "{% if thinking %}t{% endif %}{% if add_generation_prompt %}g{% endif %}"
+    )
+    messages = [{"role": "user", "content": "ab"}]
+    told = [{}, {"thinking": True}, {"add_generation_prompt": False}, {"continue_final_message": True}]
+    requests = [{"messages": messages, "chat_template_kwargs": one} for one in told]
+    texts = [tokenizer(text)["input_ids"] for text in ("abg", "abtg", "ab", "ab")]
+    assert [result.tokens for result in run(model, requests, tokenizer=tokenizer)] == [
+        alone(model, text) for text in texts
+    ]
 
 
 def test_an_unknown_name_is_the_error_of_its_request(model):
@@ -469,11 +510,36 @@ def test_lengths_that_are_no_integers_end_as_in_plain_generation(model, length):
         {"generation_config": {"max_new_tokens": 3}},
         {"requests": "abc"},
         {"requests": 3},
+        {"model": None},
+        {"model": torch.nn.Linear(1, 1)},
+        {"tokenizer": "x"},
+        {"journal": 3},
+        {"max_time": "x"},
+        {"prefill_chunk_size": 0},
+        {"is_assistant": True},
+        {"position_ids": torch.zeros(1, 1, dtype=torch.long)},
     ],
 )
 def test_bad_arguments(model, wrong):
+    arguments = {"model": model, "requests": [[1]], **wrong}
     with nothing_runs(model), pytest.raises(SpecConfigError):
-        generate_many(**{"model": model, "requests": [[1]], **wrong})
+        generate_many(**arguments)
+    if not {"requests", "journal", "shard"} & wrong.keys():
+        with nothing_runs(model), pytest.raises(SpecConfigError):
+            SpeculativeBatchingManager(**{name: value for name, value in arguments.items() if name != "requests"})
+
+
+def test_models_in_wrappers(model):
+    for wrapped in (torch.compile(model), torch.nn.DataParallel(model)):
+        with nothing_runs(model), pytest.raises(SpecConfigError, match="It is a wrapper: pass the model inside"):
+            generate_many(wrapped, [[1]])
+
+
+def test_numbers_of_other_libraries(model):
+    numbers = {"prefill_chunk_size": np.int64(2), "max_new_tokens": np.int64(12), "seed": np.int64(3)}
+    request = {"input_ids": prompt(1), "seed": np.int64(2), "num_speculative_tokens": np.int64(1)}
+    for result in run(model, [prompt(1), request], **numbers):
+        assert result.tokens == alone(model, prompt(1))
 
 
 def test_unknown_arguments(model):
@@ -848,6 +914,11 @@ def test_failed_outputs(model):
         {"num_return_sequences": "x"},
         {"generation_config": {"max_new_tokens": 3}},
         {"generation_config": "x"},
+        {"model": None},
+        *({"inputs": inputs} for inputs in (b"abc", [b"abc"], [3], range(3), [[1], 3])),
+        {"in_order": True},
+        {"progress": True},
+        {"shard": (0, 2)},
     ],
 )
 def test_bad_arguments_of_batches(model, wrong):
@@ -1064,6 +1135,24 @@ def test_results_for_an_event_loop(model, manager):
     assert last.generated_tokens == alone(model, prompt(0), max_new_tokens=8)
     # Nothing is kept for those who ask otherwise.
     assert manager.get_result(timeout=0.01) is None
+
+
+@pytest.mark.parametrize("wrong", [{"input_ids": []}, {"spec_method": "ngram"}, {"seed": "x"}])
+def test_nobody_waits_for_a_request_that_was_not_added(model, manager, wrong):
+    async def add() -> None:
+        heard = asyncio.Queue()
+        manager.register_result_handler("running", heard.put_nowait)
+        manager.add_request(prompt(0), "running")
+        manager.register_result_handler("refused", heard.put_nowait)
+        for name in ("refused", "running"):
+            with pytest.raises(SpecConfigError):
+                manager.add_request(**{"input_ids": prompt(1), "request_id": name, **wrong})
+        assert (await heard.get()).generated_tokens == alone(model, prompt(0), max_new_tokens=8)
+
+    asyncio.run(asyncio.wait_for(add(), 60))
+    assert not manager._handlers
+    with pytest.raises(SpecConfigError, match="request_id"):
+        manager.add_request(prompt(0), [1])
 
 
 def test_a_request_names_no_drafter(model, manager):

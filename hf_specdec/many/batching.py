@@ -9,12 +9,14 @@ from time import perf_counter
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMixin
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ..arguments import ARGUMENTS, is_off
 from ..decoding.joint import TokenLogprobs
 from ..errors import SpecConfigError, shown
 from ..metrics import SpecDecodingStats
+from ..target_facts import no_target
 from ..validation import Bounds, checked
 from .generate import generate_many
 from .requests import check_config
@@ -22,6 +24,9 @@ from .results import error_text
 
 
 _PLACES = 8
+
+# Arguments of generate_many() that are set here.
+_OF_MANY = ("in_order", "progress", "requests", "shard")
 
 # Settings of transformers' paged cache that concern what is generated, and not how.
 _UNSUPPORTED = {"return_logprobs": "Pass `top_logprobs=0`: log-probabilities here are those of the model itself."}
@@ -37,7 +42,7 @@ class SpeculativeGenerationOutput(GenerationOutput):
         top_logprobs (`list[list[tuple[int, float]]]`): For each generated token the most probable ones and their
             log-probabilities, and in `logprobs` its own, where a setting `top_logprobs` asks for them: those of the
             model, before temperature, filters and penalties.
-        is_refused (`bool`): The request was wrong as it came, and nothing has run for it.
+        is_refused (`bool`): The error is that of the request: it was wrong as it came.
     """
 
     speculative: SpecDecodingStats | None = None
@@ -84,9 +89,12 @@ def generate_batch(
     for name, remedy in _UNSUPPORTED.items():
         if getattr(continuous_batching_config, name, None):
             raise SpecConfigError(f"`{name}` of the continuous batching config: {remedy}")
-    if not isinstance(inputs, Sequence) or any(isinstance(one, (str, dict)) for one in inputs):
-        raise SpecConfigError(f"generate_batch() takes lists of token ids, got {shown(inputs)}. See generate_many().")
-    if not inputs:
+    if not isinstance(model, GenerationMixin):
+        raise no_target(model)
+    if foreign := [name for name in _OF_MANY if name in kwargs]:
+        raise SpecConfigError(f"generate_batch() has no argument `{foreign[0]}`. See generate_many().")
+    prompts = _prompts(inputs)
+    if not prompts:
         return {}
     check_config(generation_config)
     if generation_config is not None:
@@ -95,29 +103,39 @@ def generate_batch(
     if batch_size is None:
         batch_size = getattr(continuous_batching_config, "max_requests_per_batch", None) or _PLACES
     checked("batch_size", batch_size, int, Bounds(least=1))
-    names = [_name(number, place, copies) for number in range(len(inputs)) for place in range(copies)]
-    requests: list[Any] = [prompt for prompt in inputs for _ in range(copies)]
+    names = [_name(number, place, copies) for number in range(len(prompts)) for place in range(copies)]
+    requests: list[Any] = [prompt for prompt in prompts for _ in range(copies)]
     adapters = kwargs.pop("adapter_names", None)
     if adapters is not None:
         # As in generate(), one for each prompt.
-        if not isinstance(adapters, (list, tuple)) or len(adapters) != len(inputs):
+        if not isinstance(adapters, (list, tuple)) or len(adapters) != len(prompts):
             raise SpecConfigError(
-                f"`adapter_names` takes a name for each of the {len(inputs)} prompts, got {shown(adapters)}."
+                f"`adapter_names` takes a name for each of the {len(prompts)} prompts, got {shown(adapters)}."
             )
         named = [[name] for name in adapters for _ in range(copies)]
         requests = [{"input_ids": ids, "adapter_names": name} for ids, name in zip(requests, named)]
         kwargs["adapter_names"] = named[0]
     # More rows than requests would only cost memory.
     places = min(batch_size, len(requests))
-    seed, began = getattr(continuous_batching_config, "seed", None), perf_counter()
-    results = generate_many(model, requests, places, progress=progress_bar, in_order=True, seed=seed, **kwargs)
+    kwargs, began = {"seed": getattr(continuous_batching_config, "seed", None), **kwargs}, perf_counter()
+    results = generate_many(model, requests, places, progress=progress_bar, in_order=True, **kwargs)
     outputs = {}
     for number, (name, result) in enumerate(zip(names, results)):
         given = (result.tokens, result.error, result.stats, result.finish_reason, result.logprobs)
-        output = output_of(name, list(inputs[number // copies]), *given)
+        output = output_of(name, prompts[number // copies], *given)
         output.created_time, output.lifespan = began, (began, perf_counter())
         outputs[name] = output
     return outputs
+
+
+def _prompts(inputs: Any) -> list[list[Any]]:
+    """Prompts as lists."""
+    try:
+        if isinstance(inputs, Sequence) and not any(isinstance(one, (str, bytes, dict)) for one in (inputs, *inputs)):
+            return [list(one) for one in inputs]
+    except TypeError:
+        pass
+    raise SpecConfigError(f"generate_batch() takes lists of token ids, got {shown(inputs)}. See generate_many().")
 
 
 def output_of(

@@ -9,6 +9,7 @@ from traceback import clear_frames
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
 
 from ..decoding.joint import JointLoop, Row
 from ..decoding.profile import ModelProfile, model_profile
@@ -17,7 +18,7 @@ from ..errors import SpecConfigError, UnsupportedModelError
 from ..machine import free_bytes
 from ..metrics import SpecDecodingStats
 from ..speculator import Speculator
-from ..target_facts import vocabulary_size
+from ..target_facts import no_target, vocabulary_size
 from ..transfers import on_cpu_unless_said
 from ..validation import Bounds, checked
 from .requests import RequestReader
@@ -32,12 +33,15 @@ _arrival = attrgetter("arrival")
 _CHUNK_SIZE = 512
 
 
-def check_room(model: PreTrainedModel, batch_size: int, max_tokens_in_flight: int | None) -> None:
-    """Checks the limits of a run.
+def check_run(model: PreTrainedModel, batch_size: int, max_tokens_in_flight: int | None) -> None:
+    """Checks the target and the limits of a run.
 
     Raises:
-        SpecConfigError: One is no whole number from 1 on, or there is not the memory for so many rows.
+        SpecConfigError: It is no model, a limit is no whole number from 1 on, or there is not the memory for so many
+            rows.
     """
+    if not isinstance(model, GenerationMixin):
+        raise no_target(model)
     checked("batch_size", batch_size, int, Bounds(least=1))
     checked("max_tokens_in_flight", max_tokens_in_flight, int | None, Bounds(least=1))
     # The least that a row takes, before its keys and values: scores of all tokens, in float32.

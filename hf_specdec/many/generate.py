@@ -9,16 +9,14 @@ from contextlib import ExitStack
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.generation import GenerationMixin
 
 from ..arguments import ARGUMENTS, SpeculativeArguments
 from ..decoding.joint import Row
 from ..errors import SpecConfigError, shown
 from ..integration import speculator_of_many
 from ..metrics import SpecDecodingStats
-from ..target_facts import no_target
 from ..validation import is_int
-from .engine import Engine, check_room
+from .engine import Engine, check_run
 from .journal import Journal, key_of
 from .requests import RequestReader
 from .results import RequestResult
@@ -71,9 +69,7 @@ def generate_many(
         SpecConfigError: The arguments cannot be honoured: what was asked, what was found, what to do.
         UnsupportedModelError: The target's architecture cannot be driven by the loop.
     """
-    if not isinstance(model, GenerationMixin):
-        raise no_target(model)
-    check_room(model, batch_size, max_tokens_in_flight)
+    check_run(model, batch_size, max_tokens_in_flight)
     if isinstance(requests, (str, bytes, dict)) or not isinstance(requests, Iterable):
         raise SpecConfigError(f"`requests` takes several requests, such as a list, got {shown(requests)}.")
     pair = shard if isinstance(shard, (list, tuple)) and len(shard) == 2 and all(map(is_int, shard)) else (0, 0)

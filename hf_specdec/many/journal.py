@@ -46,6 +46,8 @@ class Journal:
     """
 
     def __init__(self, path: str | os.PathLike[str], others: Iterable[str | os.PathLike[str]] = ()):
+        if not isinstance(path, (str, os.PathLike)):
+            raise SpecConfigError(f"`journal` takes the name of a file, got {shown(path)}.")
         self.path: Path = Path(path)
         self._known: dict[int, dict[str, Any]] = {}
         for other in others:

@@ -18,8 +18,9 @@ from ..decoding.joint import Row
 from ..errors import SpecConfigError, shown
 from ..integration import speculator_of_many
 from ..metrics import SpecDecodingStats
+from ..validation import checked
 from .batching import SpeculativeGenerationOutput, output_of
-from .engine import Engine, check_room
+from .engine import Engine, check_run
 from .requests import RequestReader
 
 
@@ -55,6 +56,7 @@ class SpeculativeBatchingManager:
             [`~many.generate.generate_many`].
 
     Attributes:
+        arguments (`dict`): transformers' arguments of all requests.
         error (`Exception`, *optional*): What has ended the thread, other than `stop`.
 
     Raises:
@@ -72,7 +74,7 @@ class SpeculativeBatchingManager:
         seed: int | None = None,
         **arguments: Any,
     ):
-        check_room(model, batch_size, max_tokens_in_flight)
+        check_run(model, batch_size, max_tokens_in_flight)
         asked = SpeculativeArguments(**{name: arguments.pop(name, None) for name in ARGUMENTS})
         if generation_config is not None:
             arguments["generation_config"] = generation_config
@@ -80,7 +82,8 @@ class SpeculativeBatchingManager:
         self.tokenizer: Any = tokenizer
         self.batch_size: int = batch_size
         self._reader = RequestReader(model, arguments, tokenizer, seed, batch_size)
-        speculator = speculator_of_many(model, self._reader.arguments, asked, tokenizer)
+        self.arguments: dict[str, Any] = self._reader.arguments
+        speculator = speculator_of_many(model, self.arguments, asked, tokenizer)
         self._reader.check()
         self._engine = Engine(model, speculator, self._reader, batch_size, max_tokens_in_flight)
         # Held during a step, and while a row is prepared; and by those who pause.
@@ -179,10 +182,21 @@ class SpeculativeBatchingManager:
         Raises:
             SpecConfigError: It cannot be read, its id is taken, or the manager is stopping.
         """
+        checked("request_id", request_id, str | None)
         given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         settings |= {name: value for name, value in given.items() if value is not None}
+        try:
+            return self._add(input_ids, request_id, bool(streaming), settings)
+        except Exception:
+            with self._news:
+                if request_id not in self._names:
+                    # Nothing will come for it.
+                    self._handlers.pop(request_id, None)
+            raise
+
+    def _add(self, prompt: Any, request_id: str | None, streaming: bool, settings: dict[str, Any]) -> str:
         self._reader.check_settings(settings)
-        tokens, own = self._reader.read(input_ids)
+        tokens, own = self._reader.read(prompt)
         with self._news:
             if self._is_stopping:
                 raise SpecConfigError("The manager is stopping and takes no more requests. Start it anew.")
@@ -371,7 +385,9 @@ class SpeculativeBatchingManager:
 
     def _give(self, name: str, row: Row, error: Exception | None) -> None:
         reason = row.finish_reason if error is row.error else "error"
-        self._add_result(output_of(name, row.prompt, row.tokens, error, row.stats, reason, row.logprobs))
+        output = output_of(name, row.prompt, row.tokens, error, row.stats, reason, row.logprobs)
+        output.is_refused = error is row.error and isinstance(error, SpecConfigError)
+        self._add_result(output)
 
     def _add_result(self, output: SpeculativeGenerationOutput) -> None:
         with self._news:

@@ -40,18 +40,27 @@ _OWN_DRAFTS = ("spec_method", "num_speculative_tokens")
 # What requests to a model with an encoder may have beside others.
 _OF_SOURCES = ("attention_mask",)
 
-# Numbers that requests may have, and their bounds. Seeds are those that torch takes.
+# Numbers that requests may have, their types and their bounds. Seeds are those that torch takes.
 _NUMBERS = {
-    "max_new_tokens": Bounds(least=1),
-    "max_length": Bounds(least=1),
-    "num_speculative_tokens": Bounds(least=0),
-    "seed": Bounds(-(2**63), 2**64 - 1),
-    "seed_row": Bounds(least=0),
-    "top_logprobs": Bounds(least=0),
+    "max_new_tokens": (int, Bounds(least=1)),
+    "max_length": (int, Bounds(least=1)),
+    "max_time": (float, Bounds()),
+    "guidance_scale": (float, Bounds()),
+    "prefill_chunk_size": (int, Bounds(least=1)),
+    "num_speculative_tokens": (int, Bounds(least=0)),
+    "seed": (int, Bounds(-(2**63), 2**64 - 1)),
+    "seed_row": (int, Bounds(least=0)),
+    "top_logprobs": (int, Bounds(least=0)),
 }
 
 # Lists of functions.
 _FUNCTIONS = ("logits_processor", "stopping_criteria")
+
+# Of what tokenizers apply their templates with, what `chat_template_kwargs` may say beside names of the template's own.
+_OF_TEMPLATES = ("add_generation_prompt", "continue_final_message", "kwargs")
+
+# Of the forward's arguments, those that the loop sets itself.
+_OF_FORWARDS = ("attention_mask", "use_cache")
 
 # Arguments between transformers' generate() and the loop.
 _TAKEN = ("self", "model", "inputs", "custom_generate", "use_model_defaults")
@@ -67,6 +76,7 @@ _UNSUPPORTED = {
     "output_scores": ((None, False), "Scores are not kept; call generate()."),
     "output_logits": ((None, False), "Logits are not kept; call generate()."),
     "output_hidden_states": ((None, False), "Hidden states are not kept; call generate()."),
+    "is_assistant": ((None, False), "Drafters draft inside of the loop. Leave it out."),
     "synced_gpus": ((None, False), "Processes that wait for each other must make the same forwards; call generate()."),
     "attention_mask": ((None,), "Prompts have no padding; leave it out."),
     "decoder_attention_mask": ((None,), "What the decoder begins with has no padding; leave it out."),
@@ -98,12 +108,15 @@ class RequestReader:
         seed: int | None = None,
         num_places: int = 1,
     ):
+        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise SpecConfigError(f"`tokenizer` takes the model's tokenizer, got {shown(tokenizer)}.")
         self.model = model
         self.tokenizer = tokenizer
         self._given_seed = seed
         self._num_places = num_places
-        self.arguments: dict[str, Any | bool] = {**arguments, "return_dict_in_generate": False}
-        _check({**self.arguments, "seed": seed})
+        numbers = _check({**arguments, "seed": seed})
+        given = {name: numbers.get(name, value) for name, value in arguments.items()}
+        self.arguments: dict[str, Any | bool] = {**given, "return_dict_in_generate": False}
         self._sources: SourceForm | None = SourceForm.of(model)
         has_adapters = self.arguments.get("adapter_names") is not None
         if has_adapters and self._sources is not None:
@@ -162,12 +175,12 @@ class RequestReader:
                 known = ", ".join(f"`{name}`" for name in _PROMPTS)
                 raise SpecConfigError(f"A request needs one of {known}, got {shown(list(request))}.")
             request = settings[named[0]]
-            tools = settings.pop("tools", None)
+            tools, template = settings.pop("tools", None), settings.pop("chat_template_kwargs", None)
             settings = {name: value for name, value in settings.items() if name not in _PROMPTS}
             self.check_settings(settings)
-            if tools:
-                self._check_tools(request, tools)
-                return self._tokens(request, tools), settings
+            if tools or template:
+                self._check_of_chat(request, tools, template)
+                return self._tokens(request, tools, template), settings
         return self._tokens(request), settings
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
@@ -190,40 +203,36 @@ class RequestReader:
         allowed = () if self._sources is None else _OF_SOURCES
         _check({name: value for name, value in settings.items() if name not in allowed})
 
-    def _check_tools(self, prompt: Any, tools: Any) -> None:
+    def _check_of_chat(self, prompt: Any, tools: Any, template: Any) -> None:
         if not _is_chat(prompt) or self.tokenizer is None:
-            raise SpecConfigError("`tools` belong to a chat. Pass `messages`, and `tokenizer=` of the model.")
-        if "tools" not in self.tokenizer.get_chat_template(tools=tools):
+            raise SpecConfigError(
+                "`tools` and `chat_template_kwargs` belong to a chat. Pass `messages`, and `tokenizer=` of the model."
+            )
+        if not isinstance(template or {}, Mapping):
+            raise SpecConfigError(f"`chat_template_kwargs` takes a dict, got {shown(template)}.")
+        taken = {*signature(self.tokenizer.apply_chat_template).parameters} - set(_OF_TEMPLATES)
+        wrong = [name for name in template or () if not isinstance(name, str) or name in taken]
+        if wrong:
+            raise SpecConfigError(f"`chat_template_kwargs` cannot have {shown(wrong[0])}. Leave it out.")
+        if tools and "tools" not in self.tokenizer.get_chat_template(tools=tools):
             raise SpecConfigError(
                 "The chat template of this model has no place for `tools`. Leave them out, or describe them in a "
                 "message."
             )
 
-    def _tokens(self, prompt: Any, tools: Any = None) -> list[int]:
+    def _tokens(self, prompt: Any, tools: Any = None, template: Mapping[str, Any] | None = None) -> list[int]:
         if isinstance(prompt, str):
             return self._encode(prompt, special=True)
-        is_list = isinstance(prompt, Sequence)
         if _is_chat(prompt):
-            if self.tokenizer is None:
-                raise SpecConfigError("A chat needs the model's tokenizer. Pass `tokenizer=`.")
-            try:
-                text = self.tokenizer.apply_chat_template(
-                    list(prompt), tools=tools, tokenize=False, add_generation_prompt=True
-                )
-            except Exception as error:
-                # Templates are programs.
-                raise SpecConfigError(
-                    f"The model's chat template cannot write this chat ({type(error).__name__}: {error}). Change the "
-                    "messages, or the template."
-                ) from error
-            return self._encode(text, special=False)
-        if not is_list and hasattr(prompt, "tolist"):
+            return self._encode(self._chat(prompt, tools, template or {}), special=False)
+        if not isinstance(prompt, Sequence) and hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
-            if len(prompt) == 1 and isinstance(prompt[0], list):
+            if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
                 prompt = prompt[0]
+        is_list = isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray, memoryview))
         try:
             # Sets and dicts are no prompts, and floats no tokens.
-            tokens = [operator.index(token) for token in (prompt if isinstance(prompt, Sequence) else ())]
+            tokens = [operator.index(token) for token in (prompt if is_list else ())]
         except TypeError:
             tokens = []
         if not tokens:
@@ -234,6 +243,29 @@ class RequestReader:
         if not 0 <= min(tokens) <= max(tokens) < size:
             raise SpecConfigError(f"A prompt needs at least one token, all from 0 to {size - 1}, got {shown(tokens)}.")
         return tokens
+
+    def _chat(self, messages: Sequence[Any], tools: Any, template: Mapping[str, Any]) -> str:
+        """The text of a chat."""
+        if self.tokenizer is None:
+            raise SpecConfigError("A chat needs the model's tokenizer. Pass `tokenizer=`.")
+        contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+        parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
+        if other := [part for part in parts if isinstance(part, Mapping) and part.get("type", "text") != "text"]:
+            raise SpecConfigError(
+                f"A request is a text, and the chat has a part that is none: {shown(other[0])}. Call generate() with "
+                "what the model's processor makes of it."
+            )
+        prompt = {"add_generation_prompt": not template.get("continue_final_message")}
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, **{**prompt, **template}
+            )
+        except Exception as error:
+            # Templates are programs.
+            raise SpecConfigError(
+                f"The model's chat template cannot write this chat ({type(error).__name__}: {error}). Change the "
+                "messages, or the template."
+            ) from error
 
     def _encode(self, text: str, special: bool) -> list[int]:
         if self.tokenizer is None:
@@ -283,6 +315,12 @@ class RequestReader:
                 f"transformers cannot prepare a request with the settings {shown(settings)} "
                 f"({type(error).__name__}: {error}). Change them."
             ) from error
+        lost = [name for name in request.model_kwargs if name in arguments and name not in _OF_FORWARDS]
+        if lost and self._sources is None:
+            raise SpecConfigError(
+                f"`{lost[0]}` would not be read: requests that share a loop are tokens alone. Leave it out, or call "
+                "generate()."
+            )
         request.adapters = None if adapter is None else [adapter]
         if "pad_token_id" not in self.arguments and request.generation_config._pad_token_tensor is not None:
             # Otherwise transformers says for each request that it takes another token for it.
@@ -425,7 +463,7 @@ def _is_chat(prompt: Any) -> bool:
 
 def seed_of(seed: int) -> int:
     """The seed that a call draws after `torch.manual_seed(seed)`."""
-    return seed_from_torch(torch.Generator().manual_seed(seed))
+    return seed_from_torch(torch.Generator().manual_seed(int(seed)))
 
 
 def check_config(config: Any) -> None:
@@ -438,15 +476,17 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _check(arguments: Mapping[str, Any]) -> None:
-    """Refuses arguments that rows of one loop cannot have."""
+def _check(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Refuses arguments that rows of one loop cannot have; returns the numbers among them as Python's own."""
     config = arguments.get("generation_config")
     check_config(config)
     for name in arguments:
         if not isinstance(name, str) or not name or name in _TAKEN:
             raise SpecConfigError(f"A request has no setting {name!r}. Leave it out.")
-    for name, bounds in _NUMBERS.items():
-        checked(name, arguments.get(name, getattr(config, name, None)), int | None, bounds)
+    numbers = {
+        name: checked(name, arguments.get(name, getattr(config, name, None)), kind | None, bounds)
+        for name, (kind, bounds) in _NUMBERS.items()
+    }
     for name in _FUNCTIONS:
         functions = arguments.get(name)
         if functions is not None and not (isinstance(functions, (list, tuple)) and all(map(callable, functions))):
@@ -462,3 +502,4 @@ def _check(arguments: Mapping[str, Any]) -> None:
         value = arguments.get(name, getattr(config, name, None))
         if not any(value is item or (type(value) is type(item) and value == item) for item in harmless):
             raise SpecConfigError(f"`{name}`={shown(value)} is not for requests that share a loop. {remedy}")
+    return numbers

@@ -46,10 +46,10 @@ class _Body(BaseModel):
         return data
 
 
-def _tell_ignored(name: str) -> None:
+def _tell_ignored(name: str, where: str = "") -> None:
     if len(_ignored) < _MOST_IGNORED and name not in _ignored:
         _ignored.add(name)
-        logger.warning(f"The field {shown(name)} of a request has no meaning here and is ignored, now and later.")
+        logger.warning(f"The field {shown(name)} of a request has no meaning {where or 'here '}and is ignored.")
 
 
 def _listed(value: Any) -> Any:
@@ -80,6 +80,9 @@ class JsonSchema(_Body):
     """A schema with a name. Texts fit it whether `strict` says so or not."""
 
     content: dict[str, Any] | None = Field(None, alias="schema")
+    name: Any = None
+    description: Any = None
+    strict: Any = None
 
 
 class ResponseFormat(_Body):
@@ -211,11 +214,6 @@ class GenerationBody(_Body):
     def most_calls(self) -> int | None:
         """Calls of tools in an answer."""
         return None
-
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """What the chat template is told beside the messages."""
-        return {}
 
     @property
     def echoes(self) -> bool:
@@ -421,13 +419,13 @@ class ChatBody(GenerationBody):
                 raise ValueError("a form of the answer and a `tool_choice` that demands a call exclude each other")
             _ = self.grammar  # says what is wrong with the tools
         elif any(tool.function.strict for tool in self.tools or ()) and self._choice != "none":
-            raise ValueError('`strict` arguments need the `tool_choice` "required", or a function by name')
+            _tell_ignored("strict", 'without the `tool_choice` "required", or a function by name, ')
         return self
 
     @property
     def prompts(self) -> list[Any]:
-        messages, tools = [message.as_dict() for message in self.messages], self.told_tools
-        return [{"messages": messages, "tools": tools} if tools else messages]
+        messages = [message.as_dict() for message in self.messages]
+        return [{"messages": messages, "tools": self.told_tools, "chat_template_kwargs": self._template_arguments}]
 
     @property
     def asked_length(self) -> int | None:
@@ -446,6 +444,12 @@ class ChatBody(GenerationBody):
         return self._choice in ("required", "function")
 
     @property
+    def _template_arguments(self) -> dict[str, Any]:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        prompt = {} if self.add_generation_prompt is None else {"add_generation_prompt": self.add_generation_prompt}
+        return {**effort, **prompt, **(self.chat_template_kwargs or {})}
+
+    @property
     def _callable(self) -> list[Function]:
         """Functions of which one is called."""
         functions = [tool.function for tool in self.tools or ()]
@@ -461,18 +465,14 @@ class ChatBody(GenerationBody):
         return 1 if self.parallel_tool_calls is False else None
 
     @property
-    def template_arguments(self) -> dict[str, Any]:
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        prompt = {} if self.add_generation_prompt is None else {"add_generation_prompt": self.add_generation_prompt}
-        return {**effort, **prompt, **(self.chat_template_kwargs or {})}
-
-    @property
     def grammar(self) -> dict[str, Any] | None:
         if not self._must_call:
             return super().grammar
         calls, definitions = [], dict[str, Any]()
         for one in self._callable:
-            parameters = {"type": "object", **(one.parameters or {})}
+            # Arguments that no parameter has would be of no use.
+            closed = {} if one.parameters and "properties" not in one.parameters else _CLOSED
+            parameters = {"type": "object", **closed, **(one.parameters or {})}
             # References are to the root of a schema.
             for key in ("$defs", "definitions"):
                 own, known = parameters.pop(key, {}), definitions.setdefault(key, {})

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from inspect import signature
+from importlib.util import find_spec
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -48,9 +48,6 @@ _MOST_OF_A_GRAMMAR = 1 << 16
 
 # N-grams are found in it, so that drafts are verified.
 _WARM_UP, _WARM_UP_LENGTH = "1 2 3 4 5 6 7 8 " * 4, 16
-
-# Of what a tokenizer's templates are applied with, what a request may say.
-_OF_TEMPLATES = ("add_generation_prompt", "continue_final_message", "kwargs")
 
 
 class RefusedError(Exception):
@@ -224,8 +221,8 @@ class Service:
 
     def _prepare(self, body: GenerationBody) -> Prepared:
         try:
-            prompts = [self._encode(prompt, body.template_arguments) for prompt in body.prompts]
-        except (ValueError, TypeError) as error:
+            prompts = [self.manager.encode(prompt) for prompt in body.prompts]
+        except SpecConfigError as error:
             raise RefusedError(400, f"The prompt cannot be read: {error}", "invalid_prompt") from error
         lengths = [self.length(len(prompt), body.asked_length) for prompt in prompts]
         if body.min_tokens is not None and body.min_tokens > min(lengths):
@@ -242,32 +239,6 @@ class Service:
         echoes = [self._text(prompt, tokens) for prompt, tokens in zip(body.prompts, prompts)] if body.echoes else None
         return Prepared(prompts, lengths, echoes)
 
-    def _encode(self, prompt: Any, template_arguments: dict[str, Any]) -> list[int]:
-        # It also says what is wrong with the chat.
-        tokens = self.manager.encode(prompt)
-        if not template_arguments:
-            return tokens
-        tokenizer: Any = self.manager.tokenizer
-        taken = {*signature(tokenizer.apply_chat_template).parameters} - set(_OF_TEMPLATES)
-        wrong = sorted(taken & template_arguments.keys())
-        if wrong:
-            raise ValueError(f"`chat_template_kwargs` cannot have `{wrong[0]}`.")
-        chat = prompt if isinstance(prompt, dict) else {"messages": prompt}
-        try:
-            text = tokenizer.apply_chat_template(
-                chat["messages"],
-                tools=chat.get("tools"),
-                tokenize=False,
-                **{
-                    "add_generation_prompt": not template_arguments.get("continue_final_message"),
-                    **template_arguments,
-                },
-            )
-        except Exception as error:
-            # Templates are programs.
-            raise ValueError(f"the chat template has failed ({type(error).__name__}: {error}).") from error
-        return self.manager.encode(tokenizer(text, add_special_tokens=False)["input_ids"])
-
     def _text(self, prompt: Any, tokens: list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.manager.tokenizer.decode(tokens, skip_special_tokens=True)
 
@@ -277,7 +248,9 @@ class Service:
         found = self._grammars.get(key)
         if found is None:
             try:
-                found = grammar(**wanted, tokenizer=self.manager.tokenizer)
+                # Of the two libraries this one bounds what a form may cost, while it is compiled and later.
+                backend = "llguidance" if find_spec("llguidance") else None
+                found = grammar(**wanted, tokenizer=self.manager.tokenizer, backend=backend)
             except (SpecConfigError, MissingDependencyError) as error:
                 raise RefusedError(
                     400, f"The form of the answer cannot be kept: {error}", "invalid_request"
@@ -469,7 +442,7 @@ class Answer:
         penalties = body.frequency_penalty or 0.0, body.presence_penalty or 0.0
         own = [PenaltiesLogitsProcessor(*penalties, len(tokens))] if any(penalties) else []
         own += [] if prepared.grammar is None else [prepared.grammar]
-        if own and manager._reader.arguments.get("logits_processor"):
+        if own and manager.arguments.get("logits_processor"):
             message = "This server has logits processors of its own, beside which no penalty and no form can be kept."
             raise RefusedError(400, message, "invalid_request")
         if own:

@@ -110,6 +110,17 @@ def test_forms_that_are_compiled_keep_nobody_waiting(monkeypatch):
         asking.join()
 
 
+def test_forms_that_cost_too_much(running):
+    """Nested repetitions hold up the loop for hours in xgrammar, and so everybody."""
+    pytest.importorskip("llguidance")
+    assert running.text(guided_regex="((a{0,99}){0,99}){0,99}", max_tokens=20, min_tokens=20).strip("a") == ""
+    choices = [f"x{number}" for number in range(6000)]
+    for fields in ({"guided_choice": choices}, {"guided_choice": choices, "stream": True, "stop": "y"}):
+        assert "more than llguidance can follow" in running.complete(max_tokens=60, **fields).text
+    assert "more than llguidance can follow" in running.error(guided_choice=choices, max_tokens=60)
+    assert running.text() == plain(PROMPT, 12)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -144,6 +155,8 @@ def test_tools_that_have_to_be_called(running):
         "temperature": 0,
         "tools": [read, write],
     }
+    # No argument is invented where the schema leaves it open.
+    del write["function"]["parameters"]["additionalProperties"]
     named = {"type": "function", "function": {"name": "write"}}
     for choice, names in (("required", {"read", "write"}), (named, {"write"})):
         (answer,) = running.client.post("/v1/chat/completions", json={**body, "tool_choice": choice}).json()["choices"]

@@ -224,14 +224,15 @@ def test_tools_are_told_through_the_chat_template(running):
     )
     with serving(template=template) as other:
         chat = '{"path": "x"} ;y call_1;'
-        for choice, prompt in ((None, f"read x ;{chat}"), ("none", f"x ;{chat}")):
-            answer = other.client.post("/v1/chat/completions", json={**body, "tool_choice": choice}).json()
+        strict = [{**TOOL, "function": {**TOOL["function"], "strict": True}}]
+        asked = {"tools": [TOOL]}, {"tools": strict}, {"tool_choice": "none"}
+        for fields, prompt in zip(asked, (f"read x ;{chat}", f"read x ;{chat}", f"x ;{chat}")):
+            answer = other.client.post("/v1/chat/completions", json={**body, **fields}).json()
             assert answer["choices"][0]["message"] == {"role": "assistant", "content": plain(prompt, 8)}
         for fields, message in (
             ({"tool_choice": {"type": "function", "function": {"name": "write"}}}, "`tool_choice` needs `tools`"),
             ({"tool_choice": "required", "tools": []}, "`tool_choice` needs `tools`"),
             ({"tool_choice": "always"}, "tool_choice.type: Input should be 'auto'"),
-            ({"tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}]}, "`strict` arguments need"),
             ({"tools": [{"type": "search"}]}, "tools.0.type: Input should be 'function'"),
             ({"messages": [{"role": "user"}]}, "needs `content`"),
             ({"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, "nested too deep"),

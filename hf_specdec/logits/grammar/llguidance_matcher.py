@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...errors import SpecConfigError, SpecDecError
 from .matchers import Grammar, GrammarMatcher, RowDraft
 
 
@@ -55,6 +56,12 @@ class LLGuidanceMatcher(GrammarMatcher):
 
     def fill(self, mask: np.ndarray) -> None:
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+    def _refusal(self, token: int) -> SpecDecError:
+        if not self.matcher.is_error():
+            return super()._refusal(token)
+        problem = self.matcher.get_error().partition("\n")[0]
+        return SpecConfigError(f"The grammar is more than llguidance can follow ({problem}). Make it simpler.")
 
     @classmethod
     def fill_drafts(cls, drafts: list[RowDraft]) -> None:

@@ -107,11 +107,14 @@ class GrammarMatcher(ABC):
         self.rollback(len(self.tokens) - shared)
         for token in tokens[shared:]:
             if not self.accept(token):
-                raise SpecDecError(
-                    f"The grammar does not allow token {token}, generated token {len(self.tokens) + 1} of its row: "
-                    "something after the grammar has chosen it. Look at the processors that follow the grammar's, and "
-                    "at forced tokens."
-                )
+                raise self._refusal(token)
+
+    def _refusal(self, token: int) -> SpecDecError:
+        """The error that a token of the text is not accepted."""
+        return SpecDecError(
+            f"The grammar does not allow token {token}, generated token {len(self.tokens) + 1} of its row: something "
+            "after the grammar has chosen it. Look at the processors that follow the grammar's, and at forced tokens."
+        )
 
     def begin_at(self, tokens: Sequence[int]) -> None:
         """Goes to the place after a text that drafts begin with, and forgets the masks before it.

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
 
-from .arguments import OFF
+from .arguments import OFF, is_off
 from .errors import SpecConfigError, shown
 from .hub.detect import detect_method
 from .hub.inspect import method_for_target
@@ -116,6 +116,11 @@ def _read_text(text: str) -> dict[str, Any]:
         return _read_json(text, "the JSON text")
     if not text:
         raise SpecConfigError("Speculation needs a method or a model, got an empty string.")
+    if is_off(text):
+        raise SpecConfigError(
+            f"'{text}' is plain generation, and names no drafter. Pass spec_method='off' to generate(), or name a "
+            "method."
+        )
     if text == AUTO or is_method_name(text):
         return {"method": text}
     if "/" not in text and not os.path.exists(text):

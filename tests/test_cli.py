@@ -435,6 +435,14 @@ def test_errors_are_one_line(arguments, message):
     assert result.stdout == ""
 
 
+def test_paths_that_cannot_be_written_are_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = invoke("export-custom-generate", "--method", "ngram", tmp_path / "file")
+    assert result.exit_code == 2
+    assert "Not a directory" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_debug_shows_the_traceback():
     result = invoke("generate", "--debug", "--method", "ngramm", PROMPT)
     assert isinstance(result.exception, SpecDecError)

@@ -275,6 +275,10 @@ class TestModelStrings:
         about = {"method": "eagle3", "model": str(tmp_path), "draft_min_path_prob": 0.1}
         assert found == about | shape
 
+    def test_plain_generation_is_no_drafter(self):
+        message = error_of(SpeculativeConfig.resolve, "off")
+        assert "is plain generation, and names no drafter" in message
+
     def test_misspelt_method_is_not_taken_for_a_repository(self):
         for misspelt, meant in (("sufix", "suffix"), ("OFF", "off")):
             message = error_of(SpeculativeConfig.resolve, misspelt)

@@ -39,7 +39,7 @@ def with_parameters(function: Callable[..., None], parameters: Iterable[inspect.
 
 
 def reporting(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command `--debug`, and prints errors of the package as one line.
+    """Gives a command `--debug`, and prints errors of the package and about paths as one line.
 
     An interrupt and a closed pipe end the command quietly.
     """
@@ -63,6 +63,11 @@ def reporting(command: Callable[..., None]) -> Callable[..., None]:
             # The reader has gone. Without this, Python would complain when it flushes standard output at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(EXIT_BROKEN_PIPE) from None
+        except OSError as error:
+            if debug or error.filename is None:
+                raise
+            print_error(f"{error}. Name another path, or correct what may be done there.")
+            raise typer.Exit(EXIT_ERROR) from None
 
     return with_parameters(run, [*own, debugging])
 

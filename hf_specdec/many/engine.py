@@ -20,7 +20,6 @@ from ..metrics import SpecDecodingStats
 from ..protocol import Session
 from ..speculator import Speculator
 from ..target_facts import vocabulary_size
-from ..transfers import on_cpu_unless_said
 from ..validation import Bounds, checked
 from .requests import RequestReader
 
@@ -142,7 +141,6 @@ class Engine:
             self._ended.append(row)
 
     # In the same mode each time, whatever that of the caller is.
-    @on_cpu_unless_said
     @torch.inference_mode(False)
     @torch.no_grad()
     def step(self) -> list[Row]:

@@ -377,7 +377,7 @@ class RequestReader:
 
     def _padded_together(self, rows: list[Row]) -> Request:
         length = max(row.length for row in rows)
-        input_ids = torch.zeros((len(rows), length), dtype=torch.long)
+        input_ids = torch.zeros((len(rows), length), dtype=torch.long, device="cpu")
         mask = torch.zeros_like(input_ids)
         for index, row in enumerate(rows):
             input_ids[index, length - row.length :] = row.sequences.row(0).cpu()

@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from .settings import SpeculativeConfig
     from .speculator import Speculator
 
+# In place of a method: transformers' own generation.
+OFF = "off"
+
 # Values that a file or a client can write.
 _WRITTEN = (type(None), str, int, float, list, tuple, dict)
 
 
 def is_off(value: Any) -> bool:
     """`True` where `spec_method` or `speculative` asks for transformers' own generation."""
-    return value is False or (isinstance(value, str) and str.__str__(value) == "off")
+    return value is False or (isinstance(value, str) and str.__str__(value) == OFF)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,6 @@ is; the decoding loop is imported by the first speculative call.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -128,8 +127,10 @@ class _PatchOnImport(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != _MODULE:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        # It stays until the module runs: whoever looks for a module need not load it.
+        others = (finder for finder in sys.meta_path if not isinstance(finder, _PatchOnImport))
+        found = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _PatchingLoader(spec.loader)
         return spec

@@ -35,7 +35,6 @@ from .method import NO_DRAFTS
 from .patching import original_generate
 from .speculator import GivenCandidateGenerator, Speculator
 from .target_facts import CACHE_NAMES, device_of, no_target
-from .transfers import on_cpu_unless_said
 
 
 # Arguments of transformers' own assisted decoding that are settings of a drafter here.
@@ -85,7 +84,6 @@ def generate(
     return generate_speculatively(model, original, args, kwargs, asked, configured)
 
 
-@on_cpu_unless_said
 def generate_speculatively(
     model: PreTrainedModel,
     original: Callable[..., Any],

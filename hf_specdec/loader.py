@@ -42,7 +42,7 @@ from .resolve import resolve
 from .settings import AUTO, SpeculativeConfig
 from .speculator import Speculator
 from .target_facts import no_target, reads_target_cache
-from .transfers import on_cpu_unless_said
+from .transfers import keepers, on_cpu_unless_said
 
 
 logger = logging.get_logger(__name__)
@@ -328,6 +328,8 @@ def forget_speculators(target_model: torch.nn.Module | None = None) -> None:
     Which drafter was found for it is forgotten, too.
     """
     forget_graphs(target_model)
+    for keeper in keepers if target_model is None else ():
+        keeper.cache_clear()
     for record in forget_records(target_model):
         for entry in record.loaded:
             # Without one, all graphs would be meant.

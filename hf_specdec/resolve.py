@@ -124,7 +124,7 @@ def _read_text(text: str) -> dict[str, Any]:
     if text == AUTO or is_method_name(text):
         return {"method": text}
     if "/" not in text and not os.path.exists(text):
-        names = [*names_of_methods(), AUTO, *OFF]
+        names = [*names_of_methods(), AUTO, OFF]
         close = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.8)
         if close:
             raise SpecConfigError(

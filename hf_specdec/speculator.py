@@ -283,7 +283,7 @@ class GivenCandidateGenerator:
 
 def _session_of_any_call(target_model: torch.nn.Module) -> Session:
     """The session of a greedy call of one row, without a prompt."""
-    sequences = Sequences(torch.zeros((1, 0), dtype=torch.long), 0)
+    sequences = Sequences(torch.zeros((1, 0), dtype=torch.long, device="cpu"), 0)
     sampler = DraftSampler(ProcessorStack(LogitsProcessorList()), sequences, None, vocabulary_size(target_model))
     return Session(1, _ANY_LENGTH, torch.device("cpu"), sampler)
 

@@ -35,6 +35,10 @@ def on_cpu_unless_said(function: Callable) -> Callable:
     return called
 
 
+# Caches of tensors that are made again when they are missed.
+keepers: list[Any] = []
+
+
 def kept_on_device(make: Callable) -> Callable:
     """Decorator: what a function makes for a device, its last argument, is kept for when it is asked for again.
 
@@ -45,6 +49,8 @@ def kept_on_device(make: Callable) -> Callable:
     @lru_cache(maxsize=256)
     def kept(stream, *arguments):
         return make(*arguments)
+
+    keepers.append(kept)
 
     @wraps(make)
     def made_or_kept(*arguments):
@@ -73,6 +79,8 @@ def written_on_device(make: Callable) -> Callable:
     @lru_cache(maxsize=256)
     def kept(stream, *arguments):
         return make(*arguments)
+
+    keepers.append(kept)
 
     @wraps(make)
     def made_or_kept(*arguments):
@@ -113,14 +121,14 @@ def upload(
     if isinstance(values, torch.Tensor):
         return values
     if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype, device="cpu")
     return on_host(values, device, dtype).to(device, non_blocking=True)
 
 
 def on_host(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> torch.Tensor:
     """Numbers as a tensor of the host, from where they are copied to `device` without a wait, if that is asked for."""
     # Pinned memory stays as it is until the copy has been made.
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 @kept_on_device
@@ -141,7 +149,7 @@ def fill_table(table: torch.LongTensor, parts: Sequence[RowNumbers], padding: Se
     lines = [[*part[:count]] if isinstance(part, list) else [pad] * count for part, pad in zip(parts, padding)]
     missing = table.shape[1] - count
     lines = [line + [pad] * missing for line, pad in zip(lines, padding)]
-    filled = torch.tensor(lines, dtype=torch.long, pin_memory=table.is_cuda)
+    filled = torch.tensor(lines, dtype=torch.long, device="cpu", pin_memory=table.is_cuda)
     table.copy_(filled, non_blocking=True)
     for line, part in zip(table, parts):
         if isinstance(part, torch.Tensor):
@@ -239,7 +247,7 @@ class PendingRead:
     def __init__(self, values: torch.Tensor):
         self._values, self._arrival = values, None
         if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._arrival = torch.cuda.current_stream(values.device).record_event()
 

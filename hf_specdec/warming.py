@@ -125,7 +125,8 @@ def _prompts(model: torch.nn.Module, rows: int, length: int) -> torch.LongTensor
     """
     size = vocabulary_size(model)
     generator = torch.Generator().manual_seed(0)
-    piece = torch.randint(size // 10, max(size // 2, 1), (rows, -(-length // 2)), generator=generator)
+    shape = rows, -(-length // 2)
+    piece = torch.randint(size // 10, max(size // 2, 1), shape, generator=generator, device="cpu")
     return piece.repeat(1, 2)[:, :length].to(model.device)
 
 

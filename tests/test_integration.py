@@ -209,6 +209,16 @@ class TestInstall:
         )
         assert run_python(code, HF_SPECDEC_DISABLE="1").split() == ["True", "False", "True", "False"]
 
+    def test_whoever_looks_for_the_module_need_not_load_it(self):
+        code = (
+            "import importlib.util, sys, hf_specdec; name = 'transformers.generation.utils';"
+            "assert name not in sys.modules; assert importlib.util.find_spec(name).name == name;"
+            "from transformers import GenerationMixin;"
+            "print('spec_method' in str(__import__('inspect').signature(GenerationMixin.generate)));"
+            "print(any(type(finder).__module__ == 'hf_specdec.hook' for finder in sys.meta_path))"
+        )
+        assert run_python(code).split() == ["True", "False"]
+
     def test_import_is_light(self):
         code = "import sys, hf_specdec; print(*sorted(m for m in sys.modules if m.startswith('hf_specdec') or m in "
         code += "('triton', 'arctic_inference', 'numba', 'prometheus_client', 'typer', 'rich', 'datasets')))"

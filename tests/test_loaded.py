@@ -31,7 +31,10 @@ from hf_specdec.candidate_generators.suffix.generator import SuffixCache
 from hf_specdec.checkpoints.files import ReadOfRepositories, RepoFiles
 from hf_specdec.control import ControlProfile
 from hf_specdec.control.store import profile_identity, save_profile
+from hf_specdec.decoding.masks import _picture
+from hf_specdec.drafts import chain_topology
 from hf_specdec.loaded import cache_bytes, loaded_bytes, loaded_drafters, record_of
+from hf_specdec.transfers import keepers
 from tests.methods import CHECKPOINTS as HEADS
 from tests.models import prompts, tiny_llama
 from tests.threads import in_threads
@@ -435,3 +438,10 @@ def test_threads_that_push_each_other_out(target, tmp_path, monkeypatch):
     assert texts
     assert all(text == plain for text in texts)
     assert len(record_of(target).loaded) == 1
+
+
+def test_tensors_that_are_kept_for_all_are_forgotten_with_all():
+    _picture(chain_topology(2, torch.device("cpu")), torch.float32, 1, 4)
+    assert _picture.cache_info().currsize
+    forget_speculators()
+    assert not any(keeper.cache_info().currsize for keeper in keepers)

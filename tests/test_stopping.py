@@ -13,6 +13,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer, TextStreamer
 
 from hf_specdec import SpecConfigError
+from hf_specdec.decoding.sequences import Sequences, StopRules
 from tests.architectures import tiny_model
 from tests.caches import CACHE
 from tests.models import LETTERS, VOCAB_SIZE, prompts, scripted_for, tiny_llama
@@ -209,6 +210,14 @@ class TestStopStrings:
         string = "".join(LETTERS[t] for t in row[PROMPT - 2 : PROMPT + 3])
         assert compare(1, stop_strings=[string], tokenizer=tokenizer).shape[1] == PROMPT + 3
 
+    def test_they_are_looked_for_on_the_host(self, tokenizer):
+        """Where the text is: it is not copied to a device at every token."""
+        sequences = Sequences(torch.tensor([[5, 6, 7]]), 0)
+        sequences.device = torch.device("meta")
+        string = StopStringCriteria(tokenizer, [LETTERS[9] + LETTERS[4]])
+        stop = StopRules([MaxLengthCriteria(20), MaxTimeCriteria(1e6), string], sequences)
+        assert stop.append([0], [[8, 9, 4, 7]]) == [[8, 9, 4]]
+
     def test_no_tokenizer(self, model, tokenizer):
         call = {**prompts(1), "max_new_tokens": 4, "spec_method": "ngram"}
         with pytest.raises(SpecConfigError, match="stop_strings.*tokenizer"):
@@ -335,11 +344,11 @@ class TestCustomCriteria:
         assert "tokens after the ends of rows have been generated and cut off" in ours.speculative.notes[0]
         for mine, its in zip(ours[CACHE].layers, plain[CACHE].layers):
             assert mine.keys.shape == its.keys.shape
-            # Its last token has been read, the padding after it has not.
-            for rows, slots in ((slice(1), slice(2, PROMPT + 9)), (slice(1, None), slice(2, None))):
+            # Its last token is left out, whether it has been read or not, and so is the padding after it.
+            for rows, slots in ((slice(1), slice(2, PROMPT + 8)), (slice(1, None), slice(2, None))):
                 kept, expected = mine.keys[rows, :, slots], its.keys[rows, :, slots]
                 torch.testing.assert_close(kept, expected, atol=1e-4, rtol=1e-5)
-            assert not mine.keys[0, :, PROMPT + 9 :].any()
+            assert not mine.keys[0, :, PROMPT + 8 :].any()
 
     def test_time_ends_rows_where_the_criterion_has_seen_them(self, compare, texts):
         def make():

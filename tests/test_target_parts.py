@@ -5,18 +5,22 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from hf_specdec import demo, forget_speculators, load_speculator
+from hf_specdec import demo, forget_speculators, generate_many, load_speculator
 from hf_specdec.layers.draft_network import TargetParts, is_copy
+from tests.methods import fresh_speculator, settings_of
 from tests.test_loaded import HEADS
 
 
 METHODS = [*HEADS, "suffix+eagle3", "ngram", "suffix"]
+OWN_SETTINGS = ["recycling", "medusa static tree", "eagle3 tree", "dflash", "draft_model re-encoded", "mtp"]
+SHORT = {"do_sample": False, "max_new_tokens": 2}
 TOKENS = torch.arange(1, 40)[None]
 CALL = {"do_sample": False, "max_new_tokens": 16, "return_dict_in_generate": True}
 
@@ -45,22 +49,42 @@ def decoded(target, **settings):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_another_default_device(method, shared_target):
-    """Tensors that are made on the way have places of their own."""
-    settings = {"speculative": speculation(method)}
+    """Tensors that are made on the way have places of their own; the user's own code has the user's default."""
+    settings = {"speculative": speculation(method), "eos_token_id": None}
     if method == "suffix+eagle3":
         # Which of them drafts is decided by the clock.
         settings["speculative"]["retrieval_num_speculative_tokens"] = 1
+    places = []
+
+    def noted(input_ids, scores):
+        places.append(torch.empty(0).device.type)
+        return scores
+
     forget_speculators(shared_target)
-    expected = decoded(shared_target, **settings)
+    expected = decoded(shared_target, **settings, logits_processor=[noted])
     forget_speculators(shared_target)
     with torch.device("meta"):
-        found = decoded(shared_target, **settings)
-        assert torch.empty(0).device.type == "meta"
+        places.clear()
+        found = decoded(shared_target, **settings, logits_processor=[noted])
+        shared_target.generate(
+            TOKENS, max_new_tokens=2, eos_token_id=None, spec_method="off", logits_processor=[noted]
+        )
+        assert set(places) == {"meta"}
     assert found[0] == expected[0]
     assert method == "suffix+eagle3" or found == expected
     # Nothing of that call is left over.
     forget_speculators(shared_target)
     assert decoded(shared_target, **settings)[0] == expected[0]
+
+
+@pytest.mark.parametrize("name", OWN_SETTINGS)
+def test_many_requests_with_another_default_device(name, shared_target):
+    speculator = fresh_speculator(settings_of(name), shared_target)
+    run = partial(generate_many, shared_target, [[5, 9, 9, 4], [7, 8], [3, 1, 4]], assistant=speculator)
+    run = partial(run, max_new_tokens=8, batch_size=2)
+    expected = sorted(output.tokens for output in run())
+    with torch.device("meta"):
+        assert sorted(output.tokens for output in run()) == expected
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

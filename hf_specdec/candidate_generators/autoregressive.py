@@ -136,7 +136,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
     # Drafts
 
     def propose(self, step: DraftStep) -> DraftTree:
-        limits = DepthLimits(torch.tensor(self.draft_depths(step)), self.threshold)
+        limits = DepthLimits(torch.tensor(self.draft_depths(step), device="cpu"), self.threshold)
         if limits.deepest <= 0:
             # There will never be room again for the rows that are here.
             self.pending = self._step = None

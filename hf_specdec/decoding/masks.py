@@ -20,7 +20,7 @@ from ..drafts import TreeTopology
 from ..kernels.ancestors import grow_ancestors
 from ..kernels.tree_attention import Beginning, SlotTree, first_slots, pack_ancestors, unpack_ancestors
 from ..threads import cached_property
-from ..transfers import kept_on_device, kept_tensor, upload
+from ..transfers import keepers, kept_on_device, kept_tensor, upload
 
 
 @dataclass(frozen=True)
@@ -252,12 +252,15 @@ def _shifted_mask(topology, rows, columns, span, dtype, repeats):
     return mask
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def _picture(topology: TreeTopology, dtype: torch.dtype, repeats: int, margin: int) -> torch.Tensor:
     """`margin` slots of text, the new nodes, and as many slots after them, as the nodes see them."""
     block = _block(topology, dtype, repeats)
     text = block.new_zeros((block.shape[0], margin))
     return torch.cat((text, block, torch.full_like(text, torch.finfo(dtype).min)), dim=1)
+
+
+keepers += [_block, _picture]
 
 
 @kept_on_device

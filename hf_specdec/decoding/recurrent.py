@@ -69,7 +69,7 @@ class RecurrentLayers:
             mixer.commit(last)
 
     def keep_rows(self, keep: list[int]) -> None:
-        index = torch.tensor(keep)
+        index = torch.tensor(keep, device="cpu")
         for state in self.states.values():
             state.put(state.rows(index))
 
@@ -80,7 +80,7 @@ class RecurrentLayers:
 
     def row_states(self, row: int) -> dict[int, RecurrentState]:
         """The states of one row after its last committed token, by the number of the layer."""
-        index = torch.tensor([row])
+        index = torch.tensor([row], device="cpu")
         return {layer: state.rows(index) for layer, state in self.states.items()}
 
     def mark(self) -> dict[int, RecurrentState]:
@@ -173,7 +173,8 @@ class _SteppedMixer(_Mixer):
             before = self.state
             if calls:
                 places = {pair: place for place, pair in enumerate(self.depths[calls - 1])}
-                before = self.after.rows(torch.tensor([places[row, parents[row][node]] for row, node in pairs]))
+                index = [places[row, parents[row][node]] for row, node in pairs]
+                before = self.after.rows(torch.tensor(index, device="cpu"))
             self.after = Reading(before)
             self._states.append(self.after)
             own = {
@@ -203,8 +204,9 @@ class _SteppedMixer(_Mixer):
     def _places(self, device) -> torch.LongTensor:
         """Where the nodes `(R, T)` are in the order of the calls."""
         order = [pair for pairs in self.depths for pair in pairs]
-        places = torch.empty((len(self.depths[0]), len(order) // len(self.depths[0])), dtype=torch.long)
-        places[tuple(zip(*order))] = torch.arange(len(order))
+        shape = len(self.depths[0]), len(order) // len(self.depths[0])
+        places = torch.empty(shape, dtype=torch.long, device="cpu")
+        places[tuple(zip(*order))] = torch.arange(len(order), device="cpu")
         return places.to(device, non_blocking=True)
 
     def commit(self, last):

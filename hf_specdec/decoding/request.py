@@ -142,7 +142,7 @@ class Request:
         found = {}
         if hasattr(self.model, "peft_config") and RowAdapters.of(self.model):
             places = range(self.batch_size) if self.adapters is None else self.adapters
-            found[ADAPTED_ROW] = torch.tensor(places)[:, None]
+            found[ADAPTED_ROW] = torch.tensor(places, device="cpu")[:, None]
         if not is_text_only(self.model):
             # Models with images read them of the prompt alone.
             return found

@@ -128,7 +128,7 @@ class ChangingRotary:
 
     def as_of(self, position: int, row: int, shape: torch.Size) -> AbstractContextManager[None]:
         """Gives tokens of a shape `(R, T)`, inside the block, the frequencies of one row's token at a position."""
-        return self._reading(torch.full(shape, position + self._leads[row] + 1))
+        return self._reading(torch.full(shape, position + self._leads[row] + 1, device="cpu"))
 
     @contextmanager
     def _reading(self, lengths: torch.LongTensor) -> Iterator[None]:

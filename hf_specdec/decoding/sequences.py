@@ -61,7 +61,11 @@ class Sequences:
     def prefix(self, length: int, row: int | None = None) -> torch.LongTensor:
         """The first `length` columns, `(B, length)`, or of one row, `(1, length)`; padded where a row is shorter."""
         rows = slice(None) if row is None else slice(row, row + 1)
-        return torch.from_numpy(self._tokens[rows, :length]).to(self.device)
+        return self.on_host(length, rows).to(self.device)
+
+    def on_host(self, length: int, rows: slice) -> torch.LongTensor:
+        """The first `length` columns of some rows, where they are kept: nothing is copied."""
+        return torch.from_numpy(self._tokens[rows, :length])
 
     def row(self, row: int) -> torch.LongTensor:
         """A row's tokens so far, left padding included, shape `(L,)`."""
@@ -162,7 +166,7 @@ class StopRules:
                 self._find_string(row, begin)
         if self._others:
             self._show_columns()
-        if self._times and any(bool(c(self.sequences.prefix(1, row=0), None)) for c in self._times):
+        if self._times and any(bool(c(self.sequences.on_host(1, slice(1)), None)) for c in self._times):
             self._end_all()
         if None not in self.ends:
             self.all_finished = self.rows_end_alone or min(self.sequences.lengths) >= max(self.ends)
@@ -200,7 +204,8 @@ class StopRules:
     def _find_string(self, row: int, begin: int) -> None:
         """Ends a row where its first stop string does, after column `begin`."""
         for length in range(begin + 1, self.sequences.lengths[row] + 1):
-            if bool(self._strings(self.sequences.prefix(length, row), None)):
+            # It reads the end of the text, for every token: not from a device, where the text would have to go first.
+            if bool(self._strings(self.sequences.on_host(length, slice(row, row + 1)), None)):
                 self._end(row, length)
                 return
 
@@ -210,7 +215,7 @@ class StopRules:
             self._num_judged += 1
             # A copy: whoever keeps it, or writes to it, does so in plain generation too.
             done = self._others(self.sequences.prefix(self._num_judged).clone(), self._scores_so_far())
-            for row in torch.as_tensor(done).nonzero()[:, 0].tolist():
+            for row in torch.as_tensor(done, device="cpu").nonzero()[:, 0].tolist():
                 self._end(row, self._num_judged)
 
     def _ended_by(self, column: int) -> bool:

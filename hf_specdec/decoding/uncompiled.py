@@ -41,6 +41,8 @@ class Uncompiled:
                 found = module in _set_aside or _PLACES[0] in module.__dict__ or "forward" in module.__dict__
                 if found or hasattr(type(module).forward, "_torchdynamo_orig_callable"):
                     _set_it_aside(module, user, modules)
+        if not modules:
+            self.close.detach()
 
 
 def _set_it_aside(module: nn.Module, user: object, modules: list[nn.Module]) -> None:

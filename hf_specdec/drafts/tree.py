@@ -339,4 +339,4 @@ def _flat(rows: list[list[int]]) -> list[int]:
 
 @lru_cache(maxsize=256)
 def _prior_probs_by_rank(shape: TokenTree) -> torch.FloatTensor:
-    return torch.tensor(sorted(shape.prior_probs, reverse=True))
+    return torch.tensor(sorted(shape.prior_probs, reverse=True), device="cpu")

@@ -19,7 +19,6 @@ from ..machine import free_bytes
 from ..metrics import SpecDecodingStats
 from ..speculator import Speculator
 from ..target_facts import no_target, vocabulary_size
-from ..transfers import on_cpu_unless_said
 from ..validation import Bounds, checked
 from .requests import RequestReader
 
@@ -135,7 +134,6 @@ class Engine:
             self._ended.append(row)
 
     # In the same mode each time, whatever that of the caller is.
-    @on_cpu_unless_said
     @torch.inference_mode(False)
     @torch.no_grad()
     def step(self) -> list[Row]:

@@ -171,7 +171,7 @@ def _with_names(value: Any) -> Any:
 def _written(value: Any) -> str:
     """The content of tensors and arrays, which may be sources, and the type of all else."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        value = torch.as_tensor(value)
+        value = torch.as_tensor(value, device="cpu")
     if not torch.is_tensor(value):
         return type(value).__name__
     content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

@@ -56,7 +56,7 @@ _NUMBERS = {
 # Lists of functions.
 _FUNCTIONS = ("logits_processor", "stopping_criteria")
 
-# Of what tokenizers apply their templates with, what `chat_template_kwargs` may say beside names of the template's own.
+# Of what tokenizers apply their templates with, what `chat_template_kwargs` may say beside names of a template's own.
 _OF_TEMPLATES = ("add_generation_prompt", "continue_final_message", "kwargs")
 
 # Of the forward's arguments, those that the loop sets itself.
@@ -415,7 +415,7 @@ class RequestReader:
 
     def _padded_together(self, rows: list[Row]) -> Request:
         length = max(row.length for row in rows)
-        input_ids = torch.zeros((len(rows), length), dtype=torch.long)
+        input_ids = torch.zeros((len(rows), length), dtype=torch.long, device="cpu")
         mask = torch.zeros_like(input_ids)
         for index, row in enumerate(rows):
             input_ids[index, length - row.length :] = row.sequences.row(0).cpu()

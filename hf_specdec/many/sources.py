@@ -92,7 +92,7 @@ class SourceForm:
 
     def _row_of(self, name: str, value: Any) -> torch.Tensor:
         try:
-            value = torch.as_tensor(value)
+            value = value if torch.is_tensor(value) else torch.as_tensor(value, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise SpecConfigError(f"`{name}` takes a tensor, or lists of numbers, got {shown(value)}.") from error
         if name in _ROWS and value.dim() == 1:

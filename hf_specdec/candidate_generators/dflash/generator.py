@@ -287,7 +287,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             plan = DynamicTree(count - 1, width, self.tree_budget + 1)
         shape = plan if self.tree_budget else plan.levels(self.device)
         limits = [min(limit, plan.max_depth) for limit in limits]
-        nodes = positions.grow(shape, anchors, DepthLimits(torch.tensor(limits)), masks)
+        nodes = positions.grow(shape, anchors, DepthLimits(torch.tensor(limits, device="cpu")), masks)
         return nodes.draft(plan, limits, self.session.device)
 
     def _output(

@@ -68,7 +68,7 @@ class TargetStates:
         """
         projected = self.projected(states)
         shifted = F.pad(projected[:, :-1], (0, 0, length + 1 - projected.shape[1], 0))
-        has_none = torch.arange(length) <= torch.tensor(starts)[:, None]
+        has_none = torch.arange(length, device="cpu") <= torch.tensor(starts, device="cpu")[:, None]
         return shifted.masked_fill(has_none.to(shifted.device)[..., None], 0)
 
     def embed(self, tokens: torch.LongTensor, states: Mapping[int | str, torch.Tensor]) -> torch.Tensor:

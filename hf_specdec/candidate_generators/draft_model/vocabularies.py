@@ -155,7 +155,8 @@ class OtherTokens(SameTokens):
         rows = [self._begun(self._read(text, tokens)) for text, tokens in zip(texts, prompt.token_lists)]
         longest = max(map(len, rows))
         starts = [longest - len(row) for row in rows]
-        return torch.tensor([[0] * start + row for start, row in zip(starts, rows)]), starts, texts
+        padded = [[0] * start + row for start, row in zip(starts, rows)]
+        return torch.tensor(padded, device="cpu"), starts, texts
 
     def _begun(self, tokens: list[int]) -> list[int]:
         """A prompt that begins as the draft's tokenizer begins every text."""

@@ -115,7 +115,7 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
         return draft_shape(self.config, config.draft_vocab_size, self.session, reason, config.num_parallel_tokens)
 
     def propose(self, step: DraftStep) -> DraftTree:
-        limits = DepthLimits(torch.tensor(self.draft_depths(step)), self.threshold)
+        limits = DepthLimits(torch.tensor(self.draft_depths(step), device="cpu"), self.threshold)
         if limits.deepest <= 0:
             # There will never be room again for the rows that are here.
             self.pending = self._step = None

@@ -263,7 +263,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
         self.candidates = None
         logits = self.heads.short_logits(self.hidden(), self.lm_head, tree.max_depth).transpose(0, 1)
         positions = Positions(logits, self.heads.token_map)
-        limits = DepthLimits(torch.tensor(depths))
+        limits = DepthLimits(torch.tensor(depths, device="cpu"))
         nodes = positions.grow(tree.levels(logits.device), step.anchor_tokens, limits, masks)
         return nodes.draft(tree, depths, self.session.device)
 

@@ -77,7 +77,7 @@ class GrowingMasks:
                 level before.
         """
         if isinstance(parents, slice):
-            parents = torch.arange(len(self._paths[0]))[parents]
+            parents = torch.arange(len(self._paths[0]), device="cpu")[parents]
         token_lists, parent_lists = tokens.tolist(), parents.expand(tokens.shape).tolist()
         self._paths = [
             [(*paths[parent], token) for token, parent in zip(row, above)]

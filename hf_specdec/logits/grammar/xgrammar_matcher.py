@@ -56,7 +56,7 @@ class XGrammarMatcher(GrammarMatcher):
             super().fill_nodes(tokens, parents, masks)
             return
         child, sibling = first_children(parents)
-        tree = torch.tensor([child, sibling, [0, *tokens]])
+        tree = torch.tensor([child, sibling, [0, *tokens]], device="cpu")
         self._matcher.traverse_draft_tree(tree[0], tree[1], tree[2], torch.from_numpy(masks))
 
     def pieces(self, tokens: Sequence[int]) -> list[bytes]:

@@ -55,7 +55,7 @@ _NUMBERS = {
 # Lists of functions.
 _FUNCTIONS = ("logits_processor", "stopping_criteria")
 
-# Of what tokenizers apply their templates with, what `chat_template_kwargs` may say beside names of the template's own.
+# Of what tokenizers apply templates with, what `chat_template_kwargs` may say beside names of the template.
 _OF_TEMPLATES = ("add_generation_prompt", "continue_final_message", "kwargs")
 
 # Of the forward's arguments, those that the loop sets itself.

@@ -608,6 +608,7 @@ def test_the_command_ends_open_answers_first():
     [
         ("localhost", "http://localhost", False),
         ("127.0.0.2", "http://127.0.0.2", False),
+        ("127.1", "http://127.1", False),
         ("::1", "http://[::1]", False),
         ("0.0.0.0", "http://0.0.0.0", True),
     ],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from inspect import signature
 from typing import Any
 
@@ -450,6 +450,14 @@ class RequestReader:
         vars(config).update(settings)
         others = {name: value for name, value in arguments.items() if name not in settings}
         return {**others, "generation_config": config}
+
+
+def several(requests: Any) -> Iterator[Any]:
+    """The requests one after the other; refuses what is none or a single one."""
+    with suppress(TypeError):
+        if not isinstance(requests, (str, bytes, dict)):
+            return iter(requests)
+    raise SpecConfigError(f"`requests` takes several requests, such as a list, got {shown(requests)}.")
 
 
 def _names_a_prompt(request: Any) -> bool:

@@ -445,6 +445,7 @@ def test_a_request_that_cannot_be_read_is_its_own_error(model):
         "max_time": ["x", (4, 5), float("nan")],
         "guidance_scale": ["x"],
         "is_assistant": [True, 2.0],
+        "forced_bos_token_id": ["x", {1}, -1, 10**6],
         "position_ids": [[[0, 1, 2, 3, 4]], torch.arange(5)[None]],
         "chat_template_kwargs": [{"thinking": True}, 3],
         "eos_token_id": ["x", {}],

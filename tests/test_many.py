@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import json
+import math
 import os
 import threading
 import weakref
@@ -23,6 +24,7 @@ from hf_specdec import (
     CandidateGenerator,
     DraftTree,
     SpecConfigError,
+    SpecDecError,
     SpecDecodingStats,
     SpeculativeBatchingManager,
     UnsupportedModelError,
@@ -189,6 +191,31 @@ def test_results_that_need_no_place_come_at_once(model, tmp_path, in_order):
     results.close()
     with pytest.raises(StopIteration):
         next(results)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_results_are_made_one_after_the_other(model, in_thread):
+    """Where another result is asked for while one is made, that is refused, and the run goes on."""
+    refused = []
+
+    def ask() -> None:
+        with pytest.raises(SpecDecError, match="in one thread"):
+            next(results)
+        refused.append(True)
+
+    def requests():
+        for index in range(3):
+            if in_thread:
+                asking = threading.Thread(target=ask)
+                asking.start()
+                asking.join()
+            else:
+                ask()
+            yield prompt(index)
+
+    results = generate_many(model, requests(), 2, do_sample=False, max_new_tokens=12, in_order=True, **NGRAM)
+    assert [result.tokens for result in results] == [alone(model, prompt(index)) for index in range(3)]
+    assert refused == [True] * 3
 
 
 def test_in_order_or_as_they_end(model):
@@ -418,6 +445,7 @@ def test_a_request_that_cannot_be_read_is_its_own_error(model):
         "max_time": ["x", (4, 5), float("nan")],
         "guidance_scale": ["x"],
         "is_assistant": [True, 2.0],
+        "forced_bos_token_id": ["x", {1}, -1, 10**6],
         "position_ids": [[[0, 1, 2, 3, 4]], torch.arange(5)[None]],
         "chat_template_kwargs": [{"thinking": True}, 3],
         "eos_token_id": ["x", {}],
@@ -508,8 +536,7 @@ def test_lengths_that_are_no_integers_end_as_in_plain_generation(model, length):
         {"num_beams": 3},
         {"stop_strings": "a"},
         {"generation_config": {"max_new_tokens": 3}},
-        {"requests": "abc"},
-        {"requests": 3},
+        *({"requests": requests} for requests in ("abc", 3, {}, torch.tensor(3), None)),
         {"model": None},
         {"model": torch.nn.Linear(1, 1)},
         {"tokenizer": "x"},
@@ -1153,6 +1180,36 @@ def test_nobody_waits_for_a_request_that_was_not_added(model, manager, wrong):
     assert not manager._handlers
     with pytest.raises(SpecConfigError, match="request_id"):
         manager.add_request(prompt(0), [1])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(partial(SpeculativeBatchingManager.get_result, timeout=seconds) for seconds in ("x", math.nan, math.inf)),
+        partial(SpeculativeBatchingManager.stop, timeout="x"),
+        partial(SpeculativeBatchingManager.get_result, request_id=[]),
+        partial(SpeculativeBatchingManager.cancel_request, request_id=[]),
+        *(partial(SpeculativeBatchingManager.add_requests, inputs=inputs) for inputs in (None, "abc", 3)),
+        partial(SpeculativeBatchingManager.register_result_handler, request_id="x", callback=print),
+    ],
+)
+def test_bad_arguments_of_managers(model, manager, wrong):
+    with pytest.raises(SpecConfigError):
+        wrong(manager)
+    name = manager.add_request(prompt(0))
+    assert manager.get_result(name, timeout=60).generated_tokens == alone(model, prompt(0), max_new_tokens=8)
+
+
+def test_a_manager_has_one_thread(manager):
+    starting = [threading.Thread(target=manager.start) for _ in range(20)]
+    manager.stop()
+    for thread in starting:
+        thread.start()
+    for thread in starting:
+        thread.join()
+    with manager.pause(), manager.pause():
+        decoding = [thread for thread in threading.enumerate() if thread.name == "hf_specdec"]
+        assert [thread for thread in decoding if thread._args[0]() is manager] == [manager._thread]
 
 
 def test_a_request_names_no_drafter(model, manager):

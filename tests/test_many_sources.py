@@ -289,6 +289,12 @@ def test_what_is_wrong_with_one_request_concerns_no_other(text_case):
         ({"input_ids": ids, "decoder_attention_mask": [[1]]}, "has no padding"),
         ({"input_ids": ids, "decoder_input_ids": torch.ones(2, 1, dtype=torch.long)}, "takes one row"),
         ({"input_ids": ids, "decoder_input_ids": "abc"}, "takes a tensor"),
+        *(
+            ({"encoder_outputs": wrong}, "takes what the encoder returns")
+            for wrong in (2.0, [True], b"ab", "x", (), [])
+        ),
+        ({"encoder_outputs": (torch.zeros(2, 3, 5),)}, "for one source"),
+        ({"input_ids": ids, "decoder_start_token_id": torch.ones(2, 3, dtype=torch.long)}, "A request is one row"),
         # The decoder cannot read it.
         ({"encoder_outputs": (torch.zeros(1, 3, 5),), "attention_mask": [1, 1, 1]}, ""),
     ]

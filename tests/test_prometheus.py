@@ -339,8 +339,13 @@ class TestWrongArguments:
 
 PROGRAM = """
 import os, urllib.request
+import torch
 import hf_specdec.loaded  # before the forks
-from hf_specdec import SpecDecodingStats, metrics
+from hf_specdec import SpecDecodingStats, load_speculator, metrics
+from tests.models import tiny_llama
+
+model = tiny_llama()
+speculator = load_speculator(model, "suffix")
 
 for num_cycles in (5, 7):
     if os.fork() == 0:
@@ -368,3 +373,5 @@ def test_processes_are_summed_up(tmp_path, monkeypatch):
     assert value("spec_decode_num_accepted_tokens_total") == 24
     assert value("spec_decode_num_accepted_tokens_per_pos_total", position="1") == 12
     assert value("spec_decode_cycle_seconds_count") == 12
+    loaded = [count for (name, *_), count in parse(done.stdout).items() if name == "hf_specdec_loaded_drafters"]
+    assert loaded == [1, 1, 1]

@@ -107,7 +107,8 @@ def serve_command(
             **({"spec_method": "off"} if speculator is None else {"assistant": speculator}),
         )
         service = Service(manager, name or model, limits)
-        is_loopback = host in LOOPBACK or _is_loopback(host)
+        address, port = listening.getsockname()[:2]
+        is_loopback = ipaddress.ip_address(address).is_loopback
         if not is_loopback and api_key is None:
             say(f"Everybody who reaches {host} may use this server: there is no --api-key.", "yellow", stderr=True)
         hosts = (*LOOPBACK, host) if is_loopback else ("*",)
@@ -115,18 +116,10 @@ def serve_command(
         server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=grace, server_header=False))
         # uvicorn ends open answers first, and then hands the signal on.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         say(f"Serving {service.name} at {url}", stderr=True)
         with suppress(KeyboardInterrupt):
             server.run([listening])
-
-
-def _is_loopback(host: str) -> bool:
-    """Tells whether an address is reached from this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _bound(host: str, port: int) -> socket.socket:

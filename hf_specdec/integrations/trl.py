@@ -19,6 +19,7 @@ from ..loader import age_texts, forget_speculators
 from ..metrics import SpecDecodingStats
 from ..metrics.listeners import CallObserver, Listener, add_listener, remove_listener
 from ..settings import SpeculativeConfig
+from ..target_facts import model_name
 from ..validation import Bounds, checked
 
 
@@ -30,13 +31,15 @@ _KEYS = {"spec_method": "method", "spec_model": "model", "num_speculative_tokens
 
 
 class _Counting(Listener, CallObserver):
-    """Adds up what all calls count."""
+    """Adds up what the calls of one model count."""
 
     def __init__(self):
         self.total = SpecDecodingStats()
+        self.model_name: str | None = None
 
-    def begin_call(self, stats: SpecDecodingStats, model_name: str) -> CallObserver:
-        return self
+    def begin_call(self, stats: SpecDecodingStats, model_name: str) -> CallObserver | None:
+        # A judge may generate speculatively, too.
+        return self if model_name == self.model_name else None
 
     def end_prefill(self, new: SpecDecodingStats) -> None:
         self.total.add(new)
@@ -123,6 +126,9 @@ class SpeculationCallback(TrainerCallback):
             speculative = SpeculativeConfig.resolve(settings, target_config=trainer.model.config, **named)
             self._switch_off(config)
             config.speculative = speculative
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        # That of an adapter generates with the model inside.
+        self._counting.model_name = model_name(getattr(model, "get_base_model", lambda: model)())
         self._trainer = trainer
         trainer.callback_handler.callbacks.insert(0, self)
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -12,13 +13,13 @@ from transformers import PreTrainedModel
 
 from ..arguments import ARGUMENTS, SpeculativeArguments
 from ..decoding.joint import Row
-from ..errors import SpecConfigError, shown
+from ..errors import SpecConfigError, SpecDecError, shown
 from ..integration import speculator_of_many
 from ..metrics import SpecDecodingStats
 from ..validation import is_int
 from .engine import Engine, check_run
 from .journal import Journal, key_of
-from .requests import RequestReader
+from .requests import RequestReader, several
 from .results import RequestResult
 
 
@@ -70,8 +71,7 @@ def generate_many(
         UnsupportedModelError: The target's architecture cannot be driven by the loop.
     """
     check_run(model, batch_size, max_tokens_in_flight)
-    if isinstance(requests, (str, bytes, dict)) or not isinstance(requests, Iterable):
-        raise SpecConfigError(f"`requests` takes several requests, such as a list, got {shown(requests)}.")
+    asked_for = several(requests)
     pair = shard if isinstance(shard, (list, tuple)) and len(shard) == 2 and all(map(is_int, shard)) else (0, 0)
     rank, num_processes = pair
     if not 0 <= rank < num_processes:
@@ -86,7 +86,7 @@ def generate_many(
     if journal is not None and not isinstance(journal, Journal):
         journal = Journal(journal)
     size = len(range(rank, len(requests), num_processes)) if hasattr(requests, "__len__") else None
-    return ManyResults(engine, reader, requests, (rank, num_processes), in_order, journal, progress, size)
+    return ManyResults(engine, reader, asked_for, (rank, num_processes), in_order, journal, progress, size)
 
 
 class ManyResults(Iterator[RequestResult]):
@@ -100,7 +100,7 @@ class ManyResults(Iterator[RequestResult]):
         self,
         engine: Engine,
         reader: RequestReader,
-        requests: Iterable[Any],
+        requests: Iterator[Any],
         shard: tuple[int, int],
         in_order: bool,
         journal: Journal | None,
@@ -116,6 +116,7 @@ class ManyResults(Iterator[RequestResult]):
         self._early: dict[int, RequestResult] | None = {} if in_order else None
         self._next_given = rank
         self._has_more = True
+        self._turn = threading.Lock()  # held while a result is made
         self._bar = _bar(size) if progress else None
 
     @property
@@ -123,6 +124,8 @@ class ManyResults(Iterator[RequestResult]):
         return self._engine.stats
 
     def __next__(self) -> RequestResult:
+        if not self._turn.acquire(blocking=False):
+            raise SpecDecError("A result is being made already: ask for the next one in one thread, when it has come.")
         try:
             while not self._ready:
                 self._take()
@@ -132,10 +135,12 @@ class ManyResults(Iterator[RequestResult]):
                     raise StopIteration
                 for row in self._engine.step():
                     self._finish(row)
+            return self._ready.popleft()
         except BaseException:
             self.close()
             raise
-        return self._ready.popleft()
+        finally:
+            self._turn.release()
 
     def _take(self) -> None:
         """Takes as many requests as there are places for, at most: some may need none."""

@@ -18,14 +18,17 @@ from ..decoding.joint import Row
 from ..errors import SpecConfigError, shown
 from ..integration import speculator_of_many
 from ..metrics import SpecDecodingStats
-from ..validation import checked
+from ..validation import Bounds, checked
 from .batching import SpeculativeGenerationOutput, output_of
 from .engine import Engine, check_run
-from .requests import RequestReader
+from .requests import RequestReader, several
 
 
 # Seconds after which who waits looks whether anything can still come.
 _LOOK_AGAIN = 0.1
+
+# What threads can wait for.
+_SECONDS = Bounds(most=threading.TIMEOUT_MAX)
 
 
 class _Added(NamedTuple):
@@ -87,7 +90,8 @@ class SpeculativeBatchingManager:
         self._reader.check()
         self._engine = Engine(model, speculator, self._reader, batch_size, max_tokens_in_flight)
         # Held during a step, and while a row is prepared; and by those who pause.
-        self._turn, self._reading = threading.Lock(), threading.Lock()
+        self._turn, self._reading = threading.RLock(), threading.RLock()
+        self._starting = threading.Lock()
         self._news = threading.Condition()  # guards what follows
         self._added: deque[_Added] = deque()
         self._preparing: _Added | None = None  # at work on it there is a thread
@@ -107,15 +111,16 @@ class SpeculativeBatchingManager:
 
     def start(self) -> None:
         """Begins to decode; where it is stopping, once that has come to its end."""
-        if self._is_stopping and self._thread is not None:
-            self._thread.join()
-        if not self.is_running():
-            self._is_stopping, self._gives_up, self.error = False, False, None
-            # It does not hold the manager: one that nobody else holds ends.
-            self._thread = threading.Thread(
-                target=_decode, args=(ref(self), self._news), name="hf_specdec", daemon=True
-            )
-            self._thread.start()
+        with self._starting:
+            if self._is_stopping and self._thread is not None:
+                self._thread.join()
+            if not self.is_running():
+                self._is_stopping, self._gives_up, self.error = False, False, None
+                # It does not hold the manager: one that nobody else holds ends.
+                self._thread = threading.Thread(
+                    target=_decode, args=(ref(self), self._news), name="hf_specdec", daemon=True
+                )
+                self._thread.start()
 
     def is_running(self) -> bool:
         """Tells whether requests are decoded, or waited for."""
@@ -129,6 +134,7 @@ class SpeculativeBatchingManager:
             timeout (`float`, *optional*): So many seconds at most.
             hard_stop (`bool`): Give up what has not ended.
         """
+        timeout = checked("timeout", timeout, float | None, _SECONDS)
         with self._news:
             self._is_stopping, self._gives_up = True, self._gives_up or hard_stop
             self._news.notify_all()
@@ -215,10 +221,11 @@ class SpeculativeBatchingManager:
 
     def add_requests(self, inputs: list[Any], max_new_tokens: int | None = None, **settings: Any) -> list[str]:
         """Adds several requests with the same settings; returns their ids."""
-        return [self.add_request(prompt, max_new_tokens=max_new_tokens, **settings) for prompt in inputs]
+        return [self.add_request(prompt, max_new_tokens=max_new_tokens, **settings) for prompt in several(inputs)]
 
     def cancel_request(self, request_id: str) -> None:
         """Gives up a request, whose place is free for others. It has no result, unless it has ended already."""
+        checked("request_id", request_id, str)
         with self._news:
             if request_id in self._names:
                 self._cancelled.add(request_id)
@@ -234,6 +241,8 @@ class SpeculativeBatchingManager:
         Returns:
             `None` where nothing has come in `timeout` seconds, or nothing can come any more.
         """
+        checked("request_id", request_id, str | None)
+        timeout = checked("timeout", timeout, float | None, _SECONDS)
         with self._news:
             self._news.wait_for(lambda: self._find(request_id) is not None or not self._may_come(request_id), timeout)
             key = self._find(request_id)
@@ -274,7 +283,10 @@ class SpeculativeBatchingManager:
             callback (`Callable`): Called in the event loop with each result, and with `None` where the request was
                 cancelled or given up and nothing more comes.
         """
-        loop = asyncio.get_running_loop()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError as error:
+            raise SpecConfigError("No event loop is running. Register the handler in a coroutine.") from error
 
         def hand_over(output: SpeculativeGenerationOutput | None) -> None:
             # Who has closed the loop does not wait any more.

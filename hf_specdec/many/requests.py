@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from inspect import signature
 from typing import Any
 
@@ -47,6 +47,7 @@ _NUMBERS = {
     "max_time": (float, Bounds()),
     "guidance_scale": (float, Bounds()),
     "prefill_chunk_size": (int, Bounds(least=1)),
+    "forced_bos_token_id": (int, Bounds(least=0)),
     "num_speculative_tokens": (int, Bounds(least=0)),
     "seed": (int, Bounds(-(2**63), 2**64 - 1)),
     "seed_row": (int, Bounds(least=0)),
@@ -56,7 +57,7 @@ _NUMBERS = {
 # Lists of functions.
 _FUNCTIONS = ("logits_processor", "stopping_criteria")
 
-# Of what tokenizers apply their templates with, what `chat_template_kwargs` may say beside names of a template's own.
+# Of what tokenizers apply templates with, what `chat_template_kwargs` may say beside names of the template.
 _OF_TEMPLATES = ("add_generation_prompt", "continue_final_message", "kwargs")
 
 # Of the forward's arguments, those that the loop sets itself.
@@ -315,12 +316,7 @@ class RequestReader:
                 f"transformers cannot prepare a request with the settings {shown(settings)} "
                 f"({type(error).__name__}: {error}). Change them."
             ) from error
-        lost = [name for name in request.model_kwargs if name in arguments and name not in _OF_FORWARDS]
-        if lost and self._sources is None:
-            raise SpecConfigError(
-                f"`{lost[0]}` would not be read: requests that share a loop are tokens alone. Leave it out, or call "
-                "generate()."
-            )
+        self._check_prepared(request, arguments)
         request.adapters = None if adapter is None else [adapter]
         if "pad_token_id" not in self.arguments and request.generation_config._pad_token_tensor is not None:
             # Otherwise transformers says for each request that it takes another token for it.
@@ -337,6 +333,19 @@ class RequestReader:
         reach = ([1], row.most_tokens - 1) if self._num_places > 1 else ([row.length], row.most_tokens - row.length)
         check_constant_rotary(self.model, *reach)
         return row
+
+    def _check_prepared(self, request: Request, arguments: dict[str, Any]) -> None:
+        lost = [name for name in request.model_kwargs if name in arguments and name not in _OF_FORWARDS]
+        if lost and self._sources is None:
+            raise SpecConfigError(
+                f"`{lost[0]}` would not be read: requests that share a loop are tokens alone. Leave it out, or call "
+                "generate()."
+            )
+        if request.batch_size != 1:
+            raise SpecConfigError(f"A request is one row, and this one begins {request.batch_size}. Pass each alone.")
+        first, size = request.generation_config.forced_bos_token_id, vocabulary_size(self.model)
+        if first is not None and first >= size:
+            raise SpecConfigError(f"`forced_bos_token_id`={shown(first)} is no token: those are from 0 to {size - 1}.")
 
     def _adapter(self, names: Any) -> int | None:
         """Place of a request's adapter; `None` where all have those that are active."""
@@ -450,6 +459,14 @@ class RequestReader:
         vars(config).update(settings)
         others = {name: value for name, value in arguments.items() if name not in settings}
         return {**others, "generation_config": config}
+
+
+def several(requests: Any) -> Iterator[Any]:
+    """The requests one after the other; refuses what is none or a single one."""
+    with suppress(TypeError):
+        if not isinstance(requests, (str, bytes, dict)):
+            return iter(requests)
+    raise SpecConfigError(f"`requests` takes several requests, such as a list, got {shown(requests)}.")
 
 
 def _names_a_prompt(request: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
+from transformers.utils import ModelOutput
 
 from ..decoding.profile import model_profile
 from ..errors import SpecConfigError, shown
@@ -84,6 +85,8 @@ class SourceForm:
         for name in (self.name, *_ROWS):
             if found.get(name) is not None:
                 found[name] = self._row_of(name, found[name])
+        if found.get("encoder_outputs") is not None:
+            _check_encoded(found["encoder_outputs"])
         found = {name: value.to(device) if torch.is_tensor(value) else value for name, value in found.items()}
         self._complete_mask(found)
         if self.samples_by_temperature:
@@ -141,3 +144,13 @@ class SourceForm:
                 problem = f"`{name}`: {why}"
         if problem is not None:
             raise SpecConfigError(f"{problem} A request is decoded once; call generate() for others.")
+
+
+def _check_encoded(outputs: Any) -> None:
+    """Refuses what is no output of an encoder for one source."""
+    states = outputs[0] if isinstance(outputs, (ModelOutput, tuple, list)) and len(outputs) else outputs
+    if states is outputs or not torch.is_tensor(states) or states.dim() < 3 or len(states) != 1:
+        raise SpecConfigError(
+            f"`encoder_outputs` takes what the encoder returns for one source, got {shown(outputs)}. Its states have "
+            "the shape (1, source length, hidden size)."
+        )

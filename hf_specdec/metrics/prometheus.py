@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependencyError, SpecConfigError, shown
@@ -56,6 +57,9 @@ _MOST_CHARACTERS = 200
 _OTHER = "other"
 
 _LOOPBACK = "127.0.0.1"
+
+# Environment variable: where prometheus_client keeps the numbers of several processes.
+_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class PrometheusMetrics(Listener):
@@ -112,9 +116,13 @@ class PrometheusMetrics(Listener):
             key: add(Histogram, name, help, *_LABELS, buckets=buckets)
             for key, (name, help, buckets) in _HISTOGRAMS.items()
         }
-        add(Gauge, "loaded_drafters", "Drafters that stay loaded in this process.").set_function(loaded_drafters)
         bytes_help = "Bytes of their weights and of the texts that they remember."
-        add(Gauge, "loaded_bytes", bytes_help).set_function(loaded_bytes)
+        self.loaded: list[tuple[Any, Callable[[], int]]] = [
+            (add(Gauge, "loaded_drafters", "Drafters that stay loaded in this process."), loaded_drafters),
+            (add(Gauge, "loaded_bytes", bytes_help), loaded_bytes),
+        ]
+        for gauge, function in self.loaded:
+            gauge.set(function()) if _FOLDER in os.environ else gauge.set_function(function)
 
     def begin_call(self, stats: SpecDecodingStats, model_name: str) -> CallObserver:
         with self._lock:
@@ -156,6 +164,10 @@ class _Series(CallObserver):
 
     def end_call(self, new: SpecDecodingStats) -> None:
         self._count(new)
+        if _FOLDER in os.environ:
+            # Who reads the files of other processes cannot ask them.
+            for gauge, function in self.metrics.loaded:
+                gauge.set(function())
 
     def _count(self, new: SpecDecodingStats) -> None:
         for field, counter in self.counters.items():
@@ -271,7 +283,7 @@ def start_http_server(
     from prometheus_client import multiprocess
 
     try:
-        if registry is None and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        if registry is None and _FOLDER in os.environ:
             # What all processes of the service have written to their common folder.
             served = prometheus_client.CollectorRegistry()
             multiprocess.MultiProcessCollector(served)

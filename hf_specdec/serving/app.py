@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ..metrics import prometheus
 from .answers import Form, Part, joined
 from .bodies import ChatBody, CompletionBody, GenerationBody
-from .service import RETRY_AFTER, Answer, RefusedError, Reply, Service
+from .service import RETRY_AFTER, UNAVAILABLE, Answer, RefusedError, Reply, Service
 
 
 logger = logging.get_logger(__name__)
@@ -112,7 +112,10 @@ def build_app(
 
     @app.get("/health", response_model=None)
     async def health() -> JSONResponse:
-        return JSONResponse({"status": service.status}, 200 if service.status == "ok" else 503)
+        status = service.status
+        if status == "ok":
+            return JSONResponse({"status": status})
+        return JSONResponse({"status": status, "message": UNAVAILABLE[status]}, 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -37,7 +37,7 @@ logger = logging.get_logger(__name__)
 # Seconds after which a client may come again when all places were taken.
 RETRY_AFTER = 1
 
-_UNAVAILABLE = {
+UNAVAILABLE = {
     "starting": "The server is starting.",
     "failed": "The server has failed and decodes no more. See its log.",
     "stopped": "The server has stopped.",
@@ -158,7 +158,7 @@ class Service:
     def _check(self, body: GenerationBody) -> None:
         self.check_name(self.name if body.model is None else body.model)
         if self.status != "ok":
-            raise RefusedError(503, _UNAVAILABLE[self.status], "unavailable")
+            raise RefusedError(503, UNAVAILABLE[self.status], "unavailable")
         count, most = body.num_answers, self.num_places + self.limits.max_waiting
         if count > most:
             raise RefusedError(400, f"A request has at most {most} answers here, got {count}.", "too_many")
@@ -473,12 +473,12 @@ class Answer:
         self._news.clear()
         if self.latest is None or (self._has_ended and not self.latest.is_finished()):
             self.outcome = "failed"
-            raise RefusedError(503, _UNAVAILABLE["stopped"], "unavailable")
+            raise RefusedError(503, UNAVAILABLE["stopped"], "unavailable")
         if self.latest.error is None:
             return
         self.outcome = "failed"
         if self._service.status == "failed":
-            raise RefusedError(503, _UNAVAILABLE["failed"], "unavailable")
+            raise RefusedError(503, UNAVAILABLE["failed"], "unavailable")
         if self.latest.is_refused:
             raise RefusedError(400, self.latest.error, "invalid_request")
         logger.error(f"Request {self._name} has failed: {self.latest.error}")

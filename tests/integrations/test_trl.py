@@ -11,6 +11,7 @@ import torch
 from hf_specdec import SpecConfigError, demo
 from hf_specdec.loaded import record_of
 from hf_specdec.many.batching import generate_batch
+from tests.models import tiny_llama
 
 
 pytest.importorskip("trl")
@@ -120,6 +121,22 @@ def test_stale_drafters(prompts, tmp_path, caplog):
     assert refreshed == [trained.model] * STEPS
     assert len(logged(trained, "speculation/acceptance_length")) == STEPS
     assert record_of(trained.model).loaded == []
+
+
+def test_calls_of_other_models_do_not_count(prompts, tmp_path):
+    judge, counts = tiny_llama(), []
+
+    def judged(completions: list[str], **columns) -> list[float]:
+        judge.generate(torch.tensor([[1, 2, 1, 2]]), max_new_tokens=8, **NGRAM)
+        return reward(completions)
+
+    for rewards in (reward, judged):
+        trained = trainer(prompts, tmp_path, dict(NGRAM))
+        trained.reward_funcs = [rewards]
+        SpeculationCallback().add_to(trained)
+        trained.train()
+        counts.append(logged(trained, "speculation/draft_tokens"))
+    assert counts[0] == counts[1]
 
 
 def test_wrong_settings(prompts, tmp_path):

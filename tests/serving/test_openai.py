@@ -69,6 +69,10 @@ def test_parsed_answers(client):
     answer = client.chat.completions.parse(response_format=Reading, **fields)
     assert isinstance(answer.choices[0].message.parsed, Reading)
     tool = openai.pydantic_function_tool(Reading, name="tell")
+    with client.chat.completions.stream(response_format=Reading, **fields) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
+    # The model need not call it.
+    assert client.chat.completions.create(tools=[tool], **fields).choices[0].message.content
     answer = client.chat.completions.parse(tools=[tool], tool_choice="required", **fields)
     (call,) = answer.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, Reading)
@@ -78,5 +82,8 @@ def test_parsed_answers(client):
 def test_refusals(client):
     with pytest.raises(openai.BadRequestError, match="`suffix` cannot be honoured"):
         client.completions.create(model="demo", prompt=PROMPT, suffix="x")
+    with pytest.raises(openai.NotFoundError) as raised:
+        client.embeddings.create(model="demo", input=PROMPT)
+    assert raised.value.body.keys() == {"message", "type", "param", "code"}
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="other").models.list()

@@ -22,7 +22,7 @@ from hf_specdec import SpecDecError, SpeculativeBatchingManager, UnsupportedMode
 from hf_specdec.serving import service
 from hf_specdec.serving.app import build_app
 from hf_specdec.serving.bodies import CompletionBody
-from hf_specdec.serving.service import Limits, Service
+from hf_specdec.serving.service import UNAVAILABLE, Limits, Service
 from tests.encoder_decoders import text_model
 from tests.methods import demo_target
 from tests.serving.servers import httpx, plain, serving, uvicorn, wait_until
@@ -523,10 +523,10 @@ def test_a_server_whose_model_has_failed(monkeypatch):
         running.service.manager._engine.step = None
         assert "has failed" in running.error(status=503)
         health = running.client.get("/health")
-        assert (health.status_code, health.json()) == (503, {"status": "failed"})
+        assert (health.status_code, health.json()) == (503, {"status": "failed", "message": UNAVAILABLE["failed"]})
         assert "has failed and decodes no more" in running.error(status=503)
         running.service.manager.error = None
-        assert running.client.get("/health").json() == {"status": "stopped"}
+        assert running.client.get("/health").json() == {"status": "stopped", "message": UNAVAILABLE["stopped"]}
         assert "has stopped" in running.error(status=503)
     assert told == ["The server decodes no more. 'NoneType' object is not callable"]
 
@@ -543,7 +543,7 @@ def test_the_first_client_finds_all_warm():
             return await client.get("/health"), await client.post("/v1/completions", json={"prompt": "x"})
 
     health, refused = asyncio.run(ask())
-    assert (health.status_code, health.json()) == (503, {"status": "starting"})
+    assert (health.status_code, health.json()) == (503, {"status": "starting", "message": UNAVAILABLE["starting"]})
     assert (refused.status_code, refused.json()["error"]["message"]) == (503, "The server is starting.")
     service.start()
     try:
@@ -608,6 +608,7 @@ def test_the_command_ends_open_answers_first():
     [
         ("localhost", "http://localhost", False),
         ("127.0.0.2", "http://127.0.0.2", False),
+        ("127.1", "http://127.1", False),
         ("::1", "http://[::1]", False),
         ("0.0.0.0", "http://0.0.0.0", True),
     ],

@@ -413,6 +413,7 @@ def test_generate_samples_where_the_generation_config_does(tmp_path, plain_token
         (("--file", "nowhere.py"), "The prompt in 'nowhere.py' cannot be read"),
         (("--file", "nowhere.py", PROMPT), "The prompt is given twice"),
         (("",), "The prompt is empty."),
+        (("\udcff",), "The prompt is no text of UTF-8."),
         (("--html", "call.html", "--method", "off", PROMPT), "--html draws drafts, and --spec-method off makes none."),
         (("--html", "nowhere/call.html", PROMPT), "The page 'nowhere/call.html' cannot be written"),
         (("--temperature", 0, "--top-k", 5, PROMPT), "leaves nothing for top_k to choose from"),

@@ -19,7 +19,7 @@ from ..errors import shown
 from ..threads import cached_property
 from .header import TargetNeeds, TargetSizes
 from .reader import CheckpointReader
-from .settings import ACTIVATION, COUNT, MAPPING, NAMES, POSITIVE
+from .settings import ACTIVATION, COUNT, MAPPING, NAMES, NUMBER, POSITIVE
 
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ _ROPE_NEEDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
+_ROPE_NUMBERS = "factor attention_factor beta_fast beta_slow mscale mscale_all_dim".split()
+_ROPE_NUMBERS += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
 _ROPE_NAMES = {"su": "longrope", "mrope": "default"}
 
 FIRST_LAYER = "layers.0"
@@ -261,6 +263,11 @@ class DraftReader(CheckpointReader):
                 f"has a rotary embedding of rope_type '{kind}'{lacking}",
                 f"Pass one of the types {', '.join(_ROPE_NEEDS)}.",
             )
+        for name in _ROPE_NUMBERS:
+            if (value := parameters.get(name)) is not None and not NUMBER.is_valid(value):
+                raise self.wrong(
+                    f"has `{name}`={shown(value)} in its config.json, which must be {NUMBER.what}", "Correct it."
+                )
         if kind == "longrope":
             # One of the two is looked at in long texts only.
             half = self._attention_sizes()["head_dim"] // 2

@@ -156,6 +156,8 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         raise SpecConfigError("There is no prompt. Give it as an argument, with --file, or on standard input.")
     else:
         text = sys.stdin.read()
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise SpecConfigError("The prompt is no text of UTF-8. Convert it, or give it with --file.")
     if not text:
         raise SpecConfigError("The prompt is empty. Give at least one character.")
     return text

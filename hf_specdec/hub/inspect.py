@@ -107,9 +107,10 @@ def inspect_checkpoint(
     if is_itself and not has_layers:
         hint = _ITSELF.format(one_line(name))
     problems = own_layer_problems(found, config) if is_itself and has_layers else target_problems(found, config)
-    # Of the Hub no weights are downloaded.
     method = own_layers_method().name if is_itself and has_layers else found.method
-    if files.folder is not None and not (problems or found.problems or is_language_model(method)):
+    # Of the Hub no weights are downloaded, and nothing is unpickled.
+    is_readable = files.folder is not None and not found.is_pickled
+    if is_readable and not (problems or found.problems or is_language_model(method)):
         settings = SpeculativeConfig(method, os.fspath(name), subfolder=subfolder)
         problems = _loading_problems(settings, config, str(target))
     problems = (*found.problems, *map(_line, problems))

@@ -244,6 +244,9 @@ INNER = "dflash_config."
 STAGES = "one positive integer for each of its n_predict=3 stages"
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
 def longrope(long_factor):
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "original_max_position_embeddings": 64}
     return {"rope_scaling": {**rope, "long_factor": long_factor}}
@@ -266,7 +269,9 @@ SETTINGS = [
     wrong_setting(EAGLE3, "logit_scale", float("nan"), POSITIVE),
     wrong_setting(EAGLE3, "layer_ids", ["2", "4"], "a list of integers", "eagle_config."),
     wrong_setting(EAGLE3, "target_hidden_size", 32.0, COUNT),
-    (EAGLE3, None, {"rope_scaling": {"type": "linear", "factor": "four"}}, "no rotary embedding can be made of.*four"),
+    (EAGLE3, None, {"rope_scaling": {"type": "linear", "factor": "four"}}, "`factor`='four'.* must be a number"),
+    (DFLASH, None, {"rope_scaling": {**YARN, "attention_factor": "x"}}, "`attention_factor`='x'.* must be a number"),
+    (DFLASH, None, {"rope_scaling": {**YARN, "beta_fast": [1]}}, "`beta_fast`=.* must be a number"),
     (EAGLE3, None, {"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral'"),
     (EAGLE3, None, longrope(["x"] * 8), "`long_factor`=.* must be 8 positive numbers"),
     (EAGLE3, None, longrope([1.0] * 7), "`long_factor`=.* must be 8 positive numbers"),

@@ -373,7 +373,7 @@ TOO_MUCH = [
     ("mlp_speculator", {"top_k_tokens_per_head": [1] * 9}, "has 9 entries, and the checkpoint has 4 stages"),
     ("dflash", {"num_speculative_tokens": 40}, "must be at most 7, .* got 40"),
     ("dflash", {"dflash_block_size": 1000}, "must be from 2 to 8, .* got 1000"),
-    ("dflash", {"dflash_mask_token_id": 10**6}, "mask token of the draft is 1000000"),
+    ("dflash", {"dflash_mask_token_id": 10**6}, "mask token of '.*' is 1000000"),
     ("eagle3", {"num_speculative_tokens": 3, "draft_tree_top_k": 3}, "asks for a chain"),
     ("mtp", {"mtp_mode": "chain", "draft_tree_top_k": 3}, "`draft_tree_top_k` is about trees"),
 ]

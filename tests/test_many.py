@@ -641,6 +641,26 @@ class Fails(LogitsProcessor):
         return scores
 
 
+WRONG_SCORES = {
+    "of tokens that are none": lambda scores: torch.cat([scores, scores + 9], dim=1),
+    "of no row": lambda scores: scores[0],
+    "lost": lambda scores: None,
+    "elsewhere": lambda scores: scores.numpy(),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_SCORES)
+def test_scores_that_are_none_are_their_requests_error(model, wrong):
+    def processor(input_ids, scores):
+        return WRONG_SCORES[wrong](scores) if input_ids.shape[1] > 8 else scores
+
+    request = {"input_ids": prompt(1), "do_sample": "tokens" in wrong, "logits_processor": [processor]}
+    first, result, last = run(model, [prompt(0), request, prompt(2)])
+    assert isinstance(result.error, SpecConfigError)
+    assert "Logits processors return scores as they are given them" in str(result.error)
+    assert [first.tokens, last.tokens] == [alone(model, prompt(0)), alone(model, prompt(2))]
+
+
 def test_a_request_that_raises_is_its_own_error(model):
     requests = [prompt(0), {"input_ids": prompt(1), "logits_processor": [Fails()]}, prompt(2), prompt(3)]
     requests.append({"input_ids": prompt(4), "stopping_criteria": [Raises(6)]})

@@ -21,6 +21,7 @@ import torch
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessorList
 
+from ..errors import SpecConfigError, shown
 from .grammar.rows import RowGrammars
 from .warpers import Warpers, and_then
 
@@ -194,8 +195,14 @@ class _Processors(LogitsProcessorList):
     """Processors of tokens and scores alone, whose signatures are not read anew for every node."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.FloatTensor:
+        width = scores.shape[-1]
         for processor in self:
             scores = processor(input_ids, scores)
+        if not torch.is_tensor(scores) or scores.dim() != 2 or scores.shape[1] > width:
+            raise SpecConfigError(
+                f"Logits processors return scores as they are given them, for {width} tokens, got {shown(scores)}. "
+                "Look at those that are your own."
+            )
         return scores
 
 

@@ -88,7 +88,12 @@ def test_drafters_of_other_targets_do_not(tmp_path, drafter, changes, problem):
             "It has `mask_token_id`='x' in its conf",
         ),
         ("dflash/qwen3_random_b8", put("x.weight", torch.ones(2)), {}, "It has 1 tensors that no DFlash draft"),
-        ("medusa/vllm_converted", put("lm_heads.1.weight", torch.ones(3)), {}, "It has lm_heads.1.weight of the shape"),
+        (
+            "medusa/vllm_converted",
+            put("lm_heads.1.weight", torch.ones(3)),
+            {},
+            "It has lm_heads.1.weight of the shape",
+        ),
         ("mlp_speculator/untied_plain", without("ln.2.bias"), {}, "It lacks 1 tensors of the MLP speculator: ln.2"),
         ("demo/mtp", put("mtp.fc.weight", torch.ones(3, 3)), {}, r"It has mtp.fc.weight of the shape \[3, 3\]"),
         ("eagle/eagle3_llama", None, {"rope_theta": [1]}, "It has `rope_theta`=.1. in its config.json, which must be"),

@@ -54,6 +54,8 @@ def compared(content: Content) -> Iterator[Table]:
         cells["all"] = _gain(row)
         cells |= {kind: _gain(part) for kind, part in row.get("kinds", {}).items()}
         spread = row.get("speedup_range") or [row["spread"]["speedup"][side] for side in ("low", "high")]
+        if "speedup_over_none" in row:
+            cells["all, over `none`"] = f"{row['speedup_over_none']:.2f}"
         cells["range over rounds"] = _between(spread) if spread[0] < spread[1] else ""
         if row.get("num_texts"):
             cells["texts as plain"] = f"{row['same_texts']} of {row['num_texts']}"

@@ -5,6 +5,7 @@ python -m tools.method_tables             # writes them anew, between `<!-- tabl
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from hf_specdec.settings import describe_settings, option_fields
 from hf_specdec.training.options import flags_of, options_of
 from hf_specdec.training.run import recipes
 from tools import benchmark_pages, support_tables
+from tools.benchmark_tables import compared, markdown
 from tools.command_tables import commands, options_table
 
 
@@ -111,6 +113,12 @@ def _listed(names) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def real_model() -> str:
+    file = benchmark_pages.RESULTS / "cpu-epyc-smollm2-float32.json"
+    (table,) = compared(json.loads(file.read_text(encoding="utf-8")))
+    return markdown(table._replace(caption=""))
+
+
 def recipes_table() -> str:
     rows = ["| method | trains | options |", "|---|---|---|"]
     for name, recipe in recipes().items():
@@ -130,6 +138,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "preferred methods": preference_table,
     "published settings": published_settings,
     "recipes": recipes_table,
+    "real model": real_model,
     "features": support_tables.features_table,
     "forms": support_tables.forms_table,
     "targets": support_tables.targets_table,

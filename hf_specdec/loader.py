@@ -22,7 +22,7 @@ from .checkpoints.files import RepoFiles, file_identity, only_safetensors
 from .control import ControlProfile
 from .control.store import find_profile
 from .decoding.graphs import forget_graphs
-from .errors import CheckpointFormatError, SpecConfigError, SpecDecError
+from .errors import CheckpointAccessError, CheckpointFormatError, SpecConfigError, SpecDecError
 from .hub.candidate import Candidate
 from .hub.detect import detect_method
 from .hub.discover import Search
@@ -108,6 +108,8 @@ def _load(
         _check_processes(resolved.draft_tensor_parallel_size, draft_model)
     try:
         resources = _resources(generator_class, resolved, target_model, draft_model, tokenizers)
+    except CheckpointAccessError:
+        raise
     except CheckpointFormatError as error:
         if other := _method_of_another(resolved):
             raise CheckpointFormatError(f"{error} It is a checkpoint for spec_method='{other}'.") from error

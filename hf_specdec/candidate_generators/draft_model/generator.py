@@ -205,6 +205,10 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             _check_nothing_to_load(config)
         with nullcontext() if location is None else checkpoint_errors(config.model):
             model_profile(draft_model, role="draft model")
+            if location is not None and not draft_model.config.is_encoder_decoder:
+                # What is made of a stranger's config may fail only when it is used.
+                with torch.inference_mode():
+                    draft_model(torch.zeros((1, 2), dtype=torch.long, device=draft_model.device))
             sources = SourceReader(draft_model, target_model)
             if tokenizers is None and not config.options.same_tokenizer:
                 beside = draft_model.config.name_or_path

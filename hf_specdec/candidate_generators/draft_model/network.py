@@ -62,12 +62,7 @@ def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Mod
     device = draft_device(config, target_model)
     model = _from_pretrained(config.model, weights, checkpoint_location(config), arguments, target_model, device)
     check_four_bits(model, config.model)
-    model.eval()
-    if not model.config.is_encoder_decoder:
-        # What is made of a stranger's config may fail only when it is used.
-        with torch.inference_mode():
-            model(torch.zeros((1, 2), dtype=torch.long, device=model.get_input_embeddings().weight.device))
-    return model
+    return model.eval()
 
 
 def mask_token_of(model: torch.nn.Module, wanted: bool | None = None) -> int | None:

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from hf_specdec import SpecConfigError, UnsupportedModelError
+from hf_specdec import SpecConfigError, UnsupportedModelError, generate_many
 from hf_specdec.decoding import contract
 from hf_specdec.decoding.continuation import position_offsets
 from hf_specdec.decoding.profile import model_profile
@@ -223,6 +223,20 @@ def test_images_of_every_type(name):
         output = model.generate(**inputs, **settings, assistant=script, return_dict_in_generate=True)
         assert torch.equal(output.sequences, plain)
         assert output.speculative.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_images_in_requests_of_many_are_refused(name):
+    model = images.image_model(name)
+    request = images.image_inputs(model, 1)
+    request = {key: value for key, value in request.items() if key != "attention_mask"}
+    text = [5, 6, 7]
+    settings = {"spec_method": "ngram", "max_new_tokens": 6, "do_sample": False, "in_order": True}
+    wrong, right = generate_many(model, [request, text], 2, **settings)
+    assert isinstance(wrong.error, SpecConfigError)
+    assert "would not be read" in str(wrong.error)
+    plain = model.generate(torch.tensor([text]), max_new_tokens=6, do_sample=False)
+    assert right.tokens == plain[0, 3:].tolist()
 
 
 @pytest.mark.skipif(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from inspect import signature
 from typing import Any
@@ -25,7 +25,7 @@ from ..logits.grammar.recognition import grammar_of
 from ..logits.randomness import seed_from_torch
 from ..method import NO_DRAFTS
 from ..patching import original_generate
-from ..target_facts import CACHE_NAMES, num_embeddings, vocabulary_size
+from ..target_facts import CACHE_NAMES, forward_arguments, num_embeddings, vocabulary_size
 from ..threads import Recent, cached_property
 from ..validation import Bounds, checked
 from .sources import SourceForm
@@ -61,7 +61,7 @@ _FUNCTIONS = ("logits_processor", "stopping_criteria")
 _OF_TEMPLATES = ("add_generation_prompt", "continue_final_message", "kwargs")
 
 # Of the forward's arguments, those that the loop sets itself.
-_OF_FORWARDS = ("attention_mask", "use_cache")
+_OF_FORWARDS = ("input_ids", "attention_mask", "use_cache")
 
 # Arguments between transformers' generate() and the loop.
 _TAKEN = ("self", "model", "inputs", "custom_generate", "use_model_defaults")
@@ -305,6 +305,8 @@ class RequestReader:
             arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         else:
             arguments = self._sources.arguments(tokens, arguments)
+        # Before transformers encodes images.
+        self._check_inputs(forward_arguments(type(self.model)), arguments)
         arguments = self._in_one_config(self._with_stop_strings(arguments))
         try:
             request = prepare_request(self.model, arguments)
@@ -334,13 +336,18 @@ class RequestReader:
         check_constant_rotary(self.model, *reach)
         return row
 
-    def _check_prepared(self, request: Request, arguments: dict[str, Any]) -> None:
-        lost = [name for name in request.model_kwargs if name in arguments and name not in _OF_FORWARDS]
+    def _check_inputs(self, names: Container[str], arguments: dict[str, Any]) -> None:
+        """Refuses arguments of these names, which are the forward's."""
+        given = [name for name, value in arguments.items() if name in names and value is not None]
+        lost = [name for name in given if name not in _OF_FORWARDS]
         if lost and self._sources is None:
             raise SpecConfigError(
                 f"`{lost[0]}` would not be read: requests that share a loop are tokens alone. Leave it out, or call "
                 "generate()."
             )
+
+    def _check_prepared(self, request: Request, arguments: dict[str, Any]) -> None:
+        self._check_inputs(request.model_kwargs, arguments)
         if request.batch_size != 1:
             raise SpecConfigError(f"A request is one row, and this one begins {request.batch_size}. Pass each alone.")
         first, size = request.generation_config.forced_bos_token_id, vocabulary_size(self.model)

@@ -52,7 +52,7 @@ class Uncompiled:
     def close(self) -> None:
         """Has them compiled again. Where it is interrupted, it can be called again."""
         with _lock:
-            for module in self._modules:
+            for module in vars(self).get("_modules", ()):
                 users, changes = _set_aside.get(module, (set(), {}))
                 users.discard(id(self))
                 if users:

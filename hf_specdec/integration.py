@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from numbers import Real
 from time import perf_counter
 from typing import Any
 
@@ -453,6 +454,9 @@ def _problems(model: PreTrainedModel, arguments: dict[str, Any]) -> str:
         value = _effective(model, arguments, name)
         if not any(value is item or (type(value) is type(item) and value == item) for item in harmless):
             problems.append(f"`{name}`={shown(value)}: {remedy}")
+    seconds = _effective(model, arguments, "max_time")
+    if not (seconds is None or isinstance(seconds, Real) or torch.is_tensor(seconds)):
+        problems.append(f"`max_time`={shown(seconds)}: a number of seconds, got {type(seconds).__name__}.")
     caches = {name: arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None}
     if len(caches) > 1:
         problems.append(f"`{'` and `'.join(caches)}` are names for one cache to continue. Pass one of them.")

@@ -111,7 +111,8 @@ class OwnForwards:
     def __init__(self, pairs: Iterable[tuple[Any, Callable[..., Any]]], name: str = "forward"):
         self.name = name
         self.pairs: tuple[tuple[Any, Callable[..., Any]], ...] = tuple(pairs)
-        self._num_users, self._lock = 0, Lock()
+        self._users: set[object] = set()
+        self._lock = Lock()
         self._before: dict[Any, Any] = {}  # the class's own, of modules that keep it under the name
 
     @property
@@ -121,30 +122,37 @@ class OwnForwards:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Has them in place inside of the block."""
-        with self._lock:
-            self._num_users += 1
-            for module, forward in self.pairs:
-                kept = vars(module).get(self.name)
-                if is_of_class(kept, module):
-                    self._before[module] = kept
-                    vars(module)[self.name] = forward
-                else:
-                    vars(module).setdefault(self.name, forward)
+        """Has them in place inside of the block, and afterwards no longer, wherever an exception comes."""
+        user = object()
         try:
-            yield
-        finally:
-            with self._lock:
-                self._num_users -= 1
-                if not self._num_users:
+            try:
+                with self._lock:
+                    self._users.add(user)
                     for module, forward in self.pairs:
-                        kept = self._before.pop(module, None)
-                        if vars(module).get(self.name) is not forward:
-                            continue
-                        if kept is None:
-                            del vars(module)[self.name]
+                        kept = vars(module).get(self.name)
+                        if is_of_class(kept, module):
+                            self._before[module] = kept
+                            vars(module)[self.name] = forward
                         else:
-                            vars(module)[self.name] = kept
+                            vars(module).setdefault(self.name, forward)
+                yield
+            finally:
+                self._leave(user)
+        finally:
+            # Does what is left where an exception, such as that of Ctrl-C, has come in between.
+            self._leave(user)
+
+    def _leave(self, user: object) -> None:
+        with self._lock:
+            self._users.discard(user)
+            if self._users:
+                return
+            for module, forward in self.pairs:
+                if vars(module).get(self.name) is forward and module in self._before:
+                    vars(module)[self.name] = self._before[module]
+                elif vars(module).get(self.name) is forward:
+                    del vars(module)[self.name]
+                self._before.pop(module, None)
 
 
 def is_of_class(forward: Any, module: Any) -> bool:

@@ -125,6 +125,7 @@ class TestErrors:
             ({"cache_implementation": "paged"}, ["cache_implementation", "paged"]),
             ({"token_healing": True}, ["token_healing"]),
             ({"custom_generate": lambda *args, **kwargs: None}, ["custom_generate"]),
+            ({"max_time": "5"}, ["`max_time`='5'", "number of seconds, got str"]),
         ],
     )
     def test_requests_that_cannot_be_combined(self, model, settings, words):

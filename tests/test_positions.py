@@ -112,6 +112,14 @@ class TestModelsThatCountThemselves:
             assert output.sequences.tolist() == plain.tolist(), tree
             assert_some_accepted(output.speculative)
 
+    @pytest.mark.parametrize("padding", [False, True])
+    def test_rows_of_a_text_model_as_its_own_draft_model(self, padding):
+        """Its embedding of positions takes a view of them."""
+        model, inputs = build("kosmos-2.5").text_model, text_prompts(2, padding)
+        settings = {**SETTINGS, "pad_token_id": 0}
+        plain = model.generate(**inputs, **settings)
+        assert torch.equal(model.generate(**inputs, **settings, assistant=deepcopy(model)), plain)
+
     def test_a_padding_token_in_the_text(self):
         """The embedding of kosmos-2.5 gives it a position of its own."""
         model, inputs = build("kosmos-2.5"), text_prompts(1)

@@ -23,7 +23,9 @@ from hf_specdec.decoding.attention import attention_switch
 from hf_specdec.decoding.graphs import ModelGraphs
 from hf_specdec.loaded import record_of
 from hf_specdec.metrics.log_line import IntervalLog
-from hf_specdec.threads import Lock, Recent, cached_property
+from hf_specdec.threads import Lock, OwnForwards, Recent, cached_property
+from tests.architectures import tiny_model
+from tests.interruptions import interrupted_everywhere
 from tests.models import prompts, tiny_llama
 
 
@@ -343,3 +345,65 @@ def test_a_cached_property_is_computed_once():
 
     owner = Owner()
     assert (owner.value, owner.value, Owner().value, Owner.value.__doc__) == (1, 1, 1, "Its own text.")
+
+
+class TestOwnForwards:
+    def modules(self) -> list[torch.nn.Module]:
+        """One with its class's forward, one that keeps it under the name, and one with a user's own."""
+        modules = [torch.nn.Linear(2, 2) for _ in range(3)]
+        modules[1].forward = modules[1].forward
+        modules[2].forward = print
+        return modules
+
+    def test_users_share_them(self):
+        modules = self.modules()
+        before = [dict(vars(module)) for module in modules]
+        forwards = OwnForwards((module, len) for module in modules)
+        with ExitStack() as first:
+            first.enter_context(forwards.in_place())
+            with forwards.in_place():
+                first.close()
+                assert [module.forward for module in modules] == [len, len, print]
+            assert [dict(vars(module)) for module in modules] == before
+
+    def test_they_leave_wherever_an_exception_comes(self):
+        modules = self.modules()
+        before = [dict(vars(module)) for module in modules]
+        forwards = OwnForwards((module, len) for module in modules)
+
+        def use():
+            with forwards.in_place():
+                assert modules[0].forward is len
+
+        places = []
+        for place in interrupted_everywhere(use, "threads.py"):
+            assert [dict(vars(module)) for module in modules] == before, place
+            places.append(place)
+        assert len(places) > 20
+        use()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_no_call_leaves_anything_in_a_model_wherever_it_is_interrupted(name):
+    model, inputs = tiny_model(name), prompts(2)
+    model.compile(backend="eager")
+    # Not the lean forward.
+    model.get_decoder().register_forward_hook(lambda *given: None)
+
+    def state():
+        kept = ("_parameters", "_modules", "_buffers")
+        parts = [{key: value for key, value in vars(module).items() if key not in kept} for module in model.modules()]
+        return [
+            {key: dict(value) if isinstance(value, dict) else value for key, value in part.items()} for part in parts
+        ]
+
+    def call():
+        model.generate(**inputs, do_sample=False, max_new_tokens=5, spec_method="recycling")
+
+    call()
+    before = state()
+    for place in interrupted_everywhere(call):
+        # Not as one expression: what differs is too long to be shown.
+        is_as_before = state() == before
+        assert is_as_before, place

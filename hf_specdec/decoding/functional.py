@@ -36,7 +36,7 @@ from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_swi
 from .cache import SlotCache
 from .masks import FULL, node_masks
 from .target import SlotModel, SlotOutput
-from .uncompiled import Uncompiled
+from .uncompiled import Uncompiled, may_be_compiled
 
 
 def slot_model(
@@ -50,7 +50,8 @@ def slot_model(
     Raises:
         UnsupportedModelError: The model's attention cannot take masks of a draft.
     """
-    uncompiled = Uncompiled(model)
+    compiled = may_be_compiled(model)
+    uncompiled = Uncompiled(compiled) if compiled else None
     try:
         if not forward_kwargs and has_lean_forward(model):
             made = FunctionalSlotModel(model, cache, states)
@@ -60,7 +61,8 @@ def slot_model(
         made.uncompiled = uncompiled
         return made
     except BaseException:
-        uncompiled.close()
+        if uncompiled is not None:
+            uncompiled.close()
         raise
 
 

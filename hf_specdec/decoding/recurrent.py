@@ -55,8 +55,7 @@ class RecurrentLayers:
         with ExitStack() as hooks:
             hooks.enter_context(self._forwards.in_place())
             for mixer in self._mixers:
-                for handle in mixer.hook():
-                    hooks.callback(handle.remove)
+                mixer.hook(hooks)
             yield
 
     def commit(self, counts: list[int], path: torch.LongTensor | None = None) -> None:
@@ -107,12 +106,10 @@ class _Mixer:
         signature = inspect.signature(inspect.unwrap(type(module).forward))
         self._names = [name for name in signature.parameters if name != "self"]
 
-    def hook(self) -> list:
-        """Registers what makes the module work on behalf of this call; the handles that take it back."""
-        return [
-            self.module.register_forward_pre_hook(self.on_entering, with_kwargs=True),
-            self.module.register_forward_hook(self.on_leaving, with_kwargs=True),
-        ]
+    def hook(self, hooks: ExitStack) -> None:
+        """Registers what makes the module work on behalf of this call, until the stack is closed."""
+        hooks.callback(self.module.register_forward_pre_hook(self.on_entering, with_kwargs=True).remove)
+        hooks.callback(self.module.register_forward_hook(self.on_leaving, with_kwargs=True).remove)
 
     # Torch calls hooks without keyword arguments in another thread, while this one takes them back.
 

@@ -232,7 +232,8 @@ class SlotModel:
             inputs[name("attention_mask")] = (positions >= first).long()
             positions = (positions - first).clamp_(min=0)
         if self.profile.takes_position_ids:
-            inputs[name("position_ids")] = positions.expand(input_ids.shape[:2])
+            # Some models view them.
+            inputs[name("position_ids")] = positions.expand(input_ids.shape[:2]).contiguous()
         if self.profile.takes_logits_to_keep:
             inputs["logits_to_keep"] = 1
         with fast_products(self.model), self.reading_prompts():
@@ -478,7 +479,7 @@ class SlotModel:
         if num_logits < tokens.shape[1] and self.profile.takes_logits_to_keep:
             inputs["logits_to_keep"] = num_logits
         if self.profile.takes_position_ids:
-            inputs[name("position_ids")] = positions
+            inputs[name("position_ids")] = positions.contiguous()
         repeated = {name: values for name, values in self.row_inputs.items() if name != ADAPTED_ROW}
         inputs |= {name: values.expand(-1, tokens.shape[1]) for name, values in repeated.items()}
         with (

@@ -8,7 +8,7 @@ own ways to be fast, so what is compiled is set aside while it runs.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -20,41 +20,63 @@ from ..threads import Lock, is_of_class
 _PLACES = ("_compiled_call_impl", "forward", "_old_forward")
 
 # By module: who needs it uncompiled, and at each place the compiled function and what stands in for it.
-_set_aside: WeakKeyDictionary[nn.Module, tuple[set[object], dict[str, tuple[Any, Any]]]] = WeakKeyDictionary()
+_set_aside: WeakKeyDictionary[nn.Module, tuple[set[int], dict[str, tuple[Any, Any]]]] = WeakKeyDictionary()
 _lock = Lock()
 
 
+def may_be_compiled(model: nn.Module) -> list[nn.Module]:
+    """The modules in a model, or the model itself, that may be; of most models none."""
+    return [
+        module
+        for module in modules_of(model)
+        if "forward" in module.__dict__
+        or _PLACES[0] in module.__dict__
+        or hasattr(type(module).forward, "_torchdynamo_orig_callable")
+        or module in _set_aside
+    ]
+
+
 class Uncompiled:
-    """Has a model, and all modules in it, uncompiled until it is closed or forgotten; several calls share them.
+    """Has modules uncompiled until it is closed or forgotten; several calls share them.
 
     Args:
-        model (`nn.Module`): The model.
+        modules (`list[nn.Module]`): Of [`may_be_compiled`].
     """
 
-    def __init__(self, model: nn.Module):
-        modules: list[nn.Module] = []
-        user = object()
-        # In front of the first change, so that none stays wherever an exception comes.
-        self.close: Any = finalize(self, _put_back, user, modules)
+    def __init__(self, modules: list[nn.Module]):
+        self._modules: list[nn.Module] = []
         with _lock:
-            for module in modules_of(model):
-                found = module in _set_aside or _PLACES[0] in module.__dict__ or "forward" in module.__dict__
-                if found or hasattr(type(module).forward, "_torchdynamo_orig_callable"):
-                    _set_it_aside(module, user, modules)
-        if not modules:
-            self.close.detach()
+            for module in modules:
+                _set_it_aside(module, self._modules, id(self))
+
+    def close(self) -> None:
+        """Has them compiled again. Where it is interrupted, it can be called again."""
+        with _lock:
+            for module in vars(self).get("_modules", ()):
+                users, changes = _set_aside.get(module, (set(), {}))
+                users.discard(id(self))
+                if users:
+                    continue
+                for name, (compiled, stand_in) in changes.items():
+                    if vars(module).get(name) is stand_in:
+                        _set(module, name, compiled)
+                _set_aside.pop(module, None)
+
+    __del__ = close
 
 
-def _set_it_aside(module: nn.Module, user: object, modules: list[nn.Module]) -> None:
+def _set_it_aside(module: nn.Module, modules: list[nn.Module], user: int) -> None:
+    # In front of the first change, so that none stays wherever an exception comes.
+    modules.append(module)
     if module not in _set_aside:
         changes = {name: (vars(module).get(name), _before(module, name)) for name in _PLACES}
         changes = {name: change for name, change in changes.items() if change[0] is not change[1]}
         if not changes:
+            modules.pop()
             return
         _set_aside[module] = set(), changes
     users, changes = _set_aside[module]
     users.add(user)
-    modules.append(module)
     for name, (_, stand_in) in changes.items():
         _set(module, name, stand_in)
 
@@ -83,19 +105,6 @@ def _inner(function: Any) -> Any:
             break
         function = function._torchdynamo_orig_callable
     return function
-
-
-def _put_back(user: object, modules: list[nn.Module]) -> None:
-    with _lock:
-        for module in modules:
-            users, changes = _set_aside.get(module, (set(), {}))
-            users.discard(user)
-            if users:
-                continue
-            for name, (compiled, stand_in) in changes.items():
-                if vars(module).get(name) is stand_in:
-                    _set(module, name, compiled)
-            _set_aside.pop(module, None)
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:

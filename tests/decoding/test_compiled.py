@@ -13,8 +13,9 @@ from hf_specdec import demo, generate_many
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.functional import FunctionalSlotModel, slot_model
 from hf_specdec.decoding.graphs import call_graphs
-from hf_specdec.decoding.uncompiled import Uncompiled
+from hf_specdec.decoding.uncompiled import Uncompiled, _set_aside, may_be_compiled
 from hf_specdec.errors import UnsupportedModelError
+from tests.interruptions import interrupted_everywhere
 from tests.methods import CHECKPOINTS, demo_inputs, demo_target, plain_text
 from tests.models import tiny_llama
 
@@ -128,11 +129,15 @@ def test_models_are_as_fast_as_others():
     target.close()
 
 
+def uncompiled_model(model) -> Uncompiled:
+    return Uncompiled(may_be_compiled(model))
+
+
 class TestUncompiled:
     def test_calls_share_it(self):
         model = compiled(tiny_llama(), "forward", **WHOLE)
         before = attributes(model)
-        first, second = Uncompiled(model), Uncompiled(model)
+        first, second = uncompiled_model(model), uncompiled_model(model)
         first.close()
         first.close()
         assert "forward" not in vars(model)
@@ -141,7 +146,7 @@ class TestUncompiled:
 
     def test_one_that_is_forgotten(self):
         model = compiled(tiny_llama(), "module", **WHOLE)
-        uncompiled = Uncompiled(model)
+        uncompiled = uncompiled_model(model)
         assert model._compiled_call_impl is None
         del uncompiled
         assert model._compiled_call_impl is not None
@@ -156,7 +161,7 @@ class TestUncompiled:
 
     def test_forwards_that_are_set_meanwhile_stay(self):
         model = compiled(tiny_llama(), "forward", **WHOLE)
-        uncompiled = Uncompiled(model)
+        uncompiled = uncompiled_model(model)
         model.forward = print
         uncompiled.close()
         assert model.forward is print
@@ -168,11 +173,28 @@ class TestUncompiled:
         model = compiled(tiny_llama(), "forward", **WHOLE)
         add_hook_to_module(model, ModelHook())
         before = attributes(model)
-        uncompiled = Uncompiled(model)
+        uncompiled = uncompiled_model(model)
         assert vars(model)["forward"] is before[0]["forward"]
         assert vars(model)["_old_forward"] == type(model).forward.__get__(model)
         uncompiled.close()
         assert attributes(model) == before
+
+    def test_it_ends_wherever_an_exception_comes(self):
+        model = compiled(tiny_llama(), "layers in place", **WHOLE)
+        compile_forward(model, **WHOLE)
+        before = attributes(model)
+
+        def use():
+            uncompiled_model(model).close()
+
+        places = []
+        for place in interrupted_everywhere(use, "uncompiled.py"):
+            # Not as one expression: what differs is too long to be shown.
+            is_as_before = attributes(model) == before
+            assert is_as_before, place
+            places.append(place)
+        assert len(places) > 20
+        assert not _set_aside
 
     def test_threads(self):
         model, barrier = compiled(tiny_llama(), "module", **WHOLE), Barrier(4)
@@ -181,7 +203,7 @@ class TestUncompiled:
         def run():
             barrier.wait()
             for _ in range(200):
-                uncompiled = Uncompiled(model)
+                uncompiled = uncompiled_model(model)
                 assert model._compiled_call_impl is None
                 uncompiled.close()
 

@@ -111,7 +111,10 @@ def test_order_among_processors(library, row, settings):
     alone = plain(library, 4, **settings)
     assert torch.equal(text.sequences, alone.sequences)
     assert call.stats.num_accepted_tokens > 0
-    for ours, theirs in zip(text.scores or (), alone.scores or ()):
+    # After a row's end its scores are zeros.
+    first = alone.sequences[0]
+    num_steps = int(first.ne(first[-1]).nonzero()[-1]) + 2 - len(first) + len(alone.scores or ())
+    for ours, theirs in list(zip(text.scores or (), alone.scores or ()))[:num_steps]:
         active = ~torch.isneginf(theirs[0])
         assert torch.equal(torch.isneginf(ours[0]), ~active)
         torch.testing.assert_close(ours[0][active], theirs[0][active], atol=1e-4, rtol=1e-4)

@@ -117,8 +117,8 @@ _DYNAMIC = {"draft_tree_depth": 4, "draft_tree_top_k": 4, "num_draft_nodes": 23}
 TREES = {
     "eagle3": _DYNAMIC,
     "eagle": _DYNAMIC,
-    "medusa": {"num_nodes": 24},
-    "mlp_speculator": {"num_nodes": 24},
+    "medusa": {"num_draft_nodes": 24},
+    "mlp_speculator": {"num_draft_nodes": 24},
     "eagle3 static tree": {"speculative_token_tree": TokenTree.of_size(20, 3)},
 }
 

@@ -85,7 +85,8 @@ STUDIES = (
         "lookup?",
         r"\w+-\w+-smollm2-.+",
         compared,
-        "hf-specdec demo --model smollm2 --dtype {dtype} --stock{heads_option}{sizes_option}{sample_option} --json",
+        "hf-specdec demo --model smollm2 --dtype {dtype} --stock{heads_option}{sizes_option}{sample_option} "
+        "--max-seconds 3600 --json",
         heading="{decoding}, {dtype}, at most {max_new_tokens} new tokens",
         notes="`none`, or `ngram` with no drafts for any batch, is the loop alone. Whether texts are those of plain "
         "generation is decided in float32.",

@@ -72,6 +72,6 @@ def test_a_sampled_run_with_batches_and_heads(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark_pages, "RESULTS", tmp_path)
     page = benchmark_pages.pages()["smollm2.md"]
     assert "## Sampled, float32" in page
-    assert "--stock --heads heads/smollm2 --batch-sizes 1,4 --sample --json" in page
+    assert "--stock --heads heads/smollm2 --batch-sizes 1,4 --sample --max-seconds 3600 --json" in page
     assert "| method | batch | all |" in page
     assert "texts as plain" not in page

@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
+pydantic = pytest.importorskip("pydantic")
 uvicorn = pytest.importorskip("uvicorn")
 
 from hf_specdec import SpeculativeBatchingManager, demo  # noqa: E402
@@ -24,6 +25,15 @@ from tests.methods import demo_target  # noqa: E402
 
 
 TEMPLATE = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
+
+PROMPT = "def read(path):"
+
+
+class Reading(pydantic.BaseModel):
+    """What a client wants to be told."""
+
+    size: bool
+    kind: bool
 
 
 class Running:

@@ -8,32 +8,13 @@ from typing import Any
 
 import pytest
 
-from hf_specdec import demo
-from tests.serving.servers import httpx, plain, serving
+from tests.serving.servers import PROMPT, Reading, httpx, plain
 
 
-pydantic = pytest.importorskip("pydantic")
 pytest.importorskip("openai")
 pytest.importorskip("xgrammar")
 
 pytestmark = pytest.mark.slow
-
-PROMPT = "def read(path):"
-TEMPLATE = "{% for tool in tools or [] %}{% endfor %}{% for message in messages %}{{ message.content }}{% endfor %}"
-
-
-class Reading(pydantic.BaseModel):
-    """What a client wants to be told."""
-
-    size: bool
-    kind: bool
-
-
-@pytest.fixture(scope="module")
-def url():
-    arguments = {"eos_token_id": demo.load_tokenizer().eos_token_id}
-    with serving(template=TEMPLATE, arguments=arguments, api_key="secret") as running:
-        yield f"{running.address}/v1"
 
 
 class TestLangChain:

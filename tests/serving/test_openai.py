@@ -6,33 +6,19 @@ import json
 
 import pytest
 
-from hf_specdec import demo
-from tests.serving.servers import plain, serving
+from tests.serving.servers import PROMPT, Reading, plain
 
 
 openai = pytest.importorskip("openai")
-pydantic = pytest.importorskip("pydantic")
 pytest.importorskip("xgrammar")
 
 pytestmark = pytest.mark.slow
 
-PROMPT = "def read(path):"
-TEMPLATE = "{% for tool in tools or [] %}{% endfor %}{% for message in messages %}{{ message.content }}{% endfor %}"
-
-
-class Reading(pydantic.BaseModel):
-    """What a client wants to be told."""
-
-    size: bool
-    kind: bool
-
 
 @pytest.fixture(scope="module")
-def client():
-    arguments = {"eos_token_id": demo.load_tokenizer().eos_token_id}
-    with serving(template=TEMPLATE, arguments=arguments, api_key="secret") as running:
-        with openai.OpenAI(base_url=f"{running.address}/v1", api_key="secret", max_retries=0) as client:
-            yield client
+def client(url):
+    with openai.OpenAI(base_url=url, api_key="secret", max_retries=0) as client:
+        yield client
 
 
 def test_models(client):

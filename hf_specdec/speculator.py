@@ -80,9 +80,7 @@ class Speculator:
         self.target_revision = target_revision
         # A method of the user's may draw its drafts always: then their lengths would decide the text.
         asks = config.num_speculative_tokens == AUTO
-        may_adapt = generator_class.most_speculative_tokens != 0
-        may_adapt = may_adapt and (asks or generator_class.samples_drafts is not True)
-        self.is_adaptive: bool = config.is_adaptive and may_adapt
+        self.is_adaptive: bool = config.is_adaptive and (asks or generator_class.samples_drafts is not True)
         self.profile: ControlProfile | None = ControlProfile() if profile is None and self.is_adaptive else profile
         self._target = None if target is None else ref(target)
         self.origin: dict[str, str | None] = {}
@@ -126,7 +124,7 @@ class Speculator:
         if limit is not None and session.batch_size > limit:
             session.notes.append(f"no drafts: {session.batch_size} rows are more than disable_by_batch_size={limit}")
             logger.info(f"Speculation is off for this call: {session.notes[-1]}.")
-            return NoDrafts(self.config, None, session, "batch_size")
+            schedule = _NEVER
         if schedule == _NEVER:
             return NoDrafts(self.config, None, session, "batch_size")
         generator = self.generator_class(self._longest_drafts, self.resources, session)

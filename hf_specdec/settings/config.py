@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..environment import is_switched_on
 from ..errors import SpecConfigError, is_access_token, shown
-from ..method import drafting_method, methods, takes_model
+from ..method import NO_DRAFTS, drafting_method, methods, takes_model
 from ..reading import reading_settings
 from ..threads import cached_property
 from ..validation import (
@@ -301,7 +301,8 @@ class SpeculativeConfig:
         The environment variable HF_SPECDEC_ADAPTIVE=0 leaves that to `num_speculative_tokens="auto"`.
         """
         is_asked = self.num_speculative_tokens == AUTO
-        return is_asked or (self.may_adapt and is_switched_on("ADAPTIVE", default=True))
+        adapts = is_asked or (self.may_adapt and is_switched_on("ADAPTIVE", default=True))
+        return adapts and self.method != NO_DRAFTS
 
     @property
     def may_adapt(self) -> bool:

@@ -51,6 +51,7 @@ def test_nothing_is_loaded_or_learnt():
     speculator = load_speculator(target, "none", num_speculative_tokens="auto")
     assert not speculator.is_adaptive
     assert speculator.resources is None
+    assert speculator.profile is None
     assert all(entry.network is None for entry in record_of(target).loaded)
 
 

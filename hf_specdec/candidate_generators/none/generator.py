@@ -22,7 +22,6 @@ class NoDrafts(CandidateGenerator):
     """
 
     default_num_speculative_tokens = 0
-    most_speculative_tokens = 0
     samples_drafts = False
     drafts_ahead = True
 

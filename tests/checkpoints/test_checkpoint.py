@@ -14,7 +14,7 @@ from hf_specdec.checkpoints.checkpoint import Checkpoint, head_placement
 from hf_specdec.checkpoints.reader import CheckpointReader
 from hf_specdec.checkpoints.settings import NAME
 from hf_specdec.target_facts import hidden_size
-from tests.models import tiny_llama
+from tests.helpers.models import tiny_llama
 
 
 TENSORS = {"a.weight": torch.randn(3, 4), "b.weight": torch.randn(5).half(), "ids": torch.arange(6)}

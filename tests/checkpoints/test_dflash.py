@@ -22,10 +22,9 @@ from hf_specdec.candidate_generators.dflash.corrections import Block
 from hf_specdec.candidate_generators.dflash.network import GivenContext
 from hf_specdec.decoding.states import captured_states
 from hf_specdec.hub.detect import detect_checkpoint
-from tests.caches import CACHE
-from tests.candidate_generators.test_dflash import NETWORKS, random_network
-from tests.checkpoints import heads
-from tests.checkpoints.heads import (
+from tests.helpers import heads
+from tests.helpers.caches import CACHE
+from tests.helpers.heads import (
     HEADS,
     changed,
     copy_of,
@@ -37,7 +36,8 @@ from tests.checkpoints.heads import (
     tensors_of,
     write,
 )
-from tests.models import TINY, letter_tokenizer, tiny_llama
+from tests.helpers.models import TINY, letter_tokenizer, tiny_llama
+from tests.methods.test_dflash import NETWORKS, random_network
 
 
 RANDOM = "dflash/qwen3_random_b8"

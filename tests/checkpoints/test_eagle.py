@@ -15,8 +15,8 @@ from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks
 from hf_specdec.decoding.states import captured_states
 from hf_specdec.drafts import chain_topology
-from tests.checkpoints import heads
-from tests.checkpoints.heads import (
+from tests.helpers import heads
+from tests.helpers.heads import (
     HEADS,
     copy_of,
     expected_of,
@@ -28,7 +28,7 @@ from tests.checkpoints.heads import (
     tensors_of,
     write,
 )
-from tests.models import TINY, VOCAB_SIZE, tiny_llama
+from tests.helpers.models import TINY, VOCAB_SIZE, tiny_llama
 
 
 NAMES = [name for name in HEADS if name.startswith("eagle/") and "peagle" not in name]

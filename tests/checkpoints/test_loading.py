@@ -10,7 +10,7 @@ from hf_specdec import SpeculativeConfig
 from hf_specdec.checkpoints.checkpoint import Checkpoint
 from hf_specdec.hub.detect import detect_method
 from hf_specdec.target_facts import decoder_layers
-from tests.checkpoints.heads import (
+from tests.helpers.heads import (
     HEADS,
     WITH_LAYERS,
     copy_of,

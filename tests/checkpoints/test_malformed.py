@@ -23,7 +23,7 @@ from hf_specdec.candidate_generators.draft_model.network import load_draft_model
 from hf_specdec.checkpoints.loading import checkpoint_errors, loads_checkpoint
 from hf_specdec.errors import CheckpointAccessError
 from hf_specdec.hub.detect import detect_checkpoint
-from tests.checkpoints.heads import (
+from tests.helpers.heads import (
     FIXTURES,
     HEADS,
     WITH_LAYERS,
@@ -36,7 +36,7 @@ from tests.checkpoints.heads import (
     weights_of,
     without,
 )
-from tests.models import tiny_llama
+from tests.helpers.models import tiny_llama
 
 
 EAGLE3, DFLASH = "eagle/eagle3_llama", "dflash/qwen3_random_b8"

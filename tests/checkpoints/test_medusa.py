@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdec import SpecConfigError, SpeculativeConfig
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads, fitting_heads
-from tests.checkpoints import heads as fixtures
-from tests.checkpoints.heads import FIXTURES, copy_of, tensors_of
-from tests.models import VOCAB_SIZE, tiny_llama
+from tests.helpers import heads as fixtures
+from tests.helpers.heads import FIXTURES, copy_of, tensors_of
+from tests.helpers.models import VOCAB_SIZE, tiny_llama
 
 
 # Heads, layers, whether the target's lm_head is used.

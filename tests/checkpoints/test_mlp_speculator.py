@@ -8,9 +8,9 @@ import torch
 
 from hf_specdec import SpecConfigError, load_speculator
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
-from tests.checkpoints import heads
-from tests.checkpoints.heads import HEADS, expected_of, loaded_target, published, same_network, settings_of, tensors_of
-from tests.models import TINY, VOCAB_SIZE, prompts, tiny_llama
+from tests.helpers import heads
+from tests.helpers.heads import HEADS, expected_of, loaded_target, published, same_network, settings_of, tensors_of
+from tests.helpers.models import TINY, VOCAB_SIZE, prompts, tiny_llama
 
 
 NAMES = [name for name in HEADS if name.startswith("mlp_speculator/")]

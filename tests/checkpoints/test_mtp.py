@@ -14,11 +14,11 @@ from hf_specdec.candidate_generators.mtp.network import SUPPORTED_MODEL_TYPES, M
 from hf_specdec.decoding.states import captured_states
 from hf_specdec.hub.detect import detect_method
 from hf_specdec.target_facts import decoder_layers
-from tests.architectures import tiny_model
-from tests.candidate_generators.test_mtp import FIXTURES, HYBRID, published
-from tests.checkpoints import heads
-from tests.checkpoints.heads import copy_of, same_network, without
-from tests.models import prompts, tiny_gpt2, tiny_llama
+from tests.helpers import heads
+from tests.helpers.architectures import tiny_model
+from tests.helpers.heads import copy_of, same_network, without
+from tests.helpers.models import prompts, tiny_gpt2, tiny_llama
+from tests.methods.test_mtp import FIXTURES, HYBRID, published
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": None}

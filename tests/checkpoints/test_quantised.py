@@ -9,8 +9,8 @@ from hf_specdec.checkpoints.quantised import quantise_layers, scaled
 from hf_specdec.checkpoints.reader import CheckpointReader
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.hub.detect import detect_checkpoint
-from tests.checkpoints.heads import HEADS, copy_of, load, loaded_target, method_of
-from tests.methods import demo_inputs, demo_target, plain_text, settings_of
+from tests.helpers.heads import HEADS, copy_of, load, loaded_target, method_of
+from tests.helpers.methods import demo_inputs, demo_target, plain_text, settings_of
 
 
 NEW = 12

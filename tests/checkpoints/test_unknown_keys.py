@@ -5,8 +5,8 @@ import json
 import pytest
 
 from hf_specdec import CheckpointFormatError, load_speculator
-from tests.checkpoints.heads import copy_of, folder_of, load, loaded_target, method_of, put
-from tests.models import tiny_llama
+from tests.helpers.heads import copy_of, folder_of, load, loaded_target, method_of, put
+from tests.helpers.models import tiny_llama
 
 
 EAGLE3, DFLASH2, MEDUSA = "eagle/eagle3_llama", "dflash/dflash2_full_b8", "medusa/v2_shared_lm_head_safetensors"

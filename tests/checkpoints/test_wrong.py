@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, load_speculator
 from hf_specdec.hub.detect import detect_checkpoint
-from tests.checkpoints.heads import HEADS, both, copy_of, folder_of, load, loaded_target, method_of, put, without
-from tests.models import tiny_llama
+from tests.helpers.heads import HEADS, both, copy_of, folder_of, load, loaded_target, method_of, put, without
+from tests.helpers.models import tiny_llama
 
 
 EAGLE1, EAGLE3 = "eagle/eagle1_llama", "eagle/eagle3_llama"

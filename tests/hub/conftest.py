@@ -10,7 +10,7 @@ from transformers.utils import hub as transformers_hub
 
 from hf_specdec.checkpoints.files import ReadOfRepositories
 from hf_specdec.hub import detect, published
-from tests.hub.server import LoopbackHub
+from tests.helpers.loopback_hub import LoopbackHub
 
 
 @pytest.fixture

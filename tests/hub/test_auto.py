@@ -21,9 +21,9 @@ from hf_specdec import (
     register_candidate_generator,
 )
 from hf_specdec.hub.card import add_to_target_card
-from tests.hub.drafters import EAGLE, FIXTURES, card_of, load, speculated
-from tests.hub.server import TOKEN
-from tests.models import prompts, tiny_llama
+from tests.helpers.drafters import EAGLE, FIXTURES, card_of, load, speculated
+from tests.helpers.loopback_hub import TOKEN
+from tests.helpers.models import prompts, tiny_llama
 
 
 FALLBACK = "suffix+recycling"

@@ -14,7 +14,7 @@ from transformers.dynamic_module_utils import get_imports
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, __version__, demo, load_speculator, record
 from hf_specdec.hub.custom_generate import export_custom_generate
-from tests.models import prompts, tiny_llama
+from tests.helpers.models import prompts, tiny_llama
 
 
 SETTINGS = {"do_sample": False, "max_new_tokens": 16}

@@ -12,11 +12,11 @@ from hf_specdec import CheckpointFormatError, SpeculativeConfig, demo
 from hf_specdec.candidate_generators.mlp_speculator.network import load_mlp_speculator
 from hf_specdec.checkpoints.files import RepoFiles
 from hf_specdec.hub.detect import TargetNeeds, detect, detect_checkpoint, detect_method
+from tests.helpers.models import prompts, tiny_llama
+from tests.helpers.paths import FIXTURES
 from tests.hub.test_formats import EXAMPLES
-from tests.models import prompts, tiny_llama
 
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 DEMO = Path(demo.target_path()).parent
 
 # Format, length of a draft, and MTP layers beside a whole model.

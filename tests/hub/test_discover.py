@@ -16,8 +16,8 @@ from hf_specdec.hub.discover import Search
 from hf_specdec.hub.target import Access, Target
 from hf_specdec.method import preferred_methods
 from hf_specdec.settings import AUTO
-from tests.hub.drafters import DFLASH, EAGLE, FIXTURES, MEDUSA, MTP, card_of
-from tests.models import letter_tokenizer, tiny_llama
+from tests.helpers.drafters import DFLASH, EAGLE, FIXTURES, MEDUSA, MTP, card_of
+from tests.helpers.models import letter_tokenizer, tiny_llama
 
 
 WITHOUT_WEIGHTS = ["suffix+recycling", "suffix", "ngram+recycling", "ngram", "recycling"]

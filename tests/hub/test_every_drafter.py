@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hf_specdec import cli
 from hf_specdec.bench.prompts import Prompt
 from hf_specdec.diagnosis import diagnose
-from tests.hub.drafters import FIXTURES, card_of, load
+from tests.helpers.drafters import FIXTURES, card_of, load
 
 
 @dataclass(frozen=True)

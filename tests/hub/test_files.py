@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from hf_specdec import CheckpointFormatError
 from hf_specdec.checkpoints.files import RepoFiles
 from hf_specdec.errors import CheckpointAccessError
-from tests.hub.server import STRANGERS_TOKEN, TOKEN
+from tests.helpers.loopback_hub import STRANGERS_TOKEN, TOKEN
 
 
 TENSORS = {

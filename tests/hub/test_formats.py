@@ -13,7 +13,7 @@ from hf_specdec import CheckpointFormatError
 from hf_specdec.checkpoints.format import TensorNames, format_of
 from hf_specdec.hub.detect import detect_checkpoint, known_formats
 from hf_specdec.method import methods
-from tests.methods import CHECKPOINTS
+from tests.helpers.methods import CHECKPOINTS
 
 
 FORMATS = known_formats()

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from hf_specdec import CheckpointFormatError, cli, demo
 from hf_specdec.errors import CheckpointAccessError
 from hf_specdec.hub import inspect_checkpoint
-from tests.checkpoints.heads import HEADS, copy_of, load, loaded_target, method_of, put, target_of, without
-from tests.hub.server import TOKEN
+from tests.helpers.heads import HEADS, copy_of, load, loaded_target, method_of, put, target_of, without
+from tests.helpers.loopback_hub import TOKEN
+from tests.helpers.paths import FIXTURES
 
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 DEMO = Path(demo.target_path()).parent
 KEYS = ["name", "method", "format", "producer", "target", "num_draft_tokens", "tensors", "bytes", "mtp_layers"]
 KEYS += ["fits", "problems"]

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +12,11 @@ from hf_specdec import CheckpointFormatError, SpeculativeConfig, forget_speculat
 from hf_specdec.candidate_generators.mtp.network import new_mtp
 from hf_specdec.errors import CheckpointAccessError
 from hf_specdec.loaded import record_of
-from tests.hub.server import STRANGERS_TOKEN, TOKEN
-from tests.models import prompts, tiny_llama
+from tests.helpers.loopback_hub import STRANGERS_TOKEN, TOKEN
+from tests.helpers.models import prompts, tiny_llama
+from tests.helpers.paths import FIXTURES
 
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 GREEDY = {"do_sample": False, "max_new_tokens": 16, "return_dict_in_generate": True}
 
 # A checkpoint of each format, its target, and the method that is read from it.

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save
 
 from hf_specdec import SpecConfigError, demo, forget_speculators, load_speculator
 from hf_specdec.errors import CheckpointFormatError, UnsupportedModelError
-from tests.hub.drafters import DFLASH, EAGLE, FIXTURES, card_of, load, speculated
-from tests.models import prompts, tiny_gpt2, tiny_llama
+from tests.helpers.drafters import DFLASH, EAGLE, FIXTURES, card_of, load, speculated
+from tests.helpers.models import prompts, tiny_gpt2, tiny_llama
 
 
 PROMPT = "def read_json(path):\n    with open("

@@ -10,7 +10,7 @@ from hf_specdec import CheckpointFormatError, SpecDecError, SpeculativeConfig
 from hf_specdec.hub.detect import Detection, detect_checkpoint
 from hf_specdec.hub.inspect import inspect_checkpoint
 from hf_specdec.method import resolve_candidate_generator
-from tests.checkpoints.heads import HEADS, copy_of, loaded_target
+from tests.helpers.heads import HEADS, copy_of, loaded_target
 
 
 WRAPPERS = ("model.", "eagle.", "speculator.", "language_model.", "language_model.model.", "medusa_heads.")

@@ -15,11 +15,11 @@ from hf_specdec.candidate_generators.eagle.network import load_eagle
 from hf_specdec.checkpoints.files import ReadOfRepositories
 from hf_specdec.hub.card import read_card
 from hf_specdec.method import takes_model
-from tests.hub.server import TOKEN
-from tests.models import prompts, tiny_llama
+from tests.helpers.loopback_hub import TOKEN
+from tests.helpers.models import prompts, tiny_llama
+from tests.helpers.paths import FIXTURES
 
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 PROMPT = "def read_json(path):\n    with open(path) as file:\n        return json.load(file)\n\ndef write_"
 
 

@@ -19,10 +19,10 @@ from hf_specdec.candidate_generators.eagle.network import load_eagle
 from hf_specdec.checkpoints.checkpoint import Checkpoint
 from hf_specdec.checkpoints.files import RepoFiles, only_safetensors
 from hf_specdec.hub.detect import detect_checkpoint, detect_method
-from tests.models import tiny_llama
+from tests.helpers.models import tiny_llama
+from tests.helpers.paths import FIXTURES
 
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 EAGLE = FIXTURES / "eagle" / "eagle1_llama"
 
 

@@ -4,7 +4,6 @@ import copy
 import json
 import shutil
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,8 +30,9 @@ from hf_specdec.hub.trust import may_be_published, one_line, sifted, why_not_una
 from hf_specdec.loaded import record_of
 from hf_specdec.method import built_in_methods
 from hf_specdec.settings import describe_settings
-from tests.hub.drafters import EAGLE, MEDUSA, card_of, load
-from tests.models import prompts, tiny_llama
+from tests.helpers.drafters import EAGLE, MEDUSA, card_of, load
+from tests.helpers.models import prompts, tiny_llama
+from tests.helpers.paths import DOCS
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
@@ -410,6 +410,6 @@ class TestAllowList:
 
     def test_page(self):
         """docs/security.md has the variables."""
-        page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+        page = (DOCS / "security.md").read_text(encoding="utf-8")
         for variable in (trust.OWNERS_VARIABLE, trust.MODELS_VARIABLE):
             assert f"`{variable}`" in page

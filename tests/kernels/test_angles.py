@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_specdec.kernels.angles import rotary_angles
-from tests.kernels import references
+from tests.helpers import layer_references as references
 
 
 def frequencies_of(numbers: int) -> torch.Tensor:

@@ -7,9 +7,9 @@ import torch
 
 from hf_specdec.kernels import _triton, cache, tree_attention
 from hf_specdec.layers import experts, llama
-from tests.architectures import tiny_model
+from tests.helpers.architectures import tiny_model
+from tests.helpers.models import prompts, scripted_for
 from tests.kernels.conftest import watched
-from tests.models import prompts, scripted_for
 
 
 # Through the lean forward: with windows, norms of heads or of what is added, joined products, turning neighbours, soft

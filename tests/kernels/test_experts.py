@@ -14,7 +14,7 @@ from hf_specdec.kernels import _triton
 from hf_specdec.kernels.experts import Routing, Shared, mixture
 from hf_specdec.kernels.gates import GELU_TANH, SILU
 from hf_specdec.layers import experts as layers
-from tests.kernels import references
+from tests.helpers import layer_references as references
 from tests.kernels.conftest import watched
 from tests.kernels.test_layers import CLOSE, drawn, every_dtype
 

@@ -7,9 +7,9 @@ import torch
 
 from hf_specdec.decoding.graphs import forget_graphs
 from hf_specdec.kernels import _triton, acceptance, sampling, warpers
+from tests.helpers.models import prompts, scripted_for, tiny_llama
+from tests.helpers.sampled import sampled_speculator
 from tests.kernels.conftest import watched
-from tests.models import prompts, scripted_for, tiny_llama
-from tests.sampled import sampled_speculator
 
 
 @pytest.fixture

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import gpu_checks
 import pytest
 
 from hf_specdec.kernels import acceptance, best, cache, tree_attention, warpers
@@ -12,9 +11,6 @@ from hf_specdec.layers import rope
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_wrong_kernels_are_seen(device, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    import gpu_checks
-
     def failed(*operations):
         checks = gpu_checks.kernel_checks(device)
         found = [check for operation in operations or checks for check in checks[operation]()]

@@ -12,7 +12,7 @@ from hf_specdec.kernels.heads import SlotWrite, place_heads
 from hf_specdec.kernels.norms import Norm, Scale, add_norm
 from hf_specdec.layers.llama import GatedMLP, Pending, RMSNorm, added_and_normed
 from hf_specdec.layers.rope import signed_angles
-from tests.kernels import references
+from tests.helpers import layer_references as references
 
 
 # The interpreter cuts digits off where a GPU rounds.

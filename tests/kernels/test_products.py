@@ -18,7 +18,7 @@ from hf_specdec.diagnosis import checks
 from hf_specdec.kernels import few_rows, products
 from hf_specdec.kernels.products import fast_products, prepare_products, product, widened_linear
 from hf_specdec.layers.llama import project
-from tests.models import prompts, scripted_for, tiny_llama
+from tests.helpers.models import prompts, scripted_for, tiny_llama
 
 
 pytestmark = pytest.mark.skipif(not few_rows.has_kernel(), reason="needs numba")

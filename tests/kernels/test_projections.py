@@ -13,7 +13,7 @@ from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.layers import llama
 from hf_specdec.layers.draft_network import new_attention, new_mlp
 from hf_specdec.layers.llama import project_together
-from tests.kernels import references
+from tests.helpers import layer_references as references
 from tests.kernels.conftest import SHARED_MEMORY, watched
 from tests.kernels.test_layers import CLOSE, drawn
 

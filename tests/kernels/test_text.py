@@ -7,7 +7,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +17,9 @@ from hf_specdec.candidate_generators.recycling.generator import NUM_SUCCESSORS, 
 from hf_specdec.drafts import TokenTree
 from hf_specdec.kernels import text as kernels
 from hf_specdec.kernels.compiled import compiled
+from tests.helpers.paths import ROOT
 
 
-ROOT = Path(__file__).parents[2]
 VOCAB_SIZE = 12
 
 texts = st.lists(st.integers(-2, VOCAB_SIZE + 1), max_size=60)

@@ -1,0 +1,444 @@
+"""The parts of graphs: inputs of one size, slots that are kept, captures that wait for nothing."""
+
+from __future__ import annotations
+
+import gc
+import operator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_specdec.decoding.attention import TreeMask
+from hf_specdec.decoding.capture import CannotCaptureError, CudaBackend, NoWaiting
+from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, node_positions, slot_tree
+from hf_specdec.decoding.node_inputs import NodeInputs
+from hf_specdec.decoding.store import SlotStore, padded_size
+from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
+from hf_specdec.kernels.tree_attention import MAX_NODES
+from hf_specdec.logits.randomness import RowKeys
+from tests.helpers.tape import NothingToHost, Tape, TapeBackend, spoil
+
+
+ROWS = {
+    "equal": RowState([9, 9, 9], [0, 0, 0], [0, 0, 0]),
+    "ragged": RowState([9, 4, 12], [0, 2, 3], [0, 5, 0]),
+}
+
+
+TOPOLOGIES = {
+    "anchor": chain_topology(0, torch.device("cpu")),
+    "chain": chain_topology(4, torch.device("cpu")),
+    "tree": static_topology((-1, -1, 0, 1, 1), torch.device("cpu")),
+    "trees": TreeTopology.from_parents(torch.tensor([[-1, 0, 1], [-1, -1, 0], [-1, -1, -1]])),
+}
+
+
+def filled(rows_of_graph, nodes_of_graph, tokens, topology, rows, **limit) -> SimpleNamespace:
+    """Nodes as a graph of these sizes reads them."""
+    inputs = NodeInputs(rows_of_graph, nodes_of_graph, torch.device("cpu"))
+    for buffer in inputs.buffers:
+        spoil(buffer)
+    inputs.fill([tokens], topology.parents[..., 1:] - 1, [tokens.shape[1] - 1] * len(tokens), rows, **limit)
+    return read(inputs)
+
+
+def read(inputs: NodeInputs) -> SimpleNamespace:
+    tokens, topology, draft = inputs.read()
+    rows = RowState(inputs.lengths, inputs.starts, inputs.leads)
+    positions = node_positions(topology, rows).clamp(max=inputs.max_positions)
+    tree = slot_tree(topology, rows)
+    return SimpleNamespace(tokens=tokens, draft=draft, positions=positions, tree=tree, topology=topology, rows=rows)
+
+
+class TestNodeInputs:
+    @pytest.mark.parametrize("span", [FULL, Span("sliding", 5), Span("chunked", 4)], ids=lambda span: span.kind)
+    @pytest.mark.parametrize("rows", ROWS)
+    @pytest.mark.parametrize("shape", TOPOLOGIES)
+    def test_say_what_masks_and_positions_say(self, shape, rows, span):
+        topology, rows = TOPOLOGIES[shape], ROWS[rows]
+        num_nodes = topology.depths.shape[-1]
+        columns = max(rows.lengths) + num_nodes
+        nodes = filled(4, 8, torch.randint(1, 50, (3, num_nodes)), topology, rows, max_position=13)
+        (expected,) = node_masks(topology, rows, columns, (span,), torch.float32)
+        mask = TreeMask(nodes.tree, span).additive(24, torch.float32)
+        assert torch.equal(mask, node_masks(nodes.topology, nodes.rows, 24, (span,), torch.float32)[0])
+        assert mask.shape == (4, 1, 8, 24)
+        assert torch.equal(mask[:3, :, :num_nodes, :columns], expected.expand(3, -1, -1, -1))
+        assert mask[:3, :, :num_nodes, columns:].lt(0).all()
+        assert torch.equal(nodes.positions[:3, :num_nodes], node_positions(topology, rows).clamp(max=13))
+        # Padding sees something: nothing at all would be no number.
+        assert mask.eq(0).any(-1).all()
+
+    def test_padding_is_out_of_the_way(self):
+        topology, rows = TOPOLOGIES["tree"], ROWS["ragged"]
+        nodes = filled(4, 8, torch.full((3, 6), 7), topology, rows)
+        assert nodes.tree.lengths.tolist() == [*rows.lengths, 0]
+        assert nodes.tree.starts.tolist() == [*rows.starts, 0]
+        assert nodes.tokens.tolist() == [[7] * 6 + [0] * 2] * 4
+        # No node in use sees a node of padding, and none of these is accepted.
+        assert (nodes.tree.ancestors[:3, :6] >> 6).eq(0).all()
+        assert nodes.draft.num_nodes.tolist() == [5, 5, 5, 0]
+
+    def test_counts_that_the_device_alone_knows(self):
+        inputs = NodeInputs(4, 3, torch.device("cpu"))
+        counts = torch.tensor([2, 0, 1])
+        inputs.fill([torch.ones((3, 3), dtype=torch.long)], torch.tensor([-1, 0]), counts, ROWS["equal"])
+        assert read(inputs).draft.num_nodes.tolist() == [2, 0, 1, 0]
+
+    def test_tokens_that_the_device_alone_knows(self):
+        """Rows are longer and stand further on; those of padding do not."""
+        inputs = NodeInputs(4, 3, torch.device("cpu"))
+        for buffer in inputs.buffers:
+            spoil(buffer)
+        keys, tokens = RowKeys([5, 6], [0, 1], [11, 12]), torch.ones((2, 2), dtype=torch.long)
+        rows, more = RowState([8, 7], [0, 1], [0, -1]), torch.tensor([3, 1])
+        inputs.fill([tokens], torch.tensor([-1]), [1, 1], rows, keys=keys, more=more)
+        assert inputs.lengths.tolist() == [11, 8, 0, 0]
+        assert inputs.keys.positions.tolist() == [14, 13, 0, 0]
+        assert inputs.keys.seeds.tolist() == [5, 6, 0, 0]
+
+    @pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (3, 1), (8, 64)])
+    def test_kernels_are_compiled_once(self, sizes):
+        """Triton compiles others for addresses that are no multiples of 16."""
+        nodes = read(NodeInputs(*sizes, torch.device("cpu")))
+        for part in (*vars(nodes.tree).values(), nodes.tokens, nodes.positions, nodes.draft.num_nodes):
+            assert not torch.is_tensor(part) or part.data_ptr() % 16 == 0
+
+    def test_full_size(self):
+        """All 64 bits of the ancestors."""
+        topology, rows = chain_topology(MAX_NODES - 2, torch.device("cpu")), RowState([3], [0], [0])
+        nodes = filled(1, MAX_NODES, torch.ones((1, MAX_NODES - 1), dtype=torch.long), topology, rows)
+        visible = TreeMask(nodes.tree, FULL).additive(3 + MAX_NODES, torch.float32)[0, 0].eq(0)
+        # The text, the anchor, and itself.
+        assert visible[-1].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 2 + MAX_NODES]
+
+
+class TestSlotStore:
+    """Two layers of a call ask for buffers."""
+
+    @pytest.fixture
+    def dropped(self) -> list:
+        return []
+
+    @pytest.fixture
+    def store(self, dropped) -> SlotStore:
+        return SlotStore(dropped.append)
+
+    def take(self, store, rows, capacity, size=4, layer=0):
+        return store.take(layer, "keys", rows, 2, capacity, torch.empty(1, size))
+
+    def call(self, store, rows, capacity, **changes):
+        store.begin_call()
+        return [self.take(store, rows, capacity, layer=layer, **changes) for layer in range(2)]
+
+    def test_buffers_are_kept(self, store, dropped):
+        first = self.call(store, 3, 100)
+        for buffer in first:
+            buffer.fill_(1)
+        again = self.call(store, 2, 60)
+        assert all(map(operator.is_, first, again))
+        assert not any(buffer.any() for buffer in again)
+        assert not dropped
+
+    @pytest.mark.parametrize("changes", [{"capacity": 3000}, {"rows": 9}])
+    def test_larger_calls_leave_those_of_others_alone(self, store, dropped, changes):
+        first = self.call(store, 4, 1500)
+        larger = self.call(store, **{"rows": 4, "capacity": 1500, **changes})
+        assert not any(map(operator.is_, first, larger))
+        assert all(map(operator.is_, first, self.call(store, 4, 1500)))
+        assert not dropped
+
+    def test_graphs_of_other_models_make_way(self, store, dropped):
+        first = self.call(store, 2, 100)
+        assert not any(map(operator.is_, first, self.call(store, 2, 100, size=8)))
+        assert set(dropped) == {(2, 1024)}
+
+    def test_the_largest_makes_way(self, store, dropped):
+        """The rest must be small beside its largest part."""
+        for rows, capacity in [(5, 1025), (1, 1), (5, 1), (1, 4097)]:
+            self.call(store, rows, capacity)
+        sizes = [place.rows * place.slots for place in store._places]
+        assert sum(sizes) <= 2 * max(sizes)
+
+    def test_at_most_twice_the_largest(self, store, dropped):
+        for rows, capacity in [(1, 1000), (4, 1000), (1, 4000)]:
+            self.call(store, rows, capacity)
+        assert dropped == [(1, 1024)]
+        # Rows for two fit into those for four.
+        self.call(store, 2, 1000)
+        assert store.place == (4, 1024)
+        # Those that are longer than needed serve as well.
+        self.call(store, 1, 2000)
+        assert store.place == (1, 4096)
+        assert dropped == [(1, 1024)]
+
+    def test_much_longer_buffers_are_left_to_longer_calls(self, store, dropped):
+        self.call(store, 1, 8193)
+        self.call(store, 1, 1024)
+        assert store.place == (1, 1024)
+        self.call(store, 1, 1281)
+        assert store.place == (1, 10240)
+        assert not dropped
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(
+            st.tuples(st.integers(1, 9), st.lists(st.integers(1, 5000), min_size=1, max_size=3).map(sorted)),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    def test_any_calls(self, calls):
+        """Calls of any sizes fit, layers agree, a place's buffers stay what they are until it is dropped."""
+        known = {}
+        store = SlotStore(lambda place: known.pop(place, None))
+        for rows, capacities in calls:
+            store.begin_call()
+            for capacity in capacities:
+                # Layers may grow one by one.
+                found = [self.take(store, rows, capacity, layer=layer) for layer in range(2)]
+                assert all(buffer.shape == (*store.place[:1], 2, *store.place[1:], 4) for buffer in found)
+                assert store.place.rows >= rows
+                assert store.place.slots >= capacity
+                assert all(map(operator.is_, known.setdefault(store.place, found), found))
+        sizes = [place.rows * place.slots for place in known]
+        assert sum(sizes) <= 2 * max(sizes)
+
+    def test_others_make_way_for_one_that_has_no_room(self, store, dropped, monkeypatch):
+        self.call(store, 1, 1000)
+        zeros, asked = torch.zeros, []
+
+        def out_of_memory_once(*args, **kwargs):
+            asked.append(list(dropped))
+            if len(asked) == 1:
+                raise torch.OutOfMemoryError
+            return zeros(*args, **kwargs)
+
+        monkeypatch.setattr(torch, "zeros", out_of_memory_once)
+        assert len(self.call(store, 1, 2000)) == 2
+        assert asked == [[], [(1, 1024)], [(1, 1024)]]
+
+    @pytest.mark.parametrize(("capacity", "slots"), [(1, 1024), (1025, 2048), (8192, 8192), (8193, 10240)])
+    def test_slots(self, store, capacity, slots):
+        assert self.take(store, 1, capacity).shape[2] == slots
+
+    def test_rows_have_room_for_those_of_padding(self):
+        sizes = {rows: len(self.take(SlotStore(list), rows, 4)) for rows in (1, 2, 3, 5, 8, 9, 16, 33)}
+        assert sizes == {1: 1, 2: 2, 3: 4, 5: 8, 8: 8, 9: 16, 16: 16, 33: 40}
+
+
+class Runtime:
+    """Calls of CUDA in a capture, noted; nothing runs.
+
+    Attributes:
+        events (`list[str]`): What was called.
+        streams (`list[str]`): The current one is the last.
+        errors (`list`): What the next captured runs raise, `None` for nothing.
+    """
+
+    def __init__(self, monkeypatch):
+        self.events, self.streams, self.errors = [], ["call"], []
+        for name in ("synchronize", "empty_cache", "ipc_collect"):
+            monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: self.events.append(name))
+        monkeypatch.setattr(gc, "collect", lambda *args: self.events.append("gc.collect"))
+        for name, value in {
+            "Stream": lambda: _Stream("capture", self),
+            "current_stream": lambda *args: _Stream(self.streams[-1], self),
+            "stream": self.stream,
+            "device": lambda device: nullcontext(),
+            "graph_pool_handle": lambda: "pool",
+            "CUDAGraph": lambda: _Graph(self),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    @contextmanager
+    def stream(self, stream):
+        self.streams.append(stream.name)
+        try:
+            yield
+        finally:
+            self.streams.pop()
+
+
+class _Stream:
+    def __init__(self, name, runtime):
+        self.name, self.runtime = name, runtime
+
+    def wait_stream(self, other):
+        self.runtime.events.append(f"{self.name} waits for {other.name}")
+
+
+class _Graph:
+    def __init__(self, runtime):
+        self.runtime = runtime
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        assert (pool, capture_error_mode, self.runtime.streams[-1]) == ("pool", "thread_local", "capture")
+        self.runtime.events.append("begin")
+
+    def capture_end(self):
+        self.runtime.events.append("end")
+        if self.runtime.errors[:1] != [None]:
+            raise RuntimeError("the capture was broken off")
+
+    def replay(self):
+        self.runtime.events.append("replay")
+
+
+class TestCudaBackend:
+    """Order in which it calls CUDA, and what it leaves out."""
+
+    @pytest.fixture
+    def runtime(self, monkeypatch) -> Runtime:
+        return Runtime(monkeypatch)
+
+    def run_for(self, runtime):
+        def run():
+            runtime.events.append(f"run in {runtime.streams[-1]}")
+            if runtime.events[-2] == "begin" and runtime.errors[0] is not None:
+                raise runtime.errors[0]
+            return "output"
+
+        return run
+
+    WARM_UP = ["capture waits for call", "run in capture", "run in capture"]
+    CAPTURE = ["begin", "run in capture", "end"]
+
+    def test_nothing_is_waited_for_and_no_memory_given_back(self, runtime):
+        runtime.errors = [None]
+        replay, output = CudaBackend(torch.device("cuda", 0)).capture(self.run_for(runtime))
+        assert output == "output"
+        assert runtime.events == [*self.WARM_UP, *self.CAPTURE, "call waits for capture"]
+        replay()
+        assert runtime.events[-1] == "replay"
+
+    def test_failures_are_told_as_they_are(self, runtime):
+        """And the stream is again that of the call."""
+        runtime.errors = [KeyError("inside")]
+        with pytest.raises(KeyError, match="inside"):
+            CudaBackend(torch.device("cuda", 0)).capture(self.run_for(runtime))
+        assert runtime.events[-2:] == ["end", "call waits for capture"]
+        assert runtime.streams == ["call"]
+
+    def test_memory_is_given_back_where_a_capture_wants_it(self, runtime):
+        runtime.errors = [torch.OutOfMemoryError("full"), None]
+        backend = CudaBackend(torch.device("cuda", 0))
+        run = self.run_for(runtime)
+        empty = torch.cuda.empty_cache
+
+        def emptied():
+            empty()
+            runtime.errors.pop(0)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "empty_cache", emptied)
+            assert backend.capture(run)[1] == "output"
+        freed = ["synchronize", "empty_cache"]
+        assert runtime.events == [*self.WARM_UP, *self.CAPTURE, *freed, *self.CAPTURE, "call waits for capture"]
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (33, 64), (64, 64)])
+def test_padded_size(count, size):
+    assert padded_size(count) == size
+
+
+def assign_where(tensor):
+    tensor[tensor > 0] = torch.ones(2, device=tensor.device)
+
+
+class TestNoWaiting:
+    """A forward is refused before the capture, which it would leave in pieces."""
+
+    @pytest.mark.parametrize(
+        "waits",
+        [
+            torch.Tensor.item,
+            lambda tensor: bool(tensor.sum()),
+            torch.Tensor.nonzero,
+            torch.Tensor.unique,
+            lambda tensor: tensor[tensor > 0],
+            assign_where,
+            lambda tensor: tensor.to("meta"),
+            lambda tensor: tensor.repeat_interleave(tensor.long()),
+        ],
+    )
+    def test_waiting(self, waits, device):
+        given = torch.ones(1 if waits is torch.Tensor.item else 2, device=device)
+        with pytest.raises(CannotCaptureError), NoWaiting():
+            waits(given)
+
+    @pytest.mark.parametrize(
+        "copies",
+        [
+            lambda far: torch.tensor([1, 2], device=far.device),
+            lambda far: torch.tensor(1.0, device=far.device),
+            lambda far: torch.as_tensor(np.arange(2), device=far.device),
+            lambda far: torch.asarray(obj=[1, 2], device=far.device),
+            lambda far: far.new_tensor([1.0]),
+            lambda far: far[[0, 1]],
+            lambda far: far[:, np.arange(2)],
+            lambda far: far[torch.arange(2)],
+            lambda far: far.__setitem__((0, [0, 1]), 1.0),
+        ],
+    )
+    def test_lists_that_go_to_the_device(self, copies, device):
+        """Copies from memory that a graph does not keep; torch shows only a part of them as operations."""
+        far = torch.ones((2, 2), device="meta" if device.type == "cpu" else device)
+        with pytest.raises(CannotCaptureError), NoWaiting():
+            copies(far)
+
+    def test_what_stays_where_it_is(self, device):
+        far = torch.ones((2, 2), device="meta" if device.type == "cpu" else device)
+        with NoWaiting():
+            constant = torch.tensor([1.0, 2.0])[[1]]
+            assert far.new_ones(2).device == far[0, :1].device == torch.as_tensor(far).device == far.device
+            assert far[far.long()].shape == (2, 2, 2)
+        assert constant.tolist() == [2.0]
+
+    def test_filling_a_mask(self, device):
+        given = torch.ones(2, device=device)
+        with NoWaiting():
+            given[given > 0] = 3.0
+        assert given.tolist() == [3.0, 3.0]
+
+    @pytest.mark.parametrize("reads", [torch.Tensor.tolist, torch.Tensor.numpy])
+    def test_lists(self, reads):
+        with pytest.raises(CannotCaptureError), NothingToHost():
+            reads(torch.ones(1))
+
+
+class TestTape:
+    """The stand-in for graphs is as strict as they are."""
+
+    def test_repeats_on_the_same_memory(self):
+        given, kept = torch.arange(3.0), torch.zeros(3)
+        with Tape() as tape:
+            doubled = given * 2
+            kept.copy_(doubled[1:].sum())
+        given += 1
+        tape.replay()
+        assert doubled.tolist() == [2.0, 4.0, 6.0]
+        assert kept.tolist() == [10.0] * 3
+
+    def test_numbers_of_python_are_built_in(self):
+        length, given = 2, torch.zeros(3)
+        with Tape() as tape:
+            given[:length] += length
+        length = 3
+        tape.replay()
+        assert given.tolist() == [4.0, 4.0, 0.0]
+
+    def test_other_tapes_are_spoiled(self):
+        backend, given = TapeBackend(), torch.ones(2)
+        replay, output = backend.capture(lambda: given + 1)
+        other, other_output = backend.capture(lambda: given + 2)
+        replay()
+        assert other_output.isnan().all()
+        other()
+        assert output.isnan().all()
+        assert other_output.tolist() == [3.0, 3.0]

@@ -1,0 +1,475 @@
+"""Draft networks in graphs, on tapes in the place of CUDA graphs: every draft equals the one without graphs."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_specdec import SpeculativeConfig, demo, forget_speculators, load_speculator, record
+from hf_specdec.candidate_generators.eagle.network import Eagle3Network
+from hf_specdec.candidate_generators.medusa import generator as medusa
+from hf_specdec.candidate_generators.medusa.network import MedusaHeads
+from hf_specdec.candidate_generators.mlp_speculator.network import MLPStage
+from hf_specdec.candidate_generators.mtp.generator import MtpCandidateGenerator
+from hf_specdec.decoding import graphs
+from hf_specdec.decoding.attention import TreeMask
+from hf_specdec.decoding.graphs import CallGraphs, Variant, graphs_for
+from hf_specdec.drafting import slots
+from hf_specdec.drafting.graphs import RowGraphs, RowInputs
+from hf_specdec.drafting.slots import DraftInputs, DraftSlots, Entries
+from hf_specdec.drafts import DraftTree
+from hf_specdec.protocol import Session
+from tests.helpers.draft_calls import (
+    CASES,
+    CPU,
+    SIZE,
+    Call,
+    last_of,
+    medusa_speculator,
+    mlp_speculator,
+    network_of,
+    run,
+    speculator_of,
+)
+from tests.helpers.models import prompts, tiny_llama
+from tests.helpers.tape import TapeBackend, spoil, spoil_inputs, tape_everything
+from tests.helpers.threads import in_threads
+
+
+@pytest.fixture
+def backends(monkeypatch) -> list[TapeBackend]:
+    spoil_inputs(monkeypatch)
+    return tape_everything(monkeypatch)
+
+
+every_case = pytest.mark.parametrize(("kind", "shape"), CASES.values(), ids=CASES)
+
+
+class TestDraftsEqualThoseWithoutGraphs:
+    @pytest.mark.thinned(3)
+    @every_case
+    def test_calls(self, kind, shape, backends):
+        """Rows of different length that leave one after the other; later calls find the graphs of earlier ones."""
+        counts = [run(kind, shape, num_rows, seed) for num_rows, seed in ((1, 0), (3, 0), (3, 1))]
+        assert sum(counts) > 0
+        assert str(graphs_for(network_of(kind), {})) == "on"
+
+    @pytest.mark.thinned(3)
+    @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("m") or case.startswith("mtp")])
+    def test_calls_through_the_tree_kernel(self, case, backends, monkeypatch):
+        """The first of two calls reads content of masks, as the kernel does, eagerly and in graphs."""
+        has_kernel, masks = itertools.cycle((True, False)), Counter()
+        monkeypatch.setattr(slots, "takes_trees", lambda *like: next(has_kernel))
+        attend = TreeMask.attend
+        monkeypatch.setattr(TreeMask, "attend", lambda *args: masks.update(["tree"]) or attend(*args))
+        kind, shape = CASES[case]
+        for num_rows, seed in ((1, 0), (3, 0), (3, 1)):
+            run(kind, shape, num_rows, seed)
+        assert masks["tree"] > 10
+
+    @settings(max_examples=12)
+    @given(case=st.sampled_from(sorted(CASES)), num_rows=st.integers(1, 5), seed=st.integers(0, 10**6))
+    def test_any_call(self, case, num_rows, seed):
+        with pytest.MonkeyPatch.context() as patch:
+            spoil_inputs(patch)
+            tape_everything(patch)
+            run(*CASES[case], num_rows, seed)
+            graphs.forget_graphs()
+
+
+# The demo's target and the heads that were trained for it, with what is drafted.
+HEADS = {
+    "eagle": (demo.drafter_path("eagle"), {"draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 9}),
+    "eagle3": (demo.drafter_path("eagle3"), {"num_speculative_tokens": 4}),
+    "mtp": (demo.drafter_path("mtp"), {}),
+    "dflash": (demo.drafter_path("dflash"), {}),
+    "dflash tree": (demo.drafter_path("dflash"), {"num_draft_nodes": 10}),
+    "medusa": (demo.drafter_path("medusa"), {"num_draft_nodes": 16}),
+    "draft_model": (demo.drafter_path("draft_model"), {"num_speculative_tokens": 4}),
+    "mlp_speculator": (demo.drafter_path("mlp_speculator"), {"num_speculative_tokens": 3}),
+    "mlp_speculator tree": (demo.drafter_path("mlp_speculator"), {"num_draft_nodes": 10}),
+}
+every_head = pytest.mark.parametrize("name", HEADS)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return demo.load_target(torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_left():
+    yield
+    graphs.forget_graphs()
+    forget_speculators()
+
+
+def settings_of(name: str, **more) -> dict:
+    path, shape = HEADS[name]
+    return {"method": name.split()[0], "model": path, **shape, **more}
+
+
+def inputs_of(num_rows: int) -> dict:
+    tokenizer = demo.load_tokenizer()
+    tokenizer.padding_side = "left"
+    texts = [prompt.text for prompt in demo.prompts()[:num_rows]]
+    return tokenizer(texts, return_tensors="pt", padding=True)
+
+
+def generate(target, inputs, new_tokens=16, **arguments):
+    arguments = {"do_sample": False, "return_dict_in_generate": True, **arguments}
+    return target.generate(**inputs, max_new_tokens=new_tokens, **arguments)
+
+
+def traced(target, inputs, speculative, **arguments):
+    """The text, every draft of the call, and its statistics."""
+    with record(trace=True) as made:
+        output = generate(target, inputs, speculative=speculative, **arguments)
+    return output.sequences.tolist(), made.calls[0].cycles, output.speculative
+
+
+def _noted(draft: DraftTree, probs: list[torch.Tensor]) -> DraftTree:
+    """Returns the draft; the distributions of its tokens are kept for later."""
+    if draft.size:
+        probs += [row[:count].clone() for row, count in zip(draft.probs, draft.num_nodes.tolist())]
+    return draft
+
+
+class TestCalls:
+    @pytest.mark.thinned(4)
+    @every_head
+    @pytest.mark.parametrize("num_rows", [1, 3])
+    def test_text_and_drafts(self, name, num_rows, target, backends):
+        inputs = inputs_of(num_rows)
+        plain = generate(target, inputs).sequences.tolist()
+        text, drafts, stats = traced(target, inputs, settings_of(name))
+        eager_text, eager_drafts, eager_stats = traced(target, inputs, settings_of(name, enforce_eager=True))
+        assert text == eager_text == plain
+        assert drafts == eager_drafts
+        assert (stats.draft_graphs, eager_stats.draft_graphs) == ("on", "off: enforce_eager=True")
+        assert stats.num_draft_graph_replays > 0
+        assert stats.num_draft_graph_captures > 0
+        assert eager_stats.num_draft_graph_replays == 0
+
+    @pytest.mark.parametrize("name", ["eagle3", "mtp", "dflash", "mlp_speculator"])
+    def test_drawn_drafts(self, name, target, backends):
+        """Random numbers and distributions are equal, with and without graphs."""
+        found = []
+        for enforce_eager in (False, True):
+            torch.manual_seed(5)
+            speculative = settings_of(name, draft_sample_method="probabilistic", enforce_eager=enforce_eager)
+            found.append(traced(target, inputs_of(2), speculative, do_sample=True))
+        (text, drafts, stats), (eager_text, eager_drafts, _) = found
+        assert text == eager_text
+        assert drafts == eager_drafts
+        # Tokens of MLP speculators are drawn between graphs.
+        assert 0 < stats.num_draft_graph_replays <= len(drafts) * (1 if name != "mlp_speculator" else 3)
+
+    def test_drawn_drafts_of_many_settings(self, target, backends):
+        """Processors are built into graphs, of which only those of the last few settings are kept."""
+        for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 0.5):
+            found = []
+            for enforce_eager in (False, True):
+                torch.manual_seed(5)
+                speculative = settings_of("eagle3", draft_sample_method="probabilistic", enforce_eager=enforce_eager)
+                arguments = {"do_sample": True, "temperature": temperature, "top_k": 20, "min_p": 0.01}
+                found.append(traced(target, inputs_of(1), speculative, **arguments))
+            assert found[0][:2] == found[1][:2]
+            assert found[0][2].num_draft_graph_captures > 0
+        network = load_speculator(target, settings_of("eagle3")).resources
+        variants = {part for key in graphs._models[network].forwards for part in key if isinstance(part, Variant)}
+        assert len(variants) == 4
+
+    @pytest.mark.thinned(3)
+    @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.2}], ids=["scores alone", "tokens"])
+    @pytest.mark.parametrize("shape", [{}, {"num_speculative_tokens": 2}, {"draft_min_path_prob": 0.1}], ids=str)
+    def test_drawn_chains_of_layers(self, shape, processors, backends, monkeypatch):
+        """A chain is a graph; where processors read tokens, each layer reads the window in a graph of its own."""
+        network, found, probs, propose = network_of("mtp"), [], [], MtpCandidateGenerator.propose
+        monkeypatch.setattr(MtpCandidateGenerator, "propose", lambda *args: _noted(propose(*args), probs))
+        for enforce_eager in (False, True):
+            torch.manual_seed(5)
+            speculator = speculator_of(
+                "mtp", mtp_mode="chain", draft_sample_method="probabilistic", enforce_eager=enforce_eager, **shape
+            )
+            with record(trace=True) as made:
+                output = generate(tiny_llama(), prompts(3), 24, do_sample=True, assistant=speculator, **processors)
+            found.append((output.sequences.tolist(), made.calls[0].cycles))
+            stats = output.speculative
+            if not enforce_eager:
+                assert stats.draft_graphs == "on"
+                keys = [key for key in graphs._models[network].forwards if "layer" in key]
+                layers = {key[key.index("layer") + 1] for key in keys}
+                assert layers == (set(range(shape.get("num_speculative_tokens", 3))) if processors else set())
+                # Most tokens, not only the first of each draft.
+                share = stats.num_draft_graph_replays / len(made.calls[0].cycles)
+                assert share > 1.2 if processors else 0.7 < share <= 1
+        assert found[0] == found[1]
+        for row_probs, eager_probs in zip(probs[: len(probs) // 2], probs[len(probs) // 2 :], strict=True):
+            torch.testing.assert_close(row_probs, eager_probs, atol=1e-5, rtol=1e-4)
+
+    @every_head
+    def test_second_call_captures_nothing(self, name, target, backends):
+        """Graphs belong to the network, and the next call runs them from its first cycle on."""
+        counts = []
+        for _ in range(3):
+            _, drafts, stats = traced(target, inputs_of(1), settings_of(name))
+            counts.append(stats.num_draft_graph_captures)
+        assert counts[0] > 0
+        assert counts[2] == 0
+        assert stats.num_draft_graph_replays >= len(drafts) - 2
+
+    def test_slots_grow(self, target, backends):
+        """More rows and longer texts have larger slots, and graphs of their own."""
+        for num_rows, new_tokens in ((1, 8), (2, 8), (1, 40)):
+            inputs = inputs_of(num_rows)
+            plain = generate(target, inputs, new_tokens).sequences.tolist()
+            text, _, stats = traced(target, inputs, settings_of("eagle3"), new_tokens=new_tokens)
+            assert text == plain
+            assert stats.draft_graphs == "on"
+
+    @pytest.mark.parametrize("name", ["eagle3", "medusa", "mlp_speculator"])
+    def test_forgotten_with_the_speculator(self, name, target, backends):
+        generate(target, inputs_of(1), speculative=settings_of(name))
+        speculator = load_speculator(target, settings_of(name))
+        network = speculator.generator_class.network(speculator.resources)
+        assert graphs._models[network].forwards
+        forget_speculators(target)
+        assert network not in graphs._models
+
+    def test_networks_are_not_kept_alive(self, target, backends):
+        assert generate(target, inputs_of(1), speculative=settings_of("eagle3")).speculative.draft_graphs == "on"
+        network = weakref.ref(load_speculator(target, settings_of("eagle3")).resources)
+        with pytest.MonkeyPatch.context() as patch:
+            # What forgets the network forgets its graphs; they alone must not hold it either.
+            patch.setattr("hf_specdec.loader.forget_graphs", lambda *args: None)
+            forget_speculators(target)
+        gc.collect()
+        assert network() is None
+
+    @pytest.mark.parametrize("name", ["eagle3", "mlp_speculator tree"])
+    def test_threads(self, name, target, backends):
+        """One call has the graphs, others draft without them."""
+        inputs = inputs_of(2)
+        plain = generate(target, inputs).sequences.tolist()
+        load_speculator(target, settings_of(name))
+
+        def run_calls() -> list:
+            return [generate(target, inputs, speculative=settings_of(name)) for _ in range(2)]
+
+        for output in sum(in_threads(*[run_calls] * 3), []):
+            assert output.sequences.tolist() == plain
+            assert output.speculative.draft_graphs in ("on", "off: another call is using the graphs of the model")
+
+
+class TestNetworksWithoutACache:
+    def test_trees_that_change(self, target, backends, monkeypatch):
+        """The candidates are one graph for all trees of a depth."""
+        monkeypatch.setattr(medusa, "_FIRST_REVIEW", 2)
+        trees, default_tree = [], medusa.default_tree
+        monkeypatch.setattr(medusa, "default_tree", lambda *args: trees.append(default_tree(*args)) or trees[-1])
+        settings = settings_of("medusa", medusa_tree="measured")
+        plain = generate(target, inputs_of(1), 120).sequences.tolist()
+        captures = CallGraphs.all_captures
+        text, drafts, stats = traced(target, inputs_of(1), settings, new_tokens=120)
+        assert text == plain
+        assert len({tree.paths for tree in trees}) > 3
+        depths = {tree.max_depth for tree in trees}
+        assert stats.num_draft_graph_captures <= len(depths)
+        assert stats.num_draft_graph_replays > len(drafts) - 2 * len(depths)
+        # Who times cycles leaves those with captures out.
+        assert CallGraphs.all_captures - captures == stats.num_draft_graph_captures + stats.num_graph_captures > 0
+
+    def test_trees_of_several_widths(self, backends):
+        heads, states = network_of("medusa/own_lm_heads"), {"last": torch.randn(5, 32)}
+        for width in (2, 5, 2):
+            paths = [(rank,) for rank in range(width)]
+            call = Call(medusa_speculator(heads, speculative_token_tree=paths), [torch.arange(1, 6)], [states])
+            call.observe([torch.ones(1, dtype=torch.long)], [last_of(states)])
+            expected = heads(states["last"][-1])[0].topk(width).indices.tolist()
+            for _ in range(3):
+                assert call.propose([1], [6], [1]) == [(expected, [-1] * width, 1, None)]
+            assert call.graphs.num_replays > 1
+            call.generator.close()
+
+    @pytest.mark.parametrize(("name", "captures"), [("targets_lm_head", 2), ("own_lm_heads", 1)])
+    def test_another_lm_head(self, name, captures, backends):
+        """Graphs that go through the target's lm_head hold on to its weights."""
+        heads, states = network_of(f"medusa/{name}"), {"last": torch.randn(5, 32)}
+        drafts, counts = [], []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            speculator = medusa_speculator(heads, torch.nn.Linear(32, SIZE, bias=False).eval().requires_grad_(False))
+            call = Call(speculator, [torch.arange(1, 6)], [states])
+            for length in range(6, 10):
+                call.observe([torch.ones(1, dtype=torch.long)], [last_of(states)])
+                drafts.append(call.propose([1], [length], [4]))
+            call.generator.close()
+            counts.append(call.graphs.num_captures)
+        assert sum(counts) == captures
+        assert drafts[0] == drafts[3]
+        assert (drafts[3] != drafts[7]) == (name == "targets_lm_head")
+
+    def test_targets_of_several_vocabularies(self, backends):
+        """A network may draft for targets that know fewer tokens than it, or more."""
+        network, states = network_of("mlp_speculator/tied"), {"last": torch.randn(5, 32)}
+        for size in (SIZE, 5, SIZE + 3, SIZE):
+            drafts = []
+            for enforce_eager in (False, True):
+                speculator = mlp_speculator(network, size, num_speculative_tokens=4, enforce_eager=enforce_eager)
+                call = Call(speculator, [torch.arange(1, 6)], [states])
+                for length in range(6, 9):
+                    call.observe([torch.ones(1, dtype=torch.long)], [last_of(states)])
+                    drafts.append(call.propose([size - 1], [length], [4]))
+                call.generator.close()
+                assert (call.graphs.num_replays > 0) == (not enforce_eager)
+            assert all(draft == drafts[0] for draft in drafts)
+            assert max(drafts[0][0][0]) < size
+
+    def test_processors(self, target, backends):
+        """Processors look at each token of a chain, so that each has a graph."""
+        settings, asked = settings_of("mlp_speculator"), {"repetition_penalty": 1.3, "new_tokens": 24}
+        plain = generate(target, inputs_of(2), **asked).sequences.tolist()
+        text, drafts, stats = traced(target, inputs_of(2), settings, **asked)
+        eager_text, eager_drafts, _ = traced(target, inputs_of(2), {**settings, "enforce_eager": True}, **asked)
+        assert text == eager_text == plain
+        assert drafts == eager_drafts
+        assert stats.num_draft_graph_replays > len(drafts)
+
+    def test_padding(self):
+        """Rows of padding are zeros."""
+        values = {"states": torch.ones((2, 5), dtype=torch.bfloat16), "tokens": torch.tensor([3, 4])}
+        inputs = RowInputs(4, values, CPU)
+        for num_rows in (3, 4, 1):
+            for buffer in inputs.buffers:
+                spoil(buffer)
+            inputs.fill({"states": torch.ones((4, 5)), "tokens": torch.arange(1, 5)}, num_rows)
+            assert inputs.tensors["states"].dtype == torch.bfloat16
+            assert inputs.tensors["states"].sum(1).tolist() == [5] * num_rows + [0] * (4 - num_rows)
+            assert inputs.tensors["tokens"].tolist() == [*range(1, num_rows + 1), *[0] * (4 - num_rows)]
+
+    def test_only_the_rows_in_use(self, backends):
+        network, session = network_of("mlp_speculator/tied"), Session(3, 60, CPU)
+        row_graphs = RowGraphs(network)
+        row_graphs.begin(SpeculativeConfig("mlp_speculator", "loaded"), session)
+
+        def values():
+            return {"one": torch.arange(3.0), "two": torch.ones(3, 2)}
+
+        for _ in range(3):
+            double, (total, number) = row_graphs.run((), 3, lambda one, two: (2 * one, (two.sum(1), 7)), values)
+            assert double.tolist() == [0, 2, 4]
+            assert (total.tolist(), number) == ([2, 2, 2], 7)
+        row_graphs.close()
+        assert session.draft_graphs[0].num_replays == 3
+        # For three rows, and fewer.
+        assert session.draft_graphs[0].num_captures == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.smoke] * (name in ("eagle3", "dflash tree"))) for name in HEADS]
+)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_cuda_graphs(name, num_rows):
+    """Runs the calls with CUDA graphs in the place of tapes."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    target, inputs = demo.load_target(torch.float32).to("cuda"), inputs_of(num_rows).to("cuda")
+    plain = generate(target, inputs).sequences.tolist()
+    for _ in range(2):
+        text, _, stats = traced(target, inputs, settings_of(name))
+        assert text == plain
+        assert stats.draft_graphs == "on"
+        assert stats.num_draft_graph_replays > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "dflash", "mlp_speculator"])
+def test_cuda_graphs_of_drawn_drafts(name):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    target, inputs = demo.load_target(torch.float32).to("cuda"), inputs_of(3).to("cuda")
+    for _ in range(2):
+        speculative = settings_of(name, draft_sample_method="probabilistic")
+        _, _, stats = traced(target, inputs, speculative, do_sample=True)
+        assert stats.draft_graphs == "on"
+        assert stats.num_draft_graph_replays > 0
+
+
+class TestEager:
+    def test_cpu(self, target):
+        stats = generate(target, inputs_of(1), speculative=settings_of("eagle3")).speculative
+        assert (stats.draft_graphs, stats.num_draft_graph_replays) == ("", 0)
+
+    def test_hooks_on_what_is_shared(self, target, backends):
+        """Modules of the target that the draft goes through are looked at as well."""
+        network = load_speculator(target, settings_of("eagle")).resources
+        assert str(graphs_for(network, {}, network.shared_modules)) == "on"
+        handle = target.get_output_embeddings().register_forward_hook(lambda module, args, output: None)
+        hooked = graphs_for(network, {}, network.shared_modules)
+        assert str(hooked) == "off: its modules have hooks, or forwards of their own"
+        handle.remove()
+
+    @pytest.mark.parametrize(
+        ("name", "kind", "part"),
+        [
+            ("eagle3", Eagle3Network, "fuse"),
+            ("medusa", MedusaHeads, "top_tokens"),
+            ("mlp_speculator", MLPStage, "__call__"),
+        ],
+    )
+    def test_what_cannot_be_captured(self, name, kind, part, target, backends, monkeypatch):
+        """Drafts are made all the same, and a capture is not tried again."""
+        whole = getattr(kind, part)
+
+        def waiting(self, given, *args):
+            states = next(iter(given.values())) if isinstance(given, dict) else given
+            assert states.sum().item() < float("inf")
+            return whole(self, given, *args)
+
+        plain = generate(target, inputs_of(1)).sequences.tolist()
+        monkeypatch.setattr(kind, part, waiting)
+        text, _, stats = traced(target, inputs_of(1), settings_of(name))
+        assert text == plain
+        assert stats.draft_graphs.startswith("off: capturing failed: CannotCaptureError")
+        assert stats.num_draft_graph_replays == 0
+
+    def test_more_entries_than_a_cycle_leaves(self, backends):
+        """Entries come all at once, as after plain cycles: they are read without a graph."""
+        call = a_call("eagle/eagle3", {"num_speculative_tokens": 2})
+        new = Entries(torch.zeros((2, 4), dtype=torch.long), {}, [4, 4])
+        slots: DraftSlots = call.generator.entries
+        assert slots.replay((), new, 3, 0, [1, 1], lambda inputs, columns: None) is None
+
+
+def a_call(kind: str, shape: dict) -> Call:
+    """A call for two rows of equal length."""
+    network = network_of(kind)
+    states = {key: torch.ones((5, network.config.target_hidden_size)) for key in network.target_hidden_states}
+    return Call(speculator_of(kind, **shape), [torch.arange(1, 6), torch.arange(2, 7)], [states, states])
+
+
+class TestDraftInputs:
+    def test_padding(self):
+        """Entries of padding are zeros; rows of padding stand where the first one does."""
+        call = a_call("eagle/eagle3", {})
+        slots = call.generator.entries
+        inputs = DraftInputs(4, 3, {1: torch.zeros((2, 1, 5))}, CPU)
+        for buffer in inputs.buffers:
+            spoil(buffer)
+        inputs.fill(Entries(torch.ones((2, 2)), {1: torch.ones((2, 2, 5))}, [1, 2]), [3, 4], slots, 2)
+        assert inputs.tokens.tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 0]]
+        assert inputs.states[1].sum() == 20
+        assert inputs.counts.tolist() == [1, 2, 1, 1]
+        assert inputs.limits.tolist() == [3, 4, 3, 3]
+        assert inputs.ends.tolist() == [4] * 4
+        assert inputs.leads[:, 0].tolist() == [0] * 4
+        assert inputs.first_slots[:, 0].tolist() == [0] * 4

@@ -1,0 +1,637 @@
+"""Forwards as graphs: whole calls on tapes in the place of CUDA graphs, and the same on a GPU."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
+from transformers.generation import LogitsProcessor, LogitsProcessorList
+
+from hf_specdec import forget_speculators
+from hf_specdec.decoding import attention, capture, functional, graphs, loop, store, target
+from hf_specdec.decoding.cache import SlotCache
+from hf_specdec.decoding.capture import CaptureBackend, SharedOutputs
+from hf_specdec.decoding.graphs import CallGraphs, call_graphs
+from hf_specdec.kernels.indexing import arange
+from hf_specdec.kernels.tree_attention import MAX_NODES
+from tests.helpers.architectures import ALONE, CHAINS_ONLY, supported, tiny_model
+from tests.helpers.caches import CACHE
+from tests.helpers.models import prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
+from tests.helpers.sampled import sampled_speculator
+from tests.helpers.tape import TapeBackend, spoil_inputs, tape_everything
+from tests.helpers.threads import in_threads
+from tests.lossless.test_families import TREE, Case
+
+
+@pytest.fixture
+def backends(device, monkeypatch) -> list[TapeBackend]:
+    """Captures onto tapes, on a GPU into graphs. Whatever a replay reads must have been filled for it."""
+    spoil_inputs(monkeypatch)
+    return tape_everything(monkeypatch) if device.type == "cpu" else []
+
+
+@pytest.fixture
+def with_kernel(monkeypatch):
+    """Attention from a tree and not from a mask, by the reference of the kernel."""
+    monkeypatch.setattr(attention, "use_triton", lambda *tensors: True)
+    monkeypatch.setattr(target, "use_triton", lambda *tensors: True)
+    monkeypatch.setattr(functional, "use_triton", lambda *tensors: True)
+
+
+@pytest.fixture
+def small_slots(monkeypatch):
+    """Calls begin with room for hardly more than their prompts."""
+    monkeypatch.setattr(store, "_LEAST_SLOTS", 1)
+    monkeypatch.setattr(loop, "SlotCache", lambda capacity, limit: SlotCache(12, limit))
+
+
+def on(device, inputs: dict) -> dict:
+    return {name: values.to(device) for name, values in inputs.items()}
+
+
+def greedy(model, inputs, new_tokens=24, **arguments):
+    inputs = on(model.device, inputs)
+    return model.generate(
+        **inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True, **arguments
+    )
+
+
+def check_scripted(model, inputs, new_tokens=24, **script):
+    """A call with scripted drafts says what plain generation says; its statistics."""
+    plain = greedy(model, inputs, new_tokens).sequences
+    output = greedy(model, inputs, new_tokens, assistant=scripted_for(plain.cpu(), inputs, **script))
+    assert output.sequences.tolist() == plain.tolist()
+    return output.speculative
+
+
+SCRIPTS = {"chains": {"k": 4}, "trees": {"tree": TREE}, "a tree for each row": {"tree": "random"}}
+
+
+class TestCallsEqualPlainGeneration:
+    @pytest.mark.parametrize("script", SCRIPTS)
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    def test_drafts(self, script, batch_size, device, backends):
+        stats = check_scripted(tiny_llama().to(device), prompts(batch_size), **SCRIPTS[script])
+        assert stats.graphs == "on"
+        assert stats.num_graph_captures >= 1
+        # All but the prefill.
+        assert stats.num_graph_replays == stats.num_target_forwards - 1
+
+    @pytest.mark.smoke
+    def test_plain_decoding(self, device, backends):
+        """One token at a time through a graph, without drafts."""
+        model, inputs = tiny_llama().to(device), prompts(2)
+        plain = greedy(model, inputs).sequences
+        output = greedy(model, inputs, speculative={"method": "ngram", "disable_by_batch_size": 1})
+        assert output.sequences.tolist() == plain.tolist()
+        stats = output.speculative
+        # One for each number of rows, at the beginning.
+        assert (stats.num_graph_captures, stats.num_graph_replays) == (2, stats.num_target_forwards - 1)
+
+    @pytest.mark.parametrize("make", [tiny_mistral, tiny_gpt2])
+    def test_windows_and_learned_positions(self, make, device, backends):
+        assert check_scripted(make().to(device), prompts(3), tree=TREE).graphs == "on"
+
+    @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "llama4_text", "qwen3", "gemma4_text", "phi3"])
+    def test_attention_from_the_tree(self, name, device, backends, with_kernel):
+        case = Case(name, tiny_model(name).to(device))
+        output = case.speculate(4, num_speculative_tokens=3, tree=TREE)
+        assert output.sequences.tolist() == case.expected(4).tolist()
+        # In float32 its experts are a loop on a GPU, whose sizes the host reads.
+        if name == "gpt_oss" and device.type == "cuda":
+            assert output.speculative.graphs.startswith("off")
+        else:
+            assert output.speculative.graphs == "on"
+        assert output.speculative.attention.startswith("tree kernel")
+
+    def test_rows_end_apart(self, device, backends):
+        model, inputs = tiny_llama().to(device), prompts(5)
+        text = greedy(model, inputs, 40).sequences[:, 7:].tolist()
+        ends = {token: {row.index(token) for row in text if token in row} for token in range(64)}
+        end = max(ends, key=lambda token: (len(ends[token]), min(ends[token], default=0)))
+        assert len(ends[end]) >= 3
+        plain = greedy(model, inputs, 40, eos_token_id=end).sequences
+        script = scripted_for(plain.cpu(), inputs, k=2)
+        output = greedy(model, inputs, 40, eos_token_id=end, assistant=script)
+        assert output.sequences.tolist() == plain.tolist()
+        # For more than one number of rows.
+        assert output.speculative.num_graph_captures > 1
+
+    def test_states_logits_and_cache_survive(self, device, backends):
+        """Everything a call returns is its own, not the memory of a graph."""
+        model, inputs = tiny_llama().to(device), prompts(2)
+        plain = greedy(model, inputs, output_logits=True, output_scores=True)
+        script = scripted_for(plain.sequences.cpu(), inputs)
+        output = greedy(model, inputs, assistant=script, output_logits=True, output_scores=True)
+        assert output.speculative.num_graph_replays > 0
+        greedy(model, prompts(2, seed=1), assistant=script)
+        for name in ("logits", "scores"):
+            for mine, others in zip(getattr(output, name), getattr(plain, name), strict=True):
+                torch.testing.assert_close(mine, others, atol=1e-3, rtol=1e-3)
+        for mine, others in zip(output[CACHE].layers, plain[CACHE].layers, strict=True):
+            if device.type == "cuda":
+                # The kernel that reads the prompt lets padding see itself alone.
+                padding = F.pad(inputs["attention_mask"] == 0, (0, mine.keys.shape[2] - inputs["input_ids"].shape[1]))
+                for layer in (mine, others):
+                    layer.keys = layer.keys.masked_fill(padding[:, None, :, None].to(device), 0)
+            torch.testing.assert_close(mine.keys, others.keys, atol=1e-3, rtol=1e-3)
+
+    @pytest.mark.smoke
+    def test_sampling(self, device, backends):
+        """Random numbers are equal, with and without graphs."""
+        model, inputs = tiny_llama().to(device), on(device, prompts(2))
+        texts = []
+        for enforce_eager in (True, False):
+            drafter = sampled_speculator(3)
+            drafter.config = drafter.config.replace(enforce_eager=enforce_eager)
+            torch.manual_seed(3)
+            texts.append(model.generate(**inputs, assistant=drafter, do_sample=True, max_new_tokens=24).tolist())
+        assert texts[0] == texts[1]
+
+    def test_continued_cache(self, device, backends):
+        model, inputs = tiny_llama().to(device), prompts(1)
+        plain = greedy(model, inputs, 30).sequences
+        first = greedy(model, inputs, 12, spec_method="ngram")
+        tokens = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences)}
+        output = greedy(model, tokens, 18, spec_method="ngram", **{CACHE: first[CACHE]})
+        assert output.sequences.tolist() == plain.tolist()
+
+
+class TestDrafters:
+    def test_draft_model(self, device, backends):
+        model, draft, inputs = tiny_llama().to(device), tiny_llama(seed=1).to(device), prompts(2)
+        plain = greedy(model, inputs).sequences
+        seen = []
+        close = CallGraphs.close
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CallGraphs, "close", lambda self: seen.append(self) or close(self))
+            output = greedy(model, inputs, assistant=draft)
+        assert output.sequences.tolist() == plain.tolist()
+        assert len(seen) == 2
+        assert all(graphs.num_replays > 10 for graphs in seen)
+
+    @pytest.mark.smoke
+    def test_hidden_states_of_the_target(self, device, backends):
+        """A drafter reads states that the graph of the verification writes."""
+        target_model = tiny_llama().to(device)
+        inputs = prompts(2)
+        plain = greedy(target_model, inputs).sequences
+        speculator = scripted_for(plain.cpu(), inputs)
+        seen = {"on": [], "off": []}
+
+        def watching(where):
+            class Watching(speculator.generator_class):
+                target_hidden_states = (1, "last")
+
+                def observe(self, commit):
+                    # Commits are read when others have followed.
+                    seen[where].append(commit)
+
+            return Watching
+
+        for where in seen:
+            watched = scripted_for(plain.cpu(), inputs)
+            watched.generator_class = watching(where)
+            watched.config = watched.config.replace(enforce_eager=where == "off")
+            output = greedy(target_model, inputs, assistant=watched)
+            assert (output.speculative.num_graph_replays > 0) == (where == "on")
+        for ours, others in zip(seen["on"], seen["off"], strict=True):
+            # Those of a graph are as wide as a whole draft.
+            width = others.tokens.shape[1]
+            assert torch.equal(ours.tokens[:, :width], others.tokens)
+            assert not ours.tokens[:, width:].any()
+            states = {key: value[:, :width] for key, value in ours.hidden_states.items()}
+            torch.testing.assert_close(states, others.hidden_states, atol=1e-3, rtol=1e-3)
+
+
+class TestReuse:
+    @pytest.mark.smoke
+    def test_second_call_captures_nothing(self, device, backends):
+        model, inputs = tiny_llama().to(device), prompts(1)
+        first, second = (check_scripted(model, inputs) for _ in range(2))
+        assert first.num_graph_captures > 0
+        assert second.num_graph_captures == 0
+        assert second.num_graph_replays == second.num_target_forwards - 1
+
+    def test_sizes(self, device, backends):
+        """Full drafts of all numbers of rows to which the call may shrink, and single tokens where none is drafted."""
+        model = tiny_llama().to(device)
+        check_scripted(model, prompts(3), k=5)
+        found = {(place, rows, nodes) for place, rows, nodes, *_ in graphs._models[model].forwards}
+        full = {((4, 1024), rows, 6) for rows in (4, 2, 1)}
+        assert full <= found <= full | {((4, 1024), rows, 1) for rows in (4, 2, 1)}
+
+    def test_captures_at_the_start(self, device, backends, monkeypatch):
+        """Rows that leave find their graphs: nothing is captured after the first verification."""
+        model, inputs, seen = tiny_llama().to(device), prompts(5), []
+        text = greedy(model, inputs, 40).sequences[:, 7:].tolist()
+        # A token that ends rows one after the other.
+        end = max({token for row in text for token in row}, key=lambda token: sum(token in row for row in text))
+        plain = greedy(model, inputs, 40, eos_token_id=end).sequences
+        run, captures = CallGraphs.run, lambda self: (self.num_captures, self.num_replays)
+        monkeypatch.setattr(CallGraphs, "run", lambda self, *args: [run(self, *args), seen.append(captures(self))][0])
+        drafter = scripted_for(plain.cpu(), inputs, k=2)
+        output = greedy(model, inputs, 40, eos_token_id=end, assistant=drafter)
+        assert output.sequences.tolist() == plain.tolist()
+        assert output.speculative.num_graph_replays == len(seen) > 3
+        # For four, two and one rows; and once more for single tokens, at the ends of texts.
+        assert seen[0] == (3, 1)
+        assert {number for number, _ in seen} <= {3, 6}
+
+    def test_forget_speculators(self, device, backends):
+        model, inputs = tiny_llama().to(device), prompts(1)
+        for _ in range(2):
+            assert check_scripted(model, inputs).num_graph_captures > 0
+            forget_speculators(model)
+
+    def test_what_a_graph_reads_is_kept_alive(self, monkeypatch):
+        """Tensors made once for all who want them are kept too, even if they have had to make way since."""
+
+        class Forgetful(CaptureBackend):
+            def capture(self, run):
+                run()
+                return lambda: None, None
+
+        monkeypatch.setattr(graphs, "capture_backend", lambda device: Forgetful())
+        model, seen = tiny_llama(), []
+
+        def read(inputs):
+            places = arange(1000, torch.device("cpu"))
+            seen.append(weakref.ref(places))
+
+        call = call_graphs(model)
+        captured = call.run(("key",), 1, lambda rows: {}, lambda inputs, rows: None, read)
+        for size in range(300):
+            arange(size, torch.device("cpu"))
+        assert captured is not None
+        assert seen[0]() is not None
+        del captured, call
+        graphs.forget_graphs(model)
+        gc.collect()
+        assert seen[0]() is None
+
+    def test_forgotten_graphs_are_free_at_once(self, device, backends):
+        """Without a collection of garbage, which may come late."""
+        model = tiny_llama().to(device)
+        assert check_scripted(model, prompts(1)).num_graph_captures > 0
+        kept = graphs._graphs_of(model)
+        gone = [weakref.ref(part) for part in (kept, kept.store, *kept.forwards.values())]
+        gc.collect()
+        gc.disable()
+        try:
+            del kept
+            graphs.forget_graphs(model)
+            assert [part() for part in gone] == [None] * len(gone)
+        finally:
+            gc.enable()
+
+    def test_models_are_not_kept_alive(self, device, backends):
+        model = tiny_llama().to(device)
+        assert check_scripted(model, prompts(1)).num_graph_captures > 0
+        model = weakref.ref(model)
+        gc.collect()
+        assert model() is None
+
+    def test_slots_grow(self, device, backends, small_slots):
+        """Within a call, and from one call to the next."""
+        model, inputs = tiny_llama().to(device), prompts(2)
+        for new_tokens in (8, 60):
+            assert check_scripted(model, inputs, new_tokens=new_tokens).num_graph_captures > 0
+        assert len({place for place, *_ in graphs._models[model].forwards}) > 1
+        for new_tokens in (8, 60, 8, 60):
+            stats = check_scripted(model, inputs, new_tokens=new_tokens)
+        assert stats.num_graph_captures == 0
+
+    def test_moved_weights(self, device, backends):
+        """Graphs read weights where they were."""
+        model, inputs = tiny_llama().to(device), prompts(1)
+        check_scripted(model, inputs)
+        for parameter in model.parameters():
+            parameter.data = -parameter.data
+        assert check_scripted(model, inputs).num_graph_captures > 0
+
+    def test_changed_weights(self, device, backends):
+        """Weights that are trained in place need no new graphs."""
+        model, inputs = tiny_llama().to(device), prompts(1)
+        for _ in range(2):
+            check_scripted(model, inputs)
+        with torch.no_grad():
+            model.get_output_embeddings().weight.neg_()
+        check_scripted(model, inputs)
+
+    def test_inference_mode(self, device, backends):
+        """Calls inside and outside of it share graphs and slots."""
+        model, inputs = tiny_llama().to(device), prompts(2)
+        with torch.inference_mode():
+            check_scripted(model, inputs)
+        check_scripted(model, inputs)
+        with torch.inference_mode():
+            assert check_scripted(model, inputs).num_graph_captures == 0
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that holds another one, as quantised and sharded weights do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Wrapped(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        return cls(args[0].inner)
+
+
+def wrap_weights(model):
+    norm = model.model.norm
+    norm.weight = torch.nn.Parameter(Wrapped(norm.weight.detach()), requires_grad=False)
+
+
+def replace_forward(model):
+    model.model.forward = model.model.forward
+
+
+CHANGES = {
+    "it is split over several processes": lambda model: setattr(model, "_tp_size", 2),
+    "its weights are wrapped tensors, whose addresses are not known": wrap_weights,
+    "its weights lie on several devices": lambda model: model.model.norm.to("meta"),
+    "it is in training mode": lambda model: model.train(),
+    "it has adapters, which may be switched": lambda model: setattr(model.model.norm, "active_adapter", "default"),
+    "its modules have hooks, or forwards of their own": replace_forward,
+}
+
+
+class TestEager:
+    def test_enforce_eager(self, device, backends):
+        model, inputs = tiny_llama().to(device), prompts(1)
+        output = greedy(model, inputs, speculative={"method": "ngram", "enforce_eager": True})
+        assert output.speculative.graphs == "off: enforce_eager=True"
+        assert output.speculative.num_graph_replays == 0
+
+    def test_cpu(self):
+        output = greedy(tiny_llama(), prompts(1), spec_method="ngram")
+        assert output.speculative.graphs == "off: not on a CUDA device"
+        assert output.speculative.peak_memory_bytes == 0
+
+    def test_all_hidden_states(self, device, backends):
+        model = tiny_llama().to(device)
+        output = greedy(model, prompts(1), spec_method="ngram", output_hidden_states=True)
+        assert output.speculative.graphs == "off: the hidden states of all layers are returned"
+
+    @pytest.mark.parametrize(
+        ("name", "reason"),
+        [("qwen3_next", "it has layers with a recurrent state"), ("bloom", "it tells positions from the slots")],
+    )
+    def test_models_that_cannot_be_captured(self, name, reason, device, backends):
+        case = Case(name, tiny_model(name).to(device))
+        output = case.speculate(1, num_speculative_tokens=3)
+        assert output.speculative.graphs.startswith(f"off: {reason}")
+
+    @pytest.mark.parametrize("reason", CHANGES)
+    def test_changed_models(self, reason, device, backends):
+        model = tiny_llama().to(device)
+        assert str(call_graphs(model)) == "on"
+        CHANGES[reason](model)
+        assert str(call_graphs(model)) == f"off: {reason}"
+
+    def test_autocast(self, device, backends):
+        model = tiny_llama().to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            assert str(call_graphs(model)) == "off: autocast is on"
+        assert str(call_graphs(model)) == "on"
+
+    def test_hooks_that_transformers_leaves_behind(self, device, backends):
+        model = tiny_llama().to(device)
+        greedy(model, prompts(1), 2, output_hidden_states=True)
+        assert str(call_graphs(model)) == "on"
+
+    def test_hooks(self, device, backends):
+        model, inputs = tiny_llama().to(device), prompts(1)
+        seen = []
+        handle = model.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(1))
+        stats = check_scripted(model, inputs)
+        assert stats.graphs == "off: its modules have hooks, or forwards of their own"
+        handle.remove()
+        assert check_scripted(model, inputs).graphs == "on"
+
+    def test_long_drafts(self, device, backends):
+        model, inputs = tiny_llama().to(device), prompts(1)
+        stats = check_scripted(model, inputs, new_tokens=90, k=MAX_NODES + 1, accuracy=0.0)
+        assert stats.num_graph_replays < stats.num_target_forwards - 1
+
+
+class Waiting(LlamaForCausalLM):
+    """Asks the device for a number in every forward."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        assert input_ids.max().item() < self.config.vocab_size
+        return super().forward(input_ids, position_ids=position_ids, **kwargs)
+
+
+class TestFailingCapture:
+    @pytest.fixture
+    def model(self, device):
+        return Waiting(tiny_llama().config).eval().to(device)
+
+    @pytest.mark.smoke
+    def test_runs_eagerly_and_says_why(self, model, backends, caplog, monkeypatch):
+        monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+        stats = check_scripted(model, prompts(2))
+        assert stats.graphs.startswith("off: capturing failed: ")
+        assert stats.num_graph_replays == 0
+        assert "runs without CUDA graphs; capturing failed" in caplog.text
+
+    def test_is_not_tried_again(self, model, backends, monkeypatch):
+        check_scripted(model, prompts(2))
+        monkeypatch.setattr(CallGraphs, "_capture", lambda *args: pytest.fail("captured again"))
+        assert "capturing failed" in check_scripted(model, prompts(2)).graphs
+
+    def test_in_the_middle_of_a_call(self, device, backends, small_slots, monkeypatch):
+        """The slots stay where they are."""
+        in_a_graph, columns = SlotCache.in_a_graph, set()
+
+        def failing(self, lengths, num_columns):
+            columns.add(num_columns)
+            assert len(columns) < 2, "no more of it"
+            return in_a_graph(self, lengths, num_columns)
+
+        monkeypatch.setattr(SlotCache, "in_a_graph", failing)
+        stats = check_scripted(tiny_llama().to(device), prompts(3), new_tokens=60)
+        assert stats.num_graph_replays > 0
+        assert stats.graphs.startswith("off: capturing failed: AssertionError: no more of it")
+
+
+class TestCallsAtOnce:
+    def test_the_second_call_runs_without(self, device, backends):
+        model, inputs = tiny_llama().to(device), prompts(1)
+        first = call_graphs(model)
+        second = call_graphs(model)
+        assert str(second) == "off: another call is using the graphs of the model"
+        assert second.store is None
+        first.close()
+        assert check_scripted(model, inputs).graphs == "on"
+
+    def test_a_call_that_never_ends(self, device, backends):
+        model = tiny_llama().to(device)
+        lost = call_graphs(model)
+        del lost
+        gc.collect()
+        assert str(call_graphs(model)) == "on"
+
+    def test_failed_calls_give_them_back(self, device, backends):
+        class Failing(LogitsProcessor):
+            def __call__(self, input_ids, scores):
+                if input_ids.shape[1] > 10:
+                    raise KeyboardInterrupt
+                return scores
+
+        model, inputs = tiny_llama().to(device), prompts(1)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            greedy(model, inputs, spec_method="ngram", logits_processor=LogitsProcessorList([Failing()]))
+        assert check_scripted(model, inputs).graphs == "on"
+        assert caught.traceback
+
+    def test_one_after_the_other(self, device, backends):
+        """Captures are told of them, to keep their streams in order."""
+        model = tiny_llama().to(device)
+        for _ in range(2):
+            check_scripted(model, prompts(1))
+        if device.type == "cpu":
+            assert backends[0].calls == ["begin", "end", "begin", "end"]
+
+    def test_threads(self, device, backends):
+        model, inputs = tiny_llama().to(device), [prompts(2, seed=seed) for seed in range(4)]
+        plain = [greedy(model, each).sequences for each in inputs]
+
+        def run(index):
+            script = scripted_for(plain[index].cpu(), inputs[index], seed=index)
+            return [greedy(model, inputs[index], assistant=script) for _ in range(3)]
+
+        outputs = in_threads(*(partial(run, index) for index in range(len(inputs))))
+        for text, runs in zip(plain, outputs, strict=True):
+            for output in runs:
+                assert output.sequences.tolist() == text.tolist()
+                assert output.speculative.graphs in ("on", "off: another call is using the graphs of the model")
+
+
+class TestLengths:
+    """Calls of other lengths capture little anew."""
+
+    def calls(self, model, lengths, batch_size=2):
+        """Captures of calls with prompts of these lengths."""
+        return [check_scripted(model, prompts(batch_size, length=length)).num_graph_captures for length in lengths]
+
+    def test_prompts_of_similar_lengths(self, device, backends):
+        """Prompts of similar lengths have slots of one size."""
+        model = tiny_llama(max_position_embeddings=4096).to(device)
+        self.calls(model, [10, 10])
+        assert self.calls(model, [90, 900, 10]) == [0] * 3
+
+    @pytest.mark.smoke
+    def test_a_long_prompt_costs_short_ones_nothing(self, device, backends):
+        model = tiny_llama(max_position_embeddings=4096).to(device)
+        self.calls(model, [10, 10])
+        assert self.calls(model, [1500])[0] > 0
+        assert self.calls(model, [40]) == [0]
+
+    def test_fewer_rows_have_the_slots_of_more(self, device, backends):
+        model = tiny_llama().to(device)
+        self.calls(model, [10], batch_size=4)
+        assert self.calls(model, [10, 10], batch_size=2)[-1] == 0
+        assert set(place for place, *_ in graphs._models[model].forwards) == {(4, 1024)}
+
+    def test_short_calls_have_the_slots_of_long_ones(self, device, backends):
+        model = tiny_llama(max_position_embeddings=4096).to(device)
+        self.calls(model, [1500])
+        assert self.calls(model, [10, 40, 1030]) == [0] * 3
+        assert set(place for place, *_ in graphs._models[model].forwards) == {(2, 2048)}
+
+
+class TestSharedOutputs:
+    @pytest.fixture
+    def everything_is_large(self, monkeypatch):
+        monkeypatch.setattr(capture, "_LARGE_OUTPUT", 0)
+
+    @pytest.mark.parametrize("script", SCRIPTS)
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    def test_calls(self, script, batch_size, device, backends, everything_is_large):
+        model = tiny_llama().to(device)
+        for _ in range(2):
+            stats = check_scripted(model, prompts(batch_size), **SCRIPTS[script])
+        assert stats.num_graph_replays > (stats.num_target_forwards - 1) / 2
+
+    def test_memory(self, device, backends, everything_is_large):
+        """Memory of the largest, and of those that had to make way for it: not of all sizes."""
+        model = tiny_llama().to(device)
+        for k in (7, 3, 1):
+            for _ in range(2):
+                check_scripted(model, prompts(2), new_tokens=12, k=k)
+        outputs = [captured.output[0] for captured in graphs._models[model].forwards.values()]
+        sizes = sorted(output.nbytes for output in outputs)
+        assert len(sizes) >= 3
+        kept = {output.untyped_storage().data_ptr(): output.untyped_storage().nbytes() for output in outputs}
+        assert sizes[-1] <= sum(kept.values()) <= 2 * sizes[-1]
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(
+            st.tuples(st.integers(0, 7), st.sampled_from([torch.bfloat16, torch.float32, torch.long])), max_size=4
+        )
+    )
+    def test_what_is_put_comes_out(self, kinds):
+        shared = SharedOutputs()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(capture, "_LARGE_OUTPUT", 16)
+            for _ in range(2):
+                given = {number: torch.randint(9, (3, size)).to(dtype) for number, (size, dtype) in enumerate(kinds)}
+                output = shared.put((given, "text"))
+                assert output[1] == "text"
+                for number, tensor in given.items():
+                    assert torch.equal(output[0][number], tensor)
+                    assert (output[0][number] is tensor) == (tensor.nbytes < 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.smoke
+def test_captures_do_not_wait_for_the_whole_device():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    model = tiny_llama().cuda()
+    check_scripted(model, prompts(1))
+    before = torch.cuda.memory_stats()
+    assert check_scripted(model, prompts(1), k=7).num_graph_captures > 0
+    after = torch.cuda.memory_stats()
+    for name in ("num_sync_all_streams", "num_device_free"):
+        assert after[name] == before[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", supported())
+def test_every_architecture(name, device, backends):
+    """Values that a model reads in Python from the text or from the cache would be wrong in the next cycle."""
+    case = Case(name, tiny_model(name).to(device))
+    for batch_size in (1,) if name in ALONE else (1, 4):
+        for script in ({"num_speculative_tokens": 5}, {"num_speculative_tokens": 3, "tree": TREE}):
+            if "tree" in script and name in CHAINS_ONLY:
+                continue
+            output = case.speculate(batch_size, **script)
+            assert output.sequences.tolist() == case.expected(batch_size).tolist()
+            stats = output.speculative
+            assert (stats.num_graph_replays > 0) == (stats.graphs == "on")

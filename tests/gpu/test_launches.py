@@ -1,0 +1,125 @@
+"""Launches of a cycle, as benchmarks/launches.py counts them: within the aims, and no more than there have been."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from tests.gpu.test_waits import (
+    SPARSE,
+    dflash,
+    draft_model,
+    eagle3,
+    medusa,
+    method,
+    mlp_speculator,
+    mtp,
+)
+from tests.helpers.models import prompts, tiny_llama
+from tests.helpers.other_device import DEVICE, move, other_device
+
+
+pytest.importorskip("triton")
+
+import launches
+from launches import AIMS, SAMPLING, Counts, LaunchCounter, Row, steady_cycles
+
+
+# By model, method and batch: kernels of a layer, in the graphs of the drafter and outside of graphs; uploads, replays.
+COUNTS = {
+    ("qwen3", "ngram", 1): (8, 55, 5, 2, 2),
+    ("mixtral", "ngram", 1): (12, 55, 5, 2, 2),
+    ("qwen2_moe", "ngram", 1): (14, 55, 5, 2, 2),
+}
+
+# Every method whose drafts have graphs, and one that drafts on the host, with small networks of random weights.
+DRAFTERS = {
+    "ngram": method("ngram", num_speculative_tokens=3),
+    "recycling": method("recycling", num_speculative_tokens=3),
+    "early_exit": method("early_exit", num_speculative_tokens=3),
+    "sparse_kv": method("sparse_kv", **SPARSE, num_speculative_tokens=3),
+    "draft_model": draft_model(num_speculative_tokens=3),
+    "draft_model, masks": draft_model(mask_token=3, num_speculative_tokens=3),
+    "draft_model, states": draft_model(mask_token=3, reads_states=True, num_speculative_tokens=3),
+    "medusa": medusa(num_speculative_tokens="fixed"),
+    "mlp_speculator": mlp_speculator(num_speculative_tokens="fixed"),
+    "eagle3": eagle3(draft_tree_depth=3, draft_tree_top_k=2, num_draft_nodes=6, num_speculative_tokens="fixed"),
+    "mtp": mtp(num_speculative_tokens="fixed"),
+    "dflash": dflash(num_draft_nodes=6, num_speculative_tokens="fixed"),
+}
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """The check of a class of models waits in a cycle, once in a process."""
+    monkeypatch.setenv("HF_SPECDEC_CHECK", "0")
+
+
+@pytest.mark.parametrize("case", COUNTS, ids=lambda case: " ".join(map(str, case)))
+def test_a_cycle_launches_no_more_than_before(case):
+    row, cycles = launches.count(*case)
+    assert len(cycles) >= 3
+    found = (row.per_layer, row.draft, row.outside, row.uploads, row.replays)
+    assert all(one <= other for one, other in zip(found, COUNTS[case])), found
+    # The one wait is for the verdict, after the next draft has been launched.
+    assert (row.copies_to_host, row.waits) == (1, 0)
+    assert not row.missed
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_draft_is_within_the_aims(drafter, batch):
+    inputs = prompts(batch)
+    model = tiny_llama()
+    # Almost all that it drafts is accepted.
+    new_tokens = 24 if drafter == "sparse_kv" else 14
+    cycles = steady_cycles(model, inputs, DRAFTERS[drafter](None, inputs)(model), new_tokens=new_tokens)
+    row = Row.of("tiny", drafter, batch, cycles)
+    assert len(cycles) >= 3
+    assert row.replays == (1 if drafter == "recycling" else 2)
+    assert not row.missed, row
+
+
+def test_a_sampled_cycle_is_within_the_aims():
+    """Drafts are drawn and judged inside of graphs. No other method launches more outside of them."""
+    inputs = prompts(1)
+    model = tiny_llama()
+    drafter = mlp_speculator(num_speculative_tokens=3, draft_sample_method="probabilistic")(None, inputs)(model)
+    cycles = steady_cycles(model, inputs, drafter, new_tokens=14, **SAMPLING)
+    row = Row.of("tiny", "mlp_speculator", 1, cycles, sampled=True)
+    assert len(cycles) >= 3
+    assert row.replays == 2
+    assert not row.missed, row
+
+
+def test_operations_count_as_their_kernels():
+    with other_device() as waits, LaunchCounter(waits).attached(tiny_llama()) as counter:
+        numbers, found = move(torch.ones(2, 4, 6, 16)), Counts()
+        with counter.into(found):
+            numbers.transpose(1, 2).reshape(2, 24, 16)[:, 1:]
+            (numbers + 1).sort()
+            torch.empty(3, device=DEVICE)
+            torch.nn.functional.scaled_dot_product_attention(numbers, numbers, numbers, is_causal=True)
+            torch.arange(3, device=DEVICE)
+            torch.ones(3) + torch.ones(3)
+            torch.tensor([1]).to(DEVICE, non_blocking=True)
+        with counter.into(None):
+            numbers + 1
+    assert found.kernels == {"clone": 1, "add": 1, "sort": 3, "scaled_dot_product_attention": 1, "arange": 1}
+    assert found.uploads == 1
+    assert not waits
+
+
+@pytest.mark.slow
+def test_figures_in_a_file(tmp_path, monkeypatch):
+    file = tmp_path / "launches.json"
+    monkeypatch.setattr(sys, "argv", ["launches.py", "--models", "llama", "--json", str(file)])
+    launches.main()
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert content["aims"] == AIMS
+    [row] = content["rows"]
+    assert {"model", "method", "batch", "draft", *AIMS} <= row.keys()
+    assert (row["model"], row["method"], row["batch"]) == ("llama", "ngram", 1)

@@ -1,0 +1,205 @@
+"""Numbers between host and device: what arrives, in how many copies, and who waits."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_specdec import transfers
+from hf_specdec.candidate_generators.medusa import generator as medusa
+from hf_specdec.candidate_generators.mlp_speculator import growth as mlp_speculator
+from hf_specdec.decoding import masks
+from hf_specdec.drafts import TokenTree, chain_topology, static_topology
+from hf_specdec.drafts.static import _levels
+from hf_specdec.drafts.topology import chain_parents
+from hf_specdec.kernels import cache, indexing
+from hf_specdec.transfers import (
+    PackedTables,
+    PendingRead,
+    fill_table,
+    holding,
+    kept_on_device,
+    kept_tensor,
+    select_rows,
+    upload,
+    upload_together,
+)
+from tests.helpers.other_device import DEVICE, Elsewhere, move, other_device
+
+
+integers = st.integers(-(2**63), 2**63 - 1)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(integers, max_size=5), min_size=1, max_size=4))
+def test_tables_arrive_as_they_were(tables):
+    with other_device() as waits:
+        for device in (torch.device("cpu"), DEVICE):
+            arrived = upload_together(device, *tables)
+            assert [values.device.type for values in arrived] == [device.type] * len(tables)
+            assert [(values.inner if device == DEVICE else values).tolist() for values in arrived] == tables
+        assert waits == []
+
+
+def test_tables_begin_where_kernels_like_it():
+    with other_device():
+        parts = upload_together(DEVICE, [1, 2, 3], [4], [], [5, 6])
+    assert [part.inner.storage_offset() for part in parts] == [0, 4, 6, 6]
+    assert all(part.inner.is_contiguous() for part in parts)
+
+
+def test_a_table_of_rows_is_filled_where_it_lies():
+    """Rows of padding get numbers of their own, also where the device alone knows those of the others."""
+    with other_device() as waits:
+        table, known = move(torch.full((3, 4), -1)), move(torch.tensor([7, 8, 9]))
+        fill_table(table, ([1, 2, 3], known, [5, 6]), [0, 4, 9], 2)
+    assert table.inner.tolist() == [[1, 2, 0, 0], [7, 8, 4, 4], [5, 6, 9, 9]]
+    assert waits == []
+
+
+def test_no_numbers_are_integers_too():
+    assert upload([], torch.device("cpu")).dtype == torch.long
+
+
+@settings(max_examples=50)
+@given(st.data(), st.integers(1, 4))
+def test_one_wait_for_all_that_is_read(data, rows):
+    widths = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+    tables = {
+        str(index): data.draw(st.lists(st.lists(integers, min_size=w, max_size=w), min_size=rows, max_size=rows))
+        for index, w in enumerate(widths)
+    }
+    done = []
+    with other_device() as waits:
+        far = {name: move(torch.tensor(table, dtype=torch.long).view(rows, -1)) for name, table in tables.items()}
+        found = PackedTables.of(far).read(lambda: done.append(len(waits)))
+        assert {name: table.tolist() for name, table in found.items()} == tables
+        assert [wait.what for wait in waits] == ["read"]
+    # In front of the wait.
+    assert done == [0]
+
+
+def test_rows_are_selected_without_waiting():
+    values = torch.arange(12).view(4, 3)
+    with other_device() as waits:
+        chosen = select_rows(move(values), [3, 0])
+        assert waits == []
+        assert chosen.inner.tolist() == [[9, 10, 11], [0, 1, 2]]
+        # As an index does.
+        move(values)[[3, 0]]
+        assert [wait.what for wait in waits] == ["blocking upload"]
+
+
+def test_pending_reads():
+    assert PendingRead(torch.tensor(True)).get()
+
+
+@pytest.mark.gpu
+@pytest.mark.smoke
+def test_pending_reads_arrive():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    values = torch.arange(5, device="cuda")
+    pending = PendingRead(values * 2)
+    assert pending.get().tolist() == [0, 2, 4, 6, 8]
+
+
+TREE, CPU = TokenTree.chain(3), torch.device("cpu")
+
+KEPT = {
+    indexing.arange: (3,),
+    kept_tensor: ((1, 2),),
+    masks._padding_mask: ((1, 2), torch.float32),
+    chain_parents: (2,),
+    chain_topology: (2,),
+    static_topology: ((-1, -1, 0),),
+    _levels: (TREE,),
+    medusa._candidate_of_node: (TREE, 4),
+    medusa._is_committed: ((1, 2), 3),
+    mlp_speculator._depths_of_levels: ((1, 2),),
+    cache._addresses: ((16, 32),),
+}
+
+
+class TestKeptOnDevice:
+    @pytest.mark.parametrize("make", KEPT, ids=lambda make: make.__qualname__)
+    def test_every_stream_has_its_own(self, make, monkeypatch):
+        """Memory that one stream is still filling must not be read by another one."""
+        made = {}
+        for stream in (1, 2, 1):
+            monkeypatch.setattr(transfers, "_stream_of", lambda device, stream=stream: stream)
+            found = make(*KEPT[make], CPU)
+            assert made.setdefault(stream, found) is found
+        assert made[1] is not made[2]
+
+    def test_what_is_held_outlives_the_others(self):
+        make = kept_on_device(lambda size, device: torch.ones(size, device=device))
+        before = make(1, CPU)
+        with holding() as held:
+            make(1, CPU)
+            inside = weakref.ref(make(2, CPU))
+        outside = weakref.ref(make(3, CPU))
+        for size in range(10, 300):
+            make(size, CPU)
+        gc.collect()
+        assert any(value is before for value in held.values())
+        assert inside() is not None
+        assert outside() is None
+        held.clear()
+        gc.collect()
+        assert inside() is None
+
+
+class TestOtherDevice:
+    """The tool itself: what waits on a GPU is noted, what a GPU refuses is refused."""
+
+    WAITING = {
+        "item": lambda values: values[0].item(),
+        "truth": lambda values: bool((values > 1).all()),
+        "list": lambda values: values.tolist(),
+        "copy to the host": lambda values: values.cpu(),
+        "copy to the host, unfinished": lambda values: values.to("cpu", non_blocking=True),
+        "copy into a tensor of the host": lambda values: torch.zeros(3, dtype=torch.long).copy_(values),
+        "tensor from a list": lambda values: torch.tensor([1, 2], device=values.device),
+        "tensor like another": lambda values: values.new_tensor([1]),
+        "upload": lambda values: torch.ones(3).to(values.device),
+        "index from a list": lambda values: values[[0, 1]],
+        "index from the host": lambda values: values[torch.tensor([0, 1])],
+        "mask": lambda values: values[values > 1],
+        "nonzero": lambda values: values.nonzero(),
+        "repeat": lambda values: values.repeat_interleave(values),
+        "equal": lambda values: torch.equal(values, values),
+    }
+
+    @pytest.mark.parametrize("what", WAITING)
+    def test_waits(self, what):
+        with other_device() as waits:
+            self.WAITING[what](move(torch.tensor([1, 2, 3])))
+        assert len(waits) == 1
+        assert waits[0].where.startswith("tests.gpu.test_transfers:")
+
+    GOING_ON = {
+        "arithmetic": lambda values: (values + 1).cumsum(0).clamp(max=4),
+        "upload": lambda values: torch.ones(3).to(values.device, non_blocking=True),
+        "upload in place": lambda values: values.copy_(torch.ones(3), non_blocking=True),
+        "number": lambda values: values[1],
+        "fill": lambda values: values[1:].fill_(3),
+        "index": lambda values: values[values - 1],
+        "new tensors": lambda values: torch.arange(3, device=values.device) + values.new_zeros(3),
+        "mask by a number": lambda values: values.masked_fill(values > 1, 0),
+    }
+
+    @pytest.mark.parametrize("what", GOING_ON)
+    def test_does_not_wait(self, what):
+        with other_device() as waits:
+            assert isinstance(self.GOING_ON[what](move(torch.tensor([1, 2, 3]))), Elsewhere)
+        assert waits == []
+
+    def test_tensors_in_two_places(self):
+        with other_device(), pytest.raises(RuntimeError, match="on the CPU and on the other device"):
+            move(torch.ones(3)) + torch.ones(3)

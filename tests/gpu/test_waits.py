@@ -1,0 +1,379 @@
+"""The host waits for the device once in a cycle, whatever is drafted."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from gpu_clocks import noted_waits
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec import load_speculator, record
+from hf_specdec.candidate_generators.dflash.config import DominoConfig
+from hf_specdec.candidate_generators.draft_model.target_states import TargetStates
+from hf_specdec.candidate_generators.medusa.network import MedusaHeads
+from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
+from hf_specdec.decoding.loop import DecodingLoop
+from hf_specdec.many.engine import Engine
+from hf_specdec.many.requests import RequestReader
+from tests.helpers.models import VOCAB_SIZE, prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
+from tests.helpers.other_device import DEVICE, move, other_device
+from tests.helpers.sampled import sampled_speculator
+from tests.methods import test_dflash, test_eagle, test_mtp, test_peagle
+
+
+TREE = (-1, -1, 0, 0, 1, 2)
+GREEDY = {"max_new_tokens": 9, "do_sample": False}
+
+
+class Columns(BaseStreamer):
+    """Keeps the tokens of a single row."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens.extend(value.flatten().tolist())
+
+    def end(self):
+        pass
+
+
+class Watched:
+    """Runs calls on the other device.
+
+    Attributes:
+        cycles (`list[list[Wait]]`): The waits of each cycle of the last call.
+    """
+
+    def __init__(self, monkeypatch):
+        self.waits, self.cycles = [], []
+        cycle = DecodingLoop._cycle
+
+        def watched(loop):
+            before = len(self.waits)
+            cycle(loop)
+            if loop.device == DEVICE:
+                self.cycles.append(self.waits[before:])
+
+        monkeypatch.setattr(DecodingLoop, "_cycle", watched)
+
+    def generate(self, model, inputs, make_drafter, **arguments):
+        """Text of the model with the drafter that `make_drafter` makes for it, once it is on the device."""
+        self.cycles.clear()
+        with other_device() as self.waits:
+            model = move(model)
+            inputs = {name: move(values) for name, values in inputs.items()}
+            output = model.generate(**inputs, **{**GREEDY, **arguments}, assistant=make_drafter(model))
+            return output.cpu() if torch.is_tensor(output) else output
+
+    def check(self):
+        """One wait in each cycle, for the verdict."""
+        assert len(self.cycles) > 2
+        for waits in self.cycles:
+            # A drafter that has not drafted before reads the prompt first, once.
+            found = [(wait.what, wait.where.split()[-1]) for wait in waits if not wait.where.endswith(" prefill")]
+            assert found == [("read", "read")]
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """The check of a class of models waits in a cycle, once in a process."""
+    monkeypatch.setenv("HF_SPECDEC_CHECK", "0")
+
+
+@pytest.fixture
+def watched(monkeypatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+def beside(model, network):
+    """The network, on the device of the model."""
+    return move(network) if model.device == DEVICE else network.to(model.device)
+
+
+def scripted(**script):
+    return lambda plain, inputs: lambda model: scripted_for(plain.cpu(), inputs, **script)
+
+
+# Drafts that are not all accepted.
+SPARSE = {"sparse_kv_window": 2, "sparse_kv_sinks": 1}
+
+
+def draft_model(mask_token=None, reads_states=False, **settings):
+    def make(model):
+        network = tiny_llama(seed=1)
+        network.config.pard_token = mask_token
+        speculator = load_speculator(model, draft_model=beside(model, network), same_tokenizer=True, **settings)
+        if reads_states:
+            embedding, width = network.get_input_embeddings(), model.config.hidden_size
+            weight = torch.randn(embedding.embedding_dim, 2 * width, generator=torch.Generator().manual_seed(0)) / 8
+            weight = move(weight) if model.device == DEVICE else weight.to(model.device)
+            speculator.resources.states = TargetStates((0, "last"), weight, None, 0.5, embedding)
+        return speculator
+
+    return lambda plain, inputs: make
+
+
+def medusa(**settings):
+    def make(model):
+        torch.manual_seed(0)
+        heads = MedusaHeads(model.config.hidden_size, VOCAB_SIZE, 3)
+        for weight in (*heads.weights, *heads.lm_heads):
+            weight.data.normal_(0, 0.5)
+        return load_speculator(model, "medusa", draft_model=beside(model, heads.eval()), **settings)
+
+    return lambda plain, inputs: make
+
+
+def mlp_speculator(**settings):
+    def make(model):
+        torch.manual_seed(0)
+        sizes = {"n_predict": 3, "top_k_tokens_per_head": (4, 3, 2), "inner_dim": 24, "tie_weights": True}
+        config = MLPSpeculatorConfig(emb_dim=model.config.hidden_size, vocab_size=VOCAB_SIZE, **sizes)
+        network = MLPSpeculator(config).eval()
+        return load_speculator(model, "mlp_speculator", draft_model=beside(model, network), **settings)
+
+    return lambda plain, inputs: make
+
+
+def eagle3(**settings):
+    def make(model):
+        torch.manual_seed(0)
+        network = test_eagle.head("eagle3", model.config.hidden_size, VOCAB_SIZE, aux_layer_ids=(0, 1))
+        return test_eagle.speculator_for(beside(model, network).attach(model), **settings)
+
+    return lambda plain, inputs: make
+
+
+def peagle(**settings):
+    def make(model):
+        network = test_peagle.random_head(VOCAB_SIZE, model.config.hidden_size)
+        return test_peagle.speculator_for(beside(model, network).attach(model), **settings)
+
+    return lambda plain, inputs: make
+
+
+def mtp(**settings):
+    def make(model):
+        network = test_mtp.random_mtp(3).eval()
+        return test_mtp.speculator_for(beside(model, network).attach(model), mtp_mode="chain", **settings)
+
+    return lambda plain, inputs: make
+
+
+def dflash(predicts_next=False, markov_rank=0, domino=None, network=None, **settings):
+    kind = {"predicts_next": predicts_next, "markov_rank": markov_rank, "domino": domino, **(network or {})}
+
+    def make(model):
+        torch.manual_seed(0)
+        sizes = {"mask_token_id": 3, "block_size": 4, "num_target_layers": 2, "target_layer_ids": (0, 1), **kind}
+        network = test_dflash.draft(model.config.hidden_size, VOCAB_SIZE, **sizes)
+        return test_dflash.speculator_for(beside(model, network).attach(model), **settings)
+
+    return lambda plain, inputs: make
+
+
+def method(name, **settings):
+    return lambda plain, inputs: lambda model: load_speculator(model, name, **settings)
+
+
+DRAFTERS = {
+    "chains": scripted(k=4),
+    "trees": scripted(tree=TREE),
+    "a tree for each row": scripted(tree="random"),
+    "ngram": method("ngram"),
+    "recycling": method("recycling"),
+    "sparse_kv": method("sparse_kv", **SPARSE, num_speculative_tokens=3),
+    "draft model": draft_model(num_speculative_tokens=3),
+    "draft model, masks": draft_model(mask_token=3, num_speculative_tokens=3),
+    "draft model, states": draft_model(mask_token=3, reads_states=True, num_speculative_tokens=3),
+    "medusa": medusa(),
+    "medusa, measured": medusa(medusa_tree="measured"),
+    "mlp_speculator": mlp_speculator(),
+    "mlp_speculator, candidates": mlp_speculator(mlp_speculator_num_candidates=4),
+    "mlp_speculator, chain": mlp_speculator(num_speculative_tokens=2),
+    "mlp_speculator, static tree": mlp_speculator(speculative_token_tree=[(0,), (1,), (0, 0), (1, 0)]),
+    "eagle3, chain": eagle3(num_speculative_tokens=3),
+    "eagle3, static tree": eagle3(speculative_token_tree=[(0,), (1,), (0, 0), (1, 0)]),
+    "eagle3, dynamic tree": eagle3(draft_tree_depth=4, draft_tree_top_k=2, num_draft_nodes=6),
+    "mtp, layers": mtp(),
+    "dflash": dflash(),
+    "dflash, tree": dflash(num_draft_nodes=6),
+    "dflash, denoising": dflash(dflash_num_denoising_steps=2),
+    "dflash, corrections": dflash(predicts_next=True, markov_rank=3),
+    "dflash, domino": dflash(domino=DominoConfig(8, 4)),
+    "adaptive": draft_model(num_speculative_tokens="auto"),
+}
+
+
+DRAWN = {
+    "sparse_kv": method("sparse_kv", **SPARSE, num_speculative_tokens=3)(None, None),
+    "chains": lambda model: sampled_speculator(3),
+    "trees": lambda model: sampled_speculator(2, widths=(2, 2)),
+    "draft model": draft_model(num_speculative_tokens=3)(None, None),
+    "mlp_speculator": mlp_speculator(draft_sample_method="probabilistic", num_speculative_tokens=3)(None, None),
+    "mtp, layers": mtp(draft_sample_method="probabilistic")(None, None),
+    "best tokens of a draft model": draft_model(draft_sample_method="greedy", num_speculative_tokens=3)(None, None),
+}
+
+
+class TestOneWaitACycle:
+    @pytest.mark.thinned(2)
+    @pytest.mark.parametrize(
+        ("drafter", "batch_size"), [*((name, 3) for name in DRAFTERS), ("chains", 1), ("trees", 1), ("draft model", 1)]
+    )
+    def test_greedy(self, drafter, batch_size, watched):
+        model, inputs = tiny_llama(), prompts(batch_size)
+        plain = model.generate(**inputs, **GREEDY)
+        ours = watched.generate(model, inputs, DRAFTERS[drafter](plain, inputs))
+        assert ours.tolist() == plain.tolist()
+        watched.check()
+
+    @pytest.mark.parametrize("drafter", DRAWN)
+    def test_sampling(self, drafter, watched):
+        inputs, texts = prompts(2), []
+        for run in (watched.generate, here):
+            torch.manual_seed(3)
+            texts.append(run(tiny_llama(), inputs, DRAWN[drafter], do_sample=True, temperature=0.7, top_k=12))
+        assert texts[0].tolist() == texts[1].tolist()
+        watched.check()
+
+    @pytest.mark.parametrize("make", [tiny_mistral, tiny_gpt2])
+    def test_windows_and_learned_positions(self, make, watched):
+        model, inputs = make(), prompts(3)
+        plain = model.generate(**inputs, **GREEDY)
+        ours = watched.generate(model, inputs, scripted(tree=TREE)(plain, inputs))
+        assert ours.tolist() == plain.tolist()
+        watched.check()
+
+    def test_rows_end_apart(self, watched):
+        model, inputs = tiny_llama(), prompts(4)
+        texts = model.generate(**inputs, max_new_tokens=24, do_sample=False)[:, 7:].tolist()
+        # Rows of the batch leave it at different times.
+        settings = {"max_new_tokens": 24, "eos_token_id": [texts[0][5], texts[2][11]], "pad_token_id": 0}
+        plain = model.generate(**inputs, do_sample=False, **settings)
+        assert len({row.index(0) if 0 in row else -1 for row in plain[:, 7:].tolist()}) > 1
+        ours = watched.generate(model, inputs, scripted(k=2)(plain, inputs), **settings)
+        assert ours.tolist() == plain.tolist()
+        watched.check()
+
+    def test_what_is_returned_and_streamed(self, watched):
+        model, inputs = tiny_llama(), prompts(1)
+        plain = model.generate(**inputs, **GREEDY)
+        asked = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
+        streamer = Columns()
+        make = scripted(tree=TREE)(plain, inputs)
+        output = watched.generate(model, inputs, make, streamer=streamer, return_dict_in_generate=True, **asked)
+        assert output.sequences.inner.tolist() == plain.tolist()
+        assert streamer.tokens == plain[0].tolist()
+        assert len(output.scores) == len(output.logits) == len(output.hidden_states) == GREEDY["max_new_tokens"]
+        watched.check()
+
+    @pytest.mark.parametrize("script", [{"k": 4}, {"tree": TREE}, {"tree": "random"}])
+    def test_traces(self, script, watched):
+        """Tokens and parents of the drafts come with the verdict."""
+        inputs = prompts(2)
+        plain = tiny_llama().generate(**inputs, **GREEDY)
+        traces = []
+        for run in (watched.generate, here):
+            with record(trace=True) as made:
+                run(tiny_llama(), inputs, scripted(**script)(plain, inputs))
+            traces.append(made.calls[0].cycles)
+        assert traces[0] == traces[1]
+        watched.check()
+
+    def test_drafts_that_stop_by_themselves(self, watched):
+        """A draft model that may stop early is asked for it, a token later."""
+        model, inputs = tiny_llama(), prompts(2)
+        plain = model.generate(**inputs, **GREEDY)
+        make = draft_model(draft_confidence_threshold=0.5, num_speculative_tokens=6)(plain, inputs)
+        assert watched.generate(model, inputs, make).tolist() == plain.tolist()
+        places = {wait.where.split()[-1] for waits in watched.cycles for wait in waits}
+        assert places == {"read", "_draft"}
+        assert min(map(len, watched.cycles)) < 6
+
+
+def here(model, inputs, make_drafter, **arguments):
+    """Makes the call on the CPU."""
+    return model.generate(**inputs, **{**GREEDY, **arguments}, assistant=make_drafter(model))
+
+
+def test_what_torch_says_of_waits(monkeypatch):
+    """The first time that it is asked to watch, torch also warns of the mode itself."""
+
+    def say(what):
+        warnings.warn(what, stacklevel=2)
+
+    def set_mode(mode):
+        if mode == "warn":
+            say("Synchronization debug mode is a prototype feature and does not yet detect synchronizing operations")
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with noted_waits() as waits:
+        for _ in range(2):
+            say("called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:150.)")
+        say("something else")
+    assert len(waits) == 2
+    with pytest.raises(KeyError), noted_waits() as waits:
+        raise KeyError
+    assert not waits
+
+
+@pytest.mark.gpu
+class TestOnAGpu:
+    """Torch says itself where the host waits, but for events."""
+
+    @pytest.mark.parametrize(
+        "drafter",
+        [pytest.param(name, marks=[pytest.mark.smoke] * (name in ("trees", "eagle3, chain"))) for name in DRAFTERS],
+    )
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    def test_one_wait_a_cycle(self, drafter, batch_size, monkeypatch):
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
+        model, inputs = tiny_llama().cuda(), prompts(batch_size)
+        far = {name: values.cuda() for name, values in inputs.items()}
+        plain = model.generate(**far, **GREEDY)
+        assistant = DRAFTERS[drafter](plain, inputs)(model)
+        # Whatever is captured, compiled or kept for later is made in the first calls. In the fourth, of three rows, a
+        # measured tree is rebuilt: after 64 drafts.
+        for _ in range(4):
+            model.generate(**far, **GREEDY, assistant=assistant)
+        cycle, waits = DecodingLoop._cycle, []
+
+        def watched(loop):
+            with noted_waits() as seen:
+                cycle(loop)
+            waits.append(len(seen))
+
+        monkeypatch.setattr(DecodingLoop, "_cycle", watched)
+        assert torch.equal(model.generate(**far, **GREEDY, assistant=assistant), plain)
+        assert set(waits) == {1}
+
+
+@pytest.mark.parametrize(("asked", "waits_of_a_step"), [({}, 1), ({"top_logprobs": 2}, 2)])
+def test_rows_that_stream(asked, waits_of_a_step):
+    """What rows have got so far is read after every cycle, and costs no wait; only log-probabilities cost one."""
+    prompt, model = prompts(1, padding=False)["input_ids"][0].tolist(), tiny_llama()
+    expected = model.generate(torch.tensor([prompt]), **GREEDY)[0, len(prompt) :].tolist()
+    with other_device() as waits:
+        model = move(model)
+        reader = RequestReader(model, GREEDY, num_places=2)
+        engine = Engine(model, load_speculator(model, "ngram", num_speculative_tokens=3), reader, 2)
+        rows = [reader.row(index, prompt, asked) for index in range(2)]
+        for row in rows:
+            engine.add(row)
+        engine.step()
+        steps, before = [], len(waits)
+        while not engine.is_idle:
+            engine.step()
+            shown = [(row.prompt, row.tokens, row.logprobs) for row in rows]
+            steps.append(len(waits) - before)
+            before = len(waits)
+    assert len(steps) > 1
+    assert set(steps) == {waits_of_a_step}
+    for _, tokens, logprobs in shown:
+        assert tokens == expected
+        assert len(logprobs) == (len(tokens) if asked else 0)

@@ -1,0 +1,33 @@
+"""Drafters and targets to make repositories of, and calls that must write what plain generation writes."""
+
+import json
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.paths import FIXTURES
+
+
+EAGLE = FIXTURES / "eagle" / "eagle3_llama"
+DFLASH = FIXTURES / "dflash" / "qwen3_random_b8"
+MEDUSA = FIXTURES / "medusa"
+MTP = FIXTURES / "mtp"
+
+
+def card_of(base_model, *tags, **metadata):
+    """A drafter's model card."""
+    data = {"base_model": base_model, "tags": list(tags), **metadata}
+    return f"---\n{json.dumps(data)}\n---\n# A drafter\n"
+
+
+def load(name="user/target"):
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+
+
+def speculated(model, inputs, **arguments):
+    """The statistics of a greedy call, which must have the tokens of plain generation."""
+    inputs = {**inputs, "do_sample": False, "max_new_tokens": 16, "return_dict_in_generate": True}
+    plain = model.generate(**inputs, spec_method="off")
+    output = model.generate(**inputs, **arguments)
+    assert torch.equal(output.sequences, plain.sequences)
+    return output.speculative

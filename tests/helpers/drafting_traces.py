@@ -1,0 +1,191 @@
+"""Records what every drafter drafts, cycle by cycle, for the checkpoints in `tests/fixtures` and those of the demo.
+
+    python -m tests.helpers.drafting_traces           # writes tests/fixtures/traces/*.json anew
+
+A case is a checkpoint, a shape of drafts (chain, static tree, dynamic tree, drawn chain), a batch of one or three
+rows, and greedy or seeded sampling. A cycle is a list of rows, each `[row, draft tokens, parents, accepted, committed
+tokens]`; the parents of a chain are left out as `null`. Combinations are not among them: they choose by measured time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM, set_seed
+
+from hf_specdec import demo, forget_speculators, record
+from tests.helpers.methods import CHECKPOINTS
+from tests.helpers.paths import FIXTURES
+
+
+TRACES = FIXTURES / "traces"
+
+# Nodes with one and with two children, of three depths.
+STATIC_TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
+
+SHAPES = {
+    "ngram": {"chain": {}},
+    "suffix": {"chain": {}, "dynamic": {"suffix_decoding_use_tree_spec": True}},
+    "draft_model": {"chain": {}, "drawn": {"draft_sample_method": "probabilistic"}},
+    "medusa": {
+        "chain": {"num_speculative_tokens": 2},
+        "static": {"speculative_token_tree": "[(0,), (1,), (0, 0), (0, 1), (1, 0)]"},
+        "sized": {"num_draft_nodes": 6},
+    },
+    "mlp_speculator": {
+        "chain": {"num_speculative_tokens": 3},
+        "static": {"speculative_token_tree": STATIC_TREE},
+        "grown": {"num_draft_nodes": 6},
+        "drawn": {"draft_sample_method": "probabilistic"},
+    },
+    "eagle": {
+        "chain": {"num_speculative_tokens": 4},
+        "static": {"speculative_token_tree": STATIC_TREE},
+        "dynamic": {"draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 7},
+        "drawn": {"num_speculative_tokens": 4, "draft_sample_method": "probabilistic"},
+    },
+    "mtp": {
+        "layers": {"mtp_mode": "chain"},
+        "chain": {"mtp_mode": "reuse", "num_speculative_tokens": 3},
+        "static": {"mtp_mode": "reuse", "speculative_token_tree": STATIC_TREE},
+        "dynamic": {"mtp_mode": "reuse", "draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 7},
+        "drawn": {"mtp_mode": "reuse", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"},
+    },
+    "dflash": {
+        "chain": {"num_draft_nodes": 0},
+        "dynamic": {"num_draft_nodes": 8},
+        "drawn": {"draft_sample_method": "probabilistic"},
+    },
+}
+SHAPES["eagle3"] = SHAPES["eagle"]
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A checkpoint (`model`; `None`: it lies in the target's own, or the method needs none) and its target."""
+
+    method: str
+    target: str
+    model: str | None = None
+
+
+def drafters() -> dict[str, Drafter]:
+    """All of them, by the name of their file of traces."""
+    return {**_published(), **_embedded()}
+
+
+def _published() -> dict[str, Drafter]:
+    found = {}
+    for family in ("dflash", "eagle", "medusa", "mlp_speculator", "mtp"):
+        for folder in sorted((FIXTURES / family).iterdir()):
+            shared, own = FIXTURES / family / "target", folder / "target"
+            target = own if own.is_dir() else shared
+            is_drafter = folder != shared and (family == "mtp" or (folder / "config.json").is_file())
+            if is_drafter:
+                method = "eagle3" if folder.name.startswith("eagle3") else family
+                model = None if family == "mtp" else str(folder)
+                found[f"{family}-{folder.name}"] = Drafter(method, str(target), model)
+    return found
+
+
+def _embedded() -> dict[str, Drafter]:
+    return {f"demo-{method}": Drafter(method, demo.target_path(), CHECKPOINTS.get(method)) for method in SHAPES}
+
+
+@cache
+def target_of(path: str) -> PreTrainedModel:
+    """The target in this folder, in float32."""
+    # MiMo is Qwen2 with further layers, and no type of transformers.
+    is_mimo = json.loads((Path(path) / "config.json").read_text()).get("model_type") == "mimo"
+    model = (Qwen2ForCausalLM if is_mimo else AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def cases(drafter: Drafter) -> Iterator[tuple[str, dict]]:
+    """The name of each case and what `generate()` takes for it."""
+    for shape, settings in SHAPES[drafter.method].items():
+        for batch_size in (1, 3):
+            for samples in (False, True):
+                if shape == "drawn" and not samples:
+                    continue
+                name = f"{shape}, {batch_size} rows, {'seeded' if samples else 'greedy'}"
+                yield name, {**_call(drafter, batch_size, samples), "speculative": _settings(drafter, settings)}
+
+
+def _settings(drafter: Drafter, shape: dict) -> dict:
+    own = {"method": drafter.method, "model": drafter.model, **shape}
+    if drafter.method == "draft_model":
+        own["same_tokenizer"] = True
+    return {name: value for name, value in own.items() if value is not None}
+
+
+def _call(drafter: Drafter, batch_size: int, samples: bool) -> dict:
+    model = target_of(drafter.target)
+    prompts = _demo_prompts(batch_size) if drafter.target == demo.target_path() else _random_prompts(model, batch_size)
+    sampling = {"do_sample": True, "temperature": 0.7, "top_k": 20} if samples else {"do_sample": False}
+    return {**prompts, **sampling, "max_new_tokens": 24 if batch_size == 1 else 12, "eos_token_id": None}
+
+
+def _random_prompts(model: PreTrainedModel, batch_size: int) -> dict[str, torch.Tensor]:
+    """A pattern that repeats itself, so that there is something to find; row i has i columns of padding."""
+    generator = torch.Generator().manual_seed(batch_size)
+    pattern = torch.randint(1, model.config.get_text_config().vocab_size, (batch_size, 5), generator=generator)
+    input_ids = pattern.repeat(1, 3)
+    attention_mask = torch.ones_like(input_ids)
+    for row in range(batch_size):
+        attention_mask[row, :row] = 0
+    return {"input_ids": input_ids * attention_mask, "attention_mask": attention_mask}
+
+
+def _demo_prompts(batch_size: int) -> dict[str, torch.Tensor]:
+    texts = [prompt.text[-160 + 16 * row :] for row, prompt in enumerate(demo.prompts()[-batch_size:])]
+    return dict(demo.load_tokenizer()(texts, return_tensors="pt", padding=True, padding_side="left"))
+
+
+def traced(drafter: Drafter) -> dict[str, list]:
+    """The cycles of each case."""
+    model = target_of(drafter.target)
+    forget_speculators(model)
+    return {name: _cycles(model, arguments) for name, arguments in cases(drafter)}
+
+
+def _cycles(model: PreTrainedModel, arguments: dict) -> list:
+    set_seed(7)
+    with record(trace=True) as recorded:
+        model.generate(**arguments)
+    (call,) = recorded.calls
+    return [[_row(row) for row in cycle.rows] for cycle in call.cycles]
+
+
+def _row(row) -> list:
+    is_chain = row.parents == list(range(-1, len(row.draft_tokens) - 1))
+    return [row.row, row.draft_tokens, None if is_chain else row.parents, row.num_accepted, row.committed_tokens]
+
+
+def stored(name: str) -> dict[str, list]:
+    """The cycles of each case as they were recorded."""
+    return json.loads((TRACES / f"{name}.json").read_text())
+
+
+def _write() -> None:
+    TRACES.mkdir(exist_ok=True)
+    for name, drafter in drafters().items():
+        lines = [f"{json.dumps(case)}: {_compact(cycles)}" for case, cycles in traced(drafter).items()]
+        (TRACES / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _compact(cycles: list) -> str:
+    return json.dumps(cycles, separators=(",", ":"))
+
+
+if __name__ == "__main__":
+    # As in the tests: lengths that nobody's clock decides.
+    os.environ.setdefault("HF_SPECDEC_ADAPTIVE", "0")
+    _write()

@@ -1,0 +1,11 @@
+"""Where the repository and its parts are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+DOCS = ROOT / "docs"
+FIXTURES = ROOT / "tests" / "fixtures"

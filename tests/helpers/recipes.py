@@ -1,0 +1,82 @@
+"""The recipes that these tests train, in several variants, and networks to tell wrong inputs from right ones."""
+
+import torch
+
+from hf_specdec.candidate_generators.dflash.recipe import DFlash2Recipe, DFlashRecipe, DominoRecipe, LiLiCorrRecipe
+from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
+from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe, PEagleRecipe
+from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
+from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
+from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
+from hf_specdec.training.reading import Rows, TargetReader
+from tests.helpers.models import VOCAB_SIZE
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+BLOCKS = {"block_size": 5, "num_layers": 2, "target_layer_ids": (0, 1)}
+SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 12}
+LATTICE = {
+    **{"lilicorr_candidate_topk": 32, "lilicorr_hidden_size": 16, "lilicorr_num_layers": 1, "lilicorr_num_heads": 2},
+    "lilicorr_factor_dim": 12,
+}
+RECIPES = {
+    "medusa": MedusaRecipe(num_heads=3),
+    "medusa with own lm_heads": MedusaRecipe(num_heads=2, num_layers=2, share_lm_head=False, kl_weight=0.5),
+    "mlp_speculator": MLPSpeculatorRecipe(inner_dim=16),
+    "mlp_speculator, untied": MLPSpeculatorRecipe(n_predict=2, tie_weights=False, scale_input=False, kl_weight=1.0),
+    "draft_model": DraftModelRecipe(from_scratch=SIZES, kl_weight=0.0),
+    "draft_model, distilled": DraftModelRecipe(from_scratch=SIZES),
+    "eagle": Eagle1Recipe(token_weight=1.0),
+    "eagle, two layers and steps": Eagle1Recipe(ttt_steps=2, num_layers=2, intermediate_size=24, kl_weight=0.5),
+    "eagle3": Eagle3Recipe(ttt_steps=4),
+    "eagle3, few tokens": Eagle3Recipe(ttt_steps=3, draft_vocab_size=48, aux_layer_ids=(0, 2), kl_weight=0.5),
+    "eagle3, narrow": Eagle3Recipe(ttt_steps=3, hidden_size=24, num_layers=2, intermediate_size=40),
+    "eagle3, parallel": PEagleRecipe(ttt_steps=4, num_layers=2, mask_token_id=9),
+    "eagle3, parallel, shared": PEagleRecipe(
+        ttt_steps=3, num_layers=1, own_embedding=False, draft_vocab_size=48, kl_weight=0.5
+    ),
+    "dflash": DFlashRecipe(**BLOCKS, num_anchors=16),
+    "dflash, all anchors, distilled": DFlashRecipe(**BLOCKS, num_anchors=0, kl_weight=0.7, head_decay=0.7),
+    "dflash, one layer": DFlashRecipe(block_size=4, num_layers=1, intermediate_size=24, mask_token_id=9),
+    "dflash, revealed": DFlashRecipe(**BLOCKS, num_anchors=6, reveal_share=0.6, num_denoising_steps=2),
+    "dflash, causal": DFlashRecipe(**BLOCKS, num_anchors=12, causal=True),
+    "dflash, selector": DFlash2Recipe(**BLOCKS, **SELECTOR, num_anchors=12),
+    "dflash, selector, revealed": DFlash2Recipe(
+        **BLOCKS, **SELECTOR, num_anchors=6, reveal_share=0.6, kl_weight=0.4, selector_weight=0.5
+    ),
+    "dflash, domino": DominoRecipe(
+        **BLOCKS, num_anchors=12, gru_hidden_dim=12, emb_dim=10, pure_draft_prefix_len=1, kl_weight=0.3
+    ),
+    "dflash, lilicorr": LiLiCorrRecipe(**BLOCKS, **LATTICE, num_anchors=12),
+    "dflash, lilicorr, distilled": LiLiCorrRecipe(
+        **BLOCKS, **LATTICE, num_anchors=0, kl_weight=0.5, lattice_weight=1.0, rejection_weight=0.0
+    ),
+    "mtp": MtpRecipe(),
+    "mtp, narrow": MtpRecipe(ttt_steps=2, intermediate_size=24, kl_weight=0.5),
+}
+
+
+def named(*methods):
+    """The names of the recipes of some methods."""
+    return [name for name, recipe in RECIPES.items() if recipe.method in methods]
+
+
+def enlarged(network):
+    """Gives a network random weights large enough to tell wrong inputs from right ones."""
+    for name, parameter in network.named_parameters():
+        if parameter.dim() > 1 and "embed_tokens" not in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return network
+
+
+def built(recipe, target):
+    torch.manual_seed(0)
+    return enlarged(recipe.build(target))
+
+
+def read(recipe, network, target, length=20, uncounted=0):
+    """The reading of two random rows; of the first one some tokens do not count."""
+    tokens = torch.randint(1, VOCAB_SIZE, (2, length), generator=torch.Generator().manual_seed(5))
+    counted = torch.ones_like(tokens, dtype=torch.bool)
+    counted[0, :uncounted] = False
+    return TargetReader(target, recipe.states_for(network)).read(Rows(tokens, counted))

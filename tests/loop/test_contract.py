@@ -1,0 +1,105 @@
+"""A transformers that does not do what decoding relies on is told by what fails, before anything is decoded."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, LlamaForCausalLM
+from transformers.generation import GenerationMixin
+
+from hf_specdec import MissingDependencyError
+from hf_specdec.decoding import contract
+from tests.helpers.paths import ROOT
+
+
+FIRST_CALLS = """
+import hf_specdec, torch, transformers, transformers.cache_utils
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation import GenerationMixin
+sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+{change}
+for attempt in range(2):
+    try:
+        model.generate(torch.ones((1, 4), dtype=torch.long), spec_method="ngram", max_new_tokens=2)
+    except hf_specdec.MissingDependencyError as error:
+        print(error)
+"""
+
+
+def first_calls(change: str) -> subprocess.CompletedProcess:
+    code = [sys.executable, "-c", FIRST_CALLS.format(change=change)]
+    return subprocess.run(code, capture_output=True, text=True, timeout=120, check=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ("del GenerationMixin._prefill", "AttributeError: 'LlamaForCausalLM' object has no attribute '_prefill'"),
+        ("del transformers.cache_utils.CacheLayerMixin", "ImportError: cannot import name 'CacheLayerMixin'"),
+    ],
+)
+def test_the_first_call_names_what_is_missing(change, what):
+    # It is no better the second time.
+    first, second = first_calls(change).stdout.splitlines()
+    assert first == second
+    assert first.startswith(f"transformers {transformers.__version__} does not work as hf_specdec relies on ({what}")
+    assert f"Versions {contract.OLDEST} to {contract.NEWEST} do: pip install" in first
+
+
+def without_a_cache(self, input_ids=None, other_name=None):
+    """A forward."""
+
+
+def prefill_that_leaves_the_cache_out(self, input_ids, generation_config, model_kwargs):
+    return self(input_ids, logits_to_keep=1)
+
+
+def next_inputs_of_the_whole_text(self, input_ids, **kwargs):
+    return {"input_ids": input_ids, **kwargs}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "other", "what"),
+    [
+        (LlamaForCausalLM, "forward", without_a_cache, "no argument of a forward takes a cache"),
+        (GenerationMixin, "_prefill", prefill_that_leaves_the_cache_out, "leaves no keys and values"),
+        (GenerationMixin, "prepare_inputs_for_generation", next_inputs_of_the_whole_text, "more than one token"),
+        (DynamicCache, "get_seq_length", lambda self: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_what_does_not_work_is_named(monkeypatch, owner, name, other, what):
+    monkeypatch.setattr(owner, name, other)
+    with pytest.raises(MissingDependencyError, match=what):
+        contract.check_transformers()
+
+
+def test_trying_draws_no_random_numbers():
+    torch.manual_seed(0)
+    expected = torch.rand(4)
+    torch.manual_seed(0)
+    contract.check_transformers()
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize(("version", "is_told"), [("5.99.0", True), (f"{contract.NEWEST}.7", False)])
+def test_a_newer_version_is_told_once(monkeypatch, warnings, version, is_told):
+    monkeypatch.setattr(contract.transformers, "__version__", version)
+    for _ in range(2):
+        contract.check_transformers()
+    expected = f"transformers {version} is newer than all versions that hf_specdec was tested with"
+    assert [line.startswith(expected) for line in warnings] == [True] * is_told
+
+
+def test_its_versions_are_those_of_the_tests():
+    major, minor = contract.NEWEST.split(".")
+    bounds = f'"transformers>={contract.OLDEST},<{major}.{int(minor) + 1}"'
+    assert bounds in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"transformers=={contract.OLDEST}." in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    pinned = re.search(
+        r"^transformers==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert pinned[1] == contract.NEWEST

@@ -1,0 +1,297 @@
+"""Layers of the Llama family: transformers' own numbers, in whatever form their parts are."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from hf_specdec.decoding.attention import NAME, VerificationForward, running
+from hf_specdec.decoding.cache import SlotCache
+from hf_specdec.layers import structure
+from hf_specdec.layers.known import is_llama_layer
+from hf_specdec.layers.llama import DecoderLayer, with_query_groups
+from hf_specdec.layers.rope import signed_angles
+from tests.helpers.caches import CACHE
+from tests.helpers.models import VOCAB_SIZE
+
+
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama_biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama_one_head_each": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
+    "llama_one_key_head": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 1}),
+    "llama_head_dim": (LlamaForCausalLM, LlamaConfig, {"head_dim": 24}),
+    "llama_gelu": (LlamaForCausalLM, LlamaConfig, {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 0.1}),
+    "mistral": (MistralForCausalLM, MistralConfig, {}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+@torch.no_grad()
+def make(name="llama", dtype=torch.float32, **changed):
+    kind, config, settings = MODELS[name]
+    torch.manual_seed(0)
+    model = kind(config(**{**SIZES, **settings, **changed})).eval()
+    for parameter in model.parameters():
+        # Norms and biases that do something.
+        parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.config._attn_implementation = NAME
+    return model.to(dtype)
+
+
+def drawn(*shape, dtype=torch.float32, seed=1):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Reading:
+    """Reads tokens with transformers' layer and with our own, one after the other into a cache of each."""
+
+    def __init__(self, model, theirs=None, ours=None):
+        self.model = model
+        self.theirs = theirs or model.get_decoder().layers[0]
+        self.ours = ours or DecoderLayer.of(model.get_decoder().layers[0], 0)
+        self.caches = SlotCache(4), SlotCache(4)
+
+    def read(self, stream, mask=None, cached=True):
+        first = self.caches[0].get_seq_length() if cached else 0
+        positions = torch.arange(first, first + stream.shape[1])[None]
+        cosine, sine = self.model.get_decoder().rotary_emb(stream, positions)
+        theirs, ours = self.caches if cached else (None, None)
+        with running(VerificationForward()):
+            expected = self.theirs(stream, attention_mask=mask, position_embeddings=(cosine, sine), **{CACHE: theirs})
+        mask = with_query_groups(mask, self.ours.self_attn.groups)
+        return expected, self.ours(stream, signed_angles(cosine, sine), mask, ours)
+
+    def both(self, **how):
+        """Two outputs of each: of a prompt, and of a tree of three tokens after it."""
+        dtype = self.model.dtype
+        prompt = self.read(drawn(2, 5, 32, dtype=dtype), **how)
+        mask = torch.zeros(2, 1, 3, 8)
+        mask[..., 1, 6] = mask[0, :, :, 0] = torch.finfo(dtype).min
+        tree = self.read(drawn(2, 3, 32, dtype=dtype, seed=2), mask=mask.to(dtype), **how)
+        return zip(prompt, tree)
+
+
+def test_models_that_this_transformers_does_not_have_are_passed_over(monkeypatch):
+    tables = {"norm": {"no_such.NoNorm": "a", "llama.NoSuchNorm": "b", "llama.LlamaRMSNorm": "c"}}
+    tables["rotation"] = {"no_such": False, "llama": True}
+    monkeypatch.setattr(structure, "_TABLES", tables)
+    structure._form_of.cache_clear()
+    layer = make().get_decoder().layers[0]
+    assert structure.form_of(layer.input_layernorm, "norm") == "c"
+    assert structure.form_of(layer.self_attn, "rotation")
+    structure._form_of.cache_clear()
+
+
+class TestNumbers:
+    @every_model
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    @torch.no_grad()
+    def test_are_those_of_transformers(self, name, dtype):
+        model = make(name, dtype)
+        assert is_llama_layer(model.get_decoder().layers[0])
+        expected, found = Reading(model).both()
+        assert all(map(torch.equal, expected, found))
+        assert not torch.equal(expected[0], drawn(2, 5, 32, dtype=dtype))
+
+    @torch.no_grad()
+    def test_without_a_cache_or_with_one_token(self):
+        reading = Reading(make())
+        for tokens in (1, 6):
+            expected, found = reading.read(drawn(2, tokens, 32), cached=False)
+            assert torch.equal(expected, found)
+
+    @torch.no_grad()
+    def test_boolean_masks(self):
+        reading, seen = Reading(make("qwen3")), torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+        seen[1, 0, 3, 1] = False
+        expected, found = reading.read(drawn(2, 5, 32), mask=seen, cached=False)
+        assert torch.equal(expected, found)
+
+    @every_model
+    def test_gradients(self, name):
+        model = make(name)
+        gradients = []
+        for output in Reading(model).read(drawn(2, 5, 32), cached=False):
+            model.zero_grad()
+            output.square().mean().backward()
+            gradients.append([parameter.grad for parameter in model.get_decoder().layers[0].parameters()])
+        assert all(gradient.abs().max() > 0 for gradient in gradients[0])
+        torch.testing.assert_close(*gradients)
+
+    def test_everything_is_seen_where_attention_is_not_causal(self):
+        layer = DecoderLayer.of(make().get_decoder().layers[0], 0)
+        angles = torch.ones(1, 6, 1, 8), torch.zeros(1, 6, 1, 8)
+        stream = drawn(1, 6, 32)
+        causal = layer(stream, angles, None, None)
+        layer.self_attn.is_causal = False
+        full = layer(stream, angles, None, None)
+        assert torch.equal(full, layer(stream, angles, torch.zeros(1, 1, 12, 6), None))
+        torch.testing.assert_close(causal[:, -1], full[:, -1])
+        assert not torch.allclose(causal[:, 0], full[:, 0])
+
+    def test_names_of_the_state(self):
+        layer = make("qwen3").get_decoder().layers[0]
+        assert DecoderLayer.of(layer, 0).state_dict().keys() == layer.state_dict().keys()
+
+
+class Wrapped(nn.Module):
+    """An adapter: the layer inside, and more than it returns outside."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden):
+        return self.inner(hidden) * 2
+
+
+class DoubledLinear(nn.Linear):
+    def forward(self, hidden):
+        return super().forward(hidden) * 2
+
+
+def double_output(module, args, output):
+    return output * 2
+
+
+def wrap(layer, name):
+    parent, _, child = name.rpartition(".")
+    setattr(layer.get_submodule(parent), child, Wrapped(layer.get_submodule(name)))
+
+
+def replace_forward(layer, name):
+    part = layer.get_submodule(name)
+    part.forward = lambda hidden: type(part).forward(part, hidden) * 2
+
+
+def replace_class(layer, name):
+    layer.get_submodule(name).__class__ = DoubledLinear
+
+
+def hook_once(layer, name):
+    layer.get_submodule(name).register_forward_hook(double_output).remove()
+
+
+LINEARS = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+MODULES = [*LINEARS, "mlp", "mlp.act_fn", "input_layernorm", "post_attention_layernorm", "self_attn.q_norm"]
+CHANGES = {
+    "hook": lambda layer, name: layer.get_submodule(name).register_forward_hook(double_output),
+    "pre_hook": lambda layer, name: layer.get_submodule(name).register_forward_pre_hook(
+        lambda module, args: (args[0] * 3,)
+    ),
+    "forward": replace_forward,
+    "wrapped": wrap,
+}
+
+
+class TestChangedParts:
+    """A module that a user puts into a network counts, as it does in transformers' layer."""
+
+    @pytest.mark.parametrize("part", MODULES)
+    @pytest.mark.parametrize("change", CHANGES)
+    @torch.no_grad()
+    def test_count(self, change, part):
+        self.compare(CHANGES[change], part)
+
+    @pytest.mark.parametrize("part", LINEARS)
+    @torch.no_grad()
+    def test_other_classes_of_linear_layers(self, part):
+        self.compare(replace_class, part)
+
+    def compare(self, change, part):
+        model = make("qwen3")
+        theirs = model.get_decoder().layers[0]
+        unchanged, _ = Reading(model).both()
+        ours = DecoderLayer.of(copy.deepcopy(theirs), 0)
+        for layer in (theirs, ours):
+            change(layer, part)
+        expected, found = Reading(model, theirs, ours).both()
+        assert all(map(torch.equal, expected, found))
+        assert not torch.equal(expected[1], unchanged[1])
+
+    @torch.no_grad()
+    def test_hooks_of_attention_and_layer(self):
+        """Calls of hooks have other arguments than transformers', and the same output."""
+        model, outputs = make(), []
+        reading = Reading(model)
+        expected, _ = reading.read(drawn(1, 4, 32), cached=False)
+        handles = [
+            part.register_forward_hook(lambda module, args, output: outputs.append(output))
+            for part in (reading.ours, reading.ours.self_attn)
+        ]
+        _, found = reading.read(drawn(1, 4, 32), cached=False)
+        assert torch.equal(found, expected)
+        assert len(outputs) == 2
+        assert torch.equal(outputs[1], expected)
+        for handle in handles:
+            handle.remove()
+        reading.read(drawn(1, 4, 32), cached=False)
+        assert len(outputs) == 2
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    @torch.no_grad()
+    def test_packed_weights(self):
+        """Linear layers of eight bits take the places of the others."""
+        reading = Reading(make("qwen3"))
+        expected, _ = reading.both()
+        reading = Reading(reading.model)
+        reading.ours = torch.ao.quantization.quantize_dynamic(reading.ours, {nn.Linear}, dtype=torch.qint8)
+        assert not isinstance(reading.ours.mlp.up_proj, nn.Linear)
+        _, found = reading.both()
+        for one, other in zip(expected, found):
+            assert not torch.equal(one, other)
+            assert nn.functional.cosine_similarity(one, other, dim=-1).min() > 0.99
+
+    @torch.no_grad()
+    def test_weights_are_read_where_they_are(self):
+        reading = Reading(make())
+        before, _ = reading.read(drawn(1, 4, 32), cached=False)
+        reading.theirs.self_attn.v_proj.weight.mul_(2)
+        reading.theirs.input_layernorm.weight.mul_(2)
+        expected, found = reading.read(drawn(1, 4, 32), cached=False)
+        assert torch.equal(expected, found)
+        assert not torch.equal(expected, before)
+
+
+class TestWhatIsALlamaLayer:
+    def test_not_a_changed_one(self, monkeypatch):
+        for change in CHANGES.values():
+            layer = make().get_decoder().layers[0]
+            hook_once(layer, "mlp")
+            assert is_llama_layer(layer)
+            change(layer, "mlp")
+            assert not is_llama_layer(layer)
+        layer = make().get_decoder().layers[0]
+        monkeypatch.setattr(type(layer.mlp), "forward", lambda self, hidden: hidden)
+        assert not is_llama_layer(layer)
+
+    def test_not_one_with_dropout(self):
+        assert not is_llama_layer(make(attention_dropout=0.1).get_decoder().layers[0])
+
+    def test_not_one_of_another_family(self):
+        other = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
+        assert not is_llama_layer(other.get_decoder().layers[0])

@@ -1,0 +1,282 @@
+"""Layers that keep their recurrent states elsewhere than in a cache: during a call they are in it."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_specdec import SpecConfigError, UnsupportedModelError, generate_many
+from hf_specdec.decoding import check
+from hf_specdec.decoding.cache import SlotCache
+from hf_specdec.decoding.own_states import own_layers, returned_cache
+from hf_specdec.decoding.profile import model_profile
+from hf_specdec.decoding.target import SlotModel
+from hf_specdec.drafts import TreeTopology
+from hf_specdec.many.engine import Engine
+from tests.helpers.architectures import tiny_model
+from tests.helpers.caches import CACHE
+from tests.helpers.scripted import scripted_speculator
+from tests.helpers.threads import in_threads
+
+
+NAMES = ["recurrent_gemma", "rwkv", "xlstm", "minimax"]
+OWN_CACHES = ["rwkv", "xlstm", "minimax"]
+NEW_TOKENS = 12
+GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def models():
+    torch.manual_seed(0)
+    made = {name: tiny_model(name) for name in NAMES}
+    # Means of earlier values count beside the newest one.
+    with torch.no_grad():
+        for block in made["rwkv"].rwkv.blocks:
+            block.attention.time_first.sub_(1)
+            block.attention.time_decay.sub_(2)
+        for block in made["xlstm"].backbone.blocks:
+            for gate in (block.mlstm_layer.igate_preact, block.mlstm_layer.fgate_preact):
+                gate.weight.normal_(std=0.3)
+                gate.bias.normal_()
+    return made
+
+
+def tokens(*shape: int, seed: int = 0) -> torch.LongTensor:
+    return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def speculate(model, prompt, **script):
+    script = {"num_speculative_tokens": 3, **script}
+    script = scripted_speculator(model.generate(prompt, **GREEDY), [0] * len(prompt), 99, **script)
+    return model.generate(prompt, assistant=script, **GREEDY, return_dict_in_generate=True)
+
+
+def parts_of(state) -> list[torch.Tensor]:
+    """All tensors of a cache of a model's own class."""
+    if isinstance(state, list):
+        return state
+    if hasattr(state, "rnn_state"):
+        return [part for parts in state.rnn_state.values() for part in parts]
+    slots = [part for layer in state.layers if layer.is_initialized for part in (layer.keys, layer.values)]
+    return [*filter(torch.is_tensor, state.linear_cache), *slots]
+
+
+@pytest.mark.parametrize("name", ["rwkv", "xlstm"])
+@torch.no_grad()
+def test_any_course_of_a_generation(models, name):
+    """Every row is as plain generation reads it alone. RWKV's mixes the rows of a batch."""
+    model, draw, rows = models[name], random.Random(0), 3
+    cache_name = model_profile(model).cache_name
+    prompts = tokens(rows, 6)
+    driver = SlotModel(model, SlotCache(64))
+    driver.prefill(prompts, [0] * rows)
+    states = [model(prompt[None], use_cache=True)[cache_name] for prompt in prompts]
+
+    def step(state, token):
+        # The state is written to.
+        output = model(token.view(1, 1), use_cache=True, **{cache_name: deepcopy(state)})
+        return output.logits[0, -1], output[cache_name]
+
+    for cycle, nodes in enumerate((1, 4, 5, 1, 7)):
+        parents = torch.tensor([[draw.randint(-1, node - 1) for node in range(nodes - 1)] for _ in range(rows)])
+        if cycle % 2:
+            parents = torch.arange(-1, nodes - 2).expand(rows, -1)
+        read = tokens(rows, nodes, seed=cycle)
+        logits = driver.forward(read, TreeTopology.from_parents(parents.long())).logits
+        paths = []
+        for row in range(rows):
+            after = {-1: (None, states[row])}
+            for node in range(nodes):
+                parent = -1 if node == 0 else int(parents[row, node - 1]) + 1
+                after[node] = step(after[parent][1], read[row, node])
+                torch.testing.assert_close(logits[row, node], after[node][0], rtol=1e-4, atol=1e-4)
+            path = [draw.randrange(nodes)]
+            while path[0]:
+                path.insert(0, int(parents[row, path[0] - 1]) + 1)
+            paths.append(path)
+            states[row] = after[path[-1]][1]
+        longest = max(map(len, paths))
+        driver.commit(list(map(len, paths)), torch.tensor([path + [0] * (longest - len(path)) for path in paths]))
+        own = returned_cache(model, [driver.recurrent.row_states(row) for row in range(rows)])
+        for part, theirs in zip(parts_of(own), zip(*map(parts_of, states), strict=True), strict=True):
+            torch.testing.assert_close(part, torch.cat(theirs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"), [("rwkv", [1, 1, 1, 1, 1]), ("xlstm", [2, 1, 1, 1]), ("minimax", [2, 1, 1, 1])]
+)
+def test_many_requests(models, monkeypatch, name, groups):
+    """Prompts are read as alone at the first try, and rows stand beside each other before any verification."""
+    monkeypatch.setattr(check, "_checked", {})
+    sizes, loop_of = [], Engine._loop_of
+
+    def counted(engine, rows):
+        sizes.append(len(rows))
+        return loop_of(engine, rows)
+
+    monkeypatch.setattr(Engine, "_loop_of", counted)
+    prompts = [tokens(1, 4 + row % 2, seed=row) for row in range(5)]
+    expected = [models[name].generate(prompt, **GREEDY)[0, prompt.shape[1] :].tolist() for prompt in prompts]
+    requests = [prompt[0].tolist() for prompt in prompts]
+    results = list(generate_many(models[name], requests, 3, in_order=True, spec_method="ngram", **GREEDY))
+    assert [result.tokens for result in results] == expected
+    assert sizes == groups
+    assert check._checked
+
+
+@pytest.mark.parametrize("name", OWN_CACHES)
+def test_states_that_are_returned_are_of_the_models_own_class(models, name):
+    theirs = models[name].generate(tokens(1, 6), **GREEDY, return_dict_in_generate=True)[CACHE]
+    ours = speculate(models[name], tokens(1, 6))
+    assert ours.speculative.num_accepted_tokens
+    assert type(ours[CACHE]) is type(theirs)
+    for own, other in zip(parts_of(ours[CACHE]), parts_of(theirs), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
+
+
+@pytest.mark.parametrize("script", [{}, {"tree": "random", "num_speculative_tokens": 6}], ids=["chains", "trees"])
+@pytest.mark.parametrize("name", ["xlstm", "minimax"])
+def test_rows_of_equal_length(models, name, script):
+    expected = models[name].generate(tokens(3, 9), **GREEDY)
+    output = speculate(models[name], tokens(3, 9), **script)
+    assert output.sequences.tolist() == expected.tolist()
+    assert output.speculative.num_accepted_tokens > NEW_TOKENS
+
+
+def test_padding_whose_mask_plain_generation_loses_is_refused(models):
+    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5])
+    padded = {"input_ids": tokens(2, 9) * mask, "attention_mask": mask}
+    with pytest.raises(UnsupportedModelError, match="loses the mask of padding"):
+        models["minimax"].generate(**padded, spec_method="ngram", **GREEDY)
+    # What it says of a padded row is not what it says of the row alone.
+    plain = models["minimax"].generate(**padded, **GREEDY)[1, 9:]
+    assert plain.tolist() != models["minimax"].generate(padded["input_ids"][1:, 4:], **GREEDY)[0, 5:].tolist()
+
+
+def test_a_window_whose_mask_plain_generation_loses_is_refused():
+    with pytest.raises(UnsupportedModelError, match="has a sliding window"):
+        tiny_model("minimax", sliding_window=8).generate(tokens(1, 4), spec_method="ngram", **GREEDY)
+
+
+def test_padding_is_read_as_plain_generation_reads_it(models):
+    """xLSTM has no mask to keep it out of its states."""
+    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [0] * 2 + [1] * 7])
+    padded = {"input_ids": tokens(3, 9) * mask, "attention_mask": mask}
+    expected = models["xlstm"].generate(**padded, **GREEDY)
+    script = scripted_speculator(expected, [0, 4, 2], 99, num_speculative_tokens=3)
+    output = models["xlstm"].generate(**padded, assistant=script, **GREEDY, return_dict_in_generate=True)
+    assert output.sequences.tolist() == expected.tolist()
+    assert output.speculative.num_accepted_tokens > NEW_TOKENS
+
+
+@torch.no_grad()
+def test_prompts_in_chunks_of_the_model(models):
+    """xLSTM's model cuts long prompts by itself, and writes to its cache after each part."""
+    model = models["xlstm"]
+    expected = model.generate(tokens(2, 21), **GREEDY)
+    model.config.max_inference_chunksize = 4
+    try:
+        assert speculate(model, tokens(2, 21)).sequences.tolist() == expected.tolist()
+    finally:
+        model.config.max_inference_chunksize = 16384
+
+
+def test_rows_that_plain_generation_mixes_are_refused(models):
+    model = models["rwkv"]
+    with pytest.raises(UnsupportedModelError, match="mixes the rows of a batch, and this call has 2"):
+        model.generate(tokens(2, 6), spec_method="ngram", **GREEDY)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_requests_that_join_are_each_as_alone(models, name, monkeypatch):
+    # Some join before the first of them has been checked.
+    monkeypatch.setattr(check, "_checked", {})
+    prompts = [tokens(1, length, seed=length) for length in (5, 9, 3, 7)]
+    requests = [{"input_ids": ids[0], "max_new_tokens": 4 + 3 * number} for number, ids in enumerate(prompts)]
+    results = generate_many(models[name], requests, 2, in_order=True, spec_method="ngram", do_sample=False)
+    for result, ids, request in zip(results, prompts, requests):
+        plain = models[name].generate(ids, do_sample=False, max_new_tokens=request["max_new_tokens"])
+        assert result.tokens == plain[0, ids.shape[1] :].tolist()
+    assert check._checked
+
+
+def test_the_state_of_an_earlier_call_is_refused(models):
+    model = models["rwkv"]
+    text = tokens(1, 6)
+    state = model(text).state
+    with pytest.raises(SpecConfigError, match="`state`: a DynamicCache or a StaticCache can be continued, got list"):
+        model.generate(text, state=state, spec_method="ngram", **GREEDY)
+
+
+def test_a_cache_without_the_states_is_refused_and_the_own_one_continued(models):
+    model = models["recurrent_gemma"]
+    first, expected = tokens(2, 9), model.generate(tokens(2, 9), max_new_tokens=2 * NEW_TOKENS, do_sample=False)
+    cache = DynamicCache(config=model.config)
+    model.generate(first, **{CACHE: cache}, **GREEDY)
+    with pytest.raises(UnsupportedModelError, match="and not the recurrent states after them"):
+        model.generate(expected[:, :30], **{CACHE: cache}, spec_method="ngram", **GREEDY)
+    output = speculate(model, first)
+    script = scripted_speculator(expected, [0, 0], 99)
+    output = model.generate(output.sequences, **{CACHE: output[CACHE]}, assistant=script, **GREEDY)
+    assert output.tolist() == expected.tolist()
+
+
+def test_nothing_is_kept_in_the_modules(models):
+    model = models["recurrent_gemma"]
+    layers = own_layers(model)
+    assert list(layers.values()) == [0, 1]
+    script = scripted_speculator(model.generate(tokens(1, 9), **GREEDY), [0], 99)
+    before = [(layer.conv1d_state, layer.rg_lru.recurrent_states) for layer in layers]
+    model.generate(tokens(1, 9), assistant=script, **GREEDY)
+    for layer, (inputs, state) in zip(layers, before):
+        assert layer.conv1d_state is inputs
+        assert layer.rg_lru.recurrent_states is state
+        assert vars(layer).keys().isdisjoint({"forward", "conv_1d", "rg_lru"})
+        assert "_rnn_scan" not in vars(layer.rg_lru)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_of_two_threads(models, name):
+    model, prompts = models[name], [tokens(1, 9), tokens(1, 7, seed=1)]
+    scripts = [scripted_speculator(model.generate(prompt, **GREEDY), [0], 99) for prompt in prompts]
+    calls = [
+        lambda prompt=prompt, script=script: [
+            model.generate(prompt, assistant=script, **GREEDY).tolist() for _ in range(3)
+        ]
+        for prompt, script in zip(prompts, scripts)
+    ]
+    assert in_threads(*calls) == [[model.generate(prompt, **GREEDY).tolist()] * 3 for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_draft_model_that_is_always_right(models, name):
+    prompt = tokens(1, 9)
+    output = models[name].generate(prompt, assistant=models[name], return_dict_in_generate=True, **GREEDY)
+    assert output.sequences.tolist() == models[name].generate(prompt, **GREEDY).tolist()
+    assert output.speculative.num_accepted_tokens == output.speculative.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_draft_model_that_is_sometimes_right(models, name):
+    draft_model = deepcopy(models[name])
+    with torch.no_grad():
+        draft_model.get_output_embeddings().weight[3:40].mul_(1.5)
+    prompt = tokens(1, 9)
+    output = models[name].generate(prompt, assistant=draft_model, return_dict_in_generate=True, **GREEDY)
+    assert output.sequences.tolist() == models[name].generate(prompt, **GREEDY).tolist()
+    assert 0 < output.speculative.num_accepted_tokens < output.speculative.num_draft_tokens
+
+
+@pytest.mark.parametrize(("name", "part"), [*zip(NAMES, ("rg_lru", "attention", "mlstm_layer"))])
+def test_parts_with_a_forward_of_their_own_are_refused(models, name, part):
+    module = getattr(next(iter(own_layers(models[name]))), part)
+    module.forward = lambda *args, **kwargs: None
+    try:
+        with pytest.raises(UnsupportedModelError, match="cannot be told the recurrent state"):
+            models[name].generate(tokens(1, 4), spec_method="ngram", **GREEDY)
+    finally:
+        del module.forward

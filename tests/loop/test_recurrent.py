@@ -1,0 +1,454 @@
+"""Recurrent layers: their states stay at the committed tokens, however drafts are accepted."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from itertools import product
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import hf_specdec
+from hf_specdec import UnsupportedModelError, load_speculator
+from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
+from hf_specdec.candidate_generators.eagle.recipe import Eagle3Recipe
+from hf_specdec.decoding.cache import SlotCache
+from hf_specdec.decoding.profile import model_profile
+from hf_specdec.decoding.recurrent import mixers
+from hf_specdec.decoding.target import SlotModel
+from hf_specdec.drafts import TreeTopology, chain_topology
+from tests.helpers.architectures import tiny_model
+from tests.helpers.caches import CACHE
+from tests.helpers.sampled import sampled_speculator
+from tests.helpers.scripted import scripted_speculator
+from tests.helpers.statistics import chi_square_pvalue
+from tests.helpers.threads import in_threads
+
+
+# Every way in which a state is kept: sums with decays (gated delta rule, with a decay for each channel, Mamba-2 beside
+# attention), states of every node (Mamba-1 in one part and in several), the last inputs, calls for single tokens.
+WAYS = ["qwen3_next", "kimi_linear", "falcon_h1", "jamba", "zamba", "lfm2", "zaya", "nemotron_h"]
+GENERATING = ["qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "bamba", "nemotron_h", "jamba", "mamba", "mamba2", "xlstm"]
+
+PROMPTS = [9, 4, 7]
+STARTS = [max(PROMPTS) - length for length in PROMPTS]
+VOCAB_SIZE = 99
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Tiny models by architecture, each built once."""
+    made: dict[str, torch.nn.Module] = {}
+
+    def model(name: str) -> torch.nn.Module:
+        return made.setdefault(name, tiny_model(name, initializer_range=0.2))
+
+    return model
+
+
+def left_padded(rows: list[list[int]]) -> torch.LongTensor:
+    width = max(map(len, rows))
+    return torch.tensor([[0] * (width - len(row)) + row for row in rows])
+
+
+def random_tokens(count: int, draw: random.Random) -> list[int]:
+    return [draw.randrange(3, VOCAB_SIZE) for _ in range(count)]
+
+
+class Plain:
+    """One row as plain generation reads it: the prompt at once, then one token at a time."""
+
+    def __init__(self, model, prompt: list[int]):
+        self.model, self.cache, self.length = model, DynamicCache(config=model.config), 0
+        self.read(prompt)
+
+    def read(self, tokens: list[int]) -> torch.Tensor:
+        """Logits after each of the tokens."""
+        positions = torch.arange(self.length, self.length + len(tokens))[None]
+        self.length += len(tokens)
+        output = self.model(torch.tensor([tokens]), **{CACHE: self.cache}, position_ids=positions, use_cache=True)
+        return output.logits[0]
+
+    def step(self, tokens: list[int]) -> torch.Tensor:
+        return torch.cat([self.read([token]) for token in tokens])
+
+    def assert_same_states(self, driver: SlotModel, row: int) -> None:
+        states = driver.recurrent.row_states(row)
+        assert states
+        for layer_idx, state in states.items():
+            theirs = self.cache.layers[layer_idx]
+            for key, own in state.conv_states.items():
+                torch.testing.assert_close(own, theirs.conv_states[key], rtol=1e-3, atol=1e-3)
+            for key, own in state.recurrent_states.items():
+                torch.testing.assert_close(own, theirs.recurrent_states[key], rtol=1e-3, atol=1e-3)
+
+
+def prefilled(model, rows: list[list[int]], states: tuple = ()) -> SlotModel:
+    driver = SlotModel(model, SlotCache(64), states)
+    driver.prefill(left_padded(rows), [max(map(len, rows)) - len(row) for row in rows])
+    return driver
+
+
+def random_parents(nodes: int, draw: random.Random) -> list[int]:
+    return [draw.randint(-1, node - 1) for node in range(nodes)]
+
+
+# Parents of draft nodes in every row.
+SHAPES = {
+    "chains": lambda nodes, draw: [list(range(-1, nodes - 1))] * len(PROMPTS),
+    "one tree": lambda nodes, draw: [random_parents(nodes, draw)] * len(PROMPTS),
+    "trees": lambda nodes, draw: [random_parents(nodes, draw) for _ in PROMPTS],
+}
+
+
+def topology_of(parents: list[list[int]]) -> TreeTopology:
+    first = parents[0]
+    if all(row == list(range(-1, len(first) - 1)) for row in parents):
+        return chain_topology(len(first), torch.device("cpu"))
+    return TreeTopology.from_parents(torch.tensor(first if all(row == first for row in parents) else parents))
+
+
+def paths_of(parents: list[int]) -> list[list[int]]:
+    """The nodes on the way from the root to each node, both among them."""
+    paths = [[0]]
+    for node, parent in enumerate(parents, 1):
+        paths.append([*paths[parent + 1], node])
+    return paths
+
+
+@pytest.mark.thinned(4)
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", WAYS)
+def test_any_course_of_a_generation(models, name, shape):
+    """Rows that accept different ways through drafts of different sizes, rows that leave."""
+    model, draw = models(name), random.Random(len(shape))
+    prompts = [random_tokens(length, draw) for length in PROMPTS]
+    driver, rows = prefilled(model, prompts), [Plain(model, prompt) for prompt in prompts]
+    for nodes in (1, 4, 1, 5, 3, 7, 1, 2):
+        parents = SHAPES[shape](nodes - 1, draw)[: len(rows)]
+        read = [random_tokens(nodes, draw) for _ in rows]
+        output = driver.forward(torch.tensor(read), topology_of(parents))
+        accepted = []
+        for row, (plain_row, new) in enumerate(zip(rows, read)):
+            paths = paths_of(parents[row])
+            for node, path in enumerate(paths):
+                logits = deepcopy(plain_row).step([new[earlier] for earlier in path])[-1]
+                torch.testing.assert_close(output.logits[row, node], logits, rtol=1e-3, atol=1e-3)
+            accepted.append(draw.choice(paths))
+            plain_row.step([new[node] for node in accepted[-1]])
+        longest = max(map(len, accepted))
+        path = torch.tensor([nodes + [0] * (longest - len(nodes)) for nodes in accepted])
+        driver.commit(list(map(len, accepted)), None if shape == "chains" else path)
+        for row, plain_row in enumerate(rows):
+            plain_row.assert_same_states(driver, row)
+        if nodes == 3:
+            keep = [2, 1]
+            driver.keep_rows(keep)
+            rows = [rows[row] for row in keep]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WAYS)
+def test_going_back_to_a_mark(models, name):
+    model, draw = models(name), random.Random(1)
+    prompts = [random_tokens(length, draw) for length in PROMPTS]
+    driver, rows = prefilled(model, prompts), [Plain(model, prompt) for prompt in prompts]
+    read = [random_tokens(3, draw) for _ in rows]
+    driver.forward(torch.tensor(read), chain_topology(2, torch.device("cpu")))
+    driver.commit([3, 1, 2])
+    for plain_row, new, count in zip(rows, read, (3, 1, 2)):
+        plain_row.step(new[:count])
+    mark = driver.recurrent.mark()
+    for _ in range(3):
+        driver.forward(torch.tensor([random_tokens(1, draw) for _ in rows]), chain_topology(0, torch.device("cpu")))
+        driver.commit([1, 1, 1])
+    driver.recurrent.return_to(mark)
+    for row, plain_row in enumerate(rows):
+        plain_row.assert_same_states(driver, row)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "calls_of_a_mixer"), [("qwen3_next", 1), ("falcon_h1", 1), ("jamba", 1), ("zaya", 3)]
+)
+def test_a_cycle_is_one_forward_and_a_mixer_is_called_once_or_for_every_depth(models, name, calls_of_a_mixer):
+    model = models(name)
+    driver = prefilled(model, [random_tokens(9, random.Random(2))])
+    calls = {"model": 0, "input": 0}
+    mixer = next(iter(mixers(model)))
+    counted = {
+        "model": model,
+        "input": next(child for child in mixer.children() if isinstance(child, torch.nn.Linear)),
+    }
+    handles = [
+        module.register_forward_pre_hook(lambda *_, what=what: calls.update({what: calls[what] + 1}))
+        for what, module in counted.items()
+    ]
+    for _ in range(24):
+        driver.forward(torch.tensor([random_tokens(5, random.Random(3))]), topology_of([[-1, -1, 0, 1]]))
+        driver.commit([2], torch.tensor([[0, 2]]))
+    for handle in handles:
+        handle.remove()
+    assert calls == {"model": 24, "input": 24 * calls_of_a_mixer}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+def test_captured_states_are_those_of_the_new_tokens(models, name):
+    model, draw = models(name), random.Random(4)
+    rows = [random_tokens(length, draw) for length in PROMPTS]
+    driver = prefilled(model, rows, states=(1, "last"))
+    for counts in ([1, 3, 2], [2, 1, 4]):
+        read = [random_tokens(4, draw) for _ in rows]
+        output = driver.forward(torch.tensor(read), chain_topology(3, torch.device("cpu")))
+        for row, (text, new) in enumerate(zip(rows, read)):
+            whole = model(torch.tensor([text + new]), output_hidden_states=True)
+            for key, index in ((1, 1), ("last", -1)):
+                expected = whole.hidden_states[index][0, -4:]
+                torch.testing.assert_close(output.hidden_states[key][row], expected, rtol=1e-3, atol=1e-3)
+        driver.commit(counts)
+        for text, new, count in zip(rows, read, counts):
+            text += new[:count]
+
+
+# Through generate()
+
+
+def inputs(batch_size: int) -> dict[str, torch.Tensor]:
+    """Left-padded prompts whose texts repeat themselves, for drafts that look up."""
+    draw = random.Random(5)
+    rows = [(random_tokens(4, draw) * 3)[-length:] for length in PROMPTS[:batch_size]]
+    input_ids = left_padded(rows)
+    mask = torch.tensor([[0] * (input_ids.shape[1] - len(row)) + [1] * len(row) for row in rows])
+    return {"input_ids": input_ids, "attention_mask": mask}
+
+
+def plain(model, batch_size: int, **arguments) -> torch.LongTensor:
+    return model.generate(**inputs(batch_size), max_new_tokens=20, do_sample=False, **arguments)
+
+
+def scripted(model, batch_size: int, **script):
+    return scripted_speculator(plain(model, batch_size), STARTS[:batch_size], VOCAB_SIZE, **script)
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("name", GENERATING)
+def test_methods_equal_plain_generate(models, name):
+    model = models(name)
+    expected = {batch_size: plain(model, batch_size).tolist() for batch_size in (1, 3)}
+    settings = {"return_dict_in_generate": True, "max_new_tokens": 20, "do_sample": False}
+    block_drafter = DFlashRecipe(block_size=4, num_layers=1, target_layer_ids=(0, 1)).build(model)
+    for batch_size, method in (
+        (3, {"spec_method": "ngram"}),
+        (1, {"assistant": tiny_model("llama"), "num_speculative_tokens": 3}),
+        (3, {"assistant": block_drafter.eval()}),
+        (1, {"assistant": Eagle3Recipe(aux_layer_ids=(0, 1)).build(model).eval()}),
+    ):
+        output = hf_specdec.generate(model, **inputs(batch_size), **settings, **method)
+        assert output.sequences.tolist() == expected[batch_size]
+        assert output.speculative.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "jamba"])
+def test_rows_that_end_early(models, name):
+    model = models(name)
+    text = plain(model, 3)
+    # The token that one row writes first and the others later or never.
+    end = int(text[1, max(PROMPTS) + 4])
+    expected = plain(model, 3, eos_token_id=end)
+    speculator = scripted(model, 3, num_speculative_tokens=4)
+    output = model.generate(
+        **inputs(3), max_new_tokens=20, do_sample=False, eos_token_id=end, assistant=speculator, pad_token_id=0
+    )
+    assert output.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2", "nemotron_h"])
+def test_sampled_text_depends_on_the_seed_alone(models, name):
+    model, texts = models(name), []
+    for method, settings in (
+        ("ngram", {}),
+        ("ngram", {"num_speculative_tokens": 2}),
+        ("suffix", {}),
+    ):
+        torch.manual_seed(7)
+        sampled = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 20}
+        texts.append(hf_specdec.generate(model, **inputs(3), spec_method=method, **settings, **sampled).tolist())
+    assert texts[0] == texts[1] == texts[2]
+    torch.manual_seed(8)
+    assert hf_specdec.generate(model, **inputs(3), spec_method="ngram", **sampled).tolist() != texts[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2"])
+def test_chunked_prefill(models, name):
+    model = models(name)
+    expected = plain(model, 1, prefill_chunk_size=4)
+    speculator = scripted(model, 1)
+    output = plain(model, 1, prefill_chunk_size=4, assistant=speculator, return_dict_in_generate=True)
+    assert output.sequences.tolist() == expected.tolist()
+    assert output.speculative.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "nemotron_h", "lfm2"])
+def test_the_cache_of_a_batch_holds_the_states_of_every_row(models, name):
+    """Rows end at different cycles."""
+    model = models(name)
+    arguments = {"return_dict_in_generate": True, "max_new_tokens": 17, "do_sample": False}
+    theirs = model.generate(**inputs(3), **arguments)[CACHE]
+    ours = model.generate(**inputs(3), **arguments, assistant=scripted(model, 3, accuracy=0.8))[CACHE]
+    for own, other in zip(ours.layers, theirs.layers):
+        assert type(own) is type(other)
+        for part in ("conv_states", "recurrent_states"):
+            for key, state in getattr(other, part, {}).items():
+                if state is not None:
+                    torch.testing.assert_close(getattr(own, part)[key], state, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "jamba"])
+def test_the_users_cache_is_filled_and_continued(models, name, kind):
+    """As by plain generation, which reads all tokens on top of states alone."""
+    model, limit = models(name), {"max_cache_len": 80} if kind is StaticCache else {}
+    plain_name = model_profile(model).cache_name
+    caches = [kind(config=model.config, **limit) for _ in range(2)]
+    arguments = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True, "disable_compile": True}
+    text = inputs(2)
+    for _ in range(2):
+        theirs = model.generate(**text, **arguments, **{plain_name: caches[0]})
+        ours = model.generate(**text, **arguments, cache=caches[1], spec_method="ngram")
+        assert ours.sequences.tolist() == theirs.sequences.tolist()
+        assert ours[CACHE] is caches[1]
+        for own, other in zip(*(cache.layers for cache in reversed(caches)), strict=True):
+            for part in ("conv_states", "recurrent_states"):
+                for key, state in (getattr(other, part, None) or {}).items():
+                    if state is not None:
+                        torch.testing.assert_close(getattr(own, part)[key], state, rtol=1e-3, atol=1e-3)
+        width = theirs.sequences.shape[1] - text["input_ids"].shape[1]
+        mask = torch.nn.functional.pad(text["attention_mask"], (0, width), value=1)
+        text = {"input_ids": theirs.sequences, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(("name", "batch_size"), [("qwen3_next", 3), ("lfm2", 1), ("jamba", 3), ("falcon_h1", 1)])
+def test_recurrent_draft_models(models, name, batch_size):
+    """A model that drafts for itself is always right, if its own states are."""
+    model = models(name)
+    output = plain(model, batch_size, assistant=model, num_speculative_tokens=4, return_dict_in_generate=True)
+    assert output.sequences.tolist() == plain(model, batch_size).tolist()
+    assert output.speculative.num_accepted_tokens == output.speculative.num_draft_tokens
+    # Now and then it is wrong, and goes back.
+    other = tiny_model("llama")
+    output = plain(other, batch_size, assistant=model, num_speculative_tokens=4, return_dict_in_generate=True)
+    assert output.sequences.tolist() == plain(other, batch_size).tolist()
+    assert output.speculative.num_accepted_tokens < output.speculative.num_draft_tokens
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_an_error_leaves_the_model_as_it_was(models, name):
+    model = models(name)
+    expected = plain(model, 1)
+    broken = list(mixers(model))[-1]
+    before = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    forward, calls = broken.forward, []
+
+    def fail(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    broken.forward = fail
+    with pytest.raises(KeyboardInterrupt):
+        plain(model, 1, assistant=scripted_speculator(expected, [0], VOCAB_SIZE))
+    del broken.forward
+    # transformers leaves hooks of its own.
+    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == before
+    assert plain(model, 1).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "zaya"])
+def test_two_threads_on_one_model(models, name):
+    model = models(name)
+    expected, speculator = plain(model, 3), scripted(model, 3)
+    texts = in_threads(
+        lambda: [plain(model, 3).tolist() for _ in range(3)],
+        lambda: [plain(model, 3, assistant=speculator).tolist() for _ in range(3)],
+    )
+    assert texts == [[expected.tolist()] * 3] * 2
+
+
+TREES = {
+    "ngram": {"spec_method": "ngram", "speculative": {"prompt_lookup_num_matches": 4}},
+    "suffix": {"spec_method": "suffix", "speculative": {"suffix_decoding_use_tree_spec": True}},
+    "recycling": {"spec_method": "recycling"},
+}
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("name", GENERATING)
+def test_trees_equal_plain_generate(models, name):
+    model = models(name)
+    settings = {"return_dict_in_generate": True, "max_new_tokens": 20, "do_sample": False}
+    heads = Eagle3Recipe(aux_layer_ids=(0, 1)).build(model).eval()
+    static = {"speculative_token_tree": "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"}
+    for batch_size, method in (
+        *((3, how) for how in TREES.values()),
+        (1, {"assistant": load_speculator(model, method="eagle3", draft_model=heads, **static)}),
+    ):
+        output = hf_specdec.generate(model, **inputs(batch_size), **settings, **method)
+        assert output.sequences.tolist() == plain(model, batch_size).tolist()
+        assert output.speculative.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "jamba", "lfm2", "zaya"])
+def test_trees_accept_more_than_their_first_branches(models, name):
+    """The right tokens lie on another branch in every cycle, and are accepted as often as those of chains."""
+    model = models(name)
+    accepted = {}
+    for shape, parents in (("chain", None), ("tree", (-1, -1, 0, 0, 1, 1, 2, 4))):
+        script = scripted(model, 3, tree=parents, accuracy=1.0, num_speculative_tokens=3)
+        output = plain(model, 3, assistant=script, return_dict_in_generate=True)
+        assert output.sequences.tolist() == plain(model, 3).tolist()
+        accepted[shape] = output.speculative.num_accepted_tokens / output.speculative.num_target_forwards
+    assert accepted["tree"] >= 0.9 * accepted["chain"] > 0
+
+
+NUM_ROWS, FEW_TOKENS = 1500, 5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "xlstm"])
+def test_drawn_trees_keep_the_distribution(name):
+    """The first three tokens of many rows, against their enumerated probabilities."""
+    model = tiny_model(name, vocab_size=FEW_TOKENS, initializer_range=0.3, pad_token_id=0)
+    prompt, paths = torch.tensor([[1, 4, 2]]), torch.tensor(list(product(range(FEW_TOKENS), repeat=3)))
+    read = model(torch.cat([prompt.expand(len(paths), -1), paths], dim=1)).logits.double().softmax(-1)
+    of_tokens = [read[torch.arange(len(paths)), prompt.shape[1] - 1 + place, paths[:, place]] for place in range(3)]
+    expected = of_tokens[0] * of_tokens[1] * of_tokens[2]
+    torch.manual_seed(0)
+    rows = prompt.repeat(NUM_ROWS, 1)
+    output = model.generate(
+        rows,
+        attention_mask=torch.ones_like(rows),
+        max_new_tokens=6,
+        do_sample=True,
+        top_k=0,
+        assistant=sampled_speculator(2, widths=(2, 2)),
+        return_dict_in_generate=True,
+    )
+    stats = output.speculative
+    assert 0.1 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
+    tokens = output.sequences[:, prompt.shape[1] :][:, :3]
+    counts = (tokens * torch.tensor([FEW_TOKENS**2, FEW_TOKENS, 1])).sum(1).bincount(minlength=len(paths))
+    assert chi_square_pvalue(counts, expected) > 1e-3
+    # With so many rows a wrong distribution shows.
+    assert chi_square_pvalue(counts, expected.roll(1)) < 1e-6
+
+
+def test_states_that_are_updated_elsewhere_are_refused(models):
+    model = models("qwen3_next")
+    driver = prefilled(model, [random_tokens(5, random.Random(0))])
+    with pytest.raises(UnsupportedModelError, match="Layer 0 updates a recurrent state in an unknown place"):
+        driver.cache.update_conv_state(torch.zeros(1, 128, 1), 0)

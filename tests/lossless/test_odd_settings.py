@@ -1,0 +1,415 @@
+"""Settings and requests of every odd kind: an error of this package, or a text equal to that of plain generation.
+
+`python -m tests.lossless.test_odd_settings 2500` tries more of them than the suite does.
+"""
+
+import json
+import random
+import sys
+from collections import OrderedDict, UserDict
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, load_speculator
+from hf_specdec.method import built_in_methods
+from hf_specdec.settings import describe_settings
+from tests.helpers.models import prompts, tiny_llama
+
+
+METHODS = (*(method.name for method in built_in_methods()), "auto")
+WITHOUT_MODEL = [method.name for method in built_in_methods() if not method.takes_model]
+COMMON = [setting.key for setting in describe_settings()]
+OWN = {method: [setting.key for setting in describe_settings(method)] for method in METHODS[:-1]}
+MOST_CHARACTERS = 3000
+
+
+class Hostile:
+    """Fails at everything that code does with a value that it does not know."""
+
+    def fail(self, *args):
+        raise RuntimeError("no")
+
+    __repr__ = __str__ = __eq__ = __bool__ = __len__ = __iter__ = __hash__ = __int__ = __index__ = __float__ = fail
+    __getitem__ = __fspath__ = __lt__ = __gt__ = __contains__ = fail
+
+
+class HostileText(str):
+    __eq__ = __repr__ = __str__ = strip = startswith = split = Hostile.fail
+    __hash__ = str.__hash__
+
+
+class HostileNumber(int):
+    __eq__ = __repr__ = __lt__ = __gt__ = __le__ = __ge__ = Hostile.fail
+    __hash__ = int.__hash__
+
+
+class HostileDict(dict):
+    __repr__ = keys = items = __iter__ = __getitem__ = __eq__ = Hostile.fail
+
+
+class HostileArray:
+    shape = (3,)
+
+    def tolist(self):
+        raise ValueError("no")
+
+
+class Word(str, Enum):
+    NGRAM = "ngram"
+
+
+def endless():
+    value = []
+    value.append(value)
+    return value
+
+
+# Each is made anew, so that nothing that keeps or changes one spoils another.
+VALUES = [
+    *(lambda value=value: value for value in (
+        None, True, False, 0, 1, 2, 3, 7, -1, 64, 1023, 1024, 1025, 10**6, 10**9, 2**31, 2**63, 10**400, 10**5000,
+        0.0, 0.5, 1.0, -0.0, -0.5, 1e308, float("nan"), float("inf"), -float("inf"), 2j,
+        "", " ", "auto", "off", "none", "None", "ngram", "suffix", "toy", "greedy", "standard", "typical", "synthetic",
+        "[[1, 2]]", "{}", "{", "[0, 0, 1]", "1", "5", "true", "nan", "x" * 10**5, "\ud800", "a\0b", "../..", "~", "/",
+        "/dev/zero", "/etc/passwd", "/proc/self/mem", "no/such", "a/b/c", "[" * 10**4, "(" * 1000, "-" * 10**4 + "1",
+        "9" * 5000, "hf_" + "aB3dE" * 7, b"ngram", b"\xff", bytearray(b"x"), (), (1,), (0,), [], [1], [0], [[]], [[0]],
+        [[0], [1], [0, 0]], [[1, 8, 5], [9, 32, 2]], [[1, 10**9]], [[1, 2, 3], [3, 10**9, 0]], [0.9, 0.5], [0.5, 0.9],
+        [None], ["a"], [[10**9]], [10**9], {}, {1: 10**9}, {1: 3}, {"1": 3}, {"num_steps": 3}, {None: None},
+        {"num_steps": 10**9, "topk": 10**9, "num_draft_tokens": 10**9}, {"token": "s3cret"}, set(), {1},
+        frozenset({2}), range(3), Decimal("2"), Fraction(1, 2), Word.NGRAM, Path("x"), Path("x" * 5000), print, int,
+        object, Hostile,
+    )),
+    Hostile, lambda: HostileText("ngram"), lambda: HostileNumber(3), HostileDict, lambda: HostileDict(a=1),
+    HostileArray, endless, lambda: [Hostile()], lambda: {"a": Hostile()}, lambda: {Hostile.__name__: [Hostile()] * 3},
+    lambda: np.int64(3), lambda: np.float32(0.5), lambda: np.bool_(True), lambda: np.str_("auto"), lambda: np.array(3),
+    lambda: np.array([1, 2]), lambda: np.array([[0], [1]]), lambda: np.zeros((2000, 2000)), lambda: np.array(["a"]),
+    lambda: np.array([None]), lambda: torch.tensor(3), lambda: torch.tensor([0.9, 0.5]), lambda: torch.tensor(True),
+    lambda: torch.empty(2, device="meta"), lambda: torch.zeros(0), lambda: torch.float16, lambda: torch.device("cpu"),
+    lambda: iter([1]), lambda: (item for item in (1, 2)), lambda: UserDict(a=1), lambda: MappingProxyType({"a": 1}),
+    lambda: OrderedDict({1: 2}), lambda: memoryview(b"x"),
+    lambda: [0] * 10**5, lambda: [[0] * depth for depth in range(1, 99)],
+]  # fmt: skip
+
+KEYS = [
+    "self", "cls", "value", "settings", "method", "model", "options", "config", "target_config", "draft_model", "",
+    " ", "num_spec_tokens", "speculative_model", "k" * 10**5, "\ud800", "a\0b", "__class__", "token", 3, None, (), 1.5,
+    Word.NGRAM,
+]  # fmt: skip
+
+
+def drawn_settings(rng):
+    """Some settings of a method, most of them odd."""
+    settings = {"method": rng.choice(METHODS)} if rng.random() < 0.9 else {}
+    names = COMMON + OWN.get(settings.get("method"), OWN["ngram"])
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        key = rng.choice(names) if rng.random() < 0.93 else rng.choice(KEYS)
+        settings[key] = rng.choice(VALUES)()
+    if rng.random() < 0.1:
+        settings = {"method": settings.pop("method", "ngram"), "options": settings}
+    return settings
+
+
+def drawn_value(rng):
+    """Anything that may stand where settings are expected."""
+    kind = rng.random()
+    if kind < 0.8:
+        return drawn_settings(rng)
+    if kind < 0.9:
+        return rng.choice(VALUES)()
+    try:
+        text = json.dumps(drawn_settings(rng))
+    except (TypeError, ValueError, RuntimeError, RecursionError):
+        return "{" * 50
+    place = rng.randrange(len(text) + 1)
+    return text[:place] + rng.choice(("", "{", "}", '"', "\\", "NaN", "9" * 5000, text[:20])) + text[place:]
+
+
+def check_message(error):
+    message = str(error)
+    assert len(message) < MOST_CHARACTERS, message
+    message.encode("utf-8")
+    assert "s3cret" not in message
+    assert "aB3dEaB3dE" not in message
+
+
+def check_configuration(rng):
+    """The configuration of what was drawn, `None` where it is refused."""
+    value = drawn_value(rng)
+    try:
+        config = SpeculativeConfig.resolve(value)
+    except SpecDecError as error:
+        check_message(error)
+        return None
+    assert len(config.compute_hash()) == 16
+    assert SpeculativeConfig.from_dict(config.to_dict()) == config
+    json.dumps(config.to_dict(), allow_nan=False)
+    hash(config)
+    repr(config).encode("utf-8", "backslashreplace")
+    return config
+
+
+PLAIN = {"do_sample": False, "max_new_tokens": 6}
+
+
+def check_text(model, rng, plain):
+    """A call with odd arguments writes the plain text, or is refused."""
+    inputs = prompts(2)
+    names = ("spec_method", "spec_model", "num_speculative_tokens", "speculative", "assistant")
+    arguments = {name: rng.choice(VALUES)() for name in names if rng.random() < 0.3}
+    if rng.random() < 0.6:
+        arguments["spec_method"] = rng.choice(WITHOUT_MODEL)
+    if rng.random() < 0.6:
+        settings = drawn_settings(rng)
+        if isinstance(settings.get("method"), str) and settings["method"] not in WITHOUT_MODEL:
+            settings["method"] = rng.choice(WITHOUT_MODEL)
+        arguments["speculative"] = settings
+    try:
+        text = model.generate(**inputs, **PLAIN, **arguments)
+    except SpecDecError as error:
+        check_message(error)
+        return False
+    settings = arguments.get("speculative")
+    meaningless = isinstance(settings, dict) and "synthetic" in map(str, filter(_is_text, dict.values(settings)))
+    assert meaningless or torch.equal(text, plain), arguments.keys()
+    return True
+
+
+def _is_text(value):
+    return type(value) is str
+
+
+# Arguments of generate() and values that are legal, by themselves at least.
+ARGUMENTS = {
+    "do_sample": [True, False],
+    "num_beams": [1, 2],
+    "num_return_sequences": [1, 2],
+    "temperature": [0.7, 1.0, 0.0],
+    "top_k": [1, 5, 0, 50],
+    "top_p": [0.5, 1.0],
+    "min_p": [0.1],
+    "repetition_penalty": [1.3],
+    "no_repeat_ngram_size": [2],
+    "bad_words_ids": [[[3]], [[3, 4]]],
+    "suppress_tokens": [[1, 2]],
+    "begin_suppress_tokens": [[5]],
+    "forced_eos_token_id": [7],
+    "forced_bos_token_id": [7],
+    "eos_token_id": [3, [3, 9, 20], None],
+    "pad_token_id": [0, 5],
+    "max_length": [12, 40],
+    "max_new_tokens": [1, 2, 9],
+    "min_new_tokens": [3],
+    "min_length": [10],
+    "max_time": [100.0],
+    "output_scores": [True],
+    "output_logits": [True],
+    "output_hidden_states": [True],
+    "output_attentions": [True, False],
+    "return_dict_in_generate": [True, False],
+    "use_cache": [True, False],
+    "cache_implementation": ["dynamic", "static", "offloaded", "no such"],
+    "guidance_scale": [1.5],
+    "renormalize_logits": [True],
+    "remove_invalid_values": [True],
+    "exponential_decay_length_penalty": [(2, 1.1)],
+    "prompt_lookup_num_tokens": [3],
+    "penalty_alpha": [0.6],
+    "typical_p": [0.9],
+    "epsilon_cutoff": [0.01],
+    "watermarking_config": [None],
+    "token_type_ids": [None],
+    "unknown_argument": [1],
+    "generation_config": [None],
+    "disable_compile": [True],
+    "low_memory": [True],
+    "diversity_penalty": [0.5],
+    "num_beam_groups": [2],
+    "stop_strings": ["a"],
+}
+
+
+def outcome(model, **arguments):
+    torch.manual_seed(0)
+    try:
+        output = model.generate(**arguments)
+    except Exception as error:  # noqa: BLE001 - what plain generation raises is compared with
+        return None, error
+    return output, None
+
+
+def check_request(model, rng):
+    """Expects of a request what plain generation makes of it, an error like its own, or one of this package."""
+    inputs = prompts(rng.choice((1, 2)), padding=rng.random() < 0.5)
+    names = rng.sample(list(ARGUMENTS), rng.randint(1, 4))
+    arguments = {"max_new_tokens": 7, **inputs, **{name: rng.choice(ARGUMENTS[name]) for name in names}}
+    plain, plain_error = outcome(model, **arguments)
+    ours, error = outcome(model, **arguments, spec_method=rng.choice(WITHOUT_MODEL))
+    if error is not None:
+        assert isinstance(error, SpecDecError) or type(error) is type(plain_error), (names, error, plain_error)
+        if isinstance(error, SpecDecError):
+            check_message(error)
+        return
+    assert plain_error is None, (names, plain_error)
+    if not arguments.get("do_sample"):
+        assert torch.equal(getattr(ours, "sequences", ours), getattr(plain, "sequences", plain)), names
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return model.generate(**prompts(2), **PLAIN)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_configurations(seed):
+    rng = random.Random(seed)
+    found = [check_configuration(rng) for _ in range(120)]
+    assert 0 < sum(config is not None for config in found) < len(found)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_texts(model, plain, seed):
+    rng = random.Random(seed)
+    assert any([check_text(model, rng, plain) for _ in range(60)])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_requests(model, seed):
+    rng = random.Random(seed)
+    before = model.generation_config.to_dict()
+    for _ in range(40):
+        check_request(model, rng)
+    assert model.generation_config.to_dict() == before
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_every_setting_refuses_what_fails(name):
+    for value in (Hostile(), [Hostile()], HostileDict(a=1), HostileArray(), endless(), 10**5000, "\ud800" * 9999):
+        try:
+            SpeculativeConfig.resolve({"method": "draft_model", "model": "x/y", name: value})
+        except SpecDecError as error:
+            check_message(error)
+
+
+@pytest.mark.parametrize("name", ["x" * 3000, "[" * 3000, "/tmp/" + "y/" * 1500])
+def test_long_names_are_cut_in_messages(model, name):
+    with pytest.raises(SpecDecError) as raised:
+        model.generate(**prompts(1), max_new_tokens=2, spec_model=name)
+    assert name[:190] in str(raised.value)
+    assert len(str(raised.value)) < 1200
+
+
+def test_zero_is_not_off(model):
+    with pytest.raises(SpecConfigError, match="`method` must be the name of a method, got 0"):
+        model.generate(**prompts(1), spec_method=0)
+    with pytest.raises(SpecConfigError, match="got int"):
+        model.generate(**prompts(1), speculative=0)
+    plain = model.generate(**prompts(1), **PLAIN)
+    for off in ("off", "none", False):
+        assert torch.equal(model.generate(**prompts(1), **PLAIN, spec_method=off), plain)
+
+
+@pytest.mark.parametrize("key", ["self", "cls", "value", "target_config"])
+def test_a_setting_of_any_name_is_a_setting(key):
+    with pytest.raises(SpecConfigError, match=f"has no setting '{key}'"):
+        SpeculativeConfig.resolve({"method": "ngram", key: 1})
+
+
+@pytest.mark.parametrize("number", [np.int64(4), np.array(4), torch.tensor(4), HostileNumber(4)], ids=range(4))
+def test_numbers_of_other_libraries_are_numbers(model, number):
+    config = SpeculativeConfig("ngram", num_speculative_tokens=number)
+    assert type(config.num_speculative_tokens) is int
+    assert config == SpeculativeConfig("ngram", num_speculative_tokens=4)
+    assert load_speculator(model, "ngram", num_speculative_tokens=number).config == config
+    rates = SpeculativeConfig(
+        "ngram", rejection_sample_method="synthetic", synthetic_acceptance_rates=torch.tensor([0.5, 0.25])
+    )
+    assert rates.synthetic_acceptance_rates == (0.5, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 1025}, 1024),
+        ({"method": "ngram", "num_speculative_tokens_per_batch_size": {1: 10**9}}, 1024),
+        ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 10**12, 0]]}, 1024),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 10**6}, 1024),
+        ({"method": "suffix", "suffix_decoding_max_cached_tokens": 10**10}, 10**9),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": 1e300}, 1024),
+        ({"method": "suffix+medusa", "model": "x/y", "retrieval_num_speculative_tokens": 10**9}, 1024),
+        ({"method": "medusa", "model": "x/y", "num_draft_nodes": 10**9}, 1024),
+        ({"method": "mlp_speculator", "model": "x/y", "top_k_tokens_per_head": [10**9]}, 1024),
+        ({"method": "eagle3", "model": "x/y", "draft_tree_depth": 10**9}, 129),
+        ({"method": "eagle3", "model": "x/y", "draft_tree_top_k": 10**9}, 64),
+        ({"method": "eagle3", "model": "x/y", "num_draft_nodes": 10**9}, 1024),
+        ({"method": "mtp", "num_draft_nodes": 10**9}, 1024),
+        ({"method": "dflash", "model": "x/y", "dflash_block_size": 10**9}, 1025),
+        ({"method": "dflash", "model": "x/y", "num_draft_nodes": 10**9}, 1024),
+        ({"method": "dflash", "model": "x/y", "dflash_num_denoising_steps": 10**9}, 1024),
+        ({"method": "ngram", "max_model_len": 2**31}, 2**31 - 1),
+        ({"method": "ngram", "disable_by_batch_size": 10**100}, 2**31 - 1),
+    ],
+    ids=lambda value: "" if isinstance(value, int) else list(value)[-1],
+)
+def test_sizes_have_a_largest_value(model, monkeypatch, settings, most):
+    monkeypatch.setattr(type(model), "forward", None)
+    with pytest.raises(SpecConfigError, match=f"{list(settings)[-1]}.*{most}"):
+        model.generate(**prompts(1), speculative=settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"speculative_model": "x/y"}, ["`speculative_model` is called `model`", "`spec_model`"]),
+        ({"speculative_algorithm": "EAGLE3", "model": "x/y"}, ["`speculative_algorithm` is called `method`"]),
+        ({"method": "ngram", "ngram_prompt_lookup_max": 4}, ["called `prompt_lookup_max`"]),
+        ({"method": "ngram", "prompt_lookup_num_tokens": 4}, ["called `num_speculative_tokens`"]),
+        ({"method": "medusa", "model": "x/y", "max_draft_len": 4}, ["called `num_speculative_tokens`"]),
+        ({"method": "eagle", "speculative_draft_tensor_parallel_size": 1}, ["called `draft_tensor_parallel_size`"]),
+        ({"method": "eagle", "ngram_prompt_lookup_min": 1}, ["called `prompt_lookup_min`", "method 'ngram'"]),
+        ({"decoding_type": "Medusa"}, ["`decoding_type` is called `method`", "`spec_method`"]),
+        ({"method": "eagle", "use_auth_token": True}, ["called `token`"]),
+        ({"method": "eagle", "model": "x/y", "quantization": "int4"}, ["'bitsandbytes_4bit'", "'nf4'", "got 'int4'"]),
+    ],
+    ids=lambda value: "" if isinstance(value[0] if isinstance(value, list) else 0, str) else list(value)[-1],
+)
+def test_names_of_other_engines_are_told_their_name_here(settings, words):
+    with pytest.raises(SpecConfigError) as caught:
+        SpeculativeConfig.resolve(settings)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_generation_config_of_odd_values(model):
+    for value in (0, 3, [], Hostile(), {"method": Hostile()}, np.array([1, 2]), "", "x" * 10**4):
+        config = GenerationConfig(max_new_tokens=2)
+        config.speculative = value
+        try:
+            model.generate(**prompts(1), generation_config=config)
+        except SpecDecError as error:
+            check_message(error)
+
+
+if __name__ == "__main__":
+    count = int(sys.argv[1])
+    model = tiny_llama()
+    text = model.generate(**prompts(2), **PLAIN)
+    rng = random.Random(len(sys.argv))
+    checks = {
+        "configurations": lambda: check_configuration(rng),
+        "texts": lambda: check_text(model, rng, text),
+        "requests": lambda: check_request(model, rng),
+    }
+    for name in sys.argv[2:] or checks:
+        for index in range(count):
+            rng.seed(f"{name} {index}")
+            try:
+                checks[name]()
+            except Exception as error:  # noqa: BLE001 - all of them are wanted
+                print(name, index, type(error).__name__, str(error)[:300])  # noqa: T201

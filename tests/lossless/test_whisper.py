@@ -1,0 +1,211 @@
+"""Whisper's own `generate()`: languages, prompts, timestamps, and audio that is longer than a window."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import hf_specdec
+from hf_specdec import generate_many
+from tests.helpers.encoder_decoders import ready, whisper
+
+
+LONG = {"input_features": torch.randn(2, 16, 130, generator=torch.Generator().manual_seed(0))}
+WHOLE = {"attention_mask": torch.ones(2, 130)}
+GERMAN = {"language": "de", "task": "transcribe"}
+
+CALLS = {
+    "language_is_detected": {},
+    "language": GERMAN,
+    "prompt": {**GERMAN, "prompt_ids": torch.tensor([94, 20, 21, 22])},
+    "timestamps": {**GERMAN, "return_timestamps": True},
+    "long": {**LONG, **WHOLE, "return_timestamps": True},
+    "long_with_the_last_text": {**LONG, **WHOLE, "return_timestamps": True, "condition_on_prev_tokens": True},
+    "long_with_thresholds": {
+        **LONG,
+        **WHOLE,
+        "return_timestamps": True,
+        "temperature": (0.0,),
+        "logprob_threshold": -1.0,
+        "no_speech_threshold": 0.6,
+        "compression_ratio_threshold": 1.35,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.manual_seed(0)
+    model, source = whisper(vocab_size=200, init_std=0.3)
+    ready(model)
+    settings = {
+        "eos_token_id": 2,
+        "no_timestamps_token_id": 100,
+        "suppress_tokens": [7, 8],
+        "begin_suppress_tokens": [9],
+        "lang_to_id": {"<|en|>": 90, "<|de|>": 91},
+        "task_to_id": {"transcribe": 92, "translate": 93},
+        "is_multilingual": True,
+        "prev_sot_token_id": 94,
+        "max_initial_timestamp_index": 10,
+    }
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    return model, source
+
+
+def transcribed(target, name, **speculative):
+    model, source = target
+    torch.manual_seed(0)
+    with hf_specdec.record() as made:
+        output = model.generate(**{**source, **CALLS[name]}, max_new_tokens=24, **speculative)
+    return output, made.calls
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("method", ["ngram", "recycling"])
+def test_transcripts_equal_plain_generate(target, name, method):
+    text, calls = transcribed(target, name, spec_method=method, num_speculative_tokens="fixed")
+    assert torch.equal(text, transcribed(target, name)[0])
+    assert sum(call.stats.num_accepted_tokens for call in calls) > 0
+    if name.startswith("long"):
+        # One call of the loop for each window.
+        assert len(calls) > 1
+    if "thresholds" not in name:
+        assert not any("wait" in note for call in calls for note in call.stats.notes)
+
+
+def test_outputs_in_parts(target):
+    model, source = target
+    call = {**source, **GERMAN, "max_new_tokens": 24, "return_dict_in_generate": True, "output_scores": True}
+    # Ours has a field less than it has attributes, because Whisper cuts all fields into rows.
+    expected, output = model.generate(**call), model.generate(**call, spec_method="recycling")
+    assert output.keys() == expected.keys()
+    assert torch.equal(output.sequences, expected.sequences)
+    for mine, own in zip(output.scores, expected.scores, strict=True):
+        torch.testing.assert_close(mine, own, rtol=1e-3, atol=1e-3)
+
+
+def test_without_the_patched_method(target):
+    model, source = target
+    call = {**source, **GERMAN, "max_new_tokens": 24}
+    assert torch.equal(hf_specdec.generate(model, **call, spec_method="ngram"), model.generate(**call))
+
+
+def test_attentions_for_the_times_of_tokens_are_refused(target):
+    model, source = target
+    model.generation_config.alignment_heads = [[0, 0]]
+    try:
+        with pytest.raises(hf_specdec.SpecConfigError, match="output_attentions"):
+            model.generate(**source, **GERMAN, return_token_timestamps=True, max_new_tokens=4, spec_method="ngram")
+    finally:
+        del model.generation_config.alignment_heads
+
+
+ONCE = {"force_unique_generate_call": True}
+
+# Calls that decode a window once, which many requests may have beside each other.
+SINGLE = {
+    "detected": {},
+    "language": GERMAN,
+    "prompt": CALLS["prompt"],
+    "timestamps": {**GERMAN, **ONCE, "return_timestamps": True},
+    "other_task": {"language": "en", "task": "translate"},
+    "begins": {**GERMAN, "begin_suppress_tokens": [9, 10, 11]},
+}
+
+
+def window(source, row: int) -> dict[str, torch.Tensor]:
+    return {"input_features": source["input_features"][row : row + 1]}
+
+
+def assert_as_alone(model, results, requests, **settings) -> None:
+    """Each result is what generate() writes in one call, after what the decoder begins with."""
+    assert [result.error for result in results] == [None] * len(requests)
+    for result, request in zip(results, requests, strict=True):
+        text = model.generate(**{**request, **settings, **ONCE})[0].tolist()
+        num_begun = len(text) - len(result.tokens)
+        assert text[num_begun:] == result.tokens
+        # The first token, language, task, that there are no times; and a prompt.
+        assert 3 <= num_begun <= 8
+        assert (result.tokens[-1] == 2) == (result.finish_reason == "stop")
+
+
+def test_many_requests(target):
+    """Texts that begin with different tokens, and with different numbers of them."""
+    model, source = target
+    lengths = [24, 3, 11, 17, 8, 20]
+    requests = [
+        {**window(source, row), **own, "max_new_tokens": lengths[(row + index) % 6]}
+        for row in range(4)
+        for index, own in enumerate(SINGLE.values())
+    ]
+    drafting = {"spec_method": "recycling", "num_speculative_tokens": 3}
+    results = list(generate_many(model, requests, 3, in_order=True, **drafting))
+    assert_as_alone(model, results, requests)
+    assert sum(result.stats.num_accepted_tokens for result in results) > 0
+    assert {result.finish_reason for result in results} == {"length", "stop"}
+
+
+def test_one_call_is_all_where_no_times_are_written(target):
+    model, source = target
+    call = {**GERMAN, "max_new_tokens": 20, "suppress_tokens": [0, *range(100, 200)]}
+    requests = [window(source, row) for row in range(4)]
+    results = list(generate_many(model, requests, 2, in_order=True, spec_method="suffix", **call))
+    for result, own in zip(results, requests):
+        end = [2] if result.finish_reason == "stop" else []
+        assert result.tokens == [*model.generate(**own, **call)[0].tolist(), *end]
+
+
+def test_settings_of_all_requests(target):
+    model, source = target
+    requests = [window(source, row) for row in range(4)]
+    config = copy.deepcopy(model.generation_config)
+    config.max_length = 30
+    for given in ({**GERMAN, "max_new_tokens": 9}, {**GERMAN, "generation_config": config}):
+        results = list(generate_many(model, requests, 3, in_order=True, spec_method="ngram", **given))
+        assert_as_alone(model, results, requests, **given)
+
+
+def test_sampled_windows(target):
+    model, source = target
+    sampling = {**GERMAN, "temperature": 0.9, "max_new_tokens": 9, "spec_method": "ngram"}
+    requests = [{**window(source, row), "seed": row} for row in range(4)]
+    results = list(generate_many(model, requests, 2, in_order=True, **sampling))
+    greedy = list(generate_many(model, requests, 2, in_order=True, **{**sampling, "temperature": 0.0}))
+    assert [result.tokens for result in results] != [result.tokens for result in greedy]
+    for row, result in enumerate(results):
+        torch.manual_seed(row)
+        assert_as_alone(model, [result], [window(source, row)], **sampling)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"input_features": LONG["input_features"][:1]}, "130 frames is read window by window, each of 40"),
+        ({"return_timestamps": True}, "force_unique_generate_call=True"),
+        ({"temperature": (0.0, 0.2)}, "Several temperatures"),
+        ({"no_speech_threshold": 0.6}, "`no_speech_threshold`"),
+        ({"return_token_timestamps": True}, "Attention weights are not kept"),
+        ({"input_features": torch.zeros(2, 16, 40)}, "takes one row"),
+        ({"input_features": "abc"}, "takes a tensor"),
+        ({"input_features": None}, "is a dict with `input_features`"),
+    ],
+)
+def test_requests_that_are_more_than_one_call(target, own, message):
+    model, source = target
+    requests = [{**window(source, 0), **GERMAN, **own}, {**window(source, 1), **GERMAN}]
+    with hf_specdec.record():
+        wrong, good = generate_many(model, requests, 2, in_order=True, max_new_tokens=5, spec_method="ngram")
+    assert isinstance(wrong.error, hf_specdec.SpecConfigError)
+    assert message in str(wrong.error)
+    assert good.error is None
+    assert len(good.tokens) == 5
+
+
+def test_a_text_is_no_sound(target):
+    (result,) = generate_many(target[0], [[1, 2, 3]], spec_method="ngram")
+    assert "is a dict with `input_features` of one row" in str(result.error)

@@ -1,0 +1,276 @@
+"""LiLiCorr's lattice and XPress's refinement: the official numbers of both heads, and how drafting uses them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_specdec import CheckpointFormatError, SpecConfigError
+from hf_specdec.candidate_generators.dflash.config import LiLiCorrConfig, XPressConfig
+from hf_specdec.candidate_generators.dflash.lilicorr import LiLiCorrHead
+from hf_specdec.candidate_generators.dflash.xpress import XPressHead
+from hf_specdec.hub.detect import detect_checkpoint
+from hf_specdec.kernels.best import best_tokens
+from hf_specdec.protocol import Session
+from tests.helpers import heads
+from tests.helpers.by_hand import drafts_of, feed, random_rows
+from tests.helpers.distribution import P_VALUE, SETTINGS, V, exact_distribution, sampled_counts
+from tests.helpers.heads import same_network, write
+from tests.helpers.models import tiny_llama
+from tests.helpers.paths import FIXTURES
+from tests.helpers.statistics import chi_square_pvalue
+from tests.methods.test_dflash import (
+    NETWORKS,
+    Recomputed,
+    draft,
+    random_network,
+    session,
+    small_model,
+    speculator_for,
+)
+
+
+PUBLISHED = FIXTURES / "block_heads"
+CLOSE = {"atol": 2e-4, "rtol": 1e-4}
+
+
+def head_of(name, make):
+    """The head of an official case, its expected tensors."""
+    settings = json.loads((PUBLISHED / name / "head.json").read_text())
+    head = make(settings)
+    prefix = "lilicorr." if name == "lilicorr" else "xpress_head."
+    tensors = load_file(PUBLISHED / name / "model.safetensors")
+    head.load_state_dict({key.removeprefix(prefix): value for key, value in tensors.items()})
+    return head.requires_grad_(False), load_file(PUBLISHED / name / "expected.safetensors")
+
+
+def test_official_lattice():
+    def make(settings):
+        given = settings["dflash_config"]
+        names = ("hidden_size", "candidate_topk", "num_layers", "num_heads", "factor_dim", "vector_eps", "logit_scale")
+        sizes = {name: given[f"lilicorr_{name}"] for name in names}
+        sizes["mlp_size"] = int(given["lilicorr_mlp_ratio"] * sizes["hidden_size"])
+        network = draft(settings["hidden_size"], settings["vocab_size"], block_size=given["block_size"])
+        return LiLiCorrHead(network.config, LiLiCorrConfig(**sizes))
+
+    head, expected = head_of("lilicorr", make)
+    asked = []
+
+    def embed(tokens):
+        asked.append(tokens)
+        return expected["token_embeddings"].flatten(1, 2)
+
+    edges = head(expected["logits"], expected["hidden"], expected["anchor_context"], embed)
+    assert torch.equal(asked[0], expected["candidate_ids"].flatten(1))
+    assert torch.equal(edges.tokens, expected["candidate_ids"])
+    torch.testing.assert_close(edges.scores, expected["scores"], **CLOSE)
+    assert torch.equal(edges.tokens_at(edges.walk()), expected["greedy_tokens"])
+    assert not torch.equal(expected["greedy_tokens"], edges.tokens[..., 0])
+    # Fewer positions than trained: the others do not count.
+    some = head(
+        expected["logits"][:, :3],
+        expected["hidden"][:, :3],
+        expected["anchor_context"],
+        lambda tokens: expected["token_embeddings"][:, :3].flatten(1, 2),
+    )
+    assert some.scores.shape == (2, 3, 4, 4)
+    assert torch.equal(some.tokens, edges.tokens[:, :3])
+
+
+@pytest.mark.parametrize("which", ["real", "anchor_twice"])
+def test_official_refinement(which):
+    def make(settings):
+        sizes = [settings[f"xpress_{name}"] for name in ("rank", "mlp_hidden", "num_passes")]
+        network = draft(settings["hidden_size"], settings["vocab_size"], block_size=settings["xpress_block_size"])
+        return XPressHead(network.config, XPressConfig(*sizes))
+
+    head, expected = head_of("xpress", make)
+    base, output, anchors = expected["base_logits"], expected["hidden"], expected["anchor"][:, 0]
+    before = expected["before_anchor"][:, 0] if which == "real" else anchors
+    passes = expected[f"{which}.tokens_per_pass"]
+    for count in range(passes.shape[1]):
+        head.num_passes = count
+        tokens = head.refine(base, output, anchors, before, best_tokens)
+        assert torch.equal(tokens, passes[:, count, 1:])
+    previous = torch.cat((before[:, None], passes[:, -2, :-1]), dim=1)
+    torch.testing.assert_close(base + head(output, previous), expected[f"{which}.logits_last_pass"], **CLOSE)
+    head.num_passes = base.shape[1] - 1
+    converged = head.refine(base, output, anchors, before, best_tokens)
+    assert torch.equal(converged, expected[f"{which}.sequential_tokens"][:, 1:])
+    assert not torch.equal(converged, passes[:, 0, 1:])
+
+
+class TestXPress:
+    @pytest.mark.parametrize("name", ["xpress", "xpress_reduced"])
+    def test_passes_by_definition(self, name):
+        """Over ragged rows whose prompts end at other places than their texts, and with fewer tokens than a block."""
+        network = random_network(**NETWORKS[name])
+        texts, states = random_rows(network, (9, 6, 12), seed=3)
+        for settings, count in (({}, 6), ({"num_speculative_tokens": 3}, 3)):
+            generator = speculator_for(network, **settings).candidate_generator(Session(3, 1000, torch.device("cpu")))
+            assert generator.block_size == 7
+            feed(generator, texts, states, (5, 1, 4), parts=2)
+            for row, paths in enumerate(drafts_of(generator, texts)):
+                recomputed = Recomputed(network, texts[row], states[row])
+                assert paths == recomputed.refined(int(texts[row][-2]), count)
+
+    def test_drafts_are_not_drawn(self):
+        network = small_refiner()
+        counts, stats = sampled_counts(
+            SETTINGS["temperature"], speculator_for(network, draft_sample_method="probabilistic")
+        )
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["temperature"])) > P_VALUE
+        assert "draft tokens are chosen, not drawn: XPress's passes have no distribution" in stats.notes
+        assert stats.num_accepted_tokens > 200
+
+    def test_blocks_of_another_size(self):
+        with pytest.raises(SpecConfigError, match="must be 7, the block .*`num_speculative_tokens`"):
+            speculator_for(random_network(**NETWORKS["xpress"]), dflash_block_size=5).candidate_generator(session())
+
+
+class TestLiLiCorr:
+    @pytest.mark.parametrize("rule", ["standard", "block"])
+    def test_drawn_walks_keep_the_distribution(self, rule):
+        speculator = speculator_for(small_lattice(), draft_sample_method="probabilistic", rejection_sample_method=rule)
+        counts, stats = sampled_counts(SETTINGS["top_k"], speculator)
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["top_k"])) > P_VALUE
+        assert stats.num_accepted_tokens > 300
+
+    @pytest.mark.parametrize("shape", [{}, {"num_draft_nodes": 6}])
+    def test_chosen_walks_and_trees_keep_the_distribution(self, shape):
+        counts, stats = sampled_counts(SETTINGS["temperature"], speculator_for(small_lattice(), **shape))
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["temperature"])) > P_VALUE
+        assert stats.num_accepted_tokens > 200
+
+    def test_the_last_row_of_the_context_counts(self):
+        """The scores depend on the token before the anchor, also right after a prompt of one token."""
+        network = random_network(**NETWORKS["lilicorr"])
+        texts, states = random_rows(network, (3, 3), seed=3)
+        texts[1] = texts[0].clone()
+        generator = speculator_for(network).candidate_generator(Session(2, 1000, torch.device("cpu")))
+        feed(generator, texts, states, (1, 1))
+        drafts_of(generator, texts)
+        fused = [Recomputed(network, text, state).fused[-1] for text, state in zip(texts, states)]
+        torch.testing.assert_close(generator.text.last_context, torch.stack(fused), atol=1e-5, rtol=1e-4)
+
+
+SPECULATORS = {
+    "w1.": "token_embed.",
+    "w2.": "readout.",
+    "mix.L": "mix_l",
+    "mlp.gate_proj.": "mlp_gate.",
+    "mlp.up_proj.": "mlp_up.",
+    "mlp.down_proj.": "mlp_down.",
+}
+
+
+class TestFiles:
+    """Saved networks, and what is made of changes to them."""
+
+    @pytest.fixture
+    def target(self):
+        return tiny_llama(vocab_size=40, num_hidden_layers=3)
+
+    def saved(self, name, target, folder):
+        network = random_network(**NETWORKS[name]).attach(target)
+        network.save(folder)
+        return network, json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+    def load(self, target, folder, config, tensors):
+        return heads.load("dflash", write(folder, tensors, config), target)
+
+    @pytest.mark.parametrize("name", ["lilicorr", "lilicorr_convolutions", "xpress", "domino"])
+    def test_recognised_by_content(self, name, target, tmp_path):
+        network, config, tensors = self.saved(name, target, tmp_path / "saved")
+        kind = name.partition("_")[0]
+        found = detect_checkpoint(str(tmp_path / "saved"))
+        assert (found.method, found.format, found.num_draft_tokens, found.problems) == ("dflash", kind, 6, ())
+        config["architectures"] = ["DFlashDraftModel"]
+        config["dflash_config"].pop("projector_type", None)
+        folder = tmp_path / "anonymous"
+        same_network(self.load(target, folder, config, tensors), network)
+        found = detect_checkpoint(str(folder))
+        assert (found.method, found.format, found.num_draft_tokens, found.problems) == ("dflash", kind, 6, ())
+
+    def test_refinement_of_speculators(self, target, tmp_path):
+        network, config, tensors = self.saved("xpress", target, tmp_path / "saved")
+        spelled = {}
+        for name, tensor in tensors.items():
+            own = name.removeprefix("xpress_head.")
+            ours = next((part for part in SPECULATORS if own.startswith(part)), "")
+            theirs = SPECULATORS.get(ours, "") + own.removeprefix(ours)
+            spelled[f"refiner_head.{theirs}" if own != name else name] = tensor
+        inner = config.pop("dflash_config")
+        layers = {key: config[key] for key in config if key not in ("architectures", "block_size")}
+        config = {
+            "architectures": ["XPressDraftModel"],
+            "speculators_model_type": "xpress",
+            "block_size": 7,
+            "mask_token_id": inner["mask_token_id"],
+            "aux_hidden_state_layer_ids": [layer + 1 for layer in inner["target_layer_ids"]],
+            "num_jacobi_passes": inner["xpress_num_passes"],
+            "transformer_layer_config": layers,
+        }
+        same_network(self.load(target, tmp_path / "spelled", config, spelled), network)
+        assert detect_checkpoint(str(tmp_path / "spelled")).problems == ()
+
+    @pytest.mark.parametrize(
+        ("name", "settings", "change", "match"),
+        [
+            ("lilicorr", {"lilicorr_num_heads": 4}, {}, "`lilicorr_num_heads`=4 .* its tensors have 2"),
+            ("lilicorr", {"lilicorr_logit_scale": None}, {}, "does not say `lilicorr_logit_scale`"),
+            (
+                "lilicorr",
+                {"sample_from_anchor": True},
+                {},
+                "LiLiCorr draft with positions that predict the next token",
+            ),
+            ("lilicorr", {}, {"lilicorr.in_head.weight": None}, "lacks 1 tensors of .*lilicorr.in_head.weight"),
+            ("lilicorr", {}, {"lilicorr.slot_embedding": torch.ones(1, 1, 5, 1, 16)}, "do not fit blocks of 7 tokens"),
+            (
+                "lilicorr",
+                {"lilicorr_num_heads": None},
+                {"lilicorr.relative_slot_bias": torch.ones(3, 13)},
+                "3 heads in a lattice of 16, which they do not divide",
+            ),
+            (
+                "lilicorr",
+                {"lilicorr_enabled": False},
+                {},
+                "tensors that no DFlash draft with this config has: lilicorr",
+            ),
+            ("lilicorr", {}, {"d2t": torch.arange(9)}, "LiLiCorr draft with a vocabulary of its own"),
+            ("xpress", {"xpress_rank": 5}, {}, "`xpress_rank`=5 .* its tensors have 6"),
+            ("xpress", {}, {"xpress_head.mix.L": torch.ones(6, 5, 5)}, "which does not fit blocks of 7 tokens"),
+            ("xpress", {}, {"xpress_head.w2.weight": None}, "lacks 1 tensors of .*xpress_head.w2.weight"),
+            ("xpress", {"sample_from_anchor": True}, {}, "XPress draft with positions that predict the next token"),
+        ],
+    )
+    def test_wrong_files(self, name, settings, change, match, target, tmp_path):
+        _, config, tensors = self.saved(name, target, tmp_path / "saved")
+        config["dflash_config"] |= settings
+        tensors = {key: value for key, value in {**tensors, **change}.items() if value is not None}
+        with pytest.raises(CheckpointFormatError, match=match):
+            self.load(target, tmp_path / "wrong", config, tensors)
+
+
+def small(**settings):
+    """A draft for the target whose distribution is enumerated."""
+    target = small_model()
+    torch.manual_seed(3)
+    settings = {"num_target_layers": 1, "target_layer_ids": (-1, 0), **settings}
+    return draft(target.config.hidden_size, V, mask_token_id=3, block_size=4, **settings).attach(target)
+
+
+def small_lattice():
+    network = small(lilicorr=LiLiCorrConfig(8, 3, 1, 2, 12, 6, logit_scale=3.0))
+    return network.requires_grad_(False)
+
+
+def small_refiner():
+    network = small(xpress=XPressConfig(6, 8, 3))
+    with torch.no_grad():
+        network.xpress_head.w2.weight.normal_()
+        network.xpress_head.mix.L.normal_()
+    return network.requires_grad_(False)

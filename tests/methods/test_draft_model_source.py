@@ -1,0 +1,124 @@
+"""Draft models for targets with an encoder: with the same encoder, with their own, and without one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import BartForCausalLM, WhisperForCausalLM
+
+from hf_specdec import UnsupportedModelError, record
+from tests.helpers.encoder_decoders import changed, text_model, tiny_model
+from tests.helpers.models import tiny_llama
+
+
+NEW = 16
+
+
+def decoder_of(model, model_class) -> torch.nn.Module:
+    """The model's decoder alone."""
+    alone = model_class(copy.deepcopy(model.config)).eval()
+    alone.model.decoder.load_state_dict(model.model.decoder.state_dict())
+    alone.get_output_embeddings().load_state_dict(model.get_output_embeddings().state_dict())
+    return alone
+
+
+def drafted(model, draft, inputs, **settings):
+    """Output of plain generation and of the same call with the draft model, and the statistics."""
+    call = {**inputs, "max_new_tokens": NEW, "do_sample": False, **settings}
+    with record() as made:
+        output = model.generate(**call, spec_model=draft, num_speculative_tokens=4)
+    return model.generate(**call), output, made.calls[0].stats
+
+
+@pytest.fixture(scope="module", params=["t5", "bart", "whisper"])
+def target(request):
+    return request.param, *tiny_model(request.param)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_all_drafts_of_a_copy_are_accepted(target, batch_size):
+    """With the target's encoder output, from the first token on and for every row."""
+    name, model, source = target
+    drafts = [copy.deepcopy(model)]
+    if name != "t5":
+        drafts.append(decoder_of(model, {"bart": BartForCausalLM, "whisper": WhisperForCausalLM}[name]))
+    inputs = {key: value[:batch_size] for key, value in source.items()}
+    # What the target has read is not read again.
+    drafts[0].get_encoder().forward = None
+    for draft in drafts:
+        plain, output, stats = drafted(model, draft, inputs)
+        assert torch.equal(output, plain)
+        assert stats.num_accepted_tokens == stats.num_draft_tokens > 2 * batch_size
+
+
+def test_rows_end_where_a_decoder_alone_drafts():
+    """It is handed the encoder's output under its own name for it."""
+    model, source = tiny_model("bart")
+    text = model.generate(**source, max_new_tokens=NEW, do_sample=False)
+    only_one_row_has = next(token for token in text[2].tolist() if (text == token).sum() == 1)
+    ends = {"eos_token_id": only_one_row_has, "pad_token_id": 0}
+    plain, output, stats = drafted(model, decoder_of(model, BartForCausalLM), source, **ends)
+    assert torch.equal(output, plain)
+    assert (plain == 0).any()
+    assert stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("rows_end", [False, True])
+def test_an_encoder_of_its_own_reads_each_source_once(target, rows_end):
+    name, model, source = target
+    settings = {}
+    if rows_end:
+        # One row after the other, as they come to these tokens.
+        text = model.generate(**source, max_new_tokens=NEW, do_sample=False)
+        settings = {"eos_token_id": [int(text[0, 7]), int(text[1, 10])], "pad_token_id": 0}
+    draft, read = changed(model, 0.02), []
+    draft.get_encoder().register_forward_hook(lambda module, args, output: read.append(output[0].shape))
+    plain, output, stats = drafted(model, draft, source, **settings)
+    assert torch.equal(output, plain)
+    assert len(read) == 1
+    assert read[0][0] == 4
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def test_drawn_drafts_are_accepted(target):
+    name, model, source = target
+    call = {**source, "max_new_tokens": NEW, "do_sample": True, "num_return_sequences": 2}
+    torch.manual_seed(0)
+    with record() as made:
+        output = model.generate(**call, spec_model=changed(model, 0.02), num_speculative_tokens=4)
+    assert len(output) == 8
+    assert made.calls[0].stats.num_accepted_tokens > 16
+
+
+def test_texts_without_the_source_are_drafted_too():
+    """By a model that knows nothing of sources."""
+    model, source = tiny_model("bart")
+    plain, output, stats = drafted(model, tiny_llama(vocab_size=99), source)
+    assert torch.equal(output, plain)
+    assert stats.num_draft_tokens > 0
+
+
+def test_loaded_by_name(tmp_path, target):
+    name, model, source = target
+    model.save_pretrained(tmp_path)
+    plain, output, stats = drafted(model, str(tmp_path), source)
+    assert torch.equal(output, plain)
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+
+
+def test_the_reason_for_no_drafts_is_noted():
+    model, source = tiny_model("whisper")
+    plain, output, stats = drafted(model, tiny_model("bart")[0], source)
+    assert torch.equal(output, plain)
+    assert stats.notes == ["no drafts: the draft model's own encoder reads `input_ids`, which the call does not have"]
+
+
+def test_what_does_not_fit_is_refused():
+    model, source = tiny_model("bart")
+    with pytest.raises(UnsupportedModelError, match="has no encoder. Use a decoder-only draft model"):
+        tiny_llama(vocab_size=99).generate(source["input_ids"], spec_model=model, max_new_tokens=4)
+    narrow, _ = text_model("bart", hidden_size=32)
+    with pytest.raises(UnsupportedModelError, match="reads states of 32 numbers, and the encoder .* returns 64"):
+        model.generate(**source, spec_model=decoder_of(narrow, BartForCausalLM), max_new_tokens=4)

@@ -1,0 +1,456 @@
+import gc
+import json
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from hf_specdec.candidate_generators.suffix import generator as suffix
+from hf_specdec.candidate_generators.suffix.generator import SuffixCache, SuffixCandidateGenerator, SuffixOptions
+from hf_specdec.errors import SpecConfigError
+from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
+from hf_specdec.settings import SpeculativeConfig
+from tests.helpers.by_hand import paths_of
+from tests.helpers.paths import FIXTURES
+from tests.helpers.threads import in_threads
+
+
+pytest.importorskip("arctic_inference")
+
+PUBLISHED = FIXTURES / "suffix"
+VOCAB_SIZE = 1000
+
+
+def make_config(num_speculative_tokens=None, max_model_len=None, **options):
+    given = {"num_speculative_tokens": num_speculative_tokens, "max_model_len": max_model_len}
+    return SpeculativeConfig("suffix", **given, options=SuffixOptions(**options))
+
+
+def make_cache(config):
+    return SuffixCandidateGenerator.load(config, SimpleNamespace(config=LlamaConfig(vocab_size=VOCAB_SIZE)))
+
+
+def make_generator(cache, config=None, batch_size=1, max_length=10_000):
+    session = Session(batch_size, max_length, torch.device("cpu"))
+    return SuffixCandidateGenerator(config or make_config(max_tree_depth=cache.max_tree_depth), cache, session)
+
+
+def prefill(generator, *prompts):
+    """Left-pads the prompts with a token that none of them has."""
+    width = max(map(len, prompts))
+    padded = [[VOCAB_SIZE - 1] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    generator.prefill(Prompt(torch.tensor(padded).view(len(prompts), width), [width - len(p) for p in prompts]))
+
+
+def observe(generator, *token_lists, rows=None):
+    width = max(map(len, token_lists))
+    tokens = torch.tensor([list(row) + [0] * (width - len(row)) for row in token_lists]).view(len(token_lists), width)
+    rows = list(range(len(token_lists))) if rows is None else rows
+    lists = [list(row) for row in token_lists]
+    generator.observe(Commit(rows, tokens, lists, [max(len(row) - 1, 0) for row in lists]))
+
+
+def propose(generator, *lengths, room=100):
+    return propose_trees(generator, *lengths, room=room).token_lists()
+
+
+def propose_trees(generator, *lengths, room=100):
+    rooms = [room] * len(lengths) if isinstance(room, int) else room
+    anchors = torch.zeros(len(lengths), dtype=torch.long)
+    return generator.propose(DraftStep(list(range(len(lengths))), anchors, list(lengths), rooms))
+
+
+def occurs(piece, text):
+    return any(tuple(text[start : start + len(piece)]) == piece for start in range(len(text) - len(piece) + 1))
+
+
+# The library's answers
+
+
+def read_fixture(name):
+    script = json.loads((PUBLISHED / name / "script.json").read_text())
+    expected = json.loads((PUBLISHED / name / "expected.json").read_text())
+    assert len(script["ops"]) == len(expected) > 100
+    return script, expected
+
+
+def play(cache, op):
+    op = dict(op)
+    kind, req_id = op.pop("op"), op.pop("id")
+    tokens = {key: np.array(op.pop(key), dtype=np.int32) for key in ("tokens", "context") if key in op}
+    call = {
+        "start": cache.start_request,
+        "add": cache.add_active_response,
+        "stop": cache.stop_request,
+        "evict": cache.evict_cached_response,
+        "spec": cache.speculate,
+    }[kind]
+    return call(req_id, *tokens.values(), **op)
+
+
+@pytest.mark.parametrize("piece", [suffix._PIECE, 5])
+@pytest.mark.parametrize("name", ["mixed_unbounded", "mixed_cap3", "no_global", "vllm_pattern"])
+def test_scripted_calls(name, piece, monkeypatch):
+    monkeypatch.setattr(suffix, "_PIECE", piece)
+    script, expected = read_fixture(name)
+    cache = SuffixCache(script["max_tree_depth"], script["max_cached_requests"])
+    num_drafted = 0
+    for op, answer in zip(script["ops"], expected):
+        if answer.get("error"):
+            assert answer["error"] == "ValueError"
+            with pytest.raises(ValueError, match="is not"):
+                play(cache, op)
+        else:
+            draft = play(cache, op)
+            if op["op"] == "spec":
+                assert draft.token_ids == answer["token_ids"]
+                assert draft.parents == answer["parents"]
+                assert draft.match_len == answer["match_len"]
+                assert draft.probs == pytest.approx(answer["probs"], rel=1e-6)
+                assert draft.score == pytest.approx(answer["score"], rel=1e-6)
+                num_drafted += len(draft.token_ids)
+        assert sorted(cache.active_requests) == answer["active"]
+        assert cache.cached_requests == answer["cached"]
+    assert num_drafted > 100
+
+
+@pytest.mark.parametrize("use_tree_spec", [False, True])
+def test_generator_gives_the_scripted_drafts(use_tree_spec):
+    script, expected = read_fixture("vllm_pattern")
+    config = make_config(max_tree_depth=24, use_tree_spec=use_tree_spec)
+    cache, generators, lengths, num_compared = make_cache(config), {}, {}, 0
+    for op, answer in zip(script["ops"], expected):
+        name = op["id"]
+        if op["op"] == "start":
+            generators[name], lengths[name] = make_generator(cache, config), len(op["tokens"])
+            prefill(generators[name], op["tokens"])
+        elif op["op"] == "add":
+            lengths[name] += len(op["tokens"])
+            observe(generators[name], op["tokens"])
+        elif op["op"] == "stop":
+            generators[name].close()
+        elif op["use_tree_spec"] == use_tree_spec:
+            draft = propose_trees(generators[name], lengths[name])
+            assert draft.token_lists() == [answer["token_ids"]]
+            assert draft.parent_lists() == [answer["parents"]]
+            num_compared += 1
+        assert len(cache.active_requests) == len(answer["active"])
+    assert num_compared > 50
+
+
+# The cache
+
+
+def test_global_tree_survives_the_call():
+    cache = make_cache(make_config())
+    first = make_generator(cache)
+    prefill(first, [1, 2, 3])
+    observe(first, [10, 11, 12, 13, 14, 15, 16, 17])
+    first.close()
+
+    second = make_generator(cache)
+    prefill(second, [4, 5, 6])
+    assert propose(second, 3) == [[]]
+    observe(second, [10, 11, 12])
+    assert propose(second, 6) == [[13, 14, 15]]
+    second.close()
+
+
+def test_prompts_stay_out_of_the_global_tree():
+    cache = make_cache(make_config())
+    first = make_generator(cache)
+    prefill(first, list(range(20)) * 3)
+    observe(first, [500])
+    second = make_generator(cache)
+    prefill(second, [3, 4, 5])
+    assert propose(second, 3) == [[]]
+    assert cache.num_cached_tokens == 1
+
+
+def test_without_global_tree_nothing_is_shared():
+    for limits in ({"max_cached_requests": 0}, {"max_cached_tokens": 0}):
+        cache = make_cache(make_config(**limits))
+        first = make_generator(cache)
+        prefill(first, [1])
+        observe(first, list(range(10, 20)))
+        second = make_generator(cache)
+        prefill(second, [10, 11, 12])
+        assert propose(second, 3) == [[]]
+        observe(second, [10, 11, 12])
+        assert propose(second, 6)[0]
+        assert cache.cached_requests == []
+        assert cache.num_cached_tokens == 0
+
+
+def test_threads_share_one_cache():
+    config = make_config(max_cached_requests=20, max_cached_tokens=3000)
+    cache = make_cache(config)
+
+    def call(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(40):
+            generator = make_generator(cache, config, batch_size=3)
+            prefill(generator, *rng.integers(0, 5, (3, 50)).tolist())
+            for step in range(10):
+                observe(generator, *rng.integers(0, 5, (3, 8)).tolist())
+                drafts = propose(generator, *[58 + 8 * step] * 3)
+                assert all(0 <= token < 5 for draft in drafts for token in draft)
+            generator.close()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads(*(partial(call, seed) for seed in range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert cache.active_requests == set()
+    assert len(cache.cached_requests) == 20
+    assert cache.num_cached_tokens == sum(map(len, cache._responses.values())) == 20 * 80
+    assert cache._library._global_tree.num_seqs() == 20
+    assert not cache._library._global_tree.check_integrity()
+
+
+# The generator
+
+
+def test_rows_with_the_same_prompt_are_separate_requests():
+    cache = make_cache(make_config(max_cached_requests=0))
+    generator = make_generator(cache, batch_size=2)
+    prompt = [1, 2, 3, 4, 5, 6, 1, 2]
+    prefill(generator, prompt, prompt)
+    assert len(cache.active_requests) == 2
+    assert propose(generator, 8, 8) == [[3, 4], [3, 4]]
+    observe(generator, [3, 4], [8, 9, 8])
+    assert propose(generator, 10, 11) == [[5, 6, 1, 2], [9]]
+    generator.close()
+
+
+def test_padding_is_no_context():
+    cache = make_cache(make_config())
+    generator = make_generator(cache, batch_size=2)
+    prefill(generator, [1, 2, 3, 4, 1, 2], [7])
+    assert propose(generator, 6, 1) == [[3, 4], []]
+
+
+def test_finished_rows_are_stopped():
+    cache = make_cache(make_config(max_cached_requests=0))
+    generator = make_generator(cache, batch_size=3)
+    prefill(generator, [1, 2, 3, 1, 2], [4, 5, 6, 4, 5], [7, 8, 9, 7, 8])
+    generator.keep_rows([0, 2])
+    assert len(cache.active_requests) == 2
+    observe(generator, [3, 1], [9, 7], rows=[0, 2])
+    assert propose(generator, 7, 7) == [[2, 3, 1], [8, 9, 7]]
+    generator.keep_rows([1])
+    assert propose(generator, 7) == [[8, 9, 7]]
+    generator.keep_rows([])
+    assert cache.active_requests == set()
+    assert generator.propose(DraftStep([], torch.zeros(0, dtype=torch.long), [], [])).token_lists() == []
+    generator.close()
+
+
+def test_frequent_continuation_wins_and_unlikely_ones_are_not_drafted():
+    prompt = [1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 5, 7, 1, 2]
+    cache = make_cache(make_config(max_cached_requests=0))
+    generator = make_generator(cache, make_config(max_spec_factor=4.0))
+    prefill(generator, prompt)
+    # 5 followed in 2 of the 4 places where [1, 2] stands, this one included; 6 or 7 in 1 of 4.
+    assert propose(generator, len(prompt))[0][:1] == [5]
+    strict = make_generator(cache, make_config(max_spec_factor=4.0, min_token_prob=0.4))
+    prefill(strict, prompt)
+    assert propose(strict, len(prompt)) == [[5]]
+    stricter = make_generator(cache, make_config(max_spec_factor=4.0, min_token_prob=0.6))
+    prefill(stricter, prompt)
+    assert propose(stricter, len(prompt)) == [[]]
+
+
+def test_default_k_is_the_tree_depth():
+    cache = make_cache(make_config(max_tree_depth=64))
+    assert make_generator(cache).num_speculative_tokens == 64
+    assert make_generator(cache, make_config(7, max_tree_depth=64)).num_speculative_tokens == 7
+
+
+def test_drafts_are_tensors_of_the_session():
+    generator = make_generator(make_cache(make_config()), batch_size=2)
+    prefill(generator, [1, 2, 3, 4, 5, 1, 2, 3], [6])
+    draft = generator.propose(DraftStep([0, 1], torch.tensor([3, 6]), [8, 1], [9, 9]))
+    assert draft.is_chain
+    assert draft.probs is None
+    assert draft.tokens[0].tolist() == [4, 5, 1]
+    assert draft.num_nodes.tolist() == [3, 0]
+
+
+def test_trees_have_branches_where_continuations_differ():
+    prompt = [1, 2, 3, 4, 7, 1, 2, 5, 6, 8, 1, 2, 3, 9, 1, 2]
+    config = make_config(max_cached_requests=0, use_tree_spec=True)
+    generator = make_generator(make_cache(config), config)
+    prefill(generator, prompt)
+    draft = propose_trees(generator, len(prompt))
+    assert not draft.is_chain
+    assert paths_of(draft) == [[(3,), (5,)]]
+    generator.close()
+
+
+WIDE = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 7, 8, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 4])
+def test_what_is_deeper_than_the_room_is_cut(room):
+    config = make_config(max_cached_requests=0, max_spec_factor=2.0, use_tree_spec=True)
+    generator = make_generator(make_cache(config), config)
+    prefill(generator, WIDE)
+    whole, cut = (paths_of(propose_trees(generator, len(WIDE), room=depth))[0] for depth in (100, room))
+    assert len(whole) == 8
+    assert cut == [path for path in whole if len(path) <= room]
+    assert len({path[0] for path in cut}) == 2
+
+
+def test_targets_that_take_no_trees_get_chains():
+    config = make_config(use_tree_spec=True)
+    session = Session(1, 100, torch.device("cpu"), supports_trees=False)
+    generator = SuffixCandidateGenerator(config, make_cache(config), session)
+    prefill(generator, WIDE)
+    assert propose_trees(generator, len(WIDE)).is_chain
+    assert session.notes == ["suffix drafts chains: the target cannot verify trees."]
+
+
+def test_stock_protocol_takes_the_first_path():
+    config = make_config(max_spec_factor=2.0, use_tree_spec=True)
+    generator = make_generator(make_cache(config), config)
+    (drafted,) = generator.get_candidates(torch.tensor([WIDE]))[0].tolist()
+    assert tuple(drafted[len(WIDE) :]) in [(5, 6, 1, 2), (7, 8, 1, 2)]
+
+
+def test_the_largest_factor_does_not_overflow():
+    generator = make_generator(make_cache(make_config()), make_config(max_spec_factor=1024.0))
+    prefill(generator, [1, 2, 3, 4, 5, 6, 7, 8, 1])
+    assert propose(generator, 9, room=6) == [[2, 3, 4, 5, 6, 7]]
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.lists(
+        st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(0, 12)), min_size=1, max_size=4
+    ),
+    responses=st.lists(st.integers(0, 2), max_size=60),
+    k=st.one_of(st.none(), st.integers(1, 12)),
+    max_model_len=st.one_of(st.none(), st.integers(1, 60)),
+    depth=st.integers(2, 30),
+    factor=st.floats(0, 100),
+    min_token_prob=st.floats(0, 1),
+    use_tree_spec=st.booleans(),
+)
+def test_drafts_never_exceed_the_caps(rows, responses, k, max_model_len, depth, factor, min_token_prob, use_tree_spec):
+    options = {"max_spec_factor": factor, "min_token_prob": min_token_prob, "use_tree_spec": use_tree_spec}
+    config = make_config(k, max_model_len, max_tree_depth=depth, **options)
+    cache = make_cache(config)
+    cache.start_request("past", [])
+    cache.add_active_response("past", responses)
+    generator = make_generator(cache, config, batch_size=len(rows))
+    prefill(generator, *[prompt for prompt, _ in rows])
+    lengths = [len(prompt) for prompt, _ in rows]
+    draft = propose_trees(generator, *lengths, room=[room for _, room in rows])
+    for row, (tokens, parents, paths) in enumerate(zip(draft.token_lists(), draft.parent_lists(), paths_of(draft))):
+        room = rows[row][1]
+        if max_model_len is not None:
+            room = min(room, max(max_model_len - lengths[row] - 1, 0))
+        budget = factor * (depth - 1)
+        assert len(tokens) <= min(budget, generator.num_draft_nodes)
+        assert max(map(len, paths), default=0) <= min(depth - 1, room, generator.num_speculative_tokens)
+        assert all(parent < node for node, parent in enumerate(parents))
+        assert len(set(paths)) == len(paths)
+        assert use_tree_spec or parents == list(range(-1, len(tokens) - 1))
+        # What is drafted after the last token has stood after it, here or in the past response.
+        anchor = rows[row][0][-1]
+        for path in paths:
+            assert any(occurs((anchor, *path), text) for text in (rows[row][0], responses))
+    generator.close()
+    assert cache.active_requests == {"past"}
+
+
+def test_close_after_an_error_in_the_call():
+    cache = make_cache(make_config())
+    generator = make_generator(cache, batch_size=2)
+    prefill(generator, [1, 2], [3, 4])
+    with pytest.raises(SpecConfigError, match="Token ids"):
+        observe(generator, [5], [-5])
+    generator.close()
+    generator.close()
+    assert cache.active_requests == set()
+
+
+def test_close_after_an_interrupted_start(monkeypatch):
+    cache = make_cache(make_config())
+    monkeypatch.setattr(suffix, "_PIECE", 4)
+
+    class InterruptedTrees(dict):
+        """Ctrl-C when the second piece of the prompt looks for its tree; the library itself looks once before."""
+
+        lookups = 0
+
+        def __getitem__(self, key):
+            self.lookups += 1
+            if self.lookups == 2:
+                raise KeyboardInterrupt
+            return super().__getitem__(key)
+
+    generator = make_generator(cache)
+    cache._library._local_trees = InterruptedTrees()
+    with pytest.raises(KeyboardInterrupt):
+        prefill(generator, list(range(10)))
+    assert len(cache.active_requests) == 1
+    generator.close()
+    assert cache.active_requests == set()
+
+
+def test_a_library_without_trees_of_its_own(monkeypatch):
+    """It reads the prompt at once."""
+    monkeypatch.setattr(suffix, "_PIECE", 4)
+
+    class Later:
+        def __init__(self, cache):
+            self.cache, self.active_requests = cache, ()
+
+        def start_request(self, req_id, tokens):
+            self.cache.start_request(req_id, tokens)
+
+        def speculate(self, *given):
+            return self.cache.speculate(*given)
+
+    drafts = []
+    for make in (lambda library: library, Later):
+        cache = make_cache(make_config())
+        cache._library = make(cache._library)
+        cache.start_request("a", [*range(10), 0, 1, 2])
+        drafts.append(cache.speculate("a", [0, 1, 2], 4).token_ids)
+    assert drafts == [[3, 4]] * 2
+
+
+def test_forgotten_generator_leaves_no_trees():
+    cache = make_cache(make_config())
+    generator = make_generator(cache)
+    prefill(generator, [1, 2, 3])
+    assert len(cache.active_requests) == 1
+    del generator
+    gc.collect()
+    assert cache.active_requests == set()
+
+
+def test_stock_protocol():
+    cache = make_cache(make_config())
+    generator = make_generator(cache, max_length=13)
+    prompt = torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2, 3]])
+    candidates, logits = generator.get_candidates(prompt)
+    assert candidates.tolist() == [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6]]
+    assert logits is None
+    generator.update_candidate_strategy(candidates, None, 2)
+    text = torch.cat([prompt, torch.tensor([[4, 5]])], dim=1)
+    assert generator.get_candidates(text)[0].tolist() == [text[0].tolist() + [6]]
+    # One token fits after this text, and that is the target's own.
+    text = torch.cat([text, torch.tensor([[6]])], dim=1)
+    assert generator.get_candidates(text)[0].tolist() == text.tolist()

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specdec import Speculator, demo, load_speculator
+from hf_specdec.control.profile import ControlProfile
 from hf_specdec.method import NO_DRAFTS, built_in_methods, parts_of
 from hf_specdec.settings import option_fields
 from tests.helpers.block_drafts import HEADS, head_path
@@ -77,7 +78,7 @@ _SHAPES = {
         for name in (
             *("grammar+ngram", "grammar+suffix", "grammar+eagle3"),
             *("ngram+recycling", "ngram+draft_model", "ngram+medusa", "ngram+eagle3", "ngram+dflash"),
-            *("suffix+mlp_speculator", "suffix+eagle", "suffix+eagle3", "suffix+mtp"),
+            *("suffix+recycling", "suffix+mlp_speculator", "suffix+eagle", "suffix+eagle3", "suffix+mtp"),
         )
     },
 }
@@ -145,7 +146,7 @@ EXEMPT = {
         "dflash selector": "too few of its drafts are accepted for so few rows to show it",
         "dflash lilicorr": "the four tokens leave most positions one candidate, whose probability is 1",
     },
-    "test_rows_join_where_forwards_are_graphs": {
+    "test_requests_join_where_forwards_are_graphs": {
         name: "its graphs are those of another row" for name in _SHAPES if " " in name or "+" in name
     },
     "test_drawn_drafts_depend_on_the_request_alone": {
@@ -206,6 +207,9 @@ METHODS = _params(
 COMBINATIONS = _params(name for name in _SHAPES if "+" in name)
 # Methods that need a grammar draft nothing alone where there is none; `tests/lossless/test_grammar.py` has their rows.
 EVERYTHING = _params(name for name in _SHAPES if name not in NEED_GRAMMAR)
+# One row of each method, a published tree and two combinations: those of most tests of `tests/lossless` in `make test`.
+REPRESENTATIVES = {name for (name,) in (row.values for row in METHODS)}
+REPRESENTATIVES |= {"eagle3 tree", "suffix+recycling", "ngram+eagle3"}
 
 
 @cache
@@ -230,6 +234,9 @@ def plain_text(batch_size: int, max_new_tokens: int) -> torch.LongTensor:
 
 
 def fresh_speculator(settings: dict, target: PreTrainedModel | None = None) -> Speculator:
-    """A speculator for a target, or the demo's, that knows of no earlier text; what is loaded is shared."""
+    """A speculator for a target, or the demo's, that knows of no earlier text or time; what is loaded is shared."""
     target = target or demo_target()
-    return load_speculator(target, settings).without_texts(target)
+    speculator = load_speculator(target, settings).without_texts(target)
+    if speculator.is_adaptive:
+        speculator.profile = ControlProfile()
+    return speculator

@@ -1,42 +1,50 @@
-"""Gives every test that takes a `row` all rows of `tests/helpers/methods.py`, and none of them less.
+"""Gives every test that takes a `row` the rows of `tests/helpers/methods.py` to which it applies.
 
-In the default run each test has the rows of all methods, and of their variants and combinations one in four: another
-one in each test. The others are `slow`.
+`make test` has those of `REPRESENTATIVES`, and of a test that is marked `every_row` all; the others are `full`. A test
+that is marked `as_users_run` has adaptive lengths and measured products, which all other tests switch off.
 """
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import pytest
 
 from hf_specdec.candidate_generators.combined.policy import DrafterChoice
-from tests.helpers.methods import EVERYTHING, exemption
-from tests.helpers.turns import has_turn
+from hf_specdec.kernels import products
+from tests.helpers.levels import full
+from tests.helpers.methods import EVERYTHING, REPRESENTATIVES, exemption
+
+
+# What has been measured for calls as users run them; it is not for others, whose last bits would depend on it.
+MEASURED = {"measures": True, "ways_of_shapes": {}, "_known": {}, "_prepared": WeakKeyDictionary()}
 
 
 def pytest_generate_tests(metafunc):
-    if "row" in metafunc.fixturenames and not any(
-        "row" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")
-    ):
-        test = metafunc.function.__name__
-        cells = [_cell(row, test, has_turn(test, place, 4)) for place, row in enumerate(EVERYTHING)]
-        metafunc.parametrize("row", cells)
-
-
-def _cell(row, test: str, is_in_turn: bool):
-    (name,) = row.values
-    reason = exemption(name, test)
-    marks = [*row.marks, *([pytest.mark.skip(reason=reason)] if reason else [])]
-    if not is_in_turn and (" " in name or "+" in name):
-        marks.append(pytest.mark.slow)
-    return pytest.param(name, marks=marks, id=name.replace(" ", "_"))
+    if "row" not in metafunc.fixturenames:
+        return
+    everywhere = metafunc.definition.get_closest_marker("every_row") is not None
+    cells = []
+    for row in EVERYTHING:
+        (name,) = row.values
+        if exemption(name, metafunc.function.__name__) is None:
+            marks = row.marks if everywhere or name in REPRESENTATIVES else (*row.marks, full)
+            cells.append(pytest.param(name, marks=marks, id=name.replace(" ", "_")))
+    metafunc.parametrize("row", cells)
 
 
 @pytest.fixture(autouse=True)
-def decided(monkeypatch):
-    """Lets rows and cycles take turns in a combination, whose choice otherwise depends on measured times."""
+def settings_of_the_test(request, monkeypatch, tmp_path_factory):
+    """What users run where a test asks for it; elsewhere parts of a combination take turns instead of being timed."""
+    if request.node.get_closest_marker("as_users_run") is None:
+        monkeypatch.setattr(DrafterChoice, "asks", _asks_in_turn)
+        return
+    monkeypatch.delenv("HF_SPECDEC_ADAPTIVE")
+    monkeypatch.setenv("HF_SPECDEC_PROFILES", str(tmp_path_factory.getbasetemp() / "profiles"))
+    for name, value in MEASURED.items():
+        monkeypatch.setattr(products, name, value)
 
-    def asks(choice, rows, probs, num_retrieved, lengths, num_unread):
-        choice.turn = getattr(choice, "turn", 0) + 1
-        return [length > 0 and (row + choice.turn) % 3 > 0 for row, length in zip(rows, lengths)]
 
-    monkeypatch.setattr(DrafterChoice, "asks", asks)
+def _asks_in_turn(choice, rows, probs, num_retrieved, lengths, num_unread):
+    choice.turn = getattr(choice, "turn", 0) + 1
+    return [length > 0 and (row + choice.turn) % 3 > 0 for row, length in zip(rows, lengths)]

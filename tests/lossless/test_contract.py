@@ -20,9 +20,9 @@ from hf_specdec import Commit, DraftStep, DraftTree, Prompt, Session, Speculator
 from hf_specdec.candidate_generators.combined.combination import Combination
 from hf_specdec.control import SpeculationController
 from hf_specdec.decoding.states import captured_states
-from tests.helpers.calls import PROMPT, inputs, plain
+from tests.helpers.calls import GREEDY, PROMPT, inputs, plain, requests, texts_alone
+from tests.helpers.levels import full, in_full
 from tests.helpers.methods import demo_target, fresh_speculator, settings_of
-from tests.lossless.test_joined import SETTINGS, alone, requests
 
 
 # Of calls, and of the text that is told in other orders.
@@ -165,6 +165,7 @@ def plain_text(**settings) -> torch.LongTensor:
 
 
 class TestInCalls:
+    @full
     def test_rows_end_while_it_is_paused_from_the_start(self, row):
         """Rows end before the generator has been told anything."""
         ends = int(plain_text()[1, PROMPT + 1])
@@ -191,8 +192,7 @@ class TestInCalls:
         assert stats.num_draft_tokens > 0
         assert all(watch.is_closed for watch in watches)
 
-    @pytest.mark.thinned(2)
-    @pytest.mark.parametrize("lengths", [(0, 0, 3, 0, 2, 4), (0, 0, 0, 0, 0, 0, 0, 3)])
+    @pytest.mark.parametrize("lengths", [(0, 0, 0, 0, 0, 0, 0, 3), *in_full(((0, 0, 3, 0, 2, 4),))])
     def test_rows_join_while_it_pauses(self, row, lengths, monkeypatch):
         """Also before it has been told anything, and then what has been said since the prompts is told late."""
         chosen = []
@@ -204,12 +204,12 @@ class TestInCalls:
 
         monkeypatch.setattr(SpeculationController, "limits", limits)
         speculator, watches = watched_speculator(row, num_speculative_tokens="auto")
-        results = list(generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **SETTINGS))
-        assert [result.tokens for result in results] == alone()
+        results = list(generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **GREEDY))
+        assert [result.tokens for result in results] == texts_alone()
         assert sum(result.stats.num_draft_tokens for result in results) > 0
         assert all(watch.is_closed for watch in watches)
 
-    def test_an_error_in_the_middle(self, row):
+    def test_error_in_the_middle_leaves_nothing_behind(self, row):
         class Fails(StoppingCriteria):
             num_calls = 0
 
@@ -229,6 +229,7 @@ class TestInCalls:
         text, _ = generated(speculator)
         assert torch.equal(text, plain_text())
 
+    @full
     def test_transformers_own_loop(self, row, monkeypatch):
         target = demo_target()
         speculator, watches = watched_speculator(row)
@@ -354,6 +355,7 @@ class TestInEveryOrder:
         text.generator.close()
         assert all(watch.is_closed for watch in watches)
 
+    @full
     def test_it_may_be_closed_at_once(self, row):
         speculator, watches = watched_speculator(row)
         Text(speculator).generator.close()

@@ -1,4 +1,4 @@
-"""Ends of texts: end tokens, lengths, stop strings and criteria, at every place of a draft."""
+"""Ends of texts: end tokens, lengths, stop strings and criteria, wherever in a draft they come."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from hf_specdec import demo
 from tests.helpers.calls import PROMPT, assert_same, depths_of, drafted, inputs, plain, traces_of
+from tests.helpers.levels import full, in_full
 
 
 tokenizer = cache(demo.load_tokenizer)
@@ -18,6 +19,7 @@ def new_tokens(batch_size: int) -> list[list[int]]:
     return plain(batch_size)[:, PROMPT:].tolist()
 
 
+@pytest.mark.as_users_run
 def test_rows_that_end_apart(row):
     ends = new_tokens(3)[0][1], new_tokens(3)[1][8]
     # The first row is the first to end, the last one goes on.
@@ -26,14 +28,14 @@ def test_rows_that_end_apart(row):
     assert len({len(cycle.rows) for cycle in call.cycles}) > 1
 
 
-@pytest.mark.parametrize("place", [1, 3, 6])
-def test_an_end_token_at_every_place(row, place):
+@pytest.mark.parametrize("place", [3, *in_full(1, 6)])
+def test_end_token_inside_a_draft(row, place):
     text = new_tokens(1)[0]
     ours, _ = drafted(row, 1, eos_token_id=text[place])
     assert ours[0, PROMPT:].tolist() == text[: text.index(text[place]) + 1]
 
 
-@pytest.mark.parametrize("max_new_tokens", [1, 2, 4])
+@pytest.mark.parametrize("max_new_tokens", [4, *in_full(1, 2)])
 def test_max_new_tokens(row, max_new_tokens):
     ours, call = drafted(row, 2, max_new_tokens=max_new_tokens)
     assert torch.equal(ours, plain(2)[:, : PROMPT + max_new_tokens])
@@ -42,6 +44,7 @@ def test_max_new_tokens(row, max_new_tokens):
     assert all(depth <= room for trace in traces_of(call) for depth in depths_of(trace))
 
 
+@full
 def test_max_model_len(row):
     longest = PROMPT + 6
     ours, call = drafted(row, 2, options={"max_model_len": longest})
@@ -56,6 +59,7 @@ def test_max_model_len(row):
     assert any(beyond)
 
 
+@pytest.mark.as_users_run
 def test_stop_strings(row):
     words = tokenizer().batch_decode([text[5:7] for text in new_tokens(3)[:2]])
     call = assert_same(row, 3, stop_strings=tuple(words), tokenizer=tokenizer(), eos_token_id=1)
@@ -66,6 +70,7 @@ def ends_early(input_ids, scores):
     return (input_ids[:, PROMPT:] == new_tokens(2)[0][6]).any(1)
 
 
-def test_a_criterion_of_the_users(row):
+@pytest.mark.as_users_run
+def test_custom_stopping_criterion(row):
     call = assert_same(row, 2, stopping_criteria=(ends_early,), eos_token_id=1, max_new_tokens=14)
     assert len({len(cycle.rows) for cycle in call.cycles}) > 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from hf_specdec import record
 from hf_specdec.decoding.profile import ModelProfile
 from tests.helpers.caches import CACHE
 from tests.helpers.calls import (
@@ -21,17 +22,43 @@ from tests.helpers.calls import (
     windowed_target,
     with_mask,
 )
-from tests.helpers.methods import demo_target
+from tests.helpers.levels import full
+from tests.helpers.methods import demo_target, fresh_speculator, settings_of
 
 
-def test_padded_rows(row):
-    call = assert_same(row, 4)
-    assert call.stats.num_accepted_tokens >= 4
+SHAPES = ("num_speculative_tokens", "speculative_token_tree")
+
+
+@pytest.mark.every_row
+@pytest.mark.parametrize("batch_size", [1, 4], ids=["single", "padded"])
+def test_greedy_matches_generate(row, batch_size):
+    call = assert_same(row, batch_size)
+    assert call.stats.num_accepted_tokens >= batch_size
     branches = any(len(set(trace.parents)) < len(trace.parents) for trace in traces_of(call))
-    assert branches or "tree" not in row
+    if batch_size > 1:
+        assert branches or "tree" not in row
     assert not branches or "chain" not in row
 
 
+@pytest.mark.as_users_run
+def test_default_lengths_and_kernels(row):
+    """Nothing says how much to draft, and every row drafts as much as is fastest."""
+    settings = settings_of(row)
+    speculator = fresh_speculator(settings)
+    with record() as made:
+        for batch_size in (1, 3):
+            limits = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None}
+            ours = demo_target().generate(**inputs(batch_size), **limits, assistant=speculator)
+            assert torch.equal(ours, plain(batch_size))
+    is_adaptive = not any(name in settings for name in SHAPES)
+    assert speculator.config.is_adaptive == is_adaptive
+    for call in made.calls:
+        assert any(note.startswith("adaptive length: ") for note in call.stats.notes) == is_adaptive
+    # The first call tries both; later ones have learnt.
+    assert made.calls[0].stats.num_draft_tokens > 0
+
+
+@pytest.mark.as_users_run
 def test_short_prompts(row):
     for batch_size, length in ((1, 1), (3, 2)):
         batch = with_mask(inputs(3)["input_ids"][:batch_size, -length:])
@@ -40,18 +67,17 @@ def test_short_prompts(row):
 
 
 def test_sliding_window(row):
-    call = assert_same(row, 3, windowed_target())
+    assert_same(row, 3, windowed_target())
     assert not torch.equal(plain(3), plain(3, windowed_target()))
-    assert call.stats.num_drafts > 0
 
 
+@full
 def test_chains_for_targets_that_take_no_trees(row, monkeypatch):
     monkeypatch.setattr(ModelProfile, "supports_trees", False)
     call = assert_same(row, 2)
     assert all(len(set(trace.parents)) == len(trace.parents) for trace in traces_of(call))
 
 
-@pytest.mark.thinned(2)
 def test_half_precision(row):
     """Every token is one of those between which plain generation would choose by rounding."""
     target = half_target()
@@ -66,8 +92,7 @@ def test_half_precision(row):
     assert (logits.max(-1).values - chosen).max() <= 0.25
 
 
-@pytest.mark.thinned(2)
-def test_prompts_that_are_read_in_chunks(row):
+def test_chunked_prefill(row):
     """The drafts, too, are those of a prompt read at once."""
     whole, chunked = (drafted(row, 3, prefill_chunk_size=size, max_new_tokens=8) for size in (None, 13))
     assert torch.equal(chunked[0], whole[0])
@@ -75,7 +100,7 @@ def test_prompts_that_are_read_in_chunks(row):
     assert chunked[1].cycles == whole[1].cycles
 
 
-@pytest.mark.thinned(2)
+@full
 def test_prompts_of_embeddings(row):
     batch = inputs(2)
     embeds = demo_target().get_input_embeddings()(batch["input_ids"]).detach()
@@ -88,6 +113,7 @@ def test_prompts_of_embeddings(row):
     assert made.stats.num_accepted_tokens > 0
 
 
+@pytest.mark.as_users_run
 def test_prefilled_cache(row):
     """The target has read a part of the prompt in another call, and the drafter has not."""
     batch, cache = inputs(2), DynamicCache()
@@ -96,9 +122,10 @@ def test_prefilled_cache(row):
         demo_target()(**first, position_ids=(first["attention_mask"].cumsum(1) - 1).clamp(min=0), **{CACHE: cache})
     ours, call = drafted(row, 2, **{CACHE: cache})
     assert torch.equal(ours, plain(2))
-    assert call.stats.num_accepted_tokens > 0
+    assert call.stats.num_draft_tokens > 0
 
 
+@pytest.mark.as_users_run
 def test_returned_cache(row):
     output, _ = drafted(row, 2, return_dict_in_generate=True)
     assert torch.equal(output.sequences, plain(2))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
-import torch
 from hypothesis import given
 
 from hf_specdec import generate_many
@@ -13,13 +10,11 @@ from hf_specdec.decoding.joint import JointLoop
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
 from tests.helpers.arrivals import ANY_ORDER, arrivals, check_each_for_itself
-from tests.helpers.methods import demo_inputs, demo_target, fresh_speculator, settings_of
+from tests.helpers.calls import GREEDY, LENGTHS, requests, texts_alone
+from tests.helpers.levels import full, slow
+from tests.helpers.methods import demo_target, fresh_speculator, settings_of
 from tests.helpers.tape import spoil_inputs, tape_everything
 
-
-SETTINGS = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-# Prompt and new tokens of each request: some end while others have just begun, one with its first token.
-LENGTHS = [(9, 7), (1, 2), (20, 11), (5, 1), (33, 4), (2, 9), (14, 3), (7, 12), (1, 5), (26, 2), (3, 8), (11, 6)]
 
 # Kind of each request, cycles before the next one, and what befalls it.
 MIXED = [
@@ -28,49 +23,29 @@ MIXED = [
 ]
 
 
-@cache
-def requests() -> list[dict]:
-    texts = [row[mask.bool()].tolist() for row, mask in zip(*demo_inputs(4).values())]
-    return [
-        {"input_ids": texts[index % 4][-length - index :][:length], "max_new_tokens": new, "seed": index}
-        for index, (length, new) in enumerate(LENGTHS)
-    ]
-
-
-@cache
-def alone() -> list[list[int]]:
-    """What plain generation says to each of them."""
-    return [
-        demo_target()
-        .generate(torch.tensor([own["input_ids"]]), max_new_tokens=own["max_new_tokens"], **SETTINGS)[0, length:]
-        .tolist()
-        for own, (length, _) in zip(requests(), LENGTHS)
-    ]
-
-
 def many(speculator, given: list[dict], batch_size: int = 3, **settings) -> list:
-    call = {**SETTINGS, **settings}
+    call = {**GREEDY, **settings}
     results = list(generate_many(demo_target(), given, batch_size, in_order=True, assistant=speculator, **call))
     assert not [result.error for result in results if result.error]
     return results
 
 
-@pytest.mark.thinned(2)
-def test_rows_join(row):
+@pytest.mark.every_row
+@pytest.mark.as_users_run
+def test_requests_that_join_are_decoded_as_alone(row):
     speculator = fresh_speculator(settings_of(row))
-    run = generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **SETTINGS)
+    run = generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **GREEDY)
     results = list(run)
-    assert [result.tokens for result in results] == alone()
+    assert [result.tokens for result in results] == texts_alone()
     assert {result.finish_reason for result in results} == {"length"}
     assert sum(result.stats.num_committed_tokens for result in results) == sum(new for _, new in LENGTHS)
     assert run.stats.num_committed_tokens == sum(new for _, new in LENGTHS)
 
 
-@pytest.mark.thinned(2)
 def test_as_many_tokens_are_accepted_as_alone(row):
     speculator = fresh_speculator(settings_of(row)).at_full_length()
     together = many(speculator, requests())
-    assert [result.tokens for result in together] == alone()
+    assert [result.tokens for result in together] == texts_alone()
     # Trees may depend on the number of places.
     apart = [many(fresh_speculator(settings_of(row)).at_full_length(), [own])[0] for own in requests()[:6]]
     counts = [[result.stats.num_accepted_tokens for result in results] for results in (together[:6], apart)]
@@ -78,12 +53,12 @@ def test_as_many_tokens_are_accepted_as_alone(row):
     assert sum(result.stats.num_accepted_tokens for result in together) > 0
 
 
-@pytest.mark.thinned(2)
+@full
 def test_requests_bound_their_drafts(row):
     own = [{"spec_method": "off"}, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 1}, {}]
     given = [{**request, **own[index % 4]} for index, request in enumerate(requests())]
     results = many(fresh_speculator(settings_of(row)).at_full_length(), given)
-    assert [result.tokens for result in results] == alone()
+    assert [result.tokens for result in results] == texts_alone()
     for index, result in enumerate(results):
         stats = result.stats
         assert index % 4 > 1 or stats.num_draft_tokens == 0
@@ -91,16 +66,15 @@ def test_requests_bound_their_drafts(row):
     assert sum(result.stats.num_accepted_tokens for result in results[3::4]) > 0
 
 
-@pytest.mark.thinned(2)
 def test_sampled_texts_depend_on_the_request_alone(row):
     own, given = settings_of(row), requests()[:8]
     first = many(fresh_speculator(own), given, do_sample=True)
     other = many(fresh_speculator(own), given[::-1], 2, do_sample=True)[::-1]
     assert [result.tokens for result in first] == [result.tokens for result in other]
-    assert [result.tokens for result in first] != alone()[:8]
+    assert [result.tokens for result in first] != texts_alone()[:8]
 
 
-@pytest.mark.thinned(2)
+@full
 def test_drawn_drafts_depend_on_the_request_alone(row):
     drawn = {**settings_of(row), "draft_sample_method": "probabilistic", "num_speculative_tokens": 3}
     first = many(fresh_speculator(drawn), requests(), do_sample=True, temperature=0.7)
@@ -109,22 +83,22 @@ def test_drawn_drafts_depend_on_the_request_alone(row):
     assert sum(result.stats.num_accepted_tokens for result in first) > 0
 
 
-@pytest.mark.thinned(2)
-def test_rows_join_where_forwards_are_graphs(row, monkeypatch):
+@full
+def test_requests_join_where_forwards_are_graphs(row, monkeypatch):
     """Slots and buffers that outlive a call have room for rows that come later."""
     tape_everything(monkeypatch)
     spoil_inputs(monkeypatch)
     speculator = fresh_speculator(settings_of(row))
-    run = generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **SETTINGS)
-    assert [result.tokens for result in run] == alone()
+    run = generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **GREEDY)
+    assert [result.tokens for result in run] == texts_alone()
     assert run.stats.num_graph_replays > 0
 
 
-@pytest.mark.thinned(2)
-def test_a_long_prompt_is_read_while_all_others_end(row, monkeypatch):
+@full
+def test_long_prompt_is_read_in_chunks_while_others_end(row, monkeypatch):
     """It joins a loop without rows, where forwards are graphs."""
     tape_everything(monkeypatch)
-    reader = RequestReader(demo_target(), dict(SETTINGS), num_places=3)
+    reader = RequestReader(demo_target(), dict(GREEDY), num_places=3)
     engine = Engine(demo_target(), fresh_speculator(settings_of(row)), reader, 3, chunk_size=2)
     rows = [reader.row(number, *reader.read(requests()[number])) for number in (1, 9, 4)]
     for one in rows:
@@ -132,11 +106,11 @@ def test_a_long_prompt_is_read_while_all_others_end(row, monkeypatch):
         engine.step()
     while not engine.is_idle:
         engine.step()
-    assert [one.tokens for one in rows] == [alone()[number] for number in (1, 9, 4)]
+    assert [one.tokens for one in rows] == [texts_alone()[number] for number in (1, 9, 4)]
     assert [one.error for one in rows] == [None] * 3
 
 
-@pytest.mark.thinned(5)
+@full
 @pytest.mark.parametrize("name", ["join", "_verify", "_commit"])
 def test_others_go_on_where_one_fails(row, monkeypatch, name):
     """What they have said is read again, by drafters of all kinds."""
@@ -152,27 +126,28 @@ def test_others_go_on_where_one_fails(row, monkeypatch, name):
 
     monkeypatch.setattr(JointLoop, name, failing)
     speculator = fresh_speculator(settings_of(row))
-    results = list(generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **SETTINGS))
+    results = list(generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **GREEDY))
     assert len(calls) > 2
     failed = [str(result.error) for result in results if result.error is not None]
     # None where newcomers that cannot join together do so each for itself, or where all have ended by then.
     assert failed in ([name], [])
-    assert all(result.error is not None or result.tokens == text for result, text in zip(results, alone()))
+    assert all(result.error is not None or result.tokens == text for result, text in zip(results, texts_alone()))
 
 
 def check_arrivals(row, arrived: list[tuple[int, int, str]], places: int) -> None:
-    reader = RequestReader(demo_target(), dict(SETTINGS), num_places=places)
+    reader = RequestReader(demo_target(), dict(GREEDY), num_places=places)
     engine = Engine(demo_target(), fresh_speculator(settings_of(row)), reader, places, chunk_size=16)
-    check_each_for_itself(reader, engine, requests(), alone(), arrived)
+    check_each_for_itself(reader, engine, requests(), texts_alone(), arrived)
 
 
-@pytest.mark.thinned(2)
+@full
+@pytest.mark.as_users_run
 def test_arrivals_cancellations_and_errors(row):
     """In an order in which requests of all kinds come one after the other and several at once, end, leave and fail."""
     check_arrivals(row, MIXED, places=3)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("places", [1, 3, 8])
 @ANY_ORDER
 @given(arrived=arrivals(40, len(LENGTHS)))

@@ -7,6 +7,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from tests.helpers.calls import assert_same, drafted, inputs, plain
+from tests.helpers.levels import in_full
 from tests.helpers.methods import demo_target
 
 
@@ -19,16 +20,17 @@ def without_the_last(input_ids, scores):
     return scores.scatter(1, input_ids[:, -1:], float("-inf"))
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "settings",
     [
-        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
-        {"suppress_tokens": (5, 9)},
-        {"logits_processor": (without_the_last,)},
+        pytest.param({"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}, id="walk"),
+        *in_full(
+            pytest.param({"suppress_tokens": (5, 9)}, id="at_once"),
+            pytest.param({"logits_processor": (without_the_last,)}, id="unknown"),
+        ),
     ],
-    ids=["walk", "at_once", "unknown"],
 )
+@pytest.mark.as_users_run
 def test_processors(row, settings):
     assert_same(row, 3, **settings)
 
@@ -44,8 +46,8 @@ class Events(BaseStreamer):
         self.seen.append("end")
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", [2, *in_full(1)])
+@pytest.mark.as_users_run
 def test_streamer(row, batch_size):
     events = Events()
     text, _ = drafted(row, batch_size, streamer=events)
@@ -72,7 +74,8 @@ def test_scores_and_states(row):
             torch.testing.assert_close(layer, reference, **CLOSE)
 
 
-def test_the_target_is_left_as_it_was(row):
+@pytest.mark.as_users_run
+def test_target_is_left_as_it_was(row):
     target = demo_target()
     before = {name: value.clone() for name, value in target.state_dict().items()}
     state = torch.get_rng_state()

@@ -14,12 +14,14 @@ import torch
 
 from tests.helpers.calls import NEW, drafted, inputs, with_mask
 from tests.helpers.distribution import P_VALUE, no_drafts
+from tests.helpers.levels import full, in_full
 from tests.helpers.methods import demo_target, draws, fresh_speculator, settings_of
 from tests.helpers.statistics import chi_square_pvalue
 
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 20}
-WALKS = pytest.mark.parametrize("walk", [{}, {"no_repeat_ngram_size": 30}], ids=["at_once", "walk"])
+# Processors that read tokens, here without effect, draw and judge one token after the other.
+WALK = {"no_repeat_ngram_size": 30}
 
 
 def sampled(row, batch_size, drawn=False, seed=0, **settings):
@@ -35,13 +37,22 @@ def undrafted(**settings):
     return demo_target().generate(**inputs(3), **call, assistant=no_drafts())
 
 
-@WALKS
-def test_the_text_depends_on_the_seed_alone(row, walk):
-    text, call = sampled(row, 3, **walk)
-    assert torch.equal(text, undrafted(**walk))
+@pytest.mark.every_row
+def test_sampled_text_depends_on_the_seed_alone(row):
+    text, call = sampled(row, 3)
+    assert torch.equal(text, undrafted())
     assert call.stats.num_accepted_tokens > 0
 
 
+@full
+def test_sampled_text_where_processors_read_tokens(row):
+    text, call = sampled(row, 3, **WALK)
+    assert torch.equal(text, undrafted(**WALK))
+    assert call.stats.num_accepted_tokens > 0
+
+
+@full
+@pytest.mark.as_users_run
 def test_sequences_of_one_prompt_differ(row):
     text, _ = sampled(row, 2, num_return_sequences=3, max_new_tokens=8, temperature=1.5)
     assert len({tuple(tokens) for tokens in text.tolist()}) == 6
@@ -49,8 +60,7 @@ def test_sequences_of_one_prompt_differ(row):
 
 def test_drawn_drafts_repeat_with_the_seed(row):
     text, call = sampled(row, 3, drawn=True)
-    # Processors that read tokens, here without effect, draw and judge one token after the other.
-    assert torch.equal(text, sampled(row, 3, drawn=True, no_repeat_ngram_size=30)[0])
+    assert torch.equal(text, sampled(row, 3, drawn=True, **WALK)[0])
     assert not torch.equal(text, sampled(row, 3, drawn=True, seed=1)[0])
     assert call.stats.num_accepted_tokens > 0
     for cycle in call.cycles:
@@ -121,13 +131,14 @@ def chi_square(row: str, name: str, rule: str = "standard") -> tuple[float, int]
     return chi_square_pvalue(list(counts.values()), list(probs.values())), call.stats.num_accepted_tokens
 
 
-@pytest.mark.parametrize(("name", "rule"), [("plain", "standard"), ("penalty", "block")])
+@pytest.mark.parametrize(("name", "rule"), [("plain", "standard"), *in_full(("penalty", "block"))])
 def test_drawn_drafts_keep_the_distribution(row, name, rule):
     pvalue, num_accepted = chi_square(row, name, rule)
     assert pvalue > P_VALUE
     assert num_accepted > 0.1 * NUM_ROWS
 
 
+@full
 def test_drawn_drafts_that_lie_about_their_distribution_are_noticed(row, monkeypatch):
     """Drafts that claim the less probable tokens to have been the more probable ones."""
     generator_class = fresh_speculator(settings_of(row)).generator_class

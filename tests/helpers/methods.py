@@ -207,7 +207,7 @@ METHODS = _params(
 COMBINATIONS = _params(name for name in _SHAPES if "+" in name)
 # Methods that need a grammar draft nothing alone where there is none; `tests/lossless/test_grammar.py` has their rows.
 EVERYTHING = _params(name for name in _SHAPES if name not in NEED_GRAMMAR)
-# One row of each method, a published tree and two combinations: those of most tests of `tests/lossless` in `make test`.
+# A row of each method, a published tree and two combinations: those of most tests of `tests/lossless` in `make test`.
 REPRESENTATIVES = {name for (name,) in (row.values for row in METHODS)}
 REPRESENTATIVES |= {"eagle3 tree", "suffix+recycling", "ngram+eagle3"}
 

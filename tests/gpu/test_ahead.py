@@ -21,10 +21,21 @@ from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader, seed_of
 from hf_specdec.speculator import Speculator
 from hf_specdec.transfers import PendingRead
-from tests.gpu.test_waits import SPARSE, dflash, draft_model, eagle3, medusa, method, mlp_speculator, mtp, peagle
 from tests.helpers.caches import CACHE
+from tests.helpers.levels import full, in_full, split
 from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.tape import spoil_inputs, tape_everything
+from tests.helpers.tiny_drafters import (
+    SPARSE,
+    dflash,
+    draft_model,
+    eagle3,
+    medusa,
+    method,
+    mlp_speculator,
+    mtp,
+    peagle,
+)
 from tests.methods.test_dflash import SELECTOR
 
 
@@ -68,8 +79,8 @@ OWN = {
     "early_exit": (method, {"name": "early_exit", "early_exit_layer": 1, "num_speculative_tokens": 3}),
     "sparse_kv": (method, {"name": "sparse_kv", **SPARSE, "num_speculative_tokens": 3}),
 }
-every_case = pytest.mark.parametrize("case", CASES)
 NEW_TOKENS = 20
+SAMPLED = {"do_sample": True, "temperature": 4.0, "top_k": 40}
 
 
 @pytest.fixture(autouse=True)
@@ -126,9 +137,8 @@ def depth(parents: list[int]) -> int:
     return max(depths)
 
 
-@pytest.mark.thinned(2)
-@every_case
-def test_it_is_launched_before_the_verdict_is_read(case, events):
+@pytest.mark.parametrize("case", split(CASES, short=["ngram", "draft model", "dflash"]))
+def test_draft_is_launched_before_the_verdict_is_read(case, events):
     inputs = prompts(3)
     plain = tiny_llama().generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False).tolist()
     (text, cycles, stats), (eager_text, eager_cycles, eager_stats) = calls(case, inputs, do_sample=False)
@@ -141,8 +151,7 @@ def test_it_is_launched_before_the_verdict_is_read(case, events):
     assert order.count("target draft read") >= len(cycles) - 2 * stats.num_spec_tokens - 5 > 3
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("case", ["draft model", "eagle3, dynamic tree", "mtp, layers", "dflash", "dflash, tree"])
+@pytest.mark.parametrize("case", ["draft model", *in_full("eagle3, dynamic tree", "mtp, layers", "dflash, tree")])
 def test_other_limits_than_those_that_it_was_made_for(case, events, monkeypatch):
     """Lengths are chosen from cycle to cycle, before the launch."""
     choose(monkeypatch, [3, 1, 2], [2, 2, 2], [0, 0, 0], [3, 3, 3], [3, 3, 3])
@@ -159,11 +168,7 @@ def test_other_limits_than_those_that_it_was_made_for(case, events, monkeypatch)
     assert depths >= {0, 1, 2}
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize(
-    "case",
-    ["draft model", "draft model, masks", "draft model, states", "eagle3, dynamic tree", "mtp, layers", "dflash"],
-)
+@pytest.mark.parametrize("case", ["draft model", *in_full("draft model, states", "eagle3, dynamic tree")])
 def test_rows_that_end_apart(case, events):
     """A draft of rows of which one has ended is made anew."""
     inputs = prompts(4)
@@ -177,10 +182,10 @@ def test_rows_that_end_apart(case, events):
     assert "target draft read" in " ".join(events)
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 4.0, "top_k": 40}], ids=["best", "drawn"])
-@pytest.mark.parametrize("case", OWN)
+@pytest.mark.parametrize(
+    ("case", "sampling", "batch_size"),
+    [("early_exit", SAMPLED, 1), *in_full(("early_exit", {}, 3), ("sparse_kv", {}, 1), ("sparse_kv", SAMPLED, 3))],
+)
 def test_drafts_in_graphs_of_the_target(case, sampling, batch_size, events):
     """They are launched ahead unless something of the verification is read later, as in a call that is traced."""
     inputs, arguments = prompts(batch_size), {"do_sample": False, **sampling}
@@ -202,8 +207,7 @@ def test_drafts_in_graphs_of_the_target(case, sampling, batch_size, events):
     assert verified_ahead(events) == 0
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("case", ["draft model", "medusa", "mlp_speculator", "eagle3", "mtp, layers", "dflash", *OWN])
+@pytest.mark.parametrize("case", ["eagle3", *in_full("draft model", "medusa", "mtp, layers", "dflash", *OWN)])
 def test_rows_that_join(case, events):
     """Requests of several lengths, of which new ones take the places of those that have ended."""
     model, (make, settings) = tiny_llama(), {**CASES, **OWN}[case]
@@ -257,15 +261,14 @@ def test_a_target_that_samples(events):
     assert " ".join(events).count("target draft read") > 3
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("case", DRAWN)
-def test_drafts_that_are_drawn(case, events):
+@pytest.mark.parametrize("case", split(DRAWN, short=["draft model, drawn"]))
+def test_drawn_drafts(case, events):
     """Random numbers are those of the place, which the device picks by what was accepted, inside of graphs."""
-    arguments, draws, draw = {"do_sample": True, "temperature": 4.0, "top_k": 40}, [], DraftSampler.draw
+    draws, draw = [], DraftSampler.draw
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CASES, case, DRAWN[case])
         patch.setattr(DraftSampler, "draw", lambda *given: draws.append(given[-1]) or draw(*given))
-        (text, cycles, stats), (eager_text, eager_cycles, _) = calls(case, prompts(3), **arguments)
+        (text, cycles, stats), (eager_text, eager_cycles, _) = calls(case, prompts(3), **SAMPLED)
     assert text == eager_text
     assert cycles == eager_cycles
     assert stats.num_accepted_tokens > 0
@@ -274,6 +277,7 @@ def test_drafts_that_are_drawn(case, events):
     assert len(draws) == sum(max(len(row.draft_tokens) for row in cycle.rows) for cycle in eager_cycles)
 
 
+@full
 def test_drawn_drafts_of_rows_that_join(events):
     """Rows of other settings than the rest are drawn for outside of graphs."""
     drawn, found = torch.randint(3, 60, (6, 6), generator=torch.Generator().manual_seed(0)).tolist(), []
@@ -288,8 +292,8 @@ def test_drawn_drafts_of_rows_that_join(events):
     assert "target draft read" in " ".join(events)
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("case", DRAWN)
+@full
+@pytest.mark.parametrize("case", ["draft model, drawn", "eagle3, drawn", "mlp_speculator, drawn", "dflash, drawn"])
 def test_a_row_without_room_after_others_have_ended(case):
     """Nothing is asked of rows that were there when there was room for drafts."""
     make, settings = DRAWN[case]
@@ -302,6 +306,7 @@ def test_a_row_without_room_after_others_have_ended(case):
         assert [len(result.tokens) for result in results] == [6, 6 + more]
 
 
+@full
 @pytest.mark.parametrize("case", ["eagle3, drawn", "draft model, drawn"])
 def test_rows_that_are_judged_again(case, events, monkeypatch):
     """One row has no token to draw when the next drafts have been launched; the others go on with theirs."""
@@ -329,8 +334,7 @@ def test_rows_that_are_judged_again(case, events, monkeypatch):
     assert [result.tokens for result in found[0][1:]] == [result.tokens for result in found[1][1:]]
 
 
-@pytest.mark.parametrize("method", ["draft_model", "early_exit"])
-@pytest.mark.parametrize("changed", [0, 2])
+@pytest.mark.parametrize(("method", "changed"), [("draft_model", 0), *in_full(("early_exit", 2))])
 def test_rows_with_processors_of_their_own(changed, method, events):
     """Their drafts are those of their own scores, whoever came first; where none has any, a draft is one graph."""
     drawn, found = torch.randint(3, 60, (3, 6), generator=torch.Generator().manual_seed(0)).tolist(), []
@@ -360,6 +364,7 @@ def test_all_of_a_draft_is_accepted(events):
     assert "target draft read target draft read" in " ".join(events)
 
 
+@full
 def test_after_a_pause_in_which_much_was_committed(events, monkeypatch):
     """What is fed token by token lies after the text, where a draft that is launched ahead would begin."""
     limits = itertools.cycle([[12, 12], [12, 12], [0, 0]])
@@ -398,12 +403,14 @@ def of_case(case, inputs, **others):
     return lambda model, enforce_eager: make(**settings, enforce_eager=enforce_eager)(None, inputs)(model)
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("case", [*CASES, *DRAWN, *OWN])
+VERIFIED = ("ngram", "draft model", "medusa", "eagle3, static tree", "mtp, layers", "draft model, drawn", "early_exit")
+
+
+@pytest.mark.parametrize("case", split([*CASES, *DRAWN, *OWN], short=VERIFIED))
 def test_the_next_verification_is_launched_before_the_verdict_is_read(case, events):
-    inputs, drawn = prompts(1), {"do_sample": True, "temperature": 4.0, "top_k": 40}
+    inputs = prompts(1)
     # Random drafts are hardly ever those of a greedy target.
-    others, arguments = ({}, drawn) if case in DRAWN else (SYNTHETIC, {"do_sample": False})
+    others, arguments = ({}, SAMPLED) if case in DRAWN else (SYNTHETIC, {"do_sample": False})
     output, eager = with_and_without_graphs(of_case(case, inputs, **others), inputs, **arguments)
     assert output.sequences.tolist() == eager.sequences.tolist()
     stats = output.speculative
@@ -415,8 +422,7 @@ def test_the_next_verification_is_launched_before_the_verdict_is_read(case, even
 
 
 # EAGLE's own shape on a CPU has a threshold, and how deep such a draft is has to be read.
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("case", [*(case for case in CASES if case != "eagle3"), *OWN])
+@pytest.mark.parametrize("case", split([*(case for case in CASES if case != "eagle3"), *OWN], short=["draft model"]))
 def test_lengths_that_are_chosen_from_cycle_to_cycle(case, events, monkeypatch):
     """Those of the next cycle are chosen before the verdict, and its verification is launched, too."""
     inputs, others = prompts(1), {**SYNTHETIC, "num_speculative_tokens": "auto"}
@@ -439,6 +445,7 @@ def test_lengths_that_are_chosen_from_cycle_to_cycle(case, events, monkeypatch):
     assert verified_ahead(events) > 5
 
 
+@full
 @pytest.mark.parametrize("case", ["draft model", "early_exit"])
 def test_graphs_draft_as_deep_as_was_chosen(case, monkeypatch):
     """Each token of a draft costs a forward, so those that nobody asked for are not drafted."""
@@ -463,7 +470,7 @@ def no_drafts(model, enforce_eager):
     return Speculator(SpeculativeConfig(method="none", enforce_eager=enforce_eager), NoDrafts, None)
 
 
-@pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 4.0}])
+@pytest.mark.parametrize("arguments", [{"do_sample": False}, *in_full({"do_sample": True, "temperature": 4.0})])
 def test_cycles_without_drafts(arguments, events):
     output, eager = with_and_without_graphs(no_drafts, prompts(1), **arguments)
     assert output.sequences.tolist() == eager.sequences.tolist()
@@ -499,8 +506,10 @@ class Full(StoppingCriteria):
         return torch.tensor([len(row) >= self.length for row in input_ids])
 
 
-@pytest.mark.parametrize("end", ["eos_token_id", "stopping_criteria"])
-@pytest.mark.parametrize("case", ["eagle3, static tree", "draft model", "no drafts"])
+@pytest.mark.parametrize(
+    ("case", "end"),
+    [("draft model", "stopping_criteria"), *in_full(("eagle3", "eos_token_id"), ("no drafts", "eos_token_id"))],
+)
 def test_a_row_that_ends(case, end, events):
     """The forward after it is for nothing; the cache that is returned knows nothing of it."""
     model, inputs, length = tiny_llama(), prompts(1), prompts(1)["input_ids"].shape[1]
@@ -522,22 +531,17 @@ def test_a_row_that_ends(case, end, events):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("asked", ["output_scores", "output_logits"])
-def test_logits_that_are_kept(asked, events):
+@full
+def test_logits_that_are_kept(events):
     """They lie in the memory of the graph."""
-    inputs = prompts(1)
-    output, eager = with_and_without_graphs(
-        of_case("eagle3", inputs), inputs, do_sample=False, **{asked: True, "max_new_tokens": 12}
-    )
-    name = asked.removeprefix("output_")
-    for step, eager_step in zip(output[name], eager[name], strict=True):
+    inputs, arguments = prompts(1), {"do_sample": False, "output_logits": True, "max_new_tokens": 12}
+    output, eager = with_and_without_graphs(of_case("eagle3", inputs), inputs, **arguments)
+    for step, eager_step in zip(output.logits, eager.logits, strict=True):
         torch.testing.assert_close(step, eager_step)
     assert verified_ahead(events) == 0
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("asked", [{}, {"top_logprobs": 2}])
-@pytest.mark.parametrize("case", ["draft model", "eagle3", "mtp, layers"])
+@pytest.mark.parametrize(("case", "asked"), [("draft model", {}), *in_full(("eagle3", {"top_logprobs": 2}))])
 def test_a_row_that_another_one_joins(case, asked, events):
     """And leaves again; the first one was alone before, and is so afterwards."""
     model, arguments = tiny_llama(), {"max_new_tokens": 40, "do_sample": False}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec.decoding.attention import TreeMask
@@ -21,6 +21,7 @@ from hf_specdec.decoding.store import SlotStore, padded_size
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from hf_specdec.logits.randomness import RowKeys
+from tests.helpers.levels import split
 from tests.helpers.tape import NothingToHost, Tape, TapeBackend, spoil
 
 
@@ -57,7 +58,7 @@ def read(inputs: NodeInputs) -> SimpleNamespace:
 
 class TestNodeInputs:
     @pytest.mark.parametrize("span", [FULL, Span("sliding", 5), Span("chunked", 4)], ids=lambda span: span.kind)
-    @pytest.mark.parametrize("rows", ROWS)
+    @pytest.mark.parametrize("rows", split(ROWS, short=["ragged"]))
     @pytest.mark.parametrize("shape", TOPOLOGIES)
     def test_say_what_masks_and_positions_say(self, shape, rows, span):
         topology, rows = TOPOLOGIES[shape], ROWS[rows]
@@ -102,7 +103,7 @@ class TestNodeInputs:
         assert inputs.keys.positions.tolist() == [14, 13, 0, 0]
         assert inputs.keys.seeds.tolist() == [5, 6, 0, 0]
 
-    @pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (3, 1), (8, 64)])
+    @pytest.mark.parametrize("sizes", [(1, 3), (8, 64)])
     def test_kernels_are_compiled_once(self, sizes):
         """Triton compiles others for addresses that are no multiples of 16."""
         nodes = read(NodeInputs(*sizes, torch.device("cpu")))
@@ -158,13 +159,6 @@ class TestSlotStore:
         assert not any(map(operator.is_, first, self.call(store, 2, 100, size=8)))
         assert set(dropped) == {(2, 1024)}
 
-    def test_the_largest_makes_way(self, store, dropped):
-        """The rest must be small beside its largest part."""
-        for rows, capacity in [(5, 1025), (1, 1), (5, 1), (1, 4097)]:
-            self.call(store, rows, capacity)
-        sizes = [place.rows * place.slots for place in store._places]
-        assert sum(sizes) <= 2 * max(sizes)
-
     def test_at_most_twice_the_largest(self, store, dropped):
         for rows, capacity in [(1, 1000), (4, 1000), (1, 4000)]:
             self.call(store, rows, capacity)
@@ -185,7 +179,6 @@ class TestSlotStore:
         assert store.place == (1, 10240)
         assert not dropped
 
-    @settings(max_examples=60, deadline=None)
     @given(
         st.lists(
             st.tuples(st.integers(1, 9), st.lists(st.integers(1, 5000), min_size=1, max_size=3).map(sorted)),

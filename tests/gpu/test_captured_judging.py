@@ -10,6 +10,7 @@ from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenera
 from hf_specdec.decoding import graphs, target
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.logits.randomness import ACCEPT, TARGET, CapturedUniforms, RowKeys, RowUniforms
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.sampled import sampled_speculator
 from tests.helpers.tape import spoil_inputs, tape_everything
@@ -79,9 +80,16 @@ def check(make, judged: list[bool], **arguments):
     return stats
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize(
+    ("drafts", "rule"),
+    [
+        ("chains", "standard"),
+        ("trees", "standard"),
+        *in_full(
+            ("chains", "block"), *(("trees", rule) for rule in ("typical", "synthetic")), ("not drawn", "standard")
+        ),
+    ],
+)
 def test_sampling(drafts, rule, judged):
     def make():
         speculator = DRAFTS[drafts]()
@@ -91,6 +99,7 @@ def test_sampling(drafts, rule, judged):
     check(make, judged, do_sample=True, **WARPERS)
 
 
+@full
 @pytest.mark.parametrize("drafts", ["chains", "trees"])
 def test_sampling_without_processors(drafts, judged):
     stats = check(DRAFTS[drafts], judged, do_sample=True, top_k=0)
@@ -109,6 +118,7 @@ def test_scripted_acceptance_of_a_greedy_target(judged):
     assert stats.num_accepted_tokens > 0
 
 
+@full
 def test_scores_that_are_returned(judged):
     """They are made of the logits of the graph."""
     found = []

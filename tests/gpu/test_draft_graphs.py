@@ -38,6 +38,7 @@ from tests.helpers.draft_calls import (
     run,
     speculator_of,
 )
+from tests.helpers.levels import full, in_full, split
 from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.tape import TapeBackend, spoil, spoil_inputs, tape_everything
 from tests.helpers.threads import in_threads
@@ -49,19 +50,24 @@ def backends(monkeypatch) -> list[TapeBackend]:
     return tape_everything(monkeypatch)
 
 
-every_case = pytest.mark.parametrize(("kind", "shape"), CASES.values(), ids=CASES)
+# Trees, chains, layers, blocks, corrections of blocks, heads and stages.
+QUICK = ("eagle chain", "eagle3 tree", "mtp layers", "dflash windows", "dflash corrections", "medusa measured")
+QUICK += ("mlp speculator tree",)
+
+
+def named(*names: str) -> list:
+    return [pytest.param(*CASES[name], id=name) for name in sorted(names)]
 
 
 class TestDraftsEqualThoseWithoutGraphs:
-    @pytest.mark.thinned(3)
-    @every_case
+    @pytest.mark.parametrize(("kind", "shape"), split(named(*CASES), short=named(*QUICK)))
     def test_calls(self, kind, shape, backends):
         """Rows of different length that leave one after the other; later calls find the graphs of earlier ones."""
         counts = [run(kind, shape, num_rows, seed) for num_rows, seed in ((1, 0), (3, 0), (3, 1))]
         assert sum(counts) > 0
         assert str(graphs_for(network_of(kind), {})) == "on"
 
-    @pytest.mark.thinned(3)
+    @full
     @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("m") or case.startswith("mtp")])
     def test_calls_through_the_tree_kernel(self, case, backends, monkeypatch):
         """The first of two calls reads content of masks, as the kernel does, eagerly and in graphs."""
@@ -74,6 +80,7 @@ class TestDraftsEqualThoseWithoutGraphs:
             run(kind, shape, num_rows, seed)
         assert masks["tree"] > 10
 
+    @full
     @settings(max_examples=12)
     @given(case=st.sampled_from(sorted(CASES)), num_rows=st.integers(1, 5), seed=st.integers(0, 10**6))
     def test_any_call(self, case, num_rows, seed):
@@ -96,7 +103,6 @@ HEADS = {
     "mlp_speculator": (demo.drafter_path("mlp_speculator"), {"num_speculative_tokens": 3}),
     "mlp_speculator tree": (demo.drafter_path("mlp_speculator"), {"num_draft_nodes": 10}),
 }
-every_head = pytest.mark.parametrize("name", HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +149,9 @@ def _noted(draft: DraftTree, probs: list[torch.Tensor]) -> DraftTree:
 
 
 class TestCalls:
-    @pytest.mark.thinned(4)
-    @every_head
-    @pytest.mark.parametrize("num_rows", [1, 3])
+    @pytest.mark.parametrize(
+        ("name", "num_rows"), split([(name, 3) for name in HEADS], short=[("eagle", 3), ("dflash tree", 1)])
+    )
     def test_text_and_drafts(self, name, num_rows, target, backends):
         inputs = inputs_of(num_rows)
         plain = generate(target, inputs).sequences.tolist()
@@ -158,7 +164,7 @@ class TestCalls:
         assert stats.num_draft_graph_captures > 0
         assert eager_stats.num_draft_graph_replays == 0
 
-    @pytest.mark.parametrize("name", ["eagle3", "mtp", "dflash", "mlp_speculator"])
+    @pytest.mark.parametrize("name", ["eagle3", *in_full("mtp", "dflash", "mlp_speculator")])
     def test_drawn_drafts(self, name, target, backends):
         """Random numbers and distributions are equal, with and without graphs."""
         found = []
@@ -172,6 +178,7 @@ class TestCalls:
         # Tokens of MLP speculators are drawn between graphs.
         assert 0 < stats.num_draft_graph_replays <= len(drafts) * (1 if name != "mlp_speculator" else 3)
 
+    @full
     def test_drawn_drafts_of_many_settings(self, target, backends):
         """Processors are built into graphs, of which only those of the last few settings are kept."""
         for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 0.5):
@@ -187,9 +194,11 @@ class TestCalls:
         variants = {part for key in graphs._models[network].forwards for part in key if isinstance(part, Variant)}
         assert len(variants) == 4
 
-    @pytest.mark.thinned(3)
-    @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.2}], ids=["scores alone", "tokens"])
-    @pytest.mark.parametrize("shape", [{}, {"num_speculative_tokens": 2}, {"draft_min_path_prob": 0.1}], ids=str)
+    @full
+    @pytest.mark.parametrize(
+        ("shape", "processors"),
+        [({}, {"repetition_penalty": 1.2}), ({"num_speculative_tokens": 2}, {}), ({"draft_min_path_prob": 0.1}, {})],
+    )
     def test_drawn_chains_of_layers(self, shape, processors, backends, monkeypatch):
         """A chain is a graph; where processors read tokens, each layer reads the window in a graph of its own."""
         network, found, probs, propose = network_of("mtp"), [], [], MtpCandidateGenerator.propose
@@ -215,7 +224,7 @@ class TestCalls:
         for row_probs, eager_probs in zip(probs[: len(probs) // 2], probs[len(probs) // 2 :], strict=True):
             torch.testing.assert_close(row_probs, eager_probs, atol=1e-5, rtol=1e-4)
 
-    @every_head
+    @pytest.mark.parametrize("name", ["mtp", *in_full("eagle3", "dflash tree", "medusa", "mlp_speculator")])
     def test_second_call_captures_nothing(self, name, target, backends):
         """Graphs belong to the network, and the next call runs them from its first cycle on."""
         counts = []
@@ -226,6 +235,7 @@ class TestCalls:
         assert counts[2] == 0
         assert stats.num_draft_graph_replays >= len(drafts) - 2
 
+    @full
     def test_slots_grow(self, target, backends):
         """More rows and longer texts have larger slots, and graphs of their own."""
         for num_rows, new_tokens in ((1, 8), (2, 8), (1, 40)):
@@ -235,6 +245,7 @@ class TestCalls:
             assert text == plain
             assert stats.draft_graphs == "on"
 
+    @full
     @pytest.mark.parametrize("name", ["eagle3", "medusa", "mlp_speculator"])
     def test_forgotten_with_the_speculator(self, name, target, backends):
         generate(target, inputs_of(1), speculative=settings_of(name))
@@ -244,6 +255,7 @@ class TestCalls:
         forget_speculators(target)
         assert network not in graphs._models
 
+    @full
     def test_networks_are_not_kept_alive(self, target, backends):
         assert generate(target, inputs_of(1), speculative=settings_of("eagle3")).speculative.draft_graphs == "on"
         network = weakref.ref(load_speculator(target, settings_of("eagle3")).resources)
@@ -254,6 +266,7 @@ class TestCalls:
         gc.collect()
         assert network() is None
 
+    @full
     @pytest.mark.parametrize("name", ["eagle3", "mlp_speculator tree"])
     def test_threads(self, name, target, backends):
         """One call has the graphs, others draft without them."""
@@ -270,6 +283,7 @@ class TestCalls:
 
 
 class TestNetworksWithoutACache:
+    @full
     def test_trees_that_change(self, target, backends, monkeypatch):
         """The candidates are one graph for all trees of a depth."""
         monkeypatch.setattr(medusa, "_FIRST_REVIEW", 2)
@@ -333,6 +347,7 @@ class TestNetworksWithoutACache:
             assert all(draft == drafts[0] for draft in drafts)
             assert max(drafts[0][0][0]) < size
 
+    @full
     def test_processors(self, target, backends):
         """Processors look at each token of a chain, so that each has a graph."""
         settings, asked = settings_of("mlp_speculator"), {"repetition_penalty": 1.3, "new_tokens": 24}
@@ -422,8 +437,7 @@ class TestEager:
         ("name", "kind", "part"),
         [
             ("eagle3", Eagle3Network, "fuse"),
-            ("medusa", MedusaHeads, "top_tokens"),
-            ("mlp_speculator", MLPStage, "__call__"),
+            *in_full(("medusa", MedusaHeads, "top_tokens"), ("mlp_speculator", MLPStage, "__call__")),
         ],
     )
     def test_what_cannot_be_captured(self, name, kind, part, target, backends, monkeypatch):

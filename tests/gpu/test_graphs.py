@@ -10,12 +10,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
-from hf_specdec import forget_speculators
 from hf_specdec.decoding import attention, capture, functional, graphs, loop, store, target
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.capture import CaptureBackend, SharedOutputs
@@ -24,6 +23,7 @@ from hf_specdec.kernels.indexing import arange
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from tests.helpers.architectures import ALONE, CHAINS_ONLY, supported, tiny_model
 from tests.helpers.caches import CACHE
+from tests.helpers.levels import full, in_full, slow
 from tests.helpers.models import prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.helpers.sampled import sampled_speculator
 from tests.helpers.tape import TapeBackend, spoil_inputs, tape_everything
@@ -76,8 +76,9 @@ SCRIPTS = {"chains": {"k": 4}, "trees": {"tree": TREE}, "a tree for each row": {
 
 
 class TestCallsEqualPlainGeneration:
-    @pytest.mark.parametrize("script", SCRIPTS)
-    @pytest.mark.parametrize("batch_size", [1, 3])
+    @pytest.mark.parametrize(
+        ("script", "batch_size"), [("trees", 1), ("a tree for each row", 3), *in_full(("chains", 3), ("trees", 3))]
+    )
     def test_drafts(self, script, batch_size, device, backends):
         stats = check_scripted(tiny_llama().to(device), prompts(batch_size), **SCRIPTS[script])
         assert stats.graphs == "on"
@@ -85,6 +86,7 @@ class TestCallsEqualPlainGeneration:
         # All but the prefill.
         assert stats.num_graph_replays == stats.num_target_forwards - 1
 
+    @full
     @pytest.mark.smoke
     def test_plain_decoding(self, device, backends):
         """One token at a time through a graph, without drafts."""
@@ -96,11 +98,13 @@ class TestCallsEqualPlainGeneration:
         # One for each number of rows, at the beginning.
         assert (stats.num_graph_captures, stats.num_graph_replays) == (2, stats.num_target_forwards - 1)
 
-    @pytest.mark.parametrize("make", [tiny_mistral, tiny_gpt2])
+    @pytest.mark.parametrize("make", [tiny_mistral, *in_full(tiny_gpt2)])
     def test_windows_and_learned_positions(self, make, device, backends):
         assert check_scripted(make().to(device), prompts(3), tree=TREE).graphs == "on"
 
-    @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "llama4_text", "qwen3", "gemma4_text", "phi3"])
+    @pytest.mark.parametrize(
+        "name", ["gemma3_text", *in_full("gpt_oss", "llama4_text", "qwen3", "gemma4_text", "phi3")]
+    )
     def test_attention_from_the_tree(self, name, device, backends, with_kernel):
         case = Case(name, tiny_model(name).to(device))
         output = case.speculate(4, num_speculative_tokens=3, tree=TREE)
@@ -156,6 +160,7 @@ class TestCallsEqualPlainGeneration:
             texts.append(model.generate(**inputs, assistant=drafter, do_sample=True, max_new_tokens=24).tolist())
         assert texts[0] == texts[1]
 
+    @full
     def test_continued_cache(self, device, backends):
         model, inputs = tiny_llama().to(device), prompts(1)
         plain = greedy(model, inputs, 30).sequences
@@ -166,18 +171,6 @@ class TestCallsEqualPlainGeneration:
 
 
 class TestDrafters:
-    def test_draft_model(self, device, backends):
-        model, draft, inputs = tiny_llama().to(device), tiny_llama(seed=1).to(device), prompts(2)
-        plain = greedy(model, inputs).sequences
-        seen = []
-        close = CallGraphs.close
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CallGraphs, "close", lambda self: seen.append(self) or close(self))
-            output = greedy(model, inputs, assistant=draft)
-        assert output.sequences.tolist() == plain.tolist()
-        assert len(seen) == 2
-        assert all(graphs.num_replays > 10 for graphs in seen)
-
     @pytest.mark.smoke
     def test_hidden_states_of_the_target(self, device, backends):
         """A drafter reads states that the graph of the verification writes."""
@@ -221,6 +214,7 @@ class TestReuse:
         assert second.num_graph_captures == 0
         assert second.num_graph_replays == second.num_target_forwards - 1
 
+    @full
     def test_sizes(self, device, backends):
         """Full drafts of all numbers of rows to which the call may shrink, and single tokens where none is drafted."""
         model = tiny_llama().to(device)
@@ -246,12 +240,7 @@ class TestReuse:
         assert seen[0] == (3, 1)
         assert {number for number, _ in seen} <= {3, 6}
 
-    def test_forget_speculators(self, device, backends):
-        model, inputs = tiny_llama().to(device), prompts(1)
-        for _ in range(2):
-            assert check_scripted(model, inputs).num_graph_captures > 0
-            forget_speculators(model)
-
+    @full
     def test_what_a_graph_reads_is_kept_alive(self, monkeypatch):
         """Tensors made once for all who want them are kept too, even if they have had to make way since."""
 
@@ -278,6 +267,7 @@ class TestReuse:
         gc.collect()
         assert seen[0]() is None
 
+    @full
     def test_forgotten_graphs_are_free_at_once(self, device, backends):
         """Without a collection of garbage, which may come late."""
         model = tiny_llama().to(device)
@@ -293,6 +283,7 @@ class TestReuse:
         finally:
             gc.enable()
 
+    @full
     def test_models_are_not_kept_alive(self, device, backends):
         model = tiny_llama().to(device)
         assert check_scripted(model, prompts(1)).num_graph_captures > 0
@@ -318,6 +309,7 @@ class TestReuse:
             parameter.data = -parameter.data
         assert check_scripted(model, inputs).num_graph_captures > 0
 
+    @full
     def test_changed_weights(self, device, backends):
         """Weights that are trained in place need no new graphs."""
         model, inputs = tiny_llama().to(device), prompts(1)
@@ -327,6 +319,7 @@ class TestReuse:
             model.get_output_embeddings().weight.neg_()
         check_scripted(model, inputs)
 
+    @full
     def test_inference_mode(self, device, backends):
         """Calls inside and outside of it share graphs and slots."""
         model, inputs = tiny_llama().to(device), prompts(2)
@@ -390,6 +383,7 @@ class TestEager:
         assert output.speculative.graphs == "off: not on a CUDA device"
         assert output.speculative.peak_memory_bytes == 0
 
+    @full
     def test_all_hidden_states(self, device, backends):
         model = tiny_llama().to(device)
         output = greedy(model, prompts(1), spec_method="ngram", output_hidden_states=True)
@@ -397,7 +391,10 @@ class TestEager:
 
     @pytest.mark.parametrize(
         ("name", "reason"),
-        [("qwen3_next", "it has layers with a recurrent state"), ("bloom", "it tells positions from the slots")],
+        [
+            ("qwen3_next", "it has layers with a recurrent state"),
+            *in_full(("bloom", "it tells positions from the slots")),
+        ],
     )
     def test_models_that_cannot_be_captured(self, name, reason, device, backends):
         case = Case(name, tiny_model(name).to(device))
@@ -417,6 +414,7 @@ class TestEager:
             assert str(call_graphs(model)) == "off: autocast is on"
         assert str(call_graphs(model)) == "on"
 
+    @full
     def test_hooks_that_transformers_leaves_behind(self, device, backends):
         model = tiny_llama().to(device)
         greedy(model, prompts(1), 2, output_hidden_states=True)
@@ -431,6 +429,7 @@ class TestEager:
         handle.remove()
         assert check_scripted(model, inputs).graphs == "on"
 
+    @full
     def test_long_drafts(self, device, backends):
         model, inputs = tiny_llama().to(device), prompts(1)
         stats = check_scripted(model, inputs, new_tokens=90, k=MAX_NODES + 1, accuracy=0.0)
@@ -458,11 +457,13 @@ class TestFailingCapture:
         assert stats.num_graph_replays == 0
         assert "runs without CUDA graphs; capturing failed" in caplog.text
 
+    @full
     def test_is_not_tried_again(self, model, backends, monkeypatch):
         check_scripted(model, prompts(2))
         monkeypatch.setattr(CallGraphs, "_capture", lambda *args: pytest.fail("captured again"))
         assert "capturing failed" in check_scripted(model, prompts(2)).graphs
 
+    @full
     def test_in_the_middle_of_a_call(self, device, backends, small_slots, monkeypatch):
         """The slots stay where they are."""
         in_a_graph, columns = SlotCache.in_a_graph, set()
@@ -488,6 +489,7 @@ class TestCallsAtOnce:
         first.close()
         assert check_scripted(model, inputs).graphs == "on"
 
+    @full
     def test_a_call_that_never_ends(self, device, backends):
         model = tiny_llama().to(device)
         lost = call_graphs(model)
@@ -508,6 +510,7 @@ class TestCallsAtOnce:
         assert check_scripted(model, inputs).graphs == "on"
         assert caught.traceback
 
+    @full
     def test_one_after_the_other(self, device, backends):
         """Captures are told of them, to keep their streams in order."""
         model = tiny_llama().to(device)
@@ -516,6 +519,7 @@ class TestCallsAtOnce:
         if device.type == "cpu":
             assert backends[0].calls == ["begin", "end", "begin", "end"]
 
+    @full
     def test_threads(self, device, backends):
         model, inputs = tiny_llama().to(device), [prompts(2, seed=seed) for seed in range(4)]
         plain = [greedy(model, each).sequences for each in inputs]
@@ -532,36 +536,31 @@ class TestCallsAtOnce:
 
 
 class TestLengths:
-    """Calls of other lengths capture little anew."""
+    """Calls of other lengths and batch sizes capture nothing anew where the slots of earlier ones serve."""
 
-    def calls(self, model, lengths, batch_size=2):
-        """Captures of calls with prompts of these lengths."""
+    def captures(self, model, lengths, batch_size=2):
         return [check_scripted(model, prompts(batch_size, length=length)).num_graph_captures for length in lengths]
 
     def test_prompts_of_similar_lengths(self, device, backends):
-        """Prompts of similar lengths have slots of one size."""
         model = tiny_llama(max_position_embeddings=4096).to(device)
-        self.calls(model, [10, 10])
-        assert self.calls(model, [90, 900, 10]) == [0] * 3
+        self.captures(model, [10, 10])
+        assert self.captures(model, [90, 900, 10]) == [0] * 3
 
+    @full
     @pytest.mark.smoke
-    def test_a_long_prompt_costs_short_ones_nothing(self, device, backends):
+    def test_long_prompt_leaves_the_slots_of_short_ones(self, device, backends):
         model = tiny_llama(max_position_embeddings=4096).to(device)
-        self.calls(model, [10, 10])
-        assert self.calls(model, [1500])[0] > 0
-        assert self.calls(model, [40]) == [0]
+        self.captures(model, [10, 10])
+        assert self.captures(model, [1500])[0] > 0
+        assert self.captures(model, [40]) == [0]
 
-    def test_fewer_rows_have_the_slots_of_more(self, device, backends):
-        model = tiny_llama().to(device)
-        self.calls(model, [10], batch_size=4)
-        assert self.calls(model, [10, 10], batch_size=2)[-1] == 0
-        assert set(place for place, *_ in graphs._models[model].forwards) == {(4, 1024)}
-
-    def test_short_calls_have_the_slots_of_long_ones(self, device, backends):
+    @full
+    @pytest.mark.parametrize(("length", "rows", "place"), [(10, 4, (4, 1024)), (1500, 2, (2, 2048))])
+    def test_smaller_calls_have_the_slots_of_larger_ones(self, length, rows, place, device, backends):
         model = tiny_llama(max_position_embeddings=4096).to(device)
-        self.calls(model, [1500])
-        assert self.calls(model, [10, 40, 1030]) == [0] * 3
-        assert set(place for place, *_ in graphs._models[model].forwards) == {(2, 2048)}
+        self.captures(model, [length], batch_size=rows)
+        assert self.captures(model, [10, 10, 40])[1:] == [0] * 2
+        assert {place for place, *_ in graphs._models[model].forwards} == {place}
 
 
 class TestSharedOutputs:
@@ -569,14 +568,16 @@ class TestSharedOutputs:
     def everything_is_large(self, monkeypatch):
         monkeypatch.setattr(capture, "_LARGE_OUTPUT", 0)
 
-    @pytest.mark.parametrize("script", SCRIPTS)
-    @pytest.mark.parametrize("batch_size", [1, 3])
+    @pytest.mark.parametrize(
+        ("script", "batch_size"), [("trees", 3), *in_full(("chains", 1), ("a tree for each row", 3))]
+    )
     def test_calls(self, script, batch_size, device, backends, everything_is_large):
         model = tiny_llama().to(device)
         for _ in range(2):
             stats = check_scripted(model, prompts(batch_size), **SCRIPTS[script])
         assert stats.num_graph_replays > (stats.num_target_forwards - 1) / 2
 
+    @full
     def test_memory(self, device, backends, everything_is_large):
         """Memory of the largest, and of those that had to make way for it: not of all sizes."""
         model = tiny_llama().to(device)
@@ -589,7 +590,6 @@ class TestSharedOutputs:
         kept = {output.untyped_storage().data_ptr(): output.untyped_storage().nbytes() for output in outputs}
         assert sizes[-1] <= sum(kept.values()) <= 2 * sizes[-1]
 
-    @settings(max_examples=60, deadline=None)
     @given(
         st.lists(
             st.tuples(st.integers(0, 7), st.sampled_from([torch.bfloat16, torch.float32, torch.long])), max_size=4
@@ -622,7 +622,7 @@ def test_captures_do_not_wait_for_the_whole_device():
         assert after[name] == before[name]
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("name", supported())
 def test_every_architecture(name, device, backends):
     """Values that a model reads in Python from the text or from the cache would be wrong in the next cycle."""

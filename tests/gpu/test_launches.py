@@ -8,7 +8,10 @@ import sys
 import pytest
 import torch
 
-from tests.gpu.test_waits import (
+from tests.helpers.levels import full, slow, split, when_slow
+from tests.helpers.models import prompts, tiny_llama
+from tests.helpers.other_device import DEVICE, move, other_device
+from tests.helpers.tiny_drafters import (
     SPARSE,
     dflash,
     draft_model,
@@ -18,8 +21,6 @@ from tests.gpu.test_waits import (
     mlp_speculator,
     mtp,
 )
-from tests.helpers.models import prompts, tiny_llama
-from tests.helpers.other_device import DEVICE, move, other_device
 
 
 pytest.importorskip("triton")
@@ -58,7 +59,9 @@ def unchecked(monkeypatch):
     monkeypatch.setenv("HF_SPECDEC_CHECK", "0")
 
 
-@pytest.mark.parametrize("case", COUNTS, ids=lambda case: " ".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case", split(COUNTS, short=[("qwen3", "ngram", 1)]), ids=lambda case: " ".join(map(str, case))
+)
 def test_a_cycle_launches_no_more_than_before(case):
     row, cycles = launches.count(*case)
     assert len(cycles) >= 3
@@ -69,8 +72,13 @@ def test_a_cycle_launches_no_more_than_before(case):
     assert not row.missed
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "batch"),
+    [
+        *split([(name, 1) for name in DRAFTERS], short=[("recycling", 1), ("eagle3", 1), ("dflash", 1)]),
+        *when_slow(*((name, 8) for name in DRAFTERS)),
+    ],
+)
 def test_every_draft_is_within_the_aims(drafter, batch):
     inputs = prompts(batch)
     model = tiny_llama()
@@ -83,6 +91,7 @@ def test_every_draft_is_within_the_aims(drafter, batch):
     assert not row.missed, row
 
 
+@full
 def test_a_sampled_cycle_is_within_the_aims():
     """Drafts are drawn and judged inside of graphs. No other method launches more outside of them."""
     inputs = prompts(1)
@@ -113,7 +122,7 @@ def test_operations_count_as_their_kernels():
     assert not waits
 
 
-@pytest.mark.slow
+@slow
 def test_figures_in_a_file(tmp_path, monkeypatch):
     file = tmp_path / "launches.json"
     monkeypatch.setattr(sys, "argv", ["launches.py", "--models", "llama", "--json", str(file)])

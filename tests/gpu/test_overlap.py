@@ -12,6 +12,7 @@ from hf_specdec import record
 from hf_specdec.decoding import loop, reporting
 from hf_specdec.decoding.functional import FunctionalSlotModel
 from hf_specdec.logits import verifier
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts, scripted_for, tiny_llama
 
 
@@ -102,6 +103,7 @@ class TestOrder:
         defer(True)
         assert self.events_of_a_cycle(events, model) == ["verdict", "observe", "forward", "count", "put"]
 
+    @full
     def test_all_is_done_at_the_end(self, model, defer):
         defer(True)
         inputs, streamer = prompts(1), Streamer()
@@ -117,8 +119,7 @@ class TestOrder:
 
 
 class TestNothingElseChanges:
-    @pytest.mark.parametrize("script", SCRIPTS)
-    @pytest.mark.parametrize("batch_size", [1, 4])
+    @pytest.mark.parametrize(("script", "batch_size"), [("a tree for each row", 4), *in_full(("chains", 1))])
     def test_texts_and_records(self, script, batch_size, model, defer):
         inputs = prompts(batch_size)
         first = plain_text(model, inputs)[:, PROMPT:].tolist()
@@ -142,15 +143,14 @@ class TestNothingElseChanges:
             seen.append((streamer.columns, counts, call.cycles, times))
         assert seen[0] == seen[1]
 
-    @pytest.mark.parametrize("script", SCRIPTS)
-    def test_scores_logits_and_states(self, script, model, defer):
+    def test_scores_logits_and_states(self, model, defer):
         inputs = prompts(2)
         plain = plain_text(model, inputs)
         asked = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
         outputs = []
         for does in (False, True):
             defer(does)
-            outputs.append(speculate(model, inputs, plain, SCRIPTS[script], return_dict_in_generate=True, **asked))
+            outputs.append(speculate(model, inputs, plain, SCRIPTS["chains"], return_dict_in_generate=True, **asked))
         for name in ("scores", "logits"):
             for mine, others in zip(*(getattr(output, name) for output in outputs), strict=True):
                 assert torch.equal(mine, others)
@@ -194,7 +194,7 @@ class TestErrors:
         monkeypatch.setattr(loop.SlotModel, "close", lambda self: closed.append(self) or close(self))
         return closed
 
-    @pytest.mark.parametrize("fails_at", [2, 9, 20])
+    @pytest.mark.parametrize("fails_at", [9, *in_full(2, 20)])
     def test_in_the_streamer(self, fails_at, defer, monkeypatch):
         """The call ends; the model is as it was, and what had been committed is counted."""
         model, inputs = tiny_llama(), prompts(1)

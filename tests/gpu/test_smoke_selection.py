@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.levels import full
 from tests.helpers.paths import ROOT
 
 
@@ -15,6 +16,7 @@ class Listing:
         self.found += [(item.get_closest_marker("smoke") is not None, item.path.name) for item in session.items]
 
 
+@full
 def test_smoke_comes_first():
     listing, folder = Listing(), ROOT / "tests"
     files = [folder / name for name in ("kernels", "gpu/test_waits.py", "gpu/test_transfers.py")]

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec import transfers
@@ -26,7 +26,6 @@ from hf_specdec.transfers import (
     kept_on_device,
     kept_tensor,
     select_rows,
-    upload,
     upload_together,
 )
 from tests.helpers.other_device import DEVICE, Elsewhere, move, other_device
@@ -35,7 +34,6 @@ from tests.helpers.other_device import DEVICE, Elsewhere, move, other_device
 integers = st.integers(-(2**63), 2**63 - 1)
 
 
-@settings(max_examples=50)
 @given(st.lists(st.lists(integers, max_size=5), min_size=1, max_size=4))
 def test_tables_arrive_as_they_were(tables):
     with other_device() as waits:
@@ -62,11 +60,6 @@ def test_a_table_of_rows_is_filled_where_it_lies():
     assert waits == []
 
 
-def test_no_numbers_are_integers_too():
-    assert upload([], torch.device("cpu")).dtype == torch.long
-
-
-@settings(max_examples=50)
 @given(st.data(), st.integers(1, 4))
 def test_one_wait_for_all_that_is_read(data, rows):
     widths = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
@@ -93,10 +86,6 @@ def test_rows_are_selected_without_waiting():
         # As an index does.
         move(values)[[3, 0]]
         assert [wait.what for wait in waits] == ["blocking upload"]
-
-
-def test_pending_reads():
-    assert PendingRead(torch.tensor(True)).get()
 
 
 @pytest.mark.gpu

@@ -11,16 +11,24 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import load_speculator, record
 from hf_specdec.candidate_generators.dflash.config import DominoConfig
-from hf_specdec.candidate_generators.draft_model.target_states import TargetStates
-from hf_specdec.candidate_generators.medusa.network import MedusaHeads
-from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
-from tests.helpers.models import VOCAB_SIZE, prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
+from tests.helpers.levels import in_full, split
+from tests.helpers.models import prompts, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.helpers.other_device import DEVICE, move, other_device
 from tests.helpers.sampled import sampled_speculator
-from tests.methods import test_dflash, test_eagle, test_mtp, test_peagle
+from tests.helpers.tiny_drafters import (
+    SPARSE,
+    dflash,
+    draft_model,
+    eagle3,
+    medusa,
+    method,
+    mlp_speculator,
+    mtp,
+    scripted,
+)
 
 
 TREE = (-1, -1, 0, 0, 1, 2)
@@ -88,97 +96,6 @@ def watched(monkeypatch) -> Watched:
     return Watched(monkeypatch)
 
 
-def beside(model, network):
-    """The network, on the device of the model."""
-    return move(network) if model.device == DEVICE else network.to(model.device)
-
-
-def scripted(**script):
-    return lambda plain, inputs: lambda model: scripted_for(plain.cpu(), inputs, **script)
-
-
-# Drafts that are not all accepted.
-SPARSE = {"sparse_kv_window": 2, "sparse_kv_sinks": 1}
-
-
-def draft_model(mask_token=None, reads_states=False, **settings):
-    def make(model):
-        network = tiny_llama(seed=1)
-        network.config.pard_token = mask_token
-        speculator = load_speculator(model, draft_model=beside(model, network), same_tokenizer=True, **settings)
-        if reads_states:
-            embedding, width = network.get_input_embeddings(), model.config.hidden_size
-            weight = torch.randn(embedding.embedding_dim, 2 * width, generator=torch.Generator().manual_seed(0)) / 8
-            weight = move(weight) if model.device == DEVICE else weight.to(model.device)
-            speculator.resources.states = TargetStates((0, "last"), weight, None, 0.5, embedding)
-        return speculator
-
-    return lambda plain, inputs: make
-
-
-def medusa(**settings):
-    def make(model):
-        torch.manual_seed(0)
-        heads = MedusaHeads(model.config.hidden_size, VOCAB_SIZE, 3)
-        for weight in (*heads.weights, *heads.lm_heads):
-            weight.data.normal_(0, 0.5)
-        return load_speculator(model, "medusa", draft_model=beside(model, heads.eval()), **settings)
-
-    return lambda plain, inputs: make
-
-
-def mlp_speculator(**settings):
-    def make(model):
-        torch.manual_seed(0)
-        sizes = {"n_predict": 3, "top_k_tokens_per_head": (4, 3, 2), "inner_dim": 24, "tie_weights": True}
-        config = MLPSpeculatorConfig(emb_dim=model.config.hidden_size, vocab_size=VOCAB_SIZE, **sizes)
-        network = MLPSpeculator(config).eval()
-        return load_speculator(model, "mlp_speculator", draft_model=beside(model, network), **settings)
-
-    return lambda plain, inputs: make
-
-
-def eagle3(**settings):
-    def make(model):
-        torch.manual_seed(0)
-        network = test_eagle.head("eagle3", model.config.hidden_size, VOCAB_SIZE, aux_layer_ids=(0, 1))
-        return test_eagle.speculator_for(beside(model, network).attach(model), **settings)
-
-    return lambda plain, inputs: make
-
-
-def peagle(**settings):
-    def make(model):
-        network = test_peagle.random_head(VOCAB_SIZE, model.config.hidden_size)
-        return test_peagle.speculator_for(beside(model, network).attach(model), **settings)
-
-    return lambda plain, inputs: make
-
-
-def mtp(**settings):
-    def make(model):
-        network = test_mtp.random_mtp(3).eval()
-        return test_mtp.speculator_for(beside(model, network).attach(model), mtp_mode="chain", **settings)
-
-    return lambda plain, inputs: make
-
-
-def dflash(predicts_next=False, markov_rank=0, domino=None, network=None, **settings):
-    kind = {"predicts_next": predicts_next, "markov_rank": markov_rank, "domino": domino, **(network or {})}
-
-    def make(model):
-        torch.manual_seed(0)
-        sizes = {"mask_token_id": 3, "block_size": 4, "num_target_layers": 2, "target_layer_ids": (0, 1), **kind}
-        network = test_dflash.draft(model.config.hidden_size, VOCAB_SIZE, **sizes)
-        return test_dflash.speculator_for(beside(model, network).attach(model), **settings)
-
-    return lambda plain, inputs: make
-
-
-def method(name, **settings):
-    return lambda plain, inputs: lambda model: load_speculator(model, name, **settings)
-
-
 DRAFTERS = {
     "chains": scripted(k=4),
     "trees": scripted(tree=TREE),
@@ -207,6 +124,16 @@ DRAFTERS = {
     "adaptive": draft_model(num_speculative_tokens="auto"),
 }
 
+QUICK = (
+    "chains",
+    "a tree for each row",
+    "ngram",
+    "medusa, measured",
+    "mlp_speculator",
+    "eagle3, dynamic tree",
+    "mtp, layers",
+)
+QUICK += ("dflash", "adaptive")
 
 DRAWN = {
     "sparse_kv": method("sparse_kv", **SPARSE, num_speculative_tokens=3)(None, None),
@@ -220,18 +147,15 @@ DRAWN = {
 
 
 class TestOneWaitACycle:
-    @pytest.mark.thinned(2)
-    @pytest.mark.parametrize(
-        ("drafter", "batch_size"), [*((name, 3) for name in DRAFTERS), ("chains", 1), ("trees", 1), ("draft model", 1)]
-    )
-    def test_greedy(self, drafter, batch_size, watched):
-        model, inputs = tiny_llama(), prompts(batch_size)
+    @pytest.mark.parametrize("drafter", split(DRAFTERS, short=QUICK))
+    def test_greedy(self, drafter, watched):
+        model, inputs = tiny_llama(), prompts(3)
         plain = model.generate(**inputs, **GREEDY)
         ours = watched.generate(model, inputs, DRAFTERS[drafter](plain, inputs))
         assert ours.tolist() == plain.tolist()
         watched.check()
 
-    @pytest.mark.parametrize("drafter", DRAWN)
+    @pytest.mark.parametrize("drafter", split(DRAWN, short=["trees", "draft model"]))
     def test_sampling(self, drafter, watched):
         inputs, texts = prompts(2), []
         for run in (watched.generate, here):
@@ -240,7 +164,7 @@ class TestOneWaitACycle:
         assert texts[0].tolist() == texts[1].tolist()
         watched.check()
 
-    @pytest.mark.parametrize("make", [tiny_mistral, tiny_gpt2])
+    @pytest.mark.parametrize("make", [tiny_mistral, *in_full(tiny_gpt2)])
     def test_windows_and_learned_positions(self, make, watched):
         model, inputs = make(), prompts(3)
         plain = model.generate(**inputs, **GREEDY)
@@ -259,7 +183,7 @@ class TestOneWaitACycle:
         assert ours.tolist() == plain.tolist()
         watched.check()
 
-    def test_what_is_returned_and_streamed(self, watched):
+    def test_outputs_and_streamer(self, watched):
         model, inputs = tiny_llama(), prompts(1)
         plain = model.generate(**inputs, **GREEDY)
         asked = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
@@ -271,20 +195,19 @@ class TestOneWaitACycle:
         assert len(output.scores) == len(output.logits) == len(output.hidden_states) == GREEDY["max_new_tokens"]
         watched.check()
 
-    @pytest.mark.parametrize("script", [{"k": 4}, {"tree": TREE}, {"tree": "random"}])
-    def test_traces(self, script, watched):
+    def test_traces(self, watched):
         """Tokens and parents of the drafts come with the verdict."""
         inputs = prompts(2)
         plain = tiny_llama().generate(**inputs, **GREEDY)
         traces = []
         for run in (watched.generate, here):
             with record(trace=True) as made:
-                run(tiny_llama(), inputs, scripted(**script)(plain, inputs))
+                run(tiny_llama(), inputs, scripted(tree="random")(plain, inputs))
             traces.append(made.calls[0].cycles)
         assert traces[0] == traces[1]
         watched.check()
 
-    def test_drafts_that_stop_by_themselves(self, watched):
+    def test_confidence_threshold_reads_every_token(self, watched):
         """A draft model that may stop early is asked for it, a token later."""
         model, inputs = tiny_llama(), prompts(2)
         plain = model.generate(**inputs, **GREEDY)

@@ -25,6 +25,11 @@ def when_slow(*cases) -> list:
     return [_marked(case, slow) for case in cases]
 
 
+def split(cases, short) -> list:
+    """All cases, of which `short` run in `make test`, and the others in `make test-all` alone."""
+    return [*short, *in_full(*(case for case in cases if case not in short))]
+
+
 def _marked(case, mark):
     if hasattr(case, "marks"):  # a pytest.param
         return pytest.param(*case.values, marks=(*case.marks, mark), id=case.id)

@@ -9,7 +9,6 @@ import torch
 from transformers import StoppingCriteria
 
 from hf_specdec import SpeculativeConfig, generate_many, load_speculator, record
-from hf_specdec.candidate_generators.ngram.on_device import LookupRule
 from hf_specdec.candidate_generators.none.generator import NoDrafts
 from hf_specdec.control.controller import Choice, SpeculationController
 from hf_specdec.decoding import graphs
@@ -225,25 +224,6 @@ def test_rows_that_join(case, events):
     assert "target draft read" in " ".join(events)
 
 
-def test_a_lookup_that_cannot_be_captured(events, monkeypatch):
-    """The host looks up then, and the target goes on in graphs."""
-    draft, calls_of_draft = LookupRule.draft, []
-
-    def fail_once(*args):
-        calls_of_draft.append(args)
-        if len(calls_of_draft) == 1:
-            raise RuntimeError("no memory")
-        return draft(*args)
-
-    monkeypatch.setattr(LookupRule, "draft", fail_once)
-    output, eager = with_and_without_graphs(of_case("ngram", prompts(3)), prompts(3), do_sample=False)
-    assert output.sequences.tolist() == eager.sequences.tolist()
-    stats = output.speculative
-    assert stats.num_accepted_tokens == eager.speculative.num_accepted_tokens > 0
-    assert "capturing failed" in stats.draft_graphs
-    assert events.count("draft") == 0 < events.count("target")
-
-
 def test_lookups_are_counted_when_the_host_knows_them(events):
     """Drafts of graphs as those of the host."""
     output, eager = with_and_without_graphs(of_case("ngram", prompts(2)), prompts(2), do_sample=False)
@@ -275,21 +255,6 @@ def test_drawn_drafts(case, events):
     assert " ".join(events).count("target draft read") > 2
     # Those of the call without graphs.
     assert len(draws) == sum(max(len(row.draft_tokens) for row in cycle.rows) for cycle in eager_cycles)
-
-
-@full
-def test_drawn_drafts_of_rows_that_join(events):
-    """Rows of other settings than the rest are drawn for outside of graphs."""
-    drawn, found = torch.randint(3, 60, (6, 6), generator=torch.Generator().manual_seed(0)).tolist(), []
-    requests = [{"input_ids": tokens, "max_new_tokens": 16, "seed": index} for index, tokens in enumerate(drawn)]
-    requests[-1]["temperature"] = 0.9
-    make, settings = DRAWN["eagle3, drawn"]
-    for enforce_eager in (False, True):
-        speculator = make(**settings, enforce_eager=enforce_eager)(None, prompts(3))(model := tiny_llama())
-        arguments = {"do_sample": True, "temperature": 0.7, "in_order": True, "assistant": speculator}
-        found.append([result.tokens for result in generate_many(model, requests, 3, **arguments)])
-    assert found[0] == found[1]
-    assert "target draft read" in " ".join(events)
 
 
 @full
@@ -362,19 +327,6 @@ def test_all_of_a_draft_is_accepted(events):
     stats = output.speculative
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
     assert "target draft read target draft read" in " ".join(events)
-
-
-@full
-def test_after_a_pause_in_which_much_was_committed(events, monkeypatch):
-    """What is fed token by token lies after the text, where a draft that is launched ahead would begin."""
-    limits = itertools.cycle([[12, 12], [12, 12], [0, 0]])
-    monkeypatch.setattr(SpeculationController, "limits", lambda *args: next(limits))
-    model, inputs = tiny_llama(), prompts(2)
-    arguments = {"max_new_tokens": 96, "do_sample": False, "return_dict_in_generate": True}
-    speculator = load_speculator(model, draft_model=tiny_llama(), same_tokenizer=True, num_speculative_tokens="auto")
-    stats = model.generate(**inputs, **arguments, assistant=speculator).speculative
-    assert "target draft read" in " ".join(events)
-    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
 
 
 # Of a single row, the verification of a draft that was launched ahead is launched, too.
@@ -529,16 +481,6 @@ def test_a_row_that_ends(case, end, events):
         model.generate(**more, do_sample=False, **{CACHE: cache}).tolist() for cache in (output[CACHE], plain[CACHE])
     ]
     assert texts[0] == texts[1]
-
-
-@full
-def test_logits_that_are_kept(events):
-    """They lie in the memory of the graph."""
-    inputs, arguments = prompts(1), {"do_sample": False, "output_logits": True, "max_new_tokens": 12}
-    output, eager = with_and_without_graphs(of_case("eagle3", inputs), inputs, **arguments)
-    for step, eager_step in zip(output.logits, eager.logits, strict=True):
-        torch.testing.assert_close(step, eager_step)
-    assert verified_ahead(events) == 0
 
 
 @pytest.mark.parametrize(("case", "asked"), [("draft model", {}), *in_full(("eagle3", {"top_logprobs": 2}))])

@@ -10,7 +10,7 @@ from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenera
 from hf_specdec.decoding import graphs, target
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.logits.randomness import ACCEPT, TARGET, CapturedUniforms, RowKeys, RowUniforms
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import in_full
 from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.sampled import sampled_speculator
 from tests.helpers.tape import spoil_inputs, tape_everything
@@ -99,13 +99,6 @@ def test_sampling(drafts, rule, judged):
     check(make, judged, do_sample=True, **WARPERS)
 
 
-@full
-@pytest.mark.parametrize("drafts", ["chains", "trees"])
-def test_sampling_without_processors(drafts, judged):
-    stats = check(DRAFTS[drafts], judged, do_sample=True, top_k=0)
-    assert stats.num_accepted_tokens > 0
-
-
 def test_scripted_acceptance_of_a_greedy_target(judged):
     """Its graph reads random numbers, though nothing else does."""
 
@@ -116,19 +109,6 @@ def test_scripted_acceptance_of_a_greedy_target(judged):
 
     stats = check(make, judged, do_sample=False)
     assert stats.num_accepted_tokens > 0
-
-
-@full
-def test_scores_that_are_returned(judged):
-    """They are made of the logits of the graph."""
-    found = []
-    for enforce_eager in (False, True):
-        speculator = sampled_speculator(3, enforce_eager=enforce_eager)
-        torch.manual_seed(0)
-        arguments = {"do_sample": True, "output_scores": True, "return_dict_in_generate": True, **WARPERS}
-        found.append(tiny_llama().generate(**prompts(2), max_new_tokens=12, assistant=speculator, **arguments))
-    assert judged[0]
-    torch.testing.assert_close(torch.stack(found[0].scores), torch.stack(found[1].scores))
 
 
 def test_drafts_that_would_take_too_much_memory(judged, monkeypatch):

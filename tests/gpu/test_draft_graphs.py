@@ -17,14 +17,12 @@ from hf_specdec.candidate_generators.eagle.network import Eagle3Network
 from hf_specdec.candidate_generators.medusa import generator as medusa
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPStage
-from hf_specdec.candidate_generators.mtp.generator import MtpCandidateGenerator
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.attention import TreeMask
 from hf_specdec.decoding.graphs import CallGraphs, Variant, graphs_for
 from hf_specdec.drafting import slots
 from hf_specdec.drafting.graphs import RowGraphs, RowInputs
-from hf_specdec.drafting.slots import DraftInputs, DraftSlots, Entries
-from hf_specdec.drafts import DraftTree
+from hf_specdec.drafting.slots import DraftInputs, Entries
 from hf_specdec.protocol import Session
 from tests.helpers.draft_calls import (
     CASES,
@@ -33,15 +31,12 @@ from tests.helpers.draft_calls import (
     Call,
     last_of,
     medusa_speculator,
-    mlp_speculator,
     network_of,
     run,
     speculator_of,
 )
 from tests.helpers.levels import full, in_full, split
-from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.tape import TapeBackend, spoil, spoil_inputs, tape_everything
-from tests.helpers.threads import in_threads
 
 
 @pytest.fixture
@@ -141,13 +136,6 @@ def traced(target, inputs, speculative, **arguments):
     return output.sequences.tolist(), made.calls[0].cycles, output.speculative
 
 
-def _noted(draft: DraftTree, probs: list[torch.Tensor]) -> DraftTree:
-    """Returns the draft; the distributions of its tokens are kept for later."""
-    if draft.size:
-        probs += [row[:count].clone() for row, count in zip(draft.probs, draft.num_nodes.tolist())]
-    return draft
-
-
 class TestCalls:
     @pytest.mark.parametrize(
         ("name", "num_rows"), split([(name, 3) for name in HEADS], short=[("eagle", 3), ("dflash tree", 1)])
@@ -194,36 +182,6 @@ class TestCalls:
         variants = {part for key in graphs._models[network].forwards for part in key if isinstance(part, Variant)}
         assert len(variants) == 4
 
-    @full
-    @pytest.mark.parametrize(
-        ("shape", "processors"),
-        [({}, {"repetition_penalty": 1.2}), ({"num_speculative_tokens": 2}, {}), ({"draft_min_path_prob": 0.1}, {})],
-    )
-    def test_drawn_chains_of_layers(self, shape, processors, backends, monkeypatch):
-        """A chain is a graph; where processors read tokens, each layer reads the window in a graph of its own."""
-        network, found, probs, propose = network_of("mtp"), [], [], MtpCandidateGenerator.propose
-        monkeypatch.setattr(MtpCandidateGenerator, "propose", lambda *args: _noted(propose(*args), probs))
-        for enforce_eager in (False, True):
-            torch.manual_seed(5)
-            speculator = speculator_of(
-                "mtp", mtp_mode="chain", draft_sample_method="probabilistic", enforce_eager=enforce_eager, **shape
-            )
-            with record(trace=True) as made:
-                output = generate(tiny_llama(), prompts(3), 24, do_sample=True, assistant=speculator, **processors)
-            found.append((output.sequences.tolist(), made.calls[0].cycles))
-            stats = output.speculative
-            if not enforce_eager:
-                assert stats.draft_graphs == "on"
-                keys = [key for key in graphs._models[network].forwards if "layer" in key]
-                layers = {key[key.index("layer") + 1] for key in keys}
-                assert layers == (set(range(shape.get("num_speculative_tokens", 3))) if processors else set())
-                # Most tokens, not only the first of each draft.
-                share = stats.num_draft_graph_replays / len(made.calls[0].cycles)
-                assert share > 1.2 if processors else 0.7 < share <= 1
-        assert found[0] == found[1]
-        for row_probs, eager_probs in zip(probs[: len(probs) // 2], probs[len(probs) // 2 :], strict=True):
-            torch.testing.assert_close(row_probs, eager_probs, atol=1e-5, rtol=1e-4)
-
     @pytest.mark.parametrize("name", ["mtp", *in_full("eagle3", "dflash tree", "medusa", "mlp_speculator")])
     def test_second_call_captures_nothing(self, name, target, backends):
         """Graphs belong to the network, and the next call runs them from its first cycle on."""
@@ -266,21 +224,6 @@ class TestCalls:
         gc.collect()
         assert network() is None
 
-    @full
-    @pytest.mark.parametrize("name", ["eagle3", "mlp_speculator tree"])
-    def test_threads(self, name, target, backends):
-        """One call has the graphs, others draft without them."""
-        inputs = inputs_of(2)
-        plain = generate(target, inputs).sequences.tolist()
-        load_speculator(target, settings_of(name))
-
-        def run_calls() -> list:
-            return [generate(target, inputs, speculative=settings_of(name)) for _ in range(2)]
-
-        for output in sum(in_threads(*[run_calls] * 3), []):
-            assert output.sequences.tolist() == plain
-            assert output.speculative.draft_graphs in ("on", "off: another call is using the graphs of the model")
-
 
 class TestNetworksWithoutACache:
     @full
@@ -301,18 +244,6 @@ class TestNetworksWithoutACache:
         # Who times cycles leaves those with captures out.
         assert CallGraphs.all_captures - captures == stats.num_draft_graph_captures + stats.num_graph_captures > 0
 
-    def test_trees_of_several_widths(self, backends):
-        heads, states = network_of("medusa/own_lm_heads"), {"last": torch.randn(5, 32)}
-        for width in (2, 5, 2):
-            paths = [(rank,) for rank in range(width)]
-            call = Call(medusa_speculator(heads, speculative_token_tree=paths), [torch.arange(1, 6)], [states])
-            call.observe([torch.ones(1, dtype=torch.long)], [last_of(states)])
-            expected = heads(states["last"][-1])[0].topk(width).indices.tolist()
-            for _ in range(3):
-                assert call.propose([1], [6], [1]) == [(expected, [-1] * width, 1, None)]
-            assert call.graphs.num_replays > 1
-            call.generator.close()
-
     @pytest.mark.parametrize(("name", "captures"), [("targets_lm_head", 2), ("own_lm_heads", 1)])
     def test_another_lm_head(self, name, captures, backends):
         """Graphs that go through the target's lm_head hold on to its weights."""
@@ -330,22 +261,6 @@ class TestNetworksWithoutACache:
         assert sum(counts) == captures
         assert drafts[0] == drafts[3]
         assert (drafts[3] != drafts[7]) == (name == "targets_lm_head")
-
-    def test_targets_of_several_vocabularies(self, backends):
-        """A network may draft for targets that know fewer tokens than it, or more."""
-        network, states = network_of("mlp_speculator/tied"), {"last": torch.randn(5, 32)}
-        for size in (SIZE, 5, SIZE + 3, SIZE):
-            drafts = []
-            for enforce_eager in (False, True):
-                speculator = mlp_speculator(network, size, num_speculative_tokens=4, enforce_eager=enforce_eager)
-                call = Call(speculator, [torch.arange(1, 6)], [states])
-                for length in range(6, 9):
-                    call.observe([torch.ones(1, dtype=torch.long)], [last_of(states)])
-                    drafts.append(call.propose([size - 1], [length], [4]))
-                call.generator.close()
-                assert (call.graphs.num_replays > 0) == (not enforce_eager)
-            assert all(draft == drafts[0] for draft in drafts)
-            assert max(drafts[0][0][0]) < size
 
     @full
     def test_processors(self, target, backends):
@@ -455,13 +370,6 @@ class TestEager:
         assert text == plain
         assert stats.draft_graphs.startswith("off: capturing failed: CannotCaptureError")
         assert stats.num_draft_graph_replays == 0
-
-    def test_more_entries_than_a_cycle_leaves(self, backends):
-        """Entries come all at once, as after plain cycles: they are read without a graph."""
-        call = a_call("eagle/eagle3", {"num_speculative_tokens": 2})
-        new = Entries(torch.zeros((2, 4), dtype=torch.long), {}, [4, 4])
-        slots: DraftSlots = call.generator.entries
-        assert slots.replay((), new, 3, 0, [1, 1], lambda inputs, columns: None) is None
 
 
 def a_call(kind: str, shape: dict) -> Call:

@@ -160,15 +160,6 @@ class TestCallsEqualPlainGeneration:
             texts.append(model.generate(**inputs, assistant=drafter, do_sample=True, max_new_tokens=24).tolist())
         assert texts[0] == texts[1]
 
-    @full
-    def test_continued_cache(self, device, backends):
-        model, inputs = tiny_llama().to(device), prompts(1)
-        plain = greedy(model, inputs, 30).sequences
-        first = greedy(model, inputs, 12, spec_method="ngram")
-        tokens = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences)}
-        output = greedy(model, tokens, 18, spec_method="ngram", **{CACHE: first[CACHE]})
-        assert output.sequences.tolist() == plain.tolist()
-
 
 class TestDrafters:
     @pytest.mark.smoke
@@ -310,16 +301,6 @@ class TestReuse:
         assert check_scripted(model, inputs).num_graph_captures > 0
 
     @full
-    def test_changed_weights(self, device, backends):
-        """Weights that are trained in place need no new graphs."""
-        model, inputs = tiny_llama().to(device), prompts(1)
-        for _ in range(2):
-            check_scripted(model, inputs)
-        with torch.no_grad():
-            model.get_output_embeddings().weight.neg_()
-        check_scripted(model, inputs)
-
-    @full
     def test_inference_mode(self, device, backends):
         """Calls inside and outside of it share graphs and slots."""
         model, inputs = tiny_llama().to(device), prompts(2)
@@ -383,12 +364,6 @@ class TestEager:
         assert output.speculative.graphs == "off: not on a CUDA device"
         assert output.speculative.peak_memory_bytes == 0
 
-    @full
-    def test_all_hidden_states(self, device, backends):
-        model = tiny_llama().to(device)
-        output = greedy(model, prompts(1), spec_method="ngram", output_hidden_states=True)
-        assert output.speculative.graphs == "off: the hidden states of all layers are returned"
-
     @pytest.mark.parametrize(
         ("name", "reason"),
         [
@@ -412,12 +387,6 @@ class TestEager:
         model = tiny_llama().to(device)
         with torch.autocast(device.type, torch.bfloat16):
             assert str(call_graphs(model)) == "off: autocast is on"
-        assert str(call_graphs(model)) == "on"
-
-    @full
-    def test_hooks_that_transformers_leaves_behind(self, device, backends):
-        model = tiny_llama().to(device)
-        greedy(model, prompts(1), 2, output_hidden_states=True)
         assert str(call_graphs(model)) == "on"
 
     def test_hooks(self, device, backends):
@@ -458,12 +427,6 @@ class TestFailingCapture:
         assert "runs without CUDA graphs; capturing failed" in caplog.text
 
     @full
-    def test_is_not_tried_again(self, model, backends, monkeypatch):
-        check_scripted(model, prompts(2))
-        monkeypatch.setattr(CallGraphs, "_capture", lambda *args: pytest.fail("captured again"))
-        assert "capturing failed" in check_scripted(model, prompts(2)).graphs
-
-    @full
     def test_in_the_middle_of_a_call(self, device, backends, small_slots, monkeypatch):
         """The slots stay where they are."""
         in_a_graph, columns = SlotCache.in_a_graph, set()
@@ -489,14 +452,6 @@ class TestCallsAtOnce:
         first.close()
         assert check_scripted(model, inputs).graphs == "on"
 
-    @full
-    def test_a_call_that_never_ends(self, device, backends):
-        model = tiny_llama().to(device)
-        lost = call_graphs(model)
-        del lost
-        gc.collect()
-        assert str(call_graphs(model)) == "on"
-
     def test_failed_calls_give_them_back(self, device, backends):
         class Failing(LogitsProcessor):
             def __call__(self, input_ids, scores):
@@ -509,15 +464,6 @@ class TestCallsAtOnce:
             greedy(model, inputs, spec_method="ngram", logits_processor=LogitsProcessorList([Failing()]))
         assert check_scripted(model, inputs).graphs == "on"
         assert caught.traceback
-
-    @full
-    def test_one_after_the_other(self, device, backends):
-        """Captures are told of them, to keep their streams in order."""
-        model = tiny_llama().to(device)
-        for _ in range(2):
-            check_scripted(model, prompts(1))
-        if device.type == "cpu":
-            assert backends[0].calls == ["begin", "end", "begin", "end"]
 
     @full
     def test_threads(self, device, backends):

@@ -12,7 +12,7 @@ from hf_specdec import record
 from hf_specdec.decoding import loop, reporting
 from hf_specdec.decoding.functional import FunctionalSlotModel
 from hf_specdec.logits import verifier
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import in_full
 from tests.helpers.models import prompts, scripted_for, tiny_llama
 
 
@@ -103,20 +103,6 @@ class TestOrder:
         defer(True)
         assert self.events_of_a_cycle(events, model) == ["verdict", "observe", "forward", "count", "put"]
 
-    @full
-    def test_all_is_done_at_the_end(self, model, defer):
-        defer(True)
-        inputs, streamer = prompts(1), Streamer()
-        plain = plain_text(model, inputs)
-        with record(trace=True, timings=True) as made:
-            speculate(model, inputs, plain, streamer=streamer)
-        call = made.calls[0]
-        assert streamer.has_ended
-        assert streamer.text == plain[:, PROMPT:].tolist()
-        assert call.stats.num_committed_tokens == 24
-        assert sum(len(cycle.rows[0].committed_tokens) for cycle in call.cycles) == 23
-        assert sum(timing.num_committed for timing in call.timings) == 23
-
 
 class TestNothingElseChanges:
     @pytest.mark.parametrize(("script", "batch_size"), [("a tree for each row", 4), *in_full(("chains", 1))])
@@ -142,18 +128,6 @@ class TestNothingElseChanges:
             times = [timing.num_committed for timing in call.timings]
             seen.append((streamer.columns, counts, call.cycles, times))
         assert seen[0] == seen[1]
-
-    def test_scores_logits_and_states(self, model, defer):
-        inputs = prompts(2)
-        plain = plain_text(model, inputs)
-        asked = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
-        outputs = []
-        for does in (False, True):
-            defer(does)
-            outputs.append(speculate(model, inputs, plain, SCRIPTS["chains"], return_dict_in_generate=True, **asked))
-        for name in ("scores", "logits"):
-            for mine, others in zip(*(getattr(output, name) for output in outputs), strict=True):
-                assert torch.equal(mine, others)
 
     def test_what_processors_and_criteria_see(self, model, defer):
         """A user's own code is called in the order of plain generation, also relative to the streamer."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from gpu_clocks import noted_waits
@@ -221,27 +219,6 @@ class TestOneWaitACycle:
 def here(model, inputs, make_drafter, **arguments):
     """Makes the call on the CPU."""
     return model.generate(**inputs, **{**GREEDY, **arguments}, assistant=make_drafter(model))
-
-
-def test_what_torch_says_of_waits(monkeypatch):
-    """The first time that it is asked to watch, torch also warns of the mode itself."""
-
-    def say(what):
-        warnings.warn(what, stacklevel=2)
-
-    def set_mode(mode):
-        if mode == "warn":
-            say("Synchronization debug mode is a prototype feature and does not yet detect synchronizing operations")
-
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    with noted_waits() as waits:
-        for _ in range(2):
-            say("called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:150.)")
-        say("something else")
-    assert len(waits) == 2
-    with pytest.raises(KeyError), noted_waits() as waits:
-        raise KeyError
-    assert not waits
 
 
 @pytest.mark.gpu

@@ -9,19 +9,15 @@ import sys
 
 import gpu
 import gpu_checks
-import gpu_clocks
 import gpu_first
 import gpu_models
 import pytest
 import torch
 from rich.console import Console
 
-from hf_specdec import SpeculativeConfig, Speculator, demo
+from hf_specdec import demo
 from hf_specdec.bench.prompts import make_batches
-from hf_specdec.decoding.capture import CaptureBackend
 from hf_specdec.decoding.graphs import forget_graphs
-from hf_specdec.drafts import TokenTree
-from hf_specdec.method import built_in_methods
 from tests.helpers.levels import full, slow
 from tests.helpers.paths import BENCHMARKS
 from tests.helpers.tape import tape_everything
@@ -34,11 +30,6 @@ CPU = torch.device("cpu")
 def run_program(*arguments, **environment) -> subprocess.CompletedProcess:
     command = [sys.executable, BENCHMARKS / "gpu.py", *map(str, arguments)]
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-
-
-@pytest.fixture(scope="module")
-def models() -> gpu_models.Models:
-    return gpu_models.Models(gpu_models.SIZES["tiny"], torch.float32, CPU)
 
 
 @pytest.fixture
@@ -105,24 +96,6 @@ def test_program_on_a_gpu(tmp_path):
             assert row["gap"] >= 0
 
 
-def bench_of(tmp_path, *arguments) -> gpu.Bench:
-    options = gpu.parse_options(["--device", "cpu", "--json", str(tmp_path / "out.json"), *arguments])
-    bench = gpu.Bench(options, Console(quiet=True))
-    bench.report["bandwidth"], bench.watch = 1e9, gpu_clocks.Stopwatch(CPU)
-    return bench
-
-
-def test_texts_that_differ_are_a_failure(tmp_path, models, monkeypatch):
-    random = gpu_models.random_nodes(TokenTree.chain(4), 1024)
-    config = SpeculativeConfig(method=random.config.method, **gpu_models.synthetic(3.0))
-    nonsense = Speculator(config, gpu_models.RandomNodesCandidateGenerator, random.resources)
-    sides = [gpu.Side(gpu.PLAIN), gpu.Side("ours: nonsense", make=lambda: nonsense)]
-    monkeypatch.setattr(gpu, "make_sides", lambda *_: sides)
-    bench = bench_of(tmp_path)
-    bench._decode("tiny", models, 64, 1)
-    assert bench.report["failures"] == ["decoding, tiny, context 64, batch 1, ours: nonsense: 1 of 1 texts differ"]
-
-
 def test_wrong_texts_are_seen():
     target = demo.load_target()
     batches = make_batches(demo.load_tokenizer(), demo.prompts()[-1:], 1, 8)
@@ -147,71 +120,6 @@ def statuses(report: dict) -> dict[str, str]:
     return {part["part"]: part["status"] for part in report["parts"]}
 
 
-def test_part_that_fails_costs_no_other(tmp_path):
-    seen = []
-
-    def fail():
-        raise RuntimeError("out of luck")
-
-    def look():
-        # Written after every part.
-        seen.append(statuses(written(tmp_path)))
-
-    def cannot():
-        raise gpu_first.SkippedError("not here")
-
-    run = first_run(tmp_path)
-    parts = [("good", lambda: {"figure": 1}), ("bad", fail), ("look", look), ("missing", cannot)]
-    assert run.run(iter(parts)) == 1
-    assert seen == [{"good": "passed", "bad": "failed"}]
-    report = written(tmp_path)
-    assert statuses(report) == {"good": "passed", "bad": "failed", "look": "passed", "missing": "skipped"}
-    good, bad, _, missing = report["parts"]
-    assert good["found"] == {"figure": 1}
-    assert bad["error"] == "RuntimeError: out of luck"
-    assert report["exit_code"] == 1
-
-
-def test_another_process_goes_on_where_the_device_is_lost(tmp_path, monkeypatch):
-    """An access to wrong memory spoils all that follows in the process."""
-    begun = []
-
-    class Replaced(Exception):
-        pass
-
-    def replaced(program, arguments):
-        begun.append(arguments)
-        raise Replaced
-
-    def crash():
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(os, "execv", replaced)
-    parts = [(gpu_first.MODELS, lambda: 1), ("good", lambda: 2), ("bad", crash), ("last", lambda: 3)]
-    run = first_run(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_first, "is_unusable", lambda device: True)
-        with pytest.raises(Replaced):
-            run.run(iter(parts))
-    assert begun == [[sys.executable, *sys.argv, "--resume"]]
-    resumed = first_run(tmp_path, "smoke", "--resume")
-    assert resumed.run(iter(parts)) == 1
-    names = [part["part"] for part in written(tmp_path)["parts"]]
-    assert names == [gpu_first.MODELS, "good", "bad", gpu_first.MODELS, "last"]
-    # Each part is lost once at most.
-    begun.clear()
-    monkeypatch.setattr(gpu_first, "is_unusable", lambda device: True)
-    assert first_run(tmp_path).run(iter([(gpu_first.MODELS, crash)])) == 1
-    assert not begun
-
-
-def test_smoke_has_every_method():
-    names = [name for name, _ in gpu_first.smoke_parts(None, CPU)]
-    methods = {name.removeprefix("text: ") for name in names if name.startswith("text: ")}
-    assert methods == {method.name for method in built_in_methods() if not method.needs_grammar}
-    assert names[-1] == "captured cycle"
-
-
 def test_smoke_on_graphs(tmp_path, taped, monkeypatch):
     every = gpu_first.one_of_each_method()
     monkeypatch.setattr(gpu_first, "one_of_each_method", lambda: {name: every[name] for name in ("ngram", "mtp")})
@@ -232,12 +140,6 @@ def test_smoke_on_graphs(tmp_path, taped, monkeypatch):
     assert cycle["replays"] > 0
     assert cycle["draft_replays"] > 0
     assert cycle["captures"][0] > 0
-
-
-def test_graphs_that_do_not_run_are_seen(monkeypatch):
-    monkeypatch.setattr(gpu_first.graphs, "capture_backend", lambda device: CaptureBackend())
-    with pytest.raises(AssertionError, match="not all forwards ran as graphs.*off: capturing failed"):
-        gpu_first.captured_cycle(CPU)
 
 
 def test_first_figures(tmp_path, taped, monkeypatch):

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
-
 import pytest
-import torch
 
-from tests.helpers.levels import full, slow, split, when_slow
+from tests.helpers.levels import full, split, when_slow
 from tests.helpers.models import prompts, tiny_llama
-from tests.helpers.other_device import DEVICE, move, other_device
 from tests.helpers.tiny_drafters import (
     SPARSE,
     dflash,
@@ -26,7 +21,7 @@ from tests.helpers.tiny_drafters import (
 pytest.importorskip("triton")
 
 import launches
-from launches import AIMS, SAMPLING, Counts, LaunchCounter, Row, steady_cycles
+from launches import SAMPLING, Row, steady_cycles
 
 
 # By model, method and batch: kernels of a layer, in the graphs of the drafter and outside of graphs; uploads, replays.
@@ -100,33 +95,3 @@ def test_a_sampled_cycle_is_within_the_aims():
     assert len(cycles) >= 3
     assert row.replays == 2
     assert not row.missed, row
-
-
-def test_operations_count_as_their_kernels():
-    with other_device() as waits, LaunchCounter(waits).attached(tiny_llama()) as counter:
-        numbers, found = move(torch.ones(2, 4, 6, 16)), Counts()
-        with counter.into(found):
-            numbers.transpose(1, 2).reshape(2, 24, 16)[:, 1:]
-            (numbers + 1).sort()
-            torch.empty(3, device=DEVICE)
-            torch.nn.functional.scaled_dot_product_attention(numbers, numbers, numbers, is_causal=True)
-            torch.arange(3, device=DEVICE)
-            torch.ones(3) + torch.ones(3)
-            torch.tensor([1]).to(DEVICE, non_blocking=True)
-        with counter.into(None):
-            numbers + 1
-    assert found.kernels == {"clone": 1, "add": 1, "sort": 3, "scaled_dot_product_attention": 1, "arange": 1}
-    assert found.uploads == 1
-    assert not waits
-
-
-@slow
-def test_figures_in_a_file(tmp_path, monkeypatch):
-    file = tmp_path / "launches.json"
-    monkeypatch.setattr(sys, "argv", ["launches.py", "--models", "llama", "--json", str(file)])
-    launches.main()
-    content = json.loads(file.read_text(encoding="utf-8"))
-    assert content["aims"] == AIMS
-    [row] = content["rows"]
-    assert {"model", "method", "batch", "draft", *AIMS} <= row.keys()
-    assert (row["model"], row["method"], row["batch"]) == ("llama", "ngram", 1)

@@ -8,23 +8,22 @@ from itertools import accumulate
 import pytest
 import torch
 
-from hf_specdec import SpecConfigError, forget_speculators, load_speculator, record
-from hf_specdec.control import ControlProfile, LatencyModel
+from hf_specdec import forget_speculators, load_speculator, record
+from hf_specdec.control import LatencyModel
 from hf_specdec.control.tree_size import TreeSize
-from hf_specdec.diagnosis.calibration import SweepingController
 from hf_specdec.drafts import DraftTree, TokenTree
+from tests.helpers.levels import in_full
 from tests.helpers.methods import demo_inputs, demo_target, settings_of
-from tests.helpers.pairs import every_pair
 
 
-def latency_of(verify, rows=1, draft=0.0):
+def trees_with(verify, rows=1, draft=0.0):
     """Known times: of drafts, and of verifications by nodes."""
     model = LatencyModel()
     for _ in range(5):
         for nodes in (1, 2, 4, 8, 16, 24, 32, 33):
             model.observe_verification(rows, nodes, verify(nodes))
         model.observe_draft(rows, 4, max(draft, 1e-9))
-    return model
+    return TreeSize(model)
 
 
 def rated(probs, rows=1):
@@ -35,8 +34,7 @@ def rated(probs, rows=1):
     return DraftTree(tokens, torch.full_like(tokens[0], -1), [len(probs)] * rows, path_log_probs=ratings)
 
 
-@pytest.mark.parametrize("slope", [0.0, 0.01, 0.03, 0.1, 1.0])
-@pytest.mark.parametrize("rate", [0.6, 1.0])
+@pytest.mark.parametrize(("slope", "rate"), [(0.03, 0.6), (0.1, 1.0), *in_full((0.0, 1.0), (0.01, 0.6), (1.0, 0.6))])
 def test_the_size_is_the_best_one(slope, rate):
     """Ratings that are right by a factor: what is kept is the analytic optimum over all sizes, or nearly so."""
     random_numbers = random.Random(1)
@@ -45,7 +43,7 @@ def test_the_size_is_the_best_one(slope, rate):
     def verify(nodes):
         return (1 + slope * (nodes - 1)) * 1e-3
 
-    trees = TreeSize(latency_of(verify, draft=0.2e-3))
+    trees = trees_with(verify, draft=0.2e-3)
     for _ in range(400):
         draft = trees.cut(rated(probs), 4)
         accepted = sum(random_numbers.random() < rate * probs[token] for token in draft.token_lists()[0])
@@ -57,20 +55,24 @@ def test_the_size_is_the_best_one(slope, rate):
     assert values[kept] > 0.97 * max(values[1:])
 
 
-def test_a_batch_has_smaller_trees():
-    probs = [0.4 / rank for rank in range(1, 33)]
-    sizes = []
+def test_batches_and_other_drafts_have_other_sizes():
+    probs, sizes = [0.4 / rank for rank in range(1, 33)], []
     for rows in (1, 16):
-        trees = TreeSize(latency_of(lambda nodes, rows=rows: 1e-3 * max(1, rows * nodes / 32), rows=rows))
+        trees = trees_with(lambda nodes, rows=rows: 1e-3 * max(1, rows * nodes / 32), rows=rows)
         for _ in range(2):
             trees.cut(rated(probs, rows), 4)
         sizes.append(trees.size or 32)
     assert sizes[0] > 4 * sizes[1]
+    trees = trees_with(lambda nodes: 1e-3 * (1 + 0.05 * nodes))
+    for probs, size in (([0.9] * 16, None), ([0.9, 0.01, 0.01, 0.01], 1)):
+        for _ in range(10):
+            trees.cut(rated(probs), 4)
+        assert trees.size == size
 
 
 def test_what_is_not_rated_is_left_alone():
     """Chains that foresee nothing, and trees that were found in a text, also between others."""
-    trees = TreeSize(latency_of(lambda nodes: nodes * 1e-3))
+    trees = trees_with(lambda nodes: nodes * 1e-3)
     for _ in range(20):
         trees.cut(rated([0.5, 0.3, 0.1]), 4)
     chain = DraftTree.chain(torch.arange(8)[None])
@@ -82,35 +84,13 @@ def test_what_is_not_rated_is_left_alone():
 
 
 def test_rows_are_expected_to_accept_what_they_have_nodes_for():
-    trees = TreeSize(latency_of(lambda nodes: 1e-3, rows=2))
+    trees = trees_with(lambda nodes: 1e-3, rows=2)
     for _ in range(300):
         draft = rated([0.5, 0.25, 0.25], rows=2)
         draft.node_counts = [3, 0]
         trees.cut(draft, 4)
         trees.observe(draft, [1, 0])
     assert trees.rating.value == pytest.approx(1.0, rel=0.05)
-
-
-def test_other_drafts_have_other_ranks():
-    trees = TreeSize(latency_of(lambda nodes: 1e-3 * (1 + 0.05 * nodes)))
-    for _ in range(10):
-        trees.cut(rated([0.9] * 16), 4)
-    assert trees.size is None
-    for _ in range(10):
-        trees.cut(rated([0.9, 0.01, 0.01, 0.01]), 2)
-    assert trees.size == 1
-
-
-def test_calibration_measures_whole_trees():
-    controller = SweepingController(4, 1)
-    assert controller.tree_size is None
-
-
-def test_the_next_call_begins_with_the_factor():
-    profile = ControlProfile(rating_factor=0.25)
-    assert ControlProfile.from_dict(profile.to_dict()).rating_factor == 0.25
-    with pytest.raises(SpecConfigError, match="rating_factor"):
-        ControlProfile.from_dict({**profile.to_dict(), "rating_factor": -1})
 
 
 _DYNAMIC = {"draft_tree_depth": 4, "draft_tree_top_k": 4, "num_draft_nodes": 23}
@@ -123,7 +103,14 @@ TREES = {
 }
 
 
-@every_pair(name=list(TREES), batch_size=[1, 3], do_sample=[False, True])
+@pytest.mark.parametrize(
+    ("name", "batch_size", "do_sample"),
+    [
+        ("eagle3", 3, True),
+        ("medusa", 1, False),
+        *in_full(("eagle", 1, True), ("mlp_speculator", 3, False), ("eagle3 static tree", 3, True)),
+    ],
+)
 def test_the_text_does_not_depend_on_the_size(name, batch_size, do_sample, monkeypatch):
     target = demo_target()
     settings = settings_of(name, num_speculative_tokens="auto", **TREES[name])
@@ -136,14 +123,13 @@ def test_the_text_does_not_depend_on_the_size(name, batch_size, do_sample, monke
     def run(size):
         monkeypatch.setattr(TreeSize, "_plan", lambda trees, *given: setattr(trees, "size", size))
         torch.manual_seed(3)
+        call = {**demo_inputs(batch_size), "max_new_tokens": 12, "do_sample": do_sample}
         with record() as r:
-            text = target.generate(
-                **demo_inputs(batch_size), max_new_tokens=16, do_sample=do_sample, assistant=speculator
-            )
+            text = target.generate(**call, assistant=speculator)
         return text, r.calls[0].stats
 
     text, whole = run(None)
-    for size in (1, 3, 7):
+    for size in (1, 7):
         other, cut = run(size)
         assert torch.equal(other, text)
         assert cut.num_draft_tokens / cut.num_drafts < whole.num_draft_tokens / whole.num_drafts

@@ -25,6 +25,7 @@ from hf_specdec.layers.known import is_llama_layer
 from hf_specdec.layers.llama import DecoderLayer, with_query_groups
 from hf_specdec.layers.rope import signed_angles
 from tests.helpers.caches import CACHE
+from tests.helpers.levels import in_full
 from tests.helpers.models import VOCAB_SIZE
 
 
@@ -47,7 +48,6 @@ MODELS = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
 }
-every_model = pytest.mark.parametrize("name", MODELS)
 
 
 @torch.no_grad()
@@ -95,7 +95,59 @@ class Reading:
         return zip(prompt, tree)
 
 
-def test_models_that_this_transformers_does_not_have_are_passed_over(monkeypatch):
+# Numbers
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "llama_biases", "llama_head_dim", "qwen2", "qwen3"),
+        *in_full("llama_one_head_each", "llama_one_key_head", "llama_gelu", "mistral"),
+    ],
+)
+def test_numbers_and_gradients_are_those_of_transformers(name):
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make(name, dtype)
+        assert is_llama_layer(model.get_decoder().layers[0])
+        with torch.no_grad():
+            expected, found = Reading(model).both()
+        assert all(map(torch.equal, expected, found))
+        assert not torch.equal(expected[0], drawn(2, 5, 32, dtype=dtype))
+    model, gradients = make(name), []
+    for output in Reading(model).read(drawn(2, 5, 32), cached=False):
+        model.zero_grad()
+        output.square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.get_decoder().layers[0].parameters()])
+    assert all(gradient.abs().max() > 0 for gradient in gradients[0])
+    torch.testing.assert_close(*gradients)
+
+
+@torch.no_grad()
+def test_numbers_without_a_cache_with_one_token_and_with_boolean_masks():
+    reading = Reading(make())
+    for tokens in (1, 6):
+        assert torch.equal(*reading.read(drawn(2, tokens, 32), cached=False))
+    seen = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    seen[1, 0, 3, 1] = False
+    assert torch.equal(*Reading(make("qwen3")).read(drawn(2, 5, 32), mask=seen, cached=False))
+
+
+@torch.no_grad()
+def test_everything_is_seen_where_attention_is_not_causal():
+    layer = DecoderLayer.of(make().get_decoder().layers[0], 0)
+    angles = torch.ones(1, 6, 1, 8), torch.zeros(1, 6, 1, 8)
+    stream = drawn(1, 6, 32)
+    causal = layer(stream, angles, None, None)
+    layer.self_attn.is_causal = False
+    everything = layer(stream, angles, None, None)
+    assert torch.equal(everything, layer(stream, angles, torch.zeros(1, 1, 12, 6), None))
+    torch.testing.assert_close(causal[:, -1], everything[:, -1])
+    assert not torch.allclose(causal[:, 0], everything[:, 0])
+
+
+def test_names_of_the_state_and_models_that_this_transformers_does_not_have(monkeypatch):
+    layer = make("qwen3").get_decoder().layers[0]
+    assert DecoderLayer.of(layer, 0).state_dict().keys() == layer.state_dict().keys()
     tables = {"norm": {"no_such.NoNorm": "a", "llama.NoSuchNorm": "b", "llama.LlamaRMSNorm": "c"}}
     tables["rotation"] = {"no_such": False, "llama": True}
     monkeypatch.setattr(structure, "_TABLES", tables)
@@ -106,56 +158,7 @@ def test_models_that_this_transformers_does_not_have_are_passed_over(monkeypatch
     structure._form_of.cache_clear()
 
 
-class TestNumbers:
-    @every_model
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-    @torch.no_grad()
-    def test_are_those_of_transformers(self, name, dtype):
-        model = make(name, dtype)
-        assert is_llama_layer(model.get_decoder().layers[0])
-        expected, found = Reading(model).both()
-        assert all(map(torch.equal, expected, found))
-        assert not torch.equal(expected[0], drawn(2, 5, 32, dtype=dtype))
-
-    @torch.no_grad()
-    def test_without_a_cache_or_with_one_token(self):
-        reading = Reading(make())
-        for tokens in (1, 6):
-            expected, found = reading.read(drawn(2, tokens, 32), cached=False)
-            assert torch.equal(expected, found)
-
-    @torch.no_grad()
-    def test_boolean_masks(self):
-        reading, seen = Reading(make("qwen3")), torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
-        seen[1, 0, 3, 1] = False
-        expected, found = reading.read(drawn(2, 5, 32), mask=seen, cached=False)
-        assert torch.equal(expected, found)
-
-    @every_model
-    def test_gradients(self, name):
-        model = make(name)
-        gradients = []
-        for output in Reading(model).read(drawn(2, 5, 32), cached=False):
-            model.zero_grad()
-            output.square().mean().backward()
-            gradients.append([parameter.grad for parameter in model.get_decoder().layers[0].parameters()])
-        assert all(gradient.abs().max() > 0 for gradient in gradients[0])
-        torch.testing.assert_close(*gradients)
-
-    def test_everything_is_seen_where_attention_is_not_causal(self):
-        layer = DecoderLayer.of(make().get_decoder().layers[0], 0)
-        angles = torch.ones(1, 6, 1, 8), torch.zeros(1, 6, 1, 8)
-        stream = drawn(1, 6, 32)
-        causal = layer(stream, angles, None, None)
-        layer.self_attn.is_causal = False
-        full = layer(stream, angles, None, None)
-        assert torch.equal(full, layer(stream, angles, torch.zeros(1, 1, 12, 6), None))
-        torch.testing.assert_close(causal[:, -1], full[:, -1])
-        assert not torch.allclose(causal[:, 0], full[:, 0])
-
-    def test_names_of_the_state(self):
-        layer = make("qwen3").get_decoder().layers[0]
-        assert DecoderLayer.of(layer, 0).state_dict().keys() == layer.state_dict().keys()
+# Parts that a user has changed count, as they do in transformers' layer
 
 
 class Wrapped(nn.Module):
@@ -192,10 +195,6 @@ def replace_class(layer, name):
     layer.get_submodule(name).__class__ = DoubledLinear
 
 
-def hook_once(layer, name):
-    layer.get_submodule(name).register_forward_hook(double_output).remove()
-
-
 LINEARS = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
 MODULES = [*LINEARS, "mlp", "mlp.act_fn", "input_layernorm", "post_attention_layernorm", "self_attn.q_norm"]
 CHANGES = {
@@ -208,90 +207,76 @@ CHANGES = {
 }
 
 
-class TestChangedParts:
-    """A module that a user puts into a network counts, as it does in transformers' layer."""
-
-    @pytest.mark.parametrize("part", MODULES)
-    @pytest.mark.parametrize("change", CHANGES)
-    @torch.no_grad()
-    def test_count(self, change, part):
-        self.compare(CHANGES[change], part)
-
-    @pytest.mark.parametrize("part", LINEARS)
-    @torch.no_grad()
-    def test_other_classes_of_linear_layers(self, part):
-        self.compare(replace_class, part)
-
-    def compare(self, change, part):
+@pytest.mark.parametrize("change", [*CHANGES, "other class"])
+@torch.no_grad()
+def test_changed_parts_count(change):
+    for part in LINEARS if change == "other class" else MODULES:
         model = make("qwen3")
         theirs = model.get_decoder().layers[0]
         unchanged, _ = Reading(model).both()
         ours = DecoderLayer.of(copy.deepcopy(theirs), 0)
         for layer in (theirs, ours):
-            change(layer, part)
+            CHANGES.get(change, replace_class)(layer, part)
         expected, found = Reading(model, theirs, ours).both()
-        assert all(map(torch.equal, expected, found))
-        assert not torch.equal(expected[1], unchanged[1])
-
-    @torch.no_grad()
-    def test_hooks_of_attention_and_layer(self):
-        """Calls of hooks have other arguments than transformers', and the same output."""
-        model, outputs = make(), []
-        reading = Reading(model)
-        expected, _ = reading.read(drawn(1, 4, 32), cached=False)
-        handles = [
-            part.register_forward_hook(lambda module, args, output: outputs.append(output))
-            for part in (reading.ours, reading.ours.self_attn)
-        ]
-        _, found = reading.read(drawn(1, 4, 32), cached=False)
-        assert torch.equal(found, expected)
-        assert len(outputs) == 2
-        assert torch.equal(outputs[1], expected)
-        for handle in handles:
-            handle.remove()
-        reading.read(drawn(1, 4, 32), cached=False)
-        assert len(outputs) == 2
-
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-    @torch.no_grad()
-    def test_packed_weights(self):
-        """Linear layers of eight bits take the places of the others."""
-        reading = Reading(make("qwen3"))
-        expected, _ = reading.both()
-        reading = Reading(reading.model)
-        reading.ours = torch.ao.quantization.quantize_dynamic(reading.ours, {nn.Linear}, dtype=torch.qint8)
-        assert not isinstance(reading.ours.mlp.up_proj, nn.Linear)
-        _, found = reading.both()
-        for one, other in zip(expected, found):
-            assert not torch.equal(one, other)
-            assert nn.functional.cosine_similarity(one, other, dim=-1).min() > 0.99
-
-    @torch.no_grad()
-    def test_weights_are_read_where_they_are(self):
-        reading = Reading(make())
-        before, _ = reading.read(drawn(1, 4, 32), cached=False)
-        reading.theirs.self_attn.v_proj.weight.mul_(2)
-        reading.theirs.input_layernorm.weight.mul_(2)
-        expected, found = reading.read(drawn(1, 4, 32), cached=False)
-        assert torch.equal(expected, found)
-        assert not torch.equal(expected, before)
+        assert all(map(torch.equal, expected, found)), part
+        assert not torch.equal(expected[1], unchanged[1]), part
 
 
-class TestWhatIsALlamaLayer:
-    def test_not_a_changed_one(self, monkeypatch):
-        for change in CHANGES.values():
-            layer = make().get_decoder().layers[0]
-            hook_once(layer, "mlp")
-            assert is_llama_layer(layer)
-            change(layer, "mlp")
-            assert not is_llama_layer(layer)
+@torch.no_grad()
+def test_hooks_of_attention_and_layer():
+    """Calls of hooks have other arguments than transformers', and the same output."""
+    outputs, reading = [], Reading(make())
+    expected, _ = reading.read(drawn(1, 4, 32), cached=False)
+    handles = [
+        part.register_forward_hook(lambda module, args, output: outputs.append(output))
+        for part in (reading.ours, reading.ours.self_attn)
+    ]
+    _, found = reading.read(drawn(1, 4, 32), cached=False)
+    assert torch.equal(found, expected)
+    assert len(outputs) == 2
+    assert torch.equal(outputs[1], expected)
+    for handle in handles:
+        handle.remove()
+    reading.read(drawn(1, 4, 32), cached=False)
+    assert len(outputs) == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torch.no_grad()
+def test_packed_weights():
+    """Linear layers of eight bits take the places of the others."""
+    reading = Reading(make("qwen3"))
+    expected, _ = reading.both()
+    reading = Reading(reading.model)
+    reading.ours = torch.ao.quantization.quantize_dynamic(reading.ours, {nn.Linear}, dtype=torch.qint8)
+    assert not isinstance(reading.ours.mlp.up_proj, nn.Linear)
+    _, found = reading.both()
+    for one, other in zip(expected, found):
+        assert not torch.equal(one, other)
+        assert nn.functional.cosine_similarity(one, other, dim=-1).min() > 0.99
+
+
+@torch.no_grad()
+def test_weights_are_read_where_they_are():
+    reading = Reading(make())
+    before, _ = reading.read(drawn(1, 4, 32), cached=False)
+    reading.theirs.self_attn.v_proj.weight.mul_(2)
+    reading.theirs.input_layernorm.weight.mul_(2)
+    expected, found = reading.read(drawn(1, 4, 32), cached=False)
+    assert torch.equal(expected, found)
+    assert not torch.equal(expected, before)
+
+
+def test_layers_that_are_changed_drop_out_or_are_of_another_family_are_not_llamas(monkeypatch):
+    for change in CHANGES.values():
         layer = make().get_decoder().layers[0]
-        monkeypatch.setattr(type(layer.mlp), "forward", lambda self, hidden: hidden)
+        layer.mlp.register_forward_hook(double_output).remove()
+        assert is_llama_layer(layer)
+        change(layer, "mlp")
         assert not is_llama_layer(layer)
-
-    def test_not_one_with_dropout(self):
-        assert not is_llama_layer(make(attention_dropout=0.1).get_decoder().layers[0])
-
-    def test_not_one_of_another_family(self):
-        other = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
-        assert not is_llama_layer(other.get_decoder().layers[0])
+    assert not is_llama_layer(make(attention_dropout=0.1).get_decoder().layers[0])
+    other = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
+    assert not is_llama_layer(other.get_decoder().layers[0])
+    layer = make().get_decoder().layers[0]
+    monkeypatch.setattr(type(layer.mlp), "forward", lambda self, hidden: hidden)
+    assert not is_llama_layer(layer)

@@ -14,6 +14,7 @@ from hf_specdec.layers.llama import rotate
 from hf_specdec.layers.rope import RotaryAngles, signed_angles
 from tests.helpers.architectures import tiny_model
 from tests.helpers.layer_references import rotary_angles
+from tests.helpers.levels import in_full
 
 
 KINDS = {
@@ -51,10 +52,9 @@ class Counted(LlamaRotaryEmbedding):
         return super().forward(*args)
 
 
-class TestAngles:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_looked_up_or_computed(self, kind, dtype):
+@pytest.mark.parametrize("kind", KINDS)
+def test_angles_are_those_of_the_embedding_looked_up_or_computed(kind):
+    for dtype in (torch.float32, torch.bfloat16):
         like, looked_up, computed = torch.zeros(1, dtype=dtype), *(RotaryAngles(embedding(kind)) for _ in range(2))
         for bound in (32, 40, 500):
             # A dynamic embedding remembers the longest text.
@@ -64,59 +64,71 @@ class TestAngles:
             assert all(map(torch.equal, found, expected))
             assert all(map(torch.equal, computed(POSITIONS, like), expected))
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-    @pytest.mark.parametrize("name", EMBEDDINGS)
-    @torch.no_grad()
-    def test_those_of_known_models_are_one_operation_on_a_gpu(self, name, dtype, monkeypatch):
-        known, (types, is_interleaved) = tiny_model(name).get_decoder().rotary_emb, EMBEDDINGS[name]
-        like, calls = torch.zeros(1, dtype=dtype), []
-        monkeypatch.setattr(_triton, "CHOICE", "triton")
-        monkeypatch.setattr(rope, "fuses", lambda tensor: True)
-        monkeypatch.setattr(rope, "rotary_angles", lambda *given: calls.append(given) or rotary_angles(*given))
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Calls of the kernel that computes angles, which torch computes here."""
+    calls = []
+    monkeypatch.setattr(_triton, "CHOICE", "triton")
+    monkeypatch.setattr(rope, "fuses", lambda tensor: True)
+    monkeypatch.setattr(rope, "rotary_angles", lambda *given: calls.append(given) or rotary_angles(*given))
+    return calls
+
+
+FIRST = ("llama", "glm4", "gemma3_text")
+
+
+@pytest.mark.parametrize("name", [*FIRST, *in_full(*(name for name in EMBEDDINGS if name not in FIRST))])
+@torch.no_grad()
+def test_angles_of_known_models_are_one_operation_on_a_gpu(name, as_on_a_gpu):
+    known, (types, is_interleaved) = tiny_model(name).get_decoder().rotary_emb, EMBEDDINGS[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        like = torch.zeros(1, dtype=dtype)
+        as_on_a_gpu.clear()
         for layer_type in types or (None,):
             own = () if layer_type is None else (layer_type,)
             expected = signed_angles(*known(like, POSITIONS, *own), is_interleaved)
             found = RotaryAngles(known, layer_type, is_interleaved)(POSITIONS, like)
             assert all(map(torch.equal, found, expected))
             assert [part.dtype for part in found] == [part.dtype for part in expected]
-        assert len(calls) == max(len(types), 1)
-
-    @torch.no_grad()
-    def test_hooks_of_an_embedding_run(self, monkeypatch):
-        monkeypatch.setattr(_triton, "CHOICE", "triton")
-        monkeypatch.setattr(rope, "fuses", lambda tensor: True)
-        counted, calls = embedding("default"), []
-        counted.register_forward_hook(lambda *given: calls.append(given))
-        RotaryAngles(counted)(POSITIONS, torch.zeros(1))
-        assert len(calls) == 1
-
-    def test_one_call_for_many_positions(self):
-        counted = embedding("default", kind_of=Counted)
-        angles, like, last = RotaryAngles(counted), torch.zeros(1), torch.tensor([[64]])
-        for bound in (32, 33, 64):
-            angles(POSITIONS, like, bound)
-        assert counted.num_calls == 1
-        expected = signed_angles(*embedding("default")(like, last))
-        assert all(map(torch.equal, angles(last, like, 65), expected))
-        assert counted.num_calls == 2
-
-    def test_frequencies_that_change_with_the_text_are_not_looked_up(self):
-        counted = embedding("dynamic", kind_of=Counted)
-        angles = RotaryAngles(counted)
-        for calls in (1, 2):
-            angles(POSITIONS, torch.zeros(1), 32)
-            assert counted.num_calls == calls
-
-    def test_turn_heads_as_transformers_does(self):
-        heads = torch.randn(2, 4, 3, 16)
-        cosine, sine = embedding("yarn")(heads, POSITIONS)
-        expected, _ = apply_rotary_pos_emb(heads.transpose(1, 2), heads.transpose(1, 2), cosine, sine)
-        assert torch.equal(rotate(heads, *signed_angles(cosine, sine)), expected.transpose(1, 2))
+        assert len(as_on_a_gpu) == max(len(types), 1)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "dflash"])
 @torch.no_grad()
-def test_networks_make_the_same_of_both(method):
+def test_hooks_of_an_embedding_run(as_on_a_gpu):
+    hooked, calls = embedding("default"), []
+    hooked.register_forward_hook(lambda *given: calls.append(given))
+    RotaryAngles(hooked)(POSITIONS, torch.zeros(1))
+    assert len(calls) == 1
+    assert not as_on_a_gpu
+
+
+def test_angles_are_computed_once_for_many_positions_unless_they_change_with_the_text():
+    counted = embedding("default", kind_of=Counted)
+    angles, like, last = RotaryAngles(counted), torch.zeros(1), torch.tensor([[64]])
+    for bound in (32, 33, 64):
+        angles(POSITIONS, like, bound)
+    assert counted.num_calls == 1
+    expected = signed_angles(*embedding("default")(like, last))
+    assert all(map(torch.equal, angles(last, like, 65), expected))
+    assert counted.num_calls == 2
+    changing = embedding("dynamic", kind_of=Counted)
+    angles = RotaryAngles(changing)
+    for calls in (1, 2):
+        angles(POSITIONS, torch.zeros(1), 32)
+        assert changing.num_calls == calls
+
+
+def test_heads_turn_as_in_transformers():
+    heads = torch.randn(2, 4, 3, 16)
+    cosine, sine = embedding("yarn")(heads, POSITIONS)
+    expected, _ = apply_rotary_pos_emb(heads.transpose(1, 2), heads.transpose(1, 2), cosine, sine)
+    assert torch.equal(rotate(heads, *signed_angles(cosine, sine)), expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash", *in_full("eagle", "mtp")])
+@torch.no_grad()
+def test_networks_make_the_same_of_angles_looked_up_or_computed(method):
     target = demo.load_target()
     network = load_speculator(target, {"method": method, "model": demo.drafter_path(method)}).resources
     tokens, positions = torch.tensor([[5, 6, 7], [8, 9, 10]]), torch.tensor([[0, 1, 2], [40, 41, 42]])
@@ -134,7 +146,7 @@ def test_networks_make_the_same_of_both(method):
 
 
 @torch.no_grad()
-def test_an_embedding_in_the_place_of_another():
+def test_a_network_with_other_rope_parameters():
     """A copy that shares all but its rotary embedding, as the doctor makes them."""
     network = load_speculator(demo.load_target(), {"method": "dflash", "model": demo.drafter_path("dflash")}).resources
     like, positions = torch.zeros(1), torch.tensor([[3, 9]])

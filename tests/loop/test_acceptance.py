@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hf_specdec.drafts import DraftTree
-from hf_specdec.kernels.acceptance import Acceptance, follow, reject_chain, reject_tree
+from hf_specdec.kernels.acceptance import follow, reject_chain, reject_tree
 from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.logits.acceptance import reject_block
-from tests.helpers.levels import full
 from tests.helpers.paths import FIXTURES
 from tests.helpers.rule_cases import ALMOST_ONE, SAMPLES, random_chains, random_probs, rows_of, uniform
 from tests.helpers.statistics import chi_square_pvalue
@@ -343,35 +342,6 @@ def test_texts_have_the_distribution_of_the_target(name, generator):
         assert (acceptance.num_accepted > 0).double().mean().item() == pytest.approx(rate, abs=1.1e-2)
     limits = 1 if make is more_siblings_than_tokens else draft.num_nodes
     assert (acceptance.path.amax(1) <= limits).all()
-
-
-def with_new_tokens_from_the_target(acceptance, draft, generator):
-    """The wrong rule that forgets the residual: after a rejection it draws from the target's whole distribution."""
-    node = acceptance.path.gather(1, acceptance.num_accepted[:, None])
-    new_tokens = target_choices(draft, generator).gather(1, node)
-    tokens = acceptance.tokens.scatter(1, acceptance.num_accepted[:, None], new_tokens)
-    return Acceptance(acceptance.num_accepted, acceptance.path, tokens)
-
-
-@full
-@pytest.mark.parametrize("name", ["drawn chain", "chosen chain", "chosen tree", "drawn tree"])
-def test_a_forgotten_residual_is_seen(name, generator):
-    draft = DRAFTS[name][0](generator)
-    wrong = with_new_tokens_from_the_target(judged(draft, generator), draft, generator)
-    assert text_pvalue(wrong, generator) < 1e-6
-
-
-@full
-def test_wrong_draft_distributions_and_orders_of_siblings_are_seen(generator):
-    draft = drawn_chain(generator)
-    draft.probs = torch.full_like(draft.probs, 1 / 3)
-    assert text_pvalue(judged(draft, generator), generator) < 1e-6
-    # Siblings sorted by probability are no longer a draw from the distribution.
-    draft = drawn_tree(generator)
-    top = draft.tokens[:, :2]
-    order = draft.probs[:, 0].gather(1, top).argsort(1, descending=True)
-    leaves = make_tree(top.gather(1, order), [-1, -1], draft.probs[:, :2])
-    assert text_pvalue(judged(leaves, generator), generator) < 1e-6
 
 
 # Rules against each other, and numeric traps

@@ -15,10 +15,9 @@ from hf_specdec.candidate_generators.adaptive import AdaptiveCandidateGenerator
 from hf_specdec.candidate_generators.base import CandidateGenerator
 from hf_specdec.cli import app
 from hf_specdec.control import ControlProfile, SpeculationController
-from hf_specdec.control.acceptance import RowOutcome
 from hf_specdec.drafts import DraftTree
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import in_full
 from tests.helpers.methods import demo_inputs, demo_target, settings_of
 from tests.helpers.models import prompts, tiny_llama
 
@@ -62,31 +61,6 @@ def test_sampled_text_does_not_depend_on_what_is_chosen(method, monkeypatch):
             torch.manual_seed(7)
             texts.append(demo_target().generate(**settings, speculative=auto(method)).tolist())
     assert texts[0] == texts[1] == texts[2]
-
-
-@pytest.mark.parametrize("method", ["eagle3", *in_full("draft_model")])
-def test_drafts_are_as_good_after_a_pause(method, monkeypatch):
-    """A drafter that was told late drafts what one that always drafts would have drafted at the same place."""
-    settings = {**demo_inputs(1), "max_new_tokens": 32, "do_sample": False}
-
-    def drafts(lengths):
-        with monkeypatch.context() as patch:
-            follow(patch, lengths)
-            with record(trace=True) as r:
-                text = demo_target().generate(**settings, speculative=auto(method))
-        length, found = settings["input_ids"].shape[1] + 1, {}
-        for cycle in r.calls[0].cycles:
-            (row,) = cycle.rows
-            found[length] = row.draft_tokens
-            length += len(row.committed_tokens)
-        return found, text
-
-    always, text = drafts([1])
-    sometimes, again = drafts([0, 0, 0, 1])
-    assert torch.equal(text, again)
-    common = [place for place, tokens in sometimes.items() if tokens and always.get(place)]
-    assert len(common) >= 2
-    assert all(sometimes[place] == always[place] for place in common)
 
 
 def test_a_given_tree_is_cut_at_the_chosen_depth(monkeypatch):
@@ -214,15 +188,6 @@ def test_the_setting_is_a_number_or_auto(monkeypatch, tmp_path):
             assert any(note.startswith("adaptive length: ") for note in notes) == is_adaptive
 
 
-@full
-def test_the_demo_has_a_row_with_fixed_length_beside_each_method(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_SPECDEC_PROFILES", str(tmp_path))
-    demo = ["demo", "--fixed", "--methods", "ngram", "--max-new-tokens", "8", "--rounds", "1", "--json"]
-    rows = json.loads(CliRunner().invoke(app, demo).stdout)["rows"]
-    assert {row["method"] for row in rows} >= {"ngram", "ngram fixed"}
-    assert all(row["identical"] for row in rows)
-
-
 def test_lengths_adapt_by_default_where_that_changes_no_text(model, monkeypatch):
     monkeypatch.delenv("HF_SPECDEC_ADAPTIVE")
     draft = {"draft_model": tiny_llama(1)}
@@ -243,14 +208,6 @@ def test_lengths_adapt_by_default_where_that_changes_no_text(model, monkeypatch)
     assert speculator.is_adaptive
     assert not load_speculator(model, "ngram").is_adaptive
     assert not load_speculator(model, "auto").is_adaptive
-
-
-def test_the_factor_of_a_suffix_tree_that_is_given_stays(model, monkeypatch):
-    pytest.importorskip("arctic_inference")
-    monkeypatch.delenv("HF_SPECDEC_ADAPTIVE")
-    for given_factor, factor in ((None, 2.0), (1.0, 1.0)):
-        speculator = load_speculator(model, {"method": "suffix", "suffix_decoding_max_spec_factor": given_factor})
-        assert speculator.at_full_length().config.options.max_spec_factor == factor
 
 
 # Lengths by the number of active rows
@@ -322,15 +279,3 @@ def test_cycles_follow_the_lengths_by_batch_size_as_rows_leave(length):
     with record() as r:
         assert torch.equal(model.generate(**settings, speculative=off), free)
     assert r.calls[0].stats.notes == ["no drafts: 3 rows are more than disable_by_batch_size=2"]
-
-
-def test_a_controller_plans_within_the_lengths_by_batch_size():
-    controller = SpeculationController(8, 4, most_tokens={4: 0, 3: 0, 2: 3, 1: 8}.get)
-    for rows, most in (([0, 1, 2, 3], 0), ([0, 1], 3), ([0], 8)):
-        for _ in range(40):
-            limits = controller.limits(rows)
-            assert max(limits) <= most
-            assert controller.why_none == ("does_not_pay" if most else "batch_size")
-            outcomes = [RowOutcome(row, limit, limit, limit, limit + 1) for row, limit in zip(rows, limits)]
-            controller.observe(outcomes, max(limits), 1e-4 if max(limits) else None, 1e-3)
-    assert controller.length == 8

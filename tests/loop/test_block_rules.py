@@ -14,13 +14,12 @@ from transformers.generation.logits_process import LogitsProcessorList
 from hf_specdec.drafting.chain import SteeredChain
 from hf_specdec.drafts import DraftTree, TokenTree
 from hf_specdec.kernels.acceptance import follow, reject_chain
-from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.logits.acceptance import accept_synthetic, accept_typical, block_thresholds, reject_block
 from hf_specdec.logits.processors import ProcessorStack
 from hf_specdec.logits.randomness import RowUniforms
 from hf_specdec.logits.rules import BlockRule, StandardRule, conditional_rates, rates_of_length
 from hf_specdec.logits.sampling import DraftSampler
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import in_full
 from tests.helpers.paths import FIXTURES
 from tests.helpers.rule_cases import (
     random_chains,
@@ -28,7 +27,6 @@ from tests.helpers.rule_cases import (
     rows_of,
     typical_by_definition,
     typical_limit,
-    uniform,
 )
 from tests.helpers.statistics import chi_square_pvalue
 
@@ -124,21 +122,6 @@ def distance_from_the_target(rule, drafts: Drafts, draws: int) -> float:
     return sum(abs(prob - drafts.target.text(text)) for text, prob in distribution.items()) / 2
 
 
-def stop_at_first_failure(draft, target_probs, accept_uniforms, target_uniforms):
-    """A wrong rule: the tests of `block`, ended by the first that fails."""
-    failed = accept_uniforms >= block_thresholds(draft, target_probs)[1]
-    return reject_block(draft, target_probs, accept_uniforms + failed.cumsum(1), target_uniforms)
-
-
-def forget_the_residual(draft, target_probs, accept_uniforms, target_uniforms):
-    """A wrong rule: after a rejection too the new token comes from the target's whole distribution."""
-    acceptance = reject_block(draft, target_probs, accept_uniforms, target_uniforms)
-    count = acceptance.num_accepted[:, None]
-    new_tokens = sample_from_probs(target_probs, target_uniforms).gather(1, count)
-    acceptance.tokens.scatter_(1, count, new_tokens)
-    return acceptance
-
-
 @pytest.mark.parametrize(
     ("depth", "seed", "ends_early"),
     [(1, 0, False), (2, 1, False), (3, 2, False), (3, 0, True), *in_full((3, 0, False), (3, 1, True), (3, 2, True))],
@@ -152,46 +135,12 @@ def test_block_has_the_distribution_of_the_target(depth, seed, ends_early):
     assert distance_from_the_target(reject_block, drafts, 512 if depth == 3 else 2048) < 2e-3
 
 
-@full
-def test_wrong_block_rules_are_seen():
-    for wrong in (stop_at_first_failure, forget_the_residual):
-        assert distance_from_the_target(wrong, Drafts(Language(0), Language(100), 2), 2048) > 1e-2
-
-
 @given(st.integers(0, 10**6), st.integers(1, 3), st.booleans())
 def test_block_accepts_at_least_as_much_as_standard(seed, depth, ends_early):
     drafts = Drafts(Language(seed), Language(seed + 1), depth, ends_early)
     assert drafts.accepted_by_block >= drafts.accepted_by_standard - 1e-6
     if depth == 1:
         assert drafts.accepted_by_block == pytest.approx(drafts.accepted_by_standard, abs=1e-6)
-
-
-@full
-def test_numbers_of_block_that_are_seen_again_change_the_distribution(generator):
-    """Two cycles over three positions: the tests after the first new token are made again in the second cycle."""
-    # The difference is small.
-    samples = 200_000
-    target, drafter = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.1, 0.2, 0.7])
-
-    def text_counts(reuse: bool):
-        rows = torch.arange(samples)
-        numbers = uniform(generator, samples, 6)
-        text, length = torch.zeros(samples, 6, dtype=torch.long), torch.zeros(samples, dtype=torch.long)
-        for _ in range(2):
-            probs = drafter.expand(samples, 3, V)
-            draft = DraftTree.chain(sample_from_probs(probs, uniform(generator, samples, 3)), probs=probs)
-            places = (length[:, None] + torch.arange(3)).clamp(max=5)
-            tests = numbers.gather(1, places) if reuse else uniform(generator, samples, 3)
-            made = reject_block(draft, target.expand(samples, 4, V), tests, uniform(generator, samples, 4))
-            for index in range(4):
-                place = (length + index).clamp(max=5)
-                text[rows, place] = torch.where(index <= made.num_accepted, made.tokens[:, index], text[rows, place])
-            length += made.num_accepted + 1
-        return text[:, :2].mul(torch.tensor([V, 1])).sum(1).bincount(minlength=V * V)
-
-    distribution = (target[:, None] * target).flatten()
-    assert chi_square_pvalue(text_counts(reuse=False), distribution) > 1e-3
-    assert chi_square_pvalue(text_counts(reuse=True), distribution) < 1e-6
 
 
 # Thresholds of `block`, and numeric traps

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from hf_specdec.control import ControlProfile, theory
 from hf_specdec.control.acceptance import PastRates, RowOutcome
-from hf_specdec.control.controller import Choice, SpeculationController
+from hf_specdec.control.controller import SpeculationController
 from hf_specdec.control.plan import batch_tokens
 from tests.helpers.levels import full, in_full
-from tests.helpers.worlds import MOST, TARGETS, World, any_batch, any_world, world_of
+from tests.helpers.worlds import MOST, TARGETS, any_batch, any_world, world_of
 
 
 def used(cycles):
@@ -87,20 +87,6 @@ def test_a_useless_drafter_costs_two_parts_in_a_hundred(target, cost):
     assert statistics.mean(losses) < 0.02
 
 
-@pytest.mark.parametrize("looks_ahead", [False, True])
-def test_a_useless_drafter_drafts_a_few_times_in_its_first_call_and_seldom_later(looks_ahead):
-    world = world_of("flat", 0.1, 2.0, looks_ahead=looks_ahead)
-    cycles = world.run(world.controller(MOST), 100)
-    assert sum(max(cycle.limits) > 0 for cycle in cycles) <= 5
-    world = world_of("linear", 0.0, 0.5, looks_ahead=looks_ahead)
-    controller = world.controller(MOST)
-    world.run(controller, 100)
-    cycles = world.run(controller, 4000)
-    wasted = sum(cycle.seconds for cycle in cycles) - len(cycles) * world.seconds(0)
-    assert any(max(cycle.limits) > 0 for cycle in cycles)
-    assert wasted < 0.012 * len(cycles) * world.seconds(0)
-
-
 @pytest.mark.parametrize("target", ["linear", *in_full("flat")])
 def test_drafting_stops_where_the_text_changes_and_begins_again(target):
     world = world_of(target, 0.8, 0.1, seed=3, noise=0.05)
@@ -116,36 +102,7 @@ def test_drafting_stops_where_the_text_changes_and_begins_again(target):
     assert world.loss(world.run(controller, 200), MOST) < 0.06
 
 
-def test_a_change_of_costs_is_followed():
-    world = world_of("flat", 0.8, 0.02, seed=1, noise=0.05)
-    controller = world.controller(MOST)
-    world.run(controller, 150)
-    assert used(world.run(controller, 50)) >= 6
-    for milliseconds, cycles, least, most in ((0.4, 80, 0, 3), (0.1, 300, 3, MOST), (2.0, 80, 0, 0)):
-        world.draft = lambda depth, cost=milliseconds: cost * 1e-3 * depth
-        world.run(controller, cycles)
-        assert least <= used(world.run(controller, 50)) <= most
-
-
-def test_the_length_does_not_flap():
-    world = world_of("linear", 0.45, 0.15, seed=2, noise=0.1, stalls=0.02)
-    controller = world.controller(MOST)
-    world.run(controller, 200)
-    lengths = []
-    for _ in range(400):
-        world.cycle(controller)
-        lengths.append(controller.length)
-    assert sum(before != after for before, after in zip(lengths, lengths[1:])) < 40
-
-
 # Batches
-
-
-def test_a_batch_has_the_length_that_its_rows_want_together():
-    world = world_of("linear", [0.9, 0.8, 0.05, 0.05], 0.1, seed=4, noise=0.05)
-    controller = world.controller(MOST)
-    world.run(controller, 150)
-    assert world.loss(world.run(controller, 200), MOST) < 0.06
 
 
 @full
@@ -158,7 +115,10 @@ def test_batches_whose_rows_end_at_different_times_lose_little():
         for _ in range(3):
             world.call_under(profile, MOST)
         ours = statistics.mean(world.call_under(profile, MOST) for _ in range(4))
-        others = [statistics.mean(world.fixed_length(k) for _ in range(3)) for k in range(MOST + 1)]
+        others = [
+            statistics.mean(world.call(lambda rows, left, k=k: [k] * len(rows)) for _ in range(3))
+            for k in range(MOST + 1)
+        ]
         losses.append(1 - min(others) / ours)
         beside_plain.append(others[0] / ours)
     assert statistics.mean(losses) < 0.05
@@ -175,64 +135,15 @@ def test_the_slowest_row_counts_as_far_as_cycles_cost_the_same_for_any_number_of
     assert batch_tokens([4, 4, 4, 1], [64, 64, 64, 1], fixed=1.0) == pytest.approx(193 / 16)
 
 
-def moments(rates, length):
-    """Expected tokens of a cycle of each row, and the expected squares that spread them."""
-    row_tokens = [sum(rate**i for i in range(length + 1)) for rate in rates]
-    return row_tokens, [sum((2 * i - 1) * rate**i for i in range(1, length + 1)) for rate in rates]
-
-
-@pytest.mark.parametrize(
-    ("rates", "length"), [([0.7] * 8, 4), *in_full(([0.5] * 2, 1), ([0.9] * 7 + [0.2], 4), ([0.7] * 8, 1))]
-)
-def test_one_of_equal_rows_is_the_slowest(rates, length):
-    num_tokens, numbers = 200, random.Random(0)
-
-    def row_cycles(rate):
-        got = count = 0
-        while got < num_tokens:
-            accepted = next((i for i in range(length) if numbers.random() >= rate), length)
-            got, count = got + accepted + 1, count + 1
-        return count
-
-    cycles = statistics.mean(max(map(row_cycles, rates)) for _ in range(300))
-    (row_tokens, squares), left = moments(rates, length), [num_tokens] * len(rates)
-    expected = sum(left) / batch_tokens(row_tokens, left, 1.0, squares)
-    assert expected == pytest.approx(cycles, rel=0.015)
-    assert expected > 1.01 * sum(left) / batch_tokens(row_tokens, left, 1.0) or len(set(rates)) > 1
-
-
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 0.99)), min_size=2, max_size=16), st.integers(1, 6))
 def test_no_draft_makes_a_batch_worth_less_than_none(rows, length):
     left, rates = zip(*rows)
-    row_tokens, squares = moments(rates, length)
+    # Expected tokens of a cycle of each row, and the expected squares that spread them.
+    row_tokens = [sum(rate**i for i in range(length + 1)) for rate in rates]
+    squares = [sum((2 * i - 1) * rate**i for i in range(1, length + 1)) for rate in rates]
     for fixed in (0.0, 0.6, 1.0):
         plain = batch_tokens([1.0] * len(rows), left, fixed) * (1 - 1e-9)
         assert plain <= batch_tokens(row_tokens, left, fixed, squares) <= len(rows) * max(row_tokens) * (1 + 1e-9)
-
-
-def test_a_row_whose_drafts_are_bad_does_not_widen_the_batch():
-    """One row drafts well now and then, the other always and badly: a verification is as wide as its widest row."""
-    world = World([0.95, 0.02], lambda depth: 1e-6, lambda nodes: (1 + 0.15 * (nodes - 1)) * 1e-3, depths=(0.7, 1.0))
-    controller = world.controller(MOST)
-    world.run(controller, 150)
-    limits = [cycle.limits for cycle in world.run(controller, 100)]
-    good, bad = (statistics.median(row) for row in zip(*limits))
-    assert good >= 1
-    assert bad == 0
-
-
-def test_limits_of_other_rows_are_taken_back():
-    """A trial that rows have left counts for nothing, and the outcomes of the cycle before count for that."""
-    world = world_of("linear", [0.9, 0.2], 0.1)
-    controller = world.controller(MOST)
-    world.run(controller, 60)
-    one, both = world_of("linear", [0.9], 0.1), controller.limits([0, 1])
-    for _ in range(40):
-        controller.limits([0, 1])
-        controller.take_back()
-    controller.observe([RowOutcome(row, limit, limit, 0, 1) for row, limit in enumerate(both)], max(both), 1e-4, 1e-3)
-    one.run(controller, 60)
-    assert one.loss(one.run(controller, 60), MOST) < 0.06
 
 
 def test_rows_that_leave_may_allow_less():
@@ -281,31 +192,6 @@ def test_a_profile_spares_the_next_call_the_search():
     assert profile.to_dict() == ControlProfile(accepted=PastRates([0.5], [4.0])).to_dict()
 
 
-def test_a_first_call_of_a_few_tokens_does_not_keep_later_ones_from_drafting():
-    profile = ControlProfile()
-
-    def call(world, num_cycles, num_unread, reading, slowness=1.0):
-        """Limits of a call whose drafter reads the prompt first, and then what it has missed in a pause."""
-        controller, limits = world.controller(MOST, profile=profile), []
-        for _ in range(num_cycles):
-            (limit,) = controller.limits([0], num_unread)
-            limits.append(limit)
-            accepted, told = world._run(world.acceptance[0], limit), None
-            if limit:
-                told, num_unread = (num_unread, reading if num_unread > 2 else 1e-4), 0
-            draft = slowness * world.draft(limit) if limit else None
-            outcome = RowOutcome(0, limit, limit, accepted, accepted + 1)
-            controller.observe([outcome], limit, draft, world.verify(limit + 1), told)
-            num_unread += 1
-        controller.close()
-        return limits
-
-    # Everything is done for the first time, and nothing is accepted after a text of eight tokens.
-    call(world_of("flat", 0.0, 0.1), 7, 8, reading=1e-3, slowness=4.0)
-    used_lengths = call(world_of("flat", 0.9, 0.1), 120, 200, reading=3e-3)
-    assert statistics.mean(used_lengths[-30:]) > 3
-
-
 def test_trials_of_all_calls_together_pay_for_the_reading_of_prompts():
     """A useless drafter must read 60 cycles' worth of text before it can draft anything in a call."""
     world, profile = world_of("flat", 0.0, 0.5), ControlProfile()
@@ -323,32 +209,6 @@ def test_trials_of_all_calls_together_pay_for_the_reading_of_prompts():
         controller.close()
     # The first call cannot know.
     assert 2 <= readings <= 1 + 0.012 * num_calls * cycles * world.verify(1) / reading
-
-
-# Drafts that end early
-
-
-def test_a_trial_is_compared_with_the_chosen_length_on_the_same_draft():
-    controller = SpeculationController(8, 1)
-    for _ in range(40):
-        (limit,) = controller.limits([0])
-        controller.observe([RowOutcome(0, limit, limit, min(limit, 4), min(limit, 4) + 1)], limit, 1e-5 * limit, 1e-3)
-    plan = controller._plan
-    shorter, longer = (Choice(limit, length=4, is_trial=True, plan=plan) for limit in (2, 8))
-    # All of a shorter draft was accepted: more of a longer one would have been.
-    assert controller._tokens_instead(shorter, plan, RowOutcome(0, 2, 2, 2, 3)) > 4
-    # Both would have ended at the same token.
-    assert controller._tokens_instead(shorter, plan, RowOutcome(0, 2, 2, 1, 2)) == 2
-    assert controller._tokens_instead(longer, plan, RowOutcome(0, 8, 8, 6, 7)) == 5
-    # As long as this one would have taken for them, if they ended on their own. Else that is not known.
-    seconds = controller._costs([0])
-
-    def instead(depth, choice):
-        return controller._seconds_instead(choice, plan, seconds, [RowOutcome(0, choice.limit, depth, 0, 1)])
-
-    assert [instead(depth, longer) for depth in (0, 2, 4, 6, 8)] == [seconds[min(k, 4)] for k in (0, 2, 4, 6, 8)]
-    assert instead(1, shorter) == seconds[1]
-    assert instead(2, shorter) == plan.seconds[4]
 
 
 @pytest.mark.parametrize("noise", [0.1, *in_full(0.0)])

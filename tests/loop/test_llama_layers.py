@@ -241,21 +241,6 @@ def test_hooks_of_attention_and_layer():
     assert len(outputs) == 2
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@torch.no_grad()
-def test_packed_weights():
-    """Linear layers of eight bits take the places of the others."""
-    reading = Reading(make("qwen3"))
-    expected, _ = reading.both()
-    reading = Reading(reading.model)
-    reading.ours = torch.ao.quantization.quantize_dynamic(reading.ours, {nn.Linear}, dtype=torch.qint8)
-    assert not isinstance(reading.ours.mlp.up_proj, nn.Linear)
-    _, found = reading.both()
-    for one, other in zip(expected, found):
-        assert not torch.equal(one, other)
-        assert nn.functional.cosine_similarity(one, other, dim=-1).min() > 0.99
-
-
 @torch.no_grad()
 def test_weights_are_read_where_they_are():
     reading = Reading(make())

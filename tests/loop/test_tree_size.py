@@ -55,21 +55,6 @@ def test_the_size_is_the_best_one(slope, rate):
     assert values[kept] > 0.97 * max(values[1:])
 
 
-def test_batches_and_other_drafts_have_other_sizes():
-    probs, sizes = [0.4 / rank for rank in range(1, 33)], []
-    for rows in (1, 16):
-        trees = trees_with(lambda nodes, rows=rows: 1e-3 * max(1, rows * nodes / 32), rows=rows)
-        for _ in range(2):
-            trees.cut(rated(probs, rows), 4)
-        sizes.append(trees.size or 32)
-    assert sizes[0] > 4 * sizes[1]
-    trees = trees_with(lambda nodes: 1e-3 * (1 + 0.05 * nodes))
-    for probs, size in (([0.9] * 16, None), ([0.9, 0.01, 0.01, 0.01], 1)):
-        for _ in range(10):
-            trees.cut(rated(probs), 4)
-        assert trees.size == size
-
-
 def test_what_is_not_rated_is_left_alone():
     """Chains that foresee nothing, and trees that were found in a text, also between others."""
     trees = trees_with(lambda nodes: nodes * 1e-3)
@@ -81,16 +66,6 @@ def test_what_is_not_rated_is_left_alone():
         assert trees.cut(draft, 8) is draft
         trees.observe(draft, [3])
     assert trees.rating.value == 1.0
-
-
-def test_rows_are_expected_to_accept_what_they_have_nodes_for():
-    trees = trees_with(lambda nodes: 1e-3, rows=2)
-    for _ in range(300):
-        draft = rated([0.5, 0.25, 0.25], rows=2)
-        draft.node_counts = [3, 0]
-        trees.cut(draft, 4)
-        trees.observe(draft, [1, 0])
-    assert trees.rating.value == pytest.approx(1.0, rel=0.05)
 
 
 _DYNAMIC = {"draft_tree_depth": 4, "draft_tree_top_k": 4, "num_draft_nodes": 23}

@@ -2,9 +2,7 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
@@ -14,7 +12,6 @@ from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorR
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from tests.helpers.levels import full
 from tools.build_demo import build
-from tools.build_demo.attention import blockwise_causal
 from tools.build_demo.data import Mixture, python_sources
 
 
@@ -81,16 +78,3 @@ def test_a_build_gives_a_target_and_drafts_of_every_method(tmp_path):
     for method in build.HEADS:
         drafted = target.generate(**call, spec_method=method, spec_model=str(made.output / method))
         assert torch.equal(drafted, plain), method
-
-
-@full
-@pytest.mark.parametrize("length", [7, 33])
-def test_blockwise_attention_equals_causal_attention(length):
-    generator = torch.Generator().manual_seed(length)
-    query, key, value = (torch.randn(2, heads, length, 8, generator=generator).requires_grad_() for heads in (6, 3, 3))
-    upstream = torch.randn(2, length, 6, 8, generator=generator)
-    output, _ = blockwise_causal(None, query, key, value, None, block=16)
-    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
-    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
-    gradients, others = (torch.autograd.grad(found, (query, key, value), upstream) for found in (output, expected))
-    torch.testing.assert_close(gradients, others, atol=1e-5, rtol=1e-4)

@@ -6,14 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from hf_specdec import load_speculator, record
-from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.errors import SpecConfigError, UnsupportedModelError
@@ -21,8 +19,6 @@ from hf_specdec.training.options import TrainingOptions
 from hf_specdec.training.reading import Rows, TargetReader, check_plain_head
 from hf_specdec.training.recipe import walk
 from hf_specdec.training.run import TrainingRun, make_recipe
-from hf_specdec.training.text import load_documents, pack
-from hf_specdec.training.trainer import train
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, letter_tokenizer, prompts, tiny_llama
 from tests.helpers.paths import ROOT
@@ -93,40 +89,6 @@ def test_training_lowers_the_loss_and_raises_the_acceptance(name, target, tmp_pa
     counted = (torch.arange(text.shape[1]) > inputs["input_ids"].shape[1])[None]
     measured = recipe.measure(network, TargetReader(target, recipe.states_for(network)), [Rows(text, counted)])
     assert measured.tokens_per_cycle == pytest.approx(made.calls[0].stats.mean_acceptance_length, abs=0.1)
-
-
-def without_selector(network):
-    network.candidate_selector.successor_codebook.data.zero_()
-    return network
-
-
-def without_correction(network):
-    network.logit_head.embed_proj[2].weight.data.zero_()
-    return network
-
-
-def without_lattice(network):
-    plain = DFlashNetwork(replace(network.config, lilicorr=None))
-    plain.load_state_dict(network.state_dict(), strict=False)
-    return plain
-
-
-@full
-@pytest.mark.parametrize(
-    ("name", "taken_away"),
-    [("selector", without_selector), ("domino", without_correction), ("lilicorr", without_lattice)],
-)
-def test_parts_beside_a_block_draft_learn(name, taken_away, target, data):
-    rows = pack(load_documents([str(data)], letter_tokenizer()), 48, None)
-    settings = TrainingOptions(steps=80, learning_rate=1e-2, warmup_steps=5, bf16=False)
-    recipe = replace(RECIPES[f"dflash, {name}"], num_anchors=8, **({"kl_weight": 0.0} if name == "domino" else {}))
-    torch.manual_seed(1)
-    network = recipe.build(target)
-    reader, held_out = TargetReader(target, recipe.states_for(network)), rows.once(32)[:1]
-    train(network, rows.batches(4, 0), recipe.objective(network, reader), settings)
-    whole = recipe.measure(network, reader, held_out)
-    alone = recipe.measure(taken_away(network).attach(target), reader, held_out)
-    assert whole.tokens_per_cycle > alone.tokens_per_cycle
 
 
 # Interruptions

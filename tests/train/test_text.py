@@ -195,19 +195,6 @@ def test_continuations_are_what_the_target_writes():
     assert rows.counted[0].sum() == end - 7
 
 
-def test_a_share_of_the_continuations_is_sampled(monkeypatch):
-    target, sampled = tiny_llama(), []
-    original = type(target).generate
-
-    def generate(model, *args, do_sample, **kwargs):
-        sampled.append(do_sample)
-        return original(model, *args, do_sample=do_sample, **kwargs)
-
-    monkeypatch.setattr(type(target), "generate", generate)
-    continue_prompts(target, [[1, 2, 3]] * 8, 6, sampled_share=0.25, batch_size=1)
-    assert sampled == [False, False, False, True] * 2
-
-
 def test_prompts_are_pieces_of_text_and_beginnings_of_chats_in_turn():
     chats = [Document([first, *range(30)], prompt_length=9) for first in range(100, 107)]
     drawn = [prompt[0] for prompt in draw_prompts(chats, 20, 32, seed=0)]

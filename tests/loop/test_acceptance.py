@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -148,26 +147,6 @@ def test_reference_integers_of_chains(chain_fixture, rule, name):
         acceptance = rule(draft, one["target_probs"], one["uniform"], SPREAD[:, None].expand(-1, 6))
         assert acceptance.num_accepted[0] == case[f"{name}.accepted"][row]
         assert_drawn_from(case[f"{name}.residual"][row], acceptance)
-
-
-def test_reference_distribution_of_chosen_chains(chain_fixture, generator):
-    """One draw a node has the distribution of the ratio test without the draft token: `onehot` of the reference."""
-    samples, num_compared = 5_000, 0
-    for row in range(0, 40, 8):
-        case = {key: x[row] for key, x in chain_fixture.items()}
-        target, count = case["target_probs"], int(case["onehot.accepted"])
-        draft = DraftTree.chain(case["draft_tokens"].expand(samples, -1), case["num_draft"].expand(samples))
-        node_tokens = sample_from_probs(target.expand(samples, -1, -1), uniform(generator, samples, 6))
-        acceptance = follow(draft, node_tokens)
-        accept_probs = [target[i, case["draft_tokens"][i]].item() for i in range(int(case["num_draft"]))]
-        reach = np.cumprod([1.0, *accept_probs])
-        counts = acceptance.num_accepted.bincount(minlength=len(reach)).numpy()
-        assert chi_square_pvalue(counts, reach * (1 - np.array([*accept_probs, 0.0]))) > 1e-3
-        stopped_there = acceptance.tokens[acceptance.num_accepted == count, count]
-        if len(stopped_there) > 500:
-            assert chi_square_pvalue(stopped_there.bincount(minlength=203), case["onehot.residual"]) > 1e-3
-            num_compared += 1
-    assert num_compared > 2
 
 
 def test_reference_integers_of_drawn_trees(tree_fixtures):
@@ -345,22 +324,6 @@ def test_texts_have_the_distribution_of_the_target(name, generator):
 
 
 # Rules against each other, and numeric traps
-
-
-def test_a_chain_is_a_tree_for_every_rule(generator):
-    chain, target_probs, *numbers = random_chains(generator, batch_size=200)
-    tree = make_tree(chain.tokens, chain.parents, chain.probs, chain.num_nodes)
-    node_tokens = torch.where(
-        uniform(generator, 200, 6) < 0.6, torch.cat([chain.tokens, chain.tokens[:, :1]], dim=1), 7
-    )
-    accepted = reject_chain(chain, target_probs, *numbers)
-    for first, second in (
-        (accepted, reject_tree(tree, target_probs, *numbers)),
-        (follow(chain, node_tokens), follow(tree, node_tokens)),
-    ):
-        for name in ("num_accepted", "path", "tokens"):
-            assert torch.equal(getattr(first, name), getattr(second, name)), name
-    assert accepted.num_accepted.unique().numel() == 6
 
 
 @pytest.mark.parametrize("kind", [reject_chain, reject_block, "one tree", "trees"])

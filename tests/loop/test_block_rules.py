@@ -237,7 +237,7 @@ TYPICAL_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", TYPICAL_CASES)
+@pytest.mark.parametrize("name", ["typ_a", *in_full("typ_b", "typ_c", "typ_d")])
 def test_typical_acceptance_chooses_the_official_candidate(name):
     """Paths have distributions of their own, so they become branches below one that accepts all roots."""
     posterior = load_file(FIXTURES / "medusa" / "posterior" / "expected.safetensors")
@@ -264,7 +264,7 @@ def test_typical_acceptance_chooses_the_official_candidate(name):
         assert rows_of(acceptance) == [[roots[best].item(), *candidates[best, 1 : accepted + 1].tolist(), best_next]]
 
 
-@pytest.mark.parametrize("tree", ["small", "mc_sim_7b_63"])
+@pytest.mark.parametrize("tree", ["mc_sim_7b_63", *in_full("small")])
 def test_typical_acceptance_chooses_the_official_path_of_a_tree(tree):
     case = load_file(FIXTURES / "medusa" / "v01_heads_pt" / "expected.safetensors")
     small = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (2,)])
@@ -348,13 +348,9 @@ def test_synthetic_acceptance_of_the_reference(lossy):
     of_length = rates_of_length(lossy["synthetic_length"].item())
     expected = lossy["synthetic_length_rates"].tolist()
     assert [*of_length, *[0.0] * (6 - len(of_length))] == pytest.approx(expected, abs=1e-6)
-
-
-def test_synthetic_rates_of_a_length_and_of_a_depth():
-    for length in (1, 1.25, 2, 3.5, 7):
+    for length in (1, 1.25, 7):
         assert 1 + sum(rates_of_length(length)) == pytest.approx(length)
     assert conditional_rates((0.8, 0.4, 0.0, 0.0)) == [0.8, 0.5, 0.0, 0.0]
-    assert conditional_rates((1.0, 1.0)) == [1.0, 1.0]
 
 
 def test_synthetic_acceptance_follows_first_children():

@@ -1,22 +1,281 @@
-"""Profiles in files: measured on purpose, found again, and refused where they are damaged or another's."""
-
-from __future__ import annotations
+"""What a controller knows: rates, times, the clock of cycles, equations, and profiles in files."""
 
 import json
 import os
+import random
+from math import isnan
+from time import perf_counter, thread_time
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers.utils import logging as hf_logging
 from typer.testing import CliRunner
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, forget_speculators, load_speculator
 from hf_specdec.cli import app
-from hf_specdec.control import ControlProfile
-from hf_specdec.control.acceptance import PastRates
+from hf_specdec.control import ControlProfile, LatencyModel, theory
+from hf_specdec.control.acceptance import AcceptanceModel, PastRates, RowOutcome
+from hf_specdec.control.clock import CycleClock, CycleTimes, clock_of
+from hf_specdec.control.latency import TimeTable
 from hf_specdec.control.store import find_profile, load_profile, profile_identity, profile_path, save_profile
+from hf_specdec.decoding.graphs import CallGraphs
 from hf_specdec.diagnosis.calibration import SweepingController, calibrate
 from hf_specdec.reading import MAX_SETTINGS_BYTES
 from tests.helpers.models import prompts, tiny_llama
+
+
+# Rates of acceptance
+
+
+def feed(model, rates, cycles, row=0, seed=0):
+    """Drafts of a row whose position i is accepted with the i-th rate."""
+    generator, limit = random.Random(seed), len(rates)
+    for _ in range(cycles):
+        accepted = 0
+        while accepted < limit and generator.random() < rates[accepted]:
+            accepted += 1
+        model.observe(RowOutcome(row, limit, limit, accepted, accepted + 1))
+
+
+def test_each_position_has_its_own_rate_and_an_untried_one_that_of_the_one_before():
+    model, rates = AcceptanceModel(3, 1), [0.9, 0.6, 0.3]
+    found = []
+    for seed in range(30):
+        feed(model, rates, 100, seed=seed)
+        found.append(model.expected()[0])
+    means = [sum(column) / len(found) for column in zip(*found)]
+    assert means == pytest.approx(rates, abs=0.1)
+    model = AcceptanceModel(6, 1)
+    feed(model, [1.0, 1.0], 60)
+    accepted, _ = model.expected()
+    assert accepted[1] > 0.9
+    assert accepted[5] == pytest.approx(accepted[1])
+
+
+def test_nothing_is_learnt_after_the_end_of_a_row():
+    model = AcceptanceModel(4, 1)
+    feed(model, [1.0] * 4, 60)
+    before = model.expected()[0]
+    for _ in range(60):
+        model.observe(RowOutcome(0, 4, 4, 2, 2))
+    assert model.expected()[0][2:] == before[2:]
+
+
+def test_rows_have_rates_of_their_own():
+    model = AcceptanceModel(2, 3)
+    for cycle in range(40):
+        for row, rates in enumerate(([1.0, 1.0], [0.0, 0.0])):
+            feed(model, rates, 1, row=row, seed=cycle)
+    (good, bad, unknown), _ = next(model.path_probabilities([0, 1, 2]))
+    assert good > 0.9
+    assert bad < 0.1
+    assert unknown == pytest.approx(model.expected()[0][0])
+
+
+# Times of drafts and verifications
+
+
+def table_of(times):
+    table = TimeTable()
+    for _ in range(5):
+        for size, seconds in times.items():
+            table.observe(size, seconds)
+    return table
+
+
+def test_tables_of_times_keep_plateaus_and_lie_on_lines_elsewhere():
+    # Relative times of a verification as a CPU has them in float32: not monotonic.
+    plateaus = {1: 1.0, 2: 2.05, 3: 2.6, 4: 2.0, 8: 1.8, 16: 2.3}
+    table = table_of(plateaus)
+    assert {size: table.predict(size) for size in plateaus} == pytest.approx(plateaus)
+    # Beyond what was measured the slope is the mean one.
+    table = table_of({2: 1.0, 6: 3.0})
+    assert [table.predict(size) for size in (1, 3, 10)] == pytest.approx([1.0, 1.5, 5.0])
+
+
+def test_noise_and_stalls_do_not_carry_the_levels_away():
+    model, noise = LatencyModel(), random.Random(1)
+    for cycle in range(3000):
+        seconds = 2.0 if cycle % 40 else 1.0
+        stall = 10.0 if noise.random() < 0.02 else 1.0
+        model.observe_verification(1, 6 if cycle % 40 else 1, seconds * stall * noise.lognormvariate(0, 0.05))
+    assert model.verify_seconds(6, 1) / model.verify_seconds(1, 1) == pytest.approx(2.0, rel=0.1)
+    # What follows a stall is not taken for fast, and a few stalls do not set the pace.
+    for plain, expected in (([1.0] * 10 + [50.0] * 5 + [1.0], 2.0), ([1.0] * 10 + [10.0, 10.0, 1.0, 1.0, 10.0], 2.0)):
+        model = LatencyModel()
+        for measured in plain:
+            model.observe_verification(1, 1, measured)
+        model.observe_verification(1, 8, 2.0)
+        assert model.verify_seconds(8, 1) == pytest.approx(expected, rel=0.3)
+
+
+def test_times_of_reading_are_known_by_tokens():
+    model = LatencyModel()
+    assert model.reading_seconds(100) == 0
+    model.observe_reading(16, 1.0)
+    model.observe_reading(250, 5.0)
+    assert [model.reading_seconds(tokens) for tokens in (0, 16, 256)] == pytest.approx([0, 1.0, 5.0])
+    assert 1.0 < model.reading_seconds(60) < 5.0
+    assert model.for_another_call().reading_seconds(16) == pytest.approx(1.0)
+    # The first tokens that a drafter reads are slow ones: their slope would make a prompt look endless.
+    model = LatencyModel()
+    for tokens, seconds in ((1, 1.0), (1, 1.0), (1, 1.0), (8, 9.0)):
+        model.observe_reading(tokens, seconds)
+    assert model.reading_seconds(1000) == pytest.approx(9.0)
+    model.observe_reading(1000, 30.0)
+    assert model.reading_seconds(1000) == model.for_another_call().reading_seconds(1000) == pytest.approx(30.0)
+
+
+# Profiles, which are files and may hold anything
+
+
+def keyed(keys, values, **size):
+    """Dicts as JSON has them."""
+    return st.dictionaries(keys.map(str), values, **size)
+
+
+seconds = st.floats(1e-6, 1e3)
+tables = keyed(st.integers(1, 64), keyed(st.integers(0, 64), seconds, min_size=1, max_size=5), max_size=3)
+rates = st.lists(st.floats(0, 1), max_size=4)
+stored_profiles = st.fixed_dictionaries(
+    {
+        "draft_seconds": tables,
+        "verify_seconds": tables,
+        "reading_seconds": keyed(st.integers(1, 4096), seconds, max_size=3),
+        "accepted": rates,
+        "drafted": rates,
+    }
+)
+
+
+@given(stored_profiles)
+def test_a_profile_comes_back_from_json(values):
+    profile = ControlProfile.from_dict(json.loads(json.dumps(values)))
+    again = profile.to_dict()
+    assert again.pop("draft_seconds").keys() == values["draft_seconds"].keys()
+    for rows, times in values["verify_seconds"].items():
+        assert again["verify_seconds"][rows] == pytest.approx(times)
+    assert again["reading_seconds"] == pytest.approx(values["reading_seconds"])
+    assert all(again[name] == values[name] for name in ("accepted", "drafted"))
+    assert len(again["accepted_weights"]) == len(values["accepted"])
+    assert ControlProfile.from_dict(again | {"draft_seconds": {}}).accepted == profile.accepted
+
+
+DAMAGED = [
+    ({"verify_seconds": None}, "holds `draft_seconds` and `verify_seconds`"),
+    ({"verify_seconds": {"1": {"1": -2.0}}}, "positive numbers of seconds, got -2.0"),
+    ({"verify_seconds": {"1": {"1": "fast"}}}, "positive numbers of seconds, got 'fast'"),
+    ({"verify_seconds": {"0": {"1": 2.0}}}, "integers of at least 1, got '0'"),
+    ({"draft_seconds": {"1": {"x": 2.0}}}, "integers of at least 0, got 'x'"),
+    ({"reading_seconds": [1.0]}, "`reading_seconds`, {tokens: seconds}"),
+    ({"accepted": [1.5]}, "`accepted` of a profile must be a list of rates"),
+    ({"drafted": None}, "`drafted` of a profile must be a list of rates"),
+    ({"accepted": [0.5], "accepted_weights": [-1.0]}, "`accepted_weights` .* must be a list of 1 numbers"),
+    ({"accepted": [0.5], "accepted_weights": [1.0, 1.0]}, "`accepted_weights` .* must be a list of 1 num"),
+    ({"rating_factor": "high"}, "`rating_factor` of a profile must be a number of at least 0, got 'high'"),
+    ({"rating_factor": -1}, "rating_factor"),
+]
+
+
+def test_a_damaged_profile_is_refused():
+    for change, message in DAMAGED:
+        with pytest.raises(SpecConfigError, match=message):
+            ControlProfile.from_dict(ControlProfile().to_dict() | change)
+    assert ControlProfile.from_dict(ControlProfile(rating_factor=0.25).to_dict()).rating_factor == 0.25
+
+
+def test_depths_that_nobody_drafts_cost_nothing_to_know():
+    """Profiles are files, which may hold anything."""
+    stored = {**ControlProfile().to_dict(), "draft_seconds": {"1": {"2": 1.0, "1000000000": 5.0}}}
+    model = ControlProfile.from_dict(stored).latency
+    assert model.draft_seconds_up_to(4, 1) == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0], abs=1e-6)
+
+
+# The clock of cycles
+
+
+def test_one_thread_is_timed_without_what_others_do_and_several_on_the_wall(monkeypatch):
+    for threads, devices in ((1, {"cpu": thread_time}), (4, {"cpu": perf_counter, "meta": perf_counter})):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert {device: clock_of(torch.device(device)) for device in devices} == devices
+
+
+def test_a_draft_that_ran_ahead_belongs_to_the_next_cycle():
+    clock, now = CycleClock(torch.device("cpu")), 0.0
+    clock.now = lambda: now
+    clock.begin()
+    now += 1.0
+    clock.drafted()
+    now += 2.0
+    with clock.ahead():
+        now += 4.0
+    assert clock.end() == CycleTimes(rest=2.0, draft=1.0)
+    clock.begin()
+    clock.drafted()
+    now += 3.0
+    assert clock.end() == CycleTimes(rest=3.0, draft=4.0)
+    clock.begin()
+    clock.drafted()
+    assert clock.end() == CycleTimes(rest=0.0, draft=0.0)
+
+
+def test_a_cycle_with_a_capture_has_no_times(monkeypatch):
+    monkeypatch.setattr(CallGraphs, "all_captures", CallGraphs.all_captures)
+    clock, latency = CycleClock(torch.device("cpu")), LatencyModel()
+    clock.begin()
+    clock.read()
+    clock.drafted()
+    CallGraphs.all_captures += 1
+    times = clock.end()
+    for spoilt in (times.draft, 0.0, -1.0, float("inf")):
+        latency.observe_draft(1, 3, spoilt, (8, times.reading))
+        latency.observe_verification(1, 4, spoilt)
+        latency.observe_reading(1, spoilt)
+    assert not any((latency.draft, latency.verify, latency.reading.sizes))
+    clock.begin()
+    assert clock.end().draft is None
+    # A capture for the next draft, which ran ahead, spoils both cycles.
+    clock.begin()
+    clock.drafted()
+    with clock.ahead():
+        CallGraphs.all_captures += 1
+    assert isnan(clock.end().rest)
+    for is_spoilt in (True, False):
+        clock.begin()
+        clock.drafted()
+        times = clock.end()
+        assert isnan(times.draft) == isnan(times.rest) == is_spoilt
+
+
+# Equations
+
+
+@given(st.integers(1, 12), *[st.floats(1e-4, 10)] * 3)
+def test_at_break_even_nothing_is_gained(k, draft, verify, plain):
+    rate = theory.break_even_acceptance(k, draft, verify, plain)
+    cycle = (draft + verify) / plain
+    if rate is None:
+        assert k + 1 < cycle
+    elif rate == 0:
+        assert cycle <= 1
+    else:
+        assert theory.expected_tokens(rate, k) == pytest.approx(cycle, rel=1e-6)
+
+
+def test_expected_tokens_and_the_best_length_with_flat_verification():
+    for rate, k, tokens in ((0.0, 4, 1), (1.0, 4, 5), (0.5, 0, 1), (0.5, 2, 1.75), (0.8, 1, 1.8)):
+        assert theory.expected_tokens(rate, k) == pytest.approx(tokens)
+    for value in (-0.1, 1.1):
+        with pytest.raises(SpecConfigError, match="from 0 to 1"):
+            theory.expected_tokens(value, 3)
+    best = {(0.9, 0.05): 13, (0.8, 0.2): 4, (0.5, 0.1): 2, (0.3, 1.0): 0}
+    for (rate, cost), k in best.items():
+        assert theory.optimal_length(rate, lambda k, cost=cost: cost * k, lambda k: 1.0, 30) == k
+
+
+# Profiles in files
 
 
 AUTO = {"method": "ngram", "num_speculative_tokens": "auto"}
@@ -91,16 +350,10 @@ def test_a_stale_file_of_the_folder_is_left_alone(model, identity, monkeypatch):
 
 
 NO_PROFILES = ["", "[]", "{}", '{"format": 1, "profile": 3}', '{"format": 99, "profile": {}}', "[" * 10**5, "9" * 5000]
-DAMAGED = [
+HUGE = [
     {"accepted": "x" * 10**5},
-    {"accepted": [2.0]},
-    {"accepted": {"0": 0.5}},
-    {"accepted_weights": [1.0, 2.0, 3.0]},
-    {"rating_factor": [1]},
     {"draft_seconds": {"9" * 5000: {"1": 1.0}}},
     {"draft_seconds": {"1": {"1": 10**400}}},
-    {"verify_seconds": [1]},
-    {"reading_seconds": {"x": 1.0}},
 ]
 
 
@@ -112,7 +365,7 @@ def test_damaged_files_are_refused_by_name(identity, tmp_path):
             load_profile(path, identity)
     save_profile(ControlProfile(), identity, path)
     content = json.loads(path.read_text())
-    for changed in DAMAGED:
+    for changed in HUGE:
         path.write_text(json.dumps(content | {"profile": content["profile"] | changed}))
         with pytest.raises(SpecConfigError) as caught:
             load_profile(path, identity)

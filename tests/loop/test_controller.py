@@ -1,17 +1,21 @@
-"""The controller in simulated worlds: what it finds, follows and loses, with times that are noisy and stall."""
+"""The controller in simulated worlds: lengths and sizes of trees that pay, where times are noisy and stall."""
 
 import random
 import statistics
+from itertools import accumulate
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 
-from hf_specdec.control import ControlProfile, theory
+from hf_specdec import forget_speculators, load_speculator, record
+from hf_specdec.control import ControlProfile, LatencyModel, theory
 from hf_specdec.control.acceptance import PastRates, RowOutcome
 from hf_specdec.control.controller import SpeculationController
 from hf_specdec.control.plan import batch_tokens
+from hf_specdec.control.tree_size import TreeSize
+from hf_specdec.drafts import DraftTree, TokenTree
 from tests.helpers.levels import full, in_full
+from tests.helpers.methods import demo_inputs, demo_target, settings_of
 from tests.helpers.worlds import MOST, TARGETS, any_batch, any_world, world_of
 
 
@@ -135,17 +139,6 @@ def test_the_slowest_row_counts_as_far_as_cycles_cost_the_same_for_any_number_of
     assert batch_tokens([4, 4, 4, 1], [64, 64, 64, 1], fixed=1.0) == pytest.approx(193 / 16)
 
 
-@given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 0.99)), min_size=2, max_size=16), st.integers(1, 6))
-def test_no_draft_makes_a_batch_worth_less_than_none(rows, length):
-    left, rates = zip(*rows)
-    # Expected tokens of a cycle of each row, and the expected squares that spread them.
-    row_tokens = [sum(rate**i for i in range(length + 1)) for rate in rates]
-    squares = [sum((2 * i - 1) * rate**i for i in range(1, length + 1)) for rate in rates]
-    for fixed in (0.0, 0.6, 1.0):
-        plain = batch_tokens([1.0] * len(rows), left, fixed) * (1 - 1e-9)
-        assert plain <= batch_tokens(row_tokens, left, fixed, squares) <= len(rows) * max(row_tokens) * (1 + 1e-9)
-
-
 def test_rows_that_leave_may_allow_less():
     """Fewer rows have another limit, whatever is tried next."""
     for seed in range(20):
@@ -163,22 +156,6 @@ def test_rows_that_leave_may_allow_less():
             controller.observe(outcomes, max(limits), draft, 1e-3 * generator.uniform(0.5, 1.5))
 
 
-@given(st.integers(1, 5), st.integers(1, 8), st.randoms(use_true_random=False))
-def test_limits_are_lengths_whatever_happens(num_rows, most, numbers):
-    controller = SpeculationController(most, num_rows)
-    for _ in range(30):
-        limits = controller.limits(list(range(num_rows)))
-        assert all(0 <= limit <= most for limit in limits)
-        outcomes = []
-        for row, limit in enumerate(limits):
-            depth = numbers.randint(0, limit)
-            accepted = numbers.randint(0, depth)
-            outcomes.append(RowOutcome(row, limit, depth, accepted, numbers.randint(accepted, accepted + 1) or 1))
-        nodes = max(outcome.depth for outcome in outcomes) * numbers.randint(1, 3)
-        draft, verification = (numbers.choice([0.0, 1e-6, numbers.random(), 1.0]) for _ in range(2))
-        controller.observe(outcomes, nodes, draft if max(limits) else None, verification)
-
-
 # Calls one after the other
 
 
@@ -190,25 +167,6 @@ def test_a_profile_spares_the_next_call_the_search():
     profile = ControlProfile(accepted=PastRates([0.5], [4.0]))
     SpeculationController(4, 1, profile).close()
     assert profile.to_dict() == ControlProfile(accepted=PastRates([0.5], [4.0])).to_dict()
-
-
-def test_trials_of_all_calls_together_pay_for_the_reading_of_prompts():
-    """A useless drafter must read 60 cycles' worth of text before it can draft anything in a call."""
-    world, profile = world_of("flat", 0.0, 0.5), ControlProfile()
-    readings, num_calls, cycles = 0, 200, 50
-    reading = 60 * world.verify(1)
-    for _ in range(num_calls):
-        controller, num_unread = world.controller(MOST, profile=profile), 64
-        for _ in range(cycles):
-            (limit,) = controller.limits([0], num_unread)
-            told = None
-            if limit and num_unread:
-                told, num_unread, readings = (num_unread, reading), 0, readings + 1
-            draft = world.draft(limit) if limit else None
-            controller.observe([RowOutcome(0, limit, limit, 0, 1)], limit, draft, world.verify(limit + 1), told)
-        controller.close()
-    # The first call cannot know.
-    assert 2 <= readings <= 1 + 0.012 * num_calls * cycles * world.verify(1) / reading
 
 
 @pytest.mark.parametrize("noise", [0.1, *in_full(0.0)])
@@ -223,3 +181,101 @@ def test_trials_of_drafts_that_end_early_gain_nothing(noise):
         follow_ups += controller._follow_up is not None
     assert controller.length == 12
     assert follow_ups < 12
+
+
+# Trees: the number of nodes that pays, found from ratings, outcomes and times
+
+
+def trees_with(verify, rows=1, draft=0.0):
+    """Known times: of drafts, and of verifications by nodes."""
+    model = LatencyModel()
+    for _ in range(5):
+        for nodes in (1, 2, 4, 8, 16, 24, 32, 33):
+            model.observe_verification(rows, nodes, verify(nodes))
+        model.observe_draft(rows, 4, max(draft, 1e-9))
+    return TreeSize(model)
+
+
+def rated(probs, rows=1):
+    """A draft of children of the anchor for each row, rated so, in an order of its own."""
+    order = random.Random(0).sample(range(len(probs)), len(probs))
+    ratings = torch.tensor([[probs[rank] for rank in order]] * rows, dtype=torch.float64).log()
+    tokens = torch.tensor([order] * rows)
+    return DraftTree(tokens, torch.full_like(tokens[0], -1), [len(probs)] * rows, path_log_probs=ratings)
+
+
+@pytest.mark.parametrize(("slope", "rate"), [(0.03, 0.6), (0.1, 1.0), *in_full((0.0, 1.0), (0.01, 0.6), (1.0, 0.6))])
+def test_the_size_is_the_best_one(slope, rate):
+    """Ratings that are right by a factor: what is kept is the analytic optimum over all sizes, or nearly so."""
+    random_numbers = random.Random(1)
+    probs = [0.5 / rank for rank in range(1, 33)]
+
+    def verify(nodes):
+        return (1 + slope * (nodes - 1)) * 1e-3
+
+    trees = trees_with(verify, draft=0.2e-3)
+    for _ in range(400):
+        draft = trees.cut(rated(probs), 4)
+        accepted = sum(random_numbers.random() < rate * probs[token] for token in draft.token_lists()[0])
+        trees.observe(draft, [accepted])
+    assert trees.rating.value == pytest.approx(rate, rel=0.25)
+    tokens = [1 + rate * total for total in accumulate(probs, initial=0.0)]
+    values = [value / (0.2e-3 + verify(size + 1)) for size, value in enumerate(tokens)]
+    kept = trees.size or len(probs)
+    assert values[kept] > 0.97 * max(values[1:])
+
+
+def test_what_is_not_rated_is_left_alone():
+    """Chains that foresee nothing, and trees that were found in a text, also between others."""
+    trees = trees_with(lambda nodes: nodes * 1e-3)
+    for _ in range(20):
+        trees.cut(rated([0.5, 0.3, 0.1]), 4)
+    chain = DraftTree.chain(torch.arange(8)[None])
+    found = DraftTree.from_lists([[5, 6, 7]], parents=[[-1, -1, 0]])
+    for draft in [chain, found] * 20:
+        assert trees.cut(draft, 8) is draft
+        trees.observe(draft, [3])
+    assert trees.rating.value == 1.0
+
+
+_DYNAMIC = {"draft_tree_depth": 4, "draft_tree_top_k": 4, "num_draft_nodes": 23}
+TREES = {
+    "eagle3": _DYNAMIC,
+    "eagle": _DYNAMIC,
+    "medusa": {"num_draft_nodes": 24},
+    "mlp_speculator": {"num_draft_nodes": 24},
+    "eagle3 static tree": {"speculative_token_tree": TokenTree.of_size(20, 3)},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size", "do_sample"),
+    [
+        ("eagle3", 3, True),
+        ("medusa", 1, False),
+        *in_full(("eagle", 1, True), ("mlp_speculator", 3, False), ("eagle3 static tree", 3, True)),
+    ],
+)
+def test_the_text_does_not_depend_on_the_size(name, batch_size, do_sample, monkeypatch):
+    target = demo_target()
+    settings = settings_of(name, num_speculative_tokens="auto", **TREES[name])
+    speculator = load_speculator(target, settings)
+    monkeypatch.setattr(
+        "hf_specdec.control.controller.SpeculationController.limits",
+        lambda controller, rows, *more: [controller.most] * len(rows),
+    )
+
+    def run(size):
+        monkeypatch.setattr(TreeSize, "_plan", lambda trees, *given: setattr(trees, "size", size))
+        torch.manual_seed(3)
+        call = {**demo_inputs(batch_size), "max_new_tokens": 12, "do_sample": do_sample}
+        with record() as r:
+            text = target.generate(**call, assistant=speculator)
+        return text, r.calls[0].stats
+
+    text, whole = run(None)
+    for size in (1, 7):
+        other, cut = run(size)
+        assert torch.equal(other, text)
+        assert cut.num_draft_tokens / cut.num_drafts < whole.num_draft_tokens / whole.num_drafts
+    forget_speculators(target)

@@ -130,7 +130,7 @@ def test_warpers_that_follow_each_other_are_applied_together():
         assert not isinstance(run[1], Warpers)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)])
 def test_on_a_cpu_warpers_are_applied_one_after_the_other(dtype):
     given_warpers = LogitsProcessorList([TEMPERATURE, hf.TopKLogitsWarper(50), TOP_P, hf.MinPLogitsWarper(0.02)])
     logits = random_scores(0, 3.0).to(dtype)

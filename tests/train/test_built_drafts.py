@@ -38,8 +38,8 @@ def saved(recipe, network, folder, **how):
 @pytest.mark.parametrize(
     "name",
     [
-        *("eagle", "eagle3, few tokens", "eagle3, parallel", "dflash, one layer", "dflash, selector"),
-        *in_full("eagle, two layers and steps", "eagle3", "eagle3, narrow", "eagle3, parallel, shared"),
+        *("eagle3, few tokens", "eagle3, parallel", "dflash, one layer", "dflash, selector"),
+        *in_full("eagle", "eagle, two layers and steps", "eagle3", "eagle3, narrow", "eagle3, parallel, shared"),
         *in_full("dflash", "dflash, revealed"),
     ],
 )

@@ -36,40 +36,24 @@ def common(saved_target, data, tmp_path):
 
 # By recipe its arguments, and what the settings of the draft say of them.
 METHODS = {
-    "medusa": (["--num-heads", 2, "--own-lm-heads", "--kl-weight", 0.5], {}),
-    "mlp_speculator": (["--n-predict", 2, "--inner-dim", 8, "--no-tie-weights"], {}),
     "draft_model": (
         ["--from-scratch", "hidden_size=16,intermediate_size=16,num_hidden_layers=1,num_attention_heads=2"],
-        {},
+        {"hidden_size": 16},
     ),
-    "eagle": (["--ttt-steps", 2, "--noise", 0, "--token-weight", 1], {}),
     "eagle3": (
         ["--aux-layer-ids", "0,2", "--draft-vocab-size", 40, "--ttt-steps", 2, "--intermediate-size", 16],
         {"aux_layer_ids": [0, 2], "draft_vocab_size": 40, "intermediate_size": 16},
     ),
-    "dflash": (
-        ["--block-size", 5, "--num-layers", 1, "--target-layer-ids", "1,0", "--reveal-share", 0.5],
-        {
-            "block_size": 5,
-            "num_hidden_layers": 1,
-            "dflash_config": {"mask_token_id": 0, "target_layer_ids": [1, 0], "num_denoising_steps": 3},
-        },
-    ),
-    "mtp": (
-        ["--ttt-steps", 2, "--intermediate-size", 16, "--head-decay", 0.7, "--kl-weight", 0.9],
-        {"mtp_intermediate_size": 16},
-    ),
 }
 
 
-@pytest.mark.parametrize("method", ["eagle3", *in_full(*(method for method in METHODS if method != "eagle3"))])
+@pytest.mark.parametrize("method", ["eagle3", *in_full("draft_model")])
 def test_a_trained_draft_can_be_used(method, common, tmp_path):
     arguments, settings = METHODS[method]
     result = invoke(method, *common, *arguments, "--json")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert (report["method"], report["steps"]) == (method, 3)
-    assert len(report["accuracies"]) == {"medusa": 2, "mlp_speculator": 2}.get(method, 4)
     saved = json.loads((tmp_path / "out" / "config.json").read_text())
     assert saved.items() >= settings.items()
     model, call = tiny_llama(), {**prompts(2), "do_sample": False, "max_new_tokens": 12}

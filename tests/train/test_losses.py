@@ -10,7 +10,7 @@ from hf_specdec.candidate_generators.dflash import recipe as dflash
 from hf_specdec.candidate_generators.dflash.config import BlockView
 from hf_specdec.candidate_generators.dflash.corrections import Block
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
-from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe, read_blocks
+from hf_specdec.candidate_generators.dflash.recipe import read_blocks
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.candidate_generators.eagle.parallel import MaskedReading
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe
@@ -20,8 +20,8 @@ from hf_specdec.drafting.entries import DraftEntries
 from hf_specdec.drafting.slots import Entries
 from hf_specdec.training import recipe as frame
 from hf_specdec.training.autoregressive import walk_cycles
-from hf_specdec.training.reading import IGNORED, Rows, TargetReader
-from hf_specdec.training.recipe import draft_loss, sum_over_chunks
+from hf_specdec.training.reading import Rows, TargetReader
+from hf_specdec.training.recipe import sum_over_chunks
 from tests.helpers.levels import in_full
 from tests.helpers.models import VOCAB_SIZE, tiny_llama
 from tests.helpers.recipes import MTP_TARGETS, RECIPES, SIZES, built, drafted_block, enlarged, named, read
@@ -160,29 +160,6 @@ def test_blocks_see_what_drafting_sees(name, views, piece, target, monkeypatch):
         for index, place in enumerate(anchors[row].tolist()):
             expected = drafted_block(network, reading, row, place, blocks[row, index, 1:].tolist())
             torch.testing.assert_close(found[row, index], expected, atol=1e-5, rtol=1e-5)
-
-
-def test_anchors_are_drawn_from_all_and_a_part_of_some_blocks_is_revealed(target):
-    recipe = replace(RECIPES["dflash"], num_anchors=3)
-    network = built(recipe, target)
-    reading = read(recipe, network, target, uncounted=16)
-    torch.manual_seed(0)
-    drawn = [recipe.draw_anchors(reading) for _ in range(60)]
-    assert all(anchors.shape == (2, 3) and len(set(anchors[1].tolist())) == 3 for anchors in drawn)
-    assert {place for anchors in drawn for place in anchors[1].tolist()} == set(range(18))
-    # The first row has four; before they run out nothing else is drawn.
-    assert {place for anchors in drawn for place in anchors[0].tolist()} == {14, 15, 16, 17}
-    recipe = DFlashRecipe(block_size=6, reveal_share=0.5)
-    labels = torch.ones((4, 500, 5), dtype=torch.long)
-    assert recipe.draw_revealed(labels).sum(2).max() == 4
-    labels[..., -1] = IGNORED
-    shown = recipe.draw_revealed(labels)
-    assert 0.4 < shown.any(2).float().mean() < 0.5
-    # One to four of five, of which the last has no token.
-    assert set(shown.sum(2).unique().tolist()) == {0, 1, 2, 3, 4}
-    assert not shown[..., -1].any()
-    places = shown[..., :4].float().mean((0, 1))
-    assert places.max() - places.min() < 0.05
 
 
 def selector_loss(network, output, before, token):
@@ -324,18 +301,6 @@ def test_draft_models_learn_the_text_or_the_target(target):
     with_foreign = small.loss(network, reader.read(tokens))
     assert torch.isfinite(with_foreign)
     assert with_foreign != loss
-
-
-def test_kl_is_that_of_the_two_distributions():
-    logits, target_logits = torch.randn(5, 7), torch.randn(5, 7)
-    labels = torch.tensor([1, 2, 3, 4, -100])
-    p, q = target_logits.softmax(-1), logits.softmax(-1)
-    kl = (p * (p.log() - q.log())).sum(-1)
-    torch.testing.assert_close(draft_loss(logits, labels, target_logits, 1.0)[:4], kl[:4])
-    cross_entropy = F.cross_entropy(logits[:4], labels[:4], reduction="none")
-    mixed = draft_loss(logits, labels, target_logits, 0.25)
-    torch.testing.assert_close(mixed[:4], 0.25 * kl[:4] + 0.75 * cross_entropy)
-    assert mixed[4] == 0
 
 
 def test_logits_that_are_computed_again_in_chunks_give_the_same_gradients(target, monkeypatch):

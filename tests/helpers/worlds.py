@@ -41,8 +41,6 @@ class World:
         noise (`float`): Standard deviation of the logarithm of measured times.
         stalls (`float`): How many of the measured times are ten times too long.
         looks_ahead (`bool`): Limits are asked for before the outcome of the cycle before is known.
-        num_tokens (`int`): Of each row of a whole call.
-        fixed (`float`): Part of a cycle's time that is the same for any number of rows of a whole call.
     """
 
     acceptance: list[float]
@@ -52,8 +50,6 @@ class World:
     stalls: float = 0.0
     seed: int = 0
     looks_ahead: bool = False
-    num_tokens: int = 128
-    fixed: float = 0.5
     random: random.Random = field(init=False)
 
     def __post_init__(self):
@@ -112,33 +108,6 @@ class World:
         ours = sum(map(self.tokens, limits)) / sum(map(self.seconds, limits))
         return 1 - ours / self.rate(self.best(most))
 
-    def call(self, choose: Callable, report: Callable | None = None) -> float:
-        """True seconds of a call whose rows leave when they have all their tokens.
-
-        `choose` takes the active rows and the tokens that each may still get, `report` what a controller observes.
-        """
-        num_rows = len(self.acceptance)
-        left, seconds = [self.num_tokens] * num_rows, 0.0
-        while any(left):
-            rows = [row for row in range(num_rows) if left[row]]
-            limits = [min(limit, left[row] - 1) for row, limit in zip(rows, choose(rows, [left[row] for row in rows]))]
-            outcomes, deepest = self.outcomes(rows, limits), max(limits)
-            for outcome in outcomes:
-                left[outcome.row] -= outcome.num_committed
-            share = self.fixed + (1 - self.fixed) * len(rows) / num_rows
-            draft, verify = (self.draft(deepest) if deepest else 0.0) * share, self.verify(deepest + 1) * share
-            seconds += draft + verify
-            if report is not None:
-                report(outcomes, deepest, self.measured(draft) if deepest else None, self.measured(verify))
-        return seconds
-
-    def call_under(self, profile: ControlProfile, most: int) -> float:
-        """Seconds of a call under a controller, which the next one learns from."""
-        controller = self.controller(most, profile=profile)
-        seconds = self.call(lambda rows, left: controller.limits(rows, 0, left), controller.observe)
-        controller.close()
-        return seconds
-
 
 def world_of(target, acceptance, cost, seed=0, **settings) -> World:
     """A world in milliseconds, of a drafter that writes one token after the other."""
@@ -151,15 +120,3 @@ def any_world(numbers: random.Random, seed: int) -> World:
     """One row, any acceptance, cheap and expensive drafters, quiet and noisy machines."""
     target, rate, cost = numbers.choice(sorted(TARGETS)), numbers.uniform(0, 0.95), numbers.uniform(0.005, 1.5)
     return world_of(target, rate, cost, seed, noise=numbers.choice([0, 0.05, 0.2]), stalls=numbers.choice([0, 0.02]))
-
-
-def any_batch(numbers: random.Random, seed: int) -> World:
-    """Rows of equal or different acceptance, on a machine with some noise."""
-    num_rows, base = numbers.choice([2, 4, 8, 16]), numbers.uniform(0.05, 0.9)
-    few = max(num_rows // 4, 1)
-    spread = [min(max(numbers.gauss(base, 0.2), 0.0), 0.97) for _ in range(num_rows)]
-    mixed = [[0.9] * few + [0.05] * (num_rows - few), [0.05] * few + [0.8] * (num_rows - few)]
-    rates = numbers.choice([[base] * num_rows, spread, *mixed])
-    target, cost = numbers.choice(sorted(TARGETS)), numbers.choice([0.02, 0.05, 0.1, 0.3])
-    fixed = numbers.choice([0.2, 0.5, 0.8, 1.0])
-    return world_of(target, rates, cost, seed, noise=0.08, stalls=0.01, fixed=fixed)

@@ -12,6 +12,7 @@ from hf_specdec.drafts import DraftTree
 from hf_specdec.kernels.acceptance import follow, reject_chain, reject_tree
 from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.logits.acceptance import reject_block
+from tests.helpers.levels import full
 from tests.helpers.paths import FIXTURES
 from tests.helpers.rule_cases import ALMOST_ONE, SAMPLES, random_chains, random_probs, rows_of, uniform
 from tests.helpers.statistics import chi_square_pvalue
@@ -220,10 +221,11 @@ def target_choices(draft, generator):
     return sample_from_probs(target_probs_of(draft), uniform(generator, SAMPLES, draft.size + 1))
 
 
-def judged(draft, generator):
+def judged(draft, generator, rule=None):
+    """What `follow` commits of a chosen draft, or a rule of a drawn one."""
     if draft.probs is None:
         return follow(draft, target_choices(draft, generator))
-    rule = reject_chain if draft.is_chain else reject_tree
+    rule = rule or (reject_chain if draft.is_chain else reject_tree)
     numbers = uniform(generator, SAMPLES, draft.size), uniform(generator, SAMPLES, draft.size + 1)
     return rule(draft, target_probs_of(draft), *numbers)
 
@@ -282,6 +284,14 @@ def ragged_drawn_chain(generator):
     return draft
 
 
+def self_ending_chain(generator):
+    """A drafter that ends after a token that is unlikely for it."""
+    draft = drawn_chain(generator)
+    first = draft.probs[:, 0].gather(1, draft.tokens[:, :1]).squeeze(1)
+    draft.num_nodes = torch.where(first < first.median(), 1, 2)
+    return draft
+
+
 def more_siblings_than_tokens(generator):
     """The second sibling was drawn from nothing: it must not be tried."""
     probs = torch.tensor([1.0, 0.0, 0.0]).expand(SAMPLES, 2, 3)
@@ -323,37 +333,51 @@ def test_texts_have_the_distribution_of_the_target(name, generator):
     assert (acceptance.path.amax(1) <= limits).all()
 
 
+@pytest.mark.parametrize("make", [drawn_chain, ragged_drawn_chain, self_ending_chain])
+def test_block_verification_has_the_distribution_of_the_target_and_accepts_as_much(make, generator):
+    draft = make(generator)
+    block, standard = (judged(draft, generator, rule) for rule in (reject_block, reject_chain))
+    assert text_pvalue(block, generator) > 1e-3
+    # Standard deviations of the means are below 4e-3.
+    means = [acceptance.num_accepted.double().mean().item() for acceptance in (block, standard)]
+    assert means[0] > means[1] - 0.01
+
+
+@full
+def test_wrong_rules_have_another_distribution(generator):
+    """After a rejection, the new token of a wrong rule comes from the target's whole distribution."""
+    for make, rule in ((drawn_chain, reject_chain), (drawn_chain, reject_block), (drawn_tree, reject_tree)):
+        draft = make(generator)
+        acceptance = judged(draft, generator, rule)
+        count = acceptance.num_accepted[:, None]
+        new_tokens = target_choices(draft, generator).gather(1, acceptance.path.gather(1, count))
+        acceptance.tokens.scatter_(1, count, new_tokens)
+        assert text_pvalue(acceptance, generator) < 1e-6
+
+
 # Rules against each other, and numeric traps
 
 
-@pytest.mark.parametrize("kind", [reject_chain, reject_block, "one tree", "trees"])
-def test_a_row_does_not_depend_on_the_batch(kind, generator):
+@pytest.mark.parametrize("rule", RULES)
+def test_a_row_does_not_depend_on_the_batch(rule, generator):
     draft, target_probs, *numbers = random_chains(generator)
-    rule = kind if kind in RULES else reject_tree
-    parents = torch.tensor([[-1, -1, 0, 1, 1], [-1, -1, -1, 0, 1], [-1, 0, 1, 2, 3], [-1, 0, 0, 0, 2]]).repeat(4, 1)
-    first_of_family = torch.tensor([[0, 0, 2, 3, 3], [0, 0, 0, 3, 4], [0, 1, 2, 3, 4], [0, 1, 1, 1, 4]]).repeat(4, 1)
-    if kind == "one tree":
-        parents, first_of_family = (x[:1].expand(16, -1) for x in (parents, first_of_family))
-    probs = draft.probs
     if rule is reject_tree:
-        probs = probs.gather(1, first_of_family[..., None].expand(-1, -1, 300))
-
-    def judge(rows):
-        tokens, num_nodes = draft.tokens[rows], draft.num_nodes[rows]
-        if rule is not reject_tree:
-            made = DraftTree.chain(tokens, num_nodes, probs[rows])
-        else:
-            shapes = parents[rows]
-            made = make_tree(
-                tokens, shapes if kind == "trees" and len(shapes) > 1 else shapes[0], probs[rows], num_nodes
-            )
-        return rule(made, target_probs[rows], *(x[rows] for x in numbers))
-
-    together = judge(slice(None))
+        # Trees of different shapes, and the first of each node's siblings, whose distribution all of them share.
+        parents = torch.tensor([[-1, -1, 0, 1, 1], [-1, -1, -1, 0, 1], [-1, 0, 1, 2, 3], [-1, 0, 0, 0, 2]])
+        first = torch.tensor([[0, 0, 2, 3, 3], [0, 0, 0, 3, 4], [0, 1, 2, 3, 4], [0, 1, 1, 1, 4]]).repeat(4, 1)
+        probs = draft.probs.gather(1, first[..., None].expand(-1, -1, 300))
+        draft = make_tree(draft.tokens, parents.repeat(4, 1), probs, draft.num_nodes)
+    together = rule(draft, target_probs, *numbers)
     for row in range(16):
-        alone = judge(slice(row, row + 1))
-        assert torch.equal(alone.tokens[0], together.tokens[row])
-        assert torch.equal(alone.path[0], together.path[row])
+        rows = slice(row, row + 1)
+        one = (draft.tokens[rows], draft.probs[rows], draft.num_nodes[rows])
+        if rule is reject_tree:
+            alone = make_tree(one[0], draft.parents[row], *one[1:])
+        else:
+            alone = draft_for(rule, *one)
+        found = rule(alone, target_probs[rows], *(x[rows] for x in numbers))
+        assert torch.equal(found.tokens[0], together.tokens[row])
+        assert torch.equal(found.path[0], together.path[row])
 
 
 def test_rejection_without_drafts_samples_the_target(generator):

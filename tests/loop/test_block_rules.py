@@ -1,9 +1,7 @@
-"""Rules that judge whole drafts: reference integers, the exact distribution of `block`, definitions, traps."""
+"""Rules that judge whole drafts: `block`, typical and synthetic acceptance, by their references and definitions."""
 
 from functools import partial
-from itertools import product
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -23,124 +21,11 @@ from tests.helpers.levels import in_full
 from tests.helpers.paths import FIXTURES
 from tests.helpers.rule_cases import (
     random_chains,
-    random_probs,
     rows_of,
     typical_by_definition,
     typical_limit,
 )
 from tests.helpers.statistics import chi_square_pvalue
-
-
-# The distribution of `block`, all drafts and all outcomes of its tests enumerated
-
-
-V = 3
-
-
-class Language:
-    """A random distribution of texts: `probs(prefix)` is that of the next token."""
-
-    def __init__(self, seed: int, depth: int = 4):
-        generator = torch.Generator().manual_seed(seed)
-        self.tables = [random_probs(generator, *[V] * d, V, scale=1.2) for d in range(depth)]
-
-    def probs(self, prefix) -> torch.Tensor:
-        return self.tables[len(prefix)][tuple(prefix)]
-
-    def text(self, tokens) -> float:
-        return float(np.prod([self.probs(tokens[:i])[token] for i, token in enumerate(tokens)]))
-
-
-class Drafts:
-    """Every draft of a drafter with its probability, one row for each; drafts may end after an unlikely token."""
-
-    def __init__(self, target: Language, drafter: Language, depth: int, ends_early: bool = False):
-        self.target, self.depth = target, depth
-        drafts = [((), 1.0)]
-        for _ in range(depth):
-            longer = []
-            for tokens, prob in drafts:
-                if tokens and ends_early and drafter.probs(tokens[:-1])[tokens[-1]] < 0.3:
-                    longer.append((tokens, prob))
-                    continue
-                distribution = drafter.probs(tokens)
-                longer += [((*tokens, token), prob * distribution[token].item()) for token in range(V)]
-            drafts = list(dict.fromkeys(longer))
-        self.rows = drafts
-        # Padding is made of what must never be read.
-        tokens = torch.full((len(drafts), depth), -1)
-        probs = torch.full((len(drafts), depth, V), torch.nan)
-        self.target_probs = torch.full((len(drafts), depth + 1, V), torch.nan)
-        for row, (draft, _) in enumerate(drafts):
-            for i in range(len(draft) + 1):
-                self.target_probs[row, i] = target.probs(draft[:i])
-            for i, token in enumerate(draft):
-                tokens[row, i] = token
-                probs[row, i] = drafter.probs(draft[:i])
-        self.chains = DraftTree.chain(tokens, torch.tensor([len(draft) for draft, _ in drafts]), probs)
-        self.thresholds = block_thresholds(self.chains, self.target_probs)[1]
-        # Expected numbers of accepted tokens: at least i are accepted by block unless all tests from the i-th on fail.
-        self.accepted_by_standard = self.accepted_by_block = 0.0
-        for row, (tokens, prob) in enumerate(drafts):
-            fails = 1 - self.thresholds[row]
-            self.accepted_by_block += prob * sum(1 - fails[i:].prod().item() for i in range(len(tokens)))
-            ratios = [
-                target.probs(tokens[:i])[t].item() / drafter.probs(tokens[:i])[t].item() for i, t in enumerate(tokens)
-            ]
-            self.accepted_by_standard += prob * sum(np.cumprod([min(1.0, ratio) for ratio in ratios]))
-
-
-def distance_from_the_target(rule, drafts: Drafts, draws: int) -> float:
-    """Total variation distance of texts of `depth + 1` tokens that the rule writes from the target's.
-
-    Every test passes with the probability of its threshold, so each combination of outcomes is one case; the new token
-    is drawn with evenly spread numbers, and the target writes the rest.
-    """
-    depth, chains, thresholds = drafts.depth, drafts.chains, drafts.thresholds
-    numbers = ((torch.arange(draws, dtype=torch.float64) + 0.5) / draws)[:, None].expand(-1, depth + 1)
-    distribution = dict.fromkeys(product(range(V), repeat=depth + 1), 0.0)
-    for passes in product([False, True], repeat=depth):
-        passes = torch.tensor(passes)
-        weights = torch.where(passes, thresholds, 1 - thresholds).prod(1)
-        uniforms = torch.where(passes, thresholds * 0.5, (1 + thresholds) * 0.5)
-        for row, (_, prob) in enumerate(drafts.rows):
-            weight = prob * weights[row].item()
-            if weight == 0:
-                continue
-            parts = (chains.tokens, chains.num_nodes, chains.probs)
-            repeated = DraftTree.chain(*(x[row].expand(draws, *x[row].shape) for x in parts))
-            distributions = drafts.target_probs[row].expand(draws, -1, -1)
-            acceptance = rule(repeated, distributions, uniforms[row].expand(draws, -1), numbers)
-            count = int(acceptance.num_accepted[0])
-            for written, times in zip(*acceptance.tokens[:, : count + 1].unique(dim=0, return_counts=True)):
-                written = tuple(written.tolist())
-                for rest in product(range(V), repeat=depth - count):
-                    text = (*written, *rest)
-                    share = times.item() / draws * drafts.target.text(text) / drafts.target.text(written)
-                    distribution[text] += weight * share
-    assert sum(distribution.values()) == pytest.approx(1)
-    return sum(abs(prob - drafts.target.text(text)) for text, prob in distribution.items()) / 2
-
-
-@pytest.mark.parametrize(
-    ("depth", "seed", "ends_early"),
-    [(1, 0, False), (2, 1, False), (3, 2, False), (3, 0, True), *in_full((3, 0, False), (3, 1, True), (3, 2, True))],
-)
-def test_block_has_the_distribution_of_the_target(depth, seed, ends_early):
-    drafts = Drafts(Language(seed), Language(100 + seed), depth, ends_early)
-    assert (len({len(tokens) for tokens, _ in drafts.rows}) > 1) == ends_early
-    if depth == 3 and not ends_early:
-        assert drafts.accepted_by_block > 1.01 * drafts.accepted_by_standard
-    # Evenly spread draws are off by about one in their number.
-    assert distance_from_the_target(reject_block, drafts, 512 if depth == 3 else 2048) < 2e-3
-
-
-@given(st.integers(0, 10**6), st.integers(1, 3), st.booleans())
-def test_block_accepts_at_least_as_much_as_standard(seed, depth, ends_early):
-    drafts = Drafts(Language(seed), Language(seed + 1), depth, ends_early)
-    assert drafts.accepted_by_block >= drafts.accepted_by_standard - 1e-6
-    if depth == 1:
-        assert drafts.accepted_by_block == pytest.approx(drafts.accepted_by_standard, abs=1e-6)
 
 
 # Thresholds of `block`, and numeric traps

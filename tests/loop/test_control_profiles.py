@@ -54,15 +54,6 @@ def test_each_position_has_its_own_rate_and_an_untried_one_that_of_the_one_befor
     assert accepted[5] == pytest.approx(accepted[1])
 
 
-def test_nothing_is_learnt_after_the_end_of_a_row():
-    model = AcceptanceModel(4, 1)
-    feed(model, [1.0] * 4, 60)
-    before = model.expected()[0]
-    for _ in range(60):
-        model.observe(RowOutcome(0, 4, 4, 2, 2))
-    assert model.expected()[0][2:] == before[2:]
-
-
 def test_rows_have_rates_of_their_own():
     model = AcceptanceModel(2, 3)
     for cycle in range(40):
@@ -93,22 +84,6 @@ def test_tables_of_times_keep_plateaus_and_lie_on_lines_elsewhere():
     # Beyond what was measured the slope is the mean one.
     table = table_of({2: 1.0, 6: 3.0})
     assert [table.predict(size) for size in (1, 3, 10)] == pytest.approx([1.0, 1.5, 5.0])
-
-
-def test_noise_and_stalls_do_not_carry_the_levels_away():
-    model, noise = LatencyModel(), random.Random(1)
-    for cycle in range(3000):
-        seconds = 2.0 if cycle % 40 else 1.0
-        stall = 10.0 if noise.random() < 0.02 else 1.0
-        model.observe_verification(1, 6 if cycle % 40 else 1, seconds * stall * noise.lognormvariate(0, 0.05))
-    assert model.verify_seconds(6, 1) / model.verify_seconds(1, 1) == pytest.approx(2.0, rel=0.1)
-    # What follows a stall is not taken for fast, and a few stalls do not set the pace.
-    for plain, expected in (([1.0] * 10 + [50.0] * 5 + [1.0], 2.0), ([1.0] * 10 + [10.0, 10.0, 1.0, 1.0, 10.0], 2.0)):
-        model = LatencyModel()
-        for measured in plain:
-            model.observe_verification(1, 1, measured)
-        model.observe_verification(1, 8, 2.0)
-        assert model.verify_seconds(8, 1) == pytest.approx(expected, rel=0.3)
 
 
 def test_times_of_reading_are_known_by_tokens():
@@ -250,18 +225,6 @@ def test_a_cycle_with_a_capture_has_no_times(monkeypatch):
 
 
 # Equations
-
-
-@given(st.integers(1, 12), *[st.floats(1e-4, 10)] * 3)
-def test_at_break_even_nothing_is_gained(k, draft, verify, plain):
-    rate = theory.break_even_acceptance(k, draft, verify, plain)
-    cycle = (draft + verify) / plain
-    if rate is None:
-        assert k + 1 < cycle
-    elif rate == 0:
-        assert cycle <= 1
-    else:
-        assert theory.expected_tokens(rate, k) == pytest.approx(cycle, rel=1e-6)
 
 
 def test_expected_tokens_and_the_best_length_with_flat_verification():

@@ -14,9 +14,9 @@ from hf_specdec.control.controller import SpeculationController
 from hf_specdec.control.plan import batch_tokens
 from hf_specdec.control.tree_size import TreeSize
 from hf_specdec.drafts import DraftTree, TokenTree
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import in_full
 from tests.helpers.methods import demo_inputs, demo_target, settings_of
-from tests.helpers.worlds import MOST, TARGETS, any_batch, any_world, world_of
+from tests.helpers.worlds import MOST, TARGETS, any_world, world_of
 
 
 def used(cycles):
@@ -109,27 +109,6 @@ def test_drafting_stops_where_the_text_changes_and_begins_again(target):
 # Batches
 
 
-@full
-def test_batches_whose_rows_end_at_different_times_lose_little():
-    """The gain of fast rows is lost in waiting for the slow ones, as far as a cycle costs the same with fewer rows."""
-    numbers, losses, beside_plain = random.Random(3), [], []
-    for seed in range(25):
-        world = any_batch(numbers, seed)
-        profile = ControlProfile()
-        for _ in range(3):
-            world.call_under(profile, MOST)
-        ours = statistics.mean(world.call_under(profile, MOST) for _ in range(4))
-        others = [
-            statistics.mean(world.call(lambda rows, left, k=k: [k] * len(rows)) for _ in range(3))
-            for k in range(MOST + 1)
-        ]
-        losses.append(1 - min(others) / ours)
-        beside_plain.append(others[0] / ours)
-    assert statistics.mean(losses) < 0.05
-    assert statistics.quantiles(losses, n=20)[-1] < 0.15
-    assert statistics.quantiles(beside_plain, n=20)[0] > 0.9
-
-
 def test_the_slowest_row_counts_as_far_as_cycles_cost_the_same_for_any_number_of_rows():
     left = [64, 64, 64, 64]
     assert batch_tokens([2, 2, 2, 2], left, fixed=1.0) == 8
@@ -167,20 +146,6 @@ def test_a_profile_spares_the_next_call_the_search():
     profile = ControlProfile(accepted=PastRates([0.5], [4.0]))
     SpeculationController(4, 1, profile).close()
     assert profile.to_dict() == ControlProfile(accepted=PastRates([0.5], [4.0])).to_dict()
-
-
-@pytest.mark.parametrize("noise", [0.1, *in_full(0.0)])
-def test_trials_of_drafts_that_end_early_gain_nothing(noise):
-    """Text is found in one of ten cycles only: the other nine are short ones, whatever was allowed."""
-    controller, follow_ups, numbers = SpeculationController(12, 1, usual=6), 0, random.Random(0)
-    for cycle in range(600):
-        (limit,) = controller.limits([0])
-        depth = limit if cycle % 10 == 0 else 0
-        seconds = 1e-3 * (1 + 0.05 * depth) * numbers.lognormvariate(0.0, noise)
-        controller.observe([RowOutcome(0, limit, depth, depth, depth + 1)], depth, 1e-5, seconds)
-        follow_ups += controller._follow_up is not None
-    assert controller.length == 12
-    assert follow_ups < 12
 
 
 # Trees: the number of nodes that pays, found from ratings, outcomes and times

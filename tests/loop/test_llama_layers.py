@@ -25,7 +25,6 @@ from hf_specdec.decoding.attention import NAME, VerificationForward, running
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.kernels import _triton
 from hf_specdec.layers import rope, structure
-from hf_specdec.layers.draft_network import rotary_embedding
 from hf_specdec.layers.known import is_llama_layer
 from hf_specdec.layers.llama import DecoderLayer, rotate, with_query_groups
 from hf_specdec.layers.rope import RotaryAngles, signed_angles
@@ -392,16 +391,3 @@ def test_networks_make_the_same_of_angles_looked_up_or_computed(method):
         return [block, *(part for layer in context for part in layer)]
 
     assert all(map(torch.equal, outputs(46), outputs(None)))
-
-
-@torch.no_grad()
-def test_a_network_with_other_rope_parameters():
-    """A copy that shares all but its rotary embedding, as the doctor makes them."""
-    network = load_speculator(demo.load_target(), {"method": "dflash", "model": demo.drafter_path("dflash")}).resources
-    like, positions = torch.zeros(1), torch.tensor([[3, 9]])
-    before = network.angles(positions, like, 10)
-    changed = network.with_settings(rope_parameters={**network.config.rope_parameters, "rope_theta": 77.0})
-    expected = signed_angles(*rotary_embedding(changed.config)(like, positions))
-    assert all(map(torch.equal, changed.angles(positions, like, 10), expected))
-    assert not torch.equal(before[0], expected[0])
-    assert all(map(torch.equal, network.angles(positions, like, 10), before))

@@ -11,7 +11,7 @@ from hf_specdec import cli
 from hf_specdec.method import trainings
 from hf_specdec.training.options import flags_of, options_of
 from hf_specdec.training.run import RunOptions, recipes
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import in_full
 from tests.helpers.models import letter_tokenizer, prompts, tiny_llama
 
 
@@ -59,28 +59,6 @@ def test_a_trained_draft_can_be_used(method, common, tmp_path):
     model, call = tiny_llama(), {**prompts(2), "do_sample": False, "max_new_tokens": 12}
     drafted = model.generate(**call, spec_method=method, spec_model=str(tmp_path / "out"))
     assert torch.equal(model.generate(**call), drafted)
-
-
-@full
-@pytest.mark.parametrize(
-    ("trained", "method", "options"),
-    [("medusa", "medusa", ()), ("peagle", "eagle3", ("--num-layers", 1, "--ttt-steps", 2))],
-)
-def test_the_command_prints_the_line_that_uses_the_draft_and_resumes(
-    trained, method, options, common, saved_target, tmp_path
-):
-    result = invoke(trained, *common, *options, "--self-generate", 8)
-    assert result.exit_code == 0, result.stderr
-    assert "tokens per cycle (untrained" in result.stdout
-    usage = next(line.strip() for line in result.stdout.splitlines() if line.startswith("  hf-specdec"))
-    assert usage == f"hf-specdec generate --model {saved_target} --method {method} --spec-model {tmp_path / 'out'}"
-    generated = CliRunner().invoke(cli.app, [*usage.split()[1:], "--no-stats", "-n", "5", "abc"])
-    assert generated.exit_code == 0, generated.stderr
-    assert len(generated.stdout.strip()) == 5
-    first = (tmp_path / "out" / "training.json").read_text()
-    again = invoke(trained, *common, *options, "--self-generate", 8, "--resume")
-    assert again.exit_code == 0, again.stderr
-    assert (tmp_path / "out" / "training.json").read_text() == first
 
 
 ERRORS = [

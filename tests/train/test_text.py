@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec.errors import MissingDependencyError, SpecConfigError
-from hf_specdec.training.continuations import continue_prompts, draw_prompts
+from hf_specdec.training.continuations import continue_prompts
 from hf_specdec.training.reading import Rows
 from hf_specdec.training.text import Document, find_sources, load_documents, pack
 from tests.helpers.models import VOCAB_SIZE, letter_tokenizer, tiny_llama
@@ -193,19 +193,3 @@ def test_continuations_are_what_the_target_writes():
     rows = continue_prompts(target, [prompt], 20, sampled_share=0.0)
     assert rows.tokens[0].tolist() == written[:end].tolist() + [0] * (20 - end)
     assert rows.counted[0].sum() == end - 7
-
-
-def test_prompts_are_pieces_of_text_and_beginnings_of_chats_in_turn():
-    chats = [Document([first, *range(30)], prompt_length=9) for first in range(100, 107)]
-    drawn = [prompt[0] for prompt in draw_prompts(chats, 20, 32, seed=0)]
-    assert [sorted(drawn[start : start + 7]) for start in (0, 7)] == [list(range(100, 107))] * 2
-    assert drawn[:7] != sorted(drawn[:7])
-    text, chat = Document(list(range(100, 160))), Document(list(range(40)), prompt_length=30)
-    prompts = draw_prompts([text, chat], 60, 32, seed=0)
-    assert prompts == draw_prompts([text, chat], 60, 32, seed=0)
-    pieces = [prompt for prompt in prompts if prompt[0] >= 100]
-    assert 0 < len(pieces) < 60
-    assert all(prompt == list(range(14, 30)) for prompt in prompts if prompt not in pieces)
-    for piece in pieces:
-        assert 2 <= len(piece) <= 16
-        assert piece == list(range(piece[0], piece[0] + len(piece)))

@@ -1,8 +1,7 @@
-"""What a controller knows: rates, times, the clock of cycles, equations, and profiles in files."""
+"""What a controller knows: tables of times, the clock of cycles, equations, and profiles in files."""
 
 import json
 import os
-import random
 from math import isnan
 from time import perf_counter, thread_time
 
@@ -16,7 +15,7 @@ from typer.testing import CliRunner
 from hf_specdec import SpecConfigError, SpeculativeConfig, forget_speculators, load_speculator
 from hf_specdec.cli import app
 from hf_specdec.control import ControlProfile, LatencyModel, theory
-from hf_specdec.control.acceptance import AcceptanceModel, PastRates, RowOutcome
+from hf_specdec.control.acceptance import PastRates
 from hf_specdec.control.clock import CycleClock, CycleTimes, clock_of
 from hf_specdec.control.latency import TimeTable
 from hf_specdec.control.store import find_profile, load_profile, profile_identity, profile_path, save_profile
@@ -24,45 +23,6 @@ from hf_specdec.decoding.graphs import CallGraphs
 from hf_specdec.diagnosis.calibration import SweepingController, calibrate
 from hf_specdec.reading import MAX_SETTINGS_BYTES
 from tests.helpers.models import prompts, tiny_llama
-
-
-# Rates of acceptance
-
-
-def feed(model, rates, cycles, row=0, seed=0):
-    """Drafts of a row whose position i is accepted with the i-th rate."""
-    generator, limit = random.Random(seed), len(rates)
-    for _ in range(cycles):
-        accepted = 0
-        while accepted < limit and generator.random() < rates[accepted]:
-            accepted += 1
-        model.observe(RowOutcome(row, limit, limit, accepted, accepted + 1))
-
-
-def test_each_position_has_its_own_rate_and_an_untried_one_that_of_the_one_before():
-    model, rates = AcceptanceModel(3, 1), [0.9, 0.6, 0.3]
-    found = []
-    for seed in range(30):
-        feed(model, rates, 100, seed=seed)
-        found.append(model.expected()[0])
-    means = [sum(column) / len(found) for column in zip(*found)]
-    assert means == pytest.approx(rates, abs=0.1)
-    model = AcceptanceModel(6, 1)
-    feed(model, [1.0, 1.0], 60)
-    accepted, _ = model.expected()
-    assert accepted[1] > 0.9
-    assert accepted[5] == pytest.approx(accepted[1])
-
-
-def test_rows_have_rates_of_their_own():
-    model = AcceptanceModel(2, 3)
-    for cycle in range(40):
-        for row, rates in enumerate(([1.0, 1.0], [0.0, 0.0])):
-            feed(model, rates, 1, row=row, seed=cycle)
-    (good, bad, unknown), _ = next(model.path_probabilities([0, 1, 2]))
-    assert good > 0.9
-    assert bad < 0.1
-    assert unknown == pytest.approx(model.expected()[0][0])
 
 
 # Times of drafts and verifications
@@ -84,23 +44,6 @@ def test_tables_of_times_keep_plateaus_and_lie_on_lines_elsewhere():
     # Beyond what was measured the slope is the mean one.
     table = table_of({2: 1.0, 6: 3.0})
     assert [table.predict(size) for size in (1, 3, 10)] == pytest.approx([1.0, 1.5, 5.0])
-
-
-def test_times_of_reading_are_known_by_tokens():
-    model = LatencyModel()
-    assert model.reading_seconds(100) == 0
-    model.observe_reading(16, 1.0)
-    model.observe_reading(250, 5.0)
-    assert [model.reading_seconds(tokens) for tokens in (0, 16, 256)] == pytest.approx([0, 1.0, 5.0])
-    assert 1.0 < model.reading_seconds(60) < 5.0
-    assert model.for_another_call().reading_seconds(16) == pytest.approx(1.0)
-    # The first tokens that a drafter reads are slow ones: their slope would make a prompt look endless.
-    model = LatencyModel()
-    for tokens, seconds in ((1, 1.0), (1, 1.0), (1, 1.0), (8, 9.0)):
-        model.observe_reading(tokens, seconds)
-    assert model.reading_seconds(1000) == pytest.approx(9.0)
-    model.observe_reading(1000, 30.0)
-    assert model.reading_seconds(1000) == model.for_another_call().reading_seconds(1000) == pytest.approx(30.0)
 
 
 # Profiles, which are files and may hold anything

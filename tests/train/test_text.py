@@ -1,6 +1,5 @@
 """Text for a training: documents of files and data sets, rows of them, and what the target writes itself."""
 
-import builtins
 import json
 import sys
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specdec.errors import MissingDependencyError, SpecConfigError
+from hf_specdec.errors import SpecConfigError
 from hf_specdec.training.continuations import continue_prompts
 from hf_specdec.training.reading import Rows
 from hf_specdec.training.text import Document, find_sources, load_documents, pack
@@ -112,20 +111,6 @@ def test_wrong_files_and_sources_are_refused(tmp_path, tokenizer):
         (tmp_path / name).write_text(content)
         with pytest.raises(SpecConfigError, match=message):
             texts([tmp_path / name], tokenizer)
-
-
-def test_missing_packages_are_named(tmp_path, tokenizer, monkeypatch):
-    def importing(name, *args, original=builtins.__import__, **kwargs):
-        if name.partition(".")[0] in ("datasets", "pyarrow"):
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", importing)
-    with pytest.raises(MissingDependencyError, match="pip install datasets"):
-        find_sources(["someone/something"])
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(MissingDependencyError, match="pip install pyarrow"):
-        texts([tmp_path / "a.parquet"], tokenizer)
 
 
 # Rows

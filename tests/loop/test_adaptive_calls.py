@@ -134,23 +134,6 @@ def test_the_room_of_a_row_bounds_its_limit(monkeypatch):
     assert len(inner.steps) == 1
 
 
-def test_the_generator_of_a_setting(model):
-    def generator(device="cpu", **settings):
-        speculator = load_speculator(model, settings, **({} if settings["method"] == "ngram" else draft))
-        return speculator.candidate_generator(Session(1, 100, torch.device(device)))
-
-    draft = {"draft_model": tiny_llama(1)}
-    assert not isinstance(generator(method="ngram", num_speculative_tokens=3), AdaptiveCandidateGenerator)
-    # A first call begins with the usual length or as many nodes as are cheap, and may draft more than that.
-    for settings, device, usual in (("draft_model", "cpu", None), ("ngram", "cpu", 15), ("ngram", "meta", 24)):
-        made = generator(device, method=settings, num_speculative_tokens="auto")
-        usual = usual or type(made.generator).default_num_speculative_tokens
-        assert made.controller.usual == usual
-        assert made.num_speculative_tokens >= max(usual, 24 if settings == "ngram" else usual + 1)
-    # A length by batch size may be longer than usual.
-    generator(method="draft_model", num_speculative_tokens="auto", **{BY_BATCH_SIZE: {1: 16}})
-
-
 def test_the_setting_is_a_number_or_auto(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_SPECDEC_PROFILES", str(tmp_path))
     config = SpeculativeConfig(method="ngram", num_speculative_tokens="auto")

@@ -1,4 +1,4 @@
-"""What a controller knows: tables of times, the clock of cycles, equations, and profiles in files."""
+"""Profiles of a controller, in JSON and in files, and the clock that times its cycles."""
 
 import json
 import os
@@ -14,36 +14,14 @@ from typer.testing import CliRunner
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, forget_speculators, load_speculator
 from hf_specdec.cli import app
-from hf_specdec.control import ControlProfile, LatencyModel, theory
+from hf_specdec.control import ControlProfile, LatencyModel
 from hf_specdec.control.acceptance import PastRates
 from hf_specdec.control.clock import CycleClock, CycleTimes, clock_of
-from hf_specdec.control.latency import TimeTable
 from hf_specdec.control.store import find_profile, load_profile, profile_identity, profile_path, save_profile
 from hf_specdec.decoding.graphs import CallGraphs
 from hf_specdec.diagnosis.calibration import SweepingController, calibrate
 from hf_specdec.reading import MAX_SETTINGS_BYTES
 from tests.helpers.models import prompts, tiny_llama
-
-
-# Times of drafts and verifications
-
-
-def table_of(times):
-    table = TimeTable()
-    for _ in range(5):
-        for size, seconds in times.items():
-            table.observe(size, seconds)
-    return table
-
-
-def test_tables_of_times_keep_plateaus_and_lie_on_lines_elsewhere():
-    # Relative times of a verification as a CPU has them in float32: not monotonic.
-    plateaus = {1: 1.0, 2: 2.05, 3: 2.6, 4: 2.0, 8: 1.8, 16: 2.3}
-    table = table_of(plateaus)
-    assert {size: table.predict(size) for size in plateaus} == pytest.approx(plateaus)
-    # Beyond what was measured the slope is the mean one.
-    table = table_of({2: 1.0, 6: 3.0})
-    assert [table.predict(size) for size in (1, 3, 10)] == pytest.approx([1.0, 1.5, 5.0])
 
 
 # Profiles, which are files and may hold anything
@@ -165,20 +143,6 @@ def test_a_cycle_with_a_capture_has_no_times(monkeypatch):
         clock.drafted()
         times = clock.end()
         assert isnan(times.draft) == isnan(times.rest) == is_spoilt
-
-
-# Equations
-
-
-def test_expected_tokens_and_the_best_length_with_flat_verification():
-    for rate, k, tokens in ((0.0, 4, 1), (1.0, 4, 5), (0.5, 0, 1), (0.5, 2, 1.75), (0.8, 1, 1.8)):
-        assert theory.expected_tokens(rate, k) == pytest.approx(tokens)
-    for value in (-0.1, 1.1):
-        with pytest.raises(SpecConfigError, match="from 0 to 1"):
-            theory.expected_tokens(value, 3)
-    best = {(0.9, 0.05): 13, (0.8, 0.2): 4, (0.5, 0.1): 2, (0.3, 1.0): 0}
-    for (rate, cost), k in best.items():
-        assert theory.optimal_length(rate, lambda k, cost=cost: cost * k, lambda k: 1.0, 30) == k
 
 
 # Profiles in files

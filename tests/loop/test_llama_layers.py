@@ -24,7 +24,7 @@ from hf_specdec.candidate_generators.dflash.network import GivenContext
 from hf_specdec.decoding.attention import NAME, VerificationForward, running
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.kernels import _triton
-from hf_specdec.layers import rope, structure
+from hf_specdec.layers import rope
 from hf_specdec.layers.known import is_llama_layer
 from hf_specdec.layers.llama import DecoderLayer, rotate, with_query_groups
 from hf_specdec.layers.rope import RotaryAngles, signed_angles
@@ -151,17 +151,9 @@ def test_everything_is_seen_where_attention_is_not_causal():
     assert not torch.allclose(causal[:, 0], everything[:, 0])
 
 
-def test_names_of_the_state_and_models_that_this_transformers_does_not_have(monkeypatch):
+def test_names_of_the_state():
     layer = make("qwen3").get_decoder().layers[0]
     assert DecoderLayer.of(layer, 0).state_dict().keys() == layer.state_dict().keys()
-    tables = {"norm": {"no_such.NoNorm": "a", "llama.NoSuchNorm": "b", "llama.LlamaRMSNorm": "c"}}
-    tables["rotation"] = {"no_such": False, "llama": True}
-    monkeypatch.setattr(structure, "_TABLES", tables)
-    structure._form_of.cache_clear()
-    layer = make().get_decoder().layers[0]
-    assert structure.form_of(layer.input_layernorm, "norm") == "c"
-    assert structure.form_of(layer.self_attn, "rotation")
-    structure._form_of.cache_clear()
 
 
 # Parts that a user has changed count, as they do in transformers' layer

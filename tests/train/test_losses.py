@@ -124,16 +124,6 @@ def test_the_loss_is_the_weighted_mean_of_the_steps(name, target):
     torch.testing.assert_close(recipe.loss(network, reading), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_noise_is_of_the_training_alone(target):
-    recipe = RECIPES["eagle"]
-    network = built(recipe, target)
-    reading = read(recipe, network, target)
-    assert recipe.loss(network, reading) != recipe.loss(network, reading)
-    assert torch.equal(recipe.hits(network, reading)[0], recipe.hits(network, reading)[0])
-    quiet = replace(recipe, noise=0.0)
-    assert quiet.loss(network, reading) == quiet.loss(network, reading)
-
-
 # DFlash drafts
 
 

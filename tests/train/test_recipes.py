@@ -1,6 +1,7 @@
 """Runs of every recipe: a draft that generation can use, the same after an interruption, and better than before."""
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -11,17 +12,20 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from hf_specdec import load_speculator, record
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
-from hf_specdec.errors import SpecConfigError, UnsupportedModelError
+from hf_specdec.errors import MissingDependencyError, SpecConfigError, SpecDecError, UnsupportedModelError
+from hf_specdec.training import trainer
 from hf_specdec.training.options import TrainingOptions
 from hf_specdec.training.reading import Rows, TargetReader, check_plain_head
 from hf_specdec.training.recipe import walk
 from hf_specdec.training.run import TrainingRun, make_recipe
+from hf_specdec.training.trainer import train
 from tests.helpers.levels import full, in_full
-from tests.helpers.models import VOCAB_SIZE, letter_tokenizer, prompts
+from tests.helpers.models import VOCAB_SIZE, letter_tokenizer, prompts, tiny_llama
 from tests.helpers.paths import ROOT
 from tests.helpers.recipes import RECIPES, SIZES, built
 
@@ -193,17 +197,10 @@ def test_the_measure_is_the_acceptance_length_of_greedy_generation(target):
 BAD_RECIPES = [
     ("eagle9", {}, "no training recipe for 'eagle9'.*draft_model, medusa, mlp_speculator"),
     ("medusa", {"n_predict": 3}, "no option of the recipe for medusa. It is for mlp_speculator"),
-    ("mtp", {"num_layers": 2}, "no option of the recipe for mtp. It is for .*eagle"),
     ("medusa", {"num_heads": 0}, "`num_heads` must be an integer of at least 1, got 0"),
-    ("medusa", {"kl_weight": 1.5}, "`kl_weight` must be a number from 0 to 1, got 1.5"),
-    ("mlp_speculator", {"top_k_tokens_per_head": (1, 2)}, "each of the 3 stages"),
     ("mlp_speculator", {"top_k_tokens_per_head": (1, 0, 2)}, "one positive integer for each of the 3 stages"),
     ("mlp_speculator", {"n_predict": 2000}, "`n_predict` must be .* of at most 1024, got 2000"),
-    ("mlp_speculator", {"n_candidates": 0}, "`n_candidates` must be .* of at most 1024, got 0"),
     ("draft_model", {}, "either `draft_model`.*got neither"),
-    ("draft_model", {"draft_model": "a", "from_scratch": {}}, "got both"),
-    ("eagle", {"noise": -1.0}, "`noise` must be a number of at least 0"),
-    ("eagle3", {"aux_layer_ids": ()}, "at least one state"),
     ("eagle3", {"aux_layer_ids": (1, 3)}, "from 0 to 2, the number of layers of LlamaForCausalLM, got 3"),
     ("eagle3", {"draft_vocab_size": 65}, "`draft_vocab_size` must be at most 64, the target's, got 65"),
     ("eagle3", {"own_head": False, "hidden_size": 8}, "`own_head=False` shares the target's lm_head"),
@@ -211,17 +208,13 @@ BAD_RECIPES = [
     ("mtp", {"intermediate_size": 65}, "`intermediate_size` must be at most 64, that of Llama.*, got 65"),
     ("dflash", {"block_size": 1}, "`block_size` must be an integer of at least 2, got 1"),
     ("dflash", {"num_denoising_steps": 3}, "=3 needs a draft that has seen revealed tokens"),
-    ("dflash", {"target_layer_ids": ()}, "at least one layer of the target"),
     ("dflash", {"target_layer_ids": (0, 2)}, "from 0 to 1, the layers of LlamaForCausalLM, got 2"),
-    ("dflash", {"mask_token_id": 64}, "`mask_token_id` must be from 0 to 63, the tokens that the"),
     ("domino", {"reveal_share": 0.5}, "`reveal_share`=0.5 .* drafts of this kind take one"),
     ("lilicorr", {"lilicorr_num_heads": 7}, "`lilicorr_num_heads`=7 must divide `lilicorr_hidden_size`, got"),
 ]
 BAD_OPTIONS = [
     ({"batch_size": 0}, "`batch_size` must be an integer of at least 1"),
     ({"seq_length": 4}, "`seq_length` must be an integer of at least 8"),
-    ({"held_out": 1.0}, "`held_out` must be a number between 0 and 1"),
-    ({"epochs": 0}, "`epochs` must be a number above 0"),
     ({"self_generate": 0, "keep_text": True}, "`keep_text` adds text"),
 ]
 
@@ -272,3 +265,67 @@ def test_two_processes_train_one_head(target, data, tmp_path):
     inputs = prompts(1, padding=False)
     drafted = target.generate(**inputs, **GREEDY, spec_method="medusa", spec_model=str(tmp_path / "out"))
     assert torch.equal(drafted, target.generate(**inputs, **GREEDY))
+
+
+# The trainer: its schedule, its precision, and what goes wrong
+
+
+TOKENS = torch.randint(50, (4, 32), generator=torch.Generator().manual_seed(0))
+
+
+def next_token_loss(model):
+    return DraftModelRecipe(from_scratch={}, kl_weight=0.0).objective(model, TargetReader(None, ()))
+
+
+def test_the_schedule_warms_up_decays_and_moves_with_a_time_limit():
+    options = TrainingOptions(steps=100, learning_rate=1.0, warmup_steps=10, final_learning_rate=0.1)
+    rates = [options.learning_rate_at(step, options.progress(step, 0.0)) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1, abs=0.01)
+    assert max(rates) == pytest.approx(rates[9])
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[9:]))
+    assert options.learning_rate_at(100, 1.0) == pytest.approx(0.1)
+    options = TrainingOptions(steps=100, max_minutes=2)
+    assert [options.progress(*at) for at in ((10, 60.0), (70, 60.0), (10, 1000.0))] == [0.5, 0.7, 1.0]
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        TrainingOptions(steps=0)
+
+
+@pytest.mark.parametrize("muon", [True, *in_full(False)])
+def test_training_lowers_the_loss_and_is_repeatable(muon):
+    options = TrainingOptions(steps=12, learning_rate=1e-2, warmup_steps=1, bf16=False, muon=muon)
+    runs = []
+    for _ in range(2):
+        model = tiny_llama(initializer_range=0.2)
+        frozen = model.model.embed_tokens.weight.requires_grad_(False)
+        before = frozen.clone()
+        runs.append(train(model, itertools.repeat(TOKENS), next_token_loss(model), options))
+        assert torch.equal(frozen, before)
+        assert not model.training
+    assert runs[0] == runs[1]
+    assert len(runs[0]) == 12
+    assert runs[0][-1] < runs[0][0] - 1
+
+
+def test_bfloat16_where_the_machine_computes_in_it(monkeypatch):
+    """Other CPUs take many times as long for it."""
+    network, found = nn.Linear(4, 3), []
+
+    def loss(batch):
+        output = network(batch)
+        found.append(output.dtype)
+        return output.float().pow(2).sum()
+
+    for asked, multiplies in ((True, True), (True, False), (True, None), (False, True)):
+        monkeypatch.setattr(trainer, "multiplies_bfloat16", lambda multiplies=multiplies: multiplies)
+        options = TrainingOptions(steps=1, warmup_steps=1, bf16=asked)
+        train(network, itertools.repeat(torch.ones(2, 4)), loss, options)
+    assert found == [torch.bfloat16, *[torch.float32] * 3]
+
+
+def test_a_diverged_loss_and_a_torch_without_muon_are_errors(monkeypatch):
+    model = nn.Linear(2, 1)
+    with pytest.raises(SpecDecError, match="lower `learning_rate`"):
+        train(model, [torch.zeros(1, 2)], lambda batch: model(batch).sum() * math.inf, TrainingOptions(steps=1))
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(MissingDependencyError, match="torch 2.9 or later"):
+        TrainingOptions(steps=1, muon=True)

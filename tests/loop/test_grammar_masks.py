@@ -191,7 +191,11 @@ def test_the_processor_follows_texts_and_begins_new_ones(backend):
 
 
 @one_backend
-@pytest.mark.parametrize("settings", [{"prompt_lookup_num_tokens": 4}, *in_full({}, {"num_beams": 3})], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"prompt_lookup_num_tokens": 4}, *in_full({}, {"num_beams": 3, "num_return_sequences": 3})],
+    ids=["prompt lookup", "greedy", "beams"],
+)
 def test_plain_generation_twice_and_where_it_goes_back(backend, settings):
     """Beams go on from one of them, and transformers' own assisted decoding gives tokens up again."""
     texts, prompt = ["abc abd", "abd abc", "blue"], tokenizer()(["abc abd abd abc blue ab"], return_tensors="pt")

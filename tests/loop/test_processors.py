@@ -7,7 +7,7 @@ from functools import reduce
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessorList
@@ -43,7 +43,6 @@ def random_scores(seed, sharpness, is_coarse=False, masked=0):
 @pytest.mark.parametrize(
     ("name", "is_coarse"), [("top-p", False), ("typical", True), *in_full(("top-p", True), ("typical", False))]
 )
-@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1000),
     amount=st.floats(0.05, 0.999),

@@ -133,7 +133,7 @@ SLIDING = (BlockView(), BlockView(4, True))
 @pytest.mark.parametrize(
     ("name", "views", "piece"),
     [("dflash", (), 12), ("dflash, selector", SLIDING, 1), *in_full(("dflash", SLIDING, 128), ("dflash", (), 1))],
-    ids=str,
+    ids=["full attention", "selector, sliding window", "sliding window", "one block in a piece"],
 )
 def test_blocks_see_what_drafting_sees(name, views, piece, target, monkeypatch):
     monkeypatch.setattr(dflash, "_PIECE", piece)

@@ -3,13 +3,15 @@
 import torch
 
 from hf_specdec.candidate_generators.dflash.recipe import DFlash2Recipe, DFlashRecipe, DominoRecipe, LiLiCorrRecipe
+from hf_specdec.candidate_generators.dflash.text import DraftText
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe, PEagleRecipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.training.reading import Rows, TargetReader
-from tests.helpers.models import VOCAB_SIZE
+from tests.helpers.architectures import tiny_model
+from tests.helpers.models import VOCAB_SIZE, tiny_llama, tiny_mistral
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -54,6 +56,14 @@ RECIPES = {
     "mtp": MtpRecipe(),
     "mtp, narrow": MtpRecipe(ttt_steps=2, intermediate_size=24, kl_weight=0.5),
 }
+# Targets whose MTP layers are of several kinds: a short window; latent attention and experts; gated attention beside
+# recurrent layers.
+MTP_TARGETS = {
+    "llama": tiny_llama,
+    "mistral, window of 4": lambda: tiny_mistral(sliding_window=4),
+    "deepseek_v3": lambda: tiny_model("deepseek_v3", first_k_dense_replace=1),
+    "qwen3_5_text": lambda: tiny_model("qwen3_5_text"),
+}
 
 
 def named(*methods):
@@ -80,3 +90,13 @@ def read(recipe, network, target, length=20, uncounted=0):
     counted = torch.ones_like(tokens, dtype=torch.bool)
     counted[0, :uncounted] = False
     return TargetReader(target, recipe.states_for(network)).read(Rows(tokens, counted))
+
+
+def drafted_block(network, reading, row, place, masked):
+    """The output at the masks, `(K, h)`, of the cached forward of drafting for a block after `place`."""
+    text = DraftText(network, starts=[0], offsets=[0], capacity=64)
+    states = {key: reading.states[key][row, None, : place + 1] for key in network.target_hidden_states}
+    text.extend(states, [place + 1])
+    text.begin_block(network.config.block_size)
+    block = torch.tensor([[int(reading.tokens[row, place + 1]), *masked]])
+    return network.predicting(text.read_block(block))[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hf_specdec.control import ControlProfile, SpeculationController
@@ -24,10 +24,9 @@ TARGETS = {
 
 @dataclass
 class Cycle:
-    """Limits of the rows, tokens committed, and true seconds."""
+    """Limits of the rows, and true seconds."""
 
     limits: list[int]
-    num_committed: int
     seconds: float
 
 
@@ -39,7 +38,6 @@ class World:
         acceptance (`list[float]`): Of each row: how often a token is accepted after accepted ones.
         draft (`Callable`): Depth -> seconds of a draft.
         verify (`Callable`): Nodes, the anchor included -> seconds.
-        depths (`Sequence[float]`): Of each row: the probability that a draft goes on by one more token.
         noise (`float`): Standard deviation of the logarithm of measured times.
         stalls (`float`): How many of the measured times are ten times too long.
         looks_ahead (`bool`): Limits are asked for before the outcome of the cycle before is known.
@@ -48,7 +46,6 @@ class World:
     acceptance: list[float]
     draft: Callable[[int], float]
     verify: Callable[[int], float]
-    depths: Sequence[float] = (1.0,)
     noise: float = 0.0
     stalls: float = 0.0
     seed: int = 0
@@ -78,37 +75,32 @@ class World:
         seconds *= self.random.lognormvariate(0.0, self.noise)
         return seconds * (10.0 if self.random.random() < self.stalls else 1.0)
 
-    def _run(self, probability: float, most: int) -> int:
-        count = 0
-        while count < most and self.random.random() < probability:
-            count += 1
-        return count
+    def outcomes(self, rows: list[int], limits: list[int]) -> list[RowOutcome]:
+        outcomes = []
+        for row, limit in zip(rows, limits):
+            accepted = 0
+            while accepted < limit and self.random.random() < self.acceptance[row]:
+                accepted += 1
+            outcomes.append(RowOutcome(row, limit, limit, accepted, accepted + 1))
+        return outcomes
 
     def cycle(self, controller: SpeculationController) -> Cycle:
         """One cycle under the controller."""
         rows = list(range(len(self.acceptance)))
         limits, is_resting = self.following.pop(controller, None) or (controller.limits(rows), controller.is_resting)
-        outcomes = []
-        for row, limit, rate in zip(rows, limits, self.acceptance):
-            goes_on = self.depths[row % len(self.depths)]
-            depth = limit if goes_on == 1 else self._run(goes_on, limit)
-            accepted = self._run(rate, depth)
-            outcomes.append(RowOutcome(row, limit, depth, accepted, accepted + 1))
-        deepest, is_asked = max(outcome.depth for outcome in outcomes), max(limits) > 0
-        draft = self.draft(deepest) if is_asked else 0.0
-        verify = self.verify(deepest + 1)
-        measured = self.measured(draft) if is_asked else None
+        outcomes, deepest = self.outcomes(rows, limits), max(limits)
+        measured = self.measured(self.draft(deepest)) if deepest else None
         if self.looks_ahead:
             self.following[controller] = controller.limits(rows), controller.is_resting
         if not (self.looks_ahead and is_resting):
-            controller.observe(outcomes, deepest, measured, self.measured(verify))
-        return Cycle(limits, sum(outcome.num_committed for outcome in outcomes), draft + verify)
+            controller.observe(outcomes, deepest, measured, self.measured(self.verify(deepest + 1)))
+        return Cycle(limits, self.seconds(deepest))
 
     def run(self, controller: SpeculationController, cycles: int) -> list[Cycle]:
         return [self.cycle(controller) for _ in range(cycles)]
 
-    def controller(self, most: int, usual: int = 5, profile: ControlProfile | None = None) -> SpeculationController:
-        return SpeculationController(most, len(self.acceptance), profile, usual)
+    def controller(self, most: int, profile: ControlProfile | None = None) -> SpeculationController:
+        return SpeculationController(most, len(self.acceptance), profile, 5)
 
     def loss(self, cycles: list[Cycle], most: int) -> float:
         """Part of the best fixed length's throughput that the lengths of these cycles lose, in expectation."""
@@ -117,91 +109,14 @@ class World:
         return 1 - ours / self.rate(self.best(most))
 
 
-@dataclass
-class BatchWorld(World):
-    """Calls whose rows leave when they have all their tokens.
-
-    Attributes:
-        num_tokens (`int`): Of each row.
-        fixed (`float`): Part of a cycle's time that is the same for any number of rows; `draft` and `verify` are the
-            times of all of them.
-    """
-
-    num_tokens: int = 64
-    fixed: float = 0.5
-
-    def call(self, choose: Callable, report: Callable | None = None) -> float:
-        """True seconds of a call.
-
-        Args:
-            choose (`Callable`): Active rows, and the tokens that each may still get -> their limits.
-            report (`Callable`, *optional*): Takes the outcomes, the nodes and the seconds of each cycle.
-        """
-        num_rows = len(self.acceptance)
-        left, seconds = [self.num_tokens] * num_rows, 0.0
-        while any(left):
-            rows = [row for row in range(num_rows) if left[row]]
-            limits = [min(limit, left[row] - 1) for row, limit in zip(rows, choose(rows, [left[row] for row in rows]))]
-            outcomes = []
-            for row, limit in zip(rows, limits):
-                accepted = self._run(self.acceptance[row], limit)
-                outcomes.append(RowOutcome(row, limit, limit, accepted, accepted + 1))
-                left[row] -= accepted + 1
-            share, deepest = self.fixed + (1 - self.fixed) * len(rows) / num_rows, max(limits)
-            draft, verify = (self.draft(deepest) if deepest else 0.0) * share, self.verify(deepest + 1) * share
-            seconds += draft + verify
-            if report is not None:
-                report(outcomes, deepest, self.measured(draft) if deepest else None, self.measured(verify))
-        return seconds
-
-    def call_under(self, profile: ControlProfile, most: int) -> float:
-        """Seconds of a call under a controller, which the next one learns from."""
-        controller = self.controller(most, profile=profile)
-        seconds = self.call(lambda rows, left: controller.limits(rows, 0, left), controller.observe)
-        controller.close()
-        return seconds
-
-    def fixed_length(self, limit: int) -> float:
-        """Seconds of a call with one length."""
-        return self.call(lambda rows, left: [limit] * len(rows))
-
-
-def world_of(target, acceptance, cost, seed=0, kind=World, **settings) -> World:
+def world_of(target, acceptance, cost, seed=0, **settings) -> World:
     """A world in milliseconds, of a drafter that writes one token after the other."""
     rates = acceptance if isinstance(acceptance, list) else [acceptance]
-    return kind(
-        rates, lambda depth: cost * depth * 1e-3, lambda nodes: TARGETS[target](nodes) * 1e-3, seed=seed, **settings
-    )
-
-
-def batch_of(target, rates, cost, seed, **settings) -> BatchWorld:
-    """Calls of 128 tokens of each row, on a machine with some noise."""
-    return world_of(target, rates, cost, seed, kind=BatchWorld, noise=0.08, stalls=0.01, num_tokens=128, **settings)
+    verify = TARGETS[target]
+    return World(rates, lambda depth: cost * depth * 1e-3, lambda nodes: verify(nodes) * 1e-3, seed=seed, **settings)
 
 
 def any_world(numbers: random.Random, seed: int) -> World:
     """One row, any acceptance, cheap and expensive drafters, quiet and noisy machines."""
-    return world_of(
-        numbers.choice(sorted(TARGETS)),
-        numbers.uniform(0, 0.95),
-        numbers.uniform(0.005, 1.5),
-        seed,
-        noise=numbers.choice([0.0, 0.05, 0.2]),
-        stalls=numbers.choice([0.0, 0.02]),
-    )
-
-
-def any_batch(numbers: random.Random, seed: int) -> BatchWorld:
-    """Rows of equal or different acceptance."""
-    num_rows, base = numbers.choice([2, 4, 8, 16]), numbers.uniform(0.05, 0.9)
-    few = max(num_rows // 4, 1)
-    rates = numbers.choice(
-        [
-            [base] * num_rows,
-            [min(max(numbers.gauss(base, 0.2), 0.0), 0.97) for _ in range(num_rows)],
-            [0.9] * few + [0.05] * (num_rows - few),
-            [0.05] * few + [0.8] * (num_rows - few),
-        ]
-    )
-    target, cost = numbers.choice(sorted(TARGETS)), numbers.choice([0.02, 0.05, 0.1, 0.3])
-    return batch_of(target, rates, cost, seed, fixed=numbers.choice([0.2, 0.5, 0.8, 1.0]))
+    target, rate, cost = numbers.choice(sorted(TARGETS)), numbers.uniform(0, 0.95), numbers.uniform(0.005, 1.5)
+    return world_of(target, rate, cost, seed, noise=numbers.choice([0, 0.05, 0.2]), stalls=numbers.choice([0, 0.02]))

@@ -1,23 +1,28 @@
-"""num_speculative_tokens="auto" in generate(): what is chosen is followed, and the text is the same whatever it is."""
+"""Lengths that adapt in generate(), by what pays and by the number of rows: followed, and the text stays the same."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from hf_specdec import SpecConfigError, SpeculativeConfig, forget_speculators, load_speculator, record
+from hf_specdec import SpecConfigError, SpeculativeConfig, load_speculator, record
 from hf_specdec.candidate_generators.adaptive import AdaptiveCandidateGenerator
 from hf_specdec.candidate_generators.base import CandidateGenerator
-from hf_specdec.control import ControlProfile, SpeculationController
+from hf_specdec.cli import app
+from hf_specdec.control import SpeculationController
 from hf_specdec.drafts import DraftTree
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
+from tests.helpers.levels import in_full
 from tests.helpers.methods import demo_inputs, demo_target, settings_of
 from tests.helpers.models import prompts, tiny_llama
 
 
-@pytest.fixture
-def target():
-    return demo_target()
+BY_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
 
 
 def auto(method, **settings):
@@ -37,52 +42,38 @@ def follow(monkeypatch, lengths):
     return chosen
 
 
-@pytest.mark.parametrize(("method", "batch_size"), [("ngram", 1), ("draft_model", 3), ("eagle3", 3)])
-def test_greedy_text_is_that_of_plain_generation(target, method, batch_size):
-    settings = {**demo_inputs(batch_size), "max_new_tokens": 40, "do_sample": False}
-    plain = target.generate(**settings)
+@pytest.mark.parametrize(("method", "batch_size"), [("draft_model", 3), *in_full(("ngram", 1), ("eagle3", 3))])
+def test_greedy_text_is_that_of_plain_generation(method, batch_size):
+    settings = {**demo_inputs(batch_size), "max_new_tokens": 30, "do_sample": False}
+    plain = demo_target().generate(**settings)
     for _ in range(2):
         with record() as r:
-            assert torch.equal(target.generate(**settings, speculative=auto(method)), plain)
+            assert torch.equal(demo_target().generate(**settings, speculative=auto(method)), plain)
         assert any(note.startswith("adaptive length: ") for note in r.calls[0].stats.notes)
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_sampled_text_does_not_depend_on_what_is_chosen(target, method, monkeypatch):
-    texts = []
+@pytest.mark.parametrize("method", ["draft_model", *in_full("ngram")])
+def test_sampled_text_does_not_depend_on_what_is_chosen(method, monkeypatch):
+    settings, texts = {**demo_inputs(3), "max_new_tokens": 16, "do_sample": True}, []
     for lengths in ([0], [4], [2, 0, 0, 5]):
         with monkeypatch.context() as patch:
             follow(patch, lengths)
             torch.manual_seed(7)
-            texts.append(
-                target.generate(**demo_inputs(3), max_new_tokens=24, do_sample=True, speculative=auto(method)).tolist()
-            )
+            texts.append(demo_target().generate(**settings, speculative=auto(method)).tolist())
     assert texts[0] == texts[1] == texts[2]
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
-def test_drafts_are_as_good_after_a_pause(target, method, monkeypatch):
-    """A drafter that was told late drafts what one that always drafts would have drafted at the same place."""
-    settings = {**demo_inputs(1), "max_new_tokens": 32, "do_sample": False}
-
-    def drafts(lengths):
-        with monkeypatch.context() as patch:
-            follow(patch, lengths)
-            with record(trace=True) as r:
-                text = target.generate(**settings, speculative=auto(method))
-        length, found = settings["input_ids"].shape[1] + 1, {}
-        for cycle in r.calls[0].cycles:
-            (row,) = cycle.rows
-            found[length] = row.draft_tokens
-            length += len(row.committed_tokens)
-        return found, text
-
-    always, text = drafts([1])
-    sometimes, again = drafts([0, 0, 0, 1])
-    assert torch.equal(text, again)
-    common = [place for place, tokens in sometimes.items() if tokens and always.get(place)]
-    assert len(common) >= 2
-    assert all(sometimes[place] == always[place] for place in common)
+def test_a_given_tree_is_cut_at_the_chosen_depth(monkeypatch):
+    settings = {**demo_inputs(1), "max_new_tokens": 24, "do_sample": False}
+    plain = demo_target().generate(**settings)
+    monkeypatch.setattr("hf_specdec.control.tree_size.TreeSize.cut", lambda trees, draft, *given: draft)
+    follow(monkeypatch, [1, 0, 2])
+    tree = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
+    with record(trace=True) as r:
+        text = demo_target().generate(**settings, speculative=auto("eagle3", speculative_token_tree=tree))
+    assert torch.equal(text, plain)
+    sizes = [len(cycle.rows[0].draft_tokens) for cycle in r.calls[0].cycles]
+    assert sizes[:4] == [2, 0, 4, 2]
 
 
 class Scripted(CandidateGenerator):
@@ -125,10 +116,9 @@ def test_what_is_committed_during_a_pause_comes_as_one_commit(monkeypatch):
     generator.observe(commit_of([0], 40, 1))
     assert len(inner.commits) == 2
     generator.propose(step)
-    assert inner.commits[2].rows == [0]
-    assert inner.commits[2].token_lists == [[20, 30, 40]]
-    assert inner.commits[2].tokens.tolist() == [[20, 30, 40]]
-    assert inner.commits[2].hidden_states["last"].tolist() == [[[20.0], [30.0], [40.0]]]
+    told = inner.commits[2]
+    assert (told.rows, told.token_lists, told.tokens.tolist()) == ([0], [[20, 30, 40]], [[20, 30, 40]])
+    assert told.hidden_states["last"].tolist() == [[[20.0], [30.0], [40.0]]]
     assert [step.max_draft_tokens for step in inner.steps] == [[2, 2], [3]]
 
 
@@ -144,130 +134,114 @@ def test_the_room_of_a_row_bounds_its_limit(monkeypatch):
     assert len(inner.steps) == 1
 
 
-def test_a_fixed_length_gets_the_methods_own_generator(target):
-    speculator = load_speculator(target, "ngram", num_speculative_tokens=3)
-    generator = speculator.candidate_generator(Session(1, 100, torch.device("cpu")))
-    assert not isinstance(generator, AdaptiveCandidateGenerator)
-    assert generator.config is speculator.config
-
-
-def test_auto_may_draft_more_than_the_default(target):
-    speculator = load_speculator(target, auto("draft_model"))
-    generator = speculator.candidate_generator(Session(1, 100, torch.device("cpu")))
-    assert generator.num_speculative_tokens > speculator.generator_class.default_num_speculative_tokens
-    assert generator.controller.usual == speculator.generator_class.default_num_speculative_tokens
-
-
-@pytest.mark.parametrize(("device", "length"), [("cpu", 15), ("meta", 24)])
-def test_a_first_call_begins_with_as_many_nodes_as_are_cheap(target, device, length):
-    speculator = load_speculator(target, auto("ngram"))
-    generator = speculator.candidate_generator(Session(1, 100, torch.device(device)))
-    assert generator.controller.usual == length
-    assert generator.num_speculative_tokens >= 24
-
-
-def test_a_given_tree_is_cut_at_the_chosen_depth(target, monkeypatch):
-    settings = {**demo_inputs(1), "max_new_tokens": 24, "do_sample": False}
-    plain = target.generate(**settings)
-    monkeypatch.setattr("hf_specdec.control.tree_size.TreeSize.cut", lambda trees, draft, *given: draft)
-    follow(monkeypatch, [1, 0, 2])
-    tree = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
-    with record(trace=True) as r:
-        text = target.generate(**settings, speculative=auto("eagle3", speculative_token_tree=tree))
-    assert torch.equal(text, plain)
-    sizes = [len(cycle.rows[0].draft_tokens) for cycle in r.calls[0].cycles]
-    assert sizes[:4] == [2, 0, 4, 2]
-
-
-def test_the_batch_size_rule_stands_above(model):
-    inputs = prompts(3)
-    with record() as r:
-        model.generate(
-            **inputs,
-            max_new_tokens=6,
-            do_sample=False,
-            speculative={"method": "ngram", "num_speculative_tokens": "auto", "disable_by_batch_size": 2},
-        )
-    assert r.calls[0].stats.notes == ["no drafts: 3 rows are more than disable_by_batch_size=2"]
-
-
-def test_calls_teach_each_other_until_they_are_forgotten():
-    model = tiny_llama()
-    settings = {"max_new_tokens": 20, "do_sample": False, "spec_method": "ngram", "num_speculative_tokens": "auto"}
-    model.generate(**prompts(1), **settings)
-    speculator = load_speculator(model, "ngram", num_speculative_tokens="auto")
-    assert speculator.profile.latency.verify
-    assert load_speculator(model, "ngram", num_speculative_tokens="auto").profile is speculator.profile
-    assert load_speculator(model, "ngram").profile is not speculator.profile
-    stored = speculator.profile.to_dict()
-    forget_speculators(model)
-    fresh = load_speculator(model, "ngram", num_speculative_tokens="auto")
-    assert not fresh.profile.latency.verify
-    fresh.profile = ControlProfile.from_dict(stored)
-    assert fresh.profile.to_dict().keys() == stored.keys()
-    model.generate(**prompts(1), max_new_tokens=8, do_sample=False, assistant=fresh)
-
-
-def test_the_setting_is_a_number_or_auto():
+def test_the_setting_is_a_number_or_auto(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_SPECDEC_PROFILES", str(tmp_path))
     config = SpeculativeConfig(method="ngram", num_speculative_tokens="auto")
     assert config.fixed_length is None
     assert SpeculativeConfig.from_dict(config.to_dict()) == config
     assert config.replace(num_speculative_tokens=3).fixed_length == 3
-    with pytest.raises(SpecConfigError, match="must be 'auto', 'fixed', an integer from 1 .* got 'atuo'"):
-        SpeculativeConfig(method="ngram", num_speculative_tokens="atuo")
-    with pytest.raises(SpecConfigError, match="from 1 to 1024, got 0"):
-        SpeculativeConfig(method="ngram", num_speculative_tokens=0)
+    for wrong, words in (("atuo", "must be 'auto', 'fixed', an integer from 1 .* got 'atuo'"), (0, "1024, got 0")):
+        with pytest.raises(SpecConfigError, match=words):
+            SpeculativeConfig(method="ngram", num_speculative_tokens=wrong)
+    generate = ["generate", "def f(a):", "--method", "ngram", "--max-new-tokens", "8", "--json", "-k"]
+    for length, is_adaptive in (("auto", True), ("3", False), ("atuo", None), ("2.5", None)):
+        result = CliRunner().invoke(app, [*generate, length])
+        if is_adaptive is None:
+            assert result.exit_code == 2
+            assert "num_speculative_tokens" in result.output
+        else:
+            notes = json.loads(result.stdout)["stats"]["notes"]
+            assert any(note.startswith("adaptive length: ") for note in notes) == is_adaptive
 
 
-class TestTheDefault:
-    """Lengths adapt where nothing else is said, and nowhere where that would change a text."""
+def test_lengths_adapt_by_default_where_that_changes_no_text(model, monkeypatch):
+    monkeypatch.delenv("HF_SPECDEC_ADAPTIVE")
+    draft = {"draft_model": tiny_llama(1)}
+    drawn = {"method": "draft_model", "draft_sample_method": "probabilistic"}
+    assert not load_speculator(model, drawn, **draft).is_adaptive
+    assert load_speculator(model, "draft_model", **draft).is_adaptive
+    block = load_speculator(model, {"method": "draft_model", "rejection_sample_method": "block"}, **draft)
+    with record() as made:
+        model.generate(**prompts(1), max_new_tokens=8, do_sample=True, assistant=block)
+    assert made.calls[0].stats.rejection_sample_method == "block"
+    speculator = load_speculator(model, "ngram")
+    assert load_speculator(model, "ngram", num_speculative_tokens="auto").profile is speculator.profile
+    with pytest.raises(SpecConfigError, match="`control_profile`='x' is for"):
+        SpeculativeConfig("eagle3", "a/b", control_profile="x", speculative_token_tree=[[0], [1]])
+    SpeculativeConfig("eagle3", "a/b", control_profile="x")
+    # Decided when it was made.
+    monkeypatch.setenv("HF_SPECDEC_ADAPTIVE", "0")
+    assert speculator.is_adaptive
+    assert not load_speculator(model, "ngram").is_adaptive
+    assert not load_speculator(model, "auto").is_adaptive
 
-    @pytest.fixture(autouse=True)
-    def by_default(self, monkeypatch):
-        monkeypatch.delenv("HF_SPECDEC_ADAPTIVE")
 
-    def test_drawn_drafts_have_one_text_for_a_seed(self, model):
-        settings = {"method": "draft_model", "draft_sample_method": "probabilistic"}
-        speculator = load_speculator(model, settings, draft_model=tiny_llama(1))
-        assert not speculator.is_adaptive
-        assert load_speculator(model, {"method": "draft_model"}, draft_model=tiny_llama(1)).is_adaptive
+# Lengths by the number of active rows
 
-    def test_block_verification_stays(self, model):
-        settings = {"method": "draft_model", "rejection_sample_method": "block"}
-        with record() as made:
-            model.generate(
-                **prompts(1),
-                max_new_tokens=8,
-                do_sample=True,
-                assistant=load_speculator(model, settings, draft_model=tiny_llama(1)),
-            )
-        assert made.calls[0].stats.rejection_sample_method == "block"
 
-    def test_an_environment_without_it(self, model, monkeypatch):
-        speculator = load_speculator(model, "ngram")
-        monkeypatch.setenv("HF_SPECDEC_ADAPTIVE", "0")
-        # Decided when it was made.
-        assert speculator.is_adaptive
-        assert not load_speculator(model, "ngram").is_adaptive
-        assert not load_speculator(model, "auto").is_adaptive
+def by_rows(lengths, **settings):
+    return SpeculativeConfig(method="ngram", **{BY_BATCH_SIZE: lengths}, **settings)
 
-    def test_a_profile_that_nothing_would_read_is_refused(self):
-        with pytest.raises(SpecConfigError, match="`control_profile`='x' is for"):
-            SpeculativeConfig("eagle3", "a/b", control_profile="x", speculative_token_tree=[[0], [1]])
-        SpeculativeConfig("eagle3", "a/b", control_profile="x")
 
-    def test_the_factor_of_a_suffix_tree_that_is_given_stays(self, model):
-        pytest.importorskip("arctic_inference")
-        for given, used in ((None, 2.0), (1.0, 1.0)):
-            speculator = load_speculator(model, {"method": "suffix", "suffix_decoding_max_spec_factor": given})
-            assert speculator.at_full_length().config.options.max_spec_factor == used
+def test_all_spellings_of_lengths_by_batch_size_mean_the_same():
+    other = by_rows([[1, 8, 5], [9, 32, 2], [33, 128, 0]])
+    for lengths in (
+        [(33, 128, 0), (1, 8, 5), (9, 32, 2)],
+        {1: 5, 9: 2, 33: 0},
+        {"1": 5, "9": 2, "33": 0},
+        [[1, 5], [4, 5], [9, 2], [33, 0]],
+        # What lies between two ranges belongs to the lower one.
+        [[1, 4, 5], [9, 10, 2], [33, 33, 0]],
+    ):
+        ours = by_rows(lengths)
+        assert ours == other
+        assert (hash(ours), ours.compute_hash()) == (hash(other), other.compute_hash())
+        assert [ours.most_tokens(rows) for rows in (1, 8, 9, 32, 33, 1000)] == [5, 5, 2, 2, 0, 0]
+    # A fixed length is the most.
+    assert by_rows({1: 4}, num_speculative_tokens=4).most_tokens(1) == 4
+    assert by_rows({1: 4}, num_speculative_tokens="auto").most_tokens(7) == 4
+    with pytest.raises(SpecConfigError, match="k=4, more than `num_speculative_tokens`=2"):
+        by_rows({1: 4}, num_speculative_tokens=2)
+    no_list = dict.fromkeys(("[]", "5", "[[1, 2, 3, 4]]", "[[1, true, 2]]", "[[4, 2, 1]]"), "must be a list of")
+    no_list |= {"[[2, 3, 1]]": "must begin at 1 row", "[[1, 4, 2], [3, 5, 1]]": "says twice what holds for 3 rows"}
+    for text, words in no_list.items():
+        with pytest.raises(SpecConfigError, match=words):
+            by_rows(json.loads(text))
 
-    def test_a_length_by_batch_size_may_be_longer_than_usual(self, model):
-        settings = {"num_speculative_tokens": "auto", "num_speculative_tokens_per_batch_size": {1: 16}}
-        load_speculator(model, "draft_model", **settings, draft_model=tiny_llama(1))
 
-    def test_one_profile_for_auto_and_nothing(self, model):
-        assert (
-            load_speculator(model, "ngram").profile
-            is load_speculator(model, "ngram", num_speculative_tokens="auto").profile
-        )
+@given(st.dictionaries(st.integers(2, 60), st.integers(0, 9), max_size=5), st.integers(1, 9), st.integers(1, 80))
+def test_json_keeps_lengths_by_batch_size_and_serving_engines_read_the_same(lengths, first, rows):
+    ours = by_rows({1: first, **lengths})
+    assert SpeculativeConfig.from_dict(json.loads(json.dumps(ours.to_dict()))) == ours
+    exported = ours.to_vllm()
+    assert max(k for _, _, k in exported[BY_BATCH_SIZE]) <= exported["num_speculative_tokens"]
+    inside = [k for low, high, k in exported[BY_BATCH_SIZE] if low <= rows <= high]
+    assert (inside or [exported[BY_BATCH_SIZE][-1][2]]) == [ours.most_tokens(rows)]
+
+
+@pytest.mark.parametrize("length", ["auto", *in_full(None, 6)])
+def test_cycles_follow_the_lengths_by_batch_size_as_rows_leave(length):
+    model, inputs, most = tiny_llama(), prompts(3), {1: 6, 2: 2, 3: 0}
+    settings = {**inputs, "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    first = inputs["input_ids"].shape[1]
+    free = model.generate(**settings)
+    # Ends that let rows leave at different times.
+    ends = [int(free[0, first + 4]), int(free[1, first + 12])]
+    plain = model.generate(**settings, eos_token_id=ends)
+    speculative = {"method": "ngram", "prompt_lookup_min": 1, BY_BATCH_SIZE: most, "num_speculative_tokens": length}
+    with record(trace=True) as r:
+        ours = model.generate(**settings, eos_token_id=ends, speculative=speculative)
+    assert torch.equal(ours, plain)
+    cycles = r.calls[0].cycles
+    assert {len(cycle.rows) for cycle in cycles} >= {1, 3}
+    drafted = [(len(cycle.rows), len(row.draft_tokens)) for cycle in cycles for row in cycle.rows]
+    assert all(count <= most[rows] for rows, count in drafted)
+    kind = "adaptive length" if length == "auto" else "length by batch size"
+    assert any(note.startswith(f"{kind}: at most") for note in r.calls[0].stats.notes)
+    if length != "auto":
+        assert max(count for _, count in drafted) > 2
+    # No drafts at all, where a batch is too large for them.
+    off = {"method": "ngram", "num_speculative_tokens": length, "disable_by_batch_size": 2}
+    with record() as r:
+        assert torch.equal(model.generate(**settings, speculative=off), free)
+    assert r.calls[0].stats.notes == ["no drafts: 3 rows are more than disable_by_batch_size=2"]

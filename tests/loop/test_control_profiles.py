@@ -1,22 +1,151 @@
-"""Profiles in files: measured on purpose, found again, and refused where they are another's."""
-
-from __future__ import annotations
+"""Profiles of a controller, in JSON and in files, and the clock that times its cycles."""
 
 import json
 import os
+from math import isnan
+from time import perf_counter, thread_time
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers.utils import logging as hf_logging
 from typer.testing import CliRunner
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, forget_speculators, load_speculator
 from hf_specdec.cli import app
-from hf_specdec.control import ControlProfile
+from hf_specdec.control import ControlProfile, LatencyModel
 from hf_specdec.control.acceptance import PastRates
+from hf_specdec.control.clock import CycleClock, CycleTimes, clock_of
 from hf_specdec.control.store import find_profile, load_profile, profile_identity, profile_path, save_profile
-from hf_specdec.diagnosis.calibration import calibrate
+from hf_specdec.decoding.graphs import CallGraphs
+from hf_specdec.diagnosis.calibration import SweepingController, calibrate
 from hf_specdec.reading import MAX_SETTINGS_BYTES
 from tests.helpers.models import prompts, tiny_llama
+
+
+# Profiles, which are files and may hold anything
+
+
+def keyed(keys, values, **size):
+    """Dicts as JSON has them."""
+    return st.dictionaries(keys.map(str), values, **size)
+
+
+seconds = st.floats(1e-6, 1e3)
+tables = keyed(st.integers(1, 64), keyed(st.integers(0, 64), seconds, min_size=1, max_size=5), max_size=3)
+rates = st.lists(st.floats(0, 1), max_size=4)
+stored_profiles = st.fixed_dictionaries(
+    {
+        "draft_seconds": tables,
+        "verify_seconds": tables,
+        "reading_seconds": keyed(st.integers(1, 4096), seconds, max_size=3),
+        "accepted": rates,
+        "drafted": rates,
+    }
+)
+
+
+@given(stored_profiles)
+def test_a_profile_comes_back_from_json(values):
+    profile = ControlProfile.from_dict(json.loads(json.dumps(values)))
+    again = profile.to_dict()
+    assert again.pop("draft_seconds").keys() == values["draft_seconds"].keys()
+    for rows, times in values["verify_seconds"].items():
+        assert again["verify_seconds"][rows] == pytest.approx(times)
+    assert again["reading_seconds"] == pytest.approx(values["reading_seconds"])
+    assert all(again[name] == values[name] for name in ("accepted", "drafted"))
+    assert len(again["accepted_weights"]) == len(values["accepted"])
+    assert ControlProfile.from_dict(again | {"draft_seconds": {}}).accepted == profile.accepted
+
+
+DAMAGED = [
+    ({"verify_seconds": None}, "holds `draft_seconds` and `verify_seconds`"),
+    ({"verify_seconds": {"1": {"1": -2.0}}}, "positive numbers of seconds, got -2.0"),
+    ({"verify_seconds": {"1": {"1": "fast"}}}, "positive numbers of seconds, got 'fast'"),
+    ({"verify_seconds": {"0": {"1": 2.0}}}, "integers of at least 1, got '0'"),
+    ({"draft_seconds": {"1": {"x": 2.0}}}, "integers of at least 0, got 'x'"),
+    ({"reading_seconds": [1.0]}, "`reading_seconds`, {tokens: seconds}"),
+    ({"accepted": [1.5]}, "`accepted` of a profile must be a list of rates"),
+    ({"drafted": None}, "`drafted` of a profile must be a list of rates"),
+    ({"accepted": [0.5], "accepted_weights": [-1.0]}, "`accepted_weights` .* must be a list of 1 numbers"),
+    ({"accepted": [0.5], "accepted_weights": [1.0, 1.0]}, "`accepted_weights` .* must be a list of 1 num"),
+    ({"rating_factor": "high"}, "`rating_factor` of a profile must be a number of at least 0, got 'high'"),
+    ({"rating_factor": -1}, "rating_factor"),
+]
+
+
+def test_a_damaged_profile_is_refused():
+    for change, message in DAMAGED:
+        with pytest.raises(SpecConfigError, match=message):
+            ControlProfile.from_dict(ControlProfile().to_dict() | change)
+    assert ControlProfile.from_dict(ControlProfile(rating_factor=0.25).to_dict()).rating_factor == 0.25
+
+
+def test_depths_that_nobody_drafts_cost_nothing_to_know():
+    """Profiles are files, which may hold anything."""
+    stored = {**ControlProfile().to_dict(), "draft_seconds": {"1": {"2": 1.0, "1000000000": 5.0}}}
+    model = ControlProfile.from_dict(stored).latency
+    assert model.draft_seconds_up_to(4, 1) == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0], abs=1e-6)
+
+
+# The clock of cycles
+
+
+def test_one_thread_is_timed_without_what_others_do_and_several_on_the_wall(monkeypatch):
+    for threads, devices in ((1, {"cpu": thread_time}), (4, {"cpu": perf_counter, "meta": perf_counter})):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert {device: clock_of(torch.device(device)) for device in devices} == devices
+
+
+def test_a_draft_that_ran_ahead_belongs_to_the_next_cycle():
+    clock, now = CycleClock(torch.device("cpu")), 0.0
+    clock.now = lambda: now
+    clock.begin()
+    now += 1.0
+    clock.drafted()
+    now += 2.0
+    with clock.ahead():
+        now += 4.0
+    assert clock.end() == CycleTimes(rest=2.0, draft=1.0)
+    clock.begin()
+    clock.drafted()
+    now += 3.0
+    assert clock.end() == CycleTimes(rest=3.0, draft=4.0)
+    clock.begin()
+    clock.drafted()
+    assert clock.end() == CycleTimes(rest=0.0, draft=0.0)
+
+
+def test_a_cycle_with_a_capture_has_no_times(monkeypatch):
+    monkeypatch.setattr(CallGraphs, "all_captures", CallGraphs.all_captures)
+    clock, latency = CycleClock(torch.device("cpu")), LatencyModel()
+    clock.begin()
+    clock.read()
+    clock.drafted()
+    CallGraphs.all_captures += 1
+    times = clock.end()
+    for spoilt in (times.draft, 0.0, -1.0, float("inf")):
+        latency.observe_draft(1, 3, spoilt, (8, times.reading))
+        latency.observe_verification(1, 4, spoilt)
+        latency.observe_reading(1, spoilt)
+    assert not any((latency.draft, latency.verify, latency.reading.sizes))
+    clock.begin()
+    assert clock.end().draft is None
+    # A capture for the next draft, which ran ahead, spoils both cycles.
+    clock.begin()
+    clock.drafted()
+    with clock.ahead():
+        CallGraphs.all_captures += 1
+    assert isnan(clock.end().rest)
+    for is_spoilt in (True, False):
+        clock.begin()
+        clock.drafted()
+        times = clock.end()
+        assert isnan(times.draft) == isnan(times.rest) == is_spoilt
+
+
+# Profiles in files
 
 
 AUTO = {"method": "ngram", "num_speculative_tokens": "auto"}
@@ -33,103 +162,85 @@ def model():
     return tiny_llama()
 
 
-def measured(model):
+@pytest.fixture
+def identity(model):
+    return profile_identity(model, SpeculativeConfig(**AUTO), None)
+
+
+def test_all_batch_sizes_are_measured_and_the_next_process_begins_with_it(model, folder, identity):
     speculator = load_speculator(model, AUTO)
-    return calibrate(model, speculator, [prompts(1), prompts(2)], max_new_tokens=32, rounds=1)
-
-
-def test_all_batch_sizes_are_measured_with_and_without_drafts(model):
-    profile = measured(model)
+    profile = calibrate(model, speculator, [prompts(1), prompts(2)], max_new_tokens=32, rounds=1)
     assert {1, 2} <= set(profile.latency.verify)
     assert profile.latency.knows_anything
     assert profile.accepted.means
-
-
-def test_a_fixed_length_needs_none(model):
-    with pytest.raises(SpecConfigError, match="A fixed length needs no profile"):
-        calibrate(model, load_speculator(model, "ngram", num_speculative_tokens=3), [prompts(1)])
-
-
-def test_the_next_process_begins_with_it(model, folder):
-    config = SpeculativeConfig(**AUTO)
-    profile = measured(model)
-    path = save_profile(profile, profile_identity(model, config, None))
-    assert path.parent == folder
+    assert save_profile(profile, identity).parent == folder
     forget_speculators(model)
     assert load_speculator(model, AUTO).profile.to_dict().keys() == profile.to_dict().keys()
     assert load_speculator(model, AUTO).profile.accepted == profile.accepted
     forget_speculators(model)
+    with pytest.raises(SpecConfigError, match="A fixed length needs no profile"):
+        calibrate(model, load_speculator(model, "ngram", num_speculative_tokens=3), [prompts(1)])
+    # Whole trees are measured.
+    assert SweepingController(4, 1).tree_size is None
 
 
-def test_another_drafter_or_target_has_a_file_of_its_own(model):
-    identity = profile_identity(model, SpeculativeConfig(**AUTO), None)
+def test_the_command_stores_what_calls_find(folder):
+    arguments = ["--spec", "ngram", "-n", "8", "--rounds", "1", "--prompts", "a = 1; a = 1; a =", "--json"]
+    result = CliRunner().invoke(app, ["calibrate", *arguments])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["file"].startswith(str(folder))
+    assert report["verify_seconds"]["1"]
+
+
+def test_another_drafter_or_target_has_a_file_of_its_own(model, identity, tmp_path):
+    other = profile_identity(model, SpeculativeConfig(**AUTO, prompt_lookup_max=3), None)
     others = [
-        profile_identity(model, SpeculativeConfig(**AUTO, prompt_lookup_max=3), None),
+        other,
         profile_identity(model, SpeculativeConfig(**AUTO), model),
         profile_identity(tiny_llama(num_hidden_layers=1), SpeculativeConfig(**AUTO), None),
     ]
     assert len({profile_path(one) for one in [identity, *others]}) == 4
-
-
-def test_a_named_file_must_be_of_this_pair(model, tmp_path):
-    other = profile_identity(model, SpeculativeConfig(**AUTO, prompt_lookup_max=3), None)
     path = save_profile(ControlProfile(), other, tmp_path / "other.json")
-    with pytest.raises(SpecConfigError, match="was measured with the drafter .*prompt_lookup_max.*calibrate"):
-        load_speculator(model, AUTO, control_profile=str(path))
-    with pytest.raises(SpecConfigError, match="cannot be read"):
-        load_speculator(model, AUTO, control_profile=str(tmp_path / "none.json"))
+    for name, words in ((path, "was measured with the drafter .*prompt_lookup_max.*calibrate"), ("no", "be read")):
+        with pytest.raises(SpecConfigError, match=words):
+            load_speculator(model, AUTO, control_profile=str(name))
     named = SpeculativeConfig(**AUTO, control_profile=path)
     assert SpeculativeConfig.from_dict(named.to_dict()) == named
     with pytest.raises(SpecConfigError, match="is for num_speculative_tokens='auto', got 3"):
         SpeculativeConfig(method="ngram", num_speculative_tokens=3, control_profile="a.json")
 
 
-def test_a_stale_file_of_the_folder_is_left_alone(model, monkeypatch):
-    config = SpeculativeConfig(**AUTO)
-    identity = profile_identity(model, config, None)
+def test_a_stale_file_of_the_folder_is_left_alone(model, identity, monkeypatch):
     save_profile(ControlProfile(accepted=PastRates([0.5], [4.0])), {**identity, "torch": "1.0"})
     said = []
     monkeypatch.setattr(hf_logging.get_logger("hf_specdec.control.store"), "warning", said.append)
-    assert find_profile(model, config, None).accepted == PastRates()
+    assert find_profile(model, SpeculativeConfig(**AUTO), None).accepted == PastRates()
     assert "torch" in said[0]
 
 
 NO_PROFILES = ["", "[]", "{}", '{"format": 1, "profile": 3}', '{"format": 99, "profile": {}}', "[" * 10**5, "9" * 5000]
+HUGE = [
+    {"accepted": "x" * 10**5},
+    {"draft_seconds": {"9" * 5000: {"1": 1.0}}},
+    {"draft_seconds": {"1": {"1": 10**400}}},
+]
 
 
-@pytest.mark.parametrize("text", NO_PROFILES, ids=range(len(NO_PROFILES)))
-def test_damaged_files_are_refused(model, tmp_path, text):
-    path = tmp_path / "damaged.json"
-    path.write_text(text)
-    with pytest.raises(SpecConfigError, match="again"):
-        load_profile(path, profile_identity(model, SpeculativeConfig(**AUTO), None))
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"accepted": "x" * 10**5},
-        {"accepted": [2.0]},
-        {"accepted": {"0": 0.5}},
-        {"accepted_weights": [1.0, 2.0, 3.0]},
-        {"rating_factor": [1]},
-        {"draft_seconds": {"9" * 5000: {"1": 1.0}}},
-        {"draft_seconds": {"1": {"1": 10**400}}},
-        {"verify_seconds": [1]},
-        {"reading_seconds": {"x": 1.0}},
-    ],
-    ids=range(9),
-)
-def test_an_error_in_a_profile_names_the_file(model, tmp_path, changed):
-    path, identity = tmp_path / "profile.json", profile_identity(model, SpeculativeConfig(**AUTO), None)
+def test_damaged_files_are_refused_by_name(identity, tmp_path):
+    path = tmp_path / "profile.json"
+    for text in NO_PROFILES:
+        path.write_text(text)
+        with pytest.raises(SpecConfigError, match="again"):
+            load_profile(path, identity)
     save_profile(ControlProfile(), identity, path)
     content = json.loads(path.read_text())
-    content["profile"] |= changed
-    path.write_text(json.dumps(content))
-    with pytest.raises(SpecConfigError) as caught:
-        load_profile(path, identity)
-    assert str(path) in str(caught.value)
-    assert len(str(caught.value)) < 700
+    for changed in HUGE:
+        path.write_text(json.dumps(content | {"profile": content["profile"] | changed}))
+        with pytest.raises(SpecConfigError) as caught:
+            load_profile(path, identity)
+        assert str(path) in str(caught.value)
+        assert len(str(caught.value)) < 700
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
@@ -140,23 +251,3 @@ def test_pipes_devices_and_large_files_are_not_read(model, tmp_path):
     for path, why in ((pipe, "no regular file"), ("/dev/zero", "no regular file"), (large, "more than")):
         with pytest.raises(SpecConfigError, match=why):
             model.generate(**prompts(1), speculative={**AUTO, "control_profile": str(path)}, max_new_tokens=2)
-
-
-def test_the_command_stores_what_calls_find(folder):
-    arguments = [
-        "calibrate",
-        "--spec",
-        "ngram",
-        "-n",
-        "8",
-        "--rounds",
-        "1",
-        "--prompts",
-        "a = 1; a = 1; a =",
-        "--json",
-    ]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    assert report["file"].startswith(str(folder))
-    assert report["verify_seconds"]["1"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
 
 import hf_specdec
 from hf_specdec import MissingDependencyError, SpecConfigError, SpecDecError
@@ -18,17 +19,30 @@ from hf_specdec.logits.grammar.masks import GrammarMask
 from hf_specdec.logits.grammar.matchers import RowDraft, allowed_tokens, allows, mask_of
 from hf_specdec.logits.grammar.recognition import grammar_of
 from hf_specdec.validation import MOST_DRAFT_TOKENS
-from tests.helpers.grammars import BACKENDS, LIBRARIES, PROMPT, SCHEMA, matcher_of, needs, own, tokenizer
+from tests.helpers.grammars import BACKENDS, LIBRARIES, PROMPT, SCHEMA, matcher_of, own, tokenizer
+from tests.helpers.levels import in_full
 from tests.helpers.methods import demo_target
 
 
 WORDS = 4096 // 32
+
+# This package's own processors, and those of the libraries.
+every_library = pytest.mark.parametrize("library", [*LIBRARIES[:2], *in_full(*LIBRARIES[2:])])
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+one_backend = pytest.mark.parametrize("backend", [BACKENDS[0], *in_full(BACKENDS[1])])
 
 
 def mask(matcher) -> np.ndarray:
     filled = np.empty(WORDS, dtype=np.int32)
     matcher.fill(filled)
     return filled
+
+
+def masks_of_chain(matcher, tokens) -> np.ndarray:
+    """The masks after a chain of draft tokens."""
+    masks = np.full((len(tokens) + 1, matcher.num_words), -1, dtype=np.int32)
+    type(matcher).fill_drafts([RowDraft(matcher, tokens, list(range(-1, len(tokens) - 1)), masks)])
+    return masks
 
 
 def followed(matcher, tokens) -> np.ndarray | None:
@@ -41,9 +55,13 @@ def followed(matcher, tokens) -> np.ndarray | None:
     return found
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+def ids(text: str, known=None) -> list[int]:
+    return [(known or tokenizer()).convert_tokens_to_ids(letter) for letter in text]
+
+
+@every_library
 @given(data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_masks_of_a_tree_are_those_of_its_paths(library, data):
     matcher = matcher_of(library)
     for _ in range(data.draw(st.integers(0, 12))):
@@ -71,81 +89,60 @@ def test_masks_of_a_tree_are_those_of_its_paths(library, data):
             assert alone is None or np.array_equal(filled, alone)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_place_is_reached_from_everywhere(library):
+@every_library
+def test_a_place_is_reached_from_everywhere_and_forced_tokens_lead_to_the_end(library):
     matcher, fresh = matcher_of(library), matcher_of(library)
-    path = []
-    while len(path) < 12:
-        path.append(allowed_tokens(mask(fresh), 4096)[-1])
-        assert fresh.accept(path[-1])
-    other = [
-        *path[:3],
-        *[token for token in allowed_tokens(followed(matcher, path[:3]), 4096) if token != path[3]][:1],
-    ]
-    for text in (path, other, [], path[:7], path):
+    path, total = [], 0
+    # Where whitespace is free the text need not end.
+    while len(path) < 40 and not fresh.stop_tokens.intersection(path):
+        forced = fresh.forced()
+        assert followed(fresh, forced) is not None
+        total += len(forced)
+        for token in forced or allowed_tokens(mask(fresh), 4096)[-1:]:
+            assert fresh.accept(token)
+            path.append(token)
+    assert total > 0
+    start = path[:3]
+    others = [token for token in allowed_tokens(followed(matcher, start), 4096) if token != path[3]]
+    for text in (path[:-1], [*start, *others[:1]], [], path[:2], path[:-1]):
         matcher.move_to(text)
         assert matcher.tokens == text
-    assert np.array_equal(mask(matcher), mask(fresh))
+    fresh = matcher_of(library)
+    fresh.move_to(path[:-1])
+    for _ in range(2):
+        assert np.array_equal(mask(matcher), mask(fresh))
+        assert matcher.accept(path[-1])
+        assert matcher.accept(7) or not matcher.is_at_end
+        matcher.move_to(path[:-1])
     here = followed(matcher_of(library), path[:2])
     forbidden = next(token for token in range(4096) if not allows(here, token))
     with pytest.raises(SpecDecError, match=f"does not allow token {forbidden}, generated token 3"):
         matcher.move_to([*path[:2], forbidden])
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_forced_tokens_are_allowed_and_end(library):
-    matcher, total = matcher_of(library), 0
-    for _ in range(30):
-        forced = matcher.forced()
-        assert followed(matcher, forced) is not None
-        total += len(forced)
-        for token in forced or allowed_tokens(mask(matcher), 4096)[-1:]:
-            assert matcher.accept(token)
-        if matcher.stop_tokens.intersection(matcher.tokens):
-            break
-    assert total > 0
-    text, end = matcher.tokens[:-1], matcher.tokens[-1]
-    fresh = matcher_of(library)
-    fresh.move_to(text)
-    matcher.rollback(1)
-    for _ in range(2):
-        assert np.array_equal(mask(matcher), mask(fresh))
-        assert matcher.accept(end)
-        assert matcher.accept(7) or not matcher.is_at_end
-        matcher.move_to(text)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_drafts_may_have_tokens_that_the_grammar_does_not_know(backend):
+@every_backend
+def test_drafts_may_be_long_and_have_tokens_that_the_grammar_does_not_know(backend):
     larger = copy.deepcopy(tokenizer())
     larger.add_tokens("<one more>")
     matcher = hf_specdec.grammar(choices=["ab", "cd"], tokenizer=larger, backend=backend).grammar.matcher(0, ())
-    a, b, c = (larger.convert_tokens_to_ids(letter) for letter in "abc")
+    a, b, c = ids("abc", larger)
     # The library has a bit for the first of them, but no text.
     for unknown in (len(larger), 1 << 16):
         for tokens in ([unknown], [a, unknown, b], [unknown, larger.eos_token_id]):
-            masks = np.full((len(tokens) + 1, matcher.num_words), -1, dtype=np.int32)
-            type(matcher).fill_drafts([RowDraft(matcher, tokens, list(range(-1, len(tokens) - 1)), masks)])
+            masks = masks_of_chain(matcher, tokens)
             assert [allows(masks[0], token) for token in (a, b, c, unknown)] == [True, False, True, False]
         assert not matcher.accept(unknown)
     assert matcher.accept(a)
     assert matcher.accept(b)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_drafts_may_be_long(backend):
     matcher, end = own(backend, regex="a*").grammar.matcher(0, ()), tokenizer().eos_token_id
-    (a,) = tokenizer().encode("a", add_special_tokens=False)
     # An end is beyond what the libraries fill at once.
-    tokens = [a] * (MOST_DRAFT_TOKENS - 1) + [end]
-    masks = np.full((len(tokens) + 1, WORDS), -1, dtype=np.int32)
-    type(matcher).fill_drafts([RowDraft(matcher, tokens, list(range(-1, len(tokens) - 1)), masks)])
+    masks = masks_of_chain(matcher, ids("a") * (MOST_DRAFT_TOKENS - 1) + [end])
     assert (masks[:-1] == masks[0]).all()
     assert allows(masks[-2], end)
     assert matcher.tokens == []
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@one_backend
 def test_alternatives_are_drafted_side_by_side(backend):
     texts = ["it is red now", "it is blue now", "it is too early"]
     matcher = own(backend, choices=texts).grammar.matcher(0, ())
@@ -173,10 +170,10 @@ def test_masks_on_scores(tokens, width, rest):
     assert allowed_tokens(masks[0], len(tokens) - 1) == []
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@one_backend
 def test_the_processor_follows_texts_and_begins_new_ones(backend):
     processor = own(backend, choices=["ab", "cd"])
-    a, b, c = (tokenizer().convert_tokens_to_ids(letter) for letter in "abc")
+    a, b, c, d = ids("abcd")
     logits = torch.zeros(2, 4096)
 
     def allowed(rows):
@@ -186,7 +183,6 @@ def test_the_processor_follows_texts_and_begins_new_ones(backend):
     assert allowed([PROMPT, PROMPT]) == [True, False, True] * 2
     assert allowed([[*PROMPT, a], [*PROMPT, c]]) == [False, True, False, False, False, False]
     # The first row has left the batch, and the other goes on.
-    d = tokenizer().convert_tokens_to_ids("d")
     assert allowed([[*PROMPT, c, d]]) == [False] * 3
     assert allowed([[1, 2]]) == [True, False, True]
     copied = copy.deepcopy(processor)
@@ -194,32 +190,22 @@ def test_the_processor_follows_texts_and_begins_new_ones(backend):
     assert torch.isfinite(copied(torch.tensor([[1, 2, a]]), logits[:1])[0, c])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_plain_generation_twice(backend):
-    processor, call = own(backend, choices=["yes", "no"]), {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
-    prompt = torch.tensor([[50, 60, 70], [51, 61, 71]])
-    first, second = (
-        demo_target().generate(prompt, attention_mask=torch.ones_like(prompt), **call, logits_processor=[processor])
-        for _ in range(2)
-    )
-    assert torch.equal(first, second)
-    for text in tokenizer().batch_decode(first[:, 3:], skip_special_tokens=True):
-        assert text in ("yes", "no")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@one_backend
 @pytest.mark.parametrize(
     "settings",
-    [{"num_beams": 3, "num_return_sequences": 3}, {"prompt_lookup_num_tokens": 4}],
-    ids=["beams", "prompt lookup"],
+    [{"prompt_lookup_num_tokens": 4}, *in_full({}, {"num_beams": 3, "num_return_sequences": 3})],
+    ids=["prompt lookup", "greedy", "beams"],
 )
-def test_plain_generation_that_goes_back(backend, settings):
+def test_plain_generation_twice_and_where_it_goes_back(backend, settings):
     """Beams go on from one of them, and transformers' own assisted decoding gives tokens up again."""
-    texts, prompt = ["abc abd", "abd abc", "blue"], tokenizer()("abc abd abd abc blue ab", return_tensors="pt")
+    texts, prompt = ["abc abd", "abd abc", "blue"], tokenizer()(["abc abd abd abc blue ab"], return_tensors="pt")
+    prompt = {name: value.repeat(1 if settings else 2, 1) for name, value in prompt.items()}
     call = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": tokenizer().eos_token_id, "pad_token_id": 0}
-    output = demo_target().generate(**prompt, **call, **settings, logits_processor=[own(backend, choices=texts)])
-    found = tokenizer().batch_decode(output[:, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert set(found) <= set(texts)
+    processor = own(backend, choices=texts)
+    for _ in range(1 if settings else 2):
+        output = demo_target().generate(**prompt, **call, **settings, logits_processor=[processor])
+        found = tokenizer().batch_decode(output[:, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert set(found) <= set(texts)
 
 
 class Model:
@@ -230,62 +216,52 @@ class Model:
         return SCHEMA
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@one_backend
 def test_ways_to_write_a_schema(backend):
-    masks = [
+    first, *others = [
         mask(own(backend, schema=schema).grammar.matcher(0, ())) for schema in (SCHEMA, json.dumps(SCHEMA), Model)
     ]
-    assert all(np.array_equal(masks[0], other) for other in masks)
-    flexible = mask(own(backend, schema=SCHEMA, flexible_whitespace=True).grammar.matcher(0, ()))
-    (opened,) = tokenizer().encode("{", add_special_tokens=False)
-    assert allows(masks[0], opened)
-    assert allows(flexible, opened)
-    after = [
-        followed(own(backend, schema=SCHEMA, flexible_whitespace=free).grammar.matcher(0, ()), [opened])
-        for free in (False, True)
-    ]
-    (line,) = tokenizer().encode("\n", add_special_tokens=False)
-    assert [allows(found, line) for found in after] == [False, True]
+    assert all(np.array_equal(first, other) for other in others)
+    (opened,), (line,) = (tokenizer().encode(text, add_special_tokens=False) for text in "{\n")
+    for is_free in (False, True):
+        matcher = own(backend, schema=SCHEMA, flexible_whitespace=is_free).grammar.matcher(0, ())
+        assert allows(mask(matcher), opened)
+        assert allows(followed(matcher, [opened]), line) == is_free
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("grammar", "words"),
-    [
-        ({"regex": "(["}, "cannot read the grammar `regex`"),
-        ({"schema": {"type": "nonsense"}}, "cannot read the grammar `schema`"),
-        ({"schema": "{"}, "`schema` is no JSON"),
-        ({"schema": [1]}, "must be a JSON schema"),
-        ({"lark": "start: nothing"}, "cannot read the grammar `lark`"),
-        ({"schema": {"const": object()}}, "`schema` cannot be written as JSON"),
-        ({"regex": 5}, "`regex` must be a text, got 5"),
-        ({"choices": []}, "`choices` must be texts"),
-        ({"choices": iter(["yes"])}, "`choices` must be texts"),
-        ({"choices": "yes"}, "`choices` must be texts"),
-        ({"regex": "a", "choices": ["a"]}, "takes one of .* got `regex`, `choices`"),
-    ],
-)
-def test_bad_grammars(backend, grammar, words):
-    with pytest.raises(SpecConfigError, match=words):
-        own(backend, **grammar)
+BAD_GRAMMARS = [
+    ({"regex": "(["}, "cannot read the grammar `regex`"),
+    ({"schema": {"type": "nonsense"}}, "cannot read the grammar `schema`"),
+    ({"schema": "{"}, "`schema` is no JSON"),
+    ({"schema": [1]}, "must be a JSON schema"),
+    ({"lark": "start: nothing"}, "cannot read the grammar `lark`"),
+    ({"schema": {"const": object()}}, "`schema` cannot be written as JSON"),
+    ({"regex": 5}, "`regex` must be a text, got 5"),
+    ({"choices": []}, "`choices` must be texts"),
+    ({"choices": iter(["yes"])}, "`choices` must be texts"),
+    ({"choices": "yes"}, "`choices` must be texts"),
+    ({"regex": "a", "choices": ["a"]}, "takes one of .* got `regex`, `choices`"),
+]
 
 
-def test_bad_arguments(monkeypatch):
-    with pytest.raises(SpecConfigError, match="none of them"):
-        hf_specdec.grammar(tokenizer=tokenizer())
-    with pytest.raises(SpecConfigError, match="fast tokenizer as `tokenizer`, got None"):
-        hf_specdec.grammar(SCHEMA)
-    with pytest.raises(SpecConfigError, match="one of xgrammar, llguidance, got 'other'"):
-        hf_specdec.grammar(SCHEMA, tokenizer(), backend="other")
+@one_backend
+def test_bad_grammars(backend):
+    for grammar, words in BAD_GRAMMARS:
+        with pytest.raises(SpecConfigError, match=words):
+            own(backend, **grammar)
+
+
+def test_bad_arguments_and_other_processors(monkeypatch):
+    for arguments, words in (
+        ({"tokenizer": tokenizer()}, "none of them"),
+        ({"schema": SCHEMA}, "fast tokenizer as `tokenizer`, got None"),
+        ({"schema": SCHEMA, "tokenizer": tokenizer(), "backend": "other"}, "one of xgrammar, llguidance, got 'other'"),
+    ):
+        with pytest.raises(SpecConfigError, match=words):
+            hf_specdec.grammar(**arguments)
     monkeypatch.setattr("hf_specdec.logits.grammar.processor.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="xgrammar or llguidance.*pip install xgrammar"):
         hf_specdec.grammar(SCHEMA, tokenizer())
-
-
-@needs("xgrammar")
-def test_other_processors_are_no_grammars():
-    from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
-
-    assert grammar_of(TemperatureLogitsWarper(0.5), 4096) is None
-    assert grammar_of(PrefixConstrainedLogitsProcessor(lambda row, tokens: [1], 1), 4096) is None
-    assert grammar_of(object(), 4096) is None
+    no_grammar = PrefixConstrainedLogitsProcessor(lambda row, tokens: [1], 1)
+    for other in (TemperatureLogitsWarper(0.5), no_grammar, object()):
+        assert grammar_of(other, 4096) is None

@@ -1,4 +1,4 @@
-"""Layers of the Llama family: transformers' own numbers, in whatever form their parts are."""
+"""Layers of the Llama family and rotary angles: transformers' own numbers, in whatever form their parts are."""
 
 import copy
 
@@ -17,14 +17,21 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from hf_specdec import demo, load_speculator
+from hf_specdec.candidate_generators.dflash.network import GivenContext
 from hf_specdec.decoding.attention import NAME, VerificationForward, running
 from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.layers import structure
+from hf_specdec.kernels import _triton
+from hf_specdec.layers import rope
 from hf_specdec.layers.known import is_llama_layer
-from hf_specdec.layers.llama import DecoderLayer, with_query_groups
-from hf_specdec.layers.rope import signed_angles
+from hf_specdec.layers.llama import DecoderLayer, rotate, with_query_groups
+from hf_specdec.layers.rope import RotaryAngles, signed_angles
+from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
+from tests.helpers.layer_references import rotary_angles
+from tests.helpers.levels import in_full
 from tests.helpers.models import VOCAB_SIZE
 
 
@@ -47,7 +54,6 @@ MODELS = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
 }
-every_model = pytest.mark.parametrize("name", MODELS)
 
 
 @torch.no_grad()
@@ -95,67 +101,62 @@ class Reading:
         return zip(prompt, tree)
 
 
-def test_models_that_this_transformers_does_not_have_are_passed_over(monkeypatch):
-    tables = {"norm": {"no_such.NoNorm": "a", "llama.NoSuchNorm": "b", "llama.LlamaRMSNorm": "c"}}
-    tables["rotation"] = {"no_such": False, "llama": True}
-    monkeypatch.setattr(structure, "_TABLES", tables)
-    structure._form_of.cache_clear()
-    layer = make().get_decoder().layers[0]
-    assert structure.form_of(layer.input_layernorm, "norm") == "c"
-    assert structure.form_of(layer.self_attn, "rotation")
-    structure._form_of.cache_clear()
+# Numbers
 
 
-class TestNumbers:
-    @every_model
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-    @torch.no_grad()
-    def test_are_those_of_transformers(self, name, dtype):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "llama_biases", "llama_head_dim", "qwen2", "qwen3"),
+        *in_full("llama_one_head_each", "llama_one_key_head", "llama_gelu", "mistral"),
+    ],
+)
+def test_numbers_and_gradients_are_those_of_transformers(name):
+    for dtype in (torch.float32, torch.bfloat16):
         model = make(name, dtype)
         assert is_llama_layer(model.get_decoder().layers[0])
-        expected, found = Reading(model).both()
+        with torch.no_grad():
+            expected, found = Reading(model).both()
         assert all(map(torch.equal, expected, found))
         assert not torch.equal(expected[0], drawn(2, 5, 32, dtype=dtype))
+    model, gradients = make(name), []
+    for output in Reading(model).read(drawn(2, 5, 32), cached=False):
+        model.zero_grad()
+        output.square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.get_decoder().layers[0].parameters()])
+    assert all(gradient.abs().max() > 0 for gradient in gradients[0])
+    torch.testing.assert_close(*gradients)
 
-    @torch.no_grad()
-    def test_without_a_cache_or_with_one_token(self):
-        reading = Reading(make())
-        for tokens in (1, 6):
-            expected, found = reading.read(drawn(2, tokens, 32), cached=False)
-            assert torch.equal(expected, found)
 
-    @torch.no_grad()
-    def test_boolean_masks(self):
-        reading, seen = Reading(make("qwen3")), torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
-        seen[1, 0, 3, 1] = False
-        expected, found = reading.read(drawn(2, 5, 32), mask=seen, cached=False)
-        assert torch.equal(expected, found)
+@torch.no_grad()
+def test_numbers_without_a_cache_with_one_token_and_with_boolean_masks():
+    reading = Reading(make())
+    for tokens in (1, 6):
+        assert torch.equal(*reading.read(drawn(2, tokens, 32), cached=False))
+    seen = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    seen[1, 0, 3, 1] = False
+    assert torch.equal(*Reading(make("qwen3")).read(drawn(2, 5, 32), mask=seen, cached=False))
 
-    @every_model
-    def test_gradients(self, name):
-        model = make(name)
-        gradients = []
-        for output in Reading(model).read(drawn(2, 5, 32), cached=False):
-            model.zero_grad()
-            output.square().mean().backward()
-            gradients.append([parameter.grad for parameter in model.get_decoder().layers[0].parameters()])
-        assert all(gradient.abs().max() > 0 for gradient in gradients[0])
-        torch.testing.assert_close(*gradients)
 
-    def test_everything_is_seen_where_attention_is_not_causal(self):
-        layer = DecoderLayer.of(make().get_decoder().layers[0], 0)
-        angles = torch.ones(1, 6, 1, 8), torch.zeros(1, 6, 1, 8)
-        stream = drawn(1, 6, 32)
-        causal = layer(stream, angles, None, None)
-        layer.self_attn.is_causal = False
-        full = layer(stream, angles, None, None)
-        assert torch.equal(full, layer(stream, angles, torch.zeros(1, 1, 12, 6), None))
-        torch.testing.assert_close(causal[:, -1], full[:, -1])
-        assert not torch.allclose(causal[:, 0], full[:, 0])
+@torch.no_grad()
+def test_everything_is_seen_where_attention_is_not_causal():
+    layer = DecoderLayer.of(make().get_decoder().layers[0], 0)
+    angles = torch.ones(1, 6, 1, 8), torch.zeros(1, 6, 1, 8)
+    stream = drawn(1, 6, 32)
+    causal = layer(stream, angles, None, None)
+    layer.self_attn.is_causal = False
+    everything = layer(stream, angles, None, None)
+    assert torch.equal(everything, layer(stream, angles, torch.zeros(1, 1, 12, 6), None))
+    torch.testing.assert_close(causal[:, -1], everything[:, -1])
+    assert not torch.allclose(causal[:, 0], everything[:, 0])
 
-    def test_names_of_the_state(self):
-        layer = make("qwen3").get_decoder().layers[0]
-        assert DecoderLayer.of(layer, 0).state_dict().keys() == layer.state_dict().keys()
+
+def test_names_of_the_state():
+    layer = make("qwen3").get_decoder().layers[0]
+    assert DecoderLayer.of(layer, 0).state_dict().keys() == layer.state_dict().keys()
+
+
+# Parts that a user has changed count, as they do in transformers' layer
 
 
 class Wrapped(nn.Module):
@@ -192,10 +193,6 @@ def replace_class(layer, name):
     layer.get_submodule(name).__class__ = DoubledLinear
 
 
-def hook_once(layer, name):
-    layer.get_submodule(name).register_forward_hook(double_output).remove()
-
-
 LINEARS = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
 MODULES = [*LINEARS, "mlp", "mlp.act_fn", "input_layernorm", "post_attention_layernorm", "self_attn.q_norm"]
 CHANGES = {
@@ -208,90 +205,181 @@ CHANGES = {
 }
 
 
-class TestChangedParts:
-    """A module that a user puts into a network counts, as it does in transformers' layer."""
-
-    @pytest.mark.parametrize("part", MODULES)
-    @pytest.mark.parametrize("change", CHANGES)
-    @torch.no_grad()
-    def test_count(self, change, part):
-        self.compare(CHANGES[change], part)
-
-    @pytest.mark.parametrize("part", LINEARS)
-    @torch.no_grad()
-    def test_other_classes_of_linear_layers(self, part):
-        self.compare(replace_class, part)
-
-    def compare(self, change, part):
+@pytest.mark.parametrize("change", ["hook", "other class", *in_full("pre_hook", "forward", "wrapped")])
+@torch.no_grad()
+def test_changed_parts_count(change):
+    for part in LINEARS if change == "other class" else MODULES:
         model = make("qwen3")
         theirs = model.get_decoder().layers[0]
         unchanged, _ = Reading(model).both()
         ours = DecoderLayer.of(copy.deepcopy(theirs), 0)
         for layer in (theirs, ours):
-            change(layer, part)
+            CHANGES.get(change, replace_class)(layer, part)
         expected, found = Reading(model, theirs, ours).both()
-        assert all(map(torch.equal, expected, found))
-        assert not torch.equal(expected[1], unchanged[1])
-
-    @torch.no_grad()
-    def test_hooks_of_attention_and_layer(self):
-        """Calls of hooks have other arguments than transformers', and the same output."""
-        model, outputs = make(), []
-        reading = Reading(model)
-        expected, _ = reading.read(drawn(1, 4, 32), cached=False)
-        handles = [
-            part.register_forward_hook(lambda module, args, output: outputs.append(output))
-            for part in (reading.ours, reading.ours.self_attn)
-        ]
-        _, found = reading.read(drawn(1, 4, 32), cached=False)
-        assert torch.equal(found, expected)
-        assert len(outputs) == 2
-        assert torch.equal(outputs[1], expected)
-        for handle in handles:
-            handle.remove()
-        reading.read(drawn(1, 4, 32), cached=False)
-        assert len(outputs) == 2
-
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-    @torch.no_grad()
-    def test_packed_weights(self):
-        """Linear layers of eight bits take the places of the others."""
-        reading = Reading(make("qwen3"))
-        expected, _ = reading.both()
-        reading = Reading(reading.model)
-        reading.ours = torch.ao.quantization.quantize_dynamic(reading.ours, {nn.Linear}, dtype=torch.qint8)
-        assert not isinstance(reading.ours.mlp.up_proj, nn.Linear)
-        _, found = reading.both()
-        for one, other in zip(expected, found):
-            assert not torch.equal(one, other)
-            assert nn.functional.cosine_similarity(one, other, dim=-1).min() > 0.99
-
-    @torch.no_grad()
-    def test_weights_are_read_where_they_are(self):
-        reading = Reading(make())
-        before, _ = reading.read(drawn(1, 4, 32), cached=False)
-        reading.theirs.self_attn.v_proj.weight.mul_(2)
-        reading.theirs.input_layernorm.weight.mul_(2)
-        expected, found = reading.read(drawn(1, 4, 32), cached=False)
-        assert torch.equal(expected, found)
-        assert not torch.equal(expected, before)
+        assert all(map(torch.equal, expected, found)), part
+        assert not torch.equal(expected[1], unchanged[1]), part
 
 
-class TestWhatIsALlamaLayer:
-    def test_not_a_changed_one(self, monkeypatch):
-        for change in CHANGES.values():
-            layer = make().get_decoder().layers[0]
-            hook_once(layer, "mlp")
-            assert is_llama_layer(layer)
-            change(layer, "mlp")
-            assert not is_llama_layer(layer)
+@torch.no_grad()
+def test_hooks_of_attention_and_layer():
+    """Calls of hooks have other arguments than transformers', and the same output."""
+    outputs, reading = [], Reading(make())
+    expected, _ = reading.read(drawn(1, 4, 32), cached=False)
+    handles = [
+        part.register_forward_hook(lambda module, args, output: outputs.append(output))
+        for part in (reading.ours, reading.ours.self_attn)
+    ]
+    _, found = reading.read(drawn(1, 4, 32), cached=False)
+    assert torch.equal(found, expected)
+    assert len(outputs) == 2
+    assert torch.equal(outputs[1], expected)
+    for handle in handles:
+        handle.remove()
+    reading.read(drawn(1, 4, 32), cached=False)
+    assert len(outputs) == 2
+
+
+def test_layers_that_are_changed_drop_out_or_are_of_another_family_are_not_llamas(monkeypatch):
+    for change in CHANGES.values():
         layer = make().get_decoder().layers[0]
-        monkeypatch.setattr(type(layer.mlp), "forward", lambda self, hidden: hidden)
+        layer.mlp.register_forward_hook(double_output).remove()
+        assert is_llama_layer(layer)
+        change(layer, "mlp")
         assert not is_llama_layer(layer)
+    assert not is_llama_layer(make(attention_dropout=0.1).get_decoder().layers[0])
+    other = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
+    assert not is_llama_layer(other.get_decoder().layers[0])
+    layer = make().get_decoder().layers[0]
+    monkeypatch.setattr(type(layer.mlp), "forward", lambda self, hidden: hidden)
+    assert not is_llama_layer(layer)
 
-    def test_not_one_with_dropout(self):
-        assert not is_llama_layer(make(attention_dropout=0.1).get_decoder().layers[0])
 
-    def test_not_one_of_another_family(self):
-        other = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
-        assert not is_llama_layer(other.get_decoder().layers[0])
+# Rotary angles
+
+
+KINDS = {
+    "default": {},
+    "linear": {"factor": 8.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 16},
+    "dynamic": {"factor": 8.0},
+}
+POSITIONS = torch.tensor([[0, 3, 4, 5], [7, 8, 30, 31]])
+
+
+def embedding(kind, kind_of=LlamaRotaryEmbedding):
+    parameters = {"rope_type": kind, "rope_theta": 10000.0, **KINDS[kind]}
+    return kind_of(LlamaConfig(head_dim=16, max_position_embeddings=16, rope_parameters=parameters))
+
+
+# By model: types of layer that have angles of their own, and whether neighbours turn together.
+EMBEDDINGS = {
+    **dict.fromkeys(("llama", "qwen3", "gemma2", "phi3", "granite", "mixtral", "smollm3"), ((), False)),
+    **dict.fromkeys(("olmo", "olmo2"), ((), False)),
+    "glm4": ((), True),
+    "gemma3_text": (("full_attention", "sliding_attention"), False),
+    "olmo3": (("full_attention", "sliding_attention"), False),
+}
+
+
+class Counted(LlamaRotaryEmbedding):
+    """An embedding that counts its calls."""
+
+    num_calls = 0
+
+    def forward(self, *args):
+        self.num_calls += 1
+        return super().forward(*args)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "dynamic", *in_full("default", "linear", "yarn")])
+def test_angles_are_those_of_the_embedding_looked_up_or_computed(kind):
+    for dtype in (torch.float32, torch.bfloat16):
+        like, looked_up, computed = torch.zeros(1, dtype=dtype), *(RotaryAngles(embedding(kind)) for _ in range(2))
+        for bound in (32, 40, 500):
+            # A dynamic embedding remembers the longest text.
+            expected = signed_angles(*embedding(kind)(like, POSITIONS))
+            found = looked_up(POSITIONS, like, bound)
+            assert [part.shape for part in found] == [(2, 4, 1, 16)] * 2
+            assert all(map(torch.equal, found, expected))
+            assert all(map(torch.equal, computed(POSITIONS, like), expected))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Calls of the kernel that computes angles, which torch computes here."""
+    calls = []
+    monkeypatch.setattr(_triton, "CHOICE", "triton")
+    monkeypatch.setattr(rope, "fuses", lambda tensor: True)
+    monkeypatch.setattr(rope, "rotary_angles", lambda *given: calls.append(given) or rotary_angles(*given))
+    return calls
+
+
+FIRST = ("llama", "glm4", "gemma3_text")
+
+
+@pytest.mark.parametrize("name", [*FIRST, *in_full(*(name for name in EMBEDDINGS if name not in FIRST))])
+@torch.no_grad()
+def test_angles_of_known_models_are_one_operation_on_a_gpu(name, as_on_a_gpu):
+    known, (types, is_interleaved) = tiny_model(name).get_decoder().rotary_emb, EMBEDDINGS[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        like = torch.zeros(1, dtype=dtype)
+        as_on_a_gpu.clear()
+        for layer_type in types or (None,):
+            own = () if layer_type is None else (layer_type,)
+            expected = signed_angles(*known(like, POSITIONS, *own), is_interleaved)
+            found = RotaryAngles(known, layer_type, is_interleaved)(POSITIONS, like)
+            assert all(map(torch.equal, found, expected))
+            assert [part.dtype for part in found] == [part.dtype for part in expected]
+        assert len(as_on_a_gpu) == max(len(types), 1)
+
+
+@torch.no_grad()
+def test_hooks_of_an_embedding_run(as_on_a_gpu):
+    hooked, calls = embedding("default"), []
+    hooked.register_forward_hook(lambda *given: calls.append(given))
+    RotaryAngles(hooked)(POSITIONS, torch.zeros(1))
+    assert len(calls) == 1
+    assert not as_on_a_gpu
+
+
+def test_angles_are_computed_once_for_many_positions_unless_they_change_with_the_text():
+    counted = embedding("default", kind_of=Counted)
+    angles, like, last = RotaryAngles(counted), torch.zeros(1), torch.tensor([[64]])
+    for bound in (32, 33, 64):
+        angles(POSITIONS, like, bound)
+    assert counted.num_calls == 1
+    expected = signed_angles(*embedding("default")(like, last))
+    assert all(map(torch.equal, angles(last, like, 65), expected))
+    assert counted.num_calls == 2
+    changing = embedding("dynamic", kind_of=Counted)
+    angles = RotaryAngles(changing)
+    for calls in (1, 2):
+        angles(POSITIONS, torch.zeros(1), 32)
+        assert changing.num_calls == calls
+
+
+def test_heads_turn_as_in_transformers():
+    heads = torch.randn(2, 4, 3, 16)
+    cosine, sine = embedding("yarn")(heads, POSITIONS)
+    expected, _ = apply_rotary_pos_emb(heads.transpose(1, 2), heads.transpose(1, 2), cosine, sine)
+    assert torch.equal(rotate(heads, *signed_angles(cosine, sine)), expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash", *in_full("eagle", "mtp")])
+@torch.no_grad()
+def test_networks_make_the_same_of_angles_looked_up_or_computed(method):
+    target = demo.load_target()
+    network = load_speculator(target, {"method": method, "model": demo.drafter_path(method)}).resources
+    tokens, positions = torch.tensor([[5, 6, 7], [8, 9, 10]]), torch.tensor([[0, 1, 2], [40, 41, 42]])
+
+    def outputs(bound):
+        if method != "dflash":
+            hidden = torch.linspace(-1, 1, 2 * 3 * 256).view(2, 3, 256)
+            return network(tokens, hidden, positions, None, bound=bound)
+        fused = torch.linspace(-1, 1, 2 * 3 * network.config.hidden_size).view(2, 3, -1)
+        context = network.context(fused, positions, bound)
+        block = network(tokens, positions + 3, dict.fromkeys(network.views), GivenContext(context), bound)
+        return [block, *(part for layer in context for part in layer)]
+
+    assert all(map(torch.equal, outputs(46), outputs(None)))

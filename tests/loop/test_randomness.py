@@ -1,4 +1,4 @@
-"""Random numbers that depend on seed, row, position and purpose, and on nothing else."""
+"""Random numbers depend on seed, row, position and purpose alone, and draws by them are the inverse of the CDF."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from hf_specdec.kernels.sampling import _first_above, sample_from_probs
 from hf_specdec.logits.randomness import ACCEPT, DRAFT, NODES_PER_ANCHOR, TARGET, RowUniforms, seed_from_torch
+from tests.helpers.levels import in_full
+from tests.helpers.rule_cases import ALMOST_ONE, random_probs, uniform
 
 
 PURPOSES = (TARGET, ACCEPT, DRAFT)
@@ -20,37 +23,32 @@ def numbers_of_row(seed, purpose, row, count, space=0):
 
 
 first_positions = st.lists(st.integers(0, 3000), min_size=4, max_size=4)
+counts = st.integers(0, 40) | st.sampled_from([1900])
 
 
-@given(reads=st.lists(st.tuples(st.sampled_from(PURPOSES), first_positions, st.integers(0, 40)), max_size=8))
-def test_numbers_are_those_of_philox_whatever_is_read_before(reads):
+@given(reads=st.lists(st.tuples(st.sampled_from(PURPOSES), first_positions, counts), max_size=8))
+def test_numbers_are_those_of_philox_whatever_is_read_before_and_beside(reads):
     uniforms, rows = RowUniforms(7), [2, 0, 5, 1]
-    expected = {(purpose, row): numbers_of_row(7, purpose, row, 3100) for purpose in PURPOSES for row in rows}
+    expected = {(purpose, row): numbers_of_row(7, purpose, row, 5000) for purpose in PURPOSES for row in rows}
+    answers = []
     for purpose, firsts, count in reads:
         values = uniforms.at(purpose, rows, firsts, count)
         assert values.shape == (4, count)
+        answers.append((values, purpose, firsts, count))
+    # Later reads leave earlier answers alone.
+    for values, purpose, firsts, count in answers:
         for row, first, row_values in zip(rows, firsts, values):
             assert torch.equal(row_values, expected[purpose, row][first : first + count])
 
 
-def test_nodes_are_numbered_after_their_anchor():
+def test_numbers_of_nodes_follow_their_anchor():
     expected = numbers_of_row(7, ACCEPT, 3, 40 * NODES_PER_ANCHOR, space=1).view(40, NODES_PER_ANCHOR)
     uniforms = RowUniforms(7)
     for anchor in (0, 39, 5, 6, 7, 20):
         assert torch.equal(uniforms.for_nodes([3], [anchor], 9)[0], expected[anchor, :9])
         assert torch.equal(uniforms.for_nodes([3], [anchor], 6, first_node=250)[0], expected[anchor, 250:])
-
-
-def test_a_row_does_not_depend_on_its_neighbours():
-    alone, together = RowUniforms(1), RowUniforms(1)
-    batch = together.at(TARGET, [4, 0, 9], [600, 3, 77], 5)
-    assert torch.equal(alone.at(TARGET, [9], [77], 5), batch[2:])
-    assert torch.equal(alone.at(TARGET, [4], [600], 5), batch[:1])
-
-
-def test_one_position_has_one_number_in_every_cycle():
-    uniforms = RowUniforms(1)
-    assert torch.equal(uniforms.at(TARGET, [0], [10], 6)[:, 4:], uniforms.at(TARGET, [0], [14], 2))
+    with pytest.raises(ValueError, match="at most 256 nodes, got 257"):
+        RowUniforms(0).for_nodes([0], [0], 257)
 
 
 def test_a_position_that_is_drafted_again_gets_another_number():
@@ -60,14 +58,12 @@ def test_a_position_that_is_drafted_again_gets_another_number():
     assert not (first == again).any()
 
 
-def test_seeds_rows_purposes_and_addressings_are_unrelated():
+def test_streams_are_uniform_and_unrelated():
     streams = [RowUniforms(seed).at(p, [row], [0], 400)[0] for seed in (0, 1) for p in PURPOSES for row in (0, 1)]
     streams += [RowUniforms(0).for_nodes([row], [0], 256, p)[0] for p in PURPOSES for row in (0, 1)]
+    streams += [RowUniforms(seed).at(TARGET, [0], [0], 1)[0] for seed in (2**63, 2**63 + 1, 2**64 - 1)]
     values = torch.cat(streams)
     assert values.unique().numel() == values.numel()
-
-
-def test_numbers_are_uniform_and_rows_uncorrelated():
     uniforms = RowUniforms(12)
     rows = torch.cat([uniforms.at(TARGET, [0, 1], [i, i], 500) for i in range(0, 50000, 500)], dim=1).numpy()
     assert stats.kstest(rows.ravel(), "uniform").pvalue > 1e-3
@@ -75,58 +71,23 @@ def test_numbers_are_uniform_and_rows_uncorrelated():
     assert abs(np.corrcoef(rows[0, :-1], rows[0, 1:])[0, 1]) < 4 / rows.shape[1] ** 0.5
 
 
-def test_no_number_becomes_one_in_float32(monkeypatch):
-    almost_one = float(np.nextafter(1.0, 0.0))
-    assert torch.tensor(almost_one).item() == 1.0
+def test_no_number_becomes_1_in_float32(monkeypatch):
+    assert torch.tensor(ALMOST_ONE).item() == 1.0
 
     class Extreme:
         def __init__(self, bit_generator):
             pass
 
         def random(self, count):
-            return np.full(count, almost_one)
+            return np.full(count, ALMOST_ONE)
 
     monkeypatch.setattr(np.random, "Generator", Extreme)
     values = RowUniforms(0).at(TARGET, [0], [0], 3)
     assert values.dtype == torch.float64
-    assert values.float().max() < 1.0
-    assert values.min() > 0.9999
+    assert 0.9999 < values.float().min() <= values.float().max() < 1.0
 
 
-def test_later_reads_leave_earlier_answers_alone():
-    uniforms = RowUniforms(1)
-    values = uniforms.at(TARGET, [0], [0], 4)
-    kept = values.clone()
-    uniforms.at(TARGET, [0, 1], [5000, 0], 4)
-    assert torch.equal(values, kept)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**64])
-def test_refuses_seeds_out_of_range(seed):
-    with pytest.raises(ValueError, match="from 0 to 2"):
-        RowUniforms(seed)
-
-
-def test_large_seeds_are_told_apart():
-    values = [RowUniforms(seed).at(TARGET, [0], [0], 1).item() for seed in (2**63, 2**63 + 1, 2**64 - 1)]
-    assert len(set(values)) == 3
-
-
-def test_refuses_more_numbers_than_there_are():
-    with pytest.raises(ValueError, match="at most 256 nodes, got 257"):
-        RowUniforms(0).for_nodes([0], [0], 257)
-
-
-def test_long_reads_give_the_numbers_of_their_positions():
-    narrow, wide = RowUniforms(3), RowUniforms(3)
-    expected = torch.cat([narrow.at(TARGET, [0, 2], [start, start + 7], 100) for start in range(5, 1905, 100)], dim=1)
-    wide.at(TARGET, [0, 2], [0, 0], 10)
-    assert torch.equal(wide.at(TARGET, [0, 2], [5, 12], 1900), expected)
-    # What is read after a long read does not change either.
-    assert torch.equal(wide.at(TARGET, [2], [12], 100), narrow.at(TARGET, [2], [12], 100))
-
-
-def test_seed_comes_from_the_default_cpu_generator():
+def test_seeds_come_from_torchs_cpu_generator_and_have_a_range():
     torch.manual_seed(3)
     seeds = [seed_from_torch(), seed_from_torch()]
     torch.manual_seed(3)
@@ -135,3 +96,90 @@ def test_seed_comes_from_the_default_cpu_generator():
     assert seeds[0] != seeds[1]
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert max(seeds) > 2**32
+    for seed in (-1, 2**64):
+        with pytest.raises(ValueError, match="from 0 to 2"):
+            RowUniforms(seed)
+
+
+# Draws by given numbers
+
+
+@pytest.mark.parametrize("vocab_size", [37, 257, *in_full(1, 2, 256, 1000)])
+def test_draws_are_the_inverse_of_the_cdf(vocab_size, generator):
+    probs = random_probs(generator, 500, vocab_size)
+    probs[:, ::3] *= (uniform(generator, 500, 1) < 0.5) | (vocab_size == 1)
+    numbers = uniform(generator, 500)
+    ids = sample_from_probs(probs, numbers)
+    cumulative = probs.double().cumsum(-1).numpy()
+    thresholds = numbers.numpy() * cumulative[:, -1]
+    for row, threshold, token in zip(cumulative, thresholds, ids.tolist()):
+        expected = int(np.searchsorted(row, threshold, side="right"))
+        # Sums of blocks are float32: beside a boundary the neighbour is right too.
+        assert token == expected or abs(row[min(token, expected)] - threshold) < 1e-6
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        rounded = probs.to(dtype)
+        assert torch.equal(sample_from_probs(rounded, numbers), sample_from_probs(rounded.float(), numbers))
+
+
+def test_draws_reach_every_id_of_a_long_tail():
+    # The tail's ids have 4e-9 each: below the resolution of a cumulative sum in float32 near 1.
+    vocab_size, tail = 262_144, 4e-9
+    probs = torch.full((vocab_size,), tail)
+    probs[0] = 1.0 - tail * (vocab_size - 1)
+    total = probs.double().sum().item()
+    steps = torch.arange(1000, 2000, dtype=torch.float64) + 0.5
+    ids = sample_from_probs(probs.expand(1000, vocab_size), (probs[0].item() + steps * tail) / total)
+    assert ids.unique().numel() == 1000
+    assert (ids - (steps + 0.5).long()).abs().max() <= 10  # the first block's float32 rounding, 3e-8, in ids of 4e-9
+
+
+@pytest.mark.parametrize("vocab_size", [700, *in_full(3)])
+def test_draws_never_return_an_id_of_probability_0(vocab_size, generator):
+    probs = random_probs(generator, 64, vocab_size) * (uniform(generator, 64, vocab_size) < 0.3)
+    probs[:, 0] = probs[:, -1] = 0.0
+    probs[:, 1] = 1e-9
+    for scale in (1e-30, 1.0, 1e30):
+        scaled = probs.float() * scale
+        for number in (0.0, 1e-300, 0.5, ALMOST_ONE, 1.0):
+            for dtype in (torch.float64, torch.float32):
+                ids = sample_from_probs(scaled, torch.full((64,), number, dtype=dtype))
+                assert (scaled.gather(1, ids[:, None]) > 0).all()
+    one = torch.eye(vocab_size)
+    for number in (0.0, 0.3, ALMOST_ONE):
+        assert sample_from_probs(one, torch.full((vocab_size,), number)).tolist() == list(range(vocab_size))
+    # A vocabulary may end inside a block.
+    for number in (ALMOST_ONE, 1.0):
+        ids = sample_from_probs(random_probs(generator, 200, 400), torch.full((200,), number, dtype=torch.float64))
+        assert (ids < 400).all()
+
+
+def test_draws_pass_ids_of_probability_0_where_the_cumulative_sum_wavers():
+    # A parallel scan may round an entry up although its weight is 0.
+    weights = torch.tensor([[0.5, 0.0, 0.5, 0.0]], dtype=torch.float64)
+    cumulative = torch.tensor([[0.5, 0.5 + 1e-16 * 4, 1.0, 1.0]], dtype=torch.float64)
+    threshold = torch.tensor([[0.5]], dtype=torch.float64)
+    assert cumulative[0, 1] > 0.5
+    assert _first_above(weights, cumulative, threshold).item() == 2
+    assert _first_above(weights, cumulative, threshold + 0.5).item() in (0, 2)
+
+
+@pytest.mark.parametrize("vocab_size", [257, *in_full(50_257)])
+def test_the_draw_of_a_row_does_not_depend_on_the_batch(vocab_size, generator):
+    probs, numbers = random_probs(generator, 2, 9, vocab_size), uniform(generator, 2, 9)
+    ids = sample_from_probs(probs, numbers)
+    assert ids.shape == (2, 9)
+    for row in range(2):
+        assert torch.equal(sample_from_probs(probs[row], numbers[row]), ids[row])
+        for node in range(9):
+            assert sample_from_probs(probs[row, node], numbers[row, node]) == ids[row, node]
+    assert torch.equal(sample_from_probs(probs * 0.125, numbers), ids)
+    transposed = probs.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(sample_from_probs(transposed, numbers), ids)
+
+
+def test_rows_without_a_distribution_are_marked():
+    for vocab_size in (5, 600):
+        for bad in (0.0, float("nan"), float("inf")):
+            probs = torch.zeros(3, vocab_size)
+            probs[0, 2], probs[1, 3], probs[2, 1] = 1.0, bad, 0.5
+            assert sample_from_probs(probs, torch.tensor([0.1, 0.1, 0.9])).tolist() == [2, -1, 1]

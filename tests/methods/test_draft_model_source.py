@@ -10,10 +10,12 @@ from transformers import BartForCausalLM, WhisperForCausalLM
 
 from hf_specdec import UnsupportedModelError, record
 from tests.helpers.encoder_decoders import changed, text_model, tiny_model
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import tiny_llama
 
 
 NEW = 16
+DECODERS = {"bart": BartForCausalLM, "whisper": WhisperForCausalLM}
 
 
 def decoder_of(model, model_class) -> torch.nn.Module:
@@ -25,47 +27,45 @@ def decoder_of(model, model_class) -> torch.nn.Module:
 
 
 def drafted(model, draft, inputs, **settings):
-    """Output of plain generation and of the same call with the draft model, and the statistics."""
+    """Text and statistics of a call with the draft model; the text must be plain generation's."""
     call = {**inputs, "max_new_tokens": NEW, "do_sample": False, **settings}
     with record() as made:
-        output = model.generate(**call, spec_model=draft, num_speculative_tokens=4)
-    return model.generate(**call), output, made.calls[0].stats
+        text = model.generate(**call, spec_model=draft, num_speculative_tokens=4)
+    assert torch.equal(text, model.generate(**call))
+    return text, made.calls[0].stats
 
 
-@pytest.fixture(scope="module", params=["t5", "bart", "whisper"])
+@pytest.fixture(scope="module", params=["bart", *in_full("t5", "whisper")])
 def target(request):
     return request.param, *tiny_model(request.param)
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("batch_size", [4, *in_full(1)])
 def test_all_drafts_of_a_copy_are_accepted(target, batch_size):
     """With the target's encoder output, from the first token on and for every row."""
     name, model, source = target
     drafts = [copy.deepcopy(model)]
-    if name != "t5":
-        drafts.append(decoder_of(model, {"bart": BartForCausalLM, "whisper": WhisperForCausalLM}[name]))
+    if name in DECODERS:
+        drafts.append(decoder_of(model, DECODERS[name]))
     inputs = {key: value[:batch_size] for key, value in source.items()}
     # What the target has read is not read again.
     drafts[0].get_encoder().forward = None
     for draft in drafts:
-        plain, output, stats = drafted(model, draft, inputs)
-        assert torch.equal(output, plain)
+        _, stats = drafted(model, draft, inputs)
         assert stats.num_accepted_tokens == stats.num_draft_tokens > 2 * batch_size
 
 
 def test_rows_end_where_a_decoder_alone_drafts():
     """It is handed the encoder's output under its own name for it."""
     model, source = tiny_model("bart")
-    text = model.generate(**source, max_new_tokens=NEW, do_sample=False)
-    only_one_row_has = next(token for token in text[2].tolist() if (text == token).sum() == 1)
-    ends = {"eos_token_id": only_one_row_has, "pad_token_id": 0}
-    plain, output, stats = drafted(model, decoder_of(model, BartForCausalLM), source, **ends)
-    assert torch.equal(output, plain)
-    assert (plain == 0).any()
+    plain = model.generate(**source, max_new_tokens=NEW, do_sample=False)
+    end = next(token for token in plain[2].tolist() if (plain == token).sum() == 1)
+    text, stats = drafted(model, decoder_of(model, BartForCausalLM), source, eos_token_id=end, pad_token_id=0)
+    assert (text == 0).any()
     assert stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("rows_end", [False, True])
+@pytest.mark.parametrize("rows_end", [True, *in_full(False)])
 def test_an_encoder_of_its_own_reads_each_source_once(target, rows_end):
     name, model, source = target
     settings = {}
@@ -75,13 +75,13 @@ def test_an_encoder_of_its_own_reads_each_source_once(target, rows_end):
         settings = {"eos_token_id": [int(text[0, 7]), int(text[1, 10])], "pad_token_id": 0}
     draft, read = changed(model, 0.02), []
     draft.get_encoder().register_forward_hook(lambda module, args, output: read.append(output[0].shape))
-    plain, output, stats = drafted(model, draft, source, **settings)
-    assert torch.equal(output, plain)
+    _, stats = drafted(model, draft, source, **settings)
     assert len(read) == 1
     assert read[0][0] == 4
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
+@full
 def test_drawn_drafts_are_accepted(target):
     name, model, source = target
     call = {**source, "max_new_tokens": NEW, "do_sample": True, "num_return_sequences": 2}
@@ -92,30 +92,25 @@ def test_drawn_drafts_are_accepted(target):
     assert made.calls[0].stats.num_accepted_tokens > 16
 
 
-def test_texts_without_the_source_are_drafted_too():
-    """By a model that knows nothing of sources."""
-    model, source = tiny_model("bart")
-    plain, output, stats = drafted(model, tiny_llama(vocab_size=99), source)
-    assert torch.equal(output, plain)
-    assert stats.num_draft_tokens > 0
-
-
+@full
 def test_loaded_by_name(tmp_path, target):
     name, model, source = target
     model.save_pretrained(tmp_path)
-    plain, output, stats = drafted(model, str(tmp_path), source)
-    assert torch.equal(output, plain)
+    _, stats = drafted(model, str(tmp_path), source)
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
 
 
-def test_the_reason_for_no_drafts_is_noted():
-    model, source = tiny_model("whisper")
-    plain, output, stats = drafted(model, tiny_model("bart")[0], source)
-    assert torch.equal(output, plain)
+@full
+def test_drafts_without_the_source():
+    """By a model that knows nothing of sources; and none by one whose encoder reads what the call does not have."""
+    model, source = tiny_model("bart")
+    assert drafted(model, tiny_llama(vocab_size=99), source)[1].num_draft_tokens > 0
+    _, stats = drafted(*(tiny_model(name)[0] for name in ("whisper", "bart")), tiny_model("whisper")[1])
     assert stats.notes == ["no drafts: the draft model's own encoder reads `input_ids`, which the call does not have"]
 
 
-def test_what_does_not_fit_is_refused():
+@full
+def test_models_that_do_not_fit_are_refused():
     model, source = tiny_model("bart")
     with pytest.raises(UnsupportedModelError, match="has no encoder. Use a decoder-only draft model"):
         tiny_llama(vocab_size=99).generate(source["input_ids"], spec_model=model, max_new_tokens=4)

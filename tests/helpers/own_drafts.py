@@ -1,0 +1,59 @@
+"""Drafts of a call beside the texts that they continue, and models that are nearly the target."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+
+from hf_specdec import load_speculator, record
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 25}
+
+
+def perturbed(model, noise: float = 0.05, seed: int = 0):
+    """A copy that agrees with the model more often than not."""
+    twin = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * noise * parameter.std())
+    return twin
+
+
+def with_draft_model(target, draft, inputs, options: dict | None = None, **settings):
+    """The text and the record of a greedy call with a draft model; the text must be plain generation's."""
+    settings = {**GREEDY, **settings}
+    speculator = load_speculator(target, {"method": "draft_model", **(options or {})}, draft_model=draft)
+    with record(trace=True) as made:
+        text = target.generate(**inputs, **settings, assistant=speculator)
+    assert torch.equal(text, target.generate(**inputs, **settings))
+    return text, made.calls[0]
+
+
+def drafts_in(call, inputs, text) -> Iterator[tuple]:
+    """Every row of every cycle, and the row's text so far without its padding."""
+    starts = (inputs["attention_mask"] == 0).sum(1).tolist()
+    lengths = [inputs["input_ids"].shape[1] + 1] * len(text)
+    for cycle in call.cycles:
+        for trace in cycle.rows:
+            yield trace, text[trace.row, starts[trace.row] : lengths[trace.row]]
+            lengths[trace.row] += len(trace.committed_tokens)
+
+
+def logits_along(model, text: torch.LongTensor, draft: list[int]) -> torch.Tensor:
+    """Logits of a model after a text, and after each token of the draft but the last, `(len(draft), V)`."""
+    whole = torch.cat([text, torch.tensor(draft[:-1], dtype=torch.long)])[None]
+    with torch.no_grad():
+        return model(whole).logits[0, len(text) - 1 :]
+
+
+def assert_own_drafts(draft, inputs, text, call, readable: int | None = None) -> None:
+    """Every draft is what the draft model itself says after the text so far: its cache is never wrong."""
+    for trace, so_far in drafts_in(call, inputs, text):
+        if readable is not None:
+            so_far = so_far.masked_fill(so_far >= readable, 0)
+        if trace.draft_tokens:
+            assert trace.draft_tokens == logits_along(draft, so_far, trace.draft_tokens).argmax(-1).tolist()

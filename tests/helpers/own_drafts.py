@@ -23,14 +23,19 @@ def perturbed(model, noise: float = 0.05, seed: int = 0):
     return twin
 
 
-def with_draft_model(target, draft, inputs, options: dict | None = None, **settings):
-    """The text and the record of a greedy call with a draft model; the text must be plain generation's."""
+def drafted_call(target, inputs, drafter: dict, **settings):
+    """Text and record of a greedy call with the arguments of a drafter; the text must be plain generation's."""
     settings = {**GREEDY, **settings}
-    speculator = load_speculator(target, {"method": "draft_model", **(options or {})}, draft_model=draft)
     with record(trace=True) as made:
-        text = target.generate(**inputs, **settings, assistant=speculator)
+        text = target.generate(**inputs, **settings, **drafter)
     assert torch.equal(text, target.generate(**inputs, **settings))
     return text, made.calls[0]
+
+
+def with_draft_model(target, draft, inputs, options: dict | None = None, **settings):
+    """The same with a draft model."""
+    speculator = load_speculator(target, {"method": "draft_model", **(options or {})}, draft_model=draft)
+    return drafted_call(target, inputs, {"assistant": speculator}, **settings)
 
 
 def drafts_in(call, inputs, text) -> Iterator[tuple]:

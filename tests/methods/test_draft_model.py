@@ -149,7 +149,7 @@ def test_any_draft_for_any_target(target, draft, batch_size):
     second = perturbed(first) if draft == "itself" else make(draft, seed=2)
     text, call = with_draft_model(first, second, inputs, pad_token_id=0)
     assert_own_drafts(second, inputs, text, call)
-    # Rows that differ in length cannot be told apart by slots; of gpt_neo's drafts for another target none is accepted.
+    # Slots say nothing of rows that differ in length; of gpt_neo's drafts for another target none is accepted.
     has_note = any("tells positions from the order of its cache" in note for note in call.stats.notes)
     assert has_note == (batch_size > 1 and (target in SLOT_COUNTERS or draft == "bloom"))
 

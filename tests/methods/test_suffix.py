@@ -1,3 +1,7 @@
+"""Suffix decoding: its drafts are those of the library and follow its texts; rows, trees, limits and errors."""
+
+from __future__ import annotations
+
 import gc
 import json
 import sys
@@ -7,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
@@ -17,6 +21,7 @@ from hf_specdec.errors import SpecConfigError
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from hf_specdec.settings import SpeculativeConfig
 from tests.helpers.by_hand import paths_of
+from tests.helpers.levels import full, in_full
 from tests.helpers.paths import FIXTURES
 from tests.helpers.threads import in_threads
 
@@ -94,8 +99,8 @@ def play(cache, op):
     return call(req_id, *tokens.values(), **op)
 
 
-@pytest.mark.parametrize("piece", [suffix._PIECE, 5])
-@pytest.mark.parametrize("name", ["mixed_unbounded", "mixed_cap3", "no_global", "vllm_pattern"])
+@pytest.mark.parametrize("name", ["vllm_pattern", *in_full("mixed_unbounded", "mixed_cap3", "no_global")])
+@pytest.mark.parametrize("piece", [5, *in_full(suffix._PIECE)])
 def test_scripted_calls(name, piece, monkeypatch):
     monkeypatch.setattr(suffix, "_PIECE", piece)
     script, expected = read_fixture(name)
@@ -144,50 +149,28 @@ def test_generator_gives_the_scripted_drafts(use_tree_spec):
     assert num_compared > 50
 
 
-# The cache
+# The tree of all calls
 
 
-def test_global_tree_survives_the_call():
-    cache = make_cache(make_config())
-    first = make_generator(cache)
-    prefill(first, [1, 2, 3])
-    observe(first, [10, 11, 12, 13, 14, 15, 16, 17])
-    first.close()
-
-    second = make_generator(cache)
-    prefill(second, [4, 5, 6])
-    assert propose(second, 3) == [[]]
-    observe(second, [10, 11, 12])
-    assert propose(second, 6) == [[13, 14, 15]]
-    second.close()
-
-
-def test_prompts_stay_out_of_the_global_tree():
-    cache = make_cache(make_config())
-    first = make_generator(cache)
-    prefill(first, list(range(20)) * 3)
-    observe(first, [500])
-    second = make_generator(cache)
-    prefill(second, [3, 4, 5])
-    assert propose(second, 3) == [[]]
-    assert cache.num_cached_tokens == 1
-
-
-def test_without_global_tree_nothing_is_shared():
-    for limits in ({"max_cached_requests": 0}, {"max_cached_tokens": 0}):
+def test_responses_are_shared_and_prompts_are_not():
+    for limits in ({}, {"max_cached_requests": 0}, {"max_cached_tokens": 0}):
         cache = make_cache(make_config(**limits))
         first = make_generator(cache)
-        prefill(first, [1])
-        observe(first, list(range(10, 20)))
+        prefill(first, list(range(20)) * 3)
+        observe(first, [30, 31, 32, 33, 34, 35, 36, 37])
+        assert cache.num_cached_tokens == (0 if limits else 8)
+        first.close()
+
         second = make_generator(cache)
-        prefill(second, [10, 11, 12])
+        prefill(second, [3, 4, 5])
         assert propose(second, 3) == [[]]
-        observe(second, [10, 11, 12])
-        assert propose(second, 6)[0]
-        assert cache.cached_requests == []
-        assert cache.num_cached_tokens == 0
+        observe(second, [30, 31, 32])
+        assert propose(second, 6) == [[] if limits else [33, 34, 35]]
+        second.close()
+        assert len(cache.cached_requests) == (0 if limits else 2)
 
 
+@full
 def test_threads_share_one_cache():
     config = make_config(max_cached_requests=20, max_cached_tokens=3000)
     cache = make_cache(config)
@@ -216,26 +199,19 @@ def test_threads_share_one_cache():
     assert not cache._library._global_tree.check_integrity()
 
 
-# The generator
+# Rows
 
 
-def test_rows_with_the_same_prompt_are_separate_requests():
+def test_rows_are_separate_requests_without_their_padding():
     cache = make_cache(make_config(max_cached_requests=0))
-    generator = make_generator(cache, batch_size=2)
+    generator = make_generator(cache, batch_size=3)
     prompt = [1, 2, 3, 4, 5, 6, 1, 2]
-    prefill(generator, prompt, prompt)
-    assert len(cache.active_requests) == 2
-    assert propose(generator, 8, 8) == [[3, 4], [3, 4]]
-    observe(generator, [3, 4], [8, 9, 8])
-    assert propose(generator, 10, 11) == [[5, 6, 1, 2], [9]]
+    prefill(generator, prompt, prompt, [7])
+    assert len(cache.active_requests) == 3
+    assert propose(generator, 8, 8, 1) == [[3, 4], [3, 4], []]
+    observe(generator, [3, 4], [8, 9, 8], [7])
+    assert propose(generator, 10, 11, 2) == [[5, 6, 1, 2], [9], [7]]
     generator.close()
-
-
-def test_padding_is_no_context():
-    cache = make_cache(make_config())
-    generator = make_generator(cache, batch_size=2)
-    prefill(generator, [1, 2, 3, 4, 1, 2], [7])
-    assert propose(generator, 6, 1) == [[3, 4], []]
 
 
 def test_finished_rows_are_stopped():
@@ -254,64 +230,53 @@ def test_finished_rows_are_stopped():
     generator.close()
 
 
+# Drafts
+
+
 def test_frequent_continuation_wins_and_unlikely_ones_are_not_drafted():
     prompt = [1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 5, 7, 1, 2]
     cache = make_cache(make_config(max_cached_requests=0))
-    generator = make_generator(cache, make_config(max_spec_factor=4.0))
-    prefill(generator, prompt)
     # 5 followed in 2 of the 4 places where [1, 2] stands, this one included; 6 or 7 in 1 of 4.
-    assert propose(generator, len(prompt))[0][:1] == [5]
-    strict = make_generator(cache, make_config(max_spec_factor=4.0, min_token_prob=0.4))
-    prefill(strict, prompt)
-    assert propose(strict, len(prompt)) == [[5]]
-    stricter = make_generator(cache, make_config(max_spec_factor=4.0, min_token_prob=0.6))
-    prefill(stricter, prompt)
-    assert propose(stricter, len(prompt)) == [[]]
+    for options, draft in (({}, 5), ({"min_token_prob": 0.4}, [5]), ({"min_token_prob": 0.6}, [])):
+        generator = make_generator(cache, make_config(max_spec_factor=4.0, **options))
+        prefill(generator, prompt)
+        (found,) = propose(generator, len(prompt))
+        assert (found if options else found[0]) == draft
 
 
-def test_default_k_is_the_tree_depth():
+def test_default_lengths():
     cache = make_cache(make_config(max_tree_depth=64))
     assert make_generator(cache).num_speculative_tokens == 64
     assert make_generator(cache, make_config(7, max_tree_depth=64)).num_speculative_tokens == 7
 
 
-def test_drafts_are_tensors_of_the_session():
-    generator = make_generator(make_cache(make_config()), batch_size=2)
-    prefill(generator, [1, 2, 3, 4, 5, 1, 2, 3], [6])
-    draft = generator.propose(DraftStep([0, 1], torch.tensor([3, 6]), [8, 1], [9, 9]))
-    assert draft.is_chain
-    assert draft.probs is None
-    assert draft.tokens[0].tolist() == [4, 5, 1]
-    assert draft.num_nodes.tolist() == [3, 0]
+WIDE = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 7, 8, 1, 2, 3, 4]
 
 
-def test_trees_have_branches_where_continuations_differ():
+def test_trees_branch_and_are_cut_to_the_room():
     prompt = [1, 2, 3, 4, 7, 1, 2, 5, 6, 8, 1, 2, 3, 9, 1, 2]
     config = make_config(max_cached_requests=0, use_tree_spec=True)
     generator = make_generator(make_cache(config), config)
     prefill(generator, prompt)
     draft = propose_trees(generator, len(prompt))
     assert not draft.is_chain
+    assert draft.probs is None
     assert paths_of(draft) == [[(3,), (5,)]]
-    generator.close()
 
-
-WIDE = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 7, 8, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("room", [1, 2, 3, 4])
-def test_what_is_deeper_than_the_room_is_cut(room):
     config = make_config(max_cached_requests=0, max_spec_factor=2.0, use_tree_spec=True)
     generator = make_generator(make_cache(config), config)
     prefill(generator, WIDE)
-    whole, cut = (paths_of(propose_trees(generator, len(WIDE), room=depth))[0] for depth in (100, room))
+    (whole,) = paths_of(propose_trees(generator, len(WIDE)))
     assert len(whole) == 8
-    assert cut == [path for path in whole if len(path) <= room]
-    assert len({path[0] for path in cut}) == 2
-
-
-def test_targets_that_take_no_trees_get_chains():
-    config = make_config(use_tree_spec=True)
+    for room in (1, 2, 3, 4):
+        (cut,) = paths_of(propose_trees(generator, len(WIDE), room=room))
+        assert cut == [path for path in whole if len(path) <= room]
+        assert len({path[0] for path in cut}) == 2
+    # The stock protocol takes the first path.
+    generator = make_generator(make_cache(config), config)
+    (drafted,) = generator.get_candidates(torch.tensor([WIDE]))[0].tolist()
+    assert tuple(drafted[len(WIDE) :]) in [(5, 6, 1, 2), (7, 8, 1, 2)]
+    # Targets that take no trees get chains.
     session = Session(1, 100, torch.device("cpu"), supports_trees=False)
     generator = SuffixCandidateGenerator(config, make_cache(config), session)
     prefill(generator, WIDE)
@@ -319,20 +284,6 @@ def test_targets_that_take_no_trees_get_chains():
     assert session.notes == ["suffix drafts chains: the target cannot verify trees."]
 
 
-def test_stock_protocol_takes_the_first_path():
-    config = make_config(max_spec_factor=2.0, use_tree_spec=True)
-    generator = make_generator(make_cache(config), config)
-    (drafted,) = generator.get_candidates(torch.tensor([WIDE]))[0].tolist()
-    assert tuple(drafted[len(WIDE) :]) in [(5, 6, 1, 2), (7, 8, 1, 2)]
-
-
-def test_the_largest_factor_does_not_overflow():
-    generator = make_generator(make_cache(make_config()), make_config(max_spec_factor=1024.0))
-    prefill(generator, [1, 2, 3, 4, 5, 6, 7, 8, 1])
-    assert propose(generator, 9, room=6) == [[2, 3, 4, 5, 6, 7]]
-
-
-@settings(max_examples=60)
 @given(
     rows=st.lists(
         st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(0, 12)), min_size=1, max_size=4
@@ -341,7 +292,7 @@ def test_the_largest_factor_does_not_overflow():
     k=st.one_of(st.none(), st.integers(1, 12)),
     max_model_len=st.one_of(st.none(), st.integers(1, 60)),
     depth=st.integers(2, 30),
-    factor=st.floats(0, 100),
+    factor=st.floats(0, 100) | st.just(1024.0),
     min_token_prob=st.floats(0, 1),
     use_tree_spec=st.booleans(),
 )
@@ -373,7 +324,24 @@ def test_drafts_never_exceed_the_caps(rows, responses, k, max_model_len, depth, 
     assert cache.active_requests == {"past"}
 
 
-def test_close_after_an_error_in_the_call():
+def test_stock_protocol():
+    generator = make_generator(make_cache(make_config()), max_length=13)
+    prompt = torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2, 3]])
+    candidates, logits = generator.get_candidates(prompt)
+    assert candidates.tolist() == [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6]]
+    assert logits is None
+    generator.update_candidate_strategy(candidates, None, 2)
+    text = torch.cat([prompt, torch.tensor([[4, 5]])], dim=1)
+    assert generator.get_candidates(text)[0].tolist() == [text[0].tolist() + [6]]
+    # One token fits after this text, and that is the target's own.
+    text = torch.cat([text, torch.tensor([[6]])], dim=1)
+    assert generator.get_candidates(text)[0].tolist() == text.tolist()
+
+
+# Ends of calls
+
+
+def test_calls_leave_no_active_requests():
     cache = make_cache(make_config())
     generator = make_generator(cache, batch_size=2)
     prefill(generator, [1, 2], [3, 4])
@@ -382,8 +350,16 @@ def test_close_after_an_error_in_the_call():
     generator.close()
     generator.close()
     assert cache.active_requests == set()
+    generator = make_generator(cache)
+    prefill(generator, [1, 2, 3])
+    assert len(cache.active_requests) == 1
+    # Also where nobody closes it.
+    del generator
+    gc.collect()
+    assert cache.active_requests == set()
 
 
+@full
 def test_close_after_an_interrupted_start(monkeypatch):
     cache = make_cache(make_config())
     monkeypatch.setattr(suffix, "_PIECE", 4)
@@ -408,6 +384,7 @@ def test_close_after_an_interrupted_start(monkeypatch):
     assert cache.active_requests == set()
 
 
+@full
 def test_a_library_without_trees_of_its_own(monkeypatch):
     """It reads the prompt at once."""
     monkeypatch.setattr(suffix, "_PIECE", 4)
@@ -429,28 +406,3 @@ def test_a_library_without_trees_of_its_own(monkeypatch):
         cache.start_request("a", [*range(10), 0, 1, 2])
         drafts.append(cache.speculate("a", [0, 1, 2], 4).token_ids)
     assert drafts == [[3, 4]] * 2
-
-
-def test_forgotten_generator_leaves_no_trees():
-    cache = make_cache(make_config())
-    generator = make_generator(cache)
-    prefill(generator, [1, 2, 3])
-    assert len(cache.active_requests) == 1
-    del generator
-    gc.collect()
-    assert cache.active_requests == set()
-
-
-def test_stock_protocol():
-    cache = make_cache(make_config())
-    generator = make_generator(cache, max_length=13)
-    prompt = torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2, 3]])
-    candidates, logits = generator.get_candidates(prompt)
-    assert candidates.tolist() == [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6]]
-    assert logits is None
-    generator.update_candidate_strategy(candidates, None, 2)
-    text = torch.cat([prompt, torch.tensor([[4, 5]])], dim=1)
-    assert generator.get_candidates(text)[0].tolist() == [text[0].tolist() + [6]]
-    # One token fits after this text, and that is the target's own.
-    text = torch.cat([text, torch.tensor([[6]])], dim=1)
-    assert generator.get_candidates(text)[0].tolist() == text.tolist()

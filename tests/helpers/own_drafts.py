@@ -33,9 +33,12 @@ def drafted_call(target, inputs, drafter: dict, **settings):
 
 
 def with_draft_model(target, draft, inputs, options: dict | None = None, **settings):
-    """The same with a draft model."""
+    """The same with a draft model, whose drafts must be its own wherever processors do not change them."""
     speculator = load_speculator(target, {"method": "draft_model", **(options or {})}, draft_model=draft)
-    return drafted_call(target, inputs, {"assistant": speculator}, **settings)
+    text, call = drafted_call(target, inputs, {"assistant": speculator}, **settings)
+    if "repetition_penalty" not in settings:
+        assert_own_drafts(draft, inputs, text, call, target.config.vocab_size)
+    return text, call
 
 
 def drafts_in(call, inputs, text) -> Iterator[tuple]:
@@ -55,10 +58,13 @@ def logits_along(model, text: torch.LongTensor, draft: list[int]) -> torch.Tenso
         return model(whole).logits[0, len(text) - 1 :]
 
 
-def assert_own_drafts(draft, inputs, text, call, readable: int | None = None) -> None:
-    """Every draft is what the draft model itself says after the text so far: its cache is never wrong."""
+def assert_own_drafts(draft, inputs, text, call, vocab_size: int | None = None) -> None:
+    """Every draft is what the draft model itself says after the text so far: its cache is never wrong.
+
+    Tokens that it lacks are read as 0, and none beyond the target's `vocab_size` is drafted.
+    """
+    known = draft.get_input_embeddings().num_embeddings
     for trace, so_far in drafts_in(call, inputs, text):
-        if readable is not None:
-            so_far = so_far.masked_fill(so_far >= readable, 0)
         if trace.draft_tokens:
-            assert trace.draft_tokens == logits_along(draft, so_far, trace.draft_tokens).argmax(-1).tolist()
+            logits = logits_along(draft, so_far.masked_fill(so_far >= known, 0), trace.draft_tokens)
+            assert trace.draft_tokens == logits[:, :vocab_size].argmax(-1).tolist()

@@ -115,15 +115,6 @@ def test_a_generator_drafts_as_its_speculator_does(name, options, settings):
     assert any(note.startswith("adaptive length") for note in stats.notes) == is_adaptive
 
 
-@full
-def test_rules_and_notes_of_the_speculator():
-    speculator = fresh_speculator(settings_of("ngram", disable_by_batch_size=2))
-    speculator.note = "chosen by hand"
-    _, stats = run(speculator.candidate_generator(), 3)
-    assert stats.num_draft_tokens == 0
-    assert stats.notes == ["chosen by hand", "no drafts: 3 rows are more than disable_by_batch_size=2"]
-
-
 @pytest.mark.parametrize("name", ["eagle3", *in_full("ngram")])
 def test_a_generator_belongs_to_one_call(name):
     generator = generator_of(name)
@@ -219,26 +210,6 @@ def test_ways_to_pass_a_drafter(own_model, registered, do_sample):
         again, same = generated(assistant=assistant)
         assert torch.equal(again, text)
         assert same == accepted
-
-
-@full
-def test_two_methods_without_options_combine(own_model, registered):
-    class Rating(Repeating):
-        estimates_acceptance = True
-
-        @property
-        def acceptance_probs(self):
-            return [[] for _ in self.texts]
-
-    assert SpeculativeConfig("repeating").to_dict() == {"method": "repeating"}
-    with pytest.raises(SpecConfigError, match="top_k"):
-        SpeculativeConfig("repeating", top_k=3)
-    register_candidate_generator("rating", Rating)
-    try:
-        text = own_model.generate(**prompts(2), **GREEDY, spec_method="rating+repeating")
-    finally:
-        unregister_candidate_generator("rating")
-    assert torch.equal(text, own_model.generate(**prompts(2), **GREEDY))
 
 
 class Wrong(Repeating):

@@ -32,7 +32,7 @@ from hf_specdec.candidate_generators.combined.policy import DrafterChoice
 from hf_specdec.control import ControlProfile
 from hf_specdec.control.acceptance import PastRates, RowOutcome
 from hf_specdec.drafts import DraftTree
-from hf_specdec.method import parts_of, resolve_candidate_generator
+from hf_specdec.method import resolve_candidate_generator
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.helpers.distribution import V
 from tests.helpers.levels import full, in_full
@@ -302,15 +302,6 @@ def test_drafter_that_has_become_good_is_found_again(num_cycles):
 
 
 @full
-def test_names():
-    assert parts_of("prompt_lookup+deepseek_mtp") == ("ngram", "mtp")
-    config = SpeculativeConfig.resolve("prompt_lookup+assistant_model", model="folder")
-    assert (config.method, config.model) == ("ngram+draft_model", "folder")
-    with pytest.raises(SpecConfigError, match="would be read as a combination"):
-        register_candidate_generator("my+method", CandidateGenerator)
-
-
-@full
 @pytest.mark.parametrize(
     ("name", "settings", "match"),
     [
@@ -414,13 +405,3 @@ def test_calls_teach_the_next_one():
     assert known.latency.draft
     assert known.latency.reading.sizes
     assert load().resources.profile is known
-
-
-@full
-def test_saved_drafter(tmp_path):
-    speculator = load(num_speculative_tokens=2, prompt_lookup_max=3)
-    folder = speculator.save_pretrained(tmp_path / "saved")
-    again = load_speculator(demo_target(), str(folder))
-    assert again.config.replace(model=None) == speculator.config.replace(model=None)
-    drafted_call(demo_target(), demo_inputs(1), {"spec_model": str(folder)}, **NEW)
-    assert "n-gram speculation and eagle-3 head" in (folder / "README.md").read_text().lower()

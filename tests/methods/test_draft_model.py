@@ -6,9 +6,8 @@ import copy
 
 import pytest
 import torch
-from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel, T5Config, T5ForConditionalGeneration
 
-from hf_specdec import SpecConfigError, UnsupportedModelError, load_speculator
+from hf_specdec import SpecConfigError, load_speculator
 from hf_specdec.decoding.target import SlotModel
 from tests.helpers.architectures import tiny_model
 from tests.helpers.distribution import (
@@ -22,7 +21,7 @@ from tests.helpers.distribution import (
 )
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama
-from tests.helpers.own_drafts import GREEDY, assert_own_drafts, drafts_in, logits_along, perturbed, with_draft_model
+from tests.helpers.own_drafts import GREEDY, drafts_in, logits_along, perturbed, with_draft_model
 from tests.helpers.statistics import chi_square_pvalue
 
 
@@ -44,7 +43,6 @@ def test_greedy_matches_generate(model, kind, k, batch_size):
     draft, inputs = make(model), prompts(batch_size)
     new = 1 + 4 * (k + 1)
     text, call = with_draft_model(model, draft, inputs, {"num_speculative_tokens": k}, max_new_tokens=new)
-    assert_own_drafts(draft, inputs, text, call)
     assert low <= call.stats.acceptance_rate <= high
     assert max(len(trace.draft_tokens) for trace, _ in drafts_in(call, inputs, text)) == k
     if kind == "itself":
@@ -52,43 +50,36 @@ def test_greedy_matches_generate(model, kind, k, batch_size):
 
 
 def test_rows_that_end_apart(model):
-    draft, inputs = perturbed(model), prompts(4)
-    plain = model.generate(**inputs, **GREEDY)
-    eos = [int(plain[0, 12]), int(plain[2, 18])]
-    text, call = with_draft_model(model, draft, inputs, eos_token_id=eos, pad_token_id=0)
-    assert_own_drafts(draft, inputs, text, call)
+    plain = model.generate(**prompts(4), **GREEDY)
+    ends = [int(plain[0, 12]), int(plain[2, 18])]
+    with_draft_model(model, perturbed(model), prompts(4), eos_token_id=ends, pad_token_id=0)
 
 
 def test_penalties_reach_the_draft(model):
     _, call = with_draft_model(model, copy.deepcopy(model), prompts(3), repetition_penalty=1.4)
     assert call.stats.acceptance_rate == 1
-    # Also those of tokens that it lacks.
+    # Also where it lacks some of the tokens.
     settings = {"repetition_penalty": 1.3, "suppress_tokens": [60, 61]}
     with_draft_model(model, tiny_llama(seed=4, vocab_size=48), prompts(3), {"same_tokenizer": True}, **settings)
 
 
 @full
 @pytest.mark.parametrize(
-    ("begin", "first", "batch_size"),
-    [({"bos_token_id": 5}, 5, 1), ({}, 0, 3), ({"eos_token_id": [7, 8]}, 7, 3)],
-    ids=["bos", "none", "eos"],
+    ("begin", "first"), [({"bos_token_id": 5}, 5), ({}, 0), ({"eos_token_id": [7, 8]}, 7)], ids=["bos", "none", "eos"]
 )
-def test_prompts_of_embeddings_alone(model, begin, first, batch_size):
+def test_prompts_of_embeddings_alone(model, begin, first):
     """The draft model reads what has been generated, after what a text of its own begins with."""
-    inputs, draft = prompts(batch_size), perturbed(model)
+    inputs, draft, read = prompts(3), perturbed(model), []
     embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
     call = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"], **GREEDY}
-    plain = model.generate(**call)
     for name, value in begin.items():
         setattr(draft.config, name, value)
-    read = []
     draft.register_forward_pre_hook(
-        lambda module, args, kwargs: read.append(kwargs["input_ids"].clone()), with_kwargs=True
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].tolist()), with_kwargs=True
     )
     output = model.generate(**call, assistant=draft, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, plain)
-    assert read[0].tolist() == [[first]] * batch_size
-    assert read[1].tolist() == plain[:, :1].tolist()
+    assert torch.equal(output.sequences, model.generate(**call))
+    assert read[:2] == [[[first]] * 3, output.sequences[:, :1].tolist()]
     assert output.speculative.num_draft_tokens > 0
     # From the first cycle on.
     assert output.speculative.num_cycles_without_drafts.get("nothing_found", 0) == 0
@@ -147,8 +138,7 @@ def make(name: str, seed: int = 0):
 def test_any_draft_for_any_target(target, draft, batch_size):
     inputs, first = prompts(batch_size), make(target)
     second = perturbed(first) if draft == "itself" else make(draft, seed=2)
-    text, call = with_draft_model(first, second, inputs, pad_token_id=0)
-    assert_own_drafts(second, inputs, text, call)
+    _, call = with_draft_model(first, second, inputs, pad_token_id=0)
     # Slots say nothing of rows that differ in length; of gpt_neo's drafts for another target none is accepted.
     has_note = any("tells positions from the order of its cache" in note for note in call.stats.notes)
     assert has_note == (batch_size > 1 and (target in SLOT_COUNTERS or draft == "bloom"))
@@ -156,22 +146,10 @@ def test_any_draft_for_any_target(target, draft, batch_size):
 
 @pytest.mark.parametrize("batch_size", [3, *in_full(1)])
 def test_recurrent_draft_forgets_rejected_tokens(batch_size):
-    target = tiny_model("xlstm")
-    inputs = prompts(batch_size, padding=False)
+    target, inputs = tiny_model("xlstm"), prompts(batch_size, padding=False)
     _, call = with_draft_model(target, copy.deepcopy(target), inputs, pad_token_id=0)
     assert call.stats.num_accepted_tokens == call.stats.num_draft_tokens > 0
-    draft = perturbed(target)
-    assert_own_drafts(draft, inputs, *with_draft_model(target, draft, inputs, pad_token_id=0))
-
-
-@full
-def test_models_that_cannot_draft_are_refused(model):
-    for draft in (
-        OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCAB_SIZE, n_embd=16, n_layer=2, n_head=2)),
-        T5ForConditionalGeneration(T5Config(vocab_size=VOCAB_SIZE, d_model=16, d_ff=16, num_layers=1)),
-    ):
-        with pytest.raises(UnsupportedModelError, match=f"{type(draft).__name__}.*draft model"):
-            model.generate(**prompts(1), **GREEDY, assistant=draft)
+    with_draft_model(target, perturbed(target), inputs, pad_token_id=0)
 
 
 @pytest.mark.parametrize("name", ["gemma2", *in_full("gpt2")])
@@ -180,17 +158,15 @@ def test_the_draft_model_is_left_unchanged(model, name):
     draft.generation_config.update(num_assistant_tokens=7, temperature=0.3, max_length=9, eos_token_id=5)
 
     def state():
-        weights = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+        weights = [tensor.tolist() for tensor in draft.state_dict().values()]
         hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in draft.modules()]
-        settings = (draft.config.to_dict(), draft.generation_config.to_dict(), draft.config._attn_implementation)
-        return weights, (hooks, settings, draft.training, sorted(vars(draft)))
+        settings = draft.config.to_dict(), draft.generation_config.to_dict(), draft.config._attn_implementation
+        return weights, hooks, settings, draft.training, sorted(vars(draft))
 
-    weights, rest = state()
-    for settings in ({}, {"do_sample": True}):
-        model.generate(**prompts(2), **{**GREEDY, **settings}, assistant=draft)
-    weights_after, rest_after = state()
-    assert rest_after == rest
-    assert all(torch.equal(weights_after[name], tensor) for name, tensor in weights.items())
+    before = state()
+    for do_sample in (False, True):
+        model.generate(**prompts(2), max_new_tokens=12, do_sample=do_sample, assistant=draft)
+    assert state() == before
 
 
 # Vocabularies of another width
@@ -217,9 +193,7 @@ def test_vocabulary_of_another_width(model, make, width):
     assert (inputs["input_ids"] >= 48).any()
     drafted = [token for trace, _ in drafts_in(call, inputs, text) for token in trace.draft_tokens]
     assert max(drafted) < min(width, VOCAB_SIZE)
-    if width < VOCAB_SIZE:
-        assert_own_drafts(draft, inputs, text, call, readable=width)
-    elif make is resized:
+    if make is resized and width > VOCAB_SIZE:
         assert call.stats.acceptance_rate == 1
 
 
@@ -248,7 +222,6 @@ def test_rows_beyond_the_context_go_on_without_drafts(model, limit, batch_size):
     options = {} if limit == "max_position_embeddings" else {"max_model_len": 32}
     inputs = prompts(batch_size, length=15)
     text, call = with_draft_model(model, draft, inputs, options, max_new_tokens=40)
-    assert_own_drafts(draft, inputs, text, call)
     drafted = drafted_lengths(call, inputs, text)
     assert max(end for _, end in drafted) == 32
     assert max(length for length, _ in drafted) > 25
@@ -273,7 +246,6 @@ def test_rows_beyond_the_context_beside_others(model):
         inputs["attention_mask"][row, : 40 - length] = 0
         inputs["input_ids"][row, : 40 - length] = 0
     text, call = with_draft_model(model, draft, inputs)
-    assert_own_drafts(draft, inputs, text, call)
     assert {trace.row for trace, _ in drafts_in(call, inputs, text) if trace.draft_tokens} == {1, 3}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 
 import pytest
 import torch
@@ -23,60 +22,52 @@ from hf_specdec.checkpoints import quantised
 from hf_specdec.errors import MissingDependencyError
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, nothing_runs, prompts, tiny_gpt2, tiny_llama
-from tests.helpers.own_drafts import GREEDY, perturbed, with_draft_model
+from tests.helpers.own_drafts import GREEDY, drafted_call, perturbed, with_draft_model
 
 
+WIDE = {"hidden_size": 64, "initializer_range": 0.3}
 TEXTS = {
     "code": "def add(left, right): return left + right\nclass Node: def __init__(self, value): self.value = value\n",
     "prose": "the quick brown fox jumps over the lazy dog while seventeen wizards quietly boil jars of murky liquid ",
 }
 
 
-def trained_tokenizer(name: str, *special: str) -> PreTrainedTokenizerFast:
+def trained_tokenizer(name: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>", "<s>", "</s>"])
     tokenizer.train_from_iterator([TEXTS[name]] * 5, trainer)
-    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
-    found.add_special_tokens({"additional_special_tokens": list(special)})
-    return found
-
-
-def disjoint_tokenizer() -> PreTrainedTokenizerFast:
-    table = {token + "!": index for token, index in trained_tokenizer("code").get_vocab().items()}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(table, unk_token="<unk>!")))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Checkpoints with and without tokenizers, by name."""
     root = tmp_path_factory.mktemp("checkpoints")
-    code = trained_tokenizer("code")
+    code, special = trained_tokenizer("code"), trained_tokenizer("code")
+    special.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
+    marked = {f"{token}!": index for token, index in code.get_vocab().items()}
+    disjoint = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(marked, unk_token="<unk>!")))
     made = {
         "target": (tiny_llama(), code),
         "same": (perturbed(tiny_llama()), code),
         "smaller": (tiny_llama(seed=1, vocab_size=60), code),
         "larger": (tiny_llama(seed=1, vocab_size=70), code),
-        "special": (perturbed(tiny_llama()), trained_tokenizer("code", "<|tool|>")),
+        "special": (perturbed(tiny_llama()), special),
         "other": (tiny_llama(seed=1), trained_tokenizer("prose")),
-        "disjoint": (perturbed(tiny_llama()), disjoint_tokenizer()),
-        "bare_target": (tiny_llama(), None),
+        "disjoint": (perturbed(tiny_llama()), disjoint),
         "bare": (perturbed(tiny_llama()), None),
         "bare_larger": (tiny_llama(seed=1, vocab_size=70), None),
-        "bare_gpt2": (tiny_gpt2(), None),
+        "gpt2": (tiny_gpt2(), None),
         "gpt2_larger": (tiny_gpt2(vocab_size=70), None),
         # Four-bit layers on CPU come in blocks of 64 inputs.
-        "wide": (wide_model(), None),
+        "wide": (tiny_llama(**WIDE), None),
     }
     for name, (network, tokenizer) in made.items():
         network.save_pretrained(root / name)
         if tokenizer:
             tokenizer.save_pretrained(root / name)
     return {name: str(root / name) for name in made}
-
-
-def wide_model():
-    return tiny_llama(hidden_size=64, initializer_range=0.3)
 
 
 @pytest.fixture
@@ -101,16 +92,19 @@ def drafted(target, folder, **settings):
 
 
 @pytest.mark.parametrize(
-    ("draft", "settings"),
+    ("target", "draft", "settings"),
     [
-        ("larger", {}),
-        *in_full(("same", {}), ("smaller", {}), ("special", {}), ("other", {"same_tokenizer": True}), ("bare", {})),
+        ("target", "larger", {}),
+        *in_full(
+            *(("target", draft, {}) for draft in ("same", "smaller", "special")),
+            ("target", "other", {"same_tokenizer": True}),
+            ("bare", "bare", {}),
+        ),
     ],
-    ids=str,
 )
-def test_tokenizers_that_are_the_same(folders, load, draft, settings):
+def test_tokenizers_that_are_the_same(folders, load, target, draft, settings):
     """In models of any width, with other special tokens, or where nothing tells them apart."""
-    target = load("bare_target" if draft == "bare" else "target")
+    target = load(target)
     stats = drafted(target, folders[draft], **settings)
     assert stats.num_draft_tokens > 0
     assert not any("tokens are in both" in note for note in stats.notes)
@@ -123,13 +117,12 @@ def test_different_tokenizers_of_equal_size_are_noticed(folders, load):
     assert f"{len(names[0] & names[1])} tokens are in both" in drafted(load("target"), folders["other"]).notes[0]
 
 
-@pytest.mark.parametrize("draft", ["bare_larger", *in_full("gpt2_larger")])
-def test_different_sizes_without_tokenizers_are_refused(folders, load, draft):
+@pytest.mark.parametrize(("target", "draft"), [("bare", "bare_larger"), *in_full(("gpt2", "gpt2_larger"))])
+def test_different_sizes_without_tokenizers_are_refused(folders, load, target, draft):
     """transformers makes up a tokenizer of special tokens for some bare models; that compares nothing."""
-    target = load("bare_gpt2" if "gpt2" in draft else "bare_target")
     with pytest.raises(CheckpointFormatError, match=r"64 and 70 tokens.*same_tokenizer"):
-        drafted(target, folders[draft])
-    drafted(target, folders[draft], same_tokenizer=True)
+        drafted(load(target), folders[draft])
+    drafted(load(target), folders[draft], same_tokenizer=True)
 
 
 @full
@@ -170,18 +163,16 @@ def test_a_checkpoint_is_loaded_once(folders, load, monkeypatch):
 @pytest.mark.parametrize(
     ("target_dtype", "setting", "expected"),
     [
-        (torch.bfloat16, None, torch.bfloat16),
+        ("bfloat16", None, "bfloat16"),
         *in_full(
-            (torch.float32, "bfloat16", torch.bfloat16),
-            (torch.bfloat16, torch.float32, torch.float32),
-            (torch.bfloat16, "auto", torch.float32),
+            ("float32", "bfloat16", "bfloat16"), ("bfloat16", "float32", "float32"), ("bfloat16", "auto", "float32")
         ),
     ],
 )
 def test_dtype(folders, load, target_dtype, setting, expected):
-    target = load("target").to(target_dtype)
+    target = load("target").to(getattr(torch, target_dtype))
     speculator = load_speculator(target, draft_from(folders["same"], dtype=setting)["speculative"])
-    assert speculator.resources.model.dtype == expected
+    assert speculator.resources.model.dtype == getattr(torch, expected)
     assert not speculator.resources.model.training
     output = target.generate(**prompts(2), **GREEDY, assistant=speculator, return_dict_in_generate=True)
     assert output.speculative.num_accepted_tokens > 0
@@ -241,25 +232,22 @@ def test_other_models_are_refused(model, load, tmp_path):
 
 
 @full
-@pytest.mark.parametrize(
-    ("own", "options", "note"),
-    [
+def test_settings_of_the_drafts_generation_config_are_not_read(model):
+    for own, options, expected in (
         ({"num_assistant_tokens": 7}, {}, "num_assistant_tokens=7, which is not read: set num_speculative_tokens"),
-        ({"num_assistant_tokens": 7}, {"num_speculative_tokens": 3}, None),
+        ({"num_assistant_tokens": 7}, {"num_speculative_tokens": 3}, ""),
         ({"num_assistant_tokens": 7}, {"num_speculative_tokens": "auto"}, "num_assistant_tokens=7, which is not read"),
-        ({"num_assistant_tokens_schedule": "heuristic"}, {}, None),
-        ({"assistant_confidence_threshold": 0.4}, {}, "threshold=0.4, .*: set draft_confidence_threshold"),
-        ({"assistant_confidence_threshold": 0.4}, {"draft_confidence_threshold": 0.1}, None),
-    ],
-)
-def test_settings_of_the_drafts_generation_config_are_not_read(model, own, options, note):
-    draft = tiny_llama(1)
-    draft.generation_config.update(**own)
-    _, call = with_draft_model(model, draft, prompts(1), options, max_new_tokens=4)
-    notes = [line for line in call.stats.notes if "generation config" in line]
-    assert len(notes) == (note is not None)
-    assert not notes or re.search(note, notes[0])
-    assert call.stats.num_spec_tokens == {"auto": 12, 3: 3, None: 5}[options.get("num_speculative_tokens")]
+        ({"num_assistant_tokens_schedule": "heuristic"}, {}, ""),
+        ({"assistant_confidence_threshold": 0.4}, {}, "0.4, which is not read: set draft_confidence_threshold"),
+        ({"assistant_confidence_threshold": 0.4}, {"draft_confidence_threshold": 0.1}, ""),
+    ):
+        draft = tiny_llama(1)
+        draft.generation_config.update(**own)
+        stats = with_draft_model(model, draft, prompts(1), options, max_new_tokens=4)[1].stats
+        (note,) = [line for line in stats.notes if "generation config" in line] or [""]
+        assert expected in note
+        assert bool(note) == bool(expected)
+        assert stats.num_spec_tokens == {"auto": 12, 3: 3, None: 5}[options.get("num_speculative_tokens")]
 
 
 # Quantization
@@ -270,7 +258,7 @@ needs_bitsandbytes = pytest.mark.skipif(not quantised.is_bitsandbytes_available(
 @needs_bitsandbytes
 @pytest.mark.parametrize("name", ["bitsandbytes_4bit", *in_full("bitsandbytes_fp4", "bitsandbytes_8bit")])
 def test_quantization(folders, name, caplog):
-    target = wide_model()
+    target = tiny_llama(**WIDE)
     with caplog.at_level(logging.WARNING, logger="bitsandbytes"):
         assert drafted(target, folders["wide"], quantization=name).acceptance_rate > 0.25
     draft = load_speculator(target, draft_from(folders["wide"], quantization=name)["speculative"]).resources.model
@@ -281,20 +269,19 @@ def test_quantization(folders, name, caplog):
 
 @full
 @needs_bitsandbytes
-def test_quantized_layers(folders, load):
-    """Loaded by the user, in any data type, and too narrow."""
+def test_quantized_layers(folders):
+    """Loaded by the user, and in any data type."""
     config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     draft = transformers.AutoModelForCausalLM.from_pretrained(folders["wide"], quantization_config=config)
-    with_draft_model(wide_model(), draft, prompts(2))
-    target = wide_model().to(torch.bfloat16)
+    drafted_call(tiny_llama(**WIDE), prompts(2), {"assistant": draft})
     for dtype, expected in ((None, torch.bfloat16), ("auto", torch.bfloat16), ("float32", torch.float32)):
         settings = draft_from(folders["wide"], quantization="4bit", dtype=dtype)["speculative"]
-        draft = load_speculator(target, settings).resources.model
+        draft = load_speculator(tiny_llama(**WIDE).to(torch.bfloat16), settings).resources.model
         assert draft.model.layers[0].mlp.up_proj.compute_dtype == expected
     # Some processors take layers of any size.
     if getattr(draft.model.layers[0].mlp.up_proj, "support_avx512bf16_for_cpu", False):
         with pytest.raises(SpecConfigError, match="four bits on a CPU.* has 32 inputs and .* multiple of 64"):
-            drafted(load("target"), folders["same"], quantization="4bit")
+            load_speculator(tiny_llama(), draft_from(folders["same"], quantization="4bit")["speculative"])
 
 
 @full

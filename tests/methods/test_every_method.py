@@ -7,6 +7,7 @@ import torch
 
 from hf_specdec import SpecConfigError, forget_speculators, load_speculator, record
 from tests.helpers.distribution import sample
+from tests.helpers.levels import full, in_full
 from tests.helpers.methods import (
     CHECKPOINTS,
     EVERYTHING,
@@ -26,8 +27,8 @@ ROWS = [name for row in EVERYTHING for name in row.values if "+" not in name]
 # Settings that loading reads.
 READ = {"dflash": {"dflash_mask_token_id": 7}, "eagle3": {"aux_layer_ids": [0, 1, 2]}, "medusa": {"dtype": "bfloat16"}}
 
-every_method = pytest.mark.parametrize("method", CHECKPOINTS)
-every_network = pytest.mark.parametrize("method", [name for name in CHECKPOINTS if name != "draft_model"])
+NETWORKS = [name for name in CHECKPOINTS if name != "draft_model"]
+every_method = pytest.mark.parametrize("method", ["eagle3", *in_full(*sorted(set(CHECKPOINTS) - {"eagle3"}))])
 
 
 def network_of(method):
@@ -50,7 +51,7 @@ def test_the_method_is_read_from_the_checkpoint_which_is_loaded_once(method):
 
 
 @every_method
-def test_network_as_an_object(method):
+def test_network_passed_as_an_object(method):
     network = network_of(method)
     for arguments in ({"spec_model": network}, {"spec_method": method, "assistant": network}, {"assistant": network}):
         with record() as made:
@@ -60,7 +61,8 @@ def test_network_as_an_object(method):
         assert made.calls[0].stats.num_accepted_tokens > 0
 
 
-@every_network
+@full
+@pytest.mark.parametrize("method", NETWORKS)
 def test_objects_that_do_not_fit(method):
     network = network_of(method)
     other = "medusa" if method == "mlp_speculator" else "mlp_speculator"
@@ -73,15 +75,9 @@ def test_objects_that_do_not_fit(method):
             load_speculator(target, **arguments)
 
 
-@every_method
-def test_no_checkpoint(method):
-    with pytest.raises(SpecConfigError, match=f"spec_method='{method}' needs |was not loaded from a checkpoint"):
-        tiny_llama().generate(torch.tensor([[3, 4]]), **GREEDY, spec_method=method)
-
-
+@full
 @pytest.mark.parametrize("row", [row for row in ROWS if draws(row) and ("tree" in row or "denoising" in row)])
-def test_what_is_not_drawn(row):
-    """Drawn drafts are chains, and say so; where nothing is drawn there is nothing to say."""
+def test_drawn_drafts_are_chains_and_say_so(row):
     settings = settings_of(row, draft_sample_method="probabilistic")
     with record(trace=True) as made:
         sample(demo_target(), demo_inputs(2), max_new_tokens=10, speculative=settings)

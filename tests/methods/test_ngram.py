@@ -234,20 +234,6 @@ def test_cycles_agree_with_a_fresh_start():
         assert generator.propose(make_step(texts)).token_lists() == [drafts_after([text])[0] for text in texts]
 
 
-def test_stock_protocol():
-    text = [1, 2, 3, 4, 1, 2]
-    generator = make_generator(session=Session(1, 10, CPU))
-    candidates, logits = generator.get_candidates(torch.tensor([text]))
-    assert candidates.tolist() == [[*text, 3, 4, 1]]
-    assert logits is None
-    generator.update_candidate_strategy(candidates, None, num_matches=1)
-    assert generator.get_candidates(torch.tensor([[*text, 3, 9]]))[0].tolist() == [[*text, 3, 9]]
-    assert make_generator().get_candidates(torch.tensor([[5]]))[0].tolist() == [[5]]
-    # Of a tree it gets the best match.
-    candidates, _ = make_generator(prompt_lookup_num_matches=4).get_candidates(torch.tensor([[1, 2, 1, 3, 1]]))
-    assert candidates.tolist() == [[1, 2, 1, 3, 1, 3, 1]]
-
-
 # Trees
 
 
@@ -301,17 +287,6 @@ def test_trees_have_as_many_tokens_as_chains_may_have():
     # Without a length tied to the match, every match drafts as much as it can.
     assert drafts_after([text], prompt_lookup_max=1, **options) == [[50, 51, 52, 90, 91, 92]]
     assert make_generator(prompt_lookup_max=1, **options).num_draft_nodes == 12
-
-
-@full
-def test_targets_that_take_no_trees_get_chains():
-    for asked in ({}, {"prompt_lookup_num_matches": 1}, {"prompt_lookup_num_matches": 4}):
-        session = Session(1, 100, CPU, supports_trees=False)
-        draft = draft_after([[1, 2, 1, 3, 1]], session=session, **{"prompt_lookup_num_matches": None, **asked})
-        assert draft.is_chain
-        assert draft.token_lists() == [[3, 1]]
-        note = "ngram drafts from one match: the target cannot verify trees."
-        assert session.notes == ([note] if asked.get("prompt_lookup_num_matches") == 4 else [])
 
 
 # Lookups in tensors on the device

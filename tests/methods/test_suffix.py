@@ -20,7 +20,7 @@ from hf_specdec.candidate_generators.suffix.generator import SuffixCache, Suffix
 from hf_specdec.errors import SpecConfigError
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from hf_specdec.settings import SpeculativeConfig
-from tests.helpers.by_hand import paths_of
+from tests.helpers.by_hand import padded, paths_of
 from tests.helpers.levels import full, in_full
 from tests.helpers.paths import FIXTURES
 from tests.helpers.threads import in_threads
@@ -28,8 +28,12 @@ from tests.helpers.threads import in_threads
 
 pytest.importorskip("arctic_inference")
 
-PUBLISHED = FIXTURES / "suffix"
 VOCAB_SIZE = 1000
+FILES = "script.json", "expected.json"
+CALLS = {
+    **{"start": "start_request", "stop": "stop_request", "add": "add_active_response"},
+    **{"evict": "evict_cached_response", "spec": "speculate"},
+}
 
 
 def make_config(num_speculative_tokens=None, max_model_len=None, **options):
@@ -47,40 +51,35 @@ def make_generator(cache, config=None, batch_size=1, max_length=10_000):
 
 
 def prefill(generator, *prompts):
-    """Left-pads the prompts with a token that none of them has."""
-    width = max(map(len, prompts))
-    padded = [[VOCAB_SIZE - 1] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    generator.prefill(Prompt(torch.tensor(padded).view(len(prompts), width), [width - len(p) for p in prompts]))
+    tokens = padded(list(map(torch.tensor, prompts)), left=True)
+    generator.prefill(Prompt(tokens, [tokens.shape[1] - len(prompt) for prompt in prompts]))
+
+
+def started(*prompts, cache=None, **options):
+    """A generator of these options that has read the prompts."""
+    config = make_config(**options)
+    generator = make_generator(cache or make_cache(config), config, len(prompts))
+    prefill(generator, *prompts)
+    return generator
 
 
 def observe(generator, *token_lists, rows=None):
-    width = max(map(len, token_lists))
-    tokens = torch.tensor([list(row) + [0] * (width - len(row)) for row in token_lists]).view(len(token_lists), width)
-    rows = list(range(len(token_lists))) if rows is None else rows
-    lists = [list(row) for row in token_lists]
-    generator.observe(Commit(rows, tokens, lists, [max(len(row) - 1, 0) for row in lists]))
+    lists, rows = list(map(list, token_lists)), rows or list(range(len(token_lists)))
+    tokens = padded(list(map(torch.tensor, lists)), left=False)
+    generator.observe(Commit(rows, tokens, lists, [len(row) - 1 for row in lists]))
 
 
 def propose(generator, *lengths, room=100):
-    return propose_trees(generator, *lengths, room=room).token_lists()
-
-
-def propose_trees(generator, *lengths, room=100):
     rooms = [room] * len(lengths) if isinstance(room, int) else room
     anchors = torch.zeros(len(lengths), dtype=torch.long)
     return generator.propose(DraftStep(list(range(len(lengths))), anchors, list(lengths), rooms))
-
-
-def occurs(piece, text):
-    return any(tuple(text[start : start + len(piece)]) == piece for start in range(len(text) - len(piece) + 1))
 
 
 # The library's answers
 
 
 def read_fixture(name):
-    script = json.loads((PUBLISHED / name / "script.json").read_text())
-    expected = json.loads((PUBLISHED / name / "expected.json").read_text())
+    script, expected = (json.loads((FIXTURES / "suffix" / name / file).read_text()) for file in FILES)
     assert len(script["ops"]) == len(expected) > 100
     return script, expected
 
@@ -88,15 +87,8 @@ def read_fixture(name):
 def play(cache, op):
     op = dict(op)
     kind, req_id = op.pop("op"), op.pop("id")
-    tokens = {key: np.array(op.pop(key), dtype=np.int32) for key in ("tokens", "context") if key in op}
-    call = {
-        "start": cache.start_request,
-        "add": cache.add_active_response,
-        "stop": cache.stop_request,
-        "evict": cache.evict_cached_response,
-        "spec": cache.speculate,
-    }[kind]
-    return call(req_id, *tokens.values(), **op)
+    tokens = [np.array(op.pop(key), dtype=np.int32) for key in ("tokens", "context") if key in op]
+    return getattr(cache, CALLS[kind])(req_id, *tokens, **op)
 
 
 @pytest.mark.parametrize("name", ["vllm_pattern", *in_full("mixed_unbounded", "mixed_cap3", "no_global")])
@@ -141,7 +133,7 @@ def test_generator_gives_the_scripted_drafts(use_tree_spec):
         elif op["op"] == "stop":
             generators[name].close()
         elif op["use_tree_spec"] == use_tree_spec:
-            draft = propose_trees(generators[name], lengths[name])
+            draft = propose(generators[name], lengths[name])
             assert draft.token_lists() == [answer["token_ids"]]
             assert draft.parent_lists() == [answer["parents"]]
             num_compared += 1
@@ -152,22 +144,18 @@ def test_generator_gives_the_scripted_drafts(use_tree_spec):
 # The tree of all calls
 
 
-def test_responses_are_shared_and_prompts_are_not():
-    for limits in ({}, {"max_cached_requests": 0}, {"max_cached_tokens": 0}):
-        cache = make_cache(make_config(**limits))
-        first = make_generator(cache)
-        prefill(first, list(range(20)) * 3)
-        observe(first, [30, 31, 32, 33, 34, 35, 36, 37])
-        assert cache.num_cached_tokens == (0 if limits else 8)
-        first.close()
-
-        second = make_generator(cache)
-        prefill(second, [3, 4, 5])
-        assert propose(second, 3) == [[]]
-        observe(second, [30, 31, 32])
-        assert propose(second, 6) == [[] if limits else [33, 34, 35]]
-        second.close()
-        assert len(cache.cached_requests) == (0 if limits else 2)
+@pytest.mark.parametrize("limits", [{}, {"max_cached_requests": 0}, *in_full({"max_cached_tokens": 0})], ids=str)
+def test_responses_are_shared_and_prompts_are_not(limits):
+    cache = make_cache(make_config(**limits))
+    first = started(list(range(20)) * 3, cache=cache)
+    observe(first, [30, 31, 32, 33, 34, 35, 36, 37])
+    assert cache.num_cached_tokens == (0 if limits else 8)
+    first.close()
+    second = started([3, 4, 5], cache=cache)
+    assert propose(second, 3).token_lists() == [[]]
+    observe(second, [30, 31, 32])
+    assert propose(second, 6).token_lists() == [[] if limits else [33, 34, 35]]
+    assert len(cache.cached_requests) == (0 if limits else 2)
 
 
 @full
@@ -182,7 +170,7 @@ def test_threads_share_one_cache():
             prefill(generator, *rng.integers(0, 5, (3, 50)).tolist())
             for step in range(10):
                 observe(generator, *rng.integers(0, 5, (3, 8)).tolist())
-                drafts = propose(generator, *[58 + 8 * step] * 3)
+                drafts = propose(generator, *[58 + 8 * step] * 3).token_lists()
                 assert all(0 <= token < 5 for draft in drafts for token in draft)
             generator.close()
 
@@ -199,88 +187,60 @@ def test_threads_share_one_cache():
     assert not cache._library._global_tree.check_integrity()
 
 
-# Rows
+# Rows and drafts
 
 
 def test_rows_are_separate_requests_without_their_padding():
-    cache = make_cache(make_config(max_cached_requests=0))
-    generator = make_generator(cache, batch_size=3)
     prompt = [1, 2, 3, 4, 5, 6, 1, 2]
-    prefill(generator, prompt, prompt, [7])
-    assert len(cache.active_requests) == 3
-    assert propose(generator, 8, 8, 1) == [[3, 4], [3, 4], []]
+    generator = started(prompt, prompt, [7], max_cached_requests=0)
+    assert propose(generator, 8, 8, 1).token_lists() == [[3, 4], [3, 4], []]
     observe(generator, [3, 4], [8, 9, 8], [7])
-    assert propose(generator, 10, 11, 2) == [[5, 6, 1, 2], [9], [7]]
-    generator.close()
+    assert propose(generator, 10, 11, 2).token_lists() == [[5, 6, 1, 2], [9], [7]]
 
 
 def test_finished_rows_are_stopped():
-    cache = make_cache(make_config(max_cached_requests=0))
-    generator = make_generator(cache, batch_size=3)
-    prefill(generator, [1, 2, 3, 1, 2], [4, 5, 6, 4, 5], [7, 8, 9, 7, 8])
+    generator = started([1, 2, 3, 1, 2], [4, 5, 6, 4, 5], [7, 8, 9, 7, 8], max_cached_requests=0)
+    cache = generator.cache
     generator.keep_rows([0, 2])
     assert len(cache.active_requests) == 2
     observe(generator, [3, 1], [9, 7], rows=[0, 2])
-    assert propose(generator, 7, 7) == [[2, 3, 1], [8, 9, 7]]
+    assert propose(generator, 7, 7).token_lists() == [[2, 3, 1], [8, 9, 7]]
     generator.keep_rows([1])
-    assert propose(generator, 7) == [[8, 9, 7]]
+    assert propose(generator, 7).token_lists() == [[8, 9, 7]]
     generator.keep_rows([])
     assert cache.active_requests == set()
-    assert generator.propose(DraftStep([], torch.zeros(0, dtype=torch.long), [], [])).token_lists() == []
-    generator.close()
-
-
-# Drafts
+    assert propose(generator).token_lists() == []
 
 
 def test_frequent_continuation_wins_and_unlikely_ones_are_not_drafted():
     prompt = [1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 5, 7, 1, 2]
-    cache = make_cache(make_config(max_cached_requests=0))
     # 5 followed in 2 of the 4 places where [1, 2] stands, this one included; 6 or 7 in 1 of 4.
     for options, draft in (({}, 5), ({"min_token_prob": 0.4}, [5]), ({"min_token_prob": 0.6}, [])):
-        generator = make_generator(cache, make_config(max_spec_factor=4.0, **options))
-        prefill(generator, prompt)
-        (found,) = propose(generator, len(prompt))
+        generator = started(prompt, max_cached_requests=0, max_spec_factor=4.0, **options)
+        (found,) = propose(generator, len(prompt)).token_lists()
         assert (found if options else found[0]) == draft
-
-
-def test_default_lengths():
-    cache = make_cache(make_config(max_tree_depth=64))
-    assert make_generator(cache).num_speculative_tokens == 64
-    assert make_generator(cache, make_config(7, max_tree_depth=64)).num_speculative_tokens == 7
-
-
-WIDE = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 7, 8, 1, 2, 3, 4]
+    assert started([1], max_tree_depth=64).num_speculative_tokens == 64
+    assert started([1], num_speculative_tokens=7, max_tree_depth=64).num_speculative_tokens == 7
 
 
 def test_trees_branch_and_are_cut_to_the_room():
-    prompt = [1, 2, 3, 4, 7, 1, 2, 5, 6, 8, 1, 2, 3, 9, 1, 2]
-    config = make_config(max_cached_requests=0, use_tree_spec=True)
-    generator = make_generator(make_cache(config), config)
-    prefill(generator, prompt)
-    draft = propose_trees(generator, len(prompt))
-    assert not draft.is_chain
-    assert draft.probs is None
-    assert paths_of(draft) == [[(3,), (5,)]]
-
-    config = make_config(max_cached_requests=0, max_spec_factor=2.0, use_tree_spec=True)
-    generator = make_generator(make_cache(config), config)
-    prefill(generator, WIDE)
-    (whole,) = paths_of(propose_trees(generator, len(WIDE)))
+    text = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 7, 8, 1, 2, 3, 4]
+    options = {"max_cached_requests": 0, "max_spec_factor": 2.0, "use_tree_spec": True}
+    generator = started(text, **options)
+    (whole,) = paths_of(propose(generator, len(text)))
     assert len(whole) == 8
     for room in (1, 2, 3, 4):
-        (cut,) = paths_of(propose_trees(generator, len(WIDE), room=room))
+        (cut,) = paths_of(propose(generator, len(text), room=room))
         assert cut == [path for path in whole if len(path) <= room]
         assert len({path[0] for path in cut}) == 2
-    # The stock protocol takes the first path.
-    generator = make_generator(make_cache(config), config)
-    (drafted,) = generator.get_candidates(torch.tensor([WIDE]))[0].tolist()
-    assert tuple(drafted[len(WIDE) :]) in [(5, 6, 1, 2), (7, 8, 1, 2)]
-    # Targets that take no trees get chains.
+    # Transformers' protocol takes the first path, and targets that take no trees get chains.
+    config = make_config(**options)
+    (drafted,) = make_generator(make_cache(config), config).get_candidates(torch.tensor([text]))[0].tolist()
+    assert tuple(drafted[len(text) :]) in [(5, 6, 1, 2), (7, 8, 1, 2)]
     session = Session(1, 100, torch.device("cpu"), supports_trees=False)
     generator = SuffixCandidateGenerator(config, make_cache(config), session)
-    prefill(generator, WIDE)
-    assert propose_trees(generator, len(WIDE)).is_chain
+    prefill(generator, text)
+    assert propose(generator, len(text)).is_chain
     assert session.notes == ["suffix drafts chains: the target cannot verify trees."]
 
 
@@ -305,7 +265,7 @@ def test_drafts_never_exceed_the_caps(rows, responses, k, max_model_len, depth, 
     generator = make_generator(cache, config, batch_size=len(rows))
     prefill(generator, *[prompt for prompt, _ in rows])
     lengths = [len(prompt) for prompt, _ in rows]
-    draft = propose_trees(generator, *lengths, room=[room for _, room in rows])
+    draft = propose(generator, *lengths, room=[room for _, room in rows])
     for row, (tokens, parents, paths) in enumerate(zip(draft.token_lists(), draft.parent_lists(), paths_of(draft))):
         room = rows[row][1]
         if max_model_len is not None:
@@ -319,39 +279,24 @@ def test_drafts_never_exceed_the_caps(rows, responses, k, max_model_len, depth, 
         # What is drafted after the last token has stood after it, here or in the past response.
         anchor = rows[row][0][-1]
         for path in paths:
-            assert any(occurs((anchor, *path), text) for text in (rows[row][0], responses))
+            piece, texts = [anchor, *path], (rows[row][0], responses)
+            assert any(text[i : i + len(piece)] == piece for text in texts for i in range(len(text)))
     generator.close()
     assert cache.active_requests == {"past"}
-
-
-def test_stock_protocol():
-    generator = make_generator(make_cache(make_config()), max_length=13)
-    prompt = torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2, 3]])
-    candidates, logits = generator.get_candidates(prompt)
-    assert candidates.tolist() == [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6]]
-    assert logits is None
-    generator.update_candidate_strategy(candidates, None, 2)
-    text = torch.cat([prompt, torch.tensor([[4, 5]])], dim=1)
-    assert generator.get_candidates(text)[0].tolist() == [text[0].tolist() + [6]]
-    # One token fits after this text, and that is the target's own.
-    text = torch.cat([text, torch.tensor([[6]])], dim=1)
-    assert generator.get_candidates(text)[0].tolist() == text.tolist()
 
 
 # Ends of calls
 
 
 def test_calls_leave_no_active_requests():
-    cache = make_cache(make_config())
-    generator = make_generator(cache, batch_size=2)
-    prefill(generator, [1, 2], [3, 4])
+    generator = started([1, 2], [3, 4])
+    cache = generator.cache
     with pytest.raises(SpecConfigError, match="Token ids"):
         observe(generator, [5], [-5])
     generator.close()
     generator.close()
     assert cache.active_requests == set()
-    generator = make_generator(cache)
-    prefill(generator, [1, 2, 3])
+    generator = started([1, 2, 3], cache=cache)
     assert len(cache.active_requests) == 1
     # Also where nobody closes it.
     del generator
@@ -382,27 +327,3 @@ def test_close_after_an_interrupted_start(monkeypatch):
     assert len(cache.active_requests) == 1
     generator.close()
     assert cache.active_requests == set()
-
-
-@full
-def test_a_library_without_trees_of_its_own(monkeypatch):
-    """It reads the prompt at once."""
-    monkeypatch.setattr(suffix, "_PIECE", 4)
-
-    class Later:
-        def __init__(self, cache):
-            self.cache, self.active_requests = cache, ()
-
-        def start_request(self, req_id, tokens):
-            self.cache.start_request(req_id, tokens)
-
-        def speculate(self, *given):
-            return self.cache.speculate(*given)
-
-    drafts = []
-    for make in (lambda library: library, Later):
-        cache = make_cache(make_config())
-        cache._library = make(cache._library)
-        cache.start_request("a", [*range(10), 0, 1, 2])
-        drafts.append(cache.speculate("a", [0, 1, 2], 4).token_ids)
-    assert drafts == [[3, 4]] * 2

@@ -34,7 +34,7 @@ MAPPINGS = ("shared_tokens", "text")
 
 
 def letters(text: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for each character of a text, in this order."""
+    """Has a token for each character of a text, in this order."""
     tokenizer = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(text)}, unk_token=text[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -104,10 +104,7 @@ def test_kinds_of_tokenizers(decoder, table):
     tokenizer.decoder = decoder
     vocabulary = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
     assert vocabulary.texts == dict(enumerate(table.values()))
-
-
-@full
-def test_tables_of_one_tokenizer_do_not_differ():
+    # Tables of one tokenizer do not differ.
     table = {letter: index for index, letter in enumerate(string.ascii_letters)}
     assert difference(table, {**table, "<|tool|>": 52}) is None
     assert "'a' is 0 and 1" in difference(table, {**table, "a": 1, "b": 0})
@@ -159,14 +156,10 @@ def test_joint_distribution(names, mapping, method, setting):
     counts, stats = sampled_counts(SETTINGS[setting], speculator)
     assert chi_square_pvalue(counts, exact_distribution(SETTINGS[setting])) > P_VALUE
     assert stats.acceptance_rate > (0.9999 if names == NAMES else 0.1)
-
-
-def test_tokens_that_are_not_shared_are_never_drafted():
-    speculator = speculator_of(PARTLY_SHARED, "shared_tokens", draft_sample_method="probabilistic")
-    logits = speculator.resources.vocabularies.logits(torch.arange(6.0)[None])
-    # a, c, d and f are the draft's tokens 2, 3, 4 and 0.
-    never = float("-inf")
-    assert logits.tolist() == [[2.0, never, 3.0, 4.0, never, 0.0]]
+    if mapping == "shared_tokens" and names == PARTLY_SHARED:
+        # a, c, d and f are the draft's tokens 2, 3, 4 and 0.
+        logits, never = speculator.resources.vocabularies.logits(torch.arange(6.0)[None]), float("-inf")
+        assert logits.tolist() == [[2.0, never, 3.0, 4.0, never, 0.0]]
 
 
 # Drafts of a cycle as one graph, which the host starts when it knows the text
@@ -238,25 +231,18 @@ def test_drafts_of_a_trained_model_are_accepted(mapping):
     assert all(torch.equal(tensor, before[0][name]) for name, tensor in draft.state_dict().items())
 
 
-def test_auto_takes_the_text_where_few_tokens_are_shared(vocabularies):
-    """Of a third of the target's tokens fewer drafts are accepted than of text."""
+def test_relations_to_the_targets_tokens(vocabularies):
     target, draft = vocabularies
+    # Of a third of the target's tokens fewer drafts are accepted than of text.
     assert type(relation(target, draft, SIZES, "auto", ["", ""])) is ReencodedText
     assert type(relation(draft, target, (1536, 4096, 4096), "auto", ["", ""])) is SharedTokens
-
-
-def test_drafted_end_of_text_becomes_the_targets(vocabularies):
-    target, draft = vocabularies
+    # An end of the text that both have is drafted.
     found = relation(target, draft, SIZES, "text", ["", ""])
     end = found.shared[target.tokenizer.eos_token_id]
     word = draft.ids[b" return"]
     text = RowText(drafted=[word, end, word])
     assert found._as_target(text) == [*target.encode(b" return"), target.tokenizer.eos_token_id]
-
-
-def test_fed_drafts_stay_as_far_as_the_text_agrees(vocabularies):
-    target, draft = vocabularies
-    found = relation(target, draft, SIZES, "text", ["", ""])
+    # Fed drafts stay as far as the text agrees.
     drafted = draft.encode(b" return self.name\n")
     for num_accepted in (0, 1, 3):
         text = RowText(drafted=list(drafted), num_fed=len(drafted) - 1)
@@ -282,7 +268,7 @@ def tokenizers():
     return {"tokenizer": demo.load_tokenizer(), "assistant_tokenizer": AutoTokenizer.from_pretrained(DRAFT)}
 
 
-@pytest.mark.parametrize("way", ["arguments", *in_full("setting", "combined")])
+@pytest.mark.parametrize("way", ["arguments", *in_full("setting", "combined", "many")])
 def test_tokenizers_given_to_generate(bare, way):
     arguments = {**demo_inputs(2), "max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
     named = {"method": "draft_model", "draft_tokenizer": DRAFT}
@@ -293,20 +279,16 @@ def test_tokenizers_given_to_generate(bare, way):
     }
     with pytest.raises(CheckpointFormatError, match="4096 and 1536 tokens.*draft_tokenizer.*assistant_tokenizer"):
         demo_target().generate(**arguments, assistant=bare)
+    if way == "many":
+        rows = [row[mask.bool()].tolist() for row, mask in zip(*demo_inputs(2).values())]
+        call = {"max_new_tokens": 24, "do_sample": False, "in_order": True, "num_speculative_tokens": 4}
+        results = list(generate_many(demo_target(), rows, 2, **call, **given["arguments"]))
+        assert [result.tokens for result in results] == plain_text(2, 24)[:, -24:].tolist()
+        assert sum(result.stats.num_accepted_tokens for result in results) > 10
+        return
     output = demo_target().generate(**arguments, **given[way])
     assert torch.equal(output.sequences, plain_text(2, 24))
     assert output.speculative.num_accepted_tokens > 10
-
-
-@full
-def test_tokenizers_given_to_generate_many(bare):
-    texts = [prompt.text[-200:] for prompt in demo.prompts()[:3]]
-    own = tokenizers()
-    call = {"batch_size": 2, "tokenizer": own["tokenizer"], "in_order": True, "max_new_tokens": 16, "do_sample": False}
-    drafted = {"assistant": bare, "num_speculative_tokens": 4, "assistant_tokenizer": own["assistant_tokenizer"]}
-    ours, plain = (list(generate_many(demo_target(), texts, **call, **more)) for more in (drafted, {}))
-    assert [result.tokens for result in ours] == [result.tokens for result in plain]
-    assert sum(result.stats.num_accepted_tokens for result in ours) > 10
 
 
 @full

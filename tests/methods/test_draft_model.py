@@ -200,31 +200,20 @@ def test_vocabulary_of_another_width(model, make, width):
 # Limits of length
 
 
-def drafted_lengths(call, inputs, text) -> list[tuple[int, int]]:
-    """Length of each row, anchor included, at every draft; and of the text up to the draft's end."""
-    return [
-        (len(so_far), len(so_far) + len(trace.draft_tokens))
-        for trace, so_far in drafts_in(call, inputs, text)
-        if trace.draft_tokens
-    ]
-
-
-@pytest.mark.parametrize(
-    ("limit", "batch_size"),
-    [
-        ("max_position_embeddings", 4),
-        *in_full(("max_position_embeddings", 1), ("max_model_len", 1), ("max_model_len", 4)),
-    ],
-)
-def test_rows_beyond_the_context_go_on_without_drafts(model, limit, batch_size):
-    """Rows cross the limit at different times: their prompts differ in length, and so does what they accept."""
+@pytest.mark.parametrize("limit", ["max_position_embeddings", *in_full("max_model_len")])
+def test_rows_beyond_the_context_go_on_without_drafts(model, limit):
+    """Rows cross the limit at different times, or begin beyond it."""
     draft = tiny_gpt2(n_positions=32) if limit == "max_position_embeddings" else perturbed(model)
     options = {} if limit == "max_position_embeddings" else {"max_model_len": 32}
-    inputs = prompts(batch_size, length=15)
+    inputs = prompts(4, length=40, padding=False)
+    for row, length in enumerate((40, 20, 32, 6)):
+        inputs["attention_mask"][row, : 40 - length] = 0
+        inputs["input_ids"][row, : 40 - length] = 0
     text, call = with_draft_model(model, draft, inputs, options, max_new_tokens=40)
-    drafted = drafted_lengths(call, inputs, text)
-    assert max(end for _, end in drafted) == 32
-    assert max(length for length, _ in drafted) > 25
+    drafts = [(trace, so_far) for trace, so_far in drafts_in(call, inputs, text) if trace.draft_tokens]
+    assert {trace.row for trace, _ in drafts} == {1, 3}
+    assert max(len(so_far) for _, so_far in drafts) > 25
+    assert max(len(so_far) + len(trace.draft_tokens) for trace, so_far in drafts) == 32
     (note,) = call.stats.notes
     assert "32 tokens" in note
     assert limit in note
@@ -232,41 +221,28 @@ def test_rows_beyond_the_context_go_on_without_drafts(model, limit, batch_size):
 
 @full
 def test_prompts_at_and_beyond_the_context(model):
-    for length in (31, 32, 33, 40):
+    for length in (31, 32, 33):
         _, call = with_draft_model(model, tiny_gpt2(n_positions=32), prompts(1, length=length), max_new_tokens=4)
         assert call.stats.num_drafts == 0
         assert len(call.stats.notes) == 1
     counts_slots = tiny_model("gpt_neo", vocab_size=VOCAB_SIZE, max_position_embeddings=5)
     with_draft_model(model, counts_slots, prompts(2, length=9), max_new_tokens=4)
-
-
-def test_rows_beyond_the_context_beside_others(model):
-    draft, inputs = tiny_gpt2(n_positions=32), prompts(4, length=40, padding=False)
-    for row, length in enumerate((40, 20, 35, 6)):
-        inputs["attention_mask"][row, : 40 - length] = 0
-        inputs["input_ids"][row, : 40 - length] = 0
-    text, call = with_draft_model(model, draft, inputs)
-    assert {trace.row for trace, _ in drafts_in(call, inputs, text) if trace.draft_tokens} == {1, 3}
+    # A text may fill the position table of the target, and that of the draft.
+    target = tiny_gpt2(n_positions=32)
+    for draft in (perturbed(target), tiny_gpt2(n_positions=64), tiny_llama()):
+        _, call = with_draft_model(target, draft, prompts(3), max_new_tokens=None, max_length=32)
+        assert call.stats.num_drafts > 0
 
 
 @full
-def test_the_smaller_limit_counts(model):
-    for limit, positions in ((20, 32), (None, 20)):
-        inputs = prompts(2)
-        text, call = with_draft_model(model, tiny_gpt2(n_positions=positions), inputs, {"max_model_len": limit})
-        assert max(end for _, end in drafted_lengths(call, inputs, text)) == 20
+def test_lengths_that_are_refused(model):
     with pytest.raises(SpecConfigError, match="`max_model_len`=32 is longer than the draft model's context of 20"):
         load_speculator(model, draft_model=tiny_gpt2(n_positions=20), max_model_len=32)
-
-
-@full
-def test_text_that_fills_the_position_table_of_the_target():
-    """So does the draft's."""
-    target = tiny_gpt2(n_positions=32)
-    for draft in (target, perturbed(target), tiny_gpt2(n_positions=64), tiny_llama()):
-        text, call = with_draft_model(target, draft, prompts(3), max_new_tokens=None, max_length=32)
-        assert text.shape[1] == 32
-        assert call.stats.num_drafts > 0
+    # More sampled tokens than there are numbers.
+    settings = {"max_new_tokens": 4, "assistant": tiny_llama(seed=1), "num_speculative_tokens": 300}
+    with pytest.raises(SpecConfigError, match="at most 256.*got 300.*draft_sample_method='greedy'"):
+        model.generate(**prompts(1), do_sample=True, **settings)
+    assert model.generate(**prompts(1), do_sample=False, **settings).shape[1] == 11
 
 
 # Sampling and confidence
@@ -317,11 +293,3 @@ def test_improbable_tokens_end_a_draft(model, batch_size):
             # The improbable token itself stays.
             assert confidences[-1] < threshold + 1e-4
     assert len(sizes) > 2
-
-
-@full
-def test_more_sampled_draft_tokens_than_there_are_numbers(model):
-    settings = {"max_new_tokens": 4, "assistant": tiny_llama(seed=1), "num_speculative_tokens": 300}
-    with pytest.raises(SpecConfigError, match="at most 256.*got 300.*draft_sample_method='greedy'"):
-        model.generate(**prompts(1), do_sample=True, **settings)
-    assert model.generate(**prompts(1), do_sample=False, **settings).shape[1] == 11

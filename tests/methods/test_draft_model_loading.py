@@ -22,7 +22,7 @@ from hf_specdec.checkpoints import quantised
 from hf_specdec.errors import MissingDependencyError
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, nothing_runs, prompts, tiny_gpt2, tiny_llama
-from tests.helpers.own_drafts import GREEDY, drafted_call, perturbed, with_draft_model
+from tests.helpers.own_drafts import GREEDY, perturbed, with_draft_model
 
 
 WIDE = {"hidden_size": 64, "initializer_range": 0.3}
@@ -126,18 +126,11 @@ def test_different_sizes_without_tokenizers_are_refused(folders, load, target, d
 
 
 @full
-def test_tokenizers_that_say_nothing_are_refused(folders, load, tmp_path):
+def test_disjoint_tokenizers_are_refused(folders, load):
     with pytest.raises(CheckpointFormatError, match="without a common token") as error:
         drafted(load("target"), folders["disjoint"])
     assert folders["target"] in str(error.value)
     assert folders["disjoint"] in str(error.value)
-    load("larger").save_pretrained(tmp_path)
-    target = load("target")
-    with pytest.raises(CheckpointFormatError, match="no tokenizer was found"):
-        drafted(target, tmp_path)
-    # Files found beside a checkpoint are not remembered.
-    trained_tokenizer("code").save_pretrained(tmp_path)
-    drafted(target, tmp_path)
 
 
 # Loading
@@ -218,14 +211,13 @@ def test_broken_checkpoints_are_refused(load, tmp_path, kind):
 
 
 @full
-def test_other_models_are_refused(model, load, tmp_path):
-    target = load("target")
-    with pytest.raises(CheckpointFormatError, match="draft model.*missing"):
-        drafted(target, tmp_path / "missing")
+def test_wrong_models_and_settings_are_refused(model, load, tmp_path):
     config = OpenAIGPTConfig(vocab_size=VOCAB_SIZE, n_embd=16, n_layer=2, n_head=2)
     OpenAIGPTLMHeadModel(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="OpenAIGPTLMHeadModel.*draft model"):
-        drafted(target, tmp_path)
+        drafted(load("target"), tmp_path)
+    with pytest.raises(CheckpointFormatError, match="draft model.*missing"):
+        drafted(load("target"), tmp_path / "missing")
     for setting in ({"quantization": "4bit"}, {"dtype": "float32"}, {"model": "a/b"}):
         with pytest.raises(SpecConfigError, match=f"loaded draft model.*{next(iter(setting))}"):
             load_speculator(model, {"method": "draft_model", **setting}, draft_model=model)
@@ -233,21 +225,18 @@ def test_other_models_are_refused(model, load, tmp_path):
 
 @full
 def test_settings_of_the_drafts_generation_config_are_not_read(model):
-    for own, options, expected in (
-        ({"num_assistant_tokens": 7}, {}, "num_assistant_tokens=7, which is not read: set num_speculative_tokens"),
-        ({"num_assistant_tokens": 7}, {"num_speculative_tokens": 3}, ""),
-        ({"num_assistant_tokens": 7}, {"num_speculative_tokens": "auto"}, "num_assistant_tokens=7, which is not read"),
-        ({"num_assistant_tokens_schedule": "heuristic"}, {}, ""),
-        ({"assistant_confidence_threshold": 0.4}, {}, "0.4, which is not read: set draft_confidence_threshold"),
-        ({"assistant_confidence_threshold": 0.4}, {"draft_confidence_threshold": 0.1}, ""),
+    for own, options, length, expected in (
+        ({"num_assistant_tokens": 7}, {}, 5, "num_assistant_tokens=7, which is not read: set num_speculative_tokens"),
+        ({"num_assistant_tokens": 7}, {"num_speculative_tokens": 3}, 3, ""),
+        ({"assistant_confidence_threshold": 0.4}, {}, 5, "0.4, which is not read: set draft_confidence_threshold"),
+        ({"assistant_confidence_threshold": 0.4}, {"draft_confidence_threshold": 0.1}, 5, ""),
     ):
         draft = tiny_llama(1)
         draft.generation_config.update(**own)
         stats = with_draft_model(model, draft, prompts(1), options, max_new_tokens=4)[1].stats
-        (note,) = [line for line in stats.notes if "generation config" in line] or [""]
-        assert expected in note
-        assert bool(note) == bool(expected)
-        assert stats.num_spec_tokens == {"auto": 12, 3: 3, None: 5}[options.get("num_speculative_tokens")]
+        assert stats.num_spec_tokens == length
+        assert expected in "".join(stats.notes)
+        assert bool(stats.notes) == bool(expected)
 
 
 # Quantization
@@ -269,17 +258,13 @@ def test_quantization(folders, name, caplog):
 
 @full
 @needs_bitsandbytes
-def test_quantized_layers(folders):
-    """Loaded by the user, and in any data type."""
-    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    draft = transformers.AutoModelForCausalLM.from_pretrained(folders["wide"], quantization_config=config)
-    drafted_call(tiny_llama(**WIDE), prompts(2), {"assistant": draft})
+def test_compute_dtype_of_quantized_layers(folders):
     for dtype, expected in ((None, torch.bfloat16), ("auto", torch.bfloat16), ("float32", torch.float32)):
         settings = draft_from(folders["wide"], quantization="4bit", dtype=dtype)["speculative"]
-        draft = load_speculator(tiny_llama(**WIDE).to(torch.bfloat16), settings).resources.model
-        assert draft.model.layers[0].mlp.up_proj.compute_dtype == expected
+        layer = load_speculator(tiny_llama(**WIDE).to(torch.bfloat16), settings).resources.model.model.layers[0]
+        assert layer.mlp.up_proj.compute_dtype == expected
     # Some processors take layers of any size.
-    if getattr(draft.model.layers[0].mlp.up_proj, "support_avx512bf16_for_cpu", False):
+    if getattr(layer.mlp.up_proj, "support_avx512bf16_for_cpu", False):
         with pytest.raises(SpecConfigError, match="four bits on a CPU.* has 32 inputs and .* multiple of 64"):
             load_speculator(tiny_llama(), draft_from(folders["same"], quantization="4bit")["speculative"])
 

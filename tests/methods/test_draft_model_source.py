@@ -82,36 +82,25 @@ def test_an_encoder_of_its_own_reads_each_source_once(target, rows_end):
 
 
 @full
-def test_drawn_drafts_are_accepted(target):
+def test_drawn_drafts_and_drafts_of_a_folder(tmp_path, target):
     name, model, source = target
-    call = {**source, "max_new_tokens": NEW, "do_sample": True, "num_return_sequences": 2}
     torch.manual_seed(0)
+    call = {**source, "max_new_tokens": NEW, "do_sample": True, "num_return_sequences": 2}
     with record() as made:
-        output = model.generate(**call, spec_model=changed(model, 0.02), num_speculative_tokens=4)
-    assert len(output) == 8
+        assert len(model.generate(**call, spec_model=changed(model, 0.02), num_speculative_tokens=4)) == 8
     assert made.calls[0].stats.num_accepted_tokens > 16
-
-
-@full
-def test_loaded_by_name(tmp_path, target):
-    name, model, source = target
     model.save_pretrained(tmp_path)
-    _, stats = drafted(model, str(tmp_path), source)
+    stats = drafted(model, str(tmp_path), source)[1]
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
 
 
 @full
-def test_drafts_without_the_source():
-    """By a model that knows nothing of sources; and none by one whose encoder reads what the call does not have."""
+def test_models_that_do_not_fit():
     model, source = tiny_model("bart")
+    # Texts without the source are drafted, too.
     assert drafted(model, tiny_llama(vocab_size=99), source)[1].num_draft_tokens > 0
     _, stats = drafted(*(tiny_model(name)[0] for name in ("whisper", "bart")), tiny_model("whisper")[1])
     assert stats.notes == ["no drafts: the draft model's own encoder reads `input_ids`, which the call does not have"]
-
-
-@full
-def test_models_that_do_not_fit_are_refused():
-    model, source = tiny_model("bart")
     with pytest.raises(UnsupportedModelError, match="has no encoder. Use a decoder-only draft model"):
         tiny_llama(vocab_size=99).generate(source["input_ids"], spec_model=model, max_new_tokens=4)
     narrow, _ = text_model("bart", hidden_size=32)

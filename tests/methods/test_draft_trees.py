@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hf_specdec.drafts import PUBLISHED_TREES, DraftTree, TokenTree, TreeTopology, parse_token_tree
 from hf_specdec.errors import SpecConfigError
-from tests.helpers.levels import full
+from tests.helpers.levels import full, in_full
 from tests.helpers.paths import FIXTURES
 
 
@@ -121,11 +121,9 @@ def test_what_trees_share_and_keep():
     for counts in ([3, 3], [1, 3], [0, 0]):
         draft = DraftTree.chain(torch.ones(2, 3, dtype=torch.long), counts, torch.rand(2, 3, 5))
         assert draft.num_nodes.tolist() == draft.counts() == draft.max_depths() == counts
-        topology, light = draft.topology, draft.without_probs()
+        light = draft.without_probs()
         assert light.probs is None
-        assert draft.probs is not None
-        assert light.counts() == counts
-        assert light.topology is topology
+        assert (light.counts(), light.topology) == (counts, draft.topology)
 
 
 def log_probs_of(parents: list[int], draw) -> list[float]:
@@ -209,12 +207,11 @@ def test_spellings_of_one_tree():
     assert len(parse_token_tree([[rank] for rank in range(1024)])) == 1024
 
 
-@pytest.mark.parametrize("prefix", ["", "speculative_"])
+@pytest.mark.parametrize("prefix", ["", *in_full("speculative_")])
 def test_spelling_of_sglang(prefix):
     keys = [f"{prefix}{name}" for name in ("num_steps", "eagle_topk" if prefix else "topk", "num_draft_tokens")]
     for spell in (dict, str, json.dumps):
-        tree = TokenTree(parse_token_tree(spell(dict(zip(keys, (3, 4, 16))))))
-        assert tree == TokenTree.from_sglang(3, 4, 16)
+        assert parse_token_tree(spell(dict(zip(keys, (3, 4, 16))))) == TokenTree.from_sglang(3, 4, 16).paths
     for steps, topk in ((1, 1), (1, 4), (2, 3), (4, 2), (1, 100), (2, 30)):
         most = steps if topk == 1 else topk + (steps - 1) * topk**2
         for tokens in {steps + 1, most + 1}:
@@ -223,63 +220,50 @@ def test_spelling_of_sglang(prefix):
             assert tree.max_depth <= steps
             assert max(tree.ranks) < topk
     assert TokenTree.from_sglang(1, 10**12, 5).paths == ((0,), (1,), (2,), (3,))
-    assert TokenTree.from_sglang(5, 1, 6) == TokenTree.chain(5)
-    assert TokenTree.chain(3).paths == ((0,), (0, 0), (0, 0, 0))
+    assert TokenTree.from_sglang(3, 1, 4).paths == TokenTree.chain(3).paths == ((0,), (0, 0), (0, 0, 0))
 
 
-@pytest.mark.parametrize("name", PUBLISHED_TREES)
-def test_published_trees(name):
-    tree = TokenTree.published(name)
-    assert parse_token_tree(name) == tree.paths
-    for spelling in (tree.paths, str(tree.paths), json.dumps(tree.paths)):
-        assert parse_token_tree(spelling) == tree.paths
-    if name == "eagle_1":
-        by_depth = [
-            "0 1 2 3",
-            "00 01 02 10 11 20 21 30",
-            "000 001 002 010 011 020 021 100",
-            "0000 0001 0002",
-            "00000 00001",
-        ]
-        assert tree.paths == tuple(tuple(map(int, path)) for path in " ".join(by_depth).split())
-    else:
-        assert [tree.depths.count(depth) for depth in (1, 2, 3, 4)] == MEDUSA_TREES[name]
-        assert max(tree.ranks) < 10
-        assert TokenTree.from_paths(CHOICES[name]) == tree
-
-
-WRONG = [
-    ([], ["list of paths", "got []"]),
-    ("", ["got ''"]),
-    ("mc_sim", ["mc_sim_7b_63", "got 'mc_sim'"]),
-    ("__import__('os')", ["list of paths"]),
-    (5, ["got 5"]),
-    ([[]], ["got [[]]"]),
-    ([0, (0, 0)], ["got [0, (0, 0)]"]),
-    ([True, False], ["got [True, False]"]),
-    ([[0], [True]], ["got [[0], [True]]"]),
-    ([0, -1], ["got [0, -1]"]),
-    ([[0], [1, 0]], ["(1, 0)", "parent (1,)", "Add the parent"]),
-    ([0, 2], ["has 2 for node 2", "earlier node"]),
-    ({"num_steps": 3, "topk": 4}, ["num_draft_tokens", "got {'num_steps': 3, 'topk': 4}"]),
-    ({"num_steps": 3, "topk": 4, "num_draft_tokens": "16"}, ["integers", "'16'"]),
-    ({"num_steps": 3, "topk": 4, "num_draft_tokens": 16, "size": 2}, ["'size': 2"]),
-    ({"num_steps": 0, "topk": 4, "num_draft_tokens": 1}, ["num_steps=0"]),
-    ({"num_steps": 3, "topk": 1, "num_draft_tokens": 16}, ["3 steps of 1", "4 to 4 tokens"]),
-    ({"num_steps": 3, "topk": 2, "num_draft_tokens": 12}, ["num_draft_tokens=12", "4 to 11 tokens"]),
-    ([[rank] for rank in range(1000)] + [[0, rank] for rank in range(25)], ["1025 nodes", "at most 1024"]),
-    # So large that they must not be built first.
-    (list(range(200_000)), ["200000 nodes", "at most 1024"]),
-    ({"num_steps": 10**9, "topk": 1, "num_draft_tokens": 10**9 + 1}, ["1000000000 nodes"]),
-]
+def test_published_trees():
+    for name in PUBLISHED_TREES:
+        tree = TokenTree.published(name)
+        for spelling in (name, tree.paths, str(tree.paths), json.dumps(tree.paths)):
+            assert parse_token_tree(spelling) == tree.paths
+        if name != "eagle_1":
+            assert [tree.depths.count(depth) for depth in (1, 2, 3, 4)] == MEDUSA_TREES[name]
+            assert TokenTree.from_paths(CHOICES[name]) == tree
+    names = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+    assert TokenTree.published("eagle_1").paths == tuple(tuple(map(int, path)) for path in names.split())
 
 
 @full
-@pytest.mark.parametrize(("value", "words"), WRONG, ids=lambda value: str(value)[:40])
-def test_wrong_spellings(value, words):
-    with pytest.raises(SpecConfigError) as caught:
-        parse_token_tree(value)
-    assert [word for word in words if word not in str(caught.value)] == []
+def test_wrong_spellings():
+    for value, *words in (
+        ([], "list of paths", "got []"),
+        ("", "got ''"),
+        ("mc_sim", "mc_sim_7b_63", "got 'mc_sim'"),
+        ("__import__('os')", "list of paths"),
+        (5, "got 5"),
+        ([[]], "got [[]]"),
+        ([0, (0, 0)], "got [0, (0, 0)]"),
+        ([True, False], "got [True, False]"),
+        ([[0], [True]], "got [[0], [True]]"),
+        ([0, -1], "got [0, -1]"),
+        ([[0], [1, 0]], "(1, 0)", "parent (1,)", "Add the parent"),
+        ([0, 2], "has 2 for node 2", "earlier node"),
+        ({"num_steps": 3, "topk": 4}, "num_draft_tokens", "got {'num_steps': 3, 'topk': 4}"),
+        ({"num_steps": 3, "topk": 4, "num_draft_tokens": "16"}, "integers", "'16'"),
+        ({"num_steps": 3, "topk": 4, "num_draft_tokens": 16, "size": 2}, "'size': 2"),
+        ({"num_steps": 0, "topk": 4, "num_draft_tokens": 1}, "num_steps=0"),
+        ({"num_steps": 3, "topk": 1, "num_draft_tokens": 16}, "3 steps of 1", "4 to 4 tokens"),
+        ({"num_steps": 3, "topk": 2, "num_draft_tokens": 12}, "num_draft_tokens=12", "4 to 11 tokens"),
+        ([[rank] for rank in range(1000)] + [[0, rank] for rank in range(25)], "1025 nodes", "at most 1024"),
+        # So large that they must not be built first.
+        (list(range(200_000)), "200000 nodes", "at most 1024"),
+        ({"num_steps": 10**9, "topk": 1, "num_draft_tokens": 10**9 + 1}, "1000000000 nodes"),
+    ):
+        with pytest.raises(SpecConfigError) as caught:
+            parse_token_tree(value)
+        assert [word for word in words if word not in str(caught.value)] == []
 
 
 # What follows from the paths
@@ -325,21 +309,15 @@ def test_trees_cut_to_the_depths_of_rows(tree, data):
     assert draft.unknown_tables() == {}
 
 
-def test_whole_empty_and_chain_shapes():
+def test_whole_and_empty_shapes():
     tree = TokenTree.published("mc_sim_7b_63")
     for depths in (None, [4, 4], [4, 9]):
         draft = DraftTree.of_shape(tree, torch.arange(126).view(2, 63), depths)
-        assert draft.shape is tree
-        assert draft.num_nodes.tolist() == [63, 63]
-        assert draft.topology is tree.topology(CPU)
+        assert (draft.shape, draft.topology, draft.counts()) == (tree, tree.topology(CPU), [63, 63])
     tree = TokenTree(())
     assert (len(tree), tree.max_depth, tree.widths, tree.is_chain) == (0, 0, (), True)
     draft = DraftTree.of_shape(tree, torch.zeros((2, 0), dtype=torch.long))
     assert (draft.size, draft.num_nodes.tolist(), draft.topology.depths.tolist()) == (0, [0, 0], [0])
-    draft = DraftTree.of_shape(TokenTree.chain(4), torch.arange(8).view(2, 4), [3, 1])
-    assert draft.is_chain
-    assert draft.token_lists() == [[0, 1, 2], [4]]
-    assert draft.topology.is_chain
 
 
 # From accuracies of the ranks

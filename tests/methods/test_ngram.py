@@ -17,7 +17,7 @@ from hf_specdec.errors import SpecConfigError
 from hf_specdec.kernels.text import best_matches
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from hf_specdec.settings import SpeculativeConfig
-from tests.helpers.by_hand import paths_of
+from tests.helpers.by_hand import padded, paths_of
 from tests.helpers.levels import full, in_full
 from tests.helpers.paths import FIXTURES
 
@@ -27,23 +27,18 @@ CPU = torch.device("cpu")
 
 def all_matches(text: list[int], limit: int | None = None, first: bool = False) -> list[tuple[int, int]]:
     """Every earlier end with its match, the longest first, and the first or the last of equally long ones."""
-    matches = [(min(common_suffix(text[:end], text), limit or end), end) for end in range(1, len(text))]
-    return sorted(
-        ((m, end) for m, end in matches if m), key=lambda found: (-found[0], found[1] if first else -found[1])
-    )
-
-
-def common_suffix(text: list[int], other: list[int]) -> int:
-    count = 0
-    while count < min(len(text), len(other)) and text[-1 - count] == other[-1 - count]:
-        count += 1
-    return count
+    found = []
+    for end in range(1, len(text)):
+        count = 0
+        while count < (limit or end) and count < end and text[end - 1 - count] == text[-1 - count]:
+            count += 1
+        found += [(count, end)] * (count > 0)
+    return sorted(found, key=lambda match: (-match[0], match[1] if first else -match[1]))
 
 
 def pad_left(rows: list[list[int]]) -> Prompt:
-    width = max(map(len, rows))
-    padded = [[0] * (width - len(row)) + row for row in rows]
-    return Prompt(torch.tensor(padded).view(len(rows), width), [width - len(row) for row in rows])
+    tokens = padded(list(map(torch.tensor, rows)), left=True)
+    return Prompt(tokens, [tokens.shape[1] - len(row) for row in rows])
 
 
 def commit(rows: list[int], token_lists: list[list[int]]) -> Commit:
@@ -150,13 +145,11 @@ def test_scan_of_long_texts():
     assert found_matches(text, 3) == [(1, 1200), (1, 1198), (1, 1196)]
     assert found_matches(text, 2, first=True) == [(1, 2), (1, 4)]
     for period in (1, 2, 3, 7):
-        text = [9, 8, 0, *(list(range(period)) * 600)[:600], 8]
-        for end in (text[:-1], text):
-            assert found_matches(end, 4) == all_matches(end)[:4]
-            assert found_matches(end, 4, 5, first=True) == all_matches(end, 5, first=True)[:4]
+        text = [9, 8, 0, *(list(range(period)) * 600)[:600]]
+        assert found_matches(text, 4) == all_matches(text)[:4]
+        assert found_matches([*text, 8], 4, 5, first=True) == all_matches([*text, 8], 5, first=True)[:4]
     block = [2**31 - 1 - i * 7 for i in range(1000)]
     assert found_matches([*block, 5, *block], 1) == [(1000, 1000)]
-    assert found_matches([*block, 5, *block, 6], 1) == []
     # Every place matches as far as the text reaches back: compared pair by pair it takes an hour.
     size = 200_000
     assert found_matches([1, 2] * size, 2) == [(2 * size - 2, 2 * size - 2), (2 * size - 4, 2 * size - 4)]
@@ -191,13 +184,9 @@ def test_draft_lengths():
     assert drafts_after([far], prompt_lookup_max_indexed_tokens=64) == [[]]
 
 
-def test_padding_is_no_text():
-    # With the padding in the text, the short row would repeat zeros.
-    texts = [[3, 4, 3, 4, 0], [0], [7, 7, 7, 7, 7, 6, 9, 9, 7]]
-    assert drafts_after(texts) == [[], [], [6, 9]] == [drafts_after([text])[0] for text in texts]
-
-
 def test_rows_of_a_batch_go_their_own_ways():
+    # With the padding in the text, the short row would repeat zeros.
+    assert drafts_after([[3, 4, 3, 4, 0], [0], [7, 7, 7, 7, 7, 6, 9, 9, 7]]) == [[], [], [6, 9]]
     generator = make_generator(3)
     texts = [[1, 2, 3, 1], [1, 2, 3, 1], [4, 5]]
     generator.prefill(pad_left(texts))
@@ -207,8 +196,6 @@ def test_rows_of_a_batch_go_their_own_ways():
     tree = generator.propose(make_step(texts))
     assert tree.token_lists() == [[3, 1, 2], [1, 3, 1, 2, 3], [5, 4]]
     assert tree.is_chain
-    assert tree.tokens.shape == (3, 5)
-
     generator.keep_rows([2, 0])
     generator.observe(commit([2, 0], [[5, 6], [3]]))
     texts = [[*texts[2], 5, 6], [*texts[0], 3]]
@@ -217,8 +204,6 @@ def test_rows_of_a_batch_go_their_own_ways():
     generator.keep_rows([1])
     assert generator.propose(make_step(texts[1:], rows=[0])).token_lists() == [[1, 2, 3]]
     assert list(generator._row_texts) == [0]
-    generator.close()
-    assert not generator._row_texts
 
 
 def test_cycles_agree_with_a_fresh_start():
@@ -268,25 +253,21 @@ def test_every_path_follows_a_match(pieces, num_matches, room, options):
 def test_best_matches_are_branches_of_one_tree():
     text = [1, 2, 3, 4, 9, 2, 3, 5, 9, 3, 6, 1, 2, 3]
     # After (1, 2, 3) came 4, after (2, 3) came 5, after (3) came 6.
-    (paths,) = trees_after([text], room=2, prompt_lookup_num_matches=3)
-    assert paths == [(4,), (4, 9), (5,), (5, 9), (6,), (6, 1)]
-    (paths,) = trees_after([text], room=2, prompt_lookup_num_matches=2, prompt_lookup_min=2, prompt_lookup_max=2)
-    assert paths == [(4,), (4, 9), (5,), (5, 9)]
+    tree = [(4,), (4, 9), (5,), (5, 9), (6,), (6, 1)]
+    assert trees_after([text], room=2, prompt_lookup_num_matches=3) == [tree]
+    lengths = {"prompt_lookup_min": 2, "prompt_lookup_max": 2}
+    assert trees_after([text], room=2, prompt_lookup_num_matches=2, **lengths) == [tree[:4]]
     # Rows have trees of their own, and matches with one continuation make a chain.
     paths = trees_after([[1, 2, 1, 3, 1], [4, 5, 4], [6]], prompt_lookup_num_matches=2)
     assert paths == [[(3,), (3, 1), (2,), (2, 1)], [(5,), (5, 4)], []]
     draft = draft_after([[1, 2, 3, 1, 2, 3, 1, 2]], 3, prompt_lookup_num_matches=3)
     assert draft.is_chain
     assert draft.token_lists() == [[3, 1, 2]]
-
-
-def test_trees_have_as_many_tokens_as_chains_may_have():
+    # They have as many tokens as chains, or without a length tied to the match, all that every match can draft.
     text = [*range(10, 40), 1, *range(50, 80), 1, *range(90, 120), 1]
     options = {"prompt_lookup_num_matches": 4, "num_speculative_tokens": 3}
     assert drafts_after([text], **options) == [[90, 91, 50]]
-    # Without a length tied to the match, every match drafts as much as it can.
     assert drafts_after([text], prompt_lookup_max=1, **options) == [[50, 51, 52, 90, 91, 92]]
-    assert make_generator(prompt_lookup_max=1, **options).num_draft_nodes == 12
 
 
 # Lookups in tensors on the device
@@ -338,16 +319,16 @@ def test_branches_and_long_matches_on_the_device():
     draft = drafts_of_host_and_device([[1, 2, 7, 7, 1, 2, 8, 5, 1, 2, 8, 6, 1, 2]], [6])
     assert draft.token_lists()[0][:4] == [8, 6, 1, 2]
     assert draft.parent_lists()[0].count(0) == 2  # 6 and 5 after the same 8
-    # The last of two that are long enough, whichever is longer.
-    passage = torch.randint(5, 60, (2 * LONGEST_MATCH,), generator=torch.Generator()).tolist()
-    text = [*passage, 1, *passage[-LONGEST_MATCH:], 2, *passage]
-    assert drafts_of_host_and_device([text], [6], prompt_lookup_num_matches=1).token_lists()[0][0] == 2
-    # The user's limit holds for matches of 75 and 66 tokens.
-    passage = list(range(100, 175))
-    text = [*passage, 1, 9, *passage[-66:], 2, *passage]
-    for most, following in ((100, 1), (66, 2), (70, 1)):
-        lengths = {"prompt_lookup_min": 1, "prompt_lookup_max": most, "prompt_lookup_match": "last"}
-        assert drafts_of_host_and_device([text], [6], **lengths).token_lists()[0][0] == following
+    # The last of two that are long enough, whichever is longer; the user's limit holds.
+    long = 2 * LONGEST_MATCH, LONGEST_MATCH, {"prompt_lookup_num_matches": 1}, 2
+    limits = [
+        ({"prompt_lookup_min": 1, "prompt_lookup_max": most}, next) for most, next in ((100, 1), (66, 2), (70, 1))
+    ]
+    for size, again, options, following in (long, *((75, 66, *limit) for limit in limits)):
+        passage = list(range(100, 100 + size))
+        text = [*passage, 1, 9, *passage[-again:], 2, *passage]
+        options |= {"prompt_lookup_match": "last"}
+        assert drafts_of_host_and_device([text], [6], **options).token_lists()[0][0] == following
 
 
 def test_texts_of_a_call_on_the_device():
@@ -365,12 +346,10 @@ def test_texts_of_a_call_on_the_device():
     texts.have_grown([4, 2])
     texts.write([0, 1], [[1, 2, 3, 5, 9], [4, 7]])
     assert buffer[:, :5].tolist() == [[1, 2, 3, 5, 9], [4, 7, 0, 0, 0]]
-    texts.forget()
-    texts.write([1], [[4, 7, 7]])
-    assert memory.of_rows(1, texts.size)[0, :3].tolist() == [4, 7, 7]
-    texts.have_room(texts.size + 1)
-    texts.write([1], [[4, 7, 7]])
-    assert memory.of_rows(1, texts.size)[0, :3].tolist() == [4, 7, 7]
+    for prepare in (texts.forget, lambda: texts.have_room(texts.size + 1)):
+        prepare()
+        texts.write([1], [[4, 7, 7]])
+        assert memory.of_rows(1, texts.size)[0, :3].tolist() == [4, 7, 7]
 
 
 # Options

@@ -302,28 +302,3 @@ def test_calls_leave_no_active_requests():
     del generator
     gc.collect()
     assert cache.active_requests == set()
-
-
-@full
-def test_close_after_an_interrupted_start(monkeypatch):
-    cache = make_cache(make_config())
-    monkeypatch.setattr(suffix, "_PIECE", 4)
-
-    class InterruptedTrees(dict):
-        """Ctrl-C when the second piece of the prompt looks for its tree; the library itself looks once before."""
-
-        lookups = 0
-
-        def __getitem__(self, key):
-            self.lookups += 1
-            if self.lookups == 2:
-                raise KeyboardInterrupt
-            return super().__getitem__(key)
-
-    generator = make_generator(cache)
-    cache._library._local_trees = InterruptedTrees()
-    with pytest.raises(KeyboardInterrupt):
-        prefill(generator, list(range(10)))
-    assert len(cache.active_requests) == 1
-    generator.close()
-    assert cache.active_requests == set()

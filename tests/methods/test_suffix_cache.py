@@ -13,11 +13,10 @@ from safetensors.numpy import save_file
 from transformers import LlamaConfig
 
 from hf_specdec import SpeculativeConfig
-from hf_specdec.candidate_generators.suffix.generator import SuffixCache, SuffixCandidateGenerator, SuffixOptions
+from hf_specdec.candidate_generators.suffix.generator import SuffixCache, SuffixCandidateGenerator
 from hf_specdec.errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import needs_library
-from tests.helpers.paths import DOCS
 
 
 def respond(cache, name, tokens):
@@ -183,13 +182,3 @@ def test_missing_package(version, found, monkeypatch):
         SuffixCandidateGenerator.load(SpeculativeConfig("suffix"), SimpleNamespace(config=LlamaConfig()))
     help = "pip install 'arctic-inference>=0.1.1'", "C++20 compiler and CMake", "spec_method='ngram'"
     assert [words for words in (found, *help) if words not in str(caught.value)] == []
-
-
-@full
-def test_documented_defaults():
-    page = (DOCS / "suffix.md").read_text(encoding="utf-8")
-    keys = {field.metadata["key"]: field.default for field in SuffixOptions.__dataclass_fields__.values()}
-    assert len(keys) == 6
-    for key, default in keys.items():
-        assert key.startswith("suffix_decoding_")
-        assert f"| `{key}` | `{default!r}` |" in page

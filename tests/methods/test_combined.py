@@ -50,21 +50,15 @@ def drafted(batch_size, retrieval="ngram"):
     return drafted_call(demo_target(), demo_inputs(batch_size), {"speculative": speculative}, max_new_tokens=20)[1]
 
 
-def decide(monkeypatch, pattern):
-    """Whoever drafts is said by the pattern, `pattern(row, cycle)` or one value a cycle again and again."""
+def decide(monkeypatch, rule):
+    """Whoever drafts is said by `rule(row, cycle)`."""
     cycles = count()
-    rule = pattern if callable(pattern) else lambda row, cycle: pattern[cycle % len(pattern)]
 
     def asks(choice, rows, probs, num_retrieved, lengths, num_unread):
         cycle = next(cycles)
         return [bool(rule(row, cycle)) and length > 0 for row, length in zip(rows, lengths)]
 
     monkeypatch.setattr(DrafterChoice, "asks", asks)
-
-
-def in_turns(row, cycle):
-    """All retrieved, all drafted, and mixed in two ways."""
-    return (cycle % 4 == 1) or (cycle % 4 > 1 and (row + cycle) % 2)
 
 
 # Calls
@@ -80,7 +74,7 @@ def test_own_choice_matches_generate(retrieval):
 
 
 def test_statistics_by_part(monkeypatch):
-    decide(monkeypatch, [0, 1])
+    decide(monkeypatch, lambda row, cycle: cycle % 2)
     call = drafted(1)
     found = [note for note in call.stats.notes if "tokens accepted from" in note]
     assert [note.split(":")[0] for note in found] == ["ngram", "eagle3"]
@@ -92,15 +86,23 @@ def test_statistics_by_part(monkeypatch):
 # Commits that are told late
 
 
-def test_long_commits_are_handed_over_before_the_drafter_is_asked(monkeypatch):
+@pytest.mark.parametrize(
+    "rule",
+    [
+        # All retrieved, all drafted, and mixed in two ways.
+        lambda row, cycle: (cycle % 4 == 1) or (cycle % 4 > 1 and (row + cycle) % 2),
+        *in_full(lambda row, cycle: cycle % 4 == 3),
+    ],
+    ids=["in_turns", "seldom"],
+)
+def test_long_commits_are_handed_over_before_the_drafter_is_asked(monkeypatch, rule):
     monkeypatch.setattr(combined, "_MOST_UNREAD_TOKENS", 20)
-    for pattern in ([0, 0, 0, 1], in_turns):
-        decide(monkeypatch, pattern)
-        assert drafted(3).stats.num_accepted_tokens > 10
+    decide(monkeypatch, rule)
+    assert drafted(3).stats.num_accepted_tokens > 10
 
 
 def test_nothing_is_read_for_who_is_never_asked(monkeypatch):
-    decide(monkeypatch, [0])
+    decide(monkeypatch, lambda row, cycle: False)
     monkeypatch.setattr("hf_specdec.drafting.entries.DraftEntries.read", None)
     assert drafted(1).stats.notes[-1] == "eagle3: 0 tokens accepted from 0 drafts"
 
@@ -132,15 +134,12 @@ def test_joined_commits(data):
 
 @given(st.data())
 def test_each_row_has_its_own_draft(data):
-    num_rows = data.draw(st.integers(1, 4))
-    from_model = data.draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))
+    from_model = data.draw(st.lists(st.booleans(), min_size=1, max_size=4))
 
     def trees(branching):
-        tokens, parents = [], []
-        for _ in range(num_rows):
-            size = data.draw(st.integers(0, 5))
-            tokens.append(data.draw(st.lists(st.integers(0, V - 1), min_size=size, max_size=size)))
-            parents.append([data.draw(st.integers(-1, i - 1)) if branching else i - 1 for i in range(size)])
+        sizes = [data.draw(st.integers(0, 5)) for _ in from_model]
+        tokens = [[data.draw(st.integers(0, V - 1)) for _ in range(size)] for size in sizes]
+        parents = [[data.draw(st.integers(-1, i - 1)) if branching else i - 1 for i in range(size)] for size in sizes]
         return DraftTree.from_lists(tokens, parents=parents)
 
     retrieved, drafted = trees(data.draw(st.booleans())), trees(data.draw(st.booleans()))
@@ -187,7 +186,7 @@ def test_ratings_of_retrieved_drafts(method, depths, expected):
 
 
 class World:
-    """Rows with known costs and acceptance, in which a choice is made in each cycle.
+    """A row with known costs and acceptance, for which a choice is made in each cycle.
 
     A draft takes `draft_seconds` beside a verification of 1, and of its 4 tokens all or none are accepted, `accepted`
     in the mean; `retrieved` has scores and true acceptance of the retrieved drafts, again and again.
@@ -196,8 +195,7 @@ class World:
     def __init__(self, draft_seconds, accepted, retrieved, profile=None, seed=0):
         self.draft_seconds, self.accepted, self.retrieved = draft_seconds, accepted, retrieved
         self.choice = DrafterChoice(profile or ControlProfile(), 1, 4)
-        self.seconds, self.tokens, self.num_asked = 0.0, 0.0, 0
-        self.random = random.Random(seed)
+        self.seconds, self.tokens, self.num_asked, self.random = 0.0, 0.0, 0, random.Random(seed)
 
     def run(self, num_cycles):
         for cycle in range(num_cycles):
@@ -207,9 +205,8 @@ class World:
             accepted = 4 * (self.random.random() < self.accepted / 4)
             self.choice.observe_cycle(1, 8, 1.0, 1 + (accepted if is_asked else truth))
             if is_asked:
-                self.choice.observe_draft(
-                    [RowOutcome(0, 4, 4, accepted, accepted + 1)], 1, 4, self.draft_seconds, None
-                )
+                outcomes = [RowOutcome(0, 4, 4, accepted, accepted + 1)]
+                self.choice.observe_draft(outcomes, 1, 4, self.draft_seconds, None)
             self.choice.observe_retrieved(0, probs, truth)
             self.num_asked += is_asked
             self.tokens += 1 + (self.accepted if is_asked else truth)
@@ -309,27 +306,20 @@ def test_wrong_settings():
 
 
 def test_settings_of_both_methods(tmp_path):
-    given = {
-        "method": "ngram+eagle3",
-        "model": "folder",
-        "num_speculative_tokens": 3,
-        "retrieval_num_speculative_tokens": 9,
-        "prompt_lookup_max": 4,
-        "aux_layer_ids": [0, 1],
-        "rejection_sample_method": "block",
-    }
+    lengths = {"num_speculative_tokens": 3, "retrieval_num_speculative_tokens": 9}
+    shared = {"rejection_sample_method": "block"}
+    drawn = {**shared, "draft_sample_method": "greedy"}
+    given = {"method": "ngram+eagle3", "model": "folder", **lengths, "prompt_lookup_max": 4, "aux_layer_ids": [0, 1]}
+    given |= shared
     config = SpeculativeConfig.from_dict(given)
     assert config.to_dict() == given
     assert pickle.loads(pickle.dumps(config)) == config
     config.save_pretrained(tmp_path)
     assert SpeculativeConfig.from_pretrained(tmp_path) == config
-    shared = {"rejection_sample_method": "block"}
     assert part_configs(config) == (
         SpeculativeConfig("ngram", num_speculative_tokens=9, prompt_lookup_max=4, **shared),
         # Drafts are drawn on request only.
-        SpeculativeConfig(
-            "eagle3", "folder", num_speculative_tokens=3, aux_layer_ids=[0, 1], draft_sample_method="greedy", **shared
-        ),
+        SpeculativeConfig("eagle3", "folder", num_speculative_tokens=3, aux_layer_ids=[0, 1], **drawn),
     )
     # The options of one part are not those of another method.
     assert config.replace(method="eagle3").to_dict().keys().isdisjoint({"prompt_lookup_max", "aux_layer_ids"})
@@ -341,14 +331,14 @@ def test_settings_of_both_methods(tmp_path):
     assert SpeculativeConfig("ngram+eagle3", "folder", speculative_token_tree=[(0,), (1,)])
 
 
-@pytest.mark.parametrize(
-    ("options", "lengths"),
-    [({}, (24, 4)), *in_full(({"retrieval_num_speculative_tokens": 3, "num_speculative_tokens": 5}, (3, 5)))],
-)
-def test_draft_lengths_of_both(options, lengths):
-    generator = load(**options).candidate_generator(Session(1, 500, torch.device("cpu")))
-    assert (generator.retrieval.num_speculative_tokens, generator.model.num_speculative_tokens) == lengths
-    assert generator.num_speculative_tokens == max(lengths)
+def test_draft_lengths_of_both():
+    for options, lengths in (
+        ({}, (24, 4)),
+        ({"retrieval_num_speculative_tokens": 3, "num_speculative_tokens": 5}, (3, 5)),
+    ):
+        generator = load(**options).candidate_generator(Session(1, 500, torch.device("cpu")))
+        assert (generator.retrieval.num_speculative_tokens, generator.model.num_speculative_tokens) == lengths
+        assert generator.num_speculative_tokens == max(lengths)
 
 
 @full

@@ -1,11 +1,15 @@
-"""Every method with a network: how it is named, loaded once, passed as an object and refused, whatever it drafts."""
+"""Methods by their names and objects: those with a network, none at all, and one of the user's own."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from transformers import pipeline
 
-from hf_specdec import SpecConfigError, forget_speculators, load_speculator, record
+from hf_specdec import SpecConfigError, demo, forget_speculators, generate_many, load_speculator, record
+from hf_specdec.candidate_generators import unregister_candidate_generator
 from tests.helpers.distribution import sample
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import (
@@ -19,9 +23,10 @@ from tests.helpers.methods import (
     settings_of,
 )
 from tests.helpers.models import tiny_llama
+from tests.helpers.paths import DOCS
 
 
-NEW = 16
+NEW = 24
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 ROWS = [name for row in EVERYTHING for name in row.values if "+" not in name]
 # Settings that loading reads.
@@ -90,3 +95,96 @@ def test_drawn_drafts_are_chains_and_say_so(row):
     assert all(trace.parents == list(range(-1, len(trace.draft_tokens) - 1)) for trace in drafts)
     if "adaptive" in row:
         assert len({len(trace.draft_tokens) for trace in drafts}) > 1
+
+
+# The loop without drafts is this package's loop
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"spec_method": "none", "num_speculative_tokens": "auto"},
+        *in_full({"speculative": {"method": "none"}}, {"speculative": "none", "num_speculative_tokens": 4}),
+        # No drafts for any number of rows.
+        *in_full(
+            {"speculative": {"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 3, 0], [4, 9, 0]]}}
+        ),
+    ],
+    ids=str,
+)
+def test_greedy_text_and_counts(arguments):
+    with record(trace=True) as made:
+        text = demo_target().generate(**demo_inputs(3), **GREEDY, **arguments)
+    assert torch.equal(text, plain_text(3, NEW))
+    (call,), is_named = made.calls, "none" in str(arguments)
+    stats, why = call.stats, "not_asked" if is_named else "batch_size"
+    assert (stats.method, stats.num_drafts, stats.num_draft_tokens) == ("none" if is_named else "ngram", 0, 0)
+    assert stats.mean_acceptance_length == 1
+    assert stats.num_cycles_without_drafts == {why: stats.num_target_forwards - 1}
+    assert {cycle.why_empty for cycle in call.cycles} == {why}
+    assert not is_named or stats.notes == []
+
+
+def test_sampled_text_is_that_of_a_call_with_drafts():
+    """A position's number depends on the seed and the place alone, whoever drafts."""
+    settings = {"do_sample": True, "max_new_tokens": 12, "temperature": 0.9}
+    for seed in range(3):
+        texts = []
+        for method in ("none", "ngram"):
+            torch.manual_seed(seed)
+            texts.append(demo_target().generate(**demo_inputs(2), **settings, spec_method=method))
+        assert torch.equal(*texts)
+
+
+@full
+def test_pipeline_and_many_requests():
+    target, tokenizer = demo_target(), demo.load_tokenizer()
+    run, prompt = pipeline("text-generation", model=target, tokenizer=tokenizer), demo.prompts()[0].text
+    with record() as made:
+        found = run(prompt, **GREEDY, speculative="none")
+    assert found == run(prompt, **GREEDY)
+    assert [call.stats.method for call in made.calls] == ["none"]
+    requests = [row[row != tokenizer.pad_token_id].tolist() for row in demo_inputs(3)["input_ids"]]
+    alone = [target.generate(torch.tensor([row]), **GREEDY)[0, len(row) :].tolist() for row in requests]
+    for arguments in ({"spec_method": "none"}, {"spec_method": "off"}, {}):
+        with record() as made:
+            results = list(generate_many(target, requests, 2, in_order=True, **GREEDY, **arguments))
+        assert [result.tokens for result in results] == alone
+        assert {call.stats.method for call in made.calls} == {"none"}
+    # Some of many may say it, too.
+    requests = [{"input_ids": requests[0], "spec_method": name} for name in ("none", "off")]
+    with record() as made:
+        results = list(generate_many(target, requests, 2, spec_method="ngram", **GREEDY))
+    assert [result.tokens for result in results] == [alone[0]] * 2
+    assert sum(call.stats.num_draft_tokens for call in made.calls) == 0
+    with pytest.raises(SpecConfigError, match="'none' drafts nothing beside another method. Leave it out."):
+        target.generate(**demo_inputs(1), **GREEDY, spec_method="none+ngram")
+
+
+# The page "Write your own method": its example is run as it is written
+
+PAGE = DOCS / "write_your_own_method.md"
+
+
+@pytest.fixture(scope="module")
+def method():
+    """The class on the page, registered by its last line."""
+    (code,) = re.findall(r"<!-- example -->\n```python\n(.*?)```\n<!-- end -->", PAGE.read_text(), flags=re.DOTALL)
+    assert 30 <= len(code.splitlines()) <= 45
+    names: dict = {}
+    exec(compile(code, str(PAGE), "exec"), names)
+    yield names["Followers"]
+    unregister_candidate_generator("followers")
+
+
+def test_batches_and_rows_that_join(method):
+    for speculative in ({"assistant": method()}, {"spec_method": "followers", "num_speculative_tokens": 2}):
+        with record() as made:
+            text = demo_target().generate(**demo_inputs(4), max_new_tokens=NEW, do_sample=False, **speculative)
+        assert torch.equal(text, plain_text(4, NEW))
+        assert made.calls[0].stats.num_accepted_tokens > 10
+    rows = [row[mask.bool()].tolist() for row, mask in zip(*demo_inputs(4).values())]
+    call = {"max_new_tokens": NEW, "do_sample": False, "spec_method": "followers", "num_speculative_tokens": 2}
+    results = list(generate_many(demo_target(), rows, 2, in_order=True, **call))
+    assert [result.tokens for result in results] == plain_text(4, NEW)[:, -NEW:].tolist()
+    assert sum(result.stats.num_accepted_tokens for result in results) > 10

@@ -276,15 +276,6 @@ def test_cycles_of_transformers_own_loop_are_those_of_ours(name, padded):
     assert num_hooks(target) == before
 
 
-@full
-@pytest.mark.parametrize("name", ["ngram", "eagle3", "medusa"])
-def test_adaptive_and_sampled_drafts_in_transformers_own_loop(name):
-    text, accepted = assisted(generator_of(name, **AUTO), max_new_tokens=40)
-    assert torch.equal(text, plain_text(1, 40))
-    assert sum(accepted) > 0
-    assert assisted(generator_of(name), do_sample=True)[0].shape == plain_text(1, NEW).shape
-
-
 def test_a_drafter_of_the_users_own_in_transformers_own_loop():
     length = plain_text(1, NEW).shape[1]
     for generator in (Repeating(), Repeating(None, None, Session(1, length, demo_target().device))):

@@ -329,16 +329,10 @@ def test_settings_of_both_methods(tmp_path):
     with pytest.raises(AttributeError, match=r"'ngram\+eagle3' have no `max_tree_depth`"):
         _ = options.max_tree_depth
     assert SpeculativeConfig("ngram+eagle3", "folder", speculative_token_tree=[(0,), (1,)])
-
-
-def test_draft_lengths_of_both():
-    for options, lengths in (
-        ({}, (24, 4)),
-        ({"retrieval_num_speculative_tokens": 3, "num_speculative_tokens": 5}, (3, 5)),
-    ):
-        generator = load(**options).candidate_generator(Session(1, 500, torch.device("cpu")))
-        assert (generator.retrieval.num_speculative_tokens, generator.model.num_speculative_tokens) == lengths
-        assert generator.num_speculative_tokens == max(lengths)
+    for own, expected in (({}, (24, 4)), (lengths, (9, 3))):
+        generator = load(**own).candidate_generator(Session(1, 500, torch.device("cpu")))
+        assert (generator.retrieval.num_speculative_tokens, generator.model.num_speculative_tokens) == expected
+        assert generator.num_speculative_tokens == max(expected)
 
 
 @full

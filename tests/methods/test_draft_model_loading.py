@@ -95,11 +95,8 @@ def drafted(target, folder, **settings):
     ("target", "draft", "settings"),
     [
         ("target", "larger", {}),
-        *in_full(
-            *(("target", draft, {}) for draft in ("same", "smaller", "special")),
-            ("target", "other", {"same_tokenizer": True}),
-            ("bare", "bare", {}),
-        ),
+        *in_full(("target", "smaller", {}), ("target", "special", {}), ("bare", "bare", {})),
+        *in_full(("target", "other", {"same_tokenizer": True})),
     ],
 )
 def test_tokenizers_that_are_the_same(folders, load, target, draft, settings):
@@ -140,32 +137,26 @@ def test_a_checkpoint_is_loaded_once(folders, load, monkeypatch):
     target, loaded = load("target"), []
     for owner in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer, transformers.AutoConfig):
         run = owner.from_pretrained
-
-        def counted(*args, run=run, **kwargs):
-            loaded.append(args)
-            return run(*args, **kwargs)
-
+        counted = lambda *own, run=run, **more: loaded.append(own) or run(*own, **more)  # noqa: E731
         monkeypatch.setattr(owner, "from_pretrained", counted)
     drafted(target, folders["same"])
     assert loaded
     loaded.clear()
-    target.generate(**prompts(1), **GREEDY, spec_method="draft_model", spec_model=folders["same"])
+    drafted(target, folders["same"])
     assert not loaded
 
 
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
 @pytest.mark.parametrize(
-    ("target_dtype", "setting", "expected"),
-    [
-        ("bfloat16", None, "bfloat16"),
-        *in_full(
-            ("float32", "bfloat16", "bfloat16"), ("bfloat16", "float32", "float32"), ("bfloat16", "auto", "float32")
-        ),
-    ],
+    ("of_target", "setting", "expected"),
+    [(BF16, None, BF16), *in_full((FP32, "bfloat16", BF16), (BF16, FP32, FP32), (BF16, "auto", FP32))],
 )
-def test_dtype(folders, load, target_dtype, setting, expected):
-    target = load("target").to(getattr(torch, target_dtype))
+def test_dtype(folders, load, of_target, setting, expected):
+    target = load("target").to(of_target)
     speculator = load_speculator(target, draft_from(folders["same"], dtype=setting)["speculative"])
-    assert speculator.resources.model.dtype == getattr(torch, expected)
+    assert speculator.resources.model.dtype == expected
     assert not speculator.resources.model.training
     output = target.generate(**prompts(2), **GREEDY, assistant=speculator, return_dict_in_generate=True)
     assert output.speculative.num_accepted_tokens > 0

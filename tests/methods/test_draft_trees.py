@@ -239,13 +239,10 @@ def test_published_trees():
 def test_wrong_spellings():
     for value, *words in (
         ([], "list of paths", "got []"),
-        ("", "got ''"),
         ("mc_sim", "mc_sim_7b_63", "got 'mc_sim'"),
         ("__import__('os')", "list of paths"),
-        (5, "got 5"),
         ([[]], "got [[]]"),
         ([0, (0, 0)], "got [0, (0, 0)]"),
-        ([True, False], "got [True, False]"),
         ([[0], [True]], "got [[0], [True]]"),
         ([0, -1], "got [0, -1]"),
         ([[0], [1, 0]], "(1, 0)", "parent (1,)", "Add the parent"),
@@ -253,9 +250,7 @@ def test_wrong_spellings():
         ({"num_steps": 3, "topk": 4}, "num_draft_tokens", "got {'num_steps': 3, 'topk': 4}"),
         ({"num_steps": 3, "topk": 4, "num_draft_tokens": "16"}, "integers", "'16'"),
         ({"num_steps": 3, "topk": 4, "num_draft_tokens": 16, "size": 2}, "'size': 2"),
-        ({"num_steps": 0, "topk": 4, "num_draft_tokens": 1}, "num_steps=0"),
         ({"num_steps": 3, "topk": 1, "num_draft_tokens": 16}, "3 steps of 1", "4 to 4 tokens"),
-        ({"num_steps": 3, "topk": 2, "num_draft_tokens": 12}, "num_draft_tokens=12", "4 to 11 tokens"),
         ([[rank] for rank in range(1000)] + [[0, rank] for rank in range(25)], "1025 nodes", "at most 1024"),
         # So large that they must not be built first.
         (list(range(200_000)), "200000 nodes", "at most 1024"),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator, NgramOptions, merge
+from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator, NgramOptions
 from hf_specdec.candidate_generators.ngram.on_device import LONGEST_MATCH, CallTexts, DeviceTexts
 from hf_specdec.candidate_generators.ngram.text import RowText
 from hf_specdec.drafts import DraftTree
@@ -206,35 +206,9 @@ def test_rows_of_a_batch_go_their_own_ways():
     assert list(generator._row_texts) == [0]
 
 
-def test_cycles_agree_with_a_fresh_start():
-    # What a row has become after many cycles drafts what its whole text drafts.
-    random = np.random.default_rng(0)
-    texts = [random.integers(0, 4, size).tolist() for size in (1, 50, 700)]
-    generator = make_generator(3, num_speculative_tokens=24)
-    generator.prefill(pad_left(texts))
-    for _ in range(40):
-        new = [random.integers(0, 4, random.integers(1, 6)).tolist() for _ in texts]
-        generator.observe(commit([0, 1, 2], new))
-        texts = [text + more for text, more in zip(texts, new)]
-        assert generator.propose(make_step(texts)).token_lists() == [drafts_after([text])[0] for text in texts]
-
-
 # Trees
 
 
-@given(st.lists(st.lists(st.integers(0, 3), max_size=10), max_size=6), st.integers(10, 30))
-def test_merged_chains_are_a_trie(chains, most):
-    tokens, parents = merge(chains, 1000)
-    assert merge(chains, most) == (tokens[:most], parents[:most])
-    assert all(parent < node for node, parent in enumerate(parents))
-    (paths,) = paths_of(DraftTree.from_lists([tokens], parents=[parents]))
-    assert len(set(paths)) == len(paths)
-    assert set(paths) == {tuple(chain[:size]) for chain in chains for size in range(1, len(chain) + 1)}
-    assert not chains or tokens[: len(chains[0])] == chains[0]
-
-
-@full
-@settings(max_examples=100)
 @given(pieces, st.integers(2, 6), st.integers(1, 30), st.sampled_from([{}, {"prompt_lookup_max": 2}]))
 def test_every_path_follows_a_match(pieces, num_matches, room, options):
     text = sum(pieces, [0])

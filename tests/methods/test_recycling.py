@@ -150,15 +150,15 @@ def test_shapes_of_trees():
 # Beside other methods that learn from the text
 
 
+MIDDLE = slice(2, 5)
+
+
 @pytest.mark.parametrize(
     ("method", "places"),
     [
-        ("ngram+recycling", slice(2, 5)),
-        *in_full(
-            *((method, slice(2, 5)) for method in ("ngram", "recycling")),
-            *(pytest.param(method, slice(2, 5), marks=needs_library) for method in ("suffix", "suffix+recycling")),
-            *(("ngram+recycling", places) for places in (slice(0, 3), slice(6, 9))),
-        ),
+        ("ngram+recycling", MIDDLE),
+        *in_full(*(("ngram+recycling", places) for places in (slice(0, 3), slice(6, 9)))),
+        *in_full(*(pytest.param(name, MIDDLE, marks=needs_library) for name in ("suffix", "suffix+recycling"))),
     ],
 )
 def test_negative_ids_beside_embeddings(method, places):

@@ -138,17 +138,15 @@ def test_greedy_drafts_of_the_renumbered_target_are_all_accepted(mapping):
     assert output.speculative.num_target_forwards == 6
 
 
+PENALTY = "repetition_penalty_and_top_p"
+
+
 @pytest.mark.parametrize(
     ("names", "mapping", "method", "setting"),
     [
-        (PARTLY_SHARED, "shared_tokens", "probabilistic", "repetition_penalty_and_top_p"),
-        *in_full(
-            (PARTLY_SHARED, "shared_tokens", "probabilistic", "plain"),
-            (PARTLY_SHARED, "shared_tokens", "greedy", "repetition_penalty_and_top_p"),
-            (PARTLY_SHARED, "text", "greedy", "plain"),
-            (PARTLY_SHARED, "text", "greedy", "repetition_penalty_and_top_p"),
-            (NAMES, "shared_tokens", "probabilistic", "top_p"),
-        ),
+        (PARTLY_SHARED, "shared_tokens", "probabilistic", PENALTY),
+        *in_full((PARTLY_SHARED, "shared_tokens", "greedy", PENALTY), (PARTLY_SHARED, "text", "greedy", PENALTY)),
+        *in_full((NAMES, "shared_tokens", "probabilistic", "top_p")),
     ],
 )
 def test_joint_distribution(names, mapping, method, setting):

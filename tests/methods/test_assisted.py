@@ -129,21 +129,6 @@ def test_a_generator_belongs_to_one_call():
         assisted(other)
 
 
-@full
-def test_of_two_threads_one_gets_the_generator():
-    generator = generator_of("ngram")
-
-    def call():
-        try:
-            return run(generator)[0].tolist()
-        except SpecConfigError as error:
-            return str(error)
-
-    outcomes = in_threads(call, call)
-    assert sorted("has been used" in outcome for outcome in outcomes if isinstance(outcome, str)) == [True]
-    assert plain_text(1, NEW).tolist() in outcomes
-
-
 # Drafters of the user's own
 
 

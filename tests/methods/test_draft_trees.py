@@ -158,7 +158,7 @@ def test_a_cut_tree_has_the_likeliest_nodes(size, batch_size, count, data):
         assert [mine[parent + 1] for parent in cut.parent_lists()[row]] == expected
 
 
-@pytest.mark.parametrize("max_depths", [[3, 1], [3, 3], [2, 0]])
+@pytest.mark.parametrize("max_depths", [[3, 1], *in_full([3, 3], [2, 0])])
 def test_a_cut_static_tree_is_static(max_depths):
     tree = TokenTree.of_size(9, 3)
     tokens = torch.arange(2 * len(tree)).view(2, -1)
@@ -171,14 +171,11 @@ def test_a_cut_static_tree_is_static(max_depths):
             assert all(len(path) <= depth for path in paths)
             parents = [paths[parent] if parent >= 0 else () for parent in cut.parent_lists()[row]]
             assert parents == [path[:-1] for path in paths]
-    ranked = DraftTree.of_shape(tree, tokens).probs_by_rank()
-    assert ranked.tolist() == sorted(ranked.tolist(), reverse=True)
-    assert ranked[0] == pytest.approx(0.6)
+    ranked = DraftTree.of_shape(tree, tokens).probs_by_rank().tolist()
+    assert ranked == sorted(ranked, reverse=True)
     # What says nothing of its nodes stays whole.
-    for draft in (
-        DraftTree.chain(torch.arange(6).view(1, 6)),
-        DraftTree.from_lists([[5, 6, 7]], parents=[[-1, -1, 0]]),
-    ):
+    chain = DraftTree.chain(torch.arange(6).view(1, 6))
+    for draft in (chain, DraftTree.from_lists([[5, 6, 7]], parents=[[-1, -1, 0]])):
         assert draft.likeliest(2) is draft
         assert draft.probs_by_rank() is None
 

@@ -67,7 +67,6 @@ def decided(monkeypatch):
 
 
 def run(assistant, batch_size=1, **settings):
-    """Text and statistics of a call."""
     call = {**demo_inputs(batch_size), **GREEDY, **settings, "assistant": assistant, "return_dict_in_generate": True}
     output = demo_target().generate(**call)
     return output.sequences, output.speculative
@@ -80,8 +79,6 @@ def generator_of(name, **settings):
 def num_hooks(model) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
-
-# Generators of a speculator as `assistant=`
 
 AUTO, BY_ROWS = {"num_speculative_tokens": "auto"}, {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 99, 1]]}
 
@@ -133,8 +130,6 @@ def test_a_generator_belongs_to_one_call():
 
 
 class Repeating(CandidateGenerator):
-    """Drafts the row's last tokens again."""
-
     default_num_speculative_tokens = 3
 
     def prefill(self, prompt: Prompt) -> None:
@@ -184,8 +179,7 @@ class Wrong(Repeating):
 
     def __init__(self, draft=None, hidden_states=()):
         super().__init__()
-        self.target_hidden_states, self.closed = hidden_states, 0
-        self.propose = lambda step: draft
+        self.propose, self.target_hidden_states, self.closed = lambda step: draft, hidden_states, 0
 
     def close(self):
         self.closed += 1

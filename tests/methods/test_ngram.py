@@ -73,9 +73,6 @@ def trees_after(texts: list[list[int]], room: int | list[int] = 1000, **options)
     return paths_of(draft_after(texts, room, **options))
 
 
-# vLLM's answers
-
-
 @pytest.fixture(scope="module")
 def recorded() -> dict:
     tensors = load_file(FIXTURES / "ngram" / "vllm_cpu" / "expected.safetensors")
@@ -98,8 +95,6 @@ def test_drafts_are_those_of_vllm(recorded, number):
         drafts = drafts_after(texts, num_speculative_tokens=count, prompt_lookup_match=match, **lengths)
         assert drafts == [row[number] for row in recorded[rule]]
 
-
-# The scan
 
 few_tokens = st.lists(st.integers(0, 3), max_size=12)
 # Pieces that come again make long matches, and runs of one token make nothing but ties.
@@ -146,19 +141,14 @@ def test_scan_of_long_texts():
     assert found_matches([1, 2] * size, 2) == [(2 * size - 2, 2 * size - 2), (2 * size - 4, 2 * size - 4)]
 
 
-# Chains
-
-
-def test_default_rule_takes_the_last_longest_match_and_ties_the_draft_to_its_length():
+def test_default_rule_and_lengths():
+    # The last longest match, whose length bounds the draft.
     text = [5, 1, 2, 3, 4, 6, 1, 2, 7, 8, 9, 10, 11, 12, 1, 2]
     assert drafts_after([text]) == [[7, 8, 9, 10]]
     assert drafts_after([text], num_speculative_tokens=3) == [[7, 8, 9]]
     assert drafts_after([text], prompt_lookup_match="first") == [[3, 4, 6, 1]]
     assert drafts_after([text], prompt_lookup_min=2) == [[3, 4, 6, 1, 2, 7, 8, 9, 10, 11, 12, 1, 2]]
     assert drafts_after([text], prompt_lookup_min=3) == [[]]
-
-
-def test_draft_lengths():
     block = list(range(100, 160))
     text = [*block, 1, *block[:30]]
     assert drafts_after([text]) == [block[30:54]]
@@ -195,9 +185,6 @@ def test_rows_of_a_batch_go_their_own_ways():
     generator.keep_rows([1])
     assert generator.propose(make_step(texts[1:], rows=[0])).token_lists() == [[1, 2, 3]]
     assert list(generator._row_texts) == [0]
-
-
-# Trees
 
 
 @given(pieces, st.integers(2, 6), st.integers(1, 30), st.sampled_from([{}, {"prompt_lookup_max": 2}]))
@@ -317,16 +304,11 @@ def test_texts_of_a_call_on_the_device():
         assert memory.of_rows(1, texts.size)[0, :3].tolist() == [4, 7, 7]
 
 
-# Options
-
-
 def test_defaults_of_options():
     for given_options, expected in (
         ({}, (1, 64, False, 4)),
-        ({"match": "first"}, (1, 64, True, 4)),
         ({"num_matches": 2}, (1, 64, False, 2)),
         ({"prompt_lookup_max": 4}, (4, 4, True, 1)),
-        ({"prompt_lookup_min": 3}, (3, 3, True, 1)),
         ({"prompt_lookup_min": 2, "prompt_lookup_max": 6}, (2, 6, True, 1)),
         ({"prompt_lookup_max": 4, "match": "last", "num_matches": 3}, (4, 4, False, 3)),
     ):

@@ -33,11 +33,7 @@ def official() -> dict[str, torch.Tensor]:
 
 
 def counting_speculator(**settings):
-    """One for the demo's target that drafts in every cycle, and whose table is empty."""
     return fresh_speculator({"method": "recycling", "num_speculative_tokens": "fixed", **settings})
-
-
-# The authors' runs
 
 
 @pytest.mark.parametrize("request_name", ["p0", *in_full("p1")])
@@ -69,9 +65,6 @@ def test_texts_and_accepted_tokens(official):
         assert torch.equal(output.sequences, expected)
         cycles += output.speculative.num_target_forwards - 1
     assert cycles <= sum(len(official[f"{name}.tokens_per_cycle"]) for name in ("p0", "p1"))
-
-
-# The table of successors
 
 
 def test_an_unknown_token_cuts_the_tree():
@@ -106,12 +99,7 @@ def test_what_the_table_learns():
     table = SuccessorTable(3)
     table.learn([0], np.array([[2, 1, 0]]))
     assert table.successors[0].tolist() == [2, 1, 0, -1, -1, -1, -1, -1]
-
-
-# The generator
-
-
-def test_rejected_nodes_teach_and_padding_does_not():
+    # Rejected nodes teach, and padding does not.
     generator = counting_speculator().candidate_generator(Session(2, 100, CPU))
     best = torch.arange(2 * 3 * NUM_SUCCESSORS).view(2, 3, NUM_SUCCESSORS)
     generator.learn(VerifiedNodes([[4, 5, 6], [7]], best))
@@ -127,9 +115,6 @@ def test_shapes_of_trees():
         assert (tree.max_depth, len(tree)) == (length, 8)
     with pytest.raises(SpecConfigError, match="child of rank 8, and token recycling knows 8 successors"):
         load_speculator(demo_target(), {"method": "recycling", "speculative_token_tree": [0] * 9})
-
-
-# Beside other methods that learn from the text
 
 
 MIDDLE = slice(2, 5)

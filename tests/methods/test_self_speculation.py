@@ -8,17 +8,11 @@ import accelerate
 import pytest
 import torch
 
-from hf_specdec import (
-    SpecConfigError,
-    SpeculativeConfig,
-    UnsupportedModelError,
-    generate_many,
-    load_speculator,
-    record,
-)
+from hf_specdec import SpecConfigError, SpeculativeConfig, generate_many, load_speculator, record
 from hf_specdec.decoding.functional import ReadAhead
 from hf_specdec.decoding.graphs import forget_graphs
 from hf_specdec.drafts import chain_topology, static_topology
+from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.layers.llama import DecoderLayer
 from hf_specdec.method import names_without_weights
 from tests.helpers.levels import full, in_full
@@ -68,7 +62,6 @@ def test_verification_goes_on_from_the_drafts(batch_size, monkeypatch):
 
 
 def test_other_tokens_than_those_drafted_are_read_from_the_beginning():
-    """In a tree, in other rows, or beside drafts of another method."""
     target = tiny_llama()
     ahead, chain = ReadAhead(1, torch.tensor([[5, 6]]), torch.zeros(1, 2, 32)), chain_topology(2, target.device)
     assert ahead.fits(torch.tensor([[5, 6, 7]]), chain)
@@ -81,7 +74,6 @@ def test_other_tokens_than_those_drafted_are_read_from_the_beginning():
 
 @pytest.mark.parametrize("batch_size", [3, *in_full(1)])
 def test_sparse_drafts_see_the_first_and_the_last_tokens(batch_size):
-    """What the model says where all others are masked."""
     target, inputs = tiny_llama(), prompts(batch_size, length=14)
     text, call = drafted_call(target, inputs, {"speculative": SPARSE})
     assert call.stats.acceptance_rate < 1
@@ -137,7 +129,7 @@ def test_spelled_as_in_transformers():
 
 
 @full
-def test_wrong_settings():
+def test_wrong_settings_and_targets():
     target = tiny_llama()
     for arguments, message in (
         ({"spec_method": "ngram", "assistant_early_exit": 1}, "belongs to method 'early_exit', got method='ngram'"),
@@ -152,18 +144,13 @@ def test_wrong_settings():
         generate_many(target, [[1, 2]], assistant_early_exit=1, **GREEDY)
     result = next(generate_many(target, [{"input_ids": [1, 2], "assistant_early_exit": 1}], **GREEDY, **EXITS))
     assert "is for all requests" in str(result.error)
+    offloaded = accelerate.cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
+    for other, message in ((tiny_gpt2(), "GPT2LMHeadModel cannot draft"), (offloaded, "its weights are loaded")):
+        with pytest.raises(UnsupportedModelError, match=message):
+            other.generate(**prompts(1), **GREEDY, speculative=EXIT)
     names = names_without_weights()
     assert names
     assert not any("early_exit" in name or "sparse_kv" in name for name in names)
-
-
-@full
-def test_targets_whose_layers_cannot_be_run():
-    offloaded = accelerate.cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
-    for target, message in ((tiny_gpt2(), "GPT2LMHeadModel cannot draft"), (offloaded, "its weights are loaded")):
-        for settings in SETTINGS.values():
-            with pytest.raises(UnsupportedModelError, match=message):
-                target.generate(**prompts(1), **GREEDY, speculative=settings)
 
 
 class Packed(torch.nn.Module):

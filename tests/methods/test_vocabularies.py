@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_specdec import CheckpointFormatError, SpecConfigError, demo, generate_many, load_speculator, record
+from hf_specdec import CheckpointFormatError, demo, generate_many, load_speculator, record
 from hf_specdec.candidate_generators.draft_model.vocabularies import (
     ReencodedText,
     RowText,
@@ -24,7 +24,6 @@ from hf_specdec.decoding import graphs
 from tests.helpers.distribution import P_VALUE, SETTINGS, exact_distribution, sampled_counts, small_model
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import OTHER_CHECKPOINTS, demo_inputs, demo_target, plain_text
-from tests.helpers.models import nothing_runs
 from tests.helpers.statistics import chi_square_pvalue
 from tests.helpers.tape import spoil_inputs, tape_everything
 
@@ -55,9 +54,6 @@ def vocabularies():
     return Vocabulary(demo.load_tokenizer()), Vocabulary(AutoTokenizer.from_pretrained(DRAFT))
 
 
-# Tokens as bytes
-
-
 @pytest.mark.parametrize("which", [0, 1], ids=["byte-level", "marked"])
 @given(before=st.text(max_size=12) | st.binary(max_size=6), text=st.text(max_size=40) | st.binary(max_size=20))
 def test_texts_and_bytes_come_back(vocabularies, which, before, text):
@@ -67,16 +63,13 @@ def test_texts_and_bytes_come_back(vocabularies, which, before, text):
     assert vocabulary.text(vocabulary.encode(text, before)) == text
 
 
-def test_segments_are_those_inside_of_a_text(vocabularies):
+def test_segments_and_shared_tokens(vocabularies):
     for vocabulary in vocabularies:
         text = "def total(prices):\n    return sum(prices)\n"
         whole = vocabulary.tokenizer(text, add_special_tokens=False)["input_ids"]
         cut = len(vocabulary.text(whole[:6]))
         encoded = text.encode()
         assert vocabulary.encode(encoded[cut:], encoded[:cut]) == whole[6:]
-
-
-def test_shared_tokens_have_the_same_bytes(vocabularies):
     target, draft = vocabularies
     shared = shared_tokens(target, draft)
     assert len(shared) > 1000
@@ -260,17 +253,3 @@ def test_tokenizers_of_the_call(way):
             new = demo_target().generate(**demo_inputs(2), **limits, **given)[:, -24:].tolist()
     assert new == plain_text(2, 24)[:, -24:].tolist()
     assert made.calls[0].stats.num_accepted_tokens > 10
-
-
-@full
-def test_tokenizers_that_are_refused():
-    mine, loaded = AutoTokenizer.from_pretrained(DRAFT), load_speculator(demo_target(), model=DRAFT)
-    named = {"method": "draft_model", "model": DRAFT}
-    for arguments, message in (
-        ({"spec_model": DRAFT, "assistant_tokenizer": mine}, "without `tokenizer`"),
-        ({"spec_method": "ngram", "assistant_tokenizer": mine, "tokenizer": mine}, "method='ngram' drafts"),
-        ({"assistant": loaded, "tokenizer": mine, "assistant_tokenizer": mine}, "loaded Speculator.*tokenizers="),
-        ({"speculative": {**named, "draft_tokenizer": "/nowhere"}}, "`draft_tokenizer`='/nowhere' holds no tokenizer"),
-    ):
-        with nothing_runs(demo_target()), pytest.raises(SpecConfigError, match=message):
-            demo_target().generate(**demo_inputs(1), max_new_tokens=4, **arguments)

@@ -153,7 +153,6 @@ def test_retrieved_trees_beside_drawn_chains_are_chains():
     ("method", "depths", "expected"),
     [
         ("ngram", [6, 2, 0], [0.75**depth for depth in range(1, 7)]),
-        # Seen once before: the end of the text counts as another occurrence.
         pytest.param("suffix", [3, 2, 0], [0.5] * 3, marks=needs_library),
     ],
 )

@@ -107,9 +107,9 @@ def scripted_rows(tree=None, accuracy=0.5):
     return scripted_speculator(rows, [0] * NUM_ROWS, V, num_speculative_tokens=3, accuracy=accuracy, tree=tree)
 
 
-def draft_model(**options):
+def draft_model(vocab_size: int = V, **options):
     draft = tiny_llama(
-        seed=11, vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=0.4,
+        seed=11, vocab_size=vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, initializer_range=0.4,
     )  # fmt: skip
     return load_speculator(small_model(), draft_model=draft, num_speculative_tokens=3, **options)

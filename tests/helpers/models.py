@@ -56,11 +56,12 @@ def tiny_mistral(seed: int = 0, sliding_window: int = 8, **settings) -> MistralF
     return model
 
 
-def tiny_gpt2(seed: int = 0) -> GPT2LMHeadModel:
+def tiny_gpt2(seed: int = 0, **settings) -> GPT2LMHeadModel:
     """Learned positions, and a forward that takes token types."""
     torch.manual_seed(seed)
-    settings = {name: TINY[name] for name in ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")}
-    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=128, **settings)).eval()
+    shared = {name: TINY[name] for name in ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")}
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128}
+    model = GPT2LMHeadModel(GPT2Config(**{**sizes, **shared, **settings})).eval()
     model.generation_config.pad_token_id = 0
     return model
 

@@ -1,12 +1,16 @@
-"""Every method with a network: how it is named, loaded once, passed as an object and refused, whatever it drafts."""
+"""Methods by their names and objects: those with a network, none at all, and one of the user's own."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
 
-from hf_specdec import SpecConfigError, forget_speculators, load_speculator, record
+from hf_specdec import SpecConfigError, forget_speculators, generate_many, load_speculator, record
+from hf_specdec.candidate_generators import unregister_candidate_generator
 from tests.helpers.distribution import sample
+from tests.helpers.levels import full, in_full
 from tests.helpers.methods import (
     CHECKPOINTS,
     EVERYTHING,
@@ -18,16 +22,17 @@ from tests.helpers.methods import (
     settings_of,
 )
 from tests.helpers.models import tiny_llama
+from tests.helpers.paths import DOCS
 
 
-NEW = 16
+NEW = 24
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 ROWS = [name for row in EVERYTHING for name in row.values if "+" not in name]
 # Settings that loading reads.
 READ = {"dflash": {"dflash_mask_token_id": 7}, "eagle3": {"aux_layer_ids": [0, 1, 2]}, "medusa": {"dtype": "bfloat16"}}
 
-every_method = pytest.mark.parametrize("method", CHECKPOINTS)
-every_network = pytest.mark.parametrize("method", [name for name in CHECKPOINTS if name != "draft_model"])
+NETWORKS = [name for name in CHECKPOINTS if name != "draft_model"]
+every_method = pytest.mark.parametrize("method", ["eagle3", *in_full(*sorted(set(CHECKPOINTS) - {"eagle3"}))])
 
 
 def network_of(method):
@@ -37,7 +42,6 @@ def network_of(method):
 
 @every_method
 def test_the_method_is_read_from_the_checkpoint_which_is_loaded_once(method):
-    """Checkpoints are read alike, whatever is drafted with them."""
     forget_speculators(demo_target())
     settings = settings_of(method)
     first = load_speculator(demo_target(), {name: settings[name] for name in settings if name != "method"})
@@ -50,7 +54,7 @@ def test_the_method_is_read_from_the_checkpoint_which_is_loaded_once(method):
 
 
 @every_method
-def test_network_as_an_object(method):
+def test_network_passed_as_an_object(method):
     network = network_of(method)
     for arguments in ({"spec_model": network}, {"spec_method": method, "assistant": network}, {"assistant": network}):
         with record() as made:
@@ -60,7 +64,8 @@ def test_network_as_an_object(method):
         assert made.calls[0].stats.num_accepted_tokens > 0
 
 
-@every_network
+@full
+@pytest.mark.parametrize("method", NETWORKS)
 def test_objects_that_do_not_fit(method):
     network = network_of(method)
     other = "medusa" if method == "mlp_speculator" else "mlp_speculator"
@@ -73,15 +78,9 @@ def test_objects_that_do_not_fit(method):
             load_speculator(target, **arguments)
 
 
-@every_method
-def test_no_checkpoint(method):
-    with pytest.raises(SpecConfigError, match=f"spec_method='{method}' needs |was not loaded from a checkpoint"):
-        tiny_llama().generate(torch.tensor([[3, 4]]), **GREEDY, spec_method=method)
-
-
+@full
 @pytest.mark.parametrize("row", [row for row in ROWS if draws(row) and ("tree" in row or "denoising" in row)])
-def test_what_is_not_drawn(row):
-    """Drawn drafts are chains, and say so; where nothing is drawn there is nothing to say."""
+def test_drawn_drafts_are_chains_and_say_so(row):
     settings = settings_of(row, draft_sample_method="probabilistic")
     with record(trace=True) as made:
         sample(demo_target(), demo_inputs(2), max_new_tokens=10, speculative=settings)
@@ -94,3 +93,80 @@ def test_what_is_not_drawn(row):
     assert all(trace.parents == list(range(-1, len(trace.draft_tokens) - 1)) for trace in drafts)
     if "adaptive" in row:
         assert len({len(trace.draft_tokens) for trace in drafts}) > 1
+
+
+# The loop without drafts is this package's loop
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"spec_method": "none", "num_speculative_tokens": "auto"},
+        *in_full({"speculative": {"method": "none"}}, {"speculative": "none", "num_speculative_tokens": 4}),
+        # No drafts for any number of rows.
+        *in_full({"speculative": {"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 9, 0]]}}),
+    ],
+    ids=str,
+)
+def test_greedy_text_and_counts(arguments):
+    with record(trace=True) as made:
+        text = demo_target().generate(**demo_inputs(3), **GREEDY, **arguments)
+    assert torch.equal(text, plain_text(3, NEW))
+    (call,), is_named = made.calls, "none" in str(arguments)
+    stats, why = call.stats, "not_asked" if is_named else "batch_size"
+    assert (stats.method, stats.num_drafts, stats.num_draft_tokens) == ("none" if is_named else "ngram", 0, 0)
+    assert stats.num_cycles_without_drafts == {why: stats.num_target_forwards - 1}
+    assert {cycle.why_empty for cycle in call.cycles} == {why}
+    assert not is_named or stats.notes == []
+
+
+def test_sampled_text_is_that_of_a_call_with_drafts():
+    """A position's number depends on the seed and the place alone, whoever drafts."""
+    settings = {"do_sample": True, "max_new_tokens": 12, "temperature": 0.9}
+    for seed in range(3):
+        texts = []
+        for method in ("none", "ngram"):
+            torch.manual_seed(seed)
+            texts.append(demo_target().generate(**demo_inputs(2), **settings, spec_method=method))
+        assert torch.equal(*texts)
+
+
+@full
+def test_requests_without_drafts_among_others():
+    row = demo_inputs(1)["input_ids"][0].tolist()
+    requests = [{"input_ids": row, "spec_method": name} for name in ("none", "off")]
+    with record() as made:
+        results = list(generate_many(demo_target(), requests, 2, spec_method="ngram", **GREEDY))
+    assert [result.tokens for result in results] == plain_text(1, NEW)[:, len(row) :].tolist() * 2
+    assert sum(call.stats.num_draft_tokens for call in made.calls) == 0
+    with pytest.raises(SpecConfigError, match="'none' drafts nothing beside another method. Leave it out."):
+        demo_target().generate(**demo_inputs(1), **GREEDY, spec_method="none+ngram")
+
+
+# The page "Write your own method": its example is run as it is written
+
+PAGE = DOCS / "write_your_own_method.md"
+
+
+@pytest.fixture(scope="module")
+def method():
+    """The class on the page, registered by its last line."""
+    (code,) = re.findall(r"<!-- example -->\n```python\n(.*?)```\n<!-- end -->", PAGE.read_text(), flags=re.DOTALL)
+    assert 30 <= len(code.splitlines()) <= 45
+    names: dict = {}
+    exec(compile(code, str(PAGE), "exec"), names)
+    yield names["Followers"]
+    unregister_candidate_generator("followers")
+
+
+def test_batches_and_rows_that_join(method):
+    for speculative in ({"assistant": method()}, {"spec_method": "followers", "num_speculative_tokens": 2}):
+        with record() as made:
+            text = demo_target().generate(**demo_inputs(4), max_new_tokens=NEW, do_sample=False, **speculative)
+        assert torch.equal(text, plain_text(4, NEW))
+        assert made.calls[0].stats.num_accepted_tokens > 10
+    rows = [row[mask.bool()].tolist() for row, mask in zip(*demo_inputs(4).values())]
+    call = {"max_new_tokens": NEW, "do_sample": False, "spec_method": "followers", "num_speculative_tokens": 2}
+    results = list(generate_many(demo_target(), rows, 2, in_order=True, **call))
+    assert [result.tokens for result in results] == plain_text(4, NEW)[:, -NEW:].tolist()
+    assert sum(result.stats.num_accepted_tokens for result in results) > 10

@@ -1,30 +1,40 @@
+"""Suffix decoding: drafts are those of the library and follow its texts; past responses, their bounds and files."""
+
+from __future__ import annotations
+
 import gc
+import importlib
+import importlib.metadata
 import json
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from transformers import LlamaConfig
 
 from hf_specdec.candidate_generators.suffix import generator as suffix
 from hf_specdec.candidate_generators.suffix.generator import SuffixCache, SuffixCandidateGenerator, SuffixOptions
-from hf_specdec.errors import SpecConfigError
+from hf_specdec.errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from hf_specdec.settings import SpeculativeConfig
-from tests.helpers.by_hand import paths_of
+from tests.helpers.by_hand import padded, paths_of
+from tests.helpers.levels import full, in_full
 from tests.helpers.paths import FIXTURES
-from tests.helpers.threads import in_threads
 
 
 pytest.importorskip("arctic_inference")
 
-PUBLISHED = FIXTURES / "suffix"
 VOCAB_SIZE = 1000
+FILES = "script.json", "expected.json"
+CALLS = {
+    **{"start": "start_request", "stop": "stop_request", "add": "add_active_response"},
+    **{"evict": "evict_cached_response", "spec": "speculate"},
+}
 
 
 def make_config(num_speculative_tokens=None, max_model_len=None, **options):
@@ -42,40 +52,38 @@ def make_generator(cache, config=None, batch_size=1, max_length=10_000):
 
 
 def prefill(generator, *prompts):
-    """Left-pads the prompts with a token that none of them has."""
-    width = max(map(len, prompts))
-    padded = [[VOCAB_SIZE - 1] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    generator.prefill(Prompt(torch.tensor(padded).view(len(prompts), width), [width - len(p) for p in prompts]))
+    tokens = padded(list(map(torch.tensor, prompts)), left=True)
+    generator.prefill(Prompt(tokens, [tokens.shape[1] - len(prompt) for prompt in prompts]))
+
+
+def started(*prompts, cache=None, **options):
+    """A generator of these options that has read the prompts."""
+    config = make_config(**options)
+    generator = make_generator(cache or make_cache(config), config, len(prompts))
+    prefill(generator, *prompts)
+    return generator
 
 
 def observe(generator, *token_lists, rows=None):
-    width = max(map(len, token_lists))
-    tokens = torch.tensor([list(row) + [0] * (width - len(row)) for row in token_lists]).view(len(token_lists), width)
-    rows = list(range(len(token_lists))) if rows is None else rows
-    lists = [list(row) for row in token_lists]
-    generator.observe(Commit(rows, tokens, lists, [max(len(row) - 1, 0) for row in lists]))
+    lists, rows = list(map(list, token_lists)), rows or list(range(len(token_lists)))
+    tokens = padded(list(map(torch.tensor, lists)), left=False)
+    generator.observe(Commit(rows, tokens, lists, [len(row) - 1 for row in lists]))
 
 
 def propose(generator, *lengths, room=100):
-    return propose_trees(generator, *lengths, room=room).token_lists()
-
-
-def propose_trees(generator, *lengths, room=100):
     rooms = [room] * len(lengths) if isinstance(room, int) else room
     anchors = torch.zeros(len(lengths), dtype=torch.long)
     return generator.propose(DraftStep(list(range(len(lengths))), anchors, list(lengths), rooms))
 
 
-def occurs(piece, text):
-    return any(tuple(text[start : start + len(piece)]) == piece for start in range(len(text) - len(piece) + 1))
-
-
-# The library's answers
+def respond(cache, name, tokens):
+    cache.start_request(name, [])
+    cache.add_active_response(name, tokens)
+    cache.stop_request(name)
 
 
 def read_fixture(name):
-    script = json.loads((PUBLISHED / name / "script.json").read_text())
-    expected = json.loads((PUBLISHED / name / "expected.json").read_text())
+    script, expected = (json.loads((FIXTURES / "suffix" / name / file).read_text()) for file in FILES)
     assert len(script["ops"]) == len(expected) > 100
     return script, expected
 
@@ -83,19 +91,12 @@ def read_fixture(name):
 def play(cache, op):
     op = dict(op)
     kind, req_id = op.pop("op"), op.pop("id")
-    tokens = {key: np.array(op.pop(key), dtype=np.int32) for key in ("tokens", "context") if key in op}
-    call = {
-        "start": cache.start_request,
-        "add": cache.add_active_response,
-        "stop": cache.stop_request,
-        "evict": cache.evict_cached_response,
-        "spec": cache.speculate,
-    }[kind]
-    return call(req_id, *tokens.values(), **op)
+    tokens = [np.array(op.pop(key), dtype=np.int32) for key in ("tokens", "context") if key in op]
+    return getattr(cache, CALLS[kind])(req_id, *tokens, **op)
 
 
-@pytest.mark.parametrize("piece", [suffix._PIECE, 5])
-@pytest.mark.parametrize("name", ["mixed_unbounded", "mixed_cap3", "no_global", "vllm_pattern"])
+@pytest.mark.parametrize("name", ["vllm_pattern", *in_full("mixed_unbounded", "mixed_cap3", "no_global")])
+@pytest.mark.parametrize("piece", [5, *in_full(suffix._PIECE)])
 def test_scripted_calls(name, piece, monkeypatch):
     monkeypatch.setattr(suffix, "_PIECE", piece)
     script, expected = read_fixture(name)
@@ -120,7 +121,7 @@ def test_scripted_calls(name, piece, monkeypatch):
     assert num_drafted > 100
 
 
-@pytest.mark.parametrize("use_tree_spec", [False, True])
+@pytest.mark.parametrize("use_tree_spec", [True, *in_full(False)])
 def test_generator_gives_the_scripted_drafts(use_tree_spec):
     script, expected = read_fixture("vllm_pattern")
     config = make_config(max_tree_depth=24, use_tree_spec=use_tree_spec)
@@ -136,7 +137,7 @@ def test_generator_gives_the_scripted_drafts(use_tree_spec):
         elif op["op"] == "stop":
             generators[name].close()
         elif op["use_tree_spec"] == use_tree_spec:
-            draft = propose_trees(generators[name], lengths[name])
+            draft = propose(generators[name], lengths[name])
             assert draft.token_lists() == [answer["token_ids"]]
             assert draft.parent_lists() == [answer["parents"]]
             num_compared += 1
@@ -144,313 +145,237 @@ def test_generator_gives_the_scripted_drafts(use_tree_spec):
     assert num_compared > 50
 
 
-# The cache
-
-
-def test_global_tree_survives_the_call():
-    cache = make_cache(make_config())
-    first = make_generator(cache)
-    prefill(first, [1, 2, 3])
-    observe(first, [10, 11, 12, 13, 14, 15, 16, 17])
+@pytest.mark.parametrize("limits", [{}, *in_full({"max_cached_requests": 0}, {"max_cached_tokens": 0})], ids=str)
+def test_responses_are_shared_and_prompts_are_not(limits):
+    cache = make_cache(make_config(**limits))
+    first = started(list(range(20)) * 3, cache=cache)
+    observe(first, [30, 31, 32, 33, 34, 35, 36, 37])
+    assert cache.num_cached_tokens == (0 if limits else 8)
     first.close()
-
-    second = make_generator(cache)
-    prefill(second, [4, 5, 6])
-    assert propose(second, 3) == [[]]
-    observe(second, [10, 11, 12])
-    assert propose(second, 6) == [[13, 14, 15]]
-    second.close()
+    second = started([3, 4, 5], cache=cache)
+    assert propose(second, 3).token_lists() == [[]]
+    observe(second, [30, 31, 32])
+    assert propose(second, 6).token_lists() == [[] if limits else [33, 34, 35]]
+    assert len(cache.cached_requests) == (0 if limits else 2)
 
 
-def test_prompts_stay_out_of_the_global_tree():
-    cache = make_cache(make_config())
-    first = make_generator(cache)
-    prefill(first, list(range(20)) * 3)
-    observe(first, [500])
-    second = make_generator(cache)
-    prefill(second, [3, 4, 5])
-    assert propose(second, 3) == [[]]
-    assert cache.num_cached_tokens == 1
-
-
-def test_without_global_tree_nothing_is_shared():
-    for limits in ({"max_cached_requests": 0}, {"max_cached_tokens": 0}):
-        cache = make_cache(make_config(**limits))
-        first = make_generator(cache)
-        prefill(first, [1])
-        observe(first, list(range(10, 20)))
-        second = make_generator(cache)
-        prefill(second, [10, 11, 12])
-        assert propose(second, 3) == [[]]
-        observe(second, [10, 11, 12])
-        assert propose(second, 6)[0]
-        assert cache.cached_requests == []
-        assert cache.num_cached_tokens == 0
-
-
-def test_threads_share_one_cache():
-    config = make_config(max_cached_requests=20, max_cached_tokens=3000)
-    cache = make_cache(config)
-
-    def call(seed):
-        rng = np.random.default_rng(seed)
-        for _ in range(40):
-            generator = make_generator(cache, config, batch_size=3)
-            prefill(generator, *rng.integers(0, 5, (3, 50)).tolist())
-            for step in range(10):
-                observe(generator, *rng.integers(0, 5, (3, 8)).tolist())
-                drafts = propose(generator, *[58 + 8 * step] * 3)
-                assert all(0 <= token < 5 for draft in drafts for token in draft)
-            generator.close()
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        in_threads(*(partial(call, seed) for seed in range(4)))
-    finally:
-        sys.setswitchinterval(interval)
-    assert cache.active_requests == set()
-    assert len(cache.cached_requests) == 20
-    assert cache.num_cached_tokens == sum(map(len, cache._responses.values())) == 20 * 80
-    assert cache._library._global_tree.num_seqs() == 20
-    assert not cache._library._global_tree.check_integrity()
-
-
-# The generator
-
-
-def test_rows_with_the_same_prompt_are_separate_requests():
-    cache = make_cache(make_config(max_cached_requests=0))
-    generator = make_generator(cache, batch_size=2)
+def test_rows_are_separate_requests_without_their_padding():
     prompt = [1, 2, 3, 4, 5, 6, 1, 2]
-    prefill(generator, prompt, prompt)
-    assert len(cache.active_requests) == 2
-    assert propose(generator, 8, 8) == [[3, 4], [3, 4]]
-    observe(generator, [3, 4], [8, 9, 8])
-    assert propose(generator, 10, 11) == [[5, 6, 1, 2], [9]]
-    generator.close()
-
-
-def test_padding_is_no_context():
-    cache = make_cache(make_config())
-    generator = make_generator(cache, batch_size=2)
-    prefill(generator, [1, 2, 3, 4, 1, 2], [7])
-    assert propose(generator, 6, 1) == [[3, 4], []]
-
-
-def test_finished_rows_are_stopped():
-    cache = make_cache(make_config(max_cached_requests=0))
-    generator = make_generator(cache, batch_size=3)
-    prefill(generator, [1, 2, 3, 1, 2], [4, 5, 6, 4, 5], [7, 8, 9, 7, 8])
+    generator = started(prompt, prompt, [7], max_cached_requests=0)
+    assert propose(generator, 8, 8, 1).token_lists() == [[3, 4], [3, 4], []]
+    observe(generator, [3, 4], [8, 9, 8], [7])
+    assert propose(generator, 10, 11, 2).token_lists() == [[5, 6, 1, 2], [9], [7]]
+    # Finished ones are stopped.
+    generator = started([1, 2, 3, 1, 2], [4, 5, 6, 4, 5], [7, 8, 9, 7, 8], max_cached_requests=0)
+    cache = generator.cache
     generator.keep_rows([0, 2])
     assert len(cache.active_requests) == 2
     observe(generator, [3, 1], [9, 7], rows=[0, 2])
-    assert propose(generator, 7, 7) == [[2, 3, 1], [8, 9, 7]]
+    assert propose(generator, 7, 7).token_lists() == [[2, 3, 1], [8, 9, 7]]
     generator.keep_rows([1])
-    assert propose(generator, 7) == [[8, 9, 7]]
+    assert propose(generator, 7).token_lists() == [[8, 9, 7]]
     generator.keep_rows([])
     assert cache.active_requests == set()
-    assert generator.propose(DraftStep([], torch.zeros(0, dtype=torch.long), [], [])).token_lists() == []
-    generator.close()
+    assert propose(generator).token_lists() == []
 
 
 def test_frequent_continuation_wins_and_unlikely_ones_are_not_drafted():
     prompt = [1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 5, 7, 1, 2]
-    cache = make_cache(make_config(max_cached_requests=0))
-    generator = make_generator(cache, make_config(max_spec_factor=4.0))
-    prefill(generator, prompt)
     # 5 followed in 2 of the 4 places where [1, 2] stands, this one included; 6 or 7 in 1 of 4.
-    assert propose(generator, len(prompt))[0][:1] == [5]
-    strict = make_generator(cache, make_config(max_spec_factor=4.0, min_token_prob=0.4))
-    prefill(strict, prompt)
-    assert propose(strict, len(prompt)) == [[5]]
-    stricter = make_generator(cache, make_config(max_spec_factor=4.0, min_token_prob=0.6))
-    prefill(stricter, prompt)
-    assert propose(stricter, len(prompt)) == [[]]
+    for options, draft in (({}, 5), ({"min_token_prob": 0.4}, [5]), ({"min_token_prob": 0.6}, [])):
+        generator = started(prompt, max_cached_requests=0, max_spec_factor=4.0, **options)
+        (found,) = propose(generator, len(prompt)).token_lists()
+        assert (found if options else found[0]) == draft
+    assert started([1], max_tree_depth=64).num_speculative_tokens == 64
+    assert started([1], num_speculative_tokens=7, max_tree_depth=64).num_speculative_tokens == 7
 
 
-def test_default_k_is_the_tree_depth():
-    cache = make_cache(make_config(max_tree_depth=64))
-    assert make_generator(cache).num_speculative_tokens == 64
-    assert make_generator(cache, make_config(7, max_tree_depth=64)).num_speculative_tokens == 7
-
-
-def test_drafts_are_tensors_of_the_session():
-    generator = make_generator(make_cache(make_config()), batch_size=2)
-    prefill(generator, [1, 2, 3, 4, 5, 1, 2, 3], [6])
-    draft = generator.propose(DraftStep([0, 1], torch.tensor([3, 6]), [8, 1], [9, 9]))
-    assert draft.is_chain
-    assert draft.probs is None
-    assert draft.tokens[0].tolist() == [4, 5, 1]
-    assert draft.num_nodes.tolist() == [3, 0]
-
-
-def test_trees_have_branches_where_continuations_differ():
-    prompt = [1, 2, 3, 4, 7, 1, 2, 5, 6, 8, 1, 2, 3, 9, 1, 2]
-    config = make_config(max_cached_requests=0, use_tree_spec=True)
-    generator = make_generator(make_cache(config), config)
-    prefill(generator, prompt)
-    draft = propose_trees(generator, len(prompt))
-    assert not draft.is_chain
-    assert paths_of(draft) == [[(3,), (5,)]]
-    generator.close()
-
-
-WIDE = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 7, 8, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("room", [1, 2, 3, 4])
-def test_what_is_deeper_than_the_room_is_cut(room):
-    config = make_config(max_cached_requests=0, max_spec_factor=2.0, use_tree_spec=True)
-    generator = make_generator(make_cache(config), config)
-    prefill(generator, WIDE)
-    whole, cut = (paths_of(propose_trees(generator, len(WIDE), room=depth))[0] for depth in (100, room))
+def test_trees_branch_and_are_cut_to_the_room():
+    text = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 7, 8, 1, 2, 3, 4]
+    options = {"max_cached_requests": 0, "max_spec_factor": 2.0, "use_tree_spec": True}
+    generator = started(text, **options)
+    (whole,) = paths_of(propose(generator, len(text)))
     assert len(whole) == 8
-    assert cut == [path for path in whole if len(path) <= room]
-    assert len({path[0] for path in cut}) == 2
-
-
-def test_targets_that_take_no_trees_get_chains():
-    config = make_config(use_tree_spec=True)
+    for room in (1, 2, 3, 4):
+        (cut,) = paths_of(propose(generator, len(text), room=room))
+        assert cut == [path for path in whole if len(path) <= room]
+        assert len({path[0] for path in cut}) == 2
+    # Transformers' protocol takes the first path, and targets that take no trees get chains.
+    config = make_config(**options)
+    (drafted,) = make_generator(make_cache(config), config).get_candidates(torch.tensor([text]))[0].tolist()
+    assert tuple(drafted[len(text) :]) in [(5, 6, 1, 2), (7, 8, 1, 2)]
     session = Session(1, 100, torch.device("cpu"), supports_trees=False)
     generator = SuffixCandidateGenerator(config, make_cache(config), session)
-    prefill(generator, WIDE)
-    assert propose_trees(generator, len(WIDE)).is_chain
+    prefill(generator, text)
+    assert propose(generator, len(text)).is_chain
     assert session.notes == ["suffix drafts chains: the target cannot verify trees."]
 
 
-def test_stock_protocol_takes_the_first_path():
-    config = make_config(max_spec_factor=2.0, use_tree_spec=True)
-    generator = make_generator(make_cache(config), config)
-    (drafted,) = generator.get_candidates(torch.tensor([WIDE]))[0].tolist()
-    assert tuple(drafted[len(WIDE) :]) in [(5, 6, 1, 2), (7, 8, 1, 2)]
+few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=50)
 
 
-def test_the_largest_factor_does_not_overflow():
-    generator = make_generator(make_cache(make_config()), make_config(max_spec_factor=1024.0))
-    prefill(generator, [1, 2, 3, 4, 5, 6, 7, 8, 1])
-    assert propose(generator, 9, room=6) == [[2, 3, 4, 5, 6, 7]]
-
-
-@settings(max_examples=60)
 @given(
-    rows=st.lists(
-        st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(0, 12)), min_size=1, max_size=4
-    ),
-    responses=st.lists(st.integers(0, 2), max_size=60),
-    k=st.one_of(st.none(), st.integers(1, 12)),
-    max_model_len=st.one_of(st.none(), st.integers(1, 60)),
+    rows=st.lists(st.tuples(few_tokens, st.integers(0, 12)), min_size=1, max_size=4),
+    past=few_tokens,
+    k=st.none() | st.integers(1, 12),
+    max_model_len=st.none() | st.integers(1, 60),
     depth=st.integers(2, 30),
-    factor=st.floats(0, 100),
-    min_token_prob=st.floats(0, 1),
-    use_tree_spec=st.booleans(),
+    factor=st.floats(0, 100) | st.just(1024.0),
+    least=st.floats(0, 1),
+    is_tree=st.booleans(),
 )
-def test_drafts_never_exceed_the_caps(rows, responses, k, max_model_len, depth, factor, min_token_prob, use_tree_spec):
-    options = {"max_spec_factor": factor, "min_token_prob": min_token_prob, "use_tree_spec": use_tree_spec}
+def test_drafts_never_exceed_the_caps(rows, past, k, max_model_len, depth, factor, least, is_tree):
+    options = {"max_spec_factor": factor, "min_token_prob": least, "use_tree_spec": is_tree}
     config = make_config(k, max_model_len, max_tree_depth=depth, **options)
     cache = make_cache(config)
-    cache.start_request("past", [])
-    cache.add_active_response("past", responses)
+    respond(cache, "past", past)
     generator = make_generator(cache, config, batch_size=len(rows))
     prefill(generator, *[prompt for prompt, _ in rows])
     lengths = [len(prompt) for prompt, _ in rows]
-    draft = propose_trees(generator, *lengths, room=[room for _, room in rows])
-    for row, (tokens, parents, paths) in enumerate(zip(draft.token_lists(), draft.parent_lists(), paths_of(draft))):
-        room = rows[row][1]
+    draft = propose(generator, *lengths, room=[room for _, room in rows])
+    trees = zip(rows, draft.token_lists(), draft.parent_lists(), paths_of(draft))
+    for (prompt, room), tokens, parents, paths in trees:
         if max_model_len is not None:
-            room = min(room, max(max_model_len - lengths[row] - 1, 0))
-        budget = factor * (depth - 1)
-        assert len(tokens) <= min(budget, generator.num_draft_nodes)
+            room = min(room, max(max_model_len - len(prompt) - 1, 0))
+        assert len(tokens) <= min(factor * (depth - 1), generator.num_draft_nodes)
         assert max(map(len, paths), default=0) <= min(depth - 1, room, generator.num_speculative_tokens)
         assert all(parent < node for node, parent in enumerate(parents))
         assert len(set(paths)) == len(paths)
-        assert use_tree_spec or parents == list(range(-1, len(tokens) - 1))
+        assert is_tree or parents == list(range(-1, len(tokens) - 1))
         # What is drafted after the last token has stood after it, here or in the past response.
-        anchor = rows[row][0][-1]
         for path in paths:
-            assert any(occurs((anchor, *path), text) for text in (rows[row][0], responses))
-    generator.close()
-    assert cache.active_requests == {"past"}
+            piece = [prompt[-1], *path]
+            assert any(text[i : i + len(piece)] == piece for text in (prompt, past) for i in range(len(text)))
 
 
-def test_close_after_an_error_in_the_call():
-    cache = make_cache(make_config())
-    generator = make_generator(cache, batch_size=2)
-    prefill(generator, [1, 2], [3, 4])
+def test_calls_leave_no_active_requests():
+    generator = started([1, 2], [3, 4])
+    cache = generator.cache
     with pytest.raises(SpecConfigError, match="Token ids"):
         observe(generator, [5], [-5])
     generator.close()
     generator.close()
     assert cache.active_requests == set()
-
-
-def test_close_after_an_interrupted_start(monkeypatch):
-    cache = make_cache(make_config())
-    monkeypatch.setattr(suffix, "_PIECE", 4)
-
-    class InterruptedTrees(dict):
-        """Ctrl-C when the second piece of the prompt looks for its tree; the library itself looks once before."""
-
-        lookups = 0
-
-        def __getitem__(self, key):
-            self.lookups += 1
-            if self.lookups == 2:
-                raise KeyboardInterrupt
-            return super().__getitem__(key)
-
-    generator = make_generator(cache)
-    cache._library._local_trees = InterruptedTrees()
-    with pytest.raises(KeyboardInterrupt):
-        prefill(generator, list(range(10)))
+    generator = started([1, 2, 3], cache=cache)
     assert len(cache.active_requests) == 1
-    generator.close()
-    assert cache.active_requests == set()
-
-
-def test_a_library_without_trees_of_its_own(monkeypatch):
-    """It reads the prompt at once."""
-    monkeypatch.setattr(suffix, "_PIECE", 4)
-
-    class Later:
-        def __init__(self, cache):
-            self.cache, self.active_requests = cache, ()
-
-        def start_request(self, req_id, tokens):
-            self.cache.start_request(req_id, tokens)
-
-        def speculate(self, *given):
-            return self.cache.speculate(*given)
-
-    drafts = []
-    for make in (lambda library: library, Later):
-        cache = make_cache(make_config())
-        cache._library = make(cache._library)
-        cache.start_request("a", [*range(10), 0, 1, 2])
-        drafts.append(cache.speculate("a", [0, 1, 2], 4).token_ids)
-    assert drafts == [[3, 4]] * 2
-
-
-def test_forgotten_generator_leaves_no_trees():
-    cache = make_cache(make_config())
-    generator = make_generator(cache)
-    prefill(generator, [1, 2, 3])
-    assert len(cache.active_requests) == 1
+    # Also where nobody closes it.
     del generator
     gc.collect()
     assert cache.active_requests == set()
 
 
-def test_stock_protocol():
-    cache = make_cache(make_config())
-    generator = make_generator(cache, max_length=13)
-    prompt = torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2, 3]])
-    candidates, logits = generator.get_candidates(prompt)
-    assert candidates.tolist() == [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6]]
-    assert logits is None
-    generator.update_candidate_strategy(candidates, None, 2)
-    text = torch.cat([prompt, torch.tensor([[4, 5]])], dim=1)
-    assert generator.get_candidates(text)[0].tolist() == [text[0].tolist() + [6]]
-    # One token fits after this text, and that is the target's own.
-    text = torch.cat([text, torch.tensor([[6]])], dim=1)
-    assert generator.get_candidates(text)[0].tolist() == text.tolist()
+def recalls(cache, tokens):
+    cache.start_request("probe", [])
+    draft = cache.speculate("probe", tokens[:-1], 4)
+    cache.stop_request("probe")
+    cache.evict_cached_response("probe")
+    return draft.token_ids == tokens[-1:]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "kept"), [({"max_cached_requests": 3}, [2, 3, 4]), ({"max_cached_tokens": 10}, [3, 4])]
+)
+def test_oldest_responses_leave(bounds, kept):
+    cache = SuffixCache(**bounds)
+    responses = {name: list(range(100 * name, 100 * name + 4)) for name in range(5)}
+    for name, tokens in responses.items():
+        respond(cache, name, tokens)
+    assert cache.cached_requests == kept
+    assert cache.num_cached_tokens == 4 * len(kept)
+    # The probe itself takes a place.
+    assert [recalls(cache, responses[name]) for name in (4, 3, 0, 1)] == [True, True, False, False]
+    if "max_cached_tokens" in bounds:
+        # One beyond the bound keeps a tree of its own.
+        cache.start_request("long", [50])
+        for tokens in (list(range(20, 40)), [20, 21, 22]):
+            cache.add_active_response("long", tokens)
+            assert (cache.cached_requests, cache.num_cached_tokens) == ([], 0)
+        assert cache.speculate("long", [20, 21, 22], 2).token_ids == [23, 24]
+
+
+def test_responses_grow_old_and_are_replaced():
+    cache = SuffixCache()
+    respond(cache, "first", [1, 2, 3, 4])
+    assert cache.age_responses(2) == 0
+    respond(cache, "second", [11, 12, 13, 14])
+    assert [cache.age_responses(2) for _ in range(2)] == [0, 1]
+    assert cache.cached_requests == ["second"]
+    assert [recalls(cache, tokens) for tokens in ([1, 2, 3, 4], [11, 12, 13, 14])] == [False, True]
+    respond(cache, "third", [5, 6, 7, 8])
+    respond(cache, "second", [9, 10])
+    assert cache.cached_requests == ["third", "second"]
+    assert cache.num_cached_tokens == 6
+    assert not recalls(cache, [11, 12, 13, 14])
+    assert cache.age_responses(0) == 2
+    assert cache.num_cached_tokens == 0
+
+
+@full
+def test_tokens_are_checked_before_anything_changes():
+    wrong = [[1, -1], [2**31], [1.0], [None], "12", None, np.array([1.0]), np.array([[1]]), np.array([2**31])]
+    cache = SuffixCache()
+    cache.start_request("a", [1, 2])
+    for tokens in (*wrong, np.array([-5], dtype=np.int32)):
+        for call, *arguments in (
+            (cache.start_request, "b", tokens),
+            (cache.add_active_response, "a", tokens),
+            (cache.speculate, "a", tokens, 4),
+        ):
+            with pytest.raises(SpecConfigError, match="Token ids must be"):
+                call(*arguments)
+    assert (cache.active_requests, cache.num_cached_tokens) == ({"a"}, 0)
+    # Arrays may have any integer type and stride.
+    for dtype in (np.int64, np.int16, np.uint8):
+        cache.start_request(dtype, np.array([1, 0, 2, 0, 3, 0, 1, 0, 2, 0], dtype=dtype)[::2])
+        assert cache.speculate(dtype, np.array([1, 2], dtype=dtype), 4).token_ids == [3]
+
+
+def test_saved_responses_can_be_loaded(tmp_path):
+    cache, path = SuffixCache(), tmp_path / "responses.safetensors"
+    for name, tokens in (("a", [1, 2, 3, 4]), ("empty", []), ("b", [5, 6, 7, 8, 9])):
+        respond(cache, name, tokens)
+    cache.save(path)
+    other = SuffixCache(vocab_size=10)
+    respond(other, "c", [0, 5, 0])
+    other.load(path)
+    assert (other.num_cached_tokens, len(other.cached_requests), other.active_requests) == (12, 3, set())
+    texts = [1, 2, 3, 4], [6, 7, 8, 9], [4, 5, 6]
+    assert [recalls(other, tokens) for tokens in texts] == [True, True, False]
+    small = SuffixCache(max_cached_tokens=5)
+    small.load(path)
+    SuffixCache().save(path)
+    small.load(path)
+    assert small.num_cached_tokens == 5
+    assert recalls(small, [7, 8, 9])
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path):
+    path, cache = tmp_path / "responses.safetensors", SuffixCache(vocab_size=10)
+    tokens, lengths = np.array([1, 2, 10], dtype=np.int32), np.array([1, 2])
+    for tensors, message in (
+        ({"tokens": tokens, "lengths": lengths}, "token ids from 1 to 10, the target knows 0 to 9"),
+        ({"tokens": tokens, "lengths": lengths + 1}, "do not add up to its 3"),
+        ({"tokens": tokens.astype(np.float32), "lengths": lengths}, "found float32"),
+        ({"tokens": tokens}, "is no file of past responses"),
+        (None, "is no file of past responses"),
+    ):
+        if tensors is None:
+            path.write_bytes(b"not a file of tensors")
+        else:
+            save_file(tensors, path)
+        with pytest.raises(CheckpointFormatError, match=message):
+            cache.load(path)
+    assert cache.cached_requests == []
+
+
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [("0.3.0", "cannot be imported"), *in_full(("0.0.4", "is installed, which is too old"))],
+)
+def test_missing_package(version, found, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
+    with pytest.raises(MissingDependencyError, match=f"arctic-inference {version} {found}") as caught:
+        make_cache(make_config())
+    help = "pip install 'arctic-inference>=0.1.1'", "C++20 compiler and CMake", "spec_method='ngram'"
+    assert [words for words in help if words not in str(caught.value)] == []

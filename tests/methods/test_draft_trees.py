@@ -1,0 +1,327 @@
+"""Draft trees: every spelling of a static one, what follows from its paths or parents, and trees cut to their room."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_specdec.drafts import PUBLISHED_TREES, DraftTree, TokenTree, TreeTopology, parse_token_tree
+from hf_specdec.errors import SpecConfigError
+from tests.helpers.levels import full, in_full
+from tests.helpers.paths import FIXTURES
+
+
+CPU = torch.device("cpu")
+CHOICES = json.loads((FIXTURES / "medusa" / "tree_buffers" / "choices.json").read_text())
+
+# Nodes of depth 1, 2, 3, 4.
+MEDUSA_TREES = {
+    "mc_sim_7b_63": [10, 28, 23, 2],
+    "vicuna_7b_stage2": [10, 23, 23, 7],
+    "vicuna_13b_stage2": [10, 19, 25, 9],
+    "vicuna_33b_stage2": [10, 24, 24, 5],
+    "zephyr_stage2": [10, 27, 23, 3],
+    "vicuna_7b_stage1": [10, 32, 20, 1],
+}
+
+
+@st.composite
+def parent_lists(draw, max_size=12, min_size=0):
+    """Parents of random trees, -1 for the anchor."""
+    return [draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(min_size, max_size)))]
+
+
+@st.composite
+def token_trees(draw) -> TokenTree:
+    """Trees whose ranks may have gaps."""
+    paths = {()}
+    for _ in range(draw(st.integers(1, 12))):
+        paths.add((*draw(st.sampled_from(sorted(paths))), draw(st.integers(0, draw(st.sampled_from([1, 9]))))))
+    return TokenTree.from_paths(paths - {()})
+
+
+def ancestors_of(parents: list[int]) -> list[list[bool]]:
+    """Node by node, the anchor first: its parent's ancestors and itself."""
+    size = len(parents) + 1
+    reach = [[node == 0 for node in range(size)]]
+    for node, parent in enumerate(parents, start=1):
+        reach.append([other == node or seen for other, seen in enumerate(reach[parent + 1])])
+    return reach
+
+
+@given(st.integers(0, 12), st.integers(1, 5), st.data())
+def test_topology_of_rows(size, batch_size, data):
+    rows = [[data.draw(st.integers(-1, node - 1)) for node in range(size)] for _ in range(batch_size)]
+    topology = TreeTopology.from_parents(torch.tensor(rows, dtype=torch.long).view(batch_size, size))
+    assert topology.parents.tolist() == [[0, *(parent + 1 for parent in row)] for row in rows]
+    assert topology.ancestors.tolist() == [ancestors_of(row) for row in rows]
+    assert topology.depths.tolist() == [[sum(reach) - 1 for reach in ancestors_of(row)] for row in rows]
+    assert topology.max_depth >= topology.depths.max()
+
+
+@given(st.lists(parent_lists(max_size=8), min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_trees_from_lists(parents, knows_counts, with_tokens):
+    """What the host does not know is learnt from the tables that are asked for."""
+    tokens = [list(range(10, 10 + len(row))) for row in parents]
+    given = DraftTree.from_lists(tokens, parents=parents)
+    assert given.unknown_tables(tokens=True) == {}
+    counts = given.counts() if knows_counts else given.num_nodes
+    draft = DraftTree(given.tokens, given.parents, counts, is_chain=given.is_chain)
+    tables = draft.unknown_tables(tokens=with_tokens)
+    assert ("num_nodes" in tables) == (not knows_counts)
+    assert ("parents" in tables) == (not draft.is_chain)
+    assert ("tokens" in tables) == with_tokens
+    draft.learn({name: table.tolist() for name, table in tables.items()})
+    assert draft.unknown_tables(tokens=with_tokens) == {}
+    for tree in (given, draft):
+        assert tree.size == max(map(len, parents))
+        assert tree.counts() == tree.num_nodes.tolist() == list(map(len, parents))
+        assert tree.token_lists() == tokens
+        assert tree.parent_lists() == parents
+        assert tree.is_chain == all(row == list(range(-1, len(row) - 1)) for row in parents)
+        depths = tree.topology.depths.expand(len(parents), -1).tolist()
+        ancestors = tree.topology.ancestors.expand(len(parents), -1, -1).tolist()
+        for row, row_depths, row_ancestors in zip(parents, depths, ancestors):
+            expected, size = ancestors_of(row), len(row) + 1
+            assert [reach[:size] for reach in row_ancestors[:size]] == expected
+            assert row_depths[:size] == [sum(reach) - 1 for reach in expected]
+
+
+def test_topologies_are_exact_and_shared():
+    # Of deep trees, and under other default data types.
+    topology = TreeTopology.from_parents(torch.arange(-1, 499))
+    assert torch.equal(topology.depths, torch.arange(501))
+    assert torch.equal(topology.ancestors, torch.ones(501, 501, dtype=torch.bool).tril())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        parents = torch.tensor([[-1, 0, 0], [-1, -1, 1]])
+        assert TreeTopology.from_parents(parents).depths.tolist() == [[0, 1, 2, 2], [0, 1, 1, 2]]
+    finally:
+        torch.set_default_dtype(before)
+    parents = [-1, -1, 0, 1]
+    draft, other = (DraftTree.from_lists([[1, 2, 3, 4]] * rows, parents=[parents] * rows) for rows in (1, 3))
+    assert draft.topology is other.topology
+    # The first row may end before the others, the nodes of the topology do not.
+    draft = DraftTree(torch.ones(2, 4, dtype=torch.long), torch.tensor(parents), [2, 4])
+    assert draft.parent_lists() == [[-1, -1], parents]
+    assert torch.equal(draft.topology.ancestors, TreeTopology.from_parents(torch.tensor(parents)).ancestors)
+    for counts in ([3, 3], [1, 3], [0, 0]):
+        draft = DraftTree.chain(torch.ones(2, 3, dtype=torch.long), counts, torch.rand(2, 3, 5))
+        assert draft.num_nodes.tolist() == draft.counts() == draft.max_depths() == counts
+        light = draft.without_probs()
+        assert light.probs is None
+        assert (light.counts(), light.topology) == (counts, draft.topology)
+
+
+def log_probs_of(parents: list[int], draw) -> list[float]:
+    """Log-probabilities of the paths: no child is likelier than its parent."""
+    found: list[float] = []
+    for parent in parents:
+        found.append((found[parent] if parent >= 0 else 0.0) - draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])))
+    return found
+
+
+@given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 12), st.data())
+def test_a_cut_tree_has_the_likeliest_nodes(size, batch_size, count, data):
+    rows = [[data.draw(st.integers(-1, node - 1)) for node in range(size)] for _ in range(batch_size)]
+    log_probs = [log_probs_of(row, data.draw) for row in rows]
+    tokens = torch.arange(batch_size * size).view(batch_size, size)
+    counts = [data.draw(st.integers(0, size)) for _ in rows]
+    for row, valid in zip(log_probs, counts):
+        row[valid:] = [-torch.inf] * (size - valid)
+    whole = DraftTree(tokens, torch.tensor(rows), counts, path_log_probs=torch.tensor(log_probs))
+    cut = whole.likeliest(count)
+    assert cut.size == min(count, size)
+    for row in range(batch_size):
+        valid, own = cut.counts()[row], whole.token_lists()[row]
+        assert valid == min(counts[row], count)
+        order = sorted(range(counts[row]), key=lambda node: (-log_probs[row][node], node))
+        kept = sorted(order[:valid])
+        assert cut.token_lists()[row] == [own[node] for node in kept]
+        # The same parents, by their tokens.
+        anchored = [-1, *own]
+        expected = [anchored[rows[row][node] + 1] for node in kept]
+        mine = [-1, *cut.token_lists()[row]]
+        assert [mine[parent + 1] for parent in cut.parent_lists()[row]] == expected
+
+
+@pytest.mark.parametrize("max_depths", [[3, 1], *in_full([3, 3], [2, 0])])
+def test_a_cut_static_tree_is_static(max_depths):
+    tree = TokenTree.of_size(9, 3)
+    tokens = torch.arange(2 * len(tree)).view(2, -1)
+    for count in (1, 4, 9):
+        cut = DraftTree.of_shape(tree, tokens, max_depths).likeliest(count)
+        assert cut.size <= count
+        assert cut.shape is not None
+        for row, depth in enumerate(max_depths):
+            paths = [tree.paths[token - row * len(tree)] for token in cut.token_lists()[row]]
+            assert all(len(path) <= depth for path in paths)
+            parents = [paths[parent] if parent >= 0 else () for parent in cut.parent_lists()[row]]
+            assert parents == [path[:-1] for path in paths]
+    ranked = DraftTree.of_shape(tree, tokens).probs_by_rank().tolist()
+    assert ranked == sorted(ranked, reverse=True)
+    # What says nothing of its nodes stays whole.
+    chain = DraftTree.chain(torch.arange(6).view(1, 6))
+    for draft in (chain, DraftTree.from_lists([[5, 6, 7]], parents=[[-1, -1, 0]])):
+        assert draft.likeliest(2) is draft
+        assert draft.probs_by_rank() is None
+
+
+def test_spellings_of_one_tree():
+    for value in (
+        [(0,), (1,), (2,), (0, 0), (0, 1)],
+        [[0, 1], [2], [0, 0], [1], [0]],
+        ((0,), (0, 0), (0, 1), (1,), (2,), (2,)),
+        "[(0,), (0, 0), (0, 1), (1,), (2,)]",
+        " [[0], [1], [2], [0, 0], [0, 1]]\n",
+        (0, 0, 0, 1, 1),
+        "[0, 0, 0, 1, 1]",
+        # Depth first.
+        [0, 1, 1, 0, 0],
+        list(np.array([0, 0, 0, 1, 1])),
+        [list(path) for path in map(np.array, ([0], [1], [2], [0, 0], [0, 1]))],
+    ):
+        paths = parse_token_tree(value)
+        assert paths == ((0,), (1,), (2,), (0, 0), (0, 1))
+        assert all(type(rank) is int for path in paths for rank in path)
+    assert parse_token_tree("[(0,)]") == parse_token_tree("[0]") == parse_token_tree("[(0)]") == ((0,),)
+    assert len(parse_token_tree([[rank] for rank in range(1024)])) == 1024
+
+
+@pytest.mark.parametrize("prefix", ["", *in_full("speculative_")])
+def test_spelling_of_sglang(prefix):
+    keys = [f"{prefix}{name}" for name in ("num_steps", "eagle_topk" if prefix else "topk", "num_draft_tokens")]
+    for spell in (dict, str, json.dumps):
+        assert parse_token_tree(spell(dict(zip(keys, (3, 4, 16))))) == TokenTree.from_sglang(3, 4, 16).paths
+    for steps, topk in ((1, 1), (1, 4), (2, 3), (4, 2), (1, 100), (2, 30)):
+        most = steps if topk == 1 else topk + (steps - 1) * topk**2
+        for tokens in {steps + 1, most + 1}:
+            tree = TokenTree.from_sglang(steps, topk, tokens)
+            assert len(tree) == tokens - 1  # one is the anchor
+            assert tree.max_depth <= steps
+            assert max(tree.ranks) < topk
+    assert TokenTree.from_sglang(1, 10**12, 5).paths == ((0,), (1,), (2,), (3,))
+    assert TokenTree.from_sglang(3, 1, 4).paths == TokenTree.chain(3).paths == ((0,), (0, 0), (0, 0, 0))
+
+
+def test_published_trees():
+    for name in PUBLISHED_TREES:
+        tree = TokenTree.published(name)
+        for spelling in (name, tree.paths, str(tree.paths), json.dumps(tree.paths)):
+            assert parse_token_tree(spelling) == tree.paths
+        if name != "eagle_1":
+            assert [tree.depths.count(depth) for depth in (1, 2, 3, 4)] == MEDUSA_TREES[name]
+            assert TokenTree.from_paths(CHOICES[name]) == tree
+    names = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+    assert TokenTree.published("eagle_1").paths == tuple(tuple(map(int, path)) for path in names.split())
+
+
+@full
+def test_wrong_spellings():
+    for value, *words in (
+        ([], "list of paths", "got []"),
+        ("mc_sim", "mc_sim_7b_63", "got 'mc_sim'"),
+        ("__import__('os')", "list of paths"),
+        ([[0], [True]], "got [[0], [True]]"),
+        ([[0], [1, 0]], "(1, 0)", "parent (1,)", "Add the parent"),
+        ([0, 2], "has 2 for node 2", "earlier node"),
+        ({"num_steps": 3, "topk": 4}, "num_draft_tokens", "got {'num_steps': 3, 'topk': 4}"),
+        ({"num_steps": 3, "topk": 4, "num_draft_tokens": "16"}, "integers", "'16'"),
+        ({"num_steps": 3, "topk": 1, "num_draft_tokens": 16}, "3 steps of 1", "4 to 4 tokens"),
+        ([[rank] for rank in range(1000)] + [[0, rank] for rank in range(25)], "1025 nodes", "at most 1024"),
+        # So large that they must not be built first.
+        (list(range(200_000)), "200000 nodes", "at most 1024"),
+        ({"num_steps": 10**9, "topk": 1, "num_draft_tokens": 10**9 + 1}, "1000000000 nodes"),
+    ):
+        with pytest.raises(SpecConfigError) as caught:
+            parse_token_tree(value)
+        assert [word for word in words if word not in str(caught.value)] == []
+
+
+@given(tree=token_trees(), parents=parent_lists(min_size=1))
+def test_geometry_follows_from_the_paths(tree, parents):
+    topology, prefixes = tree.topology(CPU), [(), *tree.paths]
+    assert topology.depths.tolist() == [len(path) for path in prefixes]
+    assert topology.parents.tolist() == [prefixes.index(path[:-1]) for path in prefixes]
+    assert topology.ancestors.tolist() == [[path[: len(a)] == a for a in prefixes] for path in prefixes]
+    assert tree.parents == tuple(parent - 1 for parent in topology.parents.tolist()[1:])
+    assert tree.depths == tuple(map(len, tree.paths))
+    assert tree.ranks == tuple(path[-1] for path in tree.paths)
+    assert tree.max_depth == topology.max_depth == max(tree.depths)
+    for depth, width in enumerate(tree.widths, start=1):
+        assert width == 1 + max(path[-1] for path in tree.paths if len(path) == depth)
+    assert tree.is_chain == topology.is_chain == (tree.parents == tuple(range(-1, len(tree) - 1)))
+    # Equal trees share what follows from them, and parents give the same paths again.
+    assert TokenTree.from_paths(tree.paths).topology(CPU) is topology
+    tree = TokenTree.from_parents([parent + 1 for parent in parents])
+    assert TokenTree.from_parents([parent + 1 for parent in tree.parents]) == tree
+    assert sorted(tree.depths) == sorted(sum(reach) - 1 for reach in ancestors_of(parents)[1:])
+
+
+@given(tree=token_trees(), data=st.data())
+def test_trees_cut_to_the_depths_of_rows(tree, data):
+    depths = data.draw(st.lists(st.integers(0, tree.max_depth + 2), min_size=1, max_size=4))
+    tokens = torch.arange(len(depths) * len(tree)).view(len(depths), -1)
+    draft = DraftTree.of_shape(tree, tokens, depths)
+    for row, depth in enumerate(depths):
+        kept = [node for node in range(len(tree)) if tree.depths[node] <= depth]
+        assert draft.token_lists()[row] == tokens[row, kept].tolist()
+        assert draft.parent_lists()[row] == [tree.parents[node] for node in kept]
+        assert tree.up_to(depth).paths == tuple(path for path in tree.paths if len(path) <= depth)
+        assert len(kept) == tree.num_nodes_to(depth)
+    # No column that no row needs.
+    assert draft.size == max(draft.num_nodes.tolist())
+    assert tuple(draft.parents.tolist()) == draft.shape.parents == tree.parents[: draft.size]
+    same = DraftTree(draft.tokens, draft.parents, draft.num_nodes)
+    for name in ("parents", "depths", "ancestors"):
+        assert torch.equal(getattr(draft.topology, name), getattr(same.topology, name))
+    assert draft.unknown_tables() == {}
+
+
+# How often each rank is right at each depth; higher ranks less often.
+rates = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=3).map(lambda rates: sorted(rates, reverse=True))
+
+
+@given(accuracies=st.lists(rates, min_size=1, max_size=3), num_nodes=st.integers(0, 45))
+def test_the_most_likely_nodes(accuracies, num_nodes):
+    def probs_of(paths):
+        rated = [math.prod(ranks[rank] for ranks, rank in zip(accuracies, path)) for path in paths]
+        return sorted(rated, reverse=True)
+
+    ranks = [range(len(ranks)) for ranks in accuracies]
+    paths = [path for depth in range(1, len(ranks) + 1) for path in product(*ranks[:depth])]
+    tree = TokenTree.from_accuracies(accuracies, num_nodes)
+    # By their probabilities, because equally likely nodes may stand for each other.
+    assert probs_of(tree.paths) == probs_of(paths)[:num_nodes]
+    assert {path[:-1] for path in tree.paths} <= {(), *tree.paths}
+
+
+def test_whole_empty_and_limited_trees():
+    tree = TokenTree.published("mc_sim_7b_63")
+    for depths in (None, [4, 4], [4, 9]):
+        draft = DraftTree.of_shape(tree, torch.arange(126).view(2, 63), depths)
+        assert (draft.shape, draft.topology, draft.counts()) == (tree, tree.topology(CPU), [63, 63])
+    tree = TokenTree(())
+    assert (len(tree), tree.max_depth, tree.widths, tree.is_chain) == (0, 0, (), True)
+    draft = DraftTree.of_shape(tree, torch.zeros((2, 0), dtype=torch.long))
+    assert (draft.size, draft.num_nodes.tolist(), draft.topology.depths.tolist()) == (0, [0, 0], [0])
+    limited = TokenTree.from_accuracies([[0.5, 0.3, 0.2, 0.1]] * 3, 1000, max_children=2)
+    assert limited == TokenTree.from_accuracies([[0.5, 0.3]] * 3, 1000)
+    assert len(limited) == 2 + 4 + 8
+    # Heads that know nothing.
+    assert len(TokenTree.from_accuracies([[0.5, 0.1], [0.0, 0.0]], 6)) == 6
+    assert TokenTree.from_accuracies([[0.5], []], 6).paths == ((0,),)
+    assert TokenTree.from_accuracies([], 6).paths == TokenTree.from_accuracies([[]], 6).paths == ()
+    for num_nodes, max_depth in ((1, 1), (8, 3), (25, 5), (63, 4), (63, 16)):
+        tree = TokenTree.of_size(num_nodes, max_depth)
+        assert len(tree) == num_nodes
+        assert tree.max_depth <= max_depth
+        assert max(tree.ranks) < 10

@@ -245,3 +245,46 @@ def changed(model, share: float) -> torch.nn.Module:
             if weight.dim() > 1:
                 weight.add_(share * weight.std() * torch.randn_like(weight))
     return other
+
+
+class CopySource:
+    """A processor that lets a model write its source, a row of tokens."""
+
+    def __init__(self, source: torch.LongTensor):
+        self.source = source
+
+    def __call__(self, input_ids, scores):
+        scores[:, self.source[input_ids.shape[1] - 1]] += 1e4
+        return scores
+
+
+# Settings that read the source, force tokens, and end rows apart.
+SETTINGS = {
+    "ends": {"eos_token_id": [7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47], "no_repeat_ngram_size": 2},
+    "forced": {"forced_bos_token_id": 5, "forced_eos_token_id": 2, "no_repeat_ngram_size": 3},
+    "source": {"encoder_no_repeat_ngram_size": 1, "encoder_repetition_penalty": 1.5, "repetition_penalty": 1.3},
+}
+
+# Three tokens, at a temperature at which models of random weights have a choice.
+THREE = (5, 6, 7)
+
+
+def sampling_of_three(model, temperature: float) -> dict:
+    suppressed = [token for token in range(model.config.vocab_size) if token not in THREE]
+    return {"do_sample": True, "max_new_tokens": 4, "suppress_tokens": suppressed, "temperature": temperature}
+
+
+def probabilities_of_three(model, source: dict, temperature: float) -> dict[tuple[int, ...], float]:
+    """Of all texts of three tokens out of three."""
+    encoded, probs = model.get_encoder()(**source), {(): 1.0}
+    for _ in range(3):
+        texts = torch.tensor([[model.generation_config.decoder_start_token_id, *path] for path in probs])
+        states = encoded.last_hidden_state.expand(len(texts), -1, -1)
+        mask = source["attention_mask"].expand(len(texts), -1)
+        with torch.no_grad():
+            logits = model(encoder_outputs=(states,), attention_mask=mask, decoder_input_ids=texts).logits[:, -1]
+        nexts = (logits[:, THREE].double() / temperature).softmax(-1).tolist()
+        probs = {
+            (*path, token): probs[path] * p for path, row in zip(list(probs), nexts) for token, p in zip(THREE, row)
+        }
+    return probs

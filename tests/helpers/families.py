@@ -73,8 +73,8 @@ class Case:
         return self.generate(batch_size, assistant=speculator, return_dict_in_generate=True)
 
     def generate(self, batch_size: int, **arguments):
-        arguments |= {"max_new_tokens": self.new_tokens, "do_sample": False}
-        return self.model.generate(**self.prompts(batch_size), **arguments)
+        call = {"max_new_tokens": self.new_tokens, "do_sample": False, **arguments}
+        return self.model.generate(**self.prompts(batch_size), **call)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Prompts with images: models of multimodal rotary positions, and models that count an image's tokens like text."""
+"""Prompts with images and sound equal `generate()`: multimodal rotary positions, and positions counted like text."""
 
 from __future__ import annotations
 
@@ -14,98 +14,115 @@ from hf_specdec.decoding.target import SlotModel
 from tests.helpers import images
 from tests.helpers.architectures import with_images
 from tests.helpers.caches import CACHE
-from tests.helpers.images import IMAGE, MODELS, MULTIMODAL_ROTARY, build, image_inputs, qwen2_vl
-from tests.helpers.models import TINY, prompts, scripted_for
+from tests.helpers.images import IMAGE, MODELS, MULTIMODAL_ROTARY, TEXT, build, image_inputs, qwen2_vl
+from tests.helpers.levels import full, in_full
+from tests.helpers.models import prompts, scripted_for
 
 
 SETTINGS = {"do_sample": False, "max_new_tokens": 16}
 TREE = (-1, -1, 0, 0, 1, 2, 5)
-
-
-def speculators(plain, inputs):
-    """Settings for `generate()` that draft by guess and partly right, in chains and in trees."""
-    return {
-        "ngram": {"spec_method": "ngram"},
-        "chain": {"assistant": scripted_for(plain, inputs, accuracy=0.8)},
-        "tree": {"assistant": scripted_for(plain, inputs, accuracy=0.9, tree=TREE)},
-        "ragged_tree": {"assistant": scripted_for(plain, inputs, accuracy=0.9, tree="random")},
-    }
+IS_NEWEST = transformers.__version__.startswith(contract.NEWEST)
+newest = pytest.mark.skipif(not IS_NEWEST, reason="the types are those of the newest transformers")
 
 
 def check_equals_plain(model, inputs):
     plain = model.generate(**inputs, **SETTINGS)
     assert len(set(plain[0, -24:].tolist())) > 4, "the text is too dull to show a wrong position"
-    for name, how in speculators(plain, inputs).items():
+    drafts = {
+        "ngram": {"spec_method": "ngram"},
+        "chain": {"assistant": scripted_for(plain, inputs, accuracy=0.8)},
+        "tree": {"assistant": scripted_for(plain, inputs, accuracy=0.9, tree=TREE)},
+        "ragged_tree": {"assistant": scripted_for(plain, inputs, accuracy=0.9, tree="random")},
+    }
+    for name, how in drafts.items():
         assert torch.equal(model.generate(**inputs, **SETTINGS, **how), plain), name
     return plain
 
 
-class TestEqualsPlain:
-    @pytest.mark.parametrize("batch_size", [1, 2])
-    @pytest.mark.parametrize("make", MODELS)
-    def test_image(self, make, batch_size):
-        model, inputs = build(make), image_inputs(make, batch_size)
+def check_scripts(model, inputs, k=5, **settings):
+    """Chains and a tree, where the type takes them, with some tokens accepted."""
+    settings = {**SETTINGS, **settings}
+    plain = model.generate(**inputs, **settings)
+    texts = {key: inputs[key] for key in ("input_ids", "attention_mask")}
+    for tree in (None, TREE):
+        script = scripted_for(plain, texts, k=k, accuracy=0.8, tree=tree)
+        output = model.generate(**inputs, **settings, assistant=script, return_dict_in_generate=True)
+        assert output.sequences.tolist() == plain.tolist()
+        assert 0 < output.speculative.num_accepted_tokens < output.speculative.num_draft_tokens
+    return plain
+
+
+SHORT = ["qwen2_vl_sliding", "qwen2_5_vl", "llava", "gemma3"]
+BY_NAME = {make.__name__: make for make in MODELS}
+
+
+@pytest.mark.parametrize("name", [*SHORT, *in_full(*(name for name in BY_NAME if name not in SHORT))])
+def test_greedy_matches_generate(name):
+    make = BY_NAME[name]
+    model = build(make)
+    for batch_size in (1, 2):
+        inputs = image_inputs(make, batch_size)
         plain = check_equals_plain(model, inputs)
-        inputs["pixel_values"] = -inputs["pixel_values"]
-        assert not torch.equal(model.generate(**inputs, **SETTINGS), plain), "the image makes no difference"
-
-    @pytest.mark.parametrize("make", MODELS)
-    def test_text_only(self, make):
-        inputs = prompts(2)
-        check_equals_plain(build(make), inputs)
-
-    def test_two_images_and_text_between(self):
-        model = build(qwen2_vl)
-        first, second = image_inputs(qwen2_vl), image_inputs(qwen2_vl, merged=(3, 2))
-        inputs = {
-            key: torch.cat([first[key], second[key]], dim=0 if key in ("pixel_values", "image_grid_thw") else 1)
-            for key in first
-        }
-        check_equals_plain(model, inputs)
-
-    def test_second_turn(self):
-        """State of the first prompt's image makes room for the second one's, whose positions have one row."""
-        model, inputs = build(qwen2_vl), image_inputs(qwen2_vl)
-        settings = {**SETTINGS, "return_dict_in_generate": True}
-        first = model.generate(**inputs, **settings)
-        turn = torch.tensor([[7, 8, 9]])
-        whole = {"input_ids": torch.cat([first.sequences, turn], dim=1)}
-        whole["attention_mask"] = torch.ones_like(whole["input_ids"])
-        plain = model.generate(**whole, **{CACHE: first[CACHE]}, **SETTINGS)
-        for tree in (None, TREE):
-            how = scripted_for(first.sequences, inputs, accuracy=0.8, tree=tree)
-            ours = model.generate(**inputs, **settings, assistant=how)
-            assert torch.equal(ours.sequences, first.sequences)
-            how = scripted_for(plain, whole, accuracy=0.8, tree=tree)
-            again = model.generate(**whole, **{CACHE: ours[CACHE]}, **SETTINGS, assistant=how)
-            assert torch.equal(again, plain)
+        other = {**inputs, "pixel_values": -inputs["pixel_values"]}
+        assert not torch.equal(model.generate(**other, **SETTINGS), plain), "the image makes no difference"
+    if make in MULTIMODAL_ROTARY:
+        # Height and width move the text by less than the image's tokens, and plain generation shows it.
+        counted = {**inputs, "position_ids": torch.arange(inputs["input_ids"].shape[1])[None]}
+        assert not torch.equal(model.generate(**counted, **SETTINGS), plain)
+    check_equals_plain(model, prompts(2))
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.skipif(
-    not transformers.__version__.startswith(contract.NEWEST), reason="the types are those of the newest transformers"
-)
+@full
+def test_two_images_and_text_between():
+    first, second = image_inputs(qwen2_vl), image_inputs(qwen2_vl, merged=(3, 2))
+    inputs = {
+        key: torch.cat([first[key], second[key]], dim=0 if key in ("pixel_values", "image_grid_thw") else 1)
+        for key in first
+    }
+    check_equals_plain(build(qwen2_vl), inputs)
+
+
+def test_second_turn_with_the_returned_cache():
+    """State of the first prompt's image makes room for the second one's, whose positions have one row."""
+    model, inputs = build(qwen2_vl), image_inputs(qwen2_vl)
+    settings = {**SETTINGS, "return_dict_in_generate": True}
+    first = model.generate(**inputs, **settings)
+    whole = {"input_ids": torch.cat([first.sequences, torch.tensor([[7, 8, 9]])], dim=1)}
+    whole["attention_mask"] = torch.ones_like(whole["input_ids"])
+    plain = model.generate(**whole, **{CACHE: first[CACHE]}, **SETTINGS)
+    for tree in (None, TREE):
+        how = scripted_for(first.sequences, inputs, accuracy=0.8, tree=tree)
+        ours = model.generate(**inputs, **settings, assistant=how)
+        assert torch.equal(ours.sequences, first.sequences)
+        how = scripted_for(plain, whole, accuracy=0.8, tree=tree)
+        again = model.generate(**whole, **{CACHE: ours[CACHE]}, **SETTINGS, assistant=how)
+        assert torch.equal(again, plain)
+
+
+@full
+@newest
 @pytest.mark.parametrize("name", images.TYPES)
 def test_images_of_every_type(name):
-    """Left-padded prompts, with chains and, where the type takes them, trees."""
     model = images.image_model(name)
     inputs = images.prompts_with_images(model, 2)
-    settings = {"do_sample": False, "max_new_tokens": 8}
-    plain = model.generate(**inputs, **settings)
-    assert not torch.equal(model.generate(**{**inputs, "pixel_values": -inputs["pixel_values"]}, **settings), plain)
     assert model_profile(model).supports_trees
-    for tree in (None, TREE):
-        script = scripted_for(plain, inputs, accuracy=0.8, tree=tree)
-        output = model.generate(**inputs, **settings, assistant=script, return_dict_in_generate=True)
-        assert torch.equal(output.sequences, plain)
-        assert output.speculative.num_accepted_tokens > 0
+    plain = check_scripts(model, inputs, max_new_tokens=8)
+    other = model.generate(**{**inputs, "pixel_values": -inputs["pixel_values"]}, **{**SETTINGS, "max_new_tokens": 8})
+    assert not torch.equal(other, plain)
 
 
+@newest
+@full
+def test_types_without_an_image_have_a_reason():
+    assert sorted([*images.TYPES, *images.NOT_TRIED]) == sorted(with_images())
+
+
+@full
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_images_in_requests_of_many_are_refused(name):
     model = images.image_model(name)
     request = images.prompts_with_images(model, 1)
-    request = {key: value for key, value in request.items() if key != "attention_mask"}
+    request.pop("attention_mask")
     text = [5, 6, 7]
     settings = {"spec_method": "ngram", "max_new_tokens": 6, "do_sample": False, "in_order": True}
     wrong, right = generate_many(model, [request, text], 2, **settings)
@@ -115,13 +132,6 @@ def test_images_in_requests_of_many_are_refused(name):
     assert right.tokens == plain[0, 3:].tolist()
 
 
-@pytest.mark.skipif(
-    not transformers.__version__.startswith(contract.NEWEST), reason="the types are those of the newest transformers"
-)
-def test_types_without_an_image_have_a_reason():
-    assert sorted([*images.TYPES, *images.NOT_TRIED]) == sorted(with_images())
-
-
 def speech_model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A tiny OmniASR, and left-padded prompts of speech and text."""
     audio = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -129,14 +139,7 @@ def speech_model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     audio |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
     config = transformers.OmniASRConfig(
         audio_config=audio,
-        text_config={
-            **TINY,
-            "vocab_size": 99,
-            "head_dim": 8,
-            "initializer_range": 0.3,
-            "pad_token_id": 0,
-            "model_type": "llama",
-        },
+        text_config={**TEXT, "model_type": "llama"},
         audio_token_id=IMAGE,
         initializer_range=0.3,
         bos_token_id=1,
@@ -158,33 +161,28 @@ def speech_model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     }
 
 
+@full
 @pytest.mark.skipif(not hasattr(transformers, "OmniASRConfig"), reason="transformers has it since 5.24")
-@pytest.mark.parametrize("tree", [None, TREE])
-def test_speech_in_front_of_text(tree):
+def test_speech_in_front_of_text():
     model, inputs = speech_model()
-    plain = model.generate(**inputs, **SETTINGS)
+    plain = check_scripts(model, inputs, k=3)
     other = model.generate(**{**inputs, "input_values": 1 - inputs["input_values"]}, **SETTINGS)
     assert not torch.equal(plain, other), "the speech makes no difference"
-    script = scripted_for(plain, {key: inputs[key] for key in ("input_ids", "attention_mask")}, k=3, tree=tree)
-    output = model.generate(**inputs, **SETTINGS, assistant=script, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, plain)
-    assert output.speculative.num_accepted_tokens
 
 
-@pytest.mark.parametrize("name", images.BY_LANGUAGE_MODEL)
+_FIRST, *_OTHERS = images.BY_LANGUAGE_MODEL
+
+
+@pytest.mark.parametrize("name", [_FIRST, *in_full(*_OTHERS)])
 def test_models_that_generate_with_their_language_model(name):
     """The arguments come to the language model, and so do the embeddings of the image."""
     model, inputs = images.model_around_language_model(name)
-    plain = model.generate(**inputs, **SETTINGS)
+    plain = check_scripts(model, inputs, k=3)
     other = model.generate(**{**inputs, "pixel_values": 1 - inputs["pixel_values"]}, **SETTINGS)
     assert not torch.equal(plain, other), "the image makes no difference"
-    for tree in (None, TREE):
-        script = scripted_for(plain, {key: inputs[key] for key in ("input_ids", "attention_mask")}, k=3, tree=tree)
-        output = model.generate(**inputs, **SETTINGS, assistant=script, return_dict_in_generate=True)
-        assert output.sequences.tolist() == plain.tolist()
-        assert 0 < output.speculative.num_accepted_tokens < output.speculative.num_draft_tokens
 
 
+@full
 @pytest.mark.parametrize("name", images.REFUSED)
 def test_language_models_that_are_refused_say_why(name):
     model, inputs = images.model_around_language_model(name)
@@ -192,38 +190,29 @@ def test_language_models_that_are_refused_say_why(name):
         model.generate(**inputs, **SETTINGS, spec_method="ngram")
 
 
-class TestPositionsBehindAnImage:
-    @pytest.mark.parametrize("make", MULTIMODAL_ROTARY)
-    def test_they_are_not_the_number_of_tokens(self, make):
-        """Height and width move the text by less than the image's tokens, and plain generation shows it."""
-        model, inputs = build(make), image_inputs(make)
-        plain = model.generate(**inputs, **SETTINGS)
-        inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
-        assert not torch.equal(model.generate(**inputs, **SETTINGS), plain)
+def test_offset_of_positions_behind_an_image(monkeypatch):
+    seen, start_slots = [], SlotModel.start_slots
 
-    @pytest.mark.parametrize(("merged", "after", "offset"), [((2, 4), 5, -4), ((3, 2), 1, -3), ((1, 4), 2, 0)])
-    def test_offset(self, merged, after, offset, monkeypatch):
-        seen, start_slots = [], SlotModel.start_slots
+    def watched(slots, starts, offsets, *others):
+        seen.append(offsets)
+        start_slots(slots, starts, offsets, *others)
 
-        def watched(slots, starts, offsets, *others):
-            seen.append(offsets)
-            start_slots(slots, starts, offsets, *others)
-
-        monkeypatch.setattr(SlotModel, "start_slots", watched)
+    monkeypatch.setattr(SlotModel, "start_slots", watched)
+    for merged, after, _ in (shapes := [((2, 4), 5, -4), ((3, 2), 1, -3), ((1, 4), 2, 0)]):
         inputs = image_inputs(qwen2_vl, 2, merged, after=after)
         build(qwen2_vl).generate(**inputs, **SETTINGS, spec_method="ngram")
-        assert seen == [[offset, offset]]
+    assert seen == [[offset, offset] for _, _, offset in shapes]
 
-    def test_prompt_that_ends_inside_the_image(self):
-        inputs = image_inputs(qwen2_vl, after=0)
-        model = build(qwen2_vl)
-        assert model.generate(**inputs, **SETTINGS).shape[1] > inputs["input_ids"].shape[1]
-        with pytest.raises(UnsupportedModelError, match=r"\[\[5, 6, 8\]\].*inside an image"):
-            model.generate(**inputs, **SETTINGS, spec_method="ngram")
 
-    def test_counts_in_floating_point(self):
-        """Some models with sound and video count in fractions of a second; whole numbers stay exact."""
-        whole = torch.tensor([2.0, 3.0, 4.0]).expand(3, 2, 3)
-        assert position_offsets(whole, num_slots=8, starts=[0, 1]) == [-4, -3]
-        with pytest.raises(UnsupportedModelError, match=r"4\.5.*fractions of a second"):
-            position_offsets(whole + 0.5, num_slots=8, starts=[0, 1])
+@full
+def test_positions_that_no_offset_describes_are_refused():
+    inputs = image_inputs(qwen2_vl, after=0)
+    model = build(qwen2_vl)
+    assert model.generate(**inputs, **SETTINGS).shape[1] > inputs["input_ids"].shape[1]
+    with pytest.raises(UnsupportedModelError, match=r"\[\[5, 6, 8\]\].*inside an image"):
+        model.generate(**inputs, **SETTINGS, spec_method="ngram")
+    # Some models with sound and video count in fractions of a second; whole numbers stay exact.
+    whole = torch.tensor([2.0, 3.0, 4.0]).expand(3, 2, 3)
+    assert position_offsets(whole, num_slots=8, starts=[0, 1]) == [-4, -3]
+    with pytest.raises(UnsupportedModelError, match=r"4\.5.*fractions of a second"):
+        position_offsets(whole + 0.5, num_slots=8, starts=[0, 1])

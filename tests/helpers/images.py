@@ -139,6 +139,20 @@ def model_around_language_model(name: str) -> tuple[torch.nn.Module, dict[str, t
     return model, {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
 
 
+@lru_cache
+def text_model(name: str) -> torch.nn.Module:
+    """A model of `with_images()` that counts positions itself, with weights that let positions count."""
+    is_kosmos = name == "kosmos-2.5"
+    model = tiny_model(name, **({"text_config": {"pad_token_id": 1}} if is_kosmos else {}))
+    if is_kosmos:
+        # Otherwise a token's own embedding drowns its position.
+        generator = torch.Generator().manual_seed(3)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0, 0.3, generator=generator)
+    return model
+
+
 def image_model(name: str) -> torch.nn.Module:
     """A model of `with_images()` whose image tokens are in its vocabulary."""
     default = CONFIG_MAPPING[name]()

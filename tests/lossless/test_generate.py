@@ -137,7 +137,7 @@ REFUSED = [
     ({CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())}, [CACHE, "DynamicCache", "got EncoderDecoderCache"]),
     (
         {"cache": DynamicCache(), "past_key_values": DynamicCache()},
-        ["`cache` and `past_key_values` are names for one"],
+        ["`past_key_values` are names for one"],
     ),
     ({"spec_method": "ngramm"}, ["Did you mean 'ngram'"]),
     ({"spec_method": None, "speculative": {"method": "ngram", "prompt_lookup_maxx": 3}}, ["mean 'prompt_lookup_max'"]),
@@ -228,9 +228,7 @@ PROCESSORS = {
     "sequence_bias": {"sequence_bias": [[[20], 3.0], [[61, 7], -9.0]]},
     "guidance_scale": {"guidance_scale": 1.8},
     "watermarking": {"watermarking_config": WatermarkingConfig(greenlist_ratio=0.4, bias=3.0)},
-    "synthid": {
-        "watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 5, 7, 11], debug_mode=True)
-    },
+    "synthid": {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 5, 7], debug_mode=True)},
     "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.5},
     "remove_invalid_values": {"remove_invalid_values": True, "renormalize_logits": True},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": even_after_even},

@@ -46,7 +46,7 @@ def test_models_that_count_positions_themselves(name):
 def test_positions_of_kosmos():
     model, inputs = text_model("kosmos-2.5"), prompts(1, length=9)
     # Its embedding gives a padding token in the text a position of its own.
-    settings = {**SETTINGS, "sequence_bias": [[[1], 3.0]]}
+    settings = {**SETTINGS, "sequence_bias": [[[1], 5.0]]}
     plain = model.generate(**inputs, **settings)
     assert 1 in plain[0, 9:-1].tolist()
     for tree in (None, TREE):

@@ -6,34 +6,43 @@ import math
 import pytest
 import torch
 import transformers
-from transformers import BloomConfig, BloomForCausalLM, LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 
 from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, Speculator, generate_many, record
-from hf_specdec.candidate_generators.none.generator import NoDrafts
 from hf_specdec.logits import rules
 from hf_specdec.logits.randomness import ACCEPT, TARGET, RowUniforms
 from hf_specdec.logits.rules import BlockRule, StandardRule, SyntheticRule, TypicalRule, acceptance_rule
 from hf_specdec.metrics import SpecDecodingStats
-from tests.helpers.distribution import P_VALUE, draft_model, exact_distribution, sampled_counts, scripted_rows
+from tests.helpers.architectures import tiny_model
+from tests.helpers.distribution import (
+    P_VALUE,
+    draft_model,
+    exact_distribution,
+    no_drafts,
+    sampled_counts,
+    scripted_rows,
+)
 from tests.helpers.distribution import SETTINGS as PROCESSORS
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, nothing_runs, prompts, scripted_for
-from tests.helpers.pairs import every_pair
+from tests.helpers.rule_cases import typical_by_definition
 from tests.helpers.sampled import sampled_speculator
 from tests.helpers.statistics import chi_square_pvalue
-from tests.loop.test_block_rules import typical_by_definition
 
 
 BLOCK = {"rejection_sample_method": "block"}
 TYPICAL = {"rejection_sample_method": "typical"}
 SAMPLING = {"do_sample": True, "max_new_tokens": 24, "temperature": 0.8, "top_k": 20}
 TREE = (-1, -1, 0, 0, 2, 2, 4)
-SHAPES = [pytest.param(None, id="chain"), pytest.param(TREE, id="tree"), pytest.param("random", id="ragged_tree")]
+SHAPES = (None, TREE, "random")
 
 
 def synthetic(length=None, **settings):
-    if length is not None:
-        settings["synthetic_acceptance_length"] = length
-    return {"rejection_sample_method": "synthetic", **settings}
+    length = {} if length is None else {"synthetic_acceptance_length": length}
+    return {"rejection_sample_method": "synthetic", **length, **settings}
+
+
+RULES = {"block": BLOCK, "typical": TYPICAL, "synthetic": synthetic(3)}
 
 
 def with_rule(speculator: Speculator, **settings) -> Speculator:
@@ -55,7 +64,7 @@ def inputs():
 @pytest.fixture(scope="module")
 def text(model, inputs):
     """Our own loop without drafts."""
-    return sample(model, inputs, Speculator(SpeculativeConfig(method="none"), NoDrafts, None))
+    return sample(model, inputs, no_drafts())
 
 
 @pytest.fixture(scope="module")
@@ -65,81 +74,81 @@ def greedy_text(model, inputs):
 
 # Block verification
 
-
 DRAWN = {
     "chain": lambda **rule: sampled_speculator(3, **rule),
     "chain_processed": lambda **rule: sampled_speculator(3, processed=True, **rule),
     # Rows draft chains of different lengths, each ended by a token of its own.
     "ragged_chain": lambda **rule: draft_model(draft_confidence_threshold=0.3, **rule),
 }
+OTHERS = [("chain", "top_p"), ("ragged_chain", "repetition_penalty_and_top_p")]
 
 
-class TestBlock:
-    @pytest.mark.parametrize(
-        ("drafter", "processors"),
-        [
-            ("chain", "top_p"),
-            ("chain_processed", "repetition_penalty"),
-            ("ragged_chain", "repetition_penalty_and_top_p"),
-        ],
+@pytest.mark.parametrize(("drafter", "processors"), [("chain_processed", "repetition_penalty"), *in_full(*OTHERS)])
+def test_block_keeps_the_joint_distribution(drafter, processors):
+    settings = PROCESSORS[processors]
+    counts, stats = sampled_counts(settings, DRAWN[drafter](**BLOCK))
+    assert chi_square_pvalue(counts, exact_distribution(settings)) > P_VALUE
+    assert stats.rejection_sample_method == "block"
+    assert stats.num_accepted_tokens > 200
+
+
+@full
+def test_block_accepts_more_than_standard():
+    """Thousands of cycles each; the difference is four standard deviations of a mean."""
+    block, standard = (
+        sampled_counts(PROCESSORS["plain"], DRAWN["chain"](**rule), num_rows=2000)[1] for rule in (BLOCK, {})
     )
-    def test_joint_distribution(self, drafter, processors):
-        settings = PROCESSORS[processors]
-        counts, stats = sampled_counts(settings, DRAWN[drafter](**BLOCK))
-        assert chi_square_pvalue(counts, exact_distribution(settings)) > P_VALUE
-        assert stats.rejection_sample_method == "block"
-        assert stats.num_accepted_tokens > 200
+    assert block.num_row_cycles > 5000
+    assert block.mean_acceptance_length > standard.mean_acceptance_length + 0.03
 
-    def test_accepts_more_than_standard(self):
-        """Thousands of cycles each; the difference is four standard deviations of a mean."""
-        block, standard = (
-            sampled_counts(PROCESSORS["plain"], DRAWN["chain"](**rule), num_rows=2000)[1] for rule in (BLOCK, {})
-        )
-        assert block.num_row_cycles > 5000
-        assert block.mean_acceptance_length > standard.mean_acceptance_length + 0.03
 
-    def test_numbers_belong_to_the_cycle(self):
-        """Numbers of tests after the new token must not be seen again when their positions are judged again."""
-        asked = []
+@full
+def test_block_draws_numbers_of_the_cycle():
+    """Numbers of tests after the new token must not be seen again when their positions are judged again."""
+    asked = []
 
-        class Spy(RowUniforms):
-            def at(self, purpose, *place):
-                asked.append(purpose)
-                return super().at(purpose, *place)
+    class Spy(RowUniforms):
+        def at(self, purpose, *place):
+            asked.append(purpose)
+            return super().at(purpose, *place)
 
-            def for_nodes(self, rows, anchor_positions, count, **where):
-                asked.append((list(anchor_positions), where.get("purpose", ACCEPT)))
-                return super().for_nodes(rows, anchor_positions, count, **where)
+        def for_nodes(self, rows, anchor_positions, count, **where):
+            asked.append((list(anchor_positions), where.get("purpose", ACCEPT)))
+            return super().for_nodes(rows, anchor_positions, count, **where)
 
-        probs = torch.full((2, 3, 4), 0.25)
-        draft = rules.DraftTree.chain(torch.zeros(2, 3, dtype=torch.long), probs=probs)
-        BlockRule(Spy(0)).judge(draft, torch.zeros(2, 4, 4), [0, 1], [5, 9])
-        assert sorted(map(str, asked)) == sorted(map(str, [TARGET, ([5, 9], ACCEPT)]))
+    draft = rules.DraftTree.chain(torch.zeros(2, 3, dtype=torch.long), probs=torch.full((2, 3, 4), 0.25))
+    BlockRule(Spy(0)).judge(draft, torch.zeros(2, 4, 4), [0, 1], [5, 9])
+    assert sorted(map(str, asked)) == sorted(map(str, [TARGET, ([5, 9], ACCEPT)]))
 
-    @pytest.mark.parametrize("walk", [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 9}])
-    @pytest.mark.parametrize("tree", SHAPES)
-    def test_drafts_without_a_distribution_are_judged_as_standard(self, model, inputs, text, tree, walk):
-        """Processors that read tokens judge so too: they see every node here, and the accepted path alone there."""
-        settings = {**walk, "eos_token_id": [5, 9], "return_dict_in_generate": True, "output_scores": True}
-        speculator = scripted_for(text, inputs, accuracy=0.9, tree=tree)
-        standard = sample(model, inputs, speculator, **settings)
-        block = sample(model, inputs, with_rule(speculator, **BLOCK), **settings)
-        assert torch.equal(block.sequences, standard.sequences)
-        assert block.speculative.num_accepted_tokens == standard.speculative.num_accepted_tokens > 5
-        for ours, theirs in zip(block.scores, standard.scores, strict=True):
-            assert torch.allclose(ours, theirs, atol=1e-4)
 
-    def test_repeats_with_the_seed_and_without_its_neighbours(self, model, inputs):
-        speculator = sampled_speculator(4, widths=(1, 1, 1, 1), **BLOCK)
-        together = sample(model, inputs, speculator)
-        assert torch.equal(sample(model, inputs, speculator), together)
-        first = {name: value[:1, 2:] for name, value in inputs.items()}
-        assert torch.equal(sample(model, first, speculator), together[:1, 2:])
-        assert not torch.equal(sample(model, inputs, speculator, seed=1), together)
+def test_block_judges_chosen_drafts_and_trees_as_standard(model, inputs, text):
+    """Processors that read tokens judge so too: they see every node here, and the accepted path alone there."""
+    settings = {"eos_token_id": [5, 9], "return_dict_in_generate": True, "output_scores": True}
+    for walk in ({}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 9}):
+        for tree in SHAPES:
+            speculator = scripted_for(text, inputs, accuracy=0.9, tree=tree)
+            standard = sample(model, inputs, speculator, **settings, **walk)
+            block = sample(model, inputs, with_rule(speculator, **BLOCK), **settings, **walk)
+            assert torch.equal(block.sequences, standard.sequences)
+            assert block.speculative.num_accepted_tokens == standard.speculative.num_accepted_tokens > 5
+            for ours, theirs in zip(block.scores, standard.scores, strict=True):
+                assert torch.allclose(ours, theirs, atol=1e-4)
+    drawn = sample(model, inputs, sampled_speculator(widths=(2, 1), **BLOCK))
+    assert torch.equal(drawn, sample(model, inputs, sampled_speculator(widths=(2, 1))))
+    # The rule can be combined with processors that must see one position after the other.
+    call = {**inputs, **SAMPLING, "logits_processor": [lambda input_ids, scores: scores]}
+    output = model.generate(**call, speculative={"method": "ngram", **BLOCK}, return_dict_in_generate=True)
+    assert output.speculative.rejection_sample_method == "standard"
 
-    def test_drawn_trees_are_judged_by_the_standard_rule(self, model, inputs):
-        block = sample(model, inputs, sampled_speculator(widths=(2, 1), **BLOCK))
-        assert torch.equal(block, sample(model, inputs, sampled_speculator(widths=(2, 1))))
+
+@full
+def test_block_repeats_with_the_seed_and_without_its_neighbours(model, inputs):
+    speculator = sampled_speculator(4, widths=(1, 1, 1, 1), **BLOCK)
+    together = sample(model, inputs, speculator)
+    assert torch.equal(sample(model, inputs, speculator), together)
+    first = {name: value[:1, 2:] for name, value in inputs.items()}
+    assert torch.equal(sample(model, first, speculator), together[:1, 2:])
+    assert not torch.equal(sample(model, inputs, speculator, seed=1), together)
 
 
 # Typical acceptance
@@ -165,145 +174,134 @@ class PlainRow:
             return self.processors(tokens, self.model(tokens[:, self.start :]).logits[:, -1])[0]
 
 
-class TestTypical:
-    @pytest.mark.parametrize(
-        ("tree", "processors"),
-        [
-            (None, {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}),
-            (TREE, {}),
-            ("random", {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}),
-        ],
-        ids=["chain", "tree", "ragged_tree"],
-    )
-    def test_every_cycle_is_right_by_definition(self, model, inputs, greedy_text, tree, processors):
-        settings = {**SAMPLING, "temperature": 1.3, **processors}
-        limits = {"posterior_threshold": 0.12, "posterior_alpha": 0.4}
-        speculator = with_rule(scripted_for(greedy_text, inputs, accuracy=0.8, tree=tree), **TYPICAL, **limits)
-        with record(trace=True) as made:
-            output = sample(model, inputs, speculator, **settings)
-        plain = [PlainRow(model, inputs, row, settings) for row in range(3)]
-        for row in plain:
-            row.text.append(row.scores().argmax().item())
-        num_accepted = 0
-        for trace in [row for cycle in made.calls[0].cycles for row in cycle.rows]:
-            row, paths = plain[trace.row], [[]]
-            for token, parent in zip(trace.draft_tokens, trace.parents):
-                paths.append([*paths[parent + 1], token])
-            scores = torch.stack([row.scores(path) for path in paths])
-            size = len(trace.draft_tokens)
-            _, expected = typical_by_definition(trace.draft_tokens, trace.parents, size, scores, *limits.values())
-            assert trace.committed_tokens == expected
-            row.text += expected
-            num_accepted += trace.num_accepted
-        assert [row.text for row in plain] == output.tolist()
-        assert num_accepted > 10
+WALK = {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}
 
-    def test_changes_the_distribution(self):
-        counts, stats = sampled_counts(PROCESSORS["plain"], with_rule(scripted_rows(), **TYPICAL), num_rows=500)
-        assert chi_square_pvalue(counts, exact_distribution(PROCESSORS["plain"])) < 1e-6
-        assert not stats.is_lossless
 
-    @pytest.mark.parametrize("tree", [None, TREE])
-    def test_draws_nothing(self, model, inputs, greedy_text, tree):
+@pytest.mark.parametrize(("tree", "processors"), [("random", WALK), *in_full((None, WALK), (TREE, {}))])
+def test_typical_is_right_by_definition_in_every_cycle(model, inputs, greedy_text, tree, processors):
+    settings = {**SAMPLING, "temperature": 1.3, **processors}
+    limits = {"posterior_threshold": 0.12, "posterior_alpha": 0.4}
+    speculator = with_rule(scripted_for(greedy_text, inputs, accuracy=0.8, tree=tree), **TYPICAL, **limits)
+    with record(trace=True) as made:
+        output = sample(model, inputs, speculator, **settings)
+    plain = [PlainRow(model, inputs, row, settings) for row in range(3)]
+    for row in plain:
+        row.text.append(row.scores().argmax().item())
+    num_accepted = 0
+    for trace in [row for cycle in made.calls[0].cycles for row in cycle.rows]:
+        row, paths = plain[trace.row], [[]]
+        for token, parent in zip(trace.draft_tokens, trace.parents):
+            paths.append([*paths[parent + 1], token])
+        scores = torch.stack([row.scores(path) for path in paths])
+        size = len(trace.draft_tokens)
+        _, expected = typical_by_definition(trace.draft_tokens, trace.parents, size, scores, *limits.values())
+        assert trace.committed_tokens == expected
+        row.text += expected
+        num_accepted += trace.num_accepted
+    assert [row.text for row in plain] == output.tolist()
+    assert num_accepted > 10
+
+
+@full
+def test_typical_draws_nothing_and_is_standard_for_greedy_targets(model, inputs, greedy_text):
+    counts, stats = sampled_counts(PROCESSORS["plain"], with_rule(scripted_rows(), **TYPICAL), num_rows=500)
+    assert chi_square_pvalue(counts, exact_distribution(PROCESSORS["plain"])) < 1e-6
+    assert not stats.is_lossless
+    for tree in (None, TREE):
         speculator = with_rule(scripted_for(greedy_text, inputs, tree=tree), **TYPICAL)
         assert torch.equal(sample(model, inputs, speculator), sample(model, inputs, speculator, seed=1))
-
-    def test_a_greedy_target_is_judged_by_standard(self, model, inputs, greedy_text):
-        speculator = with_rule(scripted_for(greedy_text, inputs, tree="random"), **TYPICAL)
-        output = sample(model, inputs, speculator, do_sample=False, max_new_tokens=40, return_dict_in_generate=True)
-        assert torch.equal(output.sequences, greedy_text)
-        assert output.speculative.rejection_sample_method == "standard"
-        assert output.speculative.is_lossless
+    output = sample(model, inputs, speculator, do_sample=False, max_new_tokens=40, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, greedy_text)
+    assert output.speculative.rejection_sample_method == "standard"
+    assert output.speculative.is_lossless
 
 
 # Synthetic acceptance
 
+LONG = {"max_new_tokens": 200, "temperature": 1.0, "top_k": 0}
+
 
 def full_drafts(call, depth):
-    """The rows of all cycles in which the path of first children was at least `depth` long."""
+    """Accepted tokens of the rows of all cycles in which the path of first children was at least `depth` long."""
     for row in [row for cycle in call.cycles for row in cycle.rows]:
         length, node = 0, -1
         for index, parent in enumerate(row.parents):
             if parent == node:
                 length, node = length + 1, index
         if length >= depth:
-            yield row
+            yield row.num_accepted
 
 
-class TestSynthetic:
-    settings = {"max_new_tokens": 200, "temperature": 1.0, "top_k": 0}
+@pytest.mark.parametrize(
+    ("batch_size", "tree", "do_sample"), [(4, TREE, True), *in_full((1, None, True), (4, None, False))]
+)
+def test_synthetic_reaches_its_mean_length(model, batch_size, tree, do_sample):
+    """Drafts are ones that the target would never accept."""
+    length, inputs = 3.4, prompts(batch_size)
+    speculator = with_rule(scripted_for(inputs["input_ids"], inputs, k=6, tree=tree), **synthetic(length))
+    with record(trace=True) as made:
+        sample(model, inputs, speculator, do_sample=do_sample, **LONG)
+    accepted = list(full_drafts(made.calls[0], 3))
+    assert set(accepted) == {2, 3}
+    deviation = math.sqrt(0.4 * 0.6 / len(accepted))
+    assert abs(sum(accepted) / len(accepted) - (length - 1)) < 4 * deviation
+    # The last cycle of a row is cut.
+    assert made.calls[0].stats.mean_acceptance_length == pytest.approx(length, abs=4 * deviation + 0.1)
 
-    @every_pair(tree={"chain": None, "tree": TREE}, batch_size=[1, 4], do_sample=[False, True])
-    def test_reaches_its_mean_length(self, model, do_sample, batch_size, tree):
-        """Drafts are ones that the target would never accept."""
-        length, inputs = 3.4, prompts(batch_size)
-        speculator = with_rule(scripted_for(inputs["input_ids"], inputs, k=6, tree=tree), **synthetic(length))
-        with record(trace=True) as made:
-            sample(model, inputs, speculator, do_sample=do_sample, **self.settings)
-        accepted = [row.num_accepted for row in full_drafts(made.calls[0], 3)]
-        assert set(accepted) == {2, 3}
-        deviation = math.sqrt(0.4 * 0.6 / len(accepted))
-        assert abs(sum(accepted) / len(accepted) - (length - 1)) < 4 * deviation
-        # The last cycle of a row is cut.
-        assert made.calls[0].stats.mean_acceptance_length == pytest.approx(length, abs=4 * deviation + 0.1)
 
-    def test_reaches_its_rates(self, model):
-        rates, inputs = (0.9, 0.6, 0.6, 0.2), prompts(8)
-        settings = synthetic(synthetic_acceptance_rates=rates)
-        speculator = with_rule(scripted_for(inputs["input_ids"], inputs, k=6), **settings)
-        with record(trace=True) as made:
-            sample(model, inputs, speculator, **self.settings)
-        accepted = torch.tensor([row.num_accepted for row in full_drafts(made.calls[0], 5)])
-        assert len(accepted) > 300
-        for depth, rate in enumerate([*rates, 0.0], start=1):
-            share = (accepted >= depth).double().mean().item()
-            assert abs(share - rate) <= 4 * math.sqrt(rate * (1 - rate) / len(accepted))
+@full
+def test_synthetic_reaches_its_rates(model):
+    rates, inputs = (0.9, 0.6, 0.6, 0.2), prompts(8)
+    settings = synthetic(synthetic_acceptance_rates=rates)
+    with record(trace=True) as made:
+        sample(model, inputs, with_rule(scripted_for(inputs["input_ids"], inputs, k=6), **settings), **LONG)
+    accepted = torch.tensor(list(full_drafts(made.calls[0], 5)))
+    assert len(accepted) > 300
+    for depth, rate in enumerate([*rates, 0.0], start=1):
+        share = (accepted >= depth).double().mean().item()
+        assert abs(share - rate) <= 4 * math.sqrt(rate * (1 - rate) / len(accepted))
 
-    @pytest.mark.parametrize("tree", SHAPES)
-    def test_the_targets_own_choice_follows(self, model, tree):
-        """Wrong tokens were accepted, and the cache holds them: what follows is the target's answer to them."""
-        inputs = prompts(2)
-        speculator = with_rule(scripted_for(inputs["input_ids"], inputs, k=6, tree=tree), **synthetic(2.5))
-        with record(trace=True) as made:
-            output = sample(model, inputs, speculator, do_sample=False, max_new_tokens=60)
-        starts = (inputs["attention_mask"] == 0).sum(1).tolist()
-        for row, start in enumerate(starts):
-            with torch.no_grad():
-                best = model(output[row : row + 1, start:]).logits[0].argmax(-1)
-            best = torch.cat([torch.zeros(start + 1, dtype=torch.long), best])
-            position = inputs["input_ids"].shape[1]
-            assert output[row, position] == best[position]
-            for cycle in made.calls[0].cycles:
-                for trace in [trace for trace in cycle.rows if trace.row == row]:
-                    position += len(trace.committed_tokens)
-                    if len(trace.committed_tokens) > trace.num_accepted:
-                        assert output[row, position] == best[position]
-        assert made.calls[0].stats.num_accepted_tokens > 30
 
-    def test_ends_inside_the_accepted_tokens(self, model):
-        inputs = prompts(1)
-        text = torch.cat([inputs["input_ids"], torch.full((1, 60), 33)], dim=1)
-        speculator = with_rule(scripted_for(text, inputs, k=4, accuracy=1.0), **synthetic(4))
-        output = sample(model, inputs, speculator, eos_token_id=33, max_new_tokens=40, do_sample=False)
-        assert (output == 33).sum() == 1
-        assert output[0, -1] == 33
+@full
+@pytest.mark.parametrize("tree", SHAPES, ids=["chain", "tree", "ragged_tree"])
+def test_synthetic_is_followed_by_the_choice_of_the_target(model, tree):
+    """Wrong tokens were accepted, and the cache holds them: what follows is the target's answer to them."""
+    inputs = prompts(2)
+    speculator = with_rule(scripted_for(inputs["input_ids"], inputs, k=6, tree=tree), **synthetic(2.5))
+    with record(trace=True) as made:
+        output = sample(model, inputs, speculator, do_sample=False, max_new_tokens=60)
+    for row, start in enumerate((inputs["attention_mask"] == 0).sum(1).tolist()):
+        with torch.no_grad():
+            best = model(output[row : row + 1, start:]).logits[0].argmax(-1)
+        best = torch.cat([torch.zeros(start + 1, dtype=torch.long), best])
+        position = inputs["input_ids"].shape[1]
+        assert output[row, position] == best[position]
+        for trace in [trace for cycle in made.calls[0].cycles for trace in cycle.rows if trace.row == row]:
+            position += len(trace.committed_tokens)
+            if len(trace.committed_tokens) > trace.num_accepted:
+                assert output[row, position] == best[position]
+    assert made.calls[0].stats.num_accepted_tokens > 30
 
-    def test_greedy_calls_draw_from_torchs_generator(self, model):
-        inputs = prompts(1)
-        speculator = with_rule(scripted_for(inputs["input_ids"], inputs), **synthetic(2.5))
-        outputs = [sample(model, inputs, speculator, seed=seed, do_sample=False) for seed in (0, 0, 1)]
-        assert torch.equal(outputs[0], outputs[1])
-        assert not torch.equal(outputs[0], outputs[2])
 
-    @pytest.mark.parametrize(("length", "works"), [(6, True), (6.5, False), (7, False)])
-    def test_length_that_drafts_cannot_reach(self, model, length, works):
-        inputs = prompts(1)
-        speculator = with_rule(scripted_for(inputs["input_ids"], inputs, k=5), **synthetic(length))
-        if works:
-            sample(model, inputs, speculator)
-            return
+@full
+def test_synthetic_ends_seeds_and_lengths(model):
+    inputs = prompts(1)
+    text = torch.cat([inputs["input_ids"], torch.full((1, 60), 33)], dim=1)
+    speculator = with_rule(scripted_for(text, inputs, k=4, accuracy=1.0), **synthetic(4))
+    output = sample(model, inputs, speculator, eos_token_id=33, max_new_tokens=40, do_sample=False)
+    # It ends inside the accepted tokens.
+    assert (output == 33).sum() == 1
+    assert output[0, -1] == 33
+    # Greedy calls draw from torch's generator.
+    speculator = with_rule(scripted_for(inputs["input_ids"], inputs), **synthetic(2.5))
+    outputs = [sample(model, inputs, speculator, seed=seed, do_sample=False) for seed in (0, 0, 1)]
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    drafts = scripted_for(inputs["input_ids"], inputs, k=5)
+    sample(model, inputs, with_rule(drafts, **synthetic(6)))
+    for length in (6.5, 7):
         with nothing_runs(model), pytest.raises(SpecConfigError, match="drafts of at least 6 tokens, got.*most 5.*6"):
-            sample(model, inputs, speculator)
+            sample(model, inputs, with_rule(drafts, **synthetic(length)))
 
 
 # What cannot be combined, and what is shown to criteria
@@ -325,160 +323,137 @@ class StopAt(StoppingCriteria):
         return input_ids[:, -1] == self.token
 
 
-RULES = {"block": BLOCK, "typical": TYPICAL, "synthetic": synthetic(3)}
+EVERY_RULE = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 
 
-@pytest.mark.parametrize("name", ["block", "typical"])
-def test_no_token_is_left(model, inputs, text, name):
-    drafter = sampled_speculator() if name == "block" else scripted_for(text, inputs)
-    with pytest.raises(SpecDecError, match="no token to draw"):
-        sample(model, inputs, with_rule(drafter, **RULES[name]), suppress_tokens=list(range(VOCAB_SIZE)))
+@EVERY_RULE
+def test_rules_refuse_what_reads_one_position_after_the_other(model, inputs, text, rule):
+    speculator = with_rule(scripted_for(inputs["input_ids"], inputs), **rule)
+    with nothing_runs(model), pytest.raises(SpecConfigError, match=r"\(Unknown\).*Use .*='standard'"):
+        sample(model, inputs, speculator, logits_processor=[Unknown()])
+    bloom, two = tiny_model("bloom"), prompts(2, padding=False)
+    with nothing_runs(bloom), pytest.raises(SpecConfigError, match="the order of its cache.*Use .*='standard'"):
+        sample(bloom, two, speculator)
+    assert sample(bloom, prompts(1), speculator).shape == (1, 7 + 24)
+    if rule is not RULES["synthetic"]:
+        drafter = sampled_speculator(**rule) if rule is BLOCK else with_rule(scripted_for(text, inputs), **rule)
+        with pytest.raises(SpecDecError, match="no token to draw"):
+            sample(model, inputs, drafter, suppress_tokens=list(range(VOCAB_SIZE)))
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-class TestWholeDrafts:
-    @pytest.mark.parametrize("batch_size", [1, 3])
-    def test_unknown_processor(self, model, rule, batch_size):
-        inputs = prompts(batch_size)
-        speculator = with_rule(scripted_for(inputs["input_ids"], inputs), **rule)
-        with nothing_runs(model), pytest.raises(SpecConfigError, match=r"\(Unknown\).*Use .*='standard'"):
-            sample(model, inputs, speculator, logits_processor=[Unknown()])
+@full
+@EVERY_RULE
+def test_criteria_of_many_rows_see_every_column(model, inputs, text, rule):
+    speculator = with_rule(scripted_for(text, inputs), **rule)
+    whole = sample(model, inputs, speculator)
+    for nothing in ({"stopping_criteria": [StopAt()]}, {"max_time": 60.0}):
+        assert torch.equal(sample(model, inputs, speculator, **nothing), whole)
+    whole = whole.tolist()
+    criterion = StopAt(whole[0][18])
+    output = sample(model, inputs, speculator, stopping_criteria=[criterion], eos_token_id=VOCAB_SIZE).tolist()
+    end = whole[0].index(whole[0][18], 7) + 1
+    assert output[0][:end] == whole[0][:end]
+    assert not any(output[0][end:])
+    assert [len(tokens) for tokens, _ in criterion.shown] == list(range(8, len(output[0]) + 1))
 
-    @pytest.mark.parametrize("criteria", [{"stopping_criteria": [StopAt()]}, {"max_time": 60.0}])
-    def test_criteria_that_end_nothing_change_nothing(self, model, inputs, text, rule, criteria):
-        speculator = with_rule(scripted_for(text, inputs), **rule)
-        assert torch.equal(sample(model, inputs, speculator, **criteria), sample(model, inputs, speculator))
 
-    def test_criteria_of_many_rows_see_every_column(self, model, inputs, text, rule):
-        speculator = with_rule(scripted_for(text, inputs), **rule)
-        whole = sample(model, inputs, speculator).tolist()
-        criterion = StopAt(whole[0][18])
-        output = sample(model, inputs, speculator, stopping_criteria=[criterion], eos_token_id=VOCAB_SIZE).tolist()
-        end = whole[0].index(whole[0][18], 7) + 1
-        assert output[0][:end] == whole[0][:end]
-        assert not any(output[0][end:])
-        assert [len(tokens) for tokens, _ in criterion.shown] == list(range(8, len(output[0]) + 1))
+@full
+@EVERY_RULE
+def test_criteria_of_one_row_see_every_position(model, rule):
+    inputs = prompts(1)
+    text = sample(model, inputs, no_drafts())
+    drafters = [sampled_speculator(4, widths=(1,) * 4), scripted_for(text, inputs, tree="random")]
+    for speculator in (with_rule(drafter, **rule) for drafter in drafters):
+        for with_scores in (False, True):
+            wanted = {"return_dict_in_generate": True, "output_scores": with_scores, "no_repeat_ngram_size": 9}
 
-    def test_model_whose_rows_grow_together(self, rule):
-        torch.manual_seed(0)
-        config = BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=16, n_layer=1, n_head=2, eos_token_id=None)
-        bloom = BloomForCausalLM(config).eval()
-        bloom.generation_config.pad_token_id = 0
-        one, two = prompts(1), prompts(2, padding=False)
-        speculator = with_rule(scripted_for(two["input_ids"], two), **rule)
-        with nothing_runs(bloom), pytest.raises(SpecConfigError, match="the order of its cache.*Use .*='standard'"):
-            sample(bloom, two, speculator)
-        assert sample(bloom, one, speculator).shape == (1, 7 + 24)
+            def run(criterion, speculator=speculator, wanted=wanted):
+                output = sample(model, inputs, speculator, stopping_criteria=[criterion], **wanted)
+                return output.sequences[0].tolist()
 
-    @pytest.mark.parametrize("with_scores", [False, True])
-    @pytest.mark.parametrize("drawn", [False, True])
-    def test_criteria_of_one_row_see_every_position(self, model, rule, drawn, with_scores):
-        inputs = prompts(1)
-        wanted = {"return_dict_in_generate": True, "output_scores": with_scores, "no_repeat_ngram_size": 9}
-        text = sample(model, inputs, Speculator(SpeculativeConfig(method="none"), NoDrafts, None))
-
-        def run(criterion):
-            drafter = sampled_speculator(4, widths=(1,) * 4) if drawn else scripted_for(text, inputs, tree="random")
-            speculator = with_rule(drafter, **rule)
-            return sample(model, inputs, speculator, stopping_criteria=[criterion], **wanted).sequences[0].tolist()
-
-        whole = run(StopAt())
-        assert len(whole) == 7 + 24
-        for position in range(10, 20, 3):
-            criterion = StopAt(whole[position])
-            output = run(criterion)
-            assert output == whole[: whole.index(whole[position], 7) + 1]
-            assert [tokens for tokens, _ in criterion.shown] == [output[:end] for end in range(8, len(output) + 1)]
-            counts = [count for _, count in criterion.shown]
-            assert counts == (list(range(1, len(output) - 6)) if with_scores else [None] * (len(output) - 7))
+            whole = run(StopAt())
+            assert len(whole) == 7 + 24
+            for position in range(10, 20, 3):
+                criterion = StopAt(whole[position])
+                output = run(criterion)
+                ends = range(8, len(output) + 1)
+                assert output == whole[: whole.index(whole[position], 7) + 1]
+                assert criterion.shown == [(output[:end], end - 7 if with_scores else None) for end in ends]
 
 
 # Which rule, and what the output says of it
 
+NOTES = {"block": [], "typical": ["changes the distribution"], "synthetic": ["the text is meaningless"]}
 
-class TestStatistics:
-    notes = {"block": [], "typical": ["changes the distribution"], "synthetic": ["the text is meaningless"]}
 
-    @pytest.mark.parametrize("name", RULES)
-    def test_the_output_says_it(self, model, inputs, name, monkeypatch):
-        warnings = []
-        monkeypatch.setattr(rules.logger, "warning_once", warnings.append)
-        speculator = sampled_speculator(4, widths=(1,) * 4, **RULES[name])
-        stats = sample(model, inputs, speculator, return_dict_in_generate=True).speculative
-        assert stats.rejection_sample_method == name
-        assert stats.is_lossless == (name == "block")
-        for texts in (stats.notes, warnings):
-            assert len(texts) == len(self.notes[name])
-            assert all(note in text for note, text in zip(self.notes[name], texts))
-        as_dict = json.loads(json.dumps(stats.to_dict()))
-        assert as_dict["rejection_sample_method"] == name
-        assert as_dict["is_lossless"] == stats.is_lossless
-        assert as_dict["notes"] == stats.notes
-        assert f"[sampled, {name} acceptance]" in str(stats)
-        assert all(note in str(stats) for note in stats.notes)
+@pytest.mark.parametrize("name", ["typical", *in_full("block", "synthetic")])
+def test_the_output_says_which_rule_it_was(model, inputs, text, name, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(rules.logger, "warning_once", warnings.append)
+    speculator = sampled_speculator(4, widths=(1,) * 4, **RULES[name])
+    stats = sample(model, inputs, speculator, return_dict_in_generate=True).speculative
+    assert stats.rejection_sample_method == name
+    assert stats.is_lossless == (name == "block")
+    for texts in (stats.notes, warnings):
+        assert len(texts) == len(NOTES[name])
+        assert all(note in one for note, one in zip(NOTES[name], texts))
+    as_dict = json.loads(json.dumps(stats.to_dict()))
+    for key in ("rejection_sample_method", "is_lossless", "notes"):
+        assert as_dict[key] == getattr(stats, key)
+    assert f"[sampled, {name} acceptance]" in str(stats)
+    assert all(note in str(stats) for note in stats.notes)
+    # Batches without drafts are decoded plainly.
+    speculator = sampled_speculator(disable_by_batch_size=2, **RULES[name])
+    output = sample(model, inputs, speculator, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, text)
+    assert output.speculative.rejection_sample_method == "standard"
 
-    @pytest.mark.parametrize("name", RULES)
-    def test_a_model_that_is_trained_writes_its_own_text(self, model, inputs, name):
-        speculator = sampled_speculator(4, widths=(1,) * 4, **RULES[name])
-        model.train()
-        try:
-            if name == "block":
-                assert sample(model, inputs, speculator, return_dict_in_generate=True).speculative.is_lossless
-                return
-            with pytest.raises(SpecConfigError, match="off policy"):
-                sample(model, inputs, speculator)
-            (result,) = generate_many(
-                model, [inputs["input_ids"][0]], do_sample=True, max_new_tokens=4, assistant=speculator
-            )
-            assert "off policy" in str(result.error)
-        finally:
-            model.eval()
 
-    def test_standard_needs_no_word(self, model, inputs):
-        stats = sample(model, inputs, sampled_speculator(), return_dict_in_generate=True).speculative
-        assert stats.rejection_sample_method == "standard"
-        assert stats.is_lossless
-        assert "[sampled]" in str(stats)
-        assert stats.notes == []
-
-    @pytest.mark.parametrize("name", ["typical", "synthetic"])
-    def test_batches_without_drafts_are_decoded_plainly(self, model, inputs, text, name):
-        speculator = with_rule(sampled_speculator(disable_by_batch_size=2), **RULES[name])
-        output = sample(model, inputs, speculator, return_dict_in_generate=True)
-        assert torch.equal(output.sequences, text)
-        assert output.speculative.rejection_sample_method == "standard"
-
-    @pytest.mark.parametrize("rule", [StandardRule, BlockRule, TypicalRule, SyntheticRule])
-    def test_lossless_rules_have_no_note(self, rule):
+@full
+def test_standard_needs_no_word_and_every_name_has_its_rule(model, inputs):
+    stats = sample(model, inputs, sampled_speculator(), return_dict_in_generate=True).speculative
+    assert stats.rejection_sample_method == "standard"
+    assert stats.is_lossless
+    assert "[sampled]" in str(stats)
+    assert stats.notes == []
+    for rule in (StandardRule, BlockRule, TypicalRule, SyntheticRule):
         assert SpecDecodingStats(rejection_sample_method=rule.name).is_lossless == (rule.note is None)
-
-    @pytest.mark.parametrize("name", ["standard", *RULES])
-    def test_every_name_has_its_rule(self, name):
-        config = SpeculativeConfig(method="ngram", **RULES.get(name, {}))
-        rule = acceptance_rule(config, True, RowUniforms(0), None)
+    for name in ("standard", *RULES):
+        rule = acceptance_rule(SpeculativeConfig(method="ngram", **RULES.get(name, {})), True, RowUniforms(0), None)
         assert rule.name == name
         assert rule.judges_whole_drafts == (name != "standard")
 
-    def test_block_is_the_standard_rule_where_nothing_is_drawn(self, model, inputs):
-        """The rule can be combined with processors that must see one position after the other."""
-        config = {"method": "ngram", **BLOCK}
-        call = {**inputs, **SAMPLING, "logits_processor": [lambda input_ids, scores: scores]}
-        output = model.generate(**call, speculative=config, return_dict_in_generate=True)
-        assert output.speculative.rejection_sample_method == "standard"
 
-    @pytest.mark.parametrize(
-        "settings",
-        [
-            {**synthetic(), "synthetic_acceptance_length": math.inf},
-            {**synthetic(), "synthetic_acceptance_length": 1e9},
-            {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [True, 0.5]},
-            {**BLOCK, "posterior_alpha": 0.5},
-            {"synthetic_acceptance_length": 2.0},
-            {**TYPICAL, "synthetic_acceptance_rates": [0.5]},
-            synthetic(),
-            synthetic(2, synthetic_acceptance_rates=[0.5]),
-        ],
-    )
-    def test_settings_of_another_rule(self, model, inputs, settings):
+@full
+@pytest.mark.parametrize("name", RULES)
+def test_a_model_that_is_trained_writes_its_own_text(model, inputs, name):
+    speculator = sampled_speculator(4, widths=(1,) * 4, **RULES[name])
+    model.train()
+    try:
+        if name == "block":
+            assert sample(model, inputs, speculator, return_dict_in_generate=True).speculative.is_lossless
+            return
+        with pytest.raises(SpecConfigError, match="off policy"):
+            sample(model, inputs, speculator)
+        (result,) = generate_many(
+            model, [inputs["input_ids"][0]], do_sample=True, max_new_tokens=4, assistant=speculator
+        )
+        assert "off policy" in str(result.error)
+    finally:
+        model.eval()
+
+
+@full
+def test_settings_of_another_rule_are_refused(model, inputs):
+    for settings in (
+        synthetic(math.inf),
+        synthetic(1e9),
+        synthetic(synthetic_acceptance_rates=[True, 0.5]),
+        {**BLOCK, "posterior_alpha": 0.5},
+        {"synthetic_acceptance_length": 2.0},
+        {**TYPICAL, "synthetic_acceptance_rates": [0.5]},
+        synthetic(),
+        synthetic(2, synthetic_acceptance_rates=[0.5]),
+    ):
         with nothing_runs(model), pytest.raises(SpecConfigError):
             model.generate(**inputs, **SAMPLING, speculative={"method": "ngram", **settings})

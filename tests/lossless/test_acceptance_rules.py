@@ -1,4 +1,7 @@
-"""Acceptance rules in whole `generate()` calls: distribution, definition, what they cannot be combined with."""
+"""Acceptance rules in whole `generate()` calls: distribution, rates, what they cannot be combined with.
+
+Their definitions are tested in tests/loop/test_block_rules.py.
+"""
 
 import json
 import math
@@ -10,7 +13,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, Speculator, generate_many, record
 from hf_specdec.logits import rules
-from hf_specdec.logits.randomness import ACCEPT, TARGET, RowUniforms
+from hf_specdec.logits.randomness import RowUniforms
 from hf_specdec.logits.rules import BlockRule, StandardRule, SyntheticRule, TypicalRule, acceptance_rule
 from hf_specdec.metrics import SpecDecodingStats
 from tests.helpers.architectures import tiny_model
@@ -25,7 +28,6 @@ from tests.helpers.distribution import (
 from tests.helpers.distribution import SETTINGS as PROCESSORS
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, nothing_runs, prompts, scripted_for
-from tests.helpers.rule_cases import typical_by_definition
 from tests.helpers.sampled import sampled_speculator
 from tests.helpers.statistics import chi_square_pvalue
 
@@ -92,35 +94,6 @@ def test_block_keeps_the_joint_distribution(drafter, processors):
     assert stats.num_accepted_tokens > 200
 
 
-@full
-def test_block_accepts_more_than_standard():
-    """Thousands of cycles each; the difference is four standard deviations of a mean."""
-    block, standard = (
-        sampled_counts(PROCESSORS["plain"], DRAWN["chain"](**rule), num_rows=2000)[1] for rule in (BLOCK, {})
-    )
-    assert block.num_row_cycles > 5000
-    assert block.mean_acceptance_length > standard.mean_acceptance_length + 0.03
-
-
-@full
-def test_block_draws_numbers_of_the_cycle():
-    """Numbers of tests after the new token must not be seen again when their positions are judged again."""
-    asked = []
-
-    class Spy(RowUniforms):
-        def at(self, purpose, *place):
-            asked.append(purpose)
-            return super().at(purpose, *place)
-
-        def for_nodes(self, rows, anchor_positions, count, **where):
-            asked.append((list(anchor_positions), where.get("purpose", ACCEPT)))
-            return super().for_nodes(rows, anchor_positions, count, **where)
-
-    draft = rules.DraftTree.chain(torch.zeros(2, 3, dtype=torch.long), probs=torch.full((2, 3, 4), 0.25))
-    BlockRule(Spy(0)).judge(draft, torch.zeros(2, 4, 4), [0, 1], [5, 9])
-    assert sorted(map(str, asked)) == sorted(map(str, [TARGET, ([5, 9], ACCEPT)]))
-
-
 def test_block_judges_chosen_drafts_and_trees_as_standard(model, inputs, text):
     """Processors that read tokens judge so too: they see every node here, and the accepted path alone there."""
     settings = {"eos_token_id": [5, 9], "return_dict_in_generate": True, "output_scores": True}
@@ -135,71 +108,18 @@ def test_block_judges_chosen_drafts_and_trees_as_standard(model, inputs, text):
                 assert torch.allclose(ours, theirs, atol=1e-4)
     drawn = sample(model, inputs, sampled_speculator(widths=(2, 1), **BLOCK))
     assert torch.equal(drawn, sample(model, inputs, sampled_speculator(widths=(2, 1))))
+    # Its texts repeat with the seed, and without a row's neighbours.
+    speculator = sampled_speculator(4, widths=(1, 1, 1, 1), **BLOCK)
+    first, together = {name: value[:1, 2:] for name, value in inputs.items()}, sample(model, inputs, speculator)
+    assert torch.equal(sample(model, inputs, speculator), together)
+    assert torch.equal(sample(model, first, speculator), together[:1, 2:])
     # The rule can be combined with processors that must see one position after the other.
     call = {**inputs, **SAMPLING, "logits_processor": [lambda input_ids, scores: scores]}
     output = model.generate(**call, speculative={"method": "ngram", **BLOCK}, return_dict_in_generate=True)
     assert output.speculative.rejection_sample_method == "standard"
 
 
-@full
-def test_block_repeats_with_the_seed_and_without_its_neighbours(model, inputs):
-    speculator = sampled_speculator(4, widths=(1, 1, 1, 1), **BLOCK)
-    together = sample(model, inputs, speculator)
-    assert torch.equal(sample(model, inputs, speculator), together)
-    first = {name: value[:1, 2:] for name, value in inputs.items()}
-    assert torch.equal(sample(model, first, speculator), together[:1, 2:])
-    assert not torch.equal(sample(model, inputs, speculator, seed=1), together)
-
-
 # Typical acceptance
-
-
-class PlainRow:
-    """One row as plain generation sees it: its processors, and the scores after any tokens."""
-
-    def __init__(self, model, inputs, row, settings):
-        def catch(model, input_ids, logits_processor, **kwargs):
-            return logits_processor
-
-        alone = {name: value[row : row + 1] for name, value in inputs.items()}
-        self.model = model
-        self.processors = model.generate(**alone, **settings, custom_generate=catch)
-        self.start = int((alone["attention_mask"] == 0).sum())
-        self.text = alone["input_ids"][0].tolist()
-
-    def scores(self, path=()):
-        """The target's processed scores after the text and a path of draft tokens, `(V,)`."""
-        tokens = torch.tensor([[*self.text, *path]])
-        with torch.no_grad():
-            return self.processors(tokens, self.model(tokens[:, self.start :]).logits[:, -1])[0]
-
-
-WALK = {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}
-
-
-@pytest.mark.parametrize(("tree", "processors"), [("random", WALK), *in_full((None, WALK), (TREE, {}))])
-def test_typical_is_right_by_definition_in_every_cycle(model, inputs, greedy_text, tree, processors):
-    settings = {**SAMPLING, "temperature": 1.3, **processors}
-    limits = {"posterior_threshold": 0.12, "posterior_alpha": 0.4}
-    speculator = with_rule(scripted_for(greedy_text, inputs, accuracy=0.8, tree=tree), **TYPICAL, **limits)
-    with record(trace=True) as made:
-        output = sample(model, inputs, speculator, **settings)
-    plain = [PlainRow(model, inputs, row, settings) for row in range(3)]
-    for row in plain:
-        row.text.append(row.scores().argmax().item())
-    num_accepted = 0
-    for trace in [row for cycle in made.calls[0].cycles for row in cycle.rows]:
-        row, paths = plain[trace.row], [[]]
-        for token, parent in zip(trace.draft_tokens, trace.parents):
-            paths.append([*paths[parent + 1], token])
-        scores = torch.stack([row.scores(path) for path in paths])
-        size = len(trace.draft_tokens)
-        _, expected = typical_by_definition(trace.draft_tokens, trace.parents, size, scores, *limits.values())
-        assert trace.committed_tokens == expected
-        row.text += expected
-        num_accepted += trace.num_accepted
-    assert [row.text for row in plain] == output.tolist()
-    assert num_accepted > 10
 
 
 @full

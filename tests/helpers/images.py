@@ -10,23 +10,10 @@ import inspect
 from functools import lru_cache
 
 import torch
-from transformers import (
-    AutoModelForImageTextToText,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.helpers.architectures import SPECIAL, tiny_model
-from tests.helpers.models import TINY
 
 
 # Below the 99 tokens of the vocabulary.
@@ -89,6 +76,9 @@ _SEVERAL = {"idefics2": 1, "idefics3": 1, "smolvlm": 1, "llava_next": 2, "llava_
 
 # Values that reading such small images needs.
 _SPECIAL = {
+    "gemma3": {"mm_tokens_per_image": 4},
+    # The states of the image come once more after the text model's first layer.
+    "qwen3_vl": {"vision_config": {"deepstack_visual_indexes": [0]}},
     "aria": {"projector_patch_to_query_dict": {_GRID**2: 4}},
     "llava_next": {"image_grid_pinpoints": [[56, 56]]},
     "llava_next_video": {"image_grid_pinpoints": [[56, 56]]},
@@ -101,8 +91,11 @@ _SPECIAL = {
 # Types whose own generate() reads the image, and passes all else on to that of their language model.
 BY_LANGUAGE_MODEL = ("blip-2", "instructblip", "instructblipvideo")
 
-# Gemma 3, whose image tokens see each other, is one of `MODELS`.
-TESTED = sorted([*TYPES, *BY_LANGUAGE_MODEL, "gemma3"])
+# Multimodal rotary positions, some with windows or with states that come again between layers; positions like those of
+# text; and image tokens that see each other.
+MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "gemma3"]
+
+TESTED = sorted({*TYPES, *BY_LANGUAGE_MODEL, *MODELS})
 
 # Types that are refused when their language model gets the image: what the error says.
 REFUSED = {"blip": "reads `encoder_hidden_states`"}
@@ -153,11 +146,13 @@ def text_model(name: str) -> torch.nn.Module:
     return model
 
 
-def image_model(name: str) -> torch.nn.Module:
-    """A model of `with_images()` whose image tokens are in its vocabulary."""
+@lru_cache(maxsize=8)
+def build(name: str) -> torch.nn.Module:
+    """A model of `TYPES` or `MODELS` whose image tokens are in its vocabulary."""
     default = CONFIG_MAPPING[name]()
     changes = {key: value for key, value in _TOKENS.items() if hasattr(default, key)} | _SPECIAL.get(name, {})
     vision, own = getattr(default, "vision_config", None), SPECIAL.get(name, {}).get("vision_config", {})
+    own = {**own, **changes.get("vision_config", {})}
     size = getattr(vision, "image_size", None)
     patch = getattr(vision, "patch_size", None)
     if isinstance(size, int):
@@ -169,12 +164,19 @@ def image_model(name: str) -> torch.nn.Module:
     if own:
         changes["vision_config"] = own
     model = tiny_model(name, **changes)
+    # Gemma 3's projection of images begins as zeros.
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 
 
-def prompts_with_images(model: torch.nn.Module, batch_size: int) -> dict[str, torch.Tensor]:
-    """Left-padded prompts of text, an image and text."""
+def image_inputs(
+    name: str, batch_size: int = 1, grid: tuple[int, int] = (_GRID, _GRID), after: int = 5
+) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of text, an image of so many patches, where the type has a choice, and text."""
+    model = build(name)
     draw = torch.Generator().manual_seed(3)
     vision, read = model.config.vision_config, set(inspect.signature(model.forward).parameters)
     features = inspect.signature(model.model.get_image_features).parameters
@@ -183,11 +185,11 @@ def prompts_with_images(model: torch.nn.Module, batch_size: int) -> dict[str, to
         merge = getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_size", 1)
         channels, frames = getattr(vision, "in_channels", 3), getattr(vision, "temporal_patch_size", 1)
         columns = channels * frames * vision.patch_size**2
-        inputs["pixel_values"] = torch.randn(batch_size * _GRID**2, columns, generator=draw)
-        inputs["image_grid_thw"] = torch.tensor([[1, _GRID, _GRID]] * batch_size)
+        inputs["pixel_values"] = torch.randn(batch_size * grid[0] * grid[1], columns, generator=draw)
+        inputs["image_grid_thw"] = torch.tensor([[1, *grid]] * batch_size)
         if "image_merge_sizes" in features:
             inputs["image_merge_sizes"] = torch.tensor([merge] * batch_size)
-        count = _GRID**2 // merge**2
+        count = grid[0] * grid[1] // merge**2
     else:
         size = vision.image_size
         height, width = (size, size) if isinstance(size, int) else size
@@ -204,121 +206,11 @@ def prompts_with_images(model: torch.nn.Module, batch_size: int) -> dict[str, to
     rows = []
     for row in range(batch_size):
         text = torch.randint(3, VIDEO, (8 + row,), generator=draw).tolist()
-        rows.append([*text[5:], VISION_START, *[IMAGE] * count, VISION_END, *text[:5]])
+        end = [VISION_END, *text[:after]] if after else []
+        rows.append([*text[after:], VISION_START, *[IMAGE] * count, *end])
     width = max(map(len, rows))
     inputs["input_ids"] = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     inputs["attention_mask"] = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     for name in {"mm_token_type_ids", "token_type_ids"} & read:
         inputs[name] = (inputs["input_ids"] == IMAGE).int()
-    return inputs
-
-
-# Models made by hand.
-TEXT = {**TINY, "vocab_size": 99, "head_dim": 8, "initializer_range": 0.3, "pad_token_id": 0}
-# Sections of the rotary dimensions for time, height and width. Positions matter more with a small base.
-_MULTIMODAL = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}}
-_TOKEN_IDS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": VISION_START,
-    "vision_end_token_id": VISION_END,
-}
-_PATCH_SIZES = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3}
-_CLIP = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4}
-_SIGLIP = {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4, "vision_use_head": False}
-_TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "initializer_range": 0.3,
-}
-
-
-def qwen2_vl(**text):
-    vision = {**_PATCH_SIZES, "depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
-    return Qwen2VLForConditionalGeneration(
-        Qwen2VLConfig(text_config={**_MULTIMODAL, **text}, vision_config=vision, **_TOKEN_IDS)
-    )
-
-
-def qwen2_vl_sliding():
-    return qwen2_vl(use_sliding_window=True, sliding_window=8, max_window_layers=1)
-
-
-def qwen2_5_vl():
-    vision = {**_PATCH_SIZES, "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
-    vision |= {"out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [0], "tokens_per_second": 2}
-    return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config=_MULTIMODAL, vision_config=vision, **_TOKEN_IDS)
-    )
-
-
-def qwen3_vl():
-    # The states of the image come once more after the text model's first layer.
-    vision = {**_PATCH_SIZES, "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
-    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=_MULTIMODAL, vision_config=vision, **_TOKEN_IDS))
-
-
-def llava():
-    text = {**TEXT, "model_type": "llama"}
-    return LlavaForConditionalGeneration(
-        LlavaConfig(text_config=text, vision_config={**_CLIP, **_TOWER}, image_token_index=IMAGE)
-    )
-
-
-def gemma3():
-    text = {**TEXT, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-    tokens = {"image_token_id": IMAGE, "boi_token_id": VISION_START, "eoi_token_id": VISION_END}
-    tokens["tie_word_embeddings"] = False
-    return Gemma3ForConditionalGeneration(
-        Gemma3Config(text_config=text, vision_config={**_SIGLIP, **_TOWER}, mm_tokens_per_image=4, **tokens)
-    )
-
-
-MULTIMODAL_ROTARY = [qwen2_vl, qwen2_vl_sliding, qwen2_5_vl, qwen3_vl]
-MODELS = [*MULTIMODAL_ROTARY, llava, gemma3]
-
-
-@lru_cache
-def build(make):
-    torch.manual_seed(0)
-    model = make().eval()
-    # Some vision towers have a range of their own, and would make an image whisper.
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.3, generator=generator)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
-
-
-def image_inputs(make, batch_size: int = 1, merged: tuple[int, int] = (2, 4), before: int = 3, after: int = 5) -> dict:
-    """Prompts of text, an image and text; each row has a token of text less in front than the one after it.
-
-    `merged` is the image's height and width in tokens; models that count like text take a fixed number of them.
-    """
-    generator = torch.Generator().manual_seed(1)
-    is_grid = make in MULTIMODAL_ROTARY
-    height, width = merged if is_grid else (2, 2)
-    rows = []
-    for row in range(batch_size):
-        text = torch.randint(1, VIDEO, (before + after + row,), generator=generator).tolist()
-        image = [VISION_START, *[IMAGE] * (height * width)]
-        rows.append([*text[after:], *image, VISION_END, *text[:after]] if after else [*text, *image])
-    length = max(map(len, rows))
-    input_ids = torch.tensor([[0] * (length - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
-    inputs = {"input_ids": input_ids, "attention_mask": mask}
-    if is_grid:
-        patches = 4 * height * width * batch_size
-        inputs["pixel_values"] = torch.randn(patches, 3 * 2 * 4 * 4, generator=generator)
-        inputs["image_grid_thw"] = torch.tensor([[1, 2 * height, 2 * width]] * batch_size)
-        inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
-        return inputs
-    inputs["pixel_values"] = torch.randn(batch_size, 3, 8, 8, generator=generator)
-    if make is gemma3:
-        inputs["token_type_ids"] = (input_ids == IMAGE).int()
     return inputs

@@ -27,7 +27,7 @@ from tests.helpers.distribution import (
 )
 from tests.helpers.distribution import SETTINGS as PROCESSORS
 from tests.helpers.levels import full, in_full
-from tests.helpers.models import VOCAB_SIZE, nothing_runs, prompts, scripted_for
+from tests.helpers.models import VOCAB_SIZE, nothing_runs, prompts, scripted_for, tiny_llama
 from tests.helpers.sampled import sampled_speculator
 from tests.helpers.statistics import chi_square_pvalue
 
@@ -345,25 +345,6 @@ def test_standard_needs_no_word_and_every_name_has_its_rule(model, inputs):
 
 
 @full
-@pytest.mark.parametrize("name", RULES)
-def test_a_model_that_is_trained_writes_its_own_text(model, inputs, name):
-    speculator = sampled_speculator(4, widths=(1,) * 4, **RULES[name])
-    model.train()
-    try:
-        if name == "block":
-            assert sample(model, inputs, speculator, return_dict_in_generate=True).speculative.is_lossless
-            return
-        with pytest.raises(SpecConfigError, match="off policy"):
-            sample(model, inputs, speculator)
-        (result,) = generate_many(
-            model, [inputs["input_ids"][0]], do_sample=True, max_new_tokens=4, assistant=speculator
-        )
-        assert "off policy" in str(result.error)
-    finally:
-        model.eval()
-
-
-@full
 def test_settings_of_another_rule_are_refused(model, inputs):
     for settings in (
         synthetic(math.inf),
@@ -377,3 +358,14 @@ def test_settings_of_another_rule_are_refused(model, inputs):
     ):
         with nothing_runs(model), pytest.raises(SpecConfigError):
             model.generate(**inputs, **SAMPLING, speculative={"method": "ngram", **settings})
+
+
+@full
+def test_a_model_that_is_trained_writes_its_own_text(inputs):
+    model, settings = tiny_llama().train(), {"do_sample": True, "max_new_tokens": 4}
+    assert sample(model, inputs, sampled_speculator(**BLOCK), return_dict_in_generate=True).speculative.is_lossless
+    for rule in (TYPICAL, synthetic(3)):
+        with pytest.raises(SpecConfigError, match="off policy"):
+            sample(model, inputs, sampled_speculator(**rule))
+        (result,) = generate_many(model, [inputs["input_ids"][0]], **settings, assistant=sampled_speculator(**rule))
+        assert "off policy" in str(result.error)

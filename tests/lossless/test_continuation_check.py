@@ -4,7 +4,6 @@ nothing before.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from copy import deepcopy
 from functools import wraps
 
@@ -14,7 +13,6 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Te
 
 from hf_specdec import UnsupportedModelError
 from hf_specdec.decoding import check
-from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.continuation import Continuation
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
@@ -310,16 +308,3 @@ def test_rounding_and_dropout_are_no_difference():
     model = MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=2, attention_dropout=0.5)).train()
     model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
     assert not check._checked
-
-
-@full
-def test_an_error_in_the_checked_forward_leaves_the_cache():
-    cache = SlotCache(8)
-    cache.update(*torch.ones(2, 1, 1, 4, 2), 0)
-    with suppress(RuntimeError), cache.kept(cache):
-        cache.update(*torch.ones(2, 1, 1, 1, 2), 0)
-        raise RuntimeError
-    assert cache.get_seq_length() == 4
-    assert not cache.layers[0].is_sliding
-    cache.start_slots(1)
-    assert cache.lengths == [4]

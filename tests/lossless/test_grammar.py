@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import LogitsProcessor
 
 import hf_specdec
-from hf_specdec import SpecConfigError, forget_speculators, record
-from hf_specdec.candidate_generators.combined.policy import DrafterChoice
-from hf_specdec.decoding.loop import DecodingLoop
-from hf_specdec.logits.grammar.growth import GrowingMasks
+from hf_specdec import SpecConfigError, record
 from hf_specdec.logits.grammar.masks import GrammarMask
 from hf_specdec.logits.grammar.recognition import grammar_of
 from hf_specdec.logits.sampling import DraftSampler
@@ -30,7 +25,6 @@ from tests.helpers.grammars import (
     matcher_of,
     needs,
     own,
-    own_call,
     tokenizer,
 )
 from tests.helpers.levels import full, in_full
@@ -40,7 +34,6 @@ from tests.helpers.statistics import chi_square_pvalue
 
 
 NEW = 56
-ASKS = DrafterChoice.asks
 TEXTS = ["def parse(line):\n    return ", "import json\n\nvalue = ", "class Colour:\n    name = ", "# known: "]
 
 
@@ -177,22 +170,6 @@ def test_forced_text_takes_few_forwards(backend):
     assert call.stats.num_target_forwards <= (2 if backend == "llguidance" else 0.8 * tokens)
 
 
-@full
-def test_without_a_grammar_nothing_is_drafted():
-    text, call = drafted("grammar", {}, 1)
-    assert torch.equal(text, generated({}, 1))
-    assert call.stats.num_drafts == 0
-    assert any("no logits processor of a known grammar" in note for note in call.stats.notes)
-
-
-@full
-@needs("xgrammar")
-def test_a_used_processor_of_xgrammar_serves_again():
-    constraints = constraint("xgrammar")
-    for batch_size in (4, 1):
-        assert torch.equal(drafted("grammar", constraints, batch_size)[0], plain("xgrammar", batch_size))
-
-
 @pytest.mark.parametrize("backend", [BACKENDS[1], *in_full(BACKENDS[0])])
 def test_many_requests(backend):
     end = tokenizer().eos_token_id
@@ -271,86 +248,7 @@ def test_drafts_grow_under_the_mask(drafter, batch_size, monkeypatch):
     assert call.stats.num_target_forwards < 0.75 * cut.stats.num_target_forwards
 
 
-@full
-@needs("xgrammar")
-def test_successors_are_learned_under_the_mask(monkeypatch):
-    """Token recycling knows what the target has written under the grammar, and not what it would have written."""
-
-    def accepted() -> int:
-        speculator, constraints = fresh_speculator(settings_of("recycling")), {"logits_processor": [own("xgrammar")]}
-        for _ in range(2):
-            with record(trace=True) as made:
-                assert torch.equal(generated(constraints, 4, assistant=speculator), plain("own xgrammar", 4))
-        return made.calls[0].stats.num_accepted_tokens
-
-    masked = accepted()
-    monkeypatch.setattr("hf_specdec.decoding.loop.masked_nodes", lambda draft, logits: logits)
-    assert masked > 1.2 * accepted()
-
-
 # Lengths
-
-HALF_FORCED = "(red [a-z]{2}, this text is forced, ){8}"
-
-
-@pytest.fixture
-def cost(monkeypatch):
-    """Seconds of a clock of its own: a verification takes 20 and 0.2 for each node, and whoever looks waits for 1."""
-    seconds, verify = [0.0], DecodingLoop._verify
-
-    def look() -> float:
-        seconds[0] += 1
-        return seconds[0]
-
-    def timed_verify(loop, draft):
-        seconds[0] += 20 + 0.2 * draft.size
-        return verify(loop, draft)
-
-    monkeypatch.setattr(DecodingLoop, "_verify", timed_verify)
-    monkeypatch.setattr("hf_specdec.control.clock.clock_of", lambda device: look)
-    # Not the turns that the folder's conftest.py lets parts of combinations take.
-    monkeypatch.setattr(DrafterChoice, "asks", ASKS)
-    forget_speculators(demo_target())
-    yield
-    forget_speculators(demo_target())
-
-
-def second_call(drafter: str):
-    """Statistics of a call whose lengths are chosen by what another one has found."""
-    speculator = fresh_speculator({**settings_of(drafter), "num_speculative_tokens": "auto"})
-    for _ in range(2):
-        with record(trace=True) as made:
-            generated(own_call("xgrammar", HALF_FORCED), 1, assistant=speculator, max_new_tokens=90)
-    return made.calls[0].stats
-
-
-def drafts_the_worst(monkeypatch) -> None:
-    """Lets drafters choose what they find the least probable of all that the grammar allows."""
-    forget_speculators(demo_target())
-    apply = GrowingMasks.apply
-    monkeypatch.setattr(GrowingMasks, "apply", lambda masks, logits, ids=None: apply(masks, -logits, ids))
-
-
-def shares(notes: list[str]) -> dict[str, tuple[int, int]]:
-    """Accepted tokens and drafts of each part of a combination."""
-    found = (re.fullmatch(r"(\w+): (\d+) tokens accepted from (\d+) drafts", note) for note in notes)
-    return {match[1]: (int(match[2]), int(match[3])) for match in found if match}
-
-
-@full
-@needs("xgrammar")
-@pytest.mark.usefixtures("cost")
-def test_forced_tokens_are_weighed_against_those_of_the_other_drafter(monkeypatch):
-    good = second_call("grammar+eagle3")
-    assert shares(good.notes)["eagle3"][0] > 0.8 * good.num_accepted_tokens
-    drafts_the_worst(monkeypatch)
-    bad = second_call("grammar+eagle3")
-    by_part = shares(bad.notes)
-    assert by_part["grammar"][0] > 0.9 * bad.num_accepted_tokens
-    assert by_part["eagle3"][1] < 0.1 * bad.num_drafts
-    alone = second_call("grammar")
-    assert alone.num_accepted_tokens > 20
-    assert bad.num_target_forwards < 1.05 * alone.num_target_forwards
 
 
 # Sampling
@@ -401,37 +299,6 @@ def test_distribution(library, drafter):
         counts[tuple(tokens[: tokens.index(end) + 1])] += 1
     assert chi_square_pvalue(list(counts.values()), list(probs.values())) > P_VALUE
     assert output.speculative.num_accepted_tokens > 0.1 * NUM_ROWS
-
-
-@full
-@pytest.mark.parametrize("drafter", ["draft_model", *DRAWING[:-1]])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_drafts_are_drawn_under_the_mask(backend, drafter, monkeypatch):
-    """Forbidden tokens have no probability in the distributions that drafts were drawn from."""
-    seen = []
-    constrain = DraftSampler.constrained
-
-    def spy(sampler, draft, rows):
-        fewer = constrain(sampler, draft, rows)
-        if draft.size:
-            seen.append((draft, fewer))
-        return fewer
-
-    monkeypatch.setattr(DraftSampler, "constrained", spy)
-    torch.manual_seed(0)
-    options = {"draft_sample_method": "probabilistic", "num_speculative_tokens": 3}
-    drafted(drafter, {"logits_processor": [own(backend)]}, 1, options, do_sample=True, temperature=1.5, top_k=0)
-    assert len(seen) > 2
-    end = tokenizer().eos_token_id
-    for draft, fewer in seen:
-        assert draft.probs is not None
-        tokens = draft.token_lists()[0]
-        # What follows an end is of no use.
-        whole = tokens[: tokens.index(end) + 1] if end in tokens else tokens
-        assert fewer.token_lists()[0] == whole
-        masks = torch.from_numpy(np.stack([fewer.masks[0][node] for node in range(len(whole))]))
-        allowed = (masks[..., None] >> torch.arange(32, dtype=torch.int32) & 1).flatten(1)
-        assert (fewer.probs[0, : len(whole)][allowed[:, : fewer.probs.shape[-1]] == 0] == 0).all()
 
 
 @full

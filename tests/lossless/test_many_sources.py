@@ -16,22 +16,17 @@ from hf_specdec.candidate_generators.combined.policy import DrafterChoice
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
 from tests.helpers.arrivals import ANY_ORDER, arrivals, check_each_for_itself
-from tests.helpers.distribution import P_VALUE
 from tests.helpers.encoder_decoders import (
     CHAINS_ONLY,
     SETTINGS,
     CopySource,
     changed,
-    probabilities_of_three,
-    sampling_of_three,
     supported,
     text_model,
     tiny_model,
 )
 from tests.helpers.levels import full, in_full, slow
 from tests.helpers.models import nothing_runs
-from tests.helpers.sampled import sampled_speculator
-from tests.helpers.statistics import chi_square_pvalue
 
 
 NEW = 14
@@ -316,24 +311,6 @@ def test_sampled_texts_are_those_of_generate(text_case):
         expected = text_case.model.generate(**own, do_sample=True, temperature=1.5, **RECYCLING)
         assert result.tokens == expected[0, 1:].tolist()
     assert tokens_of(results) != text_case.alone
-
-
-@full
-def test_sampling_follows_the_distribution():
-    """Three tokens of many requests of two sources, by drawn drafts, against their enumerated probabilities."""
-    model, source = text_model("t5", tie_word_embeddings=True)
-    two = [sources_of("t5", source)[row] for row in (0, 1)]
-    drafts = sampled_speculator(3, widths=(1, 1, 1), processed=True)
-    requests = [own for _ in range(350) for own in two]
-    settings = {**sampling_of_three(model, 20.0), "in_order": True, "seed": 0, "assistant": drafts}
-    results = list(generate_many(model, requests, 24, **settings))
-    assert sum(result.stats.num_accepted_tokens for result in results) > 100
-    for number, own in enumerate(two):
-        probs = probabilities_of_three(model, own, 20.0)
-        counts = dict.fromkeys(probs, 0)
-        for result in results[number::2]:
-            counts[tuple(result.tokens[:3])] += 1
-        assert chi_square_pvalue(list(counts.values()), list(probs.values())) > P_VALUE
 
 
 # Other entries

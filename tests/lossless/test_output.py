@@ -5,9 +5,6 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdec import SpecDecodingStats, record
-from hf_specdec.decoding import ended_rows, loop
-from hf_specdec.decoding.cache import fill_cache
-from hf_specdec.decoding.ended_rows import EndedRows
 from tests.helpers.caches import CACHE
 from tests.helpers.levels import full
 from tests.helpers.models import VOCAB_SIZE, prompts, scripted_for
@@ -113,36 +110,6 @@ def test_rows_that_have_ended_are_not_read_on(model):
             model.generate(**inputs, **CALL, **how, **wanted)
         counts.append(made.calls[0].stats.num_target_forwards)
     assert len(set(counts)) == 1
-
-
-@full
-def test_slots_become_the_returned_cache_layer_by_layer(model, monkeypatch):
-    """At no time are there two copies of all keys, also where rows have ended before others."""
-    num_left = []
-
-    def watched(cache, layers):
-        def seen():
-            for layer in layers:
-                num_left.append(sum(bool(slots.buffers) for slots in target.cache.layers))
-                yield layer
-
-        fill_cache(cache, seen())
-
-    class Watched(EndedRows):
-        def __init__(self, *args):
-            nonlocal target
-            super().__init__(*args)
-            target = self._target
-
-    target = None
-    monkeypatch.setattr(ended_rows, "fill_cache", watched)
-    monkeypatch.setattr(loop, "EndedRows", Watched)
-    inputs = prompts(3)
-    text = model.generate(**inputs, do_sample=False, max_new_tokens=30)
-    settings = {**SETTINGS, "eos_token_id": [6, 15]}
-    output = model.generate(**inputs, **settings, assistant=scripted_for(text, inputs, accuracy=0.9))
-    assert num_left == list(range(model.config.num_hidden_layers, 0, -1))
-    assert output[CACHE].get_seq_length() == output.sequences.shape[1] - 1
 
 
 @full

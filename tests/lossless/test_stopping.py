@@ -187,23 +187,6 @@ class StopAt(StoppingCriteria):
         return done if self.per_row else done.any().expand(input_ids.shape[0])
 
 
-class StopAfter(StoppingCriteria):
-    """Ends row i after string i, which it looks for in the last tokens of rows that are not done yet."""
-
-    def __init__(self, strings, tokenizer, per_row):
-        self.strings, self.tokenizer, self.per_row = strings, tokenizer, per_row
-        self.done = [False] * len(strings)
-        self.num_calls = 0
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.num_calls += 1
-        texts = self.tokenizer.batch_decode(input_ids[:, PROMPT:][:, -3:])
-        for row, text in enumerate(texts):
-            if not self.done[row]:
-                self.done[row] = self.strings[row] in text
-        return torch.tensor(self.done) if self.per_row else all(self.done)
-
-
 def pair_of(made: list, kind, *args):
     """What makes a criterion for each of two calls, and keeps it."""
 
@@ -226,22 +209,6 @@ def test_custom_criteria_see_the_same_calls(compare, texts, tokenizer):
     strings = {"stop_strings": [LETTERS[texts[3][1][0, PROMPT + 9]]], "tokenizer": tokenizer}
     compare(3, make=pair_of(made, StopAt), **strings, repetition_penalty=1.2, eos_token_id=63)
     assert made[0].calls == made[1].calls
-
-
-@full
-def test_criteria_with_a_memory_of_their_own(compare, texts, tokenizer):
-    """Like those of evaluation harnesses: they remember by index which rows are done."""
-    rows = zip(texts[3][1][:, PROMPT:], (7, 3, 12))
-    strings = ["".join(LETTERS[token] for token in row[at : at + 2]) for row, at in rows]
-    for tree in (None, "random"):
-        for eos in (None, 63, [6, 15]):
-            for per_row in (True, False):
-                made = []
-                make = pair_of(made, StopAfter, strings, tokenizer, per_row)
-                output = compare(3, tree, make=make, eos_token_id=eos)
-                assert output.shape[1] == PROMPT + (14 if eos in (None, 63) else 11)
-                assert made[0].done == made[1].done
-                assert made[0].num_calls == made[1].num_calls
 
 
 @full

@@ -8,6 +8,7 @@ import torch
 
 from hf_specdec.decoding.states import captured_states
 from hf_specdec.target_facts import decoder_layers
+from tests.helpers.models import scripted_for
 from tests.helpers.scripted import scripted_speculator
 
 
@@ -110,3 +111,25 @@ def assert_ragged_acceptance(stats, new_tokens: int) -> None:
     """Tells that drafts were accepted and rejected, so that both ways through a cycle were taken."""
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_target_forwards < new_tokens
+
+
+def assert_drafts_change_nothing(
+    model, inputs: dict, trees=(None, "random"), accuracy: float = 0.8, k: int = 5, others=(), **settings
+) -> torch.LongTensor:
+    """Plain generation's text, which neither chains and trees of drafts, partly right, nor other methods change.
+
+    Args:
+        trees: What the drafts are, as in [`Script`].
+        others: Methods without a model.
+        settings: Of `generate()`.
+    """
+    plain = model.generate(**inputs, **settings)
+    texts = {key: inputs[key] for key in ("input_ids", "attention_mask")}
+    for tree in trees:
+        script = scripted_for(plain, texts, k=k, accuracy=accuracy, tree=tree)
+        output = model.generate(**inputs, **settings, assistant=script, return_dict_in_generate=True)
+        assert output.sequences.tolist() == plain.tolist(), tree
+        assert 0 < output.speculative.num_accepted_tokens < output.speculative.num_draft_tokens
+    for method in others:
+        assert model.generate(**inputs, **settings, spec_method=method).tolist() == plain.tolist(), method
+    return plain

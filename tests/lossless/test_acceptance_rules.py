@@ -170,19 +170,6 @@ def test_synthetic_reaches_its_mean_length(model, batch_size, tree, do_sample):
 
 
 @full
-def test_synthetic_reaches_its_rates(model):
-    rates, inputs = (0.9, 0.6, 0.6, 0.2), prompts(8)
-    settings = synthetic(synthetic_acceptance_rates=rates)
-    with record(trace=True) as made:
-        sample(model, inputs, with_rule(scripted_for(inputs["input_ids"], inputs, k=6), **settings), **LONG)
-    accepted = torch.tensor(list(full_drafts(made.calls[0], 5)))
-    assert len(accepted) > 300
-    for depth, rate in enumerate([*rates, 0.0], start=1):
-        share = (accepted >= depth).double().mean().item()
-        assert abs(share - rate) <= 4 * math.sqrt(rate * (1 - rate) / len(accepted))
-
-
-@full
 @pytest.mark.parametrize("tree", SHAPES, ids=["chain", "tree", "ragged_tree"])
 def test_synthetic_is_followed_by_the_choice_of_the_target(model, tree):
     """Wrong tokens were accepted, and the cache holds them: what follows is the target's answer to them."""
@@ -259,22 +246,6 @@ def test_rules_refuse_what_reads_one_position_after_the_other(model, inputs, tex
         drafter = sampled_speculator(**rule) if rule is BLOCK else with_rule(scripted_for(text, inputs), **rule)
         with pytest.raises(SpecDecError, match="no token to draw"):
             sample(model, inputs, drafter, suppress_tokens=list(range(VOCAB_SIZE)))
-
-
-@full
-@EVERY_RULE
-def test_criteria_of_many_rows_see_every_column(model, inputs, text, rule):
-    speculator = with_rule(scripted_for(text, inputs), **rule)
-    whole = sample(model, inputs, speculator)
-    for nothing in ({"stopping_criteria": [StopAt()]}, {"max_time": 60.0}):
-        assert torch.equal(sample(model, inputs, speculator, **nothing), whole)
-    whole = whole.tolist()
-    criterion = StopAt(whole[0][18])
-    output = sample(model, inputs, speculator, stopping_criteria=[criterion], eos_token_id=VOCAB_SIZE).tolist()
-    end = whole[0].index(whole[0][18], 7) + 1
-    assert output[0][:end] == whole[0][:end]
-    assert not any(output[0][end:])
-    assert [len(tokens) for tokens, _ in criterion.shown] == list(range(8, len(output[0]) + 1))
 
 
 @full

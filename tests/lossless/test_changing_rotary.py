@@ -12,7 +12,7 @@ from hf_specdec.decoding.reading_again import ReadingAgain
 from hf_specdec.decoding.rotary import changing_rotary, check_constant_rotary
 from tests.helpers.architectures import tiny_model
 from tests.helpers.families import TOKENS, TREE, Case, assert_ragged_acceptance
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import in_full
 from tests.helpers.scripted import scripted_speculator
 
 
@@ -98,21 +98,6 @@ def test_texts_that_are_read_again_where_it_changes(monkeypatch, limit):
             output = case.generate(batch_size, eos_token_id=eos, assistant=script)
             assert output.tolist() == expected.tolist()
     assert bool(sum(reads)) == (limit > 13)
-
-
-@full
-@pytest.mark.parametrize(("name", "changes"), [("llama", DYNAMIC), ("mistral", LONG)], ids=["llama", "mistral"])
-def test_plain_calls_after_one_in_which_it_changed(name, changes):
-    """A dynamic embedding keeps frequencies for the forwards after it."""
-    tokens = torch.randint(3, 90, (1, 24), generator=torch.Generator().manual_seed(2))
-    texts = []
-    for drafts in (False, True):
-        case = Case(name, tiny_model(name, **changes))
-        expected = tiny_model(name, **changes).generate(**case.prompts(1), max_new_tokens=24, do_sample=False)
-        script = {"assistant": scripted_speculator(expected, [0], case.vocab_size)} if drafts else {}
-        case.model.generate(**case.prompts(1), max_new_tokens=24, do_sample=False, **script)
-        texts.append(case.model.generate(tokens, max_new_tokens=12, do_sample=False).tolist())
-    assert texts[0] == texts[1]
 
 
 def test_what_cannot_be_followed_is_refused():

@@ -16,13 +16,13 @@ from hf_specdec.decoding import check
 from hf_specdec.decoding.continuation import Continuation
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
+from tests.helpers.families import assert_drafts_change_nothing
 from tests.helpers.images import text_model
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import TINY, VOCAB_SIZE, prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.helpers.scripted import scripted_speculator
 
 
-TREE = (-1, -1, 0, 0, 1, 2, 5)
 SETTINGS = {"do_sample": False, "max_new_tokens": 20}
 
 
@@ -71,11 +71,7 @@ def embeddings(model, inputs):
 def test_preparation_of_inputs_by_a_user():
     model = of_class(Preparing)
     for batch_size in (1, 3):
-        inputs = prompts(batch_size)
-        plain = model.generate(**inputs, **SETTINGS)
-        for tree in (None, TREE):
-            output = model.generate(**inputs, **SETTINGS, assistant=scripted_for(plain, inputs, tree=tree))
-            assert torch.equal(output, plain)
+        assert_drafts_change_nothing(model, prompts(batch_size), **SETTINGS)
     refused = {
         doubled_positions: "2 tokens after the prompts.*`position_ids`",
         other_ids_later: r"1\d tokens after the prompts.*`input_ids`",
@@ -201,24 +197,13 @@ def test_longer_calls_and_other_forwards_are_checked_again():
 @full
 def test_one_forward_for_a_class_and_one_with_padding():
     model = tiny_mistral()
-    with Forwards(model) as forwards:
-        model.generate(**prompts(1), do_sample=False, max_new_tokens=1, spec_method="ngram")
     # One new token needs no check.
-    assert forwards.widths == [7]
-    calls = [prompts(1), prompts(2, padding=False), prompts(2), prompts(3)]
-    for inputs, extra in zip(calls, (1, 0, 1, 0)):
-        plain = model.generate(**inputs, **SETTINGS)
-        how = scripted_for(plain, inputs, accuracy=0.8)
+    calls = [(prompts(1), 1), *((inputs, 20) for inputs in (prompts(1), prompts(2, padding=False), prompts(2)))]
+    for (inputs, new_tokens), extra in zip([*calls, calls[-1]], (0, 1, 0, 1, 0)):
+        call = {**inputs, "do_sample": False, "max_new_tokens": new_tokens, "return_dict_in_generate": True}
         with Forwards(model) as forwards:
-            output = model.generate(**inputs, **SETTINGS, assistant=how, return_dict_in_generate=True)
-        assert output.sequences.tolist() == plain.tolist()
+            output = model.generate(**call, spec_method="ngram")
         assert len(forwards.widths) == output.speculative.num_target_forwards + extra
-    check._checked.clear()
-    for theta in (1e4, 1e5, 1e4):
-        config = deepcopy(tiny_llama().config)
-        config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
-        LlamaForCausalLM(config).eval().generate(**prompts(1), **SETTINGS, spec_method="ngram")
-    assert len(check._checked) == 2
 
 
 def test_wrong_positions_are_refused(monkeypatch):

@@ -15,7 +15,6 @@ from hf_specdec.logits.verifier import take_nodes
 from tests.helpers.distribution import (
     NUM_ROWS,
     P_VALUE,
-    PROMPT,
     SAMPLING,
     SETTINGS,
     V,
@@ -24,7 +23,6 @@ from tests.helpers.distribution import (
     sample,
     sampled_counts,
     scripted_rows,
-    small_model,
 )
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, prompts, scripted_for
@@ -198,17 +196,6 @@ def test_drafts_that_lie_about_their_distribution_are_noticed(widths, walk):
     assert chi_square_pvalue(counts, exact_distribution(settings)) < P_WRONG
 
 
-@full
-def test_drafts_accepted_wherever_they_are_possible_are_noticed(monkeypatch):
-    def accept_all(draft, target_probs, accept_uniforms, target_uniforms):
-        return right_rule(draft, target_probs, torch.zeros_like(accept_uniforms), target_uniforms)
-
-    right_rule = rules.reject_chain
-    monkeypatch.setattr(rules, "reject_chain", accept_all)
-    wrong, _ = sampled_counts(SETTINGS["plain"], sampled_speculator(3))
-    assert chi_square_pvalue(wrong, exact_distribution(SETTINGS["plain"])) < P_WRONG
-
-
 @pytest.mark.parametrize("name", ["one_hot_tree", *in_full("one_hot_chain")])
 def test_a_new_draw_where_the_path_ends_is_noticed(name, monkeypatch):
     """The token after the path must be the draw that led out of the tree, not another one."""
@@ -225,24 +212,3 @@ def test_a_new_draw_where_the_path_ends_is_noticed(name, monkeypatch):
     monkeypatch.setattr(rules.StandardRule, "judge", judge)
     wrong, _ = sampled_counts(SETTINGS["plain"], DRAFTERS[name]())
     assert chi_square_pvalue(wrong, exact_distribution(SETTINGS["plain"])) < P_WRONG
-
-
-@full
-def test_acceptance_rate_is_the_overlap_of_the_distributions():
-    """Leviathan et al. 2023, Corollary 3.6: the probability of acceptance is sum_x min(p(x), q(x))."""
-    inputs = torch.tensor([PROMPT]).repeat(NUM_ROWS, 1)
-    call = {"attention_mask": torch.ones_like(inputs), "do_sample": True, "top_k": 0, "max_new_tokens": 5}
-    torch.manual_seed(0)
-    with record(trace=True) as made:
-        small_model().generate(inputs, **call, assistant=sampled_speculator(2, widths=(1, 1)))
-    accepted = sum(row.num_accepted >= 1 for row in made.calls[0].cycles[0].rows)
-    joint = exact_distribution(SETTINGS["plain"], 2)
-    # Distributions that are neither flat nor nearly one-hot.
-    assert 0.3 < joint.sum(1).max() < 0.8
-    assert joint.sum(1).min() > 0.005
-    target = joint / joint.sum(1, keepdim=True)
-    draft = torch.randn((V, V), generator=torch.Generator().manual_seed(0)).double().softmax(-1)
-    overlap = (joint.sum(1) * torch.minimum(target, draft).sum(1)).sum().item()
-    deviation = (overlap * (1 - overlap) / NUM_ROWS) ** 0.5
-    # Four standard deviations of a binomial count.
-    assert abs(accepted / NUM_ROWS - overlap) < 4 * deviation

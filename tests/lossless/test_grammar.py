@@ -139,26 +139,6 @@ def test_order_among_processors(library, drafter, settings):
         torch.testing.assert_close(ours[0][active], theirs[0][active], atol=1e-4, rtol=1e-4)
 
 
-class Unknown(LogitsProcessor):
-    """Adds a little to some scores, in a way that this package does not know."""
-
-    def __call__(self, input_ids, scores):
-        assert len({len(row) for row in input_ids}) == 1
-        return scores + (torch.arange(scores.shape[1]) % 3) * 0.5
-
-
-@full
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_beside_an_unknown_processor_the_rows_advance_together(backend):
-    def both():
-        return {"logits_processor": [own(backend), Unknown()]}
-
-    text, call = drafted("grammar", both(), 4)
-    assert torch.equal(text, generated(both(), 4))
-    assert call.stats.num_accepted_tokens > 0
-    assert [note for note in call.stats.notes if "slowest" in note]
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_forced_text_takes_few_forwards(backend):
     choices = ["the only text that may be written here"]

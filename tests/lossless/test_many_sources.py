@@ -155,42 +155,6 @@ def test_sources_of_drafters_that_have_read_nothing_yet(text_case, monkeypatch):
 # Sources
 
 
-@full
-def test_sources_of_one_form_are_read_together_and_not_before_their_time():
-    model, source = text_model("t5")
-    requests = [{"input_ids": source["input_ids"][:1] + index, "max_new_tokens": 6} for index in range(10)]
-    shapes = []
-    model.get_encoder().register_forward_hook(lambda _, args, output: shapes.append(output[0].shape))
-    results = generate_many(model, requests, 4, do_sample=False, **RECYCLING)
-    assert not shapes
-    next(results)
-    assert [tuple(shape[:2]) for shape in shapes[:1]] == [(4, 12)]
-    list(results)
-    assert sum(shape[0] for shape in shapes) == 10
-    assert len(shapes) < 10
-
-
-@full
-def test_long_sources_take_their_padding_along():
-    """The others pay for it only while a long source is there."""
-    case = Case.of("bart")
-    reader = RequestReader(case.model, {"do_sample": False}, num_places=3)
-    engine = Engine(case.model, load_speculator(case.model, "none"), reader, 3)
-    generator = torch.Generator().manual_seed(3)
-    widths = []
-    for length, new in ((40, 4), (7, 12), (11, 20)):
-        ids = torch.randint(3, 99, (length,), generator=generator).tolist()
-        engine.add(reader.row(len(widths), *reader.read({"input_ids": ids, "max_new_tokens": new})))
-    while not engine.is_idle:
-        engine.step()
-        if engine._loop is not None:
-            source = engine._loop.target.source
-            crossed = source.keys.cross_attention_cache.layers[0].keys
-            assert crossed.shape[2] == source.states.shape[1] == source.inputs["attention_mask"].shape[1]
-            widths.append(source.states.shape[1])
-    assert sorted(set(widths), reverse=True) == [40, 11]
-
-
 def test_forms_of_requests(text_case):
     model, ids = text_case.model, text_case.requests[0]["input_ids"]
     padded = {"input_ids": torch.nn.functional.pad(ids, (0, 3)), "attention_mask": [1] * 12 + [0] * 3}

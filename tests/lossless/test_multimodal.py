@@ -14,6 +14,7 @@ from hf_specdec.decoding.target import SlotModel
 from tests.helpers import images
 from tests.helpers.architectures import with_images
 from tests.helpers.caches import CACHE
+from tests.helpers.families import assert_drafts_change_nothing
 from tests.helpers.images import IMAGE, MODELS, build, image_inputs
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import TINY, prompts, scripted_for
@@ -26,29 +27,8 @@ newest = pytest.mark.skipif(not IS_NEWEST, reason="the types are those of the ne
 
 
 def check_equals_plain(model, inputs):
-    plain = model.generate(**inputs, **SETTINGS)
+    plain = assert_drafts_change_nothing(model, inputs, (None, TREE, "random"), others=["ngram"], **SETTINGS)
     assert len(set(plain[0, -24:].tolist())) > 4, "the text is too dull to show a wrong position"
-    drafts = {
-        "ngram": {"spec_method": "ngram"},
-        "chain": {"assistant": scripted_for(plain, inputs, accuracy=0.8)},
-        "tree": {"assistant": scripted_for(plain, inputs, accuracy=0.9, tree=TREE)},
-        "ragged_tree": {"assistant": scripted_for(plain, inputs, accuracy=0.9, tree="random")},
-    }
-    for name, how in drafts.items():
-        assert torch.equal(model.generate(**inputs, **SETTINGS, **how), plain), name
-    return plain
-
-
-def check_scripts(model, inputs, k=5, **settings):
-    """Chains and a tree, where the type takes them, with some tokens accepted."""
-    settings = {**SETTINGS, **settings}
-    plain = model.generate(**inputs, **settings)
-    texts = {key: inputs[key] for key in ("input_ids", "attention_mask")}
-    for tree in (None, TREE):
-        script = scripted_for(plain, texts, k=k, accuracy=0.8, tree=tree)
-        output = model.generate(**inputs, **settings, assistant=script, return_dict_in_generate=True)
-        assert output.sequences.tolist() == plain.tolist()
-        assert 0 < output.speculative.num_accepted_tokens < output.speculative.num_draft_tokens
     return plain
 
 
@@ -155,7 +135,7 @@ def speech_model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 @pytest.mark.skipif(not hasattr(transformers, "OmniASRConfig"), reason="transformers has it since 5.24")
 def test_speech_in_front_of_text():
     model, inputs = speech_model()
-    plain = check_scripts(model, inputs, k=3)
+    plain = assert_drafts_change_nothing(model, inputs, (None, TREE), k=3, **SETTINGS)
     other = model.generate(**{**inputs, "input_values": 1 - inputs["input_values"]}, **SETTINGS)
     assert not torch.equal(plain, other), "the speech makes no difference"
 
@@ -167,7 +147,7 @@ _FIRST, *_OTHERS = images.BY_LANGUAGE_MODEL
 def test_models_that_generate_with_their_language_model(name):
     """The arguments come to the language model, and so do the embeddings of the image."""
     model, inputs = images.model_around_language_model(name)
-    plain = check_scripts(model, inputs, k=3)
+    plain = assert_drafts_change_nothing(model, inputs, (None, TREE), k=3, **SETTINGS)
     other = model.generate(**{**inputs, "pixel_values": 1 - inputs["pixel_values"]}, **SETTINGS)
     assert not torch.equal(plain, other), "the image makes no difference"
 

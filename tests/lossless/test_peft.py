@@ -19,6 +19,7 @@ from hf_specdec.diagnosis.checks import network_findings
 from hf_specdec.many import engine
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
+from tests.helpers.families import assert_drafts_change_nothing
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import demo_target
 from tests.helpers.models import nothing_runs, prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
@@ -77,16 +78,8 @@ def adapted(base: str, adapter: str):
     return model
 
 
-def check_equals_plain(model, inputs, trees=(None, TREE), **given) -> list[list[int]]:
-    plain = model.generate(**inputs, **SETTINGS, **given)
-    for tree in trees:
-        how = scripted_for(plain, inputs, accuracy=0.8, tree=tree)
-        output = model.generate(**inputs, **SETTINGS, **given, assistant=how, return_dict_in_generate=True)
-        assert output.sequences.tolist() == plain.tolist(), tree
-        assert output.speculative.num_accepted_tokens > 8 * len(plain)
-        assert output.speculative.num_target_forwards < 14
-    assert torch.equal(model.generate(**inputs, **SETTINGS, **given, spec_method="ngram"), plain)
-    return plain.tolist()
+def check_equals_plain(model, inputs, trees=(None, TREE)) -> list[list[int]]:
+    return assert_drafts_change_nothing(model, inputs, trees, others=["ngram"], **SETTINGS).tolist()
 
 
 # Virtual tokens
@@ -107,9 +100,7 @@ def test_virtual_tokens(base, adapter):
         output = model.generate(**inputs, **SETTINGS, spec_model=tiny_llama(seed=1))
         assert output.tolist() == plain
         inputs["attention_mask"][0, 5:7] = 0
-        plain = model.generate(**inputs, **SETTINGS)
-        for method in ({"spec_method": "ngram"}, {"assistant": scripted_for(plain, inputs)}):
-            assert model.generate(**inputs, **SETTINGS, **method).tolist() == plain.tolist()
+        check_equals_plain(model, inputs)
 
 
 @full
@@ -181,13 +172,12 @@ def test_adapters_by_row():
     plain = model.generate(**inputs, **SETTINGS, adapter_names=MIXED)
     for settings in (SETTINGS, {**SETTINGS, **ends_of(plain)}):
         plain = model.generate(**inputs, **settings, adapter_names=names)
-        for tree in (None, TREE):
-            call = {**inputs, **settings, "adapter_names": names, "return_dict_in_generate": True}
-            output = model.generate(**call, assistant=scripted_for(plain, inputs, accuracy=0.8, tree=tree))
-            assert output.sequences.tolist() == plain.tolist()
-            assert output.speculative.num_accepted_tokens > 8
+        assert torch.equal(
+            assert_drafts_change_nothing(model, inputs, (None, TREE), **settings, adapter_names=MIXED), plain
+        )
         for method in ("early_exit", "sparse_kv"):
             # A target that drafts for itself.
+            call = {**inputs, **settings, "adapter_names": names, "return_dict_in_generate": True}
             output = model.generate(**call, spec_method=method)
             assert output.sequences.tolist() == plain.tolist()
             # It sees the whole text; only what comes after an end is not accepted.
@@ -215,11 +205,8 @@ def test_adapters_by_row_in_recurrent_layers(name):
     model = peft.get_peft_model(base, peft.LoraConfig(**how), adapter_name="one")
     model.add_adapter("two", peft.LoraConfig(**how))
     model, inputs, names = model.eval(), prompts(3), MIXED[:3]
-    plain = model.generate(**inputs, **SETTINGS, adapter_names=names)
-    assert plain.tolist() != model.generate(**inputs, **SETTINGS, adapter_names=names[::-1]).tolist()
-    for tree in (None, TREE):
-        script = scripted_for(plain, inputs, accuracy=0.8, tree=tree)
-        assert model.generate(**inputs, **SETTINGS, adapter_names=names, assistant=script).tolist() == plain.tolist()
+    plain = assert_drafts_change_nothing(model, inputs, (None, TREE), **SETTINGS, adapter_names=names)
+    assert not torch.equal(plain, model.generate(**inputs, **SETTINGS, adapter_names=names[::-1]))
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,10 @@ import copy
 import pytest
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
-from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer, TextStreamer
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import SpecConfigError
-from hf_specdec.decoding.sequences import Sequences, StopRules
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.levels import full
@@ -64,6 +63,7 @@ def test_end_tokens(compare):
     for number, eos in enumerate(ends):
         for batch_size, tree in both_shapes_and_sizes():
             compare(batch_size, tree, accuracy=(0.8, 1.0)[number % 2], eos_token_id=eos)
+    compare(3, eos_token_id=20, stopping_criteria=[EosTokenCriteria([6, 15])])
 
 
 def test_end_token_at_every_place_of_a_block(compare, texts):
@@ -157,13 +157,7 @@ def test_stop_strings_of_configs_and_criteria(compare, texts, tokenizer):
 
 
 @full
-def test_stop_strings_are_looked_for_where_the_text_is(model, tokenizer):
-    """They are not copied to a device at every token, and need a tokenizer."""
-    sequences = Sequences(torch.tensor([[5, 6, 7]]), 0)
-    sequences.device = torch.device("meta")
-    string = StopStringCriteria(tokenizer, [LETTERS[9] + LETTERS[4]])
-    stop = StopRules([MaxLengthCriteria(20), MaxTimeCriteria(1e6), string], sequences)
-    assert stop.append([0], [[8, 9, 4, 7]]) == [[8, 9, 4]]
+def test_stop_strings_need_a_tokenizer(model, tokenizer):
     call = {**prompts(1), "max_new_tokens": 4, "spec_method": "ngram"}
     for given in ({"stop_strings": ["ab"]}, {"generation_config": GenerationConfig(stop_strings="ab")}):
         with pytest.raises(SpecConfigError, match="stop_strings.*tokenizer"):
@@ -221,20 +215,6 @@ def test_criteria_that_read_scores(model, texts):
         assert ours.calls == plain.calls
         assert ours.scores == plain.scores
         assert len(plain.scores[-1]) == output.sequences.shape[1] - PROMPT
-
-
-@full
-def test_criteria_of_transformers(compare):
-    compare(3, stopping_criteria=[EosTokenCriteria([6, 15])])
-    compare(3, eos_token_id=20, stopping_criteria=[EosTokenCriteria([6, 15])])
-
-    def make():
-        seen = []
-        times = MaxTimeCriteria(max_time=-1.0)
-        return {"stopping_criteria": StoppingCriteriaList([times, lambda ids, _: seen.append(ids) or False])}
-
-    # Time ends rows where the other criterion has seen them.
-    assert compare(3, make=make, eos_token_id=63).shape[1] == PROMPT + 1
 
 
 def test_rows_do_not_wait_for_each_other(model, texts, tokenizer):
@@ -335,21 +315,6 @@ def test_streamers_get_the_same_events(compare):
             assert ours.events == plain.events
             assert ours.events[-1] == "end"
             assert len(ours.events) == output.shape[1] - PROMPT + 2
-
-
-@full
-def test_text_streamers(model, texts, tokenizer, capsys):
-    inputs, text = texts[1]
-    settings = {"max_new_tokens": 20, "do_sample": False, "assistant": scripted_for(text, inputs)}
-    expected = tokenizer.decode(text[0, PROMPT : PROMPT + 20])
-    model.generate(**inputs, **settings, streamer=TextStreamer(tokenizer, skip_prompt=True))
-    assert capsys.readouterr().out.strip() == expected
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-    model.generate(**inputs, **settings, streamer=streamer)
-    assert "".join(streamer) == expected
-    for speculative in ({}, {"spec_method": "ngram"}):
-        with pytest.raises(ValueError, match="batch size 1"):
-            model.generate(**texts[3][0], max_new_tokens=3, streamer=TextStreamer(tokenizer), **speculative)
 
 
 @full

@@ -2,86 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cache
 
 import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from hf_specdec import DraftTree, SpeculativeConfig, Speculator, record
+from hf_specdec import Speculator, record
 from hf_specdec.decoding import functional
 from hf_specdec.decoding.functional import FunctionalSlotModel, slot_model
 from hf_specdec.drafts import TokenTree
-from hf_specdec.protocol import Commit, DraftStep, Prompt
+from hf_specdec.protocol import Commit, Prompt
 from tests.helpers.caches import CACHE
 from tests.helpers.levels import full, in_full
-from tests.helpers.models import TINY, VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama, tiny_mistral
-from tests.helpers.scripted import Script, ScriptedCandidateGenerator
+from tests.helpers.models import TINY, prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
+from tests.helpers.scripted import ScriptedCandidateGenerator
 
 
 NEW_TOKENS = 16
 CALL = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-STATIC_TREES = {
-    "one_node": TokenTree.from_parents([0]),
-    "7_nodes": TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1)]),
-    "chain": TokenTree.chain(6),
-    "eagle_1": TokenTree.published("eagle_1"),
-    "medusa": TokenTree.published("mc_sim_7b_63"),
+TREES = {
+    "one_node": (-1,),
+    "7_nodes": TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1)]).parents,
+    "chain": None,
+    "eagle_1": TokenTree.published("eagle_1").parents,
+    "medusa": TokenTree.published("mc_sim_7b_63").parents,
+    # Another tree for every row in every cycle.
+    "random": "random",
 }
-DYNAMIC = "dynamic"
-TREES = {**STATIC_TREES, DYNAMIC: DYNAMIC}
-
-
-class TreeGenerator(ScriptedCandidateGenerator):
-    """Drafts a static tree, or in every cycle another tree for every row."""
-
-    most_nodes = 20
-
-    @property
-    def num_draft_nodes(self) -> int:
-        return self.most_nodes if self.script.tree == DYNAMIC else len(self.script.tree)
-
-    def propose(self, step: DraftStep) -> DraftTree:
-        return self._dynamic(step) if self.script.tree == DYNAMIC else self._static(step)
-
-    def _static(self, step: DraftStep) -> DraftTree:
-        tree = self.script.tree
-        tokens = [
-            self._tree_tokens(row, length, tree.max_depth, list(tree.parents))
-            for row, length in zip(step.rows, step.lengths)
-        ]
-        return DraftTree.of_shape(tree, torch.tensor(tokens), step.max_draft_tokens)
-
-    def _dynamic(self, step: DraftStep) -> DraftTree:
-        parents = [
-            [
-                self.random.randint(max(-1, node - 4), node - 1)
-                for node in range(self.random.randint(0, self.most_nodes))
-            ]
-            for _ in step.rows
-        ]
-        tokens = [
-            self._tree_tokens(row, length, room, row_parents)
-            for row, length, room, row_parents in zip(step.rows, step.lengths, step.max_draft_tokens, parents)
-        ]
-        size = max(map(len, tokens))
-        if size == 0:
-            return DraftTree.empty(len(tokens))
-        return DraftTree(
-            torch.tensor([row + [0] * (size - len(row)) for row in tokens]),
-            torch.tensor([(row + [-1] * size)[:size] for row in parents]),
-            torch.tensor(list(map(len, tokens))),
-        )
-
-
-def speculator_for(text, inputs, tree, kind=TreeGenerator, accuracy=0.8, resources=Script, **more) -> Speculator:
-    """Drafts with `kind` from `text`, an output of `generate(**inputs)`."""
-    starts = (inputs["attention_mask"] == 0).sum(1).tolist()
-    texts = [row[start:] for row, start in zip(text.tolist(), starts)]
-    depth = 12 if tree == DYNAMIC else tree.max_depth
-    config = SpeculativeConfig(method="scripted", num_speculative_tokens=depth)
-    return Speculator(config, kind, resources(texts, VOCAB_SIZE, accuracy, tree=tree, **more))
 
 
 def tiny_gemma3():
@@ -133,7 +81,7 @@ def test_text_and_cache_equal_plain_generate(name):
         inputs = prompts(batch_size, length=11)
         settings = {**CALL, "return_dict_in_generate": True}
         expected = target(name).generate(**inputs, **settings)
-        speculator = speculator_for(expected.sequences, inputs, tree)
+        speculator = scripted_for(expected.sequences, inputs, accuracy=0.8, tree=tree)
         ours = target(name).generate(**inputs, **settings, assistant=speculator)
         assert torch.equal(ours.sequences, expected.sequences), label
         assert ours.speculative.num_accepted_tokens > 0.2 * batch_size * NEW_TOKENS
@@ -146,10 +94,10 @@ def test_nothing_or_everything_is_right(accuracy):
     inputs = prompts(3, length=11)
     expected = target("llama").generate(**inputs, **CALL)
     for tree in TREES.values():
-        speculator = speculator_for(expected, inputs, tree, accuracy=accuracy)
+        speculator = scripted_for(expected, inputs, accuracy=accuracy, tree=tree)
         with record(trace=True) as made:
             assert torch.equal(target("llama").generate(**inputs, **CALL, assistant=speculator), expected)
-        if accuracy and tree != DYNAMIC:
+        if accuracy and tree != "random":
             rows = [row for cycle in made.calls[0].cycles for row in cycle.rows]
             assert all(row.num_accepted >= 1 for row in rows if row.draft_tokens)
 
@@ -161,7 +109,7 @@ def test_rows_that_leave_one_by_one():
     expected = target("window").generate(**inputs, **settings)
     assert len({int(row.ne(0).sum()) for row in expected}) > 3
     for tree in TREES.values():
-        speculator = speculator_for(text, inputs, tree)
+        speculator = scripted_for(text, inputs, accuracy=0.8, tree=tree)
         assert torch.equal(target("window").generate(**inputs, **settings, assistant=speculator), expected)
 
 
@@ -174,22 +122,7 @@ def assert_same_cache(ours, expected):
         torch.testing.assert_close(layer.values, other.values, atol=1e-4, rtol=1e-4)
 
 
-@dataclass(frozen=True)
-class RecordedScript(Script):
-    prompts: list[Prompt] = field(default_factory=list)
-    commits: list[Commit] = field(default_factory=list)
-
-
-class RecordingGenerator(TreeGenerator):
-    """Keeps what it is handed."""
-
-    target_hidden_states = ("last", 0, 1, 2)
-
-    def prefill(self, prompt: Prompt) -> None:
-        self.script.prompts.append(prompt)
-
-    def observe(self, commit: Commit) -> None:
-        self.script.commits.append(commit)
+STATE_KEYS = ("last", 0, 1, 2)
 
 
 @torch.no_grad()
@@ -213,7 +146,7 @@ def states_of_plain_forward(model, tokens: list[int]) -> dict:
 # Model, whether it has the lean forward, whether processors read every position, drafts, and rows.
 SHORT_STATES = [
     (tiny_llama, True, False, "7_nodes", 3, None),
-    (tiny_mistral, False, True, DYNAMIC, 3, None),
+    (tiny_mistral, False, True, "random", 3, None),
     (tiny_llama, True, False, "chain", 3, 4),
 ]
 STATES = [
@@ -222,7 +155,7 @@ STATES = [
     (tiny_llama, False, True, "7_nodes", 1, None),
     (tiny_mistral, True, True, "medusa", 3, None),
     (tiny_mistral, False, False, "chain", 3, None),
-    (tiny_mistral, True, False, DYNAMIC, 1, None),
+    (tiny_mistral, True, False, "random", 1, None),
     *((tiny_llama, True, False, "chain", 1 + 2 * (size % 2), size) for size in (1, 8, 9, 20)),
 ]
 
@@ -242,14 +175,26 @@ def test_states_are_those_that_predicted_the_committed_tokens(
     settings = {**CALL, "eos_token_id": int(text[0, 22]), "prefill_chunk_size": chunk_size}
     if walks:
         settings["no_repeat_ngram_size"] = NEW_TOKENS
-    speculator = speculator_for(text, inputs, TREES[tree], RecordingGenerator, accuracy=0.9, resources=RecordedScript)
+    told, commits = [], []
+
+    class Recording(ScriptedCandidateGenerator):
+        """Keeps what it is handed."""
+
+        target_hidden_states = STATE_KEYS
+
+        def prefill(self, prompt: Prompt) -> None:
+            told.append(prompt)
+
+        def observe(self, commit: Commit) -> None:
+            commits.append(commit)
+
+    script = scripted_for(text, inputs, accuracy=0.9, tree=TREES[tree])
     with record() as made:
-        model.generate(**inputs, **settings, assistant=speculator)
+        model.generate(**inputs, **settings, assistant=Speculator(script.config, Recording, script.resources))
     assert made.calls[0].stats.num_accepted_tokens > 5
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    script = speculator.resources
-    (prompt,) = script.prompts
-    check_states(model, prompt, script.commits)
+    (prompt,) = told
+    check_states(model, prompt, commits)
 
 
 def check_states(model, prompt: Prompt, commits: list[Commit]) -> None:
@@ -259,12 +204,12 @@ def check_states(model, prompt: Prompt, commits: list[Commit]) -> None:
             texts[row] += tokens
     expected = [states_of_plain_forward(model, tokens) for tokens in texts]
     ends = list(map(len, prompt.token_lists))
-    for key in RecordingGenerator.target_hidden_states:
+    for key in STATE_KEYS:
         assert prompt.hidden_states[key].shape[:2] == prompt.input_ids.shape
         for row, start in enumerate(prompt.starts):
             assert_close(prompt.hidden_states[key][row, start:], expected[row][key][: ends[row]])
     for commit in commits:
-        for key in RecordingGenerator.target_hidden_states:
+        for key in STATE_KEYS:
             assert commit.hidden_states[key].shape[:2] == commit.tokens.shape
             for index, (row, tokens) in enumerate(zip(commit.rows, commit.token_lists)):
                 states = commit.hidden_states[key][index, : len(tokens)]

@@ -166,19 +166,6 @@ def test_settings_of_all_requests(target):
 
 
 @full
-def test_sampled_windows(target):
-    model, source = target
-    sampling = {**GERMAN, "temperature": 0.9, "max_new_tokens": 9, "spec_method": "ngram"}
-    requests = [{**window(source, row), "seed": row} for row in range(4)]
-    results = list(generate_many(model, requests, 2, in_order=True, **sampling))
-    greedy = list(generate_many(model, requests, 2, in_order=True, **{**sampling, "temperature": 0.0}))
-    assert [result.tokens for result in results] != [result.tokens for result in greedy]
-    for row, result in enumerate(results):
-        torch.manual_seed(row)
-        assert_as_alone(model, [result], [window(source, row)], **sampling)
-
-
-@full
 def test_requests_that_are_more_than_one_call(target):
     model, source = target
     wrong = [

@@ -116,13 +116,7 @@ def assert_ragged_acceptance(stats, new_tokens: int) -> None:
 def assert_drafts_change_nothing(
     model, inputs: dict, trees=(None, "random"), accuracy: float = 0.8, k: int = 5, others=(), **settings
 ) -> torch.LongTensor:
-    """Plain generation's text, which neither chains and trees of drafts, partly right, nor other methods change.
-
-    Args:
-        trees: What the drafts are, as in [`Script`].
-        others: Methods without a model.
-        settings: Of `generate()`.
-    """
+    """Plain generation's text, which neither chains and trees of drafts, partly right, nor other methods change."""
     plain = model.generate(**inputs, **settings)
     texts = {key: inputs[key] for key in ("input_ids", "attention_mask")}
     for tree in trees:

@@ -231,18 +231,6 @@ def test_what_is_wrong_with_one_request_concerns_no_other(text_case):
             generate_many(text_case.model, [], **own)
 
 
-@full
-def test_sounds_of_different_lengths_without_masks():
-    """Whoever comes to stand beside others is told."""
-    model, source = tiny_model("speech_to_text")
-    short, long = ({"input_features": source["input_features"][:1, :size]} for size in (20, 40))
-    results = list(generate_many(model, [long, short, long], 2, in_order=True, do_sample=False, max_new_tokens=6))
-    assert "Pass `attention_mask` with every request" in str(results[1].error)
-    assert tokens_of(results[::2]) == [alone(model, long, 6)] * 2
-    (single,) = generate_many(model, [short], 2, do_sample=False, max_new_tokens=6)
-    assert single.tokens == alone(model, short, 6)
-
-
 def check_arrivals(case: Case, arrived: list[tuple[int, int, str]], places: int) -> None:
     reader = RequestReader(case.model, {"do_sample": False}, num_places=places)
     drafts = load_speculator(case.model, "recycling", num_speculative_tokens=3)

@@ -11,11 +11,10 @@ from packaging.version import Version
 from transformers import LlamaForCausalLM
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
-from hf_specdec import SpecConfigError, UnsupportedModelError, demo, generate_many, load_speculator
+from hf_specdec import SpecConfigError, UnsupportedModelError, demo, generate_many
 from hf_specdec.cli.target import Place
 from hf_specdec.decoding import check
 from hf_specdec.decoding.recurrent import mixers
-from hf_specdec.diagnosis.checks import network_findings
 from hf_specdec.many import engine
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
@@ -282,21 +281,6 @@ def test_adapters_of_requests_that_cannot_be_honoured():
 
 
 # Commands
-
-
-@full
-def test_doctor_says_that_an_adapter_changes_what_heads_read():
-    target = demo.load_target()
-    head = load_speculator(target, "eagle3", model=demo.drafter_path("eagle3"))
-
-    def found() -> list[str]:
-        return [one.found for one in network_findings(head, target, None) if one.check == "adapters"]
-
-    assert found() == []
-    model = peft.get_peft_model(target, peft.LoraConfig(**TASK, r=4, target_modules=["q_proj"]))
-    assert "active adapters (default)" in found()[0]
-    with model.disable_adapter():
-        assert found() == []
 
 
 @full

@@ -205,18 +205,6 @@ def test_custom_criteria_see_the_same_calls(compare, texts, tokenizer):
     assert made[0].calls == made[1].calls
 
 
-@full
-def test_criteria_that_read_scores(model, texts):
-    for inputs, text in texts.values():
-        settings = {**CALL, "return_dict_in_generate": True, "output_scores": True}
-        plain, ours = StopAt(), StopAt()
-        output = model.generate(**inputs, **settings, stopping_criteria=[plain])
-        model.generate(**inputs, **settings, stopping_criteria=[ours], assistant=scripted_for(text, inputs))
-        assert ours.calls == plain.calls
-        assert ours.scores == plain.scores
-        assert len(plain.scores[-1]) == output.sequences.shape[1] - PROMPT
-
-
 def test_rows_do_not_wait_for_each_other(model, texts, tokenizer):
     """A criterion that ends nothing costs no cycles."""
     inputs, text = texts[3]

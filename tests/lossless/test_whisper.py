@@ -95,14 +95,6 @@ def test_outputs_in_parts_and_calls_of_the_function(target):
     assert torch.equal(text, model.generate(**source, **GERMAN, **NEW))
 
 
-@full
-def test_attentions_for_the_times_of_tokens_are_refused(target, monkeypatch):
-    model, source = target
-    monkeypatch.setattr(model.generation_config, "alignment_heads", [[0, 0]], raising=False)
-    with pytest.raises(hf_specdec.SpecConfigError, match="output_attentions"):
-        model.generate(**source, **GERMAN, return_token_timestamps=True, max_new_tokens=4, spec_method="ngram")
-
-
 ONCE = {"force_unique_generate_call": True}
 
 # Calls that decode a window once, which many requests may have beside each other.

@@ -43,31 +43,21 @@ TYPES = (
 _PATCHES = "patches in a form of their own"
 _BESIDE = "sizes or masks beside an image"
 NOT_TRIED = {
+    **dict.fromkeys(
+        (
+            "deepseek_ocr2 hunyuan_vl hy_v4_vl inkling2 inkling_mm_model kimi_k25 kosmos-2.5 lfm2_vl molmo2 "
+            "muse_glimmer muse_spark nemotron_h_omni paddleocr_vl"
+        ).split(),
+        _PATCHES,
+    ),
+    **dict.fromkeys(
+        "granite4_vision granite_docling minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3 mistral_large4".split(), _BESIDE
+    ),
     "apertus1p5": "images as tokens of the vocabulary",
     "aya_vision": "another number of patches",
     "chameleon": "images as tokens of the vocabulary",
-    "deepseek_ocr2": _PATCHES,
     "deepseek_vl_hybrid": "an image in two sizes",
-    "granite4_vision": _BESIDE,
-    "granite_docling": _BESIDE,
-    "hunyuan_vl": _PATCHES,
-    "hy_v4_vl": _PATCHES,
-    "inkling2": _PATCHES,
-    "inkling_mm_model": _PATCHES,
-    "kimi_k25": _PATCHES,
-    "kosmos-2.5": _PATCHES,
-    "lfm2_vl": _PATCHES,
-    "minicpm_ocr": _BESIDE,
-    "minicpmv4_6": _BESIDE,
-    "minicpmv4_7": _BESIDE,
-    "mistral3": _BESIDE,
     "mistral4": "no image tower by itself",
-    "mistral_large4": _BESIDE,
-    "molmo2": _PATCHES,
-    "muse_glimmer": _PATCHES,
-    "muse_spark": _PATCHES,
-    "nemotron_h_omni": _PATCHES,
-    "paddleocr_vl": _PATCHES,
     "shieldgemma2": "an image that changes the text of a model as small",
 }
 

@@ -34,8 +34,8 @@ class Script:
         texts: For each row of the call its prompt and what follows, without padding.
         vocab_size: Wrong tokens are drawn below it.
         accuracy: Probability that a draft token is the right one.
-        tree: Parents of the draft nodes, -1 for the anchor; `None` drafts chains. The right tokens lie on a branch chosen
-            anew in every cycle. `"random"` draws other parents for every row.
+        tree: Parents of the draft nodes, -1 for the anchor; `None` drafts chains, and `"random"` draws other parents
+            for every row. The right tokens lie on a branch chosen anew in every cycle.
     """
 
     texts: list[list[int]]
@@ -123,7 +123,7 @@ class ScriptedCandidateGenerator(CandidateGenerator):
 def scripted_speculator(
     outputs: torch.LongTensor, starts: list[int], vocab_size: int, num_speculative_tokens: int = 5, **options
 ) -> Speculator:
-    """Drafts from `outputs`, what plain `generate()` returned, whose rows begin at `starts`; options are of [`Script`]."""
+    """Drafts from `outputs` of plain `generate()`, whose rows begin at `starts`; options are those of [`Script`]."""
     texts = [row[start:] for row, start in zip(outputs.tolist(), starts)]
     config = SpeculativeConfig(method="scripted", num_speculative_tokens=num_speculative_tokens)
     return Speculator(config, ScriptedCandidateGenerator, Script(texts, vocab_size, **options))

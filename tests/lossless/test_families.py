@@ -15,9 +15,7 @@ from tests.helpers.architectures import (
     ALONE,
     CHAINS_ONLY,
     LAYERS,
-    NOT_BUILT,
     RECURRENT,
-    SPECIAL,
     UNSUPPORTED,
     empty_model,
     supported,
@@ -232,10 +230,3 @@ def test_model_that_leaves_the_cache_empty_is_refused():
     model = Forgetful(tiny_model("llama").config)
     with pytest.raises(UnsupportedModelError, match="no keys and values of the prompt"):
         model.generate(torch.ones((1, 4), dtype=torch.long), spec_method="ngram", max_new_tokens=4)
-
-
-@full
-def test_exceptions_are_few_and_listed_once():
-    assert not UNSUPPORTED.keys() & NOT_BUILT.keys()
-    assert not (UNSUPPORTED.keys() | NOT_BUILT.keys()) & SPECIAL.keys()
-    assert len(supported()) >= 60

@@ -66,14 +66,6 @@ def test_end_tokens(compare):
     compare(3, eos_token_id=20, stopping_criteria=[EosTokenCriteria([6, 15])])
 
 
-def test_end_token_at_every_place_of_a_block(compare, texts):
-    row = texts[1][1][0, PROMPT:].tolist()
-    for index in range(14):
-        for accuracy in (0.0, 1.0):
-            output = compare(1, k=8, accuracy=accuracy, eos_token_id=row[index])
-            assert output.shape[1] == PROMPT + row.index(row[index]) + 1
-
-
 def test_rows_end_apart_and_are_padded(compare):
     output = compare(3, eos_token_id=[6, 15])[:, PROMPT:]
     assert output.shape[1] == 11

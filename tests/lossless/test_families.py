@@ -203,18 +203,13 @@ def test_unsupported_architectures_say_why(name):
 @full
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 @pytest.mark.filterwarnings("ignore:Both `past_key_values` and `cache` are set")
-@pytest.mark.parametrize("has_old_name", [True, False])
-def test_forward_of_a_user_around_that_of_its_class(has_old_name):
+def test_forward_of_a_user_around_that_of_its_class():
     class Around(LlamaForCausalLM):
-        def forward(self, input_ids=None, position_ids=None, **kwargs):
-            return super().forward(input_ids, position_ids=position_ids, **kwargs)
-
-    class AroundWithCache(LlamaForCausalLM):
         def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
             return super().forward(input_ids, position_ids=position_ids, past_key_values=past_key_values, **kwargs)
 
     torch.manual_seed(0)
-    model = (AroundWithCache if has_old_name else Around)(tiny_model("llama").config).eval()
+    model = Around(tiny_model("llama").config).eval()
     settings = {"max_new_tokens": 20, "do_sample": False}
     tokens = torch.tensor([[5, 6, 7, 5, 6]])
     expected = model.generate(tokens, **settings)

@@ -40,7 +40,7 @@ from tests.helpers.statistics import chi_square_pvalue
 
 
 P_WRONG = 1e-6
-TREE = (-1, -1, 0, 0, 1, 3, 3)
+TREE = (-1, -1, 0, 0, 2, 2, 4)
 # Without effect, but every position must be shown to it.
 WALK = {"no_repeat_ngram_size": 30}
 

@@ -157,7 +157,7 @@ MORE_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", ["ends", "source", *in_full("forced", "least", "sequences")])
+@pytest.mark.parametrize("name", ["ends", *in_full("source", "forced", "least", "sequences")])
 def test_settings_scores_and_states(text_case, name):
     settings = {"output_scores": True, "output_hidden_states": True, "pad_token_id": 0, **MORE_SETTINGS[name]}
     expected = text_case.generate(4, **settings)

@@ -6,7 +6,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdec import SpecDecodingStats, record
 from tests.helpers.caches import CACHE
-from tests.helpers.levels import full
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, prompts, scripted_for
 
 
@@ -55,7 +55,7 @@ VERIFIED = {
 }
 
 
-@pytest.mark.parametrize("name", VERIFIED)
+@pytest.mark.parametrize("name", ["walk", "unknown_processor", *in_full("unprocessed", "at_once")])
 def test_every_field(both, name):
     for batch_size, tree, eos in ((3, "random", [6, 15]), (3, None, [6, 15]), (1, "random", [63])):
         plain, ours = both(batch_size, tree, eos_token_id=eos, **ALL, **VERIFIED[name])

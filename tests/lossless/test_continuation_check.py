@@ -4,12 +4,14 @@ nothing before.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import wraps
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TextStreamer
+from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import UnsupportedModelError
 from hf_specdec.decoding import check
@@ -136,21 +138,17 @@ def late(place: str, change: str):
     return model
 
 
-class Forwards:
-    """Counts a model's forwards, and the tokens of a row that each of them reads."""
+@contextmanager
+def forwards_of(model):
+    """How many tokens of a row each forward inside of the block reads."""
+    widths = []
 
-    def __init__(self, model):
-        self.widths = []
-        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+    def count(module, args, kwargs):
+        widths.append(kwargs["input_ids"].shape[1])
 
-    def _count(self, module, args, kwargs):
-        self.widths.append(kwargs["input_ids"].shape[1])
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self._hook.remove()
+    hook = model.register_forward_pre_hook(count, with_kwargs=True)
+    yield widths
+    hook.remove()
 
 
 @pytest.mark.parametrize("change", ["late", *in_full("second step", "single tokens", "later calls")])
@@ -171,13 +169,13 @@ def test_forwards_of_users_that_can_be_followed(place):
         plain = model.generate(**inputs, **SETTINGS)
         # One forward for each token that is read after the prompts, and one over all of them.
         for extra in (SETTINGS["max_new_tokens"], 0):
-            with Forwards(model) as forwards:
+            with forwards_of(model) as widths:
                 output = model.generate(
                     **inputs, **SETTINGS, assistant=scripted_for(plain, inputs), return_dict_in_generate=True
                 )
             assert dtype != torch.float32 or torch.equal(output.sequences, plain)
             if place != "model":
-                assert len(forwards.widths) == output.speculative.num_target_forwards + extra
+                assert len(widths) == output.speculative.num_target_forwards + extra
 
 
 def test_longer_calls_and_other_forwards_are_checked_again():
@@ -201,9 +199,9 @@ def test_one_forward_for_a_class_and_one_with_padding():
     calls = [(prompts(1), 1), *((inputs, 20) for inputs in (prompts(1), prompts(2, padding=False), prompts(2)))]
     for (inputs, new_tokens), extra in zip([*calls, calls[-1]], (0, 1, 0, 1, 0)):
         call = {**inputs, "do_sample": False, "max_new_tokens": new_tokens, "return_dict_in_generate": True}
-        with Forwards(model) as forwards:
+        with forwards_of(model) as widths:
             output = model.generate(**call, spec_method="ngram")
-        assert len(forwards.widths) == output.speculative.num_target_forwards + extra
+        assert len(widths) == output.speculative.num_target_forwards + extra
 
 
 def test_wrong_positions_are_refused(monkeypatch):
@@ -235,29 +233,20 @@ class Shifty(LlamaForCausalLM):
         return super().forward(input_ids, position_ids=position_ids, **kwargs)
 
 
-class Heard(TextStreamer):
-    def __init__(self):
-        self.tokens = []
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        pass
-
-
 def test_nothing_of_a_wrong_text_is_streamed(monkeypatch):
-    model, heard, inputs = of_class(Shifty), Heard(), prompts(1)
+    model, heard, inputs = of_class(Shifty), [], prompts(1)
+    methods = {"put": lambda streamer, value: heard.extend(value.flatten().tolist()), "end": lambda streamer: None}
+    streamer = type("Heard", (BaseStreamer,), methods)()
     plain = model.generate(**inputs, **SETTINGS)
     how = scripted_for(plain, inputs, accuracy=0.8)
     with pytest.raises(UnsupportedModelError, match="HF_SPECDEC_CHECK=0"):
-        model.generate(**inputs, **SETTINGS, streamer=heard, assistant=how)
-    assert heard.tokens == inputs["input_ids"][0].tolist()
+        model.generate(**inputs, **SETTINGS, streamer=streamer, assistant=how)
+    assert heard == inputs["input_ids"][0].tolist()
     assert not model._forward_pre_hooks
     monkeypatch.setenv("HF_SPECDEC_CHECK", "0")
-    with Forwards(model) as forwards:
+    with forwards_of(model) as widths:
         assert model.generate(**inputs, **SETTINGS, assistant=how).tolist() != plain.tolist()
-    assert 1 not in forwards.widths[:2]
+    assert 1 not in widths[:2]
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", *in_full("llama", "moshi", "deepseek_v32")])

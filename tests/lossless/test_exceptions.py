@@ -1,16 +1,11 @@
 """Errors of a user's own objects come out of a call as they are, and no call leaves anything changed."""
 
 import copy
+from itertools import count
 
 import pytest
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import load_speculator
@@ -25,44 +20,25 @@ class Mine(Exception):
     """An error that this package cannot know."""
 
 
-class Fails:
-    """Raises at its n-th use."""
-
-    def __init__(self, error, at):
-        self.error, self.left = error, at
-
-    def use(self):
-        self.left -= 1
-        if self.left == 0 and self.error is not None:
-            raise self.error
-
-
-class Processor(Fails, LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        self.use()
-        return scores
-
-
-class Criterion(Fails, StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        self.use()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-class Streamer(Fails, BaseStreamer):
-    def put(self, value):
-        self.use()
-
-    def end(self):
-        pass
-
-
 def arguments_of(kind, error, at):
+    """A processor, criterion or streamer that raises at its n-th use."""
+    uses = count(1)
+
+    def use(result=None):
+        if next(uses) == at and error is not None:
+            raise error
+        return result
+
     if kind == "processor":
-        return {"logits_processor": LogitsProcessorList([Processor(error, at)])}
+        return {"logits_processor": LogitsProcessorList([lambda input_ids, scores: use(scores)])}
     if kind == "criterion":
-        return {"stopping_criteria": StoppingCriteriaList([Criterion(error, at)])}
-    return {"streamer": Streamer(error, at)}
+        return {
+            "stopping_criteria": StoppingCriteriaList(
+                [lambda input_ids, scores: use(torch.zeros(len(input_ids)).bool())]
+            )
+        }
+    methods = {"put": lambda streamer, tokens: use(), "end": lambda streamer: None}
+    return {"streamer": type("Streamer", (BaseStreamer,), methods)()}
 
 
 def state_of(model):
@@ -111,8 +87,7 @@ def test_nothing_is_left_changed_in_a_batch(drafter, monkeypatch):
 def test_configs_and_criteria_beside_stop_strings(model, tokenizer):
     config = GenerationConfig(max_new_tokens=5, stop_strings=["k3"], pad_token_id=0)
     before = copy.deepcopy(config.to_dict())
-    criteria = StoppingCriteriaList([Criterion(None, 100)])
-    call = {"generation_config": config, "tokenizer": tokenizer, "stopping_criteria": criteria}
+    call = {"generation_config": config, "tokenizer": tokenizer, **arguments_of("criterion", None, 0)}
     model.generate(**prompts(1), **call, spec_method="ngram")
     assert config.to_dict() == before
-    assert len(criteria) == 1
+    assert len(call["stopping_criteria"]) == 1

@@ -58,10 +58,7 @@ _SLIDING_LATENT = {
     "swa_v_head_dim": 16,
 }
 # Types whose default has full attention only.
-_SLIDING = {
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "use_sliding_window": True,
-}
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "use_sliding_window": True}
 _SHARED_CACHE = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
@@ -71,6 +68,7 @@ _SHARED_CACHE = {
     "global_head_dim": 16,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 4]}
+_COMPASS = {**_SLIDING, "rope_parameters": {"full_attention": dict(_ROPE), "sliding_attention": dict(_ROPE)}}
 _MULTIMODAL_ROPE = {"text_config": {"rope_parameters": _ROPE}}
 _HALF_ROPE = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}}
 
@@ -103,16 +101,8 @@ SPECIAL = {
     "big_bird": {"attention_type": "original_full"},
     "chameleon": {"vocabulary_map": {"<image>": 98}, "vq_config": {"base_channels": 32, "embed_dim": 256}},
     "codegen": {"rotary_dim": 8},
-    "cohere_compass": {
-        "text_config": {
-            **_SLIDING,
-            "rope_parameters": {"full_attention": dict(_ROPE), "sliding_attention": dict(_ROPE)},
-        }
-    },
-    "cohere_compass_text": {
-        **_SLIDING,
-        "rope_parameters": {"full_attention": dict(_ROPE), "sliding_attention": dict(_ROPE)},
-    },
+    "cohere_compass": {"text_config": _COMPASS},
+    "cohere_compass_text": _COMPASS,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
@@ -151,12 +141,7 @@ SPECIAL = {
     "molmo2": {"adapter_config": {"vision_feature_layer": [2, 1]}},
     "muse_glimmer": {"vision_config": {"layer_types": ["window_attention", "full_attention", "full_attention"]}},
     "muse_spark": {
-        "audio_config": {
-            "num_hidden_layers": 2,
-            "patch_sizes": [16, 6],
-            "hidden_sizes": [32, 64],
-            "depths": [1, 1],
-        },
+        "audio_config": {"num_hidden_layers": 2, "patch_sizes": [16, 6], "hidden_sizes": [32, 64], "depths": [1, 1]}
     },
     "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "moe"]},
     "nemotron_h_omni": {
@@ -217,12 +202,9 @@ CHAINS_ONLY = set(
 )
 
 _BLOCK_INDEX = {
-    "indexer_n_heads": 4,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 256,
-    "indexer_budget": 64,
-    "indexer_compress_ratio": 4,
-}
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256,
+    "indexer_budget": 64, "indexer_compress_ratio": 4,
+}  # fmt: skip
 _LOOPS = "runs layers in loops"
 _NO_CACHE = "keeps no key/value cache"
 

@@ -19,20 +19,10 @@ from tests.helpers.architectures import build
 
 # Weights with which most of these write varied texts.
 _COMMON = {
-    "encoder_layers": 2,
-    "encoder_ffn_dim": 96,
-    "encoder_attention_heads": 4,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "d_kv": 16,
-    "d_ff": 96,
-    "num_heads": 4,
-    "init_std": 0.05,
-    "initializer_range": 0.05,
-    "initializer_factor": 5.0,
-    "is_decoder": False,
-    "is_encoder_decoder": True,
-}
+    "encoder_layers": 2, "encoder_ffn_dim": 96, "encoder_attention_heads": 4, "num_layers": 2,
+    "num_decoder_layers": 2, "d_kv": 16, "d_ff": 96, "num_heads": 4, "init_std": 0.05, "initializer_range": 0.05,
+    "initializer_factor": 5.0, "is_decoder": False, "is_encoder_decoder": True,
+}  # fmt: skip
 
 # Values that a type needs besides or in place of these.
 SPECIAL = {
@@ -58,12 +48,8 @@ CHAINS_ONLY = {"bert2bert", "bert2gpt2"}
 
 ROWS = 4
 _BERT = {
-    "vocab_size": 99,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+    "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
 _WAVES = {"conv_dim": (32, 32), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
 _WAVES |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
 _BART = {"vocab_size": 99, "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
@@ -122,7 +108,7 @@ def _speech(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 
 def _moonshine() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    heads = {f"{part}_num_{kind}": 4 for part in ("encoder", "decoder") for kind in ("attention_heads",)}
+    heads = {"encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4}
     heads |= {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 2}
     layers = {"encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2}
     config = hf.MoonshineConfig(

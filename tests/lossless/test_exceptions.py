@@ -82,12 +82,3 @@ def test_nothing_is_left_changed_in_a_batch(drafter, monkeypatch):
             assert before == (state_of(model), state_of(draft), config.to_dict())
             assert all(torch.equal(inputs[name], value) for name, value in tensors.items())
     assert torch.equal(model.generate(**call, assistant=speculator), plain)
-
-
-def test_configs_and_criteria_beside_stop_strings(model, tokenizer):
-    config = GenerationConfig(max_new_tokens=5, stop_strings=["k3"], pad_token_id=0)
-    before = copy.deepcopy(config.to_dict())
-    call = {"generation_config": config, "tokenizer": tokenizer, **arguments_of("criterion", None, 0)}
-    model.generate(**prompts(1), **call, spec_method="ngram")
-    assert config.to_dict() == before
-    assert len(call["stopping_criteria"]) == 1

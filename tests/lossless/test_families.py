@@ -130,23 +130,19 @@ def test_hidden_states_are_those_that_transformers_records(name):
     torch.testing.assert_close(read[-1], scale * states["last"])
 
 
-@full
-@pytest.mark.parametrize("name", with_images())
-def test_models_with_images_read_text(name):
-    check_short_texts(name, (4,))
+# Types that read images too, and layers of one kind alone.
+OTHERS = {name: {} for name in with_images()}
+OTHERS |= {name: {"layer_types": (3 * LAYERS[name])[:3]} for name in LAYERS if name in supported()}
 
 
 @full
-@pytest.mark.parametrize("name", [name for name in LAYERS if name in supported()])
-def test_layers_of_other_kinds(name):
-    check_short_texts(name, (2, 4), layer_types=(3 * LAYERS[name])[:3])
-
-
-def check_short_texts(name, batch_sizes, **changes):
-    """Chains in a batch of equal lengths, and trees in one with padding, equal plain generation."""
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_and_layers_read_text(name):
+    """Chains in a batch of equal lengths, and trees in one with padding."""
+    changes = OTHERS[name]
     case = Case(name, tiny_model(name, **changes), new_tokens=12 if name in CHAINS_ONLY | RECURRENT else 9)
     trees = model_profile(case.model).supports_trees
-    for batch_size in batch_sizes:
+    for batch_size in (2, 4) if changes else (4,):
         stats = assert_same_text(case, batch_size, BRANCHES if trees and batch_size == 4 else CHAIN)
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     new = case.expected(4)[0, -case.new_tokens :].tolist()

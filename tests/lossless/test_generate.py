@@ -124,10 +124,7 @@ REFUSED = [
     ({"num_beams": 2, "use_cache": False}, ["num_beams", "use_cache"]),
     ({"generation_config": GenerationConfig(num_beams=2)}, ["num_beams"]),
     ({CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())}, [CACHE, "DynamicCache", "got EncoderDecoderCache"]),
-    (
-        {"cache": DynamicCache(), "past_key_values": DynamicCache()},
-        ["`past_key_values` are names for one"],
-    ),
+    ({"cache": DynamicCache(), "past_key_values": DynamicCache()}, ["`past_key_values` are names for one"]),
     ({"spec_method": "ngramm"}, ["Did you mean 'ngram'"]),
     ({"spec_method": None, "speculative": {"method": "ngram", "prompt_lookup_maxx": 3}}, ["mean 'prompt_lookup_max'"]),
     ({"spec_method": "mtp"}, ["was not loaded from a checkpoint"]),

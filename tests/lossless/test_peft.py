@@ -43,10 +43,7 @@ VIRTUAL = {
     "p-tuning": lambda: peft.PromptEncoderConfig(**TASK, num_virtual_tokens=5, encoder_hidden_size=16),
     "prefix tuning": lambda: peft.PrefixTuningConfig(**TASK, num_virtual_tokens=5),
 }
-CHANGED = {
-    "lora": lambda: peft.LoraConfig(**LORA),
-    "ia3": lambda: peft.IA3Config(**TASK, init_ia3_weights=False),
-}
+CHANGED = {"lora": lambda: peft.LoraConfig(**LORA), "ia3": lambda: peft.IA3Config(**TASK, init_ia3_weights=False)}
 
 # Learned positions, those that the model counts from its mask, a bias by distance, and windows.
 BASES = {

@@ -24,7 +24,7 @@ from hf_specdec.kernels.products import _matrices
 from hf_specdec.layers.draft_network import TargetParts, is_close, is_copy
 from hf_specdec.target_facts import is_packed, num_embeddings, numbers_of, quantisation
 from hf_specdec.training.options import RESULT_FILE
-from tests.helpers.levels import full, in_full, slow
+from tests.helpers.levels import full, in_full
 from tests.helpers.methods import demo_inputs, settings_of
 from tests.helpers.models import prompts, tiny_llama
 
@@ -47,59 +47,21 @@ def assert_same_text(target, settings: dict, inputs=None) -> None:
     assert made.calls[0].stats.num_accepted_tokens > 0
 
 
-def stored(folder, kind: str, settings: dict, convert) -> None:
-    """Stores the projections of a checkpoint as `convert` says: by the name of each, its tensors by their endings."""
+def in_blocks(folder, size: int = 64) -> None:
+    """Stores the projections of a checkpoint in 8 bits, with a scale for each block, as DeepSeek publishes them."""
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if "_proj.weight" in name]:
-        parts = convert(tensors.pop(name))
-        tensors |= {name.removesuffix("weight") + ending: tensor for ending, tensor in parts.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": kind, **settings}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def in_blocks(folder, size: int = 64) -> None:
-    """In 8 bits, with a scale for each block, as DeepSeek publishes them."""
-
-    def convert(weight):
+        weight = tensors[name]
         grid = [-(-length // size) for length in weight.shape]
         padded = weight.new_zeros([count * size for count in grid])
         padded[: len(weight), : weight.shape[1]] = weight
         scales = padded.view(grid[0], size, grid[1], size).abs().amax((1, 3)).clamp(min=1e-8) / 448
         whole = scales.repeat_interleave(size, 0).repeat_interleave(size, 1)[: len(weight), : weight.shape[1]]
-        return {"weight": (weight / whole).to(torch.float8_e4m3fn), "weight_scale_inv": scales}
-
-    stored(folder, "fp8", {"weight_block_size": [size, size]}, convert)
-
-
-def packed(numbers: torch.Tensor, dim: int, order: tuple[int, ...]) -> torch.Tensor:
-    """Eight numbers of four bits in each int32 along a dimension, in this order from the lowest bits."""
-    parts = numbers.long().unflatten(dim, (-1, 8)).movedim(dim + 1, -1)[..., list(order)]
-    words = (parts << 4 * torch.arange(8)).sum(-1)
-    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32).contiguous()
-
-
-# How the two formats order numbers in a word, the dimension along which words of weights are made, and what is taken
-# from the zero points.
-FOUR_BITS = {"gptq": (tuple(range(8)), 0, 1), "awq": ((0, 2, 4, 6, 1, 3, 5, 7), 1, 0)}
-
-
-def in_four_bits(folder, kind: str, group: int = 32) -> None:
-    """In four bits, rounded to the nearest, as GPTQ or AWQ publish them."""
-    order, dim, offset = FOUR_BITS[kind]
-
-    def convert(weight):
-        groups = weight.unflatten(1, (-1, group))
-        scales = (groups.abs().amax(-1) / 7).half()
-        numbers = (groups / scales.float()[..., None]).round().clamp(-8, 7).view_as(weight) + 8
-        zeros = torch.full_like(scales.T, 8 - offset)
-        parts = {"qweight": packed(numbers.T, dim, order), "qzeros": packed(zeros, 1, order)}
-        places = {"g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // group} if kind == "gptq" else {}
-        return {**parts, "scales": scales.T.contiguous(), **places}
-
-    own = {"gptq": {"desc_act": False, "sym": True, "backend": "torch"}, "awq": {"backend": "torch_awq"}}[kind]
-    stored(folder, kind, {"bits": 4, "group_size": group, **own}, convert)
+        tensors[name], tensors[f"{name}_scale_inv"] = (weight / whole).to(torch.float8_e4m3fn), scales
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [size, size]}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def fp8(path):
@@ -175,25 +137,6 @@ def test_bitsandbytes(bits, tmp_path):
     findings = network_findings(load_speculator(target, draft), target, None)
     found = next(one for one in findings if one.check == "quantisation")
     assert "target's weights are quantised (bitsandbytes), the drafter's not quantised" in found.found
-
-
-# optimum asks transformers for a property by its old name.
-@slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-@pytest.mark.parametrize("kind", FOUR_BITS)
-def test_gptq_and_awq(kind, tmp_path):
-    pytest.importorskip("optimum")
-    pytest.importorskip("gptqmodel")
-    demo.load_target().save_pretrained(tmp_path / "target")
-    shutil.copytree(settings_of("draft_model")["model"], tmp_path / "draft")
-    for name in ("target", "draft"):
-        in_four_bits(tmp_path / name, kind)
-    target = loaded(tmp_path / "target")
-    assert quantisation(target) == kind
-    assert not has_lean_forward(target)
-    for drafter in ROWS:
-        assert_same_text(target, settings_of(drafter))
-    assert_same_text(demo.load_target(), settings_of("draft_model", model=str(tmp_path / "draft")))
 
 
 @pytest.mark.parametrize("kind", ["Embedding8bit", *in_full("EmbeddingNF4")])

@@ -301,18 +301,11 @@ def test_streamers_get_the_same_events(compare):
 def test_tokens_arrive_while_generation_runs(model, texts):
     inputs, text = texts[1]
     seen, forwards = [], []
-
-    class Watcher(Recorder):
-        def put(self, value):
-            super().put(value)
-            seen.append(len(forwards))
-
+    methods = {"put": lambda streamer, value: seen.append(len(forwards)), "end": lambda streamer: None}
+    streamer = type("Watcher", (BaseStreamer,), methods)()
     handle = model.register_forward_hook(lambda *args: forwards.append(1))
-    try:
-        speculator = scripted_for(text, inputs, k=3)
-        model.generate(**inputs, max_new_tokens=20, do_sample=False, streamer=Watcher(), assistant=speculator)
-    finally:
-        handle.remove()
+    model.generate(**inputs, **CALL, streamer=streamer, assistant=scripted_for(text, inputs, k=3))
+    handle.remove()
     assert seen == sorted(seen)
     # The prompt and the first token come after the prefill, then one block after every forward.
     assert set(seen) == set(range(1, len(forwards) + 1))

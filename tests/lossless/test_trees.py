@@ -14,6 +14,7 @@ from hf_specdec.drafts import TokenTree
 from hf_specdec.protocol import Commit, Prompt
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
+from tests.helpers.families import outputs_and_states
 from tests.helpers.levels import in_full
 from tests.helpers.models import prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.helpers.scripted import ScriptedCandidateGenerator
@@ -97,24 +98,6 @@ def assert_same_cache(ours, expected):
 STATE_KEYS = ("last", 0, 1, 2)
 
 
-@torch.no_grad()
-def states_of_plain_forward(model, tokens: list[int]) -> dict:
-    """States `(L, H)` of a forward over one whole text without cache, read by hooks of this test's own."""
-    decoder, found = model.get_decoder(), {}
-    # What leaves one of them enters the next.
-    taps = {"last": decoder.norm, 0: decoder.embed_tokens, 1: decoder.layers[0], 2: decoder.layers[1]}
-    handles = [
-        tap.register_forward_hook(
-            lambda module, args, output, key=key: found.update({key: output if torch.is_tensor(output) else output[0]})
-        )
-        for key, tap in taps.items()
-    ]
-    model(torch.tensor([tokens]), use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return {key: state[0] for key, state in found.items()}
-
-
 # Model, whether it has the lean forward, whether processors read every position, drafts, and rows.
 SHORT_STATES = [
     (tiny_llama, True, False, "7_nodes", 3, None),
@@ -174,7 +157,9 @@ def check_states(model, prompt: Prompt, commits: list[Commit]) -> None:
     for commit in commits:
         for row, tokens in zip(commit.rows, commit.token_lists):
             texts[row] += tokens
-    expected = [states_of_plain_forward(model, tokens) for tokens in texts]
+    # Of a forward over each whole text without a cache.
+    read = (outputs_and_states(model, STATE_KEYS, input_ids=torch.tensor([tokens]))[1] for tokens in texts)
+    expected = [{key: state[0] for key, state in states.items()} for states in read]
     ends = list(map(len, prompt.token_lists))
     for key in STATE_KEYS:
         assert prompt.hidden_states[key].shape[:2] == prompt.input_ids.shape

@@ -1,12 +1,9 @@
-"""The helpers of chi-square tests and of pairs: right p-values, power, and every pair."""
-
-from itertools import combinations, product
+"""The helper of chi-square tests: right p-values, and power."""
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from tests.helpers.pairs import covering
 from tests.helpers.statistics import chi_square_pvalue
 
 
@@ -24,10 +21,3 @@ def test_pvalues_equal_those_of_scipy_and_are_small_under_another_distribution()
     assert chi_square_pvalue(np.random.default_rng(2).multinomial(20000, probs), wrong) < 1e-6
     with pytest.raises(ValueError, match="pooled"):
         chi_square_pvalue([2, 1], [0.5, 0.5])
-
-
-def test_every_pair_occurs():
-    sizes = (2, 2, 5, 2)
-    rows = covering(*sizes)
-    for first, second in combinations(range(len(sizes)), 2):
-        assert {(row[first], row[second]) for row in rows} == set(product(range(sizes[first]), range(sizes[second])))

@@ -6,7 +6,6 @@ acceptance rules are tested in tests/loop/test_block_rules.py.
 """
 
 import json
-import math
 
 import pytest
 import torch
@@ -302,36 +301,6 @@ def test_typical_draws_nothing_and_is_standard_for_greedy_targets(model, inputs,
 
 
 # Synthetic acceptance
-
-LONG = {"max_new_tokens": 200, "temperature": 1.0, "top_k": 0}
-
-
-def full_drafts(call, depth):
-    """Accepted tokens of the rows of all cycles in which the path of first children was at least `depth` long."""
-    for row in [row for cycle in call.cycles for row in cycle.rows]:
-        length, node = 0, -1
-        for index, parent in enumerate(row.parents):
-            if parent == node:
-                length, node = length + 1, index
-        if length >= depth:
-            yield row.num_accepted
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "tree", "do_sample"), [(4, TREE, True), *in_full((1, None, True), (4, None, False))]
-)
-def test_synthetic_reaches_its_mean_length(model, batch_size, tree, do_sample):
-    """Drafts are ones that the target would never accept."""
-    length, inputs = 3.4, prompts(batch_size)
-    speculator = with_rule(scripted_for(inputs["input_ids"], inputs, k=6, tree=tree), **synthetic(length))
-    with record(trace=True) as made:
-        sample(model, inputs, assistant=speculator, do_sample=do_sample, **LONG)
-    accepted = list(full_drafts(made.calls[0], 3))
-    assert set(accepted) == {2, 3}
-    deviation = math.sqrt(0.4 * 0.6 / len(accepted))
-    assert abs(sum(accepted) / len(accepted) - (length - 1)) < 4 * deviation
-    # The last cycle of a row is cut.
-    assert made.calls[0].stats.mean_acceptance_length == pytest.approx(length, abs=4 * deviation + 0.1)
 
 
 @full

@@ -112,14 +112,6 @@ def test_greedy_matches_generate(name):
         assert vars(module).keys() == before[id(module)].keys()
 
 
-@full
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_architectures_say_why(name):
-    model, source = text_model(name)
-    with pytest.raises(UnsupportedModelError, match=UNSUPPORTED[name]):
-        model.generate(**source, num_beams=1, max_new_tokens=4, spec_method="ngram")
-
-
 @pytest.fixture(scope="module", params=["t5", *in_full("bart")])
 def text_case(request) -> Case:
     """A model whose encoder and decoder embed tokens by the same weights."""
@@ -232,9 +224,14 @@ def test_sampling_follows_the_distribution(widths):
 
 
 @full
-def test_requests_that_cannot_be_honoured(text_case):
-    inputs = text_case.inputs(1)
-    with pytest.raises(SpecConfigError, match="no cache is continued beside an encoder"):
-        text_case.model.generate(**inputs, **{CACHE: DynamicCache()}, spec_method="ngram")
-    with pytest.raises(SpecConfigError, match="Beam search"):
-        text_case.model.generate(**inputs, num_beams=2, spec_method="ngram")
+def test_types_and_requests_that_cannot_be_used_say_why(text_case):
+    for name, message in UNSUPPORTED.items():
+        model, source = text_model(name)
+        with pytest.raises(UnsupportedModelError, match=message):
+            model.generate(**source, num_beams=1, max_new_tokens=4, spec_method="ngram")
+    for wrong, message in (
+        ({CACHE: DynamicCache()}, "no cache is continued beside an encoder"),
+        ({"num_beams": 2}, "Beam search"),
+    ):
+        with pytest.raises(SpecConfigError, match=message):
+            text_case.model.generate(**text_case.inputs(1), **wrong, spec_method="ngram")

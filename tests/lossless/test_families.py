@@ -187,10 +187,7 @@ def test_cache_goes_from_call_to_call(name):
     assert output.sequences.tolist() == expected.tolist()
 
 
-_TYPES = unsupported_types()
-
-
-@pytest.mark.parametrize("name", [_TYPES[0], *in_full(*_TYPES[1:])])
+@pytest.mark.parametrize("name", [unsupported_types()[0], *in_full(*unsupported_types()[1:])])
 def test_unsupported_architectures_say_why(name):
     with pytest.raises(UnsupportedModelError, match=UNSUPPORTED[name][0]):
         hf_specdec.generate(empty_model(name), torch.ones((1, 4), dtype=torch.long), spec_method="ngram")

@@ -227,9 +227,6 @@ def test_drafts_grow_under_the_mask(drafter, batch_size, monkeypatch):
     assert call.stats.num_target_forwards < 0.75 * cut.stats.num_target_forwards
 
 
-# Lengths
-
-
 # Sampling
 
 CHOICES = ["yes", "no", "maybe not", "maybe so"]

@@ -1,4 +1,4 @@
-"""Positions: models that count for themselves, masked tokens anywhere, rotary frequencies that change with the length."""
+"""Positions: models that count for themselves, masked tokens anywhere, and rotary frequencies that change."""
 
 from __future__ import annotations
 

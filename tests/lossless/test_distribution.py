@@ -6,6 +6,7 @@ acceptance rules are tested in tests/loop/test_block_rules.py.
 """
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -233,15 +234,15 @@ def greedy_text(model, inputs):
     return model.generate(**inputs, max_new_tokens=40, do_sample=False)
 
 
-SHORT = [(partial(sampled_speculator, 3, processed=True), "repetition_penalty")]
 # In the last one rows draft chains of different lengths, each ended by a token of its own.
-OTHERS = [
+BLOCK_DRAFTS = [
+    (partial(sampled_speculator, 3, processed=True), "repetition_penalty"),
     (partial(sampled_speculator, 3), "top_p"),
-    (partial(draft_model, draft_confidence_threshold=0.3), "temperature"),
+    (partial(draft_model, draft_confidence_threshold=0.3), "repetition_penalty_and_top_p"),
 ]
 
 
-@pytest.mark.parametrize(("drafter", "processors"), [*SHORT, *in_full(*OTHERS)], ids=["processed", "chain", "ragged"])
+@pytest.mark.parametrize(("drafter", "processors"), [*in_full(*BLOCK_DRAFTS[1:]), BLOCK_DRAFTS[0]])
 def test_block_keeps_the_joint_distribution(drafter, processors):
     settings = SETTINGS[processors]
     counts, stats = sampled_counts(settings, drafter(**BLOCK))

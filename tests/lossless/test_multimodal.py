@@ -23,7 +23,6 @@ from tests.helpers.models import TINY, prompts, scripted_for
 SETTINGS = {"do_sample": False, "max_new_tokens": 16}
 TREE = (-1, -1, 0, 0, 1, 2, 5)
 IS_NEWEST = transformers.__version__.startswith(contract.NEWEST)
-newest = pytest.mark.skipif(not IS_NEWEST, reason="the types are those of the newest transformers")
 
 
 def check_equals_plain(model, inputs):
@@ -81,8 +80,8 @@ def test_second_turn_with_the_returned_cache():
         assert torch.equal(again, plain)
 
 
-@newest
 @full
+@pytest.mark.skipif(not IS_NEWEST, reason="the types are those of the newest transformers")
 def test_types_without_an_image_have_a_reason():
     assert sorted([*images.TYPES, *images.NOT_TRIED]) == sorted(with_images())
 

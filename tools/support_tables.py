@@ -13,8 +13,8 @@ from transformers.models.auto.modeling_auto import (
 
 from hf_specdec.method import built_in_methods
 from tests.helpers import architectures, encoder_decoders, images
+from tests.helpers.families import WITHOUT, WITHOUT_LAST
 from tests.helpers.methods import EVERYTHING, OTHER_CHECKPOINTS, exemption, settings_of
-from tests.lossless.test_families import WITHOUT, WITHOUT_LAST
 
 
 _LOSSLESS = Path(__file__).parents[1] / "tests" / "lossless"
@@ -22,7 +22,7 @@ _COMBINATIONS = "combinations"
 
 
 def features_table() -> str:
-    """Tests that take every row, in the groups of their files, with the methods they apply to; then why to no others."""
+    """Tests that take every row, in the groups of their files, with the methods they apply to, and why to no other."""
     columns = _rows_by_method()
     lines = ["| what is tested | with every setting of | with some settings of |", "|---|---|---|"]
     reasons: dict[str, list[str]] = {}

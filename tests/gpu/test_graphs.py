@@ -23,12 +23,12 @@ from hf_specdec.kernels.indexing import arange
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from tests.helpers.architectures import ALONE, CHAINS_ONLY, supported, tiny_model
 from tests.helpers.caches import CACHE
+from tests.helpers.families import TREE, Case
 from tests.helpers.levels import full, in_full, slow
 from tests.helpers.models import prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.helpers.sampled import sampled_speculator
 from tests.helpers.tape import TapeBackend, spoil_inputs, tape_everything
 from tests.helpers.threads import in_threads
-from tests.lossless.test_families import TREE, Case
 
 
 @pytest.fixture

@@ -20,72 +20,26 @@ from transformers.models.auto.modeling_auto import (
 # Taken over by every config that knows the name. Windows and chunks are shorter than prompt and text, heads are
 # grouped, and the weights are large enough that the best token leads clearly.
 COMMON = {
-    "vocab_size": 99,
-    "unpadded_vocab_size": 99,
-    "hidden_size": 64,
-    "d_model": 64,
-    "intermediate_size": 96,
-    "decoder_ffn_dim": 96,
-    "num_hidden_layers": 3,
-    "decoder_layers": 3,
-    "num_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.5,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "is_decoder": True,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "sliding_window": 8,
-    "attention_chunk_size": 8,
+    "vocab_size": 99, "unpadded_vocab_size": 99, "hidden_size": 64, "d_model": 64, "intermediate_size": 96,
+    "decoder_ffn_dim": 96, "num_hidden_layers": 3, "decoder_layers": 3, "num_attention_heads": 4,
+    "decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    "initializer_range": 0.5, "tie_word_embeddings": False, "use_cache": True, "is_decoder": True,
+    "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1, "sliding_window": 8, "attention_chunk_size": 8,
     # Mixture of experts
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
     # Compressed keys and values
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    "index_n_heads": 40,
-    "index_head_dim": 16,
-    "index_topk": 12,
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "index_n_heads": 40, "index_head_dim": 16, "index_topk": 12,
     # Recurrent states, in chunks shorter than the text
-    "linear_num_heads": 4,
-    "linear_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_d_ssm": 128,
-    "mamba_d_state": 16,
-    "mamba_chunk_size": 16,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "ssm_state_size": 16,
-    "n_groups": 2,
-    "chunk_size": 16,
+    "linear_num_heads": 4, "linear_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16,
+    "mamba_d_ssm": 128, "mamba_d_state": 16, "mamba_chunk_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16,
+    "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16,
     # Parts that read images, sound and video, whose output fits the text model
-    "depth": 1,
-    "embed_dim": 32,
-    "projector_hidden_size": 32,
-    "vision_hidden_size": 64,
-    "out_hidden_size": 64,
+    "depth": 1, "embed_dim": 32, "projector_hidden_size": 32, "vision_hidden_size": 64, "out_hidden_size": 64,
     "text_hidden_size": 64,
-}
+}  # fmt: skip
 
 # Rounding errors grow on the way through these models, or decide which experts or keys are taken.
 _SENSITIVE = {"initializer_range": 0.1}
@@ -104,10 +58,7 @@ _SLIDING_LATENT = {
     "swa_v_head_dim": 16,
 }
 # Types whose default has full attention only.
-_SLIDING = {
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "use_sliding_window": True,
-}
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "use_sliding_window": True}
 _SHARED_CACHE = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
@@ -117,6 +68,7 @@ _SHARED_CACHE = {
     "global_head_dim": 16,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 4]}
+_COMPASS = {**_SLIDING, "rope_parameters": {"full_attention": dict(_ROPE), "sliding_attention": dict(_ROPE)}}
 _MULTIMODAL_ROPE = {"text_config": {"rope_parameters": _ROPE}}
 _HALF_ROPE = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}}
 
@@ -124,6 +76,19 @@ _CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 
 # Values that a model type needs besides or in place of the common ones.
 SPECIAL = {
+    **dict.fromkeys(
+        "axk1 bailing_hybrid deepseek_v2 deepseek_v3 glm4_moe_lite kimi_linear minicpm3 sarvam_mla youtu".split(),
+        _LATENT,
+    ),
+    **dict.fromkeys("axk2 deepseek_v32 glm_moe_dsa".split(), _INDEXED),
+    **dict.fromkeys("blenderbot minimax_m3_vl_text opt whisper".split(), _CALM),
+    **dict.fromkeys("cosmos3_edge glm46v glm4v hunyuan_vl paddleocr_vl".split(), _MULTIMODAL_ROPE),
+    **dict.fromkeys("dots1 laguna mellum ministral qwen2 qwen2_moe qwen3 smollm3".split(), _SLIDING),
+    **dict.fromkeys("dots3_note_text".split(), _SLIDING_LATENT),
+    **dict.fromkeys("gemma3n_text gemma4_text gemma4_unified_text".split(), _SHARED_CACHE),
+    **dict.fromkeys("glm4v_moe glm_ocr glmga".split(), _HALF_ROPE),
+    **dict.fromkeys("hrm_text hy_v4".split(), _SENSITIVE),
+    **dict.fromkeys("lfm2".split(), _CONV),
     "apertus1p5": {
         "vision_config": {"codebook_size": 16},
         "audio_config": {"codebook_size": 16, "codebook_dim": 64},
@@ -132,67 +97,33 @@ SPECIAL = {
         "image_token_id": 98,
         "audio_token_id": 97,
     },
-    "axk1": _LATENT,
-    "axk2": _INDEXED,
-    "bailing_hybrid": _LATENT,
     "bamba": {"attn_layer_indices": [1]},
     "big_bird": {"attention_type": "original_full"},
-    "blenderbot": _CALM,
     "chameleon": {"vocabulary_map": {"<image>": 98}, "vq_config": {"base_channels": 32, "embed_dim": 256}},
     "codegen": {"rotary_dim": 8},
-    "cohere_compass": {
-        "text_config": {
-            **_SLIDING,
-            "rope_parameters": {"full_attention": dict(_ROPE), "sliding_attention": dict(_ROPE)},
-        }
-    },
-    "cohere_compass_text": {
-        **_SLIDING,
-        "rope_parameters": {"full_attention": dict(_ROPE), "sliding_attention": dict(_ROPE)},
-    },
-    "cosmos3_edge": _MULTIMODAL_ROPE,
+    "cohere_compass": {"text_config": _COMPASS},
+    "cohere_compass_text": _COMPASS,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse"]}},
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "deepseek_v32": _INDEXED,
-    "dots1": _SLIDING,
     "dots3_note": {
         "text_config": _SLIDING_LATENT,
         "vision_config": {"num_hidden_layers": 42, "adapter_in_dim": 64, "adapter_out_dim": 64},
         "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
     },
-    "dots3_note_text": _SLIDING_LATENT,
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [32, 32], "rope_parameters": _ROPE}},
-    "gemma3n_text": _SHARED_CACHE,
     "gemma4": {"text_config": _SHARED_CACHE},
-    "gemma4_text": _SHARED_CACHE,
     "gemma4_unified": {"text_config": _SHARED_CACHE},
-    "gemma4_unified_text": _SHARED_CACHE,
-    "glm46v": _MULTIMODAL_ROPE,
-    "glm4_moe_lite": _LATENT,
-    "glm4v": _MULTIMODAL_ROPE,
-    "glm4v_moe": _HALF_ROPE,
-    "glm_ocr": _HALF_ROPE,
-    "glmga": _HALF_ROPE,
-    "glm_moe_dsa": _INDEXED,
     "gpt_neo": {"num_layers": 3, "attention_types": [[["local", "global", "local"], 1]], "window_size": 8},
     "gptj": {"rotary_dim": 8},
     "granite4_vision": {"deepstack_layer_map": [[1, 0]], "downsample_rate": "1/2"},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "got_ocr2": {"text_config": _SLIDING},
-    "hrm_text": _SENSITIVE,
-    "hunyuan_vl": _MULTIMODAL_ROPE,
-    "hy_v4": _SENSITIVE,
     "hy_v4_vl": {"text_config": {**_SENSITIVE, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}},
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "janus": {"vq_config": {"base_channels": 32, "embed_dim": 8, "projection_dim": 64, "image_token_embed_dim": 64}},
-    "kimi_linear": _LATENT,
-    "laguna": _SLIDING,
-    "lfm2": _CONV,
     "lfm2_moe": {**_CONV, "num_dense_layers": 1},
     "longcat_flash": {
         **_LATENT,
@@ -203,49 +134,31 @@ SPECIAL = {
         "moe_topk": 2,
     },
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16},
-    "mellum": _SLIDING,
-    "minicpm3": _LATENT,
     "minimax": {"sliding_window": None},
-    "minimax_m3_vl_text": _CALM,
-    "ministral": _SLIDING,
     "mistral4": {"num_key_value_heads": 4},
     "mistral_large4": {"text_config": _INDEXED},
     "modernbert-decoder": {"local_attention": 16},
     "molmo2": {"adapter_config": {"vision_feature_layer": [2, 1]}},
     "muse_glimmer": {"vision_config": {"layer_types": ["window_attention", "full_attention", "full_attention"]}},
     "muse_spark": {
-        "audio_config": {
-            "num_hidden_layers": 2,
-            "patch_sizes": [16, 6],
-            "hidden_sizes": [32, 64],
-            "depths": [1, 1],
-        },
+        "audio_config": {"num_hidden_layers": 2, "patch_sizes": [16, 6], "hidden_sizes": [32, 64], "depths": [1, 1]}
     },
     "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "moe"]},
     "nemotron_h_omni": {
         "text_config": {"layers_block_type": ["linear_attention", "full_attention", "moe"]},
         "vision_config": {"video_temporal_patch_size": 2},
     },
-    "opt": _CALM,
-    "paddleocr_vl": _MULTIMODAL_ROPE,
-    "qwen2": _SLIDING,
     "qwen2_5_omni_thinker": {**_MULTIMODAL_ROPE, "vision_start_token_id": 97},
     "qwen2_5_vl": {"text_config": {**_SLIDING, "rope_parameters": _ROPE}},
-    "qwen2_moe": _SLIDING,
     "qwen2_vl": {"text_config": {**_SLIDING, "rope_parameters": _ROPE}},
-    "qwen3": _SLIDING,
     "qwen3_moe": {"use_sliding_window": True},
     "qwen3_omni_moe_thinker": {**_MULTIMODAL_ROPE, "vision_start_token_id": 97},
-    "sarvam_mla": _LATENT,
-    "smollm3": _SLIDING,
-    "whisper": _CALM,
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "attention_head_dim": 32},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]},
     # The sizes of its cache are multiples of 64.
     "xlstm": {"hidden_size": 128, "num_heads": 4, "chunk_size": 8},
     "xmod": {"default_language": "en_XX"},
-    "youtu": _LATENT,
 }
 
 # Other forms of a type that take another way through its code: (type, changes).
@@ -274,61 +187,24 @@ LAYERS = {
 }
 
 # Types with a recurrent state, most of them beside attention.
-RECURRENT = {
-    "bailing_hybrid",
-    "bamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "granitemoehybrid",
-    "inkling2_text",
-    "inkling_text",
-    "jamba",
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "lara_mini",
-    "lfm3",
-    "mamba",
-    "mamba2",
-    "minimax",
-    "nemotron_h",
-    "olmo_hybrid",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-    "recurrent_gemma",
-    "rwkv",
-    "xlstm",
-    "zamba",
-    "zamba2",
-    "zaya",
-}
+RECURRENT = set(
+    "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lfm2 "
+    "lfm2_moe lara_mini lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
+    "qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2 zaya".split()
+)
 
 # Types whose own generation mixes the rows of a batch, or loses the mask of padded ones.
 ALONE = {"minimax", "rwkv"}
 
 # Types that count slots, so that no tree can be verified.
-CHAINS_ONLY = {
-    "bloom",
-    "falcon-alibi",
-    "gpt_neo",
-    "inkling2_text",
-    "inkling_text",
-    "moss_transcribe_diarize",
-    "mpt",
-    "mpt-no_alibi",
-    "roformer",
-}
+CHAINS_ONLY = set(
+    "bloom falcon-alibi gpt_neo inkling2_text inkling_text moss_transcribe_diarize mpt mpt-no_alibi roformer".split()
+)
 
 _BLOCK_INDEX = {
-    "indexer_n_heads": 4,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 256,
-    "indexer_budget": 64,
-    "indexer_compress_ratio": 4,
-}
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256,
+    "indexer_budget": 64, "indexer_compress_ratio": 4,
+}  # fmt: skip
 _LOOPS = "runs layers in loops"
 _NO_CACHE = "keeps no key/value cache"
 

@@ -45,12 +45,13 @@ def no_drafts() -> Speculator:
     return Speculator(SpeculativeConfig(method="none"), NoDrafts, None)
 
 
+_SMALL = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+_SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.4}
+
+
 @lru_cache(maxsize=1)
 def small_model():
-    return tiny_llama(
-        seed=5, vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=0.4,
-    )  # fmt: skip
+    return tiny_llama(seed=5, **_SMALL)
 
 
 def exact_distribution(settings: dict, count: int = 3) -> torch.Tensor:
@@ -108,8 +109,5 @@ def scripted_rows(tree=None, accuracy=0.5):
 
 
 def draft_model(vocab_size: int = V, **options):
-    draft = tiny_llama(
-        seed=11, vocab_size=vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, initializer_range=0.4,
-    )  # fmt: skip
+    draft = tiny_llama(seed=11, **{**_SMALL, "vocab_size": vocab_size})
     return load_speculator(small_model(), draft_model=draft, num_speculative_tokens=3, **options)

@@ -19,20 +19,10 @@ from tests.helpers.architectures import build
 
 # Weights with which most of these write varied texts.
 _COMMON = {
-    "encoder_layers": 2,
-    "encoder_ffn_dim": 96,
-    "encoder_attention_heads": 4,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "d_kv": 16,
-    "d_ff": 96,
-    "num_heads": 4,
-    "init_std": 0.05,
-    "initializer_range": 0.05,
-    "initializer_factor": 5.0,
-    "is_decoder": False,
-    "is_encoder_decoder": True,
-}
+    "encoder_layers": 2, "encoder_ffn_dim": 96, "encoder_attention_heads": 4, "num_layers": 2,
+    "num_decoder_layers": 2, "d_kv": 16, "d_ff": 96, "num_heads": 4, "init_std": 0.05, "initializer_range": 0.05,
+    "initializer_factor": 5.0, "is_decoder": False, "is_encoder_decoder": True,
+}  # fmt: skip
 
 # Values that a type needs besides or in place of these.
 SPECIAL = {
@@ -58,12 +48,8 @@ CHAINS_ONLY = {"bert2bert", "bert2gpt2"}
 
 ROWS = 4
 _BERT = {
-    "vocab_size": 99,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+    "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
 _WAVES = {"conv_dim": (32, 32), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
 _WAVES |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
 _BART = {"vocab_size": 99, "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
@@ -122,7 +108,7 @@ def _speech(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 
 def _moonshine() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    heads = {f"{part}_num_{kind}": 4 for part in ("encoder", "decoder") for kind in ("attention_heads",)}
+    heads = {"encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4}
     heads |= {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 2}
     layers = {"encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2}
     config = hf.MoonshineConfig(
@@ -245,3 +231,46 @@ def changed(model, share: float) -> torch.nn.Module:
             if weight.dim() > 1:
                 weight.add_(share * weight.std() * torch.randn_like(weight))
     return other
+
+
+class CopySource:
+    """A processor that lets a model write its source, a row of tokens."""
+
+    def __init__(self, source: torch.LongTensor):
+        self.source = source
+
+    def __call__(self, input_ids, scores):
+        scores[:, self.source[input_ids.shape[1] - 1]] += 1e4
+        return scores
+
+
+# Settings that read the source, force tokens, and end rows apart.
+SETTINGS = {
+    "ends": {"eos_token_id": [7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47], "no_repeat_ngram_size": 2},
+    "forced": {"forced_bos_token_id": 5, "forced_eos_token_id": 2, "no_repeat_ngram_size": 3},
+    "source": {"encoder_no_repeat_ngram_size": 1, "encoder_repetition_penalty": 1.5, "repetition_penalty": 1.3},
+}
+
+# Three tokens, at a temperature at which models of random weights have a choice.
+THREE = (5, 6, 7)
+
+
+def sampling_of_three(model, temperature: float) -> dict:
+    suppressed = [token for token in range(model.config.vocab_size) if token not in THREE]
+    return {"do_sample": True, "max_new_tokens": 4, "suppress_tokens": suppressed, "temperature": temperature}
+
+
+def probabilities_of_three(model, source: dict, temperature: float) -> dict[tuple[int, ...], float]:
+    """Of all texts of three tokens out of three."""
+    encoded, probs = model.get_encoder()(**source), {(): 1.0}
+    for _ in range(3):
+        texts = torch.tensor([[model.generation_config.decoder_start_token_id, *path] for path in probs])
+        states = encoded.last_hidden_state.expand(len(texts), -1, -1)
+        mask = source["attention_mask"].expand(len(texts), -1)
+        with torch.no_grad():
+            logits = model(encoder_outputs=(states,), attention_mask=mask, decoder_input_ids=texts).logits[:, -1]
+        nexts = (logits[:, THREE].double() / temperature).softmax(-1).tolist()
+        probs = {
+            (*path, token): probs[path] * p for path, row in zip(list(probs), nexts) for token, p in zip(THREE, row)
+        }
+    return probs

@@ -7,6 +7,7 @@ with the size of the grid they form.
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 
 import torch
 from transformers import AutoModelForImageTextToText
@@ -42,31 +43,21 @@ TYPES = (
 _PATCHES = "patches in a form of their own"
 _BESIDE = "sizes or masks beside an image"
 NOT_TRIED = {
+    **dict.fromkeys(
+        (
+            "deepseek_ocr2 hunyuan_vl hy_v4_vl inkling2 inkling_mm_model kimi_k25 kosmos-2.5 lfm2_vl molmo2 "
+            "muse_glimmer muse_spark nemotron_h_omni paddleocr_vl"
+        ).split(),
+        _PATCHES,
+    ),
+    **dict.fromkeys(
+        "granite4_vision granite_docling minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3 mistral_large4".split(), _BESIDE
+    ),
     "apertus1p5": "images as tokens of the vocabulary",
     "aya_vision": "another number of patches",
     "chameleon": "images as tokens of the vocabulary",
-    "deepseek_ocr2": _PATCHES,
     "deepseek_vl_hybrid": "an image in two sizes",
-    "granite4_vision": _BESIDE,
-    "granite_docling": _BESIDE,
-    "hunyuan_vl": _PATCHES,
-    "hy_v4_vl": _PATCHES,
-    "inkling2": _PATCHES,
-    "inkling_mm_model": _PATCHES,
-    "kimi_k25": _PATCHES,
-    "kosmos-2.5": _PATCHES,
-    "lfm2_vl": _PATCHES,
-    "minicpm_ocr": _BESIDE,
-    "minicpmv4_6": _BESIDE,
-    "minicpmv4_7": _BESIDE,
-    "mistral3": _BESIDE,
     "mistral4": "no image tower by itself",
-    "mistral_large4": _BESIDE,
-    "molmo2": _PATCHES,
-    "muse_glimmer": _PATCHES,
-    "muse_spark": _PATCHES,
-    "nemotron_h_omni": _PATCHES,
-    "paddleocr_vl": _PATCHES,
     "shieldgemma2": "an image that changes the text of a model as small",
 }
 
@@ -75,6 +66,9 @@ _SEVERAL = {"idefics2": 1, "idefics3": 1, "smolvlm": 1, "llava_next": 2, "llava_
 
 # Values that reading such small images needs.
 _SPECIAL = {
+    "gemma3": {"mm_tokens_per_image": 4},
+    # The states of the image come once more after the text model's first layer.
+    "qwen3_vl": {"vision_config": {"deepstack_visual_indexes": [0]}},
     "aria": {"projector_patch_to_query_dict": {_GRID**2: 4}},
     "llava_next": {"image_grid_pinpoints": [[56, 56]]},
     "llava_next_video": {"image_grid_pinpoints": [[56, 56]]},
@@ -87,8 +81,11 @@ _SPECIAL = {
 # Types whose own generate() reads the image, and passes all else on to that of their language model.
 BY_LANGUAGE_MODEL = ("blip-2", "instructblip", "instructblipvideo")
 
-# Gemma 3, whose image tokens see each other, is made by hand in test_multimodal.py.
-TESTED = sorted([*TYPES, *BY_LANGUAGE_MODEL, "gemma3"])
+# Multimodal rotary positions, some with windows or with states that come again between layers; positions like those of
+# text; and image tokens that see each other.
+MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "gemma3"]
+
+TESTED = sorted({*TYPES, *BY_LANGUAGE_MODEL, *MODELS})
 
 # Types that are refused when their language model gets the image: what the error says.
 REFUSED = {"blip": "reads `encoder_hidden_states`"}
@@ -125,11 +122,27 @@ def model_around_language_model(name: str) -> tuple[torch.nn.Module, dict[str, t
     return model, {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
 
 
-def image_model(name: str) -> torch.nn.Module:
-    """A model of `with_images()` whose image tokens are in its vocabulary."""
+@lru_cache
+def text_model(name: str) -> torch.nn.Module:
+    """A model of `with_images()` that counts positions itself, with weights that let positions count."""
+    is_kosmos = name == "kosmos-2.5"
+    model = tiny_model(name, **({"text_config": {"pad_token_id": 1}} if is_kosmos else {}))
+    if is_kosmos:
+        # Otherwise a token's own embedding drowns its position.
+        generator = torch.Generator().manual_seed(3)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0, 0.3, generator=generator)
+    return model
+
+
+@lru_cache(maxsize=8)
+def build(name: str) -> torch.nn.Module:
+    """A model of `TYPES` or `MODELS` whose image tokens are in its vocabulary."""
     default = CONFIG_MAPPING[name]()
     changes = {key: value for key, value in _TOKENS.items() if hasattr(default, key)} | _SPECIAL.get(name, {})
     vision, own = getattr(default, "vision_config", None), SPECIAL.get(name, {}).get("vision_config", {})
+    own = {**own, **changes.get("vision_config", {})}
     size = getattr(vision, "image_size", None)
     patch = getattr(vision, "patch_size", None)
     if isinstance(size, int):
@@ -141,12 +154,19 @@ def image_model(name: str) -> torch.nn.Module:
     if own:
         changes["vision_config"] = own
     model = tiny_model(name, **changes)
+    # Gemma 3's projection of images begins as zeros.
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 
 
-def image_inputs(model: torch.nn.Module, batch_size: int) -> dict[str, torch.Tensor]:
-    """Left-padded prompts of text, an image and text."""
+def image_inputs(
+    name: str, batch_size: int = 1, grid: tuple[int, int] = (_GRID, _GRID), after: int = 5
+) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of text, an image of so many patches, where the type has a choice, and text."""
+    model = build(name)
     draw = torch.Generator().manual_seed(3)
     vision, read = model.config.vision_config, set(inspect.signature(model.forward).parameters)
     features = inspect.signature(model.model.get_image_features).parameters
@@ -155,11 +175,11 @@ def image_inputs(model: torch.nn.Module, batch_size: int) -> dict[str, torch.Ten
         merge = getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_size", 1)
         channels, frames = getattr(vision, "in_channels", 3), getattr(vision, "temporal_patch_size", 1)
         columns = channels * frames * vision.patch_size**2
-        inputs["pixel_values"] = torch.randn(batch_size * _GRID**2, columns, generator=draw)
-        inputs["image_grid_thw"] = torch.tensor([[1, _GRID, _GRID]] * batch_size)
+        inputs["pixel_values"] = torch.randn(batch_size * grid[0] * grid[1], columns, generator=draw)
+        inputs["image_grid_thw"] = torch.tensor([[1, *grid]] * batch_size)
         if "image_merge_sizes" in features:
             inputs["image_merge_sizes"] = torch.tensor([merge] * batch_size)
-        count = _GRID**2 // merge**2
+        count = grid[0] * grid[1] // merge**2
     else:
         size = vision.image_size
         height, width = (size, size) if isinstance(size, int) else size
@@ -176,7 +196,8 @@ def image_inputs(model: torch.nn.Module, batch_size: int) -> dict[str, torch.Ten
     rows = []
     for row in range(batch_size):
         text = torch.randint(3, VIDEO, (8 + row,), generator=draw).tolist()
-        rows.append([*text[5:], VISION_START, *[IMAGE] * count, VISION_END, *text[:5]])
+        end = [VISION_END, *text[:after]] if after else []
+        rows.append([*text[after:], VISION_START, *[IMAGE] * count, *end])
     width = max(map(len, rows))
     inputs["input_ids"] = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     inputs["attention_mask"] = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])

@@ -8,11 +8,7 @@ import pytest
 
 
 def every_pair(**values) -> pytest.MarkDecorator:
-    """Gives a test few combinations of its parameters, among which every pair of values occurs.
-
-    Args:
-        values: The values of each parameter, or a dict of them by their ids.
-    """
+    """Few combinations of parameters, with every pair of their values, which are lists, or dicts by their ids."""
     lists = [
         list(options.items()) if isinstance(options, dict) else [(str(option), option) for option in options]
         for options in values.values()

@@ -1,7 +1,5 @@
-"""A drafter for tests that draws its drafts from a distribution unlike the target's, and hands it over.
-
-With it rejection sampling runs inside the loop: over chains, and over trees whose siblings are drawn without
-replacement.
+"""A drafter for tests that draws chains, or trees whose siblings are drawn without replacement, and hands over its
+distribution, which is unlike the target's.
 """
 
 from __future__ import annotations

@@ -31,12 +31,11 @@ class Script:
     """Tokens to propose.
 
     Args:
-        texts (`list[list[int]]`): For each row of the call its prompt and what follows, without padding.
-        vocab_size (`int`): Wrong tokens are drawn below it.
-        accuracy (`float`): Probability that a draft token is the right one.
-        seed (`int`): Of everything random here.
-        tree (`tuple[int, ...]`, *optional*): Parents of the draft nodes, -1 for the anchor; `None` drafts chains. The
-            right tokens lie on a branch chosen anew in every cycle. `"random"` draws other parents for every row.
+        texts: For each row of the call its prompt and what follows, without padding.
+        vocab_size: Wrong tokens are drawn below it.
+        accuracy: Probability that a draft token is the right one.
+        tree: Parents of the draft nodes, -1 for the anchor; `None` drafts chains, and `"random"` draws other parents
+            for every row. The right tokens lie on a branch chosen anew in every cycle.
     """
 
     texts: list[list[int]]
@@ -124,15 +123,7 @@ class ScriptedCandidateGenerator(CandidateGenerator):
 def scripted_speculator(
     outputs: torch.LongTensor, starts: list[int], vocab_size: int, num_speculative_tokens: int = 5, **options
 ) -> Speculator:
-    """A speculator for `generate(assistant=...)` that drafts from plain generation's output.
-
-    Args:
-        outputs (`torch.LongTensor` of shape `(B, L)`): What plain `generate()` returned, left padding included.
-        starts (`list[int]`): Each row's first real token.
-        vocab_size (`int`): Wrong tokens are drawn below it.
-        num_speculative_tokens (`int`): Depth of the drafts.
-        options: Further fields of [`Script`].
-    """
+    """Drafts from `outputs` of plain `generate()`, whose rows begin at `starts`; options are those of [`Script`]."""
     texts = [row[start:] for row, start in zip(outputs.tolist(), starts)]
     config = SpeculativeConfig(method="scripted", num_speculative_tokens=num_speculative_tokens)
     return Speculator(config, ScriptedCandidateGenerator, Script(texts, vocab_size, **options))

@@ -9,16 +9,8 @@ from scipy import stats
 def chi_square_pvalue(observed_counts, expected_probs, min_expected: float = 5.0) -> float:
     """Probability of a deviation at least as large as the observed one, if the counts follow the distribution.
 
-    Cells that expect fewer than `min_expected` counts are pooled into one (Cochran's rule).
-    A count in a cell of probability 0 is impossible: the p-value is 0.
-
-    Args:
-        observed_counts (array of any shape): How often each outcome was seen.
-        expected_probs (array of the same shape): Its exact probability; normalised here.
-        min_expected (`float`, *optional*, defaults to 5): Smallest expected count of a cell.
-
-    Returns:
-        `float`: The p-value. Tests with fixed seeds compare it with about 1e-3.
+    Cells that expect fewer than `min_expected` counts are pooled into one (Cochran's rule). A count in a cell of
+    probability 0 is impossible: the p-value is 0. Tests with fixed seeds compare it with about 1e-3.
     """
     observed = np.asarray(observed_counts, dtype=np.float64).ravel()
     probs = np.asarray(expected_probs, dtype=np.float64).ravel()

@@ -1,39 +1,48 @@
-"""Sampling: the text depends on the seed alone, and has the target's exact distribution.
+"""Sampling: the text depends on the seed alone, and has the target's exact distribution; and other acceptance rules.
 
 The distribution of the first tokens is enumerated with the target and transformers' own processors, and compared by
-chi-square with the texts of many rows of one prompt. Seeds are fixed, so the p-values are too.
+chi-square with the texts of many rows of one prompt. Seeds are fixed, so the p-values are too. The definitions of
+acceptance rules are tested in tests/loop/test_block_rules.py.
 """
 
+import json
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StoppingCriteria
 
-from hf_specdec import SpecDecError, record
-from hf_specdec.kernels.acceptance import Acceptance
+from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, Speculator, generate_many, record
 from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.logits import rules, verifier
+from hf_specdec.logits.randomness import RowUniforms
+from hf_specdec.logits.rules import acceptance_rule
 from hf_specdec.logits.verifier import take_nodes
+from hf_specdec.metrics import SpecDecodingStats
+from tests.helpers.architectures import tiny_model
 from tests.helpers.distribution import (
     NUM_ROWS,
     P_VALUE,
-    PROMPT,
     SAMPLING,
     SETTINGS,
     V,
+    draft_model,
     exact_distribution,
     no_drafts,
     sample,
     sampled_counts,
     scripted_rows,
-    small_model,
 )
-from tests.helpers.models import VOCAB_SIZE, prompts, scripted_for
-from tests.helpers.pairs import every_pair
+from tests.helpers.levels import full, in_full
+from tests.helpers.models import VOCAB_SIZE, nothing_runs, prompts, scripted_for, tiny_llama
 from tests.helpers.sampled import sampled_speculator
 from tests.helpers.statistics import chi_square_pvalue
+
+
+P_WRONG = 1e-6
+TREE = (-1, -1, 0, 0, 2, 2, 4)
+# Without effect, but every position must be shown to it.
+WALK = {"no_repeat_ngram_size": 30}
 
 
 @pytest.fixture(scope="module")
@@ -47,85 +56,53 @@ def text(model, inputs):
     return sample(model, inputs, assistant=no_drafts())
 
 
-class TestOneSeedOneText:
-    """Sampled tokens are the same whatever is drafted, and whoever shares the batch."""
+# One seed, one text: whatever is drafted, and whoever shares the batch
 
-    @every_pair(
-        k=[1, 2, 5, 8],
-        tree={"chain": None, "tree": (-1, -1, 0, 0, 1, 3, 3), "ragged_tree": "random"},
-        accuracy=[0.0, 0.5, 0.9],
-    )
-    def test_every_draft(self, model, inputs, text, k, tree, accuracy):
-        with record() as made:
-            ours = sample(
-                model, inputs, assistant=scripted_for(text, inputs, k=k, accuracy=accuracy, tree=tree, seed=3)
-            )
-        assert torch.equal(ours, text)
-        assert accuracy < 0.9 or made.calls[0].stats.num_accepted_tokens > 10
 
-    @pytest.mark.parametrize(
-        "walk", [{"no_repeat_ngram_size": 30}, {"logits_processor": [lambda input_ids, scores: scores]}]
-    )
-    def test_both_ways_of_verification_agree(self, model, inputs, text, walk):
-        """Processors without effect that must be shown every position."""
-        for tree in (None, "random"):
-            speculator = scripted_for(text, inputs, accuracy=0.9, tree=tree)
-            assert torch.equal(sample(model, inputs, assistant=speculator, **walk), text)
+def test_text_is_the_same_for_every_draft(model, inputs, text):
+    for number, k in enumerate((1, 2, 5, 8)):
+        for tree in (None, TREE, "random"):
+            accuracy = (0.0, 0.5, 0.9)[(number + bool(tree)) % 3]
+            speculator = scripted_for(text, inputs, k=k, accuracy=accuracy, tree=tree, seed=3)
+            for walk in ({}, WALK, {"logits_processor": [lambda input_ids, scores: scores]}):
+                with record() as made:
+                    assert torch.equal(sample(model, inputs, assistant=speculator, **walk), text)
+                assert accuracy < 0.9 or made.calls[0].stats.num_accepted_tokens > 10
 
-    @pytest.mark.parametrize(
-        "warper",
-        [
-            {"min_p": 0.05},
-            {"typical_p": 0.7},
-            {"epsilon_cutoff": 0.02},
-            {"eta_cutoff": 0.05},
-            {"top_h": 0.5},
-            {"suppress_tokens": [3, 9]},
-            {"renormalize_logits": True, "top_p": 0.6},
-        ],
-        ids=lambda warper: next(iter(warper)),
-    )
-    def test_every_warper_both_ways(self, model, inputs, warper):
+
+@full
+def test_text_is_the_same_for_every_warper(model, inputs):
+    for warper in (
+        {"min_p": 0.05},
+        {"typical_p": 0.7},
+        {"epsilon_cutoff": 0.02},
+        {"eta_cutoff": 0.05},
+        {"top_h": 0.5},
+        {"suppress_tokens": [3, 9]},
+        {"renormalize_logits": True, "top_p": 0.6},
+    ):
         settings = {"top_k": 0, "temperature": 1.0, **warper}
         alone = sample(model, inputs, assistant=no_drafts(), **settings)
         speculator = scripted_for(alone, inputs, accuracy=0.9, tree="random")
-        assert torch.equal(sample(model, inputs, assistant=speculator, **settings), alone)
-        walked = sample(model, inputs, assistant=speculator, **settings, no_repeat_ngram_size=30)
-        assert torch.equal(walked, alone)
+        for walk in ({}, WALK):
+            assert torch.equal(sample(model, inputs, assistant=speculator, **settings, **walk), alone)
 
-    @pytest.mark.parametrize("accuracy", [None, 0.8])
-    def test_batch_composition(self, model, inputs, text, accuracy):
-        start = 2
-        alone = {name: value[:1, start:] for name, value in inputs.items()}
-        speculator = no_drafts() if accuracy is None else scripted_for(text[:1, start:], alone, accuracy=accuracy)
-        assert torch.equal(sample(model, alone, assistant=speculator), text[:1, start:])
-        padded = {name: torch.nn.functional.pad(value[:2], (5, 0)) for name, value in inputs.items()}
-        assert torch.equal(sample(model, padded, spec_method="ngram")[:, 5:], text[:2])
 
-    @pytest.mark.parametrize("walk", [{}, {"no_repeat_ngram_size": 30}], ids=["at_once", "walk"])
-    @pytest.mark.parametrize("widths", [(1, 1, 1, 1), (2, 2, 1)])
-    def test_sampled_drafts_repeat_with_the_seed(self, model, inputs, widths, walk):
-        first = sample(model, inputs, assistant=sampled_speculator(4, widths=widths))
-        again = sample(model, inputs, assistant=sampled_speculator(4, widths=widths), **walk)
-        assert torch.equal(first, again)
-
-    def test_rows_that_end_apart(self, model, inputs, text):
-        eos = [int(text[0, 10]), int(text[1, 14]), int(text[2, 12])]
-        alone = sample(model, inputs, eos_token_id=eos, assistant=no_drafts())
-        for tree in (None, "random"):
-            speculator = scripted_for(text, inputs, accuracy=0.9, tree=tree)
-            assert torch.equal(sample(model, inputs, eos_token_id=eos, assistant=speculator), alone)
-        for row in range(3):
-            end = next(i for i, token in enumerate(text[row, 7:].tolist()) if token in eos)
-            assert torch.equal(alone[row, : 7 + end + 1], text[row, : 7 + end + 1])
-
-    def test_seeds_matter(self, model, inputs, text):
-        texts = [sample(model, inputs, seed=seed, spec_method="ngram") for seed in range(5)]
-        assert len({tuple(text.flatten().tolist()) for text in texts}) == 5
-        torch.manual_seed(0)
-        calls = [model.generate(**inputs, **SAMPLING, spec_method="ngram") for _ in range(2)]
-        assert torch.equal(calls[0], text)
-        assert not torch.equal(calls[0], calls[1])
+def test_text_is_the_same_in_every_batch(model, inputs, text):
+    alone = {name: value[:1, 2:] for name, value in inputs.items()}
+    for speculator in (no_drafts(), scripted_for(text[:1, 2:], alone, accuracy=0.8)):
+        assert torch.equal(sample(model, alone, assistant=speculator), text[:1, 2:])
+    padded = {name: torch.nn.functional.pad(value[:2], (5, 0)) for name, value in inputs.items()}
+    assert torch.equal(sample(model, padded, spec_method="ngram")[:, 5:], text[:2])
+    # Rows that end apart.
+    eos = [int(text[0, 10]), int(text[1, 14]), int(text[2, 12])]
+    ended = sample(model, inputs, eos_token_id=eos, assistant=no_drafts())
+    for tree in (None, "random"):
+        speculator = scripted_for(text, inputs, accuracy=0.9, tree=tree)
+        assert torch.equal(sample(model, inputs, eos_token_id=eos, assistant=speculator), ended)
+    for row in range(3):
+        end = next(i for i, token in enumerate(text[row, 7:].tolist()) if token in eos)
+        assert torch.equal(ended[row, : 7 + end + 1], text[row, : 7 + end + 1])
 
 
 class Nothing(LogitsProcessor):
@@ -135,13 +112,42 @@ class Nothing(LogitsProcessor):
         return scores if input_ids.shape[1] < 12 else torch.full_like(scores, float("-inf"))
 
 
+@full
 def test_no_token_is_left(model, inputs, text):
-    walk = {"logits_processor": [Nothing()]}
     for speculator in (no_drafts(), scripted_for(text, inputs), sampled_speculator()):
-        with pytest.raises(SpecDecError, match="no token to draw"):
-            sample(model, inputs, assistant=speculator, **walk)
-        with pytest.raises(SpecDecError, match="no token to draw"):
-            sample(model, inputs, assistant=speculator, suppress_tokens=list(range(VOCAB_SIZE)))
+        for settings in ({"logits_processor": [Nothing()]}, {"suppress_tokens": list(range(VOCAB_SIZE))}):
+            with pytest.raises(SpecDecError, match="no token to draw"):
+                sample(model, inputs, assistant=speculator, **settings)
+
+
+WAYS = {
+    "greedy": {"do_sample": False},
+    "greedy, suppressed tokens": {"do_sample": False, "suppress_tokens": [3, 5]},
+    "sampled": {"top_k": 0},
+    "warped": {"top_k": 40, "top_p": 0.8},
+}
+
+
+@pytest.mark.parametrize("name", ["warped", *in_full(*list(WAYS)[:3])])
+def test_judging_along_the_path_alone(model, inputs, name, monkeypatch):
+    """Verdicts off the path have no say: a text is the same without them."""
+    plain = sample(model, inputs, assistant=no_drafts(), **WAYS[name])
+    walks, run, accepted = [], verifier._Walk.run, []
+    monkeypatch.setattr(verifier._Walk, "run", lambda walk: walks.append(walk) or run(walk))
+    for scores_of_a_step in (0, 10**12):
+        monkeypatch.setattr(verifier, "_SCORES_OF_A_STEP", scores_of_a_step)
+        monkeypatch.setattr(verifier, "_PROCESSED_OF_A_STEP", scores_of_a_step)
+        speculator = scripted_for(plain, inputs, accuracy=0.7, tree=TREE, seed=3)
+        with record() as made:
+            assert torch.equal(sample(model, inputs, assistant=speculator, **WAYS[name]), plain)
+        accepted.append(made.calls[0].stats.num_accepted_tokens)
+        # No step is cheap enough for the second one.
+        assert bool(walks) == (scores_of_a_step == 0)
+        walks.clear()
+    assert accepted[0] == accepted[1] > 10
+
+
+# Exact distributions
 
 
 class Shift(LogitsProcessor):
@@ -151,7 +157,7 @@ class Shift(LogitsProcessor):
         return scores + 0.7 * (torch.arange(V) == (input_ids[:, -1:] + 1) % V)
 
 
-# Chosen drafts leave the text of a seed as it is (`TestOneSeedOneText`), so that few of them are compared here.
+# Chosen drafts leave the text of a seed as it is, so that few of them are compared here.
 DRAFTERS = {
     "no_drafts": no_drafts,
     "one_hot_chain": scripted_rows,
@@ -161,177 +167,281 @@ DRAFTERS = {
     "sampled_tree": lambda: sampled_speculator(3, widths=(3, 2)),
     "sampled_tree_processed": lambda: sampled_speculator(3, widths=(2, 2, 1), processed=True),
 }
-
-
 # Settings that are judged at once, and settings that read tokens, for which paths are walked.
 AT_ONCE, WALKED = list(SETTINGS)[:4], list(SETTINGS)[4:]
+EVERY = {**SETTINGS, "unknown_processor": {"top_k": 0, "logits_processor": [Shift()]}}
+SHORT = [("no_drafts", "top_p"), ("sampled_chain", WALKED[1]), ("sampled_tree", "top_k")]
+SHORT += [("one_hot_tree", "unknown_processor")]
+PAIRS = [(drafter, some[number % len(some)]) for number, drafter in enumerate(DRAFTERS) for some in (AT_ONCE, WALKED)]
+PAIRS += [(drafter, "unknown_processor") for drafter in ("sampled_chain", "sampled_tree")]
 
 
-class TestExactDistribution:
-    @pytest.mark.parametrize(
-        ("drafter", "setting"),
-        [(drafter, some[number % len(some)]) for number, drafter in enumerate(DRAFTERS) for some in (AT_ONCE, WALKED)],
+@pytest.mark.parametrize(("drafter", "setting"), [*SHORT, *in_full(*(pair for pair in PAIRS if pair not in SHORT))])
+def test_joint_distribution(drafter, setting):
+    counts, stats = sampled_counts(EVERY[setting], DRAFTERS[drafter]())
+    assert chi_square_pvalue(counts, exact_distribution(EVERY[setting])) > P_VALUE
+    assert drafter == "no_drafts" or stats.num_accepted_tokens > 0.1 * NUM_ROWS
+
+
+@pytest.mark.parametrize(("widths", "walk"), [((3, 2), {}), *in_full(((1, 1, 1), {}), ((3, 2), WALK))])
+def test_drafts_that_lie_about_their_distribution_are_noticed(widths, walk):
+    settings = {**SETTINGS["plain"], **walk}
+    counts, _ = sampled_counts(settings, sampled_speculator(3, widths=widths, claim="uniform"))
+    assert chi_square_pvalue(counts, exact_distribution(settings)) < P_WRONG
+
+
+@pytest.mark.parametrize("name", ["one_hot_tree", *in_full("one_hot_chain")])
+def test_a_new_draw_where_the_path_ends_is_noticed(name, monkeypatch):
+    """The token after the path must be the draw that led out of the tree, not another one."""
+
+    def judge(rule, draft, scores, rows, positions):
+        accepted = right_judge(rule, draft, scores, rows, positions)
+        last = accepted.num_accepted[:, None]
+        probs = take_nodes(scores.softmax(-1), accepted.path.gather(1, last))
+        accepted.tokens.scatter_(1, last, sample_from_probs(probs, torch.rand(last.shape, generator=generator)))
+        return accepted
+
+    right_judge = rules.StandardRule.judge
+    generator = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(rules.StandardRule, "judge", judge)
+    wrong, _ = sampled_counts(SETTINGS["plain"], DRAFTERS[name]())
+    assert chi_square_pvalue(wrong, exact_distribution(SETTINGS["plain"])) < P_WRONG
+
+
+# Other acceptance rules
+
+BLOCK = {"rejection_sample_method": "block"}
+TYPICAL = {"rejection_sample_method": "typical"}
+SHAPES = (None, TREE, "random")
+
+
+def synthetic(length=None, **settings):
+    length = {} if length is None else {"synthetic_acceptance_length": length}
+    return {"rejection_sample_method": "synthetic", **length, **settings}
+
+
+RULES = {"block": BLOCK, "typical": TYPICAL, "synthetic": synthetic(3)}
+
+
+def with_rule(speculator: Speculator, **settings) -> Speculator:
+    """The speculator under another acceptance rule."""
+    config = SpeculativeConfig.resolve(speculator.config, **settings)
+    return Speculator(config, speculator.generator_class, speculator.resources)
+
+
+@pytest.fixture(scope="module")
+def greedy_text(model, inputs):
+    return model.generate(**inputs, max_new_tokens=40, do_sample=False)
+
+
+# In the last one rows draft chains of different lengths, each ended by a token of its own.
+BLOCK_DRAFTS = [
+    (partial(sampled_speculator, 3, processed=True), "repetition_penalty"),
+    (partial(sampled_speculator, 3), "top_p"),
+    (partial(draft_model, draft_confidence_threshold=0.3), "repetition_penalty_and_top_p"),
+]
+
+
+@pytest.mark.parametrize(("drafter", "processors"), [*in_full(*BLOCK_DRAFTS[1:]), BLOCK_DRAFTS[0]])
+def test_block_keeps_the_joint_distribution(drafter, processors):
+    settings = SETTINGS[processors]
+    counts, stats = sampled_counts(settings, drafter(**BLOCK))
+    assert chi_square_pvalue(counts, exact_distribution(settings)) > P_VALUE
+    assert stats.rejection_sample_method == "block"
+    assert stats.num_accepted_tokens > 200
+
+
+def test_block_judges_chosen_drafts_and_trees_as_standard(model, inputs, text):
+    """Processors that read tokens judge so too: they see every node here, and the accepted path alone there."""
+    settings = {"eos_token_id": [5, 9], "return_dict_in_generate": True, "output_scores": True}
+    for walk in ({}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 9}):
+        for tree in SHAPES:
+            speculator = scripted_for(text, inputs, accuracy=0.9, tree=tree)
+            standard = sample(model, inputs, assistant=speculator, **settings, **walk)
+            block = sample(model, inputs, assistant=with_rule(speculator, **BLOCK), **settings, **walk)
+            assert torch.equal(block.sequences, standard.sequences)
+            assert block.speculative.num_accepted_tokens == standard.speculative.num_accepted_tokens > 5
+            for ours, theirs in zip(block.scores, standard.scores, strict=True):
+                assert torch.allclose(ours, theirs, atol=1e-4)
+    drawn = sample(model, inputs, assistant=sampled_speculator(widths=(2, 1), **BLOCK))
+    assert torch.equal(drawn, sample(model, inputs, assistant=sampled_speculator(widths=(2, 1))))
+    # Its texts repeat with the seed, and without a row's neighbours.
+    speculator = sampled_speculator(4, widths=(1, 1, 1, 1), **BLOCK)
+    first, together = (
+        {name: value[:1, 2:] for name, value in inputs.items()},
+        sample(model, inputs, assistant=speculator),
     )
-    def test_joint_distribution(self, drafter, setting):
-        counts, stats = sampled_counts(SETTINGS[setting], DRAFTERS[drafter]())
-        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[setting])) > P_VALUE
-        assert drafter == "no_drafts" or stats.num_accepted_tokens > 0.1 * NUM_ROWS
+    assert torch.equal(sample(model, inputs, assistant=speculator), together)
+    assert torch.equal(sample(model, first, assistant=speculator), together[:1, 2:])
+    # The rule can be combined with processors that must see one position after the other.
+    call = {**inputs, **SAMPLING, "logits_processor": [lambda input_ids, scores: scores]}
+    output = model.generate(**call, speculative={"method": "ngram", **BLOCK}, return_dict_in_generate=True)
+    assert output.speculative.rejection_sample_method == "standard"
 
-    @pytest.mark.parametrize("name", ["one_hot_tree", "sampled_chain", "sampled_tree"])
-    def test_unknown_processor(self, name):
-        settings = {"top_k": 0, "logits_processor": [Shift()]}
-        counts, _ = sampled_counts(settings, DRAFTERS[name]())
-        assert chi_square_pvalue(counts, exact_distribution(settings)) > P_VALUE
 
-    @pytest.mark.parametrize("name", ["one_hot_tree", "sampled_chain", "sampled_tree_processed"])
-    def test_walk_without_effect(self, name):
-        """The path that walks, under settings which the other path handles: the very same texts."""
-        walk = {**SETTINGS["top_k"], "no_repeat_ngram_size": 30}
-        counts, at_once = (
-            sampled_counts(settings, DRAFTERS[name](), num_rows=300)[0] for settings in (walk, SETTINGS["top_k"])
+# Typical acceptance
+
+
+@full
+def test_typical_draws_nothing_and_is_standard_for_greedy_targets(model, inputs, greedy_text):
+    counts, stats = sampled_counts(SETTINGS["plain"], with_rule(scripted_rows(), **TYPICAL), num_rows=500)
+    assert chi_square_pvalue(counts, exact_distribution(SETTINGS["plain"])) < 1e-6
+    assert not stats.is_lossless
+    for tree in (None, TREE):
+        speculator = with_rule(scripted_for(greedy_text, inputs, tree=tree), **TYPICAL)
+        assert torch.equal(
+            sample(model, inputs, assistant=speculator), sample(model, inputs, assistant=speculator, seed=1)
         )
-        assert torch.equal(counts, at_once)
-
-    @pytest.mark.parametrize("walk", [{}, {"no_repeat_ngram_size": 30}], ids=["at_once", "walk"])
-    @pytest.mark.parametrize("widths", [(1, 1, 1), (3, 2)], ids=["chain", "tree"])
-    def test_fails_for_drafts_that_lie_about_their_distribution(self, widths, walk):
-        liar = sampled_speculator(3, widths=widths, claim="uniform")
-        settings = {**SETTINGS["plain"], **walk}
-        counts, _ = sampled_counts(settings, liar)
-        assert chi_square_pvalue(counts, exact_distribution(settings)) < 1e-6
-
-    def test_fails_for_a_wrong_rule(self, monkeypatch):
-        """Drafts that are accepted wherever the target gives them any probability."""
-        right, stats = sampled_counts(SETTINGS["plain"], sampled_speculator(3))
-
-        def accept_all(draft, target_probs, accept_uniforms, target_uniforms):
-            return right_rule(draft, target_probs, torch.zeros_like(accept_uniforms), target_uniforms)
-
-        right_rule = rules.reject_chain
-        monkeypatch.setattr(rules, "reject_chain", accept_all)
-        wrong, _ = sampled_counts(SETTINGS["plain"], sampled_speculator(3))
-        exact = exact_distribution(SETTINGS["plain"])
-        assert chi_square_pvalue(right, exact) > P_VALUE
-        assert chi_square_pvalue(wrong, exact) < 1e-6
-
-    def test_fails_for_siblings_judged_by_one_distribution(self, monkeypatch):
-        """Siblings drawn without replacement, but verified as if all were drawn from the first one's distribution."""
-
-        def count():
-            return sampled_counts(SETTINGS["plain"], sampled_speculator(3, widths=(4,)), count=2)[0]
-
-        exact, right = exact_distribution(SETTINGS["plain"], 2), count()
-        monkeypatch.setattr(rules, "reject_tree", plain_reject_tree)
-        assert torch.equal(count(), right)
-        monkeypatch.setattr(rules, "reject_tree", partial(plain_reject_tree, replaces=True))
-        wrong = count()
-        assert chi_square_pvalue(right, exact) > P_VALUE
-        assert chi_square_pvalue(wrong, exact) < 1e-6
-
-    @pytest.mark.parametrize("name", ["one_hot_chain", "one_hot_tree"])
-    def test_fails_for_a_new_draw_where_the_path_ends(self, name, monkeypatch):
-        """The token after the path must be the draw that led out of the tree, not another one."""
-
-        def judge(rule, draft, scores, rows, positions):
-            accepted = right_judge(rule, draft, scores, rows, positions)
-            last = accepted.num_accepted[:, None]
-            probs = take_nodes(scores.softmax(-1), accepted.path.gather(1, last))
-            accepted.tokens.scatter_(1, last, sample_from_probs(probs, torch.rand(last.shape, generator=generator)))
-            return accepted
-
-        right_judge = rules.StandardRule.judge
-        generator = torch.Generator().manual_seed(0)
-        monkeypatch.setattr(rules.StandardRule, "judge", judge)
-        wrong, _ = sampled_counts(SETTINGS["plain"], DRAFTERS[name]())
-        assert chi_square_pvalue(wrong, exact_distribution(SETTINGS["plain"])) < 1e-6
-
-    def test_acceptance_rate_is_the_overlap_of_the_distributions(self):
-        """Leviathan et al. 2023, Corollary 3.6: the probability of acceptance is sum_x min(p(x), q(x))."""
-        inputs = torch.tensor([PROMPT]).repeat(NUM_ROWS, 1)
-        torch.manual_seed(0)
-        with record(trace=True) as made:
-            small_model().generate(
-                inputs, attention_mask=torch.ones_like(inputs), do_sample=True, top_k=0, max_new_tokens=5,
-                assistant=sampled_speculator(2, widths=(1, 1)),
-            )  # fmt: skip
-        first = made.calls[0].cycles[0]
-        accepted = sum(row.num_accepted >= 1 for row in first.rows)
-        joint = exact_distribution(SETTINGS["plain"], 2)
-        target = joint / joint.sum(1, keepdim=True)
-        generator = torch.Generator().manual_seed(0)
-        draft = torch.randn((V, V), generator=generator).double().softmax(-1)
-        overlap = (joint.sum(1) * torch.minimum(target, draft).sum(1)).sum().item()
-        deviation = (overlap * (1 - overlap) / NUM_ROWS) ** 0.5
-        # Four standard deviations of a binomial count.
-        assert abs(accepted / NUM_ROWS - overlap) < 4 * deviation
-
-
-def plain_reject_tree(draft, target_probs, accept_uniforms, target_uniforms, replaces: bool = False) -> Acceptance:
-    """Recursive rejection sampling of one row after the other; `replaces` forgets that drawn siblings are gone."""
-    rows = []
-    numbers = (value.numpy() for value in (draft.probs, target_probs, accept_uniforms))
-    for tokens, parents, distributions, targets, uniforms in zip(draft.token_lists(), draft.parent_lists(), *numbers):
-        path, node = [0], 0
-        target = targets[0]
-        while True:
-            distribution, chosen = None, None
-            for child in (child for child, parent in enumerate(parents) if parent == node - 1):
-                distribution = distributions[child].copy() if distribution is None else distribution
-                if uniforms[child] * distribution[tokens[child]] < target[tokens[child]]:
-                    chosen = child + 1
-                    break
-                target = np.maximum(target - distribution, 0)
-                target /= target.sum()
-                if not replaces:
-                    distribution[tokens[child]] = 0
-                    distribution /= distribution.sum()
-            if chosen is None:
-                break
-            path, node, target = [*path, chosen], chosen, targets[chosen]
-        rows.append((path, [tokens[n - 1] for n in path[1:]], target))
-    counts = [len(path) - 1 for path, _, _ in rows]
-    ends = torch.tensor([path[-1] for path, _, _ in rows])[:, None]
-    distributions = torch.stack([torch.from_numpy(target) for _, _, target in rows])
-    new = sample_from_probs(distributions, target_uniforms.gather(1, ends)[:, 0]).tolist()
-    size = draft.size + 1
-    return Acceptance(
-        torch.tensor(counts),
-        torch.tensor([path + [path[-1]] * (size - len(path)) for path, _, _ in rows]),
-        torch.tensor([kept + [last] + [0] * (size - len(kept) - 1) for (_, kept, _), last in zip(rows, new)]),
+    output = sample(
+        model, inputs, assistant=speculator, do_sample=False, max_new_tokens=40, return_dict_in_generate=True
     )
+    assert torch.equal(output.sequences, greedy_text)
+    assert output.speculative.rejection_sample_method == "standard"
+    assert output.speculative.is_lossless
 
 
-def test_the_small_model_is_a_fair_test():
-    """Distributions that are neither flat nor nearly one-hot, and that differ from the drafts'."""
-    joint = exact_distribution(SETTINGS["plain"], 2)
-    distribution = joint.sum(1)
-    assert 0.3 < distribution.max() < 0.8
-    assert distribution.min() > 0.005
+# Synthetic acceptance
 
 
-class TestJudgingAlongThePath:
-    """Verdicts off the path have no say: a text is the same without them."""
+@full
+@pytest.mark.parametrize("tree", SHAPES, ids=["chain", "tree", "ragged_tree"])
+def test_synthetic_is_followed_by_the_choice_of_the_target(model, tree):
+    """Wrong tokens were accepted, and the cache holds them: what follows is the target's answer to them."""
+    inputs = prompts(2)
+    speculator = with_rule(scripted_for(inputs["input_ids"], inputs, k=6, tree=tree), **synthetic(2.5))
+    with record(trace=True) as made:
+        output = sample(model, inputs, assistant=speculator, do_sample=False, max_new_tokens=60)
+    for row, start in enumerate((inputs["attention_mask"] == 0).sum(1).tolist()):
+        with torch.no_grad():
+            best = model(output[row : row + 1, start:]).logits[0].argmax(-1)
+        best = torch.cat([torch.zeros(start + 1, dtype=torch.long), best])
+        position = inputs["input_ids"].shape[1]
+        assert output[row, position] == best[position]
+        for trace in [trace for cycle in made.calls[0].cycles for trace in cycle.rows if trace.row == row]:
+            position += len(trace.committed_tokens)
+            if len(trace.committed_tokens) > trace.num_accepted:
+                assert output[row, position] == best[position]
+    assert made.calls[0].stats.num_accepted_tokens > 30
 
-    SETTINGS = {
-        "greedy": {"do_sample": False},
-        "greedy, suppressed tokens": {"do_sample": False, "suppress_tokens": [3, 5]},
-        "sampled": {"top_k": 0},
-        "warped": {"top_k": 40, "top_p": 0.8},
-    }
 
-    @pytest.mark.parametrize("name", SETTINGS)
-    def test_same_text(self, model, inputs, name, monkeypatch):
-        plain = sample(model, inputs, assistant=no_drafts(), **self.SETTINGS[name])
-        walks, run, accepted = [], verifier._Walk.run, []
-        monkeypatch.setattr(verifier._Walk, "run", lambda walk: walks.append(walk) or run(walk))
-        for scores_of_a_step in (0, 10**12):
-            monkeypatch.setattr(verifier, "_SCORES_OF_A_STEP", scores_of_a_step)
-            monkeypatch.setattr(verifier, "_PROCESSED_OF_A_STEP", scores_of_a_step)
-            speculator = scripted_for(plain, inputs, accuracy=0.7, tree=(-1, -1, 0, 0, 1, 3, 3), seed=3)
-            with record() as made:
-                assert torch.equal(sample(model, inputs, assistant=speculator, **self.SETTINGS[name]), plain)
-            accepted.append(made.calls[0].stats.num_accepted_tokens)
-            # No step is cheap enough for the second one.
-            assert bool(walks) == (scores_of_a_step == 0)
-            walks.clear()
-        assert accepted[0] == accepted[1] > 10
+@full
+def test_synthetic_lengths_that_drafts_cannot_reach(model):
+    drafts, inputs = scripted_for(prompts(1)["input_ids"], prompts(1), k=5), prompts(1)
+    sample(model, inputs, assistant=with_rule(drafts, **synthetic(6)))
+    for length in (6.5, 7):
+        with nothing_runs(model), pytest.raises(SpecConfigError, match="drafts of at least 6 tokens, got.*most 5.*6"):
+            sample(model, inputs, assistant=with_rule(drafts, **synthetic(length)))
+
+
+# What cannot be combined, and what is shown to criteria
+
+
+class Unknown(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+class StopAt(StoppingCriteria):
+    """Ends a row after a token, and remembers what it was shown."""
+
+    def __init__(self, token=-1):
+        self.token, self.shown = token, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.shown.append((input_ids[0].tolist(), None if scores is None else len(scores)))
+        return input_ids[:, -1] == self.token
+
+
+EVERY_RULE = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+
+
+@EVERY_RULE
+def test_rules_refuse_what_reads_one_position_after_the_other(model, inputs, text, rule):
+    speculator = with_rule(scripted_for(inputs["input_ids"], inputs), **rule)
+    with nothing_runs(model), pytest.raises(SpecConfigError, match=r"\(Unknown\).*Use .*='standard'"):
+        sample(model, inputs, assistant=speculator, logits_processor=[Unknown()])
+    bloom, two = tiny_model("bloom"), prompts(2, padding=False)
+    with nothing_runs(bloom), pytest.raises(SpecConfigError, match="the order of its cache.*Use .*='standard'"):
+        sample(bloom, two, assistant=speculator)
+    assert sample(bloom, prompts(1), assistant=speculator).shape == (1, 7 + 24)
+    if rule is not RULES["synthetic"]:
+        drafter = sampled_speculator(**rule) if rule is BLOCK else with_rule(scripted_for(text, inputs), **rule)
+        with pytest.raises(SpecDecError, match="no token to draw"):
+            sample(model, inputs, assistant=drafter, suppress_tokens=list(range(VOCAB_SIZE)))
+
+
+@full
+@EVERY_RULE
+def test_criteria_of_one_row_see_every_position(model, rule):
+    inputs = prompts(1)
+    text = sample(model, inputs, assistant=no_drafts())
+    drafters = [sampled_speculator(4, widths=(1,) * 4), scripted_for(text, inputs, tree="random")]
+    for speculator in (with_rule(drafter, **rule) for drafter in drafters):
+        for with_scores in (False, True):
+            wanted = {"return_dict_in_generate": True, "output_scores": with_scores, "no_repeat_ngram_size": 9}
+
+            def run(criterion, speculator=speculator, wanted=wanted):
+                output = sample(model, inputs, assistant=speculator, stopping_criteria=[criterion], **wanted)
+                return output.sequences[0].tolist()
+
+            whole = run(StopAt())
+            assert len(whole) == 7 + 24
+            for position in range(10, 20, 3):
+                criterion = StopAt(whole[position])
+                output = run(criterion)
+                ends = range(8, len(output) + 1)
+                assert output == whole[: whole.index(whole[position], 7) + 1]
+                assert criterion.shown == [(output[:end], end - 7 if with_scores else None) for end in ends]
+
+
+# Which rule, and what the output says of it
+
+NOTES = {"block": [], "typical": ["changes the distribution"], "synthetic": ["the text is meaningless"]}
+
+
+@pytest.mark.parametrize("name", ["typical", *in_full("block", "synthetic")])
+def test_the_output_says_which_rule_it_was(model, inputs, text, name, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(rules.logger, "warning_once", warnings.append)
+    speculator = sampled_speculator(4, widths=(1,) * 4, **RULES[name])
+    stats = sample(model, inputs, assistant=speculator, return_dict_in_generate=True).speculative
+    assert stats.rejection_sample_method == name
+    assert stats.is_lossless == (name == "block")
+    for texts in (stats.notes, warnings):
+        assert len(texts) == len(NOTES[name])
+        assert all(note in one for note, one in zip(NOTES[name], texts))
+    as_dict = json.loads(json.dumps(stats.to_dict()))
+    for key in ("rejection_sample_method", "is_lossless", "notes"):
+        assert as_dict[key] == getattr(stats, key)
+    assert f"[sampled, {name} acceptance]" in str(stats)
+    assert all(note in str(stats) for note in stats.notes)
+    # Batches without drafts are decoded plainly.
+    speculator = sampled_speculator(disable_by_batch_size=2, **RULES[name])
+    output = sample(model, inputs, assistant=speculator, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, text)
+    assert output.speculative.rejection_sample_method == "standard"
+
+
+@full
+def test_standard_needs_no_word_and_every_name_has_its_rule(model, inputs):
+    stats = sample(model, inputs, assistant=sampled_speculator(), return_dict_in_generate=True).speculative
+    assert (stats.rejection_sample_method, stats.is_lossless, stats.notes) == ("standard", True, [])
+    assert "[sampled]" in str(stats)
+    for name in ("standard", *RULES):
+        rule = acceptance_rule(SpeculativeConfig(method="ngram", **RULES.get(name, {})), True, RowUniforms(0), None)
+        assert rule.name == name
+        assert SpecDecodingStats(rejection_sample_method=name).is_lossless == (rule.note is None)
+        assert rule.judges_whole_drafts == (name != "standard")
+
+
+@full
+def test_a_model_that_is_trained_writes_its_own_text(inputs):
+    model, settings = tiny_llama().train(), {"do_sample": True, "max_new_tokens": 4}
+    assert sample(
+        model, inputs, assistant=sampled_speculator(**BLOCK), return_dict_in_generate=True
+    ).speculative.is_lossless
+    for rule in (TYPICAL, synthetic(3)):
+        with pytest.raises(SpecConfigError, match="off policy"):
+            sample(model, inputs, assistant=sampled_speculator(**rule))
+        (result,) = generate_many(model, [inputs["input_ids"][0]], **settings, assistant=sampled_speculator(**rule))
+        assert "off policy" in str(result.error)

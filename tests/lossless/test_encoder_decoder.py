@@ -7,14 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor
+from transformers import DynamicCache
 
 import hf_specdec
 from hf_specdec import SpecConfigError, UnsupportedModelError
 from hf_specdec.decoding.profile import model_profile
 from tests.helpers.caches import CACHE
-from tests.helpers.distribution import no_drafts
-from tests.helpers.encoder_decoders import CHAINS_ONLY, UNSUPPORTED, supported, text_model, tiny_model
+from tests.helpers.distribution import P_VALUE, no_drafts
+from tests.helpers.encoder_decoders import (
+    CHAINS_ONLY,
+    SETTINGS,
+    UNSUPPORTED,
+    CopySource,
+    probabilities_of_three,
+    sampling_of_three,
+    supported,
+    text_model,
+    tiny_model,
+)
+from tests.helpers.levels import full, in_full
 from tests.helpers.sampled import sampled_speculator
 from tests.helpers.scripted import scripted_speculator
 from tests.helpers.statistics import chi_square_pvalue
@@ -81,95 +92,66 @@ class Case:
         assert bool(stats.notes) == (batch_size > 1 and self.name in CHAINS_ONLY)
 
 
-@pytest.fixture(scope="module", params=supported())
-def case(request) -> Case:
-    return Case(request.param, *tiny_model(request.param))
+# Relative and learned positions, sound, an image, and a pair that counts slots.
+SHORT = ["t5", "bart", "whisper", "vit2trocr", "bert2gpt2"]
 
 
-def test_chains_equal_plain_generate(case):
+@pytest.mark.parametrize("name", [*SHORT, *in_full(*(name for name in supported() if name not in SHORT))])
+def test_greedy_matches_generate(name):
+    case = Case(name, *tiny_model(name))
     before = {id(module): dict(vars(module)) for module in case.model.modules()}
     case.assert_same(4, CHAIN)
-    for module in case.model.modules():
-        assert vars(module).keys() == before[id(module)].keys()
-
-
-def test_trees_equal_plain_generate(case):
-    assert model_profile(case.model).supports_trees == (case.name not in CHAINS_ONLY)
+    assert model_profile(case.model).supports_trees == (name not in CHAINS_ONLY)
     for batch_size in (1, 4):
-        if case.name in CHAINS_ONLY:
+        if name in CHAINS_ONLY:
             with pytest.raises(UnsupportedModelError, match="Draft without branches"):
                 case.assert_same(batch_size, TREE)
         else:
             case.assert_same(batch_size, TREE)
+    for module in case.model.modules():
+        assert vars(module).keys() == before[id(module)].keys()
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_architectures_say_why(name):
-    model, source = text_model(name)
-    with pytest.raises(UnsupportedModelError, match=UNSUPPORTED[name]):
-        model.generate(**source, num_beams=1, max_new_tokens=4, spec_method="ngram")
-
-
-@pytest.fixture(scope="module", params=["t5", "bart"])
+@pytest.fixture(scope="module", params=["t5", *in_full("bart")])
 def text_case(request) -> Case:
     """A model whose encoder and decoder embed tokens by the same weights."""
     return Case(request.param, *text_model(request.param, tie_word_embeddings=True))
 
 
-METHODS = pytest.mark.parametrize("method", ["ngram", "suffix", "recycling"])
-
-
-@METHODS
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_methods_without_a_model(text_case, method, batch_size):
+@pytest.mark.parametrize("method", ["recycling", *in_full("ngram", "suffix")])
+def test_methods_without_a_model(text_case, method):
     settings = {"max_new_tokens": 32, "no_repeat_ngram_size": 9}
-    output = text_case.generate(batch_size, **settings, spec_method=method)
-    assert torch.equal(output.sequences, text_case.generate(batch_size, **settings).sequences)
-    assert output.speculative.num_accepted_tokens > 0
+    for batch_size in (1, 4):
+        output = text_case.generate(batch_size, **settings, spec_method=method)
+        assert torch.equal(output.sequences, text_case.generate(batch_size, **settings).sequences)
+        assert output.speculative.num_accepted_tokens > 0
 
 
-class Copy(LogitsProcessor):
-    """Lets a model write its source."""
-
-    def __init__(self, source: torch.LongTensor):
-        self.source = source
-
-    def __call__(self, input_ids, scores):
-        place = input_ids.shape[1] - 1
-        return scores.scatter_add(1, self.source[:, place : place + 1], scores.new_full((len(scores), 1), 1e4))
-
-
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", *in_full("suffix")])
 def test_drafts_are_looked_up_in_the_source(text_case, method):
-    source = torch.randperm(90)[:40][None] + 3
+    source = torch.randperm(90, generator=torch.Generator().manual_seed(0))[:40][None] + 3
     call = {"input_ids": source, "max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
-    found = text_case.model.generate(**call, logits_processor=[Copy(source)], spec_method=method)
+    call |= {"logits_processor": [CopySource(source[0])], "spec_method": method}
+    found = text_case.model.generate(**call)
     assert found.sequences[0, 1:].tolist() == source[0, :30].tolist()
     # All tokens differ, so the text itself has nothing to offer.
     assert found.speculative.num_accepted_tokens > 15
     assert found.speculative.num_target_forwards < 15
-
-
-def test_sources_of_other_tokens_are_not_looked_up():
+    # Tokens of another vocabulary than the text's.
     model, _ = text_model("bart", tie_word_embeddings=False)
-    source = torch.randperm(90)[:40][None] + 3
-    call = {"input_ids": source, "max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
-    found = model.generate(**call, logits_processor=[Copy(source)], spec_method="ngram")
-    assert found.speculative.num_accepted_tokens == 0
+    assert model.generate(**call).speculative.num_accepted_tokens == 0
 
 
-SETTINGS = {
-    "ends": {"eos_token_id": [7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47], "no_repeat_ngram_size": 2},
-    "forced": {"forced_bos_token_id": 5, "forced_eos_token_id": 2, "no_repeat_ngram_size": 3},
+MORE_SETTINGS = {
+    **SETTINGS,
     "least": {"min_new_tokens": 9, "eos_token_id": [7, 11, 13, 17, 19, 23], "suppress_tokens": [8]},
-    "source": {"encoder_no_repeat_ngram_size": 1, "encoder_repetition_penalty": 1.5, "repetition_penalty": 1.3},
     "sequences": {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_are_honoured(text_case, name):
-    settings = {"output_scores": True, "output_hidden_states": True, "pad_token_id": 0, **SETTINGS[name]}
+@pytest.mark.parametrize("name", ["ends", *in_full("source", "forced", "least", "sequences")])
+def test_settings_scores_and_states(text_case, name):
+    settings = {"output_scores": True, "output_hidden_states": True, "pad_token_id": 0, **MORE_SETTINGS[name]}
     expected = text_case.generate(4, **settings)
     output = text_case.generate(4, **settings, spec_method="recycling", num_speculative_tokens=3)
     assert torch.equal(output.sequences, expected.sequences)
@@ -201,21 +183,15 @@ def test_the_cache_of_all_rows_is_returned(text_case):
                 assert_alike(mine.values[row, :, :end], own.values[row, :, :end])
 
 
-def test_texts_may_begin_with_more_than_one_token(text_case):
+def test_begun_texts_and_encoded_sources(text_case):
     begin = torch.tensor([[0, 0, 1, 9], [1, 8, 7, 6], [0, 1, 9, 9], [1, 5, 5, 8]])
-    for given in ({}, {"decoder_attention_mask": begin.ne(0).long()}):
+    encoded = text_case.model.get_encoder()(**text_case.inputs(4), return_dict=True)
+    for given in ({}, {"decoder_attention_mask": begin.ne(0).long()}, {"encoder_outputs": encoded, "input_ids": None}):
         settings = {"decoder_input_ids": begin, "no_repeat_ngram_size": 6, **given}
-        output = text_case.generate(4, **settings, spec_method="recycling", num_speculative_tokens=3)
-        assert torch.equal(output.sequences, text_case.generate(4, **settings).sequences)
+        call = {**text_case.inputs(4), "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, **settings}
+        output = text_case.model.generate(**call, spec_method="recycling", num_speculative_tokens=3)
+        assert torch.equal(output.sequences, text_case.model.generate(**call).sequences)
         assert output.speculative.num_accepted_tokens > 0
-
-
-def test_sources_may_come_encoded(text_case):
-    inputs = text_case.inputs(2)
-    encoded = text_case.model.get_encoder()(**inputs, return_dict=True)
-    call = {"encoder_outputs": encoded, "attention_mask": inputs["attention_mask"], "max_new_tokens": 16}
-    expected = text_case.model.generate(**call, do_sample=False)
-    assert torch.equal(text_case.model.generate(**call, do_sample=False, spec_method="ngram"), expected)
 
 
 def test_sampled_texts_follow_from_the_seed_alone(text_case):
@@ -229,39 +205,33 @@ def test_sampled_texts_follow_from_the_seed_alone(text_case):
     assert len(set(texts[0][:, 1:].flatten().tolist())) > 4
 
 
-@pytest.mark.parametrize("tree", [False, True])
-def test_sampling_follows_the_distribution(tree):
+@pytest.mark.parametrize("widths", [(2, 1, 1), *in_full(((1, 1, 1),))], ids=["tree", "chain"])
+def test_sampling_follows_the_distribution(widths):
     """Three tokens of many rows of one source, against their enumerated probabilities."""
     model, source = text_model("t5", tie_word_embeddings=True)
     one = {name: value[1:2] for name, value in source.items()}
-    suppressed = [token for token in range(model.config.vocab_size) if token not in (5, 6, 7)]
-    settings = {"do_sample": True, "max_new_tokens": 4, "suppress_tokens": suppressed, "temperature": 3.0}
-    encoded = model.get_encoder()(**one)
-    probs = {(): 1.0}
-    for _ in range(3):
-        texts = torch.tensor([[model.generation_config.decoder_start_token_id, *path] for path in probs])
-        states = encoded.last_hidden_state.expand(len(texts), -1, -1)
-        mask = one["attention_mask"].expand(len(texts), -1)
-        with torch.no_grad():
-            logits = model(encoder_outputs=(states,), attention_mask=mask, decoder_input_ids=texts).logits[:, -1]
-        nexts = (logits[:, 5:8].double() / 3.0).softmax(-1).tolist()
-        probs = {(*p, t): probs[p] * q for p, row in zip(list(probs), nexts) for t, q in zip((5, 6, 7), row)}
-    torch.manual_seed(0)
-    speculator = sampled_speculator(3, widths=(2, 1, 1) if tree else (1, 1, 1), processed=True)
     model.generation_config.eos_token_id = None
-    output = model.generate(
-        **one, **settings, num_return_sequences=600, assistant=speculator, return_dict_in_generate=True
-    )
+    probs = probabilities_of_three(model, one, 3.0)
+    torch.manual_seed(0)
+    speculator = sampled_speculator(3, widths=widths, processed=True)
+    settings = {**sampling_of_three(model, 3.0), "num_return_sequences": 600, "return_dict_in_generate": True}
+    output = model.generate(**one, **settings, assistant=speculator)
     counts = dict.fromkeys(probs, 0)
     for text in output.sequences[:, 1:4].tolist():
         counts[tuple(text)] += 1
     assert min(output.speculative.num_accepted_tokens, output.speculative.num_draft_tokens) > 100
-    assert chi_square_pvalue(list(counts.values()), list(probs.values())) > 1e-3
+    assert chi_square_pvalue(list(counts.values()), list(probs.values())) > P_VALUE
 
 
-def test_requests_that_cannot_be_honoured(text_case):
-    inputs = text_case.inputs(1)
-    with pytest.raises(SpecConfigError, match="no cache is continued beside an encoder"):
-        text_case.model.generate(**inputs, **{CACHE: DynamicCache()}, spec_method="ngram")
-    with pytest.raises(SpecConfigError, match="Beam search"):
-        text_case.model.generate(**inputs, num_beams=2, spec_method="ngram")
+@full
+def test_types_and_requests_that_cannot_be_used_say_why(text_case):
+    for name, message in UNSUPPORTED.items():
+        model, source = text_model(name)
+        with pytest.raises(UnsupportedModelError, match=message):
+            model.generate(**source, num_beams=1, max_new_tokens=4, spec_method="ngram")
+    for wrong, message in (
+        ({CACHE: DynamicCache()}, "no cache is continued beside an encoder"),
+        ({"num_beams": 2}, "Beam search"),
+    ):
+        with pytest.raises(SpecConfigError, match=message):
+            text_case.model.generate(**text_case.inputs(1), **wrong, spec_method="ngram")

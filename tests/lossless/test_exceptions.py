@@ -1,129 +1,84 @@
-"""Errors of the user's own objects in the middle of a call come out as they are, and leave nothing behind."""
+"""Errors of a user's own objects come out of a call as they are, and no call leaves anything changed."""
+
+import copy
+from itertools import count
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec import demo, record
-from tests.helpers.models import prompts, tiny_llama
+from hf_specdec import load_speculator
+from tests.helpers.levels import in_full
+from tests.helpers.models import prompts, scripted_for, tiny_llama
 
 
-SETTINGS = {"do_sample": False, "max_new_tokens": 16}
-METHODS = {
-    "ngram": {"spec_method": "ngram"},
-    "auto length": {"spec_method": "ngram", "num_speculative_tokens": "auto"},
-    "suffix": {"spec_method": "suffix"},
-    "draft_model": {"spec_method": "draft_model", "spec_model": demo.drafter_path("draft_model")},
-    "eagle3": {"spec_method": "eagle3", "spec_model": demo.drafter_path("eagle3")},
-    "suffix+eagle3": {"spec_method": "suffix+eagle3", "spec_model": demo.drafter_path("eagle3")},
-}
-
-
-# Their drafts do not depend on earlier calls.
-WITHOUT_MEMORY = ("ngram", "draft_model", "eagle3")
+CALL = {"do_sample": False, "max_new_tokens": 16}
 
 
 class Mine(Exception):
     """An error that this package cannot know."""
 
 
-class Fails:
-    """Raises at its n-th use."""
-
-    def __init__(self, error, at):
-        self.error, self.left = error, at
-
-    def use(self):
-        self.left -= 1
-        if self.left == 0:
-            raise self.error
-
-
-class Processor(Fails, LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        self.use()
-        return scores
-
-
-class Criterion(Fails, StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        self.use()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-class Streamer(Fails, BaseStreamer):
-    def put(self, value):
-        self.use()
-
-    def end(self):
-        self.left = 1
-        self.use()
-
-
 def arguments_of(kind, error, at):
+    """A processor, criterion or streamer that raises at its n-th use."""
+    uses = count(1)
+
+    def use(result=None):
+        if next(uses) == at and error is not None:
+            raise error
+        return result
+
     if kind == "processor":
-        return {"logits_processor": LogitsProcessorList([Processor(error, at)])}
+        return {"logits_processor": LogitsProcessorList([lambda input_ids, scores: use(scores)])}
     if kind == "criterion":
-        return {"stopping_criteria": StoppingCriteriaList([Criterion(error, at)])}
-    return {"streamer": Streamer(error, at)}
-
-
-@pytest.fixture(scope="module")
-def target():
-    return demo.load_target()
+        return {
+            "stopping_criteria": StoppingCriteriaList(
+                [lambda input_ids, scores: use(torch.zeros(len(input_ids)).bool())]
+            )
+        }
+    methods = {"put": lambda streamer, tokens: use(), "end": lambda streamer: None}
+    return {"streamer": type("Streamer", (BaseStreamer,), methods)()}
 
 
 def state_of(model):
     """All that a call could have left on a model."""
-    hooks = [
-        (name, len(module._forward_hooks), len(module._forward_pre_hooks), sorted(vars(module)))
-        for name, module in model.named_modules()
+    modules = [
+        (dict(m._forward_hooks), dict(m._forward_pre_hooks), vars(m).get("forward"), sorted(vars(m)))
+        for m in model.modules()
     ]
+    attention = [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")]
     tensors = [(name, id(tensor), tensor._version) for name, tensor in model.named_parameters()]
-    return hooks, tensors, model.config.to_dict(), model.generation_config.to_dict(), model.training
+    configs = copy.deepcopy((model.config.to_dict(), model.generation_config.to_dict()))
+    return modules, attention, tensors, configs, model.training
 
 
-# Criteria that raise are tried with all drafters in `tests/lossless/test_contract.py`.
-@pytest.mark.parametrize(
-    ("method", "kind"),
-    [
-        ("ngram", "processor"),
-        ("auto length", "criterion"),
-        ("suffix", "streamer"),
-        ("draft_model", "processor"),
-        ("eagle3", "streamer"),
-        ("suffix+eagle3", "processor"),
-    ],
-)
-def test_the_users_error_comes_out_and_the_next_call_works(target, method, kind):
-    inputs = prompts(1, padding=False)
-    plain = target.generate(**inputs, **SETTINGS)
-    arguments = {**inputs, **SETTINGS, **METHODS[method]}
-    with record(trace=True) as first:
-        assert torch.equal(target.generate(**arguments), plain)
-    before = state_of(target)
-    for at, error in ((1, Mine("first")), (2, KeyboardInterrupt()), (5, ValueError("later"))):
-        with pytest.raises(type(error)) as caught:
-            target.generate(**arguments, **arguments_of(kind, error, at))
-        assert caught.value is error
-        assert state_of(target) == before
-        with record(trace=True) as made:
-            assert torch.equal(target.generate(**arguments), plain)
-        if method in WITHOUT_MEMORY:
-            assert made.calls[0].cycles == first.calls[0].cycles
-
-
-def test_in_a_batch_whose_rows_have_ended():
-    model, inputs = tiny_llama(), prompts(3)
-    settings = {**SETTINGS, "max_new_tokens": 30, "eos_token_id": [6, 15, 20]}
-    plain = model.generate(**inputs, **settings)
-    before = state_of(model)
-    for at in (1, 2, 4):
-        for kind in ("processor", "criterion"):
-            error = Mine(at)
-            with pytest.raises(Mine) as caught:
-                model.generate(**inputs, **settings, spec_method="suffix", **arguments_of(kind, error, at))
-            assert caught.value is error
-            assert state_of(model) == before
-    assert torch.equal(model.generate(**inputs, **settings, spec_method="suffix"), plain)
+# Criteria that raise are tried with all methods in test_contract.py.
+@pytest.mark.parametrize("drafter", ["captured_states", *in_full("suffix", "draft_model")])
+def test_nothing_is_left_changed_in_a_batch(drafter, monkeypatch):
+    """Models, configs, the user's objects and tensors; some rows have ended before the error."""
+    model, draft, inputs = tiny_llama(), tiny_llama(seed=1), prompts(3)
+    config = GenerationConfig(**CALL, eos_token_id=[6, 15, 20], pad_token_id=0)
+    call = {**inputs, "generation_config": config}
+    plain = model.generate(**call)
+    if drafter == "captured_states":
+        speculator = scripted_for(plain, inputs)
+        monkeypatch.setattr(speculator.generator_class, "target_hidden_states", ("last", 0))
+    else:
+        own = {"draft_model": draft} if drafter == "draft_model" else {}
+        speculator = load_speculator(model, drafter, **own)
+    before = state_of(model), state_of(draft), copy.deepcopy(config.to_dict())
+    tensors = {name: value.clone() for name, value in inputs.items()}
+    for kind in ("processor", "criterion", "streamer"):
+        for at, error in ((1, Mine()), (2, KeyboardInterrupt()), (4, Mine()), (1, None)):
+            arguments = arguments_of(kind, error, at)
+            if error is None:
+                assert torch.equal(model.generate(**call, **arguments, assistant=speculator), plain)
+            else:
+                with pytest.raises(type(error)) as caught:
+                    model.generate(**call, **arguments, assistant=speculator)
+                assert caught.value is error
+            assert kind == "streamer" or len(*arguments.values()) == 1
+            assert before == (state_of(model), state_of(draft), config.to_dict())
+            assert all(torch.equal(inputs[name], value) for name, value in tensors.items())
+    assert torch.equal(model.generate(**call, assistant=speculator), plain)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,20 +11,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specdec import (
-    SpecConfigError,
-    SpeculativeBatchingManager,
-    generate_batch,
-    generate_many,
-    load_speculator,
-)
+from hf_specdec import SpecConfigError, SpeculativeBatchingManager, generate_batch, generate_many, load_speculator
+from hf_specdec.candidate_generators.combined.policy import DrafterChoice
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
 from tests.helpers.arrivals import ANY_ORDER, arrivals, check_each_for_itself
-from tests.helpers.encoder_decoders import CHAINS_ONLY, changed, supported, text_model, tiny_model
+from tests.helpers.encoder_decoders import (
+    CHAINS_ONLY,
+    SETTINGS,
+    CopySource,
+    changed,
+    supported,
+    text_model,
+    tiny_model,
+)
+from tests.helpers.levels import full, in_full, slow
 from tests.helpers.models import nothing_runs
-from tests.helpers.sampled import sampled_speculator
-from tests.helpers.statistics import chi_square_pvalue
 
 
 NEW = 14
@@ -44,10 +44,13 @@ def sources_of(name: str, source: dict[str, torch.Tensor]) -> list[dict[str, tor
     return [{key: value[:, :length] for key, value in row.items()} for row, length in zip(rows, lengths)]
 
 
-def alone(model, source: dict, length: int = NEW, **settings) -> list[int]:
+def alone(model, source: dict, length: int = NEW) -> list[int]:
     """What plain generation writes, without what the decoder begins with and, of Whisper, without an end token."""
-    output = model.generate(**source, **{"do_sample": False, "max_new_tokens": length, **settings})
-    return output[0, -length:].tolist()
+    return model.generate(**source, do_sample=False, max_new_tokens=length)[0, -length:].tolist()
+
+
+def tokens_of(results: list) -> list[list[int]]:
+    return [result.tokens for result in results]
 
 
 @dataclass
@@ -69,114 +72,70 @@ class Case:
         requests = [{**four[kind], "max_new_tokens": length} for kind, length in zip(order, LENGTHS)]
         return cls(name, model, requests, [texts[kind][:length] for kind, length in zip(order, LENGTHS)])
 
-    @property
-    def places(self) -> int:
-        return 1 if self.name in CHAINS_ONLY else 3
-
     def run(self, requests: list[dict] | None = None, batch_size: int = 3, **settings) -> list:
         given = self.requests if requests is None else requests
         return list(generate_many(self.model, given, batch_size, **{"in_order": True, "do_sample": False, **settings}))
 
 
-@contextmanager
-def encoded(model) -> Iterator[list[torch.Size]]:
-    """The shapes of all that the encoder returns inside of the block."""
-    shapes: list[torch.Size] = []
-    handle = model.get_encoder().register_forward_hook(lambda _, args, output: shapes.append(output[0].shape))
-    try:
-        yield shapes
-    finally:
-        handle.remove()
+SHORT = ["t5", "whisper", "bert2gpt2"]
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("name", supported())
+@pytest.mark.parametrize("name", [*SHORT, *in_full(*(name for name in supported() if name not in SHORT))])
 def test_each_request_is_decoded_as_alone(name):
     case = Case.of(name)
-    results = case.run(batch_size=case.places, **RECYCLING)
+    results = case.run(batch_size=1 if name in CHAINS_ONLY else 3, **RECYCLING)
     assert [result.error for result in results] == [None] * len(LENGTHS)
-    assert [result.tokens for result in results] == case.alone
+    assert tokens_of(results) == case.alone
     assert sum(result.stats.num_accepted_tokens for result in results) > 0
 
 
-# -------------------------------------------------------------------------------------------------------------- drafts
+# Drafts
 
 
-@pytest.fixture(params=["t5", "bart"])
+@pytest.fixture(params=["t5", *in_full("bart")])
 def text_case(request) -> Case:
     """A model whose encoder and decoder embed tokens by the same weights."""
     return Case.of(request.param, tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"spec_method": "ngram", "num_speculative_tokens": 4},
-        {"spec_method": "suffix"},
-        {"spec_method": "recycling"},
-        {"spec_method": "suffix+recycling"},
-        {"spec_method": "auto"},
-        {"spec_method": "off"},
-    ],
-    ids=lambda own: str(next(iter(own.values()))),
-)
-def test_methods_without_a_model(text_case, settings):
-    results = text_case.run(**settings)
-    assert [result.tokens for result in results] == text_case.alone
+def test_methods_without_a_model(text_case):
+    for method in ("ngram", "suffix", "recycling", "suffix+recycling", "auto", "off"):
+        assert tokens_of(text_case.run(spec_method=method)) == text_case.alone, method
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", *in_full("suffix")])
 def test_drafts_are_looked_up_in_the_source(text_case, method):
     """Also of rows that join, by the model that has learnt to repeat its source."""
     copies = [torch.randperm(90, generator=torch.Generator().manual_seed(seed))[:24] + 3 for seed in range(6)]
     requests = [
-        {"input_ids": ids[: 24 - seed], "max_new_tokens": 20 - seed, "logits_processor": [Copy(ids)]}
+        {"input_ids": ids[: 24 - seed], "max_new_tokens": 20 - seed, "logits_processor": [CopySource(ids)]}
         for seed, ids in enumerate(copies)
     ]
     results = text_case.run(requests, spec_method=method, num_speculative_tokens=4)
-    assert [result.tokens for result in results] == [ids[: 20 - seed].tolist() for seed, ids in enumerate(copies)]
+    assert tokens_of(results) == [ids[: 20 - seed].tolist() for seed, ids in enumerate(copies)]
     # All tokens of a source differ, so the text itself has nothing to offer.
     assert min(result.stats.num_accepted_tokens for result in results) > 8
 
 
-class Copy:
-    """Lets a model write its source."""
-
-    def __init__(self, source: torch.LongTensor):
-        self.source = source
-
-    def __call__(self, input_ids, scores):
-        scores[:, self.source[input_ids.shape[1] - 1]] += 1e4
-        return scores
-
-
-@pytest.mark.parametrize("name", ["t5", "bart", "whisper", "speech_to_text"])
-def test_a_draft_model_shares_what_the_encoder_has_read(name):
+@pytest.mark.parametrize("name", ["t5", *in_full("bart", "whisper", "speech_to_text")])
+def test_draft_models(name):
+    """A copy shares what the encoder has read, another model has an encoder of its own."""
     case = Case.of(name)
     draft = copy.deepcopy(case.model)
     # What the target has read is not read again.
     draft.get_encoder().forward = None
-    results = case.run(spec_model=draft, num_speculative_tokens=4)
-    assert [result.tokens for result in results] == case.alone
-    stats = [result.stats for result in results]
-    assert [own.num_accepted_tokens for own in stats] == [own.num_draft_tokens for own in stats]
-    assert sum(own.num_draft_tokens for own in stats) > 30
+    for model, is_copy in ((draft, True), (changed(case.model, 0.01), False)):
+        results = case.run(spec_model=model, num_speculative_tokens=4)
+        assert tokens_of(results) == case.alone
+        drafted = sum(result.stats.num_draft_tokens for result in results)
+        accepted = sum(result.stats.num_accepted_tokens for result in results)
+        assert drafted / 4 < accepted <= drafted
+        assert not is_copy or accepted == drafted > 30
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "whisper", "speech_to_text"])
-def test_a_draft_model_with_an_encoder_of_its_own(name):
-    case = Case.of(name)
-    results = case.run(spec_model=changed(case.model, 0.01), num_speculative_tokens=4)
-    assert [result.tokens for result in results] == case.alone
-    drafted, accepted = (
-        sum(getattr(result.stats, name) for result in results) for name in ("num_draft_tokens", "num_accepted_tokens")
-    )
-    assert drafted / 4 < accepted <= drafted
-
-
+@full
 def test_sources_of_drafters_that_have_read_nothing_yet(text_case, monkeypatch):
     """In a combination a draft model reads when it is asked, by then for rows that have joined, too."""
-    from hf_specdec.candidate_generators.combined.policy import DrafterChoice
 
     def asks(choice, rows, probs, num_retrieved, lengths, num_unread):
         choice.turn = getattr(choice, "turn", 0) + 1
@@ -188,45 +147,12 @@ def test_sources_of_drafters_that_have_read_nothing_yet(text_case, monkeypatch):
     settings = {"num_speculative_tokens": 4, "prompt_lookup_min": 9, "prompt_lookup_max": 9}
     speculator = load_speculator(text_case.model, "ngram+draft_model", draft_model=draft, **settings)
     results = text_case.run(assistant=speculator)
-    assert [result.tokens for result in results] == text_case.alone
+    assert tokens_of(results) == text_case.alone
     stats = [result.stats for result in results]
     assert sum(own.num_accepted_tokens for own in stats) == sum(own.num_draft_tokens for own in stats) > 10
 
 
-# ------------------------------------------------------------------------------------------------------------- sources
-
-
-def test_sources_of_one_form_are_read_together_and_not_before_their_time():
-    model, source = text_model("t5")
-    requests = [{"input_ids": source["input_ids"][:1] + index, "max_new_tokens": 6} for index in range(10)]
-    with encoded(model) as shapes:
-        results = generate_many(model, requests, 4, do_sample=False, **RECYCLING)
-        assert not shapes
-        next(results)
-        assert [tuple(shape[:2]) for shape in shapes[:1]] == [(4, 12)]
-        list(results)
-    assert sum(shape[0] for shape in shapes) == 10
-    assert len(shapes) < 10
-
-
-def test_long_sources_take_their_padding_along():
-    """The others pay for it only while a long source is there."""
-    case = Case.of("bart")
-    reader = RequestReader(case.model, {"do_sample": False}, num_places=3)
-    engine = Engine(case.model, load_speculator(case.model, "none"), reader, 3)
-    generator = torch.Generator().manual_seed(3)
-    widths = []
-    for length, new in ((40, 4), (7, 12), (11, 20)):
-        ids = torch.randint(3, 99, (length,), generator=generator).tolist()
-        engine.add(reader.row(len(widths), *reader.read({"input_ids": ids, "max_new_tokens": new})))
-    while not engine.is_idle:
-        engine.step()
-        if engine._loop is not None:
-            source = engine._loop.target.source
-            crossed = source.keys.cross_attention_cache.layers[0].keys
-            assert crossed.shape[2] == source.states.shape[1] == source.inputs["attention_mask"].shape[1]
-            widths.append(source.states.shape[1])
-    assert sorted(set(widths), reverse=True) == [40, 11]
+# Sources
 
 
 def test_forms_of_requests(text_case):
@@ -240,46 +166,42 @@ def test_forms_of_requests(text_case):
     wrong = results.pop(4)
     assert isinstance(wrong.error, SpecConfigError)
     assert "Pass `attention_mask` with every request" in str(wrong.error)
-    assert [result.tokens for result in results] == [text_case.alone[0]] * 5
+    assert tokens_of(results) == [text_case.alone[0]] * 5
     assert [result.num_prompt_tokens for result in results] == [12, 12, 12, 15, 0]
     assert text_case.run(forms[4:5], 1, max_new_tokens=NEW)[0].tokens == text_case.alone[0]
 
 
-SETTINGS = {
-    "ends": {"eos_token_id": [7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47], "no_repeat_ngram_size": 2},
-    "forced": {"forced_bos_token_id": 5, "forced_eos_token_id": 2, "no_repeat_ngram_size": 3},
-    "starts": {"decoder_start_token_id": 9},
-    "source": {"encoder_no_repeat_ngram_size": 1, "encoder_repetition_penalty": 1.5, "repetition_penalty": 1.3},
-    "begun": {"decoder_input_ids": torch.tensor([[1, 9, 30, 31]])},
-    "begun without the first token": {"decoder_input_ids": torch.tensor([[9, 30]])},
-}
+OF_ONE = [
+    *SETTINGS.values(),
+    {"decoder_start_token_id": 9},
+    {"decoder_input_ids": torch.tensor([[1, 9, 30, 31]])},
+    # Without the first token.
+    {"decoder_input_ids": torch.tensor([[9, 30]])},
+]
 
 
 def test_settings_of_single_requests(text_case):
     """Beside each other, with texts that begin with different numbers of tokens."""
-    given = [{**own, **more} for own, more in zip(text_case.requests, [*SETTINGS.values(), {}, {}])]
+    given = [{**own, **more} for own, more in zip(text_case.requests, [*OF_ONE, {}, {}])]
     results = text_case.run(given, pad_token_id=0, **RECYCLING)
     assert [result.error for result in results] == [None] * len(given)
     for result, request in zip(results, given):
-        own = {name: value for name, value in request.items() if name != "max_new_tokens"}
-        text = text_case.model.generate(
-            **own, do_sample=False, max_new_tokens=request["max_new_tokens"], pad_token_id=0
-        )[0].tolist()
+        text = text_case.model.generate(**request, do_sample=False, pad_token_id=0)[0].tolist()
         assert result.tokens == text[-len(result.tokens) :]
         begun = request.get("decoder_input_ids", torch.zeros(1, 1)).shape[1]
         assert len(text) - len(result.tokens) in (begun, begun + 1)
 
 
+@full
 def test_tokens_in_flight_include_those_of_the_source(text_case):
     most = max(own["input_ids"].shape[1] + 1 + own["max_new_tokens"] for own in text_case.requests)
     results = text_case.run(max_tokens_in_flight=most - 1)
-    failed = [index for index, result in enumerate(results) if result.error is not None]
-    assert failed
-    assert all("max_tokens_in_flight" in str(results[index].error) for index in failed)
-    expected = [tokens for index, tokens in enumerate(text_case.alone) if index not in failed]
-    assert [result.tokens for index, result in enumerate(results) if index not in failed] == expected
+    assert any(result.error is not None for result in results)
+    for result, tokens in zip(results, text_case.alone):
+        assert result.tokens == tokens if result.error is None else "max_tokens_in_flight" in str(result.error)
 
 
+@full
 def test_what_is_wrong_with_one_request_concerns_no_other(text_case):
     good, ids = text_case.requests[1], text_case.requests[1]["input_ids"]
     wrong = [
@@ -289,10 +211,7 @@ def test_what_is_wrong_with_one_request_concerns_no_other(text_case):
         ({"input_ids": ids, "decoder_attention_mask": [[1]]}, "has no padding"),
         ({"input_ids": ids, "decoder_input_ids": torch.ones(2, 1, dtype=torch.long)}, "takes one row"),
         ({"input_ids": ids, "decoder_input_ids": "abc"}, "takes a tensor"),
-        *(
-            ({"encoder_outputs": wrong}, "takes what the encoder returns")
-            for wrong in (2.0, [True], b"ab", "x", (), [])
-        ),
+        *(({"encoder_outputs": one}, "takes what the encoder returns") for one in (2.0, [True], b"ab", "x", (), [])),
         ({"encoder_outputs": (torch.zeros(2, 3, 5),)}, "for one source"),
         ({"input_ids": ids, "decoder_start_token_id": torch.ones(2, 3, dtype=torch.long)}, "A request is one row"),
         # The decoder cannot read it.
@@ -302,7 +221,7 @@ def test_what_is_wrong_with_one_request_concerns_no_other(text_case):
     for result, (_, message) in zip(results[::2], wrong):
         assert message in str(result.error)
         assert result.finish_reason == "error"
-    assert [result.tokens for result in results[1::2]] == [text_case.alone[1]] * len(wrong)
+    assert tokens_of(results[1::2]) == [text_case.alone[1]] * len(wrong)
     for own, message in (
         ({"decoder_attention_mask": torch.ones(1, 1)}, "has no padding"),
         ({"attention_mask": torch.ones(1, 1)}, "have no padding"),
@@ -312,40 +231,28 @@ def test_what_is_wrong_with_one_request_concerns_no_other(text_case):
             generate_many(text_case.model, [], **own)
 
 
-def test_sounds_of_different_lengths_without_masks():
-    """Whoever comes to stand beside others is told."""
-    model, source = tiny_model("speech_to_text")
-    short, long = ({"input_features": source["input_features"][:1, :size]} for size in (20, 40))
-    results = list(generate_many(model, [long, short, long], 2, in_order=True, do_sample=False, max_new_tokens=6))
-    assert "Pass `attention_mask` with every request" in str(results[1].error)
-    assert [results[index].tokens for index in (0, 2)] == [alone(model, long, 6)] * 2
-    (single,) = generate_many(model, [short], 2, do_sample=False, max_new_tokens=6)
-    assert single.tokens == alone(model, short, 6)
-
-
-@ANY_ORDER
-@given(arrived=arrivals(12, len(LENGTHS)), places=st.sampled_from([2, 3, 8]))
-@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
-def test_arrivals_cancellations_and_errors(name, arrived, places):
-    check_arrivals(Case.of(name), arrived, places)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("places", [3, 8])
-@pytest.mark.parametrize("name", ["t5", "bart", "whisper", "speech_to_text"])
-@ANY_ORDER
-@given(arrived=arrivals(40, len(LENGTHS)))
-def test_many_arrivals_cancellations_and_errors(name, places, arrived):
-    check_arrivals(Case.of(name), arrived, places)
-
-
 def check_arrivals(case: Case, arrived: list[tuple[int, int, str]], places: int) -> None:
     reader = RequestReader(case.model, {"do_sample": False}, num_places=places)
     drafts = load_speculator(case.model, "recycling", num_speculative_tokens=3)
     check_each_for_itself(reader, Engine(case.model, drafts, reader, places), case.requests, case.alone, arrived)
 
 
-# ------------------------------------------------------------------------------------------------------------ sampling
+@ANY_ORDER
+@given(arrived=arrivals(12, len(LENGTHS)), places=st.sampled_from([2, 3, 8]))
+@pytest.mark.parametrize("name", ["t5", *in_full("bart", "whisper")])
+def test_arrivals_cancellations_and_errors(name, arrived, places):
+    check_arrivals(Case.of(name), arrived, places)
+
+
+@slow
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper", "speech_to_text"])
+@ANY_ORDER
+@given(arrived=arrivals(40, len(LENGTHS)), places=st.sampled_from([3, 8]))
+def test_many_arrivals_cancellations_and_errors(name, places, arrived):
+    check_arrivals(Case.of(name), arrived, places)
+
+
+# Sampling
 
 
 def test_sampled_texts_are_those_of_generate(text_case):
@@ -355,53 +262,18 @@ def test_sampled_texts_are_those_of_generate(text_case):
         torch.manual_seed(index)
         expected = text_case.model.generate(**own, do_sample=True, temperature=1.5, **RECYCLING)
         assert result.tokens == expected[0, 1:].tolist()
-    assert [result.tokens for result in results] != text_case.alone
+    assert tokens_of(results) != text_case.alone
 
 
-# A temperature at which models of random weights have a choice.
-FLAT = 20.0
+# Other entries
 
 
-def test_sampling_follows_the_distribution():
-    """Three tokens of many requests of two sources, by drawn drafts, against their enumerated probabilities."""
-    model, source = text_model("t5", tie_word_embeddings=True)
-    two = [sources_of("t5", source)[row] for row in (0, 1)]
-    suppressed = [token for token in range(model.config.vocab_size) if token not in (5, 6, 7)]
-    settings = {"do_sample": True, "max_new_tokens": 4, "suppress_tokens": suppressed, "temperature": FLAT}
-    drafts = sampled_speculator(3, widths=(1, 1, 1), processed=True)
-    requests = [own for _ in range(350) for own in two]
-    results = list(generate_many(model, requests, 24, in_order=True, seed=0, assistant=drafts, **settings))
-    assert sum(result.stats.num_accepted_tokens for result in results) > 100
-    for number, own in enumerate(two):
-        probs = probabilities(model, own)
-        counts = dict.fromkeys(probs, 0)
-        for result in results[number::2]:
-            counts[tuple(result.tokens[:3])] += 1
-        assert chi_square_pvalue(list(counts.values()), list(probs.values())) > 1e-3
-
-
-def probabilities(model, source: dict) -> dict[tuple[int, ...], float]:
-    """Of all texts of three tokens out of 5, 6 and 7."""
-    encoded, probs = model.get_encoder()(**source), {(): 1.0}
-    for _ in range(3):
-        texts = torch.tensor([[model.generation_config.decoder_start_token_id, *path] for path in probs])
-        states = encoded.last_hidden_state.expand(len(texts), -1, -1)
-        with torch.no_grad():
-            logits = model(encoder_outputs=(states,), decoder_input_ids=texts).logits[:, -1]
-        nexts = (logits[:, 5:8].double() / FLAT).softmax(-1).tolist()
-        probs = {(*p, t): probs[p] * q for p, row in zip(list(probs), nexts) for t, q in zip((5, 6, 7), row)}
-    return probs
-
-
-# ------------------------------------------------------------------------------------------------------- other entries
-
-
+@full
 def test_batches_and_managers(text_case):
     ids = [own["input_ids"][0].tolist() for own in text_case.requests[:4]]
-    outputs = generate_batch(text_case.model, ids, max_new_tokens=5, do_sample=False, **RECYCLING)
-    assert [output.prompt_ids for output in outputs.values()] == ids
-    texts = [text_case.alone[index][:5] for index in range(3)]
-    assert [output.generated_tokens for output in outputs.values()][:3] == texts
+    outputs = list(generate_batch(text_case.model, ids, max_new_tokens=5, do_sample=False, **RECYCLING).values())
+    assert [output.prompt_ids for output in outputs] == ids
+    assert [output.generated_tokens for output in outputs[:3]] == [text[:5] for text in text_case.alone[:3]]
     with SpeculativeBatchingManager(text_case.model, batch_size=2, do_sample=False, **RECYCLING) as manager:
         shown = list(manager.request_id_iter(manager.add_request(text_case.requests[0], streaming=True)))
         manager.add_request(ids[0], "long", max_new_tokens=100)
@@ -413,14 +285,14 @@ def test_batches_and_managers(text_case):
     assert shown[-1].prompt_ids == ids[0]
 
 
+@full
 def test_journals_tell_sources_apart(tmp_path):
     case, path = Case.of("whisper"), tmp_path / "results.jsonl"
-    texts = [result.tokens for result in case.run(journal=path)]
-    assert texts == case.alone
+    assert tokens_of(case.run(journal=path)) == case.alone
     arrays = [{**own, "input_features": own["input_features"].numpy()} for own in case.requests]
     for same in (case.requests, arrays):
         with nothing_runs(case.model):
-            assert [result.tokens for result in case.run(same, journal=path)] == texts
+            assert tokens_of(case.run(same, journal=path)) == case.alone
     other = [{**own, "input_features": own["input_features"] + 1} for own in arrays]
     with pytest.raises(SpecConfigError, match="the result of another prompt"):
         case.run(other, journal=path)

@@ -1,24 +1,10 @@
-"""Prompts with images: models of multimodal rotary positions, and models that count an image's tokens like text."""
+"""Prompts with images and sound equal `generate()`: multimodal rotary positions, and positions counted like text."""
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 import pytest
 import torch
 import transformers
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, generate_many
 from hf_specdec.decoding import contract
@@ -28,208 +14,84 @@ from hf_specdec.decoding.target import SlotModel
 from tests.helpers import images
 from tests.helpers.architectures import with_images
 from tests.helpers.caches import CACHE
+from tests.helpers.families import assert_drafts_change_nothing
+from tests.helpers.images import IMAGE, MODELS, build, image_inputs
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import TINY, prompts, scripted_for
 
 
-IMAGE, VIDEO, VISION_START, VISION_END = 60, 61, 62, 63
 SETTINGS = {"do_sample": False, "max_new_tokens": 16}
 TREE = (-1, -1, 0, 0, 1, 2, 5)
-
-_TEXT = {**TINY, "head_dim": 8, "initializer_range": 0.3, "pad_token_id": 0}
-# Sections of the rotary dimensions for time, height and width. Positions matter more with a small base.
-_MULTIMODAL = {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}}
-_TOKENS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": VISION_START,
-    "vision_end_token_id": VISION_END,
-}
-_PATCHES = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3}
-_CLIP = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4}
-_SIGLIP = {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4, "vision_use_head": False}
-_TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "initializer_range": 0.3,
-}
-
-
-def qwen2_vl(**text):
-    vision = {**_PATCHES, "depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
-    return Qwen2VLForConditionalGeneration(
-        Qwen2VLConfig(text_config={**_MULTIMODAL, **text}, vision_config=vision, **_TOKENS)
-    )
-
-
-def qwen2_vl_sliding():
-    return qwen2_vl(use_sliding_window=True, sliding_window=8, max_window_layers=1)
-
-
-def qwen2_5_vl():
-    vision = {**_PATCHES, "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
-    vision |= {"out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [0], "tokens_per_second": 2}
-    return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config=_MULTIMODAL, vision_config=vision, **_TOKENS)
-    )
-
-
-def qwen3_vl():
-    # The states of the image come once more after the text model's first layer.
-    vision = {**_PATCHES, "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
-    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=_MULTIMODAL, vision_config=vision, **_TOKENS))
-
-
-def llava():
-    text = {**_TEXT, "model_type": "llama"}
-    return LlavaForConditionalGeneration(
-        LlavaConfig(text_config=text, vision_config={**_CLIP, **_TOWER}, image_token_index=IMAGE)
-    )
-
-
-def gemma3():
-    text = {**_TEXT, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-    tokens = {"image_token_id": IMAGE, "boi_token_id": VISION_START, "eoi_token_id": VISION_END}
-    tokens["tie_word_embeddings"] = False
-    return Gemma3ForConditionalGeneration(
-        Gemma3Config(text_config=text, vision_config={**_SIGLIP, **_TOWER}, mm_tokens_per_image=4, **tokens)
-    )
-
-
-MULTIMODAL_ROTARY = [qwen2_vl, qwen2_vl_sliding, qwen2_5_vl, qwen3_vl]
-MODELS = [*MULTIMODAL_ROTARY, llava, gemma3]
-
-
-@lru_cache
-def build(make):
-    torch.manual_seed(0)
-    model = make().eval()
-    # Some vision towers have a range of their own, and would make an image whisper.
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.3, generator=generator)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
-
-
-def image_inputs(make, batch_size: int = 1, merged: tuple[int, int] = (2, 4), before: int = 3, after: int = 5) -> dict:
-    """Prompts of text, an image and text; each row has a token of text less in front than the one after it.
-
-    `merged` is the image's height and width in tokens; models that count like text take a fixed number of them.
-    """
-    generator = torch.Generator().manual_seed(1)
-    is_grid = make in MULTIMODAL_ROTARY
-    height, width = merged if is_grid else (2, 2)
-    rows = []
-    for row in range(batch_size):
-        text = torch.randint(1, IMAGE, (before + after + row,), generator=generator).tolist()
-        image = [VISION_START, *[IMAGE] * (height * width)]
-        rows.append([*text[after:], *image, VISION_END, *text[:after]] if after else [*text, *image])
-    length = max(map(len, rows))
-    input_ids = torch.tensor([[0] * (length - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
-    inputs = {"input_ids": input_ids, "attention_mask": mask}
-    if is_grid:
-        patches = 4 * height * width * batch_size
-        inputs["pixel_values"] = torch.randn(patches, 3 * 2 * 4 * 4, generator=generator)
-        inputs["image_grid_thw"] = torch.tensor([[1, 2 * height, 2 * width]] * batch_size)
-        inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
-        return inputs
-    inputs["pixel_values"] = torch.randn(batch_size, 3, 8, 8, generator=generator)
-    if make is gemma3:
-        inputs["token_type_ids"] = (input_ids == IMAGE).int()
-    return inputs
-
-
-def speculators(plain, inputs):
-    """Settings for `generate()` that draft by guess and partly right, in chains and in trees."""
-    return {
-        "ngram": {"spec_method": "ngram"},
-        "chain": {"assistant": scripted_for(plain, inputs, accuracy=0.8)},
-        "tree": {"assistant": scripted_for(plain, inputs, accuracy=0.9, tree=TREE)},
-        "ragged_tree": {"assistant": scripted_for(plain, inputs, accuracy=0.9, tree="random")},
-    }
+IS_NEWEST = transformers.__version__.startswith(contract.NEWEST)
 
 
 def check_equals_plain(model, inputs):
-    plain = model.generate(**inputs, **SETTINGS)
+    plain = assert_drafts_change_nothing(model, inputs, (None, TREE, "random"), others=["ngram"], **SETTINGS)
     assert len(set(plain[0, -24:].tolist())) > 4, "the text is too dull to show a wrong position"
-    for name, how in speculators(plain, inputs).items():
-        assert torch.equal(model.generate(**inputs, **SETTINGS, **how), plain), name
     return plain
 
 
-class TestEqualsPlain:
-    @pytest.mark.parametrize("batch_size", [1, 2])
-    @pytest.mark.parametrize("make", MODELS)
-    def test_image(self, make, batch_size):
-        model, inputs = build(make), image_inputs(make, batch_size)
-        plain = check_equals_plain(model, inputs)
-        inputs["pixel_values"] = -inputs["pixel_values"]
-        assert not torch.equal(model.generate(**inputs, **SETTINGS), plain), "the image makes no difference"
-
-    @pytest.mark.parametrize("make", MODELS)
-    def test_text_only(self, make):
-        inputs = prompts(2)
-        inputs["input_ids"].clamp_(max=IMAGE - 1)
-        check_equals_plain(build(make), inputs)
-
-    def test_two_images_and_text_between(self):
-        model = build(qwen2_vl)
-        first, second = image_inputs(qwen2_vl), image_inputs(qwen2_vl, merged=(3, 2))
-        inputs = {
-            key: torch.cat([first[key], second[key]], dim=0 if key in ("pixel_values", "image_grid_thw") else 1)
-            for key in first
-        }
-        check_equals_plain(model, inputs)
-
-    def test_second_turn(self):
-        """State of the first prompt's image makes room for the second one's, whose positions have one row."""
-        model, inputs = build(qwen2_vl), image_inputs(qwen2_vl)
-        settings = {**SETTINGS, "return_dict_in_generate": True}
-        first = model.generate(**inputs, **settings)
-        turn = torch.tensor([[7, 8, 9]])
-        whole = {"input_ids": torch.cat([first.sequences, turn], dim=1)}
-        whole["attention_mask"] = torch.ones_like(whole["input_ids"])
-        plain = model.generate(**whole, **{CACHE: first[CACHE]}, **SETTINGS)
-        for tree in (None, TREE):
-            how = scripted_for(first.sequences, inputs, accuracy=0.8, tree=tree)
-            ours = model.generate(**inputs, **settings, assistant=how)
-            assert torch.equal(ours.sequences, first.sequences)
-            how = scripted_for(plain, whole, accuracy=0.8, tree=tree)
-            again = model.generate(**whole, **{CACHE: ours[CACHE]}, **SETTINGS, assistant=how)
-            assert torch.equal(again, plain)
+_OTHER_TYPES = [name for name in (*images.TYPES, "gemma3") if name not in MODELS or name == "qwen3_vl"]
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.skipif(
-    not transformers.__version__.startswith(contract.NEWEST), reason="the types are those of the newest transformers"
-)
-@pytest.mark.parametrize("name", images.TYPES)
-def test_images_of_every_type(name):
-    """Left-padded prompts, with chains and, where the type takes them, trees."""
-    model = images.image_model(name)
-    inputs = images.image_inputs(model, 2)
-    settings = {"do_sample": False, "max_new_tokens": 8}
-    plain = model.generate(**inputs, **settings)
-    assert not torch.equal(model.generate(**{**inputs, "pixel_values": -inputs["pixel_values"]}, **settings), plain)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen3_vl"] + in_full(*_OTHER_TYPES))
+def test_greedy_matches_generate(name):
+    if name in images.TYPES and not IS_NEWEST:
+        pytest.skip("the types are those of the newest transformers")
+    model = build(name)
     assert model_profile(model).supports_trees
+    for batch_size in (1, 2) if name in MODELS else (2,):
+        inputs = image_inputs(name, batch_size)
+        plain = check_equals_plain(model, inputs)
+        other = {**inputs, "pixel_values": -inputs["pixel_values"]}
+        assert not torch.equal(model.generate(**other, **SETTINGS), plain), "the image makes no difference"
+    if name in MODELS:
+        check_equals_plain(model, prompts(2))
+    if name.startswith("qwen"):
+        # Height and width move the text by less than the image's tokens, and plain generation shows it.
+        counted = {**inputs, "position_ids": torch.arange(inputs["input_ids"].shape[1])[None]}
+        assert not torch.equal(model.generate(**counted, **SETTINGS), plain)
+
+
+@full
+def test_two_images_and_text_between():
+    first, second = image_inputs("qwen2_vl"), image_inputs("qwen2_vl", grid=(6, 4))
+    inputs = {
+        key: torch.cat([first[key], second[key]], dim=0 if key in ("pixel_values", "image_grid_thw") else 1)
+        for key in first
+    }
+    check_equals_plain(build("qwen2_vl"), inputs)
+
+
+def test_second_turn_with_the_returned_cache():
+    """State of the first prompt's image makes room for the second one's, whose positions have one row."""
+    model, inputs = build("qwen2_vl"), image_inputs("qwen2_vl")
+    settings = {**SETTINGS, "return_dict_in_generate": True}
+    first = model.generate(**inputs, **settings)
+    whole = {"input_ids": torch.cat([first.sequences, torch.tensor([[7, 8, 9]])], dim=1)}
+    whole["attention_mask"] = torch.ones_like(whole["input_ids"])
+    plain = model.generate(**whole, **{CACHE: first[CACHE]}, **SETTINGS)
     for tree in (None, TREE):
-        script = scripted_for(plain, inputs, accuracy=0.8, tree=tree)
-        output = model.generate(**inputs, **settings, assistant=script, return_dict_in_generate=True)
-        assert torch.equal(output.sequences, plain)
-        assert output.speculative.num_accepted_tokens > 0
+        how = scripted_for(first.sequences, inputs, accuracy=0.8, tree=tree)
+        ours = model.generate(**inputs, **settings, assistant=how)
+        assert torch.equal(ours.sequences, first.sequences)
+        how = scripted_for(plain, whole, accuracy=0.8, tree=tree)
+        again = model.generate(**whole, **{CACHE: ours[CACHE]}, **SETTINGS, assistant=how)
+        assert torch.equal(again, plain)
 
 
+@full
+@pytest.mark.skipif(not IS_NEWEST, reason="the types are those of the newest transformers")
+def test_types_without_an_image_have_a_reason():
+    assert sorted([*images.TYPES, *images.NOT_TRIED]) == sorted(with_images())
+
+
+@full
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_images_in_requests_of_many_are_refused(name):
-    model = images.image_model(name)
-    request = images.image_inputs(model, 1)
-    request = {key: value for key, value in request.items() if key != "attention_mask"}
+    model = build(name)
+    request = image_inputs(name)
+    request.pop("attention_mask")
     text = [5, 6, 7]
     settings = {"spec_method": "ngram", "max_new_tokens": 6, "do_sample": False, "in_order": True}
     wrong, right = generate_many(model, [request, text], 2, **settings)
@@ -239,13 +101,6 @@ def test_images_in_requests_of_many_are_refused(name):
     assert right.tokens == plain[0, 3:].tolist()
 
 
-@pytest.mark.skipif(
-    not transformers.__version__.startswith(contract.NEWEST), reason="the types are those of the newest transformers"
-)
-def test_types_without_an_image_have_a_reason():
-    assert sorted([*images.TYPES, *images.NOT_TRIED]) == sorted(with_images())
-
-
 def speech_model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A tiny OmniASR, and left-padded prompts of speech and text."""
     audio = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -253,7 +108,7 @@ def speech_model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     audio |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
     config = transformers.OmniASRConfig(
         audio_config=audio,
-        text_config={**_TEXT, "model_type": "llama"},
+        text_config={**TINY, "vocab_size": 99, "initializer_range": 0.3, "model_type": "llama"},
         audio_token_id=IMAGE,
         initializer_range=0.3,
         bos_token_id=1,
@@ -275,33 +130,28 @@ def speech_model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     }
 
 
+@full
 @pytest.mark.skipif(not hasattr(transformers, "OmniASRConfig"), reason="transformers has it since 5.24")
-@pytest.mark.parametrize("tree", [None, TREE])
-def test_speech_in_front_of_text(tree):
+def test_speech_in_front_of_text():
     model, inputs = speech_model()
-    plain = model.generate(**inputs, **SETTINGS)
+    plain = assert_drafts_change_nothing(model, inputs, (None, TREE), k=3, **SETTINGS)
     other = model.generate(**{**inputs, "input_values": 1 - inputs["input_values"]}, **SETTINGS)
     assert not torch.equal(plain, other), "the speech makes no difference"
-    script = scripted_for(plain, {key: inputs[key] for key in ("input_ids", "attention_mask")}, k=3, tree=tree)
-    output = model.generate(**inputs, **SETTINGS, assistant=script, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, plain)
-    assert output.speculative.num_accepted_tokens
 
 
-@pytest.mark.parametrize("name", images.BY_LANGUAGE_MODEL)
+_FIRST, *_OTHERS = images.BY_LANGUAGE_MODEL
+
+
+@pytest.mark.parametrize("name", [_FIRST, *in_full(*_OTHERS)])
 def test_models_that_generate_with_their_language_model(name):
     """The arguments come to the language model, and so do the embeddings of the image."""
     model, inputs = images.model_around_language_model(name)
-    plain = model.generate(**inputs, **SETTINGS)
+    plain = assert_drafts_change_nothing(model, inputs, (None, TREE), k=3, **SETTINGS)
     other = model.generate(**{**inputs, "pixel_values": 1 - inputs["pixel_values"]}, **SETTINGS)
     assert not torch.equal(plain, other), "the image makes no difference"
-    for tree in (None, TREE):
-        script = scripted_for(plain, {key: inputs[key] for key in ("input_ids", "attention_mask")}, k=3, tree=tree)
-        output = model.generate(**inputs, **SETTINGS, assistant=script, return_dict_in_generate=True)
-        assert output.sequences.tolist() == plain.tolist()
-        assert 0 < output.speculative.num_accepted_tokens < output.speculative.num_draft_tokens
 
 
+@full
 @pytest.mark.parametrize("name", images.REFUSED)
 def test_language_models_that_are_refused_say_why(name):
     model, inputs = images.model_around_language_model(name)
@@ -309,38 +159,29 @@ def test_language_models_that_are_refused_say_why(name):
         model.generate(**inputs, **SETTINGS, spec_method="ngram")
 
 
-class TestPositionsBehindAnImage:
-    @pytest.mark.parametrize("make", MULTIMODAL_ROTARY)
-    def test_they_are_not_the_number_of_tokens(self, make):
-        """Height and width move the text by less than the image's tokens, and plain generation shows it."""
-        model, inputs = build(make), image_inputs(make)
-        plain = model.generate(**inputs, **SETTINGS)
-        inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
-        assert not torch.equal(model.generate(**inputs, **SETTINGS), plain)
+def test_offset_of_positions_behind_an_image(monkeypatch):
+    seen, start_slots = [], SlotModel.start_slots
 
-    @pytest.mark.parametrize(("merged", "after", "offset"), [((2, 4), 5, -4), ((3, 2), 1, -3), ((1, 4), 2, 0)])
-    def test_offset(self, merged, after, offset, monkeypatch):
-        seen, start_slots = [], SlotModel.start_slots
+    def watched(slots, starts, offsets, *others):
+        seen.append(offsets)
+        start_slots(slots, starts, offsets, *others)
 
-        def watched(slots, starts, offsets, *others):
-            seen.append(offsets)
-            start_slots(slots, starts, offsets, *others)
+    monkeypatch.setattr(SlotModel, "start_slots", watched)
+    for grid, after, _ in (shapes := [((4, 8), 5, -4), ((6, 4), 1, -3), ((2, 8), 2, 0)]):
+        inputs = image_inputs("qwen2_vl", 2, grid, after)
+        build("qwen2_vl").generate(**inputs, **SETTINGS, spec_method="ngram")
+    assert seen == [[offset, offset] for _, _, offset in shapes]
 
-        monkeypatch.setattr(SlotModel, "start_slots", watched)
-        inputs = image_inputs(qwen2_vl, 2, merged, after=after)
-        build(qwen2_vl).generate(**inputs, **SETTINGS, spec_method="ngram")
-        assert seen == [[offset, offset]]
 
-    def test_prompt_that_ends_inside_the_image(self):
-        inputs = image_inputs(qwen2_vl, after=0)
-        model = build(qwen2_vl)
-        assert model.generate(**inputs, **SETTINGS).shape[1] > inputs["input_ids"].shape[1]
-        with pytest.raises(UnsupportedModelError, match=r"\[\[5, 6, 8\]\].*inside an image"):
-            model.generate(**inputs, **SETTINGS, spec_method="ngram")
-
-    def test_counts_in_floating_point(self):
-        """Some models with sound and video count in fractions of a second; whole numbers stay exact."""
-        whole = torch.tensor([2.0, 3.0, 4.0]).expand(3, 2, 3)
-        assert position_offsets(whole, num_slots=8, starts=[0, 1]) == [-4, -3]
-        with pytest.raises(UnsupportedModelError, match=r"4\.5.*fractions of a second"):
-            position_offsets(whole + 0.5, num_slots=8, starts=[0, 1])
+@full
+def test_positions_that_no_offset_describes_are_refused():
+    inputs = image_inputs("qwen2_vl", after=0)
+    model = build("qwen2_vl")
+    assert model.generate(**inputs, **SETTINGS).shape[1] > inputs["input_ids"].shape[1]
+    with pytest.raises(UnsupportedModelError, match=r"\[\[10, 11, 11\]\].*inside an image"):
+        model.generate(**inputs, **SETTINGS, spec_method="ngram")
+    # Some models with sound and video count in fractions of a second; whole numbers stay exact.
+    whole = torch.tensor([2.0, 3.0, 4.0]).expand(3, 2, 3)
+    assert position_offsets(whole, num_slots=8, starts=[0, 1]) == [-4, -3]
+    with pytest.raises(UnsupportedModelError, match=r"4\.5.*fractions of a second"):
+        position_offsets(whole + 0.5, num_slots=8, starts=[0, 1])

@@ -1,11 +1,7 @@
-"""Settings and requests of every odd kind: an error of this package, or a text equal to that of plain generation.
-
-`python -m tests.lossless.test_odd_settings 2500` tries more of them than the suite does.
-"""
+"""Settings and requests of every odd kind: an error of this package, or a text equal to that of plain generation."""
 
 import json
 import random
-import sys
 from collections import OrderedDict, UserDict
 from decimal import Decimal
 from enum import Enum
@@ -16,12 +12,12 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, load_speculator
 from hf_specdec.method import built_in_methods
 from hf_specdec.settings import describe_settings
-from tests.helpers.models import prompts, tiny_llama
+from tests.helpers.levels import full, in_full
+from tests.helpers.models import prompts
 
 
 METHODS = (*(method.name for method in built_in_methods()), "auto")
@@ -188,52 +184,20 @@ def _is_text(value):
 
 # Arguments of generate() and values that are legal, by themselves at least.
 ARGUMENTS = {
-    "do_sample": [True, False],
-    "num_beams": [1, 2],
-    "num_return_sequences": [1, 2],
-    "temperature": [0.7, 1.0, 0.0],
-    "top_k": [1, 5, 0, 50],
-    "top_p": [0.5, 1.0],
-    "min_p": [0.1],
-    "repetition_penalty": [1.3],
-    "no_repeat_ngram_size": [2],
-    "bad_words_ids": [[[3]], [[3, 4]]],
-    "suppress_tokens": [[1, 2]],
-    "begin_suppress_tokens": [[5]],
-    "forced_eos_token_id": [7],
-    "forced_bos_token_id": [7],
-    "eos_token_id": [3, [3, 9, 20], None],
-    "pad_token_id": [0, 5],
-    "max_length": [12, 40],
-    "max_new_tokens": [1, 2, 9],
-    "min_new_tokens": [3],
-    "min_length": [10],
-    "max_time": [100.0],
-    "output_scores": [True],
-    "output_logits": [True],
-    "output_hidden_states": [True],
-    "output_attentions": [True, False],
-    "return_dict_in_generate": [True, False],
-    "use_cache": [True, False],
-    "cache_implementation": ["dynamic", "static", "offloaded", "no such"],
-    "guidance_scale": [1.5],
-    "renormalize_logits": [True],
-    "remove_invalid_values": [True],
-    "exponential_decay_length_penalty": [(2, 1.1)],
-    "prompt_lookup_num_tokens": [3],
-    "penalty_alpha": [0.6],
-    "typical_p": [0.9],
-    "epsilon_cutoff": [0.01],
-    "watermarking_config": [None],
-    "token_type_ids": [None],
-    "unknown_argument": [1],
-    "generation_config": [None],
-    "disable_compile": [True],
-    "low_memory": [True],
-    "diversity_penalty": [0.5],
-    "num_beam_groups": [2],
-    "stop_strings": ["a"],
-}
+    "do_sample": [True, False], "num_beams": [1, 2], "num_return_sequences": [1, 2], "temperature": [0.7, 1.0, 0.0],
+    "top_k": [1, 5, 0, 50], "top_p": [0.5, 1.0], "min_p": [0.1], "typical_p": [0.9], "epsilon_cutoff": [0.01],
+    "repetition_penalty": [1.3], "no_repeat_ngram_size": [2], "bad_words_ids": [[[3]], [[3, 4]]],
+    "suppress_tokens": [[1, 2]], "begin_suppress_tokens": [[5]], "forced_eos_token_id": [7],
+    "forced_bos_token_id": [7], "eos_token_id": [3, [3, 9, 20], None], "pad_token_id": [0, 5],
+    "max_length": [12, 40], "max_new_tokens": [1, 2, 9], "min_new_tokens": [3], "min_length": [10],
+    "max_time": [100.0], "output_scores": [True], "output_logits": [True], "output_hidden_states": [True],
+    "output_attentions": [True, False], "return_dict_in_generate": [True, False], "use_cache": [True, False],
+    "cache_implementation": ["dynamic", "static", "offloaded", "no such"], "guidance_scale": [1.5],
+    "renormalize_logits": [True], "remove_invalid_values": [True], "exponential_decay_length_penalty": [(2, 1.1)],
+    "prompt_lookup_num_tokens": [3], "penalty_alpha": [0.6], "watermarking_config": [None], "token_type_ids": [None],
+    "unknown_argument": [1], "generation_config": [None], "disable_compile": [True], "low_memory": [True],
+    "diversity_penalty": [0.5], "num_beam_groups": [2], "stop_strings": ["a"],
+}  # fmt: skip
 
 
 def outcome(model, **arguments):
@@ -262,33 +226,24 @@ def check_request(model, rng):
         assert torch.equal(getattr(ours, "sequences", ours), getattr(plain, "sequences", plain)), names
 
 
-@pytest.fixture(scope="module")
-def plain(model):
-    return model.generate(**prompts(2), **PLAIN)
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *in_full(*range(1, 12))])
 def test_configurations(seed):
     rng = random.Random(seed)
     found = [check_configuration(rng) for _ in range(120)]
     assert 0 < sum(config is not None for config in found) < len(found)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_texts(model, plain, seed):
-    rng = random.Random(seed)
+@pytest.mark.parametrize("seed", [0, *in_full(*range(1, 6))])
+def test_texts_and_requests(model, seed):
+    rng, plain = random.Random(seed), model.generate(**prompts(2), **PLAIN)
     assert any([check_text(model, rng, plain) for _ in range(60)])
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_requests(model, seed):
-    rng = random.Random(seed)
     before = model.generation_config.to_dict()
     for _ in range(40):
         check_request(model, rng)
     assert model.generation_config.to_dict() == before
 
 
+@full
 @pytest.mark.parametrize("name", COMMON)
 def test_every_setting_refuses_what_fails(name):
     for value in (Hostile(), [Hostile()], HostileDict(a=1), HostileArray(), endless(), 10**5000, "\ud800" * 9999):
@@ -296,14 +251,6 @@ def test_every_setting_refuses_what_fails(name):
             SpeculativeConfig.resolve({"method": "draft_model", "model": "x/y", name: value})
         except SpecDecError as error:
             check_message(error)
-
-
-@pytest.mark.parametrize("name", ["x" * 3000, "[" * 3000, "/tmp/" + "y/" * 1500])
-def test_long_names_are_cut_in_messages(model, name):
-    with pytest.raises(SpecDecError) as raised:
-        model.generate(**prompts(1), max_new_tokens=2, spec_model=name)
-    assert name[:190] in str(raised.value)
-    assert len(str(raised.value)) < 1200
 
 
 def test_zero_is_not_off(model):
@@ -316,100 +263,32 @@ def test_zero_is_not_off(model):
         assert torch.equal(model.generate(**prompts(1), **PLAIN, spec_method=off), plain)
 
 
-@pytest.mark.parametrize("key", ["self", "cls", "value", "target_config"])
-def test_a_setting_of_any_name_is_a_setting(key):
-    with pytest.raises(SpecConfigError, match=f"has no setting '{key}'"):
-        SpeculativeConfig.resolve({"method": "ngram", key: 1})
+def test_numbers_of_other_libraries_are_numbers_and_any_name_a_setting(model):
+    for key in ("self", "cls", "value", "target_config"):
+        with pytest.raises(SpecConfigError, match=f"has no setting '{key}'"):
+            SpeculativeConfig.resolve({"method": "ngram", key: 1})
+    for number in (np.int64(4), np.array(4), torch.tensor(4), HostileNumber(4)):
+        config = SpeculativeConfig("ngram", num_speculative_tokens=number)
+        assert type(config.num_speculative_tokens) is int
+        assert config == SpeculativeConfig("ngram", num_speculative_tokens=4)
+        assert load_speculator(model, "ngram", num_speculative_tokens=number).config == config
+    rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": torch.tensor([0.5, 0.25])}
+    assert SpeculativeConfig("ngram", **rates).synthetic_acceptance_rates == (0.5, 0.25)
 
 
-@pytest.mark.parametrize("number", [np.int64(4), np.array(4), torch.tensor(4), HostileNumber(4)], ids=range(4))
-def test_numbers_of_other_libraries_are_numbers(model, number):
-    config = SpeculativeConfig("ngram", num_speculative_tokens=number)
-    assert type(config.num_speculative_tokens) is int
-    assert config == SpeculativeConfig("ngram", num_speculative_tokens=4)
-    assert load_speculator(model, "ngram", num_speculative_tokens=number).config == config
-    rates = SpeculativeConfig(
-        "ngram", rejection_sample_method="synthetic", synthetic_acceptance_rates=torch.tensor([0.5, 0.25])
-    )
-    assert rates.synthetic_acceptance_rates == (0.5, 0.25)
+OTHER_NAMES = [
+    ({"speculative_model": "x/y"}, ["`speculative_model` is called `model`", "`spec_model`"]),
+    ({"method": "ngram", "ngram_prompt_lookup_max": 4}, ["called `prompt_lookup_max`"]),
+    ({"method": "eagle", "ngram_prompt_lookup_min": 1}, ["called `prompt_lookup_min`", "method 'ngram'"]),
+    ({"decoding_type": "Medusa"}, ["`decoding_type` is called `method`", "`spec_method`"]),
+    ({"method": "eagle", "use_auth_token": True}, ["called `token`"]),
+    ({"method": "eagle", "model": "x/y", "quantization": "int4"}, ["'bitsandbytes_4bit'", "'nf4'", "got 'int4'"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("settings", "most"),
-    [
-        ({"method": "ngram", "num_speculative_tokens": 1025}, 1024),
-        ({"method": "ngram", "num_speculative_tokens_per_batch_size": {1: 10**9}}, 1024),
-        ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 10**12, 0]]}, 1024),
-        ({"method": "suffix", "suffix_decoding_max_tree_depth": 10**6}, 1024),
-        ({"method": "suffix", "suffix_decoding_max_cached_tokens": 10**10}, 10**9),
-        ({"method": "suffix", "suffix_decoding_max_spec_factor": 1e300}, 1024),
-        ({"method": "suffix+medusa", "model": "x/y", "retrieval_num_speculative_tokens": 10**9}, 1024),
-        ({"method": "medusa", "model": "x/y", "num_draft_nodes": 10**9}, 1024),
-        ({"method": "mlp_speculator", "model": "x/y", "top_k_tokens_per_head": [10**9]}, 1024),
-        ({"method": "eagle3", "model": "x/y", "draft_tree_depth": 10**9}, 129),
-        ({"method": "eagle3", "model": "x/y", "draft_tree_top_k": 10**9}, 64),
-        ({"method": "eagle3", "model": "x/y", "num_draft_nodes": 10**9}, 1024),
-        ({"method": "mtp", "num_draft_nodes": 10**9}, 1024),
-        ({"method": "dflash", "model": "x/y", "dflash_block_size": 10**9}, 1025),
-        ({"method": "dflash", "model": "x/y", "num_draft_nodes": 10**9}, 1024),
-        ({"method": "dflash", "model": "x/y", "dflash_num_denoising_steps": 10**9}, 1024),
-        ({"method": "ngram", "max_model_len": 2**31}, 2**31 - 1),
-        ({"method": "ngram", "disable_by_batch_size": 10**100}, 2**31 - 1),
-    ],
-    ids=lambda value: "" if isinstance(value, int) else list(value)[-1],
-)
-def test_sizes_have_a_largest_value(model, monkeypatch, settings, most):
-    monkeypatch.setattr(type(model), "forward", None)
-    with pytest.raises(SpecConfigError, match=f"{list(settings)[-1]}.*{most}"):
-        model.generate(**prompts(1), speculative=settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"speculative_model": "x/y"}, ["`speculative_model` is called `model`", "`spec_model`"]),
-        ({"speculative_algorithm": "EAGLE3", "model": "x/y"}, ["`speculative_algorithm` is called `method`"]),
-        ({"method": "ngram", "ngram_prompt_lookup_max": 4}, ["called `prompt_lookup_max`"]),
-        ({"method": "ngram", "prompt_lookup_num_tokens": 4}, ["called `num_speculative_tokens`"]),
-        ({"method": "medusa", "model": "x/y", "max_draft_len": 4}, ["called `num_speculative_tokens`"]),
-        ({"method": "eagle", "speculative_draft_tensor_parallel_size": 1}, ["called `draft_tensor_parallel_size`"]),
-        ({"method": "eagle", "ngram_prompt_lookup_min": 1}, ["called `prompt_lookup_min`", "method 'ngram'"]),
-        ({"decoding_type": "Medusa"}, ["`decoding_type` is called `method`", "`spec_method`"]),
-        ({"method": "eagle", "use_auth_token": True}, ["called `token`"]),
-        ({"method": "eagle", "model": "x/y", "quantization": "int4"}, ["'bitsandbytes_4bit'", "'nf4'", "got 'int4'"]),
-    ],
-    ids=lambda value: "" if isinstance(value[0] if isinstance(value, list) else 0, str) else list(value)[-1],
-)
-def test_names_of_other_engines_are_told_their_name_here(settings, words):
-    with pytest.raises(SpecConfigError) as caught:
-        SpeculativeConfig.resolve(settings)
-    assert [word for word in words if word not in str(caught.value)] == []
-
-
-def test_a_generation_config_of_odd_values(model):
-    for value in (0, 3, [], Hostile(), {"method": Hostile()}, np.array([1, 2]), "", "x" * 10**4):
-        config = GenerationConfig(max_new_tokens=2)
-        config.speculative = value
-        try:
-            model.generate(**prompts(1), generation_config=config)
-        except SpecDecError as error:
-            check_message(error)
-
-
-if __name__ == "__main__":
-    count = int(sys.argv[1])
-    model = tiny_llama()
-    text = model.generate(**prompts(2), **PLAIN)
-    rng = random.Random(len(sys.argv))
-    checks = {
-        "configurations": lambda: check_configuration(rng),
-        "texts": lambda: check_text(model, rng, text),
-        "requests": lambda: check_request(model, rng),
-    }
-    for name in sys.argv[2:] or checks:
-        for index in range(count):
-            rng.seed(f"{name} {index}")
-            try:
-                checks[name]()
-            except Exception as error:  # noqa: BLE001 - all of them are wanted
-                print(name, index, type(error).__name__, str(error)[:300])  # noqa: T201
+@full
+def test_names_of_other_engines_are_told_their_name_here():
+    for settings, words in OTHER_NAMES:
+        with pytest.raises(SpecConfigError) as caught:
+            SpeculativeConfig.resolve(settings)
+        assert [word for word in words if word not in str(caught.value)] == []

@@ -11,14 +11,15 @@ from packaging.version import Version
 from transformers import LlamaForCausalLM
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
-from hf_specdec import SpecConfigError, UnsupportedModelError, demo, generate_many, load_speculator
+from hf_specdec import SpecConfigError, UnsupportedModelError, demo, generate_many
 from hf_specdec.cli.target import Place
 from hf_specdec.decoding import check
 from hf_specdec.decoding.recurrent import mixers
-from hf_specdec.diagnosis.checks import network_findings
 from hf_specdec.many import engine
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
+from tests.helpers.families import assert_drafts_change_nothing
+from tests.helpers.levels import full, in_full
 from tests.helpers.methods import demo_target
 from tests.helpers.models import nothing_runs, prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 
@@ -35,15 +36,14 @@ pytestmark = [
 SETTINGS = {"do_sample": False, "max_new_tokens": 20}
 TREE = (-1, -1, 0, 0, 1, 2, 5)
 TASK = {"task_type": "CAUSAL_LM"}
+LORA = {**TASK, "r": 4, "init_lora_weights": False}
 
-ADAPTERS = {
+VIRTUAL = {
     "prompt tuning": lambda: peft.PromptTuningConfig(**TASK, num_virtual_tokens=5),
     "p-tuning": lambda: peft.PromptEncoderConfig(**TASK, num_virtual_tokens=5, encoder_hidden_size=16),
     "prefix tuning": lambda: peft.PrefixTuningConfig(**TASK, num_virtual_tokens=5),
-    "lora": lambda: peft.LoraConfig(**TASK, r=4, init_lora_weights=False),
-    "ia3": lambda: peft.IA3Config(**TASK, init_ia3_weights=False),
 }
-VIRTUAL = ["prompt tuning", "p-tuning", "prefix tuning"]
+CHANGED = {"lora": lambda: peft.LoraConfig(**LORA), "ia3": lambda: peft.IA3Config(**TASK, init_ia3_weights=False)}
 
 # Learned positions, those that the model counts from its mask, a bias by distance, and windows.
 BASES = {
@@ -53,7 +53,6 @@ BASES = {
     "opt": lambda: tiny_model("opt", vocab_size=64),
     "bloom": lambda: tiny_model("bloom", vocab_size=64),
 }
-
 
 # PEFT 0.21 looks for the cache under the name that it had before transformers 5.24, and without it puts virtual tokens
 # in front of every token.
@@ -68,151 +67,152 @@ def unchecked(monkeypatch):
 
 def adapted(base: str, adapter: str):
     torch.manual_seed(0)
-    model = peft.get_peft_model(BASES[base](), ADAPTERS[adapter]()).eval()
+    model = peft.get_peft_model(BASES[base](), {**VIRTUAL, **CHANGED}[adapter]()).eval()
     for part in getattr(model, "prompt_encoder", {}).values():
         for weight in part.parameters():
             weight.data.normal_(0, 2.0 if adapter == "prefix tuning" else 0.5)
     return model
 
 
-def check_equals_plain(model, inputs, trees=(None, TREE)) -> torch.LongTensor:
-    plain = model.generate(**inputs, **SETTINGS)
-    for tree in trees:
-        how = scripted_for(plain, inputs, accuracy=0.8, tree=tree)
-        output = model.generate(**inputs, **SETTINGS, assistant=how, return_dict_in_generate=True)
-        assert output.sequences.tolist() == plain.tolist(), tree
-        assert output.speculative.num_accepted_tokens > 8 * len(plain)
-        assert output.speculative.num_target_forwards < 14
-    ngram = model.generate(**inputs, **SETTINGS, spec_method="ngram")
-    assert ngram.tolist() == plain.tolist()
-    return plain
+def check_equals_plain(model, inputs, trees=(None, TREE)) -> list[list[int]]:
+    return assert_drafts_change_nothing(model, inputs, trees, others=["ngram"], **SETTINGS).tolist()
 
 
+# Virtual tokens
+
+
+@full
 @knows_cache
 @pytest.mark.parametrize("adapter", VIRTUAL)
-@pytest.mark.parametrize(("base", "batch_size"), [("llama", 1), *((base, 3) for base in BASES)])
-def test_virtual_tokens(base, batch_size, adapter):
-    model, inputs = adapted(base, adapter), prompts(batch_size, length=9)
-    plain = check_equals_plain(model, inputs, trees=(None,) if base == "bloom" else (None, TREE))
-    assert plain.tolist() != model.get_base_model().generate(**inputs, **SETTINGS).tolist()
+@pytest.mark.parametrize("base", BASES)
+def test_virtual_tokens(base, adapter):
+    model = adapted(base, adapter)
+    for batch_size in (1, 3):
+        inputs = prompts(batch_size, length=9)
+        plain = check_equals_plain(model, inputs, trees=(None,) if base == "bloom" else (None, TREE))
+        assert plain != model.get_base_model().generate(**inputs, **SETTINGS).tolist()
+    if base == "llama":
+        # A draft model reads the tokens alone.
+        output = model.generate(**inputs, **SETTINGS, spec_model=tiny_llama(seed=1))
+        assert output.tolist() == plain
+        inputs["attention_mask"][0, 5:7] = 0
+        check_equals_plain(model, inputs)
 
 
-@pytest.mark.skipif(_KNOWS_CACHE, reason="plain generation works")
-@pytest.mark.parametrize("adapter", ["prompt tuning", "p-tuning"])
-def test_virtual_tokens_that_plain_generation_repeats_are_refused(adapter):
-    model = adapted("llama", adapter)
-    with pytest.raises(UnsupportedModelError, match="prepares embeddings for the tokens after its prompts"):
-        model.generate(**prompts(1, length=9), **SETTINGS, spec_method="ngram")
+@full
+def test_virtual_tokens_that_cannot_be_counted_are_refused():
+    config = peft.MultitaskPromptTuningConfig(**TASK, num_virtual_tokens=5, num_tasks=2)
+    model, inputs = peft.get_peft_model(tiny_llama(), config).eval(), prompts(2)
+    with pytest.raises(SpecConfigError, match="`task_ids`"):
+        model.generate(**inputs, **SETTINGS, task_ids=torch.zeros(2, dtype=torch.long), spec_method="ngram")
+    for adapter in () if _KNOWS_CACHE else ("prompt tuning", "p-tuning"):
+        # Plain generation repeats them.
+        with pytest.raises(UnsupportedModelError, match="prepares embeddings for the tokens after its prompts"):
+            adapted("llama", adapter).generate(**prompts(1, length=9), **SETTINGS, spec_method="ngram")
 
 
-@pytest.mark.parametrize("adapter", ["lora", "ia3"])
+# Changed weights
+
+
+@pytest.mark.parametrize("adapter", ["lora", *in_full("ia3")])
 def test_changed_weights(adapter):
     model, inputs = adapted("llama", adapter), prompts(3)
     plain = check_equals_plain(model, inputs)
     with model.disable_adapter():
-        assert check_equals_plain(model, inputs).tolist() != plain.tolist()
+        assert check_equals_plain(model, inputs) != plain
 
 
 def several_adapters():
     """A model with the adapters "one" and "two", of which "one" is active."""
     torch.manual_seed(0)
-    model = peft.get_peft_model(tiny_llama(), ADAPTERS["lora"](), adapter_name="one")
-    model.add_adapter("two", peft.LoraConfig(**TASK, r=8, init_lora_weights=False))
+    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(**LORA), adapter_name="one")
+    model.add_adapter("two", peft.LoraConfig(**{**LORA, "r": 8}))
     return model.eval()
 
 
-def test_set_adapter_between_calls():
+@full
+def test_adapters_that_are_set_merged_and_added_between_calls():
     model, inputs, texts = several_adapters(), prompts(3), []
     for name in ("one", "two", "one"):
         model.set_adapter(name)
-        texts.append(check_equals_plain(model, inputs).tolist())
+        texts.append(check_equals_plain(model, inputs))
     assert texts[0] == texts[2] != texts[1]
+    model.merge_adapter()
+    assert check_equals_plain(model, inputs) == texts[0]
+    model.unmerge_adapter()
+    assert check_equals_plain(model, inputs) == texts[0]
     model.base_model.set_adapter(["one", "two"])
-    assert check_equals_plain(model, inputs).tolist() not in texts
+    assert check_equals_plain(model, inputs) not in texts
+    assert check_equals_plain(several_adapters().merge_and_unload(), inputs) == texts[0]
+    if Version(peft.__version__) >= Version(MIN_PEFT_VERSION):
+        model = tiny_llama()
+        before = model.generate(**inputs, **SETTINGS)
+        model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False))
+        assert check_equals_plain(model, inputs) != before.tolist()
 
 
-@pytest.mark.parametrize("unload", [False, True])
-def test_merged_adapters(unload):
-    model, inputs = several_adapters(), prompts(3)
-    before = model.generate(**inputs, **SETTINGS)
-    if unload:
-        model = model.merge_and_unload()
-    else:
-        model.merge_adapter()
-    assert check_equals_plain(model, inputs).tolist() == before.tolist()
-    if not unload:
-        model.unmerge_adapter()
-        assert check_equals_plain(model, inputs).tolist() == before.tolist()
-
+# An adapter for each row
 
 MIXED = ["two", "__base__", "one", "two"]
 
 
-@pytest.mark.parametrize("names", [MIXED, tuple(MIXED)], ids=["list", "tuple"])
-def test_adapters_by_row(names):
+def ends_of(plain: torch.LongTensor) -> dict:
+    """Every row ends at its own place."""
+    return {"eos_token_id": plain[:, -12].tolist() + plain[:2, -4].tolist(), "pad_token_id": 0}
+
+
+def test_adapters_by_row():
     """Rows end one after the other, and each goes on with its own adapter."""
     model, inputs = several_adapters(), prompts(4)
-    plain = model.generate(**inputs, **SETTINGS, adapter_names=names)
-    # Every row ends at its own place.
-    ends = {"eos_token_id": plain[:, -12].tolist() + plain[:2, -4].tolist(), "pad_token_id": 0}
-    for settings in (SETTINGS, {**SETTINGS, **ends}):
+    names = tuple(MIXED)
+    plain = model.generate(**inputs, **SETTINGS, adapter_names=MIXED)
+    for settings in (SETTINGS, {**SETTINGS, **ends_of(plain)}):
         plain = model.generate(**inputs, **settings, adapter_names=names)
-        for tree in (None, TREE):
-            how = scripted_for(plain, inputs, accuracy=0.8, tree=tree)
-            output = model.generate(
-                **inputs, **settings, adapter_names=names, assistant=how, return_dict_in_generate=True
-            )
+        assert torch.equal(
+            assert_drafts_change_nothing(model, inputs, (None, TREE), **settings, adapter_names=MIXED), plain
+        )
+        for method in ("early_exit", "sparse_kv"):
+            # A target that drafts for itself.
+            call = {**inputs, **settings, "adapter_names": names, "return_dict_in_generate": True}
+            output = model.generate(**call, spec_method=method)
             assert output.sequences.tolist() == plain.tolist()
-            assert output.speculative.num_accepted_tokens > 8
-    assert names in (MIXED, tuple(MIXED))
+            # It sees the whole text; only what comes after an end is not accepted.
+            assert method == "early_exit" or output.speculative.acceptance_rate > 0.8
+    assert names == tuple(MIXED)
     for row, name in enumerate(names):
-        alone = {key: values[row : row + 1] for key, values in inputs.items()}
-        text = model.generate(**alone, **settings, adapter_names=[name], spec_method="ngram")
+        one = {key: values[row : row + 1] for key, values in inputs.items()}
+        text = model.generate(**one, **settings, adapter_names=[name], spec_method="ngram")
         assert text[0].tolist() == plain[row, : text.shape[1]].tolist()
+    call = {**inputs, **SETTINGS, "adapter_names": MIXED, "return_dict_in_generate": True, "output_scores": True}
+    plain = model.generate(**call)
+    output = model.generate(**call, assistant=scripted_for(plain.sequences, inputs, tree=TREE))
+    for ours, theirs in zip(output.scores, plain.scores, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "zaya"])
+@pytest.mark.parametrize("name", ["qwen3_next", *in_full("zaya")])
 def test_adapters_by_row_in_recurrent_layers(name):
     """The nodes of a tree are read at once, or by calls whose batches are nodes of one depth."""
     base = tiny_model(name, vocab_size=64)
-    linear = {
-        path.split(".")[-1] for path, part in next(iter(mixers(base))).named_modules() if type(part) is torch.nn.Linear
-    }
+    parts = next(iter(mixers(base))).named_modules()
+    linear = {path.split(".")[-1] for path, part in parts if type(part) is torch.nn.Linear}
     torch.manual_seed(0)
-    how = {**TASK, "r": 4, "init_lora_weights": False, "target_modules": sorted(linear)}
+    how = {**LORA, "target_modules": sorted(linear)}
     model = peft.get_peft_model(base, peft.LoraConfig(**how), adapter_name="one")
     model.add_adapter("two", peft.LoraConfig(**how))
     model, inputs, names = model.eval(), prompts(3), MIXED[:3]
-    plain = model.generate(**inputs, **SETTINGS, adapter_names=names)
-    assert plain.tolist() != model.generate(**inputs, **SETTINGS, adapter_names=names[::-1]).tolist()
-    for tree in (None, TREE):
-        script = scripted_for(plain, inputs, accuracy=0.8, tree=tree)
-        assert model.generate(**inputs, **SETTINGS, adapter_names=names, assistant=script).tolist() == plain.tolist()
+    plain = assert_drafts_change_nothing(model, inputs, (None, TREE), **SETTINGS, adapter_names=names)
+    assert not torch.equal(plain, model.generate(**inputs, **SETTINGS, adapter_names=names[::-1]))
 
 
-@pytest.mark.parametrize("method", ["early_exit", "sparse_kv"])
-def test_adapters_by_row_of_a_target_that_drafts_for_itself(method):
-    model, inputs = several_adapters(), prompts(4)
-    plain = model.generate(**inputs, **SETTINGS, adapter_names=MIXED)
-    ends = {"eos_token_id": plain[:, -12].tolist() + plain[:2, -4].tolist(), "pad_token_id": 0}
-    for settings in (SETTINGS, {**SETTINGS, **ends}):
-        call = {**inputs, **settings, "adapter_names": MIXED}
-        output = model.generate(**call, spec_method=method, return_dict_in_generate=True)
-        assert output.sequences.tolist() == model.generate(**call).tolist()
-        # It sees the whole text; only what comes after an end is not accepted.
-        assert method == "early_exit" or output.speculative.acceptance_rate > 0.8
-
-
-@pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
-@pytest.mark.parametrize("method", ["eagle3", "medusa", "dflash"])
-def test_heads_that_share_adapted_layers_with_adapters_by_row(layer, method):
-    target = copy.deepcopy(demo_target())
-    for name in ("one", "two"):
-        config = peft.LoraConfig(**{**TASK, "target_modules": ["q_proj", layer]}, init_lora_weights=False)
-        if name == "one":
-            model = peft.get_peft_model(target, config, adapter_name=name).eval()
-        else:
-            model.add_adapter(name, config)
+@pytest.mark.parametrize(
+    ("method", "layer"),
+    [("eagle3", "lm_head"), *in_full(("eagle3", "embed_tokens"), ("medusa", "lm_head"), ("dflash", "embed_tokens"))],
+)
+def test_heads_that_share_adapted_layers_with_adapters_by_row(method, layer):
+    config = peft.LoraConfig(**LORA, target_modules=["q_proj", layer])
+    model = peft.get_peft_model(copy.deepcopy(demo_target()), config, adapter_name="one").eval()
+    model.add_adapter("two", config)
     inputs = {"input_ids": torch.tensor([[5, 6, 7, 8]] * 4), "attention_mask": torch.ones(4, 4, dtype=torch.long)}
     call = {"max_new_tokens": 12, "do_sample": False, "adapter_names": MIXED, "pad_token_id": 0}
     call["eos_token_id"] = model.generate(**inputs, **call, eos_token_id=None)[0, 7].item()
@@ -221,87 +221,7 @@ def test_heads_that_share_adapted_layers_with_adapters_by_row(layer, method):
     assert text.tolist() == plain.tolist()
 
 
-def test_adapters_by_row_and_scores_of_all_steps():
-    model, inputs = several_adapters(), prompts(3)
-    call = {**inputs, **SETTINGS, "adapter_names": MIXED[:3], "return_dict_in_generate": True, "output_scores": True}
-    plain = model.generate(**call)
-    output = model.generate(**call, assistant=scripted_for(plain.sequences, inputs, tree=TREE))
-    assert output.sequences.tolist() == plain.sequences.tolist()
-    for ours, theirs in zip(output.scores, plain.scores, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-
-
-def test_doctor_says_that_an_adapter_changes_what_heads_read():
-    target = demo.load_target()
-    head = load_speculator(target, "eagle3", model=demo.drafter_path("eagle3"))
-
-    def found() -> list[str]:
-        findings = [one for one in network_findings(head, target, None) if one.check == "adapters"]
-        return [one.found for one in findings]
-
-    assert found() == []
-    model = peft.get_peft_model(target, peft.LoraConfig(**TASK, r=4, target_modules=["q_proj"]))
-    assert "active adapters (default)" in found()[0]
-    with model.disable_adapter():
-        assert found() == []
-
-
-@pytest.mark.skipif(
-    Version(peft.__version__) < Version(MIN_PEFT_VERSION), reason="transformers itself needs a newer PEFT for it"
-)
-def test_add_adapter_of_transformers():
-    model, inputs = tiny_llama(), prompts(3)
-    before = model.generate(**inputs, **SETTINGS)
-    model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False))
-    assert check_equals_plain(model, inputs).tolist() != before.tolist()
-
-
-def test_commands_load_a_folder_with_an_adapter(tmp_path):
-    """Its base is named in the adapter's file, and the folder has no config."""
-    base, folder = tiny_llama(), tmp_path / "adapter"
-    base.save_pretrained(tmp_path / "base")
-    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
-    peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(folder)
-    demo.load_tokenizer().save_pretrained(folder)
-    model, _ = Place(target=str(folder)).load()
-    assert type(model) is LlamaForCausalLM
-    assert list(model.peft_config) == ["default"]
-
-
-@pytest.mark.parametrize("content", ["[]", "{}", '{"base_model_name_or_path": 3}', "[" * 100_000])
-def test_an_adapter_that_names_no_base(tmp_path, content):
-    (tmp_path / "adapter_config.json").write_text(content)
-    with pytest.raises(SpecConfigError, match="adapter"):
-        Place(target=str(tmp_path)).load()
-
-
-@knows_cache
-@pytest.mark.parametrize("adapter", VIRTUAL)
-def test_masked_tokens_after_virtual_ones(adapter):
-    model, inputs = adapted("llama", adapter), prompts(2, length=9)
-    inputs["attention_mask"][0, 5:7] = 0
-    plain = model.generate(**inputs, **SETTINGS)
-    for method in ({"spec_method": "ngram"}, {"assistant": scripted_for(plain, inputs)}):
-        assert model.generate(**inputs, **SETTINGS, **method).tolist() == plain.tolist()
-
-
-@knows_cache
-@pytest.mark.parametrize("adapter", VIRTUAL)
-def test_a_draft_model_reads_the_tokens_alone(adapter):
-    model, inputs = adapted("llama", adapter), prompts(3, length=9)
-    plain = model.generate(**inputs, **SETTINGS)
-    output = model.generate(**inputs, **SETTINGS, spec_model=tiny_llama(seed=1))
-    assert output.tolist() == plain.tolist()
-
-
-def test_what_cannot_be_counted_is_refused():
-    config = peft.MultitaskPromptTuningConfig(**TASK, num_virtual_tokens=5, num_tasks=2)
-    model, inputs = peft.get_peft_model(tiny_llama(), config).eval(), prompts(2)
-    with pytest.raises(SpecConfigError, match="`task_ids`"):
-        model.generate(**inputs, **SETTINGS, task_ids=torch.zeros(2, dtype=torch.long), spec_method="ngram")
-
-
-@pytest.mark.parametrize("places", [1, 3])
+@pytest.mark.parametrize("places", [3, *in_full(1)])
 def test_adapters_of_requests_that_join(places, monkeypatch):
     """Requests come and go, long prompts are read in chunks while others go on, and each has its own adapter."""
     monkeypatch.setattr(engine, "_CHUNK_SIZE", 4)
@@ -309,7 +229,7 @@ def test_adapters_of_requests_that_join(places, monkeypatch):
     base = model.get_base_model()
     ids = [prompts(1, length=3 + 2 * number, seed=number)["input_ids"] for number in range(len(names))]
     settings = [{"max_new_tokens": 4 + 5 * (number % 3), "do_sample": False} for number in range(len(names))]
-    plain = [model.generate(*call, adapter_names=[name], **own) for *call, name, own in zip(ids, names, settings)]
+    plain = [model.generate(one, adapter_names=[name], **own) for one, name, own in zip(ids, names, settings)]
     expected = [text[0, one.shape[1] :].tolist() for text, one in zip(plain, ids)]
     assert expected[0] != model.generate(ids[0], adapter_names=["one"], **settings[0])[0, ids[0].shape[1] :].tolist()
     requests = [
@@ -323,6 +243,7 @@ def test_adapters_of_requests_that_join(places, monkeypatch):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@full
 def test_adapters_of_a_batch():
     model, inputs = several_adapters(), prompts(4, padding=False)
     plain = model.generate(**inputs, **SETTINGS, adapter_names=MIXED)[:, inputs["input_ids"].shape[1] :]
@@ -333,23 +254,19 @@ def test_adapters_of_a_batch():
         model.generate_batch(inputs["input_ids"].tolist(), adapter_names=MIXED[:2], **call)
 
 
-@pytest.mark.parametrize(
-    ("adapter", "settings", "message"),
-    [
+@full
+def test_adapters_of_requests_that_cannot_be_honoured():
+    one = {"adapter_names": ["one"]}
+    for adapter, settings, message in (
         ("lora", {"adapter_names": "default"}, "a list of one name, one of __base__, default"),
         ("lora", {"adapter_names": ["other"]}, "a list of one name, one of __base__, default"),
         ("ia3", {"adapter_names": ["default"]}, "layers of PEFT that cannot: Linear"),
-    ],
-)
-def test_adapters_of_requests_that_cannot_be_honoured(adapter, settings, message):
-    model = adapted("llama", adapter).get_base_model()
-    with nothing_runs(model), pytest.raises(SpecConfigError, match=message):
-        generate_many(model, [[1, 2]], **SETTINGS, **settings)
-
-
-def test_requests_that_name_adapters_where_rows_cannot_have_any():
+    ):
+        base = adapted("llama", adapter).get_base_model()
+        with nothing_runs(base), pytest.raises(SpecConfigError, match=message):
+            generate_many(base, [[1, 2]], **SETTINGS, **settings)
     model = several_adapters()
-    base, one = model.get_base_model(), {"adapter_names": ["one"]}
+    base = model.get_base_model()
     with nothing_runs(base):
         (result,) = generate_many(base, [{"input_ids": [1, 2], **one}], **SETTINGS)
         assert "needs one of the run" in str(result.error)
@@ -358,3 +275,22 @@ def test_requests_that_name_adapters_where_rows_cannot_have_any():
             generate_many(base, [[1, 2]], **SETTINGS, **one)
     with pytest.raises(SpecConfigError, match="has no adapters"):
         generate_many(tiny_llama(), [[1, 2]], **SETTINGS, **one)
+
+
+# Commands
+
+
+@full
+def test_commands_load_a_folder_with_an_adapter(tmp_path):
+    """Its base is named in the adapter's file, and the folder has no config."""
+    tiny_llama().save_pretrained(tmp_path / "base")
+    base, folder = LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+    peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(folder)
+    demo.load_tokenizer().save_pretrained(folder)
+    model, _ = Place(target=str(folder)).load()
+    assert type(model) is LlamaForCausalLM
+    assert list(model.peft_config) == ["default"]
+    for content in ("[]", "{}", '{"base_model_name_or_path": 3}', "[" * 100_000):
+        (tmp_path / "adapter_config.json").write_text(content)
+        with pytest.raises(SpecConfigError, match="adapter"):
+            Place(target=str(tmp_path)).load()

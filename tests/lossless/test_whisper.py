@@ -10,23 +10,23 @@ import torch
 import hf_specdec
 from hf_specdec import generate_many
 from tests.helpers.encoder_decoders import ready, whisper
+from tests.helpers.levels import full, in_full
 
 
 LONG = {"input_features": torch.randn(2, 16, 130, generator=torch.Generator().manual_seed(0))}
-WHOLE = {"attention_mask": torch.ones(2, 130)}
+WHOLE = {**LONG, "attention_mask": torch.ones(2, 130), "return_timestamps": True}
 GERMAN = {"language": "de", "task": "transcribe"}
+NEW = {"max_new_tokens": 24}
 
 CALLS = {
     "language_is_detected": {},
     "language": GERMAN,
     "prompt": {**GERMAN, "prompt_ids": torch.tensor([94, 20, 21, 22])},
     "timestamps": {**GERMAN, "return_timestamps": True},
-    "long": {**LONG, **WHOLE, "return_timestamps": True},
-    "long_with_the_last_text": {**LONG, **WHOLE, "return_timestamps": True, "condition_on_prev_tokens": True},
+    "long": WHOLE,
+    "long_with_the_last_text": {**WHOLE, "condition_on_prev_tokens": True},
     "long_with_thresholds": {
-        **LONG,
         **WHOLE,
-        "return_timestamps": True,
         "temperature": (0.0,),
         "logprob_threshold": -1.0,
         "no_speech_threshold": 0.6,
@@ -60,13 +60,15 @@ def transcribed(target, name, **speculative):
     model, source = target
     torch.manual_seed(0)
     with hf_specdec.record() as made:
-        output = model.generate(**{**source, **CALLS[name]}, max_new_tokens=24, **speculative)
+        output = model.generate(**{**source, **CALLS[name]}, **NEW, **speculative)
     return output, made.calls
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("method", ["ngram", "recycling"])
+SHORT = [("prompt", "recycling"), ("timestamps", "ngram"), ("long_with_the_last_text", "recycling")]
+REST = [(name, "ngram") for name in CALLS if name != "timestamps"]
+
+
+@pytest.mark.parametrize(("name", "method"), [*SHORT, *in_full(*REST)])
 def test_transcripts_equal_plain_generate(target, name, method):
     text, calls = transcribed(target, name, spec_method=method, num_speculative_tokens="fixed")
     assert torch.equal(text, transcribed(target, name)[0])
@@ -78,31 +80,19 @@ def test_transcripts_equal_plain_generate(target, name, method):
         assert not any("wait" in note for call in calls for note in call.stats.notes)
 
 
-def test_outputs_in_parts(target):
+@full
+def test_outputs_in_parts_and_calls_of_the_function(target):
     model, source = target
-    call = {**source, **GERMAN, "max_new_tokens": 24, "return_dict_in_generate": True, "output_scores": True}
+    call = {**source, **GERMAN, **NEW, "return_dict_in_generate": True, "output_scores": True}
     # Ours has a field less than it has attributes, because Whisper cuts all fields into rows.
     expected, output = model.generate(**call), model.generate(**call, spec_method="recycling")
     assert output.keys() == expected.keys()
     assert torch.equal(output.sequences, expected.sequences)
     for mine, own in zip(output.scores, expected.scores, strict=True):
         torch.testing.assert_close(mine, own, rtol=1e-3, atol=1e-3)
-
-
-def test_without_the_patched_method(target):
-    model, source = target
-    call = {**source, **GERMAN, "max_new_tokens": 24}
-    assert torch.equal(hf_specdec.generate(model, **call, spec_method="ngram"), model.generate(**call))
-
-
-def test_attentions_for_the_times_of_tokens_are_refused(target):
-    model, source = target
-    model.generation_config.alignment_heads = [[0, 0]]
-    try:
-        with pytest.raises(hf_specdec.SpecConfigError, match="output_attentions"):
-            model.generate(**source, **GERMAN, return_token_timestamps=True, max_new_tokens=4, spec_method="ngram")
-    finally:
-        del model.generation_config.alignment_heads
+    # Without the patched method.
+    text = hf_specdec.generate(model, **source, **GERMAN, **NEW, spec_method="ngram")
+    assert torch.equal(text, model.generate(**source, **GERMAN, **NEW))
 
 
 ONCE = {"force_unique_generate_call": True}
@@ -150,16 +140,7 @@ def test_many_requests(target):
     assert {result.finish_reason for result in results} == {"length", "stop"}
 
 
-def test_one_call_is_all_where_no_times_are_written(target):
-    model, source = target
-    call = {**GERMAN, "max_new_tokens": 20, "suppress_tokens": [0, *range(100, 200)]}
-    requests = [window(source, row) for row in range(4)]
-    results = list(generate_many(model, requests, 2, in_order=True, spec_method="suffix", **call))
-    for result, own in zip(results, requests):
-        end = [2] if result.finish_reason == "stop" else []
-        assert result.tokens == [*model.generate(**own, **call)[0].tolist(), *end]
-
-
+@full
 def test_settings_of_all_requests(target):
     model, source = target
     requests = [window(source, row) for row in range(4)]
@@ -168,23 +149,18 @@ def test_settings_of_all_requests(target):
     for given in ({**GERMAN, "max_new_tokens": 9}, {**GERMAN, "generation_config": config}):
         results = list(generate_many(model, requests, 3, in_order=True, spec_method="ngram", **given))
         assert_as_alone(model, results, requests, **given)
+    # Where no times are written, one call is all that Whisper's generate() makes.
+    call = {**GERMAN, "max_new_tokens": 20, "suppress_tokens": [0, *range(100, 200)]}
+    results = list(generate_many(model, requests, 2, in_order=True, spec_method="suffix", **call))
+    for result, own in zip(results, requests):
+        end = [2] if result.finish_reason == "stop" else []
+        assert result.tokens == [*model.generate(**own, **call)[0].tolist(), *end]
 
 
-def test_sampled_windows(target):
+@full
+def test_requests_that_are_more_than_one_call(target):
     model, source = target
-    sampling = {**GERMAN, "temperature": 0.9, "max_new_tokens": 9, "spec_method": "ngram"}
-    requests = [{**window(source, row), "seed": row} for row in range(4)]
-    results = list(generate_many(model, requests, 2, in_order=True, **sampling))
-    greedy = list(generate_many(model, requests, 2, in_order=True, **{**sampling, "temperature": 0.0}))
-    assert [result.tokens for result in results] != [result.tokens for result in greedy]
-    for row, result in enumerate(results):
-        torch.manual_seed(row)
-        assert_as_alone(model, [result], [window(source, row)], **sampling)
-
-
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
+    wrong = [
         ({"input_features": LONG["input_features"][:1]}, "130 frames is read window by window, each of 40"),
         ({"return_timestamps": True}, "force_unique_generate_call=True"),
         ({"temperature": (0.0, 0.2)}, "Several temperatures"),
@@ -193,19 +169,15 @@ def test_sampled_windows(target):
         ({"input_features": torch.zeros(2, 16, 40)}, "takes one row"),
         ({"input_features": "abc"}, "takes a tensor"),
         ({"input_features": None}, "is a dict with `input_features`"),
-    ],
-)
-def test_requests_that_are_more_than_one_call(target, own, message):
-    model, source = target
-    requests = [{**window(source, 0), **GERMAN, **own}, {**window(source, 1), **GERMAN}]
-    with hf_specdec.record():
-        wrong, good = generate_many(model, requests, 2, in_order=True, max_new_tokens=5, spec_method="ngram")
-    assert isinstance(wrong.error, hf_specdec.SpecConfigError)
-    assert message in str(wrong.error)
-    assert good.error is None
-    assert len(good.tokens) == 5
-
-
-def test_a_text_is_no_sound(target):
-    (result,) = generate_many(target[0], [[1, 2, 3]], spec_method="ngram")
+    ]
+    requests = [{**window(source, 0), **GERMAN, **own} for own, _ in wrong]
+    requests = [one for own in requests for one in (own, {**window(source, 1), **GERMAN})]
+    results = list(generate_many(model, requests, 2, in_order=True, max_new_tokens=5, spec_method="ngram"))
+    for (_, message), bad, good in zip(wrong, results[::2], results[1::2], strict=True):
+        assert isinstance(bad.error, hf_specdec.SpecConfigError)
+        assert message in str(bad.error)
+        assert good.error is None
+        assert len(good.tokens) == 5
+    # A text is no sound.
+    (result,) = generate_many(model, [[1, 2, 3]], spec_method="ngram")
     assert "is a dict with `input_features` of one row" in str(result.error)

@@ -246,7 +246,9 @@ def test_cycles_of_transformers_own_loop_are_those_of_ours(name, padded):
         with pytest.raises(SpecConfigError, match="does not hand over"):
             assisted(fresh_speculator(settings).candidate_generator())
         return
-    text, accepted = assisted(fresh_speculator(settings).candidate_generator(), inputs=inputs)
+    generator = fresh_speculator(settings).candidate_generator()
+    text, accepted = assisted(generator, inputs=inputs)
+    assert generator.assisted_side._start == (inputs["attention_mask"] == 0).sum()
     ours, counts = our_counts(settings, inputs)
     assert torch.equal(text, ours)
     assert padded or torch.equal(text, plain_text(1, NEW))

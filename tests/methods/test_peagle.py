@@ -56,7 +56,7 @@ AWS = {
     ("config", "change", "name", "length"),
     [
         ({}, None, "peagle-speculators", 5),
-        # Those of AWS, as SGLang and as vLLM spell them.
+        # Heads of AWS, and with the class that vLLM knows them by.
         (AWS, both(renamed(layers__0__="midlayer."), put("mask_hidden", lambda x: x.flatten())), "peagle", 7),
         *in_full(
             (

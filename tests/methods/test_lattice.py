@@ -1,4 +1,4 @@
-"""The most probable prefixes of a block, on the host and on a device: against all that there are, and recorded trees."""
+"""The most probable prefixes of a block, on host and device: against all that there are, and recorded trees."""
 
 from __future__ import annotations
 

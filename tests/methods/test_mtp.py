@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
@@ -138,7 +138,6 @@ class TestLayers:
     """States of several layers are right whatever was accepted."""
 
     @pytest.mark.parametrize("num_layers", [3, *in_full(1, 2, 4)])
-    @settings(max_examples=10)
     @given(
         lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3),
         chunk_size=st.sampled_from([1, 2, 3, 1024]),

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec.candidate_generators.dflash import lattice as lattices
 from hf_specdec.candidate_generators.dflash.lattice import Lattice, best_candidates, best_prefixes
 from hf_specdec.drafts import DraftTree, node_depths
 from tests.helpers.by_hand import paths_of
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import in_full
 from tests.helpers.published import published
 
 
@@ -92,17 +91,9 @@ def paths_through(lattice: Lattice, row: int) -> list[tuple[float, tuple[int, ..
 
 
 class TestBestPrefixes:
-    @full
-    @settings(max_examples=100)
     @given(st.one_of(independent(), with_tables()), st.integers(1, 100), st.data())
     def test_best_of_all(self, lattice, budget, data):
-        self.check(lattice, budget, [data.draw(st.integers(0, 5)) for _ in lattice.tokens])
-
-    @given(st.one_of(independent(), with_tables()), st.integers(1, 100))
-    def test_best_of_few(self, lattice, budget):
-        self.check(lattice, budget, [lattice.tokens.shape[1], 2, 0][: len(lattice.tokens)])
-
-    def check(self, lattice, budget, limits):
+        limits = [data.draw(st.integers(0, 5)) for _ in lattice.tokens]
         tree = best_prefixes(lattice, budget, limits)
         for row, (limit, paths) in enumerate(zip(limits, paths_of(tree))):
             prefixes = [prefix for prefix in paths_through(lattice, row) if len(prefix[1]) <= limit]
@@ -138,13 +129,6 @@ class TestBestPrefixes:
         assert paths[:2] == [(0,), (1,)]
         assert len(set(paths)) == len(paths) == 14
 
-    @full
-    def test_more_room_than_prefixes(self):
-        tree = best_prefixes(numbered(random_log_probs(2, 2, 3)), 500, [2, 1])
-        assert (tree.num_nodes.tolist(), tree.size) == ([12, 3], 12)
-        tree = best_prefixes(numbered(torch.zeros(2, 3, 4)), 0)
-        assert tree.token_lists() == [[], []]
-
     def test_topology_follows(self):
         tree = best_prefixes(numbered(random_log_probs(3, 5, 16)), 16, [5, 3, 1])
         depths = tree.topology.depths.expand(3, -1)
@@ -153,81 +137,46 @@ class TestBestPrefixes:
         assert tree.max_depths()[2] == 1
 
 
-def accumulated(lattice: Lattice, row: int, width: int, budget: int, limit: int) -> list[tuple[int, ...]]:
-    """JetSpec's "accum_logp": the best node leaves the heap, and its children are nodes and enter."""
-    totals = {path: (total, ranks) for total, ranks, path in paths_through(lattice, row) if max(ranks) < width}
-    nodes: list[tuple[int, ...]] = []
-    heap: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = [(0.0, (), ())]
-    while heap and len(nodes) < budget:
-        _, _, path = heapq.heappop(heap)
-        if len(path) == limit:
-            continue
-        children = [child for child in totals if len(child) == len(path) + 1 and child[:-1] == path]
-        for child in sorted(children, key=lambda child: totals[child][1])[: budget - len(nodes)]:
-            nodes.append(child)
-            heapq.heappush(heap, (-totals[child][0], totals[child][1], child))
-    return nodes
-
-
-@full
-@settings(max_examples=60)
-@given(with_tables(), st.integers(1, 60), st.integers(1, 5), st.data())
-def test_all_children_at_once(lattice, budget, siblings, data):
-    limits = [data.draw(st.integers(0, 4)) for _ in lattice.tokens]
-    tree = best_prefixes(lattice, budget, limits, siblings)
-    for row, (limit, paths) in enumerate(zip(limits, paths_of(tree))):
-        assert paths == accumulated(lattice, row, siblings, budget, min(limit, lattice.tokens.shape[1]))
-    assert (tree.parents < torch.arange(tree.size)).all()
-
-
-@pytest.mark.parametrize(("width", "size"), [(4, 15), *in_full((7, 30))])
-def test_recorded_trees_of_jetspec(width, size):
-    """Theirs count the anchor."""
-    expected = published("dflash/jetspec_b8").expected
-    recorded = {part: expected[f"tree_w{width}_n{size}.{part}"][1:] for part in ("token_ids", "parents", "depths")}
-    tree = best_prefixes(best_candidates(expected["r0.draft_logits"], width), size - 1, siblings=width)
-    assert tree.token_lists() == [recorded["token_ids"].tolist()]
-    assert tree.parent_lists() == [(recorded["parents"] - 1).tolist()]
-    assert node_depths(tree.parent_lists()[0]) == recorded["depths"].tolist()
-    log_probs = expected[f"tree_w{width}_n{size}.cum_logprob"][None, 1:]
-    torch.testing.assert_close(tree.path_log_probs, log_probs, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("budget", [16, *in_full(7)])
-def test_recorded_trees_of_ddtree(budget):
-    expected = published("dflash/trained_b8").expected
-    tree = best_prefixes(best_candidates(expected["r0.draft_logits"], budget), budget)
+@pytest.mark.parametrize(
+    ("case", "name", "budget", "siblings"),
+    [
+        ("trained_b8", "ddtree16", 16, None),
+        # Nodes that get all their children at once; theirs count the anchor.
+        ("jetspec_b8", "tree_w4_n15", 14, 4),
+        *in_full(("trained_b8", "ddtree7", 7, None), ("jetspec_b8", "tree_w7_n30", 29, 7)),
+    ],
+)
+def test_recorded_trees(case, name, budget, siblings):
+    expected = published(f"dflash/{case}").expected
+    recorded = {key.removeprefix(f"{name}."): value for key, value in expected.items()}
+    tree = best_prefixes(best_candidates(expected["r0.draft_logits"], siblings or budget), budget, siblings=siblings)
     (parents,) = tree.parent_lists()
-    assert tree.token_lists() == [expected[f"ddtree{budget}.node_token_ids"].tolist()]
-    assert parents == (expected[f"ddtree{budget}.parents"][1:] - 1).tolist()
-    assert node_depths(parents) == expected[f"ddtree{budget}.node_depths"].tolist()
+    tokens = recorded["node_token_ids"] if siblings is None else recorded["token_ids"][1:]
+    depths = recorded["node_depths"] if siblings is None else recorded["depths"][1:]
+    assert tree.token_lists() == [tokens.tolist()]
+    assert parents == (recorded["parents"][1:] - 1).tolist()
+    assert node_depths(parents) == depths.tolist()
+    if siblings is not None:
+        torch.testing.assert_close(tree.path_log_probs[0], recorded["cum_logprob"][1:], atol=1e-5, rtol=1e-5)
 
 
-@full
-class TestCandidates:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    def test_log_probabilities(self, dtype):
-        logits = (torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
-        tokens, log_probs = (part[:, :, 0] for part in best_candidates(logits, 5)[:2])
-        expected = logits.double().log_softmax(-1)
-        assert log_probs.dtype == torch.float32
-        np.testing.assert_allclose(log_probs, expected.gather(2, tokens), atol=1e-6)
-        np.testing.assert_allclose(log_probs, expected.sort(-1, descending=True).values[..., :5], atol=1e-6)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32, torch.float16)])
+def test_candidates(dtype):
+    logits = (torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)) * 4 + 1000).to(dtype)
+    tokens, log_probs = (part[:, :, 0] for part in best_candidates(logits, 5)[:2])
+    expected = logits.double().log_softmax(-1)
+    assert log_probs.dtype == torch.float32
+    np.testing.assert_allclose(log_probs, expected.gather(2, tokens), atol=1e-6)
+    np.testing.assert_allclose(log_probs, expected.sort(-1, descending=True).values[..., :5], atol=1e-6)
+    found = best_candidates(torch.tensor([[[0.0, 2.0, 1.0]]]), 10, ids=torch.tensor([7, 8, 9]))
+    assert found.tokens.tolist() == [[[[8, 9, 7]]]]
 
-    def test_large_logits(self):
-        logits = torch.tensor([[[1000.0, 999.0, -1000.0]]])
-        log_probs = best_candidates(logits, 3).log_probs
-        np.testing.assert_allclose(log_probs[0, 0, 0], logits.double().log_softmax(-1)[0, 0], rtol=1e-6)
 
-    def test_few_tokens_and_other_ids(self):
-        found = best_candidates(torch.tensor([[[0.0, 2.0, 1.0]]]), 10, ids=torch.tensor([7, 8, 9]))
-        assert found.tokens.tolist() == [[[[8, 9, 7]]]]
-
-    def test_logits_that_are_no_distribution_draft_last(self):
-        logits = torch.zeros(1, 2, 4)
-        logits[0, 1, 2] = math.nan
-        tree = best_prefixes(best_candidates(logits, 4), 6)
-        assert node_depths(tree.parent_lists()[0])[:4] == [1, 1, 1, 1]
+def test_logits_that_are_no_distribution_draft_last():
+    logits = torch.zeros(1, 2, 4)
+    logits[0, 1, 2] = math.nan
+    tree = best_prefixes(best_candidates(logits, 4), 6)
+    assert node_depths(tree.parent_lists()[0])[:4] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("siblings", [None, 5])

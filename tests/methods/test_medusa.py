@@ -202,28 +202,6 @@ class TestTrees:
             generator_for(plain_heads(), **settings)
 
 
-@given(st.integers(1, 4), st.integers(1, 20), st.data())
-def test_every_node_has_its_heads_candidate(batch_size, num_nodes, data):
-    rooms = data.draw(st.lists(st.integers(0, 4), min_size=batch_size, max_size=batch_size))
-    lengths = data.draw(st.lists(st.integers(1, 3), min_size=batch_size, max_size=batch_size))
-    generator = generator_for(plain_heads(), num_draft_nodes=num_nodes)
-    states = torch.randn(batch_size, 3, 4)
-    rows = list(range(batch_size))
-    tokens = torch.zeros(batch_size, max(lengths), dtype=torch.long)
-    with torch.no_grad():
-        generator.observe(Commit(rows, tokens, [[0] * n for n in lengths], [0] * batch_size, {"last": states}))
-        draft = generator.propose(DraftStep(rows, tokens[:, 0], [9] * batch_size, rooms))
-        for row in rows:
-            logits = plain_heads()(states[row, lengths[row] - 1], generator.lm_head)
-            ranked = logits.argsort(-1, descending=True)
-            paths = [path for path in generator.tree.paths if len(path) <= rooms[row]]
-            expected = [int(ranked[len(path) - 1, path[-1]]) for path in paths]
-            assert draft.token_lists()[row] == expected
-    topology = draft.topology
-    assert topology.depths.tolist()[1:] == list(map(len, generator.tree.up_to(max(rooms)).paths))
-    assert generator.propose(DraftStep(rows, tokens[:, 0], [9] * batch_size, [0] * batch_size)).size == 0
-
-
 class TestMeasuredTree:
     def add(self, counts, ranks, times, committed=None):
         """`times` drafts in which head d's right token had the rank `ranks[d]`; `committed` tokens were committed."""

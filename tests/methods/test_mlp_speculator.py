@@ -151,23 +151,6 @@ class TestTrees:
         tree = self.generator(speculator, plan)._grow(torch.randn(2, 5), torch.tensor([3, 4]), 3)
         assert tree.chosen(plan).draft([3, 3], CPU).parents.tolist() == [[-1, 0, 1]] * 2
 
-    def test_static_tree_has_the_ranks_asked_for(self, model, folder):
-        hidden, tokens = torch.randn(2, 1, 32), torch.tensor([5, 6])
-        tree = [(0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 1)]
-        generator = generator_for(model, folder, 2, speculative_token_tree=tree)
-        draft = drafted(generator, hidden, tokens)
-        speculator = generator.speculator
-        for row, paths in enumerate(paths_of(draft)):
-            wanted = []
-            for ranks in generator.plan.paths:
-                state, token, path = speculator.start(hidden[row, 0]), tokens[row], []
-                for index, rank in enumerate(ranks):
-                    state, logits = speculator.step(index, state, token)
-                    token = logits.topk(rank + 1).indices[-1]
-                    path.append(int(token))
-                wanted.append(tuple(path))
-            assert paths == wanted
-
 
 class TestSettings:
     def test_shapes_by_default(self, model, folder):

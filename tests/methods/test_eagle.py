@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_specdec import SpecConfigError, SpeculativeConfig, load_speculator
+from hf_specdec import SpecConfigError, load_speculator
 from hf_specdec.drafting import growth
 from hf_specdec.drafting.entries import DraftEntries
 from hf_specdec.drafting.growth import DynamicTree
@@ -11,8 +11,8 @@ from hf_specdec.drafts import TokenTree
 from hf_specdec.protocol import Session
 from tests.helpers.by_hand import CPU, GREEDY, drafts_of, feed, generator_for, random_rows, speculator_for  # noqa: F401
 from tests.helpers.draft_layers import NETWORKS, STATIC, head, random_network  # noqa: F401
-from tests.helpers.levels import full, in_full
-from tests.helpers.models import VOCAB_SIZE, prompts
+from tests.helpers.levels import in_full
+from tests.helpers.models import prompts
 from tests.helpers.published import published
 
 
@@ -64,21 +64,6 @@ def test_layers_that_are_read():
     assert other.resources.target_hidden_states == (1, 3, 6)
     assert other.candidate_generator(Session(1, 100, CPU)).target_hidden_states == (1, 3, 6)
     assert load_speculator(target, "eagle3", model=folder).resources.target_hidden_states == (2, 4, 5)
-
-
-@full
-@pytest.mark.parametrize(
-    ("network", "settings", "match"),
-    [
-        ({}, {"aux_layer_ids": [2]}, r"\[2\] is about loading a head.*states \[0, 1\]"),
-        ({"vocab_size": 66}, {}, "vocabulary of 66 tokens, and LlamaForCausalLM has 64"),
-        ({"aux_layer_ids": (1, 5)}, {}, "states of 5 decoder layers, and LlamaForCausalLM has 2. Pass"),
-    ],
-)
-def test_networks_that_do_not_fit(model, network, settings, match):
-    network = head("eagle3", 32, **{"vocab_size": VOCAB_SIZE, "aux_layer_ids": (0, 1), **network})
-    with pytest.raises(SpecConfigError, match=match):
-        load_speculator(model, draft_model=network, method="eagle3", **settings)
 
 
 @pytest.mark.parametrize(
@@ -140,29 +125,3 @@ def test_sizes_of_dynamic_trees():
         (DynamicTree(9, 4, 3), 2, 2, 4),
     ):
         assert (tree.max_depth, len(tree), tree.num_reads) == (max_depth, size, reads)
-
-
-@full
-@pytest.mark.parametrize(
-    ("shape", "match"),
-    [
-        (
-            {"num_speculative_tokens": 4, "draft_tree_depth": 3},
-            "`num_speculative_tokens` asks for a chain, and `draft_tree_depth` is",
-        ),
-        (
-            {"speculative_token_tree": [0, 0], "num_draft_nodes": 8},
-            "asks for a static tree, and `num_draft_nodes` is",
-        ),
-        ({"speculative_token_tree": [(0,), (0, 40)]}, "has the rank 40, and the draft knows 40 tokens"),
-    ],
-)
-def test_settings_that_do_not_fit(shape, match):
-    with pytest.raises(SpecConfigError, match=match):
-        generator_for(random_network(**NETWORKS["eagle1"]), **shape)
-
-
-@pytest.mark.parametrize("method", ["eagle", *in_full("eagle3", "mtp")])
-def test_nothing_would_be_continued(method):
-    with pytest.raises(SpecConfigError, match="`draft_min_path_prob` must be below 1, got 1"):
-        SpeculativeConfig(method, "folder", draft_min_path_prob=1.0)

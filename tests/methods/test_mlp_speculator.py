@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specdec import SpecConfigError, SpeculativeConfig, load_speculator
+from hf_specdec import SpeculativeConfig, load_speculator
 from hf_specdec.candidate_generators.mlp_speculator.generator import MLPSpeculatorCandidateGenerator
 from hf_specdec.candidate_generators.mlp_speculator.growth import GrowthPlan
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
@@ -15,7 +15,7 @@ from hf_specdec.drafts import TokenTree
 from hf_specdec.protocol import Commit, DraftStep, Session
 from tests.helpers.by_hand import paths_of
 from tests.helpers.levels import full, in_full
-from tests.helpers.models import VOCAB_SIZE, nothing_runs, prompts
+from tests.helpers.models import VOCAB_SIZE
 from tests.helpers.published import published
 
 
@@ -165,25 +165,6 @@ class TestSettings:
         assert default("cpu") == (TokenTree.chain(3), [])
         assert default("cuda") == (GrowthPlan((4, 3, 2), 32), [])
         assert default("cuda", supports_trees=False) == (TokenTree.chain(3), [])
-
-    @pytest.mark.parametrize(
-        ("shape", "match"),
-        [
-            ({"num_speculative_tokens": 4}, "`num_speculative_tokens`=4 is more than the 3 heads"),
-            *in_full(
-                ({"num_speculative_tokens": 4, "mlp_speculator_num_candidates": 2}, "=4 is more than the 3"),
-                ({"top_k_tokens_per_head": [2, 2, 2, 2]}, "has 4 entries, and the checkpoint has 3 stages"),
-                ({"top_k_tokens_per_head": [2], "num_speculative_tokens": 2}, "=2 needs as many entries.*got 1"),
-                ({"speculative_token_tree": [0, 1, 2, 3]}, "is 4 tokens deep, and the checkpoint has 3 stages"),
-                ({"speculative_token_tree": [(0,), (0, 64)]}, "has the rank 64.*vocabulary of 64 tokens"),
-                ({"speculative_token_tree": [0, 0], "num_draft_nodes": 4}, "is a whole tree, and `num_draft_nodes`"),
-                ({"mlp_speculator_num_candidates": 2, "num_draft_nodes": 3}, "two ways to choose"),
-            ),
-        ],
-    )
-    def test_settings_that_do_not_fit(self, model, folder, shape, match):
-        with nothing_runs(model), pytest.raises(SpecConfigError, match=match):
-            model.generate(**prompts(1), max_new_tokens=9, speculative={"model": folder, **shape})
 
     @full
     def test_width_of_one_everywhere_is_a_chain(self, model, folder):

@@ -137,25 +137,6 @@ class TestChangesAfterLoading:
         plain = target.generate(TOKENS, **CALL).sequences.tolist()
         assert decoded(target, assistant=held)[0] == plain
 
-    @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-    def test_adapters(self, target):
-        peft = pytest.importorskip("peft")
-        network = load_speculator(target, "mtp", model=CHECKPOINTS["mtp"]).resources
-        hidden = torch.randn(1, 2, target.config.hidden_size)
-        rows, logits = network.embed(TOKENS), network.logits(hidden)
-        settings = peft.LoraConfig(target_modules=["embed_tokens", "lm_head", "q_proj"], init_lora_weights=False)
-        adapted = peft.get_peft_model(target, settings).eval()
-        assert torch.equal(network.embed(TOKENS), target.get_input_embeddings()(TOKENS))
-        assert torch.equal(network.logits(hidden), target.get_output_embeddings()(hidden))
-        assert not torch.allclose(network.embed(TOKENS), rows)
-        assert not torch.allclose(network.logits(hidden), logits)
-        plain = adapted.generate(input_ids=TOKENS, **CALL).sequences
-        ours = adapted.generate(input_ids=TOKENS, **CALL, spec_method="mtp", spec_model=CHECKPOINTS["mtp"])
-        assert torch.equal(ours.sequences, plain)
-        with adapted.disable_adapter():
-            assert torch.equal(network.embed(TOKENS), rows)
-            torch.testing.assert_close(network.logits(hidden), logits)
-
 
 class TestParts:
     def test_held_copied_and_pickled(self, target):

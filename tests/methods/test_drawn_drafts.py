@@ -5,11 +5,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import load_speculator
-from hf_specdec.candidate_generators.dflash.config import DominoConfig, LiLiCorrConfig, XPressConfig
 from hf_specdec.candidate_generators.draft_model.target_states import TargetStates
 from hf_specdec.control.chain_size import ChainSize
 from hf_specdec.control.controller import SpeculationController
-from tests.helpers.block_networks import SELECTOR, draft
+from tests.helpers.block_networks import draft
 from tests.helpers.by_hand import speculator_for
 from tests.helpers.distribution import P_VALUE, SETTINGS, V, exact_distribution, sampled_counts, small_model
 from tests.helpers.draft_layers import parallel_head
@@ -17,17 +16,11 @@ from tests.helpers.levels import in_full
 from tests.helpers.statistics import chi_square_pvalue
 
 
-FEW = [0, 1, 2, 4]  # tokens that a draft knows
-DSPARK = {"known": FEW, "predicts_next": True, "markov_rank": 3}
-# A selector or lattice of fewer candidates than there are tokens.
+# A draft that knows some of the tokens, each of whose tokens depends on those before it.
+DSPARK = {"known": [0, 1, 2, 4], "predicts_next": True, "markov_rank": 3}
 BLOCKS = {
-    "selector": {**SELECTOR, "selector_top_k": 3},
-    "lilicorr": {"lilicorr": LiLiCorrConfig(8, 3, 1, 2, 12, 6, logit_scale=3.0)},
-    "corrections": DSPARK,
     "corrections_rnn": {**DSPARK, "markov_head_type": "rnn"},
     "confident": {**DSPARK, "has_confidence": True, "confidence_with_markov": True},
-    "domino": {"known": FEW, "domino": DominoConfig(6, 5, pure_draft_prefix_len=1)},
-    "xpress": {"xpress": XPressConfig(6, 8, 3)},
 }
 
 
@@ -38,17 +31,9 @@ def block_of(name):
     torch.manual_seed(2)
     settings = {"num_target_layers": 1, "target_layer_ids": (-1, 0), **BLOCKS[name]}
     network = draft(target.config.hidden_size, V, mask_token_id=3, block_size=4, **settings)
-    if network.lm_head is not None:
-        network.lm_head.weight.mul_(4.0)
-    if name == "selector":
-        network.candidate_selector.successor_codebook.normal_()
-    if name == "domino":
-        network.logit_head.embed_proj[2].weight.normal_(0.0, 3.0)
+    network.lm_head.weight.mul_(4.0)
     if name == "confident":
         network.confidence_head.proj.weight.normal_(0.0, 1.5)
-    if name == "xpress":
-        network.xpress_head.w2.weight.normal_()
-        network.xpress_head.mix.L.normal_()
     return network.attach(target).requires_grad_(False)
 
 
@@ -98,11 +83,7 @@ def check(name, sampling="top_k", **settings):
         ("peagle", "repetition_penalty", "standard"),
         ("pard2", "temperature", "standard"),
         *in_full(
-            ("selector", "temperature", "standard"),
-            ("selector", "top_k", "block"),
-            ("lilicorr", "top_k", "standard"),
-            ("corrections", "top_k", "standard"),
-            ("domino", "top_k", "block"),
+            ("corrections_rnn", "temperature", "standard"),
             ("peagle", "temperature", "block"),
             ("pard", "repetition_penalty", "standard"),
             ("pard", "temperature", "block"),
@@ -132,15 +113,3 @@ def test_drawn_drafts_cut_by_price(rule, monkeypatch):
     monkeypatch.setattr(SpeculationController, "limits", lambda self, rows, *more: [self.most] * len(rows))
     check("confident", rejection_sample_method=rule, num_speculative_tokens="auto")
     assert any(width < 4 for width in widths)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [("selector", {"num_draft_nodes": 6}), ("xpress", {"draft_sample_method": "probabilistic"})]
-    + in_full(("selector", {"num_draft_nodes": 6, "draft_tree_top_k": 2}), ("lilicorr", {"num_draft_nodes": 6})),
-)
-def test_drafts_that_are_chosen(name, shape):
-    stats = check(name, "temperature", **{"draft_sample_method": "greedy", **shape})
-    assert stats.num_accepted_tokens > 200
-    is_told = "draft tokens are chosen, not drawn: XPress's passes have no distribution" in stats.notes
-    assert is_told == (name == "xpress")

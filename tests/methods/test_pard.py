@@ -104,17 +104,6 @@ class TestRecordedRuns:
             length += accepted + 1
             generator.observe(committed(name, length - accepted - 1, length, accepted))
 
-    def test_states_of_tokens(self):
-        """Each token has those from which it was predicted, the first one none, and masks those of the anchor."""
-        expected = published(NAMES["pard2"]).expected
-        joined = torch.cat([states_of("pard2")[key] for key in KEYS["pard2"]], dim=-1)
-        joined = torch.nn.functional.pad(joined, (0, 0, 1, 0))
-        for cycle, first in ((0, 0), (1, expected["input_ids"].shape[1])):
-            states = expected[f"r{cycle}.target_feat"]
-            size = states.shape[1] - LENGTHS["pard2"] + 1
-            torch.testing.assert_close(joined[:, first : first + size], states[:, :size], **CLOSE)
-            assert torch.equal(states[:, size:], states[:, size - 1 : size].expand_as(states[:, size:]))
-
 
 def drafts_of_rows(model, drafter, rows):
     """Every row's drafts and acceptances in a greedy call, whose text is plain generation's; its statistics."""

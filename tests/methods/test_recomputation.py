@@ -53,19 +53,18 @@ class TestBlocks:
         settings = {"num_draft_nodes": 0, **settings}
         return check(network, settings, lambda row, _: row.chain(network.config.block_size, count), **arguments)
 
-    @pytest.mark.parametrize("name", [*SHORT, *in_full(*(name for name in NETWORKS if name not in SHORT))])
-    def test_chain(self, name, monkeypatch):
-        monkeypatch.setattr(slots, "_CHUNK_SIZE", 2)
-        self.chains(block(name), {}, 6, parts=2)
-
-    @pytest.mark.parametrize("name", [*in_full("full", "window_and_full", "causal", "selector", "xpress")])
     @pytest.mark.parametrize(
-        ("lengths", "prompts", "parts", "chunk_size"),
-        [(LENGTHS, PROMPTS, 1, 1024), (LENGTHS, PROMPTS, 3, 3), ((8, 8), (4, 4), 1, 1024)],
-        ids=["at_once", "3_parts", "equal_lengths"],
+        ("name", "parts", "chunk_size", "lengths"),
+        [
+            *((name, 2, 2, LENGTHS) for name in SHORT),
+            *in_full(*((name, 2, 2, LENGTHS) for name in NETWORKS if name not in SHORT)),
+            *in_full(*((name, 1, 1024, (8, 8, 8)) for name in ("full", "causal", "selector", "xpress"))),
+            *in_full(*((name, 3, 3, LENGTHS) for name in ("full", "window_and_full", "selector", "xpress"))),
+        ],
     )
-    def test_texts_that_come_in_parts(self, name, lengths, prompts, parts, chunk_size, monkeypatch):
+    def test_chain(self, name, parts, chunk_size, lengths, monkeypatch):
         monkeypatch.setattr(slots, "_CHUNK_SIZE", chunk_size)
+        prompts = (4, 4, 4) if len(set(lengths)) == 1 else PROMPTS
         self.chains(block(name), {}, 6, lengths=lengths, prompts=prompts, parts=parts)
 
     @pytest.mark.parametrize("name", ["full", "next_token", *in_full("window_and_full", "domino_next_token")])
@@ -167,17 +166,6 @@ class TestBlocks:
         assert draft.counts() == counts
         assert draft.size == max(counts)
 
-    def test_context_of_a_lattice(self):
-        """Scores depend on the token before the anchor, also right after a prompt of one token."""
-        network = block("lilicorr")
-        texts, states = random_rows(network, (3, 3), seed=3)
-        texts[1] = texts[0].clone()
-        generator = generator_for(network, 2)
-        feed(generator, texts, states, (1, 1))
-        drafts_of(generator, texts)
-        fused = [RecomputedBlock(network, text, state).fused[-1] for text, state in zip(texts, states)]
-        torch.testing.assert_close(generator.text.last_context, torch.stack(fused), atol=1e-5, rtol=1e-4)
-
 
 class TestTokenByToken:
     def check(self, name, settings, expected, **arguments):
@@ -256,9 +244,4 @@ def test_prompts_of_which_a_part_is_unknown(name, num_tokens, num_states):
         expected = RecomputedBlock(network, text, known).chain(7, 6)
     else:
         expected = RecomputedHead(network, text, known).dynamic(4, **TREE)
-    assert drafts_of(generator, [generator_text(text, 9)]) == [expected]
-
-
-def generator_text(text, length):
-    """A text of this length that ends with another."""
-    return torch.nn.functional.pad(text, (length - len(text), 0))
+    assert drafts_of(generator, [torch.nn.functional.pad(text, (9 - len(text), 0))]) == [expected]

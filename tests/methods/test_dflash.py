@@ -1,5 +1,7 @@
 """DFlash: what its settings mean for its blocks, trees and denoising steps, and which of them are refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,11 +62,22 @@ def test_heads_without_denoising_steps(name):
     assert generator_for(network).num_steps == generator_for(network, dflash_num_denoising_steps=1).num_steps == 1
 
 
-@pytest.mark.parametrize("name", ["corrections", *in_full("domino", "xpress")])
-def test_trees_of_drafts_whose_tokens_depend_on_each_other(name):
-    session = Session(1, 100, CPU)
-    generator_for(random_network(**NETWORKS[name]), session=session, num_draft_nodes=4)
-    assert session.notes == ["chains instead of trees: the draft's tokens depend on each other"]
+@pytest.mark.parametrize(
+    ("name", "settings", "note"),
+    [
+        ("corrections", {"num_draft_nodes": 4}, "chains instead of trees: the draft's tokens depend on each other"),
+        (
+            "xpress",
+            {"draft_sample_method": "probabilistic"},
+            "draft tokens are chosen, not drawn: XPress's passes have",
+        ),
+        *in_full(*((name, {"num_draft_nodes": 4}, "chains instead of trees") for name in ("domino", "xpress"))),
+    ],
+)
+def test_what_a_head_cannot_do_is_noted(name, settings, note):
+    session = Session(1, 100, CPU, sampler=SimpleNamespace(is_greedy=False))
+    generator_for(random_network(**NETWORKS[name]), session=session, **settings)
+    assert [line.startswith(note) for line in session.notes] == [True]
 
 
 def test_trees_by_default():

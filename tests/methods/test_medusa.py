@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +24,7 @@ from hf_specdec.kernels.best import best_tokens
 from hf_specdec.logits.acceptance import accept_typical
 from hf_specdec.protocol import Commit, DraftStep, Session
 from hf_specdec.speculator import Speculator
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import in_full
 from tests.helpers.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama
 from tests.helpers.paths import FIXTURES
 from tests.helpers.published import published
@@ -144,6 +143,9 @@ class TestTrees:
         assert set(tree.paths) == {(0,), (0, 0), (1,), (1, 0)}
         assert default_tree(plain_heads(1), accuracies, 4).paths == ((0,), (1,), (2,))
         assert max(default_tree(plain_heads(3, 2), accuracies, 9).ranks) == 1
+        heads = plain_heads(3)
+        heads.accuracies = [[0.6, 0.1]] * 3
+        assert generator_for(heads, num_draft_nodes=4).tree.paths == ((0,), (1,), (0, 0), (0, 0, 0))
 
     @pytest.mark.parametrize(
         "accuracies", [[[0.5, 0.2, 0.1]] * 4, *in_full(None, [[0.05] * 10] * 4, [[0.9, 0.02]] * 4)]
@@ -267,12 +269,3 @@ class TestLoading:
         plain = model.generate(**inputs, **GREEDY)
         assert torch.equal(model.generate(**inputs, **GREEDY, spec_model=str(tmp_path)), plain)
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-    @full
-    def test_subfolder_and_recorded_accuracies(self, model, tmp_path):
-        shutil.copytree(PUBLISHED / "target", tmp_path / "heads")
-        MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False).save(tmp_path / "heads", accuracies=[[0.6, 0.1]] * 3)
-        settings = {"model": str(tmp_path), "subfolder": "heads", "num_draft_nodes": 4}
-        generator = load_speculator(model, settings).candidate_generator(Session(1, 100, CPU))
-        assert generator.tree.paths == ((0,), (1,), (0, 0), (0, 0, 0))
-        assert generator.num_draft_nodes == 4

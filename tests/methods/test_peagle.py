@@ -101,8 +101,7 @@ def test_what_is_refused(tmp_path, config, change, message):
 def test_saved_and_loaded(tmp_path):
     network = load_speculator(target(), model=str(FOLDER)).resources
     network.save(tmp_path)
-    loaded = load_speculator(target(), model=str(tmp_path)).resources
-    same_network(loaded, network)
+    same_network(load_speculator(target(), model=str(tmp_path)).resources, network)
 
 
 def test_serving_engines_say_it_in_the_settings():

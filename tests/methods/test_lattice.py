@@ -18,13 +18,15 @@ from tests.helpers.levels import in_full
 from tests.helpers.published import published
 
 
-# Devices whose trees come from a heap on the host; without the CPU its trees are built on the device.
-WAYS = {"heap": ("cpu",), "levels": ()}
-
-
-@pytest.fixture(params=WAYS, autouse=True)
-def way(request, monkeypatch):
-    monkeypatch.setattr(lattices, "_HOST_DEVICES", WAYS[request.param])
+def drafted(lattice: Lattice, budget: int, limits=None, siblings=None) -> DraftTree:
+    """The draft that a heap on the host finds, and operations of fixed shapes on a device."""
+    trees = []
+    for host_devices in (("cpu",), ()):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(lattices, "_HOST_DEVICES", host_devices)
+            trees.append(best_prefixes(lattice, budget, limits, siblings))
+    assert paths_of(trees[0]) == paths_of(trees[1])
+    return trees[1]
 
 
 def numbered(log_probs: torch.Tensor) -> Lattice:
@@ -94,7 +96,7 @@ class TestBestPrefixes:
     @given(st.one_of(independent(), with_tables()), st.integers(1, 100), st.data())
     def test_best_of_all(self, lattice, budget, data):
         limits = [data.draw(st.integers(0, 5)) for _ in lattice.tokens]
-        tree = best_prefixes(lattice, budget, limits)
+        tree = drafted(lattice, budget, limits)
         for row, (limit, paths) in enumerate(zip(limits, paths_of(tree))):
             prefixes = [prefix for prefix in paths_through(lattice, row) if len(prefix[1]) <= limit]
             best = sorted(prefixes, key=lambda prefix: (-prefix[0], prefix[1]))[:budget]
@@ -107,30 +109,27 @@ class TestBestPrefixes:
         assert (tree.parents < torch.arange(tree.size)).all()
 
     @pytest.mark.parametrize(("rows", "budget", "depth"), [(4, 40, 7), *in_full((1, 90, 15), (1, 8, 15), (4, 1, 7))])
-    def test_large_budgets(self, rows, budget, depth, monkeypatch):
-        """Both ways find the same, in the rows of a batch as alone."""
-        log_probs, trees = random_log_probs(rows, depth, budget), []
-        for devices in WAYS.values():
-            monkeypatch.setattr(lattices, "_HOST_DEVICES", devices)
-            trees.append(rank_paths(best_prefixes(numbered(log_probs), budget)))
-            trees.append([rank_paths(best_prefixes(numbered(row[None]), budget))[0] for row in log_probs])
-        assert trees[0] == trees[1] == trees[2] == trees[3]
-        assert [len(paths) for paths in trees[0]] == [budget] * rows
+    def test_large_budgets(self, rows, budget, depth):
+        """In the rows of a batch as alone."""
+        log_probs = random_log_probs(rows, depth, budget)
+        together = rank_paths(drafted(numbered(log_probs), budget))
+        assert together == [rank_paths(drafted(numbered(row[None]), budget))[0] for row in log_probs]
+        assert [len(paths) for paths in together] == [budget] * rows
 
     def test_the_order_of_sums_on_every_device(self):
         # In float32 every sum were -17, and (0, 0) would come second by its ranks.
         log_probs = torch.tensor([[[-17.0, -17.0], [-1e-9, -2e-9]]])
-        assert rank_paths(best_prefixes(numbered(log_probs), 4)) == [[(0,), (1,), (0, 0), (1, 0)]]
+        assert rank_paths(drafted(numbered(log_probs), 4)) == [[(0,), (1,), (0, 0), (1, 0)]]
 
     @pytest.mark.parametrize("bad", [math.nan, -math.inf])
     def test_what_cannot_be_comes_last(self, bad):
         log_probs = torch.tensor([[[-0.1, -3.0], [bad, bad], [-0.1, -3.0]]])
-        (paths,) = rank_paths(best_prefixes(numbered(log_probs), 14))
+        (paths,) = rank_paths(drafted(numbered(log_probs), 14))
         assert paths[:2] == [(0,), (1,)]
         assert len(set(paths)) == len(paths) == 14
 
     def test_topology_follows(self):
-        tree = best_prefixes(numbered(random_log_probs(3, 5, 16)), 16, [5, 3, 1])
+        tree = drafted(numbered(random_log_probs(3, 5, 16)), 16, [5, 3, 1])
         depths = tree.topology.depths.expand(3, -1)
         for row, parents in enumerate(tree.parent_lists()):
             assert depths[row, 1 : len(parents) + 1].tolist() == node_depths(parents)
@@ -149,7 +148,7 @@ class TestBestPrefixes:
 def test_recorded_trees(case, name, budget, siblings):
     expected = published(f"dflash/{case}").expected
     recorded = {key.removeprefix(f"{name}."): value for key, value in expected.items()}
-    tree = best_prefixes(best_candidates(expected["r0.draft_logits"], siblings or budget), budget, siblings=siblings)
+    tree = drafted(best_candidates(expected["r0.draft_logits"], siblings or budget), budget, siblings=siblings)
     (parents,) = tree.parent_lists()
     tokens = recorded["node_token_ids"] if siblings is None else recorded["token_ids"][1:]
     depths = recorded["node_depths"] if siblings is None else recorded["depths"][1:]
@@ -175,7 +174,7 @@ def test_candidates(dtype):
 def test_logits_that_are_no_distribution_draft_last():
     logits = torch.zeros(1, 2, 4)
     logits[0, 1, 2] = math.nan
-    tree = best_prefixes(best_candidates(logits, 4), 6)
+    tree = drafted(best_candidates(logits, 4), 6)
     assert node_depths(tree.parent_lists()[0])[:4] == [1, 1, 1, 1]
 
 

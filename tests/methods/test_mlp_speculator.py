@@ -20,7 +20,6 @@ from tests.helpers.published import published
 
 
 CPU = torch.device("cpu")
-every_case = pytest.mark.parametrize("name", ["untied_scaled", "tied_plain", *in_full("untied_plain", "tied_scaled")])
 
 
 @pytest.fixture(scope="module")
@@ -46,43 +45,28 @@ def drafted(generator, hidden, tokens, limits=None):
     return generator.propose(DraftStep(rows, tokens, [20] * len(rows), limits))
 
 
-class TestPublishedDrafts:
-    def draft(self, name, **shape):
-        target, folder, expected = published(f"mlp_speculator/{name}")
-        generator = generator_for(target, folder, 3, **shape)
-        return drafted(generator, expected["state"], expected["ind"][:, 0]), expected
-
-    @every_case
-    def test_chain(self, name):
-        draft, expected = self.draft(name, num_speculative_tokens=3)
-        assert draft.is_chain
-        assert torch.equal(draft.tokens, expected["greedy_chain"])
-
-    @every_case
-    def test_candidates(self, name):
-        """The merged candidates, the anchor not counted: as many nodes, the same paths."""
-        draft, expected = self.draft(name, mlp_speculator_num_candidates=5)
-        size = 0
-        for row, paths in enumerate(paths_of(draft)):
-            sequences = [expected["flat_tokens"][nodes].tolist()[1:] for nodes in expected["unflat_map"][row]]
-            assert sequences == expected["suffixes"][row].tolist()
-            assert len(set(paths)) == len(paths)
-            assert set(paths) == {tuple(sequence[:depth]) for sequence in sequences for depth in (1, 2, 3)}
-            size += 1 + len(paths)
-        assert size == len(expected["flat_tokens"])
-
-    @every_case
-    def test_order_of_all_sequences(self, name):
-        """Growing everything: leaves by their score are the published sequences in their order."""
-        target, folder, expected = published(f"mlp_speculator/{name}")
-        generator = generator_for(target, folder, 3, mlp_speculator_num_candidates=24)
-        start = generator.speculator.start(expected["state"][:, 0])
-        tree = generator._grow(start, expected["ind"][:, 0], 3)
-        draft = tree.chosen(generator.plan).draft([3, 3, 3], CPU)
-        for row, paths in enumerate(paths_of(draft)):
-            leaves = [path for path in paths if len(path) == 3]
-            order = tree.scores[row, -24:].argsort(descending=True)
-            assert [list(leaves[leaf]) for leaf in order] == expected["suffixes_all"][row].tolist()
+@pytest.mark.parametrize("name", ["untied_scaled", "tied_plain", *in_full("untied_plain", "tied_scaled")])
+def test_published_drafts(name):
+    target, folder, expected = published(f"mlp_speculator/{name}")
+    hidden, tokens = expected["state"], expected["ind"][:, 0]
+    chain = drafted(generator_for(target, folder, 3, num_speculative_tokens=3), hidden, tokens)
+    assert chain.is_chain
+    assert torch.equal(chain.tokens, expected["greedy_chain"])
+    # The merged candidates, the anchor not counted: as many nodes, the same paths.
+    draft = drafted(generator_for(target, folder, 3, mlp_speculator_num_candidates=5), hidden, tokens)
+    for row, paths in enumerate(paths_of(draft)):
+        sequences = [expected["flat_tokens"][nodes].tolist()[1:] for nodes in expected["unflat_map"][row]]
+        assert sequences == expected["suffixes"][row].tolist()
+        assert len(set(paths)) == len(paths)
+        assert set(paths) == {tuple(sequence[:depth]) for sequence in sequences for depth in (1, 2, 3)}
+    assert sum(1 + len(paths) for paths in paths_of(draft)) == len(expected["flat_tokens"])
+    # Growing everything: leaves by their score are the published sequences in their order.
+    generator = generator_for(target, folder, 3, mlp_speculator_num_candidates=24)
+    tree = generator._grow(generator.speculator.start(hidden[:, 0]), tokens, 3)
+    for row, paths in enumerate(paths_of(tree.chosen(generator.plan).draft([3, 3, 3], CPU))):
+        leaves = [path for path in paths if len(path) == 3]
+        order = tree.scores[row, -24:].argsort(descending=True)
+        assert [list(leaves[leaf]) for leaf in order] == expected["suffixes_all"][row].tolist()
 
 
 class TestTrees:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import BloomConfig, BloomForCausalLM
 
-from hf_specdec import SpeculativeConfig, load_speculator
+from hf_specdec import load_speculator
 from hf_specdec.candidate_generators.medusa import generator as medusa
 from hf_specdec.candidate_generators.medusa.generator import RankCounts, default_tree
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
@@ -23,7 +22,7 @@ from hf_specdec.kernels.acceptance import follow
 from hf_specdec.kernels.best import best_tokens
 from hf_specdec.logits.acceptance import accept_typical
 from hf_specdec.protocol import Commit, DraftStep, Session
-from hf_specdec.speculator import Speculator
+from tests.helpers.draft_calls import medusa_speculator
 from tests.helpers.levels import in_full
 from tests.helpers.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama
 from tests.helpers.paths import FIXTURES
@@ -102,12 +101,8 @@ def plain_heads(num_heads=4, vocab_size=VOCAB_SIZE) -> MedusaHeads:
 
 
 def generator_for(heads, session=None, **settings):
-    config = SpeculativeConfig(method="medusa", model="unused", **settings)
-    counts = RankCounts(heads.accuracies, heads.num_heads)
-    parts = SimpleNamespace(head=torch.nn.Linear(heads.hidden_size, heads.vocab_size, bias=False))
-    resources = medusa.MedusaResources(heads, parts, counts)
-    speculator = Speculator(config, medusa.MedusaCandidateGenerator, resources)
-    return speculator.candidate_generator(session or Session(1, 100, CPU))
+    lm_head = torch.nn.Linear(heads.hidden_size, heads.vocab_size, bias=False)
+    return medusa_speculator(heads, lm_head, **settings).candidate_generator(session or Session(1, 100, CPU))
 
 
 class TestTrees:

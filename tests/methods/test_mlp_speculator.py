@@ -14,6 +14,7 @@ from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator
 from hf_specdec.drafts import TokenTree
 from hf_specdec.protocol import Commit, DraftStep, Session
 from tests.helpers.by_hand import paths_of
+from tests.helpers.draft_calls import mlp_speculator
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE
 from tests.helpers.published import published
@@ -75,13 +76,11 @@ class TestTrees:
         sizes = MLPSpeculatorConfig(5, 6, vocab_size, depth, (2,) * depth)
         return MLPSpeculator(sizes).requires_grad_(False)
 
-    def generator(self, speculator, plan):
-        """A generator without a checkpoint and a target."""
-        generator = object.__new__(MLPSpeculatorCandidateGenerator)
-        generator.speculator, generator.plan, generator.session = speculator, plan, Session(2, 99, CPU)
-        generator.stages = [speculator.stage(index) for index in range(speculator.config.n_predict)]
-        generator.device = CPU
-        return generator
+    def grown(self, network, hidden, tokens, plan):
+        """The draft that a plan makes of states and tokens."""
+        generator = mlp_speculator(network, network.config.vocab_size).candidate_generator(Session(2, 99, CPU))
+        generator.plan = plan
+        return generator._grow(hidden, tokens, plan.max_depth).chosen(plan).draft([plan.max_depth] * 2, CPU)
 
     def every_path(self, speculator, hidden, token, widths):
         """All paths of the widths with their log-probabilities, one by one."""
@@ -107,8 +106,7 @@ class TestTrees:
         speculator = self.random_speculator(seed)
         hidden, tokens = torch.randn(2, 5), torch.tensor([3, 4])
         plan = GrowthPlan(tuple(widths), num_nodes) if count is None else GrowthPlan(tuple(widths), 8, count)
-        tree = self.generator(speculator, plan)._grow(hidden, tokens, len(widths))
-        draft = tree.chosen(plan).draft([len(widths)] * 2, CPU)
+        draft = self.grown(speculator, hidden, tokens, plan)
         for row, paths in enumerate(paths_of(draft)):
             scores = self.every_path(speculator, hidden[row], tokens[row], widths)
             if count is None:
@@ -132,8 +130,8 @@ class TestTrees:
         for head in speculator.head:
             head.weight.mul_(1e4)
         plan = GrowthPlan((2, 2, 2), 3)
-        tree = self.generator(speculator, plan)._grow(torch.randn(2, 5), torch.tensor([3, 4]), 3)
-        assert tree.chosen(plan).draft([3, 3], CPU).parents.tolist() == [[-1, 0, 1]] * 2
+        draft = self.grown(speculator, torch.randn(2, 5), torch.tensor([3, 4]), plan)
+        assert draft.parents.tolist() == [[-1, 0, 1]] * 2
 
 
 class TestSettings:

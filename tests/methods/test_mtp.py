@@ -113,13 +113,16 @@ class LayersByDefinition:
             return
         limits = [1 + self.below(self.generator.num_speculative_tokens) for _ in self.rows]
         anchors = torch.stack([row.text[-1] for row in self.rows])
+        # An unlikely draft ends early; the layers after it must have read the text when another goes on.
+        is_unlikely = self.below(4) == 0
+        self.generator.threshold = 0.999 if is_unlikely else 0.0
         self.logits.clear()
         step = DraftStep(list(range(len(limits))), anchors, [len(row.text) for row in self.rows], limits)
         drafts = self.generator.propose(step).token_lists()
         seen = torch.stack([logits.view(len(limits), -1) for logits in self.logits if logits.dim() > 1], dim=1)
         for index, row in enumerate(self.rows):
-            wanted, values = row.recomputed(limits[index])
-            torch.testing.assert_close(seen[index, : limits[index]], values, atol=1e-4, rtol=1e-4)
+            wanted, values = row.recomputed(1 if is_unlikely else limits[index])
+            torch.testing.assert_close(seen[index, : len(wanted)], values, atol=1e-4, rtol=1e-4)
             assert drafts[index] == wanted
         counts = [self.below(len(draft) + 1) for draft in drafts]
         self.news = [
@@ -149,20 +152,6 @@ class TestLayers:
             call = LayersByDefinition(num_layers, lengths, seed, monkeypatch)
             for _ in range(6):
                 call.cycle()
-
-    def test_layers_that_no_draft_needed_catch_up(self):
-        """An unlikely draft ends early; the layers after it have read the text all the same when it goes on."""
-        network, random = random_mtp(3), torch.Generator().manual_seed(0)
-        row = Row(network, 6, random)
-        generator = generator_for(network, mtp_mode="chain")
-        generator.prefill(Prompt(row.text[None, :-1], [0], {"last": row.states[None]}))
-        new = row.text[-1:], row.states[-1:]
-        for threshold in (0.999, 0.999, 0.0, 0.999, 0.0):
-            generator.threshold = threshold
-            generator.observe(Commit([0], new[0][None], [new[0].tolist()], [0], {"last": new[1][None]}))
-            draft = generator.propose(DraftStep([0], row.text[-1:], [len(row.text)], [3])).token_lists()[0]
-            assert draft == row.recomputed(3)[0][: 1 if threshold else 3]
-            new = row.extend(draft, len(draft), len(draft) + 1)
 
 
 class TestSettings:

@@ -1,4 +1,4 @@
-"""The slot cache against lists of tokens."""
+"""The slot cache: rows that grow, end and leave hold the tokens that lists of them hold."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import DeepseekV32Config, DynamicCache, Gemma2Config, LlamaConfig, StaticCache
 
 from hf_specdec.decoding.cache import SlotCache, SlotLayer, compact, fill_cache
+from tests.helpers.levels import full
 
 
 # Key/value heads of each layer, and its head size.
@@ -56,9 +57,7 @@ class Tokens:
         return tokens
 
 
-@settings(max_examples=60)
-@given(st.data(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 8), st.booleans())
-def test_any_course_of_a_generation(data, batch_size, prompt_length, capacity, indexed):
+def check_course(data, batch_size: int, prompt_length: int, capacity: int, indexed: bool) -> None:
     """Prefill in parts, then cycles of writing, committing and dropping rows; the buffers grow when they must."""
     fresh, cache = Tokens(), SlotCache(capacity)
     prompt = [fresh(batch_size, prompt_length), fresh(batch_size, 2)]
@@ -99,7 +98,21 @@ def test_any_course_of_a_generation(data, batch_size, prompt_length, capacity, i
     assert_holds(cache, rows + left, indexed)
 
 
-@settings(max_examples=40)
+COURSES = given(st.data(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 8), st.booleans())
+
+
+@COURSES
+def test_any_course_of_a_generation(data, batch_size, prompt_length, capacity, indexed):
+    check_course(data, batch_size, prompt_length, capacity, indexed)
+
+
+@full
+@settings(max_examples=150)
+@COURSES
+def test_many_courses_of_a_generation(data, batch_size, prompt_length, capacity, indexed):
+    check_course(data, batch_size, prompt_length, capacity, indexed)
+
+
 @given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=4), st.booleans())
 def test_rows_that_the_device_alone_knows(data, lengths, indexed):
     """As in a graph: they are written to the same slots, and go on from the same ends."""
@@ -142,20 +155,6 @@ def test_compact_fills_holes_from_the_end(finished):
     assert all(row == place or (finished[place] and row > place) for place, row in enumerate(keep))
 
 
-def test_the_buffers_stay_where_they_are_until_they_are_full():
-    cache, fresh = SlotCache(8), Tokens()
-    write(cache, fresh(2, 3), indexed=False)
-    cache.start_slots(2)
-    place = cache.layers[0].keys.data_ptr()
-    cache.plan_write(5)
-    write(cache, fresh(2, 5), indexed=False)
-    assert cache.layers[0].keys.data_ptr() == place
-    cache.commit([5, 1])
-    cache.plan_write(1)
-    write(cache, fresh(2, 1), indexed=False)
-    assert cache.layers[0].capacity == 16
-
-
 CONFIGS = {
     "full": (LlamaConfig, {}),
     "sliding": (Gemma2Config, {"sliding_window": 4}),
@@ -167,8 +166,12 @@ def static_cache(config):
     return StaticCache(config=config, max_cache_len=9)
 
 
-@pytest.mark.parametrize("make", [lambda config: DynamicCache(config=config), static_cache], ids=["dynamic", "static"])
+def dynamic_cache(config):
+    return DynamicCache(config=config)
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("make", [dynamic_cache, static_cache])
 def test_keys_and_values_go_to_a_cache_of_transformers_and_back(kind, make):
     config_class, values = CONFIGS[kind]
     config = config_class(num_hidden_layers=2, **values)
@@ -202,20 +205,29 @@ def test_keys_and_values_go_to_a_cache_of_transformers_and_back(kind, make):
             assert not ours[:, : 6 - kept].any()
 
 
-def test_growth_stops_at_the_limit():
-    layer = SlotLayer(8, limit=11)
-    layer.update(torch.ones(1, 1, 8, 2), torch.ones(1, 1, 8, 2))
-    layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+def test_growth_of_buffers():
+    cache, fresh = SlotCache(8), Tokens()
+    write(cache, fresh(2, 3), indexed=False)
+    cache.start_slots(2)
+    place = cache.layers[0].keys.data_ptr()
+    cache.plan_write(5)
+    write(cache, fresh(2, 5), indexed=False)
+    assert cache.layers[0].keys.data_ptr() == place
+    cache.commit([5, 1])
+    cache.plan_write(1)
+    write(cache, fresh(2, 1), indexed=False)
+    assert cache.layers[0].capacity == 16
+
+    layer, ones = SlotLayer(8, limit=11), [torch.ones(1, 1, count, 2) for count in (8, 1, 9)]
+    for states in ones[:2]:
+        layer.update(states, states)
     assert layer.keys.shape[2] == layer.capacity == 11
     # What does not fit the limit, such as a continued cache, still gets its room.
-    keys, _ = layer.update(torch.ones(1, 1, 9, 2), torch.ones(1, 1, 9, 2))
+    keys, _ = layer.update(ones[2], ones[2])
     assert keys.shape[2] == 18
     assert bool((keys == 1).all())
 
-
-def test_growth_into_a_place_for_more_rows():
-    """Slots that grow may be those of an earlier call with more rows."""
-
+    # Slots that grow may be those of an earlier call with more rows.
     def take(name, rows, heads, capacity, like):
         return torch.zeros(rows if capacity < 8 else 5, heads, capacity, like.shape[-1])
 

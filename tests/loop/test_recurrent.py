@@ -27,9 +27,7 @@ from hf_specdec.drafts import TreeTopology, chain_topology
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.levels import full, in_full
-from tests.helpers.sampled import sampled_speculator
 from tests.helpers.scripted import scripted_speculator
-from tests.helpers.statistics import chi_square_pvalue
 from tests.helpers.threads import in_threads
 
 
@@ -299,16 +297,6 @@ def test_rows_that_end_early_and_prompts_in_chunks(models, name):
     assert output.speculative.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", *in_full("qwen3_next", "lfm2", "nemotron_h")])
-def test_sampled_text_depends_on_the_seed_alone(models, name):
-    model, texts = models(name), []
-    for seed, method in ((7, "ngram"), (7, "suffix"), (8, "ngram")):
-        torch.manual_seed(seed)
-        sampled = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 20}
-        texts.append(hf_specdec.generate(model, **inputs(3), spec_method=method, **sampled).tolist())
-    assert texts[0] == texts[1] != texts[2]
-
-
 def assert_same_caches(ours, theirs) -> None:
     for own, other in zip(ours.layers, theirs.layers, strict=True):
         assert type(own) is type(other)
@@ -397,39 +385,6 @@ def test_two_threads_on_one_model(models, name):
         lambda: [plain(model, 3, assistant=speculator).tolist() for _ in range(3)],
     )
     assert texts == [[expected.tolist()] * 3] * 2
-
-
-NUM_ROWS, FEW_TOKENS = 1500, 5
-
-
-@full
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "xlstm"])
-def test_drawn_trees_keep_the_distribution(name):
-    """The first three tokens of many rows, against their enumerated probabilities."""
-    model = tiny_model(name, vocab_size=FEW_TOKENS, initializer_range=0.3, pad_token_id=0)
-    prompt, paths = torch.tensor([[1, 4, 2]]), torch.tensor(list(product(range(FEW_TOKENS), repeat=3)))
-    read = model(torch.cat([prompt.expand(len(paths), -1), paths], dim=1)).logits.double().softmax(-1)
-    of_tokens = [read[torch.arange(len(paths)), prompt.shape[1] - 1 + place, paths[:, place]] for place in range(3)]
-    expected = of_tokens[0] * of_tokens[1] * of_tokens[2]
-    torch.manual_seed(0)
-    rows = prompt.repeat(NUM_ROWS, 1)
-    output = model.generate(
-        rows,
-        attention_mask=torch.ones_like(rows),
-        max_new_tokens=6,
-        do_sample=True,
-        top_k=0,
-        assistant=sampled_speculator(2, widths=(2, 2)),
-        return_dict_in_generate=True,
-    )
-    stats = output.speculative
-    assert 0.1 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
-    tokens = output.sequences[:, prompt.shape[1] :][:, :3]
-    counts = (tokens * torch.tensor([FEW_TOKENS**2, FEW_TOKENS, 1])).sum(1).bincount(minlength=len(paths))
-    assert chi_square_pvalue(counts, expected) > 1e-3
-    # With so many rows a wrong distribution shows.
-    assert chi_square_pvalue(counts, expected.roll(1)) < 1e-6
 
 
 # -------------------------------------------------------------------------------------- recurrences over single nodes

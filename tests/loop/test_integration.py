@@ -8,7 +8,6 @@ import os
 import pydoc
 import subprocess
 import sys
-import threading
 import warnings
 import weakref
 from functools import partial
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM, TextIteratorStreamer, pipeline
+from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM, pipeline
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, PromptLookupCandidateGenerator
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -223,12 +222,6 @@ def test_import(code, disabled, printed):
     assert result.stdout.split() == printed.split()
 
 
-def test_public_names():
-    assert all(getattr(hf_specdec, name) is not None for name in hf_specdec.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'generator'"):
-        _ = hf_specdec.generator
-
-
 # --------------------------------------------------------------------------------------------------------- plain calls
 
 
@@ -399,7 +392,7 @@ def test_target_that_drafts_for_itself_can_be_freed():
     assert freed() is None
 
 
-# ------------------------------------------------------------------------------------------------ pipelines, streamers
+# ------------------------------------------------------------------------------------------------ pipelines
 
 
 def test_pipeline(model, tokenizer):
@@ -424,15 +417,6 @@ def test_pipeline(model, tokenizer):
     assert stopped == texts(plain, stop_sequence=whole[0][7:9])
     # Up to 5.17 the host stops at the first token of the sequence alone.
     assert len(stopped[0]) < len(whole[0])
-
-
-def test_iterator_streamer_in_a_thread(model, tokenizer, inputs, plain):
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-    thread = threading.Thread(target=model.generate, kwargs={**inputs, **NGRAM, "streamer": streamer})
-    thread.start()
-    text = "".join(streamer)
-    thread.join()
-    assert text == tokenizer.decode(plain[0, 9:])
 
 
 # ------------------------------------------------------------------------------------------------------------- threads

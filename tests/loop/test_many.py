@@ -24,7 +24,7 @@ from hf_specdec import (
     record,
 )
 from hf_specdec.candidate_generators import register_candidate_generator
-from hf_specdec.decoding.joint import JointLoop, Row
+from hf_specdec.decoding.joint import Row
 from hf_specdec.many.engine import Engine
 from hf_specdec.method import methods
 from tests.helpers.architectures import tiny_model
@@ -74,17 +74,18 @@ def check_arrivals(model, kinds, arrived, places: int, method: str = "ngram") ->
     check_each_for_itself(reader, engine, *kinds, arrived)
 
 
+ARRIVALS = given(arrivals(9, len(KINDS)), st.sampled_from([1, 2, 3, 8]), st.sampled_from(["ngram", "none"]))
+
+
 @ANY_ORDER
-@given(arrived=arrivals(9, len(KINDS)), places=st.sampled_from([1, 3]))
-def test_arrivals_cancellations_and_errors(model, kinds, arrived, places):
-    check_arrivals(model, kinds, arrived, places)
+@ARRIVALS
+def test_arrivals_cancellations_and_errors(model, kinds, arrived, places, method):
+    check_arrivals(model, kinds, arrived, places, method)
 
 
 @full
 @settings(ANY_ORDER, max_examples=30)
-@given(
-    arrived=arrivals(9, len(KINDS)), places=st.sampled_from([1, 2, 3, 8]), method=st.sampled_from(["ngram", "none"])
-)
+@ARRIVALS
 def test_many_arrivals_cancellations_and_errors(model, kinds, arrived, places, method):
     check_arrivals(model, kinds, arrived, places, method)
 
@@ -202,23 +203,6 @@ def test_others_go_on_while_a_long_prompt_is_read_in_chunks(model, monkeypatch):
         said_alone(model, prompt(2, 40)),
     ]
     assert len(turns) == 4
-
-
-def test_all_others_end_while_a_long_prompt_is_read(model, monkeypatch):
-    """Listeners and graphs stay those of the first loop."""
-    monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 4, False))
-    graphs = []
-    use = JointLoop._use_graphs
-    monkeypatch.setattr(JointLoop, "_use_graphs", lambda loop: (graphs.append(loop), use(loop)))
-    lengths = [(5, 2), (5, 3), (60, 12), (5, 12)]
-    requests = [{"input_ids": prompt(i, length), "max_new_tokens": new} for i, (length, new) in enumerate(lengths)]
-    with record() as made:
-        results = run_many(model, requests, 2)
-    assert [result.tokens for result in results] == [
-        said_alone(model, own["input_ids"], max_new_tokens=own["max_new_tokens"]) for own in requests
-    ]
-    assert SpecDecodingStats.total(call.stats for call in made.calls).num_committed_tokens == 29
-    assert len(graphs) == len(made.calls) == 1
 
 
 TROUBLES = {
@@ -478,11 +462,9 @@ class Followers(CandidateGenerator):
             self.after[row].update(itertools.pairwise(tokens))
 
     def propose(self, step):
-        anchors = step.anchor_tokens.tolist()
-        drafts = [
-            [token for token in [self.after[row].get(anchor)] if token] for row, anchor in zip(step.rows, anchors)
-        ]
-        return DraftTree.from_lists([draft if room else [] for draft, room in zip(drafts, step.max_draft_tokens)])
+        rows = zip(step.rows, step.anchor_tokens.tolist(), step.max_draft_tokens)
+        drafts = [[self.after[row].get(anchor, 0)][:room] for row, anchor, room in rows]
+        return DraftTree.from_lists(drafts)
 
 
 class Joining(Followers):

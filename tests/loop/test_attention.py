@@ -32,7 +32,6 @@ from hf_specdec.kernels.tree_attention import MAX_NODES
 from tests.helpers.architectures import CHAINS_ONLY, tiny_model
 from tests.helpers.levels import in_full
 from tests.helpers.tape import tape_everything
-from tests.helpers.threads import in_threads
 from tests.lossless.test_families import TREE, Case, implementations
 
 
@@ -262,19 +261,6 @@ def test_the_last_thread_out_restores():
     leave.set()
     thread.join(60)
     assert model.config._attn_implementation == "sdpa"
-
-
-@torch.no_grad()
-def test_plain_forward_in_another_thread_is_not_disturbed():
-    """While the name is switched, a forward outside of any verification gives what it always gives."""
-    model, mask = tiny_llama(), torch.ones(2, 7, dtype=torch.long)
-    mask[0, :3] = 0
-    tokens = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))
-    forward = torch.no_grad()(lambda: model(tokens, attention_mask=mask).logits)
-    expected = forward()
-    with attention_switch(model)():
-        (found,) = in_threads(forward)
-    assert torch.equal(found, expected)
 
 
 def test_stand_in_for_each_implementation():

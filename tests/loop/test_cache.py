@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import DeepseekV32Config, DynamicCache, Gemma2Config, LlamaConfig, StaticCache
 
 from hf_specdec.decoding.cache import SlotCache, SlotLayer, compact, fill_cache
-from tests.helpers.levels import full
+from tests.helpers.levels import in_full
 
 
 # Key/value heads of each layer, and its head size.
@@ -98,19 +98,10 @@ def check_course(data, batch_size: int, prompt_length: int, capacity: int, index
     assert_holds(cache, rows + left, indexed)
 
 
-COURSES = given(st.data(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 8), st.booleans())
-
-
-@COURSES
-def test_any_course_of_a_generation(data, batch_size, prompt_length, capacity, indexed):
-    check_course(data, batch_size, prompt_length, capacity, indexed)
-
-
-@full
-@settings(max_examples=150)
-@COURSES
-def test_many_courses_of_a_generation(data, batch_size, prompt_length, capacity, indexed):
-    check_course(data, batch_size, prompt_length, capacity, indexed)
+@pytest.mark.parametrize("max_examples", [25, *in_full(150)])
+def test_any_course_of_a_generation(max_examples):
+    sizes = st.integers(1, 4), st.integers(1, 5), st.integers(1, 8), st.booleans()
+    settings(max_examples=max_examples)(given(st.data(), *sizes)(check_course))()
 
 
 @given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=4), st.booleans())
@@ -187,10 +178,8 @@ def test_keys_and_values_go_to_a_cache_of_transformers_and_back(kind, make):
     for ours, theirs in zip(filled.layers, reference.layers):
         assert type(ours) is type(theirs)
         assert ours.get_seq_length() == theirs.get_seq_length() == 6
-        assert torch.equal(ours.keys, theirs.keys)
-        assert torch.equal(ours.values, theirs.values)
-        if indexed:
-            assert torch.equal(ours.indexer_keys, theirs.indexer_keys)
+        for name in ("keys", "values", *["indexer_keys"] * indexed):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name))
 
     again = SlotCache(4)
     again.load(filled)

@@ -11,7 +11,7 @@ from hf_specdec.decoding.target import SlotModel
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from tests.helpers.architectures import tiny_model
 from tests.helpers.levels import full, in_full
-from tests.helpers.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama, tiny_mistral
+from tests.helpers.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama
 
 
 CPU = torch.device("cpu")
@@ -157,20 +157,6 @@ def test_same_bits_of_single_tokens_and_of_rows_that_leave(name):
     assert all(map(torch.equal, drive(FunctionalSlotModel), drive(SlotModel)))
 
 
-def test_logits_are_those_of_the_text_read_at_once():
-    """And not only those of `SlotModel`."""
-    model = make("qwen3 some sliding")
-    text = tokens_of(1, 30)
-    driver, chunks = FunctionalSlotModel(model, SlotCache(8)), []
-    with torch.no_grad():
-        driver.prefill(text[:, :9], [0])
-        for begin in range(9, 30, 3):
-            chunks.append(driver.forward(text[:, begin : begin + 3], chain_topology(2, CPU)).logits)
-            driver.cache.commit([3])
-        # Sums in another order.
-        torch.testing.assert_close(torch.cat(chunks, dim=1), model(text).logits[:, 9:], atol=1e-4, rtol=1e-4)
-
-
 def test_logits_of_the_last_nodes():
     model = make("llama")
 
@@ -184,20 +170,6 @@ def test_logits_of_the_last_nodes():
         assert last.logits.shape[:2] == (2, 2)
         torch.testing.assert_close(last.logits, every.logits[:, 3:])
         assert all(map(torch.equal, last.hidden_states.values(), every.hidden_states.values()))
-
-
-@torch.no_grad()
-def test_weights_are_read_where_they_are():
-    model = make("llama tied")
-    driver = FunctionalSlotModel(model, SlotCache(16))
-    own, token, topology = SlotModel(model, driver.cache), torch.tensor([[4]]), chain_topology(0, CPU)
-    driver.prefill(torch.tensor([[1, 2, 3]]), [0])
-    own.starts, own.leads = driver.starts, driver.leads
-    before = driver.forward(token, topology).logits
-    model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
-    after = driver.forward(token, topology).logits
-    assert torch.equal(own.forward(token, topology).logits, after)
-    assert not torch.equal(before, after)
 
 
 # ----------------------------------------------------------------------------------- models without the lean forward
@@ -302,16 +274,6 @@ def test_which_models_have_a_lean_forward():
     assert type(slot_model(model, SlotCache(4), forward_kwargs={"output_hidden_states": True})) is SlotModel
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not has_lean_forward(model)
-
-
-@pytest.mark.parametrize("make_target", [tiny_llama, *in_full(tiny_mistral)])
-def test_generate_takes_the_lean_forward(make_target, monkeypatch):
-    forwards, run = [], FunctionalSlotModel.forward
-    monkeypatch.setattr(FunctionalSlotModel, "forward", lambda *given: (forwards.append(1), run(*given))[1])
-    target = make_target()
-    inputs = {**prompts(3), "max_new_tokens": 20, "do_sample": False}
-    assert torch.equal(target.generate(**inputs, spec_method="ngram"), target.generate(**inputs))
-    assert forwards
 
 
 @pytest.mark.parametrize("method", ["early_exit", *in_full("ngram", "sparse_kv")])

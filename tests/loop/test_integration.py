@@ -93,6 +93,9 @@ def test_install_twice_and_uninstall_twice():
     GenerationMixin.generate = original
     hf_specdec.install()
     assert GenerationMixin.generate is not original
+    assert all(getattr(hf_specdec, name) is not None for name in hf_specdec.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'generator'"):
+        _ = hf_specdec.generator
 
 
 def test_signature_and_docstring_show_the_arguments():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import threading
 from functools import partial
 
 import pytest
@@ -41,13 +40,9 @@ from tests.helpers.arrivals import (
     said_alone,
     sampled_alone,
 )
-from tests.helpers.levels import full, in_full
-from tests.helpers.models import letter_tokenizer, nothing_runs, tiny_gpt2, tiny_llama, tiny_mistral
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
+from tests.helpers.levels import in_full
+from tests.helpers.models import letter_tokenizer, nothing_runs, tiny_gpt2, tiny_mistral
+from tests.helpers.threads import in_threads
 
 
 # -------------------------------------------------------------------------------------------------- who comes and goes
@@ -69,25 +64,15 @@ def kinds(model):
     return requests, alone
 
 
-def check_arrivals(model, kinds, arrived, places: int, method: str = "ngram") -> None:
-    reader, engine = engine_of(model, method, places, {"max_new_tokens": 12}, chunk_size=4)
-    check_each_for_itself(reader, engine, *kinds, arrived)
+@pytest.mark.parametrize("max_examples", [6, *in_full(40)])
+def test_arrivals_cancellations_and_errors(model, kinds, max_examples):
+    @settings(ANY_ORDER, max_examples=max_examples)
+    @given(arrivals(9, len(KINDS)), st.sampled_from([1, 2, 3, 8]), st.sampled_from(["ngram", "none"]))
+    def check(arrived, places, method):
+        reader, engine = engine_of(model, method, places, {"max_new_tokens": 12}, chunk_size=4)
+        check_each_for_itself(reader, engine, *kinds, arrived)
 
-
-ARRIVALS = given(arrivals(9, len(KINDS)), st.sampled_from([1, 2, 3, 8]), st.sampled_from(["ngram", "none"]))
-
-
-@ANY_ORDER
-@ARRIVALS
-def test_arrivals_cancellations_and_errors(model, kinds, arrived, places, method):
-    check_arrivals(model, kinds, arrived, places, method)
-
-
-@full
-@settings(ANY_ORDER, max_examples=30)
-@ARRIVALS
-def test_many_arrivals_cancellations_and_errors(model, kinds, arrived, places, method):
-    check_arrivals(model, kinds, arrived, places, method)
+    check()
 
 
 def test_requests_are_taken_when_there_is_room(model):
@@ -144,10 +129,8 @@ def test_results_are_asked_for_one_after_the_other(model):
     def requests():
         yield prompt(0)
         ask()
+        in_threads(ask)
         yield prompt(1)
-        asking = threading.Thread(target=ask)
-        asking.start()
-        asking.join()
 
     results = generate_many(model, requests(), 2, do_sample=False, max_new_tokens=12, in_order=True, **NGRAM)
     assert [result.tokens for result in results] == [said_alone(model, prompt(index)) for index in range(2)]

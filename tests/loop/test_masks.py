@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hf_specdec.decoding.attention import TreeMask
 from hf_specdec.decoding.masks import FULL, GrownTopology, RowState, Span, node_masks, node_positions, slot_tree
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import Beginning, visible_slots
-from tests.helpers.levels import full
+from tests.helpers.levels import in_full
 
 
 SPANS = (FULL, Span("sliding", 1), Span("sliding", 4), Span("chunked", 3), Span("sliding", 100))
@@ -108,18 +109,15 @@ def check_masks_of_a_graph(rows: RowState, parents: list[list[int]], repeats: in
     assert all(map(torch.equal, found, expected))
 
 
-@given(nodes(), st.integers(0, 3), st.integers(1, 3))
-def test_masks_show_each_node_the_text_it_stands_for(nodes, spare_columns, repeats):
-    check_masks(*nodes, spare_columns, repeats)
-    check_masks_of_a_graph(*nodes, repeats)
+@pytest.mark.parametrize("max_examples", [25, *in_full(200)])
+def test_masks_show_each_node_the_text_it_stands_for(max_examples):
+    @settings(max_examples=max_examples)
+    @given(nodes(), st.integers(0, 3), st.integers(1, 3))
+    def check(nodes, spare_columns, repeats):
+        check_masks(*nodes, spare_columns, repeats)
+        check_masks_of_a_graph(*nodes, repeats)
 
-
-@full
-@settings(max_examples=200)
-@given(nodes(), st.integers(0, 3), st.integers(1, 3))
-def test_many_masks_show_each_node_the_text_it_stands_for(nodes, spare_columns, repeats):
-    check_masks(*nodes, spare_columns, repeats)
-    check_masks_of_a_graph(*nodes, repeats)
+    check()
 
 
 @given(nodes(), st.integers(0, 3), st.integers(1, 5))

@@ -481,9 +481,3 @@ def test_mixers_of_unknown_functions_and_replaced_forwards_are_stepped():
         with over_nodes(model, {module: 0}).in_place():
             assert vars(module)["forward"] is theirs
             assert not reads_nodes(module, True, name != "lfm2")
-
-
-def test_a_chain_is_a_tree():
-    chain, tree = chain_topology(4, CPU), TreeTopology.from_parents(torch.arange(-1, 3))
-    assert torch.equal(Nodes(chain).visible, Nodes(tree).visible)
-    assert torch.equal(*(Nodes(one).columns(4, 3, CPU) for one in (chain, tree)))

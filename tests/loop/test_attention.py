@@ -40,36 +40,6 @@ def tiny_llama(**values) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes, **values)).eval()
 
 
-def plain_attention(query, key, value, mask, scaling):
-    """Softmax attention head by head, `(R, T, H, D)`."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    weights = (query @ key.transpose(-1, -2) * scaling + mask).softmax(-1)
-    return (weights @ value).transpose(1, 2)
-
-
-@pytest.mark.parametrize(("nodes", "mask_rows"), [(5, 3), *in_full((1, 1), (1, 3), (5, 1))])
-def test_equals_softmax_attention(nodes, mask_rows):
-    torch.manual_seed(0)
-    rows, slots, size, scaling = 3, 9, 16, 0.3
-    hidden = torch.rand(mask_rows, 1, nodes, slots) < 0.4
-    hidden[..., 0] = False
-    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
-    for heads, kv_heads, value_size in ((4, 4, 16), (6, 2, 8), (8, 1, 16)):
-        query = torch.randn(rows, heads, nodes, size)
-        key, value = torch.randn(rows, kv_heads, slots, size), torch.randn(rows, kv_heads, slots, value_size)
-        module = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True)
-        expected = plain_attention(query, key, value, mask, scaling)
-        with attention_switch(tiny_llama())():
-            # Twice: the second layer finds the folded mask of the first.
-            for _ in range(2):
-                output, weights = slot_attention(module, query, key, value, mask, scaling=scaling)
-                assert weights is None
-                assert output.is_contiguous()
-                # Sums in another order.
-                torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
-
-
 def test_other_calls_go_to_transformers():
     torch.manual_seed(0)
     states = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
@@ -88,49 +58,33 @@ def with_kernel(monkeypatch):
         monkeypatch.setattr(module, "use_triton", lambda *tensors: True)
 
 
+KERNEL, OWN_MASK, BIAS = "tree kernel", "masked: a mask of the model's own", "masked: a position bias"
 # One for every way to hand over a mask, and the others' reasons.
-THROUGH_THE_KERNEL = {
-    "bert": "tree kernel",
-    "bloom": "masked",
-    "deepseek_v32": "masked",
-    "doge": "masked: a mask of the model's own",
-    "falcon": "masked",
-    "gemma2": "tree kernel",
-    "gemma3_text": "tree kernel",
-    "gemma4_text": "tree kernel",
-    "gpt2": "tree kernel",
-    "gpt_oss": "tree kernel",
-    "granite_swa": "tree kernel",
-    "inkling_text": "masked: a position bias",
-    "llama": "tree kernel",
-    "llama4_text": "tree kernel",
-    "modernbert-decoder": "tree kernel",
-    "qwen2": "tree kernel",
-    "qwen3_next": "tree kernel",
-    "whisper": "tree kernel",
-}
+COMPUTED_BY = [
+    *((name, None, KERNEL) for name in ("gemma2", "llama4_text", "whisper")),
+    ("gpt_oss", "eager", KERNEL),
+    ("gemma3_text", "eager", KERNEL),
+    ("bloom", None, "masked"),
+    *in_full(
+        *((name, "eager", KERNEL) for name in ("llama", "mistral", "gpt2")),
+        *((name, None, KERNEL) for name in ("bert", "gemma3_text", "gemma4_text", "gpt2", "granite_swa", "llama")),
+        *((name, None, KERNEL) for name in ("modernbert-decoder", "qwen2", "qwen3_next")),
+        *((name, None, "masked") for name in ("deepseek_v32", "falcon")),
+        ("doge", None, OWN_MASK),
+        ("inkling_text", None, BIAS),
+    ),
+]
 
 
-IN_SHORT = ("bloom", "gemma2", "gpt_oss", "llama4_text", "whisper")
-
-
-@pytest.mark.parametrize("name", [*IN_SHORT, *in_full(*(name for name in THROUGH_THE_KERNEL if name not in IN_SHORT))])
-def test_what_computes_the_attention(name, with_kernel):
-    case = Case(name, tiny_model(name), new_tokens=8)
+@pytest.mark.parametrize(("name", "own", "computed_by"), COMPUTED_BY)
+def test_what_computes_the_attention(name, own, computed_by, with_kernel):
+    case = Case(name, tiny_model(name, attn_implementation=own), new_tokens=8)
     before = implementations(case.model)
     tree = None if name in CHAINS_ONLY else "random"
     output = case.speculate(4, num_speculative_tokens=6, tree=tree)
     assert output.sequences.tolist() == case.expected(4).tolist()
-    assert output.speculative.attention == THROUGH_THE_KERNEL[name]
+    assert output.speculative.attention == computed_by
     assert implementations(case.model) == before
-
-
-@pytest.mark.parametrize("name", ["gemma3_text", *in_full("llama", "mistral", "gpt2")])
-def test_eager_models_go_through_the_kernel(name, with_kernel):
-    case = Case(name, tiny_model(name, attn_implementation="eager"), new_tokens=8)
-    output = case.speculate(4, num_speculative_tokens=6, tree="random")
-    assert output.sequences.tolist() == case.expected(4).tolist()
-    assert output.speculative.attention == "tree kernel"
 
 
 @pytest.mark.parametrize(

@@ -104,31 +104,6 @@ def test_any_course_of_a_generation(max_examples):
     settings(max_examples=max_examples)(given(st.data(), *sizes)(check_course))()
 
 
-@given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=4), st.booleans())
-def test_rows_that_the_device_alone_knows(data, lengths, indexed):
-    """As in a graph: they are written to the same slots, and go on from the same ends."""
-    caches, prompt = (SlotCache(32), SlotCache(32)), Tokens()(len(lengths), 6)
-    for cache in caches:
-        write(cache, prompt, indexed)
-        cache.start_slots(len(lengths))
-        cache.lengths = list(lengths)
-    known, unknown = caches[0], caches[1].in_a_graph(torch.tensor(lengths), 30)
-    fresh = Tokens()
-    for _ in range(data.draw(st.integers(1, 3))):
-        nodes, ahead = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 2))
-        new = fresh(len(lengths), nodes)
-        known.plan_write(nodes, ahead)
-        assert unknown.plan_write(nodes, ahead).columns == 30
-        for seen, others in zip(write(unknown, new, indexed), write(known, new, indexed)):
-            assert all(torch.equal(one[..., : other.shape[-2], :], other) for one, other in zip(seen, others))
-        counts = data.draw(st.lists(st.integers(1, nodes), min_size=len(lengths), max_size=len(lengths)))
-        known.commit(counts)
-        unknown.commit(torch.tensor(counts))
-        assert unknown.lengths.tolist() == known.lengths
-    # The rows of the cache itself stay where they were.
-    assert caches[1].lengths == lengths
-
-
 def paths_of(nodes: int, count: int):
     """Nodes on a way down a tree: the anchor and `count - 1` rising nodes after it."""
     later = st.lists(st.integers(1, max(nodes - 1, 1)), min_size=count - 1, max_size=count - 1, unique=True)

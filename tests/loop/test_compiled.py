@@ -16,7 +16,7 @@ from hf_specdec.decoding.graphs import call_graphs
 from hf_specdec.decoding.uncompiled import Uncompiled, _set_aside, may_be_compiled
 from hf_specdec.errors import UnsupportedModelError
 from tests.helpers.interruptions import interrupted_everywhere
-from tests.helpers.levels import full, in_full, slow
+from tests.helpers.levels import in_full, slow
 from tests.helpers.methods import CHECKPOINTS, demo_inputs, demo_target, plain_text
 from tests.helpers.models import tiny_llama
 from tests.helpers.threads import in_threads
@@ -80,13 +80,15 @@ def test_targets(way, method):
     model = compiled(demo_target(), way, **WHOLE)
     before = attributes(model)
     settings = {"spec_method": method, "spec_model": CHECKPOINTS.get(method), "do_sample": False}
-    text = model.generate(**demo_inputs(2), **settings, max_new_tokens=NEW_TOKENS)
-    assert torch.equal(text, plain_text(2, NEW_TOKENS))
+    settings["max_new_tokens"] = NEW_TOKENS
+    assert torch.equal(model.generate(**demo_inputs(2), **settings), plain_text(2, NEW_TOKENS))
     tokens = demo_inputs(1)["input_ids"][0].tolist()
-    outputs = list(generate_many(model, [tokens] * 2, **settings, max_new_tokens=NEW_TOKENS))
+    outputs = list(generate_many(model, [tokens] * 2, **settings))
     expected = plain_text(1, NEW_TOKENS)[0, len(tokens) :].tolist()
     assert [output.tokens for output in outputs] == [expected] * 2
     assert attributes(model) == before
+    wrapped = torch.compile(model, **WHOLE)
+    assert torch.equal(wrapped.generate(**demo_inputs(2), **settings), plain_text(2, NEW_TOKENS))
 
 
 @pytest.mark.parametrize("way", ["forward", *in_full(*[name for name in WAYS if name != "forward"], "wrapped")])
@@ -99,13 +101,6 @@ def test_draft_models(way):
     assert torch.equal(output.sequences, plain_text(2, NEW_TOKENS))
     assert output.speculative.num_accepted_tokens
     assert attributes(draft) == before
-
-
-@full
-def test_wrapped_targets():
-    model = torch.compile(deepcopy(demo_target()), **WHOLE)
-    text = model.generate(**demo_inputs(1), spec_method="ngram", max_new_tokens=NEW_TOKENS, do_sample=False)
-    assert torch.equal(text, plain_text(1, NEW_TOKENS))
 
 
 @slow

@@ -53,16 +53,9 @@ MODELS = {
 }
 
 
-def make(name: str, dtype=torch.float32):
+def make(name: str):
     kind, settings = MODELS[name]
-    model = tiny_model(kind, attn_implementation="sdpa", **settings)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # Norm weights and biases that do something.
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return model.to(dtype)
+    return tiny_model(kind, attn_implementation="sdpa", **settings)
 
 
 TREE = static_topology((-1, -1, 0, 0, 1, 3, 3), CPU)

@@ -8,8 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import GenerationConfig, LogitsProcessor
 
 from hf_specdec import (
@@ -28,12 +26,9 @@ from hf_specdec.many.engine import Engine
 from hf_specdec.method import methods
 from tests.helpers.architectures import tiny_model
 from tests.helpers.arrivals import (
-    ANY_ORDER,
     NGRAM,
     Raises,
     Trouble,
-    arrivals,
-    check_each_for_itself,
     engine_of,
     prompt,
     run_many,
@@ -46,33 +41,6 @@ from tests.helpers.threads import in_threads
 
 
 # -------------------------------------------------------------------------------------------------- who comes and goes
-
-
-# Tokens of the prompt, new tokens, and the seed of those that sample.
-KINDS = [(1, 9, None), (9, 1, None), (5, 4, None), (3, 7, 1), (6, 2, 2), (4, 9, 3)]
-
-
-@pytest.fixture(scope="module")
-def kinds(model):
-    """Requests, and what is said to them alone."""
-    requests, alone = [], []
-    for index, (length, new, seed) in enumerate(KINDS):
-        own = {"max_new_tokens": new, "do_sample": seed is not None, "seed": seed or 0}
-        requests.append({"input_ids": prompt(index, length), **own})
-        generate = said_alone if seed is None else partial(sampled_alone, seed=seed)
-        alone.append(generate(model, prompt(index, length), max_new_tokens=new))
-    return requests, alone
-
-
-@pytest.mark.parametrize("max_examples", [6, *in_full(40)])
-def test_arrivals_cancellations_and_errors(model, kinds, max_examples):
-    @settings(ANY_ORDER, max_examples=max_examples)
-    @given(arrivals(9, len(KINDS)), st.sampled_from([1, 2, 3, 8]), st.sampled_from(["ngram", "none"]))
-    def check(arrived, places, method):
-        reader, engine = engine_of(model, method, places, {"max_new_tokens": 12}, chunk_size=4)
-        check_each_for_itself(reader, engine, *kinds, arrived)
-
-    check()
 
 
 def test_requests_are_taken_when_there_is_room(model):
@@ -188,50 +156,40 @@ def test_others_go_on_while_a_long_prompt_is_read_in_chunks(model, monkeypatch):
     assert len(turns) == 4
 
 
-TROUBLES = {
-    "memory in a cycle": ("_verify", torch.OutOfMemoryError("no memory"), (3,)),
-    "memory in several cycles": ("_verify", torch.OutOfMemoryError("no memory"), (3, 4)),
-    "a cycle that was committed": ("_commit", RuntimeError("broken"), (4,)),
-    "joining": ("join", RuntimeError("broken"), (1,)),
-    "a newcomer's prompt": ("begin", UnsupportedModelError("not this one"), (2,)),
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "sample"),
+    ("name", "error", "times", "sample"),
     [
-        ("memory in several cycles", True),
-        ("joining", False),
+        ("_verify", torch.OutOfMemoryError("no memory"), (3, 4), True),
+        ("begin", UnsupportedModelError("not this one"), (2,), False),
         *in_full(
-            ("memory in a cycle", False),
-            ("memory in several cycles", False),
-            ("a cycle that was committed", True),
-            ("joining", True),
-            ("a newcomer's prompt", False),
+            ("_verify", torch.OutOfMemoryError("no memory"), (3,), False),
+            ("_commit", RuntimeError("broken"), (4,), True),
+            ("join", RuntimeError("broken"), (1,), True),
         ),
     ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
-def test_others_go_on_where_one_fails(model, monkeypatch, name, sample):
+def test_others_go_on_where_one_fails(model, monkeypatch, name, error, times, sample):
     """The one that came last ends with the error, and what the others say is what they would have said."""
     generate = sampled_alone if sample else lambda *given, seed: said_alone(*given)
     expected = [generate(model, prompt(index), seed=index) for index in range(4)]
     how = {"max_new_tokens": 12, "do_sample": sample, "top_logprobs": 0}
     reader, engine = engine_of(model, "ngram", 3, how)
     rows = [reader.row(index, prompt(index), {"seed": index}) for index in range(4)]
-    trouble = Trouble(monkeypatch, *TROUBLES[name])
+    trouble = Trouble(monkeypatch, name, error, times)
     ended = []
     for row in rows[:3]:
         engine.add(row)
         ended += engine.step()
     while not engine.is_idle:
         ended += engine.step()
-    assert trouble.calls > max(TROUBLES[name][2])
+    assert trouble.calls > max(times)
     engine.add(rows[3])
     while not engine.is_idle:
         ended += engine.step()
     failed = [row for row in rows if row.error is not None]
-    assert len(failed) == len(TROUBLES[name][2])
-    assert {row.error for row in failed} == {TROUBLES[name][1]}
+    assert len(failed) == len(times)
+    assert {row.error for row in failed} == {error}
     assert rows[0] not in failed
     assert rows[3] not in failed
     assert sorted(ended, key=id) == sorted(rows, key=id)

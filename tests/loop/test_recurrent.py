@@ -28,7 +28,6 @@ from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.levels import full, in_full
 from tests.helpers.scripted import scripted_speculator
-from tests.helpers.threads import in_threads
 
 
 # Every way in which a state is kept: sums with decays (gated delta rule, with a decay for each channel, Mamba-2 beside
@@ -270,28 +269,10 @@ def test_methods_equal_plain_generate(models, name):
         assert output.speculative.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["jamba", *in_full("qwen3_next", "falcon_h1", "lfm2", "zaya")])
-def test_trees_accept_more_than_their_first_branches(models, name):
-    """The right tokens lie on another branch in every cycle, and are accepted as often as those of chains."""
-    model = models(name)
-    accepted = {}
-    for shape, parents in (("chain", None), ("tree", (-1, -1, 0, 0, 1, 1, 2, 4))):
-        script = scripted(model, 3, tree=parents, accuracy=1.0, num_speculative_tokens=3)
-        output = plain(model, 3, assistant=script, return_dict_in_generate=True)
-        assert output.sequences.tolist() == plain(model, 3).tolist()
-        accepted[shape] = output.speculative.num_accepted_tokens / output.speculative.num_target_forwards
-    assert accepted["tree"] >= 0.9 * accepted["chain"] > 0
-
-
 @full
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2", "jamba"])
-def test_rows_that_end_early_and_prompts_in_chunks(models, name):
-    model = models(name)
-    # The token that one row writes first and the others later or never.
-    end = {"eos_token_id": int(plain(model, 3)[1, max(PROMPTS) + 4]), "pad_token_id": 0}
-    speculator = scripted(model, 3, num_speculative_tokens=4)
-    assert plain(model, 3, **end, assistant=speculator).tolist() == plain(model, 3, **end).tolist()
-    chunks = {"prefill_chunk_size": 4}
+def test_prompts_in_chunks(models, name):
+    model, chunks = models(name), {"prefill_chunk_size": 4}
     output = plain(model, 1, **chunks, assistant=scripted(model, 1), return_dict_in_generate=True)
     assert output.sequences.tolist() == plain(model, 1, **chunks).tolist()
     assert output.speculative.num_accepted_tokens > 0
@@ -373,18 +354,6 @@ def test_error_leaves_the_model_as_it_was(models, name):
     # transformers leaves hooks of its own.
     assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == before
     assert plain(model, 1).tolist() == expected.tolist()
-
-
-@full
-@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "zaya"])
-def test_two_threads_on_one_model(models, name):
-    model = models(name)
-    expected, speculator = plain(model, 3), scripted(model, 3)
-    texts = in_threads(
-        lambda: [plain(model, 3).tolist() for _ in range(3)],
-        lambda: [plain(model, 3, assistant=speculator).tolist() for _ in range(3)],
-    )
-    assert texts == [[expected.tolist()] * 3] * 2
 
 
 # -------------------------------------------------------------------------------------- recurrences over single nodes

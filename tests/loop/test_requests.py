@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 
-import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -125,13 +124,6 @@ def test_lengths_that_are_no_integers_end_as_in_plain_generation(model):
     for length in (8.0, 2.5, 10**21, float("inf")):
         call = {"max_new_tokens": length, "eos_token_id": said_alone(model, prompt(1))[9]}
         assert said_alone(model, prompt(1), **call, **NGRAM) == said_alone(model, prompt(1), **call)
-
-
-def test_numbers_of_other_libraries(model):
-    numbers = {"prefill_chunk_size": np.int64(2), "max_new_tokens": np.int64(12), "seed": np.int64(3)}
-    request = {"input_ids": prompt(1), "seed": np.int64(2), "num_speculative_tokens": np.int64(1)}
-    for result in run_many(model, [prompt(1), request], **numbers):
-        assert result.tokens == said_alone(model, prompt(1))
 
 
 BAD_ARGUMENTS = {

@@ -143,24 +143,32 @@ def test_draft_models_are_built_one_after_the_other(tmp_path, monkeypatch, pool)
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_repositories_do_not_wait_for_each_other(tmp_path, monkeypatch, pool):
-    """Attributes of functools that are computed once have one lock of all instances before Python 3.12."""
-    (tmp_path / "config.json").write_text("{}")
-    begun, may_end = threading.Event(), threading.Event()
-    read_json = RepoFiles.read_json
+def test_cached_properties_of_instances_do_not_wait_for_each_other(pool):
+    """Those of functools have one lock of all instances before Python 3.12."""
+    begun, may_end, counts = threading.Event(), threading.Event(), []
 
-    def slow_json(files, *args):
-        if files.revision == "slow":
-            begun.set()
-            assert may_end.wait(PATIENCE)
-        return read_json(files, *args)
+    class Owner:
+        is_slow = False
 
-    monkeypatch.setattr(RepoFiles, "read_json", slow_json)
-    reading = pool.submit(lambda: RepoFiles(tmp_path, revision="slow").config)
+        @cached_property
+        def value(self):
+            """Its own text."""
+            counts.append(1)
+            if self.is_slow:
+                begun.set()
+                assert may_end.wait(PATIENCE)
+            return self
+
+    slow_owner, owner = Owner(), Owner()
+    slow_owner.is_slow = True
+    waiting = pool.submit(lambda: slow_owner.value)
     assert begun.wait(PATIENCE)
-    assert pool.submit(lambda: RepoFiles(tmp_path).config).result(PATIENCE) == {}
+    assert pool.submit(lambda: owner.value).result(PATIENCE) is owner.value is owner
     may_end.set()
-    assert reading.result(PATIENCE) == {}
+    assert waiting.result(PATIENCE) is slow_owner
+    assert len(counts) == 2
+    assert Owner.value.__doc__ == "Its own text."
+    assert isinstance(vars(RepoFiles)["config"], cached_property)
 
 
 # --------------------------------------------------------------------------------------------------------------- forks
@@ -263,6 +271,7 @@ def test_nothing_that_is_kept_for_a_target_keeps_it_alive():
     expected = [model.generate(**prompts(1), **GREEDY) for model in (one, two)]
     for target, draft, text in ((one, two, expected[0]), (two, one, expected[1]), (one, two, expected[0])):
         assert torch.equal(target.generate(**prompts(1), **GREEDY, assistant=draft), text)
+    assert torch.equal(one.generate(**prompts(1), **GREEDY, assistant=one), expected[0])
     # A target inside of its draft model.
     wrapper = type("Wrapper", (type(one),), {})(one.config).eval()
     wrapper.original = two
@@ -273,30 +282,16 @@ def test_nothing_that_is_kept_for_a_target_keeps_it_alive():
     assert [reference() for reference in references] == [None, None, None]
 
 
-def test_recent_and_cached_property():
+def test_recent_forgets_the_least_recently_used():
     recent = Recent(2)
     recent.put("a", 1)
     recent.put("b", 2)
     assert recent.get("a") == 1
-    # The least recently used one leaves.
     recent.put("c", 3)
     assert ("a" in recent, "b" in recent, "c" in recent, len(recent)) == (True, False, True, 2)
     assert recent.get("b", "none") == "none"
-    recent.put("a", 4)
     recent.forget(lambda key: key == "c")
-    assert (recent.get("a"), recent.get("c"), len(recent)) == (4, None, 1)
-
-    class Owner:
-        count = 0
-
-        @cached_property
-        def value(self):
-            """Its own text."""
-            self.count += 1
-            return self.count
-
-    owner = Owner()
-    assert (owner.value, owner.value, Owner().value, Owner.value.__doc__) == (1, 1, 1, "Its own text.")
+    assert (recent.get("a"), recent.get("c"), len(recent)) == (1, None, 1)
 
 
 def test_own_forwards_are_shared_and_leave_wherever_an_exception_comes():

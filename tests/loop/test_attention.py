@@ -61,11 +61,13 @@ def with_kernel(monkeypatch):
 KERNEL, OWN_MASK, BIAS = "tree kernel", "masked: a mask of the model's own", "masked: a position bias"
 # One for every way to hand over a mask, and the others' reasons.
 COMPUTED_BY = [
-    *((name, None, KERNEL) for name in ("gemma2", "llama4_text", "whisper")),
-    ("gpt_oss", "eager", KERNEL),
+    ("gemma2", None, KERNEL),
+    ("llama4_text", None, KERNEL),
     ("gemma3_text", "eager", KERNEL),
     ("bloom", None, "masked"),
     *in_full(
+        ("whisper", None, KERNEL),
+        ("gpt_oss", None, KERNEL),
         *((name, "eager", KERNEL) for name in ("llama", "mistral", "gpt2")),
         *((name, None, KERNEL) for name in ("bert", "gemma3_text", "gemma4_text", "gpt2", "granite_swa", "llama")),
         *((name, None, KERNEL) for name in ("modernbert-decoder", "qwen2", "qwen3_next")),

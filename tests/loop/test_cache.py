@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -128,16 +130,15 @@ CONFIGS = {
 }
 
 
-def static_cache(config):
-    return StaticCache(config=config, max_cache_len=9)
-
-
-def dynamic_cache(config):
-    return DynamicCache(config=config)
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("make", [dynamic_cache, static_cache])
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("sliding", DynamicCache),
+        ("indexed", partial(StaticCache, max_cache_len=9)),
+        *in_full(("full", DynamicCache), ("indexed", DynamicCache)),
+        *in_full(*((kind, partial(StaticCache, max_cache_len=9)) for kind in ("full", "sliding"))),
+    ],
+)
 def test_keys_and_values_go_to_a_cache_of_transformers_and_back(kind, make):
     config_class, values = CONFIGS[kind]
     config = config_class(num_hidden_layers=2, **values)
@@ -147,7 +148,7 @@ def test_keys_and_values_go_to_a_cache_of_transformers_and_back(kind, make):
     write(cache, tokens, indexed)
     cache.start_slots(2)
 
-    filled, reference = make(config), make(config)
+    filled, reference = make(config=config), make(config=config)
     fill_cache(filled, [[buffer[:, :, :6] for buffer in layer.buffers] for layer in cache.layers])
     write(reference, tokens, indexed)
     for ours, theirs in zip(filled.layers, reference.layers):
@@ -161,7 +162,7 @@ def test_keys_and_values_go_to_a_cache_of_transformers_and_back(kind, make):
     again.start_slots(2)
     assert again.lengths == [6, 6]
     # A window's last token is the next one, for which a static layer has room.
-    window = {0: 4 if make is static_cache else 3} if kind == "sliding" else {}
+    window = {0: 3 if make is DynamicCache else 4} if kind == "sliding" else {}
     for layer in range(2):
         kept = window.get(layer, 6)
         for ours, theirs in zip(again.row_states(1)[layer], cache.row_states(1)[layer]):

@@ -72,9 +72,9 @@ DANGEROUS = [
 
 
 def test_auto_takes_only_the_shape_of_drafts(inputs, warnings):
-    model = tiny_llama()
-    plain = model.generate(**inputs, **SETTINGS)
+    plain = tiny_llama().generate(**inputs, **SETTINGS)
     for dangerous in DANGEROUS:
+        model = tiny_llama()
         warnings.clear()
         model.generation_config.speculative = {"method": "ngram", "prompt_lookup_max": 4, **dangerous}
         output, (stats,) = generate(model, inputs, spec_method="auto")

@@ -96,6 +96,8 @@ def test_streams_and_cancelled_requests(model, manager):
     manager.cancel_request(long)
     manager.cancel_request("unknown")
     assert manager.get_result(long, timeout=60) is None
+    # Its name is free again.
+    assert_works(model, manager, long)
 
 
 def test_streams_cost_by_their_new_tokens(model, monkeypatch):

@@ -127,8 +127,8 @@ def paths_of(parents: list[int]) -> list[list[int]]:
     ("name", "shape"),
     [
         ("qwen3_next", "trees"),
-        ("zamba", "chains"),
-        *in_full(("jamba", "one tree"), ("falcon_h1", "chains"), *((name, "trees") for name in WAYS[1:])),
+        ("jamba", "one tree"),
+        *in_full(("zamba", "chains"), ("falcon_h1", "chains"), *((name, "trees") for name in WAYS[1:])),
     ],
 )
 def test_any_course_of_a_generation(models, name, shape):

@@ -203,12 +203,14 @@ def test_run_that_was_stopped_goes_on(model, tmp_path):
     assert texts == [said_alone(model, prompt(index), max_new_tokens=6) for index in range(4)]
     assert all(again[index].stats.num_committed_tokens == 6 for index in seen)
     entries = [json.loads(line) for line in path.read_text().splitlines()]
-    # What has failed is tried again.
     assert sorted(entry["index"] for entry in entries if entry["error"] is None) == [0, 1, 2, 3, 5]
     assert {entry["error"] for entry in entries if entry["index"] == 4} == {"ZeroDivisionError"}
     with nothing_runs(model):
         known = run_many(model, requests[:4], journal=path, max_new_tokens=6)
     assert [own.tokens for own in known] == texts
+    # What has failed is tried again.
+    assert isinstance(run_many(model, requests, journal=path, max_new_tokens=6)[4].error, ZeroDivisionError)
+    assert len(path.read_text().splitlines()) == len(entries) + 1
     for other in ({"max_new_tokens": 7}, {"max_new_tokens": 6, "temperature": 0.5}):
         with pytest.raises(SpecConfigError, match="other settings"):
             run_many(model, requests, journal=path, **other)

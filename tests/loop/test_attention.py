@@ -30,9 +30,9 @@ from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, slot_tre
 from hf_specdec.drafts import chain_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from tests.helpers.architectures import CHAINS_ONLY, tiny_model
+from tests.helpers.families import TREE, Case, implementations
 from tests.helpers.levels import in_full
 from tests.helpers.tape import tape_everything
-from tests.lossless.test_families import TREE, Case, implementations
 
 
 def tiny_llama(**values) -> LlamaForCausalLM:

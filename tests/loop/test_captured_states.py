@@ -9,11 +9,11 @@ from transformers import LlamaForCausalLM
 from hf_specdec import CandidateGenerator, DraftTree, UnsupportedModelError
 from hf_specdec.decoding.states import captured_states
 from hf_specdec.target_facts import decoder_layers
+from tests.helpers.families import TOKENS, assert_boundaries, outputs_and_states
+from tests.helpers.images import MODELS, build, image_inputs
 from tests.helpers.levels import in_full
 from tests.helpers.models import VOCAB_SIZE, prompts, tiny_llama
 from tests.helpers.threads import in_threads
-from tests.lossless.test_families import TOKENS, assert_boundaries, outputs_and_states
-from tests.lossless.test_multimodal import MODELS, build, image_inputs
 
 
 FIRST, *OTHERS = MODELS

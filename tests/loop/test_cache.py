@@ -1,6 +1,8 @@
-"""The slot cache against lists of tokens."""
+"""The slot cache: rows that grow, end and leave hold the tokens that lists of them hold."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import DeepseekV32Config, DynamicCache, Gemma2Config, LlamaConfig, StaticCache
 
 from hf_specdec.decoding.cache import SlotCache, SlotLayer, compact, fill_cache
+from tests.helpers.levels import in_full
 
 
 # Key/value heads of each layer, and its head size.
@@ -56,9 +59,7 @@ class Tokens:
         return tokens
 
 
-@settings(max_examples=60)
-@given(st.data(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 8), st.booleans())
-def test_any_course_of_a_generation(data, batch_size, prompt_length, capacity, indexed):
+def check_course(data, batch_size: int, prompt_length: int, capacity: int, indexed: bool) -> None:
     """Prefill in parts, then cycles of writing, committing and dropping rows; the buffers grow when they must."""
     fresh, cache = Tokens(), SlotCache(capacity)
     prompt = [fresh(batch_size, prompt_length), fresh(batch_size, 2)]
@@ -99,30 +100,10 @@ def test_any_course_of_a_generation(data, batch_size, prompt_length, capacity, i
     assert_holds(cache, rows + left, indexed)
 
 
-@settings(max_examples=40)
-@given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=4), st.booleans())
-def test_rows_that_the_device_alone_knows(data, lengths, indexed):
-    """As in a graph: they are written to the same slots, and go on from the same ends."""
-    caches, prompt = (SlotCache(32), SlotCache(32)), Tokens()(len(lengths), 6)
-    for cache in caches:
-        write(cache, prompt, indexed)
-        cache.start_slots(len(lengths))
-        cache.lengths = list(lengths)
-    known, unknown = caches[0], caches[1].in_a_graph(torch.tensor(lengths), 30)
-    fresh = Tokens()
-    for _ in range(data.draw(st.integers(1, 3))):
-        nodes, ahead = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 2))
-        new = fresh(len(lengths), nodes)
-        known.plan_write(nodes, ahead)
-        assert unknown.plan_write(nodes, ahead).columns == 30
-        for seen, others in zip(write(unknown, new, indexed), write(known, new, indexed)):
-            assert all(torch.equal(one[..., : other.shape[-2], :], other) for one, other in zip(seen, others))
-        counts = data.draw(st.lists(st.integers(1, nodes), min_size=len(lengths), max_size=len(lengths)))
-        known.commit(counts)
-        unknown.commit(torch.tensor(counts))
-        assert unknown.lengths.tolist() == known.lengths
-    # The rows of the cache itself stay where they were.
-    assert caches[1].lengths == lengths
+@pytest.mark.parametrize("max_examples", [25, *in_full(150)])
+def test_any_course_of_a_generation(max_examples):
+    sizes = st.integers(1, 4), st.integers(1, 5), st.integers(1, 8), st.booleans()
+    settings(max_examples=max_examples)(given(st.data(), *sizes)(check_course))()
 
 
 def paths_of(nodes: int, count: int):
@@ -142,7 +123,54 @@ def test_compact_fills_holes_from_the_end(finished):
     assert all(row == place or (finished[place] and row > place) for place, row in enumerate(keep))
 
 
-def test_the_buffers_stay_where_they_are_until_they_are_full():
+CONFIGS = {
+    "full": (LlamaConfig, {}),
+    "sliding": (Gemma2Config, {"sliding_window": 4}),
+    "indexed": (DeepseekV32Config, {"mlp_layer_types": ["dense", "dense"]}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("sliding", DynamicCache),
+        ("indexed", partial(StaticCache, max_cache_len=9)),
+        *in_full(("full", DynamicCache), ("indexed", DynamicCache)),
+        *in_full(*((kind, partial(StaticCache, max_cache_len=9)) for kind in ("full", "sliding"))),
+    ],
+)
+def test_keys_and_values_go_to_a_cache_of_transformers_and_back(kind, make):
+    config_class, values = CONFIGS[kind]
+    config = config_class(num_hidden_layers=2, **values)
+    indexed = kind == "indexed"
+    cache, fresh = SlotCache(4), Tokens()
+    tokens = fresh(2, 6)
+    write(cache, tokens, indexed)
+    cache.start_slots(2)
+
+    filled, reference = make(config=config), make(config=config)
+    fill_cache(filled, [[buffer[:, :, :6] for buffer in layer.buffers] for layer in cache.layers])
+    write(reference, tokens, indexed)
+    for ours, theirs in zip(filled.layers, reference.layers):
+        assert type(ours) is type(theirs)
+        assert ours.get_seq_length() == theirs.get_seq_length() == 6
+        for name in ("keys", "values", *["indexer_keys"] * indexed):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name))
+
+    again = SlotCache(4)
+    again.load(filled)
+    again.start_slots(2)
+    assert again.lengths == [6, 6]
+    # A window's last token is the next one, for which a static layer has room.
+    window = {0: 3 if make is DynamicCache else 4} if kind == "sliding" else {}
+    for layer in range(2):
+        kept = window.get(layer, 6)
+        for ours, theirs in zip(again.row_states(1)[layer], cache.row_states(1)[layer]):
+            assert torch.equal(ours[:, -kept:], theirs[:, -kept:])
+            assert not ours[:, : 6 - kept].any()
+
+
+def test_growth_of_buffers():
     cache, fresh = SlotCache(8), Tokens()
     write(cache, fresh(2, 3), indexed=False)
     cache.start_slots(2)
@@ -155,67 +183,16 @@ def test_the_buffers_stay_where_they_are_until_they_are_full():
     write(cache, fresh(2, 1), indexed=False)
     assert cache.layers[0].capacity == 16
 
-
-CONFIGS = {
-    "full": (LlamaConfig, {}),
-    "sliding": (Gemma2Config, {"sliding_window": 4}),
-    "indexed": (DeepseekV32Config, {"mlp_layer_types": ["dense", "dense"]}),
-}
-
-
-def static_cache(config):
-    return StaticCache(config=config, max_cache_len=9)
-
-
-@pytest.mark.parametrize("make", [lambda config: DynamicCache(config=config), static_cache], ids=["dynamic", "static"])
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_keys_and_values_go_to_a_cache_of_transformers_and_back(kind, make):
-    config_class, values = CONFIGS[kind]
-    config = config_class(num_hidden_layers=2, **values)
-    indexed = kind == "indexed"
-    cache, fresh = SlotCache(4), Tokens()
-    tokens = fresh(2, 6)
-    write(cache, tokens, indexed)
-    cache.start_slots(2)
-
-    filled, reference = make(config), make(config)
-    fill_cache(filled, [[buffer[:, :, :6] for buffer in layer.buffers] for layer in cache.layers])
-    write(reference, tokens, indexed)
-    for ours, theirs in zip(filled.layers, reference.layers):
-        assert type(ours) is type(theirs)
-        assert ours.get_seq_length() == theirs.get_seq_length() == 6
-        assert torch.equal(ours.keys, theirs.keys)
-        assert torch.equal(ours.values, theirs.values)
-        if indexed:
-            assert torch.equal(ours.indexer_keys, theirs.indexer_keys)
-
-    again = SlotCache(4)
-    again.load(filled)
-    again.start_slots(2)
-    assert again.lengths == [6, 6]
-    # A window's last token is the next one, for which a static layer has room.
-    window = {0: 4 if make is static_cache else 3} if kind == "sliding" else {}
-    for layer in range(2):
-        kept = window.get(layer, 6)
-        for ours, theirs in zip(again.row_states(1)[layer], cache.row_states(1)[layer]):
-            assert torch.equal(ours[:, -kept:], theirs[:, -kept:])
-            assert not ours[:, : 6 - kept].any()
-
-
-def test_growth_stops_at_the_limit():
-    layer = SlotLayer(8, limit=11)
-    layer.update(torch.ones(1, 1, 8, 2), torch.ones(1, 1, 8, 2))
-    layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+    layer, ones = SlotLayer(8, limit=11), [torch.ones(1, 1, count, 2) for count in (8, 1, 9)]
+    for states in ones[:2]:
+        layer.update(states, states)
     assert layer.keys.shape[2] == layer.capacity == 11
     # What does not fit the limit, such as a continued cache, still gets its room.
-    keys, _ = layer.update(torch.ones(1, 1, 9, 2), torch.ones(1, 1, 9, 2))
+    keys, _ = layer.update(ones[2], ones[2])
     assert keys.shape[2] == 18
     assert bool((keys == 1).all())
 
-
-def test_growth_into_a_place_for_more_rows():
-    """Slots that grow may be those of an earlier call with more rows."""
-
+    # Slots that grow may be those of an earlier call with more rows.
     def take(name, rows, heads, capacity, like):
         return torch.zeros(rows if capacity < 8 else 5, heads, capacity, like.shape[-1])
 

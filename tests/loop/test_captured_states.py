@@ -1,4 +1,4 @@
-"""Hidden states between the layers, and before and after the final norm; of every architecture in its own file."""
+"""Hidden states between the layers, and before and after the final norm, are those of their forward alone."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from hf_specdec.decoding.states import captured_states
 from hf_specdec.target_facts import decoder_layers
 from tests.helpers.families import TOKENS, assert_boundaries, outputs_and_states
 from tests.helpers.images import MODELS, build, image_inputs
+from tests.helpers.levels import in_full
 from tests.helpers.models import VOCAB_SIZE, prompts, tiny_llama
 from tests.helpers.threads import in_threads
 
 
-@pytest.mark.parametrize("make", MODELS)
-def test_text_part_of_multimodal_models(make):
-    model = build(make)
-    assert_boundaries(model, input_ids=TOKENS.clamp(max=59))
+FIRST, *OTHERS = MODELS
 
 
-@pytest.mark.parametrize("make", MODELS)
-def test_images(make):
+@pytest.mark.parametrize("make", [FIRST, *in_full(*OTHERS)])
+def test_multimodal_models(make):
     """A state that is added to the stream between two layers is part of the next one's input."""
     model, inputs = build(make), image_inputs(make)
+    assert_boundaries(model, input_ids=TOKENS.clamp(max=59))
     entered = []
     handle = decoder_layers(model)[1].register_forward_pre_hook(
         lambda module, args, kwargs: entered.append((*args, *kwargs.values())[0]), with_kwargs=True
@@ -35,39 +34,20 @@ def test_images(make):
     assert states[1].shape[1] == inputs["input_ids"].shape[1]
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError])
-def test_hooks_are_gone(error):
-    model = tiny_llama()
-    try:
-        with captured_states(model, (0, 1, 2, "last"), joined=True):
-            if error:
-                raise error
-    except RuntimeError:
-        pass
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_only_what_was_asked_for_is_kept(model):
-    _, states = outputs_and_states(model, (1,), **prompts(2))
-    assert list(states) == [1]
-    _, states = outputs_and_states(model, (), **prompts(2))
-    assert states == {}
-
-
 def test_each_forward_replaces_the_states_unless_they_are_joined(model):
-    tokens = prompts(2, length=7, padding=False)["input_ids"]
-    keys = (0, 2, "last")
+    tokens, keys = prompts(2, length=7, padding=False)["input_ids"], (0, 2, "last")
     for joined in (False, True):
         with captured_states(model, keys, joined) as states, torch.no_grad():
             model(tokens[:, :4])
             first = dict(states)
             model(tokens[:, 4:])
             second = dict(states)
+        assert set(second) == set(keys)
         for key in keys:
-            assert first[key].shape[1] == 4
-            assert second[key].shape[1] == 3
+            assert [part[key].shape[1] for part in (first, second)] == [4, 3]
             expected = torch.cat([first[key], second[key]], dim=1) if joined else second[key]
             assert torch.equal(states[key], expected)
+    assert outputs_and_states(model, (), **prompts(2))[1] == {}
 
 
 def test_layers_that_run_twice_count_once_in_each_chunk():
@@ -86,23 +66,25 @@ def test_layers_that_run_twice_count_once_in_each_chunk():
     assert torch.equal(states[0], model.get_input_embeddings()(tokens))
 
 
-def test_forwards_of_other_threads_are_not_seen(model):
-    tokens = prompts(1, padding=False)["input_ids"]
-    with captured_states(model, (1, "last"), joined=True) as states:
-        in_threads(lambda: model(tokens))
-        assert states == {}
-
-
-def test_hooks_that_are_being_taken_back_do_not_disturb_other_threads(model):
+def test_other_threads_are_neither_seen_nor_disturbed():
     """Torch lists the hooks of a module, and asks later, one by one, whether they take keyword arguments."""
-    first = decoder_layers(model)[0]
-    with captured_states(model, (0,)) as states:
-        first._forward_pre_hooks_with_kwargs.clear()
+    model = tiny_llama()
+    with captured_states(model, (0, 1, "last"), joined=True) as states:
         in_threads(lambda: model(**prompts(1)))
-    assert not states
+        # As while they are being taken back.
+        decoder_layers(model)[0]._forward_pre_hooks_with_kwargs.clear()
+        in_threads(lambda: model(**prompts(1)))
+    assert states == {}
 
 
-def test_the_stock_protocol_hands_over_the_same_states(model):
+def test_error_inside_takes_the_hooks_back():
+    model = tiny_llama()
+    with pytest.raises(ZeroDivisionError), captured_states(model, (0, 1, 2, "last"), joined=True):
+        raise ZeroDivisionError
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_stock_protocol_hands_over_the_same_states(model):
     """States from transformers' tuple, which lacks what enters the final norm."""
 
     class Reader(CandidateGenerator):
@@ -128,7 +110,7 @@ def test_the_stock_protocol_hands_over_the_same_states(model):
         read(1, 2)
 
 
-def test_a_layer_list_that_cannot_be_found(monkeypatch):
+def test_layer_list_that_cannot_be_found(monkeypatch):
     model = tiny_llama()
     model.config.num_hidden_layers = 5
     monkeypatch.setattr(type(model), "get_decoder", lambda self: self.lm_head)

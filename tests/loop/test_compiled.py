@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from threading import Barrier, Thread
+from itertools import product
 
 import pytest
 import torch
@@ -16,8 +16,10 @@ from hf_specdec.decoding.graphs import call_graphs
 from hf_specdec.decoding.uncompiled import Uncompiled, _set_aside, may_be_compiled
 from hf_specdec.errors import UnsupportedModelError
 from tests.helpers.interruptions import interrupted_everywhere
+from tests.helpers.levels import in_full, slow
 from tests.helpers.methods import CHECKPOINTS, demo_inputs, demo_target, plain_text
 from tests.helpers.models import tiny_llama
+from tests.helpers.threads import in_threads
 
 
 # Graphs may not break in it, so that nothing of this package is traced without being noticed.
@@ -70,18 +72,26 @@ def attributes(model) -> list[dict]:
     return [dict(vars(module)) for module in model.modules()]
 
 
-@pytest.mark.parametrize("method", ["ngram", "eagle3", "dflash"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "method"),
+    [("forward", "eagle3"), *in_full(*product(WAYS, ["ngram"]), ("layers", "dflash"), ("class", "eagle3"))],
+)
 def test_targets(way, method):
     model = compiled(demo_target(), way, **WHOLE)
     before = attributes(model)
-    settings = {"spec_method": method, "spec_model": CHECKPOINTS.get(method)}
-    text = model.generate(**demo_inputs(2), **settings, max_new_tokens=NEW_TOKENS, do_sample=False)
-    assert torch.equal(text, plain_text(2, NEW_TOKENS))
+    settings = {"spec_method": method, "spec_model": CHECKPOINTS.get(method), "do_sample": False}
+    settings["max_new_tokens"] = NEW_TOKENS
+    assert torch.equal(model.generate(**demo_inputs(2), **settings), plain_text(2, NEW_TOKENS))
+    tokens = demo_inputs(1)["input_ids"][0].tolist()
+    outputs = list(generate_many(model, [tokens] * 2, **settings))
+    expected = plain_text(1, NEW_TOKENS)[0, len(tokens) :].tolist()
+    assert [output.tokens for output in outputs] == [expected] * 2
     assert attributes(model) == before
+    wrapped = torch.compile(model, **WHOLE)
+    assert torch.equal(wrapped.generate(**demo_inputs(2), **settings), plain_text(2, NEW_TOKENS))
 
 
-@pytest.mark.parametrize("way", [*WAYS, "wrapped"])
+@pytest.mark.parametrize("way", ["forward", *in_full(*[name for name in WAYS if name != "forward"], "wrapped")])
 def test_draft_models(way):
     draft = AutoModelForCausalLM.from_pretrained(demo.drafter_path("draft_model"))
     draft = torch.compile(draft, **WHOLE) if way == "wrapped" else compiled(draft, way, **WHOLE)
@@ -93,25 +103,7 @@ def test_draft_models(way):
     assert attributes(draft) == before
 
 
-def test_wrapped_targets():
-    model = torch.compile(deepcopy(demo_target()), **WHOLE)
-    text = model.generate(**demo_inputs(1), spec_method="ngram", max_new_tokens=NEW_TOKENS, do_sample=False)
-    assert torch.equal(text, plain_text(1, NEW_TOKENS))
-
-
-@pytest.mark.parametrize("method", [None, "ngram", "eagle3"])
-def test_many_requests(method):
-    model = compiled(demo_target(), "forward", **WHOLE)
-    before = attributes(model)
-    prompts = [demo_inputs(1)["input_ids"][0].tolist()] * 2
-    settings = {"spec_method": method, "spec_model": CHECKPOINTS.get(method)}
-    outputs = list(generate_many(model, prompts, **settings, max_new_tokens=NEW_TOKENS, do_sample=False))
-    expected = plain_text(1, NEW_TOKENS)[0, len(prompts[0]) :].tolist()
-    assert [output.tokens for output in outputs] == [expected] * 2
-    assert attributes(model) == before
-
-
-@pytest.mark.slow
+@slow
 def test_inductor():
     model = compiled(demo_target(), "forward")
     plain = model.generate(**demo_inputs(1), max_new_tokens=4, do_sample=False)
@@ -119,8 +111,7 @@ def test_inductor():
     assert torch.equal(text, plain)
 
 
-def test_models_are_as_fast_as_others():
-    """The lean layers and graphs are those of a model that has not been compiled."""
+def test_lean_layers_and_graphs_are_those_of_a_model_that_is_not_compiled():
     model = compiled(tiny_llama(), "forward", **WHOLE)
     model.model.layers[0].mlp.compile(**WHOLE)
     target = slot_model(model, SlotCache(4))
@@ -129,87 +120,80 @@ def test_models_are_as_fast_as_others():
     target.close()
 
 
+# ---------------------------------------------------------------------------------------- set aside and taken up again
+
+
 def uncompiled_model(model) -> Uncompiled:
     return Uncompiled(may_be_compiled(model))
 
 
-class TestUncompiled:
-    def test_calls_share_it(self):
-        model = compiled(tiny_llama(), "forward", **WHOLE)
-        before = attributes(model)
-        first, second = uncompiled_model(model), uncompiled_model(model)
-        first.close()
-        first.close()
-        assert "forward" not in vars(model)
-        second.close()
-        assert attributes(model) == before
+def test_calls_share_what_is_set_aside():
+    model = compiled(tiny_llama(), "forward", **WHOLE)
+    before = attributes(model)
+    first, second = uncompiled_model(model), uncompiled_model(model)
+    first.close()
+    first.close()
+    assert "forward" not in vars(model)
+    second.close()
+    assert attributes(model) == before
+    # A forward that is set meanwhile stays.
+    uncompiled = uncompiled_model(model)
+    model.forward = print
+    uncompiled.close()
+    assert model.forward is print
 
-    def test_one_that_is_forgotten(self):
-        model = compiled(tiny_llama(), "module", **WHOLE)
-        uncompiled = uncompiled_model(model)
-        assert model._compiled_call_impl is None
-        del uncompiled
-        assert model._compiled_call_impl is not None
 
-    def test_failures(self):
-        """A model that cannot be driven is compiled again at once, also while its error is kept."""
-        model = compiled(tiny_llama(), "forward", **WHOLE)
-        before = attributes(model)
-        with pytest.raises(UnsupportedModelError):
-            slot_model(model, SlotCache(4), states=(9,))
-        assert attributes(model) == before
+def test_failures_and_what_is_forgotten_compile_a_model_again():
+    model = compiled(tiny_llama(), "module", **WHOLE)
+    before = attributes(model)
+    # At once, also while the error is kept.
+    with pytest.raises(UnsupportedModelError):
+        slot_model(model, SlotCache(4), states=(9,))
+    assert attributes(model) == before
+    uncompiled = uncompiled_model(model)
+    assert model._compiled_call_impl is None
+    del uncompiled
+    assert model._compiled_call_impl is not None
 
-    def test_forwards_that_are_set_meanwhile_stay(self):
-        model = compiled(tiny_llama(), "forward", **WHOLE)
-        uncompiled = uncompiled_model(model)
-        model.forward = print
-        uncompiled.close()
-        assert model.forward is print
 
-    def test_copies_of_attributes_are_not_followed(self):
-        """accelerate's hooks put a function around the forward that has all attributes of it."""
-        from accelerate.hooks import ModelHook, add_hook_to_module
+def test_copies_of_attributes_are_not_followed():
+    """accelerate's hooks put a function around the forward that has all attributes of it."""
+    from accelerate.hooks import ModelHook, add_hook_to_module
 
-        model = compiled(tiny_llama(), "forward", **WHOLE)
-        add_hook_to_module(model, ModelHook())
-        before = attributes(model)
-        uncompiled = uncompiled_model(model)
-        assert vars(model)["forward"] is before[0]["forward"]
-        assert vars(model)["_old_forward"] == type(model).forward.__get__(model)
-        uncompiled.close()
-        assert attributes(model) == before
+    model = compiled(tiny_llama(), "forward", **WHOLE)
+    add_hook_to_module(model, ModelHook())
+    before = attributes(model)
+    uncompiled = uncompiled_model(model)
+    assert vars(model)["forward"] is before[0]["forward"]
+    assert vars(model)["_old_forward"] == type(model).forward.__get__(model)
+    uncompiled.close()
+    assert attributes(model) == before
 
-    def test_it_ends_wherever_an_exception_comes(self):
-        model = compiled(tiny_llama(), "layers in place", **WHOLE)
-        compile_forward(model, **WHOLE)
-        before = attributes(model)
 
-        def use():
-            uncompiled_model(model).close()
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interruptions_leave_a_model_compiled():
+    model = compiled(tiny_llama(), "layers in place", **WHOLE)
+    compile_forward(model, **WHOLE)
+    before = attributes(model)
+    places = []
+    for place in interrupted_everywhere(lambda: uncompiled_model(model).close(), "uncompiled.py"):
+        # Not as one expression: what differs is too long to be shown.
+        is_as_before = attributes(model) == before
+        assert is_as_before, place
+        places.append(place)
+    assert len(places) > 20
+    assert not _set_aside
 
-        places = []
-        for place in interrupted_everywhere(use, "uncompiled.py"):
-            # Not as one expression: what differs is too long to be shown.
-            is_as_before = attributes(model) == before
-            assert is_as_before, place
-            places.append(place)
-        assert len(places) > 20
-        assert not _set_aside
 
-    def test_threads(self):
-        model, barrier = compiled(tiny_llama(), "module", **WHOLE), Barrier(4)
-        before = attributes(model)
+def test_threads_share_what_is_set_aside():
+    model = compiled(tiny_llama(), "module", **WHOLE)
+    before = attributes(model)
 
-        def run():
-            barrier.wait()
-            for _ in range(200):
-                uncompiled = uncompiled_model(model)
-                assert model._compiled_call_impl is None
-                uncompiled.close()
+    def run():
+        for _ in range(100):
+            uncompiled = uncompiled_model(model)
+            assert model._compiled_call_impl is None
+            uncompiled.close()
 
-        threads = [Thread(target=run) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert attributes(model) == before
+    in_threads(*[run] * 4)
+    assert attributes(model) == before

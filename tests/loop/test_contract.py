@@ -12,6 +12,7 @@ from transformers.generation import GenerationMixin
 
 from hf_specdec import MissingDependencyError
 from hf_specdec.decoding import contract
+from tests.helpers.levels import full
 from tests.helpers.paths import ROOT
 
 
@@ -30,11 +31,7 @@ for attempt in range(2):
 """
 
 
-def first_calls(change: str) -> subprocess.CompletedProcess:
-    code = [sys.executable, "-c", FIRST_CALLS.format(change=change)]
-    return subprocess.run(code, capture_output=True, text=True, timeout=120, check=True)
-
-
+@full
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -42,9 +39,10 @@ def first_calls(change: str) -> subprocess.CompletedProcess:
         ("del transformers.cache_utils.CacheLayerMixin", "ImportError: cannot import name 'CacheLayerMixin'"),
     ],
 )
-def test_the_first_call_names_what_is_missing(change, what):
+def test_first_call_names_what_is_missing(change, what):
+    code = [sys.executable, "-c", FIRST_CALLS.format(change=change)]
     # It is no better the second time.
-    first, second = first_calls(change).stdout.splitlines()
+    first, second = subprocess.run(code, capture_output=True, text=True, check=True).stdout.splitlines()
     assert first == second
     assert first.startswith(f"transformers {transformers.__version__} does not work as hf_specdec relies on ({what}")
     assert f"Versions {contract.OLDEST} to {contract.NEWEST} do: pip install" in first
@@ -54,30 +52,26 @@ def without_a_cache(self, input_ids=None, other_name=None):
     """A forward."""
 
 
-def prefill_that_leaves_the_cache_out(self, input_ids, generation_config, model_kwargs):
-    return self(input_ids, logits_to_keep=1)
+BROKEN = [
+    (LlamaForCausalLM, "forward", without_a_cache, "no argument of a forward takes a cache"),
+    (GenerationMixin, "_prefill", lambda self, ids, *given: self(ids, logits_to_keep=1), "leaves no keys and values"),
+    (
+        GenerationMixin,
+        "prepare_inputs_for_generation",
+        lambda self, input_ids, **kwargs: {"input_ids": input_ids, **kwargs},
+        "more than one token",
+    ),
+    (DynamicCache, "get_seq_length", lambda self: 1 / 0, "ZeroDivisionError"),
+]
 
 
-def next_inputs_of_the_whole_text(self, input_ids, **kwargs):
-    return {"input_ids": input_ids, **kwargs}
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "other", "what"),
-    [
-        (LlamaForCausalLM, "forward", without_a_cache, "no argument of a forward takes a cache"),
-        (GenerationMixin, "_prefill", prefill_that_leaves_the_cache_out, "leaves no keys and values"),
-        (GenerationMixin, "prepare_inputs_for_generation", next_inputs_of_the_whole_text, "more than one token"),
-        (DynamicCache, "get_seq_length", lambda self: 1 / 0, "ZeroDivisionError"),
-    ],
-)
-def test_what_does_not_work_is_named(monkeypatch, owner, name, other, what):
-    monkeypatch.setattr(owner, name, other)
-    with pytest.raises(MissingDependencyError, match=what):
-        contract.check_transformers()
-
-
-def test_trying_draws_no_random_numbers():
+def test_broken_transformers_is_named(monkeypatch):
+    for owner, name, other, what in BROKEN:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, other)
+            with pytest.raises(MissingDependencyError, match=what):
+                contract.check_transformers()
+    # Trying draws no random numbers.
     torch.manual_seed(0)
     expected = torch.rand(4)
     torch.manual_seed(0)
@@ -86,7 +80,7 @@ def test_trying_draws_no_random_numbers():
 
 
 @pytest.mark.parametrize(("version", "is_told"), [("5.99.0", True), (f"{contract.NEWEST}.7", False)])
-def test_a_newer_version_is_told_once(monkeypatch, warnings, version, is_told):
+def test_newer_version_is_told_once(monkeypatch, warnings, version, is_told):
     monkeypatch.setattr(contract.transformers, "__version__", version)
     for _ in range(2):
         contract.check_transformers()
@@ -94,12 +88,11 @@ def test_a_newer_version_is_told_once(monkeypatch, warnings, version, is_told):
     assert [line.startswith(expected) for line in warnings] == [True] * is_told
 
 
-def test_its_versions_are_those_of_the_tests():
+def test_versions_are_those_of_the_package_and_its_tests():
+    def text(*path):
+        return ROOT.joinpath(*path).read_text(encoding="utf-8")
+
     major, minor = contract.NEWEST.split(".")
-    bounds = f'"transformers>={contract.OLDEST},<{major}.{int(minor) + 1}"'
-    assert bounds in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert f"transformers=={contract.OLDEST}." in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    pinned = re.search(
-        r"^transformers==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert pinned[1] == contract.NEWEST
+    assert f'"transformers>={contract.OLDEST},<{major}.{int(minor) + 1}"' in text("pyproject.toml")
+    assert f"transformers=={contract.OLDEST}." in text(".ci", "run")
+    assert re.search(r"^transformers==(\d+\.\d+)", text("constraints.txt"), re.MULTILINE)[1] == contract.NEWEST

@@ -1,4 +1,4 @@
-"""Masks and positions against their definition, one node and one slot at a time."""
+"""Masks and positions of nodes against their definition, one node and one slot at a time."""
 
 from __future__ import annotations
 
@@ -11,48 +11,37 @@ from hf_specdec.decoding.attention import TreeMask
 from hf_specdec.decoding.masks import FULL, GrownTopology, RowState, Span, node_masks, node_positions, slot_tree
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import Beginning, visible_slots
+from tests.helpers.levels import in_full
 
 
 SPANS = (FULL, Span("sliding", 1), Span("sliding", 4), Span("chunked", 3), Span("sliding", 100))
+CPU = torch.device("cpu")
 
 
-@st.composite
-def row_states(draw) -> RowState:
-    """Rows alike, of different lengths, or padded."""
-    rows = draw(st.integers(1, 4))
-    lengths = [draw(st.integers(1, 9))] * rows if draw(st.booleans()) else draw(_ints(rows, 1, 9))
-    starts = [0] * rows if draw(st.booleans()) else [draw(st.integers(0, length - 1)) for length in lengths]
-    return RowState(lengths, starts, draw(_ints(rows, 0, 2)))
-
-
-def _ints(size: int, low: int, high: int):
+def ints(size: int, low: int, high: int):
     return st.lists(st.integers(low, high), min_size=size, max_size=size)
 
 
 @st.composite
-def parent_lists(draw, rows: int) -> list[list[int]]:
-    """Draft parents, the same for all rows or other ones for each."""
-    size = draw(st.integers(0, 6))
-    kinds = [
-        st.just([list(range(-1, size - 1))]),
-        st.tuples(*(st.integers(-1, node - 1) for node in range(size))).map(lambda parents: [list(parents)]),
-    ]
-    if size:
-        kinds.append(
-            st.lists(
-                st.tuples(*(st.integers(-1, node - 1) for node in range(size))).map(list), min_size=rows, max_size=rows
-            )
-        )
-    parents = draw(st.one_of(kinds))
-    return parents if len(parents) == rows else parents * rows
+def nodes(draw) -> tuple[RowState, list[list[int]]]:
+    """Rows alike, of different lengths or padded, and parents of draft nodes, the same or other ones for each row."""
+    count = draw(st.integers(1, 4))
+    lengths = [draw(st.integers(1, 9))] * count if draw(st.booleans()) else draw(ints(count, 1, 9))
+    starts = [0] * count if draw(st.booleans()) else [draw(st.integers(0, length - 1)) for length in lengths]
+    rows, size = RowState(lengths, starts, draw(ints(count, 0, 2))), draw(st.integers(0, 6))
+    trees = st.tuples(*(st.integers(-1, node - 1) for node in range(size))).map(list)
+    kind = draw(st.sampled_from(["chain", "one tree", "trees"]))
+    if kind == "trees":
+        return rows, [draw(trees) for _ in range(count)]
+    return rows, [list(range(-1, size - 1)) if kind == "chain" else draw(trees)] * count
 
 
 def topology_of(parents: list[list[int]]) -> TreeTopology:
     if any(row != parents[0] for row in parents):
         return TreeTopology.from_parents(torch.tensor(parents))
     if parents[0] == list(range(-1, len(parents[0]) - 1)):
-        return chain_topology(len(parents[0]), torch.device("cpu"))
-    return static_topology(tuple(parents[0]), torch.device("cpu"))
+        return chain_topology(len(parents[0]), CPU)
+    return static_topology(tuple(parents[0]), CPU)
 
 
 def ancestors_of(node: int, parents: list[int]) -> list[int]:
@@ -76,64 +65,40 @@ def expected_mask(row: int, rows: RowState, parents: list[int], columns: int, sp
     length, start = rows.lengths[row], rows.starts[row]
     lines = []
     for node in range(len(parents) + 1):
-        path = ancestors_of(node, parents)
         # Written as a text, the node stands after the row's real tokens and its ancestors.
-        text = list(range(start, length)) + [length + ancestor for ancestor in reversed(path)]
-        query = len(text) - 1
-        seen = {slot for position, slot in enumerate(text) if is_seen(span, query, position)}
+        text = list(range(start, length)) + [length + ancestor for ancestor in reversed(ancestors_of(node, parents))]
+        seen = {slot for position, slot in enumerate(text) if is_seen(span, len(text) - 1, position)}
         lines.append([slot in seen for slot in range(columns)])
     return lines
 
 
-@settings(max_examples=200)
-@given(st.data(), row_states(), st.integers(0, 3), st.integers(1, 3))
-def test_masks_show_each_node_the_text_it_stands_for(data, rows, spare_columns, repeats):
-    parents = data.draw(parent_lists(len(rows.lengths)))
-    topology = topology_of(parents)
-    columns = max(rows.lengths) + len(parents[0]) + 1
-    if not rows.is_uniform:
-        columns += spare_columns
-    masks = node_masks(topology, rows, columns, SPANS, torch.float32, repeats)
-    for span, mask in zip(SPANS, masks):
+def check_masks(rows: RowState, parents: list[list[int]], spare_columns: int, repeats: int) -> None:
+    """Masks, trees of the attention kernel, and positions."""
+    topology, columns = topology_of(parents), max(rows.lengths) + len(parents[0]) + 1
+    columns += 0 if rows.is_uniform else spare_columns
+    tree = slot_tree(topology, rows)
+    for span, mask in zip(SPANS, node_masks(topology, rows, columns, SPANS, torch.float32, repeats)):
         assert mask.shape[0] in (1, len(rows.lengths))
         assert set(mask.unique().tolist()) <= {0.0, torch.finfo(torch.float32).min}
         visible = (mask == 0).expand(len(rows.lengths), -1, -1, -1)
+        of_tree = visible_slots(tree, columns, **TreeMask(tree, span).limits)
         for row, row_parents in enumerate(parents):
-            assert visible[row, 0].tolist() == repeats * expected_mask(row, rows, row_parents, columns, span)
-
-
-@settings(max_examples=100)
-@given(st.data(), row_states())
-def test_positions_count_real_tokens_and_ancestors(data, rows):
-    parents = data.draw(parent_lists(len(rows.lengths)))
-    positions = node_positions(topology_of(parents), rows)
+            expected = expected_mask(row, rows, row_parents, columns, span)
+            assert visible[row, 0].tolist() == repeats * expected
+            assert of_tree[row].tolist() == expected
+    positions = node_positions(topology, rows)
     for row, row_parents in enumerate(parents):
         first = rows.lengths[row] + rows.leads[row]
-        expected = [first + len(ancestors_of(node, row_parents)) - 1 for node in range(len(row_parents) + 1)]
-        assert positions[row].tolist() == expected
+        depths = [len(ancestors_of(node, row_parents)) - 1 for node in range(len(row_parents) + 1)]
+        assert positions[row].tolist() == [first + depth for depth in depths]
 
 
-@settings(max_examples=200)
-@given(st.data(), row_states())
-def test_trees_say_what_masks_say(data, rows):
-    """Inputs of the tree attention kernel, against the same definition."""
-    parents = data.draw(parent_lists(len(rows.lengths)))
-    columns = max(rows.lengths) + len(parents[0]) + 1
-    tree = slot_tree(topology_of(parents), rows)
-    for span in SPANS:
-        visible = visible_slots(tree, columns, **TreeMask(tree, span).limits)
-        for row, row_parents in enumerate(parents):
-            assert visible[row].tolist() == expected_mask(row, rows, row_parents, columns, span)
-
-
-@settings(max_examples=100)
-@given(st.data(), row_states(), st.integers(1, 2))
-def test_rows_and_trees_that_the_device_alone_knows(data, rows, repeats):
-    """As in a graph, they have the masks and positions of the same rows that the host knows."""
-    parents = torch.tensor(data.draw(parent_lists(len(rows.lengths))), dtype=torch.long)
-    known, topology = TreeTopology.from_parents(parents), GrownTopology(parents)
+def check_masks_of_a_graph(rows: RowState, parents: list[list[int]], repeats: int) -> None:
+    """Rows and trees that the device alone knows have the masks and positions of those that the host knows."""
+    known = TreeTopology.from_parents(torch.tensor(parents, dtype=torch.long))
+    topology = GrownTopology(torch.tensor(parents, dtype=torch.long))
     unknown = RowState(*map(torch.tensor, (rows.lengths, rows.starts, rows.leads)))
-    columns = max(rows.lengths) + parents.shape[1] + 1
+    columns = max(rows.lengths) + len(parents[0]) + 1
     assert torch.equal(topology.parents, known.parents)
     assert torch.equal(topology.ancestors, known.ancestors)
     assert torch.equal(node_positions(topology, unknown), node_positions(known, rows))
@@ -144,11 +109,22 @@ def test_rows_and_trees_that_the_device_alone_knows(data, rows, repeats):
     assert all(map(torch.equal, found, expected))
 
 
-@settings(max_examples=100)
-@given(st.data(), row_states(), st.integers(0, 3), st.integers(1, 5))
-def test_both_ends_of_texts(data, rows, count, window):
+@pytest.mark.parametrize("max_examples", [25, *in_full(200)])
+def test_masks_show_each_node_the_text_it_stands_for(max_examples):
+    @settings(max_examples=max_examples)
+    @given(nodes(), st.integers(0, 3), st.integers(1, 3))
+    def check(nodes, spare_columns, repeats):
+        check_masks(*nodes, spare_columns, repeats)
+        check_masks_of_a_graph(*nodes, repeats)
+
+    check()
+
+
+@given(nodes(), st.integers(0, 3), st.integers(1, 5))
+def test_masks_of_both_ends_of_texts(nodes, count, window):
     """A node sees what it would see of the whole text, but for the slots between its first and its last ones."""
-    topology = GrownTopology(torch.tensor(data.draw(parent_lists(len(rows.lengths))), dtype=torch.long))
+    rows, parents = nodes
+    topology = GrownTopology(torch.tensor(parents, dtype=torch.long))
     lengths, texts, leads = map(torch.tensor, (rows.lengths, rows.starts, rows.leads))
     columns = max(rows.lengths) + topology.depths.shape[1]
     starts = torch.maximum(texts, lengths - window)
@@ -165,25 +141,21 @@ def test_both_ends_of_texts(data, rows, count, window):
         assert torch.equal(visible_slots(tree, columns, **TreeMask(tree, span).limits), expected)
 
 
-def test_bits_live_as_long_as_their_topology():
+def test_bits_of_ancestors_live_as_long_as_their_topology():
     """A graph holds on to the topology alone."""
-    topology, rows = chain_topology(2, torch.device("cpu")), RowState([5], [0], [0])
+    topology, rows = chain_topology(2, CPU), RowState([5], [0], [0])
     bits = slot_tree(topology, rows).ancestors
     for _ in range(300):
         slot_tree(TreeTopology.from_parents(torch.tensor([-1, 0])), rows)
     assert slot_tree(topology, rows).ancestors is bits
 
 
-def test_rows_that_are_alike_share_one_mask():
-    topology = chain_topology(3, torch.device("cpu"))
-    alike = node_masks(topology, RowState([5, 5], [0, 0], [0, 0]), 9, (FULL,), torch.float32)[0]
-    padded = node_masks(topology, RowState([5, 5], [0, 2], [0, 0]), 9, (FULL,), torch.float32)[0]
-    assert alike.shape == (1, 1, 4, 9)
-    assert padded.shape == (2, 1, 4, 9)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_hidden_slots_get_the_lowest_number_of_the_dtype(dtype):
-    mask = node_masks(chain_topology(1, torch.device("cpu")), RowState([1], [0], [0]), 3, (FULL,), dtype)[0]
-    assert mask.dtype == dtype
-    assert mask[0, 0].tolist() == [[0.0, 0.0, torch.finfo(dtype).min], [0.0, 0.0, 0.0]]
+def test_shape_and_dtype_of_masks():
+    """Rows that are alike share one mask, and hidden slots get the lowest number of the dtype."""
+    for starts, count in (([0, 0], 1), ([0, 2], 2)):
+        rows = RowState([5, 5], starts, [0, 0])
+        assert node_masks(chain_topology(3, CPU), rows, 9, (FULL,), torch.float32)[0].shape == (count, 1, 4, 9)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        mask = node_masks(chain_topology(1, CPU), RowState([1], [0], [0]), 3, (FULL,), dtype)[0]
+        assert mask.dtype == dtype
+        assert mask[0, 0].tolist() == [[0.0, 0.0, torch.finfo(dtype).min], [0.0, 0.0, 0.0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -16,15 +17,14 @@ from hf_specdec.decoding.own_states import own_layers, returned_cache
 from hf_specdec.decoding.profile import model_profile
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.drafts import TreeTopology
-from hf_specdec.many.engine import Engine
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
+from tests.helpers.levels import full, in_full
 from tests.helpers.scripted import scripted_speculator
 from tests.helpers.threads import in_threads
 
 
 NAMES = ["recurrent_gemma", "rwkv", "xlstm", "minimax"]
-OWN_CACHES = ["rwkv", "xlstm", "minimax"]
 NEW_TOKENS = 12
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 
@@ -50,9 +50,13 @@ def tokens(*shape: int, seed: int = 0) -> torch.LongTensor:
 
 
 def speculate(model, prompt, **script):
-    script = {"num_speculative_tokens": 3, **script}
-    script = scripted_speculator(model.generate(prompt, **GREEDY), [0] * len(prompt), 99, **script)
-    return model.generate(prompt, assistant=script, **GREEDY, return_dict_in_generate=True)
+    """An output whose text is that of plain generation."""
+    expected = model.generate(prompt, **GREEDY)
+    script = scripted_speculator(expected, [0] * len(prompt), 99, **{"num_speculative_tokens": 3, **script})
+    output = model.generate(prompt, assistant=script, **GREEDY, return_dict_in_generate=True)
+    assert output.sequences.tolist() == expected.tolist()
+    assert output.speculative.num_accepted_tokens > 0
+    return output
 
 
 def parts_of(state) -> list[torch.Tensor]:
@@ -65,8 +69,8 @@ def parts_of(state) -> list[torch.Tensor]:
     return [*filter(torch.is_tensor, state.linear_cache), *slots]
 
 
-@pytest.mark.parametrize("name", ["rwkv", "xlstm"])
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["xlstm", *in_full("rwkv")])
 def test_any_course_of_a_generation(models, name):
     """Every row is as plain generation reads it alone. RWKV's mixes the rows of a batch."""
     model, draw, rows = models[name], random.Random(0), 3
@@ -106,113 +110,73 @@ def test_any_course_of_a_generation(models, name):
             torch.testing.assert_close(part, torch.cat(theirs), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "groups"), [("rwkv", [1, 1, 1, 1, 1]), ("xlstm", [2, 1, 1, 1]), ("minimax", [2, 1, 1, 1])]
-)
-def test_many_requests(models, monkeypatch, name, groups):
-    """Prompts are read as alone at the first try, and rows stand beside each other before any verification."""
-    monkeypatch.setattr(check, "_checked", {})
-    sizes, loop_of = [], Engine._loop_of
-
-    def counted(engine, rows):
-        sizes.append(len(rows))
-        return loop_of(engine, rows)
-
-    monkeypatch.setattr(Engine, "_loop_of", counted)
-    prompts = [tokens(1, 4 + row % 2, seed=row) for row in range(5)]
-    expected = [models[name].generate(prompt, **GREEDY)[0, prompt.shape[1] :].tolist() for prompt in prompts]
-    requests = [prompt[0].tolist() for prompt in prompts]
-    results = list(generate_many(models[name], requests, 3, in_order=True, spec_method="ngram", **GREEDY))
-    assert [result.tokens for result in results] == expected
-    assert sizes == groups
-    assert check._checked
-
-
-@pytest.mark.parametrize("name", OWN_CACHES)
-def test_states_that_are_returned_are_of_the_models_own_class(models, name):
-    theirs = models[name].generate(tokens(1, 6), **GREEDY, return_dict_in_generate=True)[CACHE]
-    ours = speculate(models[name], tokens(1, 6))
-    assert ours.speculative.num_accepted_tokens
-    assert type(ours[CACHE]) is type(theirs)
-    for own, other in zip(parts_of(ours[CACHE]), parts_of(theirs), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
-
-
-@pytest.mark.parametrize("script", [{}, {"tree": "random", "num_speculative_tokens": 6}], ids=["chains", "trees"])
-@pytest.mark.parametrize("name", ["xlstm", "minimax"])
-def test_rows_of_equal_length(models, name, script):
-    expected = models[name].generate(tokens(3, 9), **GREEDY)
-    output = speculate(models[name], tokens(3, 9), **script)
-    assert output.sequences.tolist() == expected.tolist()
-    assert output.speculative.num_accepted_tokens > NEW_TOKENS
-
-
-def test_padding_whose_mask_plain_generation_loses_is_refused(models):
-    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5])
-    padded = {"input_ids": tokens(2, 9) * mask, "attention_mask": mask}
-    with pytest.raises(UnsupportedModelError, match="loses the mask of padding"):
-        models["minimax"].generate(**padded, spec_method="ngram", **GREEDY)
-    # What it says of a padded row is not what it says of the row alone.
-    plain = models["minimax"].generate(**padded, **GREEDY)[1, 9:]
-    assert plain.tolist() != models["minimax"].generate(padded["input_ids"][1:, 4:], **GREEDY)[0, 5:].tolist()
-
-
-def test_a_window_whose_mask_plain_generation_loses_is_refused():
-    with pytest.raises(UnsupportedModelError, match="has a sliding window"):
-        tiny_model("minimax", sliding_window=8).generate(tokens(1, 4), spec_method="ngram", **GREEDY)
-
-
-def test_padding_is_read_as_plain_generation_reads_it(models):
-    """xLSTM has no mask to keep it out of its states."""
-    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [0] * 2 + [1] * 7])
-    padded = {"input_ids": tokens(3, 9) * mask, "attention_mask": mask}
-    expected = models["xlstm"].generate(**padded, **GREEDY)
-    script = scripted_speculator(expected, [0, 4, 2], 99, num_speculative_tokens=3)
-    output = models["xlstm"].generate(**padded, assistant=script, **GREEDY, return_dict_in_generate=True)
-    assert output.sequences.tolist() == expected.tolist()
-    assert output.speculative.num_accepted_tokens > NEW_TOKENS
-
-
-@torch.no_grad()
-def test_prompts_in_chunks_of_the_model(models):
-    """xLSTM's model cuts long prompts by itself, and writes to its cache after each part."""
-    model = models["xlstm"]
-    expected = model.generate(tokens(2, 21), **GREEDY)
-    model.config.max_inference_chunksize = 4
-    try:
-        assert speculate(model, tokens(2, 21)).sequences.tolist() == expected.tolist()
-    finally:
-        model.config.max_inference_chunksize = 16384
-
-
-def test_rows_that_plain_generation_mixes_are_refused(models):
-    model = models["rwkv"]
-    with pytest.raises(UnsupportedModelError, match="mixes the rows of a batch, and this call has 2"):
-        model.generate(tokens(2, 6), spec_method="ngram", **GREEDY)
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["rwkv", *in_full("recurrent_gemma", "xlstm", "minimax")])
 def test_requests_that_join_are_each_as_alone(models, name, monkeypatch):
-    # Some join before the first of them has been checked.
+    # Some join before the first of them has been checked, and some of equal length are read together.
     monkeypatch.setattr(check, "_checked", {})
-    prompts = [tokens(1, length, seed=length) for length in (5, 9, 3, 7)]
-    requests = [{"input_ids": ids[0], "max_new_tokens": 4 + 3 * number} for number, ids in enumerate(prompts)]
-    results = generate_many(models[name], requests, 2, in_order=True, spec_method="ngram", do_sample=False)
+    prompts = [tokens(1, length, seed=length) for length in (5, 9, 3, 7, 7)]
+    requests = [{"input_ids": ids[0], "max_new_tokens": 4 + 3 * (number % 4)} for number, ids in enumerate(prompts)]
+    results = generate_many(models[name], requests, 3, in_order=True, spec_method="ngram", do_sample=False)
     for result, ids, request in zip(results, prompts, requests):
         plain = models[name].generate(ids, do_sample=False, max_new_tokens=request["max_new_tokens"])
         assert result.tokens == plain[0, ids.shape[1] :].tolist()
     assert check._checked
 
 
-def test_the_state_of_an_earlier_call_is_refused(models):
-    model = models["rwkv"]
+@pytest.mark.parametrize("name", ["xlstm", *in_full("rwkv", "minimax")])
+def test_returned_states_are_of_the_models_own_class(models, name):
+    theirs = models[name].generate(tokens(1, 6), **GREEDY, return_dict_in_generate=True)[CACHE]
+    ours = speculate(models[name], tokens(1, 6))[CACHE]
+    assert type(ours) is type(theirs)
+    for own, other in zip(parts_of(ours), parts_of(theirs), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["minimax", *in_full("xlstm")])
+def test_rows_of_equal_length(models, name):
+    for script in ({}, {"tree": "random", "num_speculative_tokens": 6}):
+        output = speculate(models[name], tokens(3, 9), **script)
+        assert output.speculative.num_accepted_tokens > NEW_TOKENS
+
+
+def test_calls_that_plain_generation_gets_wrong_are_refused(models):
+    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5])
+    padded = {"input_ids": tokens(2, 9) * mask, "attention_mask": mask}
+    window = tiny_model("minimax", sliding_window=8)
+    for model, call, words in (
+        (models["minimax"], padded, "loses the mask of padding"),
+        (window, {"inputs": tokens(1, 4)}, "has a sliding window"),
+        (models["rwkv"], {"inputs": tokens(2, 6)}, "mixes the rows of a batch, and this call has 2"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=words):
+            model.generate(**call, spec_method="ngram", **GREEDY)
+    # What it says of a padded row is not what it says of the row alone.
+    plain = models["minimax"].generate(**padded, **GREEDY)[1, 9:]
+    assert plain.tolist() != models["minimax"].generate(padded["input_ids"][1:, 4:], **GREEDY)[0, 5:].tolist()
+
+
+def test_padding_and_chunks_of_xlstm(models):
+    """It has no mask to keep padding out of its states, and cuts long prompts by itself."""
+    model, mask = models["xlstm"], torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [0] * 2 + [1] * 7])
+    padded = {"input_ids": tokens(3, 9) * mask, "attention_mask": mask}
+    expected = model.generate(**padded, **GREEDY)
+    script = scripted_speculator(expected, [0, 4, 2], 99, num_speculative_tokens=3)
+    output = model.generate(**padded, assistant=script, **GREEDY, return_dict_in_generate=True)
+    assert output.sequences.tolist() == expected.tolist()
+    assert output.speculative.num_accepted_tokens > NEW_TOKENS
+    whole = model.generate(tokens(2, 21), **GREEDY)
+    model.config.max_inference_chunksize = 4
+    try:
+        assert speculate(model, tokens(2, 21)).sequences.tolist() == whole.tolist()
+    finally:
+        model.config.max_inference_chunksize = 16384
+
+
+def test_caches_of_earlier_calls(models):
+    """Without the states after them they are refused; the own one is continued."""
     text = tokens(1, 6)
-    state = model(text).state
     with pytest.raises(SpecConfigError, match="`state`: a DynamicCache or a StaticCache can be continued, got list"):
-        model.generate(text, state=state, spec_method="ngram", **GREEDY)
-
-
-def test_a_cache_without_the_states_is_refused_and_the_own_one_continued(models):
+        models["rwkv"].generate(text, state=models["rwkv"](text).state, spec_method="ngram", **GREEDY)
     model = models["recurrent_gemma"]
     first, expected = tokens(2, 9), model.generate(tokens(2, 9), max_new_tokens=2 * NEW_TOKENS, do_sample=False)
     cache = DynamicCache(config=model.config)
@@ -227,9 +191,8 @@ def test_a_cache_without_the_states_is_refused_and_the_own_one_continued(models)
 
 def test_nothing_is_kept_in_the_modules(models):
     model = models["recurrent_gemma"]
-    layers = own_layers(model)
+    layers, script = own_layers(model), scripted_speculator(model.generate(tokens(1, 9), **GREEDY), [0], 99)
     assert list(layers.values()) == [0, 1]
-    script = scripted_speculator(model.generate(tokens(1, 9), **GREEDY), [0], 99)
     before = [(layer.conv1d_state, layer.rg_lru.recurrent_states) for layer in layers]
     model.generate(tokens(1, 9), assistant=script, **GREEDY)
     for layer, (inputs, state) in zip(layers, before):
@@ -239,44 +202,39 @@ def test_nothing_is_kept_in_the_modules(models):
         assert "_rnn_scan" not in vars(layer.rg_lru)
 
 
+@full
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_of_two_threads(models, name):
     model, prompts = models[name], [tokens(1, 9), tokens(1, 7, seed=1)]
-    scripts = [scripted_speculator(model.generate(prompt, **GREEDY), [0], 99) for prompt in prompts]
-    calls = [
-        lambda prompt=prompt, script=script: [
-            model.generate(prompt, assistant=script, **GREEDY).tolist() for _ in range(3)
-        ]
-        for prompt, script in zip(prompts, scripts)
-    ]
-    assert in_threads(*calls) == [[model.generate(prompt, **GREEDY).tolist()] * 3 for prompt in prompts]
+    expected = [model.generate(prompt, **GREEDY) for prompt in prompts]
+
+    def call(prompt, text):
+        script = scripted_speculator(text, [0], 99)
+        return [model.generate(prompt, assistant=script, **GREEDY).tolist() for _ in range(3)]
+
+    found = in_threads(*(partial(call, *pair) for pair in zip(prompts, expected)))
+    assert found == [[text.tolist()] * 3 for text in expected]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_draft_model_that_is_always_right(models, name):
-    prompt = tokens(1, 9)
-    output = models[name].generate(prompt, assistant=models[name], return_dict_in_generate=True, **GREEDY)
-    assert output.sequences.tolist() == models[name].generate(prompt, **GREEDY).tolist()
-    assert output.speculative.num_accepted_tokens == output.speculative.num_draft_tokens > 0
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_draft_model_that_is_sometimes_right(models, name):
-    draft_model = deepcopy(models[name])
+@pytest.mark.parametrize("name", ["recurrent_gemma", *in_full("rwkv", "xlstm", "minimax")])
+def test_draft_models(models, name):
+    """One is always right, the other one sometimes."""
+    prompt, other = tokens(1, 9), deepcopy(models[name])
     with torch.no_grad():
-        draft_model.get_output_embeddings().weight[3:40].mul_(1.5)
-    prompt = tokens(1, 9)
-    output = models[name].generate(prompt, assistant=draft_model, return_dict_in_generate=True, **GREEDY)
-    assert output.sequences.tolist() == models[name].generate(prompt, **GREEDY).tolist()
-    assert 0 < output.speculative.num_accepted_tokens < output.speculative.num_draft_tokens
+        other.get_output_embeddings().weight[3:40].mul_(1.5)
+    for draft_model in (models[name], other):
+        output = models[name].generate(prompt, assistant=draft_model, return_dict_in_generate=True, **GREEDY)
+        assert output.sequences.tolist() == models[name].generate(prompt, **GREEDY).tolist()
+        accepted, drafted = output.speculative.num_accepted_tokens, output.speculative.num_draft_tokens
+        assert accepted == drafted > 0 if draft_model is models[name] else 0 < accepted < drafted
 
 
-@pytest.mark.parametrize(("name", "part"), [*zip(NAMES, ("rg_lru", "attention", "mlstm_layer"))])
-def test_parts_with_a_forward_of_their_own_are_refused(models, name, part):
-    module = getattr(next(iter(own_layers(models[name]))), part)
-    module.forward = lambda *args, **kwargs: None
-    try:
-        with pytest.raises(UnsupportedModelError, match="cannot be told the recurrent state"):
-            models[name].generate(tokens(1, 4), spec_method="ngram", **GREEDY)
-    finally:
-        del module.forward
+def test_parts_with_a_forward_of_their_own_are_refused(models):
+    for name, part in zip(NAMES, ("rg_lru", "attention", "mlstm_layer")):
+        module = getattr(next(iter(own_layers(models[name]))), part)
+        module.forward = lambda *args, **kwargs: None
+        try:
+            with pytest.raises(UnsupportedModelError, match="cannot be told the recurrent state"):
+                models[name].generate(tokens(1, 4), spec_method="ngram", **GREEDY)
+        finally:
+            del module.forward

@@ -1,0 +1,325 @@
+"""Requests to a thread of its own and `generate_batch()`: results, streams, cancellations, errors, and the thread."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import threading
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from hf_specdec import SpecConfigError, SpeculativeBatchingManager, generate_batch
+from hf_specdec.decoding.sequences import Sequences
+from hf_specdec.many.requests import RequestReader
+from tests.helpers.arrivals import NGRAM, Raises, Trouble, prompt, said_alone
+from tests.helpers.models import VOCAB_SIZE, tiny_llama
+
+
+# New tokens of a request that is running still when the test comes to it, however slow the test is.
+ENDLESS = 1_000_000
+
+
+@pytest.fixture
+def manager(model):
+    with SpeculativeBatchingManager(model, batch_size=2, do_sample=False, max_new_tokens=8, **NGRAM) as manager:
+        yield manager
+        manager.destroy()
+
+
+def expected(model, index: int, new: int = 8) -> list[int]:
+    return said_alone(model, prompt(index), max_new_tokens=new)
+
+
+def assert_works(model, manager, name: str | None = None) -> None:
+    result = manager.get_result(manager.add_request(prompt(0), name), timeout=60)
+    assert result.generated_tokens == expected(model, 0)
+
+
+# --------------------------------------------------------------------------------------------------- generate_batch()
+
+
+def test_outputs_of_batches_are_those_of_transformers(model):
+    prompts = [prompt(index, 2 + index) for index in range(5)]
+    config = GenerationConfig(do_sample=False, max_new_tokens=7)
+    outputs = generate_batch(model, prompts, config, batch_size=2, **NGRAM)
+    assert list(outputs) == [f"req_{index}" for index in range(5)]
+    for (name, output), own in zip(outputs.items(), prompts):
+        assert isinstance(output, GenerationOutput)
+        assert output.is_finished()
+        assert (output.request_id, output.prompt_ids, output.error) == (name, own, None)
+        assert output.generated_tokens == said_alone(model, own, max_new_tokens=7)
+        assert output.speculative.num_committed_tokens == 7
+    assert generate_batch(model, []) == {}
+    right, wrong = generate_batch(model, [prompt(0), [VOCAB_SIZE]], max_new_tokens=3, do_sample=False).values()
+    assert (right.status, wrong.status) == (RequestStatus.FINISHED, RequestStatus.FAILED)
+    assert "from 0 to 63" in wrong.error
+
+
+def test_several_sequences_of_a_prompt(model):
+    config = GenerationConfig(do_sample=True, max_new_tokens=9, num_return_sequences=2, pad_token_id=0)
+    outputs = model.generate_batch([prompt(0), prompt(1)], config, **NGRAM)
+    assert list(outputs) == ["req_0__child#0", "req_0", "req_1__child#0", "req_1"]
+    assert len({tuple(output.generated_tokens) for output in outputs.values()}) == 4
+    assert config.num_return_sequences == 2
+
+
+# -------------------------------------------------------------------------------------------------- requests, streams
+
+
+def test_results_of_requests(model, manager):
+    names = manager.add_requests([prompt(index) for index in range(4)])
+    assert names == ["req_0", "req_1", "req_2", "req_3"]
+    own = manager.add_request(prompt(4), "mine", max_new_tokens=3)
+    assert manager.get_result(own, timeout=60).generated_tokens == expected(model, 4, 3)
+    outputs = {output.request_id: output for output in (manager.get_result(timeout=60) for _ in names)}
+    assert [outputs[name].generated_tokens for name in names] == [expected(model, index) for index in range(4)]
+    assert manager.get_result(timeout=0.01) is None
+    assert manager.is_running()
+
+
+def test_streams_and_cancelled_requests(model, manager):
+    long = manager.add_request(prompt(0), max_new_tokens=ENDLESS)
+    first, *parts, last = manager.request_id_iter(manager.add_request(prompt(1), streaming=True))
+    text = expected(model, 1)
+    assert all(part.generated_tokens == text[: len(part.generated_tokens)] for part in (first, *parts, last))
+    assert [part.is_finished() for part in (first, *parts, last)] == [False] * (1 + len(parts)) + [True]
+    # Outputs on the way are of their time.
+    assert first.speculative.num_committed_tokens == len(first.generated_tokens) < 8
+    assert last.speculative.num_committed_tokens == 8
+    assert last.generated_tokens == text
+    manager.cancel_request(long)
+    manager.cancel_request("unknown")
+    assert manager.get_result(long, timeout=60) is None
+    # Its name is free again.
+    assert_works(model, manager, long)
+
+
+def test_streams_cost_by_their_new_tokens(model, monkeypatch):
+    """However long the prompt is."""
+    read = []
+    tokens = Sequences.tokens
+    with SpeculativeBatchingManager(model, do_sample=False, max_new_tokens=20, eos_token_id=-1) as manager:
+        with manager.pause():
+            manager.add_request(prompt(1, 300), "mine", streaming=True)
+            monkeypatch.setattr(
+                Sequences, "tokens", lambda *args: (found := tokens(*args), read.append(len(found)))[0]
+            )
+        *parts, last = manager.request_id_iter("mine")
+    assert len(parts) == 18
+    assert last.generated_tokens == said_alone(model, prompt(1, 300), max_new_tokens=20, eos_token_id=-1)
+    # The prompt once; each token on the way, and all of them again at the end.
+    assert sum(read) < 300 + 4 * 20
+    assert all(part.prompt_ids is last.prompt_ids for part in parts)
+
+
+def test_requests_are_prepared_while_others_are_decoded(model, manager, monkeypatch):
+    may_go_on = threading.Event()
+    prepare = RequestReader.row
+
+    def held_up(reader, number, tokens, settings):
+        assert number == 0 or may_go_on.wait(60)
+        return prepare(reader, number, tokens, settings)
+
+    monkeypatch.setattr(RequestReader, "row", held_up)
+    manager.add_request(prompt(0), "first")
+    others = manager.add_requests([prompt(index) for index in range(1, 4)])
+    manager.cancel_request(others[2])
+    assert manager.get_result("first", timeout=60).generated_tokens == expected(model, 0)
+    may_go_on.set()
+    for index, name in enumerate(others[:2], 1):
+        assert manager.get_result(name, timeout=60).generated_tokens == expected(model, index)
+    assert manager.get_result(others[2], timeout=60) is None
+
+
+def test_late_cancellation_concerns_no_later_request(model, manager):
+    step = manager._engine.step
+
+    def cancelled_as_it_ends():
+        if ended := step():
+            manager.cancel_request("mine")
+        return ended
+
+    manager._engine.step = cancelled_as_it_ends
+    for index in range(2):
+        manager.add_request(prompt(index), "mine")
+        assert manager.get_result("mine", timeout=60).generated_tokens == expected(model, index)
+
+
+def test_results_for_an_event_loop(model, manager):
+    async def listen() -> dict[str, list]:
+        heard = {name: [] for name in ("streaming", "whole", "cancelled", "given up")}
+        ended = asyncio.Queue()
+
+        def hear(name, output):
+            heard[name].append(output)
+            if output is None or output.is_finished():
+                ended.put_nowait(name)
+
+        for number, name in enumerate(heard):
+            manager.register_result_handler(name, partial(hear, name))
+            length = 8 if number < 2 else ENDLESS
+            manager.add_request(prompt(number), name, length, streaming=name == "streaming", eos_token_id=-1)
+        await ended.get(), await ended.get()
+        manager.cancel_request("cancelled")
+        assert await ended.get() == "cancelled"
+        manager.stop(hard_stop=True)
+        assert await ended.get() == "given up"
+        return heard
+
+    heard = asyncio.run(asyncio.wait_for(listen(), 60))
+    assert heard["cancelled"] == heard["given up"] == [None]
+    (whole,) = heard["whole"]
+    assert (whole.generated_tokens, whole.finish_reason) == (expected(model, 1), "length")
+    *parts, last = heard["streaming"]
+    assert parts
+    assert {part.finish_reason for part in parts} == {None}
+    assert last.generated_tokens == expected(model, 0)
+    # Nothing is kept for those who ask otherwise.
+    assert manager.get_result(timeout=0.01) is None
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_errors_of_requests(model, manager):
+    with pytest.raises(SpecConfigError, match="from 0 to 63"):
+        manager.add_request([VOCAB_SIZE])
+    manager.add_request(prompt(0), "failing", stopping_criteria=[Raises(1)])
+    assert manager.get_result("failing", timeout=60).status == RequestStatus.FAILED
+    manager.add_request(prompt(0), "unknown setting", nonsense=3)
+    assert "nonsense" in manager.get_result("unknown setting", timeout=60).error
+    for own in ({"spec_method": "suffix"}, {"spec_model": "user/head"}, {"speculative": "suffix"}):
+        with pytest.raises(SpecConfigError, match="for all requests"):
+            manager.add_request(prompt(0), **own)
+    with pytest.raises(SpecConfigError, match="num_speculative_tokens"):
+        manager.add_request(prompt(0), num_speculative_tokens=-1)
+    # The first one cannot have ended when the second one comes.
+    manager.add_request(prompt(0), "running", max_new_tokens=ENDLESS)
+    with pytest.raises(SpecConfigError, match="Choose another"):
+        manager.add_request(prompt(0), "running")
+    manager.cancel_request("running")
+    assert manager.error is None
+    assert_works(model, manager, "failing")
+
+
+def test_manager_starts_anew_after_an_error_of_its_own(model, manager):
+    def broken():
+        raise TypeError("broken")
+
+    # Nothing is decoded, so that the thread is outside of a step.
+    manager._engine.step = broken
+    manager.add_request(prompt(0), "one")
+    assert manager.get_result("one", timeout=60).status == RequestStatus.FAILED
+    assert isinstance(manager.error, TypeError)
+    with pytest.raises(SpecConfigError, match="stopping"):
+        manager.add_request(prompt(0))
+    del manager._engine.step
+    manager.start()
+    assert manager.error is None
+    assert_works(model, manager)
+
+
+def test_others_and_the_manager_outlive_a_lack_of_memory(model, manager, monkeypatch):
+    with manager.pause():
+        trouble = Trouble(monkeypatch, "_verify", torch.OutOfMemoryError("no memory"), (4,))
+        manager.add_requests([prompt(0), prompt(1)], max_new_tokens=40)
+    outputs = [manager.get_result(timeout=60) for _ in range(2)]
+    failed = next(output for output in outputs if output.error is not None)
+    (other,) = (output for output in outputs if output is not failed)
+    assert failed.error == "no memory"
+    assert other.generated_tokens == said_alone(model, other.prompt_ids, max_new_tokens=40)
+    assert trouble.calls > 4
+    assert manager.error is None
+    assert_works(model, manager)
+
+
+def test_handler_of_a_refused_request_is_forgotten(model, manager):
+    async def add() -> None:
+        heard = asyncio.Queue()
+        manager.register_result_handler("running", heard.put_nowait)
+        manager.add_request(prompt(0), "running", ENDLESS)
+        for wrong in ({"input_ids": []}, {"spec_method": "ngram"}, {"seed": "x"}):
+            manager.register_result_handler("refused", heard.put_nowait)
+            for name in ("refused", "running"):
+                with pytest.raises(SpecConfigError):
+                    manager.add_request(**{"input_ids": prompt(1), "request_id": name, **wrong})
+            assert list(manager._handlers) == ["running"]
+        manager.cancel_request("running")
+        assert await heard.get() is None
+
+    asyncio.run(asyncio.wait_for(add(), 60))
+    assert not manager._handlers
+    assert_works(model, manager)
+
+
+def test_bad_arguments(model, manager):
+    for method, arguments in (
+        *((manager.get_result, {"timeout": seconds}) for seconds in ("x", math.nan, math.inf)),
+        (manager.stop, {"timeout": "x"}),
+        (manager.get_result, {"request_id": []}),
+        (manager.cancel_request, {"request_id": []}),
+        (manager.add_request, {"input_ids": prompt(0), "request_id": [1]}),
+        *((manager.add_requests, {"inputs": inputs}) for inputs in (None, "abc", 3)),
+        (manager.register_result_handler, {"request_id": "x", "callback": print}),
+    ):
+        with pytest.raises(SpecConfigError):
+            method(**arguments)
+    assert_works(model, manager)
+
+
+# ---------------------------------------------------------------------------------------------------------- the thread
+
+
+def test_stopping_manager_finishes_what_was_added_and_can_be_started_anew(model):
+    manager = SpeculativeBatchingManager(model, batch_size=1, do_sample=False, max_new_tokens=8)
+    with manager:
+        with manager.pause():
+            manager.add_requests([prompt(index) for index in range(2)])
+            manager.stop(block=False)
+        manager.start()
+        manager.add_request(prompt(2))
+    assert [output.generated_tokens for output in manager] == [expected(model, index) for index in range(3)]
+    assert not manager.is_running()
+
+
+def test_manager_has_one_thread(manager):
+    starting = [threading.Thread(target=manager.start) for _ in range(20)]
+    manager.stop()
+    for thread in starting:
+        thread.start()
+    for thread in starting:
+        thread.join()
+    with manager.pause(), manager.pause():
+        decoding = [thread for thread in threading.enumerate() if thread.name == "hf_specdec"]
+        assert [thread for thread in decoding if thread._args[0]() is manager] == [manager._thread]
+
+
+def test_manager_that_nobody_holds_ends():
+    target = tiny_llama(seed=4)
+    manager = SpeculativeBatchingManager(target, do_sample=False, max_new_tokens=8, **NGRAM)
+    manager.start()
+    manager.get_result(manager.add_request(prompt(0)), timeout=60)
+    thread, left = manager._thread, weakref.ref(target)
+    del target, manager
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+    gc.collect()
+    assert left() is None
+
+
+def test_weights_may_change_in_a_pause(model):
+    target = tiny_llama(seed=3)
+    with SpeculativeBatchingManager(target, do_sample=False, max_new_tokens=8, **NGRAM) as manager:
+        manager.add_request(prompt(0))
+        first = manager.get_result(timeout=60)
+        with manager.pause():
+            target.load_state_dict(model.state_dict())
+        assert_works(model, manager)
+    assert first.generated_tokens != expected(model, 0)

@@ -7,44 +7,43 @@ import torch
 
 from hf_specdec.kernels.angles import rotary_angles
 from tests.helpers import layer_references as references
+from tests.helpers.levels import in_full
+from tests.kernels.conftest import every_nvidia
+
+
+# Rows of a wider tensor, up to the end of the longest texts, and rows that share their positions.
+OWN = torch.tensor([[0, 1, 5, 9], [77, 4096, 131071, 9], [1000003, 2, 3, 9]])[:, :3]
+SHARED = torch.tensor([[3, 70]]).expand(4, -1)
 
 
 def frequencies_of(numbers: int) -> torch.Tensor:
     return 1 / 10000.0 ** (torch.arange(numbers) / numbers)
 
 
-@pytest.mark.parametrize("is_interleaved", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize(
-    ("numbers", "dtype", "factor"),
-    [(64, torch.bfloat16, 1.0), (12, torch.float32, 1.0), (1, torch.float16, 1.0), (48, torch.float32, 0.7)],
+    ("positions", "numbers", "dtype", "factor", "is_interleaved", "stored"),
+    [
+        (OWN, 48, torch.float32, 0.7, False, torch.float32),
+        (SHARED, 12, torch.bfloat16, 1.0, True, torch.bfloat16),
+        *in_full(*((OWN, 64, torch.bfloat16, 1.0, is_interleaved, torch.float32) for is_interleaved in (False, True))),
+        *in_full(
+            (OWN, 1, torch.float16, 1.0, True, torch.float32), (OWN, 8, torch.float32, 1.0, False, torch.bfloat16)
+        ),
+    ],
 )
-def test_kernel(device, numbers, dtype, factor, is_interleaved):
-    # As rows of a wider tensor, up to the end of the longest texts.
-    positions = torch.tensor([[0, 1, 5, 9], [77, 4096, 131071, 9], [1000003, 2, 3, 9]])[:, :3]
-    given = frequencies_of(numbers), factor, dtype, is_interleaved
-    expected = references.rotary_angles(positions, *given)
-    found = rotary_angles(positions.to(device), given[0].to(device), *given[1:])
+def test_kernel(device, positions, numbers, dtype, factor, is_interleaved, stored):
+    frequencies = frequencies_of(numbers).to(stored)
+    expected = references.rotary_angles(positions, frequencies, factor, dtype, is_interleaved)
+    # Expanded there: a copy to another device would have rows of its own.
+    there = positions[:1].to(device).expand(4, -1) if positions is SHARED else positions.to(device)
+    found = rotary_angles(there, frequencies.to(device), factor, dtype, is_interleaved)
     for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.dtype, ours.shape) == (dtype, (3, 3, 1, 2 * numbers))
+        assert (ours.dtype, ours.shape) == (dtype, (*positions.shape, 1, 2 * numbers))
         torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=1e-6 if dtype == torch.float32 else 4e-3)
 
 
-def test_positions_that_all_rows_share(device):
-    positions = torch.tensor([[3, 70]]).expand(4, -1)
-    given = frequencies_of(8), 1.0, torch.float32, False
-    expected = references.rotary_angles(positions, *given)
-    found = rotary_angles(positions.to(device).expand(4, -1), given[0].to(device), *given[1:])
-    assert all(torch.allclose(ours.cpu(), theirs, rtol=0, atol=1e-6) for ours, theirs in zip(found, expected))
-
-
-def test_frequencies_in_16_bits(device):
-    positions, frequencies = torch.tensor([[3, 70]]), frequencies_of(8).bfloat16()
-    expected = references.rotary_angles(positions, frequencies, 1.0, torch.float32, False)
-    found = rotary_angles(positions.to(device), frequencies.to(device), 1.0, torch.float32, False)
-    assert all(torch.allclose(ours.cpu(), theirs, rtol=0, atol=1e-6) for ours, theirs in zip(found, expected))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@every_nvidia
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)], ids=str)
 def test_kernel_compiles(compile_for, dtype):
     with compile_for() as kernels:
         rotary_angles(torch.zeros(1, 16, dtype=torch.long), frequencies_of(64), 1.0, dtype, False)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_specdec.kernels.sampling import _sample_triton, sample_torch
+from tests.helpers.levels import full, in_full
 
 
 ALMOST_ONE = float(np.nextafter(1.0, 0.0))
@@ -29,12 +30,20 @@ def check(probs, uniform, device):
     return ids
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 37, 255, 256, 257, 1000, 4097, 50_257])
-def test_any_vocabulary(vocab_size, device, generator):
-    probs = random_probs(generator, 3, vocab_size)
-    check(probs, torch.rand(3, dtype=torch.float64, generator=generator), device)
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [
+        (4097, torch.bfloat16),
+        *in_full(*((size, torch.float32) for size in (1, 2, 37, 255, 256, 257, 1000, 50_257))),
+        *in_full((3000, torch.float16), (3000, torch.float64)),
+    ],
+)
+def test_vocabularies_and_dtypes(vocab_size, dtype, device, generator):
+    probs = random_probs(generator, 8, vocab_size).to(dtype)
+    check(probs, torch.rand(8, dtype=torch.float64, generator=generator), device)
 
 
+@full
 def test_the_whole_range_of_ids_is_drawn(device, generator):
     numbers = torch.tensor([0.001, 0.5, 0.999], dtype=torch.float64)
     ids = check(random_probs(generator, 1, 262_144).expand(3, -1), numbers, device)
@@ -42,14 +51,8 @@ def test_the_whole_range_of_ids_is_drawn(device, generator):
     assert ids[2] > 261_000
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype, device, generator):
-    probs = random_probs(generator, 8, 3000).to(dtype)
-    check(probs, torch.rand(8, dtype=torch.float64, generator=generator), device)
-
-
-@pytest.mark.parametrize("number", [0.0, 1e-300, 0.5, ALMOST_ONE, 1.0])
-@pytest.mark.parametrize("vocab_size", [3, 700])
+@pytest.mark.parametrize("number", [0.0, ALMOST_ONE, *in_full(1e-300, 0.5, 1.0)])
+@pytest.mark.parametrize("vocab_size", [700, *in_full(3)])
 def test_an_id_of_probability_zero_is_never_drawn(number, vocab_size, device, generator):
     probs = random_probs(generator, 8, vocab_size) * (torch.rand(8, vocab_size, generator=generator) < 0.3)
     probs[:, 0] = probs[:, -1] = 0.0
@@ -66,22 +69,18 @@ def test_equal_probabilities(device):
     assert check(probs, numbers, device).tolist() == list(range(0, 512, 32))
 
 
-@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("vocab_size", [5, 600])
-def test_rows_without_a_distribution_are_marked(bad, vocab_size, device):
-    probs = torch.zeros(3, vocab_size)
+@pytest.mark.parametrize("vocab_size", [600, *in_full(5)])
+def test_rows_without_a_distribution_are_marked(vocab_size, device):
+    probs = torch.zeros(6, vocab_size)
     probs[0, 2] = 1.0
-    probs[1, 3] = bad
-    probs[2, 1] = 0.5
-    assert check(probs, torch.tensor([0.1, 0.1, 0.9]), device).tolist() == [2, -1, 1]
+    for row, bad in enumerate((0.0, torch.nan, torch.inf), start=1):
+        probs[row, 3] = bad
+    probs[4, 1] = 0.5
+    probs[5] = torch.nan
+    assert check(probs, torch.tensor([0.1, 0.1, 0.1, 0.1, 0.9, 0.9]), device).tolist() == [2, -1, -1, -1, 1, -1]
 
 
-def test_a_row_of_nan(device):
-    probs = torch.full((2, 300), torch.nan)
-    assert check(probs, torch.tensor([0.0, 0.9]), device).tolist() == [-1, -1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)])
 def test_proposals(dtype, device, generator):
     """Rows from which nothing can be drawn propose a token, with certainty; twice, for what a launch leaves behind."""
     for _ in range(2):
@@ -105,17 +104,14 @@ def test_shapes_and_strides(device, generator):
     assert check(probs[:0], numbers.T[:0], device).shape == (0, 3)
 
 
+LARGE, SMALL = (151_936, torch.float32), (32_001, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
-    ("compile_for", "vocab_size", "dtype"),
-    [
-        (80, 151_936, torch.float32),
-        (90, 32_001, torch.bfloat16),
-        (100, 151_936, torch.float32),
-        (120, 32_001, torch.bfloat16),
-    ],
-    indirect=["compile_for"],
+    ("compile_for", "size"), [(90, SMALL), *in_full((80, LARGE), (100, LARGE), (120, SMALL))], indirect=["compile_for"]
 )
-def test_compiles(vocab_size, dtype, compile_for):
+def test_kernels_compile(size, compile_for):
+    vocab_size, dtype = size
     with compile_for() as kernels:
         for proposes in (False, True):
             _sample_triton(torch.empty(9, vocab_size, dtype=dtype), torch.empty(9, dtype=torch.float64), proposes)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from hf_specdec.kernels import launching
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.kernels.warpers import Warping, _warped_torch, _warped_triton
-from tests.kernels.conftest import SHARED_MEMORY
+from tests.helpers.levels import full, in_full
+from tests.kernels.conftest import every_gpu
 
 
 # Of a probability, how near to a border rounding may decide.
@@ -49,18 +50,15 @@ def many_parts(monkeypatch):
     monkeypatch.setattr(launching, "gpu_of", lambda device: Gpu(16, 99 << 10))
 
 
-WARPINGS = st.builds(
-    Warping,
-    temperature=st.sampled_from([1.0, 0.6, 1.7]),
-    top_k=st.sampled_from([None, 1, 2, 20, 5000]),
-    top_p=st.sampled_from([None, 0.0, 0.123, 0.5, 0.9, 0.987, 0.9999]),
-    min_p=st.sampled_from([None, 0.0, 0.07, 1.0]),
-)
-
-
-@settings(max_examples=40, deadline=None)
+@full
 @given(
-    warping=WARPINGS,
+    warping=st.builds(
+        Warping,
+        temperature=st.sampled_from([1.0, 0.6, 1.7]),
+        top_k=st.sampled_from([None, 1, 2, 20, 5000]),
+        top_p=st.sampled_from([None, 0.0, 0.123, 0.5, 0.9, 0.987, 0.9999]),
+        min_p=st.sampled_from([None, 0.0, 0.07, 1.0]),
+    ),
     rows=st.integers(1, 3),
     vocab_size=st.sampled_from([2, 7, 256, 608]),
     numbers=st.sampled_from([2, 9, 10**6]),
@@ -81,11 +79,10 @@ def test_kernels(device, warping, rows, vocab_size, numbers, scale, dtype, seed)
 @pytest.mark.parametrize(
     ("warping", "dtype"),
     [
-        (Warping(0.7), torch.bfloat16),
-        (Warping(0.7, min_p=0.05), torch.bfloat16),
-        (Warping(0.7, top_k=50), torch.bfloat16),
-        (Warping(0.7, top_p=0.95), torch.bfloat16),
-        *((Warping(0.7, 50, 0.95, 0.05), dtype) for dtype in DTYPES),
+        (Warping(0.7, 50, 0.95, 0.05), torch.bfloat16),
+        *in_full((Warping(0.7, 50, 0.95, 0.05), torch.float32), (Warping(0.7, 50, 0.95, 0.05), torch.float16)),
+        *in_full((Warping(0.7), torch.bfloat16), (Warping(0.7, min_p=0.05), torch.bfloat16)),
+        *in_full((Warping(0.7, top_k=50), torch.bfloat16), (Warping(0.7, top_p=0.95), torch.bfloat16)),
     ],
 )
 def test_vocabularies_of_many_parts(device, many_parts, warping, dtype):
@@ -95,6 +92,7 @@ def test_vocabularies_of_many_parts(device, many_parts, warping, dtype):
         check(logits[:, :width], warping, device)
 
 
+@full
 def test_equal_tokens_over_many_parts(device, many_parts):
     """Of those at the border the last ones are kept; transformers' sort is not stable, and keeps as many."""
     logits = torch.zeros((1, 3000), dtype=torch.bfloat16)
@@ -106,6 +104,7 @@ def test_equal_tokens_over_many_parts(device, many_parts):
         assert 0 < scores.isfinite().sum() < 3000
 
 
+@full
 def test_rows_do_not_matter_to_each_other(device):
     logits = torch.randn((3, 2, 700), generator=torch.Generator().manual_seed(0)).mul(3)
     together = _warped_triton(logits.to(device), Warping(0.8, 60, 0.9, 0.01))
@@ -115,24 +114,21 @@ def test_rows_do_not_matter_to_each_other(device):
     assert _warped_triton(logits[:0].to(device), Warping(0.8)).shape == (0, 2, 700)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
-def test_what_is_no_number_is_not_hidden(device, bad):
+@pytest.mark.parametrize("bad", [torch.nan, *in_full(-torch.nan, torch.inf)])
+def test_logits_that_are_no_numbers_or_impossible(device, bad):
     """Nothing may be drawn from such rows, whose softmax is not a number."""
-    logits = torch.randn((2, 300), generator=torch.Generator().manual_seed(0))
+    warping = Warping(0.8, 20, 0.9, 0.01)
+    logits = torch.randn((3, 300), generator=torch.Generator().manual_seed(0))
     logits[1, 7] = bad
-    scores = check(logits[:1], Warping(0.8, 20, 0.9, 0.01), device)
-    found = _warped_triton(logits.to(device), Warping(0.8, 20, 0.9, 0.01)).cpu()
-    assert torch.equal(found[:1], scores)
+    logits[2] = -torch.inf
+    found = _warped_triton(logits.to(device), warping).cpu()
+    assert torch.equal(found[:1], check(logits[:1], warping, device))
     assert found[1].softmax(-1).isnan().any()
+    assert (found[2] == -torch.inf).all()
 
 
-def test_rows_of_impossible_tokens(device):
-    logits = torch.full((1, 300), -torch.inf)
-    assert (_warped_triton(logits.to(device), Warping(0.8, 20, 0.9, 0.01)) == -torch.inf).all()
-
-
-@pytest.mark.parametrize("compile_for", [*SHARED_MEMORY], indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32, torch.float16)], ids=str)
 def test_kernels_compile(compile_for, dtype):
     with compile_for() as kernels:
         for vocab_size in (32000, 151936):

@@ -42,8 +42,8 @@ from tests.helpers.models import TINY, letter_tokenizer, tiny_llama
 from tests.methods.test_dflash import NETWORKS, random_network
 
 
-RANDOM = "dflash/qwen3_random_b8"
 NAMES = [name for name in HEADS if name.startswith("dflash/")]
+RANDOM, DFLASH2 = "dflash/qwen3_random_b8", ("dflash/dflash2_full_b8", "dflash/dflash2_sliding_b5")
 SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 
@@ -57,6 +57,14 @@ def load(folder, target, **settings):
     return heads.load("dflash", folder, target, **settings)
 
 
+def masks_of(network, length, count):
+    """What each view sees from `count` places after `length` others."""
+    positions = torch.arange(length + count)
+    distance = positions[length:, None] - positions
+    masks = {view: torch.zeros(distance.shape).masked_fill_(view.hidden(distance), -1e9) for view in network.views}
+    return {view: mask[None, None] for view, mask in masks.items()}
+
+
 @torch.no_grad()
 def block_output(network, name=RANDOM):
     """The output for the block of a published first round, and what is expected of it."""
@@ -65,11 +73,8 @@ def block_output(network, name=RANDOM):
     fused = network.fuse(dict(zip(network.target_hidden_states, parts)))
     length, tokens = fused.shape[1], expected["r0.block_input_ids"]
     context = GivenContext(network.context(fused, torch.arange(length)[None]))
-    positions = torch.arange(length + tokens.shape[1])
-    distance = positions[length:, None] - positions
-    masks = {view: torch.zeros(distance.shape).masked_fill_(view.hidden(distance), -1e9) for view in network.views}
-    masks = {view: mask[None, None] for view, mask in masks.items()}
-    return network(tokens, positions[None, length:], masks, context), expected
+    positions = torch.arange(length, length + tokens.shape[1])[None]
+    return network(tokens, positions, masks_of(network, length, tokens.shape[1]), context), expected
 
 
 # Published numbers
@@ -112,40 +117,84 @@ def test_last_layer_is_read_before_the_final_norm(target, tmp_path):
     assert not torch.allclose(states[6], hidden[6])
 
 
-# Drafts as the `speculators` library writes them
+@pytest.mark.parametrize("name", DFLASH2)
+@torch.no_grad()
+def test_recorded_convolutions_and_selector_of_dflash2(name):
+    network, seen = published(name), []
+    output, expected = block_output(network, name)
+
+    def operation(convolved):
+        seen.append(convolved)
+        return expected["r0.layer0.conv_out_input"]
+
+    convolved = network.layers[0].attention_conv(expected["r0.layer0.conv_in_input"], operation)
+    torch.testing.assert_close(seen[0], expected["r0.layer0.conv_in_output"], **CLOSE)
+    torch.testing.assert_close(convolved, expected["r0.layer0.conv_out_output"], **CLOSE)
+    output, anchors = network.predicting(output), expected["r0.block_input_ids"][:, 0]
+    edges = network.candidate_selector(network.logits(output), output, anchors)
+    assert torch.equal(edges.tokens, expected["r0.candidate_ids"])
+    torch.testing.assert_close(edges.scores, expected["r0.edge_scores"], **CLOSE)
+    places = edges.walk()
+    assert torch.equal(edges.tokens_at(places), expected["r0.draft_tokens"])
+    for index in range(2):
+        path, temperature = expected[f"sample{index}.path"], expected[f"sample{index}.temperature"]
+        places = torch.zeros_like(anchors)
+        for position in range(path.shape[1]):
+            logits = edges.logits_after(position, places, network.config.vocab_size)
+            probs = (logits / temperature).softmax(-1)
+            on_candidates = probs.gather(1, edges.tokens[:, position])
+            torch.testing.assert_close(on_candidates, expected[f"sample{index}.q"][:, position], **CLOSE)
+            assert torch.count_nonzero(probs) <= edges.tokens.shape[2]
+            places = edges.places_of(position, path[:, position])
 
 
-def as_speculators(folder, known=None, layer_settings=None, **settings):
-    """The first fixture as the library writes it."""
-    tensors, layers, target = tensors_of(HEADS[RANDOM]), settings_of(RANDOM), loaded_target(HEADS[RANDOM])
-    inner = layers.pop("dflash_config")
+@torch.no_grad()
+def test_convolutions_of_blocks_in_a_row_and_shorter_than_the_taps():
+    convolution = published(DFLASH2[1]).layers[0].attention_conv
+    blocks = torch.randn(4, 5, 48)
+    expected = convolution(blocks, torch.tanh)
+    together = convolution(blocks.view(1, 20, 48), torch.tanh, block_size=5)
+    torch.testing.assert_close(together.view(4, 5, 48), expected, **CLOSE)
+    # A convolution looks back alone.
+    for size in (1, 2):
+        torch.testing.assert_close(convolution(blocks[:, :size], torch.tanh), expected[:, :size], **CLOSE)
+
+
+# Other formats
+
+
+def as_speculators(name, folder, known=None, layers=None, **settings):
+    """A fixture as the `speculators` library writes it, with copies of the target's embedding and head."""
+    tensors, config, target = tensors_of(HEADS[name]), settings_of(name), loaded_target(HEADS[name])
+    inner, is_second = config.pop("dflash_config"), name in DFLASH2
+    ids = [i + 1 for i in inner.pop("target_layer_ids")]
     head = target.lm_head.weight.detach().clone()
-    tensors["embed_tokens.weight"] = target.model.embed_tokens.weight.detach().clone()
+    tensors["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
     tensors["lm_head.weight"] = head if known is None else head[known]
     if known is not None:
-        ids = torch.tensor(known)
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(320, dtype=torch.bool).index_fill_(0, ids, True)
-    inside = {key: value for key, value in layers.items() if key not in ("block_size", "num_target_layers")}
-    config = {
-        "speculators_model_type": "dflash",
-        "architectures": ["DFlashDraftModel"],
-        "auto_map": {"": "core.DFlashDraftModel"},
-        "block_size": 8,
-        "mask_token_id": inner["mask_token_id"],
-        "aux_hidden_state_layer_ids": [i + 1 for i in inner["target_layer_ids"]],
-        "draft_vocab_size": len(tensors["lm_head.weight"]),
-        "transformer_layer_config": inside | (layer_settings or {}),
+        tensors["d2t"] = torch.tensor(known) - torch.arange(len(known))
+        tensors["t2d"] = torch.zeros(320, dtype=torch.bool).index_fill_(0, torch.tensor(known), True)
+    for key in ("is_causal", "num_target_layers"):
+        config.pop(key, None)
+    stated = {
+        "speculators_model_type": "dflash2" if is_second else "dflash",
+        "architectures": ["DFlash2DraftModel" if is_second else "DFlashDraftModel"],
+        "block_size": config.get("block_size"),
+        "aux_hidden_state_layer_ids": ids,
+        "draft_vocab_size": None if is_second else len(tensors["lm_head.weight"]),
+        "transformer_layer_config": {key: value for key, value in config.items() if key != "block_size"}
+        | (layers or {}),
         "sliding_window_non_causal": False,
         "sample_from_anchor": False,
+        **inner,
         **settings,
     }
-    return write(folder, tensors, config)
+    return write(folder, tensors, {key: value for key, value in stated.items() if value is not None})
 
 
 @pytest.mark.parametrize("known", [list(range(0, 320, 3)), *in_full(None)], ids=["reduced", "full"])
 def test_vocabulary_of_speculators(target, tmp_path, known):
-    network = load(as_speculators(tmp_path, known), target)
+    network = load(as_speculators(RANDOM, tmp_path, known), target)
     output, expected = block_output(network)
     torch.testing.assert_close(output, expected["r0.draft_hidden"], **CLOSE)
     logits = network.logits(output[:, 1:])
@@ -163,86 +212,38 @@ def test_vocabulary_of_speculators(target, tmp_path, known):
         assert full.isfinite().sum() == logits.numel()
 
 
-SLIDES, CAUSAL, SLIDES_CAUSAL = BlockView(32), BlockView(None, True), BlockView(32, True)
+SLIDES, CAUSAL, SLIDES_CAUSAL, ALL = BlockView(32), BlockView(None, True), BlockView(32, True), BlockView()
 SLIDING_LAYERS = {"layer_types": SLIDING, "sliding_window": 32, "use_sliding_window": True}
+KIND = "speculators_model_type"
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"speculators_model_type": "dspark", "sample_from_anchor": None}, {"predicts_next": True}),
-        ({"sliding_window_non_causal": None}, {"views": (SLIDES_CAUSAL, SLIDES_CAUSAL, BlockView())}),
-        *in_full(
-            ({"speculators_model_type": "dspark", "sample_from_anchor": True}, {"predicts_next": True}),
-            ({"speculators_model_type": "dspark", "sample_from_anchor": False}, {"predicts_next": False}),
-            ({"sliding_window_non_causal": True}, {"views": (SLIDES, SLIDES, BlockView())}),
-            ({"sliding_window_non_causal": False}, {"views": (SLIDES_CAUSAL, SLIDES_CAUSAL, BlockView())}),
-        ),
+        ({KIND: "dspark", "sample_from_anchor": None}, {"predicts_next": True}),
+        ({"sliding_window_non_causal": None}, {"views": (SLIDES_CAUSAL, SLIDES_CAUSAL, ALL)}),
+        *in_full(({KIND: "dspark", "sample_from_anchor": False}, {"predicts_next": False})),
+        *in_full(({"sliding_window_non_causal": True}, {"views": (SLIDES, SLIDES, ALL)})),
     ],
 )
 def test_settings_of_speculators(target, tmp_path, settings, expected):
-    config = load(as_speculators(tmp_path, layer_settings=SLIDING_LAYERS, **settings), target).config
+    config = load(as_speculators(RANDOM, tmp_path, layers=SLIDING_LAYERS, **settings), target).config
     assert {key: getattr(config, key) for key in expected} == expected
 
 
-# DFlash 2: convolutions and selector
-
-DFLASH2 = ("dflash/dflash2_full_b8", "dflash/dflash2_sliding_b5")
-
-
-@pytest.mark.parametrize("name", DFLASH2)
-@torch.no_grad()
-def test_recorded_scores_walk_and_samples(name):
-    network = published(name)
-    output, expected = block_output(network, name)
-    output, anchors = network.predicting(output), expected["r0.block_input_ids"][:, 0]
-    edges = network.candidate_selector(network.logits(output), output, anchors)
-    assert torch.equal(edges.tokens, expected["r0.candidate_ids"])
-    torch.testing.assert_close(edges.scores, expected["r0.edge_scores"], **CLOSE)
-    places = edges.walk()
-    assert torch.equal(edges.tokens_at(places), expected["r0.draft_tokens"])
-    assert torch.equal(edges.tokens[..., 0], expected["r0.unary_tokens"])
-    before = torch.cat((torch.zeros_like(places[:, :1]), places[:, :-1]), dim=1)[..., None, None]
-    scores = edges.scores.gather(2, before.expand(-1, -1, 1, edges.tokens.shape[2]))[:, :, 0]
-    torch.testing.assert_close(scores, expected["r0.selector_scores"], **CLOSE)
-    for index in range(2):
-        path, temperature = expected[f"sample{index}.path"], expected[f"sample{index}.temperature"]
-        places = torch.zeros_like(anchors)
-        for position in range(path.shape[1]):
-            logits = edges.logits_after(position, places, network.config.vocab_size)
-            probs = (logits / temperature).softmax(-1)
-            on_candidates = probs.gather(1, edges.tokens[:, position])
-            torch.testing.assert_close(on_candidates, expected[f"sample{index}.q"][:, position], **CLOSE)
-            assert torch.count_nonzero(probs) <= edges.tokens.shape[2]
-            places = edges.places_of(position, path[:, position])
-
-
-@pytest.mark.parametrize("name", DFLASH2)
-@torch.no_grad()
-def test_recorded_convolutions(name):
-    expected = expected_of(name)
-    convolution = published(name).layers[0].attention_conv
-    seen = []
-
-    def operation(convolved):
-        seen.append(convolved)
-        return expected["r0.layer0.conv_out_input"]
-
-    output = convolution(expected["r0.layer0.conv_in_input"], operation)
-    torch.testing.assert_close(seen[0], expected["r0.layer0.conv_in_output"], **CLOSE)
-    torch.testing.assert_close(output, expected["r0.layer0.conv_out_output"], **CLOSE)
-
-
-@torch.no_grad()
-def test_convolutions_of_blocks_in_a_row_and_shorter_than_the_taps():
-    convolution = published(DFLASH2[1]).layers[0].attention_conv
-    blocks = torch.randn(4, 5, 48)
-    together = convolution(blocks.view(1, 20, 48), torch.tanh, block_size=5)
-    torch.testing.assert_close(together.view(4, 5, 48), convolution(blocks, torch.tanh), **CLOSE)
-    # A convolution looks back alone.
-    for size in (1, 2):
-        shorter = convolution(blocks[:, :size], torch.tanh)
-        torch.testing.assert_close(shorter, convolution(blocks, torch.tanh)[:, :size], **CLOSE)
+@pytest.mark.parametrize(("non_causal", "causal"), [(None, False), *in_full((True, False), (False, True))])
+def test_dflash2_of_speculators(tmp_path, non_causal, causal):
+    name = DFLASH2[1]
+    folder, target = as_speculators(name, tmp_path, sliding_window_non_causal=non_causal), loaded_target(HEADS[name])
+    found = detect_checkpoint(folder)
+    assert (found.method, found.format, found.problems) == ("dflash", "dflash2-speculators", ())
+    assert found.num_draft_tokens == 4
+    network = load(folder, target)
+    assert network.config.views == (BlockView(12, causal),) * 2
+    if not causal:
+        same_network(network, published(name))
+    as_speculators(name, tmp_path, selector_top_k=None)
+    assert load(tmp_path, target).config.selector_top_k == 16
 
 
 def with_weights(tensors):
@@ -267,56 +268,7 @@ def test_other_spellings_of_dflash2(tmp_path, config, change):
     same_network(load(folder, loaded_target(HEADS[DFLASH2[0]])), published(DFLASH2[0]))
 
 
-def test_scales_of_dflash2(tmp_path):
-    scales = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 5.0}
-    folder = copy_of(DFLASH2[0], tmp_path / "draft", scales)
-    network, plain = load(folder, loaded_target(HEADS[DFLASH2[0]])), published(DFLASH2[0])
-    tokens, output = torch.arange(6)[None], torch.randn(1, 3, 48)
-    torch.testing.assert_close(network.embed(tokens), 2 * plain.embed(tokens))
-    torch.testing.assert_close(network.logits(output), 5 * (plain.logits(output) / 10).tanh())
-    off = load(
-        copy_of(DFLASH2[0], tmp_path / "off", {"final_logit_softcapping": -1}),
-        loaded_target(HEADS[DFLASH2[0]]),
-    )
-    torch.testing.assert_close(off.logits(output), plain.logits(output))
-
-
-@pytest.mark.parametrize(
-    ("non_causal", "causal", "has_copies"),
-    [(None, False, True), (False, True, False), *in_full((True, False, False))],
-)
-def test_dflash2_of_speculators(tmp_path, non_causal, causal, has_copies):
-    name = DFLASH2[1]
-    layers, tensors, target = settings_of(name), tensors_of(HEADS[name]), loaded_target(HEADS[name])
-    inner = layers.pop("dflash_config")
-    layers.pop("is_causal")
-    ids = [layer + 1 for layer in inner.pop("target_layer_ids")]
-    if has_copies:
-        tensors["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
-        tensors["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
-    config = {
-        "speculators_model_type": "dflash2",
-        "architectures": ["DFlash2DraftModel"],
-        "aux_hidden_state_layer_ids": ids,
-        "sample_from_anchor": False,
-        "transformer_layer_config": layers,
-        **inner,
-    }
-    if non_causal is not None:
-        config["sliding_window_non_causal"] = non_causal
-    folder = write(tmp_path / "draft", tensors, config)
-    found = detect_checkpoint(folder)
-    assert (found.method, found.format, found.problems) == ("dflash", "dflash2-speculators", ())
-    assert found.num_draft_tokens == 4
-    network = load(folder, target)
-    assert network.config.views == (BlockView(12, causal),) * 2
-    if not causal:
-        same_network(network, published(name))
-    config.pop("selector_top_k")
-    assert load(write(tmp_path / "usual", tensors, config), target).config.selector_top_k == 16
-
-
-def test_transformers_own_format(tmp_path):
+def test_format_of_transformers(tmp_path):
     """Against transformers' model, with a window that hides tokens of the text and of the block."""
     native = pytest.importorskip("transformers.models.muse_glimmer_assistant")
     from transformers.cache_utils import DFlashCache
@@ -336,34 +288,24 @@ def test_transformers_own_format(tmp_path):
     )
     torch.manual_seed(0)
     theirs = native.MuseGlimmerAssistantModel(config).eval()
-    with torch.no_grad():
-        for weight in theirs.parameters():
-            weight.normal_(0.0, 0.3) if weight.dim() == 2 else weight.normal_(1.0, 0.2)
+    for weight in theirs.requires_grad_(False).parameters():
+        weight.normal_(0.0, 0.3) if weight.dim() == 2 else weight.normal_(1.0, 0.2)
     theirs.save_pretrained(tmp_path)
-    target = tiny_llama()
+    target = tiny_llama().requires_grad_(False)
     network = load(tmp_path, target)
-    assert network.config.views == (BlockView(5), BlockView(), BlockView(5))
+    assert network.config.views == (BlockView(5), ALL, BlockView(5))
     states = {key: torch.randn(1, 9, 32) for key in network.target_hidden_states}
-    tokens = torch.tensor([[3, 5, 5, 5, 5, 5]])
-    positions = torch.arange(15)
-    distance = positions[9:, None] - positions
-    masks = {
-        view: torch.zeros(6, 15).masked_fill_(view.hidden(distance), torch.finfo(torch.float32).min)[None, None]
-        for view in network.views
-    }
-    with torch.no_grad():
-        context = GivenContext(network.context(network.fuse(states), positions[None, :9]))
-        ours = network(tokens, positions[None, 9:], masks, context)
-        joined = torch.cat([states[1], states[2]], dim=-1)
-        cache = DFlashCache(config=config)
-        cache.set_previous_accepted_tokens(9)
-        expected = theirs(
-            target.get_input_embeddings()(tokens),
-            joined,
-            position_ids=positions[None],
-            **{CACHE: cache},
-        )
+    tokens, positions = torch.tensor([[3, 5, 5, 5, 5, 5]]), torch.arange(15)[None]
+    context = GivenContext(network.context(network.fuse(states), positions[:, :9]))
+    ours = network(tokens, positions[:, 9:], masks_of(network, 9, 6), context)
+    cache, joined = DFlashCache(config=config), torch.cat([states[1], states[2]], dim=-1)
+    cache.set_previous_accepted_tokens(9)
+    embedded = target.get_input_embeddings()(tokens)
+    expected = theirs(embedded, joined, position_ids=positions, **{CACHE: cache})
     torch.testing.assert_close(ours, expected.last_hidden_state, atol=1e-5, rtol=1e-4)
+
+
+# Settings
 
 
 def without_mask(**config):
@@ -389,8 +331,8 @@ DSPARK_CLASS, STEPS = {"architectures": ["DSparkDraftModel"]}, "num_denoising_st
         ({}, {STEPS: 1, "predicts_next": False, "views": ()}),
         ({"dflash_config.iterative_denoising": True}, {STEPS: 3}),
         (DSPARK_CLASS, {"predicts_next": True}),
-        views(SLIDES_CAUSAL, SLIDES_CAUSAL, BlockView(), layer_types=SLIDING),
-        views(SLIDES, SLIDES, BlockView(), layer_types=SLIDING, causal=False),
+        views(SLIDES_CAUSAL, SLIDES_CAUSAL, ALL, layer_types=SLIDING),
+        views(SLIDES, SLIDES, ALL, layer_types=SLIDING, causal=False),
         *in_full(
             ({"dflash_config.block_size": 4}, {"block_size": 4}),
             ({"dflash_config": None, "mask_token_id": 7, "target_layer_ids": [0, 2, 4]}, {"mask_token_id": 7}),
@@ -399,13 +341,11 @@ DSPARK_CLASS, STEPS = {"architectures": ["DSparkDraftModel"]}, "num_denoising_st
             *((without_mask(**{key: 7}), {"mask_token_id": 7}) for key in ("dspark_noise_token_id", "ptd_token_id")),
             ({"dflash_config.dflash_num_denoising_steps": 2}, {STEPS: 2}),
             ({"iterative_denoising": True, "num_denoising_steps": 5}, {STEPS: 5}),
-            ({"iterative_denoising": False}, {STEPS: 1}),
             ({"sample_from_anchor": True}, {"predicts_next": True}),
             ({**DSPARK_CLASS, "sample_from_anchor": False}, {"predicts_next": False}),
-            views(CAUSAL, CAUSAL, BlockView(), layer_types=SLIDING, use_sliding_window=False),
+            views(CAUSAL, CAUSAL, ALL, layer_types=SLIDING, use_sliding_window=False),
             views(CAUSAL, CAUSAL, CAUSAL, is_causal=True),
             views(is_causal=False, causal=True),
-            views(CAUSAL, CAUSAL, CAUSAL, causal_head=True),
             views(SLIDES_CAUSAL, SLIDES_CAUSAL, CAUSAL, causal_head=True, layer_types=SLIDING),
             views(causal_head=True, causal=False),
         ),
@@ -415,23 +355,29 @@ def test_what_settings_mean(target, tmp_path, changes, expected):
     network = load(copy_of(RANDOM, tmp_path / "draft", changes), target)
     found = network.config
     assert {key: getattr(found, key) for key in expected} == expected
-    output = torch.zeros(1, found.block_size, 64)
-    assert network.predicting(output).shape[1] == found.num_drafts(found.block_size)
+    assert network.predicting(torch.zeros(1, found.block_size, 64)).shape[1] == found.num_drafts(found.block_size)
     assert found.num_drafts(found.block_size) == found.block_size - (not found.predicts_next)
 
 
-def test_default_layers():
+def test_scales_of_dflash2(tmp_path):
+    scales = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 5.0}
+    target, plain = loaded_target(HEADS[DFLASH2[0]]), published(DFLASH2[0])
+    network = load(copy_of(DFLASH2[0], tmp_path / "draft", scales), target)
+    tokens, output = torch.arange(6)[None], torch.randn(1, 3, 48)
+    torch.testing.assert_close(network.embed(tokens), 2 * plain.embed(tokens))
+    torch.testing.assert_close(network.logits(output), 5 * (plain.logits(output) / 10).tanh())
+    off = load(copy_of(DFLASH2[0], tmp_path / "off", {"final_logit_softcapping": -1}), target)
+    torch.testing.assert_close(off.logits(output), plain.logits(output))
+
+
+def test_default_layers_and_distances_that_a_view_hides():
     assert default_layer_ids(5, 36) == (1, 9, 17, 25, 33)
     assert default_layer_ids(2, 8) == (1, 5)
     assert default_layer_ids(1, 36) == (18,)
-
-
-def test_distances_that_a_view_hides():
-    distances = range(-5, 6)
     for window, causal in product((None, 1, 3), (False, True)):
         view = BlockView(window, causal)
-        hidden = [(causal and d < 0) or (window is not None and abs(d) >= window) for d in distances]
-        assert view.hidden(torch.tensor(list(distances))).tolist() == hidden
+        hidden = [(causal and d < 0) or (window is not None and abs(d) >= window) for d in range(-5, 6)]
+        assert view.hidden(torch.arange(-5, 6)).tolist() == hidden
         assert view.sees_all == (not any(hidden))
 
 
@@ -446,14 +392,10 @@ def test_saved_and_loaded(name, tmp_path):
 
 
 def test_saved_layout(target, tmp_path):
-    network = load(copy_of(RANDOM, tmp_path, {"dflash_config.num_denoising_steps": 4}), target)
-    network.save(tmp_path / "saved")
+    load(copy_of(RANDOM, tmp_path, {"dflash_config.num_denoising_steps": 4}), target).save(tmp_path / "saved")
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "saved", tmp_path))
     assert {key for key in theirs.keys() & ours.keys() if theirs[key] != ours[key]} == set()
     assert tensors_of(tmp_path / "saved").keys() == tensors_of(HEADS[RANDOM]).keys()
-
-
-# The token of masks
 
 
 def test_mask_token_of_the_user_and_of_the_tokenizer(target, tmp_path):
@@ -464,9 +406,8 @@ def test_mask_token_of_the_user_and_of_the_tokenizer(target, tmp_path):
 
     def mask_token_with(**changes):
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(
-            json.dumps(changed(config, {f"dflash_config.{k}": v for k, v in changes.items()}))
-        )
+        config = changed(config, {f"dflash_config.{key}": value for key, value in changes.items()})
+        (folder / "config.json").write_text(json.dumps(config))
         return load(folder, target).config.mask_token_id
 
     with pytest.raises(CheckpointFormatError, match="which token its masks are.*`dflash_mask_token_id`"):
@@ -482,47 +423,47 @@ def test_mask_token_of_the_user_and_of_the_tokenizer(target, tmp_path):
 # Embedding and lm_head of targets that do more than look up and multiply
 
 
+def random_network_for(target):
+    torch.manual_seed(1)
+    network = random_network()
+    network.embed_tokens = None
+    network.config = replace(network.config, num_embeddings=None, vocab_size=64, draft_vocab_size=64)
+    return network.attach(target)
+
+
 def test_own_embedding_and_head(target, tmp_path):
     """Embeddings with rows for tokens that the target has not, the mask among them."""
-    torch.manual_seed(0)
     embedding, head = torch.randn(328, 64), torch.randn(320, 64)
     own = {"embed_tokens.weight": embedding, "lm_head.weight": head}
     folder = copy_of(RANDOM, tmp_path, {"dflash_config.mask_token_id": 327}, lambda tensors: tensors | own)
-    network = load(folder, target)
+    network, hidden = load(folder, target), torch.randn(2, 64)
     assert torch.equal(network.embed(torch.tensor([[327, 3]]))[0], embedding[[327, 3]])
-    hidden = torch.randn(2, 64)
     torch.testing.assert_close(network.logits(hidden), hidden @ head.T)
     assert network.num_embeddings == 328
 
 
-def test_scaled_embedding_of_the_target():
-    torch.manual_seed(0)
-    settings = {**TINY, "head_dim": 8, "sliding_window": 16}
-    target = Gemma3ForCausalLM(Gemma3TextConfig(**settings)).eval().requires_grad_(False)
-    network = random_network_for(target)
-    tokens = torch.tensor([[3, 9]])
+class NormedEmbedding(torch.nn.Embedding):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.embed_norm = torch.nn.RMSNorm(sizes[1])
+
+    def forward(self, tokens):
+        return self.embed_norm(super().forward(tokens))
+
+
+def test_embedding_with_a_scale_or_a_norm():
+    target = Gemma3ForCausalLM(Gemma3TextConfig(**TINY, head_dim=8, sliding_window=16)).requires_grad_(False)
+    network, tokens = random_network_for(target), torch.tensor([[3, 9]])
     assert torch.equal(network.embed(tokens), target.get_input_embeddings()(tokens))
     # A copy is of the rows alone.
     weight = target.get_input_embeddings().weight.clone()
     network.embed_tokens = torch.nn.Embedding(*weight.shape, _weight=weight)
     network.attach(target)
     assert torch.equal(network.embed(tokens), torch.nn.functional.embedding(tokens, weight))
-
-
-def test_norm_after_the_targets_embedding():
-    class Normed(torch.nn.Embedding):
-        def __init__(*sizes):
-            super().__init__(*sizes)
-            self.embed_norm = torch.nn.RMSNorm(sizes[1])
-
-        def forward(tokens):
-            return self.embed_norm(super().forward(tokens))
-
+    # The norm is not the draft's.
     target = tiny_llama()
-    target.set_input_embeddings(Normed(64, 32).requires_grad_(False))
-    tokens = torch.tensor([[3, 9]])
-    network = random_network_for(target)
-    assert torch.equal(network.embed(tokens)[0], target.get_input_embeddings().weight[[3, 9]])
+    target.set_input_embeddings(NormedEmbedding(64, 32).requires_grad_(False))
+    assert torch.equal(random_network_for(target).embed(tokens), target.get_input_embeddings().weight[tokens])
 
 
 @pytest.mark.parametrize(
@@ -538,10 +479,9 @@ def test_norm_after_the_targets_embedding():
 def test_logits_of_the_targets_head(model_class, config):
     torch.manual_seed(0)
     target = model_class(config).eval()
-    network = random_network_for(target)
     with captured_states(target, ("last",)) as states:
         logits = target(torch.tensor([[3, 9, 4]])).logits
-    torch.testing.assert_close(network.logits(states["last"]), logits)
+    torch.testing.assert_close(random_network_for(target).logits(states["last"]), logits)
     assert not torch.allclose(target.lm_head(states["last"]), logits)
 
 
@@ -556,11 +496,3 @@ def test_copies_of_the_targets_parts_are_given_up():
     network.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.clone())
     network.attach(target)
     assert network.lm_head is None
-
-
-def random_network_for(target):
-    torch.manual_seed(1)
-    network = random_network()
-    network.embed_tokens = None
-    network.config = replace(network.config, num_embeddings=None, vocab_size=64, draft_vocab_size=64)
-    return network.attach(target)

@@ -10,7 +10,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_specdec import CheckpointFormatError, UnsupportedModelError
-from hf_specdec.candidate_generators.eagle import formats as eagle_formats
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks
 from hf_specdec.decoding.states import captured_states
@@ -28,6 +27,7 @@ from tests.helpers.heads import (
     tensors_of,
     write,
 )
+from tests.helpers.levels import in_full
 from tests.helpers.models import TINY, VOCAB_SIZE, tiny_llama
 
 
@@ -85,106 +85,86 @@ def read(network, cache, tokens, hidden):
     return network(tokens, hidden, cache.lengths[0] + topology.depths[None], mask, cache)
 
 
-class TestPublishedNumbers:
-    @pytest.mark.parametrize("name", NAMES)
-    def test_states_chain_and_logits(self, name):
-        target, network, expected = loaded_target(HEADS[name]), published(name), expected_of(name)
-        before = target.config.to_dict(), target.config._attn_implementation
-        states = states_of(target, network, expected["prompt_ids"])
-        captured = torch.cat([states[key] for key in network.target_hidden_states], dim=-1)
-        torch.testing.assert_close(captured, expected["target_hidden"], **CLOSE)
-        prefix, tokens, logits, hidden = chain_of(network, states, expected["prompt_ids"], expected["root_token"], 5)
-        torch.testing.assert_close(prefix, expected["prefix_hidden"], **CLOSE)
-        assert tokens.tolist() == expected["chain_tokens"].tolist()
-        torch.testing.assert_close(logits, expected["chain_logits"], **CLOSE)
-        torch.testing.assert_close(hidden, expected["chain_hidden"], **CLOSE)
-        assert before == (target.config.to_dict(), target.config._attn_implementation)
-
-    def test_boundaries(self):
-        found = {name.partition("/")[2]: published(name).target_hidden_states for name in NAMES}
-        assert found == {
-            "eagle1_llama": ("last",),
-            "eagle3_llama": (2, 4, 5),
-            "eagle3_qwen3": (2, 3, 4),
-            "eagle3_speculators": (2, 3, 4),
-            "eagle3_specforge": (2, 4, 5),
-        }
-
-    @pytest.mark.parametrize("name", ["eagle/eagle3_llama", "eagle/eagle3_qwen3"])
-    def test_target_ids_and_logits(self, name):
-        network, tensors = published(name), tensors_of(HEADS[name])
-        size = network.config.draft_vocab_size
-        ids = network.target_ids(torch.arange(size))
-        assert torch.equal(ids, tensors["t2d"].nonzero()[:, 0] if "t2d" in tensors else torch.arange(256))
-        logits = torch.randn(2, 3, size)
-        full = network.target_logits(logits)
-        assert full.shape == (2, 3, 256)
-        assert torch.equal(full[..., ids], logits)
-        assert int(full.isinf().sum()) == 6 * (256 - size)
+BOUNDARIES = {"eagle1_llama": ("last",), "eagle3_llama": (2, 4, 5), "eagle3_specforge": (2, 4, 5)}
+BOUNDARIES |= {"eagle3_qwen3": (2, 3, 4), "eagle3_speculators": (2, 3, 4)}
 
 
-class TestSharedParts:
-    def test_embedding_of_the_target_or_its_own(self, tmp_path):
-        name, tokens, table = "eagle/eagle3_speculators", torch.tensor([[3, 9, 255]]), torch.randn(256, 64)
-        target = loaded_target(HEADS[name])
-        own = load(copy_of(name, tmp_path / "own", change=put("embed_tokens.weight", table)), target)
-        assert torch.equal(own.embed(tokens), table[tokens])
-        theirs = target.get_input_embeddings().weight.detach()
-        # Left out, or a copy that need not be kept.
-        for change in (renamed(embed_tokens=None), put("embed_tokens.weight", theirs)):
-            shared = load(copy_of(name, tmp_path / "shared", change=change), target)
-            assert torch.equal(shared.embed(tokens), theirs[tokens])
-            assert shared.embed_tokens is None
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_states_chain_and_logits(name):
+    target, network, expected = loaded_target(HEADS[name]), published(name), expected_of(name)
+    assert network.target_hidden_states == BOUNDARIES[name.partition("/")[2]]
+    before = target.config.to_dict(), target.config._attn_implementation
+    states = states_of(target, network, expected["prompt_ids"])
+    captured = torch.cat([states[key] for key in network.target_hidden_states], dim=-1)
+    torch.testing.assert_close(captured, expected["target_hidden"], **CLOSE)
+    prefix, tokens, logits, hidden = chain_of(network, states, expected["prompt_ids"], expected["root_token"], 5)
+    torch.testing.assert_close(prefix, expected["prefix_hidden"], **CLOSE)
+    assert tokens.tolist() == expected["chain_tokens"].tolist()
+    torch.testing.assert_close(logits, expected["chain_logits"], **CLOSE)
+    torch.testing.assert_close(hidden, expected["chain_hidden"], **CLOSE)
+    assert before == (target.config.to_dict(), target.config._attn_implementation)
 
-    def test_embedding_with_fewer_rows_than_the_target(self, tmp_path):
-        name = "eagle/eagle1_llama"
-        copy_of(name, tmp_path, change=put("embed_tokens.weight", lambda table: table[:250]))
-        network = load(tmp_path, loaded_target(HEADS[name]), "eagle")
-        assert network.embed_tokens.weight.shape == (256, 64)
-        assert not network.embed(torch.tensor([[250, 255]])).any()
 
-    def test_embeddings_are_not_scaled(self, tmp_path):
-        """A target that multiplies them in its embedding module, and not in the weight."""
-        sizes = {**TINY, "head_dim": 16, "num_hidden_layers": 8, "initializer_range": 0.02}
-        target = Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).eval()
-        tokens = torch.tensor([[3, 9]])
-        network = load(Head().save(tmp_path), target)
-        assert torch.equal(network.embed(tokens), target.get_input_embeddings().weight[tokens])
-        assert not torch.allclose(network.embed(tokens), target.get_input_embeddings()(tokens))
+@pytest.mark.parametrize("name", ["eagle/eagle3_llama", *in_full("eagle/eagle3_qwen3")])
+def test_ids_and_logits_of_the_target(name):
+    network, tensors = published(name), tensors_of(HEADS[name])
+    size = network.config.draft_vocab_size
+    ids = network.target_ids(torch.arange(size))
+    assert torch.equal(ids, tensors["t2d"].nonzero()[:, 0] if "t2d" in tensors else torch.arange(256))
+    logits = torch.randn(2, 3, size)
+    full = network.target_logits(logits)
+    assert torch.equal(full[..., ids], logits)
+    assert int(full.isinf().sum()) == 6 * (256 - size)
 
-    def test_head_of_the_target(self, target, tmp_path):
-        network, output = (
-            load(Head(vocab=VOCAB_SIZE, without=("lm_head.weight",)).save(tmp_path), target),
-            torch.randn(1, 3, 32),
-        )
-        assert torch.equal(network.logits(output), target.lm_head(output))
 
-    @pytest.mark.parametrize(("name", "method"), [("eagle/eagle1_llama", "eagle"), ("eagle/eagle3_llama", "eagle3")])
-    def test_of_another_dtype(self, name, method, tmp_path):
-        target = loaded_target(HEADS[name])
-        network = load(copy_of(name, tmp_path, change=renamed(embed_tokens=None)), target, method, dtype="bfloat16")
-        states = states_of(target, network, torch.tensor([[3, 4, 5]]))
-        fed_back, output = network(torch.tensor([[4, 5, 6]]), network.fuse(states), torch.arange(3)[None], None)
-        assert fed_back.dtype == network.logits(output).dtype == torch.bfloat16
+# Embedding and lm_head of the target, or its own
 
-    @pytest.mark.parametrize(
-        ("head", "part"),
-        [
-            ({"hidden": 24, "target_hidden": 32}, "embed_tokens"),
-            ({"hidden": 24, "own_embedding": True, "vocab": VOCAB_SIZE, "without": ("lm_head.weight",)}, "lm_head"),
-        ],
-    )
-    def test_of_another_width(self, target, head, part, tmp_path):
+
+def test_embedding_of_the_target_or_its_own(tmp_path):
+    name, tokens, table = "eagle/eagle3_speculators", torch.tensor([[3, 9, 255]]), torch.randn(256, 64)
+    target = loaded_target(HEADS[name])
+    own = load(copy_of(name, tmp_path / "own", change=put("embed_tokens.weight", table)), target)
+    assert torch.equal(own.embed(tokens), table[tokens])
+    theirs = target.get_input_embeddings().weight.detach()
+    # Left out, or a copy that need not be kept.
+    for change in (renamed(embed_tokens=None), put("embed_tokens.weight", theirs)):
+        shared = load(copy_of(name, tmp_path / "shared", change=change), target)
+        assert torch.equal(shared.embed(tokens), theirs[tokens])
+        assert shared.embed_tokens is None
+
+
+def test_embedding_with_fewer_rows_than_the_target(tmp_path):
+    name = "eagle/eagle1_llama"
+    copy_of(name, tmp_path, change=put("embed_tokens.weight", lambda table: table[:250]))
+    network = load(tmp_path, loaded_target(HEADS[name]), "eagle")
+    assert network.embed_tokens.weight.shape == (256, 64)
+    assert not network.embed(torch.tensor([[250, 255]])).any()
+
+
+def test_embeddings_are_not_scaled(tmp_path):
+    """A target that multiplies them in its embedding module, and not in the weight."""
+    target = Gemma3ForCausalLM(Gemma3TextConfig(**{**TINY, "head_dim": 16, "num_hidden_layers": 8})).eval()
+    network, tokens = load(Head().save(tmp_path), target), torch.tensor([[3, 9]])
+    assert torch.equal(network.embed(tokens), target.get_input_embeddings().weight[tokens])
+    assert not torch.allclose(network.embed(tokens), target.get_input_embeddings()(tokens))
+
+
+def test_parts_of_the_target_of_another_dtype_and_width(target, tmp_path):
+    name = "eagle/eagle3_llama"
+    theirs = loaded_target(HEADS[name])
+    network = load(copy_of(name, tmp_path, change=renamed(embed_tokens=None)), theirs, dtype="bfloat16")
+    states = states_of(theirs, network, torch.tensor([[3, 4, 5]]))
+    fed_back, output = network(torch.tensor([[4, 5, 6]]), network.fuse(states), torch.arange(3)[None], None)
+    assert fed_back.dtype == network.logits(output).dtype == torch.bfloat16
+    for head, part in (
+        (Head(hidden=24), "embed_tokens"),
+        (Head(hidden=24, own_embedding=True, vocab=VOCAB_SIZE, without=("lm_head.weight",)), "lm_head"),
+    ):
         with pytest.raises(CheckpointFormatError, match=f"no `{part}.weight`, and its hidden size 24"):
-            load(Head(**head).save(tmp_path), target)
+            load(head.save(tmp_path / part), target)
 
 
-def test_unknown_tensors_are_named(tmp_path, monkeypatch):
-    warned, name = [], "eagle/eagle3_llama"
-    monkeypatch.setattr(eagle_formats.logger, "warning", warned.append)
-    change = put("parallel_draft_heads.0.weight", torch.ones(2, 2))
-    load(copy_of(name, tmp_path, change=change), loaded_target(HEADS[name]))
-    assert "1 tensors are not used: parallel_draft_heads.0.weight" in warned[0]
+# Every variant against its equations
 
 
 @dataclass
@@ -354,186 +334,167 @@ VARIANTS = {
 }
 
 
-class TestNetwork:
-    @pytest.mark.parametrize("pieces", [(12,), (1, 5, 2, 4)], ids=["at_once", "in_pieces"])
-    @pytest.mark.parametrize("variant", VARIANTS)
-    def test_equations(self, target, variant, pieces, tmp_path):
-        head = VARIANTS[variant]
-        network = load(head.save(tmp_path), target, head.kind)
-        self.check(head, network, target, pieces)
+ALONE = ("eagle_with_all_norms", "eagle3_all_biases", "eagle3_three_layers", "eagle3_norm_before_residual", "eagle3.1")
 
-    @torch.no_grad()
-    def check(self, head, network, target, pieces, window=10**6):
-        tokens = torch.randint(VOCAB_SIZE, (1, 13), generator=torch.Generator().manual_seed(1))
-        states = states_of(target, network, tokens[:, :-1])
-        hidden, positions = network.fuse(states), torch.arange(12)[None]
-        torch.testing.assert_close(hidden, head.fuse(list(states.values())), atol=1e-5, rtol=1e-5)
-        embedding = head.tensors.get("embed_tokens.weight", target.get_input_embeddings().weight)
-        cosine, sine = network.rotary_emb(hidden, positions)
-        expected = head.forward(embedding[tokens[:, 1:]], hidden, cosine, sine, window)
-        cache, found = SlotCache(4), []
-        cache.start_slots(1)
-        for size in pieces:
-            begin = cache.lengths[0]
-            found.append(read(network, cache, tokens[:, begin + 1 :][:, :size], hidden[:, begin : begin + size]))
-            cache.commit([size])
-        ours = [torch.cat(parts, dim=1) for parts in zip(*found)]
-        for one, other in zip(ours, expected):
-            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-        weight = head.tensors.get("lm_head.weight", target.lm_head.weight)
-        torch.testing.assert_close(network.logits(ours[1]), ours[1] @ weight.T, atol=1e-5, rtol=1e-5)
 
-    def test_without_cache_and_mask_it_is_causal(self, target, tmp_path):
-        network = load(Head(layers=2).save(tmp_path), target)
-        tokens, positions = torch.randint(VOCAB_SIZE, (2, 9)), torch.arange(9)[None]
-        hidden = torch.randn(2, 9, 32)
-        whole = network(tokens, hidden, positions, None)[0]
-        part = network(tokens[:, :5], hidden[:, :5], positions[:, :5], None)[0]
-        torch.testing.assert_close(whole[:, :5], part, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("variant", [*ALONE, *in_full(*(name for name in VARIANTS if name not in ALONE))])
+def test_equations(target, variant, tmp_path):
+    head = VARIANTS[variant]
+    network = load(head.save(tmp_path / "head"), target, head.kind)
+    check(head, network, target)
+    network.save(tmp_path / "again")
+    same_network(load(tmp_path / "again", target, head.kind), network)
 
-    def test_gradients(self, target, tmp_path):
-        network = load(Head().save(tmp_path), target).requires_grad_(True)
-        states = {key: torch.randn(1, 5, 32) for key in network.target_hidden_states}
-        output = network(torch.arange(5)[None], network.fuse(states), torch.arange(5)[None], None)[1]
-        network.logits(output).square().sum().backward()
-        assert all(parameter.grad.any() for parameter in network.parameters())
 
-    def test_logit_scale(self, target, tmp_path):
-        plain = load(Head().save(tmp_path), target)
-        output = torch.randn(1, 3, 32)
-        scaled = load(Head(config={"logit_scale": 0.5}).save(tmp_path), target)
-        torch.testing.assert_close(scaled.logits(output), plain.logits(output) / 2)
+@torch.no_grad()
+def check(head, network, target, window=10**6):
+    """Over a text in pieces, with a cache."""
+    tokens = torch.randint(VOCAB_SIZE, (1, 13), generator=torch.Generator().manual_seed(1))
+    states = states_of(target, network, tokens[:, :-1])
+    hidden, positions = network.fuse(states), torch.arange(12)[None]
+    torch.testing.assert_close(hidden, head.fuse(list(states.values())), atol=1e-5, rtol=1e-5)
+    embedding = head.tensors.get("embed_tokens.weight", target.get_input_embeddings().weight)
+    cosine, sine = network.rotary_emb(hidden, positions)
+    expected = head.forward(embedding[tokens[:, 1:]], hidden, cosine, sine, window)
+    cache, found = SlotCache(4), []
+    cache.start_slots(1)
+    for size in (1, 5, 2, 4):
+        begin = cache.lengths[0]
+        found.append(read(network, cache, tokens[:, begin + 1 :][:, :size], hidden[:, begin : begin + size]))
+        cache.commit([size])
+    ours = [torch.cat(parts, dim=1) for parts in zip(*found)]
+    for one, other in zip(ours, expected):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    weight = head.tensors.get("lm_head.weight", target.lm_head.weight)
+    torch.testing.assert_close(network.logits(ours[1]), ours[1] @ weight.T, atol=1e-5, rtol=1e-5)
 
-    def test_sliding_window(self, target, tmp_path):
-        config = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-        head = Head(config=config)
-        network = load(head.save(tmp_path), target)
-        assert network.span == Span("sliding", 4)
-        self.check(head, network, target, (3, 1, 8), window=4)
-        Head(layers=2, config=config).save(tmp_path)
-        with pytest.raises(CheckpointFormatError, match="mixes layers with and without a sliding window"):
-            load(tmp_path, target)
-        Head(config={"sliding_window": 4}).save(tmp_path)
-        assert load(tmp_path, target).span == FULL
 
-    def test_norm_output_of_other_trainers_means_another_norm(self, target, tmp_path):
-        network = load(Head(config={"norm_output": True}).save(tmp_path), target)
-        assert network.config.norm_output is False
+def test_without_cache_and_mask_it_is_causal_and_has_gradients(target, tmp_path):
+    network = load(Head().save(tmp_path), target).requires_grad_(True)
+    states = {key: torch.randn(1, 9, 32) for key in network.target_hidden_states}
+    tokens, hidden, positions = torch.randint(VOCAB_SIZE, (1, 9)), network.fuse(states), torch.arange(9)[None]
+    whole, output = network(tokens, hidden, positions, None)
+    part = network(tokens[:, :5], hidden[:, :5], positions[:, :5], None)[0]
+    torch.testing.assert_close(whole[:, :5], part, atol=1e-5, rtol=1e-5)
+    network.logits(output).square().sum().backward()
+    assert all(parameter.grad.any() for parameter in network.parameters())
+
+
+def test_logit_scale_and_norm_output_of_other_trainers(target, tmp_path):
+    plain = load(Head().save(tmp_path), target)
+    output = torch.randn(1, 3, 32)
+    scaled = load(Head(config={"logit_scale": 0.5, "norm_output": True}).save(tmp_path), target)
+    torch.testing.assert_close(scaled.logits(output), plain.logits(output) / 2)
+    # Of those trainers it means another norm.
+    assert scaled.config.norm_output is False
+
+
+def test_sliding_window(target, tmp_path):
+    config = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    head = Head(config=config)
+    network = load(head.save(tmp_path), target)
+    assert network.span == Span("sliding", 4)
+    check(head, network, target, window=4)
+    Head(layers=2, config=config).save(tmp_path)
+    with pytest.raises(CheckpointFormatError, match="mixes layers with and without a sliding window"):
+        load(tmp_path, target)
+    Head(config={"sliding_window": 4}).save(tmp_path)
+    assert load(tmp_path, target).span == FULL
+
+
+# Angles
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-ROPES = {
-    "nothing": ({}, ("default", 10000.0, {})),
-    "theta": ({"rope_theta": 500000.0}, ("default", 500000.0, {})),
-    "parameters": (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 9.0},
-        ("default", 7.0, {}),
-    ),
-    "by_layer_type": ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, ("default", 7.0, {})),
-    "linear": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ("linear", 10000.0, {"factor": 4.0})),
-    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ("dynamic", 10000.0, {"factor": 4.0})),
-    "yarn": (
-        {
-            "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16},
-            "rope_theta": 1e6,
-        },
-        ("yarn", 1e6, {"factor": 32.0, "original_max_position_embeddings": 16}),
-    ),
-    "llama3": (
-        {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 500000.0},
-        ("llama3", 500000.0, LLAMA3),
-    ),
-    "three_axes": ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, ("default", 10000.0, {})),
-}
+YARN = {"factor": 32.0, "original_max_position_embeddings": 16}
+DEFAULT = ("default", 10000.0, {})
 
 
-class TestRotaryEmbedding:
-    @pytest.mark.parametrize("case", ROPES)
-    def test_is_the_heads_own(self, case, tmp_path):
-        """The head's own counts, whatever the target has."""
-        theirs = {"rope_parameters": {"rope_type": "linear", "rope_theta": 3.0, "factor": 2.0}}
-        target = tiny_llama(num_hidden_layers=8, **theirs)
-        settings, (kind, theta, more) = ROPES[case]
-        network = load(Head(config={**settings, "max_position_embeddings": 32}).save(tmp_path), target)
-        config = LlamaConfig(
-            hidden_size=32, num_attention_heads=4, head_dim=8, max_position_embeddings=32,
-            rope_parameters={"rope_type": kind, "rope_theta": theta, **more},
-        )  # fmt: skip
-        init = LlamaRotaryEmbedding.compute_default_rope_parameters
-        frequencies, scale = (ROPE_INIT_FUNCTIONS[kind] if kind != "default" else init)(config)
-        angles = torch.arange(12)[:, None] * frequencies
-        expected = torch.cat((angles, angles), dim=-1).cos() * scale
-        torch.testing.assert_close(network.rotary_emb(torch.zeros(1), torch.arange(12)[None])[0][0], expected)
+@pytest.mark.parametrize(
+    ("settings", "rope"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 5e5}, ("llama3", 5e5, LLAMA3)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 9.0}, ("default", 7.0, {})),
+        *in_full(
+            ({}, DEFAULT),
+            ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, ("default", 7.0, {})),
+            ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ("linear", 10000.0, {"factor": 4.0})),
+            ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ("dynamic", 10000.0, {"factor": 4.0})),
+            ({"rope_scaling": {"rope_type": "yarn", **YARN}, "rope_theta": 1e6}, ("yarn", 1e6, YARN)),
+            ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, DEFAULT),
+        ),
+    ],
+)
+def test_angles_are_the_heads_own(settings, rope, tmp_path):
+    """The head's own counts, whatever the target has; and they are saved."""
+    theirs = {"rope_parameters": {"rope_type": "linear", "rope_theta": 3.0, "factor": 2.0}}
+    target, (kind, theta, more) = tiny_llama(num_hidden_layers=8, **theirs), rope
+    network = load(Head(config={**settings, "max_position_embeddings": 32}).save(tmp_path), target)
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, head_dim=8, max_position_embeddings=32,
+        rope_parameters={"rope_type": kind, "rope_theta": theta, **more},
+    )  # fmt: skip
+    init = LlamaRotaryEmbedding.compute_default_rope_parameters
+    frequencies, scale = (ROPE_INIT_FUNCTIONS[kind] if kind != "default" else init)(config)
+    angles = torch.arange(12)[:, None] * frequencies
+    expected = torch.cat((angles, angles), dim=-1).cos() * scale
+    network.save(tmp_path / "again")
+    for one in (network, load(tmp_path / "again", target)):
+        torch.testing.assert_close(one.rotary_emb(torch.zeros(1), torch.arange(12)[None])[0][0], expected)
 
 
-# Ids in a config, for a target of 8 layers, and the boundaries they stand for.
-AUX_IDS = {
-    "none": ({}, (2, 4, 5)),
-    "official_default": ({"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, (2, 4, 5)),
-    "outputs_by_default": ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, (2, 4, 5)),
-    "outputs": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}}, (2, 5, 7)),
-    "up_to_the_last": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 6, 8]}}, (4, 6, 8)),
-    "up_to_the_last_from_one": ({"eagle_aux_hidden_state_layer_ids": [1, 6, 8]}, (1, 6, 8)),
-    "speculators": ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4], **SPECULATORS}, (1, 3, 4)),
-    "unclear": ({"eagle_aux_hidden_state_layer_ids": [2, 5, 6]}, (2, 5, 6)),
-    "order": ({"eagle_aux_hidden_state_layer_ids": [6, 2, 5]}, (2, 5, 6)),
-    "short_name": ({"eagle_config": {"layer_ids": [2, 5, 6]}}, (2, 5, 6)),
-    "own_name": ({"aux_layer_ids": [1, 3, 4]}, (1, 3, 4)),
-}
+# States between the target's layers
+
+IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-class TestCapturedLayers:
-    @pytest.mark.parametrize("case", AUX_IDS)
-    def test_notations(self, target, case, tmp_path):
-        settings, boundaries = AUX_IDS[case]
-        assert load(Head(config=settings).save(tmp_path), target).target_hidden_states == boundaries
+@pytest.mark.parametrize(
+    ("settings", "boundaries"),
+    [
+        ({}, (2, 4, 5)),
+        ({IDS: [1, 3, 4]}, (2, 4, 5)),
+        ({IDS: [1, 3, 4], **SPECULATORS}, (1, 3, 4)),
+        ({"eagle_config": {IDS: [4, 6, 8]}}, (4, 6, 8)),
+        *in_full(
+            ({IDS: [2, 4, 5]}, (2, 4, 5)),
+            ({"eagle_config": {IDS: [1, 4, 6]}}, (2, 5, 7)),
+            ({IDS: [1, 6, 8]}, (1, 6, 8)),
+            ({IDS: [6, 2, 5]}, (2, 5, 6)),
+            ({"eagle_config": {"layer_ids": [2, 5, 6]}}, (2, 5, 6)),
+            ({"aux_layer_ids": [1, 3, 4]}, (1, 3, 4)),
+        ),
+    ],
+)
+def test_notations_of_captured_layers(target, settings, boundaries, tmp_path):
+    """For a target of 8 layers; what the user says goes before."""
+    Head(config=settings).save(tmp_path)
+    assert load(tmp_path, target).target_hidden_states == boundaries
+    assert load(tmp_path, target, aux_layer_ids=(5, 1, 8)).target_hidden_states == (1, 5, 8)
 
-    def test_unclear_ones_are_logged(self, target, tmp_path, monkeypatch):
-        warned = []
-        monkeypatch.setattr(eagle_formats.logger, "warning", warned.append)
-        load(Head(config=AUX_IDS["unclear"][0]).save(tmp_path), target)
-        assert r"try aux_layer_ids=[3, 6, 7]" in warned[0]
 
-    def test_the_user_goes_before_the_config(self, target, tmp_path):
-        Head(config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}).save(tmp_path)
-        assert load(tmp_path, target, aux_layer_ids=(5, 1, 8)).target_hidden_states == (1, 5, 8)
+@pytest.mark.parametrize(("layers", "boundaries"), [(5, (2,)), *in_full((7, (2, 3, 4)), (6, (2, 3)), (3, (0, 1, 2)))])
+def test_captured_layers_of_shallow_targets(layers, boundaries, tmp_path):
+    """Each boundary once, and none that there is not."""
+    target = tiny_llama(num_hidden_layers=layers)
+    assert load(Head(states=len(boundaries)).save(tmp_path), target).target_hidden_states == boundaries
 
-    @pytest.mark.parametrize(
-        ("layers", "boundaries"), [(7, (2, 3, 4)), (6, (2, 3)), (5, (2,)), (3, (0, 1, 2)), (2, (1,))]
-    )
-    def test_defaults_of_shallow_targets(self, layers, boundaries, tmp_path):
-        """Each boundary once, and none that there is not."""
-        head = Head(states=len(boundaries))
-        target = tiny_llama(num_hidden_layers=layers)
-        assert load(head.save(tmp_path), target).target_hidden_states == boundaries
 
-    def test_last_boundary_is_before_the_final_norm(self, target, tmp_path):
-        Head().save(tmp_path)
-        network = load(tmp_path, target, aux_layer_ids=(2, 4, 8))
-        tokens = torch.tensor([[3, 4, 5]])
-        states = states_of(target, network, tokens)
-        with torch.no_grad():
-            output = target(tokens, output_hidden_states=True)
-            assert torch.equal(target.model.norm(states[8]), output.hidden_states[8])
-        assert torch.equal(states[4], output.hidden_states[4])
-
-    @pytest.mark.parametrize("key", [9, -1])
-    def test_boundaries_that_a_model_does_not_have(self, target, key):
+def test_last_boundary_is_before_the_final_norm(target, tmp_path):
+    network, tokens = load(Head().save(tmp_path), target, aux_layer_ids=(2, 4, 8)), torch.tensor([[3, 4, 5]])
+    states = states_of(target, network, tokens)
+    with torch.no_grad():
+        output = target(tokens, output_hidden_states=True)
+        assert torch.equal(target.model.norm(states[8]), output.hidden_states[8])
+    assert torch.equal(states[4], output.hidden_states[4])
+    for key in (9, -1):
         with pytest.raises(UnsupportedModelError, match=f"boundaries 0 to 8, and {key} was asked for"):
             with captured_states(target, (key,)):
                 pass
 
 
-@pytest.mark.parametrize(
-    "head", [*VARIANTS.values(), *(Head(config=settings) for settings, _ in ROPES.values())], ids=[*VARIANTS, *ROPES]
-)
-def test_what_is_saved_is_loaded_again(target, head, tmp_path):
-    network = load(head.save(tmp_path), target, head.kind)
-    network.save(tmp_path / "again")
-    same_network(load(tmp_path / "again", target, head.kind), network)
-
-
-@pytest.mark.parametrize("settings", [{"eagle_config": [1]}, {"architectures": 3}, {"layer_types": []}])
-def test_settings_that_say_nothing(target, settings, tmp_path):
-    network = load(Head(config=settings).save(tmp_path / "head"), target)
-    same_network(network, load(Head().save(tmp_path / "plain"), target))
+def test_warnings_of_unclear_ids_and_of_unused_tensors(target, tmp_path, warnings):
+    load(Head(config={IDS: [2, 5, 6]}).save(tmp_path), target)
+    name, change = "eagle/eagle3_llama", put("parallel_draft_heads.0.weight", torch.ones(2, 2))
+    load(copy_of(name, tmp_path, change=change), loaded_target(HEADS[name]))
+    assert r"try aux_layer_ids=[3, 6, 7]" in warnings[0]
+    assert "1 tensors are not used: parallel_draft_heads.0.weight" in warnings[1]

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,6 @@ from safetensors.torch import save_file
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig
 from hf_specdec.candidate_generators.draft_model.network import load_draft_model
 from hf_specdec.checkpoints.checkpoint import Checkpoint, head_placement
-from hf_specdec.checkpoints.reader import CheckpointReader
-from hf_specdec.checkpoints.settings import NAME
 from hf_specdec.reading import MAX_SETTINGS_BYTES, parse_json, read_text
 from tests.helpers.levels import in_full
 from tests.helpers.models import tiny_llama
@@ -53,12 +52,6 @@ WRITERS = {
     "shards": save_shards,
     "pickle": lambda folder: torch.save(TENSORS, folder / PICKLE),
 }
-
-
-@pytest.fixture
-def reader(folder):
-    WRITERS["safetensors"](folder)
-    return CheckpointReader(Checkpoint(settings(folder)).header)
 
 
 # Formats
@@ -173,35 +166,6 @@ def test_missing_files(folder):
 # What the readers of formats ask
 
 
-def test_checks_of_settings_and_tensors(reader):
-    assert reader.setting("hidden_size") == 4
-    assert reader.setting("vocab_size") is None
-    assert reader.matrix("a.weight") == (3, 4)
-    reader.check_count(3, "three heads")
-    reader.require(["a.weight"], "the first head")
-    for check, message in (
-        (lambda: reader.setting("hidden_size", NAME), "`hidden_size`=4 in its config.json, which must be a name"),
-        (lambda: reader.matrix("b.weight"), r"b\.weight must be a matrix, and has the shape \[5\]"),
-        (lambda: reader.check_count(9, "9 heads"), f"has 3 tensors in {SAFE}, and 9 heads need at least 9"),
-        (
-            lambda: reader.require(["a.weight", *(f"x{i}" for i in range(4))], "the heads"),
-            r"lacks 4 tensors of the heads: x0, x1, x2, \.\.\. \(it has 3",
-        ),
-    ):
-        with pytest.raises(CheckpointFormatError, match=message):
-            check()
-
-
-def test_only_real_numbers_are_weights(folder):
-    others = {"int8": torch.zeros(2, 2).to(torch.int8), "bool": torch.zeros(2) > 0, "complex": torch.zeros(2) + 0j}
-    save_file({**TENSORS, **others}, folder / SAFE)
-    checkpoint = Checkpoint(settings(folder))
-    assert {checkpoint.read_weight(name, torch.float64).dtype for name in ("a.weight", "b.weight")} == {torch.float64}
-    for name in ("int8", "bool", "complex", "ids"):
-        with pytest.raises(CheckpointFormatError, match=f"{name} is stored as .*float16, bfloat16"):
-            checkpoint.read_weight(name, torch.float32)
-
-
 # Dtype and device
 
 
@@ -218,17 +182,13 @@ def test_placement_follows_the_target_unless_it_is_said():
 
 
 def test_placement_of_an_offloaded_target():
-    class Hook:
-        def __init__(self, execution_device):
-            self.execution_device = execution_device
-
     target = tiny_llama()
     for part in (target.lm_head, target):
         part.to("meta")
         assert head_placement(settings("x"), target)[1] == CPU
-    for named, expected in (("cuda:1", torch.device("cuda:1")), ("cpu", CPU), (CPU, CPU)):
-        target.lm_head._hf_hook = Hook(named)
-        assert head_placement(settings("x"), target)[1] == expected
+    for named in ("cuda:1", "cpu", CPU):
+        target.lm_head._hf_hook = SimpleNamespace(execution_device=named)
+        assert head_placement(settings("x"), target)[1] == torch.device(named)
 
 
 @pytest.mark.parametrize("device", ["cuda:77", *in_full("foo", "meta")])
@@ -252,8 +212,6 @@ def test_regular_files_and_links_are_read(tmp_path):
         assert read_text(path, max_bytes=4) == "ää"
     with pytest.raises(ValueError, match="more than 3 bytes"):
         read_text(file, max_bytes=3)
-    file.write_text("")
-    assert read_text(file) == ""
 
 
 UNREADABLE = {
@@ -283,12 +241,9 @@ def test_other_files_are_errors(tmp_path, kind):
         ('{"method": "ngram", "options": {"prompt_lookup_max": 3, "prompt_lookup_max": 4}}', "stands twice"),
         ('{"method": ' + "[" * 10**5, "nested too deeply"),
         ('{"method": "typical", "posterior_alpha": NaN}', "NaN is no number"),
+        *in_full(('{"method": "ngram", "num_speculative_tokens": ' + "9" * 5000 + "}", "digits")),
         *in_full(
-            ('{"method": "ngram", "num_speculative_tokens": ' + "9" * 5000 + "}", "digits"),
-            ('{"a":' * 10**5, "nested too deeply"),
-            ('{"method": "typical", "posterior_alpha": -Infinity}', "Infinity is no number"),
-            ('{"' + "k" * 10**5 + '": 1, "' + "k" * 10**5 + '": 2}', "stands twice"),
-            ("{'method': 'ngram'}", "double quotes"),
+            ('{"' + "k" * 10**5 + '": 1, "' + "k" * 10**5 + '": 2}', "stands twice"), ("{'a': 1}", "double quotes")
         ),
     ],
     ids=lambda text: text[:20],

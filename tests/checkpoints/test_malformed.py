@@ -41,48 +41,26 @@ MODELS = {f"model/{path.parent.name}": path for path in sorted(FIXTURES.glob("*/
 # Folders of what is made malformed.
 CASES = {**HEADS, **dict(list(WITH_LAYERS.items())[:4]), **MODELS}
 
-NUMBERS = [0, -1, 1, 2, 3, 2**31, 10**9, 10**18, 10**300, 0.5, float("nan"), float("inf"), -float("inf")]
-OTHERS = [
-    None,
-    True,
-    False,
-    "",
-    "x",
-    "8",
-    "x" * 100_000,
-    [],
-    {},
-    [1],
-    ["x"],
-    [[1]],
-    {"a": 1},
-    [10**9],
-    [-1, 0],
-    [None],
-]
+NUMBERS = [0, -1, 1, 2, 2**31, 10**9, 10**18, 10**300, 0.5, float("nan"), float("inf"), -float("inf")]
+OTHERS = json.loads('[null, true, false, "", "x", "8", [], {}, [1], ["x"], [[1]], {"a": 1}, [1000000000], [-1, 0]]')
+OTHERS += ["x" * 100_000, [None]]
+OTHERS += [json.loads("[" * depth + "]" * depth) for depth in (5, 300)]
 MORE_KEYS = (
     "rope_scaling rope_parameters layer_types sliding_window quantization_config dflash_config eagle_config "
     "transformer_layer_config text_config d2t num_nextn_predict_layers auto_map block_size head_dim num_experts "
     "architectures model_type torch_dtype dtype id2label"
 ).split()
-
-
-def nested(depth):
-    return json.loads("[" * depth + "]" * depth)
+DTYPES = [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.float64]
 
 
 def changed_config(draw, config):
     """One or two values replaced, removed or added, at the top or inside."""
     for _ in range(draw.randrange(1, 3)):
-        places = [config, *(value for value in config.values() if isinstance(value, dict))]
-        place = draw.choice(places)
+        place = draw.choice([config, *(value for value in config.values() if isinstance(value, dict))])
         key = draw.choice(sorted(place) or ["x"]) if draw.random() < 0.85 else draw.choice(MORE_KEYS)
-        action = draw.randrange(8)
-        if action == 0:
+        if draw.random() < 0.15:
             place.pop(key, None)
-        elif action == 1:
-            place[key] = nested(draw.choice([5, 300]))
-        elif action == 2 and isinstance(place.get(key), list):
+        elif isinstance(place.get(key), list) and draw.random() < 0.3:
             place[key] = place[key] * draw.randrange(3) + draw.choice([[], [10**9], ["x"], [-5]])
         else:
             place[key] = draw.choice(NUMBERS if draw.random() < 0.6 else OTHERS)
@@ -90,75 +68,59 @@ def changed_config(draw, config):
 
 
 def changed_tensors(draw, tensors):
-    tensors = dict(tensors)
+    """One or two that are missing, too many, or of another name, shape, dtype or value."""
     for _ in range(draw.randrange(1, 3)):
         name = draw.choice(sorted(tensors))
-        tensor = tensors[name]
-        match draw.randrange(9):
-            case 0:
-                del tensors[name]
-            case 1:
-                tensors["extra.weight"] = torch.ones(2, 2)
-            case 2:
-                tensors[name] = tensor.flatten()[: max(1, tensor.numel() // 2)]
-            case 3:
-                kinds = [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.float64]
-                tensors[name] = tensor.to(draw.choice(kinds))
-            case 4:
-                tensors[name] = tensor[:0]
-            case 5:
-                tensors[name] = torch.full_like(tensor.float(), draw.choice([float("nan"), float("inf"), 0.0]))
-            case 6:
-                tensors[name] = tensor.new_zeros(())
-            case 7:
-                tensors[name] = tensor[None]
-            case 8:
-                tensors[f"{name.rpartition('.')[0]}.{draw.randrange(10**9)}.weight"] = tensors.pop(name)
-        if not tensors:
-            break
+        tensor = tensors.pop(name)
+        far, filling = (
+            f"{name.rpartition('.')[0]}.{draw.randrange(10**9)}.weight",
+            draw.choice([torch.nan, torch.inf, 0.0]),
+        )
+        tensors |= draw.choice(
+            [
+                {},
+                {name: tensor, "extra.weight": torch.ones(2, 2)},
+                {name: tensor.flatten()[: max(1, tensor.numel() // 2)]},
+                {name: tensor.to(draw.choice(DTYPES))},
+                {name: tensor[:0]},
+                {name: torch.full_like(tensor.float(), filling)},
+                {name: tensor.new_zeros(())},
+                {name: tensor[None]},
+                {far: tensor},
+            ]
+        )
     return {key: tensor.contiguous() for key, tensor in tensors.items()}
 
 
-def changed_bytes(draw, path):
-    content = bytearray(path.read_bytes())
-    match draw.randrange(5):
-        case 0:
-            content = content[: draw.randrange(len(content))]
-        case 1:
-            for _ in range(5):
-                content[draw.randrange(len(content))] = draw.randrange(256)
-        case 2:
-            content[:8] = struct.pack("<Q", draw.choice([0, 2**62, len(content) * 10, 3]))
-        case 3:
-            size = struct.unpack("<Q", content[:8])[0] if path.suffix == ".safetensors" else 100
-            for _ in range(3):
-                content[8 + draw.randrange(max(1, min(size, len(content) - 8)))] = draw.randrange(256)
-        case 4:
-            content = bytearray(b"")
-    path.write_bytes(bytes(content))
+def changed_bytes(draw, content):
+    """Cut off, changed in the header or anywhere, or of a header of another length."""
+    kind, size = draw.randrange(4), min(struct.unpack("<Q", content[:8])[0], len(content) - 8)
+    if kind == 0:
+        return content[: draw.choice([0, draw.randrange(len(content))])]
+    if kind == 1:
+        return struct.pack("<Q", draw.choice([0, 2**62, len(content) * 10, 3])) + content[8:]
+    content = bytearray(content)
+    for _ in range(4):
+        content[draw.randrange(8, 8 + size) if kind == 2 else draw.randrange(len(content))] = draw.randrange(256)
+    return bytes(content)
+
+
+CONFIGS = ["", "[", "null", "[1]", "{", '{"a": ' + "9" * 5000 + "}", '{"a": ' * 50_000 + "1" + "}" * 50_000]
 
 
 def changed_files(draw, folder, weights):
-    """Index files that lie, and configs that are none."""
-    match draw.randrange(4):
-        case 0:
-            names = list(load_file(weights)) if weights.suffix == ".safetensors" else ["a"]
-            other = draw.choice([weights.name, "none.safetensors", "../x.safetensors", 5, None])
-            index = {
-                "weight_map": dict.fromkeys(names, weights.name) | {draw.choice(names): other, "more": weights.name}
-            }
-            weights.rename(folder / "part.safetensors") if draw.random() < 0.3 else None
-            (folder / "model.safetensors.index.json").write_text(json.dumps(draw.choice([index, {}, [], index])))
-            (folder / "model.safetensors").unlink(missing_ok=True) if draw.random() < 0.5 else None
-        case 1:
-            (folder / "config.json").write_text(
-                draw.choice(["", "[", "null", "[1]", "{", '{"a": ' + "9" * 5000 + "}"])
-            )
-        case 2:
-            (folder / "config.json").write_text('{"a": ' * 50_000 + "1" + "}" * 50_000)
-        case 3:
-            (folder / "tokenizer.json").write_text(draw.choice(["", "[]", '{"model": 3}', "{}"]))
-            (folder / "tokenizer_config.json").write_text(draw.choice(["", "[]", '{"tokenizer_class": 3}', "{}"]))
+    """Index files that lie, and configs and tokenizers that are none."""
+    kind = draw.choice(["index", "config", "tokenizer"])
+    if kind == "config":
+        (folder / "config.json").write_text(draw.choice(CONFIGS))
+    elif kind == "tokenizer":
+        (folder / "tokenizer.json").write_text(draw.choice(["", "[]", '{"model": 3}', "{}"]))
+        (folder / "tokenizer_config.json").write_text(draw.choice(["", "[]", '{"tokenizer_class": 3}', "{}"]))
+    else:
+        other = draw.choice([weights.name, "none.safetensors", "../x.safetensors", 5, None])
+        index = {"weight_map": {"a": other, "more": weights.name}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(draw.choice([index, {}, [], index])))
+        (folder / "model.safetensors").unlink(missing_ok=True)
 
 
 def malform(seed, name, folder):
@@ -173,10 +135,9 @@ def malform(seed, name, folder):
     elif kind == "tensors":
         torch.save(changed_tensors(draw, torch.load(weights, weights_only=True)), weights)
     elif kind == "bytes":
-        changed_bytes(draw, weights)
+        weights.write_bytes(changed_bytes(draw, weights.read_bytes()))
     else:
         changed_files(draw, folder, weights)
-    return kind
 
 
 def memory():
@@ -231,11 +192,9 @@ def test_errors_that_are_not_the_checkpoints_stay(error):
     assert caught.value is error
 
 
-@pytest.mark.parametrize("error", [ConnectionError("refused"), *in_full(TimeoutError("slow"))])
-def test_errors_of_the_network(error):
-    with pytest.raises(CheckpointAccessError, match="cannot be reached: .*refused|slow"):
-        with checkpoint_errors("user/head"):
-            raise error
+def test_errors_of_the_network():
+    with pytest.raises(CheckpointAccessError, match="cannot be reached: .*refused"), checkpoint_errors("user/head"):
+        raise ConnectionError("refused")
     assert issubclass(CheckpointAccessError, OSError)
 
 
@@ -298,14 +257,6 @@ def test_dead_weights_are_one_warning(tmp_path, warnings, name, value, what):
     assert str(folder) in warning
     assert pytest.approx(5, abs=1) == int(warning.split(" has ")[1].split()[0])
     assert re.search(what, warning)
-
-
-def test_one_dead_number_is_enough(tmp_path, warnings):
-    model = tiny_llama()
-    model.lm_head.weight.data[3, 4] = torch.nan
-    model.save_pretrained(tmp_path)
-    load_draft_model(SpeculativeConfig("draft_model", str(tmp_path)), tiny_llama())
-    assert "1 tensors with NaN or infinite values (lm_head.weight)" in warnings[0]
 
 
 def test_ordinary_weights_are_no_warning(warnings):

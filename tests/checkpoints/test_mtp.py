@@ -229,15 +229,6 @@ def test_greedy_with_new_layers_matches_generate(name, batch_size, tmp_path):
     assert first.draft_tokens[:1] == [int(expected)]
 
 
-def test_new_layers_can_be_trained():
-    network = new_mtp(tiny_llama(), num_layers=2)
-    tokens, hidden, positions = torch.randint(0, 64, (2, 6)), torch.randn((2, 6, 32)), torch.arange(6)[None]
-    handed_on, first = network(tokens, hidden, positions, None)
-    _, second = network(tokens[:, 1:], handed_on[:, :-1], positions[:, :-1], None, layer=1)
-    (network.logits(first).sum() + network.logits(second).sum()).backward()
-    assert all(parameter.grad is not None for parameter in network.parameters())
-
-
 def test_targets_that_have_and_lack_a_layer_to_copy():
     with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel.*deepseek_v3.*qwen3_next"):
         tiny_gpt2().generate(**prompts(1), **GREEDY, spec_method="mtp")

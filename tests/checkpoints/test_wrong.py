@@ -242,7 +242,3 @@ def test_unknown_keys_are_one_warning(tmp_path, warnings, name, config, keys):
     (line,) = (line for line in warnings if "not known here" in line)
     assert str(folder) in line
     assert all(f"{key}`" in line for key in keys)
-
-
-def test_config_copied_from_another_kind_of_model(tmp_path):
-    assert not detect_checkpoint(copy_of(EAGLE3, tmp_path, {"projector_type": "mlp"})).problems

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec.drafts import DraftTree
@@ -62,9 +62,6 @@ def check_reject(draft, target_probs, accept_uniforms, target_uniforms, device):
     return reference
 
 
-# Greedy acceptance: follow
-
-
 @st.composite
 def drafted_batches(draw):
     """Trees over three tokens, of one shape or of several, with what the target chooses at each node."""
@@ -80,20 +77,9 @@ def drafted_batches(draw):
     return DraftTree(matrix(size), parents, num_nodes), matrix(size + 1)
 
 
-@full
 @given(drafted_batches())
-@settings(max_examples=40)
 def test_follow_any_tree(device, batch):
     check_follow(*batch, device)
-
-
-@pytest.mark.smoke
-def test_follow_chains_of_different_lengths(device, generator):
-    tokens = torch.randint(2, (12, 7), generator=generator)
-    draft = DraftTree.chain(tokens, torch.randint(8, (12,), generator=generator))
-    is_wrong = torch.rand(12, 8, generator=generator) < 0.1
-    accepted = check_follow(draft, torch.cat([tokens, tokens[:, :1]], 1) + is_wrong, device)
-    assert accepted.num_accepted.unique().numel() > 3
 
 
 FOLLOWED = {
@@ -120,13 +106,11 @@ FOLLOWED = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", FOLLOWED)
 def test_follow(case, device):
     draft, node_tokens, name, expected = FOLLOWED[case]
     assert getattr(check_follow(draft, node_tokens, device), name).tolist() == expected
-
-
-# Sampled acceptance of chains: reject_chain
 
 
 def random_chain(generator, batch_size, size, vocab_size, dtype=torch.float32, overlap=0.8):
@@ -146,19 +130,12 @@ def random_chain(generator, batch_size, size, vocab_size, dtype=torch.float32, o
         (8, 5, 1271, torch.float32),
         *in_full((8, 5, 2, torch.float32), (8, 5, 256, torch.float32), (8, 5, 5000, torch.float32)),
         *in_full(*((3, 4, 1000, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64))),
-        *in_full((4, 1, 300, torch.float32)),
+        *in_full((4, 1, 300, torch.float32), (2, 1, 262_144, torch.float32)),
     ],
 )
 def test_reject_chains(rows, size, vocab_size, dtype, device, generator):
     accepted = check_reject(*random_chain(generator, rows, size, vocab_size, dtype), device)
     assert rows < 8 or accepted.num_accepted.unique().numel() > 2
-
-
-@full
-@pytest.mark.smoke
-def test_reject_chains_of_a_large_vocabulary(device, generator):
-    accepted = check_reject(*random_chain(generator, 2, 1, 262_144, overlap=0.5), device)
-    assert 0 in accepted.num_accepted
 
 
 def test_padding_is_never_read_and_dtypes_may_differ(device, generator):
@@ -168,9 +145,6 @@ def test_padding_is_never_read_and_dtypes_may_differ(device, generator):
     draft.probs = draft.probs.masked_fill(padding[..., None], torch.nan).to(torch.bfloat16)
     accepted = check_reject(draft, target_probs, *numbers, device)
     assert (accepted.tokens >= 0).all()
-
-
-# Sampled acceptance of trees: reject_tree
 
 
 def random_tree(generator, parents, batch_size, vocab_size, overlap=0.6):
@@ -207,15 +181,6 @@ def test_reject_trees_of_different_shapes(device, generator):
     check_reject(*random_tree(generator, parents, 4, 300), device)
 
 
-@full
-def test_reject_all_siblings(device, generator):
-    """The new token is drawn from what is left after four tokens."""
-    draft, target_probs, accept_uniforms, target_uniforms = random_tree(generator, STAR, 8, 40, overlap=0.0)
-    draft.num_nodes.fill_(4)
-    accepted = check_reject(draft, target_probs, accept_uniforms * 0.1 + 0.9, target_uniforms, device)
-    assert (accepted.num_accepted == 0).sum() > 2
-
-
 def test_siblings_are_the_whole_vocabulary_or_equal(device, generator):
     draft, *arguments = random_tree(generator, (-1, -1, -1), 8, 3, overlap=0.2)
     draft.num_nodes.fill_(3)
@@ -237,13 +202,6 @@ def test_sibling_drawn_from_nothing_is_not_tried(device, generator):
     assert accepted.num_accepted.unique().numel() == 2
 
 
-@full
-def test_distributions_that_all_nodes_share(device, generator):
-    """A star as it stands after one node: its target distribution is repeated without being copied."""
-    draft, target_probs, *numbers = random_tree(generator, (-1, -1, -1), 4, 300)
-    check_reject(draft, target_probs[:, :1].expand(-1, 4, -1), *numbers, device)
-
-
 # Numeric traps of both rules
 
 both_rules = pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "tree"])
@@ -256,10 +214,9 @@ def chain_or_tree(is_chain, tokens, probs):
 
 
 @both_rules
-@pytest.mark.parametrize("draft_prob", [0.0, *in_full(0.5)])
-def test_zero_never_accepts_an_impossible_token(is_chain, draft_prob, device):
+def test_zero_never_accepts_an_impossible_token(is_chain, device):
     target_probs = torch.tensor([[[0.0, 0.25, 0.75]] * 2])
-    probs = torch.tensor([[[draft_prob, 1 - draft_prob, 0.0]]])
+    probs = torch.tensor([[[0.0, 1.0, 0.0]]])
     zeros = torch.zeros(1, 2, dtype=torch.float64)
     draft = chain_or_tree(is_chain, torch.tensor([[0]]), probs)
     accepted = check_reject(draft, target_probs, zeros[:, :1], zeros, device)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import hf_specdec
 from hf_specdec.errors import MissingDependencyError, SpecConfigError
 from hf_specdec.kernels import _triton
 from hf_specdec.kernels._triton import use_triton
@@ -76,10 +73,3 @@ print(kernels._triton.HAS_TRITON, kernels._triton.CHOICE, *sample_from_probs(tor
     environment = os.environ | {"HF_SPECDEC_KERNELS": "torch"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "torch", "0", "1", "2"]
-
-
-def test_one_file_imports_triton():
-    folder = Path(hf_specdec.__file__).parent
-    imports = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)
-    importing = [path.name for path in folder.rglob("*.py") if imports.search(path.read_text())]
-    assert importing == ["_triton.py"]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from hf_specdec.kernels import _triton, projections
 from hf_specdec.kernels.gates import GELU_TANH, SILU
-from hf_specdec.kernels.norms import Norm, Scale
+from hf_specdec.kernels.norms import Norm
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.layers import llama
 from hf_specdec.layers.draft_network import new_attention, new_mlp
@@ -94,15 +94,6 @@ def test_products_of_an_unnormed_stream(norm, parts, dtype, device):
     expected_gate = references.gated(F.linear(expected, *gate), F.linear(expected, *up), SILU)
     torch.testing.assert_close(found.cpu(), expected_gate, **CLOSE[dtype])
     torch.testing.assert_close(x.normed().cpu(), expected, **CLOSE[dtype])
-
-
-def test_which_norms_go_along():
-    weight = torch.ones(4)
-    assert projections.goes_along(Norm(weight, 1e-5))
-    assert projections.goes_along(Norm(weight, 1e-5, 1.0, True))
-    assert not projections.goes_along(Norm(None, 1e-5, is_centered=True))
-    assert not projections.goes_along(Scale(0.5))
-    assert not projections.goes_along(None)
 
 
 def test_what_is_taken(device, monkeypatch):

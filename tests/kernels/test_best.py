@@ -17,23 +17,6 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 TWICE = range(2)
 
 
-@full
-@given(
-    rows=st.integers(1, 3),
-    vocab_size=st.sampled_from([1, 7, 2048, 4097, 9000]),
-    numbers=st.integers(1, 3),
-    dtype=DTYPES,
-    seed=st.integers(0, 99),
-)
-def test_best_of_few_different_numbers(device, rows, vocab_size, numbers, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randint(-numbers, 1, (rows, vocab_size), generator=generator).to(dtype)
-    scores[scores == -1] = -torch.inf
-    found = _best_triton(scores.to(device))
-    assert found.dtype == torch.long
-    assert torch.equal(found.cpu(), scores.argmax(-1))
-
-
 @pytest.mark.smoke
 def test_best_of_a_vocabulary_in_many_parts(device):
     """Rows that are parts of wider ones, with equal scores, NaN and nothing possible."""

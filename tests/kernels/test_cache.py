@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_specdec.kernels.cache import (
-    WritePlan,
-    _move_torch,
-    _move_triton,
-    _write_torch,
-    _write_triton,
-    move_slots,
-    write_slots,
-)
+from hf_specdec.kernels.cache import WritePlan, _move_torch, _move_triton, _write_torch, _write_triton
 from tests.helpers.levels import in_full
 from tests.kernels.conftest import every_nvidia
 
@@ -26,26 +18,6 @@ def numbered(*shape, dtype=torch.float32, first=0.0):
 def assert_same_bits(found, expected):
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
-
-
-# The references
-
-
-def test_rows_are_written_where_the_plan_says():
-    keys, states = torch.zeros(3, 2, 6, 4), numbered(2, 2, 2, 4, first=1)
-    write_slots((keys,), (states,), WritePlan(6, None, [1, 4], 2))
-    expected = torch.zeros(3, 2, 6, 4)
-    expected[0, :, 1:3], expected[1, :, 4:6] = states[0], states[1]
-    assert torch.equal(keys, expected)
-
-
-def test_paths_are_moved_after_the_starts():
-    keys = numbered(2, 1, 8, 1)
-    move_slots([keys], torch.tensor([1, 3]), torch.tensor([[0, 2, 5], [0, 1, 4]]))
-    assert keys[:, 0, :, 0].tolist() == [[0, 1, 3, 6, 4, 5, 6, 7], [8, 9, 10, 11, 12, 15, 14, 15]]
-
-
-# The kernels
 
 
 @pytest.mark.parametrize(

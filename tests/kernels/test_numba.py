@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
-import torch
 
-from hf_specdec.kernels import few_rows
 from hf_specdec.kernels.compiled import compiled
 from tests.helpers.levels import full
 from tests.helpers.paths import ROOT
@@ -169,36 +165,18 @@ os._exit(0)
     output_of(start(PRODUCTS + code, NUMBA_CACHE_DIR=str(tmp_path)))
 
 
-@full
-def test_folders_that_cannot_be_written_to(monkeypatch, tmp_path):
-    """The folder of the user is the next after that of the package; without any the code is compiled all the same."""
-    read_only = [str(Path(few_rows.__file__).parent)]
-    temporary_file = tempfile.TemporaryFile
-
-    def file_in(*args, dir, **kwargs):
-        if dir.startswith(tuple(read_only)):
-            raise PermissionError(dir)
-        return temporary_file(*args, dir=dir, **kwargs)
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", file_in)
-    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    x, weight = torch.randn(3, 50), torch.randn(20, 50)
-    expected = few_rows.linear(x, weight)
-    for num_files in (2, 2):
-        monkeypatch.setattr(few_rows, "_kernels", {})
-        assert torch.equal(few_rows.linear(x, weight), expected)
-        assert len(list(tmp_path.rglob("*.nb?"))) == num_files
-        read_only.append(str(tmp_path))
-
-
 def double(number):
     return 2 * number
 
 
-def test_code_for_which_there_is_no_room_is_compiled_all_the_same(monkeypatch):
-    def fail(*arguments):
-        raise OSError("No space left on device")
+def no_room(*arguments):
+    raise OSError("No space left on device")
 
-    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", fail)
+
+@pytest.mark.parametrize(
+    ("place", "value"), [("CacheImpl._locator_classes", []), ("IndexDataCacheFile.save", no_room)]
+)
+def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch, place, value):
+    """No folder can be written to, or there is no room."""
+    monkeypatch.setattr(f"numba.core.caching.{place}", value)
     assert compiled("int64(int64)")(double)(4) == 8

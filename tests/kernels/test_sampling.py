@@ -208,16 +208,6 @@ def test_warpers_of_equal_tokens_over_many_parts(device, many_parts):
         assert 0 < scores.isfinite().sum() < 3000
 
 
-@full
-def test_warped_rows_do_not_matter_to_each_other(device):
-    logits = torch.randn((3, 2, 700), generator=torch.Generator().manual_seed(0)).mul(3)
-    together = _warped_triton(logits.to(device), Warping(0.8, 60, 0.9, 0.01))
-    for row in range(3):
-        alone = _warped_triton(logits[row].to(device), Warping(0.8, 60, 0.9, 0.01))
-        assert torch.equal(together[row], alone)
-    assert _warped_triton(logits[:0].to(device), Warping(0.8)).shape == (0, 2, 700)
-
-
 @pytest.mark.parametrize("bad", [torch.nan, *in_full(-torch.nan, torch.inf)])
 def test_warpers_of_logits_that_are_no_numbers_or_impossible(device, bad):
     """Nothing may be drawn from such rows, whose softmax is not a number."""

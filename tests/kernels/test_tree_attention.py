@@ -145,13 +145,6 @@ def test_the_public_function_scales_by_the_head_size():
     )
 
 
-def test_ancestors_fill_all_bits():
-    chain = torch.ones(MAX_NODES, MAX_NODES, dtype=torch.bool).tril()
-    bits = pack_ancestors(chain)
-    assert bits[-1] == -1
-    assert torch.equal((bits[:, None] >> torch.arange(MAX_NODES) & 1).bool(), chain)
-
-
 @pytest.mark.parametrize("options", [WINDOW, *in_full({}, CHUNK)], ids=str)
 def test_the_last_nodes_of_a_tree(options):
     """As a level of a draft reads them; the nodes before it have been read."""

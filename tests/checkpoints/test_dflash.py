@@ -9,8 +9,6 @@ import torch
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GraniteConfig,
@@ -369,24 +367,20 @@ def test_saved_and_loaded(name, tmp_path):
 
 def test_mask_token_of_the_user_and_of_the_tokenizer(target, tmp_path):
     assert load(HEADS[RANDOM], target, dflash_mask_token_id=9).config.mask_token_id == 9
-    folder, names = tmp_path / "draft", tmp_path / "target"
-    target = tiny_llama(vocab_size=40, num_hidden_layers=3)
-    random_network().attach(target).save(folder)
+    target, tokenizer = tiny_llama(vocab_size=40, num_hidden_layers=3), letter_tokenizer()
+    random_network().attach(target).save(tmp_path / "draft")
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
 
-    def mask_token_with(**changes):
-        config = json.loads((folder / "config.json").read_text())
-        config = changed(config, {f"dflash_config.{key}": value for key, value in changes.items()})
-        (folder / "config.json").write_text(json.dumps(config))
-        return load(folder, target).config.mask_token_id
+    def mask_token_with(mask_token):
+        changes = {"dflash_config.mask_token_id": None, "dflash_config.mask_token": mask_token}
+        (tmp_path / "draft" / "config.json").write_text(json.dumps(changed(config, changes)))
+        return load(tmp_path / "draft", target).config.mask_token_id
 
+    tokenizer.save_pretrained(tmp_path)
+    target.config.name_or_path = str(tmp_path)
     with pytest.raises(CheckpointFormatError, match="which token its masks are.*`dflash_mask_token_id`"):
-        mask_token_with(mask_token_id=None)
-    tokenizer = letter_tokenizer()
-    tokenizer.save_pretrained(names)
-    target.config.name_or_path = str(names)
-    with pytest.raises(CheckpointFormatError, match="which token its masks are"):
-        mask_token_with()
-    assert mask_token_with(mask_token="b") == tokenizer.convert_tokens_to_ids("b")
+        mask_token_with(None)
+    assert mask_token_with("b") == tokenizer.convert_tokens_to_ids("b")
 
 
 # Embedding and lm_head of targets that do more than look up and multiply
@@ -411,47 +405,29 @@ def test_own_embedding_and_head(target, tmp_path):
     assert network.num_embeddings == 328
 
 
-class NormedEmbedding(torch.nn.Embedding):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.embed_norm = torch.nn.RMSNorm(sizes[1])
-
-    def forward(self, tokens):
-        return self.embed_norm(super().forward(tokens))
-
-
-def test_embedding_with_a_scale_or_a_norm():
-    target = Gemma3ForCausalLM(Gemma3TextConfig(**TINY, head_dim=8, sliding_window=16)).requires_grad_(False)
-    network, tokens = random_network_for(target), torch.tensor([[3, 9]])
-    assert torch.equal(network.embed(tokens), target.get_input_embeddings()(tokens))
-    # A copy is of the rows alone.
-    weight = target.get_input_embeddings().weight.clone()
-    network.embed_tokens = torch.nn.Embedding(*weight.shape, _weight=weight)
-    network.attach(target)
-    assert torch.equal(network.embed(tokens), torch.nn.functional.embedding(tokens, weight))
-    # The norm is not the draft's.
-    target = tiny_llama()
-    target.set_input_embeddings(NormedEmbedding(64, 32).requires_grad_(False))
-    assert torch.equal(random_network_for(target).embed(tokens), target.get_input_embeddings().weight[tokens])
-
-
 @pytest.mark.parametrize(
     ("model_class", "config"),
     [
-        (Gemma2ForCausalLM, Gemma2Config(**TINY, head_dim=8, final_logit_softcapping=3.0)),
+        (Gemma3ForCausalLM, Gemma3TextConfig(**TINY, head_dim=8, final_logit_softcapping=3.0)),
         *in_full((CohereForCausalLM, CohereConfig(**TINY, logit_scale=0.25))),
         *in_full((GraniteForCausalLM, GraniteConfig(**TINY, logits_scaling=4.0))),
     ],
-    ids=["cap", "scale", "divisor"],
+    ids=["scaled embedding and cap", "scale", "divisor"],
 )
 @torch.no_grad()
-def test_logits_of_the_targets_head(model_class, config):
+def test_embedding_and_logits_of_the_target(model_class, config):
     torch.manual_seed(0)
     target = model_class(config).eval()
+    network, tokens, embedding = random_network_for(target), torch.tensor([[3, 9, 4]]), target.get_input_embeddings()
     with captured_states(target, ("last",)) as states:
-        logits = target(torch.tensor([[3, 9, 4]])).logits
-    torch.testing.assert_close(random_network_for(target).logits(states["last"]), logits)
+        logits = target(tokens).logits
+    torch.testing.assert_close(network.logits(states["last"]), logits)
     assert not torch.allclose(target.lm_head(states["last"]), logits)
+    assert torch.equal(network.embed(tokens), embedding(tokens))
+    # A copy is of the rows alone.
+    network.embed_tokens = torch.nn.Embedding(*embedding.weight.shape, _weight=embedding.weight.clone())
+    network.attach(target)
+    assert torch.equal(network.embed(tokens), torch.nn.functional.embedding(tokens, embedding.weight))
 
 
 def test_copies_of_the_targets_parts_are_given_up():

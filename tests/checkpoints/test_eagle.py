@@ -373,10 +373,8 @@ DEFAULT = ("default", 10000.0, {})
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 5e5}, ("llama3", 5e5, LLAMA3)),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 9.0}, ("default", 7.0, {})),
         *in_full(
-            ({}, DEFAULT),
             ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, ("default", 7.0, {})),
             ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ("linear", 10000.0, {"factor": 4.0})),
-            ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ("dynamic", 10000.0, {"factor": 4.0})),
             ({"rope_scaling": {"rope_type": "yarn", **YARN}, "rope_theta": 1e6}, ("yarn", 1e6, YARN)),
             ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, DEFAULT),
         ),
@@ -413,9 +411,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
         ({IDS: [1, 3, 4], **SPECULATORS}, (1, 3, 4)),
         ({"eagle_config": {IDS: [4, 6, 8]}}, (4, 6, 8)),
         *in_full(
-            ({IDS: [2, 4, 5]}, (2, 4, 5)),
             ({"eagle_config": {IDS: [1, 4, 6]}}, (2, 5, 7)),
-            ({IDS: [1, 6, 8]}, (1, 6, 8)),
             ({IDS: [6, 2, 5]}, (2, 5, 6)),
             ({"eagle_config": {"layer_ids": [2, 5, 6]}}, (2, 5, 6)),
             ({"aux_layer_ids": [1, 3, 4]}, (1, 3, 4)),

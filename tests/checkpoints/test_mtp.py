@@ -76,18 +76,6 @@ def first_step(target, network, text):
     return hidden, network(text[None, 1:], hidden, steps[None], mask[None, None])[1][0, -1]
 
 
-def test_dtypes():
-    target = AutoModelForCausalLM.from_pretrained(FIXTURES / "deepseek_v3" / "target", dtype=torch.bfloat16)
-    tensors = load(target).state_dict()
-    # As in the target, where the choice of experts depends on it.
-    in_float32, of_target = (
-        {name.partition(".mlp.")[2] for name, tensor in found.items() if tensor.dtype == torch.float32}
-        for found in (tensors, target.state_dict())
-    )
-    assert in_float32 == of_target >= {"gate.e_score_correction_bias"}
-    assert load(target, dtype="float32").dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     "settings", in_full({"load_in_4bit": True, "bnb_4bit_compute_dtype": F32}, {"load_in_8bit": True})
 )

@@ -101,9 +101,7 @@ def test_stored_in_8_bits(name, form, tmp_path):
         (torch.ones(3, 2), None, "factors of up.weight"),
         *in_full(
             (torch.ones(2, 2), [4, 4, 4], r"`weight_block_size`=\[4, 4, 4\].*2 dimensions with factors of 2"),
-            (torch.ones(2, 2), [4, 0], "`weight_block_size`"),
             (torch.ones(8, 2), [2**30, 4], "8, 2.*factors of up.weight"),
-            (torch.ones(0), None, "factors of up.weight"),
             (torch.ones(2, 2, dtype=torch.uint8), [4, 4], "factors in uint8"),
         ),
     ],

@@ -20,6 +20,7 @@ DOMINO, DFLASH2, CONVOLUTION = "dflash/domino_b6", "dflash/dflash2_full_b8", "la
 MEDUSA, MERGED = "medusa/v2_shared_lm_head_safetensors", "medusa/merged_v1"
 MEDUSA_VLLM, MEDUSA_CUT, MAP = "medusa/vllm_converted", "medusa/vllm_truncated_vocab", "medusa_heads.token_map"
 MLP, GLM, DEEPSEEK = "mlp_speculator/untied_plain", "mtp/glm4_moe", "mtp/deepseek_v3"
+SPECULATORS = "eagle/eagle3_speculators"
 UP, FAR = "midlayer.mlp.up_proj.weight", 99_999_999
 
 
@@ -52,6 +53,18 @@ def setting(name, key, value, what, place=""):
     return (name, None, {place + key: value}, f"`{key}`={shown} in its config.json, which must be {what}")
 
 
+def as_head(scale):
+    """The target's embedding in the place of the head's, and no lm_head."""
+
+    def change(tensors):
+        embedding = loaded_target(HEADS[SPECULATORS]).get_input_embeddings().weight.detach()
+        return {**without("lm_head", "d2t", "t2d")(tensors), "embed_tokens.weight": embedding * scale}
+
+    return change
+
+
+# Mostly copied from the target's config; with another embedding it would be another computation.
+TIED = {"transformer_layer_config.tie_word_embeddings": True, "draft_vocab_size": None}
 POSITIVE, COUNT, FLAG = "a positive number", "a positive integer", "true or false"
 
 # (checkpoint, change of its tensors, of its config, what the message says)
@@ -93,6 +106,7 @@ TABLE = [
     (EAGLE3, put("d2t", lambda ids: ids + 256), {}, "selects no rising ids below 256"),
     (DFLASH, None, {"vocab_size": 5000}, "vocabulary of 5000 tokens, and Qwen3ForCausalLM has 320"),
     (MEDUSA_CUT, put(MAP, torch.arange(-4, 60)), {}, "64 different tokens, got 64, from -4 on"),
+    (SPECULATORS, as_head(2.0), TIED, "`tie_word_embeddings`=true.*an embedding of its own"),
     # Settings.
     setting(EAGLE3, "rms_norm_eps", True, POSITIVE),
     setting(DFLASH, "block_size", 257, f"{COUNT} of at most 256"),
@@ -205,6 +219,11 @@ def test_checkpoint_for_another_method(name, method):
 def test_settings_of_the_user_that_do_not_fit(name, settings, error, message):
     with pytest.raises(error, match=message):
         load(method_of(name), HEADS[name], loaded_target(HEADS[name]), **settings)
+
+
+def test_embedding_of_the_target_as_lm_head(tmp_path):
+    folder = copy_of(SPECULATORS, tmp_path / "head", TIED, as_head(1.0))
+    assert load("eagle3", folder, loaded_target(HEADS[SPECULATORS])).lm_head is None
 
 
 def test_mask_token_of_the_checkpoint_outside_of_the_embedding(tmp_path):

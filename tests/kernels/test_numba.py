@@ -173,10 +173,8 @@ def no_room(*arguments):
     raise OSError("No space left on device")
 
 
-@pytest.mark.parametrize(
-    ("place", "value"), [("CacheImpl._locator_classes", []), ("IndexDataCacheFile.save", no_room)]
-)
-def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch, place, value):
+@pytest.mark.parametrize("fault", [("CacheImpl._locator_classes", []), ("IndexDataCacheFile.save", no_room)])
+def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch, fault):
     """No folder can be written to, or there is no room."""
-    monkeypatch.setattr(f"numba.core.caching.{place}", value)
+    monkeypatch.setattr(f"numba.core.caching.{fault[0]}", fault[1])
     assert compiled("int64(int64)")(double)(4) == 8

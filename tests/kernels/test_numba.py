@@ -149,7 +149,7 @@ def test_a_fork_waits_for_what_another_thread_compiles(tmp_path):
 from hf_specdec.kernels import _few_rows
 entry, is_inside = _few_rows.entry, threading.Event()
 _few_rows.entry = lambda dtype: is_inside.set() or entry(dtype)
-thread = threading.Thread(target=check, args=[torch.float32])
+thread = threading.Thread(target=few_rows._kernel, args=[torch.float32])
 thread.start()
 assert is_inside.wait(60)
 child = os.fork()

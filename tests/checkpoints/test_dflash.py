@@ -22,6 +22,7 @@ from hf_specdec.candidate_generators.dflash.network import GivenContext
 from hf_specdec.decoding.states import captured_states
 from hf_specdec.hub.detect import detect_checkpoint
 from tests.helpers import heads
+from tests.helpers.block_networks import NETWORKS, random_network
 from tests.helpers.caches import CACHE
 from tests.helpers.heads import (
     HEADS,
@@ -37,7 +38,6 @@ from tests.helpers.heads import (
 )
 from tests.helpers.levels import in_full
 from tests.helpers.models import TINY, letter_tokenizer, tiny_llama
-from tests.methods.test_dflash import NETWORKS, random_network
 
 
 NAMES = [name for name in HEADS if name.startswith("dflash/")]

@@ -19,7 +19,8 @@ from tests.helpers.heads import copy_of, put, same_network, without
 from tests.helpers.levels import in_full
 from tests.helpers.models import prompts, tiny_gpt2, tiny_llama
 from tests.helpers.paths import FIXTURES as ALL_FIXTURES
-from tests.methods.test_mtp import HYBRID, published
+from tests.helpers.published import HYBRID
+from tests.helpers.published import published as published_case
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": None}
@@ -27,6 +28,12 @@ FIXTURES = ALL_FIXTURES / "mtp"
 CLOSE, F32 = {"atol": 1e-4, "rtol": 1e-4}, torch.float32
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
 every_case = pytest.mark.parametrize("name", NAMES)
+
+
+def published(name):
+    """Target, with its MTP layers in its own checkpoint, and expected tensors of a published case."""
+    case = published_case(f"mtp/{name}")
+    return case.target, case.expected
 
 
 def load(target, model=None, **settings):

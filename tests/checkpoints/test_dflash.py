@@ -134,6 +134,18 @@ def test_recorded_convolutions_and_selector_of_dflash2(name):
             places = edges.places_of(position, path[:, position])
 
 
+@torch.no_grad()
+def test_convolutions_of_blocks_in_a_row_and_shorter_than_the_taps():
+    convolution = published(DFLASH2[1]).layers[0].attention_conv
+    blocks = torch.randn(4, 5, 48)
+    expected = convolution(blocks, torch.tanh)
+    together = convolution(blocks.view(1, 20, 48), torch.tanh, block_size=5)
+    torch.testing.assert_close(together.view(4, 5, 48), expected, **CLOSE)
+    # A convolution looks back alone.
+    for size in (1, 2):
+        torch.testing.assert_close(convolution(blocks[:, :size], torch.tanh), expected[:, :size], **CLOSE)
+
+
 # Other formats
 
 

@@ -17,7 +17,7 @@ from hf_specdec.kernels.acceptance import (
     _reject_triton,
 )
 from hf_specdec.kernels.sampling import sample_torch
-from tests.helpers.levels import in_full
+from tests.helpers.levels import full, in_full
 
 
 ALMOST_ONE = float(np.nextafter(1.0, 0.0))
@@ -190,6 +190,16 @@ def test_siblings_are_the_whole_vocabulary_or_equal(device, generator):
     # Equal ones are tried once.
     draft.tokens[:, 1] = draft.tokens[:, 0]
     assert (check_reject(draft, *arguments, device).path != 2).all()
+
+
+@full
+def test_sibling_drawn_from_nothing_is_not_tried(device, generator):
+    draft = DraftTree(torch.tensor([[0, 2]]).expand(8, -1), torch.tensor([-1, -1]), torch.full((8,), 2))
+    draft.probs = torch.tensor([1.0, 0.0, 0.0]).expand(8, 2, 3)
+    target_probs = torch.tensor([0.2, 0.3, 0.5]).expand(8, 3, 3)
+    accepted = check_reject(draft, target_probs, uniform(generator, 8, 2), uniform(generator, 8, 3), device)
+    assert (accepted.path.amax(1) <= 1).all()
+    assert accepted.num_accepted.unique().numel() == 2
 
 
 # Numeric traps of both rules

@@ -14,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from hf_specdec.decoding import functional
+from hf_specdec.diagnosis import checks
 from hf_specdec.kernels import few_rows, products
 from hf_specdec.kernels.products import fast_products, prepare_products, product, widened_linear
 from hf_specdec.layers.llama import project
@@ -330,3 +331,15 @@ def test_stand_ins_are_measured_for_offloaded_weights(monkeypatch):
         assert {weight.device.type for weight in seen} == {"cpu"}
         assert len({weight.untyped_storage().data_ptr() for weight in seen}) == expected
     assert there.untyped_storage().data_ptr() in {weight.untyped_storage().data_ptr() for weight in seen}
+
+
+def test_doctor_says_where_the_kernel_is_faster_or_missing(measured, monkeypatch):
+    target = tiny_llama()
+    (finding,) = checks.product_findings(target)
+    num_shapes = len({tuple(seen) for seen, _ in measured})
+    assert finding.status == "ok"
+    assert f"for {num_shapes} of {num_shapes} shapes" in finding.found
+    monkeypatch.setattr(checks, "has_kernel", lambda: False)
+    (finding,) = checks.product_findings(target)
+    assert "numba cannot be imported" in finding.found
+    assert "pip install numba" in finding.remedy

@@ -10,7 +10,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_specdec import CheckpointFormatError, UnsupportedModelError
-from hf_specdec.candidate_generators.eagle import formats as eagle_formats
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks
 from hf_specdec.decoding.states import captured_states
@@ -28,6 +27,7 @@ from tests.helpers.heads import (
     tensors_of,
     write,
 )
+from tests.helpers.levels import in_full
 from tests.helpers.models import TINY, VOCAB_SIZE, tiny_llama
 
 
@@ -85,106 +85,85 @@ def read(network, cache, tokens, hidden):
     return network(tokens, hidden, cache.lengths[0] + topology.depths[None], mask, cache)
 
 
-class TestPublishedNumbers:
-    @pytest.mark.parametrize("name", NAMES)
-    def test_states_chain_and_logits(self, name):
-        target, network, expected = loaded_target(HEADS[name]), published(name), expected_of(name)
-        before = target.config.to_dict(), target.config._attn_implementation
-        states = states_of(target, network, expected["prompt_ids"])
-        captured = torch.cat([states[key] for key in network.target_hidden_states], dim=-1)
-        torch.testing.assert_close(captured, expected["target_hidden"], **CLOSE)
-        prefix, tokens, logits, hidden = chain_of(network, states, expected["prompt_ids"], expected["root_token"], 5)
-        torch.testing.assert_close(prefix, expected["prefix_hidden"], **CLOSE)
-        assert tokens.tolist() == expected["chain_tokens"].tolist()
-        torch.testing.assert_close(logits, expected["chain_logits"], **CLOSE)
-        torch.testing.assert_close(hidden, expected["chain_hidden"], **CLOSE)
-        assert before == (target.config.to_dict(), target.config._attn_implementation)
-
-    def test_boundaries(self):
-        found = {name.partition("/")[2]: published(name).target_hidden_states for name in NAMES}
-        assert found == {
-            "eagle1_llama": ("last",),
-            "eagle3_llama": (2, 4, 5),
-            "eagle3_qwen3": (2, 3, 4),
-            "eagle3_speculators": (2, 3, 4),
-            "eagle3_specforge": (2, 4, 5),
-        }
-
-    @pytest.mark.parametrize("name", ["eagle/eagle3_llama", "eagle/eagle3_qwen3"])
-    def test_target_ids_and_logits(self, name):
-        network, tensors = published(name), tensors_of(HEADS[name])
-        size = network.config.draft_vocab_size
-        ids = network.target_ids(torch.arange(size))
-        assert torch.equal(ids, tensors["t2d"].nonzero()[:, 0] if "t2d" in tensors else torch.arange(256))
-        logits = torch.randn(2, 3, size)
-        full = network.target_logits(logits)
-        assert full.shape == (2, 3, 256)
-        assert torch.equal(full[..., ids], logits)
-        assert int(full.isinf().sum()) == 6 * (256 - size)
+BOUNDARIES = {"eagle1_llama": ("last",), "eagle3_llama": (2, 4, 5), "eagle3_specforge": (2, 4, 5)}
+BOUNDARIES |= {"eagle3_qwen3": (2, 3, 4), "eagle3_speculators": (2, 3, 4)}
 
 
-class TestSharedParts:
-    def test_embedding_of_the_target_or_its_own(self, tmp_path):
-        name, tokens, table = "eagle/eagle3_speculators", torch.tensor([[3, 9, 255]]), torch.randn(256, 64)
-        target = loaded_target(HEADS[name])
-        own = load(copy_of(name, tmp_path / "own", change=put("embed_tokens.weight", table)), target)
-        assert torch.equal(own.embed(tokens), table[tokens])
-        theirs = target.get_input_embeddings().weight.detach()
-        # Left out, or a copy that need not be kept.
-        for change in (renamed(embed_tokens=None), put("embed_tokens.weight", theirs)):
-            shared = load(copy_of(name, tmp_path / "shared", change=change), target)
-            assert torch.equal(shared.embed(tokens), theirs[tokens])
-            assert shared.embed_tokens is None
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_states_chain_and_logits(name):
+    target, network, expected = loaded_target(HEADS[name]), published(name), expected_of(name)
+    assert network.target_hidden_states == BOUNDARIES[name.partition("/")[2]]
+    before = target.config.to_dict(), target.config._attn_implementation
+    states = states_of(target, network, expected["prompt_ids"])
+    captured = torch.cat([states[key] for key in network.target_hidden_states], dim=-1)
+    torch.testing.assert_close(captured, expected["target_hidden"], **CLOSE)
+    prefix, tokens, logits, hidden = chain_of(network, states, expected["prompt_ids"], expected["root_token"], 5)
+    torch.testing.assert_close(prefix, expected["prefix_hidden"], **CLOSE)
+    assert tokens.tolist() == expected["chain_tokens"].tolist()
+    torch.testing.assert_close(logits, expected["chain_logits"], **CLOSE)
+    torch.testing.assert_close(hidden, expected["chain_hidden"], **CLOSE)
+    assert before == (target.config.to_dict(), target.config._attn_implementation)
 
-    def test_embedding_with_fewer_rows_than_the_target(self, tmp_path):
-        name = "eagle/eagle1_llama"
-        copy_of(name, tmp_path, change=put("embed_tokens.weight", lambda table: table[:250]))
-        network = load(tmp_path, loaded_target(HEADS[name]), "eagle")
-        assert network.embed_tokens.weight.shape == (256, 64)
-        assert not network.embed(torch.tensor([[250, 255]])).any()
 
-    def test_embeddings_are_not_scaled(self, tmp_path):
-        """A target that multiplies them in its embedding module, and not in the weight."""
-        sizes = {**TINY, "head_dim": 16, "num_hidden_layers": 8, "initializer_range": 0.02}
-        target = Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).eval()
-        tokens = torch.tensor([[3, 9]])
-        network = load(Head().save(tmp_path), target)
-        assert torch.equal(network.embed(tokens), target.get_input_embeddings().weight[tokens])
-        assert not torch.allclose(network.embed(tokens), target.get_input_embeddings()(tokens))
+def test_ids_and_logits_of_the_target():
+    network, tensors = published("eagle/eagle3_llama"), tensors_of(HEADS["eagle/eagle3_llama"])
+    size = network.config.draft_vocab_size
+    ids = network.target_ids(torch.arange(size))
+    assert torch.equal(ids, tensors["t2d"].nonzero()[:, 0])
+    logits = torch.randn(2, 3, size)
+    full = network.target_logits(logits)
+    assert torch.equal(full[..., ids], logits)
+    assert int(full.isinf().sum()) == 6 * (256 - size)
 
-    def test_head_of_the_target(self, target, tmp_path):
-        network, output = (
-            load(Head(vocab=VOCAB_SIZE, without=("lm_head.weight",)).save(tmp_path), target),
-            torch.randn(1, 3, 32),
-        )
-        assert torch.equal(network.logits(output), target.lm_head(output))
 
-    @pytest.mark.parametrize(("name", "method"), [("eagle/eagle1_llama", "eagle"), ("eagle/eagle3_llama", "eagle3")])
-    def test_of_another_dtype(self, name, method, tmp_path):
-        target = loaded_target(HEADS[name])
-        network = load(copy_of(name, tmp_path, change=renamed(embed_tokens=None)), target, method, dtype="bfloat16")
-        states = states_of(target, network, torch.tensor([[3, 4, 5]]))
-        fed_back, output = network(torch.tensor([[4, 5, 6]]), network.fuse(states), torch.arange(3)[None], None)
-        assert fed_back.dtype == network.logits(output).dtype == torch.bfloat16
+# Embedding and lm_head of the target, or its own
 
-    @pytest.mark.parametrize(
-        ("head", "part"),
-        [
-            ({"hidden": 24, "target_hidden": 32}, "embed_tokens"),
-            ({"hidden": 24, "own_embedding": True, "vocab": VOCAB_SIZE, "without": ("lm_head.weight",)}, "lm_head"),
-        ],
-    )
-    def test_of_another_width(self, target, head, part, tmp_path):
+
+def test_embedding_of_the_target_or_its_own(tmp_path):
+    name, tokens, table = "eagle/eagle3_speculators", torch.tensor([[3, 9, 255]]), torch.randn(256, 64)
+    target = loaded_target(HEADS[name])
+    own = load(copy_of(name, tmp_path / "own", change=put("embed_tokens.weight", table)), target)
+    assert torch.equal(own.embed(tokens), table[tokens])
+    theirs = target.get_input_embeddings().weight.detach()
+    # Left out, or a copy that need not be kept.
+    for change in (renamed(embed_tokens=None), put("embed_tokens.weight", theirs)):
+        shared = load(copy_of(name, tmp_path / "shared", change=change), target)
+        assert torch.equal(shared.embed(tokens), theirs[tokens])
+        assert shared.embed_tokens is None
+
+
+def test_embedding_with_fewer_rows_than_the_target(tmp_path):
+    name = "eagle/eagle1_llama"
+    copy_of(name, tmp_path, change=put("embed_tokens.weight", lambda table: table[:250]))
+    network = load(tmp_path, loaded_target(HEADS[name]), "eagle")
+    assert network.embed_tokens.weight.shape == (256, 64)
+    assert not network.embed(torch.tensor([[250, 255]])).any()
+
+
+def test_embeddings_are_not_scaled(tmp_path):
+    """A target that multiplies them in its embedding module, and not in the weight."""
+    target = Gemma3ForCausalLM(Gemma3TextConfig(**{**TINY, "head_dim": 16, "num_hidden_layers": 8})).eval()
+    network, tokens = load(Head().save(tmp_path), target), torch.tensor([[3, 9]])
+    assert torch.equal(network.embed(tokens), target.get_input_embeddings().weight[tokens])
+    assert not torch.allclose(network.embed(tokens), target.get_input_embeddings()(tokens))
+
+
+def test_parts_of_the_target_of_another_dtype_and_width(target, tmp_path):
+    name = "eagle/eagle3_llama"
+    theirs = loaded_target(HEADS[name])
+    network = load(copy_of(name, tmp_path, change=renamed(embed_tokens=None)), theirs, dtype="bfloat16")
+    states = states_of(theirs, network, torch.tensor([[3, 4, 5]]))
+    fed_back, output = network(torch.tensor([[4, 5, 6]]), network.fuse(states), torch.arange(3)[None], None)
+    assert fed_back.dtype == network.logits(output).dtype == torch.bfloat16
+    for head, part in (
+        (Head(hidden=24), "embed_tokens"),
+        (Head(hidden=24, own_embedding=True, vocab=VOCAB_SIZE, without=("lm_head",)), "lm_head"),
+    ):
         with pytest.raises(CheckpointFormatError, match=f"no `{part}.weight`, and its hidden size 24"):
-            load(Head(**head).save(tmp_path), target)
+            load(head.save(tmp_path / part), target)
 
 
-def test_unknown_tensors_are_named(tmp_path, monkeypatch):
-    warned, name = [], "eagle/eagle3_llama"
-    monkeypatch.setattr(eagle_formats.logger, "warning", warned.append)
-    change = put("parallel_draft_heads.0.weight", torch.ones(2, 2))
-    load(copy_of(name, tmp_path, change=change), loaded_target(HEADS[name]))
-    assert "1 tensors are not used: parallel_draft_heads.0.weight" in warned[0]
+# Every variant against its equations
 
 
 @dataclass
@@ -193,7 +172,6 @@ class Head:
 
     kind: str = "eagle3"
     hidden: int = 32
-    target_hidden: int = 32
     heads: int = 4
     groups: int = 2
     head_size: int = 8
@@ -201,73 +179,51 @@ class Head:
     states: int = 3
     vocab: int = 40
     biases: tuple = ()
-    norms: tuple = ()
+    norms: dict = field(default_factory=dict)
     without: tuple = ()
     own_embedding: bool = False
     config: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        draw = torch.Generator().manual_seed(0)
-        wide = 2 * self.hidden if self.kind == "eagle3" else self.hidden
-        shapes = {}
+        draw, size, is_third = torch.Generator().manual_seed(0), self.hidden, self.kind == "eagle3"
+        shapes = {name: (size,) for name in ("layers.0.hidden_norm", "norm")} if is_third else {}
         for index in range(self.layers):
-            name, inputs = f"layers.{index}.", self.hidden if index else wide
-            shapes |= {
-                f"{name}self_attn.q_proj.weight": (self.heads * self.head_size, inputs),
-                f"{name}self_attn.k_proj.weight": (self.heads // self.groups * self.head_size, inputs),
-                f"{name}self_attn.v_proj.weight": (self.heads // self.groups * self.head_size, inputs),
-                f"{name}self_attn.o_proj.weight": (self.hidden, self.heads * self.head_size),
-                f"{name}mlp.gate_proj.weight": (48, self.hidden),
-                f"{name}mlp.up_proj.weight": (48, self.hidden),
-                f"{name}mlp.down_proj.weight": (self.hidden, 48),
-                f"{name}post_attention_layernorm.weight": (self.hidden,),
-            }
-            if index or self.kind == "eagle3":
-                shapes[f"{name}input_layernorm.weight"] = (self.hidden,)
-        if self.kind == "eagle3":
-            shapes |= {
-                "layers.0.hidden_norm.weight": (self.hidden,),
-                "norm.weight": (self.hidden,),
-                "lm_head.weight": (self.vocab, self.hidden),
-            }
+            name, inputs = f"layers.{index}.", 2 * size if is_third and not index else size
+            shapes |= {f"{name}mlp.gate_proj": (48, size), f"{name}mlp.up_proj": (48, size)}
+            shapes |= {f"{name}mlp.down_proj": (size, 48), f"{name}post_attention_layernorm": (size,)}
+            groups = {"q": self.heads, "k": self.heads // self.groups, "v": self.heads // self.groups}
+            shapes |= {f"{name}self_attn.{part}_proj": (n * self.head_size, inputs) for part, n in groups.items()}
+            shapes[f"{name}self_attn.o_proj"] = (size, self.heads * self.head_size)
+            if index or is_third:
+                shapes[f"{name}input_layernorm"] = (size,)
+        if is_third:
+            shapes["lm_head"] = (self.vocab, size)
         if self.states:
-            inputs = self.states * self.target_hidden if self.kind == "eagle3" else 2 * self.hidden
-            shapes["fc.weight"] = (self.hidden, inputs)
+            shapes["fc"] = (size, self.states * 32 if is_third else 2 * size)
         if self.own_embedding:
-            shapes["embed_tokens.weight"] = (VOCAB_SIZE, self.hidden)
-        shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in self.biases}
-        shapes |= dict(self.norms)
+            shapes["embed_tokens"] = (VOCAB_SIZE, size)
+        shapes |= self.norms
         self.tensors = {
-            name: torch.randn(shape, generator=draw) * (1 if len(shape) == 1 else shape[1] ** -0.5) + (len(shape) == 1)
+            f"{name}.weight": torch.randn(shape, generator=draw) * shape[-1] ** -0.5 + (len(shape) == 1)
             for name, shape in shapes.items()
             if name not in self.without
         }
-        if self.kind == "eagle3" and self.vocab < VOCAB_SIZE:
+        self.tensors |= {f"{name}.bias": torch.randn(shapes[name][:1], generator=draw) for name in self.biases}
+        if is_third and self.vocab < VOCAB_SIZE:
             ids = torch.randperm(VOCAB_SIZE, generator=draw)[: self.vocab].sort().values
             self.tensors["d2t"] = ids - torch.arange(self.vocab)
 
-    @property
-    def settings(self) -> dict:
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": self.hidden,
-            "num_attention_heads": self.heads,
-            "vocab_size": VOCAB_SIZE,
-            "rms_norm_eps": 1e-5,
-            **self.config,
-        }
-
     def save(self, folder):
-        return write(folder, self.tensors, self.settings)
+        stated = {"architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB_SIZE, "rms_norm_eps": 1e-5}
+        stated |= {"hidden_size": self.hidden, "num_attention_heads": self.heads, **self.config}
+        return write(folder, self.tensors, stated)
 
     def linear(self, name, values):
         return F.linear(values, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
 
     def norm(self, name, values):
         weight = self.tensors.get(f"{name}.weight")
-        if weight is None:
-            return values
-        return weight * values / (values.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return values if weight is None else F.rms_norm(values, weight.shape, weight, 1e-5)
 
     def fuse(self, states):
         values = self.norm("input_norm", torch.cat(states, dim=-1))
@@ -276,23 +232,20 @@ class Head:
         return self.linear("fc", values) if self.states and self.kind == "eagle3" else values
 
     def attend(self, name, values, cosine, sine, window):
-        length = values.shape[1]
         query, key, value = (
-            self.linear(f"{name}.self_attn.{part}_proj", values).view(1, length, -1, self.head_size).transpose(1, 2)
+            self.linear(f"{name}.{part}_proj", values).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for part in "qkv"
         )
-        query, key = (self.norm(f"{name}.self_attn.{part}_norm", heads) for part, heads in (("q", query), ("k", key)))
 
         def turn(heads):
             first, second = heads.chunk(2, dim=-1)
             return heads * cosine + torch.cat((-second, first), dim=-1) * sine
 
-        query, key = turn(query), turn(key)
-        key, value = (heads.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for heads in (key, value))
-        distance = torch.arange(length)[:, None] - torch.arange(length)
+        query, key = turn(self.norm(f"{name}.q_norm", query)), turn(self.norm(f"{name}.k_norm", key))
+        distance = torch.arange(values.shape[1])[:, None] - torch.arange(values.shape[1])
         seen = (distance >= 0) & (distance < window)
-        weights = (query @ key.mT * self.head_size**-0.5).masked_fill(~seen, -torch.inf).softmax(-1)
-        return self.linear(f"{name}.self_attn.o_proj", (weights @ value).transpose(1, 2).flatten(2))
+        output = F.scaled_dot_product_attention(query, key, value, seen, enable_gqa=True)
+        return self.linear(f"{name}.o_proj", output.transpose(1, 2).flatten(2))
 
     def forward(self, embedded, hidden, cosine, sine, window=10**6):
         """Both outputs of a whole text: what is fed back, and what the lm_head reads."""
@@ -305,7 +258,7 @@ class Head:
             else:
                 stream = self.linear("fc", torch.cat((embedded, hidden), dim=-1)) if index == 0 else stream
                 values = self.norm(f"{name}.input_layernorm", stream)
-            stream = stream + self.attend(name, values, cosine, sine, window)
+            stream = stream + self.attend(f"{name}.self_attn", values, cosine, sine, window)
             values = self.norm(f"{name}.post_attention_layernorm", stream)
             gate, up = (self.linear(f"{name}.mlp.{part}_proj", values) for part in ("gate", "up"))
             stream = stream + self.linear(f"{name}.mlp.down_proj", F.silu(gate) * up)
@@ -314,226 +267,187 @@ class Head:
         return (output if feeds_output else stream), output
 
 
-def width(norm: str, size: int) -> tuple[str, tuple[int]]:
-    return f"{norm}.weight", (size,)
-
-
-CHUNK_NORMS = tuple(width(f"fc_norm.{index}", 32) for index in range(3))
-HEAD_NORMS = (width("layers.0.self_attn.q_norm", 8), width("layers.0.self_attn.k_norm", 8))
+CHUNK_NORMS = {f"fc_norm.{index}": (32,) for index in range(3)}
+HEAD_NORMS = {"layers.0.self_attn.q_norm": (8,), "layers.0.self_attn.k_norm": (8,)}
 QKV = tuple(f"layers.0.self_attn.{part}_proj" for part in "qkv")
 MLP = tuple(f"layers.0.mlp.{part}_proj" for part in ("gate", "up", "down"))
 SPECULATORS = {"speculators_model_type": "eagle3"}
+NO_NORMS = {"eagle_config": {"use_last_layernorm": False, "use_input_layernorm_in_first_layer": False}}
 
 VARIANTS = {
-    "eagle": Head("eagle"),
-    "eagle_fc_bias": Head("eagle", biases=("fc",)),
     "eagle_qkv_bias": Head("eagle", biases=("fc", *QKV)),
     "eagle_three_layers": Head("eagle", layers=3, biases=("fc",)),
-    "eagle_with_all_norms": Head("eagle", norms=(width("layers.0.input_layernorm", 32), width("norm", 32))),
-    "eagle3": Head(),
-    "eagle3_full_vocabulary": Head(vocab=VOCAB_SIZE),
+    "eagle_with_all_norms": Head("eagle", norms={"layers.0.input_layernorm": (32,), "norm": (32,)}),
     "eagle3_all_biases": Head(biases=("fc", *QKV, "layers.0.self_attn.o_proj", *MLP)),
     "eagle3_three_layers": Head(layers=3),
-    "eagle3_own_embedding": Head(own_embedding=True),
+    "eagle3_own_embedding": Head(own_embedding=True, vocab=VOCAB_SIZE),
     "eagle3_head_norms": Head(norms=HEAD_NORMS),
     "eagle3_head_size": Head(heads=6, groups=3, head_size=4),
     "eagle3_narrower_than_the_target": Head(hidden=24, own_embedding=True, config={"target_hidden_size": 32}),
     "eagle3_no_states_between_layers": Head(states=0, config={"eagle_config": {"use_aux_hidden_state": False}}),
-    "eagle3_one_state": Head(states=1, config={"aux_layer_ids": [4]}),
     "eagle3_fc_as_wide_as_that_of_eagle": Head(states=2, config={"aux_layer_ids": [3, 6]}),
     "eagle3_norm_before_residual": Head(config={"norm_before_residual": True, **SPECULATORS}),
-    "eagle3_norm_before_fc": Head(norms=(width("input_norm", 96),), config={"eagle_config": {"norm_before_fc": True}}),
-    "eagle3_chunk_norms": Head(norms=CHUNK_NORMS, config={"fc_norm": True}),
-    "eagle3_both_norms": Head(norms=(*CHUNK_NORMS, width("input_norm", 96))),
+    "eagle3_both_norms": Head(norms={**CHUNK_NORMS, "input_norm": (96,)}),
     "eagle3.1": Head(norms=CHUNK_NORMS, config={"fc_norm": True, "norm_output": True}),
-    "eagle3_norm_output": Head(config={"norm_output": True, **SPECULATORS}),
-    "eagle3_without_norms": Head(
-        without=("norm.weight", "layers.0.input_layernorm.weight"),
-        config={"eagle_config": {"use_last_layernorm": False, "use_input_layernorm_in_first_layer": False}},
-    ),
+    "eagle3_without_norms": Head(without=("norm", "layers.0.input_layernorm"), config=NO_NORMS),
 }
+ALONE = ("eagle_with_all_norms", "eagle3_all_biases", "eagle3_three_layers", "eagle3_norm_before_residual", "eagle3.1")
 
 
-class TestNetwork:
-    @pytest.mark.parametrize("pieces", [(12,), (1, 5, 2, 4)], ids=["at_once", "in_pieces"])
-    @pytest.mark.parametrize("variant", VARIANTS)
-    def test_equations(self, target, variant, pieces, tmp_path):
-        head = VARIANTS[variant]
-        network = load(head.save(tmp_path), target, head.kind)
-        self.check(head, network, target, pieces)
+@pytest.mark.parametrize("variant", [*ALONE, *in_full(*(name for name in VARIANTS if name not in ALONE))])
+def test_equations(target, variant, tmp_path):
+    head = VARIANTS[variant]
+    network = load(head.save(tmp_path / "head"), target, head.kind)
+    check(head, network, target)
+    network.save(tmp_path / "again")
+    same_network(load(tmp_path / "again", target, head.kind), network)
 
-    @torch.no_grad()
-    def check(self, head, network, target, pieces, window=10**6):
-        tokens = torch.randint(VOCAB_SIZE, (1, 13), generator=torch.Generator().manual_seed(1))
-        states = states_of(target, network, tokens[:, :-1])
-        hidden, positions = network.fuse(states), torch.arange(12)[None]
-        torch.testing.assert_close(hidden, head.fuse(list(states.values())), atol=1e-5, rtol=1e-5)
-        embedding = head.tensors.get("embed_tokens.weight", target.get_input_embeddings().weight)
-        cosine, sine = network.rotary_emb(hidden, positions)
-        expected = head.forward(embedding[tokens[:, 1:]], hidden, cosine, sine, window)
-        cache, found = SlotCache(4), []
-        cache.start_slots(1)
-        for size in pieces:
-            begin = cache.lengths[0]
-            found.append(read(network, cache, tokens[:, begin + 1 :][:, :size], hidden[:, begin : begin + size]))
-            cache.commit([size])
-        ours = [torch.cat(parts, dim=1) for parts in zip(*found)]
-        for one, other in zip(ours, expected):
-            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-        weight = head.tensors.get("lm_head.weight", target.lm_head.weight)
-        torch.testing.assert_close(network.logits(ours[1]), ours[1] @ weight.T, atol=1e-5, rtol=1e-5)
 
-    def test_without_cache_and_mask_it_is_causal(self, target, tmp_path):
-        network = load(Head(layers=2).save(tmp_path), target)
-        tokens, positions = torch.randint(VOCAB_SIZE, (2, 9)), torch.arange(9)[None]
-        hidden = torch.randn(2, 9, 32)
-        whole = network(tokens, hidden, positions, None)[0]
-        part = network(tokens[:, :5], hidden[:, :5], positions[:, :5], None)[0]
-        torch.testing.assert_close(whole[:, :5], part, atol=1e-5, rtol=1e-5)
+@torch.no_grad()
+def check(head, network, target, window=10**6):
+    """Over a text in pieces, with a cache."""
+    tokens = torch.randint(VOCAB_SIZE, (1, 13), generator=torch.Generator().manual_seed(1))
+    states = states_of(target, network, tokens[:, :-1])
+    hidden, positions = network.fuse(states), torch.arange(12)[None]
+    torch.testing.assert_close(hidden, head.fuse(list(states.values())), atol=1e-5, rtol=1e-5)
+    embedding = head.tensors.get("embed_tokens.weight", target.get_input_embeddings().weight)
+    cosine, sine = network.rotary_emb(hidden, positions)
+    expected = head.forward(embedding[tokens[:, 1:]], hidden, cosine, sine, window)
+    cache, found = SlotCache(4), []
+    cache.start_slots(1)
+    for size in (1, 5, 2, 4):
+        begin = cache.lengths[0]
+        found.append(read(network, cache, tokens[:, begin + 1 :][:, :size], hidden[:, begin : begin + size]))
+        cache.commit([size])
+    ours = [torch.cat(parts, dim=1) for parts in zip(*found)]
+    for one, other in zip(ours, expected):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    weight = head.tensors.get("lm_head.weight", target.lm_head.weight)
+    torch.testing.assert_close(network.logits(ours[1]), ours[1] @ weight.T, atol=1e-5, rtol=1e-5)
 
-    def test_gradients(self, target, tmp_path):
-        network = load(Head().save(tmp_path), target).requires_grad_(True)
-        states = {key: torch.randn(1, 5, 32) for key in network.target_hidden_states}
-        output = network(torch.arange(5)[None], network.fuse(states), torch.arange(5)[None], None)[1]
-        network.logits(output).square().sum().backward()
-        assert all(parameter.grad.any() for parameter in network.parameters())
 
-    def test_logit_scale(self, target, tmp_path):
-        plain = load(Head().save(tmp_path), target)
-        output = torch.randn(1, 3, 32)
-        scaled = load(Head(config={"logit_scale": 0.5}).save(tmp_path), target)
-        torch.testing.assert_close(scaled.logits(output), plain.logits(output) / 2)
+def test_without_cache_and_mask_it_is_causal_and_has_gradients(target, tmp_path):
+    network = load(Head().save(tmp_path), target).requires_grad_(True)
+    states = {key: torch.randn(1, 9, 32) for key in network.target_hidden_states}
+    tokens, hidden, positions = torch.randint(VOCAB_SIZE, (1, 9)), network.fuse(states), torch.arange(9)[None]
+    whole, output = network(tokens, hidden, positions, None)
+    part = network(tokens[:, :5], hidden[:, :5], positions[:, :5], None)[0]
+    torch.testing.assert_close(whole[:, :5], part, atol=1e-5, rtol=1e-5)
+    network.logits(output).square().sum().backward()
+    assert all(parameter.grad.any() for parameter in network.parameters())
 
-    def test_sliding_window(self, target, tmp_path):
-        config = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-        head = Head(config=config)
-        network = load(head.save(tmp_path), target)
-        assert network.span == Span("sliding", 4)
-        self.check(head, network, target, (3, 1, 8), window=4)
-        Head(layers=2, config=config).save(tmp_path)
-        with pytest.raises(CheckpointFormatError, match="mixes layers with and without a sliding window"):
-            load(tmp_path, target)
-        Head(config={"sliding_window": 4}).save(tmp_path)
-        assert load(tmp_path, target).span == FULL
 
-    def test_norm_output_of_other_trainers_means_another_norm(self, target, tmp_path):
-        network = load(Head(config={"norm_output": True}).save(tmp_path), target)
-        assert network.config.norm_output is False
+def test_logit_scale_and_norm_output_of_other_trainers(target, tmp_path):
+    plain = load(Head().save(tmp_path), target)
+    output = torch.randn(1, 3, 32)
+    scaled = load(Head(config={"logit_scale": 0.5, "norm_output": True}).save(tmp_path), target)
+    torch.testing.assert_close(scaled.logits(output), plain.logits(output) / 2)
+    # Of those trainers it means another norm.
+    assert scaled.config.norm_output is False
+
+
+def test_sliding_window(target, tmp_path):
+    config = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    head = Head(config=config)
+    network = load(head.save(tmp_path), target)
+    assert network.span == Span("sliding", 4)
+    check(head, network, target, window=4)
+    Head(layers=2, config=config).save(tmp_path)
+    with pytest.raises(CheckpointFormatError, match="mixes layers with and without a sliding window"):
+        load(tmp_path, target)
+    Head(config={"sliding_window": 4}).save(tmp_path)
+    assert load(tmp_path, target).span == FULL
+
+
+# Angles
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-ROPES = {
-    "nothing": ({}, ("default", 10000.0, {})),
-    "theta": ({"rope_theta": 500000.0}, ("default", 500000.0, {})),
-    "parameters": (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 9.0},
-        ("default", 7.0, {}),
-    ),
-    "by_layer_type": ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, ("default", 7.0, {})),
-    "linear": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ("linear", 10000.0, {"factor": 4.0})),
-    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ("dynamic", 10000.0, {"factor": 4.0})),
-    "yarn": (
-        {
-            "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16},
-            "rope_theta": 1e6,
-        },
-        ("yarn", 1e6, {"factor": 32.0, "original_max_position_embeddings": 16}),
-    ),
-    "llama3": (
-        {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 500000.0},
-        ("llama3", 500000.0, LLAMA3),
-    ),
-    "three_axes": ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, ("default", 10000.0, {})),
-}
+YARN = {"factor": 32.0, "original_max_position_embeddings": 16}
+DEFAULT = ("default", 10000.0, {})
 
 
-class TestRotaryEmbedding:
-    @pytest.mark.parametrize("case", ROPES)
-    def test_is_the_heads_own(self, case, tmp_path):
-        """The head's own counts, whatever the target has."""
-        theirs = {"rope_parameters": {"rope_type": "linear", "rope_theta": 3.0, "factor": 2.0}}
-        target = tiny_llama(num_hidden_layers=8, **theirs)
-        settings, (kind, theta, more) = ROPES[case]
-        network = load(Head(config={**settings, "max_position_embeddings": 32}).save(tmp_path), target)
-        config = LlamaConfig(
-            hidden_size=32, num_attention_heads=4, head_dim=8, max_position_embeddings=32,
-            rope_parameters={"rope_type": kind, "rope_theta": theta, **more},
-        )  # fmt: skip
-        init = LlamaRotaryEmbedding.compute_default_rope_parameters
-        frequencies, scale = (ROPE_INIT_FUNCTIONS[kind] if kind != "default" else init)(config)
-        angles = torch.arange(12)[:, None] * frequencies
-        expected = torch.cat((angles, angles), dim=-1).cos() * scale
-        torch.testing.assert_close(network.rotary_emb(torch.zeros(1), torch.arange(12)[None])[0][0], expected)
+@pytest.mark.parametrize(
+    ("settings", "rope"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 5e5}, ("llama3", 5e5, LLAMA3)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 9.0}, ("default", 7.0, {})),
+        *in_full(
+            ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, ("default", 7.0, {})),
+            ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ("linear", 10000.0, {"factor": 4.0})),
+            ({"rope_scaling": {"rope_type": "yarn", **YARN}, "rope_theta": 1e6}, ("yarn", 1e6, YARN)),
+            ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, DEFAULT),
+        ),
+    ],
+)
+def test_angles_are_the_heads_own(settings, rope, tmp_path):
+    """The head's own counts, whatever the target has; and they are saved."""
+    theirs = {"rope_parameters": {"rope_type": "linear", "rope_theta": 3.0, "factor": 2.0}}
+    target, (kind, theta, more) = tiny_llama(num_hidden_layers=8, **theirs), rope
+    network = load(Head(config={**settings, "max_position_embeddings": 32}).save(tmp_path), target)
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, head_dim=8, max_position_embeddings=32,
+        rope_parameters={"rope_type": kind, "rope_theta": theta, **more},
+    )  # fmt: skip
+    init = LlamaRotaryEmbedding.compute_default_rope_parameters
+    frequencies, scale = (ROPE_INIT_FUNCTIONS[kind] if kind != "default" else init)(config)
+    angles = torch.arange(12)[:, None] * frequencies
+    expected = torch.cat((angles, angles), dim=-1).cos() * scale
+    network.save(tmp_path / "again")
+    for one in (network, load(tmp_path / "again", target)):
+        torch.testing.assert_close(one.rotary_emb(torch.zeros(1), torch.arange(12)[None])[0][0], expected)
 
 
-# Ids in a config, for a target of 8 layers, and the boundaries they stand for.
-AUX_IDS = {
-    "none": ({}, (2, 4, 5)),
-    "official_default": ({"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, (2, 4, 5)),
-    "outputs_by_default": ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, (2, 4, 5)),
-    "outputs": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}}, (2, 5, 7)),
-    "up_to_the_last": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 6, 8]}}, (4, 6, 8)),
-    "up_to_the_last_from_one": ({"eagle_aux_hidden_state_layer_ids": [1, 6, 8]}, (1, 6, 8)),
-    "speculators": ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4], **SPECULATORS}, (1, 3, 4)),
-    "unclear": ({"eagle_aux_hidden_state_layer_ids": [2, 5, 6]}, (2, 5, 6)),
-    "order": ({"eagle_aux_hidden_state_layer_ids": [6, 2, 5]}, (2, 5, 6)),
-    "short_name": ({"eagle_config": {"layer_ids": [2, 5, 6]}}, (2, 5, 6)),
-    "own_name": ({"aux_layer_ids": [1, 3, 4]}, (1, 3, 4)),
-}
+# States between the target's layers
+
+IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-class TestCapturedLayers:
-    @pytest.mark.parametrize("case", AUX_IDS)
-    def test_notations(self, target, case, tmp_path):
-        settings, boundaries = AUX_IDS[case]
-        assert load(Head(config=settings).save(tmp_path), target).target_hidden_states == boundaries
+@pytest.mark.parametrize(
+    ("settings", "boundaries"),
+    [
+        ({}, (2, 4, 5)),
+        ({IDS: [1, 3, 4]}, (2, 4, 5)),
+        ({IDS: [1, 3, 4], **SPECULATORS}, (1, 3, 4)),
+        ({"eagle_config": {IDS: [4, 6, 8]}}, (4, 6, 8)),
+        *in_full(
+            ({"eagle_config": {IDS: [1, 4, 6]}}, (2, 5, 7)),
+            ({IDS: [6, 2, 5]}, (2, 5, 6)),
+            ({"eagle_config": {"layer_ids": [2, 5, 6]}}, (2, 5, 6)),
+            ({"aux_layer_ids": [1, 3, 4]}, (1, 3, 4)),
+        ),
+    ],
+)
+def test_notations_of_captured_layers(target, settings, boundaries, tmp_path):
+    """For a target of 8 layers; what the user says goes before."""
+    Head(config=settings).save(tmp_path)
+    assert load(tmp_path, target).target_hidden_states == boundaries
+    assert load(tmp_path, target, aux_layer_ids=(5, 1, 8)).target_hidden_states == (1, 5, 8)
 
-    def test_unclear_ones_are_logged(self, target, tmp_path, monkeypatch):
-        warned = []
-        monkeypatch.setattr(eagle_formats.logger, "warning", warned.append)
-        load(Head(config=AUX_IDS["unclear"][0]).save(tmp_path), target)
-        assert r"try aux_layer_ids=[3, 6, 7]" in warned[0]
 
-    def test_the_user_goes_before_the_config(self, target, tmp_path):
-        Head(config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}).save(tmp_path)
-        assert load(tmp_path, target, aux_layer_ids=(5, 1, 8)).target_hidden_states == (1, 5, 8)
+@pytest.mark.parametrize(("layers", "boundaries"), [(5, (2,)), *in_full((7, (2, 3, 4)), (6, (2, 3)), (3, (0, 1, 2)))])
+def test_captured_layers_of_shallow_targets(layers, boundaries, tmp_path):
+    """Each boundary once, and none that there is not."""
+    target = tiny_llama(num_hidden_layers=layers)
+    assert load(Head(states=len(boundaries)).save(tmp_path), target).target_hidden_states == boundaries
 
-    @pytest.mark.parametrize(
-        ("layers", "boundaries"), [(7, (2, 3, 4)), (6, (2, 3)), (5, (2,)), (3, (0, 1, 2)), (2, (1,))]
-    )
-    def test_defaults_of_shallow_targets(self, layers, boundaries, tmp_path):
-        """Each boundary once, and none that there is not."""
-        head = Head(states=len(boundaries))
-        target = tiny_llama(num_hidden_layers=layers)
-        assert load(head.save(tmp_path), target).target_hidden_states == boundaries
 
-    def test_last_boundary_is_before_the_final_norm(self, target, tmp_path):
-        Head().save(tmp_path)
-        network = load(tmp_path, target, aux_layer_ids=(2, 4, 8))
-        tokens = torch.tensor([[3, 4, 5]])
-        states = states_of(target, network, tokens)
-        with torch.no_grad():
-            output = target(tokens, output_hidden_states=True)
-            assert torch.equal(target.model.norm(states[8]), output.hidden_states[8])
-        assert torch.equal(states[4], output.hidden_states[4])
-
-    @pytest.mark.parametrize("key", [9, -1])
-    def test_boundaries_that_a_model_does_not_have(self, target, key):
+def test_last_boundary_is_before_the_final_norm(target, tmp_path):
+    network, tokens = load(Head().save(tmp_path), target, aux_layer_ids=(2, 4, 8)), torch.tensor([[3, 4, 5]])
+    states = states_of(target, network, tokens)
+    with torch.no_grad():
+        output = target(tokens, output_hidden_states=True)
+        assert torch.equal(target.model.norm(states[8]), output.hidden_states[8])
+    assert torch.equal(states[4], output.hidden_states[4])
+    for key in (9, -1):
         with pytest.raises(UnsupportedModelError, match=f"boundaries 0 to 8, and {key} was asked for"):
             with captured_states(target, (key,)):
                 pass
 
 
-@pytest.mark.parametrize(
-    "head", [*VARIANTS.values(), *(Head(config=settings) for settings, _ in ROPES.values())], ids=[*VARIANTS, *ROPES]
-)
-def test_what_is_saved_is_loaded_again(target, head, tmp_path):
-    network = load(head.save(tmp_path), target, head.kind)
-    network.save(tmp_path / "again")
-    same_network(load(tmp_path / "again", target, head.kind), network)
-
-
-@pytest.mark.parametrize("settings", [{"eagle_config": [1]}, {"architectures": 3}, {"layer_types": []}])
-def test_settings_that_say_nothing(target, settings, tmp_path):
-    network = load(Head(config=settings).save(tmp_path / "head"), target)
-    same_network(network, load(Head().save(tmp_path / "plain"), target))
+def test_warnings_of_unclear_ids_and_of_unused_tensors(target, tmp_path, warnings):
+    load(Head(config={IDS: [2, 5, 6]}).save(tmp_path), target)
+    name, change = "eagle/eagle3_llama", put("parallel_draft_heads.0.weight", torch.ones(2, 2))
+    load(copy_of(name, tmp_path, change=change), loaded_target(HEADS[name]))
+    assert r"try aux_layer_ids=[3, 6, 7]" in warnings[0]
+    assert "1 tensors are not used: parallel_draft_heads.0.weight" in warnings[1]

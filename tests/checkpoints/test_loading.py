@@ -27,16 +27,15 @@ from tests.helpers.heads import (
     weights_of,
     write,
 )
+from tests.helpers.levels import in_full
 
 
 # MiMo's target is of no type of transformers.
 ALL = [*HEADS, *(name for name in WITH_LAYERS if name != "mtp/mimo")]
-ONE_EACH = ("eagle/eagle1_llama", "eagle/eagle3_llama", "dflash/dspark_vanilla_b5", "medusa/vllm_truncated_vocab")
-ONE_EACH += ("medusa/merged_v1", "mlp_speculator/tied_plain", "demo/mtp", "mtp/deepseek_v3")
+ONE_EACH = ("eagle/eagle3_llama", "dflash/dspark_vanilla_b5", "medusa/merged_v1", "mlp_speculator/tied_plain")
+ONE_EACH += ("demo/mtp", "mtp/deepseek_v3")
 # The published layouts have no place for these.
 NOT_SAVED = ("medusa/vllm_truncated_vocab", "mtp/ernie4_5_moe", "mtp/longcat_flash", "mtp/glm4_moe_k3")
-
-
 ONES = torch.ones(64)
 
 
@@ -44,22 +43,34 @@ def load_again(name, folder, **settings):
     return load(method_of(name), folder, loaded_target(folder_of(name)), **settings)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_method_is_read_from_the_checkpoint(name):
-    assert detect_method(SpeculativeConfig(model=str(HEADS[name]))) == method_of(name)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_weights_are_drafted_with_as_they_are(name):
+@pytest.mark.parametrize(
+    "name",
+    [*ONE_EACH, "mtp/longcat_flash", *in_full(*(name for name in ALL if name not in (*ONE_EACH, NOT_SAVED[2])))],
+)
+def test_detected_loaded_and_saved(tmp_path, name):
+    """No weight is trained or is the target's, and what is saved is loaded again as the same network."""
+    assert name in WITH_LAYERS or detect_method(SpeculativeConfig(model=str(HEADS[name]))) == method_of(name)
     network = published(name)
     assert not any(parameter.requires_grad for parameter in network.parameters())
     assert not network.training
     theirs = {id(parameter) for parameter in loaded_target(folder_of(name)).parameters()}
     assert not any(id(parameter) in theirs for parameter in network.parameters())
+    if name in NOT_SAVED:
+        with pytest.raises(ValueError, match="cannot be (written|saved)"):
+            network.save(tmp_path)
+        assert not list(tmp_path.iterdir())
+        return
+    network.save(tmp_path)
+    assert detect_method(SpeculativeConfig(model=str(tmp_path))) == method_of(name)
+    again = load_again(name, tmp_path)
+    # The layout has biases and an lm_head for each head; that of MTP layers has other names for all.
+    if not name.startswith(("mtp/", "medusa/vllm")):
+        same_network(again, network)
+    assert again.needs == network.needs
 
 
 EAGLE1, EAGLE3, QWEN3 = "eagle/eagle1_llama", "eagle/eagle3_llama", "eagle/eagle3_qwen3"
-SPECULATORS, DFLASH = "eagle/eagle3_speculators", "dflash/qwen3_random_b8"
+SPECULATORS, DFLASH, MLP = "eagle/eagle3_speculators", "dflash/qwen3_random_b8", "mlp_speculator/untied_plain"
 EAGLE1_CONFIG = settings_of(EAGLE1)
 
 
@@ -67,13 +78,45 @@ def class_of(name):
     return {"architectures": [name]}
 
 
-def instead_of(name, config):
+def instead_of(name, **config):
     """A config in the place of that of a fixture."""
     return {**dict.fromkeys(settings_of(name)), **config}
 
 
 # Other writings of the same networks: (checkpoint, change of its tensors, of its config).
-WRITINGS = {
+SHORT = {
+    "speculators_eagle": (
+        EAGLE1,
+        renamed(fc__="fusion_fc.", layers__0__="transformer."),
+        instead_of(
+            EAGLE1,
+            speculators_model_type="eagle",
+            architectures=["EagleSpeculator"],
+            transformer_layer_config=EAGLE1_CONFIG,
+            layernorms=False,
+            fusion_bias=False,
+        ),
+    ),
+    "prefixes_of_parts": (
+        EAGLE3,
+        renamed(midlayer="draft_model.midlayer", fc="eagle_module.fc", norm="model.norm"),
+        {},
+    ),
+    "no_t2d": (EAGLE3, renamed(t2d=None), {}),
+    "table_of_ids": (EAGLE3, put("d2t", lambda ids: ids + torch.arange(160)), {}),
+    "wrong_counts": (EAGLE3, None, {"num_hidden_layers": 36, "head_dim": 128, "draft_vocab_size": 32000}),
+    "late_layout": (
+        DFLASH,
+        None,
+        {
+            **dict.fromkeys(("block_size", "rope_theta", "rope_scaling", "layer_types")),
+            "dflash_config.block_size": 8,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
+        },
+    ),
+    "transposed": ("mtp/ernie4_5_moe", put("model.mtp_linear_proj.0.weight", lambda weight: weight.t()), {}),
+}
+FULL = {
     "inv_freq": (EAGLE1, put("layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8)), {"num_hidden_layers": 36}),
     "prefixes": (EAGLE1, renamed(fc="model.fc", layers="eagle.layers", embed="model.embed"), {}),
     "lm_head_of_the_target": (EAGLE1, put("lm_head.weight", torch.ones(256, 64)), class_of("EagleLlamaForCausalLM")),
@@ -81,35 +124,13 @@ WRITINGS = {
     "config_in_a_config": (
         EAGLE1,
         None,
-        instead_of(EAGLE1, {"model_type": "eagle", "model": EAGLE1_CONFIG, "eagle_fc_bias": False}),
-    ),
-    "speculators_eagle": (
-        EAGLE1,
-        renamed(fc__="fusion_fc.", layers__0__="transformer."),
-        instead_of(
-            EAGLE1,
-            {
-                "speculators_model_type": "eagle",
-                "architectures": ["EagleSpeculator"],
-                "transformer_layer_config": EAGLE1_CONFIG,
-                "layernorms": False,
-                "fusion_bias": False,
-            },
-        ),
+        instead_of(EAGLE1, model_type="eagle", model=EAGLE1_CONFIG, eagle_fc_bias=False),
     ),
     "midlayer": (SPECULATORS, renamed(layers__0__="midlayer."), {}),
     "layers_0": (EAGLE3, renamed(midlayer__="layers.0."), class_of("LlamaForCausalLMEagle3")),
-    "prefixes_of_parts": (
-        EAGLE3,
-        renamed(midlayer="draft_model.midlayer", fc="eagle_module.fc", norm="model.norm"),
-        {},
-    ),
-    "no_t2d": (EAGLE3, renamed(t2d=None), {}),
     "no_d2t": (EAGLE3, renamed(d2t=None), {}),
     "table_of_int32": (EAGLE3, put("d2t", lambda ids: ids.int()), {}),
-    "table_of_ids": (EAGLE3, put("d2t", lambda ids: ids + torch.arange(160)), {}),
     "table_of_all_tokens": (QWEN3, put("d2t", torch.zeros(256, dtype=torch.long)), {}),
-    "wrong_counts": (EAGLE3, None, {"num_hidden_layers": 36, "head_dim": 128, "draft_vocab_size": 32000}),
     "tied": (EAGLE3, None, {"tie_word_embeddings": True}),
     "no_draft_vocab_size": (QWEN3, None, {"draft_vocab_size": None, "tie_word_embeddings": True}),
     "no_key_value_heads": (QWEN3, None, {"num_key_value_heads": None, "head_dim": None}),
@@ -125,38 +146,25 @@ WRITINGS = {
     ),
     "no_aux_layer_ids": ("eagle/eagle3_specforge", None, {"eagle_config": None}),
     "padded_head": (QWEN3, put("lm_head.weight", lambda weight: torch.cat([weight, torch.randn(8, 64)])), {}),
-    "notes": (
-        EAGLE3,
-        None,
-        {"num_lookahead_tokens": 3, "medusa_choices": [[0], [0, 0]], "method": "eagle", "num_parameters": 10**10},
-    ),
-    "late_layout": (
-        DFLASH,
-        None,
-        {
-            **dict.fromkeys(("block_size", "rope_theta", "rope_scaling", "layer_types")),
-            "dflash_config.block_size": 8,
-            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
-        },
-    ),
+    "notes": (EAGLE3, None, {"num_lookahead_tokens": 3, "medusa_choices": [[0]], "num_parameters": 10**10}),
+    "says_nothing": (EAGLE3, None, {"eagle_config": [1], "layer_types": []}),
     "unused_tensors": (DFLASH, lambda t: {**t, "rotary_emb.inv_freq": ONES.clone(), "verifier_norm.weight": ONES}, {}),
-    "far_stages": ("mlp_speculator/untied_plain", put("speculator.emb.99999999999999999999.weight", ONES), {}),
-    "other_stages": ("mlp_speculator/untied_plain", put("speculator.emb.\u00b2.weight", ONES), {}),
-    "hidden_size": ("mlp_speculator/untied_plain", None, {"emb_dim": None, "hidden_size": 64}),
-    "emb_dim": ("mlp_speculator/untied_plain", None, {"hidden_size": 48}),
-    "transposed": ("mtp/ernie4_5_moe", put("model.mtp_linear_proj.0.weight", lambda weight: weight.t()), {}),
+    "far_stages": (MLP, put("speculator.emb.99999999999999999999.weight", ONES), {}),
+    "other_stages": (MLP, put("speculator.emb.\u00b2.weight", ONES), {}),
+    "hidden_size": (MLP, None, {"emb_dim": None, "hidden_size": 64}),
+    "emb_dim": (MLP, None, {"hidden_size": 48}),
 }
 
 
-@pytest.mark.parametrize("writing", WRITINGS)
+@pytest.mark.parametrize("writing", [*SHORT, *in_full(*FULL)])
 def test_other_writings_of_the_same_network(tmp_path, writing):
-    name, change, config = WRITINGS[writing]
+    name, change, config = {**SHORT, **FULL}[writing]
     same_network(load_again(name, copy_of(name, tmp_path / "head", config, change)), published(name))
 
 
-@pytest.mark.parametrize("name", ONE_EACH)
-def test_shards(tmp_path, name):
-    folder = copy_of(name, tmp_path / "head")
+@pytest.mark.parametrize("name", [EAGLE3, *in_full(*ONE_EACH[1:])])
+def test_shards_and_pickles(tmp_path, name):
+    folder = copy_of(name, tmp_path / "shards")
     tensors, weights = tensors_of(folder), weights_of(folder)
     for path in (weights, *folder.glob("*.bin")):
         path.unlink()
@@ -167,33 +175,12 @@ def test_shards(tmp_path, name):
         weight_map |= dict.fromkeys(sorted(tensors)[number::3], file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     same_network(load_again(name, folder), published(name))
+    pickled = write(tmp_path / "pickled", tensors_of(folder_of(name)), settings_of(name), pickled=True)
+    assert detect_method(SpeculativeConfig(model=str(pickled))) in (method_of(name), "draft_model")
+    same_network(load_again(name, pickled), published(name))
 
 
-@pytest.mark.parametrize("name", ONE_EACH)
-def test_pickled(tmp_path, name):
-    write(tmp_path, tensors_of(folder_of(name)), settings_of(name), pickled=True)
-    assert detect_method(SpeculativeConfig(model=str(tmp_path))) in (method_of(name), "draft_model")
-    same_network(load_again(name, tmp_path), published(name))
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_saved(tmp_path, name):
-    network = published(name)
-    if name in NOT_SAVED:
-        with pytest.raises(ValueError, match="cannot be (written|saved)"):
-            network.save(tmp_path)
-        assert not list(tmp_path.iterdir())
-        return
-    network.save(tmp_path)
-    assert detect_method(SpeculativeConfig(model=str(tmp_path))) == method_of(name)
-    again = load_again(name, tmp_path)
-    # The layout has biases and an lm_head for each head; that of MTP layers has other names for all.
-    if not name.startswith(("mtp/", "medusa/vllm")):
-        same_network(again, network)
-    assert again.needs == network.needs
-
-
-@pytest.mark.parametrize("name", ONE_EACH)
+@pytest.mark.parametrize("name", [EAGLE3, "mtp/deepseek_v3", *in_full(*ONE_EACH[1:-1])])
 def test_dtypes_and_random_numbers(name):
     before, target = torch.get_rng_state(), loaded_target(folder_of(name))
     for dtype, expected in (("bfloat16", torch.bfloat16), ("float16", torch.float16), (None, target.dtype)):
@@ -205,7 +192,9 @@ def test_dtypes_and_random_numbers(name):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("name", [*(name for name in ALL if name.startswith("mtp/")), "medusa/merged_v1"])
+@pytest.mark.parametrize(
+    "name", ["mtp/glm4_moe", *in_full("medusa/merged_v1", "mtp/qwen3_next", "mtp/ernie4_5_moe", "mtp/longcat_flash")]
+)
 def test_of_a_whole_model_only_what_drafts_is_read(monkeypatch, name):
     names, read = [], Checkpoint.read
     monkeypatch.setattr(Checkpoint, "read", lambda self, name, *args: names.append(name) or read(self, name, *args))

@@ -10,6 +10,7 @@ from hf_specdec import SpecConfigError, load_speculator
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from tests.helpers import heads
 from tests.helpers.heads import HEADS, expected_of, loaded_target, published, same_network, settings_of, tensors_of
+from tests.helpers.levels import in_full
 from tests.helpers.models import TINY, VOCAB_SIZE, prompts, tiny_llama
 
 
@@ -46,164 +47,122 @@ def logits_along(speculator, expected):
     return speculator(expected["state"][:, 0], tokens)
 
 
-class TestPublishedCheckpoints:
-    @pytest.mark.parametrize("name", NAMES)
-    def test_logits_and_constants(self, name):
-        network, expected = published(name), expected_of(name)
-        torch.testing.assert_close(logits_along(network, expected), expected["chain_logits"], atol=1e-4, rtol=0)
-        constants = [network.config.state_weight, network.config.embedding_weight]
-        assert torch.tensor(constants, dtype=torch.float64).equal(expected["state_weight_emb_weight"])
-
-    @pytest.mark.parametrize("name", [name for name in NAMES if "/tied" in name])
-    def test_pickled_file_with_all_names(self, name, tmp_path):
-        for file in ("config.json", "pytorch_model.bin"):
-            shutil.copy(HEADS[name] / file, tmp_path)
-        same_network(load(tmp_path, loaded_target(HEADS[name])), published(name))
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_save_gives_the_published_file(self, name, tmp_path):
-        published(name).save(tmp_path)
-        ours, theirs = tensors_of(tmp_path), tensors_of(HEADS[name])
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-        config = settings_of(name)
-        config.pop("transformers_version")
-        assert json.loads((tmp_path / "config.json").read_text()) == config
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_logits(name, tmp_path):
+    network, expected = published(name), expected_of(name)
+    torch.testing.assert_close(logits_along(network, expected), expected["chain_logits"], atol=1e-4, rtol=0)
+    constants = [network.config.state_weight, network.config.embedding_weight]
+    assert torch.tensor(constants, dtype=torch.float64).equal(expected["state_weight_emb_weight"])
+    # Saved, it is the published file.
+    network.save(tmp_path)
+    ours, theirs = tensors_of(tmp_path), tensors_of(HEADS[name])
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    config = settings_of(name)
+    config.pop("transformers_version")
+    assert json.loads((tmp_path / "config.json").read_text()) == config
+    if "/tied" in name:
+        # The pickled one has all names.
+        (tmp_path / "model.safetensors").unlink()
+        shutil.copy(HEADS[name] / "pytorch_model.bin", tmp_path)
+        same_network(load(tmp_path, loaded_target(HEADS[name])), network)
 
 
-class TestNetwork:
-    @pytest.mark.parametrize("tied", [False, True])
-    @pytest.mark.parametrize("scaled", [False, True])
-    def test_teacher_forcing_is_the_stages_one_by_one(self, tmp_path, tied, scaled):
-        speculator = saved(tmp_path, tie_weights=tied, scale_input=scaled)
-        hidden, tokens = torch.randn(2, 4, SIZES["emb_dim"]), torch.randint(VOCAB_SIZE, (2, 4, 3))
-        logits = speculator(hidden, tokens)
-        assert logits.shape == (3, 2, 4, VOCAB_SIZE)
-        for place in ((0, 1), (1, 3)):
-            state = speculator.start(hidden[place])
-            for index in range(3):
-                state, one = speculator.step(index, state, tokens[place][index])
-                torch.testing.assert_close(one, logits[(index, *place)], atol=1e-5, rtol=1e-5)
-        assert torch.equal(speculator(hidden, tokens[..., :2]), logits[:2])
-
-    def test_tied_stages_are_one_set_of_weights(self, tmp_path):
-        names = set(saved(tmp_path, tie_weights=True).state_dict())
-        assert names == {
-            "emb.0.weight", "proj.0.weight", "proj.1.weight", "head.0.weight", "ln.0.weight", "ln.0.bias",
-        }  # fmt: skip
-
-    def test_tied_equals_untied_with_equal_weights(self, tmp_path):
-        tied = saved(tmp_path, tie_weights=True)
-        untied = MLPSpeculator(MLPSpeculatorConfig(**SIZES))
-        weights = tied.state_dict()
-
-        def fallback(name):
-            part, _, rest = name.split(".", 2)
-            return weights[name] if name in weights else weights[f"{part}.{int(part == 'proj')}.{rest}"]
-
-        untied.load_state_dict({name: fallback(name) for name in untied.state_dict()})
-        hidden, tokens = torch.randn(5, SIZES["emb_dim"]), torch.randint(VOCAB_SIZE, (5, 3))
-        assert torch.equal(tied(hidden, tokens), untied(hidden, tokens))
-
-    def test_norm_is_taken_in_float32(self, tmp_path):
-        """The squares of these states overflow in half precision."""
-        speculator = saved(tmp_path, scale_input=True).half()
-        hidden = torch.full((1, SIZES["emb_dim"]), 300.0).half()
-        started = speculator.start(hidden)
-        assert started.dtype == torch.float16
-        torch.testing.assert_close(started.float(), torch.full_like(started, 0.5**0.5).float(), atol=1e-3, rtol=0)
-
-    @pytest.mark.parametrize("tied", [False, True])
-    def test_learns(self, tied):
-        """A few steps on a fixed rule: the next token is the last one plus one."""
-        torch.manual_seed(0)
-        speculator = MLPSpeculator(MLPSpeculatorConfig(**{**SIZES, "tie_weights": tied}))
-        optimizer = torch.optim.Adam(speculator.parameters(), lr=2e-2)
-        losses = []
-        for _ in range(60):
-            tokens = (torch.randint(VOCAB_SIZE, (64, 1)) + torch.arange(4)) % VOCAB_SIZE
-            logits = speculator(torch.randn(64, SIZES["emb_dim"]), tokens[:, :3])
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].T.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            assert all(parameter.grad is not None for parameter in speculator.parameters())
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[-1] < 0.3 * losses[0]
+@pytest.mark.parametrize(("tied", "scaled"), [(True, True), *in_full((False, True), (True, False), (False, False))])
+def test_teacher_forcing_is_the_stages_one_by_one(tmp_path, tied, scaled):
+    speculator = saved(tmp_path, tie_weights=tied, scale_input=scaled)
+    hidden, tokens = torch.randn(2, 4, SIZES["emb_dim"]), torch.randint(VOCAB_SIZE, (2, 4, 3))
+    logits = speculator(hidden, tokens)
+    assert logits.shape == (3, 2, 4, VOCAB_SIZE)
+    for place in ((0, 1), (1, 3)):
+        state = speculator.start(hidden[place])
+        for index in range(3):
+            state, one = speculator.step(index, state, tokens[place][index])
+            torch.testing.assert_close(one, logits[(index, *place)], atol=1e-5, rtol=1e-5)
+    assert torch.equal(speculator(hidden, tokens[..., :2]), logits[:2])
 
 
-class TestPaddedVocabularies:
-    """One tokenizer, another number of rows: the weights stay as they are, and drafts fit the target."""
+def test_tied_stages_are_one_set_of_weights(tmp_path):
+    """And equal untied ones of equal weights."""
+    tied, untied = saved(tmp_path, tie_weights=True), MLPSpeculator(MLPSpeculatorConfig(**SIZES))
+    weights = tied.state_dict()
+    stages = {"emb.0.weight", "proj.0.weight", "proj.1.weight", "head.0.weight", "ln.0.weight", "ln.0.bias"}
+    assert set(weights) == stages
 
-    SHAPES = (
-        {},
-        {"num_draft_nodes": 6},
-        {"top_k_tokens_per_head": [VOCAB_SIZE, 2, 2], "mlp_speculator_num_candidates": 3},
-        {"speculative_token_tree": [(0,), (61,), (0, 1)]},
+    def fallback(name):
+        part, _, rest = name.split(".", 2)
+        return weights[name] if name in weights else weights[f"{part}.{int(part == 'proj')}.{rest}"]
+
+    untied.load_state_dict({name: fallback(name) for name in untied.state_dict()})
+    hidden, tokens = torch.randn(5, SIZES["emb_dim"]), torch.randint(VOCAB_SIZE, (5, 3))
+    assert torch.equal(tied(hidden, tokens), untied(hidden, tokens))
+    untied(hidden, tokens).sum().backward()
+    assert all(parameter.grad is not None for parameter in untied.parameters())
+
+
+def test_norm_is_taken_in_float32(tmp_path):
+    """The squares of these states overflow in half precision."""
+    started = saved(tmp_path, scale_input=True).half().start(torch.full((1, SIZES["emb_dim"]), 300.0).half())
+    assert started.dtype == torch.float16
+    torch.testing.assert_close(started.float(), torch.full_like(started, 0.5**0.5).float(), atol=1e-3, rtol=0)
+
+
+# Vocabularies of other padding: the weights stay as they are, and drafts fit the target
+
+
+SMALLER, LARGER = VOCAB_SIZE - 2, VOCAB_SIZE + 2
+CANDIDATES = {"top_k_tokens_per_head": [VOCAB_SIZE, 2, 2], "mlp_speculator_num_candidates": 3}
+STATIC = {"speculative_token_tree": [(0,), (61,), (0, 1)]}
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "shape"),
+    [(SMALLER, {}), *in_full((LARGER, {"num_draft_nodes": 6}), (LARGER, CANDIDATES), (SMALLER, STATIC))],
+    ids=str,
+)
+def test_greedy_with_another_vocabulary_matches_generate(model, tmp_path, vocab_size, shape):
+    original = saved(tmp_path, vocab_size=vocab_size)
+    inputs = prompts(3)
+    # Also the ids that a smaller speculator lacks are read.
+    inputs["input_ids"][:, -1] = torch.tensor([VOCAB_SIZE - 1, VOCAB_SIZE - 2, 5])
+    loaded = load_speculator(model, {"method": "mlp_speculator", "model": str(tmp_path), **shape})
+    assert loaded.resources.vocab_size == min(vocab_size, VOCAB_SIZE)
+    for arguments in ({}, {"forced_eos_token_id": VOCAB_SIZE - 1}):
+        arguments = {**inputs, "max_new_tokens": 10, "do_sample": False, **arguments}
+        assert torch.equal(model.generate(**arguments, assistant=loaded), model.generate(**arguments))
+    loaded.resources.speculator.save(tmp_path / "again")
+    again = load(tmp_path / "again", model).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in original.state_dict().items())
+    passed = load_speculator(model, "mlp_speculator", draft_model=loaded.resources.speculator)
+    assert passed.resources.speculator is loaded.resources.speculator
+
+
+def test_processors_that_choose_what_the_speculator_lacks(model, tmp_path):
+    """Such a draft is read on like any other."""
+    saved(tmp_path, vocab_size=SMALLER)
+    output = model.generate(
+        **prompts(3),
+        max_new_tokens=9,
+        do_sample=False,
+        sequence_bias={(VOCAB_SIZE - 1,): float("inf")},
+        speculative={"model": str(tmp_path)},
+        return_dict_in_generate=True,
     )
+    assert (output.sequences[:, -9:] == VOCAB_SIZE - 1).all()
+    assert output.speculative.draft_acceptance_rate == 1
 
-    @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 2, VOCAB_SIZE + 2])
-    @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "nodes", "candidates", "static"])
-    def test_text(self, model, tmp_path, vocab_size, shape):
-        saved(tmp_path, vocab_size=vocab_size)
-        inputs = prompts(3)
-        # Also the ids that a smaller speculator lacks are read.
-        inputs["input_ids"][:, -1] = torch.tensor([VOCAB_SIZE - 1, VOCAB_SIZE - 2, 5])
-        for arguments in ({"do_sample": False}, {"do_sample": False, "forced_eos_token_id": VOCAB_SIZE - 1}):
-            plain = model.generate(**inputs, max_new_tokens=12, **arguments)
-            ours = model.generate(
-                **inputs, max_new_tokens=12, **arguments, speculative={"model": str(tmp_path), **shape}
-            )
-            assert torch.equal(ours, plain)
 
-    def test_processors_that_choose_what_the_speculator_lacks(self, model, tmp_path):
-        """Such a draft is read on like any other."""
-        saved(tmp_path, vocab_size=VOCAB_SIZE - 2)
-        output = model.generate(
-            **prompts(3),
-            max_new_tokens=9,
-            do_sample=False,
-            sequence_bias={(VOCAB_SIZE - 1,): float("inf")},
-            speculative={"model": str(tmp_path)},
-            return_dict_in_generate=True,
-        )
-        assert (output.sequences[:, -9:] == VOCAB_SIZE - 1).all()
-        assert output.speculative.draft_acceptance_rate == 1
-
-    @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 2, VOCAB_SIZE + 2])
-    def test_save_and_pass_on(self, model, tmp_path, vocab_size):
-        original = saved(tmp_path, vocab_size=vocab_size)
-        loaded = load_speculator(model, {"method": "mlp_speculator", "model": str(tmp_path)}).resources
-        assert loaded.vocab_size == min(vocab_size, VOCAB_SIZE)
-        loaded.speculator.save(tmp_path / "again")
-        again = load(tmp_path / "again", model).state_dict()
-        assert all(torch.equal(again[name], tensor) for name, tensor in original.state_dict().items())
-        passed = load_speculator(model, "mlp_speculator", draft_model=loaded.speculator)
-        assert passed.resources.speculator is loaded.speculator
-        inputs = prompts(2)
-        plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-        assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False, assistant=passed), plain)
-
-    def test_no_more_than_five_percent(self, model):
-        with pytest.raises(SpecConfigError, match="vocabulary of 68 tokens, and LlamaForCausalLM has 64"):
-            load_speculator(
-                model,
-                "mlp_speculator",
-                draft_model=MLPSpeculator(MLPSpeculatorConfig(**{**SIZES, "vocab_size": 68})),
-            )
-
-    def test_candidates_beyond_the_common_vocabulary(self, tmp_path):
-        """More than the target has tokens are not asked for, though the speculator has them."""
-        saved(tmp_path)
-        target = tiny_llama(vocab_size=62)
-        target.model.register_forward_pre_hook(lambda *args: pytest.fail("the target has run"))
-        options = {"model": str(tmp_path), "speculative_token_tree": [(0,), (62,)]}
-        with pytest.raises(SpecConfigError, match="the rank 62, and speculator and target share .* of 62 tokens"):
-            target.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=5, speculative=options)
-
-    def test_growth_within_the_common_vocabulary(self, tmp_path):
-        saved(tmp_path)
-        target, ids = tiny_llama(vocab_size=62), torch.tensor([[3, 4, 5]])
-        options = {"model": str(tmp_path), "top_k_tokens_per_head": [64, 2, 2]}
-        ours = target.generate(ids, max_new_tokens=8, do_sample=False, speculative=options)
-        assert torch.equal(ours, target.generate(ids, max_new_tokens=8, do_sample=False))
+def test_vocabularies_that_do_not_fit(model, tmp_path):
+    large = MLPSpeculator(MLPSpeculatorConfig(**{**SIZES, "vocab_size": 68}))
+    with pytest.raises(SpecConfigError, match="vocabulary of 68 tokens, and LlamaForCausalLM has 64"):
+        load_speculator(model, "mlp_speculator", draft_model=large)
+    # More candidates than the target has tokens are not asked for, though the speculator has them.
+    saved(tmp_path)
+    target, ids = tiny_llama(vocab_size=62), torch.tensor([[3, 4, 5]])
+    options = {"model": str(tmp_path), "top_k_tokens_per_head": [64, 2, 2]}
+    ours = target.generate(ids, max_new_tokens=8, do_sample=False, speculative=options)
+    assert torch.equal(ours, target.generate(ids, max_new_tokens=8, do_sample=False))
+    target.model.register_forward_pre_hook(lambda *args: pytest.fail("the target has run"))
+    options = {"model": str(tmp_path), "speculative_token_tree": [(0,), (62,)]}
+    with pytest.raises(SpecConfigError, match="the rank 62, and speculator and target share .* of 62 tokens"):
+        target.generate(ids, max_new_tokens=5, speculative=options)

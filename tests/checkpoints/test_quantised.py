@@ -9,7 +9,8 @@ from hf_specdec.checkpoints.quantised import quantise_layers, scaled
 from hf_specdec.checkpoints.reader import CheckpointReader
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.hub.detect import detect_checkpoint
-from tests.helpers.heads import HEADS, copy_of, load, loaded_target, method_of
+from tests.helpers.heads import copy_of, folder_of, load, loaded_target, method_of
+from tests.helpers.levels import in_full
 from tests.helpers.methods import demo_inputs, demo_target, plain_text, settings_of
 
 
@@ -67,15 +68,22 @@ def stored_in(form):
     return change
 
 
-@pytest.mark.parametrize("form", FORMS)
+EAGLE3, DFLASH = "eagle/eagle3_llama", "dflash/qwen3_random_b8"
+MEDUSA, MTP = "medusa/v2_shared_lm_head_safetensors", "mtp/deepseek_v3"
+
+
 @pytest.mark.parametrize(
-    "name", ["eagle/eagle3_llama", "dflash/qwen3_random_b8", "medusa/v2_shared_lm_head_safetensors"]
+    ("name", "form"),
+    [
+        *((EAGLE3, "blocks"), (DFLASH, "rows"), (MEDUSA, "integers")),
+        *in_full((EAGLE3, "groups"), (DFLASH, "one"), (EAGLE3, "integers"), (MEDUSA, "blocks"), (MTP, "blocks")),
+    ],
 )
 def test_stored_in_8_bits(name, form, tmp_path):
-    target, method = loaded_target(HEADS[name]), method_of(name)
+    target, method = loaded_target(folder_of(name)), method_of(name)
     folder = copy_of(name, tmp_path / "head", {"quantization_config": FORMS[form][3]}, stored_in(form))
     assert detect_checkpoint(str(folder)).problems == ()
-    expected = load(method, HEADS[name], target).state_dict()
+    expected = load(method, folder_of(name), target).state_dict()
     found = load(method, folder, target).state_dict()
     assert found.keys() == expected.keys()
     changed = 0
@@ -89,16 +97,13 @@ def test_stored_in_8_bits(name, form, tmp_path):
 @pytest.mark.parametrize(
     ("factors", "stated", "message"),
     [
-        (torch.ones(2, 2), [4, 4, 4], r"`weight_block_size`=\[4, 4, 4\].*2 dimensions with factors of 2"),
-        (torch.ones(2, 2), [4, 0], "`weight_block_size`"),
-        (torch.ones(2, 2, 2), None, "factors of 3"),
-        (torch.ones(2, 2), 4, "`weight_block_size`=4"),
-        (torch.ones(1, 2), [4, 4], r"\[1, 2\] factors of up.weight.*blocks of \[4, 4\]"),
         (torch.ones(3, 2), [4, 4], r"\[3, 2\] factors of up.weight.*blocks of \[4, 4\]"),
-        (torch.ones(8, 2), [2**30, 4], "8, 2.*factors of up.weight"),
         (torch.ones(3, 2), None, "factors of up.weight"),
-        (torch.ones(0), None, "factors of up.weight"),
-        (torch.ones(2, 2, dtype=torch.uint8), [4, 4], "factors in uint8"),
+        *in_full(
+            (torch.ones(2, 2), [4, 4, 4], r"`weight_block_size`=\[4, 4, 4\].*2 dimensions with factors of 2"),
+            (torch.ones(8, 2), [2**30, 4], "8, 2.*factors of up.weight"),
+            (torch.ones(2, 2, dtype=torch.uint8), [4, 4], "factors in uint8"),
+        ),
     ],
 )
 def test_factors_that_do_not_fit(factors, stated, message):
@@ -116,25 +121,27 @@ def test_factors_of_rows_beside_blocks_of_the_target():
         assert torch.equal(scaled(reader, "up.weight", weight, given, torch.float32), factors[:, None].expand(8, 8))
 
 
-class TestPackedOnLoading:
-    @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
-    @pytest.mark.parametrize("row", ["eagle3", "dflash", "mtp"])
-    def test_text(self, row, quantization):
-        bitsandbytes = pytest.importorskip("bitsandbytes")
-        target, settings = demo_target(), settings_of(row, quantization=quantization)
-        with record() as made:
-            found = target.generate(**demo_inputs(2), max_new_tokens=NEW, do_sample=False, speculative=settings)
-        assert torch.equal(found, plain_text(2, NEW))
-        assert made.calls[0].stats.num_accepted_tokens > 0
-        network = load(row, settings["model"], target, quantization=quantization)
-        kind = bitsandbytes.nn.Linear4bit if quantization == "4bit" else bitsandbytes.nn.Linear8bitLt
-        assert any(type(module) is kind for module in network.modules())
-        assert network.dtype == torch.float32
+@pytest.mark.parametrize(
+    ("row", "quantization"),
+    [("eagle3", "4bit"), *in_full(("dflash", "4bit"), ("mtp", "8bit"), ("eagle3", "8bit"), ("dflash", "8bit"))],
+)
+def test_packed_on_loading_matches_generate(row, quantization):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    target, settings = demo_target(), settings_of(row, quantization=quantization)
+    with record() as made:
+        found = target.generate(**demo_inputs(2), max_new_tokens=NEW, do_sample=False, speculative=settings)
+    assert torch.equal(found, plain_text(2, NEW))
+    assert made.calls[0].stats.num_accepted_tokens > 0
+    network = load(row, settings["model"], target, quantization=quantization)
+    kind = bitsandbytes.nn.Linear4bit if quantization == "4bit" else bitsandbytes.nn.Linear8bitLt
+    assert any(type(module) is kind for module in network.modules())
+    assert network.dtype == torch.float32
 
-    def test_too_narrow(self):
-        pytest.importorskip("bitsandbytes")
-        layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32, bias=False))
+
+def test_layers_too_narrow_to_pack():
+    pytest.importorskip("bitsandbytes")
+    layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32, bias=False))
+    quantise_layers((layers,), "bitsandbytes_4bit")
+    assert [type(layer) is torch.nn.Linear for layer in layers] == [True, False]
+    with pytest.raises(SpecConfigError, match="can pack none of the layers.*multiple of 64"):
         quantise_layers((layers,), "bitsandbytes_4bit")
-        assert [type(layer) is torch.nn.Linear for layer in layers] == [True, False]
-        with pytest.raises(SpecConfigError, match="can pack none of the layers.*multiple of 64"):
-            quantise_layers((layers,), "bitsandbytes_4bit")

@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from hf_specdec.kernels.gates import SILU
+from hf_specdec.kernels.heads import SlotWrite
 from hf_specdec.kernels.norms import Scale
 from hf_specdec.layers.llama import normed, turned
 from hf_specdec.layers.rope import signed_angles
+
+
+# The interpreter cuts digits off where a GPU rounds.
+CLOSE = {
+    torch.float32: {"atol": 1e-5, "rtol": 1e-5},
+    torch.float16: {"atol": 4e-3, "rtol": 4e-3},
+    torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2},
+}
+every_dtype = pytest.mark.parametrize("dtype", CLOSE, ids=str)
+
+
+def drawn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def to(value, device):
+    """Tensors, and tuples and lists of them, also named ones, on a device; anything else stays as it is."""
+    if isinstance(value, (tuple, list)):
+        parts = [to(part, device) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value.to(device) if torch.is_tensor(value) else value
+
+
+class Slots:
+    """A cache of one layer."""
+
+    writes_slots = True
+
+    def __init__(self, buffers, starts, columns):
+        self.buffers, self.starts, self.columns = buffers, starts, columns
+
+    def begin_write(self, keys, values, layer_idx):
+        return SlotWrite(*self.buffers, self.starts, slice(0, self.columns))
+
+    def update(self, keys, values, layer_idx):
+        for buffer, new in zip(self.buffers, (keys, values)):
+            for row, start in enumerate(self.starts.tolist()):
+                buffer[row, :, start : start + new.shape[2]] = new[row]
+        return tuple(buffer[: len(keys), :, : self.columns] for buffer in self.buffers)
 
 
 def add_norm(stream, update, update_norm, norm):

@@ -1,7 +1,7 @@
 """Kernels are tested in three ways, each in a process of its own kind.
 
 - `device` fixture, "cpu": in Triton's interpreter, where TRITON_INTERPRET=1. `test_interpreted.py` starts such a
-  process, so that the plain suite covers these tests.
+  process, so that a run without a GPU covers these tests.
 - `device` fixture, "cuda": on a GPU (`pytest -m gpu`), the same tests.
 - `compile_for` fixture: compiled ahead of time for GPUs that need not be there.
 """
@@ -18,24 +18,30 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.levels import in_full
+
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # Shared memory that a block may take, in bytes, by compute capability, or AMD's name of the architecture.
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10, "gfx942": 64 << 10}
 
+# Every kernel is compiled for one GPU in the short run, and for the others in the full one.
+every_gpu, every_nvidia = (
+    pytest.mark.parametrize("compile_for", [90, *in_full(*others)], indirect=True)
+    for others in ((80, 100, 120, "gfx942"), (80, 100, 120))
+)
+
 # ptxas of different versions trades a few bytes of stack for occupancy.
 SPILL_ALLOWANCE = 32
 
 
-@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="session", params=["cpu"] if IS_INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request) -> torch.device:
     """Device on which a kernel can run: in the interpreter, or on a GPU."""
     pytest.importorskip("triton")
-    if request.param == "cpu" and not IS_INTERPRETED:
-        pytest.skip("needs TRITON_INTERPRET=1, see test_interpreted.py")
-    if request.param == "cuda" and (IS_INTERPRETED or not torch.cuda.is_available()):
-        pytest.skip("needs a GPU, and no TRITON_INTERPRET")
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
     return torch.device(request.param)
 
 
@@ -55,7 +61,7 @@ def patched_once():
     interpreter._patch_lang = patch_once
 
 
-@pytest.fixture(params=[80, 90, 100, 120], ids="sm_{}".format)
+@pytest.fixture
 def compile_for(request):
     """A context in which launchers are given CPU tensors, and compile what they would launch without running it.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec.drafts import DraftTree
@@ -16,8 +16,8 @@ from hf_specdec.kernels.acceptance import (
     _reject_tree_torch,
     _reject_triton,
 )
-from hf_specdec.kernels.best import best_tokens
 from hf_specdec.kernels.sampling import sample_torch
+from tests.helpers.levels import full, in_full
 
 
 ALMOST_ONE = float(np.nextafter(1.0, 0.0))
@@ -62,9 +62,6 @@ def check_reject(draft, target_probs, accept_uniforms, target_uniforms, device):
     return reference
 
 
-# follow
-
-
 @st.composite
 def drafted_batches(draw):
     """Trees over three tokens, of one shape or of several, with what the target chooses at each node."""
@@ -81,53 +78,39 @@ def drafted_batches(draw):
 
 
 @given(drafted_batches())
-@settings(max_examples=40)
-@pytest.mark.smoke
 def test_follow_any_tree(device, batch):
     check_follow(*batch, device)
 
 
-def test_follow_chains_of_different_lengths(device, generator):
-    tokens = torch.randint(2, (12, 7), generator=generator)
-    draft = DraftTree.chain(tokens, torch.randint(8, (12,), generator=generator))
-    is_wrong = torch.rand(12, 8, generator=generator) < 0.1
-    accepted = check_follow(draft, torch.cat([tokens, tokens[:, :1]], 1) + is_wrong, device)
-    assert accepted.num_accepted.unique().numel() > 3
-
-
-def test_follow_accepts_a_whole_draft(device):
-    draft = DraftTree.chain(torch.arange(64)[None])
-    accepted = check_follow(draft, torch.arange(65)[None], device)
-    assert accepted.num_accepted.item() == 64
-
-
-def test_follow_ignores_padding_that_would_match(device):
-    draft = DraftTree.chain(torch.tensor([[1, 1, 1], [1, 1, -1], [1, 1, 1]]), torch.tensor([1, 2, 0]))
-    assert check_follow(draft, torch.ones(3, 4, dtype=torch.long), device).num_accepted.tolist() == [1, 2, 0]
-
-
-def test_follow_takes_the_first_of_equal_siblings(device):
+FOLLOWED = {
+    "whole draft": (DraftTree.chain(torch.arange(64)[None]), torch.arange(65)[None], "num_accepted", [64]),
+    "padding that would match": (
+        DraftTree.chain(torch.tensor([[1, 1, 1], [1, 1, -1], [1, 1, 1]]), torch.tensor([1, 2, 0])),
+        torch.ones(3, 4, dtype=torch.long),
+        "num_accepted",
+        [1, 2, 0],
+    ),
     # Nodes 1 and 2 carry the same token; only node 2's child would go on.
-    draft = DraftTree(torch.tensor([[4, 4, 5]]), torch.tensor([-1, -1, 1]), torch.tensor([3]))
-    assert check_follow(draft, torch.tensor([[4, 5, 5, 0]]), device).path.tolist() == [[0, 1, 1, 1]]
+    "first of equal siblings": (
+        DraftTree(torch.tensor([[4, 4, 5]]), torch.tensor([-1, -1, 1]), torch.tensor([3])),
+        torch.tensor([[4, 5, 5, 0]]),
+        "path",
+        [[0, 1, 1, 1]],
+    ),
+    "no choice at a node": (
+        DraftTree.chain(torch.tensor([[3, -1]]), torch.tensor([1])),
+        torch.tensor([[3, -1, -1]]),
+        "tokens",
+        [[3, -1, 0]],
+    ),
+}
 
 
-def test_follow_passes_on_a_choice_that_could_not_be_made(device):
-    draft = DraftTree.chain(torch.tensor([[3, -1]]), torch.tensor([1]))
-    assert check_follow(draft, torch.tensor([[3, -1, -1]]), device).tokens.tolist() == [[3, -1, 0]]
-
-
-def test_the_best_token_of_equal_scores_and_of_nan(device):
-    scores = torch.zeros(4, 50_000)
-    scores[1, [7, 40_000]] = 1.0
-    scores[2, [9, 30_000]] = torch.nan
-    scores[2, 3] = torch.inf
-    scores[3] = -torch.inf
-    assert best_tokens(scores.to(device)).tolist() == [0, 7, 9, 0]
-    assert best_tokens(scores.bfloat16().to(device)).tolist() == [0, 7, 9, 0]
-
-
-# reject_chain
+@pytest.mark.smoke
+@pytest.mark.parametrize("case", FOLLOWED)
+def test_follow(case, device):
+    draft, node_tokens, name, expected = FOLLOWED[case]
+    assert getattr(check_follow(draft, node_tokens, device), name).tolist() == expected
 
 
 def random_chain(generator, batch_size, size, vocab_size, dtype=torch.float32, overlap=0.8):
@@ -141,43 +124,27 @@ def random_chain(generator, batch_size, size, vocab_size, dtype=torch.float32, o
     return DraftTree.chain(tokens, num_nodes, probs.to(dtype)), target_probs.to(dtype), *numbers
 
 
-@pytest.mark.parametrize("vocab_size", [2, 37, 256, 1271, 5000])
-def test_reject_chains(vocab_size, device, generator):
-    accepted = check_reject(*random_chain(generator, 8, 5, vocab_size), device)
-    assert accepted.num_accepted.unique().numel() > 2
+@pytest.mark.parametrize(
+    ("rows", "size", "vocab_size", "dtype"),
+    [
+        (8, 5, 1271, torch.float32),
+        *in_full((8, 5, 2, torch.float32), (8, 5, 256, torch.float32), (8, 5, 5000, torch.float32)),
+        *in_full(*((3, 4, 1000, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64))),
+        *in_full((4, 1, 300, torch.float32), (2, 1, 262_144, torch.float32)),
+    ],
+)
+def test_reject_chains(rows, size, vocab_size, dtype, device, generator):
+    accepted = check_reject(*random_chain(generator, rows, size, vocab_size, dtype), device)
+    assert rows < 8 or accepted.num_accepted.unique().numel() > 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_reject_chains_of_other_dtypes(dtype, device, generator):
-    check_reject(*random_chain(generator, 3, 4, 1000, dtype), device)
-
-
-@pytest.mark.smoke
-def test_reject_chains_of_a_large_vocabulary(device, generator):
-    accepted = check_reject(*random_chain(generator, 2, 1, 262_144, overlap=0.5), device)
-    assert 0 in accepted.num_accepted
-
-
-def test_reject_a_chain_of_one(device, generator):
-    check_reject(*random_chain(generator, 4, 1, 300), device)
-
-
-def test_padding_is_never_read(device, generator):
+def test_padding_is_never_read_and_dtypes_may_differ(device, generator):
     draft, target_probs, *numbers = random_chain(generator, 4, 4, 300)
     padding = torch.arange(4) >= draft.num_nodes[:, None]
     draft.tokens = draft.tokens.masked_fill(padding, -1)
-    draft.probs = draft.probs.masked_fill(padding[..., None], torch.nan)
+    draft.probs = draft.probs.masked_fill(padding[..., None], torch.nan).to(torch.bfloat16)
     accepted = check_reject(draft, target_probs, *numbers, device)
     assert (accepted.tokens >= 0).all()
-
-
-def test_distributions_of_different_dtypes(device, generator):
-    draft, target_probs, *numbers = random_chain(generator, 4, 4, 300)
-    draft.probs = draft.probs.to(torch.bfloat16)
-    check_reject(draft, target_probs, *numbers, device)
-
-
-# reject_tree
 
 
 def random_tree(generator, parents, batch_size, vocab_size, overlap=0.6):
@@ -200,7 +167,8 @@ def random_tree(generator, parents, batch_size, vocab_size, overlap=0.6):
 
 
 @pytest.mark.parametrize(
-    ("parents", "vocab_size"), [(STAR, 5), (STAR, 5000), (BINARY, 300), (BINARY, 5), (MIXED, 300), (MIXED, 5000)]
+    ("parents", "vocab_size"),
+    [(MIXED, 300), *in_full((STAR, 5), (STAR, 5000), (BINARY, 300), (BINARY, 5), (MIXED, 5000))],
 )
 def test_reject_trees(parents, vocab_size, device, generator):
     accepted = check_reject(*random_tree(generator, parents, 4, vocab_size, overlap=0.4), device)
@@ -213,23 +181,19 @@ def test_reject_trees_of_different_shapes(device, generator):
     check_reject(*random_tree(generator, parents, 4, 300), device)
 
 
-def test_reject_trees_of_which_nothing_is_right(device, generator):
-    """All siblings are rejected, and the new token is drawn from what is left after four tokens."""
-    draft, target_probs, accept_uniforms, target_uniforms = random_tree(generator, STAR, 8, 40, overlap=0.0)
-    draft.num_nodes.fill_(4)
-    accepted = check_reject(draft, target_probs, accept_uniforms * 0.1 + 0.9, target_uniforms, device)
-    assert (accepted.num_accepted == 0).sum() > 2
-
-
-def test_every_token_of_the_vocabulary_is_a_sibling(device, generator):
+def test_siblings_are_the_whole_vocabulary_or_equal(device, generator):
     draft, *arguments = random_tree(generator, (-1, -1, -1), 8, 3, overlap=0.2)
     draft.num_nodes.fill_(3)
     accepted = check_reject(draft, *arguments, device)
     assert (accepted.num_accepted == 1).all()
     assert accepted.path[:, 1].unique().numel() == 3
+    # Equal ones are tried once.
+    draft.tokens[:, 1] = draft.tokens[:, 0]
+    assert (check_reject(draft, *arguments, device).path != 2).all()
 
 
-def test_a_sibling_that_was_drawn_from_nothing_is_not_tried(device, generator):
+@full
+def test_sibling_drawn_from_nothing_is_not_tried(device, generator):
     draft = DraftTree(torch.tensor([[0, 2]]).expand(8, -1), torch.tensor([-1, -1]), torch.full((8,), 2))
     draft.probs = torch.tensor([1.0, 0.0, 0.0]).expand(8, 2, 3)
     target_probs = torch.tensor([0.2, 0.3, 0.5]).expand(8, 3, 3)
@@ -238,14 +202,9 @@ def test_a_sibling_that_was_drawn_from_nothing_is_not_tried(device, generator):
     assert accepted.num_accepted.unique().numel() == 2
 
 
-def test_equal_siblings_are_tried_once(device, generator):
-    draft, *arguments = random_tree(generator, (-1, -1, -1), 8, 20, overlap=0.2)
-    draft.tokens[:, 1] = draft.tokens[:, 0]
-    accepted = check_reject(draft, *arguments, device)
-    assert (accepted.path != 2).all()
-
-
 # Numeric traps of both rules
+
+both_rules = pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "tree"])
 
 
 def chain_or_tree(is_chain, tokens, probs):
@@ -254,14 +213,10 @@ def chain_or_tree(is_chain, tokens, probs):
     return draft
 
 
-both_rules = pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "tree"])
-
-
 @both_rules
-@pytest.mark.parametrize("draft_prob", [0.0, 0.5])
-def test_zero_never_accepts_an_impossible_token(is_chain, draft_prob, device):
+def test_zero_never_accepts_an_impossible_token(is_chain, device):
     target_probs = torch.tensor([[[0.0, 0.25, 0.75]] * 2])
-    probs = torch.tensor([[[draft_prob, 1 - draft_prob, 0.0]]])
+    probs = torch.tensor([[[0.0, 1.0, 0.0]]])
     zeros = torch.zeros(1, 2, dtype=torch.float64)
     draft = chain_or_tree(is_chain, torch.tensor([[0]]), probs)
     accepted = check_reject(draft, target_probs, zeros[:, :1], zeros, device)
@@ -279,8 +234,8 @@ def test_equal_distributions_accept_everything(is_chain, device, generator):
 
 
 @both_rules
-@pytest.mark.parametrize("number", [0.0, 0.49, 0.51, ALMOST_ONE])
-def test_an_empty_residual_falls_back_to_the_target(is_chain, number, device):
+@pytest.mark.parametrize("number", [0.51, *in_full(0.0, 0.49, ALMOST_ONE)])
+def test_empty_residual_falls_back_to_the_target(is_chain, number, device):
     # The target's distribution is the draft's, rounded down everywhere: a rejection leaves nothing of p - q.
     probs = torch.tensor([[[0.5, 0.0, 0.5]]])
     target_probs = torch.cat([probs, probs], dim=1) * (1 - 2**-22)
@@ -292,39 +247,31 @@ def test_an_empty_residual_falls_back_to_the_target(is_chain, number, device):
 
 
 @both_rules
-def test_nan_in_the_targets_distribution_is_marked(is_chain, device, generator):
+def test_nan_in_a_distribution(is_chain, device, generator):
+    """In the target's it is marked, in the draft's it leaves the target's."""
     draft, target_probs, *numbers = random_chain(generator, 4, 3, 300)
-    draft.is_chain = is_chain
+    draft.is_chain, good = is_chain, target_probs.clone()
     target_probs[1] = torch.nan
     target_probs[2, :, 7] = torch.nan
     accepted = check_reject(draft, target_probs, *numbers, device)
     new_tokens = accepted.tokens.gather(1, accepted.num_accepted[:, None]).flatten()
     assert (new_tokens < 0).tolist() == [False, True, True, False]
-
-
-@both_rules
-def test_nan_in_the_drafts_distribution_leaves_the_targets(is_chain, device, generator):
-    draft, target_probs, *numbers = random_chain(generator, 4, 3, 300)
     draft.num_nodes.fill_(3)
-    draft.probs[1], draft.is_chain = torch.nan, is_chain
-    accepted = check_reject(draft, target_probs, *numbers, device)
+    draft.probs[1] = torch.nan
+    accepted = check_reject(draft, good, *numbers, device)
     assert accepted.num_accepted[1] == 0
-    assert accepted.tokens[1, 0] == sample_torch(target_probs[1, 0], numbers[1][1, 0])
-
-
-def test_distributions_that_all_nodes_share(device, generator):
-    """A star as it stands after one node: its target distribution is repeated without being copied."""
-    draft, target_probs, *numbers = random_tree(generator, (-1, -1, -1), 4, 300)
-    check_reject(draft, target_probs[:, :1].expand(-1, 4, -1), *numbers, device)
+    assert accepted.tokens[1, 0] == sample_torch(good[1, 0], numbers[1][1, 0])
 
 
 COMPILED = {"chain": (151_936, tuple(range(-1, 15)), torch.float32), "tree": (32_001, BINARY, torch.bfloat16)}
 
 
 @pytest.mark.parametrize(
-    ("compile_for", "shape"), [(80, "tree"), (90, "chain"), (100, "tree"), (120, "chain")], indirect=["compile_for"]
+    ("compile_for", "shape"),
+    [(90, "chain"), *in_full((80, "tree"), (100, "tree"), (120, "chain"))],
+    indirect=["compile_for"],
 )
-def test_compiles(shape, compile_for):
+def test_kernels_compile(shape, compile_for):
     vocab_size, parents, dtype = COMPILED[shape]
     parents = torch.tensor(parents)
     size = len(parents)

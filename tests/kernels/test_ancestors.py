@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec.drafts import TreeTopology
 from hf_specdec.kernels.ancestors import _grow_torch, _grow_triton
 from hf_specdec.kernels.tree_attention import MAX_NODES, pack_ancestors
+from tests.helpers.levels import full, in_full
+from tests.kernels.conftest import every_gpu
 
 
 @st.composite
@@ -25,27 +27,27 @@ def check(grown, parents):
     assert torch.equal(grown[1].cpu(), topology.depths)
 
 
-@settings(deadline=None)
 @given(parents_of_rows())
 def test_reference(parents):
     check(_grow_torch(parents), parents)
 
 
-@settings(max_examples=25, deadline=None)
+@full
 @given(parents=parents_of_rows())
 def test_kernel(device, parents):
     check(_grow_triton(parents.to(device)), parents)
 
 
 @pytest.mark.smoke
-def test_the_longest_chain(device):
+def test_kernel_with_the_longest_chain_and_a_bush(device):
     """All 64 bits."""
-    parents = torch.arange(-1, MAX_NODES - 2)[None]
+    size = MAX_NODES - 1
+    parents = torch.stack([torch.arange(-1, size - 1), torch.arange(size) // 3 - 1])
     check(_grow_triton(parents.to(device)), parents)
 
 
-@pytest.mark.parametrize("compile_for", [80, 90, 100, 120, "gfx942"], indirect=True)
-@pytest.mark.parametrize("size", [0, 5, MAX_NODES - 1])
+@every_gpu
+@pytest.mark.parametrize("size", [MAX_NODES - 1, *in_full(0, 5)])
 def test_kernel_compiles(compile_for, size):
     with compile_for():
         _grow_triton(torch.full((2, size), -1))

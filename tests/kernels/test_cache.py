@@ -5,18 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_specdec.kernels.cache import (
-    WritePlan,
-    _move_torch,
-    _move_triton,
-    _write_torch,
-    _write_triton,
-    move_slots,
-    write_slots,
-)
-
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+from hf_specdec.kernels.cache import WritePlan, _move_torch, _move_triton, _write_torch, _write_triton
+from tests.helpers.levels import in_full
+from tests.kernels.conftest import every_nvidia
 
 
 def numbered(*shape, dtype=torch.float32, first=0.0):
@@ -26,33 +17,18 @@ def numbered(*shape, dtype=torch.float32, first=0.0):
 
 def assert_same_bits(found, expected):
     for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours.cpu(), theirs)
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
 
 
-# The references
-
-
-def test_rows_are_written_where_the_plan_says():
-    keys, states = torch.zeros(3, 2, 6, 4), numbered(2, 2, 2, 4, first=1)
-    write_slots((keys,), (states,), WritePlan(6, None, [1, 4], 2))
-    expected = torch.zeros(3, 2, 6, 4)
-    expected[0, :, 1:3], expected[1, :, 4:6] = states[0], states[1]
-    assert torch.equal(keys, expected)
-
-
-def test_paths_are_moved_after_the_starts():
-    keys = numbered(2, 1, 8, 1)
-    move_slots([keys], torch.tensor([1, 3]), torch.tensor([[0, 2, 5], [0, 1, 4]]))
-    assert keys[:, 0, :, 0].tolist() == [[0, 1, 3, 6, 4, 5, 6, 7], [8, 9, 10, 11, 12, 15, 14, 15]]
-
-
-# The kernels
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("size", "value_size"), [(16, 16), (24, 5), (128, 64)])
-@pytest.mark.parametrize("nodes", [1, 19])
-def test_write_kernel(dtype, size, value_size, nodes, device):
+@pytest.mark.parametrize(
+    ("size", "value_size", "nodes", "dtype"),
+    [
+        (24, 5, 19, torch.bfloat16),
+        *in_full((16, 16, 1, torch.float32), (128, 64, 19, torch.float16), (128, 64, 1, torch.float64)),
+    ],
+    ids=str,
+)
+def test_write_kernel(size, value_size, nodes, dtype, device):
     rows, heads, capacity = 3, 2, 40
     buffers = [torch.zeros(rows + 1, heads, capacity, width, dtype=dtype) for width in (size, value_size)]
     # The layout that models hand over, and one that is not even dense in its last dimension.
@@ -77,20 +53,25 @@ def test_write_kernel_for_one_buffer(device):
     assert_same_bits([written], [buffer])
 
 
-PATHS = {
-    "in place": [[0, 1, 2], [0, 1, 2]],
-    "one after the other": [[0, 2, 3], [0, 3, 4]],
-    "with padding": [[0, 4, 4], [0, 1, 6]],
-    "long": [[0, *range(3, 15)], [0, *range(1, 13)]],
-}
+IN_PLACE, NEAR = [[0, 1, 2], [0, 1, 2]], [[0, 2, 3], [0, 3, 4]]
+PADDED, LONG = [[0, 4, 4], [0, 1, 6]], [[0, *range(3, 15)], [0, *range(1, 13)]]
 
 
-@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("path", "dtype"),
+    [
+        (PADDED, torch.float32),
+        (LONG, torch.bfloat16),
+        *in_full((IN_PLACE, torch.float16), (NEAR, torch.float64), (NEAR, torch.bfloat16)),
+    ],
+    ids=str,
+)
 def test_move_kernel(path, dtype, device):
     """Layers of different shapes; each group of equal ones is one launch."""
     shapes = [(3, 2, 30, 16), (3, 2, 30, 16), (3, 1, 30, 72), (3, 2, 30, 16), (3, 2, 25, 16)]
     buffers = [numbered(*shape, dtype=dtype, first=100 * index) for index, shape in enumerate(shapes)]
+    # What is no number is copied all the same.
+    buffers[0][0, 0, 5] = torch.nan
     starts, path = torch.tensor([2, 9]), torch.tensor(path)
     moved = [buffer.to(device) for buffer in buffers]
     _move_triton(moved, starts.to(device), path.to(device))
@@ -98,16 +79,7 @@ def test_move_kernel(path, dtype, device):
     assert_same_bits(moved, buffers)
 
 
-@pytest.mark.smoke
-def test_move_kernel_copies_what_is_no_number(device):
-    buffer = numbered(1, 1, 6, 16)
-    buffer[0, 0, 4] = float("nan")
-    moved = buffer.to(device)
-    _move_triton([moved], torch.tensor([1], device=device), torch.tensor([[0, 3]], device=device))
-    assert moved[0, 0, 2].isnan().all()
-
-
-@pytest.mark.parametrize("compile_for", [80, 90, 100, 120], indirect=True)
+@every_nvidia
 def test_kernels_compile(compile_for):
     buffers = [torch.empty(4, 8, 1024, 128, dtype=torch.bfloat16) for _ in range(2)]
     states = [torch.empty(4, 16, 8, 128, dtype=torch.bfloat16).transpose(1, 2) for _ in buffers]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import hf_specdec
 from hf_specdec.errors import MissingDependencyError, SpecConfigError
 from hf_specdec.kernels import _triton
 from hf_specdec.kernels._triton import use_triton
@@ -38,12 +35,9 @@ def test_without_triton_the_references_run_and_say_so_once(monkeypatch):
     assert "pip install triton" in warnings[0]
 
 
-def test_torch_can_be_asked_for(monkeypatch):
+def test_a_choice_of_the_user(monkeypatch):
     monkeypatch.setattr(_triton, "CHOICE", "torch")
     assert not use_triton(ON_GPU)
-
-
-def test_triton_can_be_asked_for_where_it_can_run(monkeypatch):
     monkeypatch.setattr(_triton, "CHOICE", "triton")
     monkeypatch.setattr(_triton, "HAS_TRITON", True)
     assert use_triton(ON_GPU)
@@ -57,12 +51,11 @@ def test_triton_can_be_asked_for_where_it_can_run(monkeypatch):
         use_triton(ON_GPU)
 
 
-@pytest.mark.parametrize("value", ["cuda", "0", "false"])
-def test_an_unknown_choice_is_an_error_of_the_import(value):
-    environment = os.environ | {"HF_SPECDEC_KERNELS": value}
+def test_an_unknown_choice_is_an_error_of_the_import():
+    environment = os.environ | {"HF_SPECDEC_KERNELS": "cuda"}
     run = subprocess.run([sys.executable, "-c", "import hf_specdec"], env=environment, capture_output=True, text=True)
     assert "SpecConfigError: HF_SPECDEC_KERNELS must be" in run.stderr
-    assert f"got '{value}'" in run.stderr
+    assert "got 'cuda'" in run.stderr
 
 
 def test_the_package_runs_without_triton():
@@ -80,10 +73,3 @@ print(kernels._triton.HAS_TRITON, kernels._triton.CHOICE, *sample_from_probs(tor
     environment = os.environ | {"HF_SPECDEC_KERNELS": "torch"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "torch", "0", "1", "2"]
-
-
-def test_one_file_imports_triton():
-    folder = Path(hf_specdec.__file__).parent
-    imports = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)
-    importing = [path.name for path in folder.rglob("*.py") if imports.search(path.read_text())]
-    assert importing == ["_triton.py"]

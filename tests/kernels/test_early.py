@@ -16,8 +16,9 @@ from hf_specdec.kernels.heads import place_heads
 from hf_specdec.kernels.norms import Norm, add_norm
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.kernels.tree_attention import SlotTree, _tree_attention_triton
+from tests.helpers.layer_references import Slots
+from tests.helpers.levels import when_slow
 from tests.kernels.conftest import SHARED_MEMORY
-from tests.kernels.test_layers import Slots
 
 
 TRIGGER, WAIT, FETCH = "griddepcontrol.launch_dependents", "griddepcontrol.wait", "prefetch.global.L2"
@@ -42,9 +43,7 @@ def launch_a_layer() -> None:
     gated(hidden, hidden, SILU)
 
 
-@pytest.mark.parametrize(
-    "compile_for", [90, *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in (100, 120))], indirect=True
-)
+@pytest.mark.parametrize("compile_for", [90, *when_slow(100, 120)], indirect=True)
 def test_nothing_is_touched_before_the_wait(compile_for, request, monkeypatch):
     gpu = Gpu(132, SHARED_MEMORY[request.node.callspec.params["compile_for"]])
     for module in (projections, tree_attention):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import MixtralConfig, OlmoeConfig, Qwen2MoeConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+from transformers import Qwen2MoeConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from hf_specdec.kernels import _triton
@@ -15,8 +13,13 @@ from hf_specdec.kernels.experts import Routing, Shared, mixture
 from hf_specdec.kernels.gates import GELU_TANH, SILU
 from hf_specdec.layers import experts as layers
 from tests.helpers import layer_references as references
-from tests.kernels.conftest import watched
-from tests.kernels.test_layers import CLOSE, drawn, every_dtype
+from tests.helpers.layer_references import CLOSE, drawn, to
+from tests.helpers.levels import full, in_full
+from tests.kernels.conftest import every_gpu, watched
+
+
+F32, F16, BF16 = CLOSE
+CLOSE_SUMS = {**CLOSE, BF16: {"atol": 6e-2, "rtol": 6e-2}}
 
 
 def drawn_mixture(dtype, tokens=5, num_experts=6, size=40, inner=24):
@@ -26,22 +29,29 @@ def drawn_mixture(dtype, tokens=5, num_experts=6, size=40, inner=24):
     return hidden, logits, gate_up * 0.15, down * 0.15
 
 
-@every_dtype
+MIXED = Routing(3, normalizes=False, rounds=True)
+
+
 @pytest.mark.parametrize(
-    ("routing", "kind"),
-    [(Routing(2), SILU), (Routing(3, normalizes=False, rounds=True), SILU), (Routing(1, rounds=True), GELU_TANH)],
+    ("routing", "kind", "tokens", "size", "inner", "dtype"),
+    [
+        # More than a tile of tokens, columns and depth, none of them whole.
+        (Routing(2), SILU, 33, 72, 80, F32),
+        (MIXED, GELU_TANH, 5, 40, 24, BF16),
+        *in_full((Routing(2), SILU, 5, 40, 24, BF16), (MIXED, SILU, 5, 40, 24, F16), (MIXED, SILU, 5, 40, 24, F32)),
+        *in_full(*((Routing(1, rounds=True), GELU_TANH, 5, 40, 24, dtype) for dtype in CLOSE)),
+        *in_full((Routing(2), SILU, 1, 64, 64, F32), (Routing(2), SILU, 70, 16, 130, F32)),
+    ],
 )
-def test_mixtures(dtype, routing, kind, device):
-    given = drawn_mixture(dtype)
-    found = mixture(*(part.to(device) for part in given), routing, kind)
+def test_mixtures(routing, kind, tokens, size, inner, dtype, device):
+    given = drawn_mixture(dtype, tokens, 6, size, inner)
+    found = mixture(*to(given, device), routing, kind)
     assert found.dtype == dtype
-    close = {"atol": 6e-2, "rtol": 6e-2} if dtype == torch.bfloat16 else CLOSE[dtype]
-    torch.testing.assert_close(found.cpu(), references.mixture(*given, routing, kind), **close)
+    torch.testing.assert_close(found.cpu(), references.mixture(*given, routing, kind), **CLOSE_SUMS[dtype])
 
 
-@every_dtype
-@pytest.mark.parametrize("size", [40, 1100])
-def test_shared_experts(dtype, size, device):
+@pytest.mark.parametrize(("size", "dtype"), [(40, BF16), *in_full((1100, F32), (1100, BF16), (40, F16))])
+def test_shared_experts(size, dtype, device):
     """The gate opens for one token and closes for another."""
     given = drawn_mixture(dtype, tokens=2, num_experts=2, size=size)
     hidden, down = given[0], given[3]
@@ -50,18 +60,9 @@ def test_shared_experts(dtype, size, device):
     gates = F.linear(hidden, shared.gate).flatten()
     assert gates[0] > 1
     assert gates[1] < -1
-    on_device = Shared(*(part.to(device) for part in shared))
-    found = mixture(*(part.to(device) for part in given), Routing(1), shared=on_device)
-    close = {"atol": 6e-2, "rtol": 6e-2} if dtype == torch.bfloat16 else CLOSE[dtype]
-    torch.testing.assert_close(found.cpu(), references.mixture(*given, Routing(1), shared=shared), **close)
-
-
-@pytest.mark.parametrize(("tokens", "size", "inner"), [(1, 64, 64), (33, 72, 80), (70, 16, 130)])
-def test_sizes(tokens, size, inner, device):
-    """More than a tile of tokens, columns and depth, none of them whole."""
-    given = drawn_mixture(torch.float32, tokens, 3, size, inner)
-    found = mixture(*(part.to(device) for part in given), Routing(2))
-    torch.testing.assert_close(found.cpu(), references.mixture(*given, Routing(2)), atol=2e-5, rtol=2e-5)
+    found = mixture(*to(given, device), Routing(1), shared=to(shared, device))
+    expected = references.mixture(*given, Routing(1), shared=shared)
+    torch.testing.assert_close(found.cpu(), expected, **CLOSE_SUMS[dtype])
 
 
 @pytest.mark.smoke
@@ -72,20 +73,21 @@ def test_experts_without_tokens_and_equal_logits(device):
     expected = references.mixture(hidden, logits + torch.arange(6, 0, -1) * 1e-4, gate_up, down, Routing(2))
     for weights in (gate_up, down):
         weights[[0, 3, 4, 5]] = torch.nan
-    found = mixture(*(part.to(device) for part in (hidden, logits, gate_up, down)), Routing(2))
+    found = mixture(*to((hidden, logits, gate_up, down), device), Routing(2))
     torch.testing.assert_close(found.cpu(), expected, atol=1e-3, rtol=1e-3)
 
 
+@full
 def test_logits_without_numbers(device):
     """Experts that there are get the tokens."""
-    hidden, logits, gate_up, down = (part.to(device) for part in drawn_mixture(torch.float32))
+    hidden, logits, gate_up, down = to(drawn_mixture(torch.float32), device)
     logits[1] = torch.nan
     found = mixture(hidden, logits, gate_up, down, Routing(2)).cpu()
     assert found[1].isnan().all()
     assert not found[[0, 2, 3, 4]].isnan().any()
 
 
-@pytest.mark.parametrize("has_hooks", [False, True])
+@pytest.mark.parametrize("has_hooks", [False, *in_full(True)])
 def test_blocks_with_shared_experts(has_hooks, device, monkeypatch):
     """Hooks of the shared expert and of its gate run; without any, the gate is part of the last kernel."""
     monkeypatch.setattr(_triton, "CHOICE", "triton")
@@ -114,36 +116,9 @@ def drawn_block(config, block):
     return made
 
 
-@pytest.mark.parametrize(
-    ("config", "block", "routing"),
-    [
-        (MixtralConfig, MixtralSparseMoeBlock, Routing(2)),
-        (OlmoeConfig, OlmoeSparseMoeBlock, Routing(2, normalizes=False, rounds=True)),
-        (Qwen2MoeConfig, Qwen2MoeSparseMoeBlock, Routing(2, normalizes=False, rounds=True)),
-    ],
-)
-def test_references(config, block, routing):
-    """They compute what the experts of transformers do."""
-    made = drawn_block(config, block)
-    hidden = drawn(5, 40, dtype=torch.bfloat16)
-    logits, weights, experts = made.gate(hidden)
-    expected = made.experts(hidden, experts, weights)
-    found = references.mixture(hidden, logits, made.experts.gate_up_proj, made.experts.down_proj, routing)
-    torch.testing.assert_close(found, expected, **CLOSE[torch.bfloat16])
-
-
-@pytest.mark.parametrize(
-    ("compile_for", "dtype"),
-    [
-        (80, torch.bfloat16),
-        (90, torch.bfloat16),
-        (100, torch.float32),
-        (120, torch.bfloat16),
-        ("gfx942", torch.bfloat16),
-    ],
-    indirect=["compile_for"],
-)
-def test_kernels_compile(compile_for, dtype):
+@every_gpu
+def test_kernels_compile(compile_for, request):
+    dtype = torch.float32 if request.node.callspec.params["compile_for"] == 100 else torch.bfloat16
     hidden, logits = torch.empty(64, 2048, dtype=dtype), torch.empty(64, 128, dtype=dtype)
     gate_up = torch.empty(1, 2 * 768, 2048, dtype=dtype).expand(128, -1, -1)
     down = torch.empty(1, 2048, 768, dtype=dtype).expand(128, -1, -1)

@@ -1,4 +1,4 @@
-"""`generate()` through the kernels: the same text as through the references."""
+"""`generate()` through the kernels: the text of plain generation, and the samples of the references."""
 
 from __future__ import annotations
 
@@ -6,75 +6,152 @@ import pytest
 import torch
 
 from hf_specdec.decoding.graphs import forget_graphs
-from hf_specdec.kernels import _triton, acceptance, sampling, warpers
+from hf_specdec.kernels import _triton, acceptance, cache, sampling, tree_attention, warpers
+from hf_specdec.layers import experts, llama
+from tests.helpers.architectures import tiny_model
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts, scripted_for, tiny_llama
 from tests.helpers.sampled import sampled_speculator
 from tests.kernels.conftest import watched
 
 
+# Through the lean forward: with windows, norms of heads or of what is added, joined products, turning neighbours, soft
+# caps, layer norms without weights, heads that do not turn, and factors.
+LEAN = {
+    "llama": {},
+    "mistral": {},
+    "qwen3": {"layer_types": None, "use_sliding_window": False},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "olmo2": {},
+    "phi3": {},
+    "glm4": {},
+    "gemma2": {"layer_types": ["sliding_attention", "full_attention"]},
+    "olmo": {},
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "smollm3": {"layer_types": None, "use_sliding_window": False, "no_rope_layers": [1, 0]},
+    "granite": {"residual_multiplier": 0.4, "embedding_multiplier": 3.0},
+}
+# The same with experts; those of Qwen2 have a shared one, an MLP.
+MIXTURES = {
+    "mixtral": {},
+    "olmoe": {},
+    "qwen2_moe": {"layer_types": None, "use_sliding_window": False},
+    "qwen3_moe": {"use_sliding_window": False},
+}
+# Through their own forward: sinks and windows, chunks; a layer of each kind.
+MODELS = {
+    **LEAN,
+    **MIXTURES,
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
+    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"]},
+}
+
+
+def model_of(name):
+    """Two layers of one group of heads: the interpreter takes its time for each program."""
+    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny_model(name, **sizes, **MODELS[name])
+    if name == "gemma2":
+        # Torch's own attention, the default in transformers 5.17, has no soft cap.
+        model.set_attn_implementation("eager")
+    return model
+
+
 @pytest.fixture
 def launches(monkeypatch):
-    """The names of the kernels of acceptance that were launched."""
+    """The names of the kernels that were launched."""
     return watched(
-        monkeypatch, (acceptance, "_follow_triton"), (acceptance, "_reject_triton"), (sampling, "_sample_triton")
+        monkeypatch,
+        (cache, "_write_triton"),
+        (cache, "_move_triton"),
+        (tree_attention, "_tree_attention_triton"),
+        (llama, "add_norm"),
+        (llama, "place_heads"),
+        (llama, "gated"),
+        (experts, "mixture"),
+        (acceptance, "_follow_triton"),
+        (acceptance, "_reject_triton"),
+        (sampling, "_sample_triton"),
+        (warpers, "_warped_triton"),
     )
 
 
+IN_SHORT = ("llama", "gpt_oss", "qwen2_moe")
+
+
+@pytest.mark.parametrize(
+    ("name", "padding"),
+    [
+        *((name, True) for name in IN_SHORT),
+        *in_full(*((name, True) for name in MODELS if name not in IN_SHORT), ("llama", False)),
+    ],
+)
+def test_greedy_trees_match_generate(name, padding, device, launches, monkeypatch):
+    model, inputs = model_of(name).to(device), prompts(2, length=7, padding=padding)
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    moved = {key: values.to(device) for key, values in inputs.items()}
+    text = model.generate(**moved, **settings).cpu()
+    assert not launches
+    monkeypatch.setattr(_triton, "CHOICE", "triton")
+    output = model.generate(
+        **moved, **settings, assistant=scripted_for(text, inputs, tree="random"), return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences.cpu(), text)
+    assert 0 < output.speculative.num_accepted_tokens
+    assert output.speculative.attention == "tree kernel"
+    fused = {"_write_triton", "_follow_triton"}
+    if name in {**LEAN, **MIXTURES}:
+        mlp = {"mixture", "gated"} if name == "qwen2_moe" else {"mixture"} if name in MIXTURES else {"gated"}
+        fused = {"place_heads", "add_norm", "_follow_triton", *mlp}
+    # What lies in place is not moved on a CPU.
+    assert set(launches) - {"_move_triton"} == {"_tree_attention_triton", *fused}
+
+
 def small_llama():
-    """One group of heads in one layer: the interpreter takes its time for each program."""
+    """One group of heads in one layer."""
     return tiny_llama(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 
 
 @pytest.fixture
 def generate(device, monkeypatch):
-    """Generates on the device with kernels ("triton") or references ("torch")."""
+    """Samples on the device with kernels ("triton") or references ("torch")."""
     model = small_llama().to(device)
     inputs = {name: values.to(device) for name, values in prompts(2).items()}
 
-    def run(choice, drafter, do_sample, **settings):
+    def run(choice, drafter, **settings):
         monkeypatch.setattr(_triton, "CHOICE", choice)
         # Those of the other choice.
         forget_graphs(model)
         torch.manual_seed(0)
-        return model.generate(**inputs, assistant=drafter, do_sample=do_sample, max_new_tokens=5, **settings).cpu()
+        return model.generate(**inputs, assistant=drafter, do_sample=True, max_new_tokens=4, **settings).cpu()
 
     return run
 
 
-def scripted_tree(text):
-    return scripted_for(text, prompts(2), tree="random")
+WARPED = {"temperature": 0.8, "top_k": 20, "top_p": 0.8, "min_p": 0.02}
 
 
-@pytest.mark.smoke
-def test_greedy_trees(generate, launches):
-    text = small_llama().generate(**prompts(2), do_sample=False, max_new_tokens=5)
-    assert torch.equal(generate("triton", scripted_tree(text), do_sample=False), text)
-    assert set(launches) == {"_follow_triton"}
-
-
-@pytest.mark.parametrize("widths", [(1, 1, 1), (2, 1)], ids=["chain", "tree"])
-def test_drawn_drafts(widths, generate, launches):
+@pytest.mark.parametrize(
+    ("widths", "settings"), [((2, 1), {}), *in_full(((1, 1, 1), {}), ((1, 1, 1), WARPED))], ids=str
+)
+def test_samples_of_drawn_drafts(widths, settings, generate, launches):
+    """With warpers of the draft's logits and of the target's."""
     drafter = sampled_speculator(3, widths=widths)
-    text = generate("torch", drafter, do_sample=True)
+    text = generate("torch", drafter, **settings)
     assert not launches
-    assert torch.equal(generate("triton", drafter, do_sample=True), text)
-    assert "_reject_triton" in launches
+    assert torch.equal(generate("triton", drafter, **settings), text)
+    assert {"_reject_triton", *(["_warped_triton"] if settings else [])} <= set(launches)
 
 
+@full
 @pytest.mark.smoke
-def test_draws_at_every_node(generate, launches):
-    unlikely = small_llama().generate(**prompts(2), do_sample=False, max_new_tokens=5)
-    text = generate("torch", scripted_tree(unlikely), do_sample=True)
-    assert not launches
-    assert torch.equal(generate("triton", scripted_tree(text), do_sample=True), text)
-    assert set(launches) == {"_follow_triton", "_sample_triton"}
+def test_samples_drawn_at_every_node(generate, launches):
+    def scripted_tree(text):
+        return scripted_for(text, prompts(2), tree="random")
 
-
-def test_drawn_drafts_after_all_warpers(generate, monkeypatch):
-    """Of the draft's logits and of the target's."""
-    launches = watched(monkeypatch, (warpers, "_warped_triton"))
-    drafter, settings = sampled_speculator(3), {"temperature": 0.8, "top_k": 20, "top_p": 0.8, "min_p": 0.02}
-    text = generate("torch", drafter, do_sample=True, **settings)
+    unlikely = small_llama().generate(**prompts(2), do_sample=False, max_new_tokens=4)
+    text = generate("torch", scripted_tree(unlikely))
     assert not launches
-    assert torch.equal(generate("triton", drafter, do_sample=True, **settings), text)
-    assert launches
+    assert torch.equal(generate("triton", scripted_tree(text)), text)
+    assert {"_follow_triton", "_sample_triton"} <= set(launches)
+    assert "_reject_triton" not in launches

@@ -9,15 +9,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.levels import in_full
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="runs in the interpreter already")
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_in_the_interpreter(which):
-    """All that take the device "cpu", in one process."""
+
+# The full ones in two processes, each a test that one worker runs.
+ATTENTION = ["test_tree_attention.py", "test_generate.py", "test_gpu_checks.py"]
+
+
+@pytest.mark.parametrize(("level", "part"), [("short", "all"), *in_full(("full", "attention"), ("full", "others"))])
+def test_device_tests_pass_in_the_interpreter(level, part):
+    """All that take the device "cpu"."""
     pytest.importorskip("triton")
-    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", f"not gpu and {which}", "-k", "cpu"]
+    folder = Path(__file__).parent
+    files = [folder / name for name in ATTENTION] if part == "attention" else [folder]
+    ignored = [f"--ignore={folder / name}" for name in ATTENTION] if part == "others" else []
+    chosen = "full and not slow and not gpu" if level == "full" else "not full and not slow and not gpu"
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", chosen, "-k", "cpu", *ignored]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, Path(__file__).parent],
+        [sys.executable, "-m", "pytest", *options, *files],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""Kernels between the products of a layer: sums and norms, heads on their way to attention, activated gates."""
+"""Kernels between the products of a layer: sums and norms, angles, heads on their way to attention, gates."""
 
 from __future__ import annotations
 
@@ -7,51 +7,38 @@ import torch
 from transformers.activations import ACT2FN
 
 from hf_specdec.kernels import _triton
+from hf_specdec.kernels.angles import rotary_angles
 from hf_specdec.kernels.gates import GELU_TANH, SILU, gated
-from hf_specdec.kernels.heads import SlotWrite, place_heads
+from hf_specdec.kernels.heads import place_heads
 from hf_specdec.kernels.norms import Norm, Scale, add_norm
 from hf_specdec.layers.llama import GatedMLP, Pending, RMSNorm, added_and_normed
 from hf_specdec.layers.rope import signed_angles
 from tests.helpers import layer_references as references
+from tests.helpers.layer_references import CLOSE, Slots, drawn, to
+from tests.helpers.levels import in_full
+from tests.kernels.conftest import every_gpu, every_nvidia
 
 
-# The interpreter cuts digits off where a GPU rounds.
-CLOSE = {
-    torch.float32: {"atol": 1e-5, "rtol": 1e-5},
-    torch.float16: {"atol": 4e-3, "rtol": 4e-3},
-    torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2},
-}
-every_dtype = pytest.mark.parametrize("dtype", CLOSE, ids=str)
-
-
-def drawn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+F32, F16, BF16 = CLOSE
+KINDS = {"llama": {}, "gemma": {"offset": 1.0, "rounds_last": True}, "olmo2": {"rounds_last": True}}
+CENTERED = Norm(None, 1e-5, is_centered=True)
 
 
 def norm_of(size, dtype, seed, offset=0.0, rounds_last=False) -> Norm:
     return Norm(drawn(size, dtype=dtype, seed=seed) * 0.3 + 1 - offset, 1e-5, offset, rounds_last)
 
 
-def to(value, device):
-    """Tensors, norms and tuples of them on a device."""
-    if isinstance(value, Norm):
-        return value._replace(weight=to(value.weight, device))
-    if isinstance(value, Scale):
-        return value
-    if isinstance(value, tuple):
-        return tuple(to(part, device) for part in value)
-    return value.to(device) if torch.is_tensor(value) else value
-
-
-# Sums and norms
-
-KINDS = {"llama": {}, "gemma": {"offset": 1.0, "rounds_last": True}, "olmo2": {"rounds_last": True}}
-CENTERED = Norm(None, 1e-5, is_centered=True)
-
-
-@every_dtype
-@pytest.mark.parametrize("kind", [*KINDS, "olmo", "granite"])
-@pytest.mark.parametrize("parts", ["norm", "sum and norm", "normed sum and norm", "normed sum"])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "parts"),
+    [
+        (F32, "gemma", "normed sum and norm"),
+        (BF16, "olmo", "sum and norm"),
+        *in_full(*((dtype, kind, "normed sum and norm") for dtype in CLOSE for kind in KINDS)),
+        *in_full(*((F16, kind, "sum and norm") for kind in (*KINDS, "granite"))),
+        *in_full((BF16, "llama", "norm"), (F32, "olmo", "norm"), (F32, "granite", "normed sum")),
+    ],
+    ids=str,
+)
 def test_sums_and_norms(dtype, kind, parts, device):
     size = 40
 
@@ -64,40 +51,18 @@ def test_sums_and_norms(dtype, kind, parts, device):
     # As part of a wider tensor.
     update = drawn(2, 3, 2 * size, dtype=dtype, seed=1)[..., size:] if "sum" in parts else None
     update_norm = of_the_kind(2) if "normed sum" in parts else None
-    norm = of_the_kind(3) if parts.endswith("norm") else None
-    expected = references.add_norm(stream, update, update_norm, norm)
-    found = add_norm(*(to(value, device) for value in (stream, update, update_norm, norm)))
-    for ours, theirs in zip(found, expected):
+    given = stream, update, update_norm, of_the_kind(3) if parts.endswith("norm") else None
+    expected = references.add_norm(*given)
+    for ours, theirs in zip(add_norm(*to(given, device)), expected):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.cpu(), theirs, **CLOSE[dtype])
     assert not torch.allclose(expected[1], stream)
-
-
-# Heads
 
 
 def angles_of(rows, tokens, size, dtype, is_interleaved):
     turns = drawn(rows, tokens, size // 2, seed=5) * 3
     repeated = turns.repeat_interleave(2, -1) if is_interleaved else torch.cat((turns, turns), -1)
     return signed_angles(repeated.cos().to(dtype), repeated.sin().to(dtype), is_interleaved)
-
-
-class Slots:
-    """A cache of one layer."""
-
-    writes_slots = True
-
-    def __init__(self, buffers, starts, columns):
-        self.buffers, self.starts, self.columns = buffers, starts, columns
-
-    def begin_write(self, keys, values, layer_idx):
-        return SlotWrite(*self.buffers, self.starts, slice(0, self.columns))
-
-    def update(self, keys, values, layer_idx):
-        for buffer, new in zip(self.buffers, (keys, values)):
-            for row, start in enumerate(self.starts.tolist()):
-                buffer[row, :, start : start + new.shape[2]] = new[row]
-        return tuple(buffer[: len(keys), :, : self.columns] for buffer in self.buffers)
 
 
 def heads_of(dtype, size=16, rows=2, tokens=5, is_packed=False):
@@ -107,32 +72,32 @@ def heads_of(dtype, size=16, rows=2, tokens=5, is_packed=False):
     return tuple(drawn(rows, tokens, heads, size, dtype=dtype, seed=seed) for seed, heads in enumerate((4, 2, 2)))
 
 
-@pytest.mark.thinned(5)
-@every_dtype
-@pytest.mark.parametrize("kind", [None, *KINDS])
 @pytest.mark.parametrize(
-    ("size", "turned", "is_interleaved", "is_packed"),
+    ("size", "turned", "is_interleaved", "is_packed", "kind", "dtype"),
     [
-        (16, 0, False, False),
-        (16, 16, False, False),
-        (16, 16, False, True),
-        (24, 24, False, False),
-        (16, 8, False, True),
-        (16, 8, True, False),
+        (24, 24, False, False, "gemma", F32),
+        (16, 8, True, False, None, BF16),
+        *in_full(*((16, 16, False, True, kind, dtype) for kind in KINDS for dtype in CLOSE)),
+        *in_full((16, 0, False, False, None, F32), (16, 0, False, False, "olmo2", F16)),
+        *in_full((16, 8, False, True, "llama", F32), (16, 8, True, False, "llama", F16)),
     ],
+    ids=str,
 )
-def test_heads(dtype, kind, size, turned, is_interleaved, is_packed, device):
+def test_heads_are_normed_turned_and_written(size, turned, is_interleaved, is_packed, kind, dtype, device):
     heads = heads_of(dtype, size, is_packed=is_packed)
     norms = None if kind is None else tuple(norm_of(size, dtype, seed, **KINDS[kind]) for seed in (8, 9))
-    angles = angles_of(2, 5, turned, dtype, is_interleaved)
+    check_heads(heads, angles_of(2, 5, turned, dtype, is_interleaved), norms, is_interleaved, device)
+
+
+def check_heads(heads, angles, norms, is_interleaved, device):
+    dtype, size = heads[0].dtype, heads[0].shape[-1]
     starts, shape = torch.tensor([3, 7]), (3, 2, 16, size)
     slots = [
         Slots([torch.zeros(shape, dtype=dtype).to(place) for _ in range(2)], starts.to(place), 12)
         for place in ("cpu", device)
     ]
     expected = references.place_heads(heads, angles, norms, slots[0], 0, is_interleaved)
-    moved = (to(value, device) for value in (heads, angles, norms))
-    found = place_heads(*moved, slots[1], 0, is_interleaved)
+    found = place_heads(*to((heads, angles, norms), device), slots[1], 0, is_interleaved)
     for ours, theirs in zip((*found, *slots[1].buffers), (*expected, *slots[0].buffers)):
         torch.testing.assert_close(ours.cpu(), theirs, **CLOSE[dtype])
     for theirs in slots[0].buffers:
@@ -142,31 +107,21 @@ def test_heads(dtype, kind, size, turned, is_interleaved, is_packed, device):
     assert torch.equal(slots[1].buffers[1].cpu(), slots[0].buffers[1])
 
 
-def test_heads_that_share_angles(device):
-    heads, angles = heads_of(torch.float32), angles_of(1, 5, 16, torch.float32, False)
-    slots = [
-        Slots([torch.zeros(2, 2, 9, 16).to(place) for _ in range(2)], torch.tensor([0, 4]).to(place), 9)
-        for place in ("cpu", device)
-    ]
-    expected, *_ = references.place_heads(heads, angles, None, slots[0], 0, False)
-    found, *_ = place_heads(to(heads, device), to(angles, device), None, slots[1], 0, False)
-    torch.testing.assert_close(found.cpu(), expected)
+def test_heads_of_rows_that_share_angles(device):
+    check_heads(heads_of(F32), angles_of(1, 5, 16, F32, False), None, False, device)
 
 
-# Gates
-
-
-@every_dtype
-@pytest.mark.parametrize(("kind", "name"), [(SILU, "silu"), (GELU_TANH, "gelu_pytorch_tanh")])
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_gates(dtype, kind, name, is_packed, device):
+@pytest.mark.parametrize(
+    ("kind", "is_packed", "dtype"),
+    [(SILU, True, BF16), (GELU_TANH, False, F32), *in_full((GELU_TANH, True, F16), (SILU, False, F16))],
+    ids=str,
+)
+def test_gates(dtype, kind, is_packed, device):
     gate, up = (drawn(2, 3, 2 * 72, dtype=dtype) * 3).chunk(2, -1)
     gate, up = (gate, up) if is_packed else (gate.contiguous(), up.contiguous())
     found = gated(gate.to(device), up.to(device), kind)
+    name = {SILU: "silu", GELU_TANH: "gelu_pytorch_tanh"}[kind]
     torch.testing.assert_close(found.cpu(), ACT2FN[name](gate) * up, **CLOSE[dtype])
-
-
-# The choice
 
 
 def test_layers_run_in_torch_where_gradients_are_needed_or_dtypes_mixed(monkeypatch):
@@ -188,13 +143,56 @@ def test_layers_run_in_torch_where_gradients_are_needed_or_dtypes_mixed(monkeypa
     assert mixed.dtype == torch.float32
 
 
-# Ahead of time
+# Angles of rotary embeddings
+
+# Rows of a wider tensor, up to the end of the longest texts, and rows that share their positions.
+OWN = torch.tensor([[0, 1, 5, 9], [77, 4096, 131071, 9], [1000003, 2, 3, 9]])[:, :3]
+SHARED = torch.tensor([[3, 70]]).expand(4, -1)
 
 
-@pytest.mark.parametrize("compile_for", [80, 90, 100, 120, "gfx942"], indirect=True)
-@pytest.mark.parametrize("size", [64, 128, 256])
+def frequencies_of(numbers: int) -> torch.Tensor:
+    return 1 / 10000.0 ** (torch.arange(numbers) / numbers)
+
+
+@pytest.mark.parametrize(
+    ("positions", "numbers", "dtype", "factor", "is_interleaved", "stored"),
+    [
+        (OWN, 48, torch.float32, 0.7, False, torch.float32),
+        (SHARED, 12, torch.bfloat16, 1.0, True, torch.bfloat16),
+        *in_full(*((OWN, 64, torch.bfloat16, 1.0, is_interleaved, torch.float32) for is_interleaved in (False, True))),
+        *in_full(
+            (OWN, 1, torch.float16, 1.0, True, torch.float32), (OWN, 8, torch.float32, 1.0, False, torch.bfloat16)
+        ),
+    ],
+)
+def test_rotary_angles(device, positions, numbers, dtype, factor, is_interleaved, stored):
+    frequencies = frequencies_of(numbers).to(stored)
+    expected = references.rotary_angles(positions, frequencies, factor, dtype, is_interleaved)
+    # Expanded there: a copy to another device would have rows of its own.
+    there = positions[:1].to(device).expand(4, -1) if positions is SHARED else positions.to(device)
+    found = rotary_angles(there, frequencies.to(device), factor, dtype, is_interleaved)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.dtype, ours.shape) == (dtype, (*positions.shape, 1, 2 * numbers))
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=1e-6 if dtype == torch.float32 else 4e-3)
+
+
+@every_nvidia
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)], ids=str)
+def test_angles_compile(compile_for, dtype):
+    with compile_for() as kernels:
+        rotary_angles(torch.zeros(1, 16, dtype=torch.long), frequencies_of(64), 1.0, dtype, False)
+    assert len(kernels) == 1
+    # Far from zero the units of a GPU that approximate are wrong; exact ones need many digits of 2 / pi.
+    ptx = kernels[0].asm["ptx"]
+    assert "cos.approx" not in ptx
+    assert "sin.approx" not in ptx
+    assert "i2opi" in ptx
+
+
+@every_gpu
+@pytest.mark.parametrize("size", [128, *in_full(64, 256)])
 def test_kernels_compile(compile_for, size):
-    dtype = torch.bfloat16
+    dtype = BF16
     stream, inner = torch.empty(2, 16, 4096, dtype=dtype), torch.empty(2, 16, 2 * 14336, dtype=dtype)
     norm, sandwich = (Norm(torch.empty(4096, dtype=dtype), 1e-5, *form) for form in ((), (1.0, True)))
     head_norms = (Norm(torch.empty(size, dtype=dtype), 1e-6),) * 2

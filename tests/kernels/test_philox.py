@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec.kernels.philox import _uniforms_torch, _uniforms_triton
+from tests.helpers.levels import full
+from tests.kernels.conftest import every_gpu
 
 
 WORDS = st.integers(0, 2**64 - 1)
@@ -42,13 +44,12 @@ def by_numpy(seeds, numbers, firsts, width, purpose, space):
     return torch.from_numpy(np.minimum(np.stack(lines), 1 - 2.0**-24))
 
 
-@settings(deadline=None)
 @given(stream=streams())
 def test_reference(stream):
     assert torch.equal(_uniforms_torch(*arguments(*stream)), by_numpy(*stream))
 
 
-@settings(max_examples=25, deadline=None)
+@full
 @given(stream=streams())
 def test_kernel(device, stream):
     given = [value.to(device) if torch.is_tensor(value) else value for value in arguments(*stream)]
@@ -65,8 +66,8 @@ def test_many_numbers(device):
     assert found.unique().numel() == 600
 
 
-@pytest.mark.parametrize("compile_for", [80, 90, 100, 120, "gfx942"], indirect=True)
-def test_compiles(compile_for):
+@every_gpu
+def test_kernel_compiles(compile_for):
     with compile_for() as kernels:
         rows = torch.zeros(8, dtype=torch.long)
         _uniforms_triton(rows, rows, torch.zeros(8, 16, dtype=torch.long), 0, 0)

@@ -8,21 +8,22 @@ import torch.nn.functional as F
 
 from hf_specdec.kernels import _triton, projections
 from hf_specdec.kernels.gates import GELU_TANH, SILU
-from hf_specdec.kernels.norms import Norm, Scale
+from hf_specdec.kernels.norms import Norm
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.layers import llama
 from hf_specdec.layers.draft_network import new_attention, new_mlp
 from hf_specdec.layers.llama import project_together
 from tests.helpers import layer_references as references
+from tests.helpers.layer_references import CLOSE, drawn, to
+from tests.helpers.levels import in_full
 from tests.kernels.conftest import SHARED_MEMORY, watched
-from tests.kernels.test_layers import CLOSE, drawn
+
+
+BF16, F16 = torch.bfloat16, torch.float16
 
 
 class Wrapped(torch.Tensor):
     """Weights of another class, as quantised ones are."""
-
-
-half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
 def drawn_linears(dtype, widths, size, has_bias):
@@ -32,84 +33,73 @@ def drawn_linears(dtype, widths, size, has_bias):
     return hidden, [(weight, drawn(len(weight), dtype=dtype, seed=9) if has_bias else None) for weight in weights]
 
 
-def moved(linears, device):
-    return [tuple(part if part is None else part.to(device) for part in linear) for linear in linears]
-
-
-@half_dtypes
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("widths", "size"), [((64, 64), 128), ((96, 32, 32), 192), ((64, 128, 64), 64)])
-def test_products(dtype, has_bias, widths, size, device):
+@pytest.mark.parametrize(
+    ("widths", "size", "has_bias", "dtype"),
+    [((96, 32, 32), 192, True, BF16), *in_full(((64, 64), 128, False, F16), ((64, 128, 64), 64, True, F16))],
+)
+def test_products(widths, size, has_bias, dtype, device):
     hidden, linears = drawn_linears(dtype, widths, size, has_bias)
-    found = projections.products(hidden.to(device), moved(linears, device))
+    found = projections.products(hidden.to(device), to(linears, device))
     for output, linear in zip(found, linears, strict=True):
         assert output.dtype == dtype
         torch.testing.assert_close(output.cpu(), F.linear(hidden, *linear), **CLOSE[dtype])
 
 
-@half_dtypes
-@pytest.mark.parametrize("kind", [SILU, GELU_TANH])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_gated_products(dtype, kind, has_bias, device):
+@pytest.mark.parametrize(
+    ("kind", "has_bias", "dtype"),
+    [(SILU, True, BF16), *in_full((SILU, False, F16), (GELU_TANH, True, F16), (GELU_TANH, False, BF16))],
+)
+def test_gated_products(kind, has_bias, dtype, device):
     hidden, linears = drawn_linears(dtype, (96, 96), 128, has_bias)
-    found = projections.gated_product(hidden.to(device), *moved(linears, device), kind)
+    found = projections.gated_product(hidden.to(device), *to(linears, device), kind)
     expected = references.gated(*(F.linear(hidden, *linear) for linear in linears), kind)
     torch.testing.assert_close(found.cpu(), expected, **CLOSE[dtype])
 
 
-@half_dtypes
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("width", "size"), [(64, 192), (96, 64), (192, 128)])
-def test_the_stream_goes_along(dtype, has_bias, width, size, device):
+@pytest.mark.parametrize(
+    ("width", "size", "has_bias", "dtype"),
+    [(96, 64, True, BF16), *in_full((64, 192, False, F16), (192, 128, True, F16))],
+)
+def test_product_added_to_the_stream(width, size, has_bias, dtype, device):
     """A product is rounded before it is added; the squares are those of the rounded sum."""
     hidden, [linear] = drawn_linears(dtype, (width,), size, has_bias)
     stream = drawn(2, 3, width, dtype=dtype, seed=5)
-    [moved_linear] = moved([linear], device)
-    total, squares = projections.added_product(hidden.to(device), moved_linear, stream.to(device))
+    total, squares = projections.added_product(*to((hidden, linear, stream), device))
     assert total.dtype == dtype
     torch.testing.assert_close(total.cpu(), stream + F.linear(hidden, *linear), **CLOSE[dtype])
     expected = total.cpu().float().square().sum(-1).flatten()
     torch.testing.assert_close(squares.sum(0).cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
-@half_dtypes
+LLAMA, GEMMA, OLMO = {}, {"offset": 1.0, "rounds_last": True}, {"rounds_last": True}
+
+
 @pytest.mark.parametrize(
-    "norm",
-    [{}, {"offset": 1.0, "rounds_last": True}, {"rounds_last": True}],
-    ids=["llama", "gemma", "olmo"],
+    ("norm", "parts", "dtype"),
+    [(GEMMA, 3, BF16), *in_full((LLAMA, 1, BF16), (LLAMA, 70, F16), (OLMO, 3, F16), (GEMMA, 1, F16))],
+    ids=str,
 )
-@pytest.mark.parametrize("parts", [1, 3, 70])
-def test_the_norm_goes_along(dtype, norm, parts, device):
+def test_products_of_an_unnormed_stream(norm, parts, dtype, device):
     """Products read a stream whose norm nobody has computed."""
     stream, linears = drawn_linears(dtype, (96, 32, 64), 128, False)
     norm = Norm(drawn(128, dtype=dtype, seed=7), 1e-5, **norm)
     squares = drawn(parts, 6, dtype=torch.float32, seed=8).abs()
     squares *= stream.float().square().sum(-1).flatten() / squares.sum(0)
     expected = llama.normed(stream, norm)
-    far = Norm(norm.weight.to(device), *norm[1:])
-    x = projections.Unnormed(stream.to(device), squares.to(device), far)
-    for output, linear in zip(projections.products(x, moved(linears, device)), linears, strict=True):
+    x = projections.Unnormed(*to((stream, squares, norm), device))
+    for output, linear in zip(projections.products(x, to(linears, device)), linears, strict=True):
         torch.testing.assert_close(output.cpu(), F.linear(expected, *linear), **CLOSE[dtype])
     gate, up = linears[0], (linears[0][0].flip(0).contiguous(), None)
-    found = projections.gated_product(x, *moved([gate, up], device), SILU)
+    found = projections.gated_product(x, *to([gate, up], device), SILU)
     expected_gate = references.gated(F.linear(expected, *gate), F.linear(expected, *up), SILU)
     torch.testing.assert_close(found.cpu(), expected_gate, **CLOSE[dtype])
     torch.testing.assert_close(x.normed().cpu(), expected, **CLOSE[dtype])
 
 
-def test_which_norms_go_along():
-    weight = torch.ones(4)
-    assert projections.goes_along(Norm(weight, 1e-5))
-    assert projections.goes_along(Norm(weight, 1e-5, 1.0, True))
-    assert not projections.goes_along(Norm(None, 1e-5, is_centered=True))
-    assert not projections.goes_along(Scale(0.5))
-    assert not projections.goes_along(None)
-
-
 def test_what_is_taken(device, monkeypatch):
     monkeypatch.setattr(_triton, "CHOICE", "triton")
     hidden, linears = drawn_linears(torch.bfloat16, (64, 32), 64, False)
-    hidden, linears = hidden.to(device), moved(linears, device)
+    hidden, linears = to((hidden, linears), device)
     with torch.no_grad():
         assert projections.takes(hidden, linears)
         assert not projections.takes(hidden.float(), [(weight.float(), None) for weight, _ in linears])
@@ -154,7 +144,7 @@ class Sizes:
     num_attention_heads, num_key_value_heads, head_dim = 4, 2, 16
 
 
-@pytest.mark.parametrize("hooked", [None, "o_proj", "mlp", "self_attn", "post_attention_layernorm"])
+@pytest.mark.parametrize("hooked", [None, "o_proj", *in_full("mlp", "self_attn", "post_attention_layernorm")])
 def test_layers_of_four_products(hooked, device, monkeypatch):
     """Streams are added and normed inside of products, but next to modules that somebody hooks into."""
     torch.manual_seed(0)
@@ -199,7 +189,7 @@ def test_layers_of_four_products(hooked, device, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("compile_for", "tokens"), [(80, 64), (90, 16), (100, 64), (120, 1)], indirect=["compile_for"]
+    ("compile_for", "tokens"), [(90, 16), *in_full((80, 64), (100, 64), (120, 1))], indirect=["compile_for"]
 )
 def test_kernels_compile(compile_for, tokens, request, monkeypatch):
     gpu = Gpu(132, SHARED_MEMORY[request.node.callspec.params["compile_for"]])

@@ -1,12 +1,20 @@
-"""`sample_from_probs`: the kernels give the reference's integers."""
+"""Warpers and `sample_from_probs`: the tokens that transformers keeps, and the reference's integers."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from transformers.generation import logits_process as hf
 
+from hf_specdec.kernels import launching
 from hf_specdec.kernels.sampling import _sample_triton, sample_torch
+from hf_specdec.kernels.tiles import Gpu
+from hf_specdec.kernels.warpers import Warping, _warped_torch, _warped_triton
+from tests.helpers.levels import full, in_full
+from tests.kernels.conftest import every_gpu
 
 
 ALMOST_ONE = float(np.nextafter(1.0, 0.0))
@@ -29,27 +37,21 @@ def check(probs, uniform, device):
     return ids
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 37, 255, 256, 257, 1000, 4097, 50_257])
-def test_any_vocabulary(vocab_size, device, generator):
-    probs = random_probs(generator, 3, vocab_size)
-    check(probs, torch.rand(3, dtype=torch.float64, generator=generator), device)
-
-
-def test_the_whole_range_of_ids_is_drawn(device, generator):
-    numbers = torch.tensor([0.001, 0.5, 0.999], dtype=torch.float64)
-    ids = check(random_probs(generator, 1, 262_144).expand(3, -1), numbers, device)
-    assert ids[0] < 1000
-    assert ids[2] > 261_000
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype, device, generator):
-    probs = random_probs(generator, 8, 3000).to(dtype)
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [
+        (4097, torch.bfloat16),
+        *in_full(*((size, torch.float32) for size in (1, 2, 37, 255, 256, 257, 1000, 50_257))),
+        *in_full((3000, torch.float16), (3000, torch.float64)),
+    ],
+)
+def test_vocabularies_and_dtypes(vocab_size, dtype, device, generator):
+    probs = random_probs(generator, 8, vocab_size).to(dtype)
     check(probs, torch.rand(8, dtype=torch.float64, generator=generator), device)
 
 
-@pytest.mark.parametrize("number", [0.0, 1e-300, 0.5, ALMOST_ONE, 1.0])
-@pytest.mark.parametrize("vocab_size", [3, 700])
+@pytest.mark.parametrize("number", [0.0, ALMOST_ONE, *in_full(1e-300, 0.5, 1.0)])
+@pytest.mark.parametrize("vocab_size", [700, *in_full(3)])
 def test_an_id_of_probability_zero_is_never_drawn(number, vocab_size, device, generator):
     probs = random_probs(generator, 8, vocab_size) * (torch.rand(8, vocab_size, generator=generator) < 0.3)
     probs[:, 0] = probs[:, -1] = 0.0
@@ -66,22 +68,18 @@ def test_equal_probabilities(device):
     assert check(probs, numbers, device).tolist() == list(range(0, 512, 32))
 
 
-@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("vocab_size", [5, 600])
-def test_rows_without_a_distribution_are_marked(bad, vocab_size, device):
-    probs = torch.zeros(3, vocab_size)
+@pytest.mark.parametrize("vocab_size", [600, *in_full(5)])
+def test_rows_without_a_distribution_are_marked(vocab_size, device):
+    probs = torch.zeros(6, vocab_size)
     probs[0, 2] = 1.0
-    probs[1, 3] = bad
-    probs[2, 1] = 0.5
-    assert check(probs, torch.tensor([0.1, 0.1, 0.9]), device).tolist() == [2, -1, 1]
+    for row, bad in enumerate((0.0, torch.nan, torch.inf), start=1):
+        probs[row, 3] = bad
+    probs[4, 1] = 0.5
+    probs[5] = torch.nan
+    assert check(probs, torch.tensor([0.1, 0.1, 0.1, 0.1, 0.9, 0.9]), device).tolist() == [2, -1, -1, -1, 1, -1]
 
 
-def test_a_row_of_nan(device):
-    probs = torch.full((2, 300), torch.nan)
-    assert check(probs, torch.tensor([0.0, 0.9]), device).tolist() == [-1, -1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)])
 def test_proposals(dtype, device, generator):
     """Rows from which nothing can be drawn propose a token, with certainty; twice, for what a launch leaves behind."""
     for _ in range(2):
@@ -105,18 +103,130 @@ def test_shapes_and_strides(device, generator):
     assert check(probs[:0], numbers.T[:0], device).shape == (0, 3)
 
 
+LARGE, SMALL = (151_936, torch.float32), (32_001, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
-    ("compile_for", "vocab_size", "dtype"),
-    [
-        (80, 151_936, torch.float32),
-        (90, 32_001, torch.bfloat16),
-        (100, 151_936, torch.float32),
-        (120, 32_001, torch.bfloat16),
-    ],
-    indirect=["compile_for"],
+    ("compile_for", "size"), [(90, SMALL), *in_full((80, LARGE), (100, LARGE), (120, SMALL))], indirect=["compile_for"]
 )
-def test_compiles(vocab_size, dtype, compile_for):
+def test_kernels_compile(size, compile_for):
+    vocab_size, dtype = size
     with compile_for() as kernels:
         for proposes in (False, True):
             _sample_triton(torch.empty(9, vocab_size, dtype=dtype), torch.empty(9, dtype=torch.float64), proposes)
     assert len(kernels) == 2
+
+
+# Warpers: the kernels keep the tokens that transformers keeps
+
+# Of a probability, how near to a border rounding may decide.
+ROUNDING = 1e-5
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_warped(logits: torch.Tensor, warping: Warping, device: torch.device) -> torch.Tensor:
+    """The scores of the kernels, after they were compared with those of transformers."""
+    found, expected = _warped_triton(logits.to(device), warping).cpu(), _warped_torch(logits, warping)
+    assert found.dtype == torch.float32
+    is_kept = expected > -torch.inf
+    torch.testing.assert_close(found[is_kept], expected[is_kept], rtol=1e-6, atol=0)
+    assert (found[~is_kept] == -torch.inf).all()
+    return found
+
+
+def far_from_borders(logits: torch.Tensor, warping: Warping) -> bool:
+    """Tells whether rounding cannot decide which tokens are kept."""
+    probs = _warped_torch(logits, warping._replace(top_p=None, min_p=None)).double().softmax(-1).sort(dim=-1).values
+    distances = []
+    if warping.top_p is not None:
+        # The most probable one is always kept.
+        distances.append(probs.cumsum(-1)[:, :-1] - (1 - warping.top_p))
+    if warping.min_p is not None:
+        differences = probs / probs.amax(-1, keepdim=True) - warping.min_p
+        distances.append(differences[differences != 0])
+    return all((distance.abs() > ROUNDING).all() for distance in distances)
+
+
+@pytest.fixture
+def many_parts(monkeypatch):
+    """Rows in several parts, as a large GPU has them."""
+    monkeypatch.setattr(launching, "gpu_of", lambda device: Gpu(16, 99 << 10))
+
+
+@full
+@given(
+    warping=st.builds(
+        Warping,
+        temperature=st.sampled_from([1.0, 0.6, 1.7]),
+        top_k=st.sampled_from([None, 1, 2, 20, 5000]),
+        top_p=st.sampled_from([None, 0.0, 0.123, 0.5, 0.9, 0.987, 0.9999]),
+        min_p=st.sampled_from([None, 0.0, 0.07, 1.0]),
+    ),
+    rows=st.integers(1, 3),
+    vocab_size=st.sampled_from([2, 7, 256, 608]),
+    numbers=st.sampled_from([2, 9, 10**6]),
+    scale=st.sampled_from([0.0, 1.0, 30.0]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_warpers(device, warping, rows, vocab_size, numbers, scale, dtype, seed):
+    """Also of few different numbers, where most tokens are as probable as others, and of impossible tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-numbers, numbers + 1, (rows, vocab_size), generator=generator) / numbers * scale
+    logits[-1, 2:9] = -torch.inf
+    logits = logits.to(dtype)
+    assume(far_from_borders(logits, warping))
+    check_warped(logits, warping, device)
+
+
+@pytest.mark.parametrize(
+    ("warping", "dtype"),
+    [
+        (Warping(0.7, 50, 0.95, 0.05), torch.bfloat16),
+        *in_full((Warping(0.7, 50, 0.95, 0.05), torch.float32), (Warping(0.7, 50, 0.95, 0.05), torch.float16)),
+        *in_full((Warping(0.7), torch.bfloat16), (Warping(0.7, min_p=0.05), torch.bfloat16)),
+        *in_full((Warping(0.7, top_k=50), torch.bfloat16), (Warping(0.7, top_p=0.95), torch.bfloat16)),
+    ],
+)
+def test_warpers_of_many_parts(device, many_parts, warping, dtype):
+    """Twice: the first launch leaves nothing behind. Rows may be parts of wider ones."""
+    logits = torch.randn((2, 3000), generator=torch.Generator().manual_seed(0)).mul(4).to(dtype)
+    for width in (3000, 2777):
+        check_warped(logits[:, :width], warping, device)
+
+
+@full
+def test_warpers_of_equal_tokens_over_many_parts(device, many_parts):
+    """Of those at the border the last ones are kept; transformers' sort is not stable, and keeps as many."""
+    logits = torch.zeros((1, 3000), dtype=torch.bfloat16)
+    logits[0, ::2] = -1.0
+    for top_p in (0.31, 0.9):
+        scores = check_warped(logits, Warping(top_p=top_p), device)
+        expected = hf.TopPLogitsWarper(top_p)(None, logits.float())
+        assert torch.equal(scores.sort().values, expected.sort().values)
+        assert 0 < scores.isfinite().sum() < 3000
+
+
+@pytest.mark.parametrize("bad", [torch.nan, *in_full(-torch.nan, torch.inf)])
+def test_warpers_of_logits_that_are_no_numbers_or_impossible(device, bad):
+    """Nothing may be drawn from such rows, whose softmax is not a number."""
+    warping = Warping(0.8, 20, 0.9, 0.01)
+    logits = torch.randn((3, 300), generator=torch.Generator().manual_seed(0))
+    logits[1, 7] = bad
+    logits[2] = -torch.inf
+    found = _warped_triton(logits.to(device), warping).cpu()
+    assert torch.equal(found[:1], check_warped(logits[:1], warping, device))
+    assert found[1].softmax(-1).isnan().any()
+    assert (found[2] == -torch.inf).all()
+
+
+@every_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32, torch.float16)], ids=str)
+def test_warpers_compile(compile_for, dtype):
+    with compile_for() as kernels:
+        for vocab_size in (32000, 151936):
+            _warped_triton(torch.empty((16, vocab_size), dtype=dtype), Warping(0.7, 50, 0.95, 0.05))
+        _warped_triton(torch.empty((1, 32000), dtype=dtype), Warping(0.7, min_p=0.05))
+    num_digits = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}[dtype]
+    assert len(kernels) == 2 * (2 * num_digits + 1) + 2

@@ -1,23 +1,17 @@
-"""Kernels over texts: against their definition in Python, in threads and processes at once, and without numba."""
+"""Kernels over texts: against their definition in Python, and in several threads at once."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec.candidate_generators.recycling.generator import NUM_SUCCESSORS, SuccessorTable
 from hf_specdec.drafts import TokenTree
 from hf_specdec.kernels import text as kernels
-from hf_specdec.kernels.compiled import compiled
-from tests.helpers.paths import ROOT
 
 
 VOCAB_SIZE = 12
@@ -41,7 +35,6 @@ def learnt(text: list[int]) -> dict[int, list[int]]:
     return known
 
 
-@settings(max_examples=200, deadline=None)
 @given(texts)
 def test_learning_follows_the_definition(text):
     table = SuccessorTable(VOCAB_SIZE)
@@ -53,7 +46,6 @@ def test_learning_follows_the_definition(text):
     assert np.array_equal(table.successors, as_python.successors)
 
 
-@settings(max_examples=200, deadline=None)
 @given(texts, paths, st.integers(0, VOCAB_SIZE - 1))
 def test_filling_follows_the_definition(text, leaves, anchor):
     table = SuccessorTable(VOCAB_SIZE)
@@ -73,7 +65,6 @@ def test_filling_follows_the_definition(text, leaves, anchor):
     assert in_python("fill_tree")(table.successors, *arrays, anchor).tolist() == list(expected)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=80), st.integers(1, 9), st.integers(1, 90), st.booleans())
 def test_scans_agree_with_python(text, count, limit, first):
     text = np.array(text, dtype=np.int32)
@@ -89,86 +80,6 @@ def test_ranks_and_anchors_beyond_the_table_have_no_successors():
     assert table.fill(tree, 3) == ([1], [-1], [0])
     for anchor in (-1, VOCAB_SIZE):
         assert table.fill(tree, anchor) == ([], [], [])
-
-
-# ------------------------------------------------------------------------------------------------------- the compiler
-
-SCAN = """
-import sys
-import numpy as np
-{before}
-from hf_specdec.kernels import text
-from hf_specdec.candidate_generators.recycling.generator import SuccessorTable
-from hf_specdec.drafts import TokenTree
-tokens = np.random.default_rng(0).integers(0, 5, 500).astype(np.int32)
-print([text.best_matches(tokens[:size], 4, limit, first) for size in (0, 1, 200, 500) for limit in (2, 500)
-       for first in (False, True)])
-table = SuccessorTable(5)
-table.learn_text(tokens.tolist())
-print(table.successors.tolist(), table.fill(TokenTree.from_paths([(0,), (1,), (0, 4), (1, 0)]), 3))
-{after}
-"""
-
-
-def start(before: str = "", after: str = "", **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", SCAN.format(before=before, after=after)],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_without_numba_the_answers_are_the_same_and_one_warning_says_so():
-    numba_is_missing = "sys.modules['numba'] = None"
-    (expected, errors), (answers, warnings) = start().communicate(), start(numba_is_missing).communicate()
-    assert answers == expected != ""
-    assert "numba" not in errors
-    assert warnings.count("numba cannot be imported") == 1
-    assert "pip install numba" in warnings
-
-
-def test_processes_share_what_one_has_compiled(tmp_path):
-    hits = "print([sum(kernel.stats.cache_hits.values()) for kernel in (text._longest, text.learn_text)])"
-    started = [start(after=hits, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]
-    first, second = (process.communicate()[0].splitlines() for process in started)
-    assert first[:2] == second[:2] != []
-    third = start(after=hits, NUMBA_CACHE_DIR=str(tmp_path)).communicate()[0].splitlines()
-    assert third == [*first[:2], "[1, 1]"]
-
-
-def test_other_methods_do_not_import_them():
-    code = (
-        "import sys, hf_specdec; from hf_specdec import demo; from hf_specdec.settings import describe_settings;"
-        "target = demo.load_target(); inputs = demo.load_tokenizer()('def add', return_tensors='pt');"
-        "head = demo.drafter_path('eagle3'); describe_settings();"
-        "target.generate(**inputs, max_new_tokens=8, spec_method='eagle3', spec_model=head);"
-        "print('hf_specdec.kernels.text' in sys.modules);"
-        "target.generate(**inputs, max_new_tokens=8, spec_method='ngram');"
-        "print('hf_specdec.kernels.text' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]
-
-
-def double(number):
-    return 2 * number
-
-
-@pytest.mark.parametrize("fault", ["no folder", "disk full"])
-def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch, fault):
-    caching = pytest.importorskip("numba.core.caching")
-
-    def fail(*arguments):
-        raise OSError("No space left on device")
-
-    if fault == "no folder":
-        monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-    else:
-        monkeypatch.setattr(caching.IndexDataCacheFile, "save", fail)
-    assert compiled("int64(int64)")(double)(4) == 8
 
 
 def test_threads_at_once():

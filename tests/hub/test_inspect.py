@@ -1,4 +1,4 @@
-"""Configs and headers tell if a checkpoint fits a target, in Python and on the command line."""
+"""Configs and headers tell whether a drafter fits a target, of every published form, in Python and as a command."""
 
 import json
 import re
@@ -8,64 +8,121 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_specdec import CheckpointFormatError, cli, demo
+from hf_specdec.bench.prompts import Prompt
+from hf_specdec.diagnosis import diagnose
 from hf_specdec.errors import CheckpointAccessError
-from hf_specdec.hub import inspect_checkpoint
-from tests.helpers.heads import HEADS, copy_of, load, loaded_target, method_of, put, target_of, without
+from hf_specdec.hub import discover_drafters, inspect_checkpoint
+from tests.helpers import drafters
+from tests.helpers.heads import HEADS, WITH_LAYERS, copy_of, load, loaded_target, method_of, put, target_of, without
+from tests.helpers.levels import full, in_full
 from tests.helpers.loopback_hub import TOKEN
-from tests.helpers.paths import FIXTURES
 
 
 DEMO = Path(demo.target_path()).parent
-KEYS = ["name", "method", "format", "producer", "target", "num_draft_tokens", "tensors", "bytes", "mtp_layers"]
-KEYS += ["fits", "problems"]
-
-PAIRS = {
-    **{path.parent: path for path in FIXTURES.glob("*/*/target")},
-    **{path: FIXTURES / path.parent.name / "target" for path in FIXTURES.glob("m[el]*/*_*") if path.is_dir()},
-    **{path: DEMO / "target" for path in DEMO.iterdir() if (path / "config.json").is_file()},
-}
-PAIRS = {path: target for path, target in PAIRS.items() if (path / "config.json").is_file()}
+EAGLE3, DFLASH = "eagle/eagle3_llama", "dflash/qwen3_random_b8"
+PUBLISHED = {**HEADS, **WITH_LAYERS}
+PUBLISHED |= {f"demo/{path.name}": path for path in DEMO.iterdir() if (path / "config.json").is_file()}
+PUBLISHED.pop("demo/target")
+VARIOUS = ["eagle/eagle3_speculators", "dflash/domino_b6", "medusa/vllm_converted", "demo/draft", "mtp/qwen3_next"]
+VARIOUS += ["dflash/dflash2_full_b8", "medusa/v01_heads_pt", "mlp_speculator/tied_scaled", "mtp/glm4_moe"]
 
 
 def run(*arguments, **options):
     return CliRunner().invoke(cli.app, ["inspect", *map(str, arguments)], prog_name="hf-specdec", **options)
 
 
-def target_with(tmp_path, **changes):
-    folder = tmp_path / "target"
+def demo_target(folder, **changes):
+    """The config of the demo's target with other values."""
     folder.mkdir()
     config = json.loads((DEMO / "target" / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-@pytest.mark.parametrize("path", PAIRS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_drafters_fit_their_targets(path):
-    found = inspect_checkpoint(path, PAIRS[path])
-    assert found.problems == ()
-    assert found.fits is True
-    assert inspect_checkpoint(path).fits is None
+def characters(size):
+    """A tokenizer of this many tokens, one for each character of an English text."""
+    words = ["<unk>", "</s>", *map(chr, range(32, 127))]
+    words += [f"<{index}>" for index in range(len(words), size)]
+    inner = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, "<unk>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>")
+
+
+class TestPublishedDrafters:
+    def test_inspect_names_method_and_target(self):
+        for name, folder in PUBLISHED.items():
+            found = inspect_checkpoint(folder, target_of(folder))
+            assert (found.fits, found.problems) == (True, ())
+            assert inspect_checkpoint(folder).fits is None
+            is_own = name in WITH_LAYERS
+            assert ("use spec_method='mtp'" in (found.hint or "")) == is_own
+            if is_own or name == "demo/draft":
+                assert found.found.method == "draft_model"
+                continue
+            assert found.found.method == (folder.name if name.startswith("demo") else method_of(name))
+            config = json.loads((target_of(folder) / "config.json").read_text())
+            assert found.found.target.hidden_size == config["hidden_size"]
+            # A head that goes through the target's lm_head works with every vocabulary.
+            assert found.found.format == "medusa-v2" or found.found.target.vocab_size == config["vocab_size"]
+
+    @pytest.mark.parametrize("name", [EAGLE3, *in_full(*VARIOUS)])
+    def test_discover_lists_it_first(self, name, hub):
+        drafter, target = PUBLISHED[name], target_of(PUBLISHED[name])
+        hub.add("user/target", target)
+        if drafter != target:
+            hub.add("user/drafter", drafter, card=drafters.card_of("user/target", "speculative-decoding"))
+        first = next(item for item in discover_drafters("user/target") if item.place != "none")
+        assert first.model == (None if drafter == target else "user/drafter")
+        assert bool(first.problems) == (name == "medusa/v01_heads_pt")
+        assert not first.problems or "name it as `model` if you trust it" in first.problems[0]
+
+    @full
+    @pytest.mark.parametrize("name", [EAGLE3, *VARIOUS[-4:]])
+    def test_doctor_finds_no_error(self, name):
+        drafter, target = PUBLISHED[name], drafters.load(target_of(PUBLISHED[name]))
+        target.generation_config.pad_token_id = 0
+        prompts = [Prompt("", text, "", 12) for text in ("the first line of a text", "another one: a b a b a b")]
+        spec = {"method": "mtp"} if name in WITH_LAYERS else str(drafter)
+        tokenizer = characters(target.config.vocab_size)
+        found = diagnose(target, spec, tokenizer, prompts=prompts, try_variants=False)
+        assert found.status != "error", found.findings
+        said = {finding.check: finding.found for finding in found.findings}
+        assert said["loading"] == f"It loads as '{method_of(name)}'."
+        assert found.acceptance["raw"].num_drafts > 0
+
+    @full
+    def test_doctor_refuses_a_tokenizer_of_another_model(self):
+        tokenizer, target = characters(300), drafters.load(target_of(HEADS[EAGLE3]))
+        tokenizer.add_tokens("€")
+        found = diagnose(target, str(HEADS[EAGLE3]), tokenizer, prompts=[Prompt("", "a€", "", 8)])
+        [finding] = [item for item in found.findings if item.check == "tokenizer"]
+        assert finding.status == found.status == "error"
+        assert "a prompt with the token 300, and the target knows the tokens 0 to 255" in finding.found
 
 
 @pytest.mark.parametrize(
     ("drafter", "changes", "problem"),
     [
-        ("eagle", {"hidden_size": 512}, "It reads states of hidden size 256, and the target has 512."),
         ("medusa", {"hidden_size": 512}, "It reads states of hidden size 256, and the target has 512."),
-        ("mlp_speculator", {"vocab_size": 9000}, "It has a vocabulary of 4096 tokens, and the target has 9000"),
         ("draft", {"vocab_size": 9000}, "different tokenizers"),
         ("eagle3", {"num_hidden_layers": 4}, "It reads the states of 5 decoder layers, and the target has 4."),
-        ("dflash", {"num_hidden_layers": 8}, "It was made for a target with 5 decoder layers, and the target has 8."),
-        ("eagle", {"is_encoder_decoder": True}, "reads the states of decoder-only ones"),
-        ("mtp", {"model_type": "mistral"}, "the model_type 'llama', and the target is of 'mistral'."),
-        ("mtp", {"model_type": "gpt2"}, "The MTP layers of targets of the model_type 'gpt2' are not supported."),
+        *in_full(
+            ("eagle", {"hidden_size": 512}, "It reads states of hidden size 256, and the target has 512."),
+            ("mlp_speculator", {"vocab_size": 9000}, "It has a vocabulary of 4096 tokens, and the target has 9000"),
+            ("dflash", {"num_hidden_layers": 8}, "made for a target with 5 decoder layers, and the target has 8."),
+            ("eagle", {"is_encoder_decoder": True}, "reads the states of decoder-only ones"),
+            ("mtp", {"model_type": "mistral"}, "the model_type 'llama', and the target is of 'mistral'."),
+            ("mtp", {"model_type": "gpt2"}, "The MTP layers of targets of the model_type 'gpt2' are not supported."),
+        ),
     ],
 )
-def test_drafters_of_other_targets_do_not(tmp_path, drafter, changes, problem):
-    target = target_with(tmp_path, **changes)
+def test_drafter_of_another_target_does_not_fit(tmp_path, drafter, changes, problem):
+    target = demo_target(tmp_path / "target", **changes)
     found = inspect_checkpoint(DEMO / drafter, target)
     assert found.fits is False
     assert any(problem in sentence for sentence in found.problems)
@@ -75,28 +132,20 @@ def test_drafters_of_other_targets_do_not(tmp_path, drafter, changes, problem):
 @pytest.mark.parametrize(
     ("name", "change", "config", "problem"),
     [
-        (
-            "eagle/eagle3_llama",
-            put("fc.weight", torch.ones(63, 192)),
-            {},
-            r"It has fc.weight of the shape \[63, 192\]",
+        (EAGLE3, put("fc.weight", torch.ones(63, 192)), {}, r"It has fc.weight of the shape \[63, 192\]"),
+        (DFLASH, None, {"dflash_config.mask_token_id": "x"}, "It has `mask_token_id`='x' in its conf"),
+        *in_full(
+            (DFLASH, put("x.weight", torch.ones(2)), {}, "It has 1 tensors that no DFlash draft"),
+            ("medusa/vllm_converted", put("lm_heads.1.weight", torch.ones(3)), {}, "It has lm_heads.1.weight of the"),
+            (
+                "mlp_speculator/untied_plain",
+                without("ln.2.bias"),
+                {},
+                "It lacks 1 tensors of the MLP spec",
+            ),
+            ("demo/mtp", put("mtp.fc.weight", torch.ones(3, 3)), {}, r"It has mtp.fc.weight of the shape \[3, 3\]"),
+            (EAGLE3, None, {"rope_theta": [1]}, "It has `rope_theta`=.1. in its config.json, which must be"),
         ),
-        (
-            "dflash/qwen3_random_b8",
-            None,
-            {"dflash_config.mask_token_id": "x"},
-            "It has `mask_token_id`='x' in its conf",
-        ),
-        ("dflash/qwen3_random_b8", put("x.weight", torch.ones(2)), {}, "It has 1 tensors that no DFlash draft"),
-        (
-            "medusa/vllm_converted",
-            put("lm_heads.1.weight", torch.ones(3)),
-            {},
-            "It has lm_heads.1.weight of the shape",
-        ),
-        ("mlp_speculator/untied_plain", without("ln.2.bias"), {}, "It lacks 1 tensors of the MLP speculator: ln.2"),
-        ("demo/mtp", put("mtp.fc.weight", torch.ones(3, 3)), {}, r"It has mtp.fc.weight of the shape \[3, 3\]"),
-        ("eagle/eagle3_llama", None, {"rope_theta": [1]}, "It has `rope_theta`=.1. in its config.json, which must be"),
     ],
 )
 def test_what_its_loader_refuses_does_not_fit(tmp_path, name, change, config, problem):
@@ -109,57 +158,46 @@ def test_what_its_loader_refuses_does_not_fit(tmp_path, name, change, config, pr
 
 
 def test_layers_of_the_target_that_cannot_be_loaded(tmp_path):
-    copy_of("mtp/mellum", tmp_path, {}, put("mtp.fc.weight", torch.ones(3, 3)))
-    (problem,) = inspect_checkpoint(tmp_path, tmp_path).problems
-    assert problem.startswith("It has mtp.fc.weight of the shape [3, 3]")
+    copy_of("mtp/mellum", tmp_path / "shape", {}, put("mtp.fc.weight", torch.ones(3, 3)))
+    copy_of("mtp/deepseek_v3", tmp_path / "family", {"model_type": "pangu_ultra_moe"})
+    for name, problem in (
+        ("shape", "It has mtp.fc.weight of the shape [3, 3]"),
+        ("family", "'pangu_ultra_moe' are"),
+    ):
+        found = inspect_checkpoint(tmp_path / name, tmp_path / name)
+        assert problem in found.problems[0]
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "draft", "mlp_speculator", "mtp"])
-def test_padded_vocabularies_fit(tmp_path, drafter):
-    assert inspect_checkpoint(DEMO / drafter, target_with(tmp_path, vocab_size=4100)).fits is True
+@pytest.mark.parametrize("drafter", ["eagle", *in_full("draft", "mlp_speculator", "mtp")])
+def test_padded_vocabulary_fits(tmp_path, drafter):
+    assert inspect_checkpoint(DEMO / drafter, demo_target(tmp_path / "target", vocab_size=4100)).fits is True
 
 
-def test_the_language_model_of_a_multimodal_target(tmp_path):
+def test_language_model_of_a_multimodal_target(tmp_path):
     inner = json.loads((DEMO / "target" / "config.json").read_text())
     for size, fits in ((256, True), (512, False)):
-        target = tmp_path / str(size)
-        target.mkdir()
-        (target / "config.json").write_text(json.dumps({"text_config": {**inner, "hidden_size": size}}))
+        target = demo_target(tmp_path / str(size), text_config={**inner, "hidden_size": size})
         assert inspect_checkpoint(DEMO / "eagle3", target).fits is fits
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "mimo"])
-def test_layers_of_a_target_are_used_by_their_method(family):
-    target = FIXTURES / "mtp" / family / "target"
-    for found in (inspect_checkpoint(target), inspect_checkpoint(target, target)):
-        assert found.found.method == "draft_model"
-        assert "use spec_method='mtp'" in found.hint
-        assert found.to_dict()["hint"] == found.hint
-    assert found.fits is True
-    assert "use spec_method='mtp'" in run(target, env={"COLUMNS": "200"}).stdout
-
-
-def test_a_target_that_cannot_draft_for_itself(tmp_path):
+def test_hints_about_the_target_itself():
     found = inspect_checkpoint(DEMO / "target", DEMO / ".." / "demo" / "target")
     assert "is the target itself and has no multi-token-prediction layers" in found.hint
     assert inspect_checkpoint(DEMO / "draft", DEMO / "target").hint is None
-    # Layers of a family that is not supported.
-    shutil.copytree(FIXTURES / "mtp" / "deepseek_v3" / "target", tmp_path / "target")
-    file = tmp_path / "target" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "pangu_ultra_moe"}))
-    found = inspect_checkpoint(tmp_path / "target", tmp_path / "target")
-    assert "'pangu_ultra_moe' are not supported" in found.problems[0]
+    target = WITH_LAYERS["mtp/deepseek_v3"]
+    for found in (inspect_checkpoint(target), inspect_checkpoint(target, target)):
+        assert "use spec_method='mtp'" in found.to_dict()["hint"]
+    assert "use spec_method='mtp'" in run(target, env={"COLUMNS": "200"}).stdout
 
 
 def test_texts_of_strangers_stay_on_one_line(tmp_path):
     shutil.copytree(DEMO / "eagle3", tmp_path / "head")
     (tmp_path / "head" / "README.md").write_text('---\nbase_model: "a\\x1b[2J\\n\\u202eb"\n---\n')
-    found = inspect_checkpoint(tmp_path / "head", "demo")
-    assert found.found.target.name.isprintable()
+    assert inspect_checkpoint(tmp_path / "head", "demo").found.target.name.isprintable()
     assert "\x1b[2J" not in run(tmp_path / "head", "--target", "demo").stdout
 
 
-def test_what_cannot_be_used_at_all_fits_nothing(tmp_path):
+def test_what_is_not_supported_fits_nothing(tmp_path):
     save_file({"fc.bias": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"architectures": ["EagleCohereForCausalLM"]}')
     found = inspect_checkpoint(tmp_path)
@@ -171,71 +209,55 @@ def test_what_cannot_be_used_at_all_fits_nothing(tmp_path):
 
 class TestCommand:
     def test_json(self, hub):
-        hub.add("user/head", DEMO / "eagle3", card="---\nbase_model: user/target\n---\n")
-        result = run("user/head", "--target", "demo", "--json")
+        hub.add("user/head", DEMO / "eagle3", card=drafters.card_of("user/target"))
+        hub.add("user/target", DEMO / "target")
+        result = run("user/head", "--target", "user/target", "--json")
         assert result.exit_code == 0, result.stderr
         found = json.loads(result.stdout)
-        assert list(found) == KEYS
-        assert found["method"] == "eagle3"
-        assert found["format"] == "eagle3-safeailab"
-        assert found["target"]["name"] == "user/target"
-        assert found["target"]["hidden_size"] == 256
+        assert set(found) == {
+            *("name", "method", "format", "producer", "target", "num_draft_tokens", "tensors", "bytes", "mtp_layers"),
+            *("fits", "problems"),
+        }
+        assert (found["method"], found["format"], found["tensors"]) == ("eagle3", "eagle3-safeailab", 12)
+        assert (found["target"]["name"], found["target"]["hidden_size"]) == ("user/target", 256)
         assert (found["fits"], found["problems"]) == (True, [])
         assert 0 < found["bytes"] < (DEMO / "eagle3" / "model.safetensors").stat().st_size
-        assert found["tensors"] == 12
         assert hub.sent("/storage/*") < 110_000
 
-    def test_without_a_target(self):
-        result = run(DEMO / "dflash", "--json")
-        assert result.exit_code == 0
-        assert json.loads(result.stdout)["fits"] is None
-
-    def test_a_table_for_people(self):
+    def test_table_for_people(self):
         result = run(DEMO / "dflash", "--target", "demo", env={"COLUMNS": "200"})
         assert result.exit_code == 0
         for words in ("dflash-zlab (z-lab", "hidden size 256, vocabulary 4096, layers 5", "7 tokens", "1.4 MB", "yes"):
             assert words in result.stdout
         result = run(DEMO / "dflash", "--target", DEMO / "draft", env={"COLUMNS": "200"})
         assert result.exit_code == 1
-        assert "problem" in result.stdout
         assert "hidden size 256, and the target has 128" in result.stdout
 
-    def test_a_target_on_the_hub(self, hub):
-        hub.add("user/target", DEMO / "target")
-        assert run(DEMO / "eagle", "--target", "user/target").exit_code == 0
-        assert hub.sent("/storage/*") == 0
-
-    def test_revision_subfolder_cache_and_offline(self, hub, tmp_path):
+    @full
+    def test_revision_subfolder_cache_token_and_offline(self, hub, tmp_path):
         files = {f"inner/{path.name}": path.read_bytes() for path in (DEMO / "medusa").iterdir()}
-        hub.add("user/head", files=files, revision="v2")
-        where = ("user/head", "--revision", "v2", "--subfolder", "inner", "--cache-dir", tmp_path)
-        assert run(*where).exit_code == 0
-        assert (tmp_path / "models--user--head").is_dir()
+        hub.add("user/head", files=files, revision="v2", private=True)
+        hub.add("user/target", DEMO / "target", gated=True)
+        place = {"revision": "v2", "subfolder": "inner", "cache_dir": tmp_path}
+        assert inspect_checkpoint("user/head", "user/target", **place, token=TOKEN).fits is True
+        assert (tmp_path / "models--user--target").is_dir()
+        with pytest.raises(CheckpointAccessError):
+            inspect_checkpoint("user/head", "user/target", **place)
         hub.requests.clear()
         result = run("user/head", "--offline")
         assert result.exit_code == 2
         assert "not in the cache" in result.stderr
         assert not hub.requests
 
-    @pytest.mark.parametrize("arguments", [("user/none",), (DEMO / "eagle", "--target", "user/none")])
-    def test_errors(self, hub, arguments):
-        result = run(*arguments)
-        assert result.exit_code == 2
-        assert "neither a local folder nor a repository of this name" in result.stderr
-        assert "Traceback" not in result.stderr
-
-    def test_an_unknown_format(self, tmp_path):
+    def test_errors(self, hub, tmp_path):
         (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
-        result = run(tmp_path)
-        assert result.exit_code == 2
-        assert "BertModel" in result.stderr
-        with pytest.raises(CheckpointFormatError):
-            inspect_checkpoint(tmp_path)
-
-
-def test_a_token_goes_to_both_repositories(hub):
-    hub.add("other/head", DEMO / "eagle", private=True)
-    hub.add("other/target", DEMO / "target", gated=True)
-    assert inspect_checkpoint("other/head", "other/target", token=TOKEN).fits is True
-    with pytest.raises(CheckpointAccessError):
-        inspect_checkpoint("other/head", "other/target")
+        absent = "neither a local folder nor a repository of this name"
+        for message, *arguments in (
+            (absent, "user/none"),
+            (absent, DEMO / "eagle", "--target", "user/none"),
+            ("BertModel", tmp_path),
+        ):
+            result = run(*arguments)
+            assert result.exit_code == 2
+            assert message in result.stderr
+            assert "Traceback" not in result.stderr

@@ -1,4 +1,4 @@
-"""A drafter that is saved or pushed loads again by folder or name alone, and drafts the same."""
+"""A drafter that is saved or pushed loads again by folder or name alone and drafts the same; the commands for it."""
 
 import json
 from pathlib import Path
@@ -9,18 +9,20 @@ from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+from typer.testing import CliRunner
 
-from hf_specdec import SpecConfigError, SpeculativeConfig, demo, forget_speculators, load_speculator, record
+from hf_specdec import SpecConfigError, SpeculativeConfig, cli, demo, forget_speculators, load_speculator, record
 from hf_specdec.candidate_generators.eagle.network import load_eagle
 from hf_specdec.checkpoints.files import ReadOfRepositories
-from hf_specdec.hub.card import read_card
+from hf_specdec.hub.card import read_card, read_target_card
 from hf_specdec.method import takes_model
+from tests.helpers.heads import HEADS, WITH_LAYERS, loaded_target
+from tests.helpers.levels import full, in_full
 from tests.helpers.loopback_hub import TOKEN
 from tests.helpers.models import prompts, tiny_llama
-from tests.helpers.paths import FIXTURES
 
 
-PROMPT = "def read_json(path):\n    with open(path) as file:\n        return json.load(file)\n\ndef write_"
+ROWS = demo.settings()
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def inputs():
-    return demo.load_tokenizer()(PROMPT, return_tensors="pt")
+    return demo.load_tokenizer()("def read_json(path):\n    with open(path) as file:\n  ", return_tensors="pt")
 
 
 def drafts_of(model, inputs, **speculation):
@@ -42,30 +44,27 @@ def drafts_of(model, inputs, **speculation):
     return tokens.tolist(), [row.draft_tokens for cycle in call.cycles for row in cycle.rows]
 
 
-@pytest.mark.parametrize("row", demo.settings())
+@pytest.mark.parametrize(
+    "row", ["eagle3", "ngram", *in_full(*(row for row in ROWS if row not in ("eagle3", "ngram")))]
+)
 def test_saved_and_pushed_drafters_draft_the_same(row, target, inputs, tmp_path, hub):
-    speculator = load_speculator(target, demo.settings()[row])
+    speculator = load_speculator(target, ROWS[row])
     expected = drafts_of(target, inputs, assistant=speculator)
-    folder = speculator.save_pretrained(tmp_path / "saved")
-    assert drafts_of(target, inputs, spec_model=str(folder)) == expected
+    folder = str(speculator.save_pretrained(tmp_path / "saved"))
     url = speculator.push_to_hub("user/drafter", token=TOKEN)
     assert url.startswith(f"{hub.url}/user/drafter/commit/")
-    assert drafts_of(target, inputs, spec_model="user/drafter") == expected
-    # Both know the settings, not only the method.
-    for name in (str(folder), "user/drafter"):
-        loaded = load_speculator(target, name).config
+    # That tokenizers need not be compared is for the user to say.
+    own = {"same_tokenizer": False} if speculator.method == "draft_model" else {}
+    for name in (folder, "user/drafter"):
+        assert drafts_of(target, inputs, spec_model=name) == expected
+        # Both know the settings, not only the method.
         place = {"model": name} if takes_model(speculator.method) else {}
-        # That tokenizers need not be compared is for the user to say.
-        own = {"same_tokenizer": False} if speculator.method == "draft_model" else {}
-        assert loaded == speculator.config.replace(**place, **own)
-        assert read_card(name) == loaded
+        assert load_speculator(target, name).config == speculator.config.replace(**place, **own) == read_card(name)
 
 
 def test_settings_of_the_call_take_precedence(target, tmp_path):
-    speculator = load_speculator(
-        target, {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 3, "max_model_len": 100}
-    )
-    folder = str(speculator.save_pretrained(tmp_path))
+    settings = {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 3, "max_model_len": 100}
+    folder = str(load_speculator(target, settings).save_pretrained(tmp_path))
     assert load_speculator(target, folder).config.num_speculative_tokens == 3
     changed = load_speculator(target, model=folder, num_speculative_tokens=2).config
     assert (changed.num_speculative_tokens, changed.max_model_len) == (2, 100)
@@ -75,90 +74,75 @@ def test_settings_of_the_call_take_precedence(target, tmp_path):
     assert load_speculator(target, {"method": "eagle3", "model": folder}).config.num_speculative_tokens is None
 
 
-def test_a_call_takes_a_chain_of_a_draft_with_a_saved_tree(target, inputs, tmp_path):
+def test_chain_of_a_draft_that_was_saved_with_a_tree(target, inputs, tmp_path):
     chain = {"method": "dflash", "model": demo.drafter_path("dflash")}
-    shape = {"num_draft_nodes": 20, "draft_tree_top_k": 3}
-    folder = str(load_speculator(target, {**chain, **shape}).save_pretrained(tmp_path))
-    tree, expected = (drafts_of(target, inputs, speculative=settings) for settings in ({"model": folder}, chain))
-    assert drafts_of(target, inputs, speculative={"model": folder, "num_draft_nodes": 0}) == expected != tree
+    saved = load_speculator(target, {**chain, "num_draft_nodes": 20, "draft_tree_top_k": 3}).save_pretrained(tmp_path)
+    settings = {"model": str(saved)}
+    tree, expected = (drafts_of(target, inputs, speculative=given) for given in (settings, chain))
+    assert drafts_of(target, inputs, speculative={**settings, "num_draft_nodes": 0}) == expected != tree
 
 
-def test_weights_are_copied_byte_for_byte(target, tmp_path):
-    source = Path(demo.drafter_path("dflash"))
-    folder = load_speculator(target, model=str(source)).save_pretrained(tmp_path)
-    for name in ("config.json", "model.safetensors"):
-        assert (folder / name).read_bytes() == (source / name).read_bytes()
-    # Saving to the same place again changes nothing.
-    load_speculator(target, model=str(folder)).save_pretrained(folder)
-    assert (folder / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
-
-
-PUBLISHED = [
-    *("eagle/eagle1_llama", "eagle/eagle3_llama", "eagle/eagle3_specforge", "eagle/eagle3_speculators"),
-    *("dflash/qwen3_random_b8", "dflash/dspark_vanilla_b5"),
-    *("medusa/v01_heads_pt", "medusa/v2_shared_lm_head_safetensors", "medusa/vllm_truncated_vocab"),
-    *("mlp_speculator/tied_scaled", "mlp_speculator/untied_plain"),
-]
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_every_format_is_kept(name, tmp_path):
-    checkpoint = FIXTURES / name
-    targets = checkpoint / "target", checkpoint.parent / "target"
-    target = AutoModelForCausalLM.from_pretrained(next(path for path in targets if path.is_dir())).eval()
+@pytest.mark.parametrize(
+    "name",
+    [
+        "medusa/v01_heads_pt",
+        *in_full(
+            "eagle/eagle1_llama", "eagle/eagle3_specforge", "eagle/eagle3_speculators", "dflash/dspark_vanilla_b5"
+        ),
+        *in_full("medusa/v2_shared_lm_head_safetensors", "medusa/vllm_truncated_vocab", "mlp_speculator/tied_scaled"),
+    ],
+)
+def test_every_format_is_kept_byte_for_byte(name, tmp_path):
     # Some fixtures have both kinds of weights; the first that is read is copied.
-    speculator = load_speculator(target, model=str(checkpoint))
+    speculator = load_speculator(loaded_target(HEADS[name]), model=str(HEADS[name]))
     folder = speculator.save_pretrained(tmp_path)
-    saved = load_speculator(target, model=str(folder))
-    assert saved.method == speculator.method
-    tensors, again = (item.generator_class.network(item.resources).state_dict() for item in (speculator, saved))
-    assert tensors.keys() == again.keys()
-    assert all(torch.equal(tensor, again[key]) for key, tensor in tensors.items())
-    copies = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".pt", ".bin")]
-    assert len(copies) == 1
-    assert copies[0].read_bytes() == (checkpoint / copies[0].name).read_bytes()
+    (copy,) = (path for path in folder.iterdir() if path.suffix in (".safetensors", ".pt", ".bin"))
+    for file in ("config.json", copy.name):
+        assert (folder / file).read_bytes() == (HEADS[name] / file).read_bytes()
+    # Saving to the same place again changes nothing.
+    again = load_speculator(loaded_target(HEADS[name]), model=str(folder))
+    assert again.method == speculator.method
+    again.save_pretrained(folder)
+    assert copy.read_bytes() == (HEADS[name] / copy.name).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "mimo"])
-@pytest.mark.parametrize("is_named", [False, True])
-def test_multi_token_prediction_layers_leave_their_model(name, is_named, tmp_path):
-    checkpoint = FIXTURES / "mtp" / name / "target"
+@pytest.mark.parametrize("name", ["deepseek_v3", *in_full("qwen3_next", "mimo")])
+def test_multi_token_prediction_layers_leave_their_model(name, tmp_path):
+    checkpoint = WITH_LAYERS[f"mtp/{name}"]
     cls = Qwen2ForCausalLM if name == "mimo" else AutoModelForCausalLM
     target = cls.from_pretrained(checkpoint, dtype=torch.float32).eval()
     target.generation_config.pad_token_id = 0
     inputs = {"input_ids": torch.arange(1, 9)[None]}
-    settings = {"method": "mtp", "num_speculative_tokens": 2, "model": str(checkpoint) if is_named else None}
-    speculator = load_speculator(target, settings)
-    folder = speculator.save_pretrained(tmp_path)
-    whole, saved = (sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (checkpoint, folder))
-    assert saved < whole
-    expected = drafts_of(target, inputs, assistant=speculator)
-    assert drafts_of(target, inputs, spec_model=str(folder)) == expected
+    for model in (None, str(checkpoint)):
+        settings = {"method": "mtp", "num_speculative_tokens": 2, "model": model}
+        speculator = load_speculator(target, settings)
+        folder = speculator.save_pretrained(tmp_path / str(model is None))
+        sizes = [sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (folder, checkpoint)]
+        assert sizes[0] < sizes[1]
+        expected = drafts_of(target, inputs, assistant=speculator)
+        assert drafts_of(target, inputs, spec_model=str(folder)) == expected
 
 
-def test_networks_are_written_in_their_published_format(target, tmp_path, inputs):
-    network = load_eagle(SpeculativeConfig(method="eagle3", model=demo.drafter_path("eagle3")), target)
+@pytest.mark.parametrize("method", ["eagle3", *in_full("draft_model")])
+def test_networks_that_were_passed(method, target, tmp_path, inputs):
+    path = demo.drafter_path(method)
+    if method == "eagle3":
+        network = load_eagle(SpeculativeConfig(method="eagle3", model=path), target)
+    else:
+        # As the saved one will be: in another data type it may draft otherwise.
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
     speculator = load_speculator(target, draft_model=network)
     folder = speculator.save_pretrained(tmp_path)
-    published = load_file(Path(demo.drafter_path("eagle3"), "model.safetensors"))
+    published = load_file(Path(path, "model.safetensors"))
     assert load_file(folder / "model.safetensors").keys() == published.keys()
-    assert drafts_of(target, inputs, spec_model=str(folder)) == drafts_of(target, inputs, assistant=speculator)
-
-
-def test_a_draft_model_is_saved_with_its_tokenizer(target, inputs, tmp_path):
-    # As the saved one will be: in another data type it may draft otherwise.
-    draft = AutoModelForCausalLM.from_pretrained(demo.drafter_path("draft_model"), dtype=target.dtype)
-    speculator = load_speculator(target, draft_model=draft, num_speculative_tokens=3)
-    folder = speculator.save_pretrained(tmp_path)
-    assert (folder / "tokenizer.json").is_file() == Path(draft.config.name_or_path, "tokenizer.json").is_file()
+    assert (folder / "tokenizer.json").is_file() == Path(path, "tokenizer.json").is_file()
     assert drafts_of(target, inputs, spec_model=str(folder)) == drafts_of(target, inputs, assistant=speculator)
 
 
 def test_nothing_of_this_machine_is_published(tmp_path):
-    model = tiny_llama()
     tiny_llama(seed=1).save_pretrained(tmp_path / "draft")
     settings = {"model": str(tmp_path / "draft"), "device": "cpu", "token": "hf_secret", "cache_dir": "/cache"}
-    folder = load_speculator(model, settings).save_pretrained(tmp_path / "saved")
+    folder = load_speculator(tiny_llama(), settings).save_pretrained(tmp_path / "saved")
     written = "".join(path.read_text() for path in folder.iterdir() if path.suffix in (".json", ".md"))
     for private in ("hf_secret", "/cache", str(tmp_path), '"device"'):
         assert private not in written
@@ -170,40 +154,27 @@ def test_cards_keep_what_was_written_by_hand(target, tmp_path, hub):
     (tmp_path / "README.md").write_text("---\nlicense: mit\ntags: [mine]\n---\nMy own words.\n")
     speculator.save_pretrained(tmp_path, target="user/target")
     card = ModelCard.load(tmp_path / "README.md")
-    assert card.text.strip() == "My own words."
-    assert card.data.license == "mit"
-    assert card.data.base_model == ["user/target"]
-    assert {"mine", "ngram"} <= set(card.data.tags)
+    assert (card.data.license, card.data.base_model) == ("mit", ["user/target"])
     hub.add("user/settings", tmp_path)
     speculator.push_to_hub("user/settings", token=TOKEN, tags=["new"])
     card = ModelCard.load("user/settings")
     assert card.text.strip() == "My own words."
-    assert {"mine", "new"} <= set(card.data.tags)
+    assert {"mine", "new", "ngram"} <= set(card.data.tags)
 
 
-def test_a_second_push_is_seen(target, hub):
+def test_second_push_is_seen_and_the_last_one_offline(target, hub, monkeypatch):
+    load_speculator(target, model=demo.drafter_path("medusa")).push_to_hub("user/drafter", token=TOKEN)
+    assert load_speculator(target, model="user/drafter").method == "medusa"
     for length in (3, 5):
         load_speculator(target, "ngram", num_speculative_tokens=length).push_to_hub("user/drafter", token=TOKEN)
         assert load_speculator(target, model="user/drafter").config.num_speculative_tokens == length
-    load_speculator(target, model=demo.drafter_path("medusa")).push_to_hub("user/drafter", token=TOKEN)
-    assert load_speculator(target, model="user/drafter").method == "medusa"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("hf_specdec.hub.published._saved_on_the_hub", ReadOfRepositories())
+    assert load_speculator(target, model="user/drafter").config.num_speculative_tokens == 5
 
 
-def test_push_options(target, hub):
+def test_push_options_and_refusals(target, hub):
     speculator = load_speculator(target, "ngram", num_speculative_tokens=7)
-    api = HfApi(endpoint=hub.url, token=TOKEN)
-    speculator.push_to_hub("user/private", token=TOKEN, private=True, commit_message="Mine", license="mit")
-    assert api.model_info("user/private").private
-    assert api.model_info("user/private").card_data.license == "mit"
-    commit = next(request for request in hub.requests if "/commit/" in request.path)
-    assert commit.status == 200
-    # Private repositories are loaded with a token, which the settings carry and never show.
-    found = load_speculator(target, {"model": "user/private", "token": TOKEN}).config
-    assert (found.method, found.num_speculative_tokens) == ("ngram", 7)
-
-
-def test_pushes_that_cannot_be(target, hub):
-    speculator = load_speculator(target, "ngram")
     with pytest.raises(SpecConfigError, match="cannot be the id"):
         speculator.push_to_hub("no/such/id", token=TOKEN)
     with pytest.raises(HfHubHTTPError, match="401"):
@@ -211,9 +182,15 @@ def test_pushes_that_cannot_be(target, hub):
     with pytest.raises(HfHubHTTPError, match="403"):
         speculator.push_to_hub("other/drafter", token=TOKEN)
     assert hub.repos == {}
+    speculator.push_to_hub("user/private", token=TOKEN, private=True, commit_message="Mine", license="mit")
+    info = HfApi(endpoint=hub.url, token=TOKEN).model_info("user/private")
+    assert (info.private, info.card_data.license) == (True, "mit")
+    # Private repositories are loaded with a token, which the settings carry and never show.
+    found = load_speculator(target, {"model": "user/private", "token": TOKEN}).config
+    assert (found.method, found.num_speculative_tokens) == ("ngram", 7)
 
 
-def test_networks_that_cannot_be_saved(target, tmp_path):
+def test_network_that_cannot_be_saved(target, tmp_path):
     speculator = load_speculator(target, "ngram")
     speculator.generator_class = type("Own", (speculator.generator_class,), {})
     speculator.resources = torch.nn.Linear(2, 2)
@@ -227,9 +204,7 @@ def test_saved_settings_without_weights_name_their_drafter(tmp_path, target):
     assert (found.method, found.model, found.num_speculative_tokens) == ("medusa", demo.drafter_path("medusa"), 2)
 
 
-@pytest.mark.parametrize(
-    "content", ["[1]", "{", '{"method": "ngrm"}', '{"method": "medusa", "trust_remote_code": true}']
-)
+@pytest.mark.parametrize("content", ["{", *in_full("[1]", '{"method": "ngrm"}', '{"trust_remote_code": true}')])
 def test_damaged_settings(content, target, tmp_path):
     folder = load_speculator(target, model=demo.drafter_path("medusa")).save_pretrained(tmp_path)
     (folder / "speculation_config.json").write_text(content)
@@ -238,19 +213,89 @@ def test_damaged_settings(content, target, tmp_path):
             load_speculator(target, **speculation)
 
 
-def test_a_saved_drafter_is_found_offline(target, tmp_path, hub, monkeypatch):
-    load_speculator(target, "ngram", num_speculative_tokens=3).push_to_hub("user/drafter", token=TOKEN)
-    assert load_speculator(target, model="user/drafter").config.num_speculative_tokens == 3
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("hf_specdec.hub.published._saved_on_the_hub", ReadOfRepositories())
-    assert load_speculator(target, model="user/drafter").config.num_speculative_tokens == 3
-
-
+@full
 def test_pushed_shards(hub, tmp_path):
-    model, draft = tiny_llama(), tiny_llama(seed=1)
+    model, draft, inputs = tiny_llama(), tiny_llama(seed=1), prompts(2)
     draft.save_pretrained(tmp_path / "draft", max_shard_size="20KB")
     assert len(list((tmp_path / "draft").glob("*.safetensors"))) > 1
     load_speculator(model, model=str(tmp_path / "draft")).push_to_hub("user/draft", token=TOKEN)
-    inputs = prompts(2)
-    expected = drafts_of(model, inputs, assistant=draft)
-    assert drafts_of(model, inputs, spec_model="user/draft") == expected
+    assert drafts_of(model, inputs, spec_model="user/draft") == drafts_of(model, inputs, assistant=draft)
+
+
+class TestCommands:
+    """`hf-specdec card` and `hf-specdec export-custom-generate`."""
+
+    def run(self, *arguments, exit_code=0):
+        result = CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="hf-specdec")
+        assert result.exit_code == exit_code, result.output
+        return result.stdout if exit_code == 0 else " ".join(result.stderr.split())
+
+    @pytest.fixture
+    def head(self, target, tmp_path):
+        settings = {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 4}
+        folder = load_speculator(target, settings).save_pretrained(tmp_path / "head")
+        (folder / "README.md").unlink()
+        return folder
+
+    def test_card_of_a_drafter(self, head, tmp_path):
+        options = ("--target", "user/target", "--name", "user/head", "--license", "mit", "--tag", "a", "--tag", "b")
+        rows = [{"method": "plain", "tokens_per_second": 10.0}, {"method": "eagle3", "tokens_per_second": 25.0}]
+        (tmp_path / "bench.json").write_text(json.dumps({"rows": rows}))
+        printed = ModelCard(self.run("card", head, *options, "--bench", tmp_path / "bench.json"))
+        assert not (head / "README.md").exists()
+        assert {"a", "b", "eagle3"} <= set(printed.data.tags)
+        assert (printed.data.license, printed.data.base_model) == ("mit", ["user/target"])
+        assert 'speculative="user/head"' in printed.text
+        assert "| eagle3 | 25.0 |" in printed.text
+        assert self.run("card", head, *options, "--write").strip() == str(head / "README.md")
+        assert read_card(head) == SpeculativeConfig(method="eagle3", model=str(head), num_speculative_tokens=4)
+        # What the card says need not be said again.
+        assert ModelCard(self.run("card", head)).data.to_dict() == printed.data.to_dict()
+        # Of one that nobody saved the length comes from the checkpoint.
+        printed = ModelCard(self.run("card", demo.drafter_path("dflash"), "--name", "user/draft"))
+        assert printed.data.speculative == {"method": "dflash"}
+        assert "--speculative-num-draft-tokens" in printed.text
+
+    @full
+    def test_base_of_a_whole_model_is_not_its_target(self, tmp_path, target):
+        folder = load_speculator(target, model=demo.drafter_path("draft_model")).save_pretrained(tmp_path)
+        (folder / "README.md").write_text("---\nbase_model: user/parent\n---\n# A model\n")
+        assert "target" not in ModelCard(self.run("card", folder)).data.speculative
+        printed = ModelCard(self.run("card", folder, "--target", "user/target"))
+        assert printed.data.base_model == ["user/parent", "user/target"]
+        assert printed.data.speculative["target"] == "user/target"
+
+    @full
+    def test_card_of_a_target(self, tmp_path):
+        (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
+        self.run("card", tmp_path, "--drafter", '{"method": "eagle3", "model": "user/head"}', "--write")
+        assert read_target_card(tmp_path) == SpeculativeConfig(method="eagle3", model="user/head")
+        assert "# A model" in (tmp_path / "README.md").read_text()
+        self.run("card", tmp_path, "--drafter", "none", "--write")
+        assert read_target_card(tmp_path) is None
+        (tmp_path / "README.md").unlink()
+        assert "method: ngram" in self.run("card", tmp_path, "--drafter", "ngram")
+
+    @full
+    def test_wrong_arguments(self, tmp_path, head):
+        (tmp_path / "bench.json").write_text("{")
+        for message, *arguments in (
+            ("--license: for the card of a drafter", "card", tmp_path, "--drafter", "ngram", "--license", "mit"),
+            ("cannot be read as JSON", "card", head, "--bench", tmp_path / "bench.json"),
+            ("is no folder", "card", tmp_path / "none"),
+            ("config.json", "card", tmp_path),
+            ("Name the repo id", "export-custom-generate", head),
+            ("Unknown spec_method", "export-custom-generate", head, "--method", "ngrm"),
+        ):
+            assert message in self.run(*arguments, exit_code=2)
+
+    def test_export(self, tmp_path, head):
+        repo = tmp_path / "repo"
+        for folder, settings, *arguments in (
+            (repo, "{'method': 'ngram', 'num_speculative_tokens': 4}", "--method", "ngram", "-k", 4),
+            (repo, "{'model': 'user/head'}", "--spec-model", "user/head"),
+            (repo, "{'method': 'ngram', 'num_speculative_tokens': 3", "--config", '{"method": "ngram"}', "-k", 3),
+            (head, "{'method': 'eagle3', 'model': 'user/head', 'num_spec", "--name", "user/head"),
+        ):
+            assert len(self.run("export-custom-generate", folder, *arguments).split()) == 2
+            assert f"SETTINGS = {settings}" in (folder / "custom_generate" / "generate.py").read_text()

@@ -16,7 +16,7 @@ from hf_specdec.hub.discover import Search
 from hf_specdec.hub.target import Access, Target
 from hf_specdec.method import preferred_methods
 from hf_specdec.settings import AUTO
-from tests.helpers.drafters import DFLASH, EAGLE, FIXTURES, MEDUSA, MTP, card_of, entry_of, saved_with
+from tests.helpers.drafters import DFLASH, EAGLE, FIXTURES, MTP, card_of, entry_of
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import letter_tokenizer, tiny_llama
 
@@ -94,23 +94,6 @@ class TestRanking:
         ]
         assert sorted(items[::-1], key=rank) == items
 
-    @settings(max_examples=50)
-    @full
-    @given(st.lists(candidates, max_size=12))
-    def test_usable_ones_come_in_the_order_of_the_whole_list(self, found):
-        # Every place has some relations; what needs no weights is of none in particular.
-        found = [item for item in found if (item.relation == "any") == (item.place == "none")]
-        distinct = list({(item.method, item.model): item for item in sorted(found, key=rank)}.values())
-        places = {
-            place: lambda search, place=place: iter([i for i in distinct if i.place == place]) for place in PLACES
-        }
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(discover, "_SEARCHES", places)
-            usable = list(Search(Target("", {})).usable())
-            everything = Search(Target("", {})).all()
-        assert list(map(rank, usable)) == [rank(item) for item in everything if not item.problems]
-        assert len(everything) == len(distinct)
-
     def test_later_places_are_not_searched_while_there_is_something_better(self, monkeypatch):
         searched = []
 
@@ -162,21 +145,6 @@ class TestTarget:
         for folder in MTP.glob("*/target"):
             first = next(search_for(folder, local_files_only=True).usable())
             assert (first.method, first.model, first.place) == ("mtp", None, "target")
-
-    def test_only_the_header_is_read(self, hub):
-        hub.add("user/target", MTP / "deepseek_v3" / "target")
-        assert found_by(search_for()) == [("mtp", None, "target")]
-        size = (MTP / "deepseek_v3" / "target" / "model.safetensors").stat().st_size
-        assert hub.sent("*model.safetensors") < size / 2
-
-    @full
-    def test_unsupported_family_is_listed_with_the_reason(self, tmp_path):
-        folder = shutil.copytree(MTP / "deepseek_v3" / "target", tmp_path / "target")
-        config = json.loads((folder / "config.json").read_text()) | {"model_type": "pangu_ultra_moe"}
-        (folder / "config.json").write_text(json.dumps(config))
-        listed = search_for(folder, local_files_only=True).all()
-        assert [item.method for item in listed if not item.problems] == WITHOUT_WEIGHTS
-        assert "pangu_ultra_moe" in listed[-1].problems[0]
 
 
 class TestEntry:
@@ -282,11 +250,6 @@ class TestCache:
         cached("user/small", small)
         assert found_by(search_for(local_files_only=True)) == [("draft_model", "user/small", "cache")]
 
-    def test_closer_one_on_the_hub_comes_first(self, cached, add):
-        cached("user/unnamed")
-        add("user/head")
-        assert models_found() == ["user/head", "user/unnamed"]
-
     @full
     def test_another_cache(self, hub, target, tmp_path):
         hub.add("user/head", EAGLE)
@@ -364,29 +327,6 @@ class TestHub:
         assert "hidden size 128, and the target has 64" in why_not("user/wide")
         assert "gated" in why_not("user/gated")
 
-    def test_pickled_weights_are_not_chosen(self, hub):
-        hub.add("user/target", MEDUSA / "target")
-        hub.add("user/pickled", MEDUSA / "v01_heads_pt", card=card_of("user/target", "medusa"), downloads=9)
-        hub.add("user/safe", MEDUSA / "vllm_converted", card=card_of("user/target", "medusa"))
-        assert models_found() == ["user/safe"]
-        assert "pickled" in why_not("user/pickled")
-
-    def test_remote_code_is_not_chosen(self, add, tmp_path):
-        tiny_llama(vocab_size=256).save_pretrained(tmp_path)
-        config = json.loads((tmp_path / "config.json").read_text())
-        config |= {"model_type": "own_type", "auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
-        add("user/code", tmp_path, "draft-model", files={"config.json": json.dumps(config)})
-        assert models_found() == []
-        assert "trust_remote_code" in why_not("user/code")
-
-    @pytest.mark.parametrize("where", ["card", *in_full("file")])
-    def test_settings_that_a_drafter_was_saved_with(self, hub, target, where):
-        saved = {"num_speculative_tokens": 3, "draft_tree_top_k": 2}
-        card = {"speculative": {"target": target, **saved}} if where == "card" else {}
-        files = saved_with(method="eagle3", **saved) if where == "file" else {}
-        hub.add("user/head", EAGLE, files=files, card=card_of(target, "eagle3", **card))
-        assert saved.items() <= next(search_for().usable()).settings.items()
-
     @full
     def test_requests_are_limited(self, add, hub):
         for index in range(6):
@@ -404,16 +344,6 @@ class TestFaults:
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
         max_leaves=8,
     )
-
-    @full
-    @settings(max_examples=60)
-    @given(entry=anything, key=st.sampled_from(["method", "model", "revision", "num_speculative_tokens", "options"]))
-    def test_any_entry(self, entry, key):
-        for found in (entry, {key: entry}, {"model": "user/absent", key: entry}):
-            search = Search(Target("", {"hidden_size": 64}, entry=found), Access(local_files_only=True))
-            assert [item.method for item in search.usable()][-len(WITHOUT_WEIGHTS) :] == WITHOUT_WEIGHTS
-            # What went wrong is said of the entry, not of the place.
-            assert not any("named by the target" in note for note in search.notes)
 
     @full
     @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -503,9 +433,3 @@ class TestCommand:
         assert not hub.requests
         found = json.loads(self.invoke("demo", "--offline", "--json"))
         assert found["candidates"][-1]["method"] == "recycling"
-
-    @full
-    def test_target_that_does_not_exist(self, hub):
-        result = CliRunner().invoke(cli.app, ["discover", "user/absent"])
-        assert result.exit_code == 2
-        assert "user/absent" in result.stderr

@@ -8,15 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_specdec import CheckpointFormatError, cli, demo
-from hf_specdec.bench.prompts import Prompt
-from hf_specdec.diagnosis import diagnose
 from hf_specdec.errors import CheckpointAccessError
-from hf_specdec.hub import discover_drafters, inspect_checkpoint
+from hf_specdec.hub import inspect_checkpoint
 from tests.helpers import drafters
 from tests.helpers.heads import HEADS, WITH_LAYERS, copy_of, load, loaded_target, method_of, put, target_of, without
 from tests.helpers.levels import full, in_full
@@ -44,15 +40,6 @@ def demo_target(folder, **changes):
     return folder
 
 
-def characters(size):
-    """A tokenizer of this many tokens, one for each character of an English text."""
-    words = ["<unk>", "</s>", *map(chr, range(32, 127))]
-    words += [f"<{index}>" for index in range(len(words), size)]
-    inner = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, "<unk>"))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>")
-
-
 class TestPublishedDrafters:
     def test_inspect_names_method_and_target(self):
         for name, folder in PUBLISHED.items():
@@ -69,40 +56,6 @@ class TestPublishedDrafters:
             assert found.found.target.hidden_size == config["hidden_size"]
             # A head that goes through the target's lm_head works with every vocabulary.
             assert found.found.format == "medusa-v2" or found.found.target.vocab_size == config["vocab_size"]
-
-    @pytest.mark.parametrize("name", [EAGLE3, *in_full(*VARIOUS)])
-    def test_discover_lists_it_first(self, name, hub):
-        drafter, target = PUBLISHED[name], target_of(PUBLISHED[name])
-        hub.add("user/target", target)
-        if drafter != target:
-            hub.add("user/drafter", drafter, card=drafters.card_of("user/target", "speculative-decoding"))
-        first = next(item for item in discover_drafters("user/target") if item.place != "none")
-        assert first.model == (None if drafter == target else "user/drafter")
-        assert bool(first.problems) == (name == "medusa/v01_heads_pt")
-        assert not first.problems or "name it as `model` if you trust it" in first.problems[0]
-
-    @full
-    @pytest.mark.parametrize("name", [EAGLE3, *VARIOUS[-4:]])
-    def test_doctor_finds_no_error(self, name):
-        drafter, target = PUBLISHED[name], drafters.load(target_of(PUBLISHED[name]))
-        target.generation_config.pad_token_id = 0
-        prompts = [Prompt("", text, "", 12) for text in ("the first line of a text", "another one: a b a b a b")]
-        spec = {"method": "mtp"} if name in WITH_LAYERS else str(drafter)
-        tokenizer = characters(target.config.vocab_size)
-        found = diagnose(target, spec, tokenizer, prompts=prompts, try_variants=False)
-        assert found.status != "error", found.findings
-        said = {finding.check: finding.found for finding in found.findings}
-        assert said["loading"] == f"It loads as '{method_of(name)}'."
-        assert found.acceptance["raw"].num_drafts > 0
-
-    @full
-    def test_doctor_refuses_a_tokenizer_of_another_model(self):
-        tokenizer, target = characters(300), drafters.load(target_of(HEADS[EAGLE3]))
-        tokenizer.add_tokens("€")
-        found = diagnose(target, str(HEADS[EAGLE3]), tokenizer, prompts=[Prompt("", "a€", "", 8)])
-        [finding] = [item for item in found.findings if item.check == "tokenizer"]
-        assert finding.status == found.status == "error"
-        assert "a prompt with the token 300, and the target knows the tokens 0 to 255" in finding.found
 
 
 @pytest.mark.parametrize(
@@ -155,17 +108,6 @@ def test_what_its_loader_refuses_does_not_fit(tmp_path, name, change, config, pr
     assert re.match(problem, found.problems[0])
     with pytest.raises(CheckpointFormatError):
         load(method_of(name), folder, loaded_target(HEADS[name]))
-
-
-def test_layers_of_the_target_that_cannot_be_loaded(tmp_path):
-    copy_of("mtp/mellum", tmp_path / "shape", {}, put("mtp.fc.weight", torch.ones(3, 3)))
-    copy_of("mtp/deepseek_v3", tmp_path / "family", {"model_type": "pangu_ultra_moe"})
-    for name, problem in (
-        ("shape", "It has mtp.fc.weight of the shape [3, 3]"),
-        ("family", "'pangu_ultra_moe' are"),
-    ):
-        found = inspect_checkpoint(tmp_path / name, tmp_path / name)
-        assert problem in found.problems[0]
 
 
 @pytest.mark.parametrize("drafter", ["eagle", *in_full("draft", "mlp_speculator", "mtp")])

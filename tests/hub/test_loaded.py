@@ -25,7 +25,6 @@ from hf_specdec import (
 )
 from hf_specdec.candidate_generators import register_candidate_generator, unregister_candidate_generator
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
-from hf_specdec.candidate_generators.suffix.generator import SuffixCache
 from hf_specdec.checkpoints.files import ReadOfRepositories, RepoFiles
 from hf_specdec.control import ControlProfile
 from hf_specdec.control.store import profile_identity, save_profile
@@ -35,7 +34,7 @@ from hf_specdec.loaded import cache_bytes, loaded_bytes, loaded_drafters, record
 from hf_specdec.transfers import keepers
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import CHECKPOINTS as HEADS
-from tests.helpers.models import prompts, tiny_llama
+from tests.helpers.models import tiny_llama
 from tests.helpers.threads import in_threads
 
 
@@ -96,15 +95,6 @@ class TestReplacedWeights:
         assert gone() is None
         assert load_speculator(target, settings).resources is second.resources
 
-    def test_calls_use_the_present_checkpoint(self, target, copied):
-        settings, path = copied("eagle3")
-        accepted = []
-        for factor in (1.0, -1.0, -1.0):
-            change_weights(path, factor)
-            call = {"do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True, "speculative": settings}
-            accepted.append(target.generate(TOKENS, **call).speculative.num_accepted_tokens)
-        assert accepted[1] < accepted[0] == accepted[2]
-
     @pytest.mark.parametrize("method", ["eagle3", *in_full("mlp_speculator", "dflash", "mtp", "medusa")])
     def test_weights_that_are_overwritten_in_place(self, method, target, copied):
         """A file that is mapped into memory must not change what was loaded from it."""
@@ -128,12 +118,6 @@ class TestReplacedWeights:
             load_speculator(target, settings)
         path.write_bytes(content)
         assert torch.equal(weights_of(load_speculator(target, settings)), expected)
-
-    def test_settings_beside_the_weights(self, target, tmp_path):
-        folder = load_speculator(target, "medusa", model=HEADS["medusa"]).save_pretrained(tmp_path / "head")
-        for k in (2, 3):
-            SpeculativeConfig("medusa", num_speculative_tokens=k).save_pretrained(folder)
-            assert load_speculator(target, str(folder)).config.num_speculative_tokens == k
 
     def test_profile_that_is_named(self, target, tmp_path):
         path = tmp_path / "profile.json"
@@ -228,20 +212,6 @@ class TestLimits:
             assert record_of(target).num_bytes > before
             before = record_of(target).num_bytes
 
-    @full
-    def test_many_settings(self):
-        target = tiny_llama()
-        before = sum(type(item) is SuffixCache for item in gc.get_objects())
-        for size in range(20):
-            suffix = {"method": "suffix", "suffix_decoding_max_cached_tokens": 9 + size}
-            target.generate(**prompts(1), **GREEDY, speculative=suffix)
-        assert len(record_of(target).loaded) == 16
-        gc.collect()
-        assert sum(type(item) is SuffixCache for item in gc.get_objects()) <= before + 16
-        for size in range(70):
-            load_speculator(target, "ngram", num_speculative_tokens="auto", prompt_lookup_max=2 + size)
-        assert len(record_of(target).learnt) == 64
-
     def test_of_draft_models_that_are_passed_the_last_stays(self):
         target, drafts = tiny_llama(), [tiny_llama(seed=seed) for seed in range(1, 4)]
         references = [weakref.ref(draft) for draft in drafts]
@@ -326,12 +296,6 @@ class TestSettingsBeyondWhatWasLoaded:
                 load_speculator(target, {**place, **settings})
             # Also beside what is loaded.
             assert load_speculator(target, place).method == method
-
-    @full
-    def test_notes_of_the_check_are_not_those_of_a_call(self, target):
-        settings = {"model": HEADS["dflash"], "num_draft_nodes": 20, "draft_sample_method": "probabilistic"}
-        output = target.generate(TOKENS, **GREEDY, return_dict_in_generate=True, speculative=settings)
-        assert len(output.speculative.notes) == len(set(output.speculative.notes))
 
     def test_other_weights_are_checked_anew(self, target, copied):
         settings, path = copied("medusa")

@@ -9,7 +9,7 @@ from hf_specdec import CheckpointFormatError, SpecDecError, SpeculativeConfig
 from hf_specdec.hub.detect import detect_checkpoint
 from hf_specdec.hub.inspect import inspect_checkpoint
 from hf_specdec.method import resolve_candidate_generator
-from tests.helpers.heads import HEADS, copy_of, loaded_target, put, weights_of
+from tests.helpers.heads import HEADS, copy_of, loaded_target, put
 from tests.helpers.levels import full, in_full
 
 
@@ -158,21 +158,6 @@ def test_sizes_that_disagree(tmp_path, name, key, value):
     check(copy_of(name, tmp_path / "head", {key: value}), loaded_target(HEADS[name]))
 
 
-@pytest.mark.parametrize("name", in_full(DFLASH, MEDUSA_PT, MERGED, MLP))
-def test_renamed_weights(tmp_path, name):
-    folder = copy_of(name, tmp_path / "head")
-    weights = weights_of(folder)
-    weights.rename(folder / f"other{weights.suffix}")
-    assert "no weights of a known name" in check(folder, loaded_target(HEADS[name])).problems[0]
-
-
-@pytest.mark.parametrize("name", [MLP, *in_full(SPECULATORS)])
-def test_tensors_of_something_else(tmp_path, name):
-    """A config alone makes no drafter."""
-    folder = copy_of(name, tmp_path / "head", change=lambda _: {"something.weight": torch.ones(2, 2)})
-    assert len(check(folder, loaded_target(HEADS[name])).problems) == 1
-
-
 def test_two_writings_of_one_tensor_and_an_embedding_without_rows(tmp_path):
     target = loaded_target(HEADS[EAGLE3])
     folder = copy_of(EAGLE3, tmp_path / "two", change=put("model.norm.weight", torch.ones(64)))
@@ -180,38 +165,6 @@ def test_two_writings_of_one_tensor_and_an_embedding_without_rows(tmp_path):
         resolve_candidate_generator("eagle3").load(SpeculativeConfig("eagle3", str(folder)), target)
     empty = put("embed_tokens.weight", torch.ones(0, target.config.hidden_size))
     assert check(copy_of(EAGLE3, tmp_path / "empty", change=empty), target).target.vocab_size == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        (SPECULATORS, "transformer_layer_config.rope_parameters.alpha"),
-        *in_full(
-            (SPECULATORS, "speculators_config.mystery"),
-            (DFLASH, "rope_parameters.alpha"),
-            (DSPARK, "markov_temperature"),
-            (EAGLE1, "rope_scaling.alpha"),
-            (MEDUSA_PT, "mystery"),
-            (MERGED, "medusa_gate"),
-            (MLP, "activation"),
-        ),
-    ],
-)
-def test_unknown_keys_are_named_in_a_warning_unless_they_are_off(tmp_path, warnings, name, key):
-    for index, value in enumerate(("x" * 1000, False, 0, [], {}, "")):
-        folder = copy_of(name, tmp_path / str(index), {key: value})
-        found, resources, error = outcome(folder, loaded_target(HEADS[name]))
-        assert resources is not None, error
-        assert not found.problems
-    (line,) = (line for line in warnings if "not known here" in line)
-    assert f"{tmp_path / '0'}' has `{key}`" in line
-    assert len(line) < 700
-
-
-def test_notes_in_a_whole_model_s_config_are_harmless(tmp_path):
-    notes = {"unsloth_fixed": True, "_name_or_path": "x", "quality": 3, "tie_word_embeddings": True, "note": "x"}
-    _, resources, error = outcome(copy_of(EAGLE3, tmp_path, notes), loaded_target(HEADS[EAGLE3]))
-    assert resources is not None, error
 
 
 @pytest.mark.parametrize(

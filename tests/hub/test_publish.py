@@ -19,7 +19,7 @@ from hf_specdec.method import takes_model
 from tests.helpers.heads import HEADS, WITH_LAYERS, loaded_target
 from tests.helpers.levels import full, in_full
 from tests.helpers.loopback_hub import TOKEN
-from tests.helpers.models import prompts, tiny_llama
+from tests.helpers.models import tiny_llama
 
 
 ROWS = demo.settings()
@@ -198,12 +198,6 @@ def test_network_that_cannot_be_saved(target, tmp_path):
         speculator.save_pretrained(tmp_path / "saved")
 
 
-def test_saved_settings_without_weights_name_their_drafter(tmp_path, target):
-    SpeculativeConfig(model=demo.drafter_path("medusa"), num_speculative_tokens=2).save_pretrained(tmp_path)
-    found = load_speculator(target, model=str(tmp_path)).config
-    assert (found.method, found.model, found.num_speculative_tokens) == ("medusa", demo.drafter_path("medusa"), 2)
-
-
 @pytest.mark.parametrize("content", ["{", *in_full("[1]", '{"method": "ngrm"}', '{"trust_remote_code": true}')])
 def test_damaged_settings(content, target, tmp_path):
     folder = load_speculator(target, model=demo.drafter_path("medusa")).save_pretrained(tmp_path)
@@ -211,15 +205,6 @@ def test_damaged_settings(content, target, tmp_path):
     for speculation in ({"model": str(folder)}, {"config": str(folder)}):
         with pytest.raises(SpecConfigError, match="speculation_config.json|Unknown spec_method='ngrm'"):
             load_speculator(target, **speculation)
-
-
-@full
-def test_pushed_shards(hub, tmp_path):
-    model, draft, inputs = tiny_llama(), tiny_llama(seed=1), prompts(2)
-    draft.save_pretrained(tmp_path / "draft", max_shard_size="20KB")
-    assert len(list((tmp_path / "draft").glob("*.safetensors"))) > 1
-    load_speculator(model, model=str(tmp_path / "draft")).push_to_hub("user/draft", token=TOKEN)
-    assert drafts_of(model, inputs, spec_model="user/draft") == drafts_of(model, inputs, assistant=draft)
 
 
 class TestCommands:
@@ -255,15 +240,6 @@ class TestCommands:
         printed = ModelCard(self.run("card", demo.drafter_path("dflash"), "--name", "user/draft"))
         assert printed.data.speculative == {"method": "dflash"}
         assert "--speculative-num-draft-tokens" in printed.text
-
-    @full
-    def test_base_of_a_whole_model_is_not_its_target(self, tmp_path, target):
-        folder = load_speculator(target, model=demo.drafter_path("draft_model")).save_pretrained(tmp_path)
-        (folder / "README.md").write_text("---\nbase_model: user/parent\n---\n# A model\n")
-        assert "target" not in ModelCard(self.run("card", folder)).data.speculative
-        printed = ModelCard(self.run("card", folder, "--target", "user/target"))
-        assert printed.data.base_model == ["user/parent", "user/target"]
-        assert printed.data.speculative["target"] == "user/target"
 
     @full
     def test_card_of_a_target(self, tmp_path):

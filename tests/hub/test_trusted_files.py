@@ -6,14 +6,13 @@ import pickle
 import shutil
 import socket
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from hf_specdec import CheckpointFormatError, SpeculativeConfig, demo, load_speculator
+from hf_specdec import CheckpointFormatError, SpeculativeConfig, load_speculator
 from hf_specdec.candidate_generators.draft_model.network import load_draft_model
 from hf_specdec.candidate_generators.eagle.network import load_eagle
 from hf_specdec.checkpoints.checkpoint import Checkpoint
@@ -107,12 +106,6 @@ class TestPaths:
             with pytest.raises(CheckpointFormatError, match="no plain name inside of it.*a checkpoint that you trust"):
                 files.tensors(INDEX)
 
-    def test_index_names_weight_files(self, folder):
-        for name in ("config.json", "pytorch_model.bin", 3, None, ["x"]):
-            write_index(folder, name)
-            with pytest.raises(CheckpointFormatError, match=f"damaged index: {INDEX} needs"):
-                RepoFiles(folder).tensors(INDEX)
-
     def test_links_out_of_a_folder(self, folder):
         outside, path = folder.parent / "secret.safetensors", folder / "model.safetensors"
         path.unlink()
@@ -190,13 +183,6 @@ class TestPaths:
         else:
             assert "no weights of a known name" in detect_checkpoint(draft).problems[0]
 
-    @pytest.mark.parametrize(
-        "card", ["---\n!!python/name:os.system\n---\n", *in_full("---\n[\n---\n", "---\n- 1\n---\n", "# No metadata")]
-    )
-    def test_card_is_only_data(self, folder, card):
-        (folder / "README.md").write_text(card)
-        assert RepoFiles(folder).card == {}
-
 
 class TestPickles:
     def test_code_does_not_run(self, hub, tmp_path, monkeypatch):
@@ -268,14 +254,6 @@ class TestPickles:
         speculator = load_speculator(target, "auto", cache_dir=str(tmp_path / "cache"), local_files_only=True)
         assert speculator.config.model is None
 
-    def test_named_pickles_are_loaded(self, with_decoy, draft):
-        target = tiny_llama(hidden_size=64, vocab_size=256)
-        plain, decoyed = (load_eagle(config_of(path, "eagle"), target) for path in (EAGLE, with_decoy))
-        assert torch.equal(plain.fc.weight, decoyed.fc.weight)
-        torch.save(load_file(draft / "model.safetensors"), draft / "pytorch_model.bin")
-        os.remove(draft / "model.safetensors")
-        assert load_draft_model(config_of(draft), tiny_llama()).num_parameters() > 0
-
 
 class TestDecoys:
     """A file in a format of another method does not decide what is loaded."""
@@ -329,10 +307,3 @@ def test_archive_that_unpacks_itself(tmp_path, kind, monkeypatch):
     with pytest.raises(CheckpointFormatError, match="pytorch_model.bin holds"):
         load_draft_model(config_of(tmp_path), tiny_llama())
     assert any("pytorch_model.bin holds" in problem for problem in detect_checkpoint(tmp_path).problems)
-
-
-def test_embedded_demo_passes_these_checks():
-    folder = Path(demo.target_path()).parent
-    for method in ("eagle", "eagle3", "medusa"):
-        names = ("medusa_lm_head.safetensors", "model.safetensors")
-        assert Checkpoint(config_of(folder / method, method), names).header.shapes

@@ -18,6 +18,7 @@ from hf_specdec.checkpoints.files import RepoFiles
 from hf_specdec.checkpoints.format import TensorNames, format_of
 from hf_specdec.hub.detect import TargetNeeds, detect_checkpoint, detect_method, known_formats
 from hf_specdec.method import methods
+from tests.helpers.heads import HEADS, WITH_LAYERS
 from tests.helpers.levels import in_full
 from tests.helpers.methods import CHECKPOINTS as DEMO_DRAFTERS
 from tests.helpers.models import tiny_llama
@@ -26,43 +27,42 @@ from tests.helpers.paths import FIXTURES
 
 DEMO = Path(demo.target_path()).parent
 
-# Of each checkpoint the format, the length of a draft, and MTP layers beside a whole model.
-CHECKPOINTS = {
-    DEMO / "target": ("causal-lm", None, 0),
-    DEMO / "draft": ("causal-lm", None, 0),
-    DEMO / "eagle": ("eagle-safeailab", None, 0),
-    DEMO / "eagle3": ("eagle3-safeailab", None, 0),
-    DEMO / "dflash": ("dflash-zlab", 7, 0),
-    DEMO / "medusa": ("medusa-v2", 4, 0),
-    DEMO / "mlp_speculator": ("mlp-speculator", 4, 0),
-    DEMO / "mtp": ("mtp", None, 0),
-    FIXTURES / "dflash/default_layer_ids_b4": ("dflash-zlab", 3, 0),
-    FIXTURES / "dflash/dflash2_full_b8": ("dflash2", 7, 0),
-    FIXTURES / "dflash/dflash2_sliding_b5": ("dflash2", 4, 0),
-    FIXTURES / "dflash/dspark_vanilla_b5": ("dspark-deepspec", 5, 0),
-    FIXTURES / "dflash/dspark_confidence_b5": ("dspark-deepspec", 5, 0),
-    FIXTURES / "dflash/jetspec_b8": ("dflash-zlab", 7, 0),
-    FIXTURES / "dflash/domino_b6": ("domino", 5, 0),
-    FIXTURES / "dflash/qwen3_random_b8": ("dflash-zlab", 7, 0),
-    FIXTURES / "dflash/trained_b8": ("dflash-zlab", 7, 0),
-    FIXTURES / "dflash/trained_for_refinement_b8": ("dflash-zlab", 7, 0),
-    FIXTURES / "eagle/eagle1_llama": ("eagle-safeailab", None, 0),
-    FIXTURES / "eagle/eagle3_llama": ("eagle3-safeailab", None, 0),
-    FIXTURES / "eagle/eagle3_peagle": ("peagle-speculators", 5, 0),
-    FIXTURES / "eagle/eagle3_qwen3": ("eagle3-angelslim", None, 0),
-    FIXTURES / "eagle/eagle3_specforge": ("eagle3-specforge", None, 0),
-    FIXTURES / "eagle/eagle3_speculators": ("eagle3-speculators", 3, 0),
-    # Its config says two heads.
-    FIXTURES / "medusa/v01_heads_pt": ("medusa-original", 5, 0),
-    FIXTURES / "medusa/v01_two_layers_pt": ("medusa-original", 2, 0),
-    FIXTURES / "medusa/v2_shared_lm_head_safetensors": ("medusa-v2", 3, 0),
-    FIXTURES / "medusa/merged_v1": ("medusa-merged", 2, 0),
-    FIXTURES / "medusa/vllm_converted": ("medusa-vllm", 3, 0),
-    FIXTURES / "medusa/vllm_original_lm_head": ("medusa-vllm", 3, 0),
-    FIXTURES / "medusa/vllm_truncated_vocab": ("medusa-vllm", 3, 0),
-    **{path: ("mlp-speculator", 3, 0) for path in FIXTURES.glob("mlp_speculator/*tied_*")},
-    **{path: ("causal-lm", None, 3 if "k3" in str(path) else 1) for path in FIXTURES.glob("mtp/*/target")},
+# By format the checkpoints and the lengths of their drafts.
+LENGTHS = {
+    "causal-lm": {"demo/target": None, "demo/draft": None},
+    "mtp": {"demo/mtp": None},
+    "eagle-safeailab": {"demo/eagle": None, "eagle/eagle1_llama": None},
+    "eagle3-safeailab": {"demo/eagle3": None, "eagle/eagle3_llama": None},
+    "eagle3-angelslim": {"eagle/eagle3_qwen3": None},
+    "eagle3-specforge": {"eagle/eagle3_specforge": None},
+    "eagle3-speculators": {"eagle/eagle3_speculators": 3},
+    "peagle-speculators": {"eagle/eagle3_peagle": 5},
+    "dflash-zlab": {
+        **{"demo/dflash": 7, "dflash/default_layer_ids_b4": 3, "dflash/jetspec_b8": 7, "dflash/qwen3_random_b8": 7},
+        **{"dflash/trained_b8": 7, "dflash/trained_for_refinement_b8": 7},
+    },
+    "dflash2": {"dflash/dflash2_full_b8": 7, "dflash/dflash2_sliding_b5": 4},
+    "dspark-deepspec": {"dflash/dspark_vanilla_b5": 5, "dflash/dspark_confidence_b5": 5},
+    "domino": {"dflash/domino_b6": 5},
+    "medusa-v2": {"demo/medusa": 4, "medusa/v2_shared_lm_head_safetensors": 3},
+    # The config of the first says two heads.
+    "medusa-original": {"medusa/v01_heads_pt": 5, "medusa/v01_two_layers_pt": 2},
+    "medusa-merged": {"medusa/merged_v1": 2},
+    "medusa-vllm": {f"medusa/vllm_{name}": 3 for name in ("converted", "original_lm_head", "truncated_vocab")},
+    "mlp-speculator": {"demo/mlp_speculator": 4, **dict.fromkeys((n for n in HEADS if n.startswith("mlp_")), 3)},
 }
+# Of each the format, the length of a draft, and MTP layers beside a whole model.
+CHECKPOINTS = {
+    DEMO / name[5:] if name.startswith("demo/") else FIXTURES / name: (format, length, 0)
+    for format, lengths in LENGTHS.items()
+    for name, length in lengths.items()
+}
+CHECKPOINTS |= {path: ("causal-lm", None, 3 if "k3" in name else 1) for name, path in WITH_LAYERS.items()}
+
+
+def classes(name):
+    return {"architectures": [name]}
+
 
 FORMATS = known_formats()
 LAYER = [f"self_attn.{part}_proj.weight" for part in "qkvo"] + ["post_attention_layernorm.weight"]
@@ -71,68 +71,48 @@ EAGLE_3 = ["fc.weight", "norm.weight", *(f"midlayer.{part}" for part in [*LAYER,
 EAGLE_3_LAYERS = [name.replace("midlayer.", "layers.0.") for name in EAGLE_3]
 DFLASH = ["hidden_norm.weight", "norm.weight", *EAGLE, "layers.0.self_attn.q_norm.weight"]
 DFLASH_2 = [*DFLASH, "candidate_selector.successor_codebook", "layers.0.mlp_conv.base_kernel"]
+MLA = "self_attn.kv_a_proj_with_mqa.weight"
 MODEL = ["model.embed_tokens.weight", "model.norm.weight", *(f"model.layers.0.{part}" for part in LAYER)]
 
 
-def classes(name, **more):
-    return {"architectures": [name], **more}
-
-
-# Config and some tensors of each format of which there is no checkpoint here.
+# Class or config and some tensors of each format of which there is no checkpoint here.
 EXAMPLES = {
     "mtp-speculators": ({"speculators_model_type": "mtp"}, ["mtp_layers.0.input_proj.weight"]),
-    "mtp-mimo": (classes("MiMoForCausalLM"), ["model.mtp_layers.0.input_proj.weight"]),
-    "mtp-ernie": (
-        classes("Ernie4_5_MoeForCausalLM"),
-        ["model.mtp_linear_proj.0.weight", "model.mtp_block.0.self_attn.q_proj.weight"],
-    ),
-    "mtp-longcat": (
-        classes("LongcatFlashForCausalLM"),
-        ["model.mtp.layers.0.eh_proj.weight", "model.mtp.norm.weight"],
-    ),
-    "mtp-deepseek": (
-        classes("DeepseekV3ForCausalLM"),
-        ["model.layers.61.eh_proj.weight", "model.layers.61.enorm.weight"],
-    ),
-    "gemma4-assistant": (classes("Gemma4AssistantForCausalLM", model_type="gemma4_assistant"), MODEL),
+    "mtp-mimo": ("MiMoForCausalLM", ["model.mtp_layers.0.input_proj.weight"]),
+    "mtp-ernie": ("Ernie4_5_MoeForCausalLM", ["model.mtp_linear_proj.0.weight", "model.mtp_block.0.x.weight"]),
+    "mtp-longcat": ("LongcatFlashForCausalLM", ["model.mtp.layers.0.eh_proj.weight", "model.mtp.norm.weight"]),
+    "mtp-deepseek": ("DeepseekV3ForCausalLM", ["model.layers.61.eh_proj.weight", "model.layers.61.enorm.weight"]),
+    "gemma4-assistant": ({"model_type": "gemma4_assistant"}, MODEL),
     "lstm-speculator": ({"method": "sum_lstm"}, ["forget_emb.0.weight", "head.0.weight", "proj.0.weight"]),
     "rnn-speculator": ({"method": "sum_rnn"}, ["emb.0.weight", "head.0.weight", "proj.0.0.weight"]),
     "dspark-speculators": ({"speculators_model_type": "dspark"}, DFLASH),
-    "dflash-speculators": (classes("DFlashDraftModel", speculators_model_type="dflash", draft_vocab_size=9), DFLASH),
-    "dspark-gemma4": (classes("Gemma4DSparkModel"), DFLASH),
-    "dspark-specforge": (classes("DSparkDraftModel", dflash_config={"projector_type": "dspark"}), DFLASH),
-    "dflash2-speculators": (classes("DFlash2DraftModel", speculators_model_type="dflash2"), DFLASH_2),
-    "xpress": (classes("Qwen3XPressModel"), [*DFLASH, "xpress_head.mix.L"]),
-    "lilicorr": (classes("LiLiCorrDraftModel"), [*DFLASH, "lilicorr.out_head.weight"]),
-    "dflash-laguna": (classes("LagunaForCausalLM", dflash_config={"mask_token_id": 3}), ["fc.weight", "norm.weight"]),
-    "dflash-mimo": (classes("DFlashDraftModel", dflash_config={"use_swa": True}), DFLASH),
-    "dflash-muse": (
-        classes("MuseGlimmerAssistantModel", model_type="muse_glimmer_assistant"),
-        ["encoder.fc.weight", "encoder.output_norm_enc.weight", "norm.weight"],
-    ),
-    "peagle": (classes("PeagleLlamaForCausalLM"), [*EAGLE_3, "mask_hidden"]),
-    "eagle3-mla": (
-        classes("Eagle3DeepseekV2ForCausalLM"),
-        ["midlayer.hidden_norm.weight", "midlayer.self_attn.kv_a_proj_with_mqa.weight"],
-    ),
-    "eagle3-modelopt": (classes("LlamaForCausalLMEagle3", draft_vocab_size=9), EAGLE_3_LAYERS),
-    "eagle-speculators": (
-        classes("EagleSpeculator", speculators_model_type="eagle"),
-        ["fusion_fc.weight", "transformer.self_attn.q_proj.weight"],
-    ),
-    "eagle-llama4": (classes("EagleLlama4ForCausalLM"), ["layers.0.input_layernorm.weight"]),
-    "eagle-cohere": (classes("EagleCohereForCausalLM"), ["fc.bias", "layers.0.input_layernorm.weight"]),
-    "eagle-minicpm": (classes("EagleMiniCPMForCausalLM"), ["eagle_layers.0.self_attn.q_proj.weight"]),
-    "eagle-mistral": (
-        classes("EagleMistralForCausalLM"),
-        ["eagle_linear.weight", "layers.0.self_attn.q_proj.weight", "norm.weight"],
-    ),
-    "eagle-mtp": (classes("EagleDeepSeekMTPModel"), ["enorm.weight", "hnorm.weight", "eh_proj.weight"]),
-    "eagle-sglang": (classes("LlamaForCausalLMEagle"), EAGLE),
+    "dflash-speculators": ({"speculators_model_type": "dflash", "draft_vocab_size": 9}, DFLASH),
+    "dspark-gemma4": ("Gemma4DSparkModel", DFLASH),
+    "dspark-specforge": ({**classes("DSparkDraftModel"), "dflash_config": {"projector_type": "dspark"}}, DFLASH),
+    "dflash2-speculators": ({**classes("DFlash2DraftModel"), "speculators_model_type": "dflash2"}, DFLASH_2),
+    "xpress": ("Qwen3XPressModel", [*DFLASH, "xpress_head.mix.L"]),
+    "lilicorr": ("LiLiCorrDraftModel", [*DFLASH, "lilicorr.out_head.weight"]),
+    "dflash-laguna": ({**classes("LagunaForCausalLM"), "dflash_config": {"mask_token_id": 3}}, ["fc.weight"]),
+    "dflash-mimo": ({**classes("DFlashDraftModel"), "dflash_config": {"use_swa": True}}, DFLASH),
+    "dflash-muse": ({"model_type": "muse_glimmer_assistant"}, ["encoder.fc.weight", "encoder.output_norm_enc.weight"]),
+    "peagle": ("PeagleLlamaForCausalLM", [*EAGLE_3, "mask_hidden"]),
+    "eagle3-mla": ("Eagle3DeepseekV2ForCausalLM", ["midlayer.hidden_norm.weight", f"midlayer.{MLA}"]),
+    "eagle3-modelopt": ({**classes("LlamaForCausalLMEagle3"), "draft_vocab_size": 9}, EAGLE_3_LAYERS),
+    "eagle-speculators": ({"speculators_model_type": "eagle"}, ["fusion_fc.weight", f"transformer.{LAYER[0]}"]),
+    "eagle-llama4": ("EagleLlama4ForCausalLM", ["layers.0.input_layernorm.weight"]),
+    "eagle-cohere": ("EagleCohereForCausalLM", ["fc.bias", "layers.0.input_layernorm.weight"]),
+    "eagle-minicpm": ("EagleMiniCPMForCausalLM", [f"eagle_layers.0.{LAYER[0]}"]),
+    "eagle-mistral": ("EagleMistralForCausalLM", ["eagle_linear.weight", f"layers.0.{LAYER[0]}", "norm.weight"]),
+    "eagle-mtp": ("EagleDeepSeekMTPModel", ["enorm.weight", "hnorm.weight", "eh_proj.weight"]),
+    "eagle-sglang": ("LlamaForCausalLMEagle", EAGLE),
     "eagle-vllm": ({"model_type": "eagle", "model": {"num_hidden_layers": 1}}, [f"model.{name}" for name in EAGLE]),
-    "pard2": (classes("LlamaForCausalLM", pard_token=128256, spd_type="pard2"), MODEL),
-    "pard": (classes("LlamaForCausalLM", pard_token=128256), MODEL),
-    "encoder-decoder": (classes("WhisperForConditionalGeneration", is_encoder_decoder=True), MODEL),
+    "pard2": ({**classes("LlamaForCausalLM"), "pard_token": 128256, "spd_type": "pard2"}, MODEL),
+    "pard": ({**classes("LlamaForCausalLM"), "pard_token": 128256}, MODEL),
+    "encoder-decoder": ({**classes("WhisperForConditionalGeneration"), "is_encoder_decoder": True}, MODEL),
+}
+EXAMPLES = {
+    name: (classes(config) if isinstance(config, str) else config, tensors)
+    for name, (config, tensors) in EXAMPLES.items()
 }
 # Others have a checkpoint that tests draft with.
 for path in map(Path, (*DEMO_DRAFTERS.values(), *CHECKPOINTS)):
@@ -187,7 +167,7 @@ class TestFormats:
                 assert f"(method '{other.method}')" in str(error.value)
 
     def test_unknown_checkpoint_says_what_was_seen_and_what_is_near(self):
-        config = classes("MedusaModelForMe", model_type="medusas")
+        config = dict(classes("MedusaModelForMe"), model_type="medusas")
         with pytest.raises(CheckpointFormatError, match=r"Name it with `spec_method`.$") as error:
             format_of(FORMATS, "user/x", config, ["fc.weight", "z.weight"])
         for words in (
@@ -221,50 +201,28 @@ class TestFormats:
 
 
 class TestMethods:
-    @pytest.mark.parametrize(
-        ("config", "method"),
-        [
-            (classes("GPT2LMHeadModel"), "draft_model"),
-            (classes("EagleLlamaForCausalLM"), "eagle"),
-            *in_full(
-                (classes("MarianMTModel", is_encoder_decoder=True), "draft_model"),
-                # Without weights beside it, nothing tells a head from a model.
-                (classes("LlamaForCausalLM", num_hidden_layers=1, bias=False), "draft_model"),
-                (classes("DFlashDraftModel", model_type="qwen3", num_hidden_layers=1), "dflash"),
-                (classes("Qwen3ForCausalLM", speculators_model_type="dspark"), "dflash"),
-                (classes("DFlashLagunaForCausalLM"), "dflash"),
-                (classes("FastMTPSpeculator", speculators_model_type="mtp"), "mtp"),
-                ({"model_type": "mtp", "num_nextn_predict_layers": 1}, "mtp"),
-            ),
-        ],
-    )
-    def test_config_alone(self, tmp_path, config, method):
-        assert SpeculativeConfig.resolve(str(write(tmp_path, config))).method == method
-
-    @pytest.mark.parametrize(
-        ("method", "names"), [("eagle3", EAGLE_3), *in_full(("eagle", EAGLE), ("draft_model", MODEL))]
-    )
-    def test_names_of_tensors_tell_heads_that_call_themselves_models(self, tmp_path, method, names):
-        config = classes("Qwen2ForCausalLM", num_hidden_layers=36, bias=True)
-        assert SpeculativeConfig.resolve(str(write(tmp_path, config, names))).method == method
-
-    def test_weights_of_deep_models_are_not_looked_at(self, tmp_path):
-        (tmp_path / "pytorch_model.bin").mkdir()
-        write(tmp_path, classes("LlamaForCausalLM", num_hidden_layers=32))
-        assert SpeculativeConfig.resolve(str(tmp_path)).method == "draft_model"
-
-    @pytest.mark.parametrize(
-        ("content", "message"),
-        [
+    def test_config_alone(self, tmp_path):
+        for method, config in (
+            ("draft_model", classes("GPT2LMHeadModel")),
+            ("draft_model", {**classes("MarianMTModel"), "is_encoder_decoder": True}),
+            ("eagle", classes("EagleLlamaForCausalLM")),
+            ("dflash", {**classes("Qwen3ForCausalLM"), "speculators_model_type": "dspark"}),
+            ("dflash", classes("DFlashLagunaForCausalLM")),
+            ("mtp", {"model_type": "mtp", "num_nextn_predict_layers": 1}),
+        ):
+            assert SpeculativeConfig.resolve(str(write(tmp_path, config))).method == method
+        for content, message in (
             ('{"architectures": ["BertModel"]}', "BertModel.*Name it with `spec_method`"),
-            *in_full((None, "no readable config.json"), ("{not json", "no readable config.json")),
-        ],
-    )
-    def test_config_that_does_not_tell(self, tmp_path, content, message):
-        if content is not None:
+            ("{not json", "no readable config.json"),
+        ):
             (tmp_path / "config.json").write_text(content)
-        with pytest.raises(CheckpointFormatError, match=message):
-            SpeculativeConfig.resolve(str(tmp_path))
+            with pytest.raises(CheckpointFormatError, match=message):
+                SpeculativeConfig.resolve(str(tmp_path))
+
+    def test_names_of_tensors_tell_heads_that_call_themselves_models(self, tmp_path):
+        config = {**classes("Qwen2ForCausalLM"), "num_hidden_layers": 36, "bias": True}
+        for method, names in (("eagle3", EAGLE_3), ("eagle", EAGLE), ("draft_model", MODEL)):
+            assert SpeculativeConfig.resolve(str(write(tmp_path, config, names))).method == method
 
     def test_repository_is_asked_once(self, hub, large_head, monkeypatch):
         hub.add("user/head", large_head)
@@ -305,35 +263,30 @@ class TestDetection:
         assert detect_checkpoint("user/x", local_files_only=True) == found
 
     def test_needs_of_a_target(self):
-        def needs(path):
-            return detect_checkpoint(path).target
+        for name, needs in {
+            "dflash": TargetNeeds(None, 256, 4096, 5, 5),
+            "eagle3": TargetNeeds(None, 256, 4096, None, 5),
+            "medusa": TargetNeeds("hf_specdec/demo/target", 256),
+            "mlp_speculator": TargetNeeds(None, 256, 4096),
+            "draft": TargetNeeds(None, None, 4096),
+            FIXTURES / "eagle/eagle3_speculators": TargetNeeds("target", 64, 256, None, 4),
+        }.items():
+            assert detect_checkpoint(DEMO / name).target == needs
 
-        assert needs(DEMO / "dflash") == TargetNeeds(None, 256, 4096, 5, 5)
-        assert needs(DEMO / "eagle3") == TargetNeeds(None, 256, 4096, None, 5)
-        assert needs(DEMO / "medusa") == TargetNeeds("hf_specdec/demo/target", 256)
-        assert needs(DEMO / "mlp_speculator") == TargetNeeds(None, 256, 4096)
-        assert needs(DEMO / "draft") == TargetNeeds(None, None, 4096)
-        assert needs(FIXTURES / "eagle/eagle3_speculators") == TargetNeeds("target", 64, 256, None, 4)
-
-    @pytest.mark.parametrize(
-        ("card", "names", "target"),
-        [
+    def test_card_names_the_target(self, hub, tmp_path):
+        for card, names, target in (
             ("base_model: user/target", EAGLE_3, "user/target"),
-            *in_full(
-                ("base_model: [user/target, user/other]", EAGLE_3, "user/target"),
-                ("base_model: user/parent\nspeculative: {target: user/target}", EAGLE_3, "user/target"),
-                ("base_model: 5", EAGLE_3, None),
-                # What a whole model was made from is not what it drafts for.
-                ("base_model: user/parent", MODEL, None),
-            ),
-        ],
-    )
-    def test_card_names_the_target(self, hub, tmp_path, card, names, target):
-        write(tmp_path, classes("LlamaForCausalLM"), names)
-        (tmp_path / "README.md").write_text(f"---\n{card}\n---\n# A head\n")
-        hub.add("user/head", tmp_path)
-        for place in (tmp_path, "user/head"):
-            assert detect_checkpoint(place).target.name == target
+            ("base_model: [user/target, user/other]", EAGLE_3, "user/target"),
+            ("base_model: user/parent\nspeculative: {target: user/target}", EAGLE_3, "user/target"),
+            ("base_model: 5", EAGLE_3, None),
+            # What a whole model was made from is not what it drafts for.
+            ("base_model: user/parent", MODEL, None),
+        ):
+            write(tmp_path, classes("LlamaForCausalLM"), names)
+            (tmp_path / "README.md").write_text(f"---\n{card}\n---\n# A head\n")
+            hub.add("user/head", tmp_path)
+            for place in (tmp_path, "user/head"):
+                assert detect_checkpoint(place).target.name == target
 
     def test_of_shards_only_headers_are_downloaded(self, hub, large_head):
         names = EXAMPLES["eagle3-safeailab"][1]
@@ -349,31 +302,20 @@ class TestDetection:
         # Of two shards: inputs, and embedding.
         assert hub.sent() < 210_000
 
-    @pytest.mark.parametrize(
-        ("name", "reason"),
-        [
-            ("lstm-speculator", "Pass an MLP speculator of the original format."),
-            ("dflash-laguna", "Laguna"),
-            *in_full(
-                ("rnn-speculator", "Pass an MLP speculator of the original format."),
-                ("eagle3-mla", "MLA"),
-                ("eagle-llama4", "Llama-4 layer"),
-                ("eagle-cohere", "Cohere layer"),
-                ("eagle-minicpm", "MiniCPM layer"),
-                ("eagle-mtp", "layer for multi-token prediction"),
-                ("dflash-mimo", "MiMo"),
-                ("dspark-gemma4", "Gemma 4"),
-            ),
-        ],
-    )
-    def test_formats_that_are_not_supported_say_why(self, tmp_path, name, reason):
-        found = detect_checkpoint(write(tmp_path, *EXAMPLES[name]))
-        assert found.format == name
-        (problem,) = found.problems
-        assert reason in problem
-        if found.method == "mlp_speculator":
-            with pytest.raises(CheckpointFormatError, match="which is not supported. Pass an MLP speculator"):
-                load_mlp_speculator(SpeculativeConfig.resolve(str(tmp_path)), tiny_llama())
+    def test_formats_that_are_not_supported_say_why(self, tmp_path):
+        reasons = {"eagle3-mla": "MLA", "eagle-llama4": "Llama-4 layer", "eagle-cohere": "Cohere layer"}
+        reasons |= {"eagle-minicpm": "MiniCPM layer", "eagle-mtp": "layer for multi-token prediction"}
+        reasons |= {"dflash-laguna": "Laguna", "dflash-mimo": "MiMo", "dspark-gemma4": "Gemma 4"}
+        reasons |= dict.fromkeys(
+            ("rnn-speculator", "lstm-speculator"), "Pass an MLP speculator of the original format."
+        )
+        for name, reason in reasons.items():
+            found = detect_checkpoint(write(tmp_path, *EXAMPLES[name]))
+            assert found.format == name
+            (problem,) = found.problems
+            assert reason in problem
+        with pytest.raises(CheckpointFormatError, match="which is not supported. Pass an MLP speculator"):
+            load_mlp_speculator(SpeculativeConfig.resolve(str(tmp_path)), tiny_llama())
 
     def test_damaged_and_missing_weights_are_problems_and_no_errors(self, large_head):
         path = large_head / "model.safetensors"

@@ -3,7 +3,6 @@
 import logging
 
 import pytest
-from huggingface_hub import ModelCard
 from transformers import pipeline
 
 from hf_specdec import (
@@ -17,7 +16,6 @@ from hf_specdec import (
     record,
     register_candidate_generator,
 )
-from hf_specdec.hub.card import add_to_target_card
 from tests.helpers.drafters import EAGLE, MTP, card_of, entry_of, load, speculated, without_norm
 from tests.helpers.levels import full, in_full
 from tests.helpers.loopback_hub import TOKEN
@@ -60,14 +58,6 @@ class TestPlaces:
         assert stats.method == method
         assert "named by the target" in stats.notes[0]
 
-    def test_card_of_the_target(self, hub):
-        card = ModelCard("---\n{}\n---\n")
-        add_to_target_card(card, {"method": "eagle3", "model": "user/head", "num_speculative_tokens": 2})
-        hub.add("user/target", EAGLE / "target", card=str(card))
-        hub.add("user/head", EAGLE)
-        found = load_speculator(load(), "auto").config
-        assert (found.model, found.num_speculative_tokens) == ("user/head", 2)
-
     def test_drafter_that_was_pushed(self, hub, target):
         model = load()
         load_speculator(model, str(EAGLE), num_speculative_tokens=3).push_to_hub("user/head", token=TOKEN)
@@ -88,24 +78,8 @@ class TestPlaces:
         assert load_speculator(model, "auto", num_speculative_tokens=5).config.num_speculative_tokens == 5
         assert load_speculator(model, "auto", draft_tree_depth=4).config.num_speculative_tokens is None
 
-    @full
-    def test_model_that_was_never_saved(self, hub):
-        assert generate(tiny_llama()).method == FALLBACK
-
-    @full
-    def test_hub_that_fails(self, target, hub, no_backoff):
-        model = load()
-        hub.fault("/api/*", status=500)
-        stats = generate(model)
-        assert stats.method == FALLBACK
-        assert "no drafter with weights was found (on the Hub: " in stats.notes[0]
-
 
 class TestChoice:
-    @pytest.mark.parametrize("arguments", in_full({"speculative": "auto"}, {"speculative": {"method": "auto"}}))
-    def test_spellings(self, head, arguments):
-        assert generate(load(), **arguments).method == "eagle3"
-
     def test_one_line_before_the_download_says_what_was_chosen_and_why(self, head, hub, log, monkeypatch):
         sent, warn = [], loader.logger.warning
         monkeypatch.setattr(
@@ -125,12 +99,6 @@ class TestChoice:
         assert [line.split(":")[0] for line in log()] == ["WARNING", "WARNING", "WARNING", "INFO"]
         assert "takes eagle3 'user/broken'" in log()[0]
         assert "passes over eagle3 'user/broken'" in log()[1]
-
-    @full
-    def test_nothing_that_loads(self, target, hub):
-        hub.add("user/broken", EAGLE, files=without_norm(EAGLE), card=card_of(target, "eagle3"))
-        note = f"method='auto' chose {FALLBACK}: what was found cannot be loaded, as warnings say"
-        assert generate(load()).notes[0] == note
 
     def test_searched_once_until_it_is_forgotten(self, target, hub):
         model = load()
@@ -157,13 +125,6 @@ class TestChoice:
         found = in_threads(*[lambda: load_speculator(model, "auto")] * 4)
         assert len({id(speculator.resources) for speculator in found}) == 1
         assert hub.asked("/api/models") == searches
-
-    @full
-    def test_token_opens_gated_drafters(self, target, hub):
-        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"), gated=True)
-        model = load()
-        assert load_speculator(model, "auto").method == FALLBACK
-        assert load_speculator(model, "auto", token=TOKEN).method == "eagle3"
 
     def test_auto_beside_a_model_reads_the_method_from_it(self, head):
         model = load()

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_imports
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, __version__, demo, load_speculator, record
 from hf_specdec.hub.custom_generate import export_custom_generate
 from tests.helpers.levels import full
-from tests.helpers.models import prompts, tiny_llama
+from tests.helpers.models import prompts
 
 
 SETTINGS = {"do_sample": False, "max_new_tokens": 16}
@@ -108,17 +107,6 @@ def test_stop_strings_processors_and_positional_inputs(repo):
     custom = {"custom_generate": repo, "trust_remote_code": True}
     output = target.generate(inputs["input_ids"], **{**SETTINGS, **settings}, **custom)
     assert torch.equal(output, target.generate(**inputs, **{**SETTINGS, **settings}))
-
-
-@full
-def test_repository_of_a_target_may_have_it(repo):
-    """transformers then takes its function for generate() of the loaded model, if remote code is trusted."""
-    tiny_llama().save_pretrained(repo)
-    model = AutoModelForCausalLM.from_pretrained(repo, trust_remote_code=True)
-    with record() as made:
-        output = model.generate(prompts(1)["input_ids"], **SETTINGS)
-    assert [call.stats.method for call in made.calls] == ["ngram"]
-    assert torch.equal(output, tiny_llama().generate(prompts(1)["input_ids"], **SETTINGS))
 
 
 def test_it_needs_trust_and_others_do_not_get_our_arguments(model, repo, tmp_path):

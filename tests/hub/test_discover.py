@@ -250,13 +250,6 @@ class TestCache:
         cached("user/small", small)
         assert found_by(search_for(local_files_only=True)) == [("draft_model", "user/small", "cache")]
 
-    @full
-    def test_another_cache(self, hub, target, tmp_path):
-        hub.add("user/head", EAGLE)
-        for name in (target, "user/head"):
-            snapshot_download(name, cache_dir=tmp_path)
-        assert models_found(local_files_only=True, cache_dir=str(tmp_path)) == ["user/head"]
-
 
 class TestHub:
     """Repositories of the Hub that are based on the target."""

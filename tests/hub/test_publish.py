@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hf_specdec import SpecConfigError, SpeculativeConfig, cli, demo, forget_speculators, load_speculator, record
 from hf_specdec.candidate_generators.eagle.network import load_eagle
 from hf_specdec.checkpoints.files import ReadOfRepositories
-from hf_specdec.hub.card import read_card, read_target_card
+from hf_specdec.hub.card import read_card
 from hf_specdec.method import takes_model
 from tests.helpers.heads import HEADS, WITH_LAYERS, loaded_target
 from tests.helpers.levels import full, in_full
@@ -72,14 +72,6 @@ def test_settings_of_the_call_take_precedence(target, tmp_path):
     assert tree.num_speculative_tokens is None
     # Who names the method gets what the call says and no more.
     assert load_speculator(target, {"method": "eagle3", "model": folder}).config.num_speculative_tokens is None
-
-
-def test_chain_of_a_draft_that_was_saved_with_a_tree(target, inputs, tmp_path):
-    chain = {"method": "dflash", "model": demo.drafter_path("dflash")}
-    saved = load_speculator(target, {**chain, "num_draft_nodes": 20, "draft_tree_top_k": 3}).save_pretrained(tmp_path)
-    settings = {"model": str(saved)}
-    tree, expected = (drafts_of(target, inputs, speculative=given) for given in (settings, chain))
-    assert drafts_of(target, inputs, speculative={**settings, "num_draft_nodes": 0}) == expected != tree
 
 
 @pytest.mark.parametrize(
@@ -240,17 +232,6 @@ class TestCommands:
         printed = ModelCard(self.run("card", demo.drafter_path("dflash"), "--name", "user/draft"))
         assert printed.data.speculative == {"method": "dflash"}
         assert "--speculative-num-draft-tokens" in printed.text
-
-    @full
-    def test_card_of_a_target(self, tmp_path):
-        (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
-        self.run("card", tmp_path, "--drafter", '{"method": "eagle3", "model": "user/head"}', "--write")
-        assert read_target_card(tmp_path) == SpeculativeConfig(method="eagle3", model="user/head")
-        assert "# A model" in (tmp_path / "README.md").read_text()
-        self.run("card", tmp_path, "--drafter", "none", "--write")
-        assert read_target_card(tmp_path) is None
-        (tmp_path / "README.md").unlink()
-        assert "method: ngram" in self.run("card", tmp_path, "--drafter", "ngram")
 
     @full
     def test_wrong_arguments(self, tmp_path, head):

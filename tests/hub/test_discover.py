@@ -69,28 +69,13 @@ def cached(hub, target):
 
 
 class TestRanking:
-    candidates = st.builds(
-        Candidate,
-        st.sampled_from([*PREFERRED, "of_a_plugin"]),
-        st.sampled_from(["user/a", "user/b", "user/c", None]),
-        st.sampled_from(PLACES),
-        st.sampled_from(RELATIONS),
-        downloads=st.integers(0, 3),
-        is_trusted=st.booleans(),
-        problems=st.sampled_from([(), ("It does not fit.",)]),
-    )
-
-    @given(candidates, candidates)
-    def test_what_does_not_fit_is_last_and_what_is_closest_first(self, one, other):
-        first, second = sorted((one, other), key=rank)
-        assert bool(first.problems) <= bool(second.problems)
-        if bool(first.problems) == bool(second.problems) and first.is_trusted == second.is_trusted:
-            closeness = [(RELATIONS.index(item.relation), PLACES.index(item.place)) for item in (first, second)]
-            assert closeness == sorted(closeness)
-
-    def test_methods_come_in_the_order_of_the_table_and_of_one_the_most_downloaded(self):
+    def test_order(self):
+        """Of what fits the closest first, then the first of the places, the methods' order, and downloads."""
         items = [
-            Candidate(name, f"user/{count}", "hub", "exact", downloads=count) for name in PREFERRED for count in (9, 3)
+            *(Candidate("dflash", "a/b", place, "exact", is_trusted=True) for place in PLACES[:4]),
+            *(Candidate("dflash", "a/b", "hub", relation) for relation in RELATIONS[:2]),
+            *(Candidate(name, f"a/{n}", "hub", "sizes", downloads=n) for name in PREFERRED for n in (9, 3)),
+            Candidate("mtp", None, "target", "exact", is_trusted=True, problems=("It does not fit.",)),
         ]
         assert sorted(items[::-1], key=rank) == items
 
@@ -110,41 +95,31 @@ class TestRanking:
         assert (next(usable), searched) == (distant, ["target", "cache", "hub"])
 
 
-class TestSettings:
-    def test_those_of_the_call_go_to_a_method_that_has_them(self):
-        shape = {"num_speculative_tokens": 4, "draft_tree_depth": 4, "dtype": "float32"}
-        config = Candidate("eagle3", "user/head", settings={"revision": "abc"}).configured(
-            SpeculativeConfig(AUTO, **shape, token="hf_secret")
-        )
-        assert config == SpeculativeConfig("eagle3", "user/head", revision="abc", **shape)
-        assert config.token == "hf_secret"
-        asked = SpeculativeConfig(AUTO, speculative_token_tree=[[0], [1]], dtype="float32", token="hf_secret")
-        assert Candidate("ngram").configured(asked) == SpeculativeConfig("ngram")
-
-    @pytest.mark.parametrize(
-        ("method", "asked", "length"),
-        [
-            # That of the drafter, where the call says nothing.
-            ("eagle3", {}, 7),
-            ("eagle3", {"num_speculative_tokens": 4}, 4),
-            ("eagle3", {"speculative_token_tree": [[0], [1]]}, None),
-            # Heads draft no more than one token each.
-            ("medusa", {"num_speculative_tokens": 9}, 2),
-            ("medusa", {"num_speculative_tokens": "auto"}, "auto"),
-        ],
-    )
-    def test_length_of_drafts(self, method, asked, length):
+def test_settings_of_the_call_and_of_the_drafter():
+    shape = {"num_speculative_tokens": 4, "draft_tree_depth": 4, "dtype": "float32"}
+    candidate = Candidate("eagle3", "user/head", settings={"revision": "abc"})
+    config = candidate.configured(SpeculativeConfig(AUTO, **shape, token="hf_secret"))
+    assert config == SpeculativeConfig("eagle3", "user/head", revision="abc", **shape)
+    assert config.token == "hf_secret"
+    asked = SpeculativeConfig(AUTO, speculative_token_tree=[[0], [1]], dtype="float32", token="hf_secret")
+    assert Candidate("ngram").configured(asked) == SpeculativeConfig("ngram")
+    for method, asked, length in (
+        # That of the drafter, where the call says nothing.
+        ("eagle3", {}, 7),
+        ("eagle3", {"num_speculative_tokens": 4}, 4),
+        ("eagle3", {"speculative_token_tree": [[0], [1]]}, None),
+        # Heads draft no more than one token each.
+        ("medusa", {"num_speculative_tokens": 9}, 2),
+        ("medusa", {"num_speculative_tokens": "auto"}, "auto"),
+    ):
         candidate = Candidate(method, "user/head", settings={"num_speculative_tokens": 7}, num_draft_tokens=2)
         assert candidate.configured(SpeculativeConfig(AUTO, **asked)).num_speculative_tokens == length
 
 
-class TestTarget:
-    """MTP layers of the target's own checkpoint."""
-
-    def test_layers_of_every_family_are_found(self):
-        for folder in MTP.glob("*/target"):
-            first = next(search_for(folder, local_files_only=True).usable())
-            assert (first.method, first.model, first.place) == ("mtp", None, "target")
+def test_mtp_layers_of_every_family_of_targets():
+    for folder in MTP.glob("*/target"):
+        first = next(search_for(folder, local_files_only=True).usable())
+        assert (first.method, first.model, first.place) == ("mtp", None, "target")
 
 
 class TestEntry:
@@ -162,41 +137,32 @@ class TestEntry:
 
     @pytest.mark.parametrize("where", ["generation_config", "card"])
     def test_forms(self, name, where):
-        for entry in ("user/head", {"model": "user/head"}, {"method": "eagle3", "model": "user/head"}):
+        for entry in ("user/head", {"method": "eagle3", "model": "user/head"}):
             name(entry, where)
             assert found_by(search_for()) == [("eagle3", "user/head", "entry")]
-
-    def test_settings_of_the_entry_come_with_it(self, name):
         shape = {"revision": "main", "num_speculative_tokens": 6, "draft_tree_depth": 5}
-        name({"model": "user/head", **shape})
+        name({"model": "user/head", **shape}, where)
         assert next(search_for().usable()).settings == shape
-        name({"method": "ngram", "prompt_lookup_max": 3})
+        name({"method": "ngram", "prompt_lookup_max": 3}, where)
         found = next(search_for().usable())
         assert (found.method, found.place, found.settings) == ("ngram", "entry", {"prompt_lookup_max": 3})
 
-    @pytest.mark.parametrize(
-        ("entry", "reason"),
-        [
+    @full
+    def test_wrong_entries_are_listed_with_the_reason(self, name):
+        for entry, reason in (
+            ({"model": "user/head", "draft_tree_depth": "deep"}, "depth"),
+            ({"model": "user/absent"}, "neither a local folder nor a repository"),
+            ({"method": "dflash", "model": "user/head"}, "eagle3"),
+            ({"method": "dflash"}, "no model"),
+            ({"model": "/etc"}, "no id of a repository"),
             ({"model": "../../head"}, "no id of a repository"),
             ({"model": "user/head", "trust_remote_code": True}, "trust_remote_code"),
-            *in_full(
-                ({"model": "user/head", "draft_tree_depth": "deep"}, "depth"),
-                ({"model": "user/absent"}, "neither a local folder nor a repository"),
-                ({"method": "dflash", "model": "user/head"}, "eagle3"),
-                ({"method": "dflash"}, "no model"),
-                ({"model": "/etc"}, "no id of a repository"),
-                (["user/head"], "mapping"),
-            ),
-        ],
-    )
-    def test_wrong_entries_are_listed_with_the_reason(self, name, entry, reason):
-        name(entry)
-        (listed,) = (item for item in search_for().all() if item.place == "entry")
-        assert reason in " ".join(listed.problems)
-
-    @full
-    def test_entry_that_names_nothing_is_no_candidate(self, name):
-        for entry in ("auto", "off", "none", False):
+            (["user/head"], "mapping"),
+        ):
+            name(entry)
+            (listed,) = (item for item in search_for().all() if item.place == "entry")
+            assert reason in " ".join(listed.problems)
+        for entry in ("auto", "off", False):
             name(entry)
             assert [item.method for item in search_for().all()] == WITHOUT_WEIGHTS
 
@@ -211,33 +177,28 @@ class TestEntry:
 class TestCache:
     """Repositories in the local cache."""
 
-    @pytest.mark.parametrize(
-        ("card", "relation", "reason"),
-        [
-            (card_of("user/target"), "exact", "in the local cache, made for the target"),
-            (None, "sizes", "in the local cache, of the target's sizes"),
-        ],
-    )
-    def test_heads_that_name_the_target_or_have_its_sizes(self, cached, hub, card, relation, reason):
-        cached("user/head", card=card)
-        candidate = next(search_for(local_files_only=True).usable())
-        assert (candidate.method, candidate.model, candidate.place) == ("eagle3", "user/head", "cache")
-        assert (candidate.relation, candidate.reason) == (relation, reason)
-        assert candidate.settings["revision"] == hub.repos["user/head"].branches["main"]
+    def test_heads_that_name_the_target_or_have_its_sizes(self, cached, hub):
+        for card, relation, of in (
+            (card_of("user/target"), "exact", "made for the target"),
+            (None, "sizes", "of the target's sizes"),
+        ):
+            cached("user/head", card=card)
+            first = next(search_for(local_files_only=True).usable())
+            assert (first.method, first.model, first.place) == ("eagle3", "user/head", "cache")
+            assert (first.relation, first.reason) == (relation, f"in the local cache, {of}")
+            assert first.settings["revision"] == hub.repos["user/head"].branches["main"]
         assert not hub.requests
 
     def test_others_are_not_chosen(self, cached, hub):
-        cached("user/other", card=card_of("user/other"))
-        # Of which only the config is there.
-        hub.add("user/part", EAGLE)
-        snapshot_download("user/part", allow_patterns="*.json")
-        assert models_found(local_files_only=True) == []
-
-    def test_models_of_other_kinds_are_not_mentioned(self, cached):
         cached("user/large", EAGLE / "target")
         cached("user/dflash", DFLASH)
         cached("user/unknown", None, files={"config.json": '{"model_type": "bert"}'})
+        # Of which only the config is there.
+        hub.add("user/part", EAGLE)
+        snapshot_download("user/part", allow_patterns="*.json")
         assert [item.method for item in search_for(local_files_only=True).all()] == WITHOUT_WEIGHTS
+        cached("user/other", card=card_of("user/other"))
+        assert models_found(local_files_only=True) == []
 
     def test_small_model_with_the_same_tokenizer(self, cached, hub, tmp_path):
         large, small = tmp_path / "large", tmp_path / "small"
@@ -398,31 +359,22 @@ class TestFaults:
         assert [item.method for item in search_for().usable()] == ["ngram+recycling", "ngram", "recycling"]
 
 
-class TestCommand:
-    def invoke(self, *arguments):
+def test_command(add, target):
+    def run(*arguments):
         result = CliRunner().invoke(cli.app, ["discover", *arguments], prog_name="hf-specdec")
         assert result.exit_code == 0, result.stderr
         return result.stdout
 
-    def test_json_and_table(self, add, target):
-        add("user/head", downloads=3)
-        add("user/misfit", DFLASH, "dflash")
-        found = json.loads(self.invoke(target, "--json"))
-        assert found["target"] == target
-        assert [item["method"] for item in found["candidates"]] == ["eagle3", *WITHOUT_WEIGHTS, "dflash"]
-        head = found["candidates"][0]
-        assert (head["model"], head["place"], head["relation"]) == ("user/head", "hub", "exact")
-        assert (head["downloads"], head["problems"]) == (3, [])
-        assert head["num_bytes"] > 1000
-        assert [item.to_dict() for item in discover_drafters(target)] == found["candidates"]
-        table = self.invoke(target)
-        assert table.index("user/head") < table.index("ngram") < table.index("Not usable: dflash 'user/misfit'")
-
-    @full
-    def test_offline(self, target, hub):
-        snapshot_download(target)
-        hub.requests.clear()
-        assert json.loads(self.invoke(target, "--offline", "--json"))["notes"]
-        assert not hub.requests
-        found = json.loads(self.invoke("demo", "--offline", "--json"))
-        assert found["candidates"][-1]["method"] == "recycling"
+    add("user/head", downloads=3)
+    add("user/misfit", DFLASH, "dflash")
+    found = json.loads(run(target, "--json"))
+    assert found["target"] == target
+    assert [item["method"] for item in found["candidates"]] == ["eagle3", *WITHOUT_WEIGHTS, "dflash"]
+    head = found["candidates"][0]
+    assert (head["model"], head["place"], head["relation"]) == ("user/head", "hub", "exact")
+    assert (head["downloads"], head["problems"]) == (3, [])
+    assert head["num_bytes"] > 1000
+    assert [item.to_dict() for item in discover_drafters(target)] == found["candidates"]
+    table = run(target)
+    assert table.index("user/head") < table.index("ngram") < table.index("Not usable: dflash 'user/misfit'")
+    assert json.loads(run("demo", "--offline", "--json"))["notes"]

@@ -1,15 +1,7 @@
 """A Hub on the loopback interface: real HTTP, and as much of the Hub's protocol as loading and publishing need.
 
 Model info, search, downloads (ranges, etags, large files behind a redirect to another origin), gated and private
-repositories, uploads (regular and LFS). Every request is logged, and faults can be put in its way:
-
-```python
-with LoopbackHub(home) as hub:
-    hub.add("user/head", folder, downloads=12)
-    hub.fault("*model.safetensors", status=500, times=2)
-    subprocess.run([...], env=hub.environment())
-    assert hub.sent("/storage/*") < 100_000
-```
+repositories, uploads (regular and LFS). Every request is logged, and faults can be put in its way.
 """
 
 from __future__ import annotations
@@ -47,9 +39,8 @@ class Blob:
 
     @functools.cached_property
     def etag(self) -> str:
-        if self.is_large:
-            return hashlib.sha256(self.data).hexdigest()
-        return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
+        git = hashlib.sha1(b"blob %d\0" % len(self.data) + self.data)
+        return (hashlib.sha256(self.data) if self.is_large else git).hexdigest()
 
 
 @dataclass
@@ -140,7 +131,7 @@ class LoopbackHub:
         self.large_files: dict[str, bytes] = {}
         self.lock = threading.RLock()
         self.closing = threading.Event()
-        self._faults: list[Fault] = []
+        self.faults: list[Fault] = []
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.hub = self
         port = self._server.server_address[1]
@@ -189,18 +180,12 @@ class LoopbackHub:
         The path is that of the URL, "/user/repo/resolve/main/config.json"; the storage of large files has paths that
         end alike, so "*model.safetensors" takes both.
         """
-        fault = Fault(pattern, **what)
-        with self.lock:
-            self._faults.append(fault)
-        return fault
-
-    def clear_faults(self) -> None:
-        with self.lock:
-            self._faults.clear()
+        self.faults.append(Fault(pattern, **what))
+        return self.faults[-1]
 
     def take_fault(self, method: str, path: str) -> Fault:
         with self.lock:
-            fault = next((fault for fault in self._faults if fault.takes(method, path)), Fault(path))
+            fault = next((fault for fault in self.faults if fault.takes(method, path)), Fault(path))
             fault.hits += 1
         return fault
 
@@ -251,17 +236,13 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
 
-    @property
-    def hub(self) -> LoopbackHub:
-        return self.server.hub
-
     def _serve(self) -> None:
         url = urlsplit(self.path)
         self.query, path = parse_qs(url.query), unquote(url.path)
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        fault = self.hub.take_fault(self.command, path)
+        fault = self.server.hub.take_fault(self.command, path)
         if fault.hangs:
-            self.hub.closing.wait()
+            self.server.hub.closing.wait()
         try:
             response = _refusal(fault.status, "A fault of the test.") if fault.status else self._answer(url.path)
         except _Response as raised:
@@ -280,7 +261,7 @@ class _Handler(BaseHTTPRequestHandler):
             found = pattern.fullmatch(path)
             if found and method == self.command.replace("HEAD", "GET"):
                 groups = {key: unquote(value) for key, value in found.groupdict().items() if value is not None}
-                with self.hub.lock:
+                with self.server.hub.lock:
                     return getattr(self, name)(**groups)
         return _refusal(404, f"No such page: {path}")
 
@@ -296,8 +277,8 @@ class _Handler(BaseHTTPRequestHandler):
         if break_at is not None:
             sent = sent[: max(0, break_at - start)]
         # Before it is sent: a client that has its answer finds it in the log.
-        with self.hub.lock:
-            self.hub.requests.append(LoggedRequest(self.command, path, status, len(sent)))
+        with self.server.hub.lock:
+            self.server.hub.requests.append(LoggedRequest(self.command, path, status, len(sent)))
         try:
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
@@ -319,7 +300,7 @@ class _Handler(BaseHTTPRequestHandler):
         return user
 
     def _repo(self, repo: str) -> Repo:
-        user, found = self._user, self.hub.repos.get(repo)
+        user, found = self._user, self.server.hub.repos.get(repo)
         if found is None or (found.private and user != USER):
             message = "Repository not found" if user else "Invalid username or password."
             raise _refusal(404 if user else 401, message, "RepoNotFound")
@@ -350,7 +331,7 @@ class _Handler(BaseHTTPRequestHandler):
     def search(self) -> _Response:
         wanted = {tag for value in self.query.get("filter", []) for tag in value.split(",")}
         author = self.query.get("author")
-        visible = [repo for repo in self.hub.repos.values() if not repo.private or self._user == USER]
+        visible = [repo for repo in self.server.hub.repos.values() if not repo.private or self._user == USER]
         infos = [repo.info(repo.branches["main"], False) for repo in visible if "main" in repo.branches]
         infos = [
             info for info in infos if wanted.issubset(info["tags"]) and info["author"] in (author or info.values())
@@ -360,15 +341,6 @@ class _Handler(BaseHTTPRequestHandler):
         keys = ("id", *self.query["expand"]) if "expand" in self.query else None
         limit = int(self.query.get("limit", ["1000"])[0])
         return _json([info if keys is None else {key: info[key] for key in keys} for info in infos[:limit]])
-
-    def tree(self, repo: str, revision: str, folder: str = "") -> _Response:
-        found = self._repo(repo)
-        files = found.commits[self._commit(found, revision)].items()
-        inside = [(path, blob) for path, blob in sorted(files) if path.startswith(f"{folder}/" if folder else "")]
-        if not inside:
-            return _refusal(404, f"{folder} does not exist on {revision}", "EntryNotFound")
-        entries = [{"type": "file", "path": path, "oid": blob.etag, "size": len(blob.data)} for path, blob in inside]
-        return _json(entries)
 
     def resolve(self, repo: str, revision: str, path: str) -> _Response:
         found = self._repo(repo)
@@ -383,27 +355,27 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": sha, "ETag": f'"{blob.etag}"', "Accept-Ranges": "bytes"}
         if not blob.is_large:
             return _Response(blob.data, headers=headers, is_file=True)
-        self.hub.large_files[blob.etag] = blob.data
+        self.server.hub.large_files[blob.etag] = blob.data
         headers |= {"X-Linked-Size": str(len(blob.data)), "X-Linked-Etag": f'"{blob.etag}"'}
-        headers["Location"] = f"{self.hub.storage_url}/storage/{repo}/{blob.etag}/{quote(path)}"
+        headers["Location"] = f"{self.server.hub.storage_url}/storage/{repo}/{blob.etag}/{quote(path)}"
         return _Response(status=302, headers=headers)
 
     def storage(self, repo: str, oid: str, path: str) -> _Response:
         if self.headers.get("Authorization") is not None:
             return _refusal(400, "The storage takes signed URLs; a token must not get here.")
-        return _Response(self.hub.large_files[oid], headers={"ETag": f'"{oid}"'}, is_file=True)
+        return _Response(self.server.hub.large_files[oid], headers={"ETag": f'"{oid}"'}, is_file=True)
 
     def create_repo(self) -> _Response:
         asked = json.loads(self.body)
         owner = asked.get("organization") or self._user
         self._check_may_write(owner)
         repo_id = f"{owner}/{asked['name']}"
-        answer = {"url": f"{self.hub.url}/{repo_id}", "name": repo_id}
-        if repo_id in self.hub.repos:
+        answer = {"url": f"{self.server.hub.url}/{repo_id}", "name": repo_id}
+        if repo_id in self.server.hub.repos:
             return _json({**answer, "error": "You already created this model repo"}, 409)
         is_private = asked.get("private", False) or asked.get("visibility") == "private"
-        self.hub.repos[repo_id] = Repo(repo_id, private=is_private)
-        self.hub.repos[repo_id].commit({})
+        self.server.hub.repos[repo_id] = Repo(repo_id, private=is_private)
+        self.server.hub.repos[repo_id].commit({})
         return _json(answer)
 
     def validate_yaml(self) -> _Response:
@@ -419,14 +391,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._repo_to_write(repo)
         objects = [{"oid": item["oid"], "size": item["size"]} for item in json.loads(self.body)["objects"]]
         for item in objects:
-            if item["oid"] not in self.hub.large_files:
-                item["actions"] = {"upload": {"href": f"{self.hub.storage_url}/upload/{item['oid']}"}}
+            if item["oid"] not in self.server.hub.large_files:
+                item["actions"] = {"upload": {"href": f"{self.server.hub.storage_url}/upload/{item['oid']}"}}
         return _json({"transfer": "basic", "objects": objects})
 
     def upload(self, oid: str) -> _Response:
-        if hashlib.sha256(self.body).hexdigest() != oid:
-            return _refusal(400, "The content has another hash.")
-        self.hub.large_files[oid] = self.body
+        self.server.hub.large_files[oid] = self.body
         return _Response()
 
     def commit(self, repo: str, revision: str) -> _Response:
@@ -437,11 +407,9 @@ class _Handler(BaseHTTPRequestHandler):
             if item["key"] == "file":
                 files[value["path"]] = Blob(base64.b64decode(value["content"]), is_large=False)
             elif item["key"] == "lfsFile":
-                files[value["path"]] = Blob(self.hub.large_files[value["oid"]], is_large=True)
-            elif item["key"] != "header":
-                return _refusal(400, f"Unknown operation {item['key']}")
+                files[value["path"]] = Blob(self.server.hub.large_files[value["oid"]], is_large=True)
         sha = found.commit(files, revision)
-        return _json({"success": True, "commitOid": sha, "commitUrl": f"{self.hub.url}/{repo}/commit/{sha}"})
+        return _json({"success": True, "commitOid": sha, "commitUrl": f"{self.server.hub.url}/{repo}/commit/{sha}"})
 
 
 _REPO = r"(?P<repo>[^/]+/[^/]+)"
@@ -454,7 +422,6 @@ _ROUTES = [
         ("POST", r"/api/repos/create", "create_repo"),
         ("POST", r"/api/validate-yaml", "validate_yaml"),
         ("GET", rf"/api/models/{_REPO}(?:/revision/{_REVISION})?", "model_info"),
-        ("GET", rf"/api/models/{_REPO}/tree/{_REVISION}(?:/(?P<folder>.+))?", "tree"),
         ("POST", rf"/api/models/{_REPO}/preupload/{_REVISION}", "preupload"),
         ("POST", rf"/api/models/{_REPO}/commit/{_REVISION}", "commit"),
         ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", "lfs_batch"),
@@ -474,10 +441,9 @@ def _card_of(files: Mapping[str, Blob]) -> dict[str, Any]:
 
 def _config_of(files: Mapping[str, Blob]) -> dict[str, Any]:
     try:
-        config = json.loads(files["config.json"].data)
-    except (KeyError, ValueError, RecursionError):
+        return dict(json.loads(files["config.json"].data))
+    except (KeyError, TypeError, ValueError, RecursionError):
         return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _as_list(value: Any) -> list[str]:

@@ -168,7 +168,7 @@ class TestFaults:
         with pytest.raises(CheckpointFormatError, match="user/head"):
             load_speculator(target, "user/head")
         assert not record_of(target).loaded
-        hub.clear_faults()
+        hub.faults.clear()
         generate(target, spec_model="user/head")
         assert record_of(target).loaded
 

@@ -160,13 +160,13 @@ class TestHub:
 class TestAccess:
     """Errors say why something cannot be had, and what to do."""
 
-    @pytest.mark.parametrize("name", ["./no/such/folder", *in_full("/no/such/folder", "a/b/c", "user/*")])
-    def test_no_repo_id(self, hub, name):
-        for files in (RepoFiles(name), RepoFiles(name, local_files_only=True)):
-            with pytest.raises(CheckpointAccessError, match="neither a local folder|no local folder"):
-                files.sizes  # noqa: B018
-            with pytest.raises(CheckpointAccessError, match="neither a local folder|not in the cache"):
-                files.path("config.json")
+    def test_no_repo_id(self, hub):
+        for name in ("./no/such/folder", "/no/such/folder", "a/b/c", "user/*"):
+            for files in (RepoFiles(name), RepoFiles(name, local_files_only=True)):
+                with pytest.raises(CheckpointAccessError, match="neither a local folder|no local folder"):
+                    files.sizes  # noqa: B018
+                with pytest.raises(CheckpointAccessError, match="neither a local folder|not in the cache"):
+                    files.path("config.json")
 
     def test_offline(self, hub, head, monkeypatch):
         download("config.json")
@@ -232,28 +232,22 @@ class TestDamage:
         hub.faults.clear()
         assert download(name).read_bytes() == (folder / name).read_bytes()
 
-    @pytest.mark.parametrize("claim", [10**9, *in_full(2**63 - 1)])
-    def test_header_that_claims_too_much(self, hub, folder, claim):
-        (folder / "model.safetensors").write_bytes(struct.pack("<Q", claim) + b"{}" * 100)
-        hub.add("user/head", folder)
-        for name in (folder, "user/head"):
-            with pytest.raises(CheckpointFormatError, match="model.safetensors is damaged"):
-                RepoFiles(name).header("model.safetensors")
+    def test_header_that_claims_too_much(self, hub, folder):
+        past = json.dumps({"a": {"dtype": "F32", "shape": [10**6], "data_offsets": [0, 4 * 10**6]}}).encode()
+        for claim, content in ((10**9, b"{}" * 99), (2**63 - 1, b"{}" * 99), (len(past), past)):
+            (folder / "model.safetensors").write_bytes(struct.pack("<Q", claim) + content)
+            hub.add("user/head", folder)
+            for name in (folder, "user/head"):
+                with pytest.raises(CheckpointFormatError, match="model.safetensors is damaged|its tensors need more"):
+                    RepoFiles(name).header("model.safetensors")
 
-    def test_tensors_past_the_end_of_a_file_on_the_hub(self, hub, folder):
-        header = json.dumps({"a": {"dtype": "F32", "shape": [10**6], "data_offsets": [0, 4 * 10**6]}}).encode()
-        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-        hub.add("user/head", folder)
-        with pytest.raises(CheckpointFormatError, match="its tensors need more"):
-            RepoFiles("user/head").header("model.safetensors")
-
-    @pytest.mark.parametrize("content", [b"[" * 100_000, *in_full(b"{", b"[1]", b"\xff")])
-    def test_config_that_is_no_object(self, hub, folder, content):
-        (folder / "config.json").write_bytes(content)
-        hub.add("user/head", folder)
-        for files in (RepoFiles(folder), RepoFiles("user/head")):
-            with pytest.raises(CheckpointFormatError, match="no readable config.json: config.json (is no|must hold)"):
-                files.config  # noqa: B018
+    def test_config_that_is_no_object(self, hub, folder):
+        for content in (b"{", b"[1]", b"\xff", b"[" * 100_000):
+            (folder / "config.json").write_bytes(content)
+            hub.add("user/head", folder)
+            for files in (RepoFiles(folder), RepoFiles("user/head")):
+                with pytest.raises(CheckpointFormatError, match="no readable config.json: config.json (is no|must)"):
+                    files.config  # noqa: B018
 
     def test_large_config_is_not_read_or_downloaded(self, hub, folder):
         (folder / "config.json").write_text(json.dumps({"x": "y" * 5_000_000}))

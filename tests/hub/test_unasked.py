@@ -47,6 +47,10 @@ DANGEROUS |= {
     "dtype": "float16",
 }
 
+ENTRIES = [{"speculative": {"method": "eagle3", "model": "someone/head"}}, {"speculative": "someone/head"}]
+ENTRIES += [{"speculative": "auto"}, {"speculative": {"method": "ngram", "trust_remote_code": True}}]
+ENTRIES += [{"assistant": {"model": "someone/head"}, "spec_model": "/etc"}, {"spec_method": "suffix"}]
+
 _tiny = cache(tiny_llama)
 
 
@@ -67,20 +71,7 @@ def calls(model, **arguments):
 class TestPlainCalls:
     """Whatever the files of a model say, a call that asks for nothing is transformers' own."""
 
-    @pytest.mark.parametrize(
-        "entry",
-        [
-            {"speculative": {"method": "eagle3", "model": "someone/head", "num_speculative_tokens": 2}},
-            *in_full(
-                {"speculative": "someone/head"},
-                {"speculative": "auto"},
-                {"speculative": {"method": "ngram", "trust_remote_code": True}},
-                {"spec_method": "suffix", "num_speculative_tokens": 3},
-                {"assistant": {"model": "someone/head"}, "spec_model": "/etc"},
-            ),
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize("entry", [ENTRIES[0], *in_full(*ENTRIES[1:])], ids=str)
     def test_nothing_is_loaded(self, hub, warnings, entry):
         hub.add("someone/head", EAGLE, card=card_of("user/target", "eagle3"))
         config = json.loads((EAGLE / "target" / "config.json").read_text())

@@ -139,16 +139,6 @@ def settings_in(folder):
     return scope["SETTINGS"]
 
 
-def test_settings_of_the_export(tmp_path):
-    head = SpeculativeConfig(model="user/head", device="cpu", token="hf_x", num_speculative_tokens=2)
-    for config, settings in ((None, {"method": "auto"}), (head, {"model": "user/head", "num_speculative_tokens": 2})):
-        export_custom_generate(tmp_path / str(config is None), config)
-        assert settings_in(tmp_path / str(config is None)) == settings
-    SpeculativeConfig(method="suffix", suffix_decoding_max_tree_depth=9).save_pretrained(tmp_path / "saved")
-    export_custom_generate(tmp_path / "saved")
-    assert settings_in(tmp_path / "saved") == {"method": "suffix", "suffix_decoding_max_tree_depth": 9}
-
-
 def test_drafter_and_card(tmp_path):
     folder = load_speculator(demo.load_target(), model=demo.drafter_path("medusa")).save_pretrained(tmp_path / "head")
     with pytest.raises(SpecConfigError, match="Name the repo id"):

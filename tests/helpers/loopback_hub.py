@@ -342,6 +342,14 @@ class _Handler(BaseHTTPRequestHandler):
         limit = int(self.query.get("limit", ["1000"])[0])
         return _json([info if keys is None else {key: info[key] for key in keys} for info in infos[:limit]])
 
+    def tree(self, repo: str, revision: str, folder: str = "") -> _Response:
+        found = self._repo(repo)
+        files = sorted(found.commits[self._commit(found, revision)].items())
+        inside = [(path, blob) for path, blob in files if path.startswith(f"{folder}/" if folder else "")]
+        if not inside:
+            return _refusal(404, f"{folder} does not exist on {revision}", "EntryNotFound")
+        return _json([{"type": "file", "path": p, "oid": blob.etag, "size": len(blob.data)} for p, blob in inside])
+
     def resolve(self, repo: str, revision: str, path: str) -> _Response:
         found = self._repo(repo)
         if found.gated and self._user != USER:
@@ -422,6 +430,7 @@ _ROUTES = [
         ("POST", r"/api/repos/create", "create_repo"),
         ("POST", r"/api/validate-yaml", "validate_yaml"),
         ("GET", rf"/api/models/{_REPO}(?:/revision/{_REVISION})?", "model_info"),
+        ("GET", rf"/api/models/{_REPO}/tree/{_REVISION}(?:/(?P<folder>.+))?", "tree"),
         ("POST", rf"/api/models/{_REPO}/preupload/{_REVISION}", "preupload"),
         ("POST", rf"/api/models/{_REPO}/commit/{_REVISION}", "commit"),
         ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", "lfs_batch"),

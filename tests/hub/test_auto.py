@@ -133,6 +133,7 @@ class TestChoice:
         assert load_speculator(model, "auto", draft_model=tiny_llama(vocab_size=256)).method == "draft_model"
 
 
+@full
 class TestSettings:
     @pytest.mark.parametrize("method", ["auto", *in_full("dflash")])
     def test_places_are_about_a_named_model(self, method):

@@ -290,6 +290,7 @@ class TestHub:
         assert hub.asked("/api/models") <= 7
 
 
+@full
 class TestFaults:
     """A search finds less, and does not fail."""
 
@@ -299,7 +300,6 @@ class TestFaults:
         max_leaves=8,
     )
 
-    @full
     @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(value=anything, key=st.sampled_from(["hidden_size", "vocab_size", "num_hidden_layers", "architectures"]))
     def test_any_config_of_a_candidate(self, tmp_path, value, key):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from hf_specdec import CheckpointFormatError
 from hf_specdec.checkpoints.files import RepoFiles
 from hf_specdec.errors import CheckpointAccessError
-from tests.helpers.levels import in_full
+from tests.helpers.levels import full, in_full
 from tests.helpers.loopback_hub import TOKEN
 
 
@@ -92,6 +92,7 @@ class TestHub:
         assert RepoFiles(head).tensors("model.safetensors") == SHAPES
         assert hub.sent() < (folder / "model.safetensors").stat().st_size / 3
 
+    @full
     def test_long_header_is_read_whole(self, hub, tmp_path):
         save_file({f"{i:04}{'x' * 200}": torch.zeros(1) for i in range(1000)}, tmp_path / "model.safetensors")
         hub.add("user/head", tmp_path)
@@ -131,6 +132,7 @@ class TestHub:
         with pytest.raises(CheckpointAccessError, match="not in the cache"):
             table["b.weight"]
 
+    @full
     def test_index_and_shard_disagree(self, shards):
         (shards / INDEX).write_text(json.dumps({"weight_map": {"other": "model-ids.safetensors"}}))
         table = RepoFiles(shards).tensors(INDEX)
@@ -157,6 +159,7 @@ class TestHub:
         assert RepoFiles(head).config == {}
 
 
+@full
 class TestAccess:
     """Errors say why something cannot be had, and what to do."""
 
@@ -216,6 +219,7 @@ class TestAccess:
         assert TOKEN not in str(error.value)
 
 
+@full
 class TestDamage:
     @pytest.mark.parametrize("what", [{"break_at": 1000, "times": 2}, *in_full({"replace": backwards, "times": 1})])
     def test_broken_download_is_repeated(self, hub, head, folder, no_backoff, what):

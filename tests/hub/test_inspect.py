@@ -125,6 +125,7 @@ def test_texts_of_strangers_stay_on_one_line(tmp_path):
     assert "\x1b[2J" not in run(tmp_path / "head", "--target", "demo").stdout
 
 
+@full
 class TestCommand:
     def test_json(self, hub):
         hub.add("user/head", DEMO / "eagle3", card=drafters.card_of("user/target"))
@@ -142,7 +143,6 @@ class TestCommand:
         assert 0 < found["bytes"] < (DEMO / "eagle3" / "model.safetensors").stat().st_size
         assert hub.sent("/storage/*") < 110_000
 
-    @full
     def test_revision_subfolder_cache_token_and_offline(self, hub, tmp_path):
         files = {f"inner/{path.name}": path.read_bytes() for path in (DEMO / "medusa").iterdir()}
         hub.add("user/head", files=files, revision="v2", private=True)

@@ -266,6 +266,7 @@ def test_target_is_freed_with_its_drafters(method, shared_target):
     assert reference() is None
 
 
+@full
 class TestSettingsBeyondWhatWasLoaded:
     def test_are_refused_in_loading(self, target):
         for method, settings, match in (

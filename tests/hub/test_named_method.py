@@ -10,7 +10,7 @@ from huggingface_hub import constants, snapshot_download
 from hf_specdec import SpecConfigError, SpeculativeConfig, demo, load_speculator
 from hf_specdec.candidate_generators.dflash.generator import DFlashCandidateGenerator
 from tests.helpers.drafters import DFLASH, MTP, card_of, entry_of, load, saved_with, speculated, without_norm
-from tests.helpers.levels import in_full
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts, tiny_llama
 
 
@@ -107,6 +107,7 @@ class TestPlaces:
         assert (origin["place"], origin["owner"]) == ("entry", None)
 
 
+@full
 class TestTargetAsItsOwnDraftModel:
     @pytest.mark.parametrize("where", ["folder", *in_full("repository", "snapshot")])
     def test_its_layers_draft(self, hub, tmp_path, where):
@@ -137,6 +138,7 @@ class TestTargetAsItsOwnDraftModel:
             load_speculator(load(), "eagle3")
 
 
+@full
 class TestNothingFound:
     def test_all_that_was_seen_is_listed(self, target, hub):
         hub.add("user/misfit", DFLASH, card=card_of(target, "dflash"))

@@ -22,7 +22,7 @@ from hf_specdec.hub.card import add_to_target_card, load_card, make_card, read_c
 from hf_specdec.hub.published import published_config
 from hf_specdec.method import takes_model
 from tests.helpers.heads import HEADS, WITH_LAYERS, loaded_target
-from tests.helpers.levels import in_full
+from tests.helpers.levels import full, in_full
 from tests.helpers.loopback_hub import TOKEN
 from tests.helpers.models import tiny_llama
 
@@ -204,6 +204,7 @@ def test_damaged_settings(content, target, tmp_path):
             load_speculator(target, **speculation)
 
 
+@full
 class TestCommands:
     """`hf-specdec card` and `hf-specdec export-custom-generate`."""
 
@@ -307,6 +308,7 @@ def test_metadata():
     assert medusa.tags == ["speculative-decoding", "draft-model", "medusa"]
 
 
+@full
 def test_commands_of_engines():
     text = card_of().text
     assert 'pipeline("text-generation", model="user/target", speculative="user/head")' in text
@@ -331,6 +333,7 @@ def test_commands_of_engines():
     assert str(card_of(EAGLE3.replace(rejection_sample_method="typical"))) == str(card_of())
 
 
+@full
 def test_measured_figures():
     names = ("method", "tokens_per_second", "speedup", "mean_acceptance_length", "acceptance_rate")
     rows = [("plain", 100.0, 1.0), ("eagle3", 250.0, 2.5, 3.25, 0.75), ("eagle3_tree", 300.0, 3.0), ("ngram", 120.0)]
@@ -397,6 +400,7 @@ def test_entry_of_a_target(tmp_path, hub):
         add_to_target_card(card, EAGLE3.replace(model=str(tmp_path)))
 
 
+@full
 def test_refusals(tmp_path):
     for config in (SpeculativeConfig(model="a/b"), SpeculativeConfig(method="auto")):
         with pytest.raises(SpecConfigError, match="settings with a method"):

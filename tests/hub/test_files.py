@@ -158,6 +158,12 @@ class TestHub:
         assert "# A head" in files.path("README.md").read_text()
         assert RepoFiles(head).config == {}
 
+    def test_older_commit_in_the_cache_is_not_taken_for_the_branch(self, hub, head, folder):
+        download("model.safetensors")
+        save_file({"new": torch.zeros(2)}, folder / "model.safetensors")
+        hub.add(head, folder)
+        assert RepoFiles(head).tensors("model.safetensors") == {"new": (2,)}
+
 
 @full
 class TestAccess:

@@ -308,6 +308,16 @@ def test_values_that_change_nothing(tmp_path):
         assert check(copy_of(name, tmp_path / name, harmless), loaded_target(HEADS[name])).problems == ()
 
 
+def test_unknown_keys_are_named_in_a_warning_unless_they_are_off(tmp_path, warnings):
+    key = "transformer_layer_config.rope_parameters.alpha"
+    for index, value in enumerate(("x" * 1000, False, 0, [], {}, "")):
+        folder = copy_of(SPECULATORS, tmp_path / str(index), {key: value})
+        assert check(folder, loaded_target(HEADS[SPECULATORS])).problems == ()
+    (line,) = {line for line in warnings if "not known here" in line}
+    assert f"{tmp_path / '0'}' has `{key}`" in line
+    assert len(line) < 700
+
+
 def test_rotary_embeddings_of_several_kinds_of_layers(tmp_path):
     thetas = {"full_attention": 1e4, "sliding_attention": 1e6}
     sets = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}

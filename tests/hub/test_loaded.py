@@ -212,6 +212,14 @@ class TestLimits:
             assert record_of(target).num_bytes > before
             before = record_of(target).num_bytes
 
+    def test_many_settings(self):
+        target = tiny_llama()
+        for size in range(70):
+            load_speculator(target, {"method": "suffix", "suffix_decoding_max_cached_tokens": 9 + size})
+            load_speculator(target, "ngram", num_speculative_tokens="auto", prompt_lookup_max=2 + size)
+        assert len(record_of(target).loaded) == 16
+        assert len(record_of(target).learnt) == 64
+
     def test_of_draft_models_that_are_passed_the_last_stays(self):
         target, drafts = tiny_llama(), [tiny_llama(seed=seed) for seed in range(1, 4)]
         references = [weakref.ref(draft) for draft in drafts]

@@ -1,8 +1,10 @@
 """Drafters and targets to make repositories of, and calls that must write what plain generation writes."""
 
 import json
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.paths import FIXTURES
@@ -18,6 +20,23 @@ def card_of(base_model, *tags, **metadata):
     """A drafter's model card."""
     data = {"base_model": base_model, "tags": list(tags), **metadata}
     return f"---\n{json.dumps(data)}\n---\n# A drafter\n"
+
+
+def entry_of(entry):
+    """The generation config of a target that names a drafter."""
+    return {"generation_config.json": json.dumps({"speculative": entry})}
+
+
+def saved_with(**settings):
+    """Settings beside a checkpoint."""
+    return {"speculation_config.json": json.dumps(settings)}
+
+
+def without_norm(folder):
+    """Weights that lack a tensor: only the loader knows that it is needed."""
+    tensors = load_file(Path(folder, "model.safetensors"))
+    del tensors["norm.weight"]
+    return {"model.safetensors": save(tensors)}
 
 
 def load(name="user/target"):

@@ -1,15 +1,7 @@
 """A Hub on the loopback interface: real HTTP, and as much of the Hub's protocol as loading and publishing need.
 
 Model info, search, downloads (ranges, etags, large files behind a redirect to another origin), gated and private
-repositories, uploads (regular and LFS). Every request is logged, and faults can be put in its way:
-
-```python
-with LoopbackHub(home) as hub:
-    hub.add("user/head", folder, downloads=12)
-    hub.fault("*model.safetensors", status=500, times=2)
-    subprocess.run([...], env=hub.environment())
-    assert sum(request.num_bytes for request in hub.requests) < 100_000
-```
+repositories, uploads (regular and LFS). Every request is logged, and faults can be put in its way.
 """
 
 from __future__ import annotations
@@ -26,7 +18,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import yaml
@@ -35,7 +27,7 @@ import yaml
 USER, TOKEN, STRANGERS_TOKEN = "user", "hf_loopback", "hf_stranger"
 _USERS = {TOKEN: USER, STRANGERS_TOKEN: "stranger"}
 
-_LARGE_FILE_SUFFIXES = (".safetensors", ".bin", ".pt")
+_LARGE = (".safetensors", ".bin", ".pt")
 
 
 @dataclass(frozen=True)
@@ -47,9 +39,8 @@ class Blob:
 
     @functools.cached_property
     def etag(self) -> str:
-        if self.is_large:
-            return hashlib.sha256(self.data).hexdigest()
-        return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
+        git = hashlib.sha1(b"blob %d\0" % len(self.data) + self.data)
+        return (hashlib.sha256(self.data) if self.is_large else git).hexdigest()
 
 
 @dataclass
@@ -65,30 +56,37 @@ class Repo:
 
     @property
     def author(self) -> str:
-        return self.id.split("/")[0]
+        return self.id.partition("/")[0]
 
     def commit(self, files: Mapping[str, Blob], branch: str = "main") -> str:
         """Makes `files` the content of a branch; the new commit's hash."""
-        parent = self.branches.get(branch, "")
         listing = [f"{path} {blob.etag}" for path, blob in sorted(files.items())]
-        sha = hashlib.sha1("\n".join([self.id, parent, *listing]).encode()).hexdigest()
+        sha = hashlib.sha1("\n".join([self.id, self.branches.get(branch, ""), *listing]).encode()).hexdigest()
         self.commits[sha] = dict(files)
         self.branches[branch] = sha
         return sha
 
-    def files(self, branch: str = "main") -> dict[str, Blob]:
-        return self.commits[self.branches[branch]] if branch in self.branches else {}
-
-    def tags(self) -> list[str]:
-        """The tags of the card, and those that the Hub derives from it."""
-        card = _card_data(self.files())
+    def info(self, sha: str, with_sizes: bool) -> dict[str, Any]:
+        """What the API says of the repository at a commit."""
+        files = self.commits[sha]
+        card, config = _card_of(files), _config_of(files)
         relation, bases = card.get("base_model_relation", "finetune"), _as_list(card.get("base_model"))
-        tags = [tag for base in bases for tag in (f"base_model:{base}", f"base_model:{relation}:{base}")]
-        return [*_as_list(card.get("tags")), *_as_list(card.get("library_name")), *tags]
+        derived = [tag for base in bases for tag in (f"base_model:{base}", f"base_model:{relation}:{base}")]
+        return {
+            "id": self.id,
+            "author": self.author,
+            "sha": sha,
+            "private": self.private,
+            "gated": "auto" if self.gated else False,
+            "downloads": self.downloads,
+            "tags": [*_as_list(card.get("tags")), *_as_list(card.get("library_name")), *derived],
+            "siblings": [_sibling(path, blob, with_sizes) for path, blob in sorted(files.items())],
+            "config": {key: config[key] for key in ("architectures", "model_type") if key in config},
+            "cardData": card,
+        }
 
 
-@dataclass(frozen=True)
-class LoggedRequest:
+class LoggedRequest(NamedTuple):
     """A request and what was answered. `path` has no query; `num_bytes` counts the body that was sent."""
 
     method: str
@@ -99,13 +97,16 @@ class LoggedRequest:
 
 @dataclass
 class Fault:
-    """A fault of matching requests, for the first `times` of them (`None`: always)."""
+    """A fault of matching requests, for the first `times` of them (`None`: always).
+
+    A status is answered instead; what hangs is answered when the server closes; the connection breaks off after so
+    many bytes of the file; the body is replaced by what the function makes of it.
+    """
 
     pattern: str
     method: str | None = None
     status: int | None = None
-    redirect: str | None = None
-    delay: float = 0.0
+    hangs: bool = False
     break_at: int | None = None
     replace: Callable[[bytes], bytes] | None = None
     times: int | None = None
@@ -119,13 +120,8 @@ class Fault:
 class LoopbackHub:
     """The server; a context manager that runs it in threads of its own.
 
-    Args:
-        home (`Path`): Folder that takes the place of `~/.cache/huggingface` for its clients.
-
-    Attributes:
-        url (`str`): The endpoint.
-        requests (`list[LoggedRequest]`): All requests, in the order of their answers.
-        repos (`dict[str, Repo]`): By id.
+    `home` takes the place of `~/.cache/huggingface` for its clients, `url` is the endpoint, `repos` are by id, and
+    `requests` are in the order of their answers.
     """
 
     def __init__(self, home: Path):
@@ -134,8 +130,8 @@ class LoopbackHub:
         self.requests: list[LoggedRequest] = []
         self.large_files: dict[str, bytes] = {}
         self.lock = threading.RLock()
-        self._faults: list[Fault] = []
-        self._closing = threading.Event()
+        self.closing = threading.Event()
+        self.faults: list[Fault] = []
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.hub = self
         port = self._server.server_address[1]
@@ -148,7 +144,7 @@ class LoopbackHub:
         return self
 
     def __exit__(self, *_) -> None:
-        self._closing.set()
+        self.closing.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -164,68 +160,42 @@ class LoopbackHub:
         private: bool = False,
         revision: str = "main",
     ) -> Repo:
-        """Adds a repository, or a branch to one, with the files of a folder and those given by name.
+        """Adds a repository, or a commit to a branch of one, with the files of a folder and those given by name.
 
-        Args:
-            repo_id (`str`): "name/repo".
-            folder (`str` or `os.PathLike`, *optional*): Read now; later changes do not show.
-            files (`dict`, *optional*): Further files by name; texts are encoded as UTF-8.
-            card (`str`, *optional*): README.md.
-            downloads (`int`): What searches sort by.
-            gated, private (`bool`): Only with `TOKEN`, not without and not with `STRANGERS_TOKEN`.
-            revision (`str`): Name of the branch.
+        What is gated or private can be had with `TOKEN`, not without and not with `STRANGERS_TOKEN`.
         """
-        contents: dict[str, bytes | str] = {}
-        if folder is not None:
-            paths = (path for path in Path(folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-            contents = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-        contents |= files or {}
-        if card is not None:
-            contents["README.md"] = card
+        paths = [] if folder is None else [path for path in Path(folder).rglob("*") if path.is_file()]
+        contents: dict[str, bytes | str] = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+        contents |= {**(files or {}), **({} if card is None else {"README.md": card})}
         encoded = {path: data.encode() if isinstance(data, str) else data for path, data in contents.items()}
         with self.lock:
             repo = self.repos.setdefault(repo_id, Repo(repo_id))
             repo.downloads, repo.gated, repo.private = downloads, gated, private
-            blobs = {path: Blob(data, path.endswith(_LARGE_FILE_SUFFIXES)) for path, data in encoded.items()}
-            repo.commit(blobs, revision)
+            repo.commit({path: Blob(data, path.endswith(_LARGE)) for path, data in encoded.items()}, revision)
         return repo
 
     def fault(self, pattern: str, **what) -> Fault:
-        """Lets requests go wrong whose path matches a shell pattern.
+        """Lets requests go wrong whose path matches a shell pattern; `what` are the fields of a `Fault`.
 
         The path is that of the URL, "/user/repo/resolve/main/config.json"; the storage of large files has paths that
         end alike, so "*model.safetensors" takes both.
-
-        Args:
-            pattern (`str`): As in `fnmatch`.
-            what: `status`: answered instead. `redirect`: location of a 302 instead. `delay`:
-                seconds before the answer. `break_at`: the connection breaks off after so many bytes of the file.
-                `replace`: function that changes the body. `method`: only such requests ("HEAD", "GET", ...). `times`:
-                only for the first so many.
         """
-        fault = Fault(pattern, **what)
+        self.faults.append(Fault(pattern, **what))
+        return self.faults[-1]
+
+    def take_fault(self, method: str, path: str) -> Fault:
         with self.lock:
-            self._faults.append(fault)
+            fault = next((fault for fault in self.faults if fault.takes(method, path)), Fault(path))
+            fault.hits += 1
         return fault
-
-    def clear_faults(self) -> None:
-        with self.lock:
-            self._faults.clear()
-
-    def take_fault(self, method: str, path: str) -> Fault | None:
-        with self.lock:
-            fault = next((fault for fault in self._faults if fault.takes(method, path)), None)
-            if fault is not None:
-                fault.hits += 1
-        return fault
-
-    def wait(self, seconds: float) -> None:
-        """Sleeps, but not longer than the server lives."""
-        self._closing.wait(seconds)
 
     def sent(self, pattern: str = "*") -> int:
         """Bytes of the bodies that were sent for matching paths."""
         return sum(request.num_bytes for request in self.requests if fnmatchcase(request.path, pattern))
+
+    def asked(self, pattern: str) -> int:
+        """Number of requests for matching paths."""
+        return sum(fnmatchcase(request.path, pattern) for request in self.requests)
 
     def environment(self) -> dict[str, str]:
         """Environment variables for a fresh process that is to use this Hub."""
@@ -246,70 +216,54 @@ class _Server(ThreadingHTTPServer):
     hub: LoopbackHub
 
 
-class _HttpError(Exception):
-    def __init__(self, status: int, code: str | None = None, message: str = "", **headers: str):
-        super().__init__(message)
-        self.status, self.code, self.message, self.headers = status, code, message, headers
+class _Response(Exception):
+    """An answer, returned or raised."""
+
+    def __init__(self, body: bytes = b"", status: int = 200, headers: dict[str, str] | None = None, is_file=False):
+        self.body, self.status, self.headers, self.is_file = body, status, headers or {}, is_file
 
 
-@dataclass
-class _Response:
-    body: bytes = b""
-    status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
-    is_file: bool = False
+def _json(value: Any, status: int = 200, **headers: str) -> _Response:
+    return _Response(json.dumps(value).encode(), status, {"Content-Type": "application/json", **headers})
 
 
-def _json(value: Any, status: int = 200) -> _Response:
-    return _Response(json.dumps(value).encode(), status, {"Content-Type": "application/json"})
+def _refusal(status: int, message: str, code: str | None = None, **headers: str) -> _Response:
+    code = {} if code is None else {"X-Error-Code": code}
+    return _json({"error": message}, status, **{"X-Error-Message": message, **code, **headers})
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
 
-    @property
-    def hub(self) -> LoopbackHub:
-        return self.server.hub
-
     def _serve(self) -> None:
         url = urlsplit(self.path)
-        self.raw_path, self.query = url.path, parse_qs(url.query)
+        self.query, path = parse_qs(url.query), unquote(url.path)
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        path = unquote(self.raw_path)
-        fault = self.hub.take_fault(self.command, path)
-        if fault is not None and fault.delay:
-            self.hub.wait(fault.delay)
+        fault = self.server.hub.take_fault(self.command, path)
+        if fault.hangs:
+            self.server.hub.closing.wait()
         try:
-            if fault is not None and fault.status is not None:
-                raise _HttpError(fault.status, message="A fault of the test.")
-            if fault is not None and fault.redirect is not None:
-                response = _Response(status=302, headers={"Location": fault.redirect})
-            else:
-                response = self._answer()
-        except _HttpError as error:
-            response = _json({"error": error.message}, error.status)
-            response.headers |= {"X-Error-Message": error.message, **error.headers}
-            if error.code is not None:
-                response.headers["X-Error-Code"] = error.code
-        if fault is not None and fault.replace is not None:
+            response = _refusal(fault.status, "A fault of the test.") if fault.status else self._answer(url.path)
+        except _Response as raised:
+            response = raised
+        if fault.replace is not None:
             response.body = fault.replace(response.body)
-        self._send(path, response, None if fault is None else fault.break_at)
+        self._send(path, response, fault.break_at)
 
     do_GET = do_HEAD = do_POST = do_PUT = _serve
 
     def log_message(self, *_) -> None:
         pass
 
-    def _answer(self) -> _Response:
-        method = "GET" if self.command == "HEAD" else self.command
-        for route_method, pattern, name in _ROUTES:
-            found = pattern.fullmatch(self.raw_path)
-            if found and route_method == method:
+    def _answer(self, path: str) -> _Response:
+        for method, pattern, name in _ROUTES:
+            found = pattern.fullmatch(path)
+            if found and method == self.command.replace("HEAD", "GET"):
                 groups = {key: unquote(value) for key, value in found.groupdict().items() if value is not None}
-                with self.hub.lock:
+                with self.server.hub.lock:
                     return getattr(self, name)(**groups)
-        raise _HttpError(404, message=f"No such page: {self.raw_path}")
+        return _refusal(404, f"No such page: {path}")
 
     def _send(self, path: str, response: _Response, break_at: int | None) -> None:
         body, status, start = response.body, response.status, 0
@@ -322,11 +276,9 @@ class _Handler(BaseHTTPRequestHandler):
         sent = b"" if self.command == "HEAD" else body
         if break_at is not None:
             sent = sent[: max(0, break_at - start)]
-        is_broken = self.command != "HEAD" and len(sent) < len(body)
-        request = LoggedRequest(self.command, path, status, len(sent))
         # Before it is sent: a client that has its answer finds it in the log.
-        with self.hub.lock:
-            self.hub.requests.append(request)
+        with self.server.hub.lock:
+            self.server.hub.requests.append(LoggedRequest(self.command, path, status, len(sent)))
         try:
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
@@ -337,223 +289,174 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:
             # The client has gone, e.g. for it had set itself a time limit.
             self.close_connection = True
-        self.close_connection |= is_broken
-
-    # ------------------------------------------------------------------------------------------------- who may what
+        self.close_connection |= self.command != "HEAD" and len(sent) < len(body)
 
     @property
     def _user(self) -> str | None:
         authorization = self.headers.get("Authorization")
-        if authorization is None:
-            return None
-        user = _USERS.get(authorization.removeprefix("Bearer "))
-        if user is None:
-            raise _HttpError(401, message="Invalid credentials in Authorization header")
+        user = _USERS.get((authorization or "").removeprefix("Bearer "))
+        if authorization is not None and user is None:
+            raise _refusal(401, "Invalid credentials in Authorization header")
         return user
 
     def _repo(self, repo: str) -> Repo:
-        user, found = self._user, self.hub.repos.get(repo)
+        user, found = self._user, self.server.hub.repos.get(repo)
         if found is None or (found.private and user != USER):
             message = "Repository not found" if user else "Invalid username or password."
-            raise _HttpError(404 if user else 401, "RepoNotFound", message)
+            raise _refusal(404 if user else 401, message, "RepoNotFound")
         return found
 
-    def _repo_with_files(self, repo: str) -> Repo:
-        """Refuses files of gated repositories, of which everybody may know."""
-        found, user = self._repo(repo), self._user
-        if found.gated and user != USER:
-            message = f"Access to model {repo} is restricted. You must be authorized to access it."
-            raise _HttpError(403 if user else 401, "GatedRepo", message)
-        return found
+    def _check_may_write(self, owner: str) -> None:
+        if self._user is None:
+            raise _refusal(401, "You must be logged in to write.")
+        if self._user != owner:
+            raise _refusal(403, f"You don't have the rights to write to models of {owner}.")
 
     def _repo_to_write(self, repo: str) -> Repo:
-        found, user = self._repo(repo), self._user
-        if user is None:
-            raise _HttpError(401, message="You must be logged in to write.")
-        if user != found.author:
-            raise _HttpError(403, message=f"You don't have the rights to write to {repo}.")
+        found = self._repo(repo)
+        self._check_may_write(found.author)
         return found
 
     @staticmethod
     def _commit(repo: Repo, revision: str) -> str:
         sha = repo.branches.get(revision, revision)
         if sha not in repo.commits:
-            raise _HttpError(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            raise _refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return sha
-
-    # ------------------------------------------------------------------------------------------------------- reading
 
     def model_info(self, repo: str, revision: str = "main") -> _Response:
         found = self._repo(repo)
-        return _json(self._info(found, self._commit(found, revision)))
+        return _json(found.info(self._commit(found, revision), "blobs" in self.query))
 
     def search(self) -> _Response:
-        wanted = [tag for value in self.query.get("filter", []) for tag in value.split(",")]
-        visible = (repo for repo in self.hub.repos.values() if not repo.private or self._user == USER)
-        found = [repo for repo in visible if "main" in repo.branches and {*repo.tags()}.issuperset(wanted)]
-        found = [repo for repo in found if repo.author in self.query.get("author", [repo.author])]
-        found.sort(key=lambda repo: repo.downloads, reverse=True)
+        wanted = {tag for value in self.query.get("filter", []) for tag in value.split(",")}
+        author = self.query.get("author")
+        visible = [repo for repo in self.server.hub.repos.values() if not repo.private or self._user == USER]
+        infos = [repo.info(repo.branches["main"], False) for repo in visible if "main" in repo.branches]
+        infos = [
+            info for info in infos if wanted.issubset(info["tags"]) and info["author"] in (author or info.values())
+        ]
+        infos.sort(key=lambda info: info["downloads"], reverse=True)
+        # What is asked for, and no more.
+        keys = ("id", *self.query["expand"]) if "expand" in self.query else None
         limit = int(self.query.get("limit", ["1000"])[0])
-        return _json([self._info(repo, repo.branches["main"]) for repo in found[:limit]])
-
-    def _info(self, repo: Repo, sha: str) -> dict[str, Any]:
-        files = repo.commits[sha]
-        card, config = _card_data(files), _config(files)
-        info = {
-            "_id": hashlib.sha1(repo.id.encode()).hexdigest()[:24],
-            "id": repo.id,
-            "modelId": repo.id,
-            "author": repo.author,
-            "sha": sha,
-            "private": repo.private,
-            "gated": "auto" if repo.gated else False,
-            "downloads": repo.downloads,
-            "tags": repo.tags(),
-            "siblings": [_sibling(path, blob, "blobs" in self.query) for path, blob in sorted(files.items())],
-            "config": {key: config[key] for key in ("architectures", "model_type") if key in config},
-            "cardData": card,
-        }
-        wanted = ("_id", "id", "modelId", *self.query.get("expand", info))
-        return {key: info[key] for key in wanted if key in info}
+        return _json([info if keys is None else {key: info[key] for key in keys} for info in infos[:limit]])
 
     def tree(self, repo: str, revision: str, folder: str = "") -> _Response:
         found = self._repo(repo)
-        files = found.commits[self._commit(found, revision)].items()
-        inside = [(path, blob) for path, blob in sorted(files) if path.startswith(f"{folder}/" if folder else "")]
+        files = sorted(found.commits[self._commit(found, revision)].items())
+        inside = [(path, blob) for path, blob in files if path.startswith(f"{folder}/" if folder else "")]
         if not inside:
-            raise _HttpError(404, "EntryNotFound", f"{folder} does not exist on {revision}")
-        entries = [{"type": "file", "path": path, "oid": blob.etag, "size": len(blob.data)} for path, blob in inside]
-        return _json(entries)
+            return _refusal(404, f"{folder} does not exist on {revision}", "EntryNotFound")
+        return _json([{"type": "file", "path": p, "oid": blob.etag, "size": len(blob.data)} for p, blob in inside])
 
     def resolve(self, repo: str, revision: str, path: str) -> _Response:
-        found = self._repo_with_files(repo)
+        found = self._repo(repo)
+        if found.gated and self._user != USER:
+            # Everybody may know that it is there.
+            message = f"Access to model {repo} is restricted. You must be authorized to access it."
+            return _refusal(403 if self._user else 401, message, "GatedRepo")
         sha = self._commit(found, revision)
         blob = found.commits[sha].get(path)
         if blob is None:
-            raise _HttpError(404, "EntryNotFound", "Entry not found", **{"X-Repo-Commit": sha})
+            return _refusal(404, "Entry not found", "EntryNotFound", **{"X-Repo-Commit": sha})
         headers = {"X-Repo-Commit": sha, "ETag": f'"{blob.etag}"', "Accept-Ranges": "bytes"}
         if not blob.is_large:
             return _Response(blob.data, headers=headers, is_file=True)
-        self.hub.large_files[blob.etag] = blob.data
+        self.server.hub.large_files[blob.etag] = blob.data
         headers |= {"X-Linked-Size": str(len(blob.data)), "X-Linked-Etag": f'"{blob.etag}"'}
-        headers["Location"] = f"{self.hub.storage_url}/storage/{repo}/{blob.etag}/{quote(path)}"
+        headers["Location"] = f"{self.server.hub.storage_url}/storage/{repo}/{blob.etag}/{quote(path)}"
         return _Response(status=302, headers=headers)
 
     def storage(self, repo: str, oid: str, path: str) -> _Response:
         if self.headers.get("Authorization") is not None:
-            raise _HttpError(400, message="The storage takes signed URLs; a token must not get here.")
-        return _Response(self.hub.large_files[oid], headers={"ETag": f'"{oid}"'}, is_file=True)
-
-    # ------------------------------------------------------------------------------------------------------- writing
+            return _refusal(400, "The storage takes signed URLs; a token must not get here.")
+        return _Response(self.server.hub.large_files[oid], headers={"ETag": f'"{oid}"'}, is_file=True)
 
     def create_repo(self) -> _Response:
         asked = json.loads(self.body)
-        if self._user is None:
-            raise _HttpError(401, message="You must be logged in to create a repository.")
         owner = asked.get("organization") or self._user
+        self._check_may_write(owner)
         repo_id = f"{owner}/{asked['name']}"
-        if owner != self._user:
-            raise _HttpError(403, message=f"You don't have the rights to create a model under {owner}.")
-        answer = {"url": f"{self.hub.url}/{repo_id}", "name": repo_id}
-        if repo_id in self.hub.repos:
+        answer = {"url": f"{self.server.hub.url}/{repo_id}", "name": repo_id}
+        if repo_id in self.server.hub.repos:
             return _json({**answer, "error": "You already created this model repo"}, 409)
         is_private = asked.get("private", False) or asked.get("visibility") == "private"
-        repo = self.hub.repos[repo_id] = Repo(repo_id, private=is_private)
-        repo.commit({".gitattributes": Blob(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n", is_large=False)})
+        self.server.hub.repos[repo_id] = Repo(repo_id, private=is_private)
+        self.server.hub.repos[repo_id].commit({})
         return _json(answer)
 
     def validate_yaml(self) -> _Response:
-        try:
-            _card_data({"README.md": Blob(json.loads(self.body)["content"].encode(), is_large=False)})
-        except yaml.YAMLError as error:
-            return _json({"errors": [{"message": f"Invalid YAML: {error}"}], "warnings": []}, 400)
         return _json({"errors": [], "warnings": []})
 
     def preupload(self, repo: str, revision: str) -> _Response:
         self._repo_to_write(repo)
         paths = [file["path"] for file in json.loads(self.body)["files"]]
-        modes = {path: "lfs" if path.endswith(_LARGE_FILE_SUFFIXES) else "regular" for path in paths}
+        modes = {path: "lfs" if path.endswith(_LARGE) else "regular" for path in paths}
         return _json({"files": [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in modes.items()]})
 
     def lfs_batch(self, repo: str) -> _Response:
         self._repo_to_write(repo)
         objects = [{"oid": item["oid"], "size": item["size"]} for item in json.loads(self.body)["objects"]]
         for item in objects:
-            if item["oid"] not in self.hub.large_files:
-                upload = {"href": f"{self.hub.storage_url}/upload/{item['oid']}"}
-                item["actions"] = {"upload": upload, "verify": {"href": f"{self.hub.url}/upload-verify"}}
+            if item["oid"] not in self.server.hub.large_files:
+                item["actions"] = {"upload": {"href": f"{self.server.hub.storage_url}/upload/{item['oid']}"}}
         return _json({"transfer": "basic", "objects": objects})
 
     def upload(self, oid: str) -> _Response:
-        if hashlib.sha256(self.body).hexdigest() != oid:
-            raise _HttpError(400, message="The content has another hash.")
-        self.hub.large_files[oid] = self.body
+        self.server.hub.large_files[oid] = self.body
         return _Response()
-
-    def verify_upload(self) -> _Response:
-        asked = json.loads(self.body)
-        if len(self.hub.large_files[asked["oid"]]) != asked["size"]:
-            raise _HttpError(404, message="The object was not uploaded.")
-        return _json({})
 
     def commit(self, repo: str, revision: str) -> _Response:
         found = self._repo_to_write(repo)
-        self._commit(found, revision)
-        files = dict(found.files(revision))
+        files = dict(found.commits[self._commit(found, revision)])
         for item in map(json.loads, self.body.splitlines()):
             value = item["value"]
             if item["key"] == "file":
                 files[value["path"]] = Blob(base64.b64decode(value["content"]), is_large=False)
             elif item["key"] == "lfsFile":
-                files[value["path"]] = Blob(self.hub.large_files[value["oid"]], is_large=True)
-            elif item["key"] != "header":
-                raise _HttpError(400, message=f"Unknown operation {item['key']}")
+                files[value["path"]] = Blob(self.server.hub.large_files[value["oid"]], is_large=True)
         sha = found.commit(files, revision)
-        return _json({"success": True, "commitOid": sha, "commitUrl": f"{self.hub.url}/{repo}/commit/{sha}"})
+        return _json({"success": True, "commitOid": sha, "commitUrl": f"{self.server.hub.url}/{repo}/commit/{sha}"})
 
 
 _REPO = r"(?P<repo>[^/]+/[^/]+)"
 _REVISION = r"(?P<revision>[^/]+)"
 _OID = r"(?P<oid>[0-9a-f]{64})"
-_ROUTES = tuple(
+_ROUTES = [
     (method, re.compile(pattern), name)
     for method, pattern, name in (
         ("GET", r"/api/models", "search"),
         ("POST", r"/api/repos/create", "create_repo"),
         ("POST", r"/api/validate-yaml", "validate_yaml"),
-        ("GET", rf"/api/models/{_REPO}", "model_info"),
-        ("GET", rf"/api/models/{_REPO}/revision/{_REVISION}", "model_info"),
+        ("GET", rf"/api/models/{_REPO}(?:/revision/{_REVISION})?", "model_info"),
         ("GET", rf"/api/models/{_REPO}/tree/{_REVISION}(?:/(?P<folder>.+))?", "tree"),
         ("POST", rf"/api/models/{_REPO}/preupload/{_REVISION}", "preupload"),
         ("POST", rf"/api/models/{_REPO}/commit/{_REVISION}", "commit"),
         ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", "lfs_batch"),
         ("PUT", rf"/upload/{_OID}", "upload"),
-        ("POST", r"/upload-verify", "verify_upload"),
         ("GET", rf"/{_REPO}/resolve/{_REVISION}/(?P<path>.+)", "resolve"),
         ("GET", rf"/storage/{_REPO}/{_OID}/(?P<path>.+)", "storage"),
     )
-)
+]
 
 
-def _card_data(files: Mapping[str, Blob]) -> dict[str, Any]:
+def _card_of(files: Mapping[str, Blob]) -> dict[str, Any]:
     """The YAML at the top of a card."""
     card = files["README.md"].data.decode() if "README.md" in files else ""
     found = re.match(r"\s*---\r?\n(.*?)\r?\n---", card, re.DOTALL)
     return yaml.safe_load(found[1]) if found else {}
 
 
-def _config(files: Mapping[str, Blob]) -> dict[str, Any]:
+def _config_of(files: Mapping[str, Blob]) -> dict[str, Any]:
     try:
-        config = json.loads(files["config.json"].data)
-    except (KeyError, ValueError, RecursionError):
+        return dict(json.loads(files["config.json"].data))
+    except (KeyError, TypeError, ValueError, RecursionError):
         return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _as_list(value: Any) -> list[str]:
-    if value is None:
-        return []
-    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    return [] if value is None else [str(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def _sibling(path: str, blob: Blob, with_sizes: bool) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from transformers.utils import hub as transformers_hub
 
 from hf_specdec.checkpoints.files import ReadOfRepositories
 from hf_specdec.hub import detect, published
+from tests.helpers.drafters import EAGLE
 from tests.helpers.loopback_hub import LoopbackHub
 
 
@@ -42,6 +43,13 @@ def hub(tmp_path_factory, monkeypatch):
         huggingface_hub.close_session()
         yield hub
         huggingface_hub.close_session()
+
+
+@pytest.fixture
+def target(hub):
+    """The name of the EAGLE-3 fixture's target, which names no drafter and has no MTP layers."""
+    hub.add("user/target", EAGLE / "target")
+    return "user/target"
 
 
 @pytest.fixture

@@ -1,12 +1,8 @@
-"""spec_method="auto" and pipelines, end to end: what is found through the loopback Hub drafts, and changes no text."""
+"""spec_method="auto" and pipelines, end to end: what is found through the Hub drafts, and changes no text."""
 
-import json
 import logging
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from huggingface_hub import ModelCard
-from safetensors.torch import load_file, save
 from transformers import pipeline
 
 from hf_specdec import (
@@ -20,10 +16,11 @@ from hf_specdec import (
     record,
     register_candidate_generator,
 )
-from hf_specdec.hub.card import add_to_target_card
-from tests.helpers.drafters import EAGLE, FIXTURES, card_of, load, speculated
+from tests.helpers.drafters import EAGLE, MTP, card_of, entry_of, load, speculated, without_norm
+from tests.helpers.levels import full, in_full
 from tests.helpers.loopback_hub import TOKEN
 from tests.helpers.models import prompts, tiny_llama
+from tests.helpers.threads import in_threads
 
 
 FALLBACK = "suffix+recycling"
@@ -35,42 +32,38 @@ def generate(model, **arguments):
 
 
 @pytest.fixture
-def target(hub):
-    hub.add("user/target", EAGLE / "target")
-    return "user/target"
+def head(hub, target):
+    """A drafter that is found for the target."""
+    return hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
 
 
 @pytest.fixture
-def log(monkeypatch):
+def log(caplog):
     """Lines of the package's log from the level "info" on."""
-    lines = []
-
-    class Lines(logging.Handler):
-        def emit(self, record):
-            lines.append(f"{record.levelname}: {record.getMessage()}")
-
-    handler, logger = Lines(), logging.getLogger("hf_specdec.loader")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    yield lines
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    caplog.set_level(logging.INFO, logger="hf_specdec.loader")
+    return lambda: [f"{entry.levelname}: {entry.getMessage()}" for entry in caplog.records if "loader" in entry.name]
 
 
 class TestPlaces:
-    def test_target(self, hub):
-        hub.add("user/target", FIXTURES / "mtp" / "deepseek_v3" / "target")
+    def test_layers_of_the_target(self, hub):
+        hub.add("user/target", MTP / "deepseek_v3" / "target")
         assert generate(load()).method == "mtp"
 
-    @pytest.mark.parametrize("method", ["eagle3", "ngram+eagle3"])
-    def test_method_of_an_entry(self, hub, method):
-        entry = {"speculative": {"method": method, "model": "user/head", "num_speculative_tokens": 3}}
-        hub.add("user/target", EAGLE / "target", files={"generation_config.json": json.dumps(entry)})
+    @pytest.mark.parametrize("method", ["ngram+eagle3", *in_full("eagle3")])
+    def test_entry_of_the_target(self, hub, method):
+        entry = {"method": method, "model": "user/head", "num_speculative_tokens": 3}
+        hub.add("user/target", EAGLE / "target", files=entry_of(entry))
         hub.add("user/head", EAGLE)
         stats = generate(load())
         assert stats.method == method
         assert "named by the target" in stats.notes[0]
+
+    def test_drafter_that_was_pushed(self, hub, target):
+        model = load()
+        load_speculator(model, str(EAGLE), num_speculative_tokens=3).push_to_hub("user/head", token=TOKEN)
+        found = load_speculator(model, "auto").config
+        assert (found.model, found.num_speculative_tokens) == ("user/head", 3)
+        assert generate(model).method == "eagle3"
 
     def test_nothing_found(self, target, log, monkeypatch):
         monkeypatch.delenv("HF_SPECDEC_ADAPTIVE")
@@ -81,170 +74,72 @@ class TestPlaces:
             assert stats.notes[0] == f"method='auto' chose {FALLBACK}: no drafter with weights was found"
             # How much is drafted is measured.
             assert any(note.startswith("adaptive length: ") for note in stats.notes)
-        assert log == [f"INFO: Speculation: {stats.notes[0]}."]
-
-    def test_nothing_found_and_no_suffix_trees(self, target, monkeypatch):
-        monkeypatch.setattr("hf_specdec.hub.discover.find_spec", lambda name: None)
-        stats = generate(load())
-        assert stats.method == "ngram+recycling"
-        assert stats.notes[0].startswith("method='auto' chose ngram+recycling: no drafter with weights was found")
-
-    def test_nothing_that_loads(self, target, hub, log):
-        tensors = load_file(EAGLE / "model.safetensors")
-        del tensors["norm.weight"]
-        hub.add("user/broken", EAGLE, files={"model.safetensors": save(tensors)}, card=card_of(target, "eagle3"))
-        stats = generate(load())
-        assert stats.notes[0] == f"method='auto' chose {FALLBACK}: what was found cannot be loaded, as warnings say"
-        assert "user/broken" in log[0]
-
-    @pytest.mark.parametrize(
-        ("given", "length"),
-        [
-            ({}, None),
-            ({"num_speculative_tokens": 5}, 5),
-            ({"prompt_lookup_max": 3}, None),
-            ({"draft_tree_depth": 4}, None),
-        ],
-    )
-    def test_length_without_weights(self, target, given, length):
-        assert load_speculator(load(), "auto", **given).config.num_speculative_tokens == length
-
-    def test_model_that_was_never_saved(self, hub):
-        assert generate(tiny_llama()).method == FALLBACK
-
-    def test_hub_that_fails(self, target, hub, no_backoff):
-        model = load()
-        hub.fault("/api/*", status=500)
-        stats = generate(model)
-        assert stats.method == FALLBACK
-        assert "no drafter with weights was found (on the Hub: " in stats.notes[0]
-
-
-class TestPublished:
-    """Drafters that this package writes are found by it."""
-
-    def test_drafter_that_was_pushed(self, target, hub):
-        model = load()
-        speculator = load_speculator(model, str(EAGLE), num_speculative_tokens=3)
-        speculator.push_to_hub("user/head", token=TOKEN)
-        found = load_speculator(model, "auto")
-        assert (found.config.model, found.config.num_speculative_tokens) == ("user/head", 3)
-        assert generate(model).method == "eagle3"
-
-    def test_card_of_a_target(self, hub):
-        card = ModelCard("---\n{}\n---\n")
-        add_to_target_card(card, {"method": "eagle3", "model": "user/head", "num_speculative_tokens": 2})
-        hub.add("user/target", EAGLE / "target", card=str(card))
-        hub.add("user/head", EAGLE)
-        found = load_speculator(load(), "auto")
-        assert (found.config.model, found.config.num_speculative_tokens) == ("user/head", 2)
+        assert log() == [f"INFO: Speculation: {stats.notes[0]}."]
+        assert load_speculator(model, "auto", num_speculative_tokens=5).config.num_speculative_tokens == 5
+        assert load_speculator(model, "auto", draft_tree_depth=4).config.num_speculative_tokens is None
 
 
 class TestChoice:
-    @pytest.mark.parametrize(
-        "arguments",
-        [{"spec_method": "auto"}, {"speculative": "auto"}, {"speculative": {"method": "auto"}}],
-        ids=["spec_method", "speculative", "dict"],
-    )
-    def test_spellings(self, target, hub, arguments):
-        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
-        assert generate(load(), **arguments).method == "eagle3"
-
-    def test_one_line_says_what_was_chosen_and_why(self, target, hub, log):
-        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+    def test_one_line_before_the_download_says_what_was_chosen_and_why(self, head, hub, log, monkeypatch):
+        sent, warn = [], loader.logger.warning
+        monkeypatch.setattr(
+            loader.logger, "warning", lambda line: (sent.append(hub.sent("*user/head/*.safetensors")), warn(line))
+        )
         model = load()
         for _ in range(2):
-            generate(model)
-        assert [line.split(":")[0] for line in log] == ["WARNING", "INFO"]
-        size = sum(tensor.nbytes for tensor in load_file(EAGLE / "model.safetensors").values())
-        for part in ("eagle3 'user/head'", "owner 'user'", f"{size} bytes", "on the Hub", "made for the target"):
-            assert part in log[0]
+            assert generate(model).method == "eagle3"
+        assert [line.split(":")[0] for line in log()] == ["WARNING", "INFO"]
+        for part in ("takes eagle3 'user/head'", "owner 'user'", " bytes", "on the Hub", "made for the target"):
+            assert part in log()[0]
+        assert sent[0] < (EAGLE / "model.safetensors").stat().st_size / 2
 
-    def test_the_line_comes_before_the_download(self, target, hub, monkeypatch):
-        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
-        sent = []
-
-        def warning(line):
-            sent.append((line, hub.sent("*user/head/*model.safetensors")))
-
-        monkeypatch.setattr(loader.logger, "warning", warning)
-        assert generate(load()).method == "eagle3"
-        ((line, num_bytes),) = sent
-        assert "takes eagle3 'user/head'" in line
-        assert num_bytes < (EAGLE / "model.safetensors").stat().st_size / 2
-
-    def test_one_that_fails_while_it_is_loaded_is_passed_over_with_a_warning(self, target, hub, log):
-        tensors = load_file(EAGLE / "model.safetensors")
-        # Only the loader knows that it is needed.
-        del tensors["norm.weight"]
-        incomplete = {"model.safetensors": save(tensors)}
-        hub.add("user/broken", EAGLE, files=incomplete, card=card_of(target, "eagle3"), downloads=100)
-        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+    def test_what_fails_while_it_is_loaded_is_passed_over(self, head, hub, log):
+        hub.add("user/broken", EAGLE, files=without_norm(EAGLE), card=card_of("user/target", "eagle3"), downloads=100)
         assert "user/head" in generate(load()).notes[0]
-        assert [line.split(":")[0] for line in log] == ["WARNING", "WARNING", "WARNING", "INFO"]
-        assert "takes eagle3 'user/broken'" in log[0]
-        assert "passes over eagle3 'user/broken'" in log[1]
+        assert [line.split(":")[0] for line in log()] == ["WARNING", "WARNING", "WARNING", "INFO"]
+        assert "takes eagle3 'user/broken'" in log()[0]
+        assert "passes over eagle3 'user/broken'" in log()[1]
 
-    def test_second_call_searches_nothing(self, target, hub):
-        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+    def test_searched_once_until_it_is_forgotten(self, target, hub):
         model = load()
-        first = load_speculator(model, "auto")
-        num_requests = len(hub.requests)
-        second = load_speculator(model, "auto", num_speculative_tokens=2)
-        assert len(hub.requests) == num_requests
+        assert load_speculator(model, "auto").method == FALLBACK
+        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+        assert load_speculator(model, "auto").method == FALLBACK
+        forget_speculators(model)
+        first = load_speculator(model, "auto", dtype="float32")
+        assert (first.method, first.config.dtype) == ("eagle3", "float32")
+        hub.requests.clear()
+        second = load_speculator(model, "auto", num_speculative_tokens=2, dtype="float32")
+        assert not hub.requests
         assert second.resources is first.resources
         assert second.config.num_speculative_tokens == 2
+        assert second.config.revision == hub.repos["user/head"].branches["main"]
 
-    def test_threads_that_begin_together_search_once(self, target, hub):
-        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+    @full
+    def test_threads_that_begin_together_search_once(self, head, hub):
         model = load()
         load_speculator(model, "auto")
-        searches = [request.path for request in hub.requests].count("/api/models")
+        searches = hub.asked("/api/models")
         forget_speculators(model)
         hub.requests.clear()
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda _: load_speculator(model, "auto"), range(4)))
+        found = in_threads(*[lambda: load_speculator(model, "auto")] * 4)
         assert len({id(speculator.resources) for speculator in found}) == 1
-        assert [request.path for request in hub.requests].count("/api/models") == searches
+        assert hub.asked("/api/models") == searches
 
-    def test_forgetting_begins_anew(self, target, hub):
-        model = load()
-        assert load_speculator(model, "auto").method == FALLBACK
-        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
-        assert load_speculator(model, "auto").method == FALLBACK
-        forget_speculators(model)
-        assert load_speculator(model, "auto").method == "eagle3"
-
-    def test_settings_pass_through(self, target, hub):
-        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
-        config = load_speculator(load(), "auto", num_speculative_tokens=4, dtype="float32").config
-        assert (config.num_speculative_tokens, config.dtype) == (4, "float32")
-        assert config.revision == hub.repos["user/head"].branches["main"]
-
-    def test_settings_of_a_method_that_is_not_chosen_are_left_out(self, target):
-        assert load_speculator(load(), "auto", draft_tree_depth=4, draft_tree_top_k=4).method == FALLBACK
-
-    def test_token_opens_gated_drafters(self, target, hub):
-        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"), gated=True)
-        model = load()
-        assert load_speculator(model, "auto").method == FALLBACK
-        assert load_speculator(model, "auto", token=TOKEN).method == "eagle3"
-
-    def test_auto_beside_a_model_reads_the_method_from_it(self, target, hub):
-        hub.add("user/head", EAGLE)
+    def test_auto_beside_a_model_reads_the_method_from_it(self, head):
         model = load()
         speculator = load_speculator(model, "auto", model="user/head")
         assert (speculator.method, speculator.note) == ("eagle3", None)
         assert load_speculator(model, "auto", draft_model=tiny_llama(vocab_size=256)).method == "draft_model"
 
-    @pytest.mark.parametrize("name", ["revision", "code_revision", "subfolder"])
-    def test_place_without_a_model(self, name):
-        with pytest.raises(SpecConfigError, match=f"`{name}`='x' is about a named `model`"):
-            SpeculativeConfig("auto", **{name: "x"})
 
-    def test_code_of_whoever_it_may_be(self):
-        with pytest.raises(SpecConfigError, match="`trust_remote_code`=True is about a named `model`"):
-            SpeculativeConfig("auto", trust_remote_code=True)
+@full
+class TestSettings:
+    @pytest.mark.parametrize("method", ["auto", *in_full("dflash")])
+    def test_places_are_about_a_named_model(self, method):
+        for name in ("revision", "code_revision", "subfolder", "trust_remote_code"):
+            with pytest.raises(SpecConfigError, match=f"`{name}`=.* is about a named `model`"):
+                load_speculator(tiny_llama(), method, **{name: name == "trust_remote_code" or "x"})
 
     def test_name_is_reserved(self):
         with pytest.raises(SpecConfigError, match="'auto' is taken"):
@@ -255,37 +150,23 @@ class TestChoice:
         config.save_pretrained(tmp_path)
         assert SpeculativeConfig.from_pretrained(tmp_path) == config
         assert config.replace(dtype="float32").to_dict() == {**config.to_dict(), "dtype": "float32"}
-
-    def test_unknown_setting(self):
         with pytest.raises(SpecConfigError, match="num_speculative_tokens"):
             SpeculativeConfig("auto", num_speculative_token=3)
 
 
-class TestPipeline:
-    """`pipeline(..., speculative=...)` with names on the Hub."""
+@pytest.mark.parametrize(("speculative", "method"), [("auto", "dflash"), *in_full(("user/drafter", "eagle3"))])
+def test_pipeline(hub, speculative, method):
+    hub.add("user/target", demo.target_path())
+    hub.add("user/drafter", demo.drafter_path(method), card=card_of("user/target", method))
 
-    prompt = "def read_json(path):\n    with open("
-
-    def text(self, **arguments):
+    def texts(**arguments):
         generator = pipeline("text-generation", model="user/target", device="cpu", **arguments)
+        texts = ["def read_json(path):\n    with open(", "import os\n"]
         with record() as recorded:
-            answer = generator([self.prompt, "import os\n"], do_sample=False, max_new_tokens=24, batch_size=2)
+            answer = generator(texts, do_sample=False, max_new_tokens=24, batch_size=2)
         return answer, recorded.calls
 
-    @pytest.fixture
-    def plain(self, hub):
-        hub.add("user/target", demo.target_path())
-        return self.text()[0]
-
-    def test_named_drafter(self, plain, hub):
-        hub.add("user/head", demo.drafter_path("eagle3"))
-        answer, calls = self.text(speculative="user/head")
-        assert answer == plain
-        assert {call.stats.method for call in calls} == {"eagle3"}
-        assert sum(call.stats.num_accepted_tokens for call in calls) > 0
-
-    def test_auto(self, plain, hub):
-        hub.add("user/head", demo.drafter_path("dflash"), card=card_of("user/target", "dflash"))
-        answer, calls = self.text(speculative="auto")
-        assert answer == plain
-        assert {call.stats.method for call in calls} == {"dflash"}
+    answer, calls = texts(speculative=speculative)
+    assert answer == texts()[0]
+    assert {call.stats.method for call in calls} == {method}
+    assert sum(call.stats.num_accepted_tokens for call in calls) > 0

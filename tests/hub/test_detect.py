@@ -1,329 +1,305 @@
-"""A checkpoint is recognised by its config and the names of its tensors, in a folder and on the Hub."""
+"""A checkpoint's format and method are told by its config and the names of its tensors, in a folder and on the Hub."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import constants
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from hf_specdec import CheckpointFormatError, SpeculativeConfig, demo
 from hf_specdec.candidate_generators.mlp_speculator.network import load_mlp_speculator
 from hf_specdec.checkpoints.files import RepoFiles
-from hf_specdec.hub.detect import TargetNeeds, detect, detect_checkpoint, detect_method
-from tests.helpers.models import prompts, tiny_llama
+from hf_specdec.checkpoints.format import TensorNames, format_of
+from hf_specdec.hub.detect import TargetNeeds, detect_checkpoint, detect_method, known_formats
+from tests.helpers.heads import HEADS, WITH_LAYERS
+from tests.helpers.methods import CHECKPOINTS as DEMO_DRAFTERS
+from tests.helpers.models import tiny_llama
 from tests.helpers.paths import FIXTURES
-from tests.hub.test_formats import EXAMPLES
 
 
 DEMO = Path(demo.target_path()).parent
 
-# Format, length of a draft, and MTP layers beside a whole model.
+# By format the checkpoints and the lengths of their drafts.
+LENGTHS = {
+    "causal-lm": {"demo/target": None, "demo/draft": None},
+    "mtp": {"demo/mtp": None},
+    "eagle-safeailab": {"demo/eagle": None, "eagle/eagle1_llama": None},
+    "eagle3-safeailab": {"demo/eagle3": None, "eagle/eagle3_llama": None},
+    "eagle3-angelslim": {"eagle/eagle3_qwen3": None},
+    "eagle3-specforge": {"eagle/eagle3_specforge": None},
+    "eagle3-speculators": {"eagle/eagle3_speculators": 3},
+    "peagle-speculators": {"eagle/eagle3_peagle": 5},
+    "dflash-zlab": {
+        **{"demo/dflash": 7, "dflash/default_layer_ids_b4": 3, "dflash/jetspec_b8": 7, "dflash/qwen3_random_b8": 7},
+        **{"dflash/trained_b8": 7, "dflash/trained_for_refinement_b8": 7},
+    },
+    "dflash2": {"dflash/dflash2_full_b8": 7, "dflash/dflash2_sliding_b5": 4},
+    "dspark-deepspec": {"dflash/dspark_vanilla_b5": 5, "dflash/dspark_confidence_b5": 5},
+    "domino": {"dflash/domino_b6": 5},
+    "medusa-v2": {"demo/medusa": 4, "medusa/v2_shared_lm_head_safetensors": 3},
+    # The config of the first says two heads.
+    "medusa-original": {"medusa/v01_heads_pt": 5, "medusa/v01_two_layers_pt": 2},
+    "medusa-merged": {"medusa/merged_v1": 2},
+    "medusa-vllm": {f"medusa/vllm_{name}": 3 for name in ("converted", "original_lm_head", "truncated_vocab")},
+    "mlp-speculator": {"demo/mlp_speculator": 4, **dict.fromkeys((n for n in HEADS if n.startswith("mlp_")), 3)},
+}
+# Of each the format, the length of a draft, and MTP layers beside a whole model.
 CHECKPOINTS = {
-    DEMO / "target": ("causal-lm", None, 0),
-    DEMO / "draft": ("causal-lm", None, 0),
-    DEMO / "eagle": ("eagle-safeailab", None, 0),
-    DEMO / "eagle3": ("eagle3-safeailab", None, 0),
-    DEMO / "dflash": ("dflash-zlab", 7, 0),
-    DEMO / "medusa": ("medusa-v2", 4, 0),
-    DEMO / "mlp_speculator": ("mlp-speculator", 4, 0),
-    DEMO / "mtp": ("mtp", None, 0),
-    FIXTURES / "dflash/default_layer_ids_b4": ("dflash-zlab", 3, 0),
-    FIXTURES / "dflash/dflash2_full_b8": ("dflash2", 7, 0),
-    FIXTURES / "dflash/dflash2_sliding_b5": ("dflash2", 4, 0),
-    FIXTURES / "dflash/dspark_vanilla_b5": ("dspark-deepspec", 5, 0),
-    FIXTURES / "dflash/jetspec_b8": ("dflash-zlab", 7, 0),
-    FIXTURES / "dflash/domino_b6": ("domino", 5, 0),
-    FIXTURES / "dflash/dspark_confidence_b5": ("dspark-deepspec", 5, 0),
-    FIXTURES / "dflash/qwen3_random_b8": ("dflash-zlab", 7, 0),
-    FIXTURES / "dflash/trained_b8": ("dflash-zlab", 7, 0),
-    FIXTURES / "dflash/trained_for_refinement_b8": ("dflash-zlab", 7, 0),
-    FIXTURES / "eagle/eagle1_llama": ("eagle-safeailab", None, 0),
-    FIXTURES / "eagle/eagle3_llama": ("eagle3-safeailab", None, 0),
-    FIXTURES / "eagle/eagle3_peagle": ("peagle-speculators", 5, 0),
-    FIXTURES / "eagle/eagle3_qwen3": ("eagle3-angelslim", None, 0),
-    FIXTURES / "eagle/eagle3_specforge": ("eagle3-specforge", None, 0),
-    FIXTURES / "eagle/eagle3_speculators": ("eagle3-speculators", 3, 0),
-    # Its config says two heads.
-    FIXTURES / "medusa/v01_heads_pt": ("medusa-original", 5, 0),
-    FIXTURES / "medusa/v01_two_layers_pt": ("medusa-original", 2, 0),
-    FIXTURES / "medusa/v2_shared_lm_head_safetensors": ("medusa-v2", 3, 0),
-    FIXTURES / "medusa/merged_v1": ("medusa-merged", 2, 0),
-    FIXTURES / "medusa/vllm_converted": ("medusa-vllm", 3, 0),
-    FIXTURES / "medusa/vllm_original_lm_head": ("medusa-vllm", 3, 0),
-    FIXTURES / "medusa/vllm_truncated_vocab": ("medusa-vllm", 3, 0),
-    FIXTURES / "mlp_speculator/tied_plain": ("mlp-speculator", 3, 0),
-    FIXTURES / "mlp_speculator/tied_scaled": ("mlp-speculator", 3, 0),
-    FIXTURES / "mlp_speculator/untied_plain": ("mlp-speculator", 3, 0),
-    FIXTURES / "mlp_speculator/untied_scaled": ("mlp-speculator", 3, 0),
-    FIXTURES / "mtp/deepseek_v3/target": ("causal-lm", None, 1),
-    FIXTURES / "mtp/ernie4_5_moe/target": ("causal-lm", None, 1),
-    FIXTURES / "mtp/glm4_moe/target": ("causal-lm", None, 1),
-    FIXTURES / "mtp/glm4_moe_k3/target": ("causal-lm", None, 3),
-    FIXTURES / "mtp/longcat_flash/target": ("causal-lm", None, 1),
-    FIXTURES / "mtp/mellum/target": ("causal-lm", None, 1),
-    FIXTURES / "mtp/mimo/target": ("causal-lm", None, 1),
-    FIXTURES / "mtp/qwen3_5/target": ("causal-lm", None, 1),
-    FIXTURES / "mtp/qwen3_next/target": ("causal-lm", None, 1),
+    DEMO / name[5:] if name.startswith("demo/") else FIXTURES / name: (format, length, 0)
+    for format, lengths in LENGTHS.items()
+    for name, length in lengths.items()
 }
-METHOD_OF = {
-    "causal-lm": "draft_model",
-    "dflash2": "dflash",
-    "domino": "dflash",
-    "dspark-deepspec": "dflash",
-    "mlp-speculator": "mlp_speculator",
-    "peagle-speculators": "eagle3",
+CHECKPOINTS |= {path: ("causal-lm", None, 3 if "k3" in name else 1) for name, path in WITH_LAYERS.items()}
+
+
+def classes(name):
+    return {"architectures": [name]}
+
+
+FORMATS = known_formats()
+LAYER = [f"self_attn.{part}_proj.weight" for part in "qkvo"] + ["post_attention_layernorm.weight"]
+EAGLE = ["fc.weight", *(f"layers.0.{part}" for part in LAYER)]
+EAGLE_3 = ["fc.weight", "norm.weight", *(f"midlayer.{part}" for part in [*LAYER, "hidden_norm.weight"])]
+EAGLE_3_LAYERS = [name.replace("midlayer.", "layers.0.") for name in EAGLE_3]
+DFLASH = ["hidden_norm.weight", "norm.weight", *EAGLE, "layers.0.self_attn.q_norm.weight"]
+DFLASH_2 = [*DFLASH, "candidate_selector.successor_codebook", "layers.0.mlp_conv.base_kernel"]
+MLA = "self_attn.kv_a_proj_with_mqa.weight"
+MODEL = ["model.embed_tokens.weight", "model.norm.weight", *(f"model.layers.0.{part}" for part in LAYER)]
+
+
+# Class or config and some tensors of each format of which there is no checkpoint here.
+EXAMPLES = {
+    "mtp-speculators": ({"speculators_model_type": "mtp"}, ["mtp_layers.0.input_proj.weight"]),
+    "mtp-mimo": ("MiMoForCausalLM", ["model.mtp_layers.0.input_proj.weight"]),
+    "mtp-ernie": ("Ernie4_5_MoeForCausalLM", ["model.mtp_linear_proj.0.weight", "model.mtp_block.0.x.weight"]),
+    "mtp-longcat": ("LongcatFlashForCausalLM", ["model.mtp.layers.0.eh_proj.weight", "model.mtp.norm.weight"]),
+    "mtp-deepseek": ("DeepseekV3ForCausalLM", ["model.layers.61.eh_proj.weight", "model.layers.61.enorm.weight"]),
+    "gemma4-assistant": ({"model_type": "gemma4_assistant"}, MODEL),
+    "lstm-speculator": ({"method": "sum_lstm"}, ["forget_emb.0.weight", "head.0.weight", "proj.0.weight"]),
+    "rnn-speculator": ({"method": "sum_rnn"}, ["emb.0.weight", "head.0.weight", "proj.0.0.weight"]),
+    "dspark-speculators": ({"speculators_model_type": "dspark"}, DFLASH),
+    "dflash-speculators": ({"speculators_model_type": "dflash", "draft_vocab_size": 9}, DFLASH),
+    "dspark-gemma4": ("Gemma4DSparkModel", DFLASH),
+    "dspark-specforge": ({**classes("DSparkDraftModel"), "dflash_config": {"projector_type": "dspark"}}, DFLASH),
+    "dflash2-speculators": ({**classes("DFlash2DraftModel"), "speculators_model_type": "dflash2"}, DFLASH_2),
+    "xpress": ("Qwen3XPressModel", [*DFLASH, "xpress_head.mix.L"]),
+    "lilicorr": ("LiLiCorrDraftModel", [*DFLASH, "lilicorr.out_head.weight"]),
+    "dflash-laguna": ({**classes("LagunaForCausalLM"), "dflash_config": {"mask_token_id": 3}}, ["fc.weight"]),
+    "dflash-mimo": ({**classes("DFlashDraftModel"), "dflash_config": {"use_swa": True}}, DFLASH),
+    "dflash-muse": ({"model_type": "muse_glimmer_assistant"}, ["encoder.fc.weight", "encoder.output_norm_enc.weight"]),
+    "peagle": ("PeagleLlamaForCausalLM", [*EAGLE_3, "mask_hidden"]),
+    "eagle3-mla": ("Eagle3DeepseekV2ForCausalLM", ["midlayer.hidden_norm.weight", f"midlayer.{MLA}"]),
+    "eagle3-modelopt": ({**classes("LlamaForCausalLMEagle3"), "draft_vocab_size": 9}, EAGLE_3_LAYERS),
+    "eagle-speculators": ({"speculators_model_type": "eagle"}, ["fusion_fc.weight", f"transformer.{LAYER[0]}"]),
+    "eagle-llama4": ("EagleLlama4ForCausalLM", ["layers.0.input_layernorm.weight"]),
+    "eagle-cohere": ("EagleCohereForCausalLM", ["fc.bias", "layers.0.input_layernorm.weight"]),
+    "eagle-minicpm": ("EagleMiniCPMForCausalLM", [f"eagle_layers.0.{LAYER[0]}"]),
+    "eagle-mistral": ("EagleMistralForCausalLM", ["eagle_linear.weight", f"layers.0.{LAYER[0]}", "norm.weight"]),
+    "eagle-mtp": ("EagleDeepSeekMTPModel", ["enorm.weight", "hnorm.weight", "eh_proj.weight"]),
+    "eagle-sglang": ("LlamaForCausalLMEagle", EAGLE),
+    "eagle-vllm": ({"model_type": "eagle", "model": {"num_hidden_layers": 1}}, [f"model.{name}" for name in EAGLE]),
+    "pard2": ({**classes("LlamaForCausalLM"), "pard_token": 128256, "spd_type": "pard2"}, MODEL),
+    "pard": ({**classes("LlamaForCausalLM"), "pard_token": 128256}, MODEL),
+    "encoder-decoder": ({**classes("WhisperForConditionalGeneration"), "is_encoder_decoder": True}, MODEL),
 }
-every_checkpoint = pytest.mark.parametrize(
-    "path", CHECKPOINTS, ids=lambda path: "/".join(path.parts[-3 if path.name == "target" else -2 :])
-)
-
-
-def folder_with(tmp_path, config):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("config", "method"),
-    [
-        ({"architectures": ["Qwen3ForCausalLM"]}, "draft_model"),
-        ({"architectures": ["GPT2LMHeadModel"]}, "draft_model"),
-        ({"architectures": ["MarianMTModel"], "is_encoder_decoder": True}, "draft_model"),
-        ({"architectures": ["LlamaForCausalLM"], "medusa_num_heads": 4}, "medusa"),
-        ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
-        ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}, "eagle3"),
-        # Without weights beside it, nothing tells a head from a model.
-        ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "bias": False}, "draft_model"),
-        ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 1}, "dflash"),
-        ({"architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "draft_vocab_size": 9}, "dflash"),
-        ({"speculators_model_type": "dspark", "architectures": ["Qwen3ForCausalLM"]}, "dflash"),
-        ({"architectures": ["DominoDraftModel"]}, "dflash"),
-        ({"architectures": ["DFlashLagunaForCausalLM"]}, "dflash"),
-        ({"model_type": "mtp", "num_nextn_predict_layers": 1}, "mtp"),
-        ({"speculators_model_type": "mtp", "architectures": ["FastMTPSpeculator"]}, "mtp"),
-    ],
-)
-def test_method_of_a_config(tmp_path, config, method):
-    folder = folder_with(tmp_path, config)
-    assert SpeculativeConfig.resolve(str(folder)).method == method
-
-
-HEADS = {
-    "eagle": ["fc.weight", "layers.0.self_attn.q_proj.weight"],
-    "eagle3": ["fc.weight", "midlayer.hidden_norm.weight", "midlayer.self_attn.q_proj.weight"],
-    "draft_model": ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"],
+EXAMPLES = {
+    name: (classes(config) if isinstance(config, str) else config, tensors)
+    for name, (config, tensors) in EXAMPLES.items()
 }
+# Others have a checkpoint that tests draft with.
+for path in map(Path, (*DEMO_DRAFTERS.values(), *CHECKPOINTS)):
+    found = detect_checkpoint(path)
+    files = RepoFiles(path)
+    EXAMPLES.setdefault(found.format, (files.config, list(files.tensors(found.weight_file))))
 
 
-@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])
-@pytest.mark.parametrize("method", HEADS)
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1},
-        {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 36, "bias": True},
-    ],
-)
-def test_names_of_tensors_tell_heads_that_call_themselves_models(tmp_path, config, method, pickled):
-    folder = folder_with(tmp_path, config)
-    tensors = {name: torch.zeros(1) for name in HEADS[method]}
-    if pickled:
-        torch.save(tensors, folder / "pytorch_model.bin")
-    else:
-        save_file(tensors, folder / "model.safetensors")
-    assert SpeculativeConfig.resolve(str(folder)).method == method
-
-
-def test_weights_of_deep_models_are_not_looked_at(tmp_path):
-    folder = folder_with(tmp_path, {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32})
-    (folder / "pytorch_model.bin").mkdir()
-    assert SpeculativeConfig.resolve(str(folder)).method == "draft_model"
-
-
-def test_unknown_config_says_what_was_seen(tmp_path):
-    with pytest.raises(CheckpointFormatError, match="BertModel.*Name it with `spec_method`"):
-        SpeculativeConfig.resolve(str(folder_with(tmp_path, {"architectures": ["BertModel"]})))
-
-
-@pytest.mark.parametrize("content", [None, "{not json"])
-def test_unreadable_config(tmp_path, content):
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(CheckpointFormatError, match="no readable config.json"):
-        SpeculativeConfig.resolve(str(tmp_path))
-
-
-def test_spec_model_alone_is_a_draft_model(model, tmp_path):
-    tiny_llama().save_pretrained(tmp_path)
-    inputs = prompts(1)
-    plain = model.generate(**inputs, do_sample=False, max_new_tokens=20)
-    ours = model.generate(
-        **inputs, do_sample=False, max_new_tokens=20, spec_model=str(tmp_path), return_dict_in_generate=True
-    )
-    assert torch.equal(ours.sequences, plain)
-    assert ours.speculative.method == "draft_model"
-    # The draft is the target: everything is accepted.
-    assert ours.speculative.draft_acceptance_rate == 1
-
-
-def method_of(name: str) -> str:
-    return METHOD_OF.get(name) or name.partition("-")[0]
-
-
-def test_every_checkpoint_of_the_tests_is_in_the_table():
-    heads = {path.parent for path in (*FIXTURES.glob("*/*/config.json"), *FIXTURES.glob("mtp/*/target/config.json"))}
-    assert set(CHECKPOINTS) == {path for path in heads if path.parts[-2] == "mtp" or path.name != "target"} | {
-        *(path for path in CHECKPOINTS if path.parent == DEMO),
-        *(path.parent for path in FIXTURES.glob("mtp/*/target/config.json")),
-    }
-
-
-@every_checkpoint
-def test_a_checkpoint_in_a_folder_and_on_the_hub(path, hub):
-    name, length, mtp_layers = CHECKPOINTS[path]
-    hub.add("user/x", path)
-    in_folder, on_hub = detect_checkpoint(path), detect_checkpoint("user/x")
-    assert on_hub == in_folder
-    assert (in_folder.format, in_folder.method) == (name, method_of(name))
-    assert in_folder.num_draft_tokens == length
-    assert in_folder.mtp_layers == mtp_layers
-    assert in_folder.problems == ()
-    assert in_folder.num_bytes > 0
-    assert in_folder.num_tensors > 5
-    assert detect_method(SpeculativeConfig(model=str(path))) == detect_method(SpeculativeConfig(model="user/x"))
-    # Offline the same is known of what the cache has.
-    files = RepoFiles("user/x")
-    for file in (in_folder.weight_file, *files.parts(in_folder.weight_file), "config.json"):
-        files.path(file)
-    assert detect_checkpoint("user/x", local_files_only=True) == in_folder
-
-
-def test_needs_of_a_target():
-    def needs(path):
-        return detect_checkpoint(path).target
-
-    assert needs(DEMO / "dflash") == TargetNeeds(None, 256, 4096, 5, 5)
-    assert needs(DEMO / "eagle3") == TargetNeeds(None, 256, 4096, None, 5)
-    assert needs(DEMO / "medusa") == TargetNeeds("hf_specdec/demo/target", 256)
-    assert needs(DEMO / "mlp_speculator") == TargetNeeds(None, 256, 4096)
-    assert needs(DEMO / "draft") == TargetNeeds(None, None, 4096)
-    assert needs(FIXTURES / "eagle/eagle3_speculators") == TargetNeeds("target", 64, 256, None, 4)
-
-
-@pytest.mark.parametrize(
-    ("card", "method", "name"),
-    [
-        ("base_model: user/target", "eagle3", "user/target"),
-        ("base_model: [user/target, user/other]", "eagle3", "user/target"),
-        ("base_model: user/parent\nspeculative: {target: user/target}", "eagle3", "user/target"),
-        ("base_model: 5", "eagle3", None),
-        # What a whole model was made from is not what it drafts for.
-        ("base_model: user/parent", "draft_model", None),
-    ],
-)
-@pytest.mark.parametrize("place", ["folder", "hub"])
-def test_the_card_names_the_target(hub, tmp_path, card, method, name, place):
-    tensors = {name: torch.zeros(1) for name in HEADS[method]}
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    (tmp_path / "README.md").write_text(f"---\n{card}\n---\n# A head\n")
-    hub.add("user/head", tmp_path)
-    found = detect_checkpoint(tmp_path if place == "folder" else "user/head")
-    assert (found.method, found.target.name) == (method, name)
+def write(folder, config, tensors=(), shape=(1,)):
+    (folder / "config.json").write_text(json.dumps(config))
+    if tensors:
+        save_file({name: torch.zeros(shape) for name in tensors}, folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture
 def large_head(tmp_path):
-    config, names = EXAMPLES["eagle3-safeailab"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file({name: torch.zeros(1000, 200) for name in names}, tmp_path / "model.safetensors")
-    return tmp_path
+    return write(tmp_path, *EXAMPLES["eagle3-safeailab"], shape=(1000, 200))
 
 
-class TestNothingLargeIsDownloaded:
-    def test_of_shards(self, hub, large_head):
-        tensors = {name: torch.zeros(1000, 200) for name in EXAMPLES["eagle3-safeailab"][1]}
+class TestFormats:
+    def test_every_format_is_recognised(self):
+        assert sorted(EXAMPLES) == sorted(row.name for row in FORMATS)
+        assert [format_of(FORMATS, "x", *example).name for example in EXAMPLES.values()] == list(EXAMPLES)
+
+    def test_without_names_of_tensors_the_config_gives_the_method_or_none(self):
+        """Heads whose configs are those of models cannot be told from models."""
+        found = {row.name: format_of(FORMATS, "x", EXAMPLES[row.name][0], None).method for row in FORMATS}
+        assert found == {row.name: row.method if row.config else "draft_model" for row in FORMATS}
+
+    def test_config_of_one_method_and_tensors_of_another_are_ambiguous(self):
+        marked = {row.method: row for row in FORMATS if row.config and not row.is_hint}
+        shown = {row.method: row for row in FORMATS if row.is_shown(TensorNames(EXAMPLES[row.name][1]))}
+        pairs = [(one, other) for one, other in product(marked.values(), shown.values()) if one.method != other.method]
+        assert len(pairs) > 20
+        for one, other in pairs:
+            for rows in (FORMATS, FORMATS[::-1]):
+                with pytest.raises(CheckpointFormatError, match="ambiguous.*spec_method") as error:
+                    format_of(rows, "x", EXAMPLES[one.name][0], EXAMPLES[other.name][1])
+                assert f"(method '{one.method}')" in str(error.value)
+                assert f"(method '{other.method}')" in str(error.value)
+
+    def test_unknown_checkpoint_says_what_was_seen_and_what_is_near(self):
+        config = dict(classes("MedusaModelForMe"), model_type="medusas")
+        with pytest.raises(CheckpointFormatError, match=r"Name it with `spec_method`.$") as error:
+            format_of(FORMATS, "user/x", config, ["fc.weight", "z.weight"])
+        for words in (
+            "'user/x'",
+            "MedusaModelForMe",
+            "medusas",
+            "fc.weight, z.weight",
+            "medusa-vllm (method 'medusa'",
+        ):
+            assert words in str(error.value)
+        for config in ({}, {"architectures": []}, {"architectures": "x"}, {"architectures": [3]}):
+            with pytest.raises(CheckpointFormatError, match="of no known format"):
+                format_of(FORMATS, "x", config, None)
+
+    values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+        max_leaves=8,
+    )
+    keys = ["architectures", "model_type", "speculators_model_type", "dflash_config", "eagle_config", "text_config"]
+
+    @given(
+        st.dictionaries(st.sampled_from(keys) | st.text(max_size=8), values, max_size=6),
+        st.none() | st.lists(st.text(max_size=12) | st.sampled_from(EAGLE_3 + DFLASH), max_size=6),
+    )
+    def test_whatever_a_config_holds_is_a_format_or_an_error_of_this_package(self, config, tensors):
+        try:
+            assert format_of(FORMATS, "x", config, tensors) in FORMATS
+        except CheckpointFormatError:
+            pass
+
+
+class TestMethods:
+    def test_config_alone(self, tmp_path):
+        for method, config in (
+            ("draft_model", classes("GPT2LMHeadModel")),
+            ("draft_model", {**classes("MarianMTModel"), "is_encoder_decoder": True}),
+            ("eagle", classes("EagleLlamaForCausalLM")),
+            ("dflash", {**classes("Qwen3ForCausalLM"), "speculators_model_type": "dspark"}),
+            ("dflash", classes("DFlashLagunaForCausalLM")),
+            ("mtp", {"model_type": "mtp", "num_nextn_predict_layers": 1}),
+        ):
+            assert SpeculativeConfig.resolve(str(write(tmp_path, config))).method == method
+        for content, message in (
+            ('{"architectures": ["BertModel"]}', "BertModel.*Name it with `spec_method`"),
+            ("{not json", "no readable config.json"),
+        ):
+            (tmp_path / "config.json").write_text(content)
+            with pytest.raises(CheckpointFormatError, match=message):
+                SpeculativeConfig.resolve(str(tmp_path))
+
+    def test_names_of_tensors_tell_heads_that_call_themselves_models(self, tmp_path):
+        config = {**classes("Qwen2ForCausalLM"), "num_hidden_layers": 36, "bias": True}
+        for method, names in (("eagle3", EAGLE_3), ("eagle", EAGLE), ("draft_model", MODEL)):
+            assert SpeculativeConfig.resolve(str(write(tmp_path, config, names))).method == method
+
+    def test_repository_is_asked_once(self, hub, large_head, monkeypatch):
+        hub.add("user/head", large_head)
+        config = SpeculativeConfig(model="user/head")
+        for is_asked in (True, False):
+            hub.requests.clear()
+            assert detect_method(config) == "eagle3"
+            assert bool(hub.requests) == is_asked
+        # One of the same name elsewhere is another.
+        monkeypatch.setattr(constants, "ENDPOINT", hub.storage_url)
+        assert detect_method(config) == "eagle3"
+        assert hub.requests
+
+
+class TestDetection:
+    def test_every_checkpoint_of_the_fixtures(self):
+        folders = {path.parent for path in FIXTURES.glob("*/*/config.json") if path.parent.name != "target"}
+        assert folders <= CHECKPOINTS.keys()
+        detected = {path: detect_checkpoint(path) for path in CHECKPOINTS}
+        assert {path: (d.format, d.num_draft_tokens, d.mtp_layers) for path, d in detected.items()} == CHECKPOINTS
+        method_of = {row.name: row.method for row in FORMATS}
+        for found in detected.values():
+            assert (found.method, found.problems) == (method_of[found.format], ())
+            assert found.num_bytes > 0
+            assert found.num_tensors > 5
+
+    def test_needs_of_a_target(self):
+        for name, needs in {
+            "dflash": TargetNeeds(None, 256, 4096, 5, 5),
+            "eagle3": TargetNeeds(None, 256, 4096, None, 5),
+            "medusa": TargetNeeds("hf_specdec/demo/target", 256),
+            "mlp_speculator": TargetNeeds(None, 256, 4096),
+            "draft": TargetNeeds(None, None, 4096),
+            FIXTURES / "eagle/eagle3_speculators": TargetNeeds("target", 64, 256, None, 4),
+        }.items():
+            assert detect_checkpoint(DEMO / name).target == needs
+
+    def test_card_names_the_target(self, hub, tmp_path):
+        for card, names, target in (
+            ("base_model: user/target", EAGLE_3, "user/target"),
+            ("base_model: [user/target, user/other]", EAGLE_3, "user/target"),
+            ("base_model: user/parent\nspeculative: {target: user/target}", EAGLE_3, "user/target"),
+            ("base_model: 5", EAGLE_3, None),
+            # What a whole model was made from is not what it drafts for.
+            ("base_model: user/parent", MODEL, None),
+        ):
+            write(tmp_path, classes("LlamaForCausalLM"), names)
+            (tmp_path / "README.md").write_text(f"---\n{card}\n---\n# A head\n")
+            hub.add("user/head", tmp_path)
+            for place in (tmp_path, "user/head"):
+                assert detect_checkpoint(place).target.name == target
+
+    def test_of_shards_only_headers_are_downloaded(self, hub, large_head):
+        names = EXAMPLES["eagle3-safeailab"][1]
         (large_head / "model.safetensors").unlink()
-        for index, (name, tensor) in enumerate(tensors.items()):
-            save_file({name: tensor}, large_head / f"model-{index}.safetensors")
-        weight_map = {name: f"model-{index}.safetensors" for index, name in enumerate(tensors)}
+        weight_map = {name: f"model-{index}.safetensors" for index, name in enumerate(names)}
+        for name, file in weight_map.items():
+            save_file({name: torch.zeros(1000, 200)}, large_head / file)
         (large_head / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         hub.add("user/head", large_head)
         found = detect_checkpoint("user/head")
-        assert (found.format, found.num_tensors) == ("eagle3-safeailab", len(tensors))
+        assert (found.format, found.num_tensors) == ("eagle3-safeailab", len(names))
         assert found.num_bytes > 5_000_000
-        # The headers of two shards: inputs, and embedding.
+        # Of two shards: inputs, and embedding.
         assert hub.sent() < 210_000
 
+    def test_formats_that_are_not_supported_say_why(self, tmp_path):
+        reasons = {"eagle3-mla": "MLA", "eagle-llama4": "Llama-4 layer", "eagle-cohere": "Cohere layer"}
+        reasons |= {"eagle-minicpm": "MiniCPM layer", "eagle-mtp": "layer for multi-token prediction"}
+        reasons |= {"dflash-laguna": "Laguna", "dflash-mimo": "MiMo", "dspark-gemma4": "Gemma 4"}
+        reasons |= dict.fromkeys(
+            ("rnn-speculator", "lstm-speculator"), "Pass an MLP speculator of the original format."
+        )
+        for name, reason in reasons.items():
+            found = detect_checkpoint(write(tmp_path, *EXAMPLES[name]))
+            assert found.format == name
+            (problem,) = found.problems
+            assert reason in problem
+        with pytest.raises(CheckpointFormatError, match="which is not supported. Pass an MLP speculator"):
+            load_mlp_speculator(SpeculativeConfig.resolve(str(tmp_path)), tiny_llama())
 
-def test_the_method_of_a_repository_is_asked_for_once(hub, large_head):
-    hub.add("user/head", large_head)
-    config = SpeculativeConfig(model="user/head")
-    assert detect_method(config) == "eagle3"
-    hub.requests.clear()
-    assert detect_method(config) == "eagle3"
-    assert not hub.requests
-
-
-def test_a_repository_of_the_same_name_elsewhere_is_another(hub, large_head, monkeypatch):
-    hub.add("user/head", large_head)
-    assert detect_method(SpeculativeConfig(model="user/head")) == "eagle3"
-    monkeypatch.setattr(constants, "ENDPOINT", hub.storage_url)
-    hub.requests.clear()
-    assert detect_method(SpeculativeConfig(model="user/head")) == "eagle3"
-    assert hub.requests
-
-
-@pytest.mark.parametrize("name", ["lstm-speculator", "rnn-speculator"])
-def test_speculators_of_other_kinds(tmp_path, name):
-    config, tensors = EXAMPLES[name]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file({name: torch.zeros(1) for name in tensors}, tmp_path / "model.safetensors")
-    found = detect_checkpoint(tmp_path)
-    assert found.format == name
-    assert found.problems[0].endswith("Pass an MLP speculator of the original format.")
-    config = SpeculativeConfig.resolve(str(tmp_path))
-    with pytest.raises(CheckpointFormatError, match="which is not supported. Pass an MLP speculator"):
-        load_mlp_speculator(config, tiny_llama())
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("eagle3-mla", "MLA"),
-        ("eagle-llama4", "Llama-4 layer"),
-        ("eagle-cohere", "Cohere layer"),
-        ("eagle-minicpm", "MiniCPM layer"),
-        ("eagle-mtp", "layer for multi-token prediction"),
-        ("dflash-laguna", "Laguna"),
-        ("dflash-mimo", "MiMo"),
-        ("dspark-gemma4", "Gemma 4"),
-    ],
-)
-def test_formats_that_are_known_and_not_supported_say_why(tmp_path, name, reason):
-    config, tensors = EXAMPLES[name]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file({name: torch.zeros(1) for name in tensors}, tmp_path / "model.safetensors")
-    (problem,) = detect_checkpoint(tmp_path).problems
-    assert reason in problem
-
-
-def test_a_file_without_tensors(large_head):
-    save_file({}, large_head / "model.safetensors")
-    found = detect(RepoFiles(large_head))
-    assert (found.num_tensors, found.num_bytes) == (0, 0)
-    (large_head / "model.safetensors").unlink()
-    found = detect(RepoFiles(large_head))
-    assert (found.num_tensors, found.num_bytes, found.weight_file) == (None, None, None)
-
-
-def test_damaged_weights_are_a_problem_and_no_error(large_head):
-    content = (large_head / "model.safetensors").read_bytes()
-    (large_head / "model.safetensors").write_bytes(content[:-10])
-    found = detect(RepoFiles(large_head))
-    assert found.method == "eagle3"
-    assert "is damaged" in found.problems[0]
-    (large_head / "model.safetensors").unlink()
-    assert "no weights of a known name" in detect(RepoFiles(large_head)).problems[0]
+    def test_damaged_and_missing_weights_are_problems_and_no_errors(self, large_head):
+        path = large_head / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-10])
+        found = detect_checkpoint(large_head)
+        assert found.method == "eagle3"
+        assert "is damaged" in found.problems[0]
+        save_file({}, path)
+        found = detect_checkpoint(large_head)
+        assert (found.num_tensors, found.num_bytes) == (0, 0)
+        path.unlink()
+        found = detect_checkpoint(large_head)
+        assert (found.num_tensors, found.num_bytes, found.weight_file) == (None, None, None)
+        assert "no weights of a known name" in found.problems[0]

@@ -1,4 +1,4 @@
-"""Configs and headers tell if a checkpoint fits a target, in Python and on the command line."""
+"""Inspection, detection and loading agree: whether a drafter fits a target, whatever is changed in its files."""
 
 import json
 import re
@@ -7,235 +7,325 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from hf_specdec import CheckpointFormatError, cli, demo
+from hf_specdec import CheckpointFormatError, SpecDecError, SpeculativeConfig, cli, demo
 from hf_specdec.errors import CheckpointAccessError
 from hf_specdec.hub import inspect_checkpoint
-from tests.helpers.heads import HEADS, copy_of, load, loaded_target, method_of, put, target_of, without
+from hf_specdec.hub.detect import detect_checkpoint
+from hf_specdec.method import resolve_candidate_generator
+from tests.helpers import drafters
+from tests.helpers.heads import HEADS, WITH_LAYERS, copy_of, load, loaded_target, method_of, put, target_of, without
+from tests.helpers.levels import full, in_full
 from tests.helpers.loopback_hub import TOKEN
-from tests.helpers.paths import FIXTURES
 
 
 DEMO = Path(demo.target_path()).parent
-KEYS = ["name", "method", "format", "producer", "target", "num_draft_tokens", "tensors", "bytes", "mtp_layers"]
-KEYS += ["fits", "problems"]
-
-PAIRS = {
-    **{path.parent: path for path in FIXTURES.glob("*/*/target")},
-    **{path: FIXTURES / path.parent.name / "target" for path in FIXTURES.glob("m[el]*/*_*") if path.is_dir()},
-    **{path: DEMO / "target" for path in DEMO.iterdir() if (path / "config.json").is_file()},
-}
-PAIRS = {path: target for path, target in PAIRS.items() if (path / "config.json").is_file()}
+EAGLE3, DFLASH = "eagle/eagle3_llama", "dflash/qwen3_random_b8"
+PUBLISHED = {**HEADS, **WITH_LAYERS}
+PUBLISHED |= {f"demo/{path.name}": path for path in DEMO.iterdir() if (path / "config.json").is_file()}
+PUBLISHED.pop("demo/target")
 
 
 def run(*arguments, **options):
     return CliRunner().invoke(cli.app, ["inspect", *map(str, arguments)], prog_name="hf-specdec", **options)
 
 
-def target_with(tmp_path, **changes):
-    folder = tmp_path / "target"
+def demo_target(folder, **changes):
+    """The config of the demo's target with other values."""
     folder.mkdir()
     config = json.loads((DEMO / "target" / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-@pytest.mark.parametrize("path", PAIRS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_drafters_fit_their_targets(path):
-    found = inspect_checkpoint(path, PAIRS[path])
-    assert found.problems == ()
-    assert found.fits is True
-    assert inspect_checkpoint(path).fits is None
+def test_inspect_names_method_and_target():
+    for name, folder in PUBLISHED.items():
+        found = inspect_checkpoint(folder, target_of(folder))
+        assert (found.fits, found.problems) == (True, ())
+        assert inspect_checkpoint(folder).fits is None
+        is_own = name in WITH_LAYERS
+        assert ("use spec_method='mtp'" in (found.hint or "")) == is_own
+        if is_own or name == "demo/draft":
+            assert found.found.method == "draft_model"
+            continue
+        assert found.found.method == (folder.name if name.startswith("demo") else method_of(name))
+        config = json.loads((target_of(folder) / "config.json").read_text())
+        assert found.found.target.hidden_size == config["hidden_size"]
+        # A head that goes through the target's lm_head works with every vocabulary.
+        assert found.found.format == "medusa-v2" or found.found.target.vocab_size == config["vocab_size"]
 
 
-@pytest.mark.parametrize(
-    ("drafter", "changes", "problem"),
-    [
-        ("eagle", {"hidden_size": 512}, "It reads states of hidden size 256, and the target has 512."),
-        ("medusa", {"hidden_size": 512}, "It reads states of hidden size 256, and the target has 512."),
-        ("mlp_speculator", {"vocab_size": 9000}, "It has a vocabulary of 4096 tokens, and the target has 9000"),
-        ("draft", {"vocab_size": 9000}, "different tokenizers"),
-        ("eagle3", {"num_hidden_layers": 4}, "It reads the states of 5 decoder layers, and the target has 4."),
-        ("dflash", {"num_hidden_layers": 8}, "It was made for a target with 5 decoder layers, and the target has 8."),
-        ("eagle", {"is_encoder_decoder": True}, "reads the states of decoder-only ones"),
-        ("mtp", {"model_type": "mistral"}, "the model_type 'llama', and the target is of 'mistral'."),
-        ("mtp", {"model_type": "gpt2"}, "The MTP layers of targets of the model_type 'gpt2' are not supported."),
-    ],
-)
-def test_drafters_of_other_targets_do_not(tmp_path, drafter, changes, problem):
-    target = target_with(tmp_path, **changes)
-    found = inspect_checkpoint(DEMO / drafter, target)
-    assert found.fits is False
-    assert any(problem in sentence for sentence in found.problems)
+def test_drafters_of_other_targets_do_not_fit(tmp_path):
+    for index, (drafter, changes, problem) in enumerate(
+        (
+            ("eagle", {"hidden_size": 512}, "It reads states of hidden size 256, and the target has 512."),
+            ("medusa", {"hidden_size": 512}, "It reads states of hidden size 256, and the target has 512."),
+            ("mlp_speculator", {"vocab_size": 9000}, "It has a vocabulary of 4096 tokens, and the target has 9000"),
+            ("draft", {"vocab_size": 9000}, "different tokenizers"),
+            ("eagle3", {"num_hidden_layers": 4}, "It reads the states of 5 decoder layers, and the target has 4."),
+            ("dflash", {"num_hidden_layers": 8}, "made for a target with 5 decoder layers, and the target has 8."),
+            ("eagle", {"is_encoder_decoder": True}, "reads the states of decoder-only ones"),
+            ("mtp", {"model_type": "mistral"}, "the model_type 'llama', and the target is of 'mistral'."),
+            ("mtp", {"model_type": "gpt2"}, "The MTP layers of targets of the model_type 'gpt2' are not supported."),
+        )
+    ):
+        target = demo_target(tmp_path / str(index), **changes)
+        found = inspect_checkpoint(DEMO / drafter, target)
+        assert found.fits is False
+        assert any(problem in sentence for sentence in found.problems)
     assert run(DEMO / drafter, "--target", target).exit_code == 1
+    # Padding of the vocabulary is no difference.
+    padded = demo_target(tmp_path / "padded", vocab_size=4100)
+    for drafter in ("eagle", "draft", "mlp_speculator", "mtp"):
+        assert inspect_checkpoint(DEMO / drafter, padded).fits is True
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "config", "problem"),
-    [
+def test_what_its_loader_refuses_does_not_fit(tmp_path):
+    for index, (name, change, config, problem) in enumerate(
         (
-            "eagle/eagle3_llama",
-            put("fc.weight", torch.ones(63, 192)),
-            {},
-            r"It has fc.weight of the shape \[63, 192\]",
-        ),
-        (
-            "dflash/qwen3_random_b8",
-            None,
-            {"dflash_config.mask_token_id": "x"},
-            "It has `mask_token_id`='x' in its conf",
-        ),
-        ("dflash/qwen3_random_b8", put("x.weight", torch.ones(2)), {}, "It has 1 tensors that no DFlash draft"),
-        (
-            "medusa/vllm_converted",
-            put("lm_heads.1.weight", torch.ones(3)),
-            {},
-            "It has lm_heads.1.weight of the shape",
-        ),
-        ("mlp_speculator/untied_plain", without("ln.2.bias"), {}, "It lacks 1 tensors of the MLP speculator: ln.2"),
-        ("demo/mtp", put("mtp.fc.weight", torch.ones(3, 3)), {}, r"It has mtp.fc.weight of the shape \[3, 3\]"),
-        ("eagle/eagle3_llama", None, {"rope_theta": [1]}, "It has `rope_theta`=.1. in its config.json, which must be"),
-    ],
-)
-def test_what_its_loader_refuses_does_not_fit(tmp_path, name, change, config, problem):
-    folder = copy_of(name, tmp_path / "head", config, change)
-    found = inspect_checkpoint(folder, target_of(HEADS[name]))
-    assert found.fits is False
-    assert re.match(problem, found.problems[0])
-    with pytest.raises(CheckpointFormatError):
-        load(method_of(name), folder, loaded_target(HEADS[name]))
+            (EAGLE3, put("fc.weight", torch.ones(63, 192)), {}, r"It has fc.weight of the shape \[63, 192\]"),
+            (EAGLE3, None, {"rope_theta": [1]}, "It has `rope_theta`=.1. in its config.json, which must be"),
+            (DFLASH, None, {"dflash_config.mask_token_id": "x"}, "It has `mask_token_id`='x' in its conf"),
+            (DFLASH, put("x.weight", torch.ones(2)), {}, "It has 1 tensors that no DFlash draft"),
+            ("medusa/vllm_converted", put("lm_heads.1.weight", torch.ones(3)), {}, "It has lm_heads.1.weight of the"),
+            ("mlp_speculator/untied_plain", without("ln.2.bias"), {}, "It lacks 1 tensors of the MLP spec"),
+            ("demo/mtp", put("mtp.fc.weight", torch.ones(3, 3)), {}, r"It has mtp.fc.weight of the shape \[3, 3\]"),
+        )
+    ):
+        folder = copy_of(name, tmp_path / str(index), config, change)
+        found = inspect_checkpoint(folder, target_of(HEADS[name]))
+        assert found.fits is False
+        assert re.match(problem, found.problems[0])
+        with pytest.raises(CheckpointFormatError):
+            load(method_of(name), folder, loaded_target(HEADS[name]))
 
 
-def test_layers_of_the_target_that_cannot_be_loaded(tmp_path):
-    copy_of("mtp/mellum", tmp_path, {}, put("mtp.fc.weight", torch.ones(3, 3)))
-    (problem,) = inspect_checkpoint(tmp_path, tmp_path).problems
-    assert problem.startswith("It has mtp.fc.weight of the shape [3, 3]")
-
-
-@pytest.mark.parametrize("drafter", ["eagle", "draft", "mlp_speculator", "mtp"])
-def test_padded_vocabularies_fit(tmp_path, drafter):
-    assert inspect_checkpoint(DEMO / drafter, target_with(tmp_path, vocab_size=4100)).fits is True
-
-
-def test_the_language_model_of_a_multimodal_target(tmp_path):
+def test_language_model_of_a_multimodal_target(tmp_path):
     inner = json.loads((DEMO / "target" / "config.json").read_text())
     for size, fits in ((256, True), (512, False)):
-        target = tmp_path / str(size)
-        target.mkdir()
-        (target / "config.json").write_text(json.dumps({"text_config": {**inner, "hidden_size": size}}))
+        target = demo_target(tmp_path / str(size), text_config={**inner, "hidden_size": size})
         assert inspect_checkpoint(DEMO / "eagle3", target).fits is fits
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "mimo"])
-def test_layers_of_a_target_are_used_by_their_method(family):
-    target = FIXTURES / "mtp" / family / "target"
-    for found in (inspect_checkpoint(target), inspect_checkpoint(target, target)):
-        assert found.found.method == "draft_model"
-        assert "use spec_method='mtp'" in found.hint
-        assert found.to_dict()["hint"] == found.hint
-    assert found.fits is True
-    assert "use spec_method='mtp'" in run(target, env={"COLUMNS": "200"}).stdout
-
-
-def test_a_target_that_cannot_draft_for_itself(tmp_path):
+def test_hints_about_the_target_itself():
     found = inspect_checkpoint(DEMO / "target", DEMO / ".." / "demo" / "target")
     assert "is the target itself and has no multi-token-prediction layers" in found.hint
     assert inspect_checkpoint(DEMO / "draft", DEMO / "target").hint is None
-    # Layers of a family that is not supported.
-    shutil.copytree(FIXTURES / "mtp" / "deepseek_v3" / "target", tmp_path / "target")
-    file = tmp_path / "target" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "pangu_ultra_moe"}))
-    found = inspect_checkpoint(tmp_path / "target", tmp_path / "target")
-    assert "'pangu_ultra_moe' are not supported" in found.problems[0]
+    target = WITH_LAYERS["mtp/deepseek_v3"]
+    for found in (inspect_checkpoint(target), inspect_checkpoint(target, target)):
+        assert "use spec_method='mtp'" in found.to_dict()["hint"]
+    assert "use spec_method='mtp'" in run(target, env={"COLUMNS": "200"}).stdout
 
 
 def test_texts_of_strangers_stay_on_one_line(tmp_path):
     shutil.copytree(DEMO / "eagle3", tmp_path / "head")
     (tmp_path / "head" / "README.md").write_text('---\nbase_model: "a\\x1b[2J\\n\\u202eb"\n---\n')
-    found = inspect_checkpoint(tmp_path / "head", "demo")
-    assert found.found.target.name.isprintable()
+    assert inspect_checkpoint(tmp_path / "head", "demo").found.target.name.isprintable()
     assert "\x1b[2J" not in run(tmp_path / "head", "--target", "demo").stdout
 
 
-def test_what_cannot_be_used_at_all_fits_nothing(tmp_path):
-    save_file({"fc.bias": torch.zeros(1)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"architectures": ["EagleCohereForCausalLM"]}')
-    found = inspect_checkpoint(tmp_path)
-    assert (found.found.format, found.fits) == ("eagle-cohere", None)
-    assert "Cohere layer" in found.problems[0]
-    assert inspect_checkpoint(tmp_path, "demo").fits is False
-    assert run(tmp_path).exit_code == 1
-
-
+@full
 class TestCommand:
     def test_json(self, hub):
-        hub.add("user/head", DEMO / "eagle3", card="---\nbase_model: user/target\n---\n")
-        result = run("user/head", "--target", "demo", "--json")
+        hub.add("user/head", DEMO / "eagle3", card=drafters.card_of("user/target"))
+        hub.add("user/target", DEMO / "target")
+        result = run("user/head", "--target", "user/target", "--json")
         assert result.exit_code == 0, result.stderr
         found = json.loads(result.stdout)
-        assert list(found) == KEYS
-        assert found["method"] == "eagle3"
-        assert found["format"] == "eagle3-safeailab"
-        assert found["target"]["name"] == "user/target"
-        assert found["target"]["hidden_size"] == 256
+        assert set(found) == {
+            *("name", "method", "format", "producer", "target", "num_draft_tokens", "tensors", "bytes", "mtp_layers"),
+            *("fits", "problems"),
+        }
+        assert (found["method"], found["format"], found["tensors"]) == ("eagle3", "eagle3-safeailab", 12)
+        assert (found["target"]["name"], found["target"]["hidden_size"]) == ("user/target", 256)
         assert (found["fits"], found["problems"]) == (True, [])
         assert 0 < found["bytes"] < (DEMO / "eagle3" / "model.safetensors").stat().st_size
-        assert found["tensors"] == 12
         assert hub.sent("/storage/*") < 110_000
 
-    def test_without_a_target(self):
-        result = run(DEMO / "dflash", "--json")
-        assert result.exit_code == 0
-        assert json.loads(result.stdout)["fits"] is None
-
-    def test_a_table_for_people(self):
-        result = run(DEMO / "dflash", "--target", "demo", env={"COLUMNS": "200"})
-        assert result.exit_code == 0
-        for words in ("dflash-zlab (z-lab", "hidden size 256, vocabulary 4096, layers 5", "7 tokens", "1.4 MB", "yes"):
-            assert words in result.stdout
-        result = run(DEMO / "dflash", "--target", DEMO / "draft", env={"COLUMNS": "200"})
-        assert result.exit_code == 1
-        assert "problem" in result.stdout
-        assert "hidden size 256, and the target has 128" in result.stdout
-
-    def test_a_target_on_the_hub(self, hub):
-        hub.add("user/target", DEMO / "target")
-        assert run(DEMO / "eagle", "--target", "user/target").exit_code == 0
-        assert hub.sent("/storage/*") == 0
-
-    def test_revision_subfolder_cache_and_offline(self, hub, tmp_path):
+    def test_revision_subfolder_cache_token_and_offline(self, hub, tmp_path):
         files = {f"inner/{path.name}": path.read_bytes() for path in (DEMO / "medusa").iterdir()}
-        hub.add("user/head", files=files, revision="v2")
-        where = ("user/head", "--revision", "v2", "--subfolder", "inner", "--cache-dir", tmp_path)
-        assert run(*where).exit_code == 0
-        assert (tmp_path / "models--user--head").is_dir()
+        hub.add("user/head", files=files, revision="v2", private=True)
+        hub.add("user/target", DEMO / "target", gated=True)
+        place = {"revision": "v2", "subfolder": "inner", "cache_dir": tmp_path}
+        assert inspect_checkpoint("user/head", "user/target", **place, token=TOKEN).fits is True
+        assert (tmp_path / "models--user--target").is_dir()
+        with pytest.raises(CheckpointAccessError):
+            inspect_checkpoint("user/head", "user/target", **place)
         hub.requests.clear()
         result = run("user/head", "--offline")
         assert result.exit_code == 2
         assert "not in the cache" in result.stderr
         assert not hub.requests
 
-    @pytest.mark.parametrize("arguments", [("user/none",), (DEMO / "eagle", "--target", "user/none")])
-    def test_errors(self, hub, arguments):
-        result = run(*arguments)
-        assert result.exit_code == 2
-        assert "neither a local folder nor a repository of this name" in result.stderr
-        assert "Traceback" not in result.stderr
-
-    def test_an_unknown_format(self, tmp_path):
+    def test_errors(self, hub, tmp_path):
         (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
-        result = run(tmp_path)
-        assert result.exit_code == 2
-        assert "BertModel" in result.stderr
-        with pytest.raises(CheckpointFormatError):
-            inspect_checkpoint(tmp_path)
+        absent = "neither a local folder nor a repository of this name"
+        for message, *arguments in (
+            (absent, "user/none"),
+            (absent, DEMO / "eagle", "--target", "user/none"),
+            ("BertModel", tmp_path),
+        ):
+            result = run(*arguments)
+            assert result.exit_code == 2
+            assert message in result.stderr
+            assert "Traceback" not in result.stderr
 
 
-def test_a_token_goes_to_both_repositories(hub):
-    hub.add("other/head", DEMO / "eagle", private=True)
-    hub.add("other/target", DEMO / "target", gated=True)
-    assert inspect_checkpoint("other/head", "other/target", token=TOKEN).fits is True
-    with pytest.raises(CheckpointAccessError):
-        inspect_checkpoint("other/head", "other/target")
+DFLASH, DSPARK = "dflash/qwen3_random_b8", "dflash/dspark_vanilla_b5"
+EAGLE1, EAGLE3, SPECULATORS = "eagle/eagle1_llama", "eagle/eagle3_llama", "eagle/eagle3_speculators"
+MEDUSA = "medusa/vllm_converted"
+MLP = "mlp_speculator/untied_plain"
+
+# Settings that say what a block drafter is: the drafts it then makes, or `None` where it is refused.
+BLOCKS = [
+    (DFLASH, "sample_from_anchor", {True: 8, False: 7}),
+    (DSPARK, "sample_from_anchor", {True: 5, False: 4}),
+    (DFLASH, "dflash_config.sample_from_anchor", {True: 8}),
+    (DFLASH, "block_size", {3: 2, 1: None, 0: None, -1: None, 2**31: None, 10**18: None, "8": None}),
+    (DSPARK, "dflash_config.block_size", {3: 3, 257: None}),
+    (DFLASH, "dflash_config.projector_type", {"dspark": 8, "mystery": None}),
+    (DSPARK, "dflash_config.projector_type", {"dflash": 5, "domino": None}),
+    (DSPARK, "speculators_model_type", {"mystery": None}),
+    (DFLASH, "architectures", {("Qwen3DSparkModel",): 8}),
+    (DSPARK, "architectures", {("LlamaForCausalLM",): 4}),
+    (DFLASH, "shift_label", {True: None, False: 7}),
+]
+# Sizes that its tensors or its target disagree with.
+SIZES = [
+    (EAGLE3, {"hidden_size": 24}),
+    (EAGLE3, {"eagle_aux_hidden_state_layer_ids": [1, 2]}),
+    (EAGLE1, {"vocab_size": 7}),
+    (DFLASH, {"hidden_size": 24}),
+    (DSPARK, {"target_layer_ids": [0, 90, 1]}),
+    ("dflash/domino_b6", {"target_hidden_size": 24}),
+    ("dflash/jetspec_b8", {"vocab_size": 7}),
+    ("dflash/trained_b8", {"num_target_layers": 3}),
+    ("eagle/eagle3_peagle", {"num_hidden_layers": 9}),
+    (SPECULATORS, {"aux_layer_ids": [1, 2, 90]}),
+    (SPECULATORS, {"transformer_layer_config.vocab_size": 7}),
+    (SPECULATORS, {"transformer_layer_config.hidden_size": 24}),
+    (SPECULATORS, {"transformer_layer_config.quantization_config": {"quant_method": "fp8"}}),
+    (MEDUSA, {"hidden_size": 24}),
+    *((MLP, change) for change in ({"n_predict": None}, {"n_predict": 10**9}, {"emb_dim": None}, {"emb_dim": 10**12})),
+]
+
+# Settings of layers that are not those of the drafters' own.
+LAYERS = {
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "embedding_multiplier": 12.0,
+    "scale_emb": 12,
+}
+LAYERS |= {"residual_multiplier": 0.22, "attention_multiplier": 0.01, "logits_scaling": 8.0, "norm_type": "layer_norm"}
+LAYERS |= {"use_parallel_residual": True, "is_neox_style": False, "position_embedding_type": "alibi"}
+LAYERS |= {"rotary_pct": 0.25, "clip_qkv": 8.0, "hidden_act": "mystery"}
+LAYERS |= {"rope_scaling": {"rope_type": "mystery", "factor": 2.0}}
+
+
+def wrapped(prefix):
+    return lambda tensors: {prefix + key: tensor for key, tensor in tensors.items()}
+
+
+def drafts_of(resources) -> int | None:
+    """Tokens of a draft that what was loaded can make; `None`: any number."""
+    network = getattr(resources, "heads", None) or getattr(resources, "speculator", None) or resources
+    config = getattr(network, "config", None)
+    if hasattr(config, "num_drafts"):
+        return config.num_drafts(config.block_size)
+    return config.n_predict if hasattr(config, "n_predict") else getattr(network, "num_heads", None)
+
+
+def outcome(folder, target):
+    """What is detected, and what the loader of its method makes of it, or its error."""
+    found = detect_checkpoint(folder)
+    try:
+        made = resolve_candidate_generator(found.method).load(SpeculativeConfig(found.method, str(folder)), target)
+    except SpecDecError as error:
+        return found, None, error
+    return found, made, None
+
+
+def check(folder, target):
+    found, resources, error = outcome(folder, target)
+    problems = (*found.problems, *inspect_checkpoint(folder, target.config.name_or_path).problems)
+    assert bool(problems) == bool(error), f"the loader says: {error}"
+    if error is None:
+        assert drafts_of(resources) in (None, found.num_draft_tokens)
+    return found
+
+
+@full
+def test_as_published():
+    for folder in HEADS.values():
+        assert check(folder, loaded_target(folder)).problems == ()
+
+
+def test_wrapped_names(tmp_path):
+    wrappers = {MEDUSA: "model.", EAGLE1: "eagle.", MLP: "speculator.", DFLASH: "language_model."}
+    wrappers |= {"demo/mtp": "language_model.model.", "medusa/v01_heads_pt": "medusa_heads."}
+    for name, prefix in wrappers.items():
+        plain = detect_checkpoint(HEADS[name])
+        found = check(copy_of(name, tmp_path / name, change=wrapped(prefix)), loaded_target(HEADS[name]))
+        assert (found.method, found.num_draft_tokens, found.problems) == (plain.method, plain.num_draft_tokens, ())
+
+
+@pytest.mark.parametrize(("name", "key", "drafts"), [*BLOCKS[:2], *in_full(*BLOCKS[2:])])
+def test_kinds_and_sizes_of_blocks(tmp_path, name, key, drafts):
+    for index, (value, expected) in enumerate(drafts.items()):
+        value = list(value) if isinstance(value, tuple) else value
+        folder, target = copy_of(name, tmp_path / str(index), {key: value}), loaded_target(HEADS[name])
+        found, network, _ = outcome(folder, target)
+        assert expected == (None if network is None else drafts_of(network))
+        assert check(folder, target).num_draft_tokens == expected or expected is None
+
+
+@pytest.mark.parametrize(("name", "change"), [SIZES[0], *in_full(*SIZES[1:])])
+def test_sizes_that_disagree(tmp_path, name, change):
+    check(copy_of(name, tmp_path / "head", change), loaded_target(HEADS[name]))
+
+
+def test_two_writings_of_one_tensor_and_an_embedding_without_rows(tmp_path):
+    target = loaded_target(HEADS[EAGLE3])
+    folder = copy_of(EAGLE3, tmp_path / "two", change=put("model.norm.weight", torch.ones(64)))
+    with pytest.raises(CheckpointFormatError, match="two writings of one tensor"):
+        resolve_candidate_generator("eagle3").load(SpeculativeConfig("eagle3", str(folder)), target)
+    empty = put("embed_tokens.weight", torch.ones(0, target.config.hidden_size))
+    assert check(copy_of(EAGLE3, tmp_path / "empty", change=empty), target).target.vocab_size == 0
+
+
+@pytest.mark.parametrize("name", [EAGLE3, *in_full(DFLASH)])
+def test_keys_that_change_what_layers_compute(tmp_path, name):
+    for key, value in LAYERS.items():
+        _, _, error = outcome(copy_of(name, tmp_path / key, {key: value}), loaded_target(HEADS[name]))
+        assert isinstance(error, CheckpointFormatError)
+        assert key in str(error) or "rope_type 'mystery'" in str(error)
+
+
+def test_values_that_change_nothing(tmp_path):
+    harmless = {"residual_multiplier": 1.0, "is_neox_style": True, "scale_emb": 1, "unsloth_fixed": True, "note": "x"}
+    for name in (EAGLE3, DFLASH):
+        assert check(copy_of(name, tmp_path / name, harmless), loaded_target(HEADS[name])).problems == ()
+
+
+def test_unknown_keys_are_named_in_a_warning_unless_they_are_off(tmp_path, warnings):
+    key = "transformer_layer_config.rope_parameters.alpha"
+    for index, value in enumerate(("x" * 1000, False, 0, [], {}, "")):
+        folder = copy_of(SPECULATORS, tmp_path / str(index), {key: value})
+        assert check(folder, loaded_target(HEADS[SPECULATORS])).problems == ()
+    (line,) = {line for line in warnings if "not known here" in line}
+    assert f"{tmp_path / '0'}' has `{key}`" in line
+    assert len(line) < 700
+
+
+def test_rotary_embeddings_of_several_kinds_of_layers(tmp_path):
+    thetas = {"full_attention": 1e4, "sliding_attention": 1e6}
+    sets = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
+    change = {"rope_parameters": sets, "rope_theta": None, "use_sliding_window": True, "sliding_window": 16}
+    target = loaded_target(HEADS[DFLASH])
+    mixed = {**change, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    _, _, error = outcome(copy_of(DFLASH, tmp_path / "mixed", mixed), target)
+    assert "other rotary embeddings for each of full_attention, sliding_attention" in str(error)
+    sliding = {**change, "layer_types": ["sliding_attention"] * 3}
+    _, network, _ = outcome(copy_of(DFLASH, tmp_path / "sliding", sliding), target)
+    assert network.config.rope_parameters["rope_theta"] == 1e6

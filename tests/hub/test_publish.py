@@ -1,26 +1,33 @@
-"""A drafter that is saved or pushed loads again by folder or name alone, and drafts the same."""
+"""A drafter that is saved or pushed loads again by name alone and drafts the same; its card says what it is."""
 
 import json
+from datetime import date
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+from typer.testing import CliRunner
 
-from hf_specdec import SpecConfigError, SpeculativeConfig, demo, forget_speculators, load_speculator, record
+from hf_specdec import SpecConfigError, SpeculativeConfig, cli, demo, forget_speculators, load_speculator, record
 from hf_specdec.candidate_generators.eagle.network import load_eagle
 from hf_specdec.checkpoints.files import ReadOfRepositories
-from hf_specdec.hub.card import read_card
+from hf_specdec.hub.card import add_to_target_card, load_card, make_card, read_card, read_target_card, target_entry
+from hf_specdec.hub.published import published_config
 from hf_specdec.method import takes_model
+from tests.helpers.heads import HEADS, WITH_LAYERS, loaded_target
+from tests.helpers.levels import full, in_full
 from tests.helpers.loopback_hub import TOKEN
-from tests.helpers.models import prompts, tiny_llama
-from tests.helpers.paths import FIXTURES
+from tests.helpers.models import tiny_llama
 
 
-PROMPT = "def read_json(path):\n    with open(path) as file:\n        return json.load(file)\n\ndef write_"
+ROWS = demo.settings()
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +37,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def inputs():
-    return demo.load_tokenizer()(PROMPT, return_tensors="pt")
+    return demo.load_tokenizer()("def read_json(path):\n    with open(path) as file:\n  ", return_tensors="pt")
 
 
 def drafts_of(model, inputs, **speculation):
@@ -42,30 +49,27 @@ def drafts_of(model, inputs, **speculation):
     return tokens.tolist(), [row.draft_tokens for cycle in call.cycles for row in cycle.rows]
 
 
-@pytest.mark.parametrize("row", demo.settings())
+@pytest.mark.parametrize(
+    "row", ["eagle3", "ngram", *in_full(*(row for row in ROWS if row not in ("eagle3", "ngram")))]
+)
 def test_saved_and_pushed_drafters_draft_the_same(row, target, inputs, tmp_path, hub):
-    speculator = load_speculator(target, demo.settings()[row])
+    speculator = load_speculator(target, ROWS[row])
     expected = drafts_of(target, inputs, assistant=speculator)
-    folder = speculator.save_pretrained(tmp_path / "saved")
-    assert drafts_of(target, inputs, spec_model=str(folder)) == expected
+    folder = str(speculator.save_pretrained(tmp_path / "saved"))
     url = speculator.push_to_hub("user/drafter", token=TOKEN)
     assert url.startswith(f"{hub.url}/user/drafter/commit/")
-    assert drafts_of(target, inputs, spec_model="user/drafter") == expected
-    # Both know the settings, not only the method.
-    for name in (str(folder), "user/drafter"):
-        loaded = load_speculator(target, name).config
+    # That tokenizers need not be compared is for the user to say.
+    own = {"same_tokenizer": False} if speculator.method == "draft_model" else {}
+    for name in (folder, "user/drafter"):
+        assert drafts_of(target, inputs, spec_model=name) == expected
+        # Both know the settings, not only the method.
         place = {"model": name} if takes_model(speculator.method) else {}
-        # That tokenizers need not be compared is for the user to say.
-        own = {"same_tokenizer": False} if speculator.method == "draft_model" else {}
-        assert loaded == speculator.config.replace(**place, **own)
-        assert read_card(name) == loaded
+        assert load_speculator(target, name).config == speculator.config.replace(**place, **own) == read_card(name)
 
 
 def test_settings_of_the_call_take_precedence(target, tmp_path):
-    speculator = load_speculator(
-        target, {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 3, "max_model_len": 100}
-    )
-    folder = str(speculator.save_pretrained(tmp_path))
+    settings = {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 3, "max_model_len": 100}
+    folder = str(load_speculator(target, settings).save_pretrained(tmp_path))
     assert load_speculator(target, folder).config.num_speculative_tokens == 3
     changed = load_speculator(target, model=folder, num_speculative_tokens=2).config
     assert (changed.num_speculative_tokens, changed.max_model_len) == (2, 100)
@@ -75,90 +79,67 @@ def test_settings_of_the_call_take_precedence(target, tmp_path):
     assert load_speculator(target, {"method": "eagle3", "model": folder}).config.num_speculative_tokens is None
 
 
-def test_a_call_takes_a_chain_of_a_draft_with_a_saved_tree(target, inputs, tmp_path):
-    chain = {"method": "dflash", "model": demo.drafter_path("dflash")}
-    shape = {"num_draft_nodes": 20, "draft_tree_top_k": 3}
-    folder = str(load_speculator(target, {**chain, **shape}).save_pretrained(tmp_path))
-    tree, expected = (drafts_of(target, inputs, speculative=settings) for settings in ({"model": folder}, chain))
-    assert drafts_of(target, inputs, speculative={"model": folder, "num_draft_nodes": 0}) == expected != tree
-
-
-def test_weights_are_copied_byte_for_byte(target, tmp_path):
-    source = Path(demo.drafter_path("dflash"))
-    folder = load_speculator(target, model=str(source)).save_pretrained(tmp_path)
-    for name in ("config.json", "model.safetensors"):
-        assert (folder / name).read_bytes() == (source / name).read_bytes()
-    # Saving to the same place again changes nothing.
-    load_speculator(target, model=str(folder)).save_pretrained(folder)
-    assert (folder / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
-
-
-PUBLISHED = [
-    *("eagle/eagle1_llama", "eagle/eagle3_llama", "eagle/eagle3_specforge", "eagle/eagle3_speculators"),
-    *("dflash/qwen3_random_b8", "dflash/dspark_vanilla_b5"),
-    *("medusa/v01_heads_pt", "medusa/v2_shared_lm_head_safetensors", "medusa/vllm_truncated_vocab"),
-    *("mlp_speculator/tied_scaled", "mlp_speculator/untied_plain"),
-]
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_every_format_is_kept(name, tmp_path):
-    checkpoint = FIXTURES / name
-    targets = checkpoint / "target", checkpoint.parent / "target"
-    target = AutoModelForCausalLM.from_pretrained(next(path for path in targets if path.is_dir())).eval()
+@pytest.mark.parametrize(
+    "name",
+    [
+        "medusa/v01_heads_pt",
+        *in_full(
+            "eagle/eagle1_llama", "eagle/eagle3_specforge", "eagle/eagle3_speculators", "dflash/dspark_vanilla_b5"
+        ),
+        *in_full("medusa/v2_shared_lm_head_safetensors", "medusa/vllm_truncated_vocab", "mlp_speculator/tied_scaled"),
+    ],
+)
+def test_every_format_is_kept_byte_for_byte(name, tmp_path):
     # Some fixtures have both kinds of weights; the first that is read is copied.
-    speculator = load_speculator(target, model=str(checkpoint))
+    speculator = load_speculator(loaded_target(HEADS[name]), model=str(HEADS[name]))
     folder = speculator.save_pretrained(tmp_path)
-    saved = load_speculator(target, model=str(folder))
-    assert saved.method == speculator.method
-    tensors, again = (item.generator_class.network(item.resources).state_dict() for item in (speculator, saved))
-    assert tensors.keys() == again.keys()
-    assert all(torch.equal(tensor, again[key]) for key, tensor in tensors.items())
-    copies = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".pt", ".bin")]
-    assert len(copies) == 1
-    assert copies[0].read_bytes() == (checkpoint / copies[0].name).read_bytes()
+    (copy,) = (path for path in folder.iterdir() if path.suffix in (".safetensors", ".pt", ".bin"))
+    for file in ("config.json", copy.name):
+        assert (folder / file).read_bytes() == (HEADS[name] / file).read_bytes()
+    # Saving to the same place again changes nothing.
+    again = load_speculator(loaded_target(HEADS[name]), model=str(folder))
+    assert again.method == speculator.method
+    again.save_pretrained(folder)
+    assert copy.read_bytes() == (HEADS[name] / copy.name).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "mimo"])
-@pytest.mark.parametrize("is_named", [False, True])
-def test_multi_token_prediction_layers_leave_their_model(name, is_named, tmp_path):
-    checkpoint = FIXTURES / "mtp" / name / "target"
+@pytest.mark.parametrize("name", ["deepseek_v3", *in_full("qwen3_next", "mimo")])
+def test_multi_token_prediction_layers_leave_their_model(name, tmp_path):
+    checkpoint = WITH_LAYERS[f"mtp/{name}"]
     cls = Qwen2ForCausalLM if name == "mimo" else AutoModelForCausalLM
     target = cls.from_pretrained(checkpoint, dtype=torch.float32).eval()
     target.generation_config.pad_token_id = 0
     inputs = {"input_ids": torch.arange(1, 9)[None]}
-    settings = {"method": "mtp", "num_speculative_tokens": 2, "model": str(checkpoint) if is_named else None}
-    speculator = load_speculator(target, settings)
-    folder = speculator.save_pretrained(tmp_path)
-    whole, saved = (sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (checkpoint, folder))
-    assert saved < whole
-    expected = drafts_of(target, inputs, assistant=speculator)
-    assert drafts_of(target, inputs, spec_model=str(folder)) == expected
+    for model in (None, str(checkpoint)):
+        settings = {"method": "mtp", "num_speculative_tokens": 2, "model": model}
+        speculator = load_speculator(target, settings)
+        folder = speculator.save_pretrained(tmp_path / str(model is None))
+        sizes = [sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (folder, checkpoint)]
+        assert sizes[0] < sizes[1]
+        expected = drafts_of(target, inputs, assistant=speculator)
+        assert drafts_of(target, inputs, spec_model=str(folder)) == expected
 
 
-def test_networks_are_written_in_their_published_format(target, tmp_path, inputs):
-    network = load_eagle(SpeculativeConfig(method="eagle3", model=demo.drafter_path("eagle3")), target)
+@pytest.mark.parametrize("method", ["eagle3", *in_full("draft_model")])
+def test_networks_that_were_passed(method, target, tmp_path, inputs):
+    path = demo.drafter_path(method)
+    if method == "eagle3":
+        network = load_eagle(SpeculativeConfig(method="eagle3", model=path), target)
+    else:
+        # As the saved one will be: in another data type it may draft otherwise.
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
     speculator = load_speculator(target, draft_model=network)
     folder = speculator.save_pretrained(tmp_path)
-    published = load_file(Path(demo.drafter_path("eagle3"), "model.safetensors"))
+    published = load_file(Path(path, "model.safetensors"))
     assert load_file(folder / "model.safetensors").keys() == published.keys()
-    assert drafts_of(target, inputs, spec_model=str(folder)) == drafts_of(target, inputs, assistant=speculator)
-
-
-def test_a_draft_model_is_saved_with_its_tokenizer(target, inputs, tmp_path):
-    # As the saved one will be: in another data type it may draft otherwise.
-    draft = AutoModelForCausalLM.from_pretrained(demo.drafter_path("draft_model"), dtype=target.dtype)
-    speculator = load_speculator(target, draft_model=draft, num_speculative_tokens=3)
-    folder = speculator.save_pretrained(tmp_path)
-    assert (folder / "tokenizer.json").is_file() == Path(draft.config.name_or_path, "tokenizer.json").is_file()
+    assert (folder / "tokenizer.json").is_file() == Path(path, "tokenizer.json").is_file()
     assert drafts_of(target, inputs, spec_model=str(folder)) == drafts_of(target, inputs, assistant=speculator)
 
 
 def test_nothing_of_this_machine_is_published(tmp_path):
-    model = tiny_llama()
     tiny_llama(seed=1).save_pretrained(tmp_path / "draft")
     settings = {"model": str(tmp_path / "draft"), "device": "cpu", "token": "hf_secret", "cache_dir": "/cache"}
-    folder = load_speculator(model, settings).save_pretrained(tmp_path / "saved")
+    folder = load_speculator(tiny_llama(), settings).save_pretrained(tmp_path / "saved")
     written = "".join(path.read_text() for path in folder.iterdir() if path.suffix in (".json", ".md"))
     for private in ("hf_secret", "/cache", str(tmp_path), '"device"'):
         assert private not in written
@@ -170,40 +151,27 @@ def test_cards_keep_what_was_written_by_hand(target, tmp_path, hub):
     (tmp_path / "README.md").write_text("---\nlicense: mit\ntags: [mine]\n---\nMy own words.\n")
     speculator.save_pretrained(tmp_path, target="user/target")
     card = ModelCard.load(tmp_path / "README.md")
-    assert card.text.strip() == "My own words."
-    assert card.data.license == "mit"
-    assert card.data.base_model == ["user/target"]
-    assert {"mine", "ngram"} <= set(card.data.tags)
+    assert (card.data.license, card.data.base_model) == ("mit", ["user/target"])
     hub.add("user/settings", tmp_path)
     speculator.push_to_hub("user/settings", token=TOKEN, tags=["new"])
     card = ModelCard.load("user/settings")
     assert card.text.strip() == "My own words."
-    assert {"mine", "new"} <= set(card.data.tags)
+    assert {"mine", "new", "ngram"} <= set(card.data.tags)
 
 
-def test_a_second_push_is_seen(target, hub):
+def test_second_push_is_seen_and_the_last_one_offline(target, hub, monkeypatch):
+    load_speculator(target, model=demo.drafter_path("medusa")).push_to_hub("user/drafter", token=TOKEN)
+    assert load_speculator(target, model="user/drafter").method == "medusa"
     for length in (3, 5):
         load_speculator(target, "ngram", num_speculative_tokens=length).push_to_hub("user/drafter", token=TOKEN)
         assert load_speculator(target, model="user/drafter").config.num_speculative_tokens == length
-    load_speculator(target, model=demo.drafter_path("medusa")).push_to_hub("user/drafter", token=TOKEN)
-    assert load_speculator(target, model="user/drafter").method == "medusa"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("hf_specdec.hub.published._saved_on_the_hub", ReadOfRepositories())
+    assert load_speculator(target, model="user/drafter").config.num_speculative_tokens == 5
 
 
-def test_push_options(target, hub):
+def test_push_options_and_refusals(target, hub):
     speculator = load_speculator(target, "ngram", num_speculative_tokens=7)
-    api = HfApi(endpoint=hub.url, token=TOKEN)
-    speculator.push_to_hub("user/private", token=TOKEN, private=True, commit_message="Mine", license="mit")
-    assert api.model_info("user/private").private
-    assert api.model_info("user/private").card_data.license == "mit"
-    commit = next(request for request in hub.requests if "/commit/" in request.path)
-    assert commit.status == 200
-    # Private repositories are loaded with a token, which the settings carry and never show.
-    found = load_speculator(target, {"model": "user/private", "token": TOKEN}).config
-    assert (found.method, found.num_speculative_tokens) == ("ngram", 7)
-
-
-def test_pushes_that_cannot_be(target, hub):
-    speculator = load_speculator(target, "ngram")
     with pytest.raises(SpecConfigError, match="cannot be the id"):
         speculator.push_to_hub("no/such/id", token=TOKEN)
     with pytest.raises(HfHubHTTPError, match="401"):
@@ -211,9 +179,15 @@ def test_pushes_that_cannot_be(target, hub):
     with pytest.raises(HfHubHTTPError, match="403"):
         speculator.push_to_hub("other/drafter", token=TOKEN)
     assert hub.repos == {}
+    speculator.push_to_hub("user/private", token=TOKEN, private=True, commit_message="Mine", license="mit")
+    info = HfApi(endpoint=hub.url, token=TOKEN).model_info("user/private")
+    assert (info.private, info.card_data.license) == (True, "mit")
+    # Private repositories are loaded with a token, which the settings carry and never show.
+    found = load_speculator(target, {"model": "user/private", "token": TOKEN}).config
+    assert (found.method, found.num_speculative_tokens) == ("ngram", 7)
 
 
-def test_networks_that_cannot_be_saved(target, tmp_path):
+def test_network_that_cannot_be_saved(target, tmp_path):
     speculator = load_speculator(target, "ngram")
     speculator.generator_class = type("Own", (speculator.generator_class,), {})
     speculator.resources = torch.nn.Linear(2, 2)
@@ -221,15 +195,7 @@ def test_networks_that_cannot_be_saved(target, tmp_path):
         speculator.save_pretrained(tmp_path / "saved")
 
 
-def test_saved_settings_without_weights_name_their_drafter(tmp_path, target):
-    SpeculativeConfig(model=demo.drafter_path("medusa"), num_speculative_tokens=2).save_pretrained(tmp_path)
-    found = load_speculator(target, model=str(tmp_path)).config
-    assert (found.method, found.model, found.num_speculative_tokens) == ("medusa", demo.drafter_path("medusa"), 2)
-
-
-@pytest.mark.parametrize(
-    "content", ["[1]", "{", '{"method": "ngrm"}', '{"method": "medusa", "trust_remote_code": true}']
-)
+@pytest.mark.parametrize("content", ["{", *in_full("[1]", '{"method": "ngrm"}', '{"trust_remote_code": true}')])
 def test_damaged_settings(content, target, tmp_path):
     folder = load_speculator(target, model=demo.drafter_path("medusa")).save_pretrained(tmp_path)
     (folder / "speculation_config.json").write_text(content)
@@ -238,19 +204,209 @@ def test_damaged_settings(content, target, tmp_path):
             load_speculator(target, **speculation)
 
 
-def test_a_saved_drafter_is_found_offline(target, tmp_path, hub, monkeypatch):
-    load_speculator(target, "ngram", num_speculative_tokens=3).push_to_hub("user/drafter", token=TOKEN)
-    assert load_speculator(target, model="user/drafter").config.num_speculative_tokens == 3
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("hf_specdec.hub.published._saved_on_the_hub", ReadOfRepositories())
-    assert load_speculator(target, model="user/drafter").config.num_speculative_tokens == 3
+@full
+class TestCommands:
+    """`hf-specdec card` and `hf-specdec export-custom-generate`."""
+
+    def run(self, *arguments, exit_code=0):
+        result = CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="hf-specdec")
+        assert result.exit_code == exit_code, result.output
+        return result.stdout if exit_code == 0 else " ".join(result.stderr.split())
+
+    @pytest.fixture
+    def head(self, target, tmp_path):
+        settings = {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 4}
+        folder = load_speculator(target, settings).save_pretrained(tmp_path / "head")
+        (folder / "README.md").unlink()
+        return folder
+
+    def test_card_of_a_drafter(self, head, tmp_path):
+        options = ("--target", "user/target", "--name", "user/head", "--license", "mit", "--tag", "a", "--tag", "b")
+        rows = [{"method": "plain", "tokens_per_second": 10.0}, {"method": "eagle3", "tokens_per_second": 25.0}]
+        (tmp_path / "bench.json").write_text(json.dumps({"rows": rows}))
+        printed = ModelCard(self.run("card", head, *options, "--bench", tmp_path / "bench.json"))
+        assert not (head / "README.md").exists()
+        assert {"a", "b", "eagle3"} <= set(printed.data.tags)
+        assert (printed.data.license, printed.data.base_model) == ("mit", ["user/target"])
+        assert 'speculative="user/head"' in printed.text
+        assert "| eagle3 | 25.0 |" in printed.text
+        assert self.run("card", head, *options, "--write").strip() == str(head / "README.md")
+        assert read_card(head) == SpeculativeConfig(method="eagle3", model=str(head), num_speculative_tokens=4)
+        # What the card says need not be said again.
+        assert ModelCard(self.run("card", head)).data.to_dict() == printed.data.to_dict()
+        # Of one that nobody saved the length comes from the checkpoint.
+        printed = ModelCard(self.run("card", demo.drafter_path("dflash"), "--name", "user/draft"))
+        assert printed.data.speculative == {"method": "dflash"}
+        assert "--speculative-num-draft-tokens" in printed.text
+
+    def test_export(self, tmp_path, head):
+        repo = tmp_path / "repo"
+        for folder, settings, *arguments in (
+            (repo, "{'method': 'ngram', 'num_speculative_tokens': 4}", "--method", "ngram", "-k", 4),
+            (repo, "{'model': 'user/head'}", "--spec-model", "user/head"),
+            (repo, "{'method': 'ngram', 'num_speculative_tokens': 3", "--config", '{"method": "ngram"}', "-k", 3),
+            (head, "{'method': 'eagle3', 'model': 'user/head', 'num_spec", "--name", "user/head"),
+        ):
+            assert len(self.run("export-custom-generate", folder, *arguments).split()) == 2
+            assert f"SETTINGS = {settings}" in (folder / "custom_generate" / "generate.py").read_text()
 
 
-def test_pushed_shards(hub, tmp_path):
-    model, draft = tiny_llama(), tiny_llama(seed=1)
-    draft.save_pretrained(tmp_path / "draft", max_shard_size="20KB")
-    assert len(list((tmp_path / "draft").glob("*.safetensors"))) > 1
-    load_speculator(model, model=str(tmp_path / "draft")).push_to_hub("user/draft", token=TOKEN)
-    inputs = prompts(2)
-    expected = drafts_of(model, inputs, assistant=draft)
-    assert drafts_of(model, inputs, spec_model="user/draft") == expected
+EAGLE3 = SpeculativeConfig(method="eagle3", model="user/head", num_speculative_tokens=4)
+
+
+def card_of(config=EAGLE3, **arguments):
+    return make_card(config, **{"name": "user/head", "target": "user/target", **arguments})
+
+
+def written(folder, card):
+    card.save(folder / "README.md")
+    return folder
+
+
+# Settings that others can use, by method.
+NAMED = {"method": st.sampled_from(["eagle", "eagle3", "mtp", "medusa", "draft_model"]), "model": st.just("user/head")}
+TREES = {"speculative_token_tree": st.sampled_from([[0, 0, 1], [[0], [1], [0, 0]]])}
+CONFIGS = st.one_of(
+    st.fixed_dictionaries(
+        {"method": st.just("ngram")},
+        optional={"num_speculative_tokens": st.integers(1, 64), "prompt_lookup_max": st.integers(4, 9)},
+    ),
+    st.fixed_dictionaries(
+        {"method": st.just("suffix")}, optional={"suffix_decoding_min_token_prob": st.floats(0.0, 1.0)}
+    ),
+    st.fixed_dictionaries(
+        NAMED, optional={"num_speculative_tokens": st.integers(1, 9), "max_model_len": st.integers(1, 10**6)}
+    ),
+    st.fixed_dictionaries({**NAMED, "method": st.just("medusa"), **TREES}),
+)
+
+
+@given(CONFIGS, st.sampled_from([None, "user/target"]))
+def test_written_card_parses_into_the_same_settings(flat, target):
+    config = SpeculativeConfig.from_dict(flat)
+    metadata = ModelCard(str(card_of(config, target=target))).data.to_dict()
+    settings = {key: value for key, value in metadata["speculative"].items() if key != "target"}
+    assert published_config(settings, "The card", model="user/head") == config
+    assert metadata["speculative"].get("target") == target
+
+
+def test_metadata():
+    assert card_of(license="mit", tags=["qwen3"]).data.to_dict() == {
+        "base_model": ["user/target"],
+        "base_model_relation": "adapter",
+        "library_name": "hf_specdec",
+        "license": "mit",
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "draft-model", "eagle3", "vllm", "sglang", "qwen3"],
+        "speculative": {"target": "user/target", "method": "eagle3", "num_speculative_tokens": 4},
+    }
+    whole = card_of(SpeculativeConfig(method="draft_model", model="a/b")).data
+    assert (whole.library_name, "base_model_relation" in whole) == ("transformers", False)
+    assert card_of(base_model_relation="quantized").data.base_model_relation == "quantized"
+    assert "base_model_relation" not in card_of(base_model_relation="none").data
+    medusa = card_of(SpeculativeConfig(method="medusa", model="a/b")).data
+    assert medusa.tags == ["speculative-decoding", "draft-model", "medusa"]
+
+
+@full
+def test_commands_of_engines():
+    text = card_of().text
+    assert 'pipeline("text-generation", model="user/target", speculative="user/head")' in text
+    vllm = json.loads(text.split("--speculative-config '")[1].split("'")[0])
+    assert vllm == {"method": "eagle3", "model": "user/head", "num_speculative_tokens": 4}
+    assert "--speculative-algorithm EAGLE3 \\\n    --speculative-draft-model-path user/head" in text
+    assert "--speculative-num-steps 4" in text
+    assert "--speculative-num-draft-tokens 5" in text
+    # Of what the settings leave open, the checkpoint tells the length.
+    dflash = SpeculativeConfig(method="dflash", model="a/b")
+    text = card_of(dflash, num_draft_tokens=7).text
+    assert '"num_speculative_tokens": 7' in text
+    assert "--speculative-num-draft-tokens 8" in text
+    # Engines have no adaptive length.
+    text = card_of(dflash.replace(num_speculative_tokens="auto")).text
+    assert "| num_speculative_tokens | `auto` |" in text
+    assert "--speculative-num-draft-tokens 16" in text
+    for method, engines in (("medusa", 0), ("mtp", 0), ("mlp_speculator", 0), ("suffix", 1), ("ngram", 2)):
+        text = card_of(SpeculativeConfig(method, None if engines else "a/b")).text
+        assert ("With vLLM" in text) + ("With SGLang" in text) == engines
+    # Which rule accepts drafts is for whoever generates.
+    assert str(card_of(EAGLE3.replace(rejection_sample_method="typical"))) == str(card_of())
+
+
+@full
+def test_measured_figures():
+    names = ("method", "tokens_per_second", "speedup", "mean_acceptance_length", "acceptance_rate")
+    rows = [("plain", 100.0, 1.0), ("eagle3", 250.0, 2.5, 3.25, 0.75), ("eagle3_tree", 300.0, 3.0), ("ngram", 120.0)]
+    report = {"rows": [dict(zip(names, row)) for row in rows], "environment": {"cpu": "A | processor", "gpu": None}}
+    card = ModelCard("---\nlicense: mit\n---\n# Mine\n\nWords.\n")
+    for _ in range(2):
+        card = card_of(report=report, existing=card)
+    for line in ("| plain | 100.0 | 1.00 |  |  |", "| eagle3 | 250.0 | 2.50 | 3.25 | 75% |", "A \\| processor"):
+        assert card.text.count(line) == 1
+    assert "| eagle3_tree | 300.0 |" in card.text
+    assert "ngram" not in card.text
+    assert card.text.startswith("# Mine\n\nWords.\n")
+    with pytest.raises(SpecConfigError, match="no figures of 'medusa', but of: plain, eagle3, eagle3_tree, ngram"):
+        card_of(SpeculativeConfig(method="medusa", model="a/b"), report=report)
+    with pytest.raises(SpecConfigError, match="no `rows`"):
+        card_of(report={"rows": [{}]})
+
+
+def test_reading(tmp_path, hub):
+    card = card_of()
+    # What another version knows is left out.
+    card.data["speculative"]["of_the_future"] = 3
+    folder = written(tmp_path, card)
+    assert read_card(folder) == EAGLE3.replace(model=str(folder))
+    # It is no entry of a target.
+    assert target_entry(load_card(folder).data.to_dict()) is read_target_card(folder) is None
+    hub.add("user/head", folder)
+    hub.add("user/head", folder, revision="v2")
+    hub.add("user/none", files={"a.txt": ""})
+    assert read_card("user/head") == EAGLE3
+    assert read_card("user/head", revision="v2") == EAGLE3.replace(revision="v2")
+    assert read_card("user/none") is None
+
+
+def test_wrong_settings_are_clear_errors(tmp_path):
+    for settings, match in (
+        ({"method": "ngrm"}, "Unknown spec_method='ngrm'"),
+        ({"method": "eagle3", "trust_remote_code": True}, "must not let code run"),
+        ({"method": "eagle3", "options": {"trust_remote_code": 1}}, "must not let code run"),
+        ({"method": "eagle3", "num_speculative_tokens": "many"}, "must be an integer|num_speculative_tokens"),
+        ({"method": "ngram", "prompt_lookup_max": {}}, "prompt_lookup_max"),
+        ({"method": ["eagle3"]}, "name of a method"),
+        ([1, 2], "a mapping of names to values, got list"),
+        ({3: 4}, "a mapping of names to values"),
+        (date(2026, 1, 1), "a mapping of names to values, got date"),
+    ):
+        (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump({'speculative': settings})}---\n")
+        with pytest.raises(SpecConfigError, match=f"in the card of '.*{match}"):
+            read_card(tmp_path)
+
+
+def test_entry_of_a_target(tmp_path, hub):
+    card = ModelCard("---\nlicense: mit\n---\n# A model\n")
+    add_to_target_card(card, EAGLE3.replace(revision="v2", device="cpu"))
+    folder = written(tmp_path, card)
+    assert (load_card(folder).data.license, load_card(folder).text.strip()) == ("mit", "# A model")
+    hub.add("user/target", folder)
+    for name in (folder, "user/target"):
+        assert read_target_card(name) == EAGLE3.replace(revision="v2")
+    for settings, expected in ((None, None), ("ngram", SpeculativeConfig(method="ngram"))):
+        add_to_target_card(card, settings)
+        assert read_target_card(written(tmp_path, card)) == expected
+    with pytest.raises(SpecConfigError, match="is a path.*Push the drafter"):
+        add_to_target_card(card, EAGLE3.replace(model=str(tmp_path)))
+
+
+@full
+def test_refusals(tmp_path):
+    for config in (SpeculativeConfig(model="a/b"), SpeculativeConfig(method="auto")):
+        with pytest.raises(SpecConfigError, match="settings with a method"):
+            card_of(config)
+    # What cannot be read is not overwritten.
+    (tmp_path / "README.md").write_text("---\na: [\n---\nWords.\n")
+    with pytest.raises(SpecConfigError, match="cannot be read"):
+        load_card(tmp_path)
+    assert load_card(tmp_path / "none") is None

@@ -1,4 +1,4 @@
-"""Files of a checkpoint are opened with care: none outside of it, no pipe, none that unpacks itself."""
+"""Files of a checkpoint are opened with care: none outside of it, no pipe, no pickle that runs code, no zip bomb."""
 
 import json
 import os
@@ -6,24 +6,32 @@ import pickle
 import shutil
 import socket
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from hf_specdec import CheckpointFormatError, SpeculativeConfig, demo, load_speculator
+from hf_specdec import CheckpointFormatError, SpeculativeConfig, load_speculator
 from hf_specdec.candidate_generators.draft_model.network import load_draft_model
 from hf_specdec.candidate_generators.eagle.network import load_eagle
 from hf_specdec.checkpoints.checkpoint import Checkpoint
 from hf_specdec.checkpoints.files import RepoFiles, only_safetensors
 from hf_specdec.hub.detect import detect_checkpoint, detect_method
+from tests.helpers.levels import in_full
 from tests.helpers.models import tiny_llama
 from tests.helpers.paths import FIXTURES
 
 
 EAGLE = FIXTURES / "eagle" / "eagle1_llama"
+MEDUSA = FIXTURES / "medusa" / "v2_shared_lm_head_safetensors" / "medusa_lm_head.safetensors"
+INDEX = "model.safetensors.index.json"
+TENSORS = {"a": torch.ones(2, 3)}
+SHAPES = {"a": (2, 3)}
+
+# Names of files that lead out of a folder, or might.
+OUTSIDE = ["../secret.safetensors", "/secret.safetensors", "a/../../secret.safetensors", "./../x.safetensors"]
+OUTSIDE += ["a\\..\\secret.safetensors", "C:secret.safetensors", "x\0.safetensors", "", ".", "..", "a//b"]
 
 
 @pytest.fixture
@@ -33,16 +41,24 @@ def no_unpickling(monkeypatch):
     def refuse(*args, **options):
         raise AssertionError("something was unpickled")
 
-    monkeypatch.setattr(torch, "load", refuse)
-    monkeypatch.setattr(pickle, "load", refuse)
-    monkeypatch.setattr(pickle, "loads", refuse)
-    monkeypatch.setattr(pickle, "Unpickler", refuse)
+    for module, name in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")):
+        monkeypatch.setattr(module, name, refuse)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Weights in a folder, and others beside it."""
+    folder = tmp_path / "head"
+    folder.mkdir()
+    save_file(TENSORS, folder / "model.safetensors")
+    save_file(TENSORS, tmp_path / "secret.safetensors")
+    return folder
 
 
 @pytest.fixture
 def pickled_head(tmp_path):
     """An EAGLE head in a pickle, whose config says nothing of its method."""
-    folder = tmp_path / "head"
+    folder = tmp_path / "eagle"
     folder.mkdir()
     shutil.copy(EAGLE / "config.json", folder)
     torch.save(load_file(EAGLE / "model.safetensors"), folder / "pytorch_model.bin")
@@ -50,52 +66,161 @@ def pickled_head(tmp_path):
 
 
 @pytest.fixture
+def with_decoy(pickled_head):
+    """Beside it a file whose name is that of another method."""
+    shutil.copy(EAGLE / "model.safetensors", pickled_head / "medusa_lm_head.safetensors")
+    return pickled_head
+
+
+@pytest.fixture
 def draft(tmp_path):
     """A whole model, in a folder."""
-    folder = tmp_path / "draft"
-    tiny_llama().save_pretrained(folder)
-    return folder
+    tiny_llama().save_pretrained(tmp_path / "draft")
+    return tmp_path / "draft"
 
 
 def config_of(folder, method="draft_model"):
     return SpeculativeConfig(method, str(folder))
 
 
-class TestDetectionDoesNotUnpickle:
-    @pytest.mark.parametrize("use", ["key", "global", "storage"])
-    def test_nested_tuples_take_no_time(self, pickled_head, use):
+def write_index(folder, name):
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"a": name}}))
+
+
+class TestPaths:
+    """Paths that a repository names never lead out of it."""
+
+    def test_file_names(self, folder):
+        files = RepoFiles(folder)
+        for name in OUTSIDE:
+            for read in (files.path, files.header):
+                with pytest.raises(CheckpointFormatError, match="no plain name inside of it"):
+                    read(name)
+
+    def test_names_in_an_index(self, hub, folder):
+        for name in (name for name in OUTSIDE if name.endswith(".safetensors")):
+            write_index(folder, name)
+            hub.add("user/head", folder)
+            for place in (folder, "user/head"):
+                with pytest.raises(CheckpointFormatError, match="no plain name inside of it.*that you trust"):
+                    RepoFiles(place).tensors(INDEX)
+
+    def test_links_out_of_a_folder(self, folder):
+        outside, path = folder.parent / "secret.safetensors", folder / "model.safetensors"
+        path.unlink()
+        path.symlink_to(outside)
+        with pytest.raises(CheckpointFormatError, match="is a link that leads out of the folder, to .*secret"):
+            RepoFiles(folder).header("model.safetensors")
+        # Inside of it they may lead anywhere, and it may be a link itself.
+        (folder / "inner").mkdir()
+        shutil.move(outside, folder / "inner" / "weights")
+        path.unlink()
+        path.symlink_to(folder / "inner" / "weights")
+        (folder.parent / "link").symlink_to(folder)
+        for place in (folder, folder.parent / "link"):
+            assert RepoFiles(place).tensors("model.safetensors") == SHAPES
+
+    def test_links_of_a_snapshot_in_the_cache(self, hub, folder):
+        hub.add("user/head", folder)
+        path = RepoFiles("user/head").path("model.safetensors")
+        assert path.is_symlink()
+        assert RepoFiles(path.parent).tensors("model.safetensors") == SHAPES
+        path.unlink()
+        path.symlink_to(folder.parent / "secret.safetensors")
+        with pytest.raises(CheckpointFormatError, match="leads out of the folder"):
+            RepoFiles(path.parent).header("model.safetensors")
+
+    def test_index_of_a_draft_model(self, draft):
+        shutil.move(draft / "model.safetensors", draft.parent / "outside.safetensors")
+        write_index(draft, "../outside.safetensors")
+        with pytest.raises(CheckpointFormatError, match="names the file '../outside.safetensors'"):
+            load_draft_model(config_of(draft), tiny_llama())
+
+    def test_links_of_a_draft_model(self, draft, tmp_path):
+        for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
+            folder, outside = shutil.copytree(draft, tmp_path / name.partition(".")[0]), tmp_path / name
+            shutil.move(folder / name, outside) if (folder / name).exists() else outside.write_text("{}")
+            (folder / name).symlink_to(outside)
+            with pytest.raises(CheckpointFormatError, match=f"{name} is a link that leads out of the folder"):
+                load_draft_model(config_of(folder), tiny_llama())
+
+    def test_config_that_names_other_weights(self, draft):
+        settings = json.loads((draft / "config.json").read_text())
+        shutil.copy(draft / "model.safetensors", draft / "other.safetensors")
+        (draft / "config.json").write_text(json.dumps({**settings, "transformers_weights": "other.safetensors"}))
+        with pytest.raises(CheckpointFormatError, match="names other weights than model.safetensors"):
+            load_draft_model(config_of(draft), tiny_llama())
+
+    def test_adapter_that_names_another_model(self, hub, draft):
+        (draft / "adapter_config.json").write_text('{"base_model_name_or_path": "user/other"}')
+        hub.add("user/draft", draft)
+        with pytest.raises(CheckpointFormatError, match="holds an adapter"):
+            load_draft_model(config_of("user/draft"), tiny_llama())
+
+    @pytest.mark.parametrize(
+        ("name", "kind"), [("config.json", "pipe"), ("model.safetensors", "socket"), ("pytorch_model.bin", "device")]
+    )
+    def test_what_is_no_ordinary_file_is_not_opened(self, draft, name, kind, monkeypatch):
+        """An open would wait for ever, or read for ever."""
+        (draft / ("config.json" if name == "config.json" else "model.safetensors")).unlink()
+        monkeypatch.chdir(draft)
+        if kind == "pipe":
+            os.mkfifo(name)
+        elif kind == "device":
+            os.symlink("/dev/zero", name)
+        else:
+            with socket.socket(socket.AF_UNIX) as made:
+                made.bind(name)
+        for load in (lambda: load_draft_model(config_of(draft), tiny_llama()), lambda: Checkpoint(config_of(draft))):
+            with pytest.raises(CheckpointFormatError, match="ordinary file|none of the weight files"):
+                load()
+        if name == "config.json":
+            with pytest.raises(CheckpointFormatError, match="no readable config.json"):
+                detect_checkpoint(draft)
+        else:
+            assert "no weights of a known name" in detect_checkpoint(draft).problems[0]
+
+
+class TestPickles:
+    def test_code_does_not_run(self, hub, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+
+        class Code:
+            def __reduce__(self):
+                return (open, ("should_not_exist", "w"))
+
+        torch.save({"a": Code()}, tmp_path / "pytorch_model.bin")
+        hub.add("user/head", tmp_path)
+        for name in ("user/head", tmp_path):
+            assert RepoFiles(name).header("pytorch_model.bin") is None
+        assert not (tmp_path / "should_not_exist").exists()
+
+    def test_nested_tuples_take_no_time(self, pickled_head):
         """Hashes, comparisons and texts of nested tuples would take twice the time for each level."""
         nested = b"K\x01\x85q\x00" + b"".join(b"h%c\x86q%c" % (level, level + 1) for level in range(60))
-        pickled = {
-            "key": b"\x80\x02}" + nested + b"K\x01s.",
-            "global": b"\x80\x04" + nested + b"\x8c\x01x\x93.",
-            "storage": b"\x80\x02(X\x07\x00\x00\x00storagectorch\nFloatStorage\n" + nested + b"tQ.",
-        }[use]
-        with zipfile.ZipFile(pickled_head / "pytorch_model.bin", "w") as archive:
-            archive.writestr("archive/data.pkl", pickled)
-        assert RepoFiles(str(pickled_head)).tensors("pytorch_model.bin") is None
+        key = b"\x80\x02}" + nested + b"K\x01s."
+        name = b"\x80\x04" + nested + b"\x8c\x01x\x93."
+        storage = b"\x80\x02(X\x07\x00\x00\x00storagectorch\nFloatStorage\n" + nested + b"tQ."
+        for pickled in (key, name, storage):
+            with zipfile.ZipFile(pickled_head / "pytorch_model.bin", "w") as archive:
+                archive.writestr("archive/data.pkl", pickled)
+            assert RepoFiles(str(pickled_head)).tensors("pytorch_model.bin") is None
 
-    def test_names_and_sizes(self, pickled_head, no_unpickling):
+    def test_detection_unpickles_nothing(self, hub, pickled_head, no_unpickling):
         found = detect_checkpoint(pickled_head)
         assert (found.method, found.format, found.is_pickled) == ("eagle", "eagle-safeailab", True)
         assert found.num_bytes == sum(tensor.nbytes for tensor in load_file(EAGLE / "model.safetensors").values())
         assert found.problems == ()
-
-    def test_on_the_hub(self, hub, pickled_head, no_unpickling):
         hub.add("user/head", pickled_head)
-        assert detect_checkpoint("user/head") == detect_checkpoint(pickled_head)
+        assert detect_checkpoint("user/head") == found
         assert detect_method(SpeculativeConfig(model="user/head")) == "eagle"
 
-    @pytest.mark.parametrize(
-        "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.bool, torch.float8_e4m3fn]
-    )
-    def test_shapes_and_bytes_are_those_of_torch(self, tmp_path, dtype):
+    def test_shapes_and_bytes_are_those_of_torch(self, tmp_path):
+        dtypes = ("float64", "float16", "bfloat16", "int32", "bool", "float8_e4m3fn")
         made = {
-            "plain": torch.ones(3, 4).to(dtype),
-            "empty": torch.ones(0, 4).to(dtype),
-            "scalar": torch.ones(()).to(dtype),
-            "cut": torch.ones(8, 4).to(dtype)[2:4],
+            f"{name} {shape}": torch.ones(shape).to(getattr(torch, name)) for name in dtypes for shape in ((3, 4), ())
         }
+        made |= {"empty": torch.ones(0, 4), "cut": torch.ones(8, 4)[2:4]}
         module = torch.nn.Linear(3, 2)
         for tensors in (made, module.state_dict(), dict(module.named_parameters())):
             torch.save(tensors, tmp_path / "pytorch_model.bin")
@@ -105,176 +230,66 @@ class TestDetectionDoesNotUnpickle:
                 for name, tensor in tensors.items()
             }
 
-
-class TestTheDetectedFileIsTaken:
-    """A decoy in a format of another method does not decide what is loaded."""
-
-    @pytest.fixture
-    def with_decoy(self, pickled_head):
-        shutil.copy(EAGLE / "model.safetensors", pickled_head / "medusa_lm_head.safetensors")
-        return pickled_head
-
-    def test_detection_names_the_file_of_the_loader(self, with_decoy):
-        found = detect_checkpoint(with_decoy)
-        assert (found.weight_file, found.is_pickled) == ("pytorch_model.bin", True)
-        assert Checkpoint(config_of(with_decoy, "eagle")).header.file == found.weight_file
-
-    def test_what_the_loader_does_not_look_at_is_no_evidence(self, pickled_head):
-        """Tensors show another method, whose loader takes this very file, or looks elsewhere."""
-        heads = FIXTURES / "medusa" / "v2_shared_lm_head_safetensors" / "medusa_lm_head.safetensors"
-        shutil.copy(heads, pickled_head)
-        found = detect_checkpoint(pickled_head)
-        assert (found.method, found.weight_file) == ("medusa", heads.name)
-        os.rename(pickled_head / heads.name, pickled_head / "x-mtp.safetensors")
-        found = detect_checkpoint(pickled_head)
-        assert (found.method, found.weight_file) == ("eagle", "pytorch_model.bin")
-
-    def test_two_methods_side_by_side_are_ambiguous(self, pickled_head):
-        heads = load_file(FIXTURES / "eagle" / "eagle3_llama" / "model.safetensors")
-        save_file(heads, pickled_head / "medusa_lm_head.safetensors")
-        with pytest.raises(CheckpointFormatError, match=r"ambiguous: medusa_lm_head.*eagle3.*pytorch_model.bin of"):
-            detect_checkpoint(pickled_head)
-
-    def test_auto_unpickles_nothing(self, with_decoy, tmp_path, no_unpickling):
-        tiny_llama(hidden_size=64, vocab_size=256).save_pretrained(tmp_path / "target")
+    def test_what_nobody_named_is_not_unpickled(self, with_decoy, draft, tmp_path, no_unpickling):
+        target = tiny_llama(hidden_size=64, vocab_size=256)
+        torch.save({}, draft / "pytorch_model.bin")
+        os.remove(draft / "model.safetensors")
+        for load in (
+            lambda: load_eagle(config_of(with_decoy, "eagle"), target),
+            lambda: load_draft_model(config_of(draft), tiny_llama()),
+        ):
+            with only_safetensors(), pytest.raises(CheckpointFormatError, match="none of the weight files"):
+                load()
+        target.save_pretrained(tmp_path / "target")
         shutil.copytree(with_decoy, tmp_path / "target" / "head")
         target = LlamaForCausalLM.from_pretrained(tmp_path / "target")
         target.generation_config.speculative = {"method": "eagle", "model": "head"}
         speculator = load_speculator(target, "auto", cache_dir=str(tmp_path / "cache"), local_files_only=True)
         assert speculator.config.model is None
 
-    def test_nobody_named_it(self, with_decoy, no_unpickling):
-        target = tiny_llama(hidden_size=64, vocab_size=256)
-        with only_safetensors(), pytest.raises(CheckpointFormatError, match="none of the weight files"):
-            load_eagle(config_of(with_decoy, "eagle"), target)
 
-    def test_nobody_named_a_model(self, draft, no_unpickling):
-        torch.save(load_file(draft / "model.safetensors"), draft / "pytorch_model.bin")
-        os.remove(draft / "model.safetensors")
-        with only_safetensors(), pytest.raises(CheckpointFormatError, match="none of the weight files that are read"):
-            load_draft_model(config_of(draft), tiny_llama())
-
-    def test_named_pickles_are_loaded_as_ever(self, with_decoy):
-        target = tiny_llama(hidden_size=64, vocab_size=256)
-        plain, decoyed = (load_eagle(config_of(path, "eagle"), target) for path in (EAGLE, with_decoy))
-        assert torch.equal(plain.fc.weight, decoyed.fc.weight)
-
-    def test_a_config_that_names_other_weights(self, draft):
-        settings = json.loads((draft / "config.json").read_text())
-        shutil.copy(draft / "model.safetensors", draft / "other.safetensors")
-        (draft / "config.json").write_text(json.dumps({**settings, "transformers_weights": "other.safetensors"}))
-        with pytest.raises(CheckpointFormatError, match="names other weights than model.safetensors"):
-            load_draft_model(config_of(draft), tiny_llama())
+def test_decoys_in_a_format_of_another_method(with_decoy):
+    """What the loader does not look at is no evidence; it is where its loader would take this very file."""
+    found = detect_checkpoint(with_decoy)
+    assert (found.weight_file, found.is_pickled) == ("pytorch_model.bin", True)
+    assert Checkpoint(config_of(with_decoy, "eagle")).header.file == found.weight_file
+    shutil.copy(MEDUSA, with_decoy)
+    found = detect_checkpoint(with_decoy)
+    assert (found.method, found.weight_file) == ("medusa", MEDUSA.name)
+    os.rename(with_decoy / MEDUSA.name, with_decoy / "x-mtp.safetensors")
+    found = detect_checkpoint(with_decoy)
+    assert (found.method, found.weight_file) == ("eagle", "pytorch_model.bin")
+    shutil.copy(FIXTURES / "eagle/eagle3_llama/model.safetensors", with_decoy / MEDUSA.name)
+    with pytest.raises(CheckpointFormatError, match=r"ambiguous: medusa_lm_head.*eagle3.*pytorch_model.bin of"):
+        detect_checkpoint(with_decoy)
 
 
-class TestDraftModelsInFolders:
-    """Draft models in folders pass the checks of repositories."""
-
-    def test_an_index_that_leads_out(self, draft):
-        shutil.move(draft / "model.safetensors", draft.parent / "outside.safetensors")
-        names = load_file(draft.parent / "outside.safetensors")
-        weight_map = dict.fromkeys(names, "../outside.safetensors")
-        (draft / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-        with pytest.raises(CheckpointFormatError, match="names the file '../outside.safetensors'"):
-            load_draft_model(config_of(draft), tiny_llama())
-
-    @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json"])
-    def test_a_link_that_leads_out(self, draft, name):
-        outside = draft.parent / name
-        shutil.move(draft / name, outside) if (draft / name).exists() else outside.write_text("{}")
-        os.symlink(outside, draft / name)
-        with pytest.raises(CheckpointFormatError, match=f"{name} is a link that leads out of the folder"):
-            load_draft_model(config_of(draft), tiny_llama())
-
-    @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin"])
-    @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
-    def test_what_is_no_ordinary_file_is_not_opened(self, draft, name, kind, monkeypatch):
-        (draft / "config.json").exists() and name == "config.json" and os.remove(draft / name)
-        (draft / "model.safetensors").unlink(missing_ok=True) if name != "config.json" else None
-        if kind == "pipe":
-            os.mkfifo(draft / name)
-        elif kind == "device":
-            os.symlink("/dev/zero", draft / name)
-        else:
-            monkeypatch.chdir(draft)
-            with socket.socket(socket.AF_UNIX) as made:
-                made.bind(name)
-        # An open would wait for ever, or read for ever.
-        with pytest.raises(CheckpointFormatError, match="ordinary file|none of the weight files"):
-            load_draft_model(config_of(draft), tiny_llama())
-        with pytest.raises(CheckpointFormatError, match="ordinary file|none of the weight files"):
-            Checkpoint(config_of(draft, "eagle"))
-        if name != "config.json":
-            assert "no weights of a known name" in detect_checkpoint(draft).problems[0]
-        else:
-            with pytest.raises(CheckpointFormatError, match="no readable config.json"):
-                detect_checkpoint(draft)
-
-    def test_a_snapshot_of_the_cache_has_links(self, hub, draft):
-        hub.add("user/draft", draft)
-        path = RepoFiles("user/draft").path("config.json")
-        RepoFiles("user/draft").path("model.safetensors")
-        assert path.is_symlink()
-        assert load_draft_model(config_of(path.parent), tiny_llama()).num_parameters() > 0
-
-    def test_an_adapter_in_a_repository_names_another_model(self, hub, draft):
-        (draft / "adapter_config.json").write_text('{"base_model_name_or_path": "user/other"}')
-        hub.add("user/draft", draft)
-        with pytest.raises(CheckpointFormatError, match="holds an adapter"):
-            load_draft_model(config_of("user/draft"), tiny_llama())
-
-
-class TestArchivesThatUnpackThemselves:
+@pytest.mark.parametrize("kind", ["compressed data", *in_full("compressed instructions", "shared data")])
+def test_archive_that_unpacks_itself(tmp_path, kind, monkeypatch):
     """A small file must not become a large one."""
+    torch.save({"a": torch.zeros(5_000_000)}, tmp_path / "large")
+    path = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(tmp_path / "large") as source, zipfile.ZipFile(path, "w") as made:
+        for part in source.infolist():
+            is_packed = kind == "compressed data" or (kind != "shared data" and part.filename.endswith("data.pkl"))
+            content = source.read(part)
+            if part.filename.endswith("data/0") and kind != "compressed data":
+                content = content[:4]
+            made.writestr(part.filename, content, zipfile.ZIP_DEFLATED if is_packed else zipfile.ZIP_STORED)
+        if kind == "compressed instructions":
+            made.writestr("large/notes", bytes(20_000_000), zipfile.ZIP_DEFLATED)
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert path.stat().st_size < 100_000
+    read = zipfile.ZipFile.read
 
-    @pytest.fixture(params=["compressed data", "compressed instructions", "shared data"])
-    def bomb(self, request, tmp_path):
-        name = "pytorch_model.bin"
-        torch.save({"a": torch.zeros(5_000_000)}, tmp_path / "large.bin")
-        with zipfile.ZipFile(tmp_path / "large.bin") as source, zipfile.ZipFile(tmp_path / name, "w") as made:
-            for part in source.infolist():
-                compressed = request.param == "compressed data" or part.filename.endswith("data.pkl")
-                kind = zipfile.ZIP_DEFLATED if compressed and request.param != "shared data" else zipfile.ZIP_STORED
-                content = source.read(part)
-                if part.filename.endswith("data/0") and request.param != "compressed data":
-                    content = content[:4]
-                made.writestr(part.filename, content, compress_type=kind)
-            if request.param == "compressed instructions":
-                made.writestr("large/notes", bytes(20_000_000), compress_type=zipfile.ZIP_DEFLATED)
-        os.remove(tmp_path / "large.bin")
-        (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-        assert (tmp_path / name).stat().st_size < 100_000
-        return tmp_path
+    def small(self, name, *args):
+        content = read(self, name, *args)
+        assert len(content) < 1_000_000
+        return content
 
-    @pytest.fixture
-    def fails_if_unpacked(self, monkeypatch):
-        read = zipfile.ZipFile.read
-
-        def small(self, name, *args):
-            content = read(self, name, *args)
-            assert len(content) < 1_000_000
-            return content
-
-        monkeypatch.setattr(zipfile.ZipFile, "read", small)
-
-    def test_loaders(self, bomb, fails_if_unpacked):
-        with pytest.raises(CheckpointFormatError, match=r"pytorch_model.bin (holds|is damaged)"):
-            Checkpoint(config_of(bomb, "eagle"))
-        with pytest.raises(CheckpointFormatError, match="pytorch_model.bin holds"):
-            load_draft_model(config_of(bomb), tiny_llama())
-
-    def test_detection(self, bomb, fails_if_unpacked):
-        found = detect_checkpoint(bomb)
-        assert any("pytorch_model.bin holds" in problem for problem in found.problems)
-
-    def test_ordinary_files_are_read(self, draft):
-        torch.save(load_file(draft / "model.safetensors"), draft / "pytorch_model.bin")
-        os.remove(draft / "model.safetensors")
-        assert load_draft_model(config_of(draft), tiny_llama()).num_parameters() > 0
-
-
-def test_the_embedded_demo_passes_these_checks():
-    folder = Path(demo.target_path()).parent
-    for method in ("eagle", "eagle3", "medusa"):
-        names = ("medusa_lm_head.safetensors", "model.safetensors")
-        assert Checkpoint(config_of(folder / method, method), names).header.shapes
+    monkeypatch.setattr(zipfile.ZipFile, "read", small)
+    with pytest.raises(CheckpointFormatError, match=r"pytorch_model.bin (holds|is damaged)"):
+        Checkpoint(config_of(tmp_path, "eagle"))
+    with pytest.raises(CheckpointFormatError, match="pytorch_model.bin holds"):
+        load_draft_model(config_of(tmp_path), tiny_llama())
+    assert any("pytorch_model.bin holds" in problem for problem in detect_checkpoint(tmp_path).problems)

@@ -1,20 +1,89 @@
-"""The server as frameworks over OpenAI's protocol see it."""
+"""The server as OpenAI's own client, LangChain and LiteLLM see it, none of which the extras bring."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.helpers.servers import PROMPT, Reading, httpx, plain
+from hf_specdec import demo
+from tests.helpers.levels import slow
+from tests.helpers.servers import PROMPT, WITH_TOOLS, Reading, httpx, plain, serving
 
 
-pytest.importorskip("openai")
+openai = pytest.importorskip("openai")
 pytest.importorskip("xgrammar")
 
-pytestmark = pytest.mark.slow
+pytestmark = slow
+
+
+@pytest.fixture(scope="module")
+def url():
+    arguments = {"eos_token_id": demo.load_tokenizer().eos_token_id}
+    with serving(template=WITH_TOOLS, arguments=arguments, api_key="secret") as running:
+        yield f"{running.address}/v1"
+
+
+class TestOpenAI:
+    @pytest.fixture
+    def client(self, url):
+        with openai.OpenAI(base_url=url, api_key="secret", max_retries=0) as client:
+            yield client
+
+    def test_models(self, client):
+        assert [model.id for model in client.models.list()] == ["demo"]
+        assert client.models.retrieve("demo").owned_by == "hf_specdec"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("user/other")
+
+    def test_chats_go_on(self, client):
+        fields = {"model": "demo", "temperature": 0, "max_completion_tokens": 10, "store": False}
+        messages = [{"role": "user", "content": PROMPT}]
+        answer = client.chat.completions.create(messages=messages, response_format={"type": "text"}, **fields)
+        assert answer.choices[0].message.content == plain(PROMPT, 10)
+        messages = [*messages, answer.choices[0].message, {"role": "user", "content": "\n"}]
+        assert client.chat.completions.create(messages=messages, **fields).choices[0].finish_reason == "length"
+        with client.chat.completions.stream(messages=messages[:1], **fields) as stream:
+            text = "".join(event.delta for event in stream if event.type == "content.delta")
+        assert text == plain(PROMPT, 10)
+
+    def test_completions(self, client):
+        fields = {"model": "demo", "temperature": 0, "max_tokens": 10}
+        answer = client.completions.create(prompt=[PROMPT, "class"], echo=True, logit_bias={}, **fields)
+        assert [choice.text for choice in answer.choices] == [
+            prompt + plain(prompt, 10) for prompt in (PROMPT, "class")
+        ]
+        usage = {"include_usage": True}
+        *parts, last = client.completions.create(prompt=PROMPT, stream=True, stream_options=usage, **fields)
+        assert "".join(part.choices[0].text for part in parts) == plain(PROMPT, 10)
+        assert last.usage.completion_tokens == 10
+
+    def test_parsed_answers(self, client):
+        messages = [{"role": "user", "content": PROMPT}]
+        fields = {"model": "demo", "temperature": 0, "max_tokens": 60, "messages": messages}
+        answer = client.chat.completions.parse(response_format=Reading, **fields)
+        assert isinstance(answer.choices[0].message.parsed, Reading)
+        with client.chat.completions.stream(response_format=Reading, **fields) as stream:
+            assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
+        tool = openai.pydantic_function_tool(Reading, name="tell")
+        # The model need not call it.
+        assert client.chat.completions.create(tools=[tool], **fields).choices[0].message.content
+        answer = client.chat.completions.parse(tools=[tool], tool_choice="required", **fields)
+        (call,) = answer.choices[0].message.tool_calls
+        assert isinstance(call.function.parsed_arguments, Reading)
+        assert json.loads(call.function.arguments).keys() == {"size", "kind"}
+
+    def test_refusals(self, client):
+        with pytest.raises(openai.BadRequestError, match="`suffix` cannot be honoured"):
+            client.completions.create(model="demo", prompt=PROMPT, suffix="x")
+        with pytest.raises(openai.NotFoundError) as raised:
+            client.embeddings.create(model="demo", input=PROMPT)
+        assert raised.value.body.keys() == {"message", "type", "param", "code"}
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="other").models.list()
 
 
 class TestLangChain:
@@ -37,13 +106,8 @@ class TestLangChain:
 
     def test_settings_that_frameworks_send(self, chat):
         settings = {"seed": 3, "reasoning_effort": "low", "verbosity": "low", "store": False, "service_tier": "auto"}
-        settings |= {
-            "metadata": {"a": "b"},
-            "logit_bias": {"5": 1},
-            "presence_penalty": 0.1,
-            "extra_body": {"top_k": 5},
-        }
-        assert chat(**settings).invoke(PROMPT).content
+        settings |= {"metadata": {"a": "b"}, "logit_bias": {"5": 1}, "presence_penalty": 0.1}
+        assert chat(**settings, extra_body={"top_k": 5}).invoke(PROMPT).content
 
     def test_asynchronous_calls(self, chat):
         async def ask() -> tuple[str, list[str]]:
@@ -55,9 +119,9 @@ class TestLangChain:
         assert asyncio.run(ask()) == (plain(PROMPT, 10), [plain(PROMPT, 10), plain("class", 10)])
 
     @pytest.mark.parametrize(
-        "choice", [{"tool_choice": "any"}, {"tool_choice": "Reading", "parallel_tool_calls": False}]
+        ("choice", "strict"),
+        [({"tool_choice": "any"}, None), ({"tool_choice": "Reading", "parallel_tool_calls": False}, True)],
     )
-    @pytest.mark.parametrize("strict", [None, True])
     def test_calls_of_tools(self, chat, choice, strict):
         calling = chat().bind_tools([Reading], strict=strict, **choice)
         answer = calling.invoke(PROMPT)

@@ -1,0 +1,434 @@
+"""What the server refuses, and to whom; how it goes on when clients leave, requests fail, or the model does."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import re
+import socket
+import threading
+from collections import Counter
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from hf_specdec import SpecDecError, SpeculativeBatchingManager, UnsupportedModelError, demo
+from hf_specdec.serving import service
+from hf_specdec.serving.app import build_app
+from hf_specdec.serving.bodies import CompletionBody
+from hf_specdec.serving.service import UNAVAILABLE, Limits, Service
+from tests.helpers.encoder_decoders import text_model
+from tests.helpers.levels import full, slow
+from tests.helpers.methods import demo_target
+from tests.helpers.servers import PROMPT, Running, httpx, plain, serving, wait_until
+
+
+LONG = {"max_tokens": 800, "spec_method": "off", "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving(max_prompt_tokens=200, max_new_tokens=400, max_body_bytes=4000) as running:
+        yield running
+
+
+# ------------------------------------------------------------------------------------------------------------ requests
+
+REFUSED = [
+    ({"spec_model": "user/head"}, "`spec_model` cannot be honoured. The drafter is chosen when the server starts"),
+    ({"speculative": {"method": "ngram"}}, "`speculative` cannot be honoured"),
+    ({"generation_config": "{}"}, "`generation_config` cannot be honoured"),
+    ({"suffix": "x"}, "`suffix` cannot be honoured"),
+    ({"stop_token_ids": [3]}, "`stop_token_ids` cannot be honoured"),
+    ({"spec_method": "ngram"}, "spec_method.*'off'"),
+    ({"num_speculative_tokens": -1}, "num_speculative_tokens: .*greater than or equal to 0"),
+    ({"response_format": "json"}, "^response_format: Input should be an object$"),
+    ({"n": 0}, "n: "),
+    ({"n": 69}, "at most 68 answers here, got 69"),
+    ({"n": 35, "prompt": ["x", "y"]}, "at most 68 answers here, got 70"),
+    ({"logprobs": 6}, "logprobs: "),
+    ({"best_of": 2}, "`best_of` other than `n`"),
+    ({"echo": True, "logprobs": 1}, "`echo` with `logprobs`"),
+    ({"temperature": -1}, "temperature: "),
+    ({"repetition_penalty": 1e-40}, "repetition_penalty: .*0.01"),
+    ({"max_tokens": 0}, "max_tokens: "),
+    ({"min_tokens": 401}, "At most 12 tokens are generated, and at least 401"),
+    ({"presence_penalty": 2.5}, "presence_penalty: "),
+    ({"logit_bias": {"x": 1}}, "`logit_bias` needs token ids"),
+    ({"logit_bias": {"999999999": 1}}, "`logit_bias`: '999999999' is no token"),
+    ({"logit_bias": {"9" * 100: 1}}, "`logit_bias` needs token ids"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5: "),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "^stop: List should have at most 4 items"),
+    ({"stop": ""}, "^stop.0: String should have at least 1 character"),
+    ({"prompt": ""}, "^prompt: it must be a text, a list of token ids, or a list of such prompts"),
+    ({"prompt": ["x", ""]}, "^prompt: it must be"),
+    ({"prompt": [5, "x"]}, "^prompt: it must be"),
+    ({"prompt": [True]}, "^prompt: it must be"),
+    ({"prompt": [1 << 40]}, "all from 0 to"),
+    ({"prompt": [5] * 201}, "201 tokens, more than the 200"),
+]
+
+REFUSED_IN_CHATS = [
+    ({"modalities": ["text", "audio"]}, "modalities.1: Input should be 'text'"),
+    ({"audio": {"voice": "x"}}, "`audio` cannot be honoured. Answers are texts."),
+    ({"functions": [{"name": "x"}]}, "`functions` cannot be honoured. Take `tools`."),
+    ({"chat_template": "{{ 1 }}"}, "`chat_template` cannot be honoured"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "cannot have 'chat_template'"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "cannot have 'tokenize'"),
+    ({"top_logprobs": 2}, "`top_logprobs` needs `logprobs`"),
+    ({"messages": [{"role": "user", "content": [{}]}]}, "messages.0.content.0"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "content.0.type: Input should be 'text'",
+    ),
+]
+
+
+def test_fields_that_are_refused(running):
+    for fields, message in REFUSED:
+        assert re.search(message, running.error(**{"prompt": PROMPT, **fields})), fields
+    for fields, message in REFUSED_IN_CHATS:
+        assert message in running.chat_error(**{"messages": "x", **fields}), fields
+    assert running.service.num_open == 0
+
+
+def test_bodies_and_paths_that_are_refused(running):
+    client, path = running.client, "/v1/completions"
+    assert "model_not_found" in running.complete(model="other").text
+    broken = client.post(path, content="{", headers={"content-type": "application/json"})
+    assert broken.status_code == 400
+    assert "The body is no JSON: Expecting property name" in broken.json()["error"]["message"]
+    assert "must be a JSON object" in client.post(path, json=[1]).json()["error"]["message"]
+    assert client.post(path, content='{"prompt": "x"}').status_code == 400
+    assert running.error("x" * 5000, status=413) == "A body has at most 4000 bytes."
+    assert client.post("/load_model", json={"model": "other"}).status_code == 404
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["id"] == "demo"
+    assert client.get("/v1/models/demo").json() == model
+    assert client.get("/v1/models/user/other").json()["error"]["code"] == "model_not_found"
+
+
+def test_names_of_other_hosts_are_refused(running):
+    """A page in the user's browser may have got a name of its own for 127.0.0.1."""
+    get, stranger = running.client.get, "stranger.example"
+    for host in (stranger, f"127.0.0.1.{stranger}", f"[::1].{stranger}:80", "[::2]", "127.0.0.1:x"):
+        refused = get("/v1/models", headers={"host": host})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_host"), host
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]", "[::1]:8000"):
+        assert get("/v1/models", headers={"host": host}).status_code == 200, host
+
+
+def test_api_key_and_pages_of_other_origins(running):
+    page = {"Origin": "http://localhost:3000"}
+    asks = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    assert running.client.options("/v1/completions", headers=asks).status_code == 405
+    with serving(api_key="secret\n", origins=("http://localhost:3000",)) as other:
+        client = other.client
+        assert other.error(status=401) == "The API key is missing or wrong."
+        assert client.post("/v1/completions", headers={"Authorization": "Bearer other"}).status_code == 401
+        for path, status in (("/health", 200), ("/metrics", 401), ("/v1/models", 401)):
+            assert client.get(path).status_code == status
+        allowed = client.options("/v1/completions", headers=asks)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == page["Origin"]
+        assert client.get("/health", headers=page).headers["access-control-allow-origin"] == page["Origin"]
+        stranger = client.get("/health", headers={"Origin": "http://stranger.example"})
+        assert "access-control-allow-origin" not in stranger.headers
+        client.headers["Authorization"] = "Bearer secret"
+        assert other.text() == plain(PROMPT, 12)
+
+
+@full
+def test_lengths_beyond_the_limit_or_the_positions_are_cut(running, monkeypatch):
+    answer = running.complete(max_tokens=10**9).json()
+    assert answer["usage"]["completion_tokens"] == 400
+    assert answer["choices"][0]["finish_reason"] == "length"
+    monkeypatch.setattr(running.service, "_positions", 20)
+    assert "20 positions, and the prompt has 20 tokens" in running.error([5] * 20)
+    # An answer without a length of its own gets what is left, and so does one that asks for more.
+    for length in (None, 18):
+        answer = running.complete(max_tokens=length).json()
+        assert answer["usage"]["total_tokens"] == 20
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+# -------------------------------------------------------------------------------------------------- places and leaving
+
+
+@contextmanager
+def connected(running: Running, fields: dict, missing: int = 0):
+    """A client that has sent its request, but for so many bytes, and reads nothing."""
+    body = json.dumps({"prompt": PROMPT, **fields}).encode()
+    host, port = running.address.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(f"{head}Content-Length: {len(body) + missing}\r\n\r\n".encode() + body)
+        yield client
+
+
+def test_too_many_requests_and_clients_that_leave():
+    with serving(batch_size=1, max_waiting=1) as running, running.steps(5) as steps:
+        service, fields = running.service, {"prompt": PROMPT, **LONG, "stream": True}
+        with running.client.stream("POST", "/v1/completions", json=fields) as first:
+            lines = first.iter_lines()
+            assert next(lines).startswith("data: ")
+            waiting = threading.Thread(target=running.complete, kwargs={"max_tokens": 2})
+            waiting.start()
+            wait_until(lambda: service.num_open == 2)
+            refused = running.complete()
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+        # The first one has left: who waits gets its place, long before its 800 tokens are there.
+        wait_until(lambda: service.outcomes["left"] == 1)
+        steps.release(9)
+        waiting.join()
+        # One who wants the whole at once leaves before there is any of it.
+        with connected(running, LONG):
+            wait_until(lambda: service.num_open == 1)
+        wait_until(lambda: service.num_open == 0)
+        steps.release(9)
+        wait_until(lambda: not service.manager._names)
+        assert service.outcomes == {"left": 2, "answered": 1, "refused": 1}
+        steps.release(99)
+        assert running.text() == plain(PROMPT, 12)
+
+
+@full
+def test_clients_that_leave_in_the_turn_in_which_something_has_come(running):
+    async def leave() -> None:
+        reply = running.service.admit(CompletionBody(prompt=PROMPT))
+        coming = asyncio.get_running_loop().create_future()
+        waiting = asyncio.ensure_future(reply.in_time(coming))
+        await asyncio.sleep(0)
+        coming.set_result(None)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        reply.close()
+        assert waiting.cancelled()
+
+    asyncio.run(leave())
+    assert running.service.num_open == 0
+
+
+def test_bodies_of_which_a_part_never_comes(running):
+    before = Counter(running.service.outcomes)
+    for missing in (1, 4000):
+        for _ in range(3):
+            with connected(running, LONG, missing):
+                pass
+    assert running.text() == plain(PROMPT, 12)
+    assert running.service.outcomes - before == {"answered": 1}
+    assert running.service.num_open == 0
+
+
+def test_answers_that_take_too_long():
+    with serving(batch_size=1, timeout=0.3) as running:
+        with running.service.manager.pause():
+            assert running.error(status=504, **LONG) == "The answer has taken more than 0.3 seconds."
+        wait_until(lambda: not running.service.manager._names)
+        assert running.service.outcomes == {"timeout": 1}
+
+
+def test_metrics_and_health(running):
+    before = running.service.outcomes["answered"]
+    running.complete(max_tokens=40)
+    metrics = running.client.get("/metrics").text
+    assert f'hf_specdec_server_requests_total{{outcome="answered"}} {before + 1:.1f}' in metrics
+    assert 'num_accepted_tokens_total{method="ngram",model_name="demo"}' in metrics
+    assert running.client.get("/health").json() == {"status": "ok"}
+
+
+# -------------------------------------------------------------------------------------------------------- many clients
+
+PROMPTS = [prompt.text[-60:] for prompt in demo.prompts()]
+NUM_KINDS = 12
+LEAVING = 3  # one client in so many
+AT_A_TIME = 64
+
+
+def fields_of(kind: int) -> dict:
+    """A request of each kind; every third one samples."""
+    sampling = {"temperature": 1.0, "seed": kind} if kind % 3 == 2 else {"temperature": 0}
+    drafts = [{}, {"num_speculative_tokens": 1}, {"spec_method": "off"}][kind % 3]
+    return {"prompt": PROMPTS[kind % len(PROMPTS)], "max_tokens": 3 + 5 * kind, **sampling, **drafts}
+
+
+async def ask(client: httpx.AsyncClient, number: int) -> tuple[int, str]:
+    """The kind of a client's request and its text."""
+    kind = number % NUM_KINDS
+    fields = {**fields_of(kind), "stream": bool(number % 2)}
+    while (answer := await client.post("/v1/completions", json=fields)).status_code == 429:
+        # Places of those who have left are free when the server has heard of it.
+        await asyncio.sleep(0.05)
+    assert answer.status_code == 200, answer.text
+    if not fields["stream"]:
+        return kind, answer.json()["choices"][0]["text"]
+    *lines, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert last == "[DONE]"
+    return kind, "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
+async def leave(host: str, port: int, number: int) -> None:
+    """Asks, and leaves: some before all of the body was sent, some at once, some after a part of the answer."""
+    chance = random.Random(number)
+    body = json.dumps({**fields_of(number % NUM_KINDS), "max_tokens": 500, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    missing = chance.choice([0, 0, 0, 1, 4000])
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(f"{head}Content-Length: {len(body) + missing}\r\n\r\n".encode() + body)
+    await writer.drain()
+    for _ in range(0 if missing else chance.choice([0, 1, 9])):
+        await reader.readline()
+    if chance.random() < 0.5:
+        writer.transport.abort()
+    else:
+        writer.close()
+
+
+async def crowd(running: Running, num_clients: int) -> list[tuple[int, str]]:
+    """What clients get who stay, while others leave."""
+    limits = httpx.Limits(max_connections=AT_A_TIME, max_keepalive_connections=0)
+    places, url = asyncio.Semaphore(AT_A_TIME), httpx.URL(running.address)
+
+    async def come(number: int) -> tuple[int, str] | None:
+        async with places:
+            return await (ask(client, number) if number % LEAVING else leave(url.host, url.port, number))
+
+    async with httpx.AsyncClient(base_url=running.address, timeout=300, limits=limits) as client:
+        answers = await asyncio.gather(*map(come, range(num_clients)))
+    return [answer for answer in answers if answer is not None]
+
+
+def expected(running: Running) -> list[str]:
+    """What each kind of request gets when nobody else is there; greedy ones what plain generation says."""
+    texts = [running.text(**fields_of(kind)) for kind in range(NUM_KINDS)]
+    for kind in range(0, NUM_KINDS, 3):
+        fields = fields_of(kind)
+        assert texts[kind] == plain(fields["prompt"], fields["max_tokens"])
+    return texts
+
+
+def check_crowd(running: Running, num_clients: int, texts: list[str]) -> None:
+    before = Counter(running.service.outcomes)
+    answers = asyncio.run(crowd(running, num_clients))
+    assert answers == [(kind, texts[kind]) for kind, _ in answers]
+    num_leaving = -(-num_clients // LEAVING)
+    assert len(answers) == num_clients - num_leaving
+    wait_until(lambda: running.service.num_open == 0)
+    assert "hf_specdec_server_open_requests 0.0" in running.client.get("/metrics").text
+    # Who leaves in the moment of the end was answered, and whose request never was complete is not counted.
+    new = running.service.outcomes - before
+    assert new.keys() <= {"answered", "left", "refused"}
+    assert new["answered"] >= len(answers)
+    assert new["answered"] + new["left"] <= num_clients
+    wait_until(lambda: running.service.manager._engine.is_idle and not running.service.manager._names)
+
+
+def test_many_clients_some_of_whom_leave():
+    with serving(batch_size=4) as running:
+        check_crowd(running, 24, expected(running))
+
+
+@slow
+def test_5000_clients():
+    with serving(batch_size=8) as running:
+        texts = expected(running)
+        check_crowd(running, 5000, texts)
+        # All places are there.
+        most = 8 + running.service.limits.max_waiting
+        assert len(running.complete(n=most, max_tokens=2).json()["choices"]) == most
+
+
+@slow
+def test_64_clients_again_and_again():
+    process, used = psutil.Process(), []
+    with serving(batch_size=8) as running:
+        texts = expected(running)
+        for _ in range(12):
+            check_crowd(running, 64, texts)
+            gc.collect()
+            used.append(process.memory_info().rss / 2**20)
+        manager = running.service.manager
+        kept = (manager._results, manager._handlers, manager._streaming, manager._rows, manager._cancelled)
+        assert list(map(len, kept)) == [0] * len(kept)
+    # Megabytes. The allocator grows in the first rounds.
+    assert max(used[-4:]) - max(used[2:6]) < 16, [round(one) for one in used]
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+def test_failures_inside_are_no_mistakes_of_the_client(running, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ValueError("of the model")
+
+    before = running.service.outcomes["failed"]
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_specdec.decoding.joint.Judge.verify", fail)
+        assert running.error(status=500) == "The server has failed at this request. See its log."
+    assert running.service.outcomes["failed"] == before + 1
+    monkeypatch.setattr(running.service.manager, "encode", lambda prompt: 1 / 0)
+    failed = running.client.post("/v1/completions", json={"prompt": "x"})
+    assert failed.status_code == 500
+    monkeypatch.undo()
+    assert running.client.get("/health").extensions["network_stream"] is failed.extensions["network_stream"]
+    assert running.text() == plain(PROMPT, 12)
+
+
+def test_a_server_whose_model_has_failed(monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(service.logger, "error", lambda message, exc_info: told.append(f"{message} {exc_info}"))
+    with serving() as running:
+        # Nobody has asked for what the warm-up has generated.
+        assert "generation_tokens_total{" not in running.client.get("/metrics").text
+        running.service.manager._engine.step = None
+        assert "has failed" in running.error(status=503)
+        health = running.client.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "failed", "message": UNAVAILABLE["failed"]})
+        assert "has failed and decodes no more" in running.error(status=503)
+        running.service.manager.error = None
+        assert running.client.get("/health").json() == {"status": "stopped", "message": UNAVAILABLE["stopped"]}
+        assert "has stopped" in running.error(status=503)
+    assert told == ["The server decodes no more. 'NoneType' object is not callable"]
+
+
+def test_the_first_client_finds_all_warm():
+    manager = SpeculativeBatchingManager(
+        demo_target(), batch_size=3, tokenizer=demo.load_tokenizer(), spec_method="ngram", max_tokens_in_flight=200
+    )
+    service = Service(manager, "demo", Limits())
+
+    async def ask() -> tuple[httpx.Response, httpx.Response]:
+        transport = httpx.ASGITransport(build_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.get("/health"), await client.post("/v1/completions", json={"prompt": "x"})
+
+    health, refused = asyncio.run(ask())
+    assert (health.status_code, health.json()) == (503, {"status": "starting", "message": UNAVAILABLE["starting"]})
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, "The server is starting.")
+    service.start()
+    try:
+        assert service.status == "ok"
+        stats = manager._engine.stats
+        assert stats.num_accepted_tokens > 0
+        assert stats.num_committed_tokens == 16 + 21 + 26
+        assert not manager._names
+    finally:
+        manager.destroy()
+
+
+@full
+def test_models_that_cannot_be_served(monkeypatch):
+    with pytest.raises(UnsupportedModelError, match="has an encoder, and the server goes on with texts"):
+        Service(SpeculativeBatchingManager(text_model("t5")[0], spec_method="off"), "t5", Limits())
+    monkeypatch.setattr("hf_specdec.decoding.joint.Judge.verify", lambda *args, **kwargs: 1 / 0)
+    manager = SpeculativeBatchingManager(demo_target(), tokenizer=demo.load_tokenizer(), spec_method="ngram")
+    try:
+        with pytest.raises(SpecDecError, match="The server cannot decode: .*division by zero"):
+            Service(manager, "demo", Limits()).start()
+    finally:
+        manager.destroy()

@@ -1,4 +1,4 @@
-"""Healthy drafters are found healthy, and every defect that is planted is named."""
+"""Healthy drafters are found healthy, and every defect that is planted is named with its remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_specdec import cli, demo, forget_speculators
@@ -19,19 +18,13 @@ from hf_specdec.candidate_generators.eagle.generator import EagleCandidateGenera
 from hf_specdec.diagnosis import checks, diagnose
 from hf_specdec.diagnosis.probe import Acceptance, _count, consistent_meaning
 from hf_specdec.drafting.entries import DraftEntries
+from tests.helpers.levels import full, in_full
 from tests.helpers.methods import OTHER_CHECKPOINTS
 from tests.helpers.models import letter_tokenizer, tiny_llama
 from tests.helpers.planted import damaged, give_draft_vocabulary, shuffle_states
 
 
-@pytest.fixture(scope="module")
-def target():
-    return demo.load_target()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return demo.load_tokenizer()
+EAGLE, EAGLE3 = demo.drafter_path("eagle"), demo.drafter_path("eagle3")
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +33,15 @@ def nothing_loaded(target):
     forget_speculators(target)
 
 
-def few_prompts(tokens):
-    return [Prompt(prompt.name, prompt.text, prompt.kind, tokens) for prompt in demo.prompts()[1::2]]
+@pytest.fixture
+def check(target, demo_tokenizer):
+    """What is found of a drafter and the demo's target."""
 
+    def checked(spec, tokens=24, target=target, tokenizer=demo_tokenizer, **options):
+        few = [Prompt(prompt.name, prompt.text, prompt.kind, tokens) for prompt in demo.prompts()[1::2]]
+        return diagnose(target, spec, tokenizer, prompts=few, **{"try_variants": False, **options})
 
-def check(target, tokenizer, spec, tokens=24, **options):
-    return diagnose(target, spec, tokenizer, prompts=few_prompts(tokens), **options)
+    return checked
 
 
 def statuses(found):
@@ -57,204 +53,155 @@ def cause(found):
     return f"{found.causes[0].found} {found.causes[0].remedy}"
 
 
-# Healthy pairs
-
-
-@pytest.mark.parametrize("name", ["draft_model", "medusa", "mtp", "ngram"])
-def test_healthy_drafters(target, tokenizer, name):
-    found = check(target, tokenizer, demo.settings()[name], tokens=20, try_variants=name == "mtp")
-    assert found.status == "ok", found.findings
-    assert found.causes == []
+@pytest.mark.parametrize("name", ["ngram", *in_full("draft_model", "medusa", "mtp")])
+def test_healthy_drafters(check, name):
+    found = check(demo.settings()[name], tokens=20, try_variants=name == "mtp")
+    assert (found.status, found.causes) == ("ok", []), found.findings
     acceptance = found.acceptance["raw"]
     assert acceptance.acceptance_length > 1.1
     assert all(0 < accepted <= reached for accepted, reached in zip(acceptance.accepted[:1], acceptance.reached))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "multiplies", "is_slow"),
-    [
-        (torch.bfloat16, False, True),
-        (torch.bfloat16, True, False),
-        (torch.bfloat16, None, False),
-        (torch.float32, False, False),
-    ],
-)
-def test_targets_in_bfloat16_on_processors_without_it(dtype, multiplies, is_slow, monkeypatch):
-    monkeypatch.setattr(checks, "multiplies_bfloat16", lambda: multiplies)
-    found = [finding for finding in checks.product_findings(tiny_llama().to(dtype)) if finding.status == "warning"]
-    assert len(found) == is_slow
-    assert not is_slow or "dtype=torch.float32" in found[0].remedy
+# Defects of checkpoints: of which one, what changes in it, the check or the cause that names it, and with what words.
 
 
-def test_a_healthy_draft_vocabulary(target, tokenizer, tmp_path):
+def keep_tokens(ids, shuffled=False):
+    def change(config, tensors):
+        give_draft_vocabulary(config, tensors, ids)
+        if shuffled:
+            order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+            tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+
+    return change
+
+
+def no_numbers(config, tensors):
+    tensors["midlayer.mlp.up_proj.weight"][0, 0] = torch.nan
+    tensors["midlayer.mlp.down_proj.weight"].zero_()
+
+
+def two_layers_unstated(config, tensors):
+    del config["aux_layer_ids"]
+    tensors["fc.weight"] = tensors["fc.weight"][:, :512]
+
+
+def other_scale(config, tensors):
+    tensors["fc.weight"][:, 256:] /= 16  # the root of the hidden size
+
+
+DEFECTS = {
+    "shifted layers": (EAGLE3, lambda c, t: c.update(aux_layer_ids=[0, 2, 4]), True, "Pass aux_layer_ids=[1, 3, 5]"),
+    "other scale": (EAGLE, other_scale, True, "The scale of the target's states is wrong"),
+    "rotary embedding": (EAGLE, lambda c, t: c.update(rope_theta=50.0), True, "rope_theta=50"),
+    "shuffled head": (EAGLE3, keep_tokens(torch.arange(4095), shuffled=True), False, "stand for other tokens"),
+    "small vocabulary": (EAGLE3, keep_tokens(torch.arange(0, 4096, 2)), False, "not in the draft vocabulary (2048"),
+}
+
+
+@pytest.mark.parametrize("name", ["shuffled head", *in_full(*sorted(DEFECTS.keys() - {"shuffled head"}))])
+def test_defects_that_the_drafts_show(check, tmp_path, name):
+    source, change, try_variants, words = DEFECTS[name]
+    found = check(damaged(source, tmp_path / "head", change), try_variants=try_variants)
+    assert words in cause(found)
+    assert name != "shuffled head" or found.acceptance["raw"].first_rate < 0.05
+
+
+def test_defects_that_files_show(check, tmp_path):
+    found = check({"method": "eagle", "model": EAGLE3})
+    assert (statuses(found)["method"], statuses(found)["loading"], found.status) == ("error",) * 3
+    found = check(EAGLE3, target=tiny_llama(), tokenizer=letter_tokenizer())
+    assert "hidden size 256, and the target has 32" in str([f.found for f in found.findings if f.check == "sizes"])
+    assert statuses(found)["loading"] == "error"
+    for spec in ("ngrm", {"model": "no/such/folder"}):
+        assert statuses(check(spec)) == {"settings": "error"}
+    spec = damaged(EAGLE3, tmp_path / "missing", lambda c, t: t.pop("midlayer.mlp.up_proj.weight"))
+    assert statuses(check({"method": "eagle3", "model": spec}))["loading"] == "error"
+    found = check(damaged(EAGLE3, tmp_path / "numbers", no_numbers))
+    (first, nan), (second, zero) = [(item.status, item.found) for item in found.findings if item.check == "weights"]
+    assert (first, "up_proj" in nan, second, "down_proj" in zero) == ("error", True, "warning", True)
+
+
+@full
+def test_what_files_leave_open(check, tmp_path):
+    spec = {"model": damaged(EAGLE3, tmp_path / "layers", two_layers_unstated), "aux_layer_ids": [1, 3]}
+    assert statuses(check(spec))["layers"] == "warning"
     keep = torch.tensor([token for token in range(4096) if token % 512 != 511])
-    spec = damaged(demo.drafter_path("eagle3"), tmp_path / "head", lambda c, t: give_draft_vocabulary(c, t, keep))
-    found = check(target, tokenizer, spec, try_variants=False)
+    found = check(damaged(EAGLE3, tmp_path / "healthy", keep_tokens(keep)))
     assert found.status == "ok", found.findings
     assert {"draft vocabulary", "vocabulary"} <= statuses(found).keys()
 
 
-# Defects that configs, tables and tensors show
-
-
-def test_the_wrong_method(target, tokenizer):
-    found = check(target, tokenizer, {"method": "eagle", "model": demo.drafter_path("eagle3")})
-    assert statuses(found)["method"] == "error"
-    assert statuses(found)["loading"] == "error"
-    assert found.status == "error"
-
-
-def test_another_size(tokenizer):
-    found = check(tiny_llama(), letter_tokenizer(), demo.drafter_path("eagle3"))
-    sizes = [finding.found for finding in found.findings if finding.check == "sizes"]
-    assert any("hidden size 256, and the target has 32" in text for text in sizes)
-    assert statuses(found)["loading"] == "error"
-
-
-@pytest.mark.parametrize(("spec", "check_name"), [("ngrm", "settings"), ({"model": "no/such/folder"}, "settings")])
-def test_what_does_not_exist(target, tokenizer, spec, check_name):
-    found = check(target, tokenizer, spec)
-    assert [(finding.check, finding.status) for finding in found.findings] == [(check_name, "error")]
-
-
-def test_a_damaged_file(target, tokenizer, tmp_path):
-    spec = damaged(demo.drafter_path("eagle3"), tmp_path / "head", lambda c, t: t.pop("midlayer.mlp.up_proj.weight"))
-    found = check(target, tokenizer, {"method": "eagle3", "model": spec})
-    assert statuses(found)["loading"] == "error"
-
-
-def test_weights_that_are_no_numbers(target, tokenizer, tmp_path):
-    def change(config, tensors):
-        tensors["midlayer.mlp.up_proj.weight"][0, 0] = torch.nan
-        tensors["midlayer.mlp.down_proj.weight"].zero_()
-
-    found = check(
-        target, tokenizer, damaged(demo.drafter_path("eagle3"), tmp_path / "head", change), try_variants=False
-    )
-    weights = [(item.status, item.found) for item in found.findings if item.check == "weights"]
-    assert [status for status, _ in weights] == ["error", "warning"]
-    assert "up_proj" in weights[0][1]
-    assert "down_proj" in weights[1][1]
-
-
-def test_layers_that_are_not_stated(target, tokenizer, tmp_path):
-    def change(config, tensors):
-        del config["aux_layer_ids"]
-        tensors["fc.weight"] = tensors["fc.weight"][:, :512]
-
-    spec = damaged(demo.drafter_path("eagle3"), tmp_path / "head", change)
-    found = check(target, tokenizer, {"model": spec, "aux_layer_ids": [1, 3]}, try_variants=False)
-    assert statuses(found)["layers"] == "warning"
-
-
-def test_another_tokenizer(target, tokenizer, tmp_path):
-    folder = tmp_path / "draft"
-    shutil.copytree(demo.drafter_path("draft_model"), folder)
+@full
+def test_tokenizers_of_draft_models(check, tmp_path):
+    folder = shutil.copytree(demo.drafter_path("draft_model"), tmp_path / "draft")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(demo.target_path(), name), folder)
     spec = {"method": "draft_model", "model": str(folder), "same_tokenizer": True}
-    assert statuses(check(target, tokenizer, spec, tokens=8))["tokenizer"] == "ok"
-    file = folder / "tokenizer.json"
-    content = json.loads(file.read_text())
+    assert statuses(check(spec, tokens=8))["tokenizer"] == "ok"
+    content = json.loads((folder / "tokenizer.json").read_text())
     words = list(content["model"]["vocab"])
     content["model"]["vocab"] = {word: (index * 7) % len(words) for index, word in enumerate(words)}
-    file.write_text(json.dumps(content))
-    assert AutoTokenizer.from_pretrained(folder).get_vocab() != tokenizer.get_vocab()
-    found = check(target, tokenizer, spec, tokens=8)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    found = check(spec, tokens=8)
     assert statuses(found)["tokenizer"] == "error"
-    assert "different tokenizers" in next(f.found for f in found.findings if f.check == "tokenizer")
-
-
-def test_a_draft_model_with_another_tokenizer(target, tokenizer):
+    assert "different tokenizers" in next(item.found for item in found.findings if item.check == "tokenizer")
     spec = {"method": "draft_model", "model": OTHER_CHECKPOINTS["draft_model re-encoded"][1]}
-    found = check(target, tokenizer, spec, tokens=8)
-    (finding,) = (finding for finding in found.findings if finding.check == "tokenizer")
+    (finding,) = (item for item in check(spec, tokens=8).findings if item.check == "tokenizer")
     assert finding.status == "ok"
     assert "drafts are re-encoded as text, 1406 tokens are in both" in finding.found
-    found = check(target, tokenizer, spec | {"draft_tokenizer": "/nowhere"})
-    assert statuses(found)["tokenizer"] == "error"
+    assert statuses(check(spec | {"draft_tokenizer": "/nowhere"}, tokens=8))["tokenizer"] == "error"
 
 
-# Defects that a probe shows
-
-
-def test_shifted_layers(target, tokenizer, tmp_path):
-    spec = damaged(demo.drafter_path("eagle3"), tmp_path / "head", lambda c, t: c.update(aux_layer_ids=[0, 2, 4]))
-    found = check(target, tokenizer, spec, tokens=32)
-    assert "was trained on 1, 3, 5" in cause(found)
-    assert "Pass aux_layer_ids=[1, 3, 5]" in cause(found)
-
-
-def test_shuffled_rows_of_the_head(target, tokenizer, tmp_path):
-    def change(config, tensors):
-        give_draft_vocabulary(config, tensors, torch.arange(4095))
-        order = torch.randperm(4095, generator=torch.Generator().manual_seed(0))
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
-
-    found = check(
-        target, tokenizer, damaged(demo.drafter_path("eagle3"), tmp_path / "head", change), try_variants=False
-    )
-    assert found.acceptance["raw"].first_rate < 0.05
-    assert "stand for other tokens" in cause(found)
-
-
-def test_a_draft_vocabulary_without_common_tokens(target, tokenizer, tmp_path):
-    keep = torch.arange(0, 4096, 2)
-    spec = damaged(demo.drafter_path("eagle3"), tmp_path / "head", lambda c, t: give_draft_vocabulary(c, t, keep))
-    found = check(target, tokenizer, spec, try_variants=False)
-    assert "not in the draft vocabulary (2048 tokens)" in cause(found)
-
-
-def test_states_of_another_scale(target, tokenizer, tmp_path):
-    def change(config, tensors):
-        tensors["fc.weight"][:, 256:] /= 16  # the root of the hidden size
-
-    found = check(target, tokenizer, damaged(demo.drafter_path("eagle"), tmp_path / "head", change), tokens=16)
-    assert "The scale of the target's states is wrong" in cause(found)
-
-
-def test_a_wrong_rotary_embedding(target, tokenizer, tmp_path):
-    spec = damaged(demo.drafter_path("eagle"), tmp_path / "head", lambda c, t: c.update(rope_theta=50.0))
-    assert "rope_theta=50" in cause(check(target, tokenizer, spec, tokens=20))
-
-
+@full
 @pytest.mark.parametrize("named", [False, True])
-def test_the_head_of_another_target(tokenizer, tmp_path, named):
+def test_the_head_of_another_target(check, tmp_path, named):
     other = demo.load_target()
     shuffle_states(other)
     name = {"base_model_name_or_path": "someone/another-model"} if named else {}
-    spec = damaged(demo.drafter_path("eagle"), tmp_path / "head", lambda c, t: c.update(name))
-    found = check(other, tokenizer, spec, tokens=20, try_variants=not named)
+    spec = damaged(EAGLE, tmp_path / "head", lambda c, t: c.update(name))
+    found = check(spec, tokens=20, target=other, try_variants=not named)
     assert found.acceptance["raw"].first_rate < 0.05
     assert statuses(found).get("made for") == ("warning" if named else None)
     assert ("made for 'someone/another-model'" if named else "No other wiring helps") in cause(found)
 
 
-def test_a_drafter_that_does_not_go_on_from_itself(target, tokenizer, monkeypatch):
+@full
+def test_a_drafter_that_does_not_go_on_from_itself(check, monkeypatch):
     read = DraftEntries.read_nodes
     monkeypatch.setattr(DraftEntries, "read_nodes", lambda self, t, hidden, p: read(self, t * 0, hidden * 0, p))
-    found = check(
-        target, tokenizer, {"model": demo.drafter_path("eagle"), "num_speculative_tokens": 4}, try_variants=False
-    )
+    found = check({"model": EAGLE, "num_speculative_tokens": 4})
     assert "falls at once" in next(item.found for item in found.findings if item.check == "acceptance")
     assert "trained for one step only" in cause(found)
 
 
-def test_sampling_at_a_high_temperature(tokenizer):
+@full
+def test_sampling_at_a_high_temperature(check):
     target = demo.load_target()
     target.generation_config.update(do_sample=True, temperature=1.5)
-    found = check(target, tokenizer, demo.drafter_path("eagle"), try_variants=False)
+    found = check(EAGLE, target=target)
     assert "temperature 1.5" in cause(found)
     assert found.acceptance["sampled"].first_rate < found.acceptance["raw"].first_rate
 
 
-def draft_nonsense(monkeypatch, where, tokenizer):
-    """Makes EAGLE heads draft nonsense after some prompts: those that have a mark, or have none."""
+@full
+@pytest.mark.parametrize(
+    ("template", "loses_marked", "words"),
+    [
+        ("# @@@\n", True, "in the target's chat template are drafted for less well"),
+        ("# @@@\n", False, "without the chat template are drafted for less well"),
+        ("{% if enable_thinking is not defined %}# @@@\n{% endif %}", True, "Pass enable_thinking=False"),
+    ],
+    ids=["template", "no_template", "thinking"],
+)
+def test_prompts_that_training_had_not(check, monkeypatch, template, loses_marked, words):
+    """A head that drafts nonsense after prompts that have a mark, or have none."""
+    tokenizer = demo.load_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}\n" + template
     mark = tokenizer(" @@@")["input_ids"][-1]
     prefill, propose = EagleCandidateGenerator.prefill, EagleCandidateGenerator.propose
 
     def marked_prefill(self, prompt):
-        self.is_lost = where(bool((prompt.input_ids == mark).any()))
+        self.is_lost = bool((prompt.input_ids == mark).any()) == loses_marked
         prefill(self, prompt)
 
     def marked_propose(self, step):
@@ -265,37 +212,30 @@ def draft_nonsense(monkeypatch, where, tokenizer):
 
     monkeypatch.setattr(EagleCandidateGenerator, "prefill", marked_prefill)
     monkeypatch.setattr(EagleCandidateGenerator, "propose", marked_propose)
+    found = check(EAGLE, tokens=16, tokenizer=tokenizer)
+    assert words in cause(found)
+    assert {"raw", "chat"} <= set(found.acceptance)
 
 
-@pytest.mark.parametrize("knows_chats", [False, True])
-def test_a_chat_template_that_training_had_not(target, monkeypatch, knows_chats):
-    """A head that drafts nonsense after prompts with the template, or after those without it."""
-    tokenizer = demo.load_tokenizer()
-    tokenizer.chat_template = "{{ messages[0]['content'] }}\n# @@@\n"
-    draft_nonsense(monkeypatch, lambda marked: marked != knows_chats, tokenizer)
-    found = check(target, tokenizer, demo.drafter_path("eagle"), tokens=16, try_variants=False)
-    expected = "without the chat template are" if knows_chats else "in the target's chat template are"
-    assert f"Prompts {expected} drafted for less well" in cause(found)
-    assert set(found.acceptance) == {"raw", "chat"}
-
-
-def test_a_thinking_mode_that_training_had_not(target, monkeypatch):
-    tokenizer = demo.load_tokenizer()
-    tokenizer.chat_template = "{{ messages[0]['content'] }}\n{% if enable_thinking is not defined %}# @@@\n{% endif %}"
-    draft_nonsense(monkeypatch, lambda marked: marked, tokenizer)
-    found = check(target, tokenizer, demo.drafter_path("eagle"), tokens=16, try_variants=False)
-    assert set(found.acceptance) == {"raw", "chat", "chat, no thinking"}
-    assert "Answers with thinking are drafted for less well" in cause(found)
-    assert "Pass enable_thinking=False" in cause(found)
+@full
+def test_targets_in_bfloat16_on_processors_without_it(monkeypatch):
+    for dtype, multiplies, is_slow in (
+        (torch.bfloat16, False, True),
+        (torch.bfloat16, True, False),
+        (torch.bfloat16, None, False),
+        (torch.float32, False, False),
+    ):
+        monkeypatch.setattr(checks, "multiplies_bfloat16", lambda multiplies=multiplies: multiplies)
+        found = [item for item in checks.product_findings(tiny_llama().to(dtype)) if item.status == "warning"]
+        assert len(found) == is_slow
+        assert not is_slow or "dtype=torch.float32" in found[0].remedy
 
 
 # Figures
 
 
 def test_acceptance_by_position():
-    found = Acceptance()
-    text = [7, 8, 1, 2, 3, 4, 5]
-    chain = [-1, 0, 1]
+    found, chain = Acceptance(), [-1, 0, 1]
     drafts = {
         2: ([1, 2, 9], chain),
         3: ([2, 3, 4], chain),
@@ -306,15 +246,20 @@ def test_acceptance_by_position():
         6: ([5, 6], [-1, 0]),
         7: ([1], [-1]),
     }
-    _count(found, 0, text, drafts)
-    assert found.reached == [4, 3, 2]
-    assert found.accepted == [4, 3, 1]
+    _count(found, 0, [7, 8, 1, 2, 3, 4, 5], drafts)
+    assert (found.reached, found.accepted) == ([4, 3, 2], [4, 3, 1])
     assert found.num_places == 5
     assert found.acceptance_length == pytest.approx(1 + 8 / 5)
     assert found.counts == {(0, 2): 2, (0, 3): 3, (0, 5): 2, (0, 6): 1}
     assert found.first_tokens == [(1, 1), (2, 2), (8, 4), (5, 5)]
+    # What a text repeats is no evidence.
+    found = Acceptance()
+    _count(found, 0, [1, 2, 3] * 6, {length: ([9], [-1]) for length in range(6, 18)})
+    assert found.num_places == 12
+    assert len(found.counts) == len(found.first_tokens) == 3
 
 
+@full
 @given(st.data())
 def test_as_much_is_accepted_as_the_tree_has_of_the_text(data):
     size = data.draw(st.integers(0, 6))
@@ -331,18 +276,10 @@ def test_as_much_is_accepted_as_the_tree_has_of_the_text(data):
     _count(found, 0, [9, *following], {1: (tokens, parents)})
     assert sum(found.accepted) == longest
     assert found.acceptance_length == 1 + longest
-    assert all(accepted <= reached <= 1 for accepted, reached in zip(found.accepted, found.reached))
 
 
-def test_what_a_text_repeats_is_no_evidence():
-    found = Acceptance()
-    text = [1, 2, 3] * 6
-    _count(found, 0, text, {length: ([9], [-1]) for length in range(6, 18)})
-    assert found.num_places == 12
-    assert len(found.counts) == len(found.first_tokens) == 3
-
-
-def test_comparing_drafts_at_the_same_places():
+@full
+def test_evidence_of_better_drafts_and_of_shuffled_tokens():
     better, worse, equal = Acceptance(), Acceptance(), Acceptance()
     for place in range(40):
         worse.counts[0, place] = equal.counts[0, place] = place % 3
@@ -350,32 +287,21 @@ def test_comparing_drafts_at_the_same_places():
     assert better.is_better_than(worse)
     assert not worse.is_better_than(better)
     assert not equal.is_better_than(worse)
-
-
-def test_meaning_of_shuffled_tokens():
     pairs = [(token, token + 10) for token in range(5) for _ in range(4)]
     assert consistent_meaning(pairs) == (1.0, 0.2)
     assert consistent_meaning([(1, token) for token in range(9)]) == (0.0, 1 / 9)
     assert consistent_meaning([]) == (0.0, 0.0)
 
 
-# The command
-
-
-def run_command(*arguments):
-    return CliRunner().invoke(cli.app, ["doctor", *map(str, arguments)], prog_name="hf-specdec")
-
-
 def test_command():
-    result = run_command("--spec", "eagle3", "-n", 16, "--quick", "-p", demo.prompts()[0].text, "--json")
+    def run(*arguments):
+        return CliRunner().invoke(cli.app, ["doctor", *map(str, arguments)], prog_name="hf-specdec")
+
+    result = run("--spec", "eagle3", "-n", 16, "--quick", "-p", demo.prompts()[0].text, "--json")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert {"checkpoint", "method", "loading", "layers", "weights"} <= {item["check"] for item in report["findings"]}
-
-
-def test_command_fails_where_the_pair_cannot_work():
-    spec = json.dumps({"method": "eagle", "model": demo.drafter_path("eagle3")})
-    result = run_command("--spec", spec)
+    result = run("--spec", json.dumps({"method": "eagle", "model": EAGLE3}))
     assert result.exit_code == 1
     assert "error" in result.stdout
     assert "Leave the method out" in result.stdout

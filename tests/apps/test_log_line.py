@@ -1,5 +1,7 @@
 """Log lines have the figures of their interval, and none that was not asked for is written."""
 
+from __future__ import annotations
+
 import logging
 import re
 import subprocess
@@ -10,6 +12,7 @@ import pytest
 
 from hf_specdec import SpecConfigError, SpecDecodingStats, metrics, record
 from hf_specdec.metrics import log_line
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts
 from tests.helpers.threads import in_threads
 
@@ -61,9 +64,9 @@ def call(stats):
         yield progress
 
 
-def cycle(progress, stats, clock, seconds, accepted=2):
+def cycle(progress, stats, clock, seconds, accepted=2, drafted=4):
     clock.now += seconds
-    stats.count(num_nodes=4, max_depth=4, num_accepted=accepted, num_committed=accepted + 1)
+    stats.count(num_nodes=drafted, max_depth=drafted, num_accepted=accepted, num_committed=accepted + 1)
     progress.end_cycle()
 
 
@@ -75,10 +78,10 @@ def test_figures_of_an_interval(lines, clock):
             cycle(progress, stats, clock, 3, accepted)
         assert lines() == []
         stats.count_without_drafts("length_limit")
-        stats.count(0, 0, 0, 1)
-        clock.now += 1
-        progress.end_cycle()
-    (line,) = lines()
+        cycle(progress, stats, clock, 1, 0, 0)
+        (line,) = lines()
+        # A long draft makes no long line.
+        cycle(progress, stats, clock, 10, 17, 17)
     assert line == {
         "length": "1.75",  # 7 tokens in 4 verifications, the prefill's not counted
         "accepted_rate": "0.30",
@@ -91,40 +94,48 @@ def test_figures_of_an_interval(lines, clock):
         "without": "1",
         "reasons": "length_limit 1",
     }
+    assert lines()[1]["positions"] == ", ".join(["1.000"] * 16 + ["..."])
 
 
-def test_intervals_do_not_overlap(lines, clock):
+def test_interval_without_any_draft(lines, clock):
+    metrics.log_every(10)
+    stats = SpecDecodingStats(batch_size=2)
+    with call(stats) as progress:
+        stats.count_without_drafts("batch_size")
+        stats.count(0, 0, 0, 1)
+        cycle(progress, stats, clock, 10, 0, 0)
+    (line,) = lines()
+    assert (line["length"], line["positions"], line["rate"], line["reasons"]) == ("1.00", "-", "0.0", "batch_size 1")
+
+
+def test_intervals_do_not_overlap_and_can_be_changed(lines, clock):
     metrics.log_every(10)
     stats = SpecDecodingStats(batch_size=1)
     with call(stats) as progress:
         for _ in range(9):
             cycle(progress, stats, clock, 5)
-    assert [line["accepted"] for line in lines()] == ["4"] * 4
-    metrics.log_every(None)
-    assert [line["accepted"] for line in lines()] == ["4"] * 4 + ["2"]
+        assert [line["accepted"] for line in lines()] == ["4"] * 4
+        metrics.log_every(7)
+        cycle(progress, stats, clock, 5)
+        assert len(lines()) == 5
+        metrics.log_every(None)
+        cycle(progress, stats, clock, 500)
+    assert [line["accepted"] for line in lines()[:5]] == ["4"] * 5
+    assert len(lines()) == 5
 
 
 def test_pauses_between_calls_do_not_count(lines, clock):
     metrics.log_every(10)
     for _ in range(2):
+        clock.now += 1000
         stats = SpecDecodingStats(batch_size=1)
         with call(stats) as progress:
             cycle(progress, stats, clock, 2)
-        clock.now += 1000
     # Logged by the second call's prefill: 5 tokens in the 2 seconds of the first call.
     assert [line["throughput"] for line in lines()] == ["2.50"]
     metrics.log_every(None)
     # The rest of the second call.
     assert [line["throughput"] for line in lines()] == ["2.50", "1.50"]
-
-
-def test_pause_before_the_first_call_is_no_interval(lines, clock):
-    metrics.log_every(10)
-    clock.now += 1000
-    stats = SpecDecodingStats(batch_size=1)
-    with call(stats) as progress:
-        cycle(progress, stats, clock, 2)
-    assert lines() == []
 
 
 def test_calls_at_the_same_time_share_the_time(lines, clock):
@@ -137,51 +148,13 @@ def test_calls_at_the_same_time_share_the_time(lines, clock):
     assert (line["throughput"], line["length"]) == ("0.80", "3.00")
 
 
-def test_without_any_draft(lines, clock):
-    metrics.log_every(10)
-    stats = SpecDecodingStats(batch_size=2)
-    with call(stats) as progress:
-        clock.now += 10
-        stats.count_without_drafts("batch_size")
-        stats.count(0, 0, 0, 1)
-        stats.count(0, 0, 0, 1)
-        progress.end_cycle()
-    (line,) = lines()
-    assert (line["length"], line["positions"], line["rate"], line["reasons"]) == ("1.00", "-", "0.0", "batch_size 1")
-
-
-def test_long_drafts_make_no_long_lines(lines, clock):
-    metrics.log_every(10)
-    stats = SpecDecodingStats(batch_size=1)
-    with call(stats) as progress:
-        clock.now += 10
-        stats.count(num_nodes=17, max_depth=17, num_accepted=17, num_committed=18)
-        progress.end_cycle()
-    assert lines()[0]["positions"] == ", ".join(["1.000"] * 16 + ["..."])
-
-
-def test_seconds_can_be_changed(lines, clock):
-    metrics.log_every(1000)
-    stats = SpecDecodingStats(batch_size=1)
-    with call(stats) as progress:
-        cycle(progress, stats, clock, 5)
-        metrics.log_every(7)
-        cycle(progress, stats, clock, 5)
-        assert len(lines()) == 1
-        metrics.log_every(None)
-        cycle(progress, stats, clock, 500)
-    assert len(lines()) == 1
-
-
-def test_real_calls(model, lines):
+def test_real_calls_of_threads(model, lines):
     metrics.log_every(1e-9)
     with record(all_threads=True) as made:
         call = {**prompts(2), "do_sample": False, "max_new_tokens": 20, "spec_method": "ngram"}
         in_threads(*[lambda: model.generate(**call)] * 2)
     metrics.log_every(None)
-    total = SpecDecodingStats()
-    for recorded in made.calls:
-        total.add(recorded.stats)
+    total = SpecDecodingStats.total(recorded.stats for recorded in made.calls)
     assert len(lines()) > 2
     assert sum(int(line["accepted"]) for line in lines()) == total.num_accepted_tokens
     assert sum(int(line["drafted"]) for line in lines()) == total.num_draft_tokens
@@ -189,29 +162,22 @@ def test_real_calls(model, lines):
     assert without == sum(total.num_cycles_without_drafts.values()) > 0
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "10", True])
-def test_wrong_seconds(seconds):
-    with pytest.raises(SpecConfigError, match="`seconds` must be a number above 0"):
-        metrics.log_every(seconds)
-
-
-class TestEnvironment:
-    def test_sets_the_seconds(self, monkeypatch):
-        monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", "2.5")
-        log_line.log_as_environment_says()
-        assert log_line._active.seconds == 2.5
-
-    @pytest.mark.parametrize("value", ["", "0"])
-    def test_off(self, value, monkeypatch):
-        monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", value)
-        log_line.log_as_environment_says()
-        assert log_line._active is None
-
-    @pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf"])
-    def test_no_number(self, value, monkeypatch):
+@full
+def test_seconds(monkeypatch):
+    for seconds in (0, -1, float("nan"), float("inf"), "10", True):
+        with pytest.raises(SpecConfigError, match="`seconds` must be a number above 0"):
+            metrics.log_every(seconds)
+    for value in ("soon", "-1", "nan", "inf"):
         monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", value)
         with pytest.raises(SpecConfigError, match=f"HF_SPECDEC_LOG_INTERVAL='{value}' is no number of seconds"):
             log_line.log_as_environment_says()
+    for value in ("", "0"):
+        monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", value)
+        log_line.log_as_environment_says()
+        assert log_line._active is None
+    monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", "2.5")
+    log_line.log_as_environment_says()
+    assert log_line._active.seconds == 2.5
 
 
 PROGRAM = """
@@ -229,9 +195,11 @@ with metrics.begin_call(stats, "model") as progress:
     ("configuration", "line"),
     [
         ("", "SpecDecoding metrics: Mean"),
-        ("logging.basicConfig()", "INFO:hf_specdec.metrics:SpecDecoding metrics: Mean"),
-        ("logging.basicConfig(level='ERROR')", "INFO:hf_specdec.metrics:SpecDecoding metrics: Mean"),
-        ("logging.getLogger('hf_specdec.metrics').setLevel('WARNING')", None),
+        *in_full(
+            ("logging.basicConfig()", "INFO:hf_specdec.metrics:SpecDecoding metrics: Mean"),
+            ("logging.basicConfig(level='ERROR')", "INFO:hf_specdec.metrics:SpecDecoding metrics: Mean"),
+            ("logging.getLogger('hf_specdec.metrics').setLevel('WARNING')", None),
+        ),
     ],
     ids=["not_configured", "configured", "level_of_others", "switched_off"],
 )

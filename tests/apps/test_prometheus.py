@@ -1,6 +1,7 @@
 """Prometheus scrapes what the calls did: every counter and histogram, while they run and from many threads."""
 
-import os
+from __future__ import annotations
+
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import SpecConfigError, SpecDecodingStats, metrics, record
 from hf_specdec.metrics import prometheus
+from tests.helpers.levels import full
 from tests.helpers.models import prompts, scripted_for, tiny_llama
 from tests.helpers.paths import DOCS
 from tests.helpers.threads import in_threads
@@ -35,6 +37,8 @@ def registry():
 def served(**arguments):
     server, thread = metrics.start_http_server(0, **arguments)
     try:
+        # Without an address nobody else can connect.
+        assert server.server_address[0] == ADDRESS
         yield f"http://{ADDRESS}:{server.server_port}/metrics"
     finally:
         server.shutdown()
@@ -69,20 +73,17 @@ def series(registry, **labels):
     return Series(parse(generate_latest(registry).decode()), **labels)
 
 
-def total(calls):
-    stats = SpecDecodingStats()
-    for call in calls:
-        stats.add(call.stats)
-    return stats
+def generate(model, batch_size=1, **settings):
+    return model.generate(**prompts(batch_size), **SETTINGS, spec_method="ngram", **settings)
 
 
 def check(value, calls):
     """Compares everything that was scraped of a method and model with the statistics of its calls."""
-    stats = total(calls)
+    stats = SpecDecodingStats.total(call.stats for call in calls)
     assert value("spec_decode_num_calls_total") == len(calls)
     assert value("spec_decode_num_drafts_total") == stats.num_drafts
     assert value("spec_decode_num_draft_tokens_total") == stats.num_draft_tokens
-    assert value("spec_decode_num_accepted_tokens_total") == stats.num_accepted_tokens
+    assert value("spec_decode_num_accepted_tokens_total") == stats.num_accepted_tokens > 0
     assert value("spec_decode_num_reached_tokens_total") == stats.num_reached_tokens
     assert value("spec_decode_num_verifications_total") == stats.num_row_cycles
     assert value("spec_decode_num_target_forwards_total") == stats.num_target_forwards
@@ -106,7 +107,7 @@ def check(value, calls):
         ("draft", [timing.draft_seconds for timing in timings]),
         ("verify", [timing.verify_seconds for timing in timings]),
     ):
-        assert value(f"spec_decode_{name}_seconds_count") == len(seconds)
+        assert value(f"spec_decode_{name}_seconds_count") == len(seconds) > 0
         assert value(f"spec_decode_{name}_seconds_sum") == pytest.approx(sum(seconds))
         slow = sum(second > 0.001 for second in seconds)
         assert value(f"spec_decode_{name}_seconds_bucket", le="0.001") == len(seconds) - slow
@@ -122,51 +123,29 @@ def test_scraped_from_a_server(model):
     with served(registry=registry) as address, record(timings=True) as made:
         assert {name for name, *_ in scrape(address)} == {"hf_specdec_loaded_drafters", "hf_specdec_loaded_bytes"}
         for batch_size in (1, 3):
-            model.generate(**prompts(batch_size), **SETTINGS, spec_method="ngram")
+            generate(model, batch_size)
         check(Series(scrape(address)), made.calls)
-        model.generate(**prompts(1), **SETTINGS, spec_method="ngram", num_speculative_tokens="auto")
+        generate(model, num_speculative_tokens="auto")
         model.generate(**prompts(2), **SETTINGS, assistant=tree)
         scraped = scrape(address)
     check(Series(scraped), made.calls[:3])
     check(Series(scraped, method="scripted"), made.calls[3:])
-    assert total(made.calls[:3]).num_accepted_tokens > 0
-    assert total(made.calls[3:]).num_accepted_tokens > 0
 
 
-def test_default_registry(model):
-    with served() as address:
-        model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
-        assert Series(scrape(address))("generation_tokens_total") == 25
-        assert Series(parse(generate_latest(REGISTRY).decode()))("generation_tokens_total") == 25
-    assert not parse(generate_latest(REGISTRY).decode())
+def test_calls_of_threads_and_calls_that_fail(model, registry):
+    def fail(input_ids, scores):
+        if input_ids.shape[1] > 12:
+            raise ZeroDivisionError
+        return scores
 
-
-def test_two_registries_count_the_same_call(model, registry):
-    other = CollectorRegistry()
-    metrics.enable(other, model_name="served")
-    try:
-        model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
-    finally:
-        metrics.disable(other)
-    assert series(registry)("generation_tokens_total") == 25
-    assert series(other, model_name="served")("generation_tokens_total") is None
-
-
-def test_enabled_twice_counts_once_and_keeps_the_name(model, registry):
-    metrics.enable(registry, model_name="mine")
-    metrics.enable(registry)
-    model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
-    assert series(registry, model_name="mine")("generation_tokens_total") == 25
-
-
-def test_begins_at_zero_when_enabled_again(model, registry):
-    model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
-    metrics.disable(registry)
-    metrics.disable(registry)
-    metrics.enable(registry)
-    assert series(registry)("generation_tokens_total") is None
-    model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
-    assert series(registry)("generation_tokens_total") == 25
+    with record(timings=True, all_threads=True) as made:
+        in_threads(*[lambda: [generate(model, 2) for _ in range(4)]] * 2)
+        assert len(made.calls) == 8
+        check(series(registry), made.calls)
+        with pytest.raises(ZeroDivisionError):
+            generate(model, logits_processor=[fail])
+    assert made.calls[8].timings
+    check(series(registry), made.calls)
 
 
 class EachColumn(BaseStreamer):
@@ -184,57 +163,51 @@ class EachColumn(BaseStreamer):
 
 
 def test_counts_while_the_call_runs(model, registry):
-    seen = []
-    streamer = EachColumn(lambda delivered: seen.append(series(registry)("generation_tokens_total")))
-    model.generate(**prompts(1), **SETTINGS, spec_method="ngram", streamer=streamer)
+    seen, late = [], CollectorRegistry()
+
+    def look(delivered):
+        seen.append(series(registry)("generation_tokens_total"))
+        if delivered == 5:
+            metrics.enable(late)
+        if delivered == 20:
+            prometheus.remove_listener(prometheus._enabled[registry])
+
+    generate(model, streamer=EachColumn(look))
     # A cycle is counted at its end, after the streamer.
     known = [value for value in seen if value]
     assert known == sorted(known)
     assert len(set(known)) > 5
     assert known[-1] < 25
-    assert series(registry)("generation_tokens_total") == 25
-
-
-def test_listening_begins_and_ends_with_a_call(model, registry):
-    """Calls that run when listening begins or ends: the one that began in it is counted, to its end."""
-    late = CollectorRegistry()
-
-    def change(delivered):
-        if delivered == 5:
-            metrics.enable(late)
-            prometheus.remove_listener(prometheus._enabled[registry])
-
-    model.generate(**prompts(1), **SETTINGS, spec_method="ngram", streamer=EachColumn(change))
-    model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
+    # Who listens when a call begins hears all of it, and who begins or ends in the middle is told of whole calls.
+    generate(model)
     assert series(registry)("generation_tokens_total") == 25
     assert series(registry)("spec_decode_num_calls_total") == 1
     assert series(late)("generation_tokens_total") == 25
     metrics.disable(late)
 
 
-def test_failed_call_counts_what_it_did(model, registry):
-    def fail(input_ids, scores):
-        if input_ids.shape[1] > 12:
-            raise ZeroDivisionError
-        return scores
-
-    with record(timings=True) as made, pytest.raises(ZeroDivisionError):
-        model.generate(**prompts(1), **SETTINGS, spec_method="ngram", logits_processor=[fail])
-    assert made.calls[0].timings
-    check(series(registry), made.calls)
-
-
-def test_threads(model, registry):
-    def generate():
-        for _ in range(4):
-            model.generate(**prompts(2), **SETTINGS, spec_method="ngram")
-
-    with record(timings=True, all_threads=True) as made:
-        in_threads(generate, generate)
-    assert len(made.calls) == 8
-    check(series(registry), made.calls)
+def test_registries(model, registry):
+    with served() as address:
+        generate(model)
+        assert Series(scrape(address))("generation_tokens_total") == 25
+        assert series(REGISTRY)("generation_tokens_total") == 25
+    assert not parse(generate_latest(REGISTRY).decode())
+    # The other one has counted the same call. Enabled twice it counts once and keeps its name.
+    assert series(registry)("generation_tokens_total") == 25
+    metrics.enable(registry, model_name="mine")
+    metrics.enable(registry)
+    generate(model)
+    assert series(registry, model_name="mine")("generation_tokens_total") == 25
+    # Enabled again it begins at zero.
+    metrics.disable(registry)
+    metrics.disable(registry)
+    metrics.enable(registry)
+    assert series(registry)("generation_tokens_total") is None
+    generate(model)
+    assert series(registry)("generation_tokens_total") == 25
 
 
+@full
 def test_documentation_has_every_metric_and_no_other(registry):
     families = {family.name: family.type for family in registry.collect()}
     text = (DOCS / "metrics.md").read_text()
@@ -246,13 +219,14 @@ def test_documentation_has_every_metric_and_no_other(registry):
     assert set(re.findall(r"hf_specdec_\w+", queries)) <= samples
 
 
+@full
 class TestLabelsAreBounded:
     def test_models(self, registry, monkeypatch):
         monkeypatch.setattr(prometheus, "_MOST_MODELS", 2)
         for name in ("a", "b", "c", "d", "a"):
             model = tiny_llama()
             model.config._name_or_path = name
-            model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
+            generate(model)
         found = {name: series(registry, model_name=name)("generation_tokens_total") for name in "abcd"}
         assert found == {"a": 50, "b": 25, "c": None, "d": None}
         assert series(registry, model_name="other")("generation_tokens_total") == 50
@@ -275,66 +249,43 @@ class TestLabelsAreBounded:
         name = "spec_decode_num_cycles_without_drafts_total"
         assert [value(name, reason=reason) for reason in ("one", "two", "three", "other")] == [1, None, None, 2]
 
+    @pytest.mark.parametrize("name", ["caf\udce9", "n" * 10**6], ids=["no_text", "long"])
+    def test_names_of_models_that_cannot_be_served_as_they_are(self, registry, name):
+        with metrics.begin_call(SpecDecodingStats(method="ngram"), name):
+            pass
+        assert len(generate_latest(registry)) < 10**5
 
-class TestWrongArguments:
-    def test_registry(self):
-        with pytest.raises(SpecConfigError, match="must be a prometheus_client.CollectorRegistry, got 'mine'"):
-            metrics.enable("mine")
-        with pytest.raises(SpecConfigError, match="`registry` must be"):
-            metrics.start_http_server(0, registry=8000)
 
-    @pytest.mark.parametrize("name", ["", 3])
-    def test_model_name(self, name):
+def test_wrong_arguments():
+    registry = CollectorRegistry()
+    with pytest.raises(SpecConfigError, match="must be a prometheus_client.CollectorRegistry, got 'mine'"):
+        metrics.enable("mine")
+    with pytest.raises(SpecConfigError, match="`registry` must be"):
+        metrics.start_http_server(0, registry=8000)
+    for name in ("", 3):
         with pytest.raises(SpecConfigError, match="`model_name` must be a name"):
-            metrics.enable(CollectorRegistry(), model_name=name)
-
-    @pytest.mark.parametrize("port", [-1, 70000, "8000", True, 80.0])
-    def test_port(self, port):
+            metrics.enable(registry, model_name=name)
+    for port in (-1, 70000, "8000", True, 80.0):
         with pytest.raises(SpecConfigError, match="`port` must be an integer from 0 to 65535, got"):
             metrics.start_http_server(port)
-
-    @pytest.mark.parametrize("addr", ["", " ", 3, b"127.0.0.1", ["::1"], "no such host", "x" * 300, "\ud800", "a\0b"])
-    def test_address(self, addr):
+    for addr in ("", " ", 3, b"127.0.0.1", ["::1"], "no such host", "x" * 300, "\ud800", "a\0b"):
         with pytest.raises(SpecConfigError, match="addr"):
-            metrics.start_http_server(0, addr=addr, registry=CollectorRegistry())
+            metrics.start_http_server(0, addr=addr, registry=registry)
 
-    def test_without_an_address_nobody_else_can_connect(self):
-        registry = CollectorRegistry()
-        server, _ = metrics.start_http_server(0, addr=None, registry=registry)
-        try:
-            assert server.server_address[0] == ADDRESS
-        finally:
-            server.shutdown()
-            server.server_close()
-            metrics.disable(registry)
 
-    def test_names_that_are_taken(self):
-        registry = CollectorRegistry()
-        Counter("hf_specdec_spec_decode_num_calls", "Another's.", registry=registry)
-        for _ in range(2):
-            with pytest.raises(SpecConfigError, match="does not take the metrics: Duplicated"):
-                metrics.start_http_server(0, registry=registry)
-        assert [metric.name for metric in registry.collect()] == ["hf_specdec_spec_decode_num_calls"]
-
-    @pytest.mark.parametrize("name", ["caf\udce9", "n" * 10**6])
-    def test_names_of_models_that_cannot_be_served_as_they_are(self, name):
-        registry = CollectorRegistry()
-        metrics.enable(registry)
-        try:
-            with metrics.begin_call(SpecDecodingStats(method="ngram"), name):
-                pass
-            assert len(generate_latest(registry)) < 10**5
-        finally:
-            metrics.disable(registry)
-
-    def test_port_in_use(self):
-        registry, other = CollectorRegistry(), CollectorRegistry()
-        with served(registry=registry) as address:
-            port = int(address.split(":")[-1].split("/")[0])
-            with pytest.raises(SpecConfigError, match=f"cannot be served at {ADDRESS}:{port}: .*in use"):
-                metrics.start_http_server(port, registry=other)
-        # Nobody listens then.
-        assert not metrics.begin_call(SpecDecodingStats(), "model").observers
+def test_addresses_and_names_that_are_taken():
+    registry, other = CollectorRegistry(), CollectorRegistry()
+    with served(addr=None, registry=registry) as address:
+        port = int(address.split(":")[-1].split("/")[0])
+        with pytest.raises(SpecConfigError, match=f"cannot be served at {ADDRESS}:{port}: .*in use"):
+            metrics.start_http_server(port, registry=other)
+    # Nobody listens then.
+    assert not metrics.begin_call(SpecDecodingStats(), "model").observers
+    Counter("hf_specdec_spec_decode_num_calls", "Another's.", registry=other)
+    for _ in range(2):
+        with pytest.raises(SpecConfigError, match="does not take the metrics: Duplicated"):
+            metrics.start_http_server(0, registry=other)
+    assert [metric.name for metric in other.collect()] == ["hf_specdec_spec_decode_num_calls"]
 
 
 PROGRAM = """
@@ -364,7 +315,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.skipif(os.name == "nt", reason="processes of POSIX")
+@full
 def test_processes_are_summed_up(tmp_path, monkeypatch):
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Texts that grow are the same text however their tokens arrive, and so are the calls of tools that are read in them."""
+"""Texts that grow are the same however their tokens arrive, and so are the calls of tools that are read in them."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_help_does_not_wait_for_torch():
         assert run_process("-c", code, command, "--help").splitlines()[-1] == "[]"
 
 
-# ----------------------------------------------------------------------------------------------------------------- demo
+# ------------------------------------------------------------------------------------------------------------ demo
 
 
 def test_demo_compares_every_method():
@@ -192,7 +192,7 @@ def test_demo_fails_if_an_output_differs(monkeypatch):
     assert "ngram differs from plain generation on 'class', from new token 4 on." in result.stderr
 
 
-# ------------------------------------------------------------------------------------------------------------- generate
+# ------------------------------------------------------------------------------------------------------------ generate
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_generate_with_a_chat_template(tmp_path):
     assert templated != generate_json("--model", tmp_path, "--raw", text)["token_ids"]
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------------------------ errors
 
 ERRORS = [
     (("--method", "ngramm", PROMPT), "Unknown spec_method='ngramm'. Did you mean 'ngram'?"),

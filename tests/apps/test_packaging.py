@@ -1,6 +1,6 @@
-"""The distributions hold the package with its data, and nothing of what stands beside it in the repository; what is
-imported is declared.
-"""
+"""The distributions hold the package with its data, and nothing of what stands beside it; what is imported is declared."""
+
+from __future__ import annotations
 
 import ast
 import re
@@ -9,9 +9,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 import pytest
 import yaml
@@ -19,59 +17,40 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from hf_specdec import __version__
+from tests.helpers.levels import full
 from tests.helpers.paths import ROOT
 
+
+pytestmark = full
 
 BUILD = "from setuptools import build_meta; build_meta.build_{}({!r})"
 
 
-@pytest.fixture(scope="module")
-def distributions(tmp_path_factory) -> Path:
-    """A folder with wheel and sdist, built in a copy: what earlier builds have left beside the package stays out."""
-    folder = tmp_path_factory.mktemp("distributions")
+def test_wheel_and_sdist_are_the_package(tmp_path):
+    # In a copy: what earlier builds have left beside the package stays out.
     unwanted = shutil.ignore_patterns(".*", "build", "dist", "heads", "fixtures", "*.egg-info", "__pycache__")
-    copy = shutil.copytree(ROOT, folder / "source", ignore=unwanted)
+    copy = shutil.copytree(ROOT, tmp_path / "source", ignore=unwanted)
     for kind in ("wheel", "sdist"):
-        command = [sys.executable, "-c", BUILD.format(kind, str(folder))]
-        subprocess.run(command, cwd=copy, check=True, capture_output=True, timeout=120)
-    return folder
-
-
-def files_of_the_package() -> set[str]:
+        command = [sys.executable, "-c", BUILD.format(kind, str(tmp_path))]
+        subprocess.run(command, cwd=copy, check=True, capture_output=True, timeout=600)
     files = (path for path in (ROOT / "hf_specdec").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {path.relative_to(ROOT).as_posix() for path in files}
-
-
-def test_the_wheel_is_the_package(distributions):
-    (wheel,) = distributions.glob("*.whl")
+    package = {path.relative_to(ROOT).as_posix() for path in files}
+    (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == files_of_the_package()
-    assert {f"hf_specdec/metrics/picture/page.{kind}" for kind in ("css", "html", "js")} <= names
-    assert {"hf_specdec/py.typed", "hf_specdec/demo/target/model.safetensors"} <= names
+        assert {name for name in archive.namelist() if ".dist-info/" not in name} == package
+    assert {f"hf_specdec/metrics/picture/page.{kind}" for kind in ("css", "html", "js")} <= package
+    assert {"hf_specdec/py.typed", "hf_specdec/demo/target/model.safetensors"} <= package
     assert wheel.stat().st_size < 20e6
-
-
-def test_the_sdist_also_has_the_documentation(distributions):
-    (sdist,) = distributions.glob("*.tar.gz")
+    (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames() if name.count("/")}
-    assert names > files_of_the_package()
-    assert {
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        "CHANGELOG.md",
-        "CITATION.cff",
-        "docs/cli.md",
-        "docs/call.png",
-    } <= names
+    beside = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "docs/cli.md", "docs/call.png"}
+    assert package | beside < names
     assert not [name for name in names if name.startswith(("tests", "tools", "benchmarks", "heads"))]
 
 
 def test_citations_name_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert {"cff-version", "message", "title", "authors"} <= set(citation)
     assert citation["version"] == __version__
     assert f"version = {{{__version__}}}," in (ROOT / "docs" / "releases.md").read_text(encoding="utf-8")
     assert f"\n## {__version__} " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -92,10 +71,6 @@ def declared() -> dict[str, list[Requirement]]:
     return {extra: [need for need in needs if need.name != project["name"]] for extra, needs in found.items()}
 
 
-def names(*extras: str) -> set[str]:
-    return {canonicalize_name(need.name) for extra in ("", *extras) for need in declared()[extra]}
-
-
 def imported(folder: str, *, at_once: bool = False) -> set[str]:
     """Distributions whose modules the files of a folder import, anywhere or in the outermost lines alone."""
     own = {path.stem for path in (*ROOT.iterdir(), *(ROOT / "benchmarks").glob("*.py"))}
@@ -104,37 +79,27 @@ def imported(folder: str, *, at_once: bool = False) -> set[str]:
         if at_once and path.relative_to(ROOT / folder).parts[0] in OF_EXTRAS:
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        modules |= {module.partition(".")[0] for module in _imports(tree.body if at_once else ast.walk(tree))}
-    providers = packages_distributions()
-    return {
-        canonicalize_name(providers.get(module, [module])[0])
-        for module in modules - own - UNDECLARED - sys.stdlib_module_names
-    }
+        for node in tree.body if at_once else ast.walk(tree):
+            if isinstance(node, ast.Import):
+                modules |= {item.name.partition(".")[0] for item in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                modules.add(node.module.partition(".")[0])
+    providers, left_out = packages_distributions(), own | UNDECLARED | sys.stdlib_module_names
+    return {canonicalize_name(providers.get(module, [module])[0]) for module in modules - left_out}
 
 
-def _imports(nodes) -> Iterator[str]:
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (item.name for item in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.module
-
-
-def test_what_is_imported_is_declared():
-    for_users = names(*(extra for extra in declared() if extra != "dev"))
-    assert imported("hf_specdec", at_once=True) <= names()
+def test_what_is_imported_is_declared_in_versions_that_are_known_to_work():
+    names = {extra: {canonicalize_name(need.name) for need in needs} for extra, needs in declared().items()}
+    for_users = set().union(*(needs for extra, needs in names.items() if extra != "dev"))
+    assert imported("hf_specdec", at_once=True) <= names[""]
     assert imported("hf_specdec") <= for_users
     for folder in ("tests", "tools", "benchmarks"):
-        assert imported(folder) <= for_users | names("dev")
-
-
-def test_what_is_declared_has_a_lower_bound_and_a_version_that_is_known_to_work():
+        assert imported(folder) <= for_users | names["dev"]
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    for needs in declared().values():
-        for need in needs:
-            assert ">=" in str(need.specifier), need
-            assert need.specifier.contains(pins[canonicalize_name(need.name)]), need
+    for need in (need for needs in declared().values() for need in needs):
+        assert ">=" in str(need.specifier), need
+        assert need.specifier.contains(pins[canonicalize_name(need.name)]), need
 
 
 def test_nobody_is_told_to_install_what_an_index_has_under_the_name_of_this_package():

@@ -1,0 +1,293 @@
+"""Pages, tables, notebooks and the layout of the package keep up with the code, and the examples of the docs run."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import re
+import sys
+import tokenize
+import warnings
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import versions
+import yaml
+from rich.console import Console
+
+import hf_specdec
+from hf_specdec import demo
+from hf_specdec.candidate_generators.eagle.formats import EagleConfig
+from hf_specdec.candidate_generators.eagle.network import Eagle1Network, Eagle3Network
+from hf_specdec.candidate_generators.medusa.network import MedusaHeads
+from hf_specdec.kernels import products
+from hf_specdec.method import built_in_methods
+from tests.helpers import images
+from tests.helpers.levels import full
+from tests.helpers.methods import demo_inputs, demo_target
+from tests.helpers.paths import DOCS, ROOT
+from tools import benchmark_pages, command_tables, method_tables
+
+
+# ------------------------------------------------------------------------------------------------- examples of the docs
+
+# Pages whose examples can be pasted, from the first to the last.
+PASTED = ["get_started.md", "reproducibility.md", "troubleshooting.md"]
+PASTED += [f"howto/{path.name}" for path in sorted((DOCS / "howto").glob("*.md"))]
+
+# Pages whose readers have a model and its inputs already.
+CONTINUED = ["index.md", "picture.md"]
+
+# Extras whose packages a page needs.
+NEEDED = {"howto/serving.md": "fastapi", "howto/reinforcement.md": "trl"}
+
+
+@pytest.fixture
+def fresh_process(tmp_path, monkeypatch):
+    """An empty folder, and settings as in a new process, both before an example and after it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_SPECDEC_ADAPTIVE", "1")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("page", PASTED + CONTINUED)
+@pytest.mark.usefixtures("fresh_process")
+def test_examples_run(page):
+    """Each page on its own, in order, in one namespace."""
+    if page in NEEDED:
+        pytest.importorskip(NEEDED[page])
+        # The package itself may use what transformers is about to drop.
+        warnings.simplefilter("ignore", FutureWarning)
+    namespace = {"__name__": "page"}
+    if page in CONTINUED:
+        namespace |= {"hf_specdec": hf_specdec, "model": demo.load_target(), "tokenizer": demo.load_tokenizer()}
+        namespace["inputs"] = namespace["tokenizer"]("def read(path):", return_tensors="pt")
+    text = (DOCS / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert blocks
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{page}, example {number + 1}", "exec"), namespace)
+
+
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
+
+
+@full
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run_and_are_stored_without_output(path, tmp_path, monkeypatch):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    # The kernel shall import the package that is tested.
+    folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in cells)
+    resources = {"metadata": {"path": tmp_path}}
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    if path.stem != "which_method":
+        pages = [output.data.get("text/html", "") for output in outputs if "data" in output]
+        assert any(page.startswith("<iframe") for page in pages)
+
+
+# ------------------------------------------------------------------------------------------------- tables and links
+
+
+@full
+def test_tables_are_those_of_the_tools():
+    """Run `python -m tools.method_tables` and `python -m tools.benchmark_pages` otherwise."""
+    version, tables = transformers.__version__.rpartition(".")[0], ""
+    for path in method_tables.PAGES:
+        page = (ROOT / path).read_text(encoding="utf-8")
+        tables += page
+        # Its model types are those of one version of transformers.
+        if path != "docs/support.md" or f"transformers {version}" in page:
+            assert page == method_tables.with_tables(page), path
+    assert {name for name in method_tables.TABLES if f" table {name}" in tables} == set(method_tables.TABLES)
+    written = {path.name: path.read_text(encoding="utf-8") for path in benchmark_pages.PAGES.glob("*.md")}
+    assert written == benchmark_pages.pages()
+    shown = [stem for study in benchmark_pages.STUDIES for stem in study.sources()]
+    assert sorted(shown) == sorted(path.stem for path in benchmark_pages.RESULTS.glob("*.json"))
+    for study in benchmark_pages.STUDIES:
+        assert all(len(table.rows) > 1 for content in study.sources().values() for table in study.read(content))
+        assert all((ROOT / program).is_file() for program in re.findall(r"benchmarks/\w+\.py", study.command))
+
+
+@full
+def test_pages_name_what_there_is():
+    for path, phrase in (
+        ("README.md", "and {} of them with images"),
+        ("CHANGELOG.md", "Prompts with images are tested for {} types"),
+        ("docs/limits.md", "{} types are tested with images"),
+    ):
+        text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
+        assert phrase.format(len(images.TESTED)) in text
+    for method in built_in_methods():
+        assert (DOCS / f"{method_tables.page_of(method)}.md").is_file()
+        assert method.drafts_from
+    listed = re.findall(
+        r"([\w/]+\.md)$",
+        yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"], width=1000),
+        re.MULTILINE,
+    )
+    assert sorted(listed) == sorted([*(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")), "changelog.md"])
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text(encoding="utf-8")):
+        assert link.startswith("http") or (ROOT / link).exists(), link
+
+
+@full
+def test_commands_and_options_of_the_pages_exist():
+    commands = command_tables.commands()
+    text = (DOCS / "cli.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^## `hf-specdec ([\w-]+)`$", text, re.MULTILINE)) == sorted(commands)
+    for path in (ROOT / "README.md", *DOCS.rglob("*.md")):
+        text = re.sub(r" *\\\n *", " ", path.read_text(encoding="utf-8"))
+        for name, arguments in re.findall(r"^(?:.*\| |.*`)?hf-specdec ([\w-]+)([^`\n]*)", text, re.MULTILINE):
+            known = {"--help", "-h", "--debug"}
+            known.update(*([*item.opts, *item.secondary_opts] for item in commands[name].params))
+            # Values in quotes may hold anything.
+            arguments = re.sub(r"'[^']*'|\"[^\"]*\"|#.*", "", arguments)
+            options = set(re.findall(r"(?<!\S)(?:--[a-z][\w-]*|-[a-zA-Z](?!\S))", arguments))
+            assert options <= known, (path, name, arguments)
+
+
+# ------------------------------------------------------------------------------------------------- figures of the pages
+
+
+def table(page, heading):
+    """Rows of the first table after a heading, as lists of cells, the head left out."""
+    text = (DOCS / page).read_text(encoding="utf-8").split(f"\n## {heading}\n", 1)[1]
+    lines = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def gigabytes(drafter, hidden, inner, keys, layers):
+    """Gigabytes of a drafter's weights with two bytes each, counted in its network; of some drafters alone."""
+    decoder = {"hidden_size": hidden, "target_hidden_size": hidden, "vocab_size": 128256, "head_dim": 128}
+    decoder |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "intermediate_size": inner}
+    decoder |= {"num_attention_heads": hidden // 128, "num_key_value_heads": keys // 128, "num_hidden_layers": 1}
+    taps = (2, layers // 2, layers - 3)
+    with torch.device("meta"):
+        if drafter.startswith("`medusa`"):
+            network = MedusaHeads(hidden, 128256, 5, own_lm_heads="original" in drafter)
+        elif drafter.startswith("`eagle`"):
+            network = Eagle1Network(EagleConfig(method="eagle", **decoder, draft_vocab_size=128256))
+        elif drafter.startswith("`eagle3`"):
+            own = {"draft_vocab_size": 32000, "aux_layer_ids": taps, "own_head": True}
+            network = Eagle3Network(EagleConfig(method="eagle3", **decoder, **own))
+        else:
+            return None
+    return 2e-9 * sum(parameter.numel() for parameter in network.parameters())
+
+
+@full
+def test_figures_of_the_pages_are_those_of_the_formulas():
+    sizes, counted = ((2048, 8192, 512, 16), (4096, 14336, 1024, 32), (8192, 28672, 1024, 80)), 0
+    for drafter, *shown in table("choose.md", "Memory"):
+        for number, size in zip(shown, sizes):
+            expected = gigabytes(drafter, *size)
+            counted += expected is not None
+            assert expected is None or float(number) == pytest.approx(expected, rel=0.01), drafter
+    assert counted >= 12
+    for rate, *shown in table("choose.md", "How long a draft"):
+        for cell, cost in zip(shown, (0.01, 0.02, 0.05, 0.1, 0.2, 0.4), strict=True):
+            gains = [(1 - float(rate) ** (n + 1)) / (1 - float(rate)) / (1 + cost * n) for n in range(1, 65)]
+            assert cell == f"{gains.index(max(gains)) + 1}: {max(gains):.1f}"
+
+
+@full
+def test_comparison_of_versions(tmp_path):
+    """`benchmarks/overhead.py --against` asks two versions in turn."""
+
+    class Answering:
+        def __init__(self, seconds):
+            self.seconds = list(seconds)
+
+        def run(self, side, batch_size):
+            return {"seconds": self.seconds.pop(0), "cycles": 4, "texts": [[1, 2]]}
+
+    found = versions._compare_side([Answering([9, 1, 3, 4]), Answering([9, 2, 2, 4])], "ngram", 1, rounds=3)
+    assert (found.ratio, found.cycle_ms, found.same_texts) == ([1.0, 0.5, 1.5], 250.0, True)
+    with pytest.raises(SystemExit, match="--against wants a folder that holds a version of hf_specdec, got "):
+        versions.compare(tmp_path, 1, 24, Console())
+
+
+# ------------------------------------------------------------------------------------------------- layout of the package
+
+PACKAGE = Path(hf_specdec.__file__).parent
+# Functions of the package in a second call, and how often a cycle changes from one file to another.
+MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 339, 138
+
+
+@full
+def test_methods_are_named_in_their_own_folders_and_files_are_short():
+    names = {method.name for method in built_in_methods()}
+    own = {PACKAGE / "candidate_generators" / method.folder.rpartition(".")[2] for method in built_in_methods()}
+    own.add(PACKAGE / "candidate_generators" / "combined")
+    rooms = ("decoding", "logits", "kernels", "drafts", "drafting", "layers", "control")
+    found = Counter()
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 600, path
+        if not own & set(path.parents):
+            tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+            strings = [token for token in tokens if token.type == tokenize.STRING]
+            lines = {token.start[0] for token in strings if token.string.strip("\"'") in names}
+            # Rooms below the methods name none.
+            assert not lines or path.relative_to(PACKAGE).parts[0] not in rooms, path
+            found[str(path.relative_to(PACKAGE))] = len(lines)
+    assert sum(found.values()) <= 40, found.most_common(10)
+
+
+class Journey:
+    """Functions of the package that run, and how often the next one is in another file."""
+
+    def __init__(self):
+        self.functions, self.num_switches, self._file = set(), 0, None
+
+    def __call__(self, frame, event, argument):
+        code = frame.f_code
+        if event != "call" or code.co_name[0] == "<" or not code.co_filename.startswith(str(PACKAGE)):
+            return
+        self.functions.add((code.co_filename, code.co_firstlineno))
+        self.num_switches += code.co_filename != self._file
+        self._file = code.co_filename
+
+
+def short_and_long_call() -> tuple[int, float]:
+    """Functions of a second eagle3 call, and changes of file in each of its cycles."""
+    products.measures = False
+    target, arguments = demo_target(), {"spec_method": "eagle3", "spec_model": demo.drafter_path("eagle3")}
+
+    def travelled(max_new_tokens: int) -> tuple[Journey, int]:
+        journey = Journey()
+        settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
+        sys.setprofile(journey)
+        try:
+            output = target.generate(**demo_inputs(1), **arguments, **settings)
+        finally:
+            sys.setprofile(None)
+        return journey, output.speculative.num_target_forwards
+
+    travelled(8)
+    (short, few), (long, many) = travelled(8), travelled(72)
+    assert many > few + 8
+    return len(long.functions), (long.num_switches - short.num_switches) / (many - few)
+
+
+@full
+def test_a_second_call_is_a_short_way():
+    # In a process of its own: listeners and finalizers that other tests leave are functions of the package, too.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        num_functions, switches_of_a_cycle = process.submit(short_and_long_call).result()
+    assert num_functions <= MOST_FUNCTIONS
+    assert switches_of_a_cycle <= MOST_SWITCHES_OF_A_CYCLE

@@ -101,7 +101,7 @@ DEFECTS = {
 @pytest.mark.parametrize("name", ["shuffled head", *in_full(*sorted(DEFECTS.keys() - {"shuffled head"}))])
 def test_defects_that_the_drafts_show(check, tmp_path, name):
     source, change, try_variants, words = DEFECTS[name]
-    found = check(damaged(source, tmp_path / "head", change), try_variants=try_variants)
+    found = check(damaged(source, tmp_path / "head", change), tokens=32, try_variants=try_variants)
     assert words in cause(found)
     assert name != "shuffled head" or found.acceptance["raw"].first_rate < 0.05
 

@@ -1,4 +1,4 @@
-"""The distributions hold the package with its data, and nothing of what stands beside it; what is imported is declared."""
+"""The distributions hold the package with its data, and nothing beside it; what is imported is declared."""
 
 from __future__ import annotations
 

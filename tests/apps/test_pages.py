@@ -34,7 +34,7 @@ from tests.helpers.paths import DOCS, ROOT
 from tools import benchmark_pages, command_tables, method_tables
 
 
-# ------------------------------------------------------------------------------------------------- examples of the docs
+# ------------------------------------------------------------------------------------------------ examples of the docs
 
 # Pages whose examples can be pasted, from the first to the last.
 PASTED = ["get_started.md", "reproducibility.md", "troubleshooting.md"]
@@ -99,7 +99,7 @@ def test_notebooks_run_and_are_stored_without_output(path, tmp_path, monkeypatch
         assert any(page.startswith("<iframe") for page in pages)
 
 
-# ------------------------------------------------------------------------------------------------- tables and links
+# ---------------------------------------------------------------------------------------------------- tables and links
 
 
 @full
@@ -160,7 +160,7 @@ def test_commands_and_options_of_the_pages_exist():
             assert options <= known, (path, name, arguments)
 
 
-# ------------------------------------------------------------------------------------------------- figures of the pages
+# ------------------------------------------------------------------------------------------------ figures of the pages
 
 
 def table(page, heading):
@@ -221,7 +221,7 @@ def test_comparison_of_versions(tmp_path):
         versions.compare(tmp_path, 1, 24, Console())
 
 
-# ------------------------------------------------------------------------------------------------- layout of the package
+# ----------------------------------------------------------------------------------------------- layout of the package
 
 PACKAGE = Path(hf_specdec.__file__).parent
 # Functions of the package in a second call, and how often a cycle changes from one file to another.

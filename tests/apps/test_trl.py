@@ -11,6 +11,7 @@ import torch
 from hf_specdec import SpecConfigError, demo
 from hf_specdec.loaded import record_of
 from hf_specdec.many.batching import generate_batch
+from tests.helpers.levels import full
 from tests.helpers.models import tiny_llama
 
 
@@ -42,24 +43,10 @@ def reward(completions: list[str], **columns) -> list[float]:
 
 
 def trainer(prompts: Dataset, folder: Path, generation: dict, **settings) -> GRPOTrainer:
-    config = GRPOConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=24,
-        max_steps=STEPS,
-        learning_rate=1e-5,
-        temperature=0.7,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        beta=0.0,
-        seed=3,
-        generation_kwargs=generation,
-        **settings,
-    )
+    settings |= {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 24, "beta": 0.0}
+    settings |= {"max_steps": STEPS, "learning_rate": 1e-5, "temperature": 0.7, "logging_steps": 1, "report_to": []}
+    settings |= {"save_strategy": "no", "use_cpu": True, "bf16": False, "seed": 3}
+    config = GRPOConfig(output_dir=str(folder), generation_kwargs=generation, **settings)
     return GRPOTrainer(
         model=demo.load_target(torch.float32),
         reward_funcs=reward,
@@ -73,6 +60,7 @@ def logged(trained: GRPOTrainer, name: str) -> list[float]:
     return [entry[name] for entry in trained.state.log_history if name in entry]
 
 
+@full
 def test_drafters_change_no_text(prompts, tmp_path, monkeypatch):
     rewards, batches = [], []
 
@@ -96,6 +84,7 @@ def test_drafters_change_no_text(prompts, tmp_path, monkeypatch):
     assert len(rewards[0]) == len(batches) == STEPS
 
 
+@full
 def test_texts_of_older_policies_are_forgotten(prompts, tmp_path):
     pytest.importorskip("arctic_inference")
     kept = []
@@ -108,6 +97,7 @@ def test_texts_of_older_policies_are_forgotten(prompts, tmp_path):
     assert kept == [4 * STEPS, 4]
 
 
+@full
 def test_stale_drafters(prompts, tmp_path, caplog):
     trained = trainer(prompts, tmp_path, dict(NGRAM))
     SpeculationCallback(least_acceptance_length=50, window=2).add_to(trained)
@@ -123,6 +113,7 @@ def test_stale_drafters(prompts, tmp_path, caplog):
     assert record_of(trained.model).loaded == []
 
 
+@full
 def test_calls_of_other_models_do_not_count(prompts, tmp_path):
     judge, counts = tiny_llama(), []
 
@@ -139,6 +130,7 @@ def test_calls_of_other_models_do_not_count(prompts, tmp_path):
     assert counts[0] == counts[1]
 
 
+@full
 def test_wrong_settings(prompts, tmp_path):
     with pytest.raises(SpecConfigError, match="at least 1"):
         SpeculationCallback(least_acceptance_length=0.5)

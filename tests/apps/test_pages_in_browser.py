@@ -1,12 +1,18 @@
-"""The page of a call in a real browser: what is seen, heard, clicked and typed."""
+"""The page of a call and the built site in a real browser: what is seen, heard, clicked and typed."""
+
+from __future__ import annotations
 
 import pytest
 
 from hf_specdec import demo, record
 from hf_specdec.metrics import RowTrace, TokenScore
-from tests.apps.test_picture import NASTY, Words, drawn
 from tests.helpers.browser import browser
+from tests.helpers.levels import full
+from tests.helpers.pages import NASTY, Words, drawn
+from tests.helpers.paths import ROOT
 
+
+pytestmark = full
 
 TREE = {"draft_tree_depth": 3, "draft_tree_top_k": 3, "num_draft_nodes": 9}
 EAGLE = {"method": "eagle3", "model": demo.drafter_path("eagle3"), **TREE}
@@ -29,17 +35,16 @@ def page():
 
 
 @pytest.fixture(scope="module")
-def calls(tmp_path_factory):
+def calls(target, demo_tokenizer, tmp_path_factory):
     """Pages of real calls, by name, with their texts."""
-    folder, tokenizer, target = tmp_path_factory.mktemp("pages"), demo.load_tokenizer(), demo.load_target()
-    pages = {}
+    folder, pages = tmp_path_factory.mktemp("pages"), {}
     for name, (batch_size, settings) in CALLS.items():
         texts = [prompt.text[-400:] for prompt in demo.prompts()[:batch_size]]
-        inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
-        with record(trace=True, tokenizer=tokenizer) as made:
+        inputs = demo_tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+        with record(trace=True, tokenizer=demo_tokenizer) as made:
             output = target.generate(**inputs, **{"do_sample": False, "max_new_tokens": 32, **settings})
         made.calls[0].to_html(folder / f"{name}.html")
-        texts = [tokenizer.decode(row) for row in output[:, inputs["input_ids"].shape[1] :]]
+        texts = [demo_tokenizer.decode(row) for row in output[:, inputs["input_ids"].shape[1] :]]
         pages[name] = folder / f"{name}.html", texts, made.calls[0]
     return pages
 
@@ -55,18 +60,13 @@ def text_of(page):
 @pytest.mark.parametrize("name", CALLS)
 def test_page_shows_the_text_and_asks_for_nothing(page, calls, name):
     path, texts, call = calls[name]
-    page.open(path)
+    page.open(path, width=360 if name == "combined" else 1200)
     assert text_of(page) == texts[0]
     cycles = [cycle for cycle in call.cycles if any(row.row == 0 for row in cycle.rows)]
     assert page.run("document.querySelectorAll('.cycle').length") == len(cycles)
     assert page.run("performance.getEntriesByType('resource').length") == 0
-    assert page.complaints() == []
-
-
-def test_row_is_chosen(page, calls):
-    path, texts, _ = calls["batch"]
-    page.open(path)
-    for row, text in enumerate(texts):
+    assert page.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    for row, text in enumerate(texts[1:], 1):
         page.find(f"#row option[value='{row}']").click()
         assert text_of(page) == text
     assert page.complaints() == []
@@ -187,14 +187,6 @@ def test_colours_follow_the_reader_and_can_be_read(page, calls, dark):
         page.find("#theme").click()
 
 
-@pytest.mark.parametrize("width", [360, 700])
-def test_narrow_window(page, calls, width):
-    path, _, _ = calls["combined"]
-    page.open(path, width=width)
-    assert page.run("document.documentElement.scrollWidth") <= width
-    assert page.complaints() == []
-
-
 def test_hostile_texts_stay_texts(page, tmp_path):
     words = [*NASTY, "<img src=x onerror='window.broken = 1'>", "<svg onload='window.broken = 1'>"]
     everything = list(range(len(words)))
@@ -250,3 +242,32 @@ def test_in_a_notebook(page, calls, tmp_path):
     assert page.is_visible("#drawer")
     page.driver.switch_to.default_content()
     assert page.complaints() == []
+
+
+SITE = ROOT / "build" / "site"
+
+
+@pytest.mark.parametrize("name", ["index", "get_started", "choose", "many", "howto/serving", "cli"])
+@pytest.mark.parametrize("width", [1200, 390])
+def test_site_has_the_colours_of_the_system_and_fits(page, name, width):
+    if not (SITE / "index.html").exists():
+        pytest.skip("needs the site: make docs")
+    brightness = []
+    for dark in (False, True):
+        page.open(SITE / f"{name}.html", dark=dark, width=width)
+        assert page.find("h1").text
+        # Wide tables and code are moved sideways by themselves, never the page.
+        assert page.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        # Nothing is fetched from anywhere.
+        assert page.run("performance.getEntriesByType('resource').every((one) => one.name.startsWith('file:'))")
+        assert page.complaints() == []
+        colour = page.run("getComputedStyle(document.body).backgroundColor")
+        brightness.append(sum(map(int, colour[4:-1].split(", "))))
+    light, dark = brightness
+    assert dark < 200 < 600 < light
+    # Names in tables stay whole.
+    broken = page.run(
+        "[...document.querySelectorAll('table code')].filter((code) => /^[\\w+.]+$/.test(code.textContent)"
+        " && code.getClientRects().length > 1).map((code) => code.textContent)"
+    )
+    assert name != "choose" or broken == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -12,13 +11,11 @@ import sys
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hf_specdec import __version__, cli, demo
 from hf_specdec.bench import engine
-from hf_specdec.cli.demo import _speedup_chart
 from hf_specdec.cli.generate import _read_prompt
 from hf_specdec.errors import SpecConfigError, SpecDecError
 from tests.helpers.levels import full, in_full
@@ -76,9 +73,6 @@ def test_help_does_not_wait_for_torch():
         assert run_process("-c", code, command, "--help").splitlines()[-1] == "[]"
 
 
-# ------------------------------------------------------------------------------------------------------------ demo
-
-
 def test_demo_compares_every_method():
     report = json.loads(invoke(*SHORT_DEMO).stdout)
     rows = {row["method"]: row for row in report["rows"]}
@@ -93,28 +87,6 @@ def test_demo_compares_every_method():
     assert report["environment"]["hf_specdec"] == __version__
     assert report["environment"]["threads"] == torch.get_num_threads()
     assert report["settings"]["prompts"] == {prompt.name: prompt.kind for prompt in demo.prompts()}
-
-
-@full
-def test_demo_samples_in_batches_and_still_compares_greedy_texts(monkeypatch):
-    time_call, temperatures = engine.time_call, []
-
-    def noted(model, batch, arguments, seed=0):
-        temperatures.append(arguments["do_sample"] and arguments["temperature"])
-        return time_call(model, batch, arguments, seed)
-
-    monkeypatch.setattr(engine, "time_call", noted)
-    options = ("--methods", "ngram", "--batch-sizes", "2,1", "--temperature", 0.8, "--threads", 1)
-    report = json.loads(invoke(*SHORT_DEMO, *options).stdout)
-    # Both kinds have two batches of one prompt and one of two, in all three ways; the warm-up has one of each size.
-    assert temperatures == [False] * 18 + [0.8] * (6 + 18)
-    assert [(row["batch_size"], row["method"]) for row in report["rows"]] == [
-        (size, method) for size in (1, 2) for method in ("plain", "none", "ngram")
-    ]
-    assert all(row["identical"] and row["first_differences"] == {} for row in report["rows"])
-    # Nothing is said of sampled texts, which differ.
-    assert not any("same_texts" in row for row in report["rows"])
-    assert (report["settings"]["decoding"], report["settings"]["seed"]) == ("sampled (temperature 0.8)", 0)
 
 
 @full
@@ -135,19 +107,6 @@ def test_demo_prints_a_table_for_each_batch_size_that_fits_a_terminal(monkeypatc
     assert "Sampled with seed 0 in the first round" in text
     assert "stock_prompt_lookup cannot run at batch size 2" in text
     assert "pip install 'arctic-inference" in text
-
-
-@full
-@pytest.mark.parametrize(("encoding", "bar"), [("utf-8", "━"), ("ascii", "-")])
-def test_chart_marks_plain_generation(encoding, bar):
-    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    speedups = {"plain": 1.0, "faster": 3.0, "slower": 0.5, "a_little": 1.5}
-    chart = _speedup_chart([{"method": name, "speedup": speedup} for name, speedup in speedups.items()])
-    Console(file=file, width=80).print(chart)
-    file.seek(0)
-    _, *lines = file.read().splitlines()
-    bars = {line.split()[0]: [part.count(bar) for part in line.split("|")] for line in lines}
-    assert bars == {"plain": [16, 0], "faster": [16, 32], "slower": [8, 0], "a_little": [16, 8]}
 
 
 @full
@@ -190,9 +149,6 @@ def test_demo_fails_if_an_output_differs(monkeypatch):
     assert {row["method"]: row["identical"] for row in rows} == {"plain": True, "none": False, "ngram": False}
     assert rows[1]["first_differences"] == {"class": 3}
     assert "ngram differs from plain generation on 'class', from new token 4 on." in result.stderr
-
-
-# ------------------------------------------------------------------------------------------------------------ generate
 
 
 @pytest.mark.parametrize(
@@ -269,14 +225,11 @@ def test_generate_with_a_chat_template(tmp_path):
     assert templated != generate_json("--model", tmp_path, "--raw", text)["token_ids"]
 
 
-# ------------------------------------------------------------------------------------------------------------ errors
-
 ERRORS = [
     (("--method", "ngramm", PROMPT), "Unknown spec_method='ngramm'. Did you mean 'ngram'?"),
     (("--method", "off", "-k", 3, PROMPT), "--spec-method off generates without drafts. Leave out --num-s"),
     (("--config", "{method: ngram}", PROMPT), "is not valid JSON"),
     (("--config", '{"method": "ngram", "max_ngram": 3}', PROMPT), "has no setting 'max_ngram'"),
-    (("--file", "nowhere.py"), "The prompt in 'nowhere.py' cannot be read"),
     (("--file", "nowhere.py", PROMPT), "The prompt is given twice"),
     (("",), "The prompt is empty."),
     (("\udcff",), "The prompt is no text of UTF-8."),
@@ -284,7 +237,6 @@ ERRORS = [
     (("--html", "nowhere/call.html", PROMPT), "The page 'nowhere/call.html' cannot be written"),
     (("--temperature", 0, "--top-k", 5, PROMPT), "leaves nothing for top_k to choose from"),
     (("--model", "./no-such-model", PROMPT), "The model './no-such-model' is neither a local folder nor the id of"),
-    (("--model", "/nonexistent", PROMPT), "The model '/nonexistent' is neither a local folder nor the id of a rep"),
     (("--device", "gpu", PROMPT), "--device 'gpu' is no device"),
 ]
 

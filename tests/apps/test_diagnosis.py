@@ -42,9 +42,6 @@ def run(*arguments, code=0):
     return result
 
 
-# -------------------------------------------------------------------------------------------------------------- doctor
-
-
 @pytest.fixture
 def check(target, demo_tokenizer):
     """What is found of a drafter and the demo's target."""
@@ -276,8 +273,6 @@ def test_command_doctor():
     assert "Leave the method out" in result.stdout
 
 
-# -------------------------------------------------------------------------------------------------------------- verify
-
 NUM_TOKENS = 48
 
 
@@ -390,9 +385,6 @@ def test_command_verify(second_best_wins, tmp_path, monkeypatch):
     file.write_text('{"words": "x"}\n')
     for arguments, words in ((["--spec", "ngrm"], "Did you mean 'ngram'"), (["--prompts", file], "line 1")):
         assert words in " ".join(run("verify", *arguments, code=2).stderr.split())
-
-
-# -------------------------------------------------------------------------------------------------------------- advise
 
 
 @pytest.fixture

@@ -28,9 +28,6 @@ PROMPTS = [prompt.text[-50:] for prompt in demo.prompts()[:6]]
 ENVIRONMENT = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
 
 
-# ----------------------------------------------------------------------------------------------------------------- Ray
-
-
 def plain(prompt: str, length: int = LENGTH) -> list[int]:
     """What plain generation says."""
     ids = torch.tensor([demo.load_tokenizer()(prompt)["input_ids"]])
@@ -151,8 +148,6 @@ def test_a_data_set_of_which_an_actor_is_killed(tmp_path, monkeypatch):
         assert answer["generation_error"] == ""
         assert list(answer["generated_tokens"]) == plain(PROMPTS[answer["id"] % 6], 3 + answer["id"] % 5)
 
-
-# ------------------------------------------------------------------------------------------------------------- lm_eval
 
 TASK = """
 task: continue_code

@@ -175,8 +175,8 @@ def test_figures_that_are_no_numbers():
 
 
 def test_calls_that_cannot_be_drawn(model):
-    for given in ({}, {"timings": True}):
-        with record(**given) as made:
+    for options in ({}, {"timings": True}):
+        with record(**options) as made:
             model.generate(**prompts(1), **SHORT)
         with pytest.raises(SpecConfigError, match=r"Record it inside `with hf_specdec.record\(trace=True\) as r:`"):
             made.calls[0].to_html()

@@ -1,4 +1,4 @@
-"""Prometheus scrapes what the calls did: every counter and histogram, while they run and from many threads."""
+"""Prometheus scrapes what the calls did, while they run and from threads; log lines have their interval's figures."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import urllib.request
 from contextlib import contextmanager
 
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import SpecConfigError, SpecDecodingStats, metrics, record
-from hf_specdec.metrics import prometheus
-from tests.helpers.levels import full
-from tests.helpers.models import prompts, scripted_for, tiny_llama
+from hf_specdec.metrics import log_line, prometheus
+from tests.helpers.levels import full, in_full
+from tests.helpers.models import prompts, scripted_for
 from tests.helpers.paths import DOCS
 from tests.helpers.threads import in_threads
 
@@ -39,7 +39,7 @@ def served(**arguments):
     try:
         # Without an address nobody else can connect.
         assert server.server_address[0] == ADDRESS
-        yield f"http://{ADDRESS}:{server.server_port}/metrics"
+        yield server.server_port
     finally:
         server.shutdown()
         server.server_close()
@@ -54,8 +54,8 @@ def parse(text):
     return {(sample.name, *sorted(sample.labels.items())): sample.value for sample in own}
 
 
-def scrape(address):
-    with urllib.request.urlopen(address) as answer:
+def scrape(port):
+    with urllib.request.urlopen(f"http://{ADDRESS}:{port}/metrics") as answer:
         return parse(answer.read().decode())
 
 
@@ -77,18 +77,25 @@ def generate(model, batch_size=1, **settings):
     return model.generate(**prompts(batch_size), **SETTINGS, spec_method="ngram", **settings)
 
 
+def fail_late(input_ids, scores):
+    if input_ids.shape[1] > 12:
+        raise ZeroDivisionError
+    return scores
+
+
+# Names of counters whose attribute of the statistics is another one.
+OTHER_NAMES = {"num_verifications": "num_row_cycles"}
+COUNTERS = ("drafts", "draft_tokens", "accepted_tokens", "reached_tokens", "verifications", "target_forwards")
+COUNTERS += ("lookups", "lookup_hits")
+
+
 def check(value, calls):
     """Compares everything that was scraped of a method and model with the statistics of its calls."""
     stats = SpecDecodingStats.total(call.stats for call in calls)
-    assert value("spec_decode_num_calls_total") == len(calls)
-    assert value("spec_decode_num_drafts_total") == stats.num_drafts
-    assert value("spec_decode_num_draft_tokens_total") == stats.num_draft_tokens
-    assert value("spec_decode_num_accepted_tokens_total") == stats.num_accepted_tokens > 0
-    assert value("spec_decode_num_reached_tokens_total") == stats.num_reached_tokens
-    assert value("spec_decode_num_verifications_total") == stats.num_row_cycles
-    assert value("spec_decode_num_target_forwards_total") == stats.num_target_forwards
-    assert value("spec_decode_num_lookups_total") == stats.num_lookups
-    assert value("spec_decode_num_lookup_hits_total") == stats.num_lookup_hits
+    for name in (f"num_{counter}" for counter in COUNTERS):
+        assert value(f"spec_decode_{name}_total") == getattr(stats, OTHER_NAMES.get(name, name)), name
+    assert stats.num_accepted_tokens > 0
+    assert value("spec_decode_num_calls_total") == value("time_to_first_token_seconds_count") == len(calls)
     assert value("spec_decode_num_spec_tokens") == calls[-1].stats.num_spec_tokens
     assert value("generation_tokens_total") == stats.num_committed_tokens
     for position, count in enumerate(stats.num_accepted_tokens_per_pos):
@@ -100,18 +107,13 @@ def check(value, calls):
         at_most = sum(stats.num_drafts_per_depth[:depth])
         assert value("spec_decode_speculation_length_bucket", le=f"{depth}.0") == at_most
     assert value("spec_decode_speculation_length_count") == stats.num_drafts
-
     timings = [timing for call in calls for timing in call.timings]
-    for name, seconds in (
-        ("cycle", [timing.seconds for timing in timings]),
-        ("draft", [timing.draft_seconds for timing in timings]),
-        ("verify", [timing.verify_seconds for timing in timings]),
-    ):
+    for name, attribute in (("cycle", "seconds"), ("draft", "draft_seconds"), ("verify", "verify_seconds")):
+        seconds = [getattr(timing, attribute) for timing in timings]
         assert value(f"spec_decode_{name}_seconds_count") == len(seconds) > 0
         assert value(f"spec_decode_{name}_seconds_sum") == pytest.approx(sum(seconds))
-        slow = sum(second > 0.001 for second in seconds)
-        assert value(f"spec_decode_{name}_seconds_bucket", le="0.001") == len(seconds) - slow
-    assert value("time_to_first_token_seconds_count") == len(calls)
+        fast = sum(second <= 0.001 for second in seconds)
+        assert value(f"spec_decode_{name}_seconds_bucket", le="0.001") == fast
     first_tokens = sum(call.stats.time_to_first_token for call in calls)
     assert value("time_to_first_token_seconds_sum") == pytest.approx(first_tokens)
 
@@ -120,30 +122,25 @@ def test_scraped_from_a_server(model):
     registry = CollectorRegistry()
     text = model.generate(**prompts(2), do_sample=False, max_new_tokens=40)
     tree = scripted_for(text, prompts(2), accuracy=0.7, tree=(-1, -1, 0, 1, 1))
-    with served(registry=registry) as address, record(timings=True) as made:
-        assert {name for name, *_ in scrape(address)} == {"hf_specdec_loaded_drafters", "hf_specdec_loaded_bytes"}
+    with served(registry=registry) as port, record(timings=True) as made:
+        assert {name for name, *_ in scrape(port)} == {"hf_specdec_loaded_drafters", "hf_specdec_loaded_bytes"}
         for batch_size in (1, 3):
             generate(model, batch_size)
-        check(Series(scrape(address)), made.calls)
+        check(Series(scrape(port)), made.calls)
         generate(model, num_speculative_tokens="auto")
         model.generate(**prompts(2), **SETTINGS, assistant=tree)
-        scraped = scrape(address)
+        scraped = scrape(port)
     check(Series(scraped), made.calls[:3])
     check(Series(scraped, method="scripted"), made.calls[3:])
 
 
 def test_calls_of_threads_and_calls_that_fail(model, registry):
-    def fail(input_ids, scores):
-        if input_ids.shape[1] > 12:
-            raise ZeroDivisionError
-        return scores
-
     with record(timings=True, all_threads=True) as made:
         in_threads(*[lambda: [generate(model, 2) for _ in range(4)]] * 2)
         assert len(made.calls) == 8
         check(series(registry), made.calls)
         with pytest.raises(ZeroDivisionError):
-            generate(model, logits_processor=[fail])
+            generate(model, logits_processor=[fail_late])
     assert made.calls[8].timings
     check(series(registry), made.calls)
 
@@ -178,20 +175,17 @@ def test_counts_while_the_call_runs(model, registry):
     assert known == sorted(known)
     assert len(set(known)) > 5
     assert known[-1] < 25
-    # Who listens when a call begins hears all of it, and who begins or ends in the middle is told of whole calls.
+    # Who listens when a call begins hears all of it.
     generate(model)
-    assert series(registry)("generation_tokens_total") == 25
-    assert series(registry)("spec_decode_num_calls_total") == 1
-    assert series(late)("generation_tokens_total") == 25
+    for one in (registry, late):
+        assert (series(one)("generation_tokens_total"), series(one)("spec_decode_num_calls_total")) == (25, 1)
     metrics.disable(late)
 
 
 def test_registries(model, registry):
-    with served() as address:
+    with served() as port:
         generate(model)
-        assert Series(scrape(address))("generation_tokens_total") == 25
-        assert series(REGISTRY)("generation_tokens_total") == 25
-    assert not parse(generate_latest(REGISTRY).decode())
+        assert Series(scrape(port))("generation_tokens_total") == 25
     # The other one has counted the same call. Enabled twice it counts once and keeps its name.
     assert series(registry)("generation_tokens_total") == 25
     metrics.enable(registry, model_name="mine")
@@ -200,11 +194,8 @@ def test_registries(model, registry):
     assert series(registry, model_name="mine")("generation_tokens_total") == 25
     # Enabled again it begins at zero.
     metrics.disable(registry)
-    metrics.disable(registry)
     metrics.enable(registry)
     assert series(registry)("generation_tokens_total") is None
-    generate(model)
-    assert series(registry)("generation_tokens_total") == 25
 
 
 @full
@@ -219,49 +210,32 @@ def test_documentation_has_every_metric_and_no_other(registry):
     assert set(re.findall(r"hf_specdec_\w+", queries)) <= samples
 
 
-@full
-class TestLabelsAreBounded:
-    def test_models(self, registry, monkeypatch):
-        monkeypatch.setattr(prometheus, "_MOST_MODELS", 2)
-        for name in ("a", "b", "c", "d", "a"):
-            model = tiny_llama()
-            model.config._name_or_path = name
-            generate(model)
-        found = {name: series(registry, model_name=name)("generation_tokens_total") for name in "abcd"}
-        assert found == {"a": 50, "b": 25, "c": None, "d": None}
-        assert series(registry, model_name="other")("generation_tokens_total") == 50
-
-    def test_positions_and_reasons(self, registry, monkeypatch):
-        monkeypatch.setattr(prometheus, "_MOST_REASONS", 1)
+def test_labels_are_bounded(registry, monkeypatch):
+    monkeypatch.setattr(prometheus, "_MOST_MODELS", 2)
+    monkeypatch.setattr(prometheus, "_MOST_REASONS", 1)
+    for name in ("n" * 10**6, "caf\udce9", "c", "d"):
         stats = SpecDecodingStats(method="deep")
-        with metrics.begin_call(stats, "model") as progress:
+        with metrics.begin_call(stats, name) as progress:
             progress.end_prefill()
             stats.count(num_nodes=100, max_depth=100, num_accepted=100, num_committed=101)
             for reason in ("one", "two", "three"):
                 stats.count_without_drafts(reason)
             progress.end_cycle()
-        value = series(registry, method="deep", model_name="model")
-        name = "spec_decode_num_accepted_tokens_per_pos_total"
-        assert [value(name, position=str(position)) for position in (0, 63, 64)] == [1, 1, None]
-        assert value("spec_decode_num_accepted_tokens_total") == 100
-        assert value("spec_decode_speculation_length_bucket", le="64.0") == 0
-        assert value("spec_decode_speculation_length_bucket", le="+Inf") == 1
-        name = "spec_decode_num_cycles_without_drafts_total"
-        assert [value(name, reason=reason) for reason in ("one", "two", "three", "other")] == [1, None, None, 2]
-
-    @pytest.mark.parametrize("name", ["caf\udce9", "n" * 10**6], ids=["no_text", "long"])
-    def test_names_of_models_that_cannot_be_served_as_they_are(self, registry, name):
-        with metrics.begin_call(SpecDecodingStats(method="ngram"), name):
-            pass
-        assert len(generate_latest(registry)) < 10**5
+    # Names that cannot be served as they are, too.
+    assert len(generate_latest(registry)) < 10**5
+    value = series(registry, method="deep", model_name="other")
+    name = "spec_decode_num_accepted_tokens_per_pos_total"
+    assert [value(name, position=str(position)) for position in (0, 63, 64)] == [2, 2, None]
+    assert value("spec_decode_num_accepted_tokens_total") == 200
+    assert [value("spec_decode_speculation_length_bucket", le=most) for most in ("64.0", "+Inf")] == [0, 2]
+    name = "spec_decode_num_cycles_without_drafts_total"
+    assert [value(name, reason=reason) for reason in ("one", "two", "three", "other")] == [2, None, None, 4]
 
 
-def test_wrong_arguments():
-    registry = CollectorRegistry()
+def test_wrong_arguments_and_addresses_that_are_taken():
+    registry, other = CollectorRegistry(), CollectorRegistry()
     with pytest.raises(SpecConfigError, match="must be a prometheus_client.CollectorRegistry, got 'mine'"):
         metrics.enable("mine")
-    with pytest.raises(SpecConfigError, match="`registry` must be"):
-        metrics.start_http_server(0, registry=8000)
     for name in ("", 3):
         with pytest.raises(SpecConfigError, match="`model_name` must be a name"):
             metrics.enable(registry, model_name=name)
@@ -271,24 +245,18 @@ def test_wrong_arguments():
     for addr in ("", " ", 3, b"127.0.0.1", ["::1"], "no such host", "x" * 300, "\ud800", "a\0b"):
         with pytest.raises(SpecConfigError, match="addr"):
             metrics.start_http_server(0, addr=addr, registry=registry)
-
-
-def test_addresses_and_names_that_are_taken():
-    registry, other = CollectorRegistry(), CollectorRegistry()
-    with served(addr=None, registry=registry) as address:
-        port = int(address.split(":")[-1].split("/")[0])
+    with served(addr=None, registry=registry) as port:
         with pytest.raises(SpecConfigError, match=f"cannot be served at {ADDRESS}:{port}: .*in use"):
             metrics.start_http_server(port, registry=other)
     # Nobody listens then.
     assert not metrics.begin_call(SpecDecodingStats(), "model").observers
     Counter("hf_specdec_spec_decode_num_calls", "Another's.", registry=other)
-    for _ in range(2):
-        with pytest.raises(SpecConfigError, match="does not take the metrics: Duplicated"):
-            metrics.start_http_server(0, registry=other)
+    with pytest.raises(SpecConfigError, match="does not take the metrics: Duplicated"):
+        metrics.start_http_server(0, registry=other)
     assert [metric.name for metric in other.collect()] == ["hf_specdec_spec_decode_num_calls"]
 
 
-PROGRAM = """
+PROCESSES = """
 import os, urllib.request
 import torch
 import hf_specdec.loaded  # before the forks
@@ -297,7 +265,6 @@ from tests.helpers.models import tiny_llama
 
 model = tiny_llama()
 speculator = load_speculator(model, "suffix")
-
 for num_cycles in (5, 7):
     if os.fork() == 0:
         metrics.enable()
@@ -318,7 +285,7 @@ os._exit(0)
 @full
 def test_processes_are_summed_up(tmp_path, monkeypatch):
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", PROCESSES], capture_output=True, text=True, check=True)
     value = Series(parse(done.stdout), model_name="model")
     assert value("spec_decode_num_calls_total") == 2
     assert value("spec_decode_num_accepted_tokens_total") == 24
@@ -326,3 +293,175 @@ def test_processes_are_summed_up(tmp_path, monkeypatch):
     assert value("spec_decode_cycle_seconds_count") == 12
     loaded = [count for (name, *_), count in parse(done.stdout).items() if name == "hf_specdec_loaded_drafters"]
     assert loaded == [1, 1, 1]
+
+
+# Log lines
+
+LINE = re.compile(
+    r"SpecDecoding metrics: Mean acceptance length: (?P<length>[\d.]+), "
+    r"Accepted throughput: (?P<accepted_rate>[\d.]+) tokens/s, Drafted throughput: (?P<drafted_rate>[\d.]+) tokens/s, "
+    r"Accepted: (?P<accepted>\d+) tokens, Drafted: (?P<drafted>\d+) tokens, "
+    r"Per-position acceptance rate: (?P<positions>[-\d., ]+), Avg Draft acceptance rate: (?P<rate>[\d.]+)%, "
+    r"Generation throughput: (?P<throughput>[\d.]+) tokens/s"
+    r"(, Cycles without drafts: (?P<without>\d+) \((?P<reasons>.+)\))?"
+)
+
+
+@pytest.fixture
+def lines(caplog):
+    """The lines so far, parsed, or one of their figures."""
+
+    def parsed(figure=None):
+        own = [entry.getMessage() for entry in caplog.records if entry.name == "hf_specdec.metrics"]
+        found = [LINE.fullmatch(line).groupdict() for line in own]
+        return found if figure is None else [line[figure] for line in found]
+
+    yield parsed
+    metrics.log_every(None)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes when it is told to."""
+
+    class Clock:
+        now = 100.0
+
+    monkeypatch.setattr(log_line, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+@contextmanager
+def call(clock):
+    """A call, whose cycles are made by the function that is given."""
+    stats = SpecDecodingStats(batch_size=1)
+    with metrics.begin_call(stats, "model") as progress:
+        stats.num_committed_tokens += 1
+        progress.end_prefill()
+
+        def cycle(seconds, accepted=2, drafted=4, reason=None):
+            clock.now += seconds
+            if reason is not None:
+                stats.count_without_drafts(reason)
+            stats.count(num_nodes=drafted, max_depth=drafted, num_accepted=accepted, num_committed=accepted + 1)
+            progress.end_cycle()
+
+        yield cycle
+
+
+def test_log_lines_have_the_figures_of_their_interval(lines, clock):
+    metrics.log_every(10)
+    with call(clock) as cycle:
+        for accepted in (2, 1, 0):
+            cycle(3, accepted)
+        assert lines() == []
+        cycle(1, 0, 0, "length_limit")
+        (line,) = lines()
+        # A long draft makes no long line, and none at all no division by zero.
+        cycle(10, 17, 17)
+        cycle(10, 0, 0, "batch_size")
+    assert line == {
+        "length": "1.75",  # 7 tokens in 4 verifications, the prefill's not counted
+        "accepted_rate": "0.30",
+        "drafted_rate": "1.20",
+        "accepted": "3",
+        "drafted": "12",
+        "positions": "0.667, 0.333, 0.000, 0.000",
+        "rate": "25.0",
+        "throughput": "0.80",
+        "without": "1",
+        "reasons": "length_limit 1",
+    }
+    assert lines("positions")[1:] == [", ".join(["1.000"] * 16 + ["..."]), "-"]
+    assert [lines(name)[2] for name in ("length", "rate", "reasons")] == ["1.00", "0.0", "batch_size 1"]
+
+
+def test_log_intervals(lines, clock):
+    metrics.log_every(10)
+    clock.now += 1000
+    with call(clock) as cycle:
+        for _ in range(9):
+            cycle(5)
+        assert lines("accepted") == ["4"] * 4
+        metrics.log_every(7)
+        cycle(5)
+        assert len(lines()) == 5
+    metrics.log_every(None)
+    # Pauses between calls do not count, and calls at the same time share the time.
+    metrics.log_every(10)
+    for _ in range(2):
+        with call(clock) as cycle:
+            cycle(2)
+        clock.now += 1000
+    # Logged by the second call's prefill: 5 tokens in the 2 seconds of the first call. Then the rest of the second.
+    assert lines("throughput")[5:] == ["2.50"]
+    metrics.log_every(None)
+    assert lines("throughput")[6:] == ["1.50"]
+    metrics.log_every(10)
+    with call(clock) as first, call(clock) as second:
+        first(5)
+        second(5)
+    assert (lines("throughput")[7:], lines("length")[7:]) == (["0.80"], ["3.00"])
+
+
+def test_log_lines_of_threads(model, lines):
+    metrics.log_every(1e-9)
+    with record(all_threads=True) as made:
+        in_threads(*[lambda: generate(model, 2)] * 2)
+    metrics.log_every(None)
+    total = SpecDecodingStats.total(recorded.stats for recorded in made.calls)
+    assert len(lines()) > 2
+    assert sum(map(int, lines("accepted"))) == total.num_accepted_tokens
+    assert sum(map(int, lines("drafted"))) == total.num_draft_tokens
+    without = sum(int(count or 0) for count in lines("without"))
+    assert without == sum(total.num_cycles_without_drafts.values()) > 0
+
+
+@full
+def test_seconds_between_log_lines(monkeypatch):
+    for seconds in (0, -1, float("nan"), float("inf"), "10", True):
+        with pytest.raises(SpecConfigError, match="`seconds` must be a number above 0"):
+            metrics.log_every(seconds)
+    try:
+        for value, expected in (("soon", None), ("-1", None), ("nan", None), ("", None), ("0", None), ("2.5", 2.5)):
+            monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", value)
+            if value in ("soon", "-1", "nan"):
+                with pytest.raises(SpecConfigError, match=f"HF_SPECDEC_LOG_INTERVAL='{value}' is no number of sec"):
+                    log_line.log_as_environment_says()
+            else:
+                log_line.log_as_environment_says()
+                assert getattr(log_line._active, "seconds", None) == expected
+    finally:
+        metrics.log_every(None)
+
+
+ONE_LINE = """
+import logging, sys
+from hf_specdec import SpecDecodingStats, metrics
+exec(sys.argv[1])
+stats = SpecDecodingStats()
+with metrics.begin_call(stats, "model") as progress:
+    stats.count(1, 1, 1, 2)
+    progress.end_prefill()
+print({'torch', 'transformers', 'prometheus_client'} & set(sys.modules))
+"""
+
+
+@pytest.mark.parametrize(
+    ("configuration", "line"),
+    [
+        ("import hf_specdec.metrics.picture", "SpecDecoding metrics: Mean"),
+        *in_full(
+            ("logging.basicConfig(level='ERROR')", "INFO:hf_specdec.metrics:SpecDecoding metrics: Mean"),
+            ("logging.getLogger('hf_specdec.metrics').setLevel('WARNING')", None),
+        ),
+    ],
+    ids=["not_configured", "level_of_others", "switched_off"],
+)
+def test_a_line_is_written_once_and_without_torch(configuration, line, monkeypatch):
+    monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", "1e-9")
+    run = subprocess.run([sys.executable, "-c", ONE_LINE, configuration], capture_output=True, text=True, check=True)
+    written = run.stderr.splitlines()
+    assert len(written) == (line is not None)
+    assert all(text.startswith(line) for text in written)
+    assert run.stdout.strip() == "set()"

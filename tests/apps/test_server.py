@@ -11,7 +11,6 @@ from transformers import LogitsProcessorList
 from hf_specdec import demo
 from hf_specdec.serving import bodies
 from hf_specdec.serving.penalties import PenaltiesLogitsProcessor
-from tests.helpers.levels import full, in_full
 from tests.helpers.methods import demo_target
 from tests.helpers.servers import PROMPT, plain, serving, wait_until
 
@@ -107,16 +106,12 @@ def test_requests_bound_their_drafts(running):
     assert 0 < sum(one.values()) < sum(drafted.values())
 
 
-def test_seeds_name_sampled_texts(running):
+def test_seeds_and_temperatures(running):
     def drawn(**fields):
         return running.text(temperature=1.0, top_k=50, max_tokens=30, **fields)
 
     assert drawn(seed=3) == drawn(seed=3)
     assert len({drawn(seed=3), drawn(seed=4), drawn(), drawn()}) == 4
-
-
-@full
-def test_temperatures_and_top_p_at_their_ends(running):
     for fields in ({"temperature": 1e-300}, {"temperature": 1e-38}, {"temperature": 1.0, "top_p": 0}):
         assert running.text(**fields) == plain(PROMPT, 12)
     for temperature in (1e-4, 100):
@@ -156,7 +151,7 @@ def test_answers_that_have_stopped_wait_for_no_others(running, monkeypatch):
     assert 2 in num_open
 
 
-def test_several_prompts(running):
+def test_several_prompts_and_echo(running):
     tokenizer, other = running.service.manager.tokenizer, "class Reader:\n"
     expected, ids = (
         [plain(PROMPT, 12), plain(other, 12)],
@@ -170,18 +165,11 @@ def test_several_prompts(running):
     assert texts(running.complete([PROMPT, other], n=2)) == [expected[0]] * 2 + [expected[1]] * 2
     drawn = {"n": 2, "temperature": 1.0, "seed": 3}
     assert texts(running.complete([PROMPT, other], **drawn))[2:] == texts(running.complete(other, **drawn))
-
-
-def test_echo(running):
-    assert running.text(echo=True, best_of=1) == PROMPT + plain(PROMPT, 12)
-    ids = running.service.manager.tokenizer(PROMPT)["input_ids"]
-    assert running.text(ids, echo=True) == PROMPT + plain(PROMPT, 12)
+    for prompt in (PROMPT, ids[0]):
+        assert running.text(prompt, echo=True, best_of=1) == PROMPT + expected[0]
     parts = [part["choices"][0]["text"] for part in running.stream(echo=True)]
-    assert "".join(parts) == PROMPT + plain(PROMPT, 12)
     assert PROMPT in parts
-
-
-# -------------------------------------------------------------------------------------------------------------- scores
+    assert "".join(parts) == PROMPT + expected[0]
 
 
 def test_log_probabilities_are_those_of_the_model(running):
@@ -260,56 +248,21 @@ def test_ends_of_texts():
         assert running.text(skip_special_tokens=False) == tokenizer.decode(ids[: ids.index(last)])
 
 
-# -------------------------------------------------------------------------------------------------------------- fields
-
-NOTHING = {
-    "store": False,
-    "metadata": {"a": "b"},
-    "response_format": {"type": "text"},
-    "service_tier": "auto",
-    "logit_bias": {},
-    "prediction": None,
-    "safety_identifier": "x",
-    "prompt_cache_key": "x",
-    "verbosity": "low",
-    "user": "x",
-    "stream": None,
-    "stream_options": {"include_obfuscation": False},
-    "seed": -1,
-    "top_k": -1,
-    "frequency_penalty": 0.0,
-    "presence_penalty": None,
-    "min_tokens": 0,
-    "ignore_eos": False,
-    "skip_special_tokens": True,
-    "priority": 0,
-    "guided_json": None,
-    "invented": [1],
-}
-IN_CHATS = {
-    "modalities": ["text"],
-    "audio": None,
-    "functions": None,
-    "function_call": None,
-    "parallel_tool_calls": True,
-    "tools": None,
-    "tool_choice": "none",
-    "logprobs": False,
-    "top_logprobs": 0,
-    "add_generation_prompt": True,
-    "chat_template_kwargs": {},
-    "reasoning_effort": None,
-}
+NOTHING = {"store": False, "metadata": {"a": "b"}, "response_format": {"type": "text"}, "service_tier": "auto"}
+NOTHING |= {"logit_bias": {}, "prediction": None, "safety_identifier": "x", "prompt_cache_key": "x", "user": "x"}
+NOTHING |= {"verbosity": "low", "stream": None, "stream_options": {"include_obfuscation": False}, "seed": -1}
+NOTHING |= {"top_k": -1, "frequency_penalty": 0.0, "presence_penalty": None, "min_tokens": 0, "ignore_eos": False}
+NOTHING |= {"skip_special_tokens": True, "priority": 0, "guided_json": None, "invented": [1]}
+IN_CHATS = {"modalities": ["text"], "audio": None, "functions": None, "function_call": None, "logprobs": False}
+IN_CHATS |= {"parallel_tool_calls": True, "tools": None, "tool_choice": "none", "top_logprobs": 0}
+IN_CHATS |= {"add_generation_prompt": True, "chat_template_kwargs": {}, "reasoning_effort": None}
 IN_COMPLETIONS = {"suffix": None, "best_of": 1, "echo": False, "logprobs": None}
 
 
-def test_fields_that_ask_for_nothing(running):
+def test_fields_that_ask_for_nothing(running, monkeypatch):
     assert running.text(**NOTHING, **IN_COMPLETIONS) == plain(PROMPT, 12)
     assert running.chat_text(**NOTHING, **IN_CHATS) == plain("# x\ndef", 8)
-
-
-@full
-def test_log_names_each_ignored_field_once(running, monkeypatch):
+    # The log names each that is ignored once, and not for ever new ones.
     lines: list[str] = []
     monkeypatch.setattr(bodies, "_ignored", set())
     monkeypatch.setattr(bodies.logger, "warning", lines.append)
@@ -320,20 +273,14 @@ def test_log_names_each_ignored_field_once(running, monkeypatch):
     assert len(lines) == bodies._MOST_IGNORED
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
+def test_templates_that_raise(running, monkeypatch):
+    for template, message in (
         ("{{ raise_exception('Roles must alternate') }}", "Roles must alternate"),
-        *in_full(
-            ("{{ messages[0]['nothing'].strip() }}", "UndefinedError"),
-            ("{{ 1 // 0 }}", "ZeroDivisionError"),
-            ("{{ '%(x)s' % {} }}", "KeyError"),
-            ("{% for %}", "TemplateSyntaxError"),
-        ),
-    ],
-    ids=["raises", "undefined", "division", "key", "syntax"],
-)
-def test_templates_that_raise(running, monkeypatch, template, message):
-    monkeypatch.setattr(running.service.manager.tokenizer, "chat_template", template)
-    assert message in running.chat_error()
+        ("{{ messages[0]['nothing'].strip() }}", "UndefinedError"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ '%(x)s' % {} }}", "KeyError"),
+        ("{% for %}", "TemplateSyntaxError"),
+    ):
+        monkeypatch.setattr(running.service.manager.tokenizer, "chat_template", template)
+        assert message in running.chat_error()
     assert running.text() == plain(PROMPT, 12)

@@ -133,9 +133,6 @@ def test_forms_that_cannot_be_kept(running):
     assert running.service.num_open == 0
 
 
-# ----------------------------------------------------------------------------------------------------- calls of tools
-
-
 def function(name: str, **properties: Any) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": True}}

@@ -35,8 +35,6 @@ def running():
         yield running
 
 
-# ------------------------------------------------------------------------------------------------------------ requests
-
 REFUSED = [
     ({"spec_model": "user/head"}, "`spec_model` cannot be honoured. The drafter is chosen when the server starts"),
     ({"speculative": {"method": "ngram"}}, "`speculative` cannot be honoured"),
@@ -56,21 +54,18 @@ REFUSED = [
     ({"repetition_penalty": 1e-40}, "repetition_penalty: .*0.01"),
     ({"max_tokens": 0}, "max_tokens: "),
     ({"min_tokens": 401}, "At most 12 tokens are generated, and at least 401"),
-    ({"presence_penalty": 2.5}, "presence_penalty: "),
     ({"logit_bias": {"x": 1}}, "`logit_bias` needs token ids"),
     ({"logit_bias": {"999999999": 1}}, "`logit_bias`: '999999999' is no token"),
-    ({"logit_bias": {"9" * 100: 1}}, "`logit_bias` needs token ids"),
     ({"logit_bias": {"5": 101}}, "logit_bias.5: "),
     ({"stop": ["a", "b", "c", "d", "e"]}, "^stop: List should have at most 4 items"),
     ({"stop": ""}, "^stop.0: String should have at least 1 character"),
-    ({"prompt": ""}, "^prompt: it must be a text, a list of token ids, or a list of such prompts"),
-    ({"prompt": ["x", ""]}, "^prompt: it must be"),
+    ({"prompt": ["x", ""]}, "^prompt: it must be a text, a list of token ids, or a list of such prompts"),
     ({"prompt": [5, "x"]}, "^prompt: it must be"),
     ({"prompt": [True]}, "^prompt: it must be"),
     ({"prompt": [1 << 40]}, "all from 0 to"),
     ({"prompt": [5] * 201}, "201 tokens, more than the 200"),
 ]
-
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 REFUSED_IN_CHATS = [
     ({"modalities": ["text", "audio"]}, "modalities.1: Input should be 'text'"),
     ({"audio": {"voice": "x"}}, "`audio` cannot be honoured. Answers are texts."),
@@ -79,11 +74,7 @@ REFUSED_IN_CHATS = [
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "cannot have 'chat_template'"),
     ({"chat_template_kwargs": {"tokenize": True}}, "cannot have 'tokenize'"),
     ({"top_logprobs": 2}, "`top_logprobs` needs `logprobs`"),
-    ({"messages": [{"role": "user", "content": [{}]}]}, "messages.0.content.0"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "content.0.type: Input should be 'text'",
-    ),
+    ({"messages": IMAGE}, "content.0.type: Input should be 'text'"),
 ]
 
 
@@ -109,16 +100,30 @@ def test_bodies_and_paths_that_are_refused(running):
     assert model["id"] == "demo"
     assert client.get("/v1/models/demo").json() == model
     assert client.get("/v1/models/user/other").json()["error"]["code"] == "model_not_found"
-
-
-def test_names_of_other_hosts_are_refused(running):
-    """A page in the user's browser may have got a name of its own for 127.0.0.1."""
-    get, stranger = running.client.get, "stranger.example"
+    # A page in the user's browser may have got a name of its own for 127.0.0.1.
+    stranger = "stranger.example"
     for host in (stranger, f"127.0.0.1.{stranger}", f"[::1].{stranger}:80", "[::2]", "127.0.0.1:x"):
-        refused = get("/v1/models", headers={"host": host})
+        refused = client.get("/v1/models", headers={"host": host})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_host"), host
     for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]", "[::1]:8000"):
-        assert get("/v1/models", headers={"host": host}).status_code == 200, host
+        assert client.get("/v1/models", headers={"host": host}).status_code == 200, host
+
+
+def test_lengths_are_cut_and_counted(running, monkeypatch):
+    before = running.service.outcomes["answered"]
+    answer = running.complete(max_tokens=10**9).json()
+    assert answer["usage"]["completion_tokens"] == 400
+    assert answer["choices"][0]["finish_reason"] == "length"
+    metrics = running.client.get("/metrics").text
+    assert f'hf_specdec_server_requests_total{{outcome="answered"}} {before + 1:.1f}' in metrics
+    assert 'num_accepted_tokens_total{method="ngram",model_name="demo"}' in metrics
+    assert running.client.get("/health").json() == {"status": "ok"}
+    monkeypatch.setattr(running.service, "_positions", 20)
+    assert "20 positions, and the prompt has 20 tokens" in running.error([5] * 20)
+    # An answer without a length of its own gets what is left, and so does one that asks for more.
+    for length in (None, 18):
+        answer = running.complete(max_tokens=length).json()
+        assert (answer["usage"]["total_tokens"], answer["choices"][0]["finish_reason"]) == (20, "length")
 
 
 def test_api_key_and_pages_of_other_origins(running):
@@ -139,23 +144,6 @@ def test_api_key_and_pages_of_other_origins(running):
         assert "access-control-allow-origin" not in stranger.headers
         client.headers["Authorization"] = "Bearer secret"
         assert other.text() == plain(PROMPT, 12)
-
-
-@full
-def test_lengths_beyond_the_limit_or_the_positions_are_cut(running, monkeypatch):
-    answer = running.complete(max_tokens=10**9).json()
-    assert answer["usage"]["completion_tokens"] == 400
-    assert answer["choices"][0]["finish_reason"] == "length"
-    monkeypatch.setattr(running.service, "_positions", 20)
-    assert "20 positions, and the prompt has 20 tokens" in running.error([5] * 20)
-    # An answer without a length of its own gets what is left, and so does one that asks for more.
-    for length in (None, 18):
-        answer = running.complete(max_tokens=length).json()
-        assert answer["usage"]["total_tokens"] == 20
-        assert answer["choices"][0]["finish_reason"] == "length"
-
-
-# -------------------------------------------------------------------------------------------------- places and leaving
 
 
 @contextmanager
@@ -232,17 +220,6 @@ def test_answers_that_take_too_long():
         wait_until(lambda: not running.service.manager._names)
         assert running.service.outcomes == {"timeout": 1}
 
-
-def test_metrics_and_health(running):
-    before = running.service.outcomes["answered"]
-    running.complete(max_tokens=40)
-    metrics = running.client.get("/metrics").text
-    assert f'hf_specdec_server_requests_total{{outcome="answered"}} {before + 1:.1f}' in metrics
-    assert 'num_accepted_tokens_total{method="ngram",model_name="demo"}' in metrics
-    assert running.client.get("/health").json() == {"status": "ok"}
-
-
-# -------------------------------------------------------------------------------------------------------- many clients
 
 PROMPTS = [prompt.text[-60:] for prompt in demo.prompts()]
 NUM_KINDS = 12
@@ -335,31 +312,21 @@ def test_many_clients_some_of_whom_leave():
 
 @slow
 def test_5000_clients():
-    with serving(batch_size=8) as running:
-        texts = expected(running)
-        check_crowd(running, 5000, texts)
-        # All places are there.
-        most = 8 + running.service.limits.max_waiting
-        assert len(running.complete(n=most, max_tokens=2).json()["choices"]) == most
-
-
-@slow
-def test_64_clients_again_and_again():
     process, used = psutil.Process(), []
     with serving(batch_size=8) as running:
         texts = expected(running)
         for _ in range(12):
-            check_crowd(running, 64, texts)
+            check_crowd(running, 420, texts)
             gc.collect()
             used.append(process.memory_info().rss / 2**20)
         manager = running.service.manager
         kept = (manager._results, manager._handlers, manager._streaming, manager._rows, manager._cancelled)
         assert list(map(len, kept)) == [0] * len(kept)
+        # All places are there.
+        most = 8 + running.service.limits.max_waiting
+        assert len(running.complete(n=most, max_tokens=2).json()["choices"]) == most
     # Megabytes. The allocator grows in the first rounds.
     assert max(used[-4:]) - max(used[2:6]) < 16, [round(one) for one in used]
-
-
-# ------------------------------------------------------------------------------------------------------------ failures
 
 
 def test_failures_inside_are_no_mistakes_of_the_client(running, monkeypatch):

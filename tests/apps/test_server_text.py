@@ -49,8 +49,6 @@ def test_text_is_held_back_while_it_may_stop():
     assert text.has_stopped
 
 
-# ------------------------------------------------------------------------------------------------------ calls of tools
-
 TOOLS = [
     {"type": "function", "function": {"name": "read", "parameters": {"properties": {"path": {"type": "string"}}}}},
     {"type": "function", "function": {"name": "now"}},
@@ -67,7 +65,7 @@ FOUND = [
     (f"<tool_call>\n{READ}\n</tool_call>", "", [("read", PATH)]),
     (
         f"I look.\n<tool_call>{READ}</tool_call>\n<tool_call>{NOW}</tool_call>",
-        "I look.\n",
+        "I look.",
         [("read", PATH), ("now", {})],
     ),
     (MARKED, "", [("read", {"path": "12", "lines": [1]})]),

@@ -1,4 +1,4 @@
-"""The models of the demo: small, matching, trained; and the heads of the larger one, which lie in the repository."""
+"""The models of the demo are small and match; and the heads of the larger one, which lie in the repository, draft."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import MissingDependencyError, demo, load_speculator, record
 from hf_specdec.candidate_generators.draft_model import vocabularies
@@ -23,32 +20,7 @@ from tests.helpers.methods import CHECKPOINTS
 from tests.helpers.paths import ROOT
 
 
-# Python that is in nobody's standard library.
-SNIPPET = '''
-class Thermometer:
-    """Measure the temperature of a room."""
-
-    def __init__(self, name, sensor=None):
-        self.name = name
-        self.sensor = sensor
-        self.values = []
-
-    def read(self):
-        """Return the current temperature."""
-        if self.sensor is None:
-            raise ValueError("no sensor")
-        value = self.sensor.read()
-        self.values.append(value)
-        return value
-'''
-
-
-@pytest.fixture(scope="module")
-def draft():
-    return AutoModelForCausalLM.from_pretrained(demo.drafter_path("draft_model"), dtype=torch.float32).eval()
-
-
-def test_models_are_small_and_belong_together(target, draft, demo_tokenizer):
+def test_models_are_small_and_belong_together(target, demo_tokenizer):
     for method, path in {"target": demo.target_path(), **CHECKPOINTS}.items():
         files = list(Path(path).iterdir())
         most = {"target": 9_000_000, "draft_model": 3_000_000}.get(method, 1_500_000)
@@ -56,37 +28,12 @@ def test_models_are_small_and_belong_together(target, draft, demo_tokenizer):
         (weights,) = (file for file in files if file.suffix == ".safetensors")
         assert {tensor.dtype for tensor in load_file(weights).values()} == {torch.bfloat16}
     assert (target.training, target.dtype) == (False, torch.float32)
-    assert target.config.vocab_size == draft.config.vocab_size == len(demo_tokenizer)
-    assert target.config.max_position_embeddings == draft.config.max_position_embeddings == 2048
-    ends = {model.generation_config.eos_token_id for model in (target, draft)}
-    assert ends == {demo_tokenizer.eos_token_id}
-
-
-@full
-def test_models_have_learned_python(target, draft, demo_tokenizer):
-    ids = demo_tokenizer(SNIPPET, return_tensors="pt").input_ids
-    assert len(SNIPPET) / ids.shape[1] > 2.8
-    with torch.no_grad():
-        logits, drafted = target(ids).logits, draft(ids).logits
-    assert F.cross_entropy(logits[0, :-1], ids[0, 1:]) < 2.5
-    assert (logits.argmax(-1) == drafted.argmax(-1)).float().mean() > 0.55
-    # The target copies what it is asked to.
-    prompt = next(prompt for prompt in demo.prompts() if prompt.name == "rename_argument")
-    original = prompt.text.removeprefix("# original\n").split("\n# rename")[0]
-    wanted = demo_tokenizer(original.replace("window", "recent")).input_ids
-    ids = torch.tensor([demo_tokenizer(prompt.text).input_ids + wanted])
-    with torch.no_grad():
-        predicted = target(ids).logits[0, :-1].argmax(-1)
-    assert (predicted == ids[0, 1:])[-len(wanted) :].float().mean() > 0.8
-
-
-@full
-@settings(max_examples=200)
-@given(st.one_of(st.text(), st.text(alphabet=" \n\tdefx_1.:(\"'=#")))
-def test_tokenizer_gives_every_text_back(text):
-    tokenizer = demo.load_tokenizer()
-    if "<|endoftext|>" not in text:
-        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert target.generation_config.eos_token_id == demo_tokenizer.eos_token_id
+    for config in map(AutoConfig.from_pretrained, (demo.target_path(), CHECKPOINTS["draft_model"])):
+        assert (config.vocab_size, config.max_position_embeddings) == (len(demo_tokenizer), 2048)
+    # The tokenizer gives every text back.
+    text = "def f(x):\n\treturn {'\u00e9\u6f22\U0001f642': x}  # \x00\ud7ff\n"
+    assert demo_tokenizer.decode(demo_tokenizer(text).input_ids) == text
 
 
 def test_prompts(demo_tokenizer):

@@ -46,8 +46,10 @@ def test_ranks_write_the_text_of_one_process():
     inputs = prompts(2, length=20, padding=False)
     arguments = {"prompts": inputs["input_ids"].tolist(), "calls": {**GREEDY, **BY_THE_CLOCK, **SAMPLED}}
     arguments |= {"max_new_tokens": NEW, "synced_lengths": SYNCED_LENGTHS}
-    paths = [ROOT / "tests" / "helpers" / "two_ranks.py", demo.target_path(), demo.drafter_path("draft_model")]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *paths, json.dumps(arguments)]
+    paths = [demo.target_path(), demo.drafter_path("draft_model")]
+    # As a module: the folder of a script is searched for modules, and it has names of Python's own.
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.helpers.two_ranks"]
+    command += [*paths, json.dumps(arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]

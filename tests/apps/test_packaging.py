@@ -49,11 +49,16 @@ def test_wheel_and_sdist_are_the_package(tmp_path):
     assert not [name for name in names if name.startswith(("tests", "tools", "benchmarks", "heads"))]
 
 
-def test_citations_name_this_version():
+def test_citations_and_instructions_to_install():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == __version__
     assert f"version = {{{__version__}}}," in (ROOT / "docs" / "releases.md").read_text(encoding="utf-8")
     assert f"\n## {__version__} " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    # Nobody is told to install what an index has under the name of this package.
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.*"), *(ROOT / "hf_specdec").rglob("*.py")]:
+        if path.suffix in {".py", ".md", ".ipynb"}:
+            told = re.search(r"pip install (-\S+ )*[\"'\\]*hf[-_]specdec.*", path.read_text(encoding="utf-8"))
+            assert told is None, path
 
 
 # What the reader of a tool installs, to compare with; and what comes with numba, in the one version that suits it.
@@ -100,10 +105,3 @@ def test_what_is_imported_is_declared_in_versions_that_are_known_to_work():
     for need in (need for needs in declared().values() for need in needs):
         assert ">=" in str(need.specifier), need
         assert need.specifier.contains(pins[canonicalize_name(need.name)]), need
-
-
-def test_nobody_is_told_to_install_what_an_index_has_under_the_name_of_this_package():
-    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.*"), *(ROOT / "hf_specdec").rglob("*.py")]:
-        if path.suffix in {".py", ".md", ".ipynb"}:
-            told = re.search(r"pip install (-\S+ )*[\"'\\]*hf[-_]specdec.*", path.read_text(encoding="utf-8"))
-            assert told is None, path

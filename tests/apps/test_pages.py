@@ -16,15 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-import versions
 import yaml
-from rich.console import Console
 
 import hf_specdec
 from hf_specdec import demo
-from hf_specdec.candidate_generators.eagle.formats import EagleConfig
-from hf_specdec.candidate_generators.eagle.network import Eagle1Network, Eagle3Network
-from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.kernels import products
 from hf_specdec.method import built_in_methods
 from tests.helpers import images
@@ -33,8 +28,6 @@ from tests.helpers.methods import demo_inputs, demo_target
 from tests.helpers.paths import DOCS, ROOT
 from tools import benchmark_pages, command_tables, method_tables
 
-
-# ------------------------------------------------------------------------------------------------ examples of the docs
 
 # Pages whose examples can be pasted, from the first to the last.
 PASTED = ["get_started.md", "reproducibility.md", "troubleshooting.md"]
@@ -99,9 +92,6 @@ def test_notebooks_run_and_are_stored_without_output(path, tmp_path, monkeypatch
         assert any(page.startswith("<iframe") for page in pages)
 
 
-# ---------------------------------------------------------------------------------------------------- tables and links
-
-
 @full
 def test_tables_are_those_of_the_tools():
     """Run `python -m tools.method_tables` and `python -m tools.benchmark_pages` otherwise."""
@@ -145,6 +135,16 @@ def test_pages_name_what_there_is():
 
 
 @full
+def test_best_lengths_on_the_page_are_those_of_the_equation():
+    text = (DOCS / "choose.md").read_text(encoding="utf-8").split("\n## How long a draft\n", 1)[1]
+    lines = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)[0].splitlines()[2:]
+    for rate, *shown in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines):
+        for cell, cost in zip(shown, (0.01, 0.02, 0.05, 0.1, 0.2, 0.4), strict=True):
+            gains = [(1 - float(rate) ** (n + 1)) / (1 - float(rate)) / (1 + cost * n) for n in range(1, 65)]
+            assert cell == f"{gains.index(max(gains)) + 1}: {max(gains):.1f}"
+
+
+@full
 def test_commands_and_options_of_the_pages_exist():
     commands = command_tables.commands()
     text = (DOCS / "cli.md").read_text(encoding="utf-8")
@@ -159,69 +159,6 @@ def test_commands_and_options_of_the_pages_exist():
             options = set(re.findall(r"(?<!\S)(?:--[a-z][\w-]*|-[a-zA-Z](?!\S))", arguments))
             assert options <= known, (path, name, arguments)
 
-
-# ------------------------------------------------------------------------------------------------ figures of the pages
-
-
-def table(page, heading):
-    """Rows of the first table after a heading, as lists of cells, the head left out."""
-    text = (DOCS / page).read_text(encoding="utf-8").split(f"\n## {heading}\n", 1)[1]
-    lines = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-def gigabytes(drafter, hidden, inner, keys, layers):
-    """Gigabytes of a drafter's weights with two bytes each, counted in its network; of some drafters alone."""
-    decoder = {"hidden_size": hidden, "target_hidden_size": hidden, "vocab_size": 128256, "head_dim": 128}
-    decoder |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "intermediate_size": inner}
-    decoder |= {"num_attention_heads": hidden // 128, "num_key_value_heads": keys // 128, "num_hidden_layers": 1}
-    taps = (2, layers // 2, layers - 3)
-    with torch.device("meta"):
-        if drafter.startswith("`medusa`"):
-            network = MedusaHeads(hidden, 128256, 5, own_lm_heads="original" in drafter)
-        elif drafter.startswith("`eagle`"):
-            network = Eagle1Network(EagleConfig(method="eagle", **decoder, draft_vocab_size=128256))
-        elif drafter.startswith("`eagle3`"):
-            own = {"draft_vocab_size": 32000, "aux_layer_ids": taps, "own_head": True}
-            network = Eagle3Network(EagleConfig(method="eagle3", **decoder, **own))
-        else:
-            return None
-    return 2e-9 * sum(parameter.numel() for parameter in network.parameters())
-
-
-@full
-def test_figures_of_the_pages_are_those_of_the_formulas():
-    sizes, counted = ((2048, 8192, 512, 16), (4096, 14336, 1024, 32), (8192, 28672, 1024, 80)), 0
-    for drafter, *shown in table("choose.md", "Memory"):
-        for number, size in zip(shown, sizes):
-            expected = gigabytes(drafter, *size)
-            counted += expected is not None
-            assert expected is None or float(number) == pytest.approx(expected, rel=0.01), drafter
-    assert counted >= 12
-    for rate, *shown in table("choose.md", "How long a draft"):
-        for cell, cost in zip(shown, (0.01, 0.02, 0.05, 0.1, 0.2, 0.4), strict=True):
-            gains = [(1 - float(rate) ** (n + 1)) / (1 - float(rate)) / (1 + cost * n) for n in range(1, 65)]
-            assert cell == f"{gains.index(max(gains)) + 1}: {max(gains):.1f}"
-
-
-@full
-def test_comparison_of_versions(tmp_path):
-    """`benchmarks/overhead.py --against` asks two versions in turn."""
-
-    class Answering:
-        def __init__(self, seconds):
-            self.seconds = list(seconds)
-
-        def run(self, side, batch_size):
-            return {"seconds": self.seconds.pop(0), "cycles": 4, "texts": [[1, 2]]}
-
-    found = versions._compare_side([Answering([9, 1, 3, 4]), Answering([9, 2, 2, 4])], "ngram", 1, rounds=3)
-    assert (found.ratio, found.cycle_ms, found.same_texts) == ([1.0, 0.5, 1.5], 250.0, True)
-    with pytest.raises(SystemExit, match="--against wants a folder that holds a version of hf_specdec, got "):
-        versions.compare(tmp_path, 1, 24, Console())
-
-
-# ----------------------------------------------------------------------------------------------- layout of the package
 
 PACKAGE = Path(hf_specdec.__file__).parent
 # Functions of the package in a second call, and how often a cycle changes from one file to another.

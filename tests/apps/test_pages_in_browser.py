@@ -19,13 +19,10 @@ EAGLE = {"method": "eagle3", "model": demo.drafter_path("eagle3"), **TREE}
 CALLS = {
     "tree": (1, {"speculative": EAGLE}),
     "chain": (1, {"spec_method": "ngram"}),
-    "combined": (1, {"speculative": {**EAGLE, "method": "ngram+eagle3"}}),
     "batch": (3, {"spec_method": "ngram"}),
     "sampled": (1, {"spec_model": demo.drafter_path("draft_model"), "spec_method": "draft_model", "do_sample": True}),
     "plain_cycles": (2, {"speculative": {"method": "ngram", "disable_by_batch_size": 1}}),
 }
-# Contrast that WCAG 2.2 asks of text.
-LEAST_CONTRAST = 4.5
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +57,7 @@ def text_of(page):
 @pytest.mark.parametrize("name", CALLS)
 def test_page_shows_the_text_and_asks_for_nothing(page, calls, name):
     path, texts, call = calls[name]
-    page.open(path, width=360 if name == "combined" else 1200)
+    page.open(path, width=360 if name == "sampled" else 1200)
     assert text_of(page) == texts[0]
     cycles = [cycle for cycle in call.cycles if any(row.row == 0 for row in cycle.rows)]
     assert page.run("document.querySelectorAll('.cycle').length") == len(cycles)
@@ -96,6 +93,14 @@ def test_click_unfolds_a_tree(page, calls):
     page.find("#text .token:last-child").click()
     assert page.is_visible("#drawer")
     assert page.complaints() == []
+
+
+def test_colours_follow_the_reader(page, calls):
+    for dark in (False, True):
+        page.open(calls["tree"][0], dark=dark)
+        for shown in (dark, not dark):
+            assert page.run("document.documentElement.dataset.theme") == ("dark" if shown else "light")
+            page.find("#theme").click()
 
 
 def test_hovering_tells_the_probability(page, calls):
@@ -154,39 +159,6 @@ def test_what_a_screen_reader_hears(page, calls):
         assert name.strip() or role not in ("button", "option", "listbox", "combobox", "treeitem", "heading")
 
 
-CONTRASTS = """(() => {
-  const luminance = (colour) => {
-    const parts = colour.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255);
-    const [red, green, blue] = parts.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
-  };
-  const behind = (element) => {
-    const colour = getComputedStyle(element).backgroundColor;
-    return colour === 'rgba(0, 0, 0, 0)' && element.parentElement ? behind(element.parentElement) : colour;
-  };
-  const found = {};
-  const texts = 'h1, h2, p, dt, dd, .token, .node, summary, button, #legend li, #depths b';
-  for (const element of document.querySelectorAll(texts)) {
-    const [one, other] = [getComputedStyle(element).color, behind(element)].map(luminance).sort((a, b) => b - a);
-    found[`${element.tagName} ${element.className}`] = (one + 0.05) / (other + 0.05);
-  }
-  return found;
-})()
-"""
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_colours_follow_the_reader_and_can_be_read(page, calls, dark):
-    path, _, _ = calls["tree"]
-    page.open(path, dark=dark)
-    for shown in (dark, not dark):
-        assert page.run("document.documentElement.dataset.theme") == ("dark" if shown else "light")
-        contrasts = {name: ratio for name, ratio in page.run(CONTRASTS).items() if "unreached" not in name}
-        assert len(contrasts) > 8
-        assert min(contrasts.values()) >= LEAST_CONTRAST, contrasts
-        page.find("#theme").click()
-
-
 def test_hostile_texts_stay_texts(page, tmp_path):
     words = [*NASTY, "<img src=x onerror='window.broken = 1'>", "<svg onload='window.broken = 1'>"]
     everything = list(range(len(words)))
@@ -203,30 +175,6 @@ def test_hostile_texts_stay_texts(page, tmp_path):
     assert page.run("document.images.length") == 0
     assert words[0] in text_of(page)
     assert page.complaints() == []
-
-
-def test_calls_that_ended_early(page, tmp_path):
-    """One token alone; and a call that failed before the times of its cycles were known."""
-    drawn([]).to_html(tmp_path / "one.html", tokenizer=Words(["only"]))
-    page.open(tmp_path / "one.html")
-    assert page.find("h1").text == "1 token in 1 forward"
-    page.find("#token-0").click()
-    assert "Prefill" in page.find("#drawer h2").text
-    call = drawn([RowTrace(0, [1], [-1], 1, [1, 2])])
-    call.timings.clear()
-    call.to_html(tmp_path / "failed.html", tokenizer=Words(list("abc")))
-    page.open(tmp_path / "failed.html")
-    assert text_of(page) == "abc"
-    page.find("#token-1").click()
-    assert page.run("document.querySelectorAll('#tree .node').length") == 3
-    assert page.complaints() == []
-
-
-def test_numbers_without_a_tokenizer(page, tmp_path):
-    drawn([RowTrace(0, [1], [-1], 1, [1, 2])]).to_html(tmp_path / "call.html")
-    page.open(tmp_path / "call.html")
-    assert text_of(page) == " 0 1 2"
-    assert "Give to_html a tokenizer" in page.find("footer").text
 
 
 def test_in_a_notebook(page, calls, tmp_path):

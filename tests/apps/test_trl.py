@@ -71,7 +71,7 @@ def test_drafters_change_no_text(prompts, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_specdec.many.batching.generate_batch", counting)
     eagle3 = {"method": "eagle3", "model": demo.drafter_path("eagle3"), "num_speculative_tokens": 4}
     batching = {"use_transformers_continuous_batching": True}
-    for generation, settings in ((NGRAM, {}), ({"speculative": eagle3}, {}), (NGRAM, batching)):
+    for generation, settings in (({"speculative": eagle3}, {}), (NGRAM, {}), (NGRAM, batching)):
         trained = trainer(prompts, tmp_path, generation, **settings)
         SpeculationCallback().add_to(trained)
         trained.train()
@@ -85,20 +85,27 @@ def test_drafters_change_no_text(prompts, tmp_path, monkeypatch):
 
 
 @full
-def test_texts_of_older_policies_are_forgotten(prompts, tmp_path):
-    pytest.importorskip("arctic_inference")
-    kept = []
-    for most_age in (None, 1):
+def test_texts_of_older_policies_are_forgotten_and_calls_of_others_not_counted(prompts, tmp_path):
+    judge, kept, counts = tiny_llama(), [], []
+
+    def judged(completions: list[str], **columns) -> list[float]:
+        judge.generate(torch.tensor([[1, 2, 1, 2]]), max_new_tokens=8, **NGRAM)
+        return reward(completions)
+
+    for most_age, rewards in ((None, reward), (1, reward), (None, judged)):
         trained = trainer(prompts, tmp_path, {"spec_method": "suffix", "num_speculative_tokens": 4})
+        trained.reward_funcs = [rewards]
         SpeculationCallback(most_text_age=most_age).add_to(trained)
         trained.train()
         (entry,) = record_of(trained.model).loaded
         kept.append(len(entry.resources.cached_requests))
-    assert kept == [4 * STEPS, 4]
+        counts.append(logged(trained, "speculation/draft_tokens"))
+    assert kept == [4 * STEPS, 4, 4 * STEPS]
+    assert counts[0] == counts[2]
 
 
 @full
-def test_stale_drafters(prompts, tmp_path, caplog):
+def test_stale_drafters(prompts, tmp_path):
     trained = trainer(prompts, tmp_path, dict(NGRAM))
     SpeculationCallback(least_acceptance_length=50, window=2).add_to(trained)
     trained.train()
@@ -111,23 +118,6 @@ def test_stale_drafters(prompts, tmp_path, caplog):
     assert refreshed == [trained.model] * STEPS
     assert len(logged(trained, "speculation/acceptance_length")) == STEPS
     assert record_of(trained.model).loaded == []
-
-
-@full
-def test_calls_of_other_models_do_not_count(prompts, tmp_path):
-    judge, counts = tiny_llama(), []
-
-    def judged(completions: list[str], **columns) -> list[float]:
-        judge.generate(torch.tensor([[1, 2, 1, 2]]), max_new_tokens=8, **NGRAM)
-        return reward(completions)
-
-    for rewards in (reward, judged):
-        trained = trainer(prompts, tmp_path, dict(NGRAM))
-        trained.reward_funcs = [rewards]
-        SpeculationCallback().add_to(trained)
-        trained.train()
-        counts.append(logged(trained, "speculation/draft_tokens"))
-    assert counts[0] == counts[1]
 
 
 @full

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
+from hashlib import sha256
 from types import SimpleNamespace
 
 import pytest
 import run
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from hf_specdec import SpeculativeConfig, cli, demo
-from hf_specdec.bench import engine, figures, report
-from hf_specdec.bench.decoders import Decoder, load_decoders, plain_decoder, read_spec
-from hf_specdec.bench.engine import Call, Measurement, run_round, time_call, warm_up
-from hf_specdec.bench.prompts import Batch, Prompt, make_batches, read_prompts
+from hf_specdec.bench import engine, figures, prompts, report
+from hf_specdec.bench.decoders import Decoder, plain_decoder, read_spec
+from hf_specdec.bench.engine import Call, Measurement, run_round
+from hf_specdec.bench.prompts import Batch, Prompt, read_prompts
 from hf_specdec.errors import SpecConfigError
 from hf_specdec.metrics import SpecDecodingStats
 from tests.helpers.levels import full
@@ -66,46 +67,6 @@ def test_every_method_is_measured_beside_both_baselines(tmp_path):
     assert card.count("| eagle3 |") == card.count("| plain |") == 2
 
 
-@full
-def test_sampled_runs_and_interrupts(tmp_path, monkeypatch):
-    short = ("--spec", "ngram", "--no-stock")
-    found = json.loads(bench(*short, "--rounds", 1, "--temperature", 0.8, "--raw", "--json"))
-    assert all(row["identical"] is None for row in found["rows"])
-    assert found["settings"]["decoding"] == "sampled (temperature 0.8)"
-    options = ("--spec", "ngram,disable_by_batch_size=1", "--no-stock", "--rounds", 1, "--batch-sizes", "2")
-    assert "ngram at batch size 2: no drafts: 2 rows are more than disable_by_batch_size=1." in bench(*options)
-    complete = engine.run_round
-
-    def run_round(model, ways, found, *args):
-        if found.rounds:
-            raise KeyboardInterrupt
-        return complete(model, ways, found, *args)
-
-    monkeypatch.setattr(engine, "run_round", run_round)
-    assert "1 of 3 rounds: interrupted." in bench(*short, "--rounds", 3, code=130)
-
-
-@full
-def test_wrong_requests(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "long.txt").write_text("def f():\n")
-    for arguments, message in (
-        (("--batch-sizes", "0,2"), "--batch-sizes must be numbers"),
-        (("--spec", "eagle7"), "Did you mean 'eagle'"),
-        (("--spec", "ngram,k"), "no key=value"),
-        (("--spec", "{ngram"), "no JSON"),
-        (("--prompts", "nowhere.jsonl"), "cannot be read"),
-        (("--target", "some/model"), "--prompts is missing"),
-        (("--temperature", "0", "--top-p", "0.5"), "greedy"),
-        (("--output", "nowhere/out.json"), "no folder"),
-        (("-n", "3000", "--prompts", "long.txt"), "context of 2048"),
-    ):
-        assert message in bench(*arguments, code=2)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(demo, "load_target", lambda *args: pytest.fail("the target was loaded"))
-    assert "pip install matplotlib" in bench("--plot", tmp_path, code=2)
-
-
 def test_figures_of_known_calls():
     def call(seconds, tokens, **stats):
         made = Call([tokens], seconds, SpecDecodingStats(**stats) if stats else None, seconds / 10, [0.1, 0.3])
@@ -139,41 +100,6 @@ def test_figures_of_known_calls():
     # Calls weigh by their size, and one of the two may be drawn twice.
     pooled = figures.pooled([1, 27, 0], [10, 30, 0], "drafts")
     assert pooled == figures.Figure(0.7, 0.1, 0.9, 40, "drafts", "bootstrap")
-
-
-@full
-def test_prompts_of_files_and_of_spec_bench(monkeypatch, tmp_path):
-    from huggingface_hub import constants
-
-    def texts(name, content):
-        (tmp_path / name).write_text(content)
-        return [prompt.text for prompt in read_prompts(str(tmp_path / name), 32)]
-
-    assert texts("a.txt", "one\ntwo\n") == ["one", "two"]
-    assert texts("a.txt", "\none\n  two\n \n\n  three\n") == ["one\n  two", "  three"]
-    assert texts("a.json", '["one", "two"]') == ["one", "two"]
-    record = {"question_id": 81, "category": "writing", "turns": ["first", "second"]}
-    texts("a.jsonl", json.dumps(record) + '\n\n{"name": "own", "prompt": "text", "max_new_tokens": 5}')
-    found = read_prompts(str(tmp_path / "a.jsonl"), 32)
-    assert found == [Prompt("81", "first", "writing", 32), Prompt("own", "text", "prompt", 5)]
-    for content, message in (
-        ("", "has no prompts"),
-        ('{"prompt": "a"}\n{"prompt"', "line 2: no JSON"),
-        ('{"turns": []}', "line 1: a prompt is a text"),
-        ('{"prompt": "a", "max_new_tokens": true}', "`max_new_tokens` must be a number"),
-        ('{"prompt": "a", "name": "x"}\n{"prompt": "b", "name": "x"}', "two prompts named 'x'"),
-    ):
-        with pytest.raises(SpecConfigError, match=message):
-            texts("a.jsonl", content)
-    # What is at hand is not downloaded, and what is not named by its place.
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
-    with pytest.raises(SpecConfigError, match="HF_HUB_OFFLINE") as error:
-        read_prompts("spec-bench")
-    path = tmp_path / "hf_specdec" / "spec_bench" / "question.jsonl"
-    assert str(path) in str(error.value)
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(record))
-    assert read_prompts("spec-bench", 8) == [Prompt("81", "first", "writing", 8)]
 
 
 def test_settings_in_all_spellings():
@@ -221,30 +147,70 @@ def test_each_way_begins_in_turn_until_the_time_is_over(monkeypatch):
 
 
 @full
-def test_calls_are_timed_and_what_cannot_run_is_refused(target):
-    batches = make_batches(demo.load_tokenizer(), demo.prompts()[-2:], 1, 8)
-    (ngram, eagle), _ = load_decoders(target, ["ngram", read_spec("suffix+eagle", demo.settings())])
-    drafted = time_call(target, batches[0], {**GREEDY, **ngram.arguments})
-    plain = time_call(target, batches[0], {**GREEDY, **plain_decoder().arguments})
-    assert (plain.stats, plain.tokens) == (None, drafted.tokens)
-    assert len(plain.cycle_seconds) == len(plain.tokens[0]) - 1
-    assert len(drafted.cycle_seconds) == drafted.stats.num_target_forwards - 1
-    assert 0 < drafted.first_token_seconds < drafted.seconds
-    # Every round begins without earlier texts.
-    for _ in range(2):
-        eagle.forget_texts(target)
-        assert not eagle.speculator.resources.retrieval.cached_requests
-        time_call(target, batches[0], {**GREEDY, **eagle.arguments})
-        assert len(eagle.speculator.resources.retrieval.cached_requests) == 1
-    beams = Decoder("own", {"speculative": {"method": "ngram"}, "num_beams": 2})
-    refused = warm_up(target, [plain_decoder(), beams], {1: batches}, GREEDY, lambda: None)
-    assert "Beam search" in refused[1]["own"]
-    with pytest.raises(SpecConfigError, match="Plain generation at batch size 1 fails"):
-        warm_up(target, [Decoder("plain", beams.arguments)], {1: batches}, GREEDY, lambda: None)
+def test_runs_that_end_early_or_are_refused(monkeypatch, tmp_path):
+    complete, short = engine.run_round, ("--spec", "ngram,disable_by_batch_size=1", "--no-stock")
+
+    def run_round(model, ways, found, *args):
+        if found.rounds:
+            raise KeyboardInterrupt
+        return complete(model, ways, found, *args)
+
+    monkeypatch.setattr(engine, "run_round", run_round)
+    said = bench(*short, "--rounds", 3, "--batch-sizes", 2, "--temperature", 0.8, code=130)
+    assert "1 of 3 rounds: interrupted." in said
+    assert "ngram at batch size 2: no drafts: 2 rows are more than disable_by_batch_size=1." in said
+    for arguments, message in (
+        (("--batch-sizes", "0,2"), "--batch-sizes must be numbers"),
+        (("--spec", "eagle7"), "Did you mean 'eagle'"),
+        (("--spec", "ngram,k"), "no key=value"),
+        (("--target", "some/model"), "--prompts is missing"),
+        (("--temperature", "0", "--top-p", "0.5"), "greedy"),
+        (("--output", "nowhere/out.json"), "no folder"),
+        (("-n", "3000"), "context of 2048"),
+    ):
+        assert message in bench(*arguments, code=2)
 
 
 @full
-def test_cases_of_the_benchmarks(tmp_path):
+def test_prompts_of_files(tmp_path):
+    def read(name, content):
+        (tmp_path / name).write_text(content)
+        return read_prompts(str(tmp_path / name), 32)
+
+    assert [prompt.text for prompt in read("a.txt", "\none\n  two\n \n\n  three\n")] == ["one\n  two", "  three"]
+    lines = (
+        '{"question_id": 81, "category": "writing", "turns": ["first", "second"]}\n\n{"name": "own", "prompt": "x"}'
+    )
+    assert read("a.jsonl", lines) == [Prompt("81", "first", "writing", 32), Prompt("own", "x", "prompt", 32)]
+    for content, message in (
+        ("", "has no prompts"),
+        ('{"prompt": "a"}\n{"prompt"', "line 2: no JSON"),
+        ('{"turns": []}', "line 1: a prompt is a text"),
+        ('{"prompt": "a", "name": "x"}\n{"prompt": "b", "name": "x"}', "two prompts named 'x'"),
+    ):
+        with pytest.raises(SpecConfigError, match=message):
+            read("a.jsonl", content)
+
+
+@full
+def test_spec_bench_is_downloaded_once_and_checked(monkeypatch, tmp_path):
+    content, served = b'{"question_id": 1, "category": "rag", "turns": ["one", "more"]}', tmp_path / "served.jsonl"
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr(prompts, "SPEC_BENCH_SHA256", sha256(content).hexdigest())
+    monkeypatch.setattr(prompts, "SPEC_BENCH_URL", served.as_uri())
+    for offline, found, message in ((True, content, "HF_HUB_OFFLINE"), (False, b"another file", "another file")):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        served.write_bytes(found)
+        with pytest.raises(SpecConfigError, match=message):
+            read_prompts("spec-bench")
+    served.write_bytes(content)
+    for _ in range(2):
+        assert read_prompts("spec-bench") == [Prompt("1", "one", "rag", 256)]
+        served.unlink(missing_ok=True)
+
+
+@full
+def test_cases_of_the_benchmarks():
     for name, case in run.CASES.items():
         arguments = run.command(case, None)
         specs = [text for option, text in zip(arguments, arguments[1:]) if option == "--spec"]
@@ -252,8 +218,3 @@ def test_cases_of_the_benchmarks(tmp_path):
         for text in specs:
             method = SpeculativeConfig.resolve(read_spec(text, demo.settings())).method
             assert method == json.loads(text)["method"]
-    (tmp_path / "prompts.txt").write_text("def add(one, two):")
-    short = ["--prompts", str(tmp_path / "prompts.txt"), "--rounds", "1", "-n", "4", "--no-stock"]
-    run.main(["medusa", "--output", str(tmp_path / "out.json"), *short])
-    # Beside the two baselines.
-    assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 2 + len(run.CASES["medusa"].specs)

@@ -11,13 +11,11 @@ import sys
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hf_specdec import __version__, cli, demo
 from hf_specdec.bench import engine
-from hf_specdec.cli.generate import _read_prompt
-from hf_specdec.errors import SpecConfigError, SpecDecError
+from hf_specdec.errors import SpecDecError
 from tests.helpers.levels import full, in_full
 from tests.helpers.pages import story_in
 
@@ -89,51 +87,6 @@ def test_demo_compares_every_method():
     assert report["settings"]["prompts"] == {prompt.name: prompt.kind for prompt in demo.prompts()}
 
 
-@full
-def test_demo_prints_a_table_for_each_batch_size_that_fits_a_terminal(monkeypatch):
-    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
-    options = ("--methods", "ngram,suffix", "--batch-sizes", "1,2", "--stock", "--sample")
-    result = invoke("demo", *options, "--max-new-tokens", 4, "--rounds", 1, "--dtype", "float32")
-    first, second = result.stdout.split("Batch size 2\n")
-    assert first.startswith("Batch size 1\n")
-    for part in (first, second):
-        lines = [line.split() for line in part.splitlines()]
-        (measured,) = (line for line in lines if line[:1] == ["ngram"] and line[-1] == "yes")
-        (bars,) = (line for line in lines if line[:1] == ["ngram"] and "|" in "".join(line))
-        assert measured[2] == bars[-1]
-        assert ["suffix", "unavailable"] in [[*line[:1], *line[-1:]] for line in lines]
-    assert "…" not in result.stdout
-    text = " ".join(second.split())
-    assert "Sampled with seed 0 in the first round" in text
-    assert "stock_prompt_lookup cannot run at batch size 2" in text
-    assert "pip install 'arctic-inference" in text
-
-
-@full
-def test_demo_takes_the_heads_of_a_folder(tmp_path, monkeypatch):
-    for name, method in (("mine", "eagle3"), ("medusa", "eagle")):
-        shutil.copytree(demo.drafter_path(method), tmp_path / name)
-    (tmp_path / "logs").mkdir()
-    result = invoke(*SHORT_DEMO, "--heads", tmp_path, "--methods", "mine,medusa,ngram")
-    found = {row["method"]: row["settings"] for row in json.loads(result.stdout)["rows"][2:]}
-    assert list(found) == ["mine", "medusa", "ngram"]
-    assert (found["mine"]["method"], found["mine"]["model"]) == ("eagle3", str(tmp_path / "mine"))
-    # It takes the place of the demo's own.
-    assert (found["medusa"]["method"], found["medusa"]["model"]) == ("eagle", str(tmp_path / "medusa"))
-    # What cannot draft is refused before the first forward.
-    monkeypatch.setattr(engine, "time_call", lambda *_: pytest.fail("a call was timed"))
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes)).save_pretrained(tmp_path / "heads" / "small")
-    for folder, message in (
-        (tmp_path / "nowhere", "nowhere' is no folder."),
-        (tmp_path / "logs", "has no sub-folder with the config.json of a drafter"),
-        (tmp_path / "heads", f"'{tmp_path / 'heads' / 'small'}' cannot draft for the model."),
-    ):
-        error = invoke(*SHORT_DEMO, "--heads", folder, code=2).stderr
-        assert message in error
-        assert len(error.splitlines()) == 1
-
-
 def test_demo_fails_if_an_output_differs(monkeypatch):
     faithful = engine.time_call
 
@@ -182,6 +135,24 @@ def test_generate_streams_only_the_new_text(plain_tokens, demo_tokenizer):
 
 
 @full
+def test_demo_in_batches_with_heads_of_a_folder_and_a_package_missing(tmp_path, monkeypatch):
+    shutil.copytree(demo.drafter_path("eagle3"), tmp_path / "mine")
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
+    options = ("--heads", tmp_path, "--methods", "mine,suffix", "--batch-sizes", "1,2", "--stock", "--sample")
+    result = invoke("demo", *options, "--max-new-tokens", 4, "--rounds", 1, "--dtype", "float32")
+    first, second = result.stdout.split("Batch size 2\n")
+    for part in (first, second):
+        lines = [line.split() for line in part.splitlines()]
+        assert ["mine", "yes"] in [[*line[:1], *line[-1:]] for line in lines]
+        assert ["suffix", "unavailable"] in [[*line[:1], *line[-1:]] for line in lines]
+    assert "…" not in result.stdout
+    assert "pip install 'arctic-inference" in second
+    (tmp_path / "logs").mkdir()
+    error = invoke(*SHORT_DEMO, "--heads", tmp_path / "logs", code=2).stderr
+    assert "has no sub-folder with the config.json of a drafter" in error
+
+
+@full
 def test_generate_takes_settings_prompts_and_pages_from_files(tmp_path, plain_tokens):
     path = tmp_path / "speculation.json"
     path.write_text(json.dumps({"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 2}))
@@ -198,66 +169,46 @@ def test_generate_takes_settings_prompts_and_pages_from_files(tmp_path, plain_to
 
 
 @full
-def test_generate_samples_by_the_seed(tmp_path, plain_tokens):
-    options = ("--temperature", "1.5", "--top-k", 50, "--top-p", "0.95", "--method", "ngram", PROMPT)
-    one = generate_json("--seed", 1, *options)["token_ids"]
-    assert one != plain_tokens
-    assert generate_json("--seed", 1, "-k", 2, *options)["token_ids"] == one
-    assert generate_json("--seed", 2, *options)["token_ids"] != one
-    # It samples also where the generation config does.
-    model = demo.load_target()
+def test_generate_with_the_target_s_own_settings(tmp_path, plain_tokens):
+    model, tokenizer = demo.load_target(), demo.load_tokenizer()
     model.generation_config.do_sample, model.generation_config.temperature = True, 1.5
     model.save_pretrained(tmp_path)
-    demo.load_tokenizer().save_pretrained(tmp_path)
-    sampled, again = (generate_json("--model", tmp_path, "--seed", 1, PROMPT)["token_ids"] for _ in range(2))
-    assert sampled == again != plain_tokens
-    assert generate_json("--model", tmp_path, "--temperature", 0, PROMPT)["token_ids"] == plain_tokens
-
-
-@full
-def test_generate_with_a_chat_template(tmp_path):
-    tokenizer, text = demo.load_tokenizer(), "def main"
     tokenizer.chat_template = "# task: {{ messages[0]['content'] }}\n{% if add_generation_prompt %}import {% endif %}"
-    demo.load_target().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    templated = generate_json("--model", tmp_path, text)["token_ids"]
-    assert templated == generate_json("--model", tmp_path, "--raw", "# task: def main\nimport ")["token_ids"]
-    assert templated != generate_json("--model", tmp_path, "--raw", text)["token_ids"]
+
+    def tokens(*options):
+        return generate_json("--model", tmp_path, *options)["token_ids"]
+
+    one = tokens("--raw", "--seed", 1, PROMPT)
+    assert one == tokens("--raw", "--seed", 1, "--method", "ngram", "-k", 2, PROMPT) != plain_tokens
+    assert one != tokens("--raw", "--seed", 2, PROMPT)
+    assert tokens("--raw", "--temperature", 0, PROMPT) == plain_tokens
+    templated = tokens("--temperature", 0, "def main")
+    assert templated == tokens("--raw", "--temperature", 0, "# task: def main\nimport ")
 
 
-ERRORS = [
-    (("--method", "ngramm", PROMPT), "Unknown spec_method='ngramm'. Did you mean 'ngram'?"),
-    (("--method", "off", "-k", 3, PROMPT), "--spec-method off generates without drafts. Leave out --num-s"),
-    (("--config", "{method: ngram}", PROMPT), "is not valid JSON"),
-    (("--config", '{"method": "ngram", "max_ngram": 3}', PROMPT), "has no setting 'max_ngram'"),
-    (("--file", "nowhere.py", PROMPT), "The prompt is given twice"),
-    (("",), "The prompt is empty."),
-    (("\udcff",), "The prompt is no text of UTF-8."),
-    (("--html", "call.html", "--method", "off", PROMPT), "--html draws drafts, and --spec-method off makes none."),
-    (("--html", "nowhere/call.html", PROMPT), "The page 'nowhere/call.html' cannot be written"),
-    (("--temperature", 0, "--top-k", 5, PROMPT), "leaves nothing for top_k to choose from"),
-    (("--model", "./no-such-model", PROMPT), "The model './no-such-model' is neither a local folder nor the id of"),
-    (("--device", "gpu", PROMPT), "--device 'gpu' is no device"),
-]
-
-
-def test_errors_are_one_line(tmp_path, monkeypatch):
+def test_errors_are_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    commands = [(("generate", "--no-stats", *arguments), message) for arguments, message in ERRORS]
-    commands += [(("export-custom-generate", "--method", "ngram", tmp_path / "file"), "Not a directory")]
-    commands += [(("demo", "--batch-sizes", "0,2"), "--batch-sizes must be numbers from 1")]
-    commands += [(("demo", "--methods", "ngram,sufix"), "The demo has no method 'sufix'. Did you mean 'suffix'?")]
-    for arguments, message in commands:
-        result = invoke(*arguments, code=2)
+    for arguments, message in (
+        (("--method", "ngramm", PROMPT), "Unknown spec_method='ngramm'. Did you mean 'ngram'?"),
+        (("--method", "off", "-k", 3, PROMPT), "--spec-method off generates without drafts. Leave out --num-s"),
+        (("--config", "{method: ngram}", PROMPT), "is not valid JSON"),
+        (("--config", '{"method": "ngram", "max_ngram": 3}', PROMPT), "has no setting 'max_ngram'"),
+        (("--file", "nowhere.py", PROMPT), "The prompt is given twice"),
+        (("",), "The prompt is empty."),
+        (("\udcff",), "The prompt is no text of UTF-8."),
+        (("--html", "nowhere/call.html", PROMPT), "The page 'nowhere/call.html' cannot be written"),
+        (("--temperature", 0, "--top-k", 5, PROMPT), "leaves nothing for top_k to choose from"),
+        (("--model", "./no-such-model", PROMPT), "The model './no-such-model' is neither a local folder nor the"),
+        (("--device", "gpu", PROMPT), "--device 'gpu' is no device"),
+    ):
+        result = invoke("generate", "--no-stats", *arguments, code=2)
         assert message in result.stderr
         assert (len(result.stderr.splitlines()), result.stdout) == (1, "")
-    assert "--max-new-tokens" in invoke("generate", "--max-new-tokens", 0, PROMPT, code=2).stderr
+    assert "Not a directory" in invoke("export-custom-generate", "--method", "ngram", tmp_path / "file", code=2).stderr
+    assert "no method 'sufix'. Did you mean 'suffix'?" in invoke("demo", "--methods", "sufix", code=2).stderr
     result = CliRunner().invoke(cli.app, ["generate", "--debug", "--method", "ngramm", PROMPT])
     assert isinstance(result.exception, SpecDecError)
-    # A terminal is not waited for.
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    with pytest.raises(SpecConfigError, match="There is no prompt"):
-        _read_prompt(None, None)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals and pipes of POSIX")

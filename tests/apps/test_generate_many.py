@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from hf_specdec import SpecConfigError, cli
 from hf_specdec.many.files import Output
 from tests.helpers.encoder_decoders import text_model
-from tests.helpers.levels import full, in_full, slow
+from tests.helpers.levels import full, in_full, when_slow
 from tests.helpers.models import letter_tokenizer
 from tests.helpers.paths import ROOT
 
@@ -95,11 +95,8 @@ def test_what_has_failed_is_tried_again(files):
     invoke(source, target)
     assert tokens_of(target)[:2] == [entry["tokens"] for entry in found[:2]]
     assert all(entry["error"] is None for entry in entries(target))
-
-
-@full
-def test_fewer_requests_than_before(files):
-    source, target = files
+    # Fewer requests than before.
+    target.unlink()
     written(source, [REQUESTS[0], {"prompt": "x", "nonsense": 3}, REQUESTS[2]])
     invoke(source, target, code=1)
     written(source, REQUESTS[:1])
@@ -108,43 +105,39 @@ def test_fewer_requests_than_before(files):
     assert (report["num_failed"], report["num_tokens"]) == (0, len(tokens_of(target)[0]))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_files_that_are_no_requests(files):
+    for content, message in (
         ('"one"\n{"prompt": \n', "Line 2 of .* is no JSON"),
-        *in_full(
-            ('"one"\n\n3\n', "Line 3 of .* is no request but 3"),
-            ("\n", "There is no request"),
-            ("[" * 100_000, "Line 1 of .* nested too deeply"),
-            ('{"prompt": "a", "temperature": NaN}', "Line 1 of .* is no JSON"),
-        ),
-    ],
-    ids=["broken", "number", "empty", "deep", "nan"],
-)
-def test_files_that_are_no_requests(files, content, message):
-    files[0].write_text(content)
-    assert re.search(message, " ".join(invoke(*files, code=2).stderr.split()))
+        ('"one"\n\n3\n', "Line 3 of .* is no request but 3"),
+        ("\n", "There is no request"),
+        ("[" * 100_000, "Line 1 of .* nested too deeply"),
+        ('{"prompt": "a", "temperature": NaN}', "Line 1 of .* is no JSON"),
+    ):
+        files[0].write_text(content)
+        assert re.search(message, " ".join(invoke(*files, code=2).stderr.split()))
     assert not files[1].exists()
 
 
-UNREADABLE = {
-    "folder": lambda path: path.mkdir(),
-    "link to itself": lambda path: path.symlink_to(path),
-    "device": lambda path: path.symlink_to("/dev/zero"),
-    "pipe": os.mkfifo,
-}
-
-
-@pytest.mark.parametrize("name", ["device", *in_full("folder", "link to itself", "pipe")])
-def test_places_that_hold_no_file(files, name):
-    source, target = written(files[0], REQUESTS[:1]), files[1]
+def test_places_that_hold_no_file_and_links(files):
+    source, target = files
     for place in (source, target.with_name("out.jsonl.part-0")):
-        place.unlink(missing_ok=True)
-        UNREADABLE[name](place)
-        assert place.name in invoke(source, target, code=2).stderr.replace("\n", "")
-        assert not target.exists()
-        place.rmdir() if name == "folder" else place.unlink()
+        for make in (
+            Path.mkdir,
+            lambda path: path.symlink_to(path),
+            lambda path: path.symlink_to("/dev/zero"),
+            os.mkfifo,
+        ):
+            place.unlink(missing_ok=True)
+            make(place)
+            assert place.name in invoke(source, target, code=2).stderr.replace("\n", "")
+            place.rmdir() if place.is_dir() else place.unlink()
         written(source, REQUESTS[:1])
+    # Nothing is written through a link.
+    others = written(target.with_name("others"), ["mine"])
+    target.with_name("out.jsonl.unfinished").symlink_to(others)
+    invoke(source, target)
+    assert entries(others) == ["mine"]
+    assert (len(entries(target)), target.is_symlink()) == (1, False)
 
 
 @full
@@ -152,25 +145,13 @@ def test_names_and_texts_that_are_odd(files):
     source, target = files
     for length in (300, 250):
         assert "another" in invoke(source, target.with_name("x" * length), code=2).stderr
-    # A name that is a pattern.
+    # A name that is a pattern, and halves of characters.
     source.write_text('{"prompt": "def", "id": "\\ud800"}\n{"prompt": "\\ud800"}\n')
-    result = CliRunner().invoke(cli.app, options(source, target.with_name("out[1].jsonl")))
-    assert result.exit_code in (0, 1)
-    (first, _) = entries(target.with_name("out[1].jsonl"))
+    assert CliRunner().invoke(cli.app, options(source, target.with_name("out[1].jsonl"))).exit_code in (0, 1)
+    first = entries(target.with_name("out[1].jsonl"))[0]
     assert (first["id"], first["error"]) == ("\ud800", None)
     with pytest.raises(SpecConfigError, match=r"request 0: .* was removed"):
         Output(target).merge([None])
-    assert not target.exists()
-
-
-def test_nothing_is_written_through_a_link(files):
-    source, target = files
-    others = written(target.with_name("others"), ["mine"])
-    target.with_name("out.jsonl.unfinished").symlink_to(others)
-    invoke(source, target)
-    assert entries(others) == ["mine"]
-    assert len(entries(target)) == len(REQUESTS)
-    assert not target.is_symlink()
 
 
 LAUNCHERS = {
@@ -183,9 +164,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "launcher", [pytest.param("torchrun", marks=full), pytest.param("accelerate launch", marks=slow)]
-)
+@pytest.mark.parametrize("launcher", [*in_full("torchrun"), *when_slow("accelerate launch")])
 def test_processes_share_the_requests(files, launcher):
     source, target = files
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}

@@ -161,9 +161,6 @@ def test_times_of_calls_and_cycles(model, monkeypatch):
     assert sum(call.cycle_seconds) < stats.total_seconds - stats.prefill_seconds
 
 
-# ----------------------------------------------------------------------------------------------- cycles without drafts
-
-
 def test_reasons_of_cycles_without_drafts(model, monkeypatch):
     def reasons(inputs, **settings):
         stats = stats_of(model, inputs, **{"spec_method": "ngram", "max_new_tokens": 12, **settings})
@@ -179,26 +176,6 @@ def test_reasons_of_cycles_without_drafts(model, monkeypatch):
     assert reasons(prompts(1), spec_method=None, assistant=right, max_new_tokens=9) == {}
     monkeypatch.setattr(SpeculationController, "_choose", lambda self, rows: Choice(0))
     assert reasons(prompts(1), num_speculative_tokens="auto") == {"does_not_pay": 10, "length_limit": 1}
-
-
-@pytest.mark.parametrize(
-    ("method", "k"), [("ngram", 4), *in_full(("suffix", "auto"), ("draft_model", 4), ("draft_model", "auto"))]
-)
-def test_rows_longer_than_max_model_len(model, method, k):
-    """All of them in every cycle; where one is shorter it is drafted for, and the note says that not all are."""
-    given = {"spec_method": method, "num_speculative_tokens": k, "speculative": {"max_model_len": 16}}
-    given |= {"max_new_tokens": 12, **({"spec_model": model} if method == "draft_model" else {})}
-    stats = stats_of(model, prompts(1, length=20, padding=False), **given)
-    assert stats.num_cycles_without_drafts == {"max_model_len": 10, "length_limit": 1}
-    (note,) = [note for note in stats.notes if not note.startswith("adaptive length")]
-    assert note.startswith("no drafts for rows of 1")
-    assert "(max_model_len)" in note
-    mixed = prompts(2, length=20)
-    mixed["attention_mask"][0, :16] = 0
-    stats = stats_of(model, mixed, **{**given, "max_new_tokens": 9})
-    assert note in stats.notes
-    assert stats.num_cycles_without_drafts.get("max_model_len", 0) < stats.num_target_forwards - 3
-    assert note not in stats_of(model, prompts(1, length=3), **{**given, "max_new_tokens": 4}).notes
 
 
 @pytest.mark.parametrize(
@@ -277,9 +254,6 @@ def test_what_is_read_bit_by_bit_adds_up(cycles, reads):
     assert asdict(reader.read()) == {**asdict(SpecDecodingStats()), **padding}
 
 
-# ----------------------------------------------------------------------------------------------------------- records
-
-
 def test_records_have_the_calls_inside(model):
     inputs = prompts(1)
     with record() as outer:
@@ -316,24 +290,18 @@ def test_a_record_can_have_the_calls_of_other_threads(model):
     assert [call.stats.num_committed_tokens for call in everywhere.calls] == [4] * 4
     assert seen == [0, 1]
     assert len(here.calls) == 2
-
-
-def test_records_of_threads_do_not_see_each_other(model):
-    """Requests of a server are recorded one by one."""
-    inputs, all_open = prompts(1), threading.Barrier(3)
+    # Requests of a server are recorded one by one.
+    all_open = threading.Barrier(3)
 
     def serve(num_calls):
-        with record(timings=True) as own:
+        with record() as own:
             all_open.wait(60)
             for _ in range(num_calls):
                 model.generate(**inputs, **SHORT)
             all_open.wait(60)
-        return own.calls
+        return len(own.calls)
 
-    found = in_threads(*(partial(serve, num_calls) for num_calls in (1, 2, 3)))
-    assert list(map(len, found)) == [1, 2, 3]
-    for call in (call for calls in found for call in calls):
-        assert len(call.timings) == call.stats.num_target_forwards - 1
+    assert in_threads(*(partial(serve, num_calls) for num_calls in (1, 2, 3))) == [1, 2, 3]
 
 
 class Failing(Listener, CallObserver):

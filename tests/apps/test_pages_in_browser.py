@@ -103,19 +103,6 @@ def test_colours_follow_the_reader(page, calls):
             page.find("#theme").click()
 
 
-def test_hovering_tells_the_probability(page, calls):
-    path, _, call = calls["chain"]
-    page.open(path)
-    page.hover("#token-0")
-    score = call.trace.first.rows[0].committed_scores[0]
-    told = page.find("#card").text
-    assert "without a draft" in told
-    assert f"rank {score.rank}" in told
-    assert f"+{score.margin:.2f} logits" in told
-    page.press("ESCAPE")
-    assert not page.is_visible("#card")
-
-
 def test_keyboard_alone_is_enough(page, calls):
     path, _, call = calls["tree"]
     page.open(path)
@@ -174,21 +161,6 @@ def test_hostile_texts_stay_texts(page, tmp_path):
     assert page.run("document.scripts.length") == 2
     assert page.run("document.images.length") == 0
     assert words[0] in text_of(page)
-    assert page.complaints() == []
-
-
-def test_in_a_notebook(page, calls, tmp_path):
-    """Inside of its frame the page works, and the notebook around it keeps its own style."""
-    _, texts, call = calls["chain"]
-    notebook = tmp_path / "notebook.html"
-    notebook.write_text(f"<!DOCTYPE html><meta charset='utf-8'><h1>mine</h1>{call._repr_html_()}", encoding="utf-8")
-    page.open(notebook)
-    assert page.run("getComputedStyle(document.body).backgroundColor") == "rgba(0, 0, 0, 0)"
-    page.driver.switch_to.frame(0)
-    assert text_of(page) == texts[0]
-    page.find("#cycle-1").click()
-    assert page.is_visible("#drawer")
-    page.driver.switch_to.default_content()
     assert page.complaints() == []
 
 

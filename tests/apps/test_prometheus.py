@@ -77,23 +77,15 @@ def generate(model, batch_size=1, **settings):
     return model.generate(**prompts(batch_size), **SETTINGS, spec_method="ngram", **settings)
 
 
-def fail_late(input_ids, scores):
-    if input_ids.shape[1] > 12:
-        raise ZeroDivisionError
-    return scores
-
-
-# Names of counters whose attribute of the statistics is another one.
-OTHER_NAMES = {"num_verifications": "num_row_cycles"}
-COUNTERS = ("drafts", "draft_tokens", "accepted_tokens", "reached_tokens", "verifications", "target_forwards")
 COUNTERS += ("lookups", "lookup_hits")
 
 
 def check(value, calls):
     """Compares everything that was scraped of a method and model with the statistics of its calls."""
     stats = SpecDecodingStats.total(call.stats for call in calls)
-    for name in (f"num_{counter}" for counter in COUNTERS):
-        assert value(f"spec_decode_{name}_total") == getattr(stats, OTHER_NAMES.get(name, name)), name
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "reached_tokens", "target_forwards", "lookup_hits"):
+        assert value(f"spec_decode_num_{name}_total") == getattr(stats, f"num_{name}"), name
+    assert value("spec_decode_num_verifications_total") == stats.num_row_cycles
     assert stats.num_accepted_tokens > 0
     assert value("spec_decode_num_calls_total") == value("time_to_first_token_seconds_count") == len(calls)
     assert value("spec_decode_num_spec_tokens") == calls[-1].stats.num_spec_tokens
@@ -135,41 +127,34 @@ def test_scraped_from_a_server(model):
 
 
 def test_calls_of_threads_and_calls_that_fail(model, registry):
+    def fail(input_ids, scores):
+        return scores if input_ids.shape[1] < 13 else 1 / 0
+
     with record(timings=True, all_threads=True) as made:
         in_threads(*[lambda: [generate(model, 2) for _ in range(4)]] * 2)
         assert len(made.calls) == 8
         check(series(registry), made.calls)
         with pytest.raises(ZeroDivisionError):
-            generate(model, logits_processor=[fail_late])
+            generate(model, logits_processor=[fail])
     assert made.calls[8].timings
     check(series(registry), made.calls)
-
-
-class EachColumn(BaseStreamer):
-    """Calls a function at each delivery of tokens."""
-
-    def __init__(self, function):
-        self.function, self.delivered = function, -1
-
-    def put(self, value):
-        self.delivered += 1
-        self.function(self.delivered)
-
-    def end(self):
-        """Nothing."""
 
 
 def test_counts_while_the_call_runs(model, registry):
     seen, late = [], CollectorRegistry()
 
-    def look(delivered):
-        seen.append(series(registry)("generation_tokens_total"))
-        if delivered == 5:
-            metrics.enable(late)
-        if delivered == 20:
-            prometheus.remove_listener(prometheus._enabled[registry])
+    class Looks(BaseStreamer):
+        def put(self, value):
+            seen.append(series(registry)("generation_tokens_total"))
+            if len(seen) == 6:
+                metrics.enable(late)
+            if len(seen) == 20:
+                prometheus.remove_listener(prometheus._enabled[registry])
 
-    generate(model, streamer=EachColumn(look))
+        def end(self):
+            """Nothing."""
+
+    generate(model, streamer=Looks())
     # A cycle is counted at its end, after the streamer.
     known = [value for value in seen if value]
     assert known == sorted(known)
@@ -198,31 +183,18 @@ def test_registries(model, registry):
     assert series(registry)("generation_tokens_total") is None
 
 
-@full
-def test_documentation_has_every_metric_and_no_other(registry):
-    families = {family.name: family.type for family in registry.collect()}
-    text = (DOCS / "metrics.md").read_text()
-    rows = re.findall(r"^\| `(hf_specdec_\w+)` \| (counter|gauge|histogram) \|", text, re.MULTILINE)
-    assert {name.removesuffix("_total"): kind for name, kind in rows} == families
-    queries = " ".join(re.findall(r"```promql\n(.*?)```", text, re.DOTALL))
-    endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_count", "_sum"]}
-    samples = {f"{name}{ending}" for name, kind in families.items() for ending in endings[kind]}
-    assert set(re.findall(r"hf_specdec_\w+", queries)) <= samples
-
-
 def test_labels_are_bounded(registry, monkeypatch):
     monkeypatch.setattr(prometheus, "_MOST_MODELS", 2)
     monkeypatch.setattr(prometheus, "_MOST_REASONS", 1)
     for name in ("n" * 10**6, "caf\udce9", "c", "d"):
         stats = SpecDecodingStats(method="deep")
         with metrics.begin_call(stats, name) as progress:
-            progress.end_prefill()
             stats.count(num_nodes=100, max_depth=100, num_accepted=100, num_committed=101)
             for reason in ("one", "two", "three"):
                 stats.count_without_drafts(reason)
-            progress.end_cycle()
+            progress.end_prefill()
     # Names that cannot be served as they are, too.
-    assert len(generate_latest(registry)) < 10**5
+    assert len(generate_latest(registry)) < 10**6
     value = series(registry, method="deep", model_name="other")
     name = "spec_decode_num_accepted_tokens_per_pos_total"
     assert [value(name, position=str(position)) for position in (0, 63, 64)] == [2, 2, None]
@@ -234,32 +206,28 @@ def test_labels_are_bounded(registry, monkeypatch):
 
 def test_wrong_arguments_and_addresses_that_are_taken():
     registry, other = CollectorRegistry(), CollectorRegistry()
-    with pytest.raises(SpecConfigError, match="must be a prometheus_client.CollectorRegistry, got 'mine'"):
-        metrics.enable("mine")
-    for name in ("", 3):
-        with pytest.raises(SpecConfigError, match="`model_name` must be a name"):
-            metrics.enable(registry, model_name=name)
+
+    def refused(message, function, *args, **kwargs):
+        with pytest.raises(SpecConfigError, match=message):
+            function(*args, **kwargs)
+
+    refused("must be a prometheus_client.CollectorRegistry, got 'mine'", metrics.enable, "mine")
+    refused("`model_name` must be a name", metrics.enable, registry, model_name="")
     for port in (-1, 70000, "8000", True, 80.0):
-        with pytest.raises(SpecConfigError, match="`port` must be an integer from 0 to 65535, got"):
-            metrics.start_http_server(port)
+        refused("`port` must be an integer from 0 to 65535, got", metrics.start_http_server, port)
     for addr in ("", " ", 3, b"127.0.0.1", ["::1"], "no such host", "x" * 300, "\ud800", "a\0b"):
-        with pytest.raises(SpecConfigError, match="addr"):
-            metrics.start_http_server(0, addr=addr, registry=registry)
+        refused("addr", metrics.start_http_server, 0, addr=addr, registry=registry)
     with served(addr=None, registry=registry) as port:
-        with pytest.raises(SpecConfigError, match=f"cannot be served at {ADDRESS}:{port}: .*in use"):
-            metrics.start_http_server(port, registry=other)
+        refused(f"cannot be served at {ADDRESS}:{port}: .*in use", metrics.start_http_server, port, registry=other)
     # Nobody listens then.
     assert not metrics.begin_call(SpecDecodingStats(), "model").observers
     Counter("hf_specdec_spec_decode_num_calls", "Another's.", registry=other)
-    with pytest.raises(SpecConfigError, match="does not take the metrics: Duplicated"):
-        metrics.start_http_server(0, registry=other)
+    refused("does not take the metrics: Duplicated", metrics.start_http_server, 0, registry=other)
     assert [metric.name for metric in other.collect()] == ["hf_specdec_spec_decode_num_calls"]
 
 
 PROCESSES = """
 import os, urllib.request
-import torch
-import hf_specdec.loaded  # before the forks
 from hf_specdec import SpecDecodingStats, load_speculator, metrics
 from tests.helpers.models import tiny_llama
 
@@ -270,7 +238,6 @@ for num_cycles in (5, 7):
         metrics.enable()
         stats = SpecDecodingStats(method="ngram")
         with metrics.begin_call(stats, "model") as progress:
-            progress.end_prefill()
             for _ in range(num_cycles):
                 stats.count(num_nodes=3, max_depth=3, num_accepted=2, num_committed=3)
                 progress.end_cycle()
@@ -290,9 +257,20 @@ def test_processes_are_summed_up(tmp_path, monkeypatch):
     assert value("spec_decode_num_calls_total") == 2
     assert value("spec_decode_num_accepted_tokens_total") == 24
     assert value("spec_decode_num_accepted_tokens_per_pos_total", position="1") == 12
-    assert value("spec_decode_cycle_seconds_count") == 12
     loaded = [count for (name, *_), count in parse(done.stdout).items() if name == "hf_specdec_loaded_drafters"]
     assert loaded == [1, 1, 1]
+
+
+@full
+def test_documentation_has_every_metric_and_no_other(registry):
+    families = {family.name: family.type for family in registry.collect()}
+    text = (DOCS / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(hf_specdec_\w+)` \| (counter|gauge|histogram) \|", text, re.MULTILINE)
+    assert {name.removesuffix("_total"): kind for name, kind in rows} == families
+    queries = " ".join(re.findall(r"```promql\n(.*?)```", text, re.DOTALL))
+    endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_count", "_sum"]}
+    samples = {f"{name}{ending}" for name, kind in families.items() for ending in endings[kind]}
+    assert set(re.findall(r"hf_specdec_\w+", queries)) <= samples
 
 
 # Log lines
@@ -334,9 +312,8 @@ def clock(monkeypatch):
 @contextmanager
 def call(clock):
     """A call, whose cycles are made by the function that is given."""
-    stats = SpecDecodingStats(batch_size=1)
+    stats = SpecDecodingStats(batch_size=1, num_committed_tokens=1)
     with metrics.begin_call(stats, "model") as progress:
-        stats.num_committed_tokens += 1
         progress.end_prefill()
 
         def cycle(seconds, accepted=2, drafted=4, reason=None):
@@ -356,24 +333,16 @@ def test_log_lines_have_the_figures_of_their_interval(lines, clock):
             cycle(3, accepted)
         assert lines() == []
         cycle(1, 0, 0, "length_limit")
-        (line,) = lines()
-        # A long draft makes no long line, and none at all no division by zero.
-        cycle(10, 17, 17)
+    # 7 tokens in 4 verifications, the prefill's not counted.
+    rates = {"length": "1.75", "accepted_rate": "0.30", "drafted_rate": "1.20", "rate": "25.0", "throughput": "0.80"}
+    counts = {"accepted": "3", "drafted": "12", "positions": "0.667, 0.333, 0.000, 0.000"}
+    assert lines() == [{**rates, **counts, "without": "1", "reasons": "length_limit 1"}]
+    # An interval without any draft, and a long draft, which makes no long line.
+    with call(clock) as cycle:
         cycle(10, 0, 0, "batch_size")
-    assert line == {
-        "length": "1.75",  # 7 tokens in 4 verifications, the prefill's not counted
-        "accepted_rate": "0.30",
-        "drafted_rate": "1.20",
-        "accepted": "3",
-        "drafted": "12",
-        "positions": "0.667, 0.333, 0.000, 0.000",
-        "rate": "25.0",
-        "throughput": "0.80",
-        "without": "1",
-        "reasons": "length_limit 1",
-    }
-    assert lines("positions")[1:] == [", ".join(["1.000"] * 16 + ["..."]), "-"]
-    assert [lines(name)[2] for name in ("length", "rate", "reasons")] == ["1.00", "0.0", "batch_size 1"]
+        cycle(10, 17, 17)
+    assert lines("positions")[1:] == ["-", ", ".join(["1.000"] * 16 + ["..."])]
+    assert [lines(name)[1] for name in ("length", "rate", "reasons")] == ["1.00", "0.0", "batch_size 1"]
 
 
 def test_log_intervals(lines, clock):
@@ -387,21 +356,36 @@ def test_log_intervals(lines, clock):
         cycle(5)
         assert len(lines()) == 5
     metrics.log_every(None)
-    # Pauses between calls do not count, and calls at the same time share the time.
+    # Pauses between calls do not count: 5 tokens in the 2 seconds of the first, and then the rest of the second.
     metrics.log_every(10)
     for _ in range(2):
         with call(clock) as cycle:
             cycle(2)
         clock.now += 1000
-    # Logged by the second call's prefill: 5 tokens in the 2 seconds of the first call. Then the rest of the second.
     assert lines("throughput")[5:] == ["2.50"]
     metrics.log_every(None)
     assert lines("throughput")[6:] == ["1.50"]
+    # Calls at the same time share it.
     metrics.log_every(10)
     with call(clock) as first, call(clock) as second:
         first(5)
         second(5)
     assert (lines("throughput")[7:], lines("length")[7:]) == (["0.80"], ["3.00"])
+
+
+@full
+def test_seconds_between_log_lines(lines, monkeypatch):
+    for seconds in (0, -1, float("nan"), float("inf"), "10", True):
+        with pytest.raises(SpecConfigError, match="`seconds` must be a number above 0"):
+            metrics.log_every(seconds)
+    for value, expected in (("", None), ("0", None), ("2.5", 2.5)):
+        monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", value)
+        log_line.log_as_environment_says()
+        assert getattr(log_line._active, "seconds", None) == expected
+    for value in ("soon", "-1", "nan"):
+        monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", value)
+        with pytest.raises(SpecConfigError, match=f"HF_SPECDEC_LOG_INTERVAL='{value}' is no number of seconds"):
+            log_line.log_as_environment_says()
 
 
 def test_log_lines_of_threads(model, lines):
@@ -415,24 +399,6 @@ def test_log_lines_of_threads(model, lines):
     assert sum(map(int, lines("drafted"))) == total.num_draft_tokens
     without = sum(int(count or 0) for count in lines("without"))
     assert without == sum(total.num_cycles_without_drafts.values()) > 0
-
-
-@full
-def test_seconds_between_log_lines(monkeypatch):
-    for seconds in (0, -1, float("nan"), float("inf"), "10", True):
-        with pytest.raises(SpecConfigError, match="`seconds` must be a number above 0"):
-            metrics.log_every(seconds)
-    try:
-        for value, expected in (("soon", None), ("-1", None), ("nan", None), ("", None), ("0", None), ("2.5", 2.5)):
-            monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", value)
-            if value in ("soon", "-1", "nan"):
-                with pytest.raises(SpecConfigError, match=f"HF_SPECDEC_LOG_INTERVAL='{value}' is no number of sec"):
-                    log_line.log_as_environment_says()
-            else:
-                log_line.log_as_environment_says()
-                assert getattr(log_line._active, "seconds", None) == expected
-    finally:
-        metrics.log_every(None)
 
 
 ONE_LINE = """

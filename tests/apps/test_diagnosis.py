@@ -15,7 +15,7 @@ from hf_specdec import SpeculativeConfig, cli, demo, forget_speculators
 from hf_specdec.bench.prompts import Batch, Prompt, make_batches
 from hf_specdec.candidate_generators.eagle.generator import EagleCandidateGenerator
 from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.diagnosis import BUG, TIE, advice, advise, checks, diagnose, verification, verify
+from hf_specdec.diagnosis import BUG, TIE, advice, advise, diagnose, verification, verify
 from hf_specdec.diagnosis.probe import Acceptance, _count, consistent_meaning
 from hf_specdec.diagnosis.verification import _Reference
 from hf_specdec.drafting.entries import DraftEntries
@@ -127,38 +127,22 @@ def test_defects_that_files_show(check, tmp_path):
 
 
 @full
-def test_what_files_leave_open(check, tmp_path):
-    def unstated(config, tensors):
-        del config["aux_layer_ids"]
-        tensors["fc.weight"] = tensors["fc.weight"][:, :512]
-
-    spec = {"model": damaged(EAGLE3, tmp_path / "layers", unstated), "aux_layer_ids": [1, 3]}
-    assert statuses(check(spec))["layers"] == "warning"
+def test_draft_models_with_other_tokenizers_and_partial_vocabularies(check, tmp_path):
+    folder = shutil.copytree(demo.drafter_path("draft_model"), tmp_path / "draft")
+    content = json.loads(Path(demo.target_path(), "tokenizer.json").read_text())
+    spec = {"method": "draft_model", "model": str(folder), "same_tokenizer": True}
+    for step, status in ((1, "ok"), (7, "error")):
+        words = list(content["model"]["vocab"])
+        content["model"]["vocab"] = {word: (index * step) % len(words) for index, word in enumerate(words)}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        shutil.copy(Path(demo.target_path(), "tokenizer_config.json"), folder)
+        assert statuses(check(spec, tokens=8))["tokenizer"] == status
+    spec = {"method": "draft_model", "model": OTHER_CHECKPOINTS["draft_model re-encoded"][1]}
+    assert "re-encoded as text, 1406 tokens are in both" in said(check(spec, tokens=8), "tokenizer")[0]
     keep = torch.tensor([token for token in range(4096) if token % 512 != 511])
     found = check(damaged(EAGLE3, tmp_path / "healthy", keep_tokens(keep)))
     assert found.status == "ok", found.findings
     assert {"draft vocabulary", "vocabulary"} <= statuses(found).keys()
-
-
-@full
-def test_tokenizers_of_draft_models(check, tmp_path):
-    folder = shutil.copytree(demo.drafter_path("draft_model"), tmp_path / "draft")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(demo.target_path(), name), folder)
-    spec = {"method": "draft_model", "model": str(folder), "same_tokenizer": True}
-    assert statuses(check(spec, tokens=8))["tokenizer"] == "ok"
-    content = json.loads((folder / "tokenizer.json").read_text())
-    words = list(content["model"]["vocab"])
-    content["model"]["vocab"] = {word: (index * 7) % len(words) for index, word in enumerate(words)}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    found = check(spec, tokens=8)
-    assert statuses(found)["tokenizer"] == "error"
-    assert "different tokenizers" in said(found, "tokenizer")[0]
-    spec = {"method": "draft_model", "model": OTHER_CHECKPOINTS["draft_model re-encoded"][1]}
-    found = check(spec, tokens=8)
-    assert statuses(found)["tokenizer"] == "ok"
-    assert "drafts are re-encoded as text, 1406 tokens are in both" in said(found, "tokenizer")[0]
-    assert statuses(check(spec | {"draft_tokenizer": "/nowhere"}, tokens=8))["tokenizer"] == "error"
 
 
 @full
@@ -188,6 +172,29 @@ def test_drafters_of_one_step_and_high_temperatures(check, monkeypatch):
     assert "trained for one step only" in cause(found)
 
 
+def test_acceptance_by_position():
+    found, chain = Acceptance(), [-1, 0, 1]
+    # At 5 a tree: 8 and 4 after the anchor, 5 after 4. At 6 and 7 the text ends within the draft, and before it.
+    drafts = {2: ([1, 2, 9], chain), 3: ([2, 3, 4], chain), 4: ([], []), 5: ([8, 4, 5], [-1, -1, 1])}
+    drafts |= {6: ([5, 6], [-1, 0]), 7: ([1], [-1])}
+    _count(found, 0, [7, 8, 1, 2, 3, 4, 5], drafts)
+    assert (found.reached, found.accepted, found.num_places) == ([4, 3, 2], [4, 3, 1], 5)
+    assert found.acceptance_length == pytest.approx(1 + 8 / 5)
+    assert found.counts == {(0, 2): 2, (0, 3): 3, (0, 5): 2, (0, 6): 1}
+    assert found.first_tokens == [(1, 1), (2, 2), (8, 4), (5, 5)]
+    # What a text repeats is no evidence.
+    found = Acceptance()
+    _count(found, 0, [1, 2, 3] * 6, {length: ([9], [-1]) for length in range(6, 18)})
+    assert (found.num_places, len(found.counts), len(found.first_tokens)) == (12, 3, 3)
+    better, worse = Acceptance(), Acceptance()
+    for place in range(40):
+        worse.counts[0, place], better.counts[0, place] = place % 3, place % 3 + (place % 4 == 0)
+    assert better.is_better_than(worse)
+    assert not worse.is_better_than(worse)
+    assert consistent_meaning([(token, token + 10) for token in range(5) for _ in range(4)]) == (1.0, 0.2)
+    assert consistent_meaning([(1, token) for token in range(9)]) == (0.0, 1 / 9)
+
+
 @full
 @pytest.mark.parametrize(
     ("template", "loses_marked", "words"),
@@ -200,10 +207,9 @@ def test_drafters_of_one_step_and_high_temperatures(check, monkeypatch):
 )
 def test_prompts_that_training_had_not(check, monkeypatch, template, loses_marked, words):
     """A head that drafts nonsense after prompts that have a mark, or have none."""
-    tokenizer = demo.load_tokenizer()
+    tokenizer, propose = demo.load_tokenizer(), EagleCandidateGenerator.propose
     tokenizer.chat_template = "{{ messages[0]['content'] }}\n" + template
-    mark = tokenizer(" @@@")["input_ids"][-1]
-    prefill, propose = EagleCandidateGenerator.prefill, EagleCandidateGenerator.propose
+    mark, prefill = tokenizer(" @@@")["input_ids"][-1], EagleCandidateGenerator.prefill
 
     def marked_prefill(self, prompt):
         self.is_lost = bool((prompt.input_ids == mark).any()) == loses_marked
@@ -211,66 +217,18 @@ def test_prompts_that_training_had_not(check, monkeypatch, template, loses_marke
 
     def marked_propose(self, step):
         draft = propose(self, step)
-        if self.is_lost:
-            draft.tokens.add_(1).remainder_(4096)
+        draft.tokens.add_(int(self.is_lost)).remainder_(4096)
         return draft
 
     monkeypatch.setattr(EagleCandidateGenerator, "prefill", marked_prefill)
     monkeypatch.setattr(EagleCandidateGenerator, "propose", marked_propose)
-    found = check(EAGLE, tokens=16, tokenizer=tokenizer)
-    assert words in cause(found)
-    assert {"raw", "chat"} <= set(found.acceptance)
+    assert words in cause(check(EAGLE, tokens=16, tokenizer=tokenizer))
 
 
-@full
-def test_targets_in_bfloat16_on_processors_without_it(monkeypatch):
-    bfloat16, float32 = torch.bfloat16, torch.float32
-    for dtype, has, is_slow in ((bfloat16, False, 1), (bfloat16, True, 0), (bfloat16, None, 0), (float32, False, 0)):
-        monkeypatch.setattr(checks, "multiplies_bfloat16", lambda has=has: has)
-        found = [item for item in checks.product_findings(tiny_llama().to(dtype)) if item.status == "warning"]
-        assert len(found) == is_slow
-        assert not is_slow or "dtype=torch.float32" in found[0].remedy
-
-
-def test_acceptance_by_position():
-    found, chain = Acceptance(), [-1, 0, 1]
-    drafts = {
-        2: ([1, 2, 9], chain),
-        3: ([2, 3, 4], chain),
-        4: ([], []),
-        # A tree: 8 and 4 after the anchor, 5 after 4.
-        5: ([8, 4, 5], [-1, -1, 1]),
-        # The text ends within the draft, and before it.
-        6: ([5, 6], [-1, 0]),
-        7: ([1], [-1]),
-    }
-    _count(found, 0, [7, 8, 1, 2, 3, 4, 5], drafts)
-    assert (found.reached, found.accepted, found.num_places) == ([4, 3, 2], [4, 3, 1], 5)
-    assert found.acceptance_length == pytest.approx(1 + 8 / 5)
-    assert found.counts == {(0, 2): 2, (0, 3): 3, (0, 5): 2, (0, 6): 1}
-    assert found.first_tokens == [(1, 1), (2, 2), (8, 4), (5, 5)]
-    # What a text repeats is no evidence.
-    found = Acceptance()
-    _count(found, 0, [1, 2, 3] * 6, {length: ([9], [-1]) for length in range(6, 18)})
-    assert (found.num_places, len(found.counts), len(found.first_tokens)) == (12, 3, 3)
-    better, worse, equal = Acceptance(), Acceptance(), Acceptance()
-    for place in range(40):
-        worse.counts[0, place] = equal.counts[0, place] = place % 3
-        better.counts[0, place] = place % 3 + (place % 4 == 0)
-    assert better.is_better_than(worse)
-    assert not worse.is_better_than(better)
-    assert not equal.is_better_than(worse)
-    assert consistent_meaning([(token, token + 10) for token in range(5) for _ in range(4)]) == (1.0, 0.2)
-    assert consistent_meaning([(1, token) for token in range(9)]) == (0.0, 1 / 9)
-    assert consistent_meaning([]) == (0.0, 0.0)
-
-
-def test_command_doctor():
-    result = run("doctor", "--spec", "eagle3", "-n", 16, "--quick", "-p", demo.prompts()[0].text, "--json")
-    found = {item["check"] for item in json.loads(result.stdout)["findings"]}
-    assert {"checkpoint", "method", "loading", "layers", "weights"} <= found
-    result = run("doctor", "--spec", json.dumps({"method": "eagle", "model": EAGLE3}), code=1)
-    assert "Leave the method out" in result.stdout
+def second_best(scores):
+    """Now and then the second best token."""
+    best = scores.topk(2, dim=-1).indices
+    return torch.where((best[..., 1] % 5) == 0, best[..., 1], best[..., 0])
 
 
 NUM_TOKENS = 48
@@ -286,40 +244,27 @@ def verified(model, inputs, text=None, **options):
     return found
 
 
-@pytest.fixture
-def second_best_wins(monkeypatch):
-    """A verifier that now and then takes the second best token."""
-
-    def second_best(scores):
-        best = scores.topk(2, dim=-1).indices
-        wrong = (best[..., 1] % 5) == 0
-        return torch.where(wrong, best[..., 1], best[..., 0])
-
-    monkeypatch.setattr(rules, "best_tokens", second_best)
-
-
-@pytest.fixture
-def moves_nothing(monkeypatch):
-    """A cache that leaves the accepted path of a tree where it was written."""
-    commit = SlotCache.commit
-    monkeypatch.setattr(SlotCache, "commit", lambda self, counts, path=None: commit(self, counts))
-
-
-@pytest.mark.parametrize("fault", ["second_best_wins", *in_full("moves_nothing")])
-@pytest.mark.parametrize("dtype", [torch.float32, *in_full(torch.bfloat16)])
-def test_faults_are_bugs(request, monkeypatch, fault, dtype):
-    model, wider = tiny_llama().to(dtype), "float64" if dtype is torch.float32 else "float32"
+@pytest.mark.parametrize(
+    ("dtype", "damage"),
+    [(torch.float32, "rule"), *in_full((torch.bfloat16, "rule"), (torch.float32, "cache"), (torch.bfloat16, "cache"))],
+)
+def test_faults_are_bugs(monkeypatch, dtype, damage):
+    model, commit = tiny_llama().to(dtype), SlotCache.commit
+    text, options = model.generate(**prompts(3), max_new_tokens=NUM_TOKENS, do_sample=False), {}
     # Plain generation is plain, whatever the generation config says.
     model.generation_config.speculative = {"method": "ngram"}
-    request.getfixturevalue(fault)
-    options = {"tree": (-1, -1, 0, 0, 1, 2), "accuracy": 1.0} if fault == "moves_nothing" else {}
-    text = tiny_llama().to(dtype).generate(**prompts(3), max_new_tokens=NUM_TOKENS, do_sample=False)
+    if damage == "rule":
+        monkeypatch.setattr(rules, "best_tokens", second_best)
+    else:
+        # The accepted path of a tree is left where it was written.
+        monkeypatch.setattr(SlotCache, "commit", lambda self, counts, path=None: commit(self, counts))
+        options = {"tree": (-1, -1, 0, 0, 1, 2), "accuracy": 1.0}
     found = verified(model, prompts(3), text, **options)
     assert found.bugs
     for item in found.bugs:
         assert item.margin > item.tolerance > 0
         assert item.plain_logit > item.speculative_logit
-        assert item.reference_dtype == wider
+        assert item.reference_dtype == ("float64" if dtype is torch.float32 else "float32")
     # Without room for a wider copy the model's own type judges.
     monkeypatch.setattr(verification, "free_bytes", lambda device: 0)
     own = {item.reference_dtype for item in verified(model, prompts(3), text, **options).differences}
@@ -362,29 +307,6 @@ def test_logits_are_those_of_a_wider_type_after_the_processors(model):
     for plain, other in (([5, 6, 7], [5, 6]), ([5, 6], [5, 6, 7])):
         judged = _Reference(model).judge("row", inputs["input_ids"], plain, other, 8)
         assert (judged.index, judged.margin, judged.verdict) == (2, None, BUG)
-
-
-def test_command_verify(second_best_wins, tmp_path, monkeypatch):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "import os\\n"}\n{"turns": ["class A:\\n"]}\n')
-    shown = " ".join(run("verify", "--prompts", file, "-n", 24, code=1).stdout.split())
-    assert all(words in shown for words in ("bug", "with logit", "The margin"))
-    report = json.loads(run("verify", "--prompts", file, "-n", 24, "--json", "--batch-size", 2, code=1).stdout)
-    (row,) = report["methods"]
-    assert row["num_texts"] == 2
-    assert row["num_bugs"] >= 1
-    assert row["differences"][0]["plain_text"] != row["differences"][0]["speculative_text"]
-    monkeypatch.undo()
-    result = run("verify", "--spec", "eagle3", "--spec", "ngram", "-p", "def f(x):", "-n", 12, "--json")
-    methods = json.loads(result.stdout)["methods"]
-    assert [(row["method"], row["num_equal"], row["num_texts"]) for row in methods] == [
-        ("eagle3", 1, 1),
-        ("ngram", 1, 1),
-    ]
-    # What cannot be read is an error before anything is generated.
-    file.write_text('{"words": "x"}\n')
-    for arguments, words in ((["--spec", "ngrm"], "Did you mean 'ngram'"), (["--prompts", file], "line 1")):
-        assert words in " ".join(run("verify", *arguments, code=2).stderr.split())
 
 
 @pytest.fixture
@@ -491,8 +413,28 @@ def test_verdicts_and_best_lengths():
     assert advice._best_length(option(acceptance_rate=0.5, draft_seconds=1.2, verify_seconds=1.4)) <= 1
 
 
-def test_command_advise():
+def test_commands(tmp_path, monkeypatch):
+    result = run("doctor", "--spec", "eagle3", "-n", 16, "--quick", "-p", demo.prompts()[0].text, "--json")
+    found = {item["check"] for item in json.loads(result.stdout)["findings"]}
+    assert {"checkpoint", "method", "loading", "layers", "weights"} <= found
+    result = run("doctor", "--spec", json.dumps({"method": "eagle", "model": EAGLE3}), code=1)
+    assert "Leave the method out" in result.stdout
     options = ("-s", "medusa", "-p", "import os", "-n", 8, "--rounds", 1, "--no-lengths", "--offline", "--json")
-    report = json.loads(run("advise", *options).stdout)
-    assert "medusa" in {option["name"] for option in report["options"]}
-    assert report["environment"]["dtype"] == "float32"
+    assert "medusa" in {option["name"] for option in json.loads(run("advise", *options).stdout)["options"]}
+    result = run("verify", "--spec", "eagle3", "--spec", "ngram", "-p", "def f(x):", "-n", 12, "--json")
+    methods = json.loads(result.stdout)["methods"]
+    assert [(row["method"], row["num_equal"], row["num_texts"]) for row in methods] == [
+        (name, 1, 1) for name in ("eagle3", "ngram")
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"words": "x"}\n')
+    for arguments, words in ((["--spec", "ngrm"], "Did you mean 'ngram'"), (["--prompts", file], "line 1")):
+        assert words in " ".join(run("verify", *arguments, code=2).stderr.split())
+    file.write_text('{"prompt": "import os\\n"}\n{"turns": ["class A:\\n"]}\n')
+    monkeypatch.setattr(rules, "best_tokens", second_best)
+    shown = " ".join(run("verify", "--prompts", file, "-n", 24, code=1).stdout.split())
+    assert all(words in shown for words in ("bug", "with logit", "The margin"))
+    report = json.loads(run("verify", "--prompts", file, "-n", 24, "--json", "--batch-size", 2, code=1).stdout)
+    (row,) = report["methods"]
+    assert (row["num_texts"], row["num_bugs"] >= 1) == (2, True)
+    assert row["differences"][0]["plain_text"] != row["differences"][0]["speculative_text"]

@@ -104,14 +104,18 @@ def test_pieces_of_any_tokens_make_the_whole_text(before, tokens, text):
     assert "".join(Pieces(TOKENIZER).of_row(tokens)) == TOKENIZER.decode(tokens)
 
 
-def test_half_a_character():
+def test_half_a_character_and_figures_that_are_no_numbers():
     """The token that completes a character has all of it, and a draft that stops before says so."""
     tokens = TOKENIZER("x\u20acy", add_special_tokens=False)["input_ids"]
-    assert len(tokens) > 3
     assert Pieces(TOKENIZER).of_row(tokens) == ["x", *[""] * (len(tokens) - 3), "\u20ac", "y"]
     assert Pieces(TOKENIZER).of_row(tokens[:2]) == ["x", "\ufffd"]
     parents = list(range(-1, len(tokens) - 2))
     assert "\ufffd" in Pieces(TOKENIZER).of_draft(tokens[1:], parents, tokens[:1])[0]
+    draft, committed = TokenScore(float("nan"), 3, float("-inf")), TokenScore(1.0, 1, float("inf"))
+    row = RowTrace(0, [1], [-1], 0, [2], "ngram", [draft], [], [committed])
+    step = story_in(drawn([row]).to_html())["rows"][0]["steps"][1]
+    assert step["nodes"] == [[" 1", 1, -1, None, 3, None, None]]
+    assert step["tokens"] == [[" 2", 2, "corrected", 1.0, 1, None]]
 
 
 def check_quoting(words):
@@ -165,24 +169,13 @@ def test_page_is_one_file_that_asks_for_nothing(model, tokenizer, tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         made.calls[0].to_html(tmp_path / "nowhere" / "call.html")
 
-
-def test_figures_that_are_no_numbers():
-    draft, committed = TokenScore(float("nan"), 3, float("-inf")), TokenScore(1.0, 1, float("inf"))
-    row = RowTrace(0, [1], [-1], 0, [2], "ngram", [draft], [], [committed])
-    step = story_in(drawn([row]).to_html())["rows"][0]["steps"][1]
-    assert step["nodes"] == [[" 1", 1, -1, None, 3, None, None]]
-    assert step["tokens"] == [[" 2", 2, "corrected", 1.0, 1, None]]
-
-
-def test_calls_that_cannot_be_drawn(model):
-    for options in ({}, {"timings": True}):
-        with record(**options) as made:
-            model.generate(**prompts(1), **SHORT)
-        with pytest.raises(SpecConfigError, match=r"Record it inside `with hf_specdec.record\(trace=True\) as r:`"):
-            made.calls[0].to_html()
-        assert made.calls[0]._repr_html_() is None
-    with pytest.raises(SpecConfigError, match="ended before its first token"):
-        CallRecord(SpecDecodingStats("ngram"), "model", CallTrace()).to_html()
-    for tokenizer in ("gpt2", 3):
-        with pytest.raises(SpecConfigError, match="`tokenizer` must be a tokenizer of transformers"):
-            drawn([]).to_html(tokenizer=tokenizer)
+    with record(timings=True) as made:
+        model.generate(**prompts(1), **SHORT)
+    assert made.calls[0]._repr_html_() is None
+    for call, tokenizer, message in (
+        (made.calls[0], None, r"Record it inside `with hf_specdec.record\(trace=True\) as r:`"),
+        (CallRecord(SpecDecodingStats("ngram"), "model", CallTrace()), None, "ended before its first token"),
+        (drawn([]), "gpt2", "`tokenizer` must be a tokenizer of transformers"),
+    ):
+        with pytest.raises(SpecConfigError, match=message):
+            call.to_html(tokenizer=tokenizer)

@@ -77,9 +77,6 @@ def generate(model, batch_size=1, **settings):
     return model.generate(**prompts(batch_size), **SETTINGS, spec_method="ngram", **settings)
 
 
-COUNTERS += ("lookups", "lookup_hits")
-
-
 def check(value, calls):
     """Compares everything that was scraped of a method and model with the statistics of its calls."""
     stats = SpecDecodingStats.total(call.stats for call in calls)

@@ -15,7 +15,7 @@ from hf_specdec import SpeculativeConfig, cli, demo, forget_speculators
 from hf_specdec.bench.prompts import Batch, Prompt, make_batches
 from hf_specdec.candidate_generators.eagle.generator import EagleCandidateGenerator
 from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.diagnosis import BUG, TIE, advice, advise, diagnose, verification, verify
+from hf_specdec.diagnosis import BUG, TIE, advice, advise, checks, diagnose, verification, verify
 from hf_specdec.diagnosis.probe import Acceptance, _count, consistent_meaning
 from hf_specdec.diagnosis.verification import _Reference
 from hf_specdec.drafting.entries import DraftEntries
@@ -143,6 +143,21 @@ def test_draft_models_with_other_tokenizers_and_partial_vocabularies(check, tmp_
     found = check(damaged(EAGLE3, tmp_path / "healthy", keep_tokens(keep)))
     assert found.status == "ok", found.findings
     assert {"draft vocabulary", "vocabulary"} <= statuses(found).keys()
+
+
+@full
+def test_slow_types_and_layers_that_are_not_stated(check, tmp_path, monkeypatch):
+    for dtype, has, is_slow in ((torch.bfloat16, False, 1), (torch.bfloat16, None, 0), (torch.float32, False, 0)):
+        monkeypatch.setattr(checks, "multiplies_bfloat16", lambda has=has: has)
+        found = [item for item in checks.product_findings(tiny_llama().to(dtype)) if item.status == "warning"]
+        assert ["dtype=torch.float32" in item.remedy for item in found] == [True] * is_slow
+
+    def unstated(config, tensors):
+        del config["aux_layer_ids"]
+        tensors["fc.weight"] = tensors["fc.weight"][:, :512]
+
+    spec = {"model": damaged(EAGLE3, tmp_path / "layers", unstated), "aux_layer_ids": [1, 3]}
+    assert statuses(check(spec))["layers"] == "warning"
 
 
 @full

@@ -169,6 +169,8 @@ def test_page_is_one_file_that_asks_for_nothing(model, tokenizer, tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         made.calls[0].to_html(tmp_path / "nowhere" / "call.html")
 
+
+def test_calls_that_cannot_be_drawn(model):
     with record(timings=True) as made:
         model.generate(**prompts(1), **SHORT)
     assert made.calls[0]._repr_html_() is None

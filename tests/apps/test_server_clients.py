@@ -1,9 +1,8 @@
-"""The server as OpenAI's own client, LangChain and LiteLLM see it, none of which the extras bring."""
+"""The server as OpenAI's own client and LangChain see it, none of which the extras bring."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -92,28 +91,3 @@ def test_langchain(url):
         assert client.bind_tools([Reading], strict=strict).invoke(told).content
     for method in ("json_schema", "function_calling"):
         assert isinstance(client.with_structured_output(Reading, method=method).invoke(PROMPT), Reading)
-
-
-def test_litellm(url, monkeypatch):
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    litellm = pytest.importorskip("litellm")
-
-    def complete(**given: Any) -> Any:
-        settings = {"api_base": url, "api_key": "secret", "temperature": 0, "max_tokens": 60, "num_retries": 0}
-        messages = [{"role": "user", "content": PROMPT}]
-        return litellm.completion(**{"model": "openai/demo", "messages": messages, **settings, **given})
-
-    for model in ("openai/demo", "hosted_vllm/demo"):
-        assert complete(model=model, max_tokens=10).choices[0].message.content == plain(PROMPT, 10)
-    chunks = complete(stream=True, max_tokens=10, stream_options={"include_usage": True})
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == plain(PROMPT, 10)
-    assert len(complete(n=2, temperature=1, logprobs=True, top_logprobs=1).choices) == 2
-    assert Reading.model_validate_json(complete(response_format=Reading).choices[0].message.content)
-    function = {"name": "tell", "parameters": Reading.model_json_schema()}
-    answer = complete(tools=[{"type": "function", "function": function}], tool_choice="required")
-    (call,) = answer.choices[0].message.tool_calls
-    assert Reading.model_validate_json(call.function.arguments)
-    with pytest.raises(litellm.BadRequestError, match="greater than or equal to 1"):
-        complete(max_tokens=-1)
-    with pytest.raises(litellm.AuthenticationError):
-        complete(api_key="other")

@@ -45,6 +45,8 @@ def expected(length: int, **form) -> str:
 def asked(kind: str, value: Any) -> list[dict[str, Any]]:
     """Fields that ask for this form."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": value, "strict": True}}
+    if kind == "json_object":
+        return [{"response_format": {"type": kind}}, {"structured_outputs": {kind: value}}]
     openai = [{"response_format": form}] if kind == "json" else []
     return [*openai, {f"guided_{kind}": value}, {"structured_outputs": {kind: value}}]
 
@@ -57,26 +59,19 @@ def asked(kind: str, value: Any) -> list[dict[str, Any]]:
         *in_full(
             ("regex", "[a-c]{3}-[0-9]{4}", {"regex": "[a-c]{3}-[0-9]{4}"}, "[a-c]{3}-[0-9]{4}"),
             ("grammar", 'start: "x" /[0-9]{2}/', {"lark": 'start: "x" /[0-9]{2}/'}, "x[0-9]{2}"),
+            ("json_object", True, {"schema": {"type": "object"}}, r"\{.*"),
         ),
     ],
-    ids=["json", "choice", "regex", "grammar"],
+    ids=["json", "choice", "regex", "grammar", "json_object"],
 )
 def test_answers_keep_the_form(running, kind, value, form, pattern):
     text = expected(40, **form)
     assert re.fullmatch(pattern, text)
     for fields in asked(kind, value):
         (choice,) = running.complete(max_tokens=40, **fields).json()["choices"]
-        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+        assert (choice["text"], choice["finish_reason"]) == (text, "length" if kind == "json_object" else "stop")
         drawn = running.text(max_tokens=40, temperature=1.0, seed=3, frequency_penalty=0.5, **fields)
         assert re.fullmatch(pattern, drawn)
-
-
-@full
-def test_any_json_object(running):
-    for fields in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):
-        text = running.text(max_tokens=60, **fields)
-        assert text == expected(60, schema={"type": "object"})
-        assert text.startswith("{")
 
 
 def test_forms_of_several_prompts_bind_nobody_else(running):
@@ -239,17 +234,11 @@ def test_calls_of_tools_are_read_from_the_answer():
         (short,) = running.chat(tools=[TOOL], max_tokens=len(says.tokens) - 4).json()["choices"]
         assert short["finish_reason"] == "length"
         assert "<tool_call>" in short["message"]["content"]
+        says.tokens, says.start = says.call + says.call + [0], None
+        for is_parallel, count in ((True, 2), (False, 1)):
+            fields = {**body, "parallel_tool_calls": is_parallel, "max_tokens": 100}
+            assert len(running.chat(**fields).json()["choices"][0]["message"]["tool_calls"]) == count
+            deltas = [event["choices"][0]["delta"] for event in running.stream_chat(**fields)]
+            assert sum(len(delta.get("tool_calls", ())) for delta in deltas) == count
         # A processor of the server's own is never left out for a client's wish.
         assert "logits processors of its own" in running.chat_error(**body, presence_penalty=1)
-
-
-def test_one_call_at_a_time():
-    says = Says('<tool_call>{"name": "read", "arguments": {}}</tool_call>' * 2)
-    with serving(template=WITH_TOOLS, arguments={"logits_processor": [says], "eos_token_id": 0}) as running:
-        for is_parallel, count in ((True, 2), (False, 1)):
-            body = {"tools": [TOOL], "max_tokens": 100, "parallel_tool_calls": is_parallel}
-            (choice,) = running.chat(**body).json()["choices"]
-            assert choice["finish_reason"] == "tool_calls"
-            assert len(choice["message"]["tool_calls"]) == count
-            deltas = [event["choices"][0]["delta"] for event in running.stream_chat(**body)]
-            assert sum(len(delta.get("tool_calls", ())) for delta in deltas) == count

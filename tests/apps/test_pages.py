@@ -124,11 +124,8 @@ def test_pages_name_what_there_is():
     for method in built_in_methods():
         assert (DOCS / f"{method_tables.page_of(method)}.md").is_file()
         assert method.drafts_from
-    listed = re.findall(
-        r"([\w/]+\.md)$",
-        yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"], width=1000),
-        re.MULTILINE,
-    )
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    listed = re.findall(r"([\w/]+\.md)$", yaml.safe_dump(navigation, width=1000), re.MULTILINE)
     assert sorted(listed) == sorted([*(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")), "changelog.md"])
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text(encoding="utf-8")):
         assert link.startswith("http") or (ROOT / link).exists(), link

@@ -92,7 +92,6 @@ def test_wrong_options(monkeypatch):
         assert (code, "Name a free --port" in text) == (2, True)
     for arguments, message in (
         (["--api-key", " "], "The API key is empty"),
-        (["--spec-method", "off", "-k", "3"], "generates without drafts"),
         (["--spec-method", "nothing"], "nothing"),
     ):
         code, text = serve(*arguments)

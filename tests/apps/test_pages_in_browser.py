@@ -1,4 +1,4 @@
-"""The page of a call and the built site in a real browser: what is seen, heard, clicked and typed."""
+"""The page of a call in a real browser: what is seen, heard, clicked and typed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hf_specdec.metrics import RowTrace, TokenScore
 from tests.helpers.browser import browser
 from tests.helpers.levels import full
 from tests.helpers.pages import NASTY, Words, drawn
-from tests.helpers.paths import ROOT
 
 
 pytestmark = full
@@ -162,22 +161,3 @@ def test_hostile_texts_stay_texts(page, tmp_path):
     assert page.run("document.images.length") == 0
     assert words[0] in text_of(page)
     assert page.complaints() == []
-
-
-SITE = ROOT / "build" / "site"
-
-
-@pytest.mark.skipif(not (SITE / "index.html").exists(), reason="needs the site: make docs")
-@pytest.mark.parametrize("name", ["index", "choose", "many", "howto/serving", "cli"])
-def test_site_has_the_colours_of_the_system_and_fits(page, name):
-    brightness = []
-    for dark, width in ((False, 1200), (True, 390)):
-        page.open(SITE / f"{name}.html", dark=dark, width=width)
-        # Wide tables and code are moved sideways by themselves, never the page; nothing is fetched from anywhere.
-        assert page.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-        assert page.run("performance.getEntriesByType('resource').every((one) => one.name.startsWith('file:'))")
-        assert page.complaints() == []
-        colour = page.run("getComputedStyle(document.body).backgroundColor")
-        brightness.append(sum(map(int, colour[4:-1].split(", "))))
-    light, dark = brightness
-    assert dark < 200 < 600 < light

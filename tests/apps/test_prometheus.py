@@ -80,8 +80,9 @@ def generate(model, batch_size=1, **settings):
 def check(value, calls):
     """Compares everything that was scraped of a method and model with the statistics of its calls."""
     stats = SpecDecodingStats.total(call.stats for call in calls)
-    for name in ("drafts", "draft_tokens", "accepted_tokens", "reached_tokens", "target_forwards", "lookup_hits"):
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "reached_tokens", "lookups", "lookup_hits"):
         assert value(f"spec_decode_num_{name}_total") == getattr(stats, f"num_{name}"), name
+    assert value("spec_decode_num_target_forwards_total") == stats.num_target_forwards
     assert value("spec_decode_num_verifications_total") == stats.num_row_cycles
     assert stats.num_accepted_tokens > 0
     assert value("spec_decode_num_calls_total") == value("time_to_first_token_seconds_count") == len(calls)

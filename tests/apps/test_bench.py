@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from hf_specdec import cli, demo
 from hf_specdec.bench import engine, figures, prompts, report
 from hf_specdec.bench.decoders import Decoder, plain_decoder, read_spec
-from hf_specdec.bench.engine import Call, Measurement, run_round
+from hf_specdec.bench.engine import Call, Measurement
 from hf_specdec.bench.prompts import Batch, Prompt, read_prompts
 from hf_specdec.errors import SpecConfigError
 from hf_specdec.metrics import SpecDecodingStats
@@ -118,31 +118,6 @@ def test_settings_in_all_spellings():
         '{"method": "eagle3"}': own,
     }.items():
         assert read_spec(text, {"eagle3": own}) == expected, text
-
-
-def test_each_way_begins_in_turn_until_the_time_is_over(monkeypatch):
-    order, clock = [], [0.0]
-
-    def time_call(model, batch, given, seed):
-        order.append((batch, given["way"], seed))
-
-    monkeypatch.setattr(engine, "time_call", time_call)
-    found = Measurement({1: ["x", "y"], 2: ["z"]}, refused={2: {"b": "why"}})
-    for seed in (5, 6):
-        ways = [Decoder(name, {"way": name}) for name in "abc"]
-        found.rounds.append(run_round(None, ways, found, GREEDY, seed, lambda: None))
-    names = ["".join(name for text, name, _ in order if text == batch) for batch in "xyz"]
-    assert names == ["abcbca", "bcacab", "acca"]
-    assert [seed for _, _, seed in order] == [5] * 8 + [6] * 8
-
-    def ten_seconds(*args):
-        clock[0] += 10.0
-        return {}
-
-    monkeypatch.setattr(engine, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(engine, "run_round", ten_seconds)
-    for limit, count in ((None, 5), (35.0, 3), (0.0, 1)):
-        assert len(engine.measure(None, [], {}, 5, GREEDY, seed=7, max_seconds=limit).rounds) == count
 
 
 @full

@@ -1,4 +1,4 @@
-"""Ray Data and lm-evaluation-harness: the same answers with drafts, also in real actors and by the command."""
+"""Ray Data, lm-evaluation-harness, TRL and ranks of torchrun give the same answers with drafts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ import torch
 
 from hf_specdec import MissingDependencyError, SpecConfigError, demo, load_speculator
 from hf_specdec.integrations.ray import HFSpecProcessorConfig, SpecGenerate, build_processor
+from hf_specdec.loaded import record_of
+from hf_specdec.many.batching import generate_batch
 from tests.helpers.levels import full, slow
-from tests.helpers.methods import demo_target
+from tests.helpers.methods import CHECKPOINTS, demo_target
+from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.paths import ROOT
 
 
@@ -194,3 +197,178 @@ def test_lm_eval_by_the_command(tasks):
     assert done.returncode == 0, done.stderr[-4000:]
     (results,) = tasks.rglob("results*.json")
     assert json.loads(results.read_text())["config"]["speculative"]["num_accepted_tokens"] > 0
+
+
+NGRAM = {"spec_method": "ngram", "num_speculative_tokens": 4}
+STEPS = 3
+# TRL and transformers' own trainer.
+quiet = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def reward(completions: list[str], **columns) -> list[float]:
+    return [float(len(set(text))) for text in completions]
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """GRPO of the demo's target, with these settings of generation and of the callback; trained, where asked."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    from hf_specdec.integrations.trl import SpeculationCallback
+
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": prompt.text[-60:]}) for prompt in demo.prompts()[:4]))
+    data = Dataset.from_json(str(file), cache_dir=str(tmp_path))
+    common = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 24, "beta": 0.0}
+    common |= {"max_steps": STEPS, "learning_rate": 1e-5, "temperature": 0.7, "logging_steps": 1, "report_to": []}
+    common |= {"save_strategy": "no", "use_cpu": True, "bf16": False, "seed": 3, "output_dir": str(tmp_path)}
+
+    def trained(generation, callback=None, rewards=reward, **settings):
+        config = trl.GRPOConfig(generation_kwargs=generation, **common, **settings)
+        model, tokenizer = demo.load_target(torch.float32), demo.load_tokenizer()
+        made = trl.GRPOTrainer(model, rewards, config, data, processing_class=tokenizer)
+        SpeculationCallback(**(callback or {})).add_to(made)
+        made.train()
+        return made
+
+    return trained
+
+
+def logged(trained, name: str) -> list[float]:
+    return [entry[name] for entry in trained.state.log_history if name in entry]
+
+
+@full
+@quiet
+def test_drafters_change_no_text_of_grpo(trainer, monkeypatch):
+    rewards, batches = [], []
+
+    def counting(*args, **kwargs):
+        batches.append(generate_batch(*args, **kwargs))
+        return batches[-1]
+
+    monkeypatch.setattr("hf_specdec.many.batching.generate_batch", counting)
+    eagle3 = {"method": "eagle3", "model": demo.drafter_path("eagle3"), "num_speculative_tokens": 4}
+    batching = {"use_transformers_continuous_batching": True}
+    for generation, settings in (({"speculative": eagle3}, {}), (NGRAM, {}), (NGRAM, batching)):
+        trained = trainer(generation, **settings)
+        rewards.append(logged(trained, "reward"))
+        assert len(logged(trained, "speculation/acceptance_length")) == STEPS
+        assert min(logged(trained, "speculation/acceptance_length")) > 1
+        assert min(logged(trained, "speculation/draft_tokens")) > 0
+        assert trained.model.training
+    assert rewards[0] == rewards[1] == rewards[2]
+    assert len(rewards[0]) == len(batches) == STEPS
+
+
+@full
+@quiet
+def test_stale_drafters_and_texts_of_grpo(trainer):
+    judge, kept, counts, refreshed = tiny_llama(), [], [], []
+
+    def judged(completions: list[str], **columns) -> list[float]:
+        judge.generate(torch.tensor([[1, 2, 1, 2]]), max_new_tokens=8, **NGRAM)
+        return reward(completions)
+
+    # Texts of older policies are forgotten, and calls of other models are not counted.
+    suffix = {"spec_method": "suffix", "num_speculative_tokens": 4}
+    for most_age, rewards in ((None, reward), (1, reward), (None, judged)):
+        trained = trainer(suffix, {"most_text_age": most_age}, rewards)
+        (entry,) = record_of(trained.model).loaded
+        kept.append(len(entry.resources.cached_requests))
+        counts.append(logged(trained, "speculation/draft_tokens"))
+    assert kept == [4 * STEPS, 4, 4 * STEPS]
+    assert counts[0] == counts[2]
+    trained = trainer(dict(NGRAM), {"least_acceptance_length": 50, "window": 2})
+    assert len(logged(trained, "speculation/acceptance_length")) == 2
+    assert not hasattr(trained.generation_config, "speculative")
+    trained = trainer(dict(NGRAM), {"least_acceptance_length": 50, "window": 1, "refresh": refreshed.append})
+    assert refreshed == [trained.model] * STEPS
+    assert len(logged(trained, "speculation/acceptance_length")) == STEPS
+    assert record_of(trained.model).loaded == []
+
+
+@full
+@quiet
+def test_wrong_settings_of_grpo(trainer):
+    for generation, callback, message in (
+        (NGRAM, {"least_acceptance_length": 0.5}, "at least 1"),
+        (NGRAM, {"refresh": print}, "Say what is too little"),
+        (NGRAM, {"window": 0}, "window"),
+        (None, {}, "without speculation"),
+        ({"spec_method": "off"}, {}, "without speculation"),
+        ({"speculative": {"method": "ngram", "rejection_sample_method": "typical"}}, {}, "off policy"),
+    ):
+        with pytest.raises(SpecConfigError, match=message):
+            trainer(generation, callback)
+
+
+# Ranks of torchrun
+
+NEW, SYNCED_LENGTHS = 14, (4, 12)
+
+
+def speculation(method, **settings):
+    place = {} if method in ("ngram", "suffix") else {"model": CHECKPOINTS[method.rpartition("+")[2]]}
+    return {"speculative": {"method": method, **place, **settings}}
+
+
+TREE = {"draft_tree_top_k": 4, "num_draft_nodes": 15, "draft_tree_depth": 4}
+GREEDY = {method: speculation(method) for method in (*CHECKPOINTS, "ngram", "suffix")}
+# Decided by the clock: how long drafts are, how large their trees, and who drafts.
+BY_THE_CLOCK = {
+    "suffix+eagle3": speculation("suffix+eagle3"),
+    "eagle3, auto": speculation("eagle3", num_speculative_tokens="auto", **TREE),
+    "draft_model, auto": speculation("draft_model", num_speculative_tokens="auto"),
+    "ngram, auto": speculation("ngram", num_speculative_tokens="auto"),
+}
+SAMPLED_CALLS = {
+    "ngram, sampled": {**speculation("ngram"), "do_sample": True},
+    "eagle3, sampled": {**speculation("eagle3", draft_sample_method="probabilistic"), "do_sample": True},
+    "draft_model, sampled": {**speculation("draft_model"), "do_sample": True},
+}
+
+
+@full
+def test_ranks_write_the_text_of_one_process():
+    """Results of the two ranks of `two_ranks.py`, by method."""
+    inputs = prompts(2, length=20, padding=False)
+    arguments = {"prompts": inputs["input_ids"].tolist(), "calls": {**GREEDY, **BY_THE_CLOCK, **SAMPLED_CALLS}}
+    arguments |= {"max_new_tokens": NEW, "synced_lengths": SYNCED_LENGTHS}
+    paths = [demo.target_path(), demo.drafter_path("draft_model")]
+    # As a module: the folder of a script is searched for modules, and it has names of Python's own.
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.helpers.two_ranks"]
+    command += [*paths, json.dumps(arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    results = json.loads(line.removeprefix("RESULT "))
+
+    # Ranks that wait for each other do the same number of forwards, for texts of different lengths.
+    (forwards, first), (others, second) = results.pop("synced")
+    call = {"do_sample": False, "eos_token_id": None}
+    for rank, (count, text) in enumerate(zip(SYNCED_LENGTHS, (first, second))):
+        assert demo_target().generate(inputs["input_ids"][[rank]], **call, max_new_tokens=count).tolist() == text
+    assert forwards == others
+
+    assert [name for name, result in results.items() if not result["ranks_agree"]] == []
+    call |= {**inputs, "max_new_tokens": NEW}
+    plain = demo_target().generate(**call).tolist()
+    for name, result in results.items():
+        assert name in SAMPLED_CALLS or result["text"] == plain, name
+        assert [len(row) for row in result["text"]] == [20 + NEW] * 2
+    for method, settings in GREEDY.items():
+        alone = demo_target().generate(**call, **settings, return_dict_in_generate=True)
+        assert results[method]["accepted"] == alone.speculative.num_accepted_tokens, method
+    assert results["assistant"]["accepted"] == results["parallel_assistant"]["accepted"] > 0
+    assert max(results[name]["drafted"] for name in BY_THE_CLOCK) > 0
+
+
+def test_size_of_a_tensor_parallel_draft(model, tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    with pytest.raises(SpecConfigError, match="loaded by name is held by 1 process. .* pass it as `assistant`"):
+        load_speculator(model, model=str(tmp_path), method="draft_model", draft_tensor_parallel_size=2)
+    with pytest.raises(SpecConfigError, match="this LlamaForCausalLM is held by 1 process"):
+        load_speculator(model, draft_model=tiny_llama(seed=1), draft_tensor_parallel_size=2)

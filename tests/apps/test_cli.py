@@ -126,7 +126,6 @@ def test_demo_fails_if_an_output_differs(monkeypatch):
             (("--temperature", 0), "draft_model"),
         ),
     ],
-    ids=["demo", "model", "off", "method", "spec_model", "config", "temperature_0"],
 )
 def test_generate_gives_the_tokens_of_plain_generation(options, method, plain_tokens, demo_tokenizer):
     answer = generate_json(*options, PROMPT)

@@ -211,23 +211,13 @@ def test_acceptance_by_position():
 
 
 @full
-@pytest.mark.parametrize(
-    ("template", "loses_marked", "words"),
-    [
-        ("# @@@\n", True, "in the target's chat template are drafted for less well"),
-        ("# @@@\n", False, "without the chat template are drafted for less well"),
-        ("{% if enable_thinking is not defined %}# @@@\n{% endif %}", True, "Pass enable_thinking=False"),
-    ],
-    ids=["template", "no_template", "thinking"],
-)
-def test_prompts_that_training_had_not(check, monkeypatch, template, loses_marked, words):
+def test_prompts_that_training_had_not(check, monkeypatch):
     """A head that drafts nonsense after prompts that have a mark, or have none."""
-    tokenizer, propose = demo.load_tokenizer(), EagleCandidateGenerator.propose
-    tokenizer.chat_template = "{{ messages[0]['content'] }}\n" + template
+    tokenizer, propose, lost = demo.load_tokenizer(), EagleCandidateGenerator.propose, {}
     mark, prefill = tokenizer(" @@@")["input_ids"][-1], EagleCandidateGenerator.prefill
 
     def marked_prefill(self, prompt):
-        self.is_lost = bool((prompt.input_ids == mark).any()) == loses_marked
+        self.is_lost = bool((prompt.input_ids == mark).any()) == lost["marked"]
         prefill(self, prompt)
 
     def marked_propose(self, step):
@@ -237,7 +227,13 @@ def test_prompts_that_training_had_not(check, monkeypatch, template, loses_marke
 
     monkeypatch.setattr(EagleCandidateGenerator, "prefill", marked_prefill)
     monkeypatch.setattr(EagleCandidateGenerator, "propose", marked_propose)
-    assert words in cause(check(EAGLE, tokens=16, tokenizer=tokenizer))
+    for template, lost["marked"], words in (
+        ("# @@@\n", True, "in the target's chat template are drafted for less well"),
+        ("# @@@\n", False, "without the chat template are drafted for less well"),
+        ("{% if enable_thinking is not defined %}# @@@\n{% endif %}", True, "Pass enable_thinking=False"),
+    ):
+        tokenizer.chat_template = "{{ messages[0]['content'] }}\n" + template
+        assert words in cause(check(EAGLE, tokens=16, tokenizer=tokenizer))
 
 
 def second_best(scores):

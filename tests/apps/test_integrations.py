@@ -90,14 +90,10 @@ def test_settings_and_errors_of_rows(monkeypatch):
 class DyingGenerate(SpecGenerate):
     """Is killed in the middle of a batch, once of all its copies."""
 
-    def __init__(self, *args, marker: str, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._marker = Path(marker)
-
     def __call__(self, batch):
-        result = super().__call__(batch)
+        result, marker = super().__call__(batch), Path(os.environ["MARKER"])
         try:
-            self._marker.touch(exist_ok=False)
+            marker.touch(exist_ok=False)
         except FileExistsError:
             return result
         os.kill(os.getpid(), signal.SIGKILL)
@@ -107,27 +103,26 @@ class DyingGenerate(SpecGenerate):
 def test_a_data_set_of_which_an_actor_is_killed(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
     pytest.importorskip("ray.data")
-    marker = tmp_path / "killed"
     monkeypatch.setattr("hf_specdec.integrations.ray.SpecGenerate", DyingGenerate)
-    generate = {"do_sample": False, "marker": str(marker)}
-    given = {"num_places": 4, "batch_size": 16, "concurrency": 2, "num_cpus": 1, "generate_arguments": generate}
-    config = HFSpecProcessorConfig(demo.target_path(), speculative=DRAFTING, model_kwargs=FLOAT32, **given)
+    given = {"num_places": 4, "batch_size": 16, "concurrency": 2, "num_cpus": 1, "speculative": DRAFTING}
+    given |= {"model_kwargs": FLOAT32, "generate_arguments": {"do_sample": False}}
     process = build_processor(
-        config,
+        HFSpecProcessorConfig(demo.target_path(), **given),
         preprocess=lambda row: {"prompt": row["question"], "sampling_params": {"max_new_tokens": 3 + row["id"] % 5}},
         postprocess=lambda row: {name: row[name] for name in ("id", "generated_tokens", "generation_error")},
     )
     rows = [{"id": number, "question": PROMPTS[number % 6]} for number in range(96)]
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": ENVIRONMENT}, log_to_driver=False)
+    environment = {**ENVIRONMENT, "MARKER": str(tmp_path / "killed")}
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": environment}, log_to_driver=False)
     try:
         answers = process(ray.data.from_items(rows, override_num_blocks=6)).take_all()
     finally:
         ray.shutdown()
-    assert marker.exists()
+    assert (tmp_path / "killed").exists()
     assert sorted(answer["id"] for answer in answers) == list(range(96))
     for answer in answers:
-        assert answer["generation_error"] == ""
-        assert list(answer["generated_tokens"]) == plain(PROMPTS[answer["id"] % 6], 3 + answer["id"] % 5)
+        expected = plain(PROMPTS[answer["id"] % 6], 3 + answer["id"] % 5)
+        assert (answer["generation_error"], list(answer["generated_tokens"])) == ("", expected)
 
 
 TASK = """

@@ -1,4 +1,4 @@
-"""Answers of the server that keep a form, and calls of tools; what OpenAI's own client makes of them."""
+"""Answers of the server that keep a form, and calls of tools."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hf_specdec import demo
 from hf_specdec.serving import service
 from hf_specdec.serving.text import GrowingText
 from hf_specdec.serving.tool_calls import ToolCallReader
-from tests.helpers.levels import full, in_full, slow
-from tests.helpers.servers import PROMPT, WITH_TOOLS, Reading, plain, serving
+from tests.helpers.levels import full, in_full
+from tests.helpers.servers import PROMPT, WITH_TOOLS, plain, serving
 
 
 pytest.importorskip("xgrammar")
@@ -246,51 +246,6 @@ def test_calls_of_tools_are_read_from_the_answer():
             assert sum(len(delta.get("tool_calls", ())) for delta in deltas) == count
         # A processor of the server's own is never left out for a client's wish.
         assert "logits processors of its own" in running.chat_error(**body, presence_penalty=1)
-
-
-@slow
-def test_openai():
-    openai = pytest.importorskip("openai")
-    arguments = {"eos_token_id": demo.load_tokenizer().eos_token_id}
-    messages, say = [{"role": "user", "content": PROMPT}], plain(PROMPT, 10)
-    with (
-        serving(template=WITH_TOOLS, arguments=arguments, api_key="secret") as running,
-        openai.OpenAI(base_url=f"{running.address}/v1", api_key="secret", max_retries=0) as client,
-    ):
-        chats = client.chat.completions
-        assert [model.id for model in client.models.list()] == ["demo"]
-        assert client.models.retrieve("demo").owned_by == "hf_specdec"
-        fields = {"model": "demo", "temperature": 0, "max_completion_tokens": 10, "store": False}
-        answer = chats.create(messages=messages, response_format={"type": "text"}, **fields)
-        assert answer.choices[0].message.content == say
-        more = [*messages, answer.choices[0].message, {"role": "user", "content": "\n"}]
-        assert chats.create(messages=more, **fields).choices[0].finish_reason == "length"
-        with chats.stream(messages=messages, **fields) as stream:
-            assert "".join(event.delta for event in stream if event.type == "content.delta") == say
-        fields = {"model": "demo", "temperature": 0, "max_tokens": 10}
-        answer = client.completions.create(prompt=[PROMPT, "class"], echo=True, logit_bias={}, **fields)
-        assert [choice.text for choice in answer.choices] == [PROMPT + say, "class" + plain("class", 10)]
-        usage = {"include_usage": True}
-        *parts, last = client.completions.create(prompt=PROMPT, stream=True, stream_options=usage, **fields)
-        assert "".join(part.choices[0].text for part in parts) == say
-        assert last.usage.completion_tokens == 10
-        fields |= {"max_tokens": 60, "messages": messages}
-        parsed = chats.parse(response_format=Reading, **fields).choices[0].message.parsed
-        assert isinstance(parsed, Reading)
-        with chats.stream(response_format=Reading, **fields) as stream:
-            assert stream.get_final_completion().choices[0].message.parsed == parsed
-        tool = openai.pydantic_function_tool(Reading, name="tell")
-        # The model need not call it.
-        assert chats.create(tools=[tool], **fields).choices[0].message.content
-        (call,) = chats.parse(tools=[tool], tool_choice="required", **fields).choices[0].message.tool_calls
-        assert isinstance(call.function.parsed_arguments, Reading)
-        with pytest.raises(openai.BadRequestError, match="`suffix` cannot be honoured"):
-            client.completions.create(model="demo", prompt=PROMPT, suffix="x")
-        with pytest.raises(openai.NotFoundError) as raised:
-            client.embeddings.create(model="demo", input=PROMPT)
-        assert raised.value.body.keys() == {"message", "type", "param", "code"}
-        with pytest.raises(openai.AuthenticationError):
-            client.with_options(api_key="other").models.list()
 
 
 # Texts that grow, and calls of tools in them

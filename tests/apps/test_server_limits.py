@@ -90,7 +90,8 @@ def test_bodies_and_paths_that_are_refused(running):
     assert "must be a JSON object" in client.post(path, json=[1]).json()["error"]["message"]
     assert client.post(path, content='{"prompt": "x"}').status_code == 400
     assert running.error("x" * 5000, status=413) == "A body has at most 4000 bytes."
-    assert client.post("/load_model", json={"model": "other"}).status_code == 404
+    unknown = client.post("/load_model", json={"model": "other"})
+    assert (unknown.status_code, unknown.json()["error"].keys()) == (404, {"message", "type", "param", "code"})
     (model,) = client.get("/v1/models").json()["data"]
     assert model["id"] == "demo"
     assert client.get("/v1/models/demo").json() == model

@@ -16,7 +16,6 @@ import torch
 
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
-pydantic = pytest.importorskip("pydantic")
 uvicorn = pytest.importorskip("uvicorn")
 
 from hf_specdec import SpeculativeBatchingManager, demo  # noqa: E402
@@ -31,13 +30,6 @@ TEMPLATE = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
 WITH_TOOLS = "{% for tool in tools or [] %}{% endfor %}{% for message in messages %}{{ message.content }}{% endfor %}"
 
 PROMPT = "def read(path):"
-
-
-class Reading(pydantic.BaseModel):
-    """What a client wants to be told."""
-
-    size: bool
-    kind: bool
 
 
 class Running:

@@ -31,6 +31,7 @@ def bench(*arguments, code=0):
     return " ".join((result.stdout if code == 0 else result.output).split())
 
 
+@full
 def test_every_method_is_measured_beside_both_baselines(tmp_path):
     out = tmp_path / "out.json"
     specs = ("--spec", "ngram", "--spec", "draft_model", "--spec", "eagle3,k=2")

@@ -243,6 +243,7 @@ def test_ends_quietly(event):
     process.stderr.close()
 
 
+@full
 def test_models_are_small_and_belong_together(target, demo_tokenizer):
     for method, path in {"target": demo.target_path(), **CHECKPOINTS}.items():
         files = list(Path(path).iterdir())
@@ -259,6 +260,7 @@ def test_models_are_small_and_belong_together(target, demo_tokenizer):
     assert demo_tokenizer.decode(demo_tokenizer(text).input_ids) == text
 
 
+@full
 def test_prompts(demo_tokenizer):
     prompts = demo.prompts()
     assert [prompt.kind for prompt in prompts] == ["edit"] * 4 + ["complete"] * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -282,6 +283,11 @@ def test_text_is_held_back_while_it_may_stop():
         said.append(text.add(so_far, False))
     assert "".join(said) == "one two three "
     assert said[:2] == ["one two", ""]
+    assert text.has_stopped
+    # All of a stop string but its last character.
+    letters = SimpleNamespace(decode=lambda tokens, **_: "".join(map(chr, tokens)))
+    text = GrowingText(letters, ["abc"])
+    assert [text.add([*map(ord, part)], False) for part in ("xab", "xabc")] == ["x", ""]
     assert text.has_stopped
 
 

@@ -233,19 +233,16 @@ def fields_of(kind: int) -> dict:
     return {"prompt": PROMPTS[kind % len(PROMPTS)], "max_tokens": 3 + 5 * kind, **sampling, **drafts}
 
 
-async def ask(client: httpx.AsyncClient, number: int) -> tuple[int, str]:
-    """The kind of a client's request and its text."""
-    kind = number % NUM_KINDS
-    fields = {**fields_of(kind), "stream": bool(number % 2)}
+async def stay(client: httpx.AsyncClient, number: int, texts: list[str]) -> None:
+    """Asks, and gets the text of its kind."""
+    fields = {**fields_of(number % NUM_KINDS), "stream": bool(number % 2)}
     while (answer := await client.post("/v1/completions", json=fields)).status_code == 429:
         # Places of those who have left are free when the server has heard of it.
         await asyncio.sleep(0.05)
     assert answer.status_code == 200, answer.text
-    if not fields["stream"]:
-        return kind, answer.json()["choices"][0]["text"]
-    *lines, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    assert last == "[DONE]"
-    return kind, "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert not fields["stream"] or lines.pop() == "[DONE]"
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == texts[number % NUM_KINDS]
 
 
 async def leave(host: str, port: int, number: int) -> None:
@@ -260,59 +257,44 @@ async def leave(host: str, port: int, number: int) -> None:
     writer.transport.abort() if chance.random() < 0.5 else writer.close()
 
 
-async def crowd(running: Running, num_clients: int) -> list[tuple[int, str]]:
-    """What clients get who stay, while others leave."""
+async def crowd(running: Running, num_clients: int, texts: list[str]) -> None:
+    """Clients that stay, while others leave."""
     limits = httpx.Limits(max_connections=AT_A_TIME, max_keepalive_connections=0)
     places, url = asyncio.Semaphore(AT_A_TIME), httpx.URL(running.address)
 
-    async def come(number: int) -> tuple[int, str] | None:
+    async def come(number: int) -> None:
         async with places:
-            return await (ask(client, number) if number % LEAVING else leave(url.host, url.port, number))
+            await (stay(client, number, texts) if number % LEAVING else leave(url.host, url.port, number))
 
     async with httpx.AsyncClient(base_url=running.address, timeout=300, limits=limits) as client:
-        answers = await asyncio.gather(*map(come, range(num_clients)))
-    return [answer for answer in answers if answer is not None]
-
-
-def expected(running: Running) -> list[str]:
-    """What each kind of request gets when nobody else is there; greedy ones what plain generation says."""
-    texts = [running.text(**fields_of(kind)) for kind in range(NUM_KINDS)]
-    for kind in range(0, NUM_KINDS, 3):
-        fields = fields_of(kind)
-        assert texts[kind] == plain(fields["prompt"], fields["max_tokens"])
-    return texts
-
-
-def check_crowd(running: Running, num_clients: int, texts: list[str]) -> None:
-    before = Counter(running.service.outcomes)
-    answers = asyncio.run(crowd(running, num_clients))
-    assert answers == [(kind, texts[kind]) for kind, _ in answers]
-    num_leaving = -(-num_clients // LEAVING)
-    assert len(answers) == num_clients - num_leaving
-    wait_until(lambda: running.service.num_open == 0)
-    assert "hf_specdec_server_open_requests 0.0" in running.client.get("/metrics").text
-    # Who leaves in the moment of the end was answered, and whose request never was complete is not counted.
-    new = running.service.outcomes - before
-    assert new.keys() <= {"answered", "left", "refused"}
-    assert new["answered"] >= len(answers)
-    assert new["answered"] + new["left"] <= num_clients
-    wait_until(lambda: running.service.manager._engine.is_idle and not running.service.manager._names)
+        await asyncio.gather(*map(come, range(num_clients)))
 
 
 @pytest.mark.parametrize(("batch_size", "num_rounds", "num_clients"), [(4, 1, 24), *when_slow((8, 12, 420))])
 def test_many_clients_some_of_whom_leave(batch_size, num_rounds, num_clients):
     process, used = psutil.Process(), []
     with serving(batch_size=batch_size) as running:
-        texts = expected(running)
+        service, manager = running.service, running.service.manager
+        # What each kind of request gets when nobody else is there; greedy ones what plain generation says.
+        texts = [running.text(**fields_of(kind)) for kind in range(NUM_KINDS)]
+        for fields in map(fields_of, range(0, NUM_KINDS, 3)):
+            assert plain(fields["prompt"], fields["max_tokens"]) in texts
         for _ in range(num_rounds):
-            check_crowd(running, num_clients, texts)
+            before = Counter(service.outcomes)
+            asyncio.run(crowd(running, num_clients, texts))
+            wait_until(lambda: service.num_open == 0)
+            assert "hf_specdec_server_open_requests 0.0" in running.client.get("/metrics").text
+            # Who leaves in the moment of the end was answered, and whose request was never complete is not counted.
+            new = service.outcomes - before
+            assert new.keys() <= {"answered", "left", "refused"}
+            assert num_clients - num_clients // LEAVING <= new["answered"] <= num_clients - new["left"]
+            wait_until(lambda: manager._engine.is_idle and not manager._names)
             gc.collect()
             used.append(process.memory_info().rss / 2**20)
-        manager = running.service.manager
         kept = (manager._results, manager._handlers, manager._streaming, manager._rows, manager._cancelled)
         assert list(map(len, kept)) == [0] * len(kept)
         # All places are there.
-        most = batch_size + running.service.limits.max_waiting
+        most = batch_size + service.limits.max_waiting
         assert len(running.complete(n=most, max_tokens=2).json()["choices"]) == most
     # Megabytes. The allocator grows in the first rounds.
     assert num_rounds < 9 or max(used[-4:]) - max(used[2:6]) < 16, [round(one) for one in used]

@@ -181,15 +181,30 @@ def test_processes_share_the_requests(files, launcher):
     assert [entry.get("id") for entry in entries(target)] == [entry.get("id") for entry in entries(alone)]
 
 
+def share_of(rank: int, size: int, files, monkeypatch, names=("RANK", "WORLD_SIZE")) -> None:
+    """Runs one of several processes, which is stopped before the merge."""
+    with monkeypatch.context() as patch:
+        patch.setenv(names[0], str(rank))
+        patch.setenv(names[1], str(size))
+        patch.setattr("hf_specdec.many.files.Processes.wait", lambda self: None)
+        CliRunner().invoke(cli.app, options(*files))
+
+
+def test_a_result_replaces_the_failure_of_another_process(files, monkeypatch):
+    source, target = files
+    written(source, [*REQUESTS[:3], {"prompt": "x", "nonsense": 3}])
+    share_of(1, 2, files, monkeypatch)
+    written(source, REQUESTS[:4])
+    share_of(3, 4, files, monkeypatch)
+    assert [path.name for path in Output(target).parts] == ["out.jsonl.part-1", "out.jsonl.part-3"]
+    invoke(source, target)
+    assert [entry["error"] for entry in entries(target)] == [None] * 4
+
+
 def test_a_run_of_several_processes_goes_on_in_one(files, monkeypatch):
     source, target = files
-    # The shares of two of three processes, which were stopped before the merge.
-    for rank, names in ((1, ("RANK", "WORLD_SIZE")), (2, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))):
-        with monkeypatch.context() as patch:
-            patch.setenv(names[0], str(rank))
-            patch.setenv(names[1], "3")
-            patch.setattr("hf_specdec.many.files.Processes.wait", lambda self: None)
-            invoke(source, target)
+    share_of(1, 3, files, monkeypatch)
+    share_of(2, 3, files, monkeypatch, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
     assert not target.exists()
     parts = {part.name: len(entries(part)) for part in Output(target).parts}
     assert parts == {"out.jsonl.part-1": 2, "out.jsonl.part-2": 1}

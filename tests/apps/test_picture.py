@@ -129,6 +129,8 @@ def check_quoting(words):
     assert html.isascii()
     page, usual = Page(html), Page(drawn([RowTrace(0, [], [], 0, [0])]).to_html(tokenizer=Words(["word"])))
     assert page.tags == usual.tags
+    (data,) = (text for attributes, text in page.scripts if attributes)
+    assert not set("<>&") & set(data)
     scripts = [[(attributes, "" if attributes else text) for attributes, text in one.scripts] for one in (page, usual)]
     assert scripts[0] == scripts[1]
     # A pair of surrogates in two texts is still two.

@@ -135,6 +135,7 @@ def test_runs_that_end_early_or_are_refused(monkeypatch, tmp_path):
     said = bench(*short, "--rounds", 3, "--batch-sizes", 2, "--temperature", 0.8, code=130)
     assert "1 of 3 rounds: interrupted." in said
     assert "ngram at batch size 2: no drafts: 2 rows are more than disable_by_batch_size=1." in said
+    (tmp_path / "long.txt").write_text("def f():\n")
     for arguments, message in (
         (("--batch-sizes", "0,2"), "--batch-sizes must be numbers"),
         (("--spec", "eagle7"), "Did you mean 'eagle'"),
@@ -142,7 +143,7 @@ def test_runs_that_end_early_or_are_refused(monkeypatch, tmp_path):
         (("--target", "some/model"), "--prompts is missing"),
         (("--temperature", "0", "--top-p", "0.5"), "greedy"),
         (("--output", "nowhere/out.json"), "no folder"),
-        (("-n", "3000"), "context of 2048"),
+        (("-n", "3000", "--prompts", tmp_path / "long.txt"), "context of 2048"),
     ):
         assert message in bench(*arguments, code=2)
 

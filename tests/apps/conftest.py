@@ -1,4 +1,4 @@
-"""A server for clients of OpenAI's protocol."""
+"""The demo's target and its tokenizer, for tests that change neither."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import pytest
 from hf_specdec import demo
 
 
-TEMPLATE = "{% for tool in tools or [] %}{% endfor %}{% for message in messages %}{{ message.content }}{% endfor %}"
+@pytest.fixture(scope="session")
+def target():
+    return demo.load_target()
 
 
-@pytest.fixture(scope="module")
-def url():
-    """Address of a server whose key is "secret" and whose template takes tools."""
-    from tests.helpers.servers import serving
-
-    arguments = {"eos_token_id": demo.load_tokenizer().eos_token_id}
-    with serving(template=TEMPLATE, arguments=arguments, api_key="secret") as running:
-        yield f"{running.address}/v1"
+@pytest.fixture(scope="session")
+def demo_tokenizer():
+    return demo.load_tokenizer()

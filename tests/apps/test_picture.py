@@ -1,44 +1,24 @@
-"""The page of a call: what it says, whatever a model has written, and what it refuses."""
+"""The page of a call: what it says, whatever a model has written; and in a browser what is seen, heard and typed."""
 
-import json
+from __future__ import annotations
+
 import re
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec import SpecConfigError, SpecDecodingStats, demo, record
-from hf_specdec.metrics import CallRecord, CallTrace, CycleTiming, CycleTrace, RowTrace
+from hf_specdec.metrics import CallRecord, CallTrace, RowTrace, TokenScore
 from hf_specdec.metrics.picture.pieces import Pieces
+from tests.helpers.browser import browser
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts
-from tests.helpers.pages import Page, story_in
+from tests.helpers.pages import NASTY, Page, Words, drawn, story_in
 
 
 TOKENIZER = demo.load_tokenizer()
-
-
-class Words:
-    """A tokenizer whose tokens are any texts.
-
-    Args:
-        words (`list[str]`): The text of each token.
-    """
-
-    def __init__(self, words):
-        self.words = words
-
-    def decode(self, tokens, **_):
-        return "".join(self.words[token] for token in tokens)
-
-
-def drawn(rows, prompt=(0,), first=0, method="ngram", **stats):
-    """A call of one prompt whose cycles have these rows."""
-    cycles = [CycleTrace(list(row) if isinstance(row, tuple) else [row]) for row in rows]
-    trace = CallTrace([list(prompt)], CycleTrace([RowTrace(0, [], [], 0, [first])]), cycles)
-    timings = [CycleTiming(0.003, 0.001, 0.002, len(cycle.rows[0].committed_tokens)) for cycle in cycles]
-    return CallRecord(SpecDecodingStats(method, **stats), "user/model", trace, timings)
+SHORT = {"do_sample": False, "max_new_tokens": 4, "spec_method": "ngram"}
 
 
 def tokens_of(story, row=0):
@@ -68,17 +48,13 @@ def test_who_wrote_what():
     ]
 
 
-@pytest.mark.parametrize("method", ["ngram", "eagle3", "ngram+eagle3"])
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_page_tells_the_text(method, batch_size):
-    target = demo.load_target()
+@pytest.mark.parametrize(("method", "batch_size"), [("ngram", 3), *in_full(("eagle3", 1), ("ngram+eagle3", 3))])
+def test_page_tells_the_text(target, method, batch_size):
     texts = [prompt.text[-300:] for prompt in demo.prompts()[:batch_size]]
     inputs = TOKENIZER(texts, return_tensors="pt", padding=True, padding_side="left")
-    drafter = {"model": demo.drafter_path("eagle3")} if "eagle3" in method else {}
+    given = {"method": method, **({"model": demo.drafter_path("eagle3")} if "eagle3" in method else {})}
     with record(trace=True, tokenizer=TOKENIZER) as made:
-        output = target.generate(
-            **inputs, max_new_tokens=24, do_sample=False, speculative={"method": method, **drafter}
-        )
+        output = target.generate(**inputs, max_new_tokens=24, do_sample=False, speculative=given)
     story = story_in(made.calls[0].to_html())
     assert len(story["cycles"]) == story["forwards"] - 1
     assert set(story["drafters"]) <= set(method.split("+"))
@@ -91,45 +67,59 @@ def test_page_tells_the_text(method, batch_size):
         assert all(0 < token[3] <= 1 and token[4] == 1 and token[5] >= 0 for token in tokens)
 
 
-@given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=12), st.lists(st.integers(0, len(TOKENIZER) - 1)))
+def test_rows_that_have_ended_and_calls_that_fail(model):
+    inputs = prompts(3)
+    text = model.generate(**inputs, do_sample=False, max_new_tokens=12)
+    eos = int(text[1, inputs["input_ids"].shape[1] + 3])
+    with record(trace=True) as made:
+        model.generate(**inputs, **{**SHORT, "max_new_tokens": 12}, eos_token_id=eos)
+    lengths = [len(tokens_of(story_in(made.calls[0].to_html()), row)) for row in range(3)]
+    assert lengths[1] == 4
+    assert sum(lengths) == made.calls[0].stats.num_committed_tokens
+
+    def fail(input_ids, scores):
+        if input_ids.shape[1] > 12:
+            raise ZeroDivisionError
+        return scores
+
+    with record(trace=True) as made, pytest.raises(ZeroDivisionError):
+        model.generate(**prompts(1), **{**SHORT, "max_new_tokens": 20}, logits_processor=[fail])
+    # Tokens without scores, and a cycle without its time.
+    story = story_in(made.calls[0].to_html())
+    assert tokens_of(story)
+    assert all(token[3:] == [None, None, None] for token in tokens_of(story))
+
+
+IDS = st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=12)
+
+
+@full
 @settings(max_examples=150)
-def test_pieces_of_any_tokens_make_the_whole_text(before, tokens):
+@given(IDS, IDS, st.text(alphabet=st.characters(codec="utf-8"), max_size=40))
+def test_pieces_of_any_tokens_make_the_whole_text(before, tokens, text):
     """Also of tokens that are parts of characters, or of none."""
     pieces = Pieces(TOKENIZER).of_row([*before, *tokens])
     assert "".join(pieces) == TOKENIZER.decode([*before, *tokens])
     assert Pieces(TOKENIZER).of_row(tokens, before) == pieces[len(before) :]
-
-
-@given(st.text(alphabet=st.characters(codec="utf-8"), max_size=40))
-@settings(max_examples=100)
-def test_pieces_of_any_text(text):
     tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     assert "".join(Pieces(TOKENIZER).of_row(tokens)) == TOKENIZER.decode(tokens)
 
 
-def test_half_a_character():
+def test_half_a_character_and_figures_that_are_no_numbers():
     """The token that completes a character has all of it, and a draft that stops before says so."""
     tokens = TOKENIZER("x\u20acy", add_special_tokens=False)["input_ids"]
-    assert len(tokens) > 3
     assert Pieces(TOKENIZER).of_row(tokens) == ["x", *[""] * (len(tokens) - 3), "\u20ac", "y"]
     assert Pieces(TOKENIZER).of_row(tokens[:2]) == ["x", "\ufffd"]
     parents = list(range(-1, len(tokens) - 2))
     assert "\ufffd" in Pieces(TOKENIZER).of_draft(tokens[1:], parents, tokens[:1])[0]
+    draft, committed = TokenScore(float("nan"), 3, float("-inf")), TokenScore(1.0, 1, float("inf"))
+    row = RowTrace(0, [1], [-1], 0, [2], "ngram", [draft], [], [committed])
+    step = story_in(drawn([row]).to_html())["rows"][0]["steps"][1]
+    assert step["nodes"] == [[" 1", 1, -1, None, 3, None, None]]
+    assert step["tokens"] == [[" 2", 2, "corrected", 1.0, 1, None]]
 
 
-NASTY = [
-    "</script><script>alert(1)</script>",
-    "<!--",
-    "<script",
-    "]]>",
-    "&lt;img src=x onerror=alert(1)>",
-    '"><img src=x>',
-    "\u2028\u2029\u202e\u0000\ud800",
-]
-
-
-@given(st.lists(st.one_of(st.sampled_from(NASTY), st.text(alphabet=st.characters(exclude_categories=()))), min_size=1))
-def test_no_text_breaks_out(words):
+def check_quoting(words):
     """Whatever a model writes stays data: the page has the elements of any other page."""
     everything = list(range(len(words)))
     rows = [RowTrace(0, everything, [-1] * len(words), 0, everything[:1], words[0])]
@@ -139,120 +129,216 @@ def test_no_text_breaks_out(words):
     assert html.isascii()
     page, usual = Page(html), Page(drawn([RowTrace(0, [], [], 0, [0])]).to_html(tokenizer=Words(["word"])))
     assert page.tags == usual.tags
-    assert [(attributes, "" if attributes else text) for attributes, text in page.scripts] == [
-        (attributes, "" if attributes else text) for attributes, text in usual.scripts
-    ]
+    (data,) = (text for attributes, text in page.scripts if attributes)
+    assert not set("<>&") & set(data)
+    scripts = [[(attributes, "" if attributes else text) for attributes, text in one.scripts] for one in (page, usual)]
+    assert scripts[0] == scripts[1]
     # A pair of surrogates in two texts is still two.
     assert [node[0] for node in story_in(html)["rows"][0]["steps"][1]["nodes"]] == words
 
 
-def test_page_is_one_file_that_asks_for_nothing():
-    html = drawn([RowTrace(0, [1], [-1], 1, [1, 2])]).to_html(tokenizer=Words(list("abc")))
+def test_hostile_texts_do_not_break_out():
+    for word in NASTY:
+        check_quoting([word, *NASTY])
+
+
+@full
+@given(st.lists(st.one_of(st.sampled_from(NASTY), st.text(alphabet=st.characters(exclude_categories=()))), min_size=1))
+def test_no_text_breaks_out(words):
+    check_quoting(words)
+
+
+def test_page_is_one_file_that_asks_for_nothing(model, tokenizer, tmp_path):
+    call = drawn([RowTrace(0, [1], [-1], 1, [1, 2])])
+    html = call.to_html(tokenizer=Words(list("abc")))
     assert not Page(html).links
     assert "default-src 'none'" in html
     assert "http" not in html.replace('http-equiv="Content-Security-Policy"', "")
     assert "url(" not in html
     assert "@import" not in html
-
-
-def test_figures_that_are_no_numbers():
-    row = RowTrace(0, [1], [-1], 0, [2], "ngram", [(float("nan"), 3, float("-inf"))], [], [(1.0, 1, float("inf"))])
-    row.draft_scores = [Score(*score) for score in row.draft_scores]
-    row.committed_scores = [Score(*score) for score in row.committed_scores]
-    step = story_in(drawn([row]).to_html())["rows"][0]["steps"][1]
-    assert step["nodes"] == [[" 1", 1, -1, None, 3, None, None]]
-    assert step["tokens"] == [[" 2", 2, "corrected", 1.0, 1, None]]
-
-
-class Score:
-    def __init__(self, prob, rank, margin):
-        self.prob, self.rank, self.margin = prob, rank, margin
-
-
-def test_folders_are_shown_by_their_names():
-    call = drawn([])
-    call.model_name = "/home/somebody/models/mine"
-    assert story_in(call.to_html())["model"] == "mine"
-    call.model_name = "user/model"
-    assert story_in(call.to_html())["model"] == "user/model"
-
-
-def test_call_that_failed_in_the_middle(model):
-    """Tokens without scores, and a cycle without its time."""
-
-    def fail(input_ids, scores):
-        if input_ids.shape[1] > 12:
-            raise ZeroDivisionError
-        return scores
-
-    with record(trace=True) as made, pytest.raises(ZeroDivisionError):
-        model.generate(**prompts(1), do_sample=False, max_new_tokens=20, spec_method="ngram", logits_processor=[fail])
-    story = story_in(made.calls[0].to_html())
-    assert tokens_of(story)
-    assert all(token[3:] == [None, None, None] for token in tokens_of(story))
-
-
-class TestErrors:
-    def call(self, model, **settings):
-        with record(**settings) as made:
-            model.generate(**prompts(1), do_sample=False, max_new_tokens=4, spec_method="ngram")
-        return made.calls[0]
-
-    @pytest.mark.parametrize("settings", [{}, {"timings": True}])
-    def test_without_a_trace(self, model, settings):
-        call = self.call(model, **settings)
-        with pytest.raises(SpecConfigError, match=r"Record it inside `with hf_specdec.record\(trace=True\) as r:`"):
-            call.to_html()
-        assert call._repr_html_() is None
-
-    def test_before_the_first_token(self):
-        call = CallRecord(SpecDecodingStats("ngram"), "model", CallTrace())
-        with pytest.raises(SpecConfigError, match="ended before its first token"):
-            call.to_html()
-        assert call._repr_html_() is None
-
-    @pytest.mark.parametrize("tokenizer", ["gpt2", 3])
-    def test_no_tokenizer(self, model, tokenizer):
-        with pytest.raises(SpecConfigError, match="`tokenizer` must be a tokenizer of transformers"):
-            self.call(model, trace=True).to_html(tokenizer=tokenizer)
-
-    def test_no_folder(self, model, tmp_path):
-        with pytest.raises(OSError, match="nowhere"):
-            self.call(model, trace=True).to_html(tmp_path / "nowhere" / "call.html")
-
-
-def test_written_page_is_the_returned_one(model, tokenizer, tmp_path):
-    with record(trace=True) as made:
-        model.generate(**prompts(1), do_sample=False, max_new_tokens=4, spec_method="ngram")
-    path = tmp_path / "call.html"
-    html = made.calls[0].to_html(path, tokenizer=tokenizer)
-    assert path.read_bytes() == html.encode()
-    assert made.calls[0].to_html(str(path)) != html
-
-
-def test_in_a_notebook():
-    """The page lies in a frame, where its script sees nothing of the notebook."""
-    call = drawn([RowTrace(0, [1], [-1], 1, [1, 2])])
+    # In a notebook it lies in a frame, where its script sees nothing of the notebook.
     call.tokenizer = Words(['"', "<b>", "'"])
-    shown = Page(call._repr_html_())
-    assert shown.tags == ["iframe"]
+    assert Page(call._repr_html_()).tags == ["iframe"]
     (source,) = re.findall(r'srcdoc="([^"]*)"', call._repr_html_())
     assert "&lt;!DOCTYPE html&gt;" in source
-
-
-def test_batch_rows_and_idle_rows(model):
-    inputs = prompts(3)
-    text = model.generate(**inputs, do_sample=False, max_new_tokens=12)
-    eos = int(text[1, inputs["input_ids"].shape[1] + 3])
+    # Folders are shown by their names.
+    for name, shown in (("/home/somebody/models/mine", "mine"), ("user/model", "user/model")):
+        call.model_name = name
+        assert story_in(call.to_html())["model"] == shown
     with record(trace=True) as made:
-        model.generate(**inputs, do_sample=False, max_new_tokens=12, spec_method="ngram", eos_token_id=eos)
-    story = json.loads(json.dumps(story_in(made.calls[0].to_html())))
-    lengths = [len(tokens_of(story, row)) for row in range(3)]
-    assert lengths[1] == 4
-    assert sum(lengths) == made.calls[0].stats.num_committed_tokens
+        model.generate(**prompts(1), **SHORT)
+    path = tmp_path / "call.html"
+    assert made.calls[0].to_html(path, tokenizer=tokenizer).encode() == path.read_bytes()
+    with pytest.raises(OSError, match="nowhere"):
+        made.calls[0].to_html(tmp_path / "nowhere" / "call.html")
 
 
-def test_metrics_stay_light():
-    """Pages are written without torch."""
-    code = "import sys, hf_specdec.metrics.picture; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_calls_that_cannot_be_drawn(model):
+    with record(timings=True) as made:
+        model.generate(**prompts(1), **SHORT)
+    assert made.calls[0]._repr_html_() is None
+    for call, tokenizer, message in (
+        (made.calls[0], None, r"Record it inside `with hf_specdec.record\(trace=True\) as r:`"),
+        (CallRecord(SpecDecodingStats("ngram"), "model", CallTrace()), None, "ended before its first token"),
+        (drawn([]), "gpt2", "`tokenizer` must be a tokenizer of transformers"),
+    ):
+        with pytest.raises(SpecConfigError, match=message):
+            call.to_html(tokenizer=tokenizer)
+
+
+# In a real browser
+
+TREE = {"draft_tree_depth": 3, "draft_tree_top_k": 3, "num_draft_nodes": 9}
+EAGLE = {"method": "eagle3", "model": demo.drafter_path("eagle3"), **TREE}
+CALLS = {
+    "tree": (1, {"speculative": EAGLE}),
+    "chain": (1, {"spec_method": "ngram"}),
+    "batch": (3, {"spec_method": "ngram"}),
+    "sampled": (1, {"spec_model": demo.drafter_path("draft_model"), "spec_method": "draft_model", "do_sample": True}),
+    "plain_cycles": (2, {"speculative": {"method": "ngram", "disable_by_batch_size": 1}}),
+}
+
+
+@pytest.fixture(scope="module")
+def page():
+    with browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def calls(target, demo_tokenizer, tmp_path_factory):
+    """Pages of real calls, by name, with their texts."""
+    folder, pages = tmp_path_factory.mktemp("pages"), {}
+    for name, (batch_size, drafting) in CALLS.items():
+        texts = [prompt.text[-400:] for prompt in demo.prompts()[:batch_size]]
+        inputs = demo_tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+        with record(trace=True, tokenizer=demo_tokenizer) as made:
+            output = target.generate(**inputs, **{"do_sample": False, "max_new_tokens": 32, **drafting})
+        made.calls[0].to_html(folder / f"{name}.html")
+        texts = [demo_tokenizer.decode(row) for row in output[:, inputs["input_ids"].shape[1] :]]
+        pages[name] = folder / f"{name}.html", texts, made.calls[0]
+    return pages
+
+
+def text_of(page):
+    """The text that is shown, without its marks."""
+    return page.run(
+        "(() => { const copy = document.getElementById('text').cloneNode(true);"
+        "copy.querySelectorAll('.mark').forEach((mark) => mark.remove()); return copy.textContent; })()"
+    )
+
+
+@full
+@pytest.mark.parametrize("name", CALLS)
+def test_page_shows_the_text_and_asks_for_nothing(page, calls, name):
+    path, texts, call = calls[name]
+    page.open(path, width=360 if name == "sampled" else 1200)
+    assert text_of(page) == texts[0]
+    cycles = [cycle for cycle in call.cycles if any(row.row == 0 for row in cycle.rows)]
+    assert page.run("document.querySelectorAll('.cycle').length") == len(cycles)
+    assert page.run("performance.getEntriesByType('resource').length") == 0
+    assert page.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    for row, text in enumerate(texts[1:], 1):
+        page.find(f"#row option[value='{row}']").click()
+        assert text_of(page) == text
+    assert page.complaints() == []
+
+
+@full
+def test_click_unfolds_a_tree(page, calls):
+    path, _, call = calls["tree"]
+    page.open(path)
+    assert not page.is_visible("#drawer")
+    drawn_rows = [cycle.rows[0] for cycle in call.cycles]
+    number, row = next(
+        (number, row) for number, row in enumerate(drawn_rows) if len(set(row.parents)) < len(row.parents)
+    )
+    page.find(f"#cycle-{number + 1}").click()
+    assert page.is_visible("#drawer")
+    assert (
+        f"eagle3 drafted {len(row.draft_tokens)} tokens, {row.num_accepted} accepted" in page.find("#drawer h2").text
+    )
+    # The anchor, the draft, and the target's own token.
+    assert page.run("document.querySelectorAll('#tree .node').length") == len(row.draft_tokens) + 2
+    assert page.run("document.querySelectorAll('#tree .node.a').length") == row.num_accepted
+    page.find("#next").click()
+    assert f"Cycle {number + 2} " in page.find("#drawer h2").text
+    page.find("#close").click()
+    assert not page.is_visible("#drawer")
+    # A token unfolds the cycle that wrote it.
+    page.find("#text .token:last-child").click()
+    assert page.is_visible("#drawer")
+    assert page.complaints() == []
+
+
+@full
+def test_colours_follow_the_reader(page, calls):
+    for dark in (False, True):
+        page.open(calls["tree"][0], dark=dark)
+        for shown in (dark, not dark):
+            assert page.run("document.documentElement.dataset.theme") == ("dark" if shown else "light")
+            page.find("#theme").click()
+
+
+@full
+def test_keyboard_alone_is_enough(page, calls):
+    path, _, call = calls["tree"]
+    page.open(path)
+    for _ in range(12):
+        page.press("TAB")
+        if page.run("document.activeElement.id") == "text":
+            break
+    active = "document.getElementById('text').getAttribute('aria-activedescendant')"
+    assert page.run(active) == "token-0"
+    assert page.is_visible("#card")
+    page.press("ARROW_RIGHT", "ARROW_RIGHT", "ARROW_LEFT")
+    assert page.run(active) == "token-1"
+    page.press("ARROW_DOWN")
+    assert page.run(active) == f"token-{1 + len(call.cycles[0].rows[0].committed_tokens)}"
+    page.press("END")
+    assert page.run(active) == f"token-{call.stats.num_committed_tokens - 1}"
+    page.press("HOME", "ARROW_RIGHT", "ENTER")
+    assert page.find("#drawer h2").text.startswith("Cycle 1 of")
+    assert page.run("document.activeElement.textContent").endswith("anchor")
+    page.press("ARROW_RIGHT")
+    first = page.run("document.activeElement.getAttribute('aria-label')")
+    assert "probability" in first
+    page.press("ARROW_DOWN", "ARROW_UP", "ARROW_LEFT")
+    assert page.run("document.activeElement.textContent").endswith("anchor")
+    page.press("ESCAPE")
+    assert not page.is_visible("#drawer")
+    assert page.run("document.activeElement.id") == "text"
+    assert page.complaints() == []
+
+
+@full
+def test_what_a_screen_reader_hears(page, calls):
+    path, _, call = calls["chain"]
+    page.open(path)
+    heard = page.spoken()
+    options = [name for role, name in heard if role == "option"]
+    accepted = sum(row.num_accepted for cycle in call.cycles for row in cycle.rows)
+    assert sum("accepted draft; probability" in name for name in options) == accepted > 0
+    assert ("listbox", "Generated text, token by token") in heard
+    assert sum(name.startswith("Cycle ") for name in options) == len(call.cycles)
+    for role, name in heard:
+        assert name.strip() or role not in ("button", "option", "listbox", "combobox", "treeitem", "heading")
+
+
+@full
+def test_hostile_texts_stay_texts(page, tmp_path):
+    words = [*NASTY, "<img src=x onerror='window.broken = 1'>", "<svg onload='window.broken = 1'>"]
+    everything = list(range(len(words)))
+    score = TokenScore(0.5, 2, -1.0)
+    row = RowTrace(0, everything, [-1] * len(words), 1, [0, 1], words[0], [score] * len(words), [], [score] * 2)
+    call = drawn([row, RowTrace(0, everything, [-1] * len(words), 1, [7, 8], words[0])], everything, notes=words)
+    call.model_name = words[0]
+    call.to_html(tmp_path / "call.html", tokenizer=Words(words))
+    page.open(tmp_path / "call.html")
+    page.find("#cycle-1").click()
+    page.hover("#token-2")
+    assert page.run("window.broken") is None
+    assert page.run("document.scripts.length") == 2
+    assert page.run("document.images.length") == 0
+    assert words[0] in text_of(page)
+    assert page.complaints() == []

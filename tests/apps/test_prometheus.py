@@ -1,6 +1,7 @@
-"""Prometheus scrapes what the calls did: every counter and histogram, while they run and from many threads."""
+"""Prometheus scrapes what the calls did, while they run and from threads; log lines have their interval's figures."""
 
-import os
+from __future__ import annotations
+
 import re
 import subprocess
 import sys
@@ -8,13 +9,14 @@ import urllib.request
 from contextlib import contextmanager
 
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import SpecConfigError, SpecDecodingStats, metrics, record
-from hf_specdec.metrics import prometheus
-from tests.helpers.models import prompts, scripted_for, tiny_llama
+from hf_specdec.metrics import log_line, prometheus
+from tests.helpers.levels import full, in_full
+from tests.helpers.models import prompts, scripted_for
 from tests.helpers.paths import DOCS
 from tests.helpers.threads import in_threads
 
@@ -35,7 +37,9 @@ def registry():
 def served(**arguments):
     server, thread = metrics.start_http_server(0, **arguments)
     try:
-        yield f"http://{ADDRESS}:{server.server_port}/metrics"
+        # Without an address nobody else can connect.
+        assert server.server_address[0] == ADDRESS
+        yield server.server_port
     finally:
         server.shutdown()
         server.server_close()
@@ -50,8 +54,8 @@ def parse(text):
     return {(sample.name, *sorted(sample.labels.items())): sample.value for sample in own}
 
 
-def scrape(address):
-    with urllib.request.urlopen(address) as answer:
+def scrape(port):
+    with urllib.request.urlopen(f"http://{ADDRESS}:{port}/metrics") as answer:
         return parse(answer.read().decode())
 
 
@@ -69,25 +73,19 @@ def series(registry, **labels):
     return Series(parse(generate_latest(registry).decode()), **labels)
 
 
-def total(calls):
-    stats = SpecDecodingStats()
-    for call in calls:
-        stats.add(call.stats)
-    return stats
+def generate(model, batch_size=1, **settings):
+    return model.generate(**prompts(batch_size), **SETTINGS, spec_method="ngram", **settings)
 
 
 def check(value, calls):
     """Compares everything that was scraped of a method and model with the statistics of its calls."""
-    stats = total(calls)
-    assert value("spec_decode_num_calls_total") == len(calls)
-    assert value("spec_decode_num_drafts_total") == stats.num_drafts
-    assert value("spec_decode_num_draft_tokens_total") == stats.num_draft_tokens
-    assert value("spec_decode_num_accepted_tokens_total") == stats.num_accepted_tokens
-    assert value("spec_decode_num_reached_tokens_total") == stats.num_reached_tokens
-    assert value("spec_decode_num_verifications_total") == stats.num_row_cycles
+    stats = SpecDecodingStats.total(call.stats for call in calls)
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "reached_tokens", "lookups", "lookup_hits"):
+        assert value(f"spec_decode_num_{name}_total") == getattr(stats, f"num_{name}"), name
     assert value("spec_decode_num_target_forwards_total") == stats.num_target_forwards
-    assert value("spec_decode_num_lookups_total") == stats.num_lookups
-    assert value("spec_decode_num_lookup_hits_total") == stats.num_lookup_hits
+    assert value("spec_decode_num_verifications_total") == stats.num_row_cycles
+    assert stats.num_accepted_tokens > 0
+    assert value("spec_decode_num_calls_total") == value("time_to_first_token_seconds_count") == len(calls)
     assert value("spec_decode_num_spec_tokens") == calls[-1].stats.num_spec_tokens
     assert value("generation_tokens_total") == stats.num_committed_tokens
     for position, count in enumerate(stats.num_accepted_tokens_per_pos):
@@ -99,18 +97,13 @@ def check(value, calls):
         at_most = sum(stats.num_drafts_per_depth[:depth])
         assert value("spec_decode_speculation_length_bucket", le=f"{depth}.0") == at_most
     assert value("spec_decode_speculation_length_count") == stats.num_drafts
-
     timings = [timing for call in calls for timing in call.timings]
-    for name, seconds in (
-        ("cycle", [timing.seconds for timing in timings]),
-        ("draft", [timing.draft_seconds for timing in timings]),
-        ("verify", [timing.verify_seconds for timing in timings]),
-    ):
-        assert value(f"spec_decode_{name}_seconds_count") == len(seconds)
+    for name, attribute in (("cycle", "seconds"), ("draft", "draft_seconds"), ("verify", "verify_seconds")):
+        seconds = [getattr(timing, attribute) for timing in timings]
+        assert value(f"spec_decode_{name}_seconds_count") == len(seconds) > 0
         assert value(f"spec_decode_{name}_seconds_sum") == pytest.approx(sum(seconds))
-        slow = sum(second > 0.001 for second in seconds)
-        assert value(f"spec_decode_{name}_seconds_bucket", le="0.001") == len(seconds) - slow
-    assert value("time_to_first_token_seconds_count") == len(calls)
+        fast = sum(second <= 0.001 for second in seconds)
+        assert value(f"spec_decode_{name}_seconds_bucket", le="0.001") == fast
     first_tokens = sum(call.stats.time_to_first_token for call in calls)
     assert value("time_to_first_token_seconds_sum") == pytest.approx(first_tokens)
 
@@ -119,240 +112,130 @@ def test_scraped_from_a_server(model):
     registry = CollectorRegistry()
     text = model.generate(**prompts(2), do_sample=False, max_new_tokens=40)
     tree = scripted_for(text, prompts(2), accuracy=0.7, tree=(-1, -1, 0, 1, 1))
-    with served(registry=registry) as address, record(timings=True) as made:
-        assert {name for name, *_ in scrape(address)} == {"hf_specdec_loaded_drafters", "hf_specdec_loaded_bytes"}
+    with served(registry=registry) as port, record(timings=True) as made:
+        assert {name for name, *_ in scrape(port)} == {"hf_specdec_loaded_drafters", "hf_specdec_loaded_bytes"}
         for batch_size in (1, 3):
-            model.generate(**prompts(batch_size), **SETTINGS, spec_method="ngram")
-        check(Series(scrape(address)), made.calls)
-        model.generate(**prompts(1), **SETTINGS, spec_method="ngram", num_speculative_tokens="auto")
+            generate(model, batch_size)
+        check(Series(scrape(port)), made.calls)
+        generate(model, num_speculative_tokens="auto")
         model.generate(**prompts(2), **SETTINGS, assistant=tree)
-        scraped = scrape(address)
+        scraped = scrape(port)
     check(Series(scraped), made.calls[:3])
     check(Series(scraped, method="scripted"), made.calls[3:])
-    assert total(made.calls[:3]).num_accepted_tokens > 0
-    assert total(made.calls[3:]).num_accepted_tokens > 0
 
 
-def test_default_registry(model):
-    with served() as address:
-        model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
-        assert Series(scrape(address))("generation_tokens_total") == 25
-        assert Series(parse(generate_latest(REGISTRY).decode()))("generation_tokens_total") == 25
-    assert not parse(generate_latest(REGISTRY).decode())
+def test_calls_of_threads_and_calls_that_fail(model, registry):
+    def fail(input_ids, scores):
+        return scores if input_ids.shape[1] < 13 else 1 / 0
 
-
-def test_two_registries_count_the_same_call(model, registry):
-    other = CollectorRegistry()
-    metrics.enable(other, model_name="served")
-    try:
-        model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
-    finally:
-        metrics.disable(other)
-    assert series(registry)("generation_tokens_total") == 25
-    assert series(other, model_name="served")("generation_tokens_total") is None
-
-
-def test_enabled_twice_counts_once_and_keeps_the_name(model, registry):
-    metrics.enable(registry, model_name="mine")
-    metrics.enable(registry)
-    model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
-    assert series(registry, model_name="mine")("generation_tokens_total") == 25
-
-
-def test_begins_at_zero_when_enabled_again(model, registry):
-    model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
-    metrics.disable(registry)
-    metrics.disable(registry)
-    metrics.enable(registry)
-    assert series(registry)("generation_tokens_total") is None
-    model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
-    assert series(registry)("generation_tokens_total") == 25
-
-
-class EachColumn(BaseStreamer):
-    """Calls a function at each delivery of tokens."""
-
-    def __init__(self, function):
-        self.function, self.delivered = function, -1
-
-    def put(self, value):
-        self.delivered += 1
-        self.function(self.delivered)
-
-    def end(self):
-        """Nothing."""
+    with record(timings=True, all_threads=True) as made:
+        in_threads(*[lambda: [generate(model, 2) for _ in range(4)]] * 2)
+        assert len(made.calls) == 8
+        check(series(registry), made.calls)
+        with pytest.raises(ZeroDivisionError):
+            generate(model, logits_processor=[fail])
+    assert made.calls[8].timings
+    check(series(registry), made.calls)
 
 
 def test_counts_while_the_call_runs(model, registry):
-    seen = []
-    streamer = EachColumn(lambda delivered: seen.append(series(registry)("generation_tokens_total")))
-    model.generate(**prompts(1), **SETTINGS, spec_method="ngram", streamer=streamer)
+    seen, late = [], CollectorRegistry()
+
+    class Looks(BaseStreamer):
+        def put(self, value):
+            seen.append(series(registry)("generation_tokens_total"))
+            if len(seen) == 6:
+                metrics.enable(late)
+            if len(seen) == 20:
+                prometheus.remove_listener(prometheus._enabled[registry])
+
+        def end(self):
+            """Nothing."""
+
+    generate(model, streamer=Looks())
     # A cycle is counted at its end, after the streamer.
     known = [value for value in seen if value]
     assert known == sorted(known)
     assert len(set(known)) > 5
     assert known[-1] < 25
-    assert series(registry)("generation_tokens_total") == 25
-
-
-def test_listening_begins_and_ends_with_a_call(model, registry):
-    """Calls that run when listening begins or ends: the one that began in it is counted, to its end."""
-    late = CollectorRegistry()
-
-    def change(delivered):
-        if delivered == 5:
-            metrics.enable(late)
-            prometheus.remove_listener(prometheus._enabled[registry])
-
-    model.generate(**prompts(1), **SETTINGS, spec_method="ngram", streamer=EachColumn(change))
-    model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
-    assert series(registry)("generation_tokens_total") == 25
-    assert series(registry)("spec_decode_num_calls_total") == 1
-    assert series(late)("generation_tokens_total") == 25
+    # Who listens when a call begins hears all of it.
+    generate(model)
+    for one in (registry, late):
+        assert (series(one)("generation_tokens_total"), series(one)("spec_decode_num_calls_total")) == (25, 1)
     metrics.disable(late)
 
 
-def test_failed_call_counts_what_it_did(model, registry):
-    def fail(input_ids, scores):
-        if input_ids.shape[1] > 12:
-            raise ZeroDivisionError
-        return scores
-
-    with record(timings=True) as made, pytest.raises(ZeroDivisionError):
-        model.generate(**prompts(1), **SETTINGS, spec_method="ngram", logits_processor=[fail])
-    assert made.calls[0].timings
-    check(series(registry), made.calls)
-
-
-def test_threads(model, registry):
-    def generate():
-        for _ in range(4):
-            model.generate(**prompts(2), **SETTINGS, spec_method="ngram")
-
-    with record(timings=True, all_threads=True) as made:
-        in_threads(generate, generate)
-    assert len(made.calls) == 8
-    check(series(registry), made.calls)
+def test_registries(model, registry):
+    with served() as port:
+        generate(model)
+        assert Series(scrape(port))("generation_tokens_total") == 25
+    # The other one has counted the same call. Enabled twice it counts once and keeps its name.
+    assert series(registry)("generation_tokens_total") == 25
+    metrics.enable(registry, model_name="mine")
+    metrics.enable(registry)
+    generate(model)
+    assert series(registry, model_name="mine")("generation_tokens_total") == 25
+    # Enabled again it begins at zero.
+    metrics.disable(registry)
+    metrics.enable(registry)
+    assert series(registry)("generation_tokens_total") is None
 
 
-def test_documentation_has_every_metric_and_no_other(registry):
-    families = {family.name: family.type for family in registry.collect()}
-    text = (DOCS / "metrics.md").read_text()
-    rows = re.findall(r"^\| `(hf_specdec_\w+)` \| (counter|gauge|histogram) \|", text, re.MULTILINE)
-    assert {name.removesuffix("_total"): kind for name, kind in rows} == families
-    queries = " ".join(re.findall(r"```promql\n(.*?)```", text, re.DOTALL))
-    endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_count", "_sum"]}
-    samples = {f"{name}{ending}" for name, kind in families.items() for ending in endings[kind]}
-    assert set(re.findall(r"hf_specdec_\w+", queries)) <= samples
-
-
-class TestLabelsAreBounded:
-    def test_models(self, registry, monkeypatch):
-        monkeypatch.setattr(prometheus, "_MOST_MODELS", 2)
-        for name in ("a", "b", "c", "d", "a"):
-            model = tiny_llama()
-            model.config._name_or_path = name
-            model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
-        found = {name: series(registry, model_name=name)("generation_tokens_total") for name in "abcd"}
-        assert found == {"a": 50, "b": 25, "c": None, "d": None}
-        assert series(registry, model_name="other")("generation_tokens_total") == 50
-
-    def test_positions_and_reasons(self, registry, monkeypatch):
-        monkeypatch.setattr(prometheus, "_MOST_REASONS", 1)
+def test_labels_are_bounded(registry, monkeypatch):
+    monkeypatch.setattr(prometheus, "_MOST_MODELS", 2)
+    monkeypatch.setattr(prometheus, "_MOST_REASONS", 1)
+    for name in ("n" * 10**6, "caf\udce9", "c", "d"):
         stats = SpecDecodingStats(method="deep")
-        with metrics.begin_call(stats, "model") as progress:
-            progress.end_prefill()
+        with metrics.begin_call(stats, name) as progress:
             stats.count(num_nodes=100, max_depth=100, num_accepted=100, num_committed=101)
             for reason in ("one", "two", "three"):
                 stats.count_without_drafts(reason)
-            progress.end_cycle()
-        value = series(registry, method="deep", model_name="model")
-        name = "spec_decode_num_accepted_tokens_per_pos_total"
-        assert [value(name, position=str(position)) for position in (0, 63, 64)] == [1, 1, None]
-        assert value("spec_decode_num_accepted_tokens_total") == 100
-        assert value("spec_decode_speculation_length_bucket", le="64.0") == 0
-        assert value("spec_decode_speculation_length_bucket", le="+Inf") == 1
-        name = "spec_decode_num_cycles_without_drafts_total"
-        assert [value(name, reason=reason) for reason in ("one", "two", "three", "other")] == [1, None, None, 2]
+            progress.end_prefill()
+    # Names that cannot be served as they are, too.
+    assert len(generate_latest(registry)) < 10**6
+    value = series(registry, method="deep", model_name="other")
+    name = "spec_decode_num_accepted_tokens_per_pos_total"
+    assert [value(name, position=str(position)) for position in (0, 63, 64)] == [2, 2, None]
+    assert value("spec_decode_num_accepted_tokens_total") == 200
+    assert [value("spec_decode_speculation_length_bucket", le=most) for most in ("64.0", "+Inf")] == [0, 2]
+    name = "spec_decode_num_cycles_without_drafts_total"
+    assert [value(name, reason=reason) for reason in ("one", "two", "three", "other")] == [2, None, None, 4]
 
 
-class TestWrongArguments:
-    def test_registry(self):
-        with pytest.raises(SpecConfigError, match="must be a prometheus_client.CollectorRegistry, got 'mine'"):
-            metrics.enable("mine")
-        with pytest.raises(SpecConfigError, match="`registry` must be"):
-            metrics.start_http_server(0, registry=8000)
+def test_wrong_arguments_and_addresses_that_are_taken():
+    registry, other = CollectorRegistry(), CollectorRegistry()
 
-    @pytest.mark.parametrize("name", ["", 3])
-    def test_model_name(self, name):
-        with pytest.raises(SpecConfigError, match="`model_name` must be a name"):
-            metrics.enable(CollectorRegistry(), model_name=name)
+    def refused(message, function, *args, **kwargs):
+        with pytest.raises(SpecConfigError, match=message):
+            function(*args, **kwargs)
 
-    @pytest.mark.parametrize("port", [-1, 70000, "8000", True, 80.0])
-    def test_port(self, port):
-        with pytest.raises(SpecConfigError, match="`port` must be an integer from 0 to 65535, got"):
-            metrics.start_http_server(port)
-
-    @pytest.mark.parametrize("addr", ["", " ", 3, b"127.0.0.1", ["::1"], "no such host", "x" * 300, "\ud800", "a\0b"])
-    def test_address(self, addr):
-        with pytest.raises(SpecConfigError, match="addr"):
-            metrics.start_http_server(0, addr=addr, registry=CollectorRegistry())
-
-    def test_without_an_address_nobody_else_can_connect(self):
-        registry = CollectorRegistry()
-        server, _ = metrics.start_http_server(0, addr=None, registry=registry)
-        try:
-            assert server.server_address[0] == ADDRESS
-        finally:
-            server.shutdown()
-            server.server_close()
-            metrics.disable(registry)
-
-    def test_names_that_are_taken(self):
-        registry = CollectorRegistry()
-        Counter("hf_specdec_spec_decode_num_calls", "Another's.", registry=registry)
-        for _ in range(2):
-            with pytest.raises(SpecConfigError, match="does not take the metrics: Duplicated"):
-                metrics.start_http_server(0, registry=registry)
-        assert [metric.name for metric in registry.collect()] == ["hf_specdec_spec_decode_num_calls"]
-
-    @pytest.mark.parametrize("name", ["caf\udce9", "n" * 10**6])
-    def test_names_of_models_that_cannot_be_served_as_they_are(self, name):
-        registry = CollectorRegistry()
-        metrics.enable(registry)
-        try:
-            with metrics.begin_call(SpecDecodingStats(method="ngram"), name):
-                pass
-            assert len(generate_latest(registry)) < 10**5
-        finally:
-            metrics.disable(registry)
-
-    def test_port_in_use(self):
-        registry, other = CollectorRegistry(), CollectorRegistry()
-        with served(registry=registry) as address:
-            port = int(address.split(":")[-1].split("/")[0])
-            with pytest.raises(SpecConfigError, match=f"cannot be served at {ADDRESS}:{port}: .*in use"):
-                metrics.start_http_server(port, registry=other)
-        # Nobody listens then.
-        assert not metrics.begin_call(SpecDecodingStats(), "model").observers
+    refused("must be a prometheus_client.CollectorRegistry, got 'mine'", metrics.enable, "mine")
+    refused("`model_name` must be a name", metrics.enable, registry, model_name="")
+    for port in (-1, 70000, "8000", True, 80.0):
+        refused("`port` must be an integer from 0 to 65535, got", metrics.start_http_server, port)
+    for addr in ("", " ", 3, b"127.0.0.1", ["::1"], "no such host", "x" * 300, "\ud800", "a\0b"):
+        refused("addr", metrics.start_http_server, 0, addr=addr, registry=registry)
+    with served(addr=None, registry=registry) as port:
+        refused(f"cannot be served at {ADDRESS}:{port}: .*in use", metrics.start_http_server, port, registry=other)
+    # Nobody listens then.
+    assert not metrics.begin_call(SpecDecodingStats(), "model").observers
+    Counter("hf_specdec_spec_decode_num_calls", "Another's.", registry=other)
+    refused("does not take the metrics: Duplicated", metrics.start_http_server, 0, registry=other)
+    assert [metric.name for metric in other.collect()] == ["hf_specdec_spec_decode_num_calls"]
 
 
-PROGRAM = """
+PROCESSES = """
 import os, urllib.request
-import torch
-import hf_specdec.loaded  # before the forks
 from hf_specdec import SpecDecodingStats, load_speculator, metrics
 from tests.helpers.models import tiny_llama
 
 model = tiny_llama()
 speculator = load_speculator(model, "suffix")
-
 for num_cycles in (5, 7):
     if os.fork() == 0:
         metrics.enable()
         stats = SpecDecodingStats(method="ngram")
         with metrics.begin_call(stats, "model") as progress:
-            progress.end_prefill()
             for _ in range(num_cycles):
                 stats.count(num_nodes=3, max_depth=3, num_accepted=2, num_committed=3)
                 progress.end_cycle()
@@ -364,14 +247,185 @@ os._exit(0)
 """
 
 
-@pytest.mark.skipif(os.name == "nt", reason="processes of POSIX")
+@full
 def test_processes_are_summed_up(tmp_path, monkeypatch):
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", PROCESSES], capture_output=True, text=True, check=True)
     value = Series(parse(done.stdout), model_name="model")
     assert value("spec_decode_num_calls_total") == 2
     assert value("spec_decode_num_accepted_tokens_total") == 24
     assert value("spec_decode_num_accepted_tokens_per_pos_total", position="1") == 12
-    assert value("spec_decode_cycle_seconds_count") == 12
     loaded = [count for (name, *_), count in parse(done.stdout).items() if name == "hf_specdec_loaded_drafters"]
     assert loaded == [1, 1, 1]
+
+
+@full
+def test_documentation_has_every_metric_and_no_other(registry):
+    families = {family.name: family.type for family in registry.collect()}
+    text = (DOCS / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(hf_specdec_\w+)` \| (counter|gauge|histogram) \|", text, re.MULTILINE)
+    assert {name.removesuffix("_total"): kind for name, kind in rows} == families
+    queries = " ".join(re.findall(r"```promql\n(.*?)```", text, re.DOTALL))
+    endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_count", "_sum"]}
+    samples = {f"{name}{ending}" for name, kind in families.items() for ending in endings[kind]}
+    assert set(re.findall(r"hf_specdec_\w+", queries)) <= samples
+
+
+# Log lines
+
+LINE = re.compile(
+    r"SpecDecoding metrics: Mean acceptance length: (?P<length>[\d.]+), "
+    r"Accepted throughput: (?P<accepted_rate>[\d.]+) tokens/s, Drafted throughput: (?P<drafted_rate>[\d.]+) tokens/s, "
+    r"Accepted: (?P<accepted>\d+) tokens, Drafted: (?P<drafted>\d+) tokens, "
+    r"Per-position acceptance rate: (?P<positions>[-\d., ]+), Avg Draft acceptance rate: (?P<rate>[\d.]+)%, "
+    r"Generation throughput: (?P<throughput>[\d.]+) tokens/s"
+    r"(, Cycles without drafts: (?P<without>\d+) \((?P<reasons>.+)\))?"
+)
+
+
+@pytest.fixture
+def lines(caplog):
+    """The lines so far, parsed, or one of their figures."""
+
+    def parsed(figure=None):
+        own = [entry.getMessage() for entry in caplog.records if entry.name == "hf_specdec.metrics"]
+        found = [LINE.fullmatch(line).groupdict() for line in own]
+        return found if figure is None else [line[figure] for line in found]
+
+    yield parsed
+    metrics.log_every(None)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes when it is told to."""
+
+    class Clock:
+        now = 100.0
+
+    monkeypatch.setattr(log_line, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+@contextmanager
+def call(clock):
+    """A call, whose cycles are made by the function that is given."""
+    stats = SpecDecodingStats(batch_size=1, num_committed_tokens=1)
+    with metrics.begin_call(stats, "model") as progress:
+        progress.end_prefill()
+
+        def cycle(seconds, accepted=2, drafted=4, reason=None):
+            clock.now += seconds
+            if reason is not None:
+                stats.count_without_drafts(reason)
+            stats.count(num_nodes=drafted, max_depth=drafted, num_accepted=accepted, num_committed=accepted + 1)
+            progress.end_cycle()
+
+        yield cycle
+
+
+def test_log_lines_have_the_figures_of_their_interval(lines, clock):
+    metrics.log_every(10)
+    with call(clock) as cycle:
+        for accepted in (2, 1, 0):
+            cycle(3, accepted)
+        assert lines() == []
+        cycle(1, 0, 0, "length_limit")
+    # 7 tokens in 4 verifications, the prefill's not counted.
+    rates = {"length": "1.75", "accepted_rate": "0.30", "drafted_rate": "1.20", "rate": "25.0", "throughput": "0.80"}
+    counts = {"accepted": "3", "drafted": "12", "positions": "0.667, 0.333, 0.000, 0.000"}
+    assert lines() == [{**rates, **counts, "without": "1", "reasons": "length_limit 1"}]
+    # An interval without any draft, and a long draft, which makes no long line.
+    with call(clock) as cycle:
+        cycle(10, 0, 0, "batch_size")
+        cycle(10, 17, 17)
+    assert lines("positions")[1:] == ["-", ", ".join(["1.000"] * 16 + ["..."])]
+    assert [lines(name)[1] for name in ("length", "rate", "reasons")] == ["1.00", "0.0", "batch_size 1"]
+
+
+def test_log_intervals(lines, clock):
+    metrics.log_every(10)
+    clock.now += 1000
+    with call(clock) as cycle:
+        for _ in range(9):
+            cycle(5)
+        assert lines("accepted") == ["4"] * 4
+        metrics.log_every(7)
+        cycle(5)
+        assert len(lines()) == 5
+    metrics.log_every(None)
+    # Pauses between calls do not count: 5 tokens in the 2 seconds of the first, and then the rest of the second.
+    metrics.log_every(10)
+    for _ in range(2):
+        with call(clock) as cycle:
+            cycle(2)
+        clock.now += 1000
+    assert lines("throughput")[5:] == ["2.50"]
+    metrics.log_every(None)
+    assert lines("throughput")[6:] == ["1.50"]
+    # Calls at the same time share it.
+    metrics.log_every(10)
+    with call(clock) as first, call(clock) as second:
+        first(5)
+        second(5)
+    assert (lines("throughput")[7:], lines("length")[7:]) == (["0.80"], ["3.00"])
+
+
+@full
+def test_seconds_between_log_lines(lines, monkeypatch):
+    for seconds in (0, -1, float("nan"), float("inf"), "10", True):
+        with pytest.raises(SpecConfigError, match="`seconds` must be a number above 0"):
+            metrics.log_every(seconds)
+    for value, expected in (("", None), ("0", None), ("2.5", 2.5)):
+        monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", value)
+        log_line.log_as_environment_says()
+        assert getattr(log_line._active, "seconds", None) == expected
+    for value in ("soon", "-1", "nan"):
+        monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", value)
+        with pytest.raises(SpecConfigError, match=f"HF_SPECDEC_LOG_INTERVAL='{value}' is no number of seconds"):
+            log_line.log_as_environment_says()
+
+
+def test_log_lines_of_threads(model, lines):
+    metrics.log_every(1e-9)
+    with record(all_threads=True) as made:
+        in_threads(*[lambda: generate(model, 2)] * 2)
+    metrics.log_every(None)
+    total = SpecDecodingStats.total(recorded.stats for recorded in made.calls)
+    assert len(lines()) > 2
+    assert sum(map(int, lines("accepted"))) == total.num_accepted_tokens
+    assert sum(map(int, lines("drafted"))) == total.num_draft_tokens
+    without = sum(int(count or 0) for count in lines("without"))
+    assert without == sum(total.num_cycles_without_drafts.values()) > 0
+
+
+ONE_LINE = """
+import logging, sys
+from hf_specdec import SpecDecodingStats, metrics
+exec(sys.argv[1])
+stats = SpecDecodingStats()
+with metrics.begin_call(stats, "model") as progress:
+    stats.count(1, 1, 1, 2)
+    progress.end_prefill()
+print({'torch', 'transformers', 'prometheus_client'} & set(sys.modules))
+"""
+
+
+@pytest.mark.parametrize(
+    ("configuration", "line"),
+    [
+        ("import hf_specdec.metrics.picture", "SpecDecoding metrics: Mean"),
+        *in_full(
+            ("logging.basicConfig(level='ERROR')", "INFO:hf_specdec.metrics:SpecDecoding metrics: Mean"),
+            ("logging.getLogger('hf_specdec.metrics').setLevel('WARNING')", None),
+        ),
+    ],
+    ids=["not_configured", "level_of_others", "switched_off"],
+)
+def test_a_line_is_written_once_and_without_torch(configuration, line, monkeypatch):
+    monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", "1e-9")
+    run = subprocess.run([sys.executable, "-c", ONE_LINE, configuration], capture_output=True, text=True, check=True)
+    written = run.stderr.splitlines()
+    assert len(written) == (line is not None)
+    assert all(text.startswith(line) for text in written)
+    assert run.stdout.strip() == "set()"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -15,7 +16,6 @@ import torch
 
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
-pydantic = pytest.importorskip("pydantic")
 uvicorn = pytest.importorskip("uvicorn")
 
 from hf_specdec import SpeculativeBatchingManager, demo  # noqa: E402
@@ -26,14 +26,10 @@ from tests.helpers.methods import demo_target  # noqa: E402
 
 TEMPLATE = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
 
+# One that takes tools, without showing them.
+WITH_TOOLS = "{% for tool in tools or [] %}{% endfor %}{% for message in messages %}{{ message.content }}{% endfor %}"
+
 PROMPT = "def read(path):"
-
-
-class Reading(pydantic.BaseModel):
-    """What a client wants to be told."""
-
-    size: bool
-    kind: bool
 
 
 class Running:
@@ -43,9 +39,9 @@ class Running:
         self.service, self.address = service, address
         self.client = httpx.Client(base_url=address, timeout=60)
 
-    def complete(self, prompt: Any = "def read(path):", **fields) -> Any:
-        fields = {"temperature": 0, "max_tokens": 12, **fields}
-        return self.client.post("/v1/completions", json={"prompt": prompt, **fields})
+    def complete(self, prompt: Any = PROMPT, **fields) -> Any:
+        fields = {"prompt": prompt, "temperature": 0, "max_tokens": 12, **fields}
+        return self.client.post("/v1/completions", json=fields)
 
     def text(self, *args, **fields) -> str:
         answer = self.complete(*args, **fields)
@@ -56,6 +52,56 @@ class Running:
         answer = self.complete(*args, **fields)
         assert answer.status_code == status, answer.text
         return answer.json()["error"]["message"]
+
+    def chat(self, messages: Any = "x", **fields) -> Any:
+        """An answer to messages, or to a text of the user."""
+        return self.client.post("/v1/chat/completions", json=_chat(messages, fields))
+
+    def chat_text(self, *args, **fields) -> str:
+        answer = self.chat(*args, **fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["message"]["content"]
+
+    def chat_error(self, *args, **fields) -> str:
+        answer = self.chat(*args, **fields)
+        assert answer.status_code == 400, answer.text
+        return answer.json()["error"]["message"]
+
+    def stream(self, prompt: Any = PROMPT, **fields) -> list[dict[str, Any]]:
+        """The events of a completion."""
+        fields = {"prompt": prompt, "temperature": 0, "max_tokens": 12, **fields}
+        return self._events("/v1/completions", fields)
+
+    def stream_chat(self, messages: Any = "x", **fields) -> list[dict[str, Any]]:
+        return self._events("/v1/chat/completions", _chat(messages, fields))
+
+    def _events(self, path: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
+        with self.client.stream("POST", path, json={**fields, "stream": True}) as answer:
+            *lines, last = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert last == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+    @contextmanager
+    def steps(self, number: int) -> Iterator[threading.Semaphore]:
+        """Inside, the engine makes so many steps, and one more for each release; after it as many as it likes."""
+        engine, allowed = self.service.manager._engine, threading.Semaphore(number)
+        step = engine.step
+
+        def allowed_step():
+            assert allowed.acquire(timeout=60), "no step was allowed"
+            return step()
+
+        engine.step = allowed_step
+        try:
+            yield allowed
+        finally:
+            engine.step = step
+            allowed.release(1 << 20)
+
+
+def _chat(messages: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    return {"messages": messages, "temperature": 0, "max_tokens": 8, **fields}
 
 
 @contextmanager
@@ -87,10 +133,12 @@ def serving(
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
+        running = Running(service, f"http://127.0.0.1:{listening.getsockname()[1]}")
         try:
             wait_until(lambda: server.started)
-            yield Running(service, f"http://127.0.0.1:{listening.getsockname()[1]}")
+            yield running
         finally:
+            running.client.close()
             server.should_exit = True
             thread.join()
 
@@ -102,10 +150,10 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
-def plain(prompt: str, length: int) -> str:
+def plain(prompt: str, length: int, **settings) -> str:
     """What plain generation says."""
     tokenizer = demo.load_tokenizer()
     ids = tokenizer(prompt)["input_ids"]
-    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": length}
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": length, **settings}
     tokens = demo_target().generate(torch.tensor([ids]), **settings)[0, len(ids) :]
     return tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,0 +1,451 @@
+"""The doctor names every planted defect, `verify` tells bugs from ties, and `advise` recommends what was fastest."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from hf_specdec import SpeculativeConfig, cli, demo, forget_speculators
+from hf_specdec.bench.prompts import Batch, Prompt, make_batches
+from hf_specdec.candidate_generators.eagle.generator import EagleCandidateGenerator
+from hf_specdec.decoding.cache import SlotCache
+from hf_specdec.diagnosis import BUG, TIE, advice, advise, checks, diagnose, verification, verify
+from hf_specdec.diagnosis.probe import Acceptance, _count, consistent_meaning
+from hf_specdec.diagnosis.verification import _Reference
+from hf_specdec.drafting.entries import DraftEntries
+from hf_specdec.logits import rules
+from hf_specdec.method import names_without_weights
+from tests.helpers.levels import full, in_full
+from tests.helpers.methods import OTHER_CHECKPOINTS
+from tests.helpers.models import letter_tokenizer, prompts, scripted_for, tiny_llama
+from tests.helpers.planted import damaged, give_draft_vocabulary, shuffle_states
+
+
+EAGLE, EAGLE3 = demo.drafter_path("eagle"), demo.drafter_path("eagle3")
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded(target):
+    yield
+    forget_speculators(target)
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="hf-specdec")
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture
+def check(target, demo_tokenizer):
+    """What is found of a drafter and the demo's target."""
+
+    def checked(spec, tokens=24, target=target, tokenizer=demo_tokenizer, **options):
+        few = [Prompt(prompt.name, prompt.text, prompt.kind, tokens) for prompt in demo.prompts()[1::2]]
+        return diagnose(target, spec, tokenizer, prompts=few, **{"try_variants": False, **options})
+
+    return checked
+
+
+def statuses(found):
+    return {finding.check: finding.status for finding in found.findings}
+
+
+def said(found, check):
+    return [finding.found for finding in found.findings if finding.check == check]
+
+
+def cause(found):
+    assert len(found.causes) == 1, found.findings
+    return f"{found.causes[0].found} {found.causes[0].remedy}"
+
+
+@pytest.mark.parametrize("name", ["ngram", *in_full("draft_model", "medusa", "mtp")])
+def test_healthy_drafters(check, name):
+    found = check(demo.settings()[name], tokens=20, try_variants=name == "mtp")
+    assert (found.status, found.causes) == ("ok", []), found.findings
+    acceptance = found.acceptance["raw"]
+    assert acceptance.acceptance_length > 1.1
+    assert all(0 < accepted <= reached for accepted, reached in zip(acceptance.accepted[:1], acceptance.reached))
+
+
+def keep_tokens(ids, shuffled=False):
+    def change(config, tensors):
+        give_draft_vocabulary(config, tensors, ids)
+        if shuffled:
+            order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+            tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+
+    return change
+
+
+def other_scale(config, tensors):
+    tensors["fc.weight"][:, 256:] /= 16  # the root of the hidden size
+
+
+# The checkpoint, what changes in it, whether other wirings are tried, and what is said of it.
+DEFECTS = {
+    "shifted layers": (EAGLE3, lambda c, t: c.update(aux_layer_ids=[0, 2, 4]), True, "Pass aux_layer_ids=[1, 3, 5]"),
+    "other scale": (EAGLE, other_scale, True, "The scale of the target's states is wrong"),
+    "rotary embedding": (EAGLE, lambda c, t: c.update(rope_theta=50.0), True, "rope_theta=50"),
+    "shuffled head": (EAGLE3, keep_tokens(torch.arange(4095), shuffled=True), False, "stand for other tokens"),
+    "small vocabulary": (EAGLE3, keep_tokens(torch.arange(0, 4096, 2)), False, "not in the draft vocabulary (2048"),
+}
+
+
+@pytest.mark.parametrize("name", ["shuffled head", *in_full(*sorted(DEFECTS.keys() - {"shuffled head"}))])
+def test_defects_that_the_drafts_show(check, tmp_path, name):
+    source, change, try_variants, words = DEFECTS[name]
+    found = check(damaged(source, tmp_path / "head", change), tokens=32, try_variants=try_variants)
+    assert words in cause(found)
+    assert name != "shuffled head" or found.acceptance["raw"].first_rate < 0.05
+
+
+def test_defects_that_files_show(check, tmp_path):
+    def no_numbers(config, tensors):
+        tensors["midlayer.mlp.up_proj.weight"][0, 0] = torch.nan
+        tensors["midlayer.mlp.down_proj.weight"].zero_()
+
+    found = check({"method": "eagle", "model": EAGLE3})
+    assert (statuses(found)["method"], statuses(found)["loading"], found.status) == ("error",) * 3
+    found = check(EAGLE3, target=tiny_llama(), tokenizer=letter_tokenizer())
+    assert "hidden size 256, and the target has 32" in str(said(found, "sizes"))
+    assert statuses(found)["loading"] == "error"
+    for spec in ("ngrm", {"model": "no/such/folder"}):
+        assert statuses(check(spec)) == {"settings": "error"}
+    spec = damaged(EAGLE3, tmp_path / "missing", lambda c, t: t.pop("midlayer.mlp.up_proj.weight"))
+    assert statuses(check({"method": "eagle3", "model": spec}))["loading"] == "error"
+    found = check(damaged(EAGLE3, tmp_path / "numbers", no_numbers))
+    (first, nan), (second, zero) = [(item.status, item.found) for item in found.findings if item.check == "weights"]
+    assert (first, "up_proj" in nan, second, "down_proj" in zero) == ("error", True, "warning", True)
+
+
+@full
+def test_draft_models_with_other_tokenizers_and_partial_vocabularies(check, tmp_path):
+    folder = shutil.copytree(demo.drafter_path("draft_model"), tmp_path / "draft")
+    content = json.loads(Path(demo.target_path(), "tokenizer.json").read_text())
+    spec = {"method": "draft_model", "model": str(folder), "same_tokenizer": True}
+    for step, status in ((1, "ok"), (7, "error")):
+        words = list(content["model"]["vocab"])
+        content["model"]["vocab"] = {word: (index * step) % len(words) for index, word in enumerate(words)}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        shutil.copy(Path(demo.target_path(), "tokenizer_config.json"), folder)
+        assert statuses(check(spec, tokens=8))["tokenizer"] == status
+    spec = {"method": "draft_model", "model": OTHER_CHECKPOINTS["draft_model re-encoded"][1]}
+    assert "re-encoded as text, 1406 tokens are in both" in said(check(spec, tokens=8), "tokenizer")[0]
+    keep = torch.tensor([token for token in range(4096) if token % 512 != 511])
+    found = check(damaged(EAGLE3, tmp_path / "healthy", keep_tokens(keep)))
+    assert found.status == "ok", found.findings
+    assert {"draft vocabulary", "vocabulary"} <= statuses(found).keys()
+
+
+@full
+def test_slow_types_and_layers_that_are_not_stated(check, tmp_path, monkeypatch):
+    for dtype, has, is_slow in ((torch.bfloat16, False, 1), (torch.bfloat16, None, 0), (torch.float32, False, 0)):
+        monkeypatch.setattr(checks, "multiplies_bfloat16", lambda has=has: has)
+        found = [item for item in checks.product_findings(tiny_llama().to(dtype)) if item.status == "warning"]
+        assert ["dtype=torch.float32" in item.remedy for item in found] == [True] * is_slow
+
+    def unstated(config, tensors):
+        del config["aux_layer_ids"]
+        tensors["fc.weight"] = tensors["fc.weight"][:, :512]
+
+    spec = {"model": damaged(EAGLE3, tmp_path / "layers", unstated), "aux_layer_ids": [1, 3]}
+    assert statuses(check(spec))["layers"] == "warning"
+
+
+@full
+def test_the_head_of_another_target(check, tmp_path):
+    other = demo.load_target()
+    shuffle_states(other)
+    for named, words in ((False, "No other wiring helps"), (True, "made for 'someone/another-model'")):
+        name = {"base_model_name_or_path": "someone/another-model"} if named else {}
+        spec = damaged(EAGLE, tmp_path / str(named), lambda c, t, name=name: c.update(name))
+        found = check(spec, tokens=20, target=other, try_variants=not named)
+        assert found.acceptance["raw"].first_rate < 0.05
+        assert statuses(found).get("made for") == ("warning" if named else None)
+        assert words in cause(found)
+
+
+@full
+def test_drafters_of_one_step_and_high_temperatures(check, monkeypatch):
+    hot = demo.load_target()
+    hot.generation_config.update(do_sample=True, temperature=1.5)
+    found = check(EAGLE, target=hot)
+    assert "temperature 1.5" in cause(found)
+    assert found.acceptance["sampled"].first_rate < found.acceptance["raw"].first_rate
+    read = DraftEntries.read_nodes
+    monkeypatch.setattr(DraftEntries, "read_nodes", lambda self, t, hidden, p: read(self, t * 0, hidden * 0, p))
+    found = check({"model": EAGLE, "num_speculative_tokens": 4})
+    assert "falls at once" in said(found, "acceptance")[0]
+    assert "trained for one step only" in cause(found)
+
+
+def test_acceptance_by_position():
+    found, chain = Acceptance(), [-1, 0, 1]
+    # At 5 a tree: 8 and 4 after the anchor, 5 after 4. At 6 and 7 the text ends within the draft, and before it.
+    drafts = {2: ([1, 2, 9], chain), 3: ([2, 3, 4], chain), 4: ([], []), 5: ([8, 4, 5], [-1, -1, 1])}
+    drafts |= {6: ([5, 6], [-1, 0]), 7: ([1], [-1])}
+    _count(found, 0, [7, 8, 1, 2, 3, 4, 5], drafts)
+    assert (found.reached, found.accepted, found.num_places) == ([4, 3, 2], [4, 3, 1], 5)
+    assert found.acceptance_length == pytest.approx(1 + 8 / 5)
+    assert found.counts == {(0, 2): 2, (0, 3): 3, (0, 5): 2, (0, 6): 1}
+    assert found.first_tokens == [(1, 1), (2, 2), (8, 4), (5, 5)]
+    # What a text repeats is no evidence.
+    found = Acceptance()
+    _count(found, 0, [1, 2, 3] * 6, {length: ([9], [-1]) for length in range(6, 18)})
+    assert (found.num_places, len(found.counts), len(found.first_tokens)) == (12, 3, 3)
+    better, worse = Acceptance(), Acceptance()
+    for place in range(40):
+        worse.counts[0, place], better.counts[0, place] = place % 3, place % 3 + (place % 4 == 0)
+    assert better.is_better_than(worse)
+    assert not worse.is_better_than(worse)
+    assert consistent_meaning([(token, token + 10) for token in range(5) for _ in range(4)]) == (1.0, 0.2)
+    assert consistent_meaning([(1, token) for token in range(9)]) == (0.0, 1 / 9)
+
+
+@full
+def test_prompts_that_training_had_not(check, monkeypatch):
+    """A head that drafts nonsense after prompts that have a mark, or have none."""
+    tokenizer, propose, lost = demo.load_tokenizer(), EagleCandidateGenerator.propose, {}
+    mark, prefill = tokenizer(" @@@")["input_ids"][-1], EagleCandidateGenerator.prefill
+
+    def marked_prefill(self, prompt):
+        self.is_lost = bool((prompt.input_ids == mark).any()) == lost["marked"]
+        prefill(self, prompt)
+
+    def marked_propose(self, step):
+        draft = propose(self, step)
+        draft.tokens.add_(int(self.is_lost)).remainder_(4096)
+        return draft
+
+    monkeypatch.setattr(EagleCandidateGenerator, "prefill", marked_prefill)
+    monkeypatch.setattr(EagleCandidateGenerator, "propose", marked_propose)
+    for template, lost["marked"], words in (
+        ("# @@@\n", True, "in the target's chat template are drafted for less well"),
+        ("# @@@\n", False, "without the chat template are drafted for less well"),
+        ("{% if enable_thinking is not defined %}# @@@\n{% endif %}", True, "Pass enable_thinking=False"),
+    ):
+        tokenizer.chat_template = "{{ messages[0]['content'] }}\n" + template
+        assert words in cause(check(EAGLE, tokens=16, tokenizer=tokenizer))
+
+
+def second_best(scores):
+    """Now and then the second best token."""
+    best = scores.topk(2, dim=-1).indices
+    return torch.where((best[..., 1] % 5) == 0, best[..., 1], best[..., 0])
+
+
+NUM_TOKENS = 48
+
+
+def verified(model, inputs, text=None, **options):
+    if text is None:
+        text = model.generate(**inputs, max_new_tokens=NUM_TOKENS, do_sample=False)
+    names = tuple(f"row {index}" for index in range(len(text)))
+    batch = Batch(names, "random", inputs, NUM_TOKENS)
+    (found,) = verify(model, {"scripted": scripted_for(text, inputs, **options)}, [batch])
+    assert (found.num_texts, found.num_tokens) == (len(text), NUM_TOKENS * len(text))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "damage"),
+    [(torch.float32, "rule"), *in_full((torch.bfloat16, "rule"), (torch.float32, "cache"), (torch.bfloat16, "cache"))],
+)
+def test_faults_are_bugs(monkeypatch, dtype, damage):
+    model, commit = tiny_llama().to(dtype), SlotCache.commit
+    text, options = model.generate(**prompts(3), max_new_tokens=NUM_TOKENS, do_sample=False), {}
+    # Plain generation is plain, whatever the generation config says.
+    model.generation_config.speculative = {"method": "ngram"}
+    if damage == "rule":
+        monkeypatch.setattr(rules, "best_tokens", second_best)
+    else:
+        # The accepted path of a tree is left where it was written.
+        monkeypatch.setattr(SlotCache, "commit", lambda self, counts, path=None: commit(self, counts))
+        options = {"tree": (-1, -1, 0, 0, 1, 2), "accuracy": 1.0}
+    found = verified(model, prompts(3), text, **options)
+    assert found.bugs
+    for item in found.bugs:
+        assert item.margin > item.tolerance > 0
+        assert item.plain_logit > item.speculative_logit
+        assert item.reference_dtype == ("float64" if dtype is torch.float32 else "float32")
+    # Without room for a wider copy the model's own type judges.
+    monkeypatch.setattr(verification, "free_bytes", lambda device: 0)
+    own = {item.reference_dtype for item in verified(model, prompts(3), text, **options).differences}
+    assert own == {str(dtype).removeprefix("torch.")}
+
+
+def coarser_for_several_tokens(module, inputs, logits):
+    """Leaves bfloat16 logits of several tokens at once 3 bits after the leading one; machines differ in theirs."""
+    if logits.dtype != torch.bfloat16 or logits.shape[1] == 1:
+        return logits
+    mantissa, exponent = torch.frexp(logits.float())
+    return torch.ldexp((mantissa * 16).round() / 16, exponent).to(logits.dtype)
+
+
+def test_rounding_is_a_tie_and_equal_texts_are_equal(model):
+    assert verified(model, prompts(3)).differences == []
+    model = tiny_llama(initializer_range=0.02).to(torch.bfloat16)
+    model.lm_head.register_forward_hook(coarser_for_several_tokens)
+    found = verified(model, prompts(8, length=24, padding=False))
+    assert {item.verdict for item in found.differences} == {TIE}
+    assert all(item.margin <= item.tolerance < 1 for item in found.differences)
+
+
+def test_logits_are_those_of_a_wider_type_after_the_processors(model):
+    inputs = prompts(1, padding=False)
+    for penalty in (1.0, 1.5):
+        coarse = tiny_llama().to(torch.bfloat16)
+        coarse.generation_config.repetition_penalty = penalty
+        plain = coarse.generate(**inputs, max_new_tokens=8, do_sample=False)[0, 7:].tolist()
+        text = torch.cat([inputs["input_ids"], torch.tensor([plain[:5]])], dim=1)
+        other = next(token for token in text[0].tolist() if token != plain[5])
+        judged = _Reference(coarse).judge("row", inputs["input_ids"], plain, [*plain[:5], other, *plain[6:]], 8)
+        logits, seen = tiny_llama().to(torch.bfloat16).float()(text).logits[0, -1], torch.unique(text)
+        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        assert (judged.index, judged.verdict) == (5, BUG)
+        assert judged.plain_logit == pytest.approx(logits[plain[5]].item(), rel=1e-4)
+        assert judged.speculative_logit == pytest.approx(logits[other].item(), rel=1e-4)
+        assert judged.margin == pytest.approx((logits.max() - logits[[plain[5], other]].min()).item(), rel=1e-4)
+    # A text that ends elsewhere is a bug.
+    for plain, other in (([5, 6, 7], [5, 6]), ([5, 6], [5, 6, 7])):
+        judged = _Reference(model).judge("row", inputs["input_ids"], plain, other, 8)
+        assert (judged.index, judged.margin, judged.verdict) == (2, None, BUG)
+
+
+@pytest.fixture
+def ask(target, demo_tokenizer):
+    """Advice for the demo's target, after two prompts."""
+    chosen = [Prompt(one.name, one.text, one.kind, 24) for one in demo.prompts()[1:6:4]]
+    batches = make_batches(demo_tokenizer, chosen)
+
+    def asked(target=target, **options):
+        return advise(target, batches, **{"rounds": 1, "local_files_only": True, "try_lengths": False, **options})
+
+    return asked
+
+
+@full
+def test_free_methods_and_named_drafters_are_measured(ask, tmp_path, monkeypatch):
+    monkeypatch.setattr(advice, "_is_worthwhile", lambda option: option.name != "none")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    found = ask(specs={"head": EAGLE, "broken": {"method": "eagle3", "model": str(tmp_path)}})
+    missing = {item.name for item in found.rejected if "arctic" in item.reason}
+    assert {option.name for option in found.options} | missing == {"none", "head", *names_without_weights()}
+    assert [item.name for item in found.rejected if item.origin == "named by the user"] == ["broken"]
+    speeds = [option.speedup for option in found.options]
+    assert speeds == sorted(speeds, reverse=True)
+    for option in found.options:
+        assert option.mean_acceptance_length >= 1
+        assert 0 <= option.acceptance_rate <= 1
+        assert (0 < option.drafted_share <= 1) == (option.name != "none")
+        assert min(option.step_seconds, option.verify_seconds) > 0
+        assert option.verdict
+    head = next(option for option in found.options if option.name == "head")
+    assert (1 <= head.draft_length <= 4, head.draft_bytes > 0, head.settings["method"]) == (True, True, "eagle")
+    assert "How repetitive" in str(found.notes)
+    assert "it is offline" in str(found.notes)
+    # The fastest is recommended as it can be used.
+    assert found.best is next(option for option in found.options if option.name != "none")
+    assert found.best.verdict.startswith("The fastest")
+    settings = json.loads(found.snippets["json"])
+    assert SpeculativeConfig.resolve(settings).method == found.best.settings["method"]
+    python = found.snippets["python"].replace("model.generate", "dict").replace("**inputs, ", "")
+    assert eval(python) == {"speculative": settings}
+    assert json.loads(json.dumps(found.to_dict()))["best"]["name"] == found.best.name
+
+
+@full
+def test_lengths_are_measured_beside_the_fastest_and_slow_ones_not_recommended(ask, monkeypatch):
+    found = ask(specs={"draft": demo.settings()["draft_model"]}, discover=False, try_lengths=True)
+    tried = [option for option in found.options if ", k=" in option.name]
+    assert any(option.settings["num_speculative_tokens"] == "auto" for option in tried)
+    assert len({option.name for option in found.options}) == len(found.options)
+    monkeypatch.setattr(advice, "_best_length", lambda option: 3)
+    found = ask(discover=False, try_lengths=True)
+    (tried,) = (option for option in found.options if ", k=3" in option.name)
+    assert tried.settings == {"method": tried.name.partition(",")[0], "num_speculative_tokens": 3}
+    monkeypatch.setattr(advice, "_WORTHWHILE", 1e9)
+    found = ask(discover=False)
+    assert (found.best, found.snippets["python"]) == (None, "model.generate(**inputs)")
+    assert all(option.verdict.startswith("Not worth it") for option in found.options if option.name != "none")
+
+
+@full
+def test_a_drafter_that_the_target_names_is_found(ask, tmp_path, monkeypatch):
+    folder = shutil.copytree(demo.target_path(), tmp_path / "target")
+    shutil.copytree(demo.drafter_path("mtp"), folder / "head")
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    target.generation_config.speculative = {"model": "head"}
+    (option,) = (option for option in ask(target).options if option.settings["method"] == "mtp")
+    assert option.origin == "named by the target"
+    # What does not fit into memory is not loaded.
+    monkeypatch.setattr(advice, "free_bytes", lambda device: 1000)
+    found = ask(target)
+    assert any("do not fit" in item.reason for item in found.rejected)
+    assert all(option.settings["method"] != "mtp" for option in found.options)
+
+
+def option(method="x", **changes):
+    figures = {"speedup": 1.5, "speedup_range": (1.4, 1.6), "over_none": 1.3, "over_none_range": (1.2, 1.4)}
+    figures |= {"tokens_per_second": 100.0, "mean_acceptance_length": 3.0, "acceptance_rate": 0.8, "draft_bytes": 0}
+    figures |= {"drafted_share": 1.0, "draft_length": 4.0, "break_even": 0.4}
+    figures |= {"draft_seconds": 0.4, "verify_seconds": 1.2, "step_seconds": 1.0}
+    return advice.Option("x", {"method": method}, "", **{**figures, **changes})
+
+
+def test_verdicts_and_best_lengths():
+    none, slower = option("none", over_none=1.0), option(speedup=1.6, over_none=1.07, over_none_range=(0.99, 1.2))
+    assert advice._is_worthwhile(none)
+    assert not advice._is_worthwhile(slower)  # in one round
+    assert not advice._is_worthwhile(option(speedup=1.51, over_none=1.005, over_none_range=(1.0, 1.01)))
+    assert advice._is_worthwhile(option(speedup=1.53, over_none=1.02, over_none_range=(1.01, 1.03)))
+    assert not advice._is_worthwhile(option(speedup=0.9, speedup_range=(0.8, 0.95)))
+    losers = {
+        "Not worth it": option(speedup=0.9, speedup_range=(0.8, 1.0)),
+        "As fast as the fastest": option(speedup=1.45, speedup_range=(1.3, 1.5)),
+        "Fewer tokens a cycle": option(speedup=1.2, speedup_range=(1.1, 1.3), mean_acceptance_length=2.0),
+        "A more expensive cycle": option(speedup=1.2, speedup_range=(1.1, 1.3), verify_seconds=2.0),
+    }
+    for beginning, loser in losers.items():
+        assert advice._verdict(loser, option()).startswith(beginning)
+    assert "acceptance rate of 0.40, and it has 0.80" in advice._verdict(losers["Not worth it"], option())
+    assert advice._verdict(none, none).startswith("The loop without drafts: 1.50 times")
+    assert advice._verdict(slower, none).startswith("Not surely faster")
+    # Twice what was drafted is the most that is looked at.
+    assert advice._best_length(option(acceptance_rate=0.95, draft_seconds=0.04, verify_seconds=1.0)) == 8
+    assert advice._best_length(option(acceptance_rate=0.5, draft_seconds=1.2, verify_seconds=1.4)) <= 1
+
+
+def test_commands(tmp_path, monkeypatch):
+    result = run("doctor", "--spec", "eagle3", "-n", 16, "--quick", "-p", demo.prompts()[0].text, "--json")
+    found = {item["check"] for item in json.loads(result.stdout)["findings"]}
+    assert {"checkpoint", "method", "loading", "layers", "weights"} <= found
+    result = run("doctor", "--spec", json.dumps({"method": "eagle", "model": EAGLE3}), code=1)
+    assert "Leave the method out" in result.stdout
+    options = ("-s", "medusa", "-p", "import os", "-n", 8, "--rounds", 1, "--no-lengths", "--offline", "--json")
+    assert "medusa" in {option["name"] for option in json.loads(run("advise", *options).stdout)["options"]}
+    result = run("verify", "--spec", "eagle3", "--spec", "ngram", "-p", "def f(x):", "-n", 12, "--json")
+    methods = json.loads(result.stdout)["methods"]
+    assert [(row["method"], row["num_equal"], row["num_texts"]) for row in methods] == [
+        (name, 1, 1) for name in ("eagle3", "ngram")
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"words": "x"}\n')
+    for arguments, words in ((["--spec", "ngrm"], "Did you mean 'ngram'"), (["--prompts", file], "line 1")):
+        assert words in " ".join(run("verify", *arguments, code=2).stderr.split())
+    file.write_text('{"prompt": "import os\\n"}\n{"turns": ["class A:\\n"]}\n')
+    monkeypatch.setattr(rules, "best_tokens", second_best)
+    shown = " ".join(run("verify", "--prompts", file, "-n", 24, code=1).stdout.split())
+    assert all(words in shown for words in ("bug", "with logit", "The margin"))
+    report = json.loads(run("verify", "--prompts", file, "-n", 24, "--json", "--batch-size", 2, code=1).stdout)
+    (row,) = report["methods"]
+    assert (row["num_texts"], row["num_bugs"] >= 1) == (2, True)
+    assert row["differences"][0]["plain_text"] != row["differences"][0]["speculative_text"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections import Counter
 
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,7 +23,6 @@ from transformers.utils import logging as transformers_logging
 import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
 from hf_specdec.kernels import products
 from tests.helpers.models import letter_tokenizer, tiny_llama, tiny_mistral
-from tests.helpers.turns import has_turn
 
 
 # Collected tests stay, and garbage collection would look through them again and again.
@@ -39,20 +37,6 @@ torch.set_num_threads(1)
 # A busy machine is slower at times. Tests that need more examples say so, and are `full`.
 hypothesis.settings.register_profile("hf_specdec", deadline=None, max_examples=25)
 hypothesis.settings.load_profile("hf_specdec")
-
-
-_SEEN = pytest.StashKey[Counter]()
-
-
-def pytest_itemcollected(item):
-    """Leaves a part of the cases to `-m slow`, where a test has many."""
-    thinned = item.get_closest_marker("thinned")
-    if thinned is not None:
-        (every,), test = thinned.args, item.nodeid.partition("[")[0]
-        seen = item.session.stash.setdefault(_SEEN, Counter())
-        if not has_turn(test, seen[test], every):
-            item.add_marker(pytest.mark.slow)
-        seen[test] += 1
 
 
 def pytest_collection_modifyitems(config, items):

@@ -176,6 +176,7 @@ class TestInCalls:
         assert watches
         assert all(watch.is_closed for watch in watches)
 
+    @full
     def test_pauses_while_rows_end(self, row, monkeypatch):
         chosen = []
 

@@ -58,6 +58,7 @@ def test_default_lengths_and_kernels(row):
     assert made.calls[0].stats.num_draft_tokens > 0
 
 
+@full
 @pytest.mark.as_users_run
 def test_short_prompts(row):
     for batch_size, length in ((1, 1), (3, 2)):
@@ -113,6 +114,7 @@ def test_prompts_of_embeddings(row):
     assert made.stats.num_accepted_tokens > 0
 
 
+@full
 @pytest.mark.as_users_run
 def test_prefilled_cache(row):
     """The target has read a part of the prompt in another call, and the drafter has not."""

@@ -66,6 +66,7 @@ def test_requests_bound_their_drafts(row):
     assert sum(result.stats.num_accepted_tokens for result in results[3::4]) > 0
 
 
+@full
 def test_sampled_texts_depend_on_the_request_alone(row):
     own, given = settings_of(row), requests()[:8]
     first = many(fresh_speculator(own), given, do_sample=True)

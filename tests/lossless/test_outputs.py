@@ -7,7 +7,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from tests.helpers.calls import assert_same, drafted, inputs, plain
-from tests.helpers.levels import in_full
+from tests.helpers.levels import full, in_full
 from tests.helpers.methods import demo_target
 
 
@@ -74,6 +74,7 @@ def test_scores_and_states(row):
             torch.testing.assert_close(layer, reference, **CLOSE)
 
 
+@full
 @pytest.mark.as_users_run
 def test_target_is_left_as_it_was(row):
     target = demo_target()

@@ -58,6 +58,7 @@ def test_sequences_of_one_prompt_differ(row):
     assert len({tuple(tokens) for tokens in text.tolist()}) == 6
 
 
+@full
 def test_drawn_drafts_repeat_with_the_seed(row):
     text, call = sampled(row, 3, drawn=True)
     assert torch.equal(text, sampled(row, 3, drawn=True, **WALK)[0])

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import torch
 
-from hf_specdec.protocol import Commit, DraftStep, Prompt
+from hf_specdec import CandidateGenerator, SpeculativeConfig, Speculator
+from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
+from hf_specdec.candidate_generators.mtp.network import MtpNetwork
+from hf_specdec.method import resolve_candidate_generator
+from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
+CPU = torch.device("cpu")
+
+
+def speculator_for(network, **settings) -> Speculator:
+    """Drafts with a network of DFlash, EAGLE or MTP."""
+    names = {DFlashNetwork: "dflash", MtpNetwork: "mtp"}
+    method = names.get(type(network)) or network.config.method
+    config = SpeculativeConfig(method, "loaded", **settings)
+    return Speculator(config, resolve_candidate_generator(method), network)
+
+
+def generator_for(network, num_rows=1, session=None, **settings) -> CandidateGenerator:
+    session = session or Session(num_rows, 1000, CPU)
+    return speculator_for(network, **settings).candidate_generator(session)
 
 
 def rows_of(call, row=0):
@@ -15,11 +33,19 @@ def rows_of(call, row=0):
     return [trace for cycle in call.cycles for trace in cycle.rows if trace.row == row]
 
 
+def ragged(*rows):
+    """What `generate()` takes of rows of different lengths: padded on the left."""
+    return {
+        "input_ids": padded(rows, left=True),
+        "attention_mask": padded(list(map(torch.ones_like, rows)), left=True),
+    }
+
+
 def random_rows(network, lengths, seed):
     """Texts of these lengths, and states of the target for all but the last token of each."""
     generator = torch.Generator().manual_seed(seed)
-    size = network.config.target_hidden_size
-    texts = [torch.randint(1, network.config.vocab_size, (n,), generator=generator) for n in lengths]
+    size = network.needs.hidden_size
+    texts = [torch.randint(1, network.needs.vocab_size, (n,), generator=generator) for n in lengths]
     states = [
         {key: torch.randn((n - 1, size), generator=generator) for key in network.target_hidden_states} for n in lengths
     ]

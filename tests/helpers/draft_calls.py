@@ -18,11 +18,8 @@ from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator
 from hf_specdec.decoding import graphs
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from hf_specdec.speculator import Speculator
-from tests.helpers.by_hand import padded
-from tests.methods import test_dflash as dflash_cases
-from tests.methods import test_eagle as eagle_cases
-from tests.methods import test_mtp as mtp_cases
-from tests.methods import test_peagle as peagle_cases
+from tests.helpers import block_networks, draft_layers
+from tests.helpers.by_hand import padded, speculator_for
 
 
 CPU = torch.device("cpu")
@@ -92,16 +89,14 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "dflash": Kind(
-        lambda name: dflash_cases.random_network(**dflash_cases.NETWORKS[name]), dflash_cases.speculator_for
-    ),
-    "eagle": Kind(lambda name: eagle_cases.random_network(**eagle_cases.NETWORKS[name]), eagle_cases.speculator_for),
-    "peagle": Kind(lambda name: peagle_cases.random_head(SIZE, 32, mask=39), peagle_cases.speculator_for),
+    "dflash": Kind(lambda name: block_networks.random_network(**block_networks.NETWORKS[name]), speculator_for),
+    "eagle": Kind(lambda name: draft_layers.random_network(**draft_layers.NETWORKS[name]), speculator_for),
+    "peagle": Kind(lambda name: draft_layers.parallel_head(SIZE, 32, mask=39), speculator_for),
     "medusa": Kind(random_heads, medusa_speculator, lambda heads: (heads.hidden_size, SIZE)),
     "mlp_speculator": Kind(random_stages, mlp_speculator, lambda network: (network.config.emb_dim, SIZE)),
     "mtp": Kind(
-        lambda name: mtp_cases.random_mtp(3).eval(),
-        mtp_cases.speculator_for,
+        lambda name: draft_layers.random_mtp(3).eval(),
+        speculator_for,
         lambda network: (network.needs.hidden_size, network.needs.vocab_size),
     ),
 }
@@ -123,12 +118,12 @@ CASES = {
     "eagle tree": ("eagle/eagle1", TREE),
     "eagle3 chain": ("eagle/eagle3", {"num_speculative_tokens": 3}),
     "eagle3 tree": ("eagle/eagle3", TREE),
-    "eagle3 static tree": ("eagle/eagle3", {"speculative_token_tree": eagle_cases.STATIC}),
+    "eagle3 static tree": ("eagle/eagle3", {"speculative_token_tree": draft_layers.STATIC}),
     "eagle3 improbable tree": ("eagle/eagle3", {**TREE, "draft_min_path_prob": 0.2}),
     "eagle3 improbable chain": ("eagle/eagle3", {"num_speculative_tokens": 4, "draft_min_path_prob": 0.2}),
     "peagle": ("peagle", {"num_speculative_tokens": 4}),
     "window": ("eagle/window", TREE),
-    "window static tree": ("eagle/window", {"speculative_token_tree": eagle_cases.STATIC}),
+    "window static tree": ("eagle/window", {"speculative_token_tree": draft_layers.STATIC}),
     "mtp layers": ("mtp", {"mtp_mode": "chain"}),
     "mtp two layers": ("mtp", {"mtp_mode": "chain", "num_speculative_tokens": 2}),
     "mtp improbable layers": ("mtp", {"mtp_mode": "chain", "draft_min_path_prob": 0.1}),
@@ -155,7 +150,7 @@ CASES = {
     "mlp speculator chain": ("mlp_speculator/tied", {"num_speculative_tokens": 3}),
     "mlp speculator tree": ("mlp_speculator/untied", {"num_draft_nodes": 7}),
     "mlp speculator candidates": ("mlp_speculator/tied", {"mlp_speculator_num_candidates": 4}),
-    "mlp speculator static tree": ("mlp_speculator/untied", {"speculative_token_tree": eagle_cases.STATIC}),
+    "mlp speculator static tree": ("mlp_speculator/untied", {"speculative_token_tree": draft_layers.STATIC}),
 }
 
 

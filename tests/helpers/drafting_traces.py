@@ -13,15 +13,16 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from itertools import product
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM, set_seed
+from transformers import PreTrainedModel, set_seed
 
 from hf_specdec import demo, forget_speculators, record
+from tests.helpers import heads
 from tests.helpers.methods import CHECKPOINTS
 from tests.helpers.paths import FIXTURES
+from tests.helpers.published import target_of
 
 
 TRACES = FIXTURES / "traces"
@@ -77,60 +78,34 @@ class Drafter:
 
 def drafters() -> dict[str, Drafter]:
     """All of them, by the name of their file of traces."""
-    return {**_published(), **_embedded()}
-
-
-def _published() -> dict[str, Drafter]:
     found = {}
     for family in ("dflash", "eagle", "medusa", "mlp_speculator", "mtp"):
         for folder in sorted((FIXTURES / family).iterdir()):
-            shared, own = FIXTURES / family / "target", folder / "target"
-            target = own if own.is_dir() else shared
-            is_drafter = folder != shared and (family == "mtp" or (folder / "config.json").is_file())
-            if is_drafter:
+            if folder.name != "target" and (family == "mtp" or (folder / "config.json").is_file()):
                 method = "eagle3" if folder.name.startswith("eagle3") else family
                 model = None if family == "mtp" else str(folder)
-                found[f"{family}-{folder.name}"] = Drafter(method, str(target), model)
-    return found
-
-
-def _embedded() -> dict[str, Drafter]:
-    return {f"demo-{method}": Drafter(method, demo.target_path(), CHECKPOINTS.get(method)) for method in SHAPES}
-
-
-@cache
-def target_of(path: str) -> PreTrainedModel:
-    """The target in this folder, in float32."""
-    # MiMo is Qwen2 with further layers, and no type of transformers.
-    is_mimo = json.loads((Path(path) / "config.json").read_text()).get("model_type") == "mimo"
-    model = (Qwen2ForCausalLM if is_mimo else AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32).eval()
-    model.generation_config.pad_token_id = 0
-    return model
+                found[f"{family}-{folder.name}"] = Drafter(method, str(heads.target_of(folder)), model)
+    demos = {f"demo-{method}": Drafter(method, demo.target_path(), CHECKPOINTS.get(method)) for method in SHAPES}
+    return {**found, **demos}
 
 
 def cases(drafter: Drafter) -> Iterator[tuple[str, dict]]:
     """The name of each case and what `generate()` takes for it."""
-    for shape, settings in SHAPES[drafter.method].items():
-        for batch_size in (1, 3):
-            for samples in (False, True):
-                if shape == "drawn" and not samples:
-                    continue
-                name = f"{shape}, {batch_size} rows, {'seeded' if samples else 'greedy'}"
-                yield name, {**_call(drafter, batch_size, samples), "speculative": _settings(drafter, settings)}
-
-
-def _settings(drafter: Drafter, shape: dict) -> dict:
-    own = {"method": drafter.method, "model": drafter.model, **shape}
+    model, is_demo = target_of(drafter.target), drafter.target == demo.target_path()
+    own = {"method": drafter.method}
+    if drafter.model is not None:
+        own["model"] = drafter.model
     if drafter.method == "draft_model":
         own["same_tokenizer"] = True
-    return {name: value for name, value in own.items() if value is not None}
-
-
-def _call(drafter: Drafter, batch_size: int, samples: bool) -> dict:
-    model = target_of(drafter.target)
-    prompts = _demo_prompts(batch_size) if drafter.target == demo.target_path() else _random_prompts(model, batch_size)
-    sampling = {"do_sample": True, "temperature": 0.7, "top_k": 20} if samples else {"do_sample": False}
-    return {**prompts, **sampling, "max_new_tokens": 24 if batch_size == 1 else 12, "eos_token_id": None}
+    for shape, settings in SHAPES[drafter.method].items():
+        for batch_size, samples in product((1, 3), (False, True)):
+            if shape == "drawn" and not samples:
+                continue
+            prompts = _demo_prompts(batch_size) if is_demo else _random_prompts(model, batch_size)
+            sampling = {"do_sample": True, "temperature": 0.7, "top_k": 20} if samples else {"do_sample": False}
+            call = {"max_new_tokens": 24 if batch_size == 1 else 12, "eos_token_id": None}
+            name = f"{shape}, {batch_size} rows, {'seeded' if samples else 'greedy'}"
+            yield name, {**prompts, **sampling, **call, "speculative": {**own, **settings}}
 
 
 def _random_prompts(model: PreTrainedModel, batch_size: int) -> dict[str, torch.Tensor]:
@@ -151,17 +126,14 @@ def _demo_prompts(batch_size: int) -> dict[str, torch.Tensor]:
 
 def traced(drafter: Drafter) -> dict[str, list]:
     """The cycles of each case."""
-    model = target_of(drafter.target)
+    model, found = target_of(drafter.target), {}
     forget_speculators(model)
-    return {name: _cycles(model, arguments) for name, arguments in cases(drafter)}
-
-
-def _cycles(model: PreTrainedModel, arguments: dict) -> list:
-    set_seed(7)
-    with record(trace=True) as recorded:
-        model.generate(**arguments)
-    (call,) = recorded.calls
-    return [[_row(row) for row in cycle.rows] for cycle in call.cycles]
+    for name, arguments in cases(drafter):
+        set_seed(7)
+        with record(trace=True) as recorded:
+            model.generate(**arguments)
+        found[name] = [[_row(row) for row in cycle.rows] for cycle in recorded.calls[0].cycles]
+    return found
 
 
 def _row(row) -> list:
@@ -177,12 +149,9 @@ def stored(name: str) -> dict[str, list]:
 def _write() -> None:
     TRACES.mkdir(exist_ok=True)
     for name, drafter in drafters().items():
-        lines = [f"{json.dumps(case)}: {_compact(cycles)}" for case, cycles in traced(drafter).items()]
+        traces = traced(drafter).items()
+        lines = [f"{json.dumps(case)}: {json.dumps(cycles, separators=(',', ':'))}" for case, cycles in traces]
         (TRACES / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def _compact(cycles: list) -> str:
-    return json.dumps(cycles, separators=(",", ":"))
 
 
 if __name__ == "__main__":

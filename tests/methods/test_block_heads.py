@@ -1,4 +1,4 @@
-"""LiLiCorr's lattice and XPress's refinement: the official numbers of both heads, and how drafting uses them."""
+"""LiLiCorr's lattice and XPress's refinement: the official numbers of both heads, and their checkpoints."""
 
 import json
 
@@ -6,29 +6,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_specdec import CheckpointFormatError, SpecConfigError
+from hf_specdec import CheckpointFormatError
 from hf_specdec.candidate_generators.dflash.config import LiLiCorrConfig, XPressConfig
 from hf_specdec.candidate_generators.dflash.lilicorr import LiLiCorrHead
 from hf_specdec.candidate_generators.dflash.xpress import XPressHead
 from hf_specdec.hub.detect import detect_checkpoint
 from hf_specdec.kernels.best import best_tokens
-from hf_specdec.protocol import Session
 from tests.helpers import heads
-from tests.helpers.by_hand import drafts_of, feed, random_rows
-from tests.helpers.distribution import P_VALUE, SETTINGS, V, exact_distribution, sampled_counts
+from tests.helpers.block_networks import NETWORKS, draft, random_network
 from tests.helpers.heads import same_network, write
+from tests.helpers.levels import full
 from tests.helpers.models import tiny_llama
 from tests.helpers.paths import FIXTURES
-from tests.helpers.statistics import chi_square_pvalue
-from tests.methods.test_dflash import (
-    NETWORKS,
-    Recomputed,
-    draft,
-    random_network,
-    session,
-    small_model,
-    speculator_for,
-)
 
 
 PUBLISHED = FIXTURES / "block_heads"
@@ -101,60 +90,6 @@ def test_official_refinement(which):
     assert not torch.equal(converged, passes[:, 0, 1:])
 
 
-class TestXPress:
-    @pytest.mark.parametrize("name", ["xpress", "xpress_reduced"])
-    def test_passes_by_definition(self, name):
-        """Over ragged rows whose prompts end at other places than their texts, and with fewer tokens than a block."""
-        network = random_network(**NETWORKS[name])
-        texts, states = random_rows(network, (9, 6, 12), seed=3)
-        for settings, count in (({}, 6), ({"num_speculative_tokens": 3}, 3)):
-            generator = speculator_for(network, **settings).candidate_generator(Session(3, 1000, torch.device("cpu")))
-            assert generator.block_size == 7
-            feed(generator, texts, states, (5, 1, 4), parts=2)
-            for row, paths in enumerate(drafts_of(generator, texts)):
-                recomputed = Recomputed(network, texts[row], states[row])
-                assert paths == recomputed.refined(int(texts[row][-2]), count)
-
-    def test_drafts_are_not_drawn(self):
-        network = small_refiner()
-        counts, stats = sampled_counts(
-            SETTINGS["temperature"], speculator_for(network, draft_sample_method="probabilistic")
-        )
-        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["temperature"])) > P_VALUE
-        assert "draft tokens are chosen, not drawn: XPress's passes have no distribution" in stats.notes
-        assert stats.num_accepted_tokens > 200
-
-    def test_blocks_of_another_size(self):
-        with pytest.raises(SpecConfigError, match="must be 7, the block .*`num_speculative_tokens`"):
-            speculator_for(random_network(**NETWORKS["xpress"]), dflash_block_size=5).candidate_generator(session())
-
-
-class TestLiLiCorr:
-    @pytest.mark.parametrize("rule", ["standard", "block"])
-    def test_drawn_walks_keep_the_distribution(self, rule):
-        speculator = speculator_for(small_lattice(), draft_sample_method="probabilistic", rejection_sample_method=rule)
-        counts, stats = sampled_counts(SETTINGS["top_k"], speculator)
-        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["top_k"])) > P_VALUE
-        assert stats.num_accepted_tokens > 300
-
-    @pytest.mark.parametrize("shape", [{}, {"num_draft_nodes": 6}])
-    def test_chosen_walks_and_trees_keep_the_distribution(self, shape):
-        counts, stats = sampled_counts(SETTINGS["temperature"], speculator_for(small_lattice(), **shape))
-        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["temperature"])) > P_VALUE
-        assert stats.num_accepted_tokens > 200
-
-    def test_the_last_row_of_the_context_counts(self):
-        """The scores depend on the token before the anchor, also right after a prompt of one token."""
-        network = random_network(**NETWORKS["lilicorr"])
-        texts, states = random_rows(network, (3, 3), seed=3)
-        texts[1] = texts[0].clone()
-        generator = speculator_for(network).candidate_generator(Session(2, 1000, torch.device("cpu")))
-        feed(generator, texts, states, (1, 1))
-        drafts_of(generator, texts)
-        fused = [Recomputed(network, text, state).fused[-1] for text, state in zip(texts, states)]
-        torch.testing.assert_close(generator.text.last_context, torch.stack(fused), atol=1e-5, rtol=1e-4)
-
-
 SPECULATORS = {
     "w1.": "token_embed.",
     "w2.": "readout.",
@@ -180,19 +115,7 @@ class TestFiles:
     def load(self, target, folder, config, tensors):
         return heads.load("dflash", write(folder, tensors, config), target)
 
-    @pytest.mark.parametrize("name", ["lilicorr", "lilicorr_convolutions", "xpress", "domino"])
-    def test_recognised_by_content(self, name, target, tmp_path):
-        network, config, tensors = self.saved(name, target, tmp_path / "saved")
-        kind = name.partition("_")[0]
-        found = detect_checkpoint(str(tmp_path / "saved"))
-        assert (found.method, found.format, found.num_draft_tokens, found.problems) == ("dflash", kind, 6, ())
-        config["architectures"] = ["DFlashDraftModel"]
-        config["dflash_config"].pop("projector_type", None)
-        folder = tmp_path / "anonymous"
-        same_network(self.load(target, folder, config, tensors), network)
-        found = detect_checkpoint(str(folder))
-        assert (found.method, found.format, found.num_draft_tokens, found.problems) == ("dflash", kind, 6, ())
-
+    @full
     def test_refinement_of_speculators(self, target, tmp_path):
         network, config, tensors = self.saved("xpress", target, tmp_path / "saved")
         spelled = {}
@@ -215,62 +138,28 @@ class TestFiles:
         same_network(self.load(target, tmp_path / "spelled", config, spelled), network)
         assert detect_checkpoint(str(tmp_path / "spelled")).problems == ()
 
+    @full
     @pytest.mark.parametrize(
         ("name", "settings", "change", "match"),
         [
-            ("lilicorr", {"lilicorr_num_heads": 4}, {}, "`lilicorr_num_heads`=4 .* its tensors have 2"),
-            ("lilicorr", {"lilicorr_logit_scale": None}, {}, "does not say `lilicorr_logit_scale`"),
-            (
-                "lilicorr",
-                {"sample_from_anchor": True},
-                {},
-                "LiLiCorr draft with positions that predict the next token",
-            ),
-            ("lilicorr", {}, {"lilicorr.in_head.weight": None}, "lacks 1 tensors of .*lilicorr.in_head.weight"),
-            ("lilicorr", {}, {"lilicorr.slot_embedding": torch.ones(1, 1, 5, 1, 16)}, "do not fit blocks of 7 tokens"),
-            (
-                "lilicorr",
-                {"lilicorr_num_heads": None},
-                {"lilicorr.relative_slot_bias": torch.ones(3, 13)},
-                "3 heads in a lattice of 16, which they do not divide",
-            ),
-            (
-                "lilicorr",
-                {"lilicorr_enabled": False},
-                {},
-                "tensors that no DFlash draft with this config has: lilicorr",
-            ),
+            ("lilicorr", {"num_heads": 4}, {}, "`lilicorr_num_heads`=4 .* its tensors have 2"),
+            ("lilicorr", {"logit_scale": None}, {}, "does not say `lilicorr_logit_scale`"),
+            ("lilicorr", {"enabled": False}, {}, "tensors that no DFlash draft with this config has: lilicorr"),
             ("lilicorr", {}, {"d2t": torch.arange(9)}, "LiLiCorr draft with a vocabulary of its own"),
-            ("xpress", {"xpress_rank": 5}, {}, "`xpress_rank`=5 .* its tensors have 6"),
-            ("xpress", {}, {"xpress_head.mix.L": torch.ones(6, 5, 5)}, "which does not fit blocks of 7 tokens"),
-            ("xpress", {}, {"xpress_head.w2.weight": None}, "lacks 1 tensors of .*xpress_head.w2.weight"),
             ("xpress", {"sample_from_anchor": True}, {}, "XPress draft with positions that predict the next token"),
+            ("lilicorr", {}, {"in_head.weight": None}, "lacks 1 tensors of .*lilicorr.in_head.weight"),
+            ("lilicorr", {}, {"slot_embedding": torch.ones(1, 1, 5, 1, 16)}, "do not fit blocks of 7 tokens"),
+            ("lilicorr", {"num_heads": None}, {"relative_slot_bias": torch.ones(3, 13)}, "3 heads in a lattice of 16"),
+            ("xpress", {"rank": 5}, {}, "`xpress_rank`=5 .* its tensors have 6"),
+            ("xpress", {}, {"mix.L": torch.ones(6, 5, 5)}, "which does not fit blocks of 7 tokens"),
+            ("xpress", {}, {"w2.weight": None}, "lacks 1 tensors of .*xpress_head.w2.weight"),
         ],
     )
     def test_wrong_files(self, name, settings, change, match, target, tmp_path):
         _, config, tensors = self.saved(name, target, tmp_path / "saved")
-        config["dflash_config"] |= settings
-        tensors = {key: value for key, value in {**tensors, **change}.items() if value is not None}
+        prefix = "lilicorr." if name == "lilicorr" else "xpress_head."
+        for key, value in settings.items():
+            config["dflash_config"][key if key == "sample_from_anchor" else f"{name}_{key}"] = value
+        tensors |= {key if key == "d2t" else prefix + key: value for key, value in change.items()}
         with pytest.raises(CheckpointFormatError, match=match):
-            self.load(target, tmp_path / "wrong", config, tensors)
-
-
-def small(**settings):
-    """A draft for the target whose distribution is enumerated."""
-    target = small_model()
-    torch.manual_seed(3)
-    settings = {"num_target_layers": 1, "target_layer_ids": (-1, 0), **settings}
-    return draft(target.config.hidden_size, V, mask_token_id=3, block_size=4, **settings).attach(target)
-
-
-def small_lattice():
-    network = small(lilicorr=LiLiCorrConfig(8, 3, 1, 2, 12, 6, logit_scale=3.0))
-    return network.requires_grad_(False)
-
-
-def small_refiner():
-    network = small(xpress=XPressConfig(6, 8, 3))
-    with torch.no_grad():
-        network.xpress_head.w2.weight.normal_()
-        network.xpress_head.mix.L.normal_()
-    return network.requires_grad_(False)
+            self.load(target, tmp_path / "wrong", config, {k: v for k, v in tensors.items() if v is not None})

@@ -1,37 +1,26 @@
-"""The MLP speculator: the target's text whatever it drafts, and the published drafts."""
+"""The MLP speculator: the published drafts, trees against all paths one by one, and what its settings mean."""
 
 from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
 
-from hf_specdec import SpecConfigError, SpeculativeConfig, load_speculator
+from hf_specdec import SpeculativeConfig, load_speculator
 from hf_specdec.candidate_generators.mlp_speculator.generator import MLPSpeculatorCandidateGenerator
 from hf_specdec.candidate_generators.mlp_speculator.growth import GrowthPlan
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.drafts import TokenTree
 from hf_specdec.protocol import Commit, DraftStep, Session
 from tests.helpers.by_hand import paths_of
-from tests.helpers.models import VOCAB_SIZE, nothing_runs, prompts
-from tests.helpers.paths import FIXTURES
+from tests.helpers.draft_calls import mlp_speculator
+from tests.helpers.levels import full, in_full
+from tests.helpers.models import VOCAB_SIZE
+from tests.helpers.published import published
 
 
 CPU = torch.device("cpu")
-PUBLISHED = FIXTURES / "mlp_speculator"
-NAMES = ("untied_plain", "untied_scaled", "tied_plain", "tied_scaled")
-
-GREEDY = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
-
-
-@pytest.fixture(scope="module")
-def published_target():
-    model = LlamaForCausalLM.from_pretrained(PUBLISHED / "target").eval()
-    model.generation_config.pad_token_id = 0
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +33,9 @@ def folder(model, tmp_path_factory):
     return str(path)
 
 
-def generator_for(target, folder, batch_size, supports_trees=True, **shape) -> MLPSpeculatorCandidateGenerator:
+def generator_for(target, folder, batch_size, **shape) -> MLPSpeculatorCandidateGenerator:
     speculator = load_speculator(target, "mlp_speculator", model=str(folder), **shape)
-    session = Session(batch_size, 1000, torch.device("cpu"), supports_trees=supports_trees)
-    return speculator.candidate_generator(session)
+    return speculator.candidate_generator(Session(batch_size, 1000, CPU))
 
 
 def drafted(generator, hidden, tokens, limits=None):
@@ -58,43 +46,28 @@ def drafted(generator, hidden, tokens, limits=None):
     return generator.propose(DraftStep(rows, tokens, [20] * len(rows), limits))
 
 
-class TestPublishedDrafts:
-    def draft(self, target, name, **shape):
-        expected = load_file(PUBLISHED / name / "expected.safetensors")
-        generator = generator_for(target, PUBLISHED / name, 3, **shape)
-        return drafted(generator, expected["state"], expected["ind"][:, 0]), expected
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_chain(self, published_target, name):
-        draft, expected = self.draft(published_target, name, num_speculative_tokens=3)
-        assert draft.is_chain
-        assert torch.equal(draft.tokens, expected["greedy_chain"])
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_candidates(self, published_target, name):
-        """The merged candidates, the anchor not counted: as many nodes, the same paths."""
-        draft, expected = self.draft(published_target, name, mlp_speculator_num_candidates=5)
-        size = 0
-        for row, paths in enumerate(paths_of(draft)):
-            sequences = [expected["flat_tokens"][nodes].tolist()[1:] for nodes in expected["unflat_map"][row]]
-            assert sequences == expected["suffixes"][row].tolist()
-            assert len(set(paths)) == len(paths)
-            assert set(paths) == {tuple(sequence[:depth]) for sequence in sequences for depth in (1, 2, 3)}
-            size += 1 + len(paths)
-        assert size == len(expected["flat_tokens"])
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_order_of_all_sequences(self, published_target, name):
-        """Growing everything: leaves by their score are the published sequences in their order."""
-        expected = load_file(PUBLISHED / name / "expected.safetensors")
-        generator = generator_for(published_target, PUBLISHED / name, 3, mlp_speculator_num_candidates=24)
-        start = generator.speculator.start(expected["state"][:, 0])
-        tree = generator._grow(start, expected["ind"][:, 0], 3)
-        draft = tree.chosen(generator.plan).draft([3, 3, 3], CPU)
-        for row, paths in enumerate(paths_of(draft)):
-            leaves = [path for path in paths if len(path) == 3]
-            order = tree.scores[row, -24:].argsort(descending=True)
-            assert [list(leaves[leaf]) for leaf in order] == expected["suffixes_all"][row].tolist()
+@pytest.mark.parametrize("name", ["untied_scaled", "tied_plain", *in_full("untied_plain", "tied_scaled")])
+def test_published_drafts(name):
+    target, folder, expected = published(f"mlp_speculator/{name}")
+    hidden, tokens = expected["state"], expected["ind"][:, 0]
+    chain = drafted(generator_for(target, folder, 3, num_speculative_tokens=3), hidden, tokens)
+    assert chain.is_chain
+    assert torch.equal(chain.tokens, expected["greedy_chain"])
+    # The merged candidates, the anchor not counted: as many nodes, the same paths.
+    draft = drafted(generator_for(target, folder, 3, mlp_speculator_num_candidates=5), hidden, tokens)
+    for row, paths in enumerate(paths_of(draft)):
+        sequences = [expected["flat_tokens"][nodes].tolist()[1:] for nodes in expected["unflat_map"][row]]
+        assert sequences == expected["suffixes"][row].tolist()
+        assert len(set(paths)) == len(paths)
+        assert set(paths) == {tuple(sequence[:depth]) for sequence in sequences for depth in (1, 2, 3)}
+    assert sum(1 + len(paths) for paths in paths_of(draft)) == len(expected["flat_tokens"])
+    # Growing everything: leaves by their score are the published sequences in their order.
+    generator = generator_for(target, folder, 3, mlp_speculator_num_candidates=24)
+    tree = generator._grow(generator.speculator.start(hidden[:, 0]), tokens, 3)
+    for row, paths in enumerate(paths_of(tree.chosen(generator.plan).draft([3, 3, 3], CPU))):
+        leaves = [path for path in paths if len(path) == 3]
+        order = tree.scores[row, -24:].argsort(descending=True)
+        assert [list(leaves[leaf]) for leaf in order] == expected["suffixes_all"][row].tolist()
 
 
 class TestTrees:
@@ -103,13 +76,11 @@ class TestTrees:
         sizes = MLPSpeculatorConfig(5, 6, vocab_size, depth, (2,) * depth)
         return MLPSpeculator(sizes).requires_grad_(False)
 
-    def generator(self, speculator, plan):
-        """A generator without a checkpoint and a target."""
-        generator = object.__new__(MLPSpeculatorCandidateGenerator)
-        generator.speculator, generator.plan, generator.session = speculator, plan, Session(2, 99, torch.device("cpu"))
-        generator.stages = [speculator.stage(index) for index in range(speculator.config.n_predict)]
-        generator.device = torch.device("cpu")
-        return generator
+    def grown(self, network, hidden, tokens, plan):
+        """The draft that a plan makes of states and tokens."""
+        generator = mlp_speculator(network, network.config.vocab_size).candidate_generator(Session(2, 99, CPU))
+        generator.plan = plan
+        return generator._grow(hidden, tokens, plan.max_depth).chosen(plan).draft([plan.max_depth] * 2, CPU)
 
     def every_path(self, speculator, hidden, token, widths):
         """All paths of the widths with their log-probabilities, one by one."""
@@ -124,39 +95,33 @@ class TestTrees:
             front = grown
         return found
 
-    @settings(max_examples=25)
-    @given(st.integers(0, 10_000), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 12))
-    def test_candidates_are_the_best_sequences(self, seed, widths, count):
+    @given(
+        seed=st.integers(0, 10_000),
+        widths=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+        count=st.none() | st.integers(1, 12),
+        num_nodes=st.integers(1, 20),
+    )
+    def test_best_of_every_path(self, seed, widths, count, num_nodes):
+        """Candidates are the best sequences; grown trees hold the best of what was read."""
         speculator = self.random_speculator(seed)
         hidden, tokens = torch.randn(2, 5), torch.tensor([3, 4])
-        plan = GrowthPlan(tuple(widths), 8, count)
-        tree = self.generator(speculator, plan)._grow(hidden, tokens, len(widths))
-        draft = tree.chosen(plan).draft([len(widths)] * 2, CPU)
+        plan = GrowthPlan(tuple(widths), num_nodes) if count is None else GrowthPlan(tuple(widths), 8, count)
+        draft = self.grown(speculator, hidden, tokens, plan)
         for row, paths in enumerate(paths_of(draft)):
             scores = self.every_path(speculator, hidden[row], tokens[row], widths)
-            leaves = sorted((p for p in scores if len(p) == len(widths)), key=scores.get, reverse=True)
-            wanted = {path[:depth] for path in leaves[:count] for depth in range(1, len(path) + 1)}
+            if count is None:
+                front, read = [()], []
+                for depth, reads in enumerate(plan.num_reads, start=1):
+                    level = [path for path in scores if len(path) == depth and path[:-1] in front]
+                    front = sorted(level, key=scores.get, reverse=True)[:reads]
+                    read += level
+                wanted = set(sorted(read, key=scores.get, reverse=True)[:num_nodes])
+                assert draft.size == len(plan)
+            else:
+                leaves = sorted((p for p in scores if len(p) == len(widths)), key=scores.get, reverse=True)
+                wanted = {path[:depth] for path in leaves[:count] for depth in range(1, len(path) + 1)}
             assert set(paths) == wanted
             assert len(paths) == len(wanted) <= len(plan)
-            assert draft.parent_lists()[row] == [paths.index(path[:-1]) if path[:-1] else -1 for path in paths]
-
-    @settings(max_examples=25)
-    @given(st.integers(0, 10_000), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 20))
-    def test_grown_trees_hold_the_best_of_what_was_read(self, seed, widths, num_nodes):
-        speculator = self.random_speculator(seed)
-        hidden, tokens = torch.randn(2, 5), torch.tensor([3, 4])
-        plan = GrowthPlan(tuple(widths), num_nodes)
-        tree = self.generator(speculator, plan)._grow(hidden, tokens, len(widths))
-        draft = tree.chosen(plan).draft([len(widths)] * 2, CPU)
-        assert draft.size == len(plan)
-        for row, paths in enumerate(paths_of(draft)):
-            scores = self.every_path(speculator, hidden[row], tokens[row], widths)
-            front, read = [()], []
-            for depth, reads in enumerate(plan.num_reads, start=1):
-                level = [path for path in scores if len(path) == depth and path[:-1] in front]
-                front = sorted(level, key=scores.get, reverse=True)[:reads]
-                read += level
-            assert set(paths) == set(sorted(read, key=scores.get, reverse=True)[:num_nodes])
             assert draft.parent_lists()[row] == [paths.index(path[:-1]) if path[:-1] else -1 for path in paths]
 
     def test_equal_probabilities_keep_parents(self):
@@ -165,25 +130,8 @@ class TestTrees:
         for head in speculator.head:
             head.weight.mul_(1e4)
         plan = GrowthPlan((2, 2, 2), 3)
-        tree = self.generator(speculator, plan)._grow(torch.randn(2, 5), torch.tensor([3, 4]), 3)
-        assert tree.chosen(plan).draft([3, 3], CPU).parents.tolist() == [[-1, 0, 1]] * 2
-
-    def test_static_tree_has_the_ranks_asked_for(self, model, folder):
-        hidden, tokens = torch.randn(2, 1, 32), torch.tensor([5, 6])
-        tree = [(0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 1)]
-        generator = generator_for(model, folder, 2, speculative_token_tree=tree)
-        draft = drafted(generator, hidden, tokens)
-        speculator = generator.speculator
-        for row, paths in enumerate(paths_of(draft)):
-            wanted = []
-            for ranks in generator.plan.paths:
-                state, token, path = speculator.start(hidden[row, 0]), tokens[row], []
-                for index, rank in enumerate(ranks):
-                    state, logits = speculator.step(index, state, token)
-                    token = logits.topk(rank + 1).indices[-1]
-                    path.append(int(token))
-                wanted.append(tuple(path))
-            assert paths == wanted
+        draft = self.grown(speculator, torch.randn(2, 5), torch.tensor([3, 4]), plan)
+        assert draft.parents.tolist() == [[-1, 0, 1]] * 2
 
 
 class TestSettings:
@@ -200,34 +148,9 @@ class TestSettings:
         assert default("cuda") == (GrowthPlan((4, 3, 2), 32), [])
         assert default("cuda", supports_trees=False) == (TokenTree.chain(3), [])
 
-    @pytest.mark.parametrize(
-        ("shape", "match"),
-        [
-            ({"num_speculative_tokens": 4}, "`num_speculative_tokens`=4 is more than the 3 heads"),
-            (
-                {"num_speculative_tokens": 4, "mlp_speculator_num_candidates": 2},
-                "`num_speculative_tokens`=4 is more than the 3",
-            ),
-            ({"top_k_tokens_per_head": [2, 2, 2, 2]}, "has 4 entries, and the checkpoint has 3 stages"),
-            ({"top_k_tokens_per_head": [2], "num_speculative_tokens": 2}, "=2 needs as many entries.*got 1"),
-            ({"speculative_token_tree": [0, 1, 2, 3]}, "is 4 tokens deep, and the checkpoint has 3 stages"),
-            ({"speculative_token_tree": [(0,), (0, 64)]}, "has the rank 64.*vocabulary of 64 tokens"),
-            (
-                {"speculative_token_tree": [0, 0], "num_draft_nodes": 4},
-                "is a whole tree, and `num_draft_nodes` is about growing one",
-            ),
-        ],
-    )
-    def test_settings_that_do_not_fit(self, model, folder, shape, match):
-        with nothing_runs(model), pytest.raises(SpecConfigError, match=match):
-            model.generate(**prompts(1), **GREEDY, speculative={"model": folder, **shape})
-
-    def test_two_ways_to_choose_nodes(self, model, folder):
-        with pytest.raises(SpecConfigError, match="`mlp_speculator_num_candidates`=2 and .* two ways to choose"):
-            SpeculativeConfig("mlp_speculator", folder, mlp_speculator_num_candidates=2, num_draft_nodes=3)
-
-    @pytest.mark.parametrize("widths", list(product([1, 2], repeat=3)))
-    def test_width_of_one_everywhere_is_a_chain(self, model, folder, widths):
-        generator = generator_for(model, folder, 1, top_k_tokens_per_head=list(widths))
-        assert generator.plan.is_chain == (max(widths) == 1)
-        assert generator.num_speculative_tokens == 3
+    @full
+    def test_width_of_one_everywhere_is_a_chain(self, model, folder):
+        for widths in product([1, 2], repeat=3):
+            generator = generator_for(model, folder, 1, top_k_tokens_per_head=list(widths))
+            assert generator.plan.is_chain == (max(widths) == 1)
+            assert generator.num_speculative_tokens == 3

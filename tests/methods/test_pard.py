@@ -1,182 +1,304 @@
-"""PARD: a draft model that drafts all tokens of a cycle from one forward with masks."""
+"""PARD and PARD-2, draft models that draft all tokens of a cycle from one forward with masks; calls of P-EAGLE."""
 
 from functools import cache
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-from hf_specdec import CheckpointFormatError, SpecConfigError, load_speculator, record
+from hf_specdec import CheckpointFormatError, SpecConfigError, generate_many, load_speculator, record
+from hf_specdec.decoding.states import captured_states
 from hf_specdec.hub.detect import detect_checkpoint
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.helpers.architectures import tiny_model
-from tests.helpers.by_hand import rows_of
-from tests.helpers.distribution import P_VALUE, SETTINGS, V, exact_distribution, sampled_counts, small_model
+from tests.helpers.by_hand import CPU, ragged, rows_of
+from tests.helpers.distribution import no_drafts, small_model
 from tests.helpers.heads import copy_of
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.paths import FIXTURES
-from tests.helpers.statistics import chi_square_pvalue
+from tests.helpers.published import published
 
 
-FOLDER = FIXTURES / "draft_model" / "published" / "pard"
-MASK, K = 158, 6
+NAMES = {"pard": "draft_model/published/pard", "pard2": "draft_model/published/pard2", "peagle": "eagle/eagle3_peagle"}
+PARD, PARD2, _ = (FIXTURES / name for name in NAMES.values())
+# Drafted tokens of the recorded runs, and the states of the target that a draft reads.
+LENGTHS = {"pard": 6, "pard2": 5}
+KEYS = {"pard": (), "pard2": (2, 4, "last")}
+GREEDY = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
+CLOSE = {"atol": 2e-4, "rtol": 1e-4}
+both = pytest.mark.parametrize("name", LENGTHS)
 
 
-@cache
 def target():
-    model = AutoModelForCausalLM.from_pretrained(FOLDER / "target").eval()
-    model.generation_config.pad_token_id = None
-    return model
+    return published(NAMES["pard"]).target
+
+
+def load(folder=PARD, **settings):
+    return load_speculator(target(), method="draft_model", model=str(folder), same_tokenizer=True, **settings)
+
+
+def of(name, **settings):
+    """The target and the drafter of a recorded case."""
+    if name != "peagle":
+        return target(), load(published(NAMES[name]).folder, **settings)
+    model, folder, _ = published(NAMES[name])
+    return model, load_speculator(model, model=folder, **settings)
 
 
 @cache
-def expected():
-    return load_file(FOLDER / "expected.safetensors")
+def states_of(name):
+    """States of the target after every token of the recorded run."""
+    with torch.no_grad(), captured_states(target(), KEYS[name]) as states:
+        target()(published(NAMES[name]).expected["generate.output_ids"])
+    return dict(states)
 
 
-def speculator(**settings):
-    return load_speculator(target(), model=str(FOLDER), same_tokenizer=True, **settings)
+def begun(name):
+    """A generator that has read the prompt but its last token, which is the first anchor of the official code."""
+    drafter = of(name, num_speculative_tokens=LENGTHS[name])[1]
+    generator, prompt = drafter.candidate_generator(Session(1, 200, CPU)), published(NAMES[name]).expected["input_ids"]
+    assert generator.target_hidden_states == KEYS[name]
+    states = {key: value[:, : prompt.shape[1] - 1] for key, value in states_of(name).items()}
+    generator.prefill(Prompt(prompt[:, :-1], [0], states))
+    return generator, prompt.shape[1]
 
 
-def test_detection():
-    found = detect_checkpoint(FOLDER)
-    assert (found.method, found.format, found.problems) == ("draft_model", "pard", ())
+def committed(name, start, end, num_accepted):
+    """Tokens `start` to `end` of the recorded text, with the states from which each was predicted."""
+    tokens = published(NAMES[name]).expected["generate.output_ids"][:, start:end]
+    states = {key: value[:, start - 1 : end - 1] for key, value in states_of(name).items()}
+    return Commit([0], tokens, tokens.tolist(), [num_accepted], states)
 
 
-@torch.no_grad()
-def test_official_run_cycle_by_cycle():
-    """Theirs drafts before the target has read the prompt, so that its first anchor is the prompt's last token."""
-    generator = speculator(num_speculative_tokens=K).candidate_generator(Session(1, 200, torch.device("cpu")))
-    prompt, text = expected()["input_ids"], expected()["generate.output_ids"][0].tolist()
-    length = prompt.shape[1]
-    generator.prefill(Prompt(prompt[:, :-1], [0]))
-    committed, num_accepted = text[length - 1 : length], 0
-    for cycle, accepted in enumerate(expected()["generate.accepted"].tolist()):
-        generator.observe(Commit([0], torch.tensor([committed]), [committed], [num_accepted]))
-        anchor = torch.tensor(committed[-1:])
-        draft = generator.propose(DraftStep([0], anchor, [length], [K])).token_lists()[0]
-        if f"r{cycle}.draft_tokens" in expected():
-            assert draft == expected()[f"r{cycle}.draft_tokens"][0].tolist()
-        rest = text[length : length + K]
-        assert next((i for i, (ours, right) in enumerate(zip(draft, rest)) if ours != right), len(rest)) == accepted
-        committed, num_accepted = text[length : length + accepted + 1], accepted
-        length += accepted + 1
-        if length >= len(text):
-            break
-    assert cycle > 8
+class TestRecordedRuns:
+    @both
+    @torch.no_grad()
+    def test_every_cycle(self, name):
+        expected, (generator, length), count = published(NAMES[name]).expected, begun(name), LENGTHS[name]
+        text = expected["generate.output_ids"][0].tolist()
+        generator.observe(committed(name, length - 1, length, 0))
+        for cycle, accepted in enumerate(expected["generate.accepted"].tolist()):
+            step = DraftStep([0], torch.tensor(text[length - 1 : length]), [length], [count])
+            (draft,) = generator.propose(step).token_lists()
+            if f"r{cycle}.draft_tokens" in expected:
+                assert draft == expected[f"r{cycle}.draft_tokens"][0].tolist()
+            rest = text[length : length + count]
+            wrong = (index for index, (ours, right) in enumerate(zip(draft, rest)) if ours != right)
+            assert next(wrong, len(rest)) == accepted
+            length += accepted + 1
+            if length >= len(text):
+                break
+            generator.observe(committed(name, length - accepted - 1, length, accepted))
+        assert cycle > 8
+
+    @both
+    @torch.no_grad()
+    def test_logits(self, name):
+        expected, (generator, length) = published(NAMES[name]).expected, begun(name)
+        generator.observe(committed(name, length - 1, length, 0))
+        for cycle in range({"pard": 1, "pard2": 4}[name]):
+            logits = generator._feed_pending(LENGTHS[name] - 1)[0]
+            torch.testing.assert_close(logits, expected[f"r{cycle}.draft_logits"], **CLOSE)
+            accepted = int(expected[f"r{cycle}.accepted"]) if name == "pard2" else 0
+            length += accepted + 1
+            generator.observe(committed(name, length - accepted - 1, length, accepted))
 
 
-@torch.no_grad()
-def test_logits_of_a_round():
-    generator = speculator(num_speculative_tokens=K).candidate_generator(Session(1, 200, torch.device("cpu")))
-    prompt = expected()["input_ids"]
-    generator.prefill(Prompt(prompt[:, :-1], [0]))
-    generator.observe(Commit([0], prompt[:, -1:], prompt[:, -1:].tolist(), [0]))
-    logits = generator._feed_pending(K - 1)
-    torch.testing.assert_close(logits[0], expected()["r0.draft_logits"], atol=2e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 3}, {"draft_confidence_threshold": 0.6}])
-def test_ragged_batches_have_plain_text_and_the_drafts_of_single_rows(settings):
-    prompt = expected()["input_ids"]
-    rows = [prompt[0], prompt[0, 3:], prompt[0, 5:]]
-    padded = torch.stack([torch.nn.functional.pad(row, (prompt.shape[1] - len(row), 0)) for row in rows])
-    mask = torch.stack([torch.arange(prompt.shape[1]) >= prompt.shape[1] - len(row) for row in rows]).long()
-    inputs = {"input_ids": padded, "attention_mask": mask}
-    greedy = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
-    plain = target().generate(**inputs, **greedy)
+def drafts_of_rows(model, drafter, rows):
+    """Every row's drafts and acceptances in a greedy call, whose text is plain generation's; its statistics."""
+    inputs = ragged(*rows)
+    plain = model.generate(**inputs, **GREEDY, spec_method="off")
     with record(trace=True) as made:
-        ours = target().generate(**inputs, **greedy, assistant=speculator(**settings))
-    assert torch.equal(ours, plain)
-    # More than one token of a cycle is accepted.
-    assert made.calls[0].stats.num_accepted_tokens > 1.5 * made.calls[0].stats.num_drafts
-    for row, tokens in enumerate(rows):
-        with record(trace=True) as alone:
-            target().generate(
-                tokens[None],
-                attention_mask=torch.ones_like(tokens)[None],
-                **greedy,
-                assistant=speculator(**settings),
-            )
-        found, single = rows_of(made.calls[0], row), rows_of(alone.calls[0])
-        assert [(trace.draft_tokens, trace.num_accepted) for trace in found] == [
-            (trace.draft_tokens, trace.num_accepted) for trace in single
-        ]
+        assert torch.equal(model.generate(**inputs, **GREEDY, assistant=drafter), plain)
+    (call,) = made.calls
+    rows = [[(trace.draft_tokens, trace.num_accepted) for trace in rows_of(call, row)] for row in range(len(rows))]
+    return rows, call.stats
 
 
-def small_pard():
-    """A draft model of random weights with a mask, for the target whose distribution is enumerated."""
-    torch.manual_seed(5)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=V + 1, **sizes, pard_token=V, bos_token_id=None, eos_token_id=None)
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
+class TestCalls:
+    """The table of methods has no rows for them."""
+
+    @pytest.mark.parametrize(
+        ("name", "settings"),
+        [
+            ("pard2", {"draft_confidence_threshold": 0.4}),
+            ("peagle", {"num_speculative_tokens": 5}),
+            *in_full(
+                *((name, {}) for name in LENGTHS),
+                *((name, {"num_speculative_tokens": 3}) for name in LENGTHS),
+                ("pard", {"draft_confidence_threshold": 0.6}),
+            ),
+        ],
+    )
+    def test_ragged_rows_draft_what_they_draft_alone(self, name, settings):
+        model, drafter = of(name, **settings)
+        prompt = published(NAMES[name]).expected["input_ids"][0]
+        rows = [prompt, prompt[3:], prompt[5:], *([prompt[-1:]] if name == "pard2" else [])]
+        together, stats = drafts_of_rows(model, drafter, rows)
+        assert stats.num_accepted_tokens > stats.num_drafts / 2
+        assert together == [drafts_of_rows(model, of(name, **settings)[1], [row])[0][0] for row in rows]
+
+    @pytest.mark.parametrize("name", ["pard2", *in_full("pard", "peagle")])
+    def test_sampled_text_follows_from_the_seed(self, name):
+        model, drafter = of(name, draft_sample_method="greedy")
+        prompt, texts = published(NAMES[name]).expected["input_ids"][0], []
+        for assistant in (drafter, no_drafts()):
+            torch.manual_seed(0)
+            settings = {**GREEDY, "do_sample": True, "temperature": 0.5}
+            texts.append(model.generate(**ragged(prompt, prompt[3:]), **settings, assistant=assistant))
+        assert torch.equal(*texts)
+
+    @pytest.mark.parametrize("name", ["pard2", *in_full("pard", "peagle")])
+    def test_rows_join(self, name):
+        model, drafter = of(name, num_speculative_tokens=3)
+        prompt = published(NAMES[name]).expected["input_ids"][0]
+        rows = [prompt, prompt[4:], prompt[2:], prompt[6:]]
+        plain = [model.generate(**ragged(row), **GREEDY)[0, len(row) :].tolist() for row in rows]
+        requests = [row.tolist() for row in rows]
+        texts = list(generate_many(model, requests, batch_size=2, in_order=True, assistant=drafter, **GREEDY))
+        assert [text.tokens for text in texts] == plain
+        assert sum(text.stats.num_accepted_tokens for text in texts) > 40
+
+    def test_a_recurrent_draft_forgets_the_masks(self):
+        """It drafts what it would if its whole text were read anew."""
+        draft = tiny_model("falcon_h1")
+        draft.config.pard_token = 3
+        model, inputs = tiny_llama(vocab_size=draft.config.vocab_size), prompts(2)
+        settings = {"draft_model": draft, "num_speculative_tokens": 4, "same_tokenizer": True}
+        drafter, greedy = load_speculator(model, "draft_model", **settings), {**GREEDY, "max_new_tokens": 16}
+        plain = model.generate(**inputs, **greedy)
+        with record(trace=True) as made:
+            assert torch.equal(model.generate(**inputs, **greedy, assistant=drafter), plain)
+        start, length = int((inputs["attention_mask"][0] == 0).sum()), inputs["input_ids"].shape[1] + 1
+        for trace in rows_of(made.calls[0])[:6]:
+            text = torch.cat([plain[0, start:length], torch.full((3,), 3)])
+            with torch.no_grad():
+                best = draft(text[None]).logits[0, -4:].argmax(-1).tolist()
+            assert trace.draft_tokens == best[: len(trace.draft_tokens)]
+            length += trace.num_accepted + 1
 
 
-def small_drafter(model, method):
-    settings = {"num_speculative_tokens": 3, "draft_sample_method": method, "same_tokenizer": True}
-    return load_speculator(model, "draft_model", draft_model=small_pard(), **settings)
+class TestMaskToken:
+    @pytest.mark.parametrize(("token", "mask"), [(0, 0), *in_full((-1, None), (None, None))])
+    def test_what_the_config_says(self, tmp_path, token, mask):
+        assert load(copy_of(PARD, tmp_path / "draft", {"pard_token": token})).resources.mask_token == mask
+
+    @pytest.mark.parametrize("token", [160, *in_full(-2, "158", 2.5)])
+    def test_what_is_none(self, tmp_path, token):
+        folder = copy_of(PARD, tmp_path / "draft", {"pard_token": token})
+        assert "`pard_token`=" in detect_checkpoint(folder).problems[0]
+        with pytest.raises(CheckpointFormatError, match="`pard_token`=.*token by token"):
+            load(folder)
+
+    @full
+    def test_settings_of_serving_engines(self):
+        drafters = {wanted: load(parallel_drafting=wanted, num_speculative_tokens=12) for wanted in (True, False)}
+        assert (drafters[True].resources.mask_token, drafters[False].resources.mask_token) == (158, None)
+        assert drafters[True].config.to_vllm()["parallel_drafting"] is True
+        with pytest.raises(SpecConfigError, match="`parallel_drafting`=True.*no `pard_token`"):
+            load_speculator(small_model(), "draft_model", draft_model=small_model(), parallel_drafting=True)
+
+    @full
+    def test_default_lengths(self):
+        for setting, length in (("fixed", 8), (12, 12)):
+            generator = load(num_speculative_tokens=setting).candidate_generator(Session(1, 200, CPU))
+            assert generator.num_speculative_tokens == length
 
 
-@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
-@pytest.mark.parametrize("method", ["probabilistic", "greedy"])
-def test_samples_keep_the_distribution(name, method):
-    model = small_model()
-    drafter = small_drafter(model, method)
-    assert drafter.resources.mask_token == V
-    counts, stats = sampled_counts(SETTINGS[name], drafter)
-    assert chi_square_pvalue(counts, exact_distribution(SETTINGS[name])) > P_VALUE
-    assert stats.num_accepted_tokens > 300
+class TestTargetStates:
+    """PARD-2 reads states of the target beside the tokens."""
 
+    def test_without_them_it_drafts_worse_and_says_so(self, tmp_path, warnings):
+        prompt = published(NAMES["pard2"]).expected["input_ids"][0]
+        _, with_states = drafts_of_rows(target(), load(PARD2, num_speculative_tokens=5), [prompt])
+        assert not [line for line in warnings if "PARD-2" in line]
+        folder = copy_of(PARD2, tmp_path / "draft")
+        (folder / "warp_model.bin").unlink()
+        _, without = drafts_of_rows(target(), load(folder, num_speculative_tokens=5), [prompt])
+        assert any("no warp_model.bin" in line for line in warnings)
+        assert any("tokens alone" in note for note in without.notes)
+        assert with_states.num_accepted_tokens > 20
+        assert with_states.num_drafts < without.num_drafts
 
-def test_default_lengths():
-    session = Session(1, 200, torch.device("cpu"))
-    assert speculator(num_speculative_tokens="fixed").candidate_generator(session).num_speculative_tokens == 8
-    assert speculator(num_speculative_tokens=12).candidate_generator(session).num_speculative_tokens == 12
+    @torch.no_grad()
+    def test_a_pause_changes_no_draft(self):
+        """What was committed while nothing was drafted is read with its states, all at once."""
+        text, drafts = published(NAMES["pard2"]).expected["generate.output_ids"], []
+        for cuts in ((0, 1, 4, 9, 10), (0, 9, 10)):
+            generator, length = begun("pard2")
+            for start, end in zip(cuts, cuts[1:]):
+                generator.observe(committed("pard2", length - 1 + start, length - 1 + end, 0))
+                anchor = length - 2 + end
+                if len(cuts) == 5 or end == 10:
+                    draft = generator.propose(DraftStep([0], text[0, anchor : anchor + 1], [anchor + 1], [5]))
+            drafts.append(draft.token_lists())
+        assert drafts[0] == drafts[1]
 
+    @full
+    def test_models_with_another_forward_read_the_same(self):
+        own, prompt = load(PARD2, num_speculative_tokens=5), published(NAMES["pard2"]).expected["input_ids"][0]
+        own.resources.model.set_attn_implementation("eager")
+        lean = load(PARD2, num_speculative_tokens=5)
+        assert drafts_of_rows(target(), own, [prompt])[0] == drafts_of_rows(target(), lean, [prompt])[0]
 
-@pytest.mark.parametrize(("token", "is_mask"), [(-1, False), (None, False), (0, True)])
-def test_what_the_mask_token_says(tmp_path, token, is_mask):
-    folder = copy_of(FOLDER, tmp_path / "draft", {"pard_token": token})
-    drafter = load_speculator(target(), method="draft_model", model=str(folder), same_tokenizer=True)
-    assert drafter.resources.mask_token == (token if is_mask else None)
+    def test_a_bias_is_added_everywhere(self, tmp_path):
+        """Also where a token has no states."""
+        folder = copy_of(PARD2, tmp_path / "draft", {"pard2_proj_bias": True})
+        weight, bias = torch.randn(32, 96), torch.randn(32)
+        torch.save({"target_proj.weight": weight, "target_proj.bias": bias}, folder / "warp_model.bin")
+        resources = load(folder).resources
+        states = {key: torch.randn(1, 3, 32) for key in KEYS["pard2"]}
+        tokens = torch.tensor([[5, 7, 2]])
+        ours = resources.states.embed_projected(tokens, resources.states.of_prompt(states, [0], 3))
+        feature = torch.nn.functional.pad(torch.cat(list(states.values()), dim=-1)[:, :2], (0, 0, 1, 0))
+        embeddings = resources.model.get_input_embeddings()(tokens)
+        torch.testing.assert_close(ours, embeddings + 0.5 * (feature @ weight.T + bias), **CLOSE)
 
+    def test_prompts_of_which_the_last_states_are_known(self):
+        found, states = load(PARD2).resources.states, {key: torch.randn(2, 3, 32) for key in KEYS["pard2"]}
+        projected, ours = found.projected(states), found.of_prompt(states, [0, 3], 5)
+        assert torch.equal(ours[0, 3:], projected[0, :2])
+        assert torch.equal(ours[1, 4:], projected[1, 1:2])
+        assert not ours[0, :3].any()
+        assert not ours[1, :4].any()
 
-def test_serving_engines_say_it_in_the_settings():
-    settings = {"method": "draft_model", "model": str(FOLDER), "same_tokenizer": True, "num_speculative_tokens": 12}
-    drafters = {
-        wanted: load_speculator(target(), {**settings, "parallel_drafting": wanted}) for wanted in (True, False)
-    }
-    assert drafters[True].resources.mask_token == MASK
-    assert drafters[False].resources.mask_token is None
-    assert drafters[True].config.to_vllm()["parallel_drafting"] is True
-    with pytest.raises(SpecConfigError, match="`parallel_drafting`=True.*no `pard_token`"):
-        load_speculator(small_model(), "draft_model", draft_model=small_model(), parallel_drafting=True)
+    @full
+    @pytest.mark.parametrize(
+        ("config", "words"),
+        [
+            ({"pard2_target_layers": None}, "does not say `pard2_target_layers`"),
+            ({"pard2_target_layers": []}, "does not say `pard2_target_layers`"),
+            ({"pard2_target_layers": [2, "4", -1]}, "`pard2_target_layers`=.*list of integers"),
+            ({"pard2_scale": "0.5"}, "`pard2_scale`=.*a number"),
+            ({"pard2_target_dim": 64}, r"target_proj.weight of the shape \[32, 96\].*\[32, 64\]"),
+            ({"pard2_proj_bias": True}, "lacks 1 tensors of the projection: target_proj.bias"),
+        ],
+    )
+    def test_configs_that_contradict_themselves(self, tmp_path, config, words):
+        folder = copy_of(PARD2, tmp_path / "draft", config)
+        with pytest.raises(CheckpointFormatError, match=words):
+            load(folder)
+        assert detect_checkpoint(folder).problems or "pard2_target_layers" not in config
 
+    @pytest.mark.parametrize("content", [b"not a pickle", *in_full(b"", None)])
+    def test_damaged_projections(self, tmp_path, content):
+        file = copy_of(PARD2, tmp_path / "draft") / "warp_model.bin"
+        file.write_bytes(file.read_bytes()[:500] if content is None else content)
+        with pytest.raises(CheckpointFormatError, match=r"warp_model\.bin"):
+            load(file.parent)
 
-@pytest.mark.parametrize("token", [160, -2, "158", 2.5])
-def test_mask_tokens_that_are_none(tmp_path, token):
-    folder = copy_of(FOLDER, tmp_path / "draft", {"pard_token": token})
-    assert "`pard_token`=" in detect_checkpoint(folder).problems[0]
-    with pytest.raises(CheckpointFormatError, match="`pard_token`=.*token by token"):
-        load_speculator(target(), method="draft_model", model=str(folder), same_tokenizer=True)
-
-
-def test_with_a_recurrent_draft():
-    """Its state forgets the masks: it drafts what it would if its whole text were read anew."""
-    draft = tiny_model("falcon_h1")
-    draft.config.pard_token = 3
-    model, inputs = tiny_llama(vocab_size=draft.config.vocab_size), prompts(2)
-    greedy = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": None}
-    plain = model.generate(**inputs, **greedy)
-    drafter = load_speculator(model, "draft_model", draft_model=draft, num_speculative_tokens=4, same_tokenizer=True)
-    with record(trace=True) as made:
-        assert torch.equal(model.generate(**inputs, **greedy, assistant=drafter), plain)
-    start, length = int((inputs["attention_mask"][0] == 0).sum()), inputs["input_ids"].shape[1] + 1
-    for trace in rows_of(made.calls[0])[:6]:
-        text = torch.cat([plain[0, start:length], torch.full((3,), 3)])
-        with torch.no_grad():
-            assert (
-                trace.draft_tokens == draft(text[None]).logits[0, -4:].argmax(-1).tolist()[: len(trace.draft_tokens)]
-            )
-        length += trace.num_accepted + 1
+    def test_layers_are_counted_as_in_transformers(self, tmp_path, warnings):
+        for number, (layers, keys) in enumerate((([0, 6, -7], (0, "last", 0)), ([-2, 5, -1], (5, 5, "last")))):
+            folder = copy_of(PARD2, tmp_path / str(number), {"pard2_target_layers": layers})
+            assert load(folder).resources.states.keys == keys
+        # A draft for another target drafts from the tokens alone, as does one that is no checkpoint.
+        for number, layers in enumerate(([2, 4, 7], [2, 4, -8], [2, 4, 4, -1])):
+            folder = copy_of(PARD2, tmp_path / f"other{number}", {"pard2_target_layers": layers})
+            assert load(folder).resources.states is None
+            assert "PARD-2" in warnings[-1]
+            assert "6 layers with 32" in warnings[-1]
+        draft = AutoModelForCausalLM.from_pretrained(PARD2)
+        drafter = load_speculator(target(), "draft_model", draft_model=draft, same_tokenizer=True)
+        assert drafter.resources.states is None
+        assert any("passed by their name" in line for line in warnings)

@@ -5,22 +5,18 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from hf_specdec import demo, forget_speculators, generate_many, load_speculator
+from hf_specdec import demo, generate_many, load_speculator
 from hf_specdec.layers.draft_network import TargetParts, is_copy
-from tests.helpers.methods import fresh_speculator, settings_of
-from tests.hub.test_loaded import HEADS
+from tests.helpers.levels import full, in_full
+from tests.helpers.methods import CHECKPOINTS, fresh_speculator, settings_of
 
 
-METHODS = [*HEADS, "suffix+eagle3", "ngram", "suffix"]
-OWN_SETTINGS = ["recycling", "medusa static tree", "eagle3 tree", "dflash", "draft_model re-encoded", "mtp"]
-SHORT = {"do_sample": False, "max_new_tokens": 2}
 TOKENS = torch.arange(1, 40)[None]
 CALL = {"do_sample": False, "max_new_tokens": 16, "return_dict_in_generate": True}
 
@@ -36,64 +32,54 @@ def target(shared_target):
     return copy.deepcopy(shared_target)
 
 
-def speculation(method):
-    model = HEADS.get(method.rpartition("+")[2])
-    return {"method": method, **({"model": model} if model else {})}
-
-
 def decoded(target, **settings):
     """Text, and how many draft tokens were accepted."""
     output = target.generate(TOKENS, **CALL, **settings)
     return output.sequences.tolist(), output.speculative.num_accepted_tokens
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_another_default_device(method, shared_target):
+@pytest.mark.parametrize(
+    "name",
+    ["eagle3 tree", "dflash", *in_full(*(name for name in CHECKPOINTS if name != "dflash"), "suffix+eagle3", "suffix")]
+    + in_full("ngram", "recycling", "medusa static tree", "draft_model re-encoded"),
+)
+def test_another_default_device(name, shared_target):
     """Tensors that are made on the way have places of their own; the user's own code has the user's default."""
-    settings = {"speculative": speculation(method), "eos_token_id": None}
-    if method == "suffix+eagle3":
+    settings, places = settings_of(name), []
+    if name == "suffix+eagle3":
         # Which of them drafts is decided by the clock.
-        settings["speculative"]["retrieval_num_speculative_tokens"] = 1
-    places = []
+        settings["retrieval_num_speculative_tokens"] = 1
 
     def noted(input_ids, scores):
         places.append(torch.empty(0).device.type)
         return scores
 
-    forget_speculators(shared_target)
-    expected = decoded(shared_target, **settings, logits_processor=[noted])
-    forget_speculators(shared_target)
+    def called():
+        speculator = fresh_speculator(settings, shared_target)
+        call = {"assistant": speculator, "eos_token_id": None, "logits_processor": [noted]}
+        text, num_accepted = decoded(shared_target, **call)
+        requests = [[5, 9, 9, 4], [7, 8], [3, 1, 4]]
+        outputs = generate_many(shared_target, requests, assistant=speculator, max_new_tokens=8, batch_size=2)
+        return text, "+" in name or num_accepted, sorted(output.tokens for output in outputs)
+
+    expected = called()
+    places.clear()
     with torch.device("meta"):
-        places.clear()
-        found = decoded(shared_target, **settings, logits_processor=[noted])
-        shared_target.generate(
-            TOKENS, max_new_tokens=2, eos_token_id=None, spec_method="off", logits_processor=[noted]
-        )
-        assert set(places) == {"meta"}
-    assert found[0] == expected[0]
-    assert method == "suffix+eagle3" or found == expected
+        assert called() == expected
+        shared_target.generate(TOKENS, max_new_tokens=2, spec_method="off", logits_processor=[noted])
+    assert set(places) == {"meta"}
     # Nothing of that call is left over.
-    forget_speculators(shared_target)
-    assert decoded(shared_target, **settings)[0] == expected[0]
+    assert called() == expected
 
 
-@pytest.mark.parametrize("name", OWN_SETTINGS)
-def test_many_requests_with_another_default_device(name, shared_target):
-    speculator = fresh_speculator(settings_of(name), shared_target)
-    run = partial(generate_many, shared_target, [[5, 9, 9, 4], [7, 8], [3, 1, 4]], assistant=speculator)
-    run = partial(run, max_new_tokens=8, batch_size=2)
-    expected = sorted(output.tokens for output in run())
-    with torch.device("meta"):
-        assert sorted(output.tokens for output in run()) == expected
-
-
+@full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_weights_that_torch_has_packed(target):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         packed = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)
     # Its rounding depends on what else is in a forward, so that texts may differ.
-    accepted = {method: decoded(packed, speculative=speculation(method))[1] for method in METHODS}
+    accepted = {method: decoded(packed, speculative=settings_of(method))[1] for method in CHECKPOINTS}
     assert min(accepted[method] for method in ("mtp", "eagle3", "dflash", "draft_model")) > 0
 
 
@@ -113,9 +99,9 @@ class Louder(torch.nn.Module):
 
 
 class TestChangesAfterLoading:
-    @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "dflash"])
+    @pytest.mark.parametrize("method", ["eagle3", "mtp", *in_full("eagle", "dflash")])
     def test_other_modules(self, method, target):
-        network = load_speculator(target, method, model=HEADS[method]).resources
+        network = load_speculator(target, method, model=CHECKPOINTS[method]).resources
         hidden = torch.randn(2, 3, target.config.hidden_size)
         rows, logits = network.embed(TOKENS), network.logits(hidden)
         uses_head = method == "mtp" or network.lm_head is None
@@ -132,13 +118,13 @@ class TestChangesAfterLoading:
         assert torch.equal(network.logits(hidden), logits)
 
     def test_medusa_reads_the_present_head(self, target):
-        resources = load_speculator(target, "medusa", model=HEADS["medusa"]).resources
+        resources = load_speculator(target, "medusa", model=CHECKPOINTS["medusa"]).resources
         target.set_output_embeddings(copy.deepcopy(target.get_output_embeddings()))
         assert resources.target.head is target.get_output_embeddings()
 
-    @pytest.mark.parametrize("method", ["eagle3", "mtp", "dflash", "medusa"])
+    @pytest.mark.parametrize("method", ["eagle3", *in_full("mtp", "dflash", "medusa")])
     def test_other_weights_and_another_type(self, method, target):
-        held = load_speculator(target, **speculation(method))
+        held = load_speculator(target, settings_of(method))
         before = decoded(target, assistant=held)
         weights = {name: tensor.clone() for name, tensor in target.state_dict().items()}
         with torch.no_grad():
@@ -151,39 +137,19 @@ class TestChangesAfterLoading:
         plain = target.generate(TOKENS, **CALL).sequences.tolist()
         assert decoded(target, assistant=held)[0] == plain
 
-    @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-    def test_adapters(self, target):
-        peft = pytest.importorskip("peft")
-        network = load_speculator(target, "mtp", model=HEADS["mtp"]).resources
-        hidden = torch.randn(1, 2, target.config.hidden_size)
-        rows, logits = network.embed(TOKENS), network.logits(hidden)
-        settings = peft.LoraConfig(target_modules=["embed_tokens", "lm_head", "q_proj"], init_lora_weights=False)
-        adapted = peft.get_peft_model(target, settings).eval()
-        assert torch.equal(network.embed(TOKENS), target.get_input_embeddings()(TOKENS))
-        assert torch.equal(network.logits(hidden), target.get_output_embeddings()(hidden))
-        assert not torch.allclose(network.embed(TOKENS), rows)
-        assert not torch.allclose(network.logits(hidden), logits)
-        plain = adapted.generate(input_ids=TOKENS, **CALL).sequences
-        ours = adapted.generate(input_ids=TOKENS, **CALL, spec_method="mtp", spec_model=HEADS["mtp"])
-        assert torch.equal(ours.sequences, plain)
-        with adapted.disable_adapter():
-            assert torch.equal(network.embed(TOKENS), rows)
-            torch.testing.assert_close(network.logits(hidden), logits)
-
 
 class TestParts:
-    def test_the_last_ones_remain(self, target):
+    def test_held_copied_and_pickled(self, target):
         parts = TargetParts(target)
+        assert copy.deepcopy(parts) is parts
+        assert torch.equal(pickle.loads(pickle.dumps(parts)).embed(TOKENS), parts.embed(TOKENS))
         embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        # The last ones remain.
         del target
         assert parts.embedding is embedding
         assert parts.head is head
-
-    def test_they_can_be_pickled(self, target):
-        parts = TargetParts(target)
-        again = pickle.loads(pickle.dumps(parts))
-        assert torch.equal(again.embed(TOKENS), parts.embed(TOKENS))
-        assert copy.deepcopy(parts) is parts
+        with pytest.raises(AttributeError, match="has no part 'tail'"):
+            parts.tail  # noqa: B018 - an attribute is what is asked for
 
     def test_scaling_is_left_out(self):
         torch.manual_seed(0)
@@ -193,15 +159,11 @@ class TestParts:
         rows = F.embedding(TOKENS, embedding.weight)
         assert not torch.allclose(embedding(TOKENS), rows)
         assert torch.equal(TargetParts(model).embed(TOKENS), rows)
-        adapter = Louder(embedding, 1.0)
-        model.set_input_embeddings(adapter)
+        model.set_input_embeddings(Louder(embedding, 1.0))
         torch.testing.assert_close(TargetParts(model).embed(TOKENS), rows)
 
+    @full
     def test_what_is_packed_is_no_copy(self, target):
         weight = target.get_input_embeddings().weight
         assert is_copy(weight.clone(), weight)
         assert not is_copy(weight, lambda: weight)
-
-    def test_there_are_no_others(self, target):
-        with pytest.raises(AttributeError, match="has no part 'tail'"):
-            getattr(TargetParts(target), "tail")  # noqa: B009 - an attribute is what is asked for

@@ -1,0 +1,299 @@
+"""DFlash, EAGLE, P-EAGLE and MTP draft what the official code drafts: every token, acceptance and length recorded."""
+
+import pytest
+import torch
+
+from hf_specdec import load_speculator, record
+from hf_specdec.drafting import slots
+from hf_specdec.drafts import DraftTree
+from hf_specdec.protocol import Commit, DraftStep, Prompt
+from tests.helpers.by_hand import GREEDY, drafts_of, generator_for, padded, ragged, rows_of
+from tests.helpers.levels import in_full
+from tests.helpers.published import MTP, published
+
+
+CLOSE = {"atol": 2e-4, "rtol": 1e-4}
+EAGLE_TREE = {"draft_tree_depth": 5, "draft_tree_top_k": 4, "num_draft_nodes": 11}
+
+
+def run(name, prompts, length, prefill_chunk_size=None, **speculative):
+    """What a greedy call writes after prompts, the rows' drafts cycle by cycle, and the method."""
+    inputs = ragged(*prompts)
+    # Some tokens more, so that the room left does not limit the last drafts.
+    settings = {**GREEDY, "max_new_tokens": length + 10, "prefill_chunk_size": prefill_chunk_size}
+    with record(trace=True) as made:
+        output = published(name).target.generate(**inputs, **settings, speculative=speculative)
+    (call,) = made.calls
+    traces = [rows_of(call, row) for row in range(len(prompts))]
+    return output[:, inputs["input_ids"].shape[1] :], traces, call.stats.method
+
+
+def accepted(traces):
+    return [trace.num_accepted for trace in traces]
+
+
+def topology(trace):
+    return DraftTree.from_lists([trace.draft_tokens], parents=[trace.parents]).topology
+
+
+class TestDFlash:
+    @pytest.mark.parametrize(
+        ("name", "recorded", "shape"),
+        [
+            ("trained_b8", "refine3", {"dflash_num_denoising_steps": 3}),
+            ("trained_b8", "ddtree16", {"num_draft_nodes": 16}),
+            # Theirs count the anchor.
+            ("jetspec_b8", "tree_w4_n15", {"num_draft_nodes": 14, "draft_tree_top_k": 4}),
+            ("dflash2_full_b8", "generate", {}),
+            ("domino_b6", "generate", {}),
+            ("dspark_confidence_b5", "generate_t40", {}),
+            *in_full(
+                ("qwen3_random_b8", "generate", {}),
+                ("qwen3_random_b8", "generate_b4", {"dflash_block_size": 4}),
+                ("qwen3_random_b8", "generate_b4", {"num_speculative_tokens": 3}),
+                ("default_layer_ids_b4", "generate", {}),
+                ("dflash2_full_b8", "generate_b4", {"dflash_block_size": 4}),
+                ("dflash2_sliding_b5", "generate", {}),
+                ("dflash2_sliding_b5", "generate_b3", {"num_speculative_tokens": 2}),
+                ("dspark_confidence_b5", "generate_t00", {}),
+                ("dspark_confidence_b5", "generate_t60", {}),
+                ("trained_b8", "generate", {}),
+                ("trained_b8", "refine2", {"dflash_num_denoising_steps": 2}),
+                ("trained_b8", "ddtree7", {"num_draft_nodes": 7}),
+                ("trained_for_refinement_b8", "generate", {"dflash_num_denoising_steps": 1}),
+                ("trained_for_refinement_b8", "refine2", {"dflash_num_denoising_steps": 2}),
+                ("trained_for_refinement_b8", "refine3", {"dflash_num_denoising_steps": 3}),
+                ("trained_for_refinement_b8", "refine5", {"dflash_num_denoising_steps": 5}),
+                ("trained_for_refinement_b8", "ddtree16", {"num_draft_nodes": 16}),
+                ("jetspec_b8", "generate", {}),
+                ("jetspec_b8", "tree_w7_n30", {"num_draft_nodes": 29, "draft_tree_top_k": 7}),
+            ),
+        ],
+    )
+    def test_runs(self, name, recorded, shape):
+        _, folder, expected = published(f"dflash/{name}")
+        rows = [f"prompt{row}." for row in range(4)]
+        rows = [row for row in rows if any(key.startswith(f"{row}{recorded}.") for key in expected)]
+        for row in rows or [""]:
+            prompt, key = expected[f"{row}input_ids"][0], f"{row}{recorded}"
+            # All runs of a prompt write the same.
+            text = expected.get(f"{key}.output_ids", expected.get(f"{row}generate.output_ids"))[0]
+            settings = {"model": folder, "num_draft_nodes": 0, **shape}
+            if f"{key}.threshold" in expected:
+                settings["draft_confidence_threshold"] = expected[f"{key}.threshold"].item()
+            (output,), (traces,), method = run(f"dflash/{name}", [prompt], len(text) - len(prompt), **settings)
+            assert method == "dflash"
+            assert torch.equal(output[: len(text) - len(prompt)], text[len(prompt) :])
+            if f"{key}.acceptance_lengths" in expected:
+                lengths = (expected[f"{key}.acceptance_lengths"] - 1).tolist()
+            else:
+                lengths = expected[f"{key}.accepted"].tolist()
+            assert accepted(traces[: len(lengths)]) == lengths
+            sizes = expected.get(f"{key}.proposal_lengths", torch.empty(0)).tolist()
+            assert [len(trace.draft_tokens) for trace in traces[: len(sizes)]] == sizes
+            blocks = expected.get(f"{key}.block_tokens", torch.empty(0)).tolist()
+            assert [trace.draft_tokens for trace in traces[: len(blocks)]] == blocks
+            if "ddtree" in recorded and row == "prompt0.":
+                assert traces[0].draft_tokens == expected[f"{recorded}.node_token_ids"].tolist()
+                assert traces[0].parents == [parent - 1 for parent in expected[f"{recorded}.parents"][1:].tolist()]
+
+    # In the last two the rounds are the first cycles of the greedy run.
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "dflash2_sliding_b5",
+            "dspark_vanilla_b5",
+            "dspark_confidence_b5",
+            *in_full("qwen3_random_b8", "default_layer_ids_b4", "trained_b8", "trained_for_refinement_b8"),
+            *in_full("jetspec_b8", "dflash2_full_b8", "domino_b6"),
+        ],
+    )
+    @torch.no_grad()
+    def test_rounds(self, name):
+        """Drafts, and the keys and values that are kept of the text."""
+        target, folder, expected = published(f"dflash/{name}")
+        network = load_speculator(target, model=folder).resources
+        generator = generator_for(network, num_draft_nodes=0)
+        prompt = expected.get("input_ids", expected.get("prompt0.input_ids"))
+        drafted, length = [], prompt.shape[1]
+        for number in range(3):
+            recorded = {key.removeprefix(f"r{number}."): x for key, x in expected.items()}
+            parts = recorded["context_features"].split(network.config.target_hidden_size, dim=-1)
+            states = dict(zip(network.target_hidden_states, parts))
+            anchor = recorded["block_input_ids"][:, 0]
+            if number == 0:
+                generator.prefill(Prompt(prompt, [0], states))
+                states = {key: value[:, -1:] for key, value in states.items()}
+            tokens = torch.cat([*drafted, anchor])[None]
+            generator.observe(Commit([0], tokens, tokens.tolist(), [tokens.shape[1] - 1], states))
+            length += tokens.shape[1]
+            if "anchor_position" in recorded:
+                assert length - 1 == recorded["anchor_position"]
+            proposed = generator.propose(DraftStep([0], anchor, [length], [100]))
+            assert torch.equal(proposed.tokens, recorded["draft_tokens"])
+            if "survival" in recorded:
+                torch.testing.assert_close(proposed.path_log_probs.exp(), recorded["survival"], **CLOSE)
+            if number < 2:
+                count = int(recorded.get("forced_accepted", recorded.get("accepted")))
+                drafted = [recorded["draft_tokens"][0, :count]]
+        for index, layer in enumerate(generator.text.cache.row_states(0)):
+            for part, ours in zip("kv", layer):
+                if f"cache.{part}.{index}" in expected:
+                    # In some cases a further round has been run.
+                    kept = expected[f"cache.{part}.{index}"][:, :, : ours.shape[1]]
+                    torch.testing.assert_close(ours[None], kept, **CLOSE)
+
+
+class TestEagle:
+    # A head of version 3 for the same kind of target in other spellings is the same to the drafter.
+    every_head = pytest.mark.parametrize(
+        "name", ["eagle1_llama", "eagle3_qwen3", *in_full("eagle3_llama", "eagle3_speculators", "eagle3_specforge")]
+    )
+
+    def run(self, name, count, **shape):
+        _, folder, expected = published(f"eagle/{name}")
+        method = name.partition("_")[0].replace("eagle1", "eagle")
+        settings = {"method": method, "model": folder, **shape}
+        (output,), (traces,), _ = run(f"eagle/{name}", expected["prompt_ids"], len(expected[count]), **settings)
+        assert torch.equal(output[: len(expected[count])], expected[count])
+        return expected, traces
+
+    @every_head
+    def test_chains(self, name):
+        expected, traces = self.run(name, "baseline_tokens", num_speculative_tokens=5)
+        assert traces[0].draft_tokens == expected["chain_tokens"].tolist()
+        assert traces[0].parents == [-1, 0, 1, 2, 3]
+
+    @every_head
+    def test_dynamic_trees(self, name):
+        expected, traces = self.run(name, "gen_tokens", **EAGLE_TREE)
+        lengths = expected["gen_accept_lengths"].tolist()
+        assert accepted(traces[: len(lengths)]) == lengths
+        recorded = [expected[f"gen_cycle_{part}"] for part in ("draft_tokens", "tree_mask", "position_ids")]
+        for trace, tokens, mask, depths in zip(traces, *recorded):
+            assert trace.draft_tokens == tokens[1:].tolist()
+            assert torch.equal(topology(trace).ancestors, mask.bool())
+            assert torch.equal(topology(trace).depths, depths)
+
+    def test_static_tree_of_the_first_version(self):
+        expected, traces = self.run("eagle1_llama", "v1_gen_tokens", speculative_token_tree="eagle_1")
+        lengths = expected["v1_gen_accept_lengths"].tolist()
+        assert accepted(traces[: len(lengths)]) == lengths
+        drafts = [trace.draft_tokens for trace in traces[: len(lengths)]]
+        assert drafts == expected["v1_gen_cycle_draft_tokens"][:, 1:].tolist()
+        assert torch.equal(topology(traces[0]).ancestors, expected["v1_tree_attn_mask"].bool())
+        assert torch.equal(topology(traces[0]).depths, expected["v1_tree_position_ids"])
+
+
+class TestPEagle:
+    NAME, K = "eagle/eagle3_peagle", 5
+
+    def test_run(self):
+        _, folder, expected = published(self.NAME)
+        prompt, text = expected["input_ids"][0], expected["generate.output_ids"][0]
+        settings = {"model": folder, "num_speculative_tokens": self.K}
+        (output,), (traces,), method = run(self.NAME, [prompt], len(text) - len(prompt), **settings)
+        assert method == "eagle3"
+        assert torch.equal(output[: len(text) - len(prompt)], text[len(prompt) :])
+        lengths = expected["generate.accepted"].tolist()
+        assert accepted(traces[: len(lengths)]) == lengths
+        assert sum(lengths) > 20
+
+    @torch.no_grad()
+    def test_rounds(self):
+        """So many drafts are accepted as the official code was forced to accept."""
+        target, folder, expected = published(self.NAME)
+        network = load_speculator(target, model=folder).resources
+        generator = generator_for(network, num_speculative_tokens=self.K)
+        prompt = expected["input_ids"]
+        length = prompt.shape[1]
+        for number in range(4):
+            entered = f"r{number}."
+            parts = expected[f"{entered}context_features"].split(network.config.target_hidden_size, dim=-1)
+            states = dict(zip(network.target_hidden_states, parts))
+            new = expected[f"{entered}input_ids"][:, : 1 - self.K]
+            if number == 0:
+                generator.prefill(Prompt(prompt, [0], states))
+                states, new = {key: value[:, -1:] for key, value in states.items()}, new[:, -1:]
+            generator.observe(Commit([0], new, new.tolist(), [new.shape[1] - 1], states))
+            length += new.shape[1]
+            draft = generator.propose(DraftStep([0], new[:, -1], [length], [100]))
+            assert draft.token_lists() == expected[f"{entered}draft_tokens"].tolist()
+            torch.testing.assert_close(generator.logits, expected[f"{entered}draft_logits"][:1], **CLOSE)
+        masks = generator.masked.read_masks(generator.entries, 1, self.K - 1)
+        torch.testing.assert_close(masks[0], expected["r3.draft_logits"][1:], **CLOSE)
+
+
+class TestMtp:
+    # One layer of each kind of attention, and several layers; the others are of other families.
+    SHORT = ("glm4_moe_k3", "mellum")
+    REST = sorted(path.name for path in MTP.iterdir() if path.name not in ("glm4_moe_k3", "mellum"))
+    every_case = pytest.mark.parametrize("name", [*SHORT, *in_full(*REST)])
+    every_mode = pytest.mark.parametrize("mode", ["chain", "reuse"])
+
+    @every_case
+    @every_mode
+    @torch.no_grad()
+    def test_rounds(self, name, mode, monkeypatch):
+        """So many drafts are accepted as the official code was forced to accept, in one row and in two."""
+        target, _, expected = published(f"mtp/{name}")
+        network = load_speculator(target, "mtp").resources
+        compute, logits = network.logits, []
+        monkeypatch.setattr(network, "logits", lambda output: logits.append(compute(output)) or logits[-1])
+        for rows in ([mode], [mode, f"p2.{mode}"]):
+            depth = expected[f"{mode}.r0.logits"].shape[0]
+            generator = generator_for(network, len(rows), mtp_mode=mode, num_speculative_tokens=depth)
+            (key,) = generator.target_hidden_states
+            texts = [expected[f"{row}.r0.ids"][:-1] for row in rows]
+            lengths = [len(text) for text in texts]
+            states = padded([expected[f"{row}.r0.hidden"] for row in rows], left=True)
+            starts = [max(lengths) - length for length in lengths]
+            generator.prefill(Prompt(padded(texts, left=True), starts, {key: states}))
+            number = 0
+            while all(f"{row}.r{number}.ids" in expected for row in rows):
+                texts = [expected[f"{row}.r{number}.ids"] for row in rows]
+                new = [text[length:] for text, length in zip(texts, lengths)]
+                hidden = [expected[f"{row}.r{number}.hidden"][-len(part) :] for row, part in zip(rows, new)]
+                counts = [len(part) - 1 for part in new]
+                if number:
+                    assert counts == [int(expected[f"{row}.r{number}.accepted"]) for row in rows]
+                lists = [part.tolist() for part in new]
+                states = {key: padded(hidden, False)}
+                generator.observe(Commit(list(range(len(rows))), padded(new, False), lists, counts, states))
+                lengths = list(map(len, texts))
+                logits.clear()
+                found = drafts_of(generator, texts)
+                seen = torch.stack([step.view(len(rows), -1) for step in logits if step.dim() > 1], dim=1)
+                for index, row in enumerate(rows):
+                    wanted = expected[f"{row}.r{number}.tokens"].tolist()
+                    assert found[index] == [tuple(wanted[: step + 1]) for step in range(depth)]
+                    wanted = expected[f"{row}.r{number}.logits"]
+                    torch.testing.assert_close(seen[index], wanted, atol=1e-4, rtol=1e-5)
+                number += 1
+            assert number >= 4 - len(rows)
+
+    @every_case
+    @every_mode
+    def test_runs(self, name, mode):
+        """Two rows of a batch; one alone is among the rounds."""
+        self.run(name, mode)
+
+    @pytest.mark.parametrize("name", ["mellum", *in_full("glm4_moe_k3", "ernie4_5_moe")])
+    @every_mode
+    def test_runs_whose_prompts_are_read_in_chunks(self, name, mode, monkeypatch):
+        monkeypatch.setattr(slots, "_CHUNK_SIZE", 2)
+        self.run(name, mode, prefill_chunk_size=5)
+
+    def run(self, name, mode, **arguments):
+        expected, rows = published(f"mtp/{name}").expected, ["", "p2."]
+        depth = expected[f"{mode}.trace.drafts"].shape[1]
+        settings = {"method": "mtp", "mtp_mode": mode, "num_speculative_tokens": depth}
+        prompts = [expected[f"{row}prompt_ids"] for row in rows]
+        texts = [expected[f"{row}greedy_ids"] for row in rows]
+        outputs, traces, _ = run(f"mtp/{name}", prompts, len(texts[0]), **arguments, **settings)
+        for index, row in enumerate(rows):
+            assert torch.equal(outputs[index, : len(texts[index])], texts[index])
+            lengths = expected[f"{row}{mode}.trace.accepted"].tolist()
+            assert accepted(traces[index][: len(lengths)]) == lengths
+            drafts = [trace.draft_tokens for trace in traces[index][: len(lengths)]]
+            assert drafts == expected[f"{row}{mode}.trace.drafts"].tolist()

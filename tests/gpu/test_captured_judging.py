@@ -68,7 +68,7 @@ def call(drafts: str, rule: str, enforce_eager: bool, rows: int = 3, **arguments
             ("chains", "block", SAMPLED),
             ("trees", "typical", SAMPLED),
             ("trees", "synthetic", SAMPLED),
-            ("not drawn", "standard", SAMPLED),
+            ("not drawn", "standard", {"do_sample": True, "temperature": 0.3}),
         ),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,

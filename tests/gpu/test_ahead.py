@@ -186,21 +186,6 @@ def random_requests(count: int) -> list[list[int]]:
 
 
 class TestRequests:
-    @pytest.mark.parametrize("case", ["eagle3", *in_full("draft model", "medusa", "mtp, layers", *SELF_DRAFTERS)])
-    def test_rows_that_join(self, case, events):
-        """New requests take the places of those that have ended."""
-        model = tiny_llama()
-        requests = [
-            {"input_ids": tokens[: 4 + index % 3], "max_new_tokens": 12 + 5 * (index % 4)}
-            for index, tokens in enumerate(random_requests(7))
-        ]
-        speculator = tiny_drafter(model, case)
-        results = generate_many(model, requests, 3, in_order=True, do_sample=False, assistant=speculator)
-        for request, result in zip(requests, results):
-            prompt = {"input_ids": torch.tensor([request["input_ids"]])}
-            assert [request["input_ids"] + result.tokens] == plain(prompt, request["max_new_tokens"])
-        assert drafted_ahead(events) > 0
-
     @full
     @pytest.mark.parametrize("case", ["draft model, drawn", "eagle3, drawn", "mlp_speculator, drawn", "dflash, drawn"])
     def test_a_row_without_room_after_others_have_ended(self, case):
@@ -348,7 +333,15 @@ class TestNextVerificationIsLaunchedBeforeTheVerdictIsRead:
         ]
         assert texts[0] == texts[1]
 
-    @pytest.mark.parametrize(("case", "asked"), [("draft model", {}), *in_full(("eagle3", {"top_logprobs": 2}))])
+    @pytest.mark.parametrize(
+        ("case", "asked"),
+        [
+            *(("draft model", {}), ("eagle3", {})),
+            *in_full(
+                ("eagle3", {"top_logprobs": 2}), *((case, {}) for case in ("medusa", "mtp, layers", *SELF_DRAFTERS))
+            ),
+        ],
+    )
     def test_a_row_that_another_one_joins(self, case, asked, events):
         """And leaves again; the first one was alone before, and is so afterwards."""
         model, prompt, other = tiny_llama(), [5, 9, 7, 11], [8, 3, 14]

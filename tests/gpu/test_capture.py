@@ -22,9 +22,10 @@ from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from hf_specdec.logits.randomness import RowKeys
 from tests.helpers.levels import split
-from tests.helpers.tape import Tape, TapeBackend, spoil
+from tests.helpers.tape import TapeBackend, spoil
 
 
+CPU = torch.device("cpu")
 ROWS = {
     "equal": RowState([9, 9, 9], [0, 0, 0], [0, 0, 0]),
     "ragged": RowState([9, 4, 12], [0, 2, 3], [0, 5, 0]),
@@ -32,16 +33,16 @@ ROWS = {
 
 
 TOPOLOGIES = {
-    "anchor": chain_topology(0, torch.device("cpu")),
-    "chain": chain_topology(4, torch.device("cpu")),
-    "tree": static_topology((-1, -1, 0, 1, 1), torch.device("cpu")),
+    "anchor": chain_topology(0, CPU),
+    "chain": chain_topology(4, CPU),
+    "tree": static_topology((-1, -1, 0, 1, 1), CPU),
     "trees": TreeTopology.from_parents(torch.tensor([[-1, 0, 1], [-1, -1, 0], [-1, -1, -1]])),
 }
 
 
 def filled(rows_of_graph, nodes_of_graph, tokens, topology, rows, **limit) -> SimpleNamespace:
     """Nodes as a graph of these sizes reads them."""
-    inputs = NodeInputs(rows_of_graph, nodes_of_graph, torch.device("cpu"))
+    inputs = NodeInputs(rows_of_graph, nodes_of_graph, CPU)
     for buffer in inputs.buffers:
         spoil(buffer)
     inputs.fill([tokens], topology.parents[..., 1:] - 1, [tokens.shape[1] - 1] * len(tokens), rows, **limit)
@@ -85,20 +86,15 @@ class TestNodeInputs:
         assert (nodes.tree.ancestors[:3, :6] >> 6).eq(0).all()
         assert nodes.draft.num_nodes.tolist() == [5, 5, 5, 0]
 
-    def test_counts_that_the_device_alone_knows(self):
-        inputs = NodeInputs(4, 3, torch.device("cpu"))
-        counts = torch.tensor([2, 0, 1])
-        inputs.fill([torch.ones((3, 3), dtype=torch.long)], torch.tensor([-1, 0]), counts, ROWS["equal"])
-        assert read(inputs).draft.num_nodes.tolist() == [2, 0, 1, 0]
-
-    def test_tokens_that_the_device_alone_knows(self):
+    def test_counts_and_tokens_that_the_device_alone_knows(self):
         """Rows are longer and stand further on; those of padding do not."""
-        inputs = NodeInputs(4, 3, torch.device("cpu"))
+        inputs = NodeInputs(4, 3, CPU)
         for buffer in inputs.buffers:
             spoil(buffer)
         keys, tokens = RowKeys([5, 6], [0, 1], [11, 12]), torch.ones((2, 2), dtype=torch.long)
         rows, more = RowState([8, 7], [0, 1], [0, -1]), torch.tensor([3, 1])
-        inputs.fill([tokens], torch.tensor([-1]), [1, 1], rows, keys=keys, more=more)
+        inputs.fill([tokens], torch.tensor([-1]), torch.tensor([1, 0]), rows, keys=keys, more=more)
+        assert read(inputs).draft.num_nodes.tolist() == [1, 0, 0, 0]
         assert inputs.lengths.tolist() == [11, 8, 0, 0]
         assert inputs.keys.positions.tolist() == [14, 13, 0, 0]
         assert inputs.keys.seeds.tolist() == [5, 6, 0, 0]
@@ -106,13 +102,13 @@ class TestNodeInputs:
     @pytest.mark.parametrize("sizes", [(1, 3), (8, 64)])
     def test_kernels_are_compiled_once(self, sizes):
         """Triton compiles others for addresses that are no multiples of 16."""
-        nodes = read(NodeInputs(*sizes, torch.device("cpu")))
+        nodes = read(NodeInputs(*sizes, CPU))
         for part in (*vars(nodes.tree).values(), nodes.tokens, nodes.positions, nodes.draft.num_nodes):
             assert not torch.is_tensor(part) or part.data_ptr() % 16 == 0
 
     def test_full_size(self):
         """All 64 bits of the ancestors."""
-        topology, rows = chain_topology(MAX_NODES - 2, torch.device("cpu")), RowState([3], [0], [0])
+        topology, rows = chain_topology(MAX_NODES - 2, CPU), RowState([3], [0], [0])
         nodes = filled(1, MAX_NODES, torch.ones((1, MAX_NODES - 1), dtype=torch.long), topology, rows)
         visible = TreeMask(nodes.tree, FULL).additive(3 + MAX_NODES, torch.float32)[0, 0].eq(0)
         # The text, the anchor, and itself.
@@ -138,26 +134,18 @@ class TestSlotStore:
         return [self.take(store, rows, capacity, layer=layer, **changes) for layer in range(2)]
 
     def test_buffers_are_kept(self, store, dropped):
-        first = self.call(store, 3, 100)
+        """Larger calls leave those of others alone, graphs of another model make way."""
+        first = self.call(store, 4, 1500)
         for buffer in first:
             buffer.fill_(1)
-        again = self.call(store, 2, 60)
+        for rows, capacity in ((4, 3000), (9, 1500)):
+            assert not any(map(operator.is_, first, self.call(store, rows, capacity)))
+        again = self.call(store, 3, 1400)
         assert all(map(operator.is_, first, again))
         assert not any(buffer.any() for buffer in again)
         assert not dropped
-
-    @pytest.mark.parametrize("changes", [{"capacity": 3000}, {"rows": 9}])
-    def test_larger_calls_leave_those_of_others_alone(self, store, dropped, changes):
-        first = self.call(store, 4, 1500)
-        larger = self.call(store, **{"rows": 4, "capacity": 1500, **changes})
-        assert not any(map(operator.is_, first, larger))
-        assert all(map(operator.is_, first, self.call(store, 4, 1500)))
-        assert not dropped
-
-    def test_graphs_of_other_models_make_way(self, store, dropped):
-        first = self.call(store, 2, 100)
-        assert not any(map(operator.is_, first, self.call(store, 2, 100, size=8)))
-        assert set(dropped) == {(2, 1024)}
+        assert not any(map(operator.is_, first, self.call(store, 4, 1500, size=8)))
+        assert set(dropped) == {(4, 2048)}
 
     @given(
         st.lists(
@@ -211,19 +199,25 @@ class Runtime:
     """
 
     def __init__(self, monkeypatch):
-        self.events, self.streams, self.errors = [], ["call"], []
+        self.events, self.streams, self.errors = [], ["call"], [None]
         for name in ("synchronize", "empty_cache", "ipc_collect"):
             monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: self.events.append(name))
         monkeypatch.setattr(gc, "collect", lambda *args: self.events.append("gc.collect"))
         for name, value in {
-            "Stream": lambda: _Stream("capture", self),
-            "current_stream": lambda *args: _Stream(self.streams[-1], self),
+            "Stream": lambda: self.a_stream("capture"),
+            "current_stream": lambda *args: self.a_stream(self.streams[-1]),
             "stream": self.stream,
             "device": lambda device: nullcontext(),
             "graph_pool_handle": lambda: "pool",
-            "CUDAGraph": lambda: _Graph(self),
+            # The runtime is the only graph, too.
+            "CUDAGraph": lambda: self,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+
+    def a_stream(self, name):
+        return SimpleNamespace(
+            name=name, wait_stream=lambda other: self.events.append(f"{name} waits for {other.name}")
+        )
 
     @contextmanager
     def stream(self, stream):
@@ -233,163 +227,124 @@ class Runtime:
         finally:
             self.streams.pop()
 
-
-class _Stream:
-    def __init__(self, name, runtime):
-        self.name, self.runtime = name, runtime
-
-    def wait_stream(self, other):
-        self.runtime.events.append(f"{self.name} waits for {other.name}")
-
-
-class _Graph:
-    def __init__(self, runtime):
-        self.runtime = runtime
-
     def capture_begin(self, pool=None, capture_error_mode="global"):
-        assert (pool, capture_error_mode, self.runtime.streams[-1]) == ("pool", "thread_local", "capture")
-        self.runtime.events.append("begin")
+        assert (pool, capture_error_mode, self.streams[-1]) == ("pool", "thread_local", "capture")
+        self.events.append("begin")
 
     def capture_end(self):
-        self.runtime.events.append("end")
-        if self.runtime.errors[:1] != [None]:
+        self.events.append("end")
+        if self.errors[:1] != [None]:
             raise RuntimeError("the capture was broken off")
 
     def replay(self):
-        self.runtime.events.append("replay")
+        self.events.append("replay")
+
+    def run(self):
+        """What is captured."""
+        self.events.append(f"run in {self.streams[-1]}")
+        if self.events[-2] == "begin" and self.errors[0] is not None:
+            raise self.errors[0]
+        return "output"
 
 
 class TestCudaBackend:
     """Order in which it calls CUDA, and what it leaves out."""
 
+    WARM_UP = ["capture waits for call", "run in capture", "run in capture"]
+    CAPTURE = ["begin", "run in capture", "end"]
+
     @pytest.fixture
     def runtime(self, monkeypatch) -> Runtime:
         return Runtime(monkeypatch)
 
-    def run_for(self, runtime):
-        def run():
-            runtime.events.append(f"run in {runtime.streams[-1]}")
-            if runtime.events[-2] == "begin" and runtime.errors[0] is not None:
-                raise runtime.errors[0]
-            return "output"
+    @pytest.fixture
+    def backend(self, runtime) -> CudaBackend:
+        return CudaBackend(torch.device("cuda", 0))
 
-        return run
-
-    WARM_UP = ["capture waits for call", "run in capture", "run in capture"]
-    CAPTURE = ["begin", "run in capture", "end"]
-
-    def test_nothing_is_waited_for_and_no_memory_given_back(self, runtime):
-        runtime.errors = [None]
-        replay, output = CudaBackend(torch.device("cuda", 0)).capture(self.run_for(runtime))
+    def test_nothing_is_waited_for_and_no_memory_given_back(self, runtime, backend):
+        replay, output = backend.capture(runtime.run)
         assert output == "output"
         assert runtime.events == [*self.WARM_UP, *self.CAPTURE, "call waits for capture"]
         replay()
         assert runtime.events[-1] == "replay"
 
-    def test_failures_are_told_as_they_are(self, runtime):
+    def test_failures_are_told_as_they_are(self, runtime, backend):
         """And the stream is again that of the call."""
         runtime.errors = [KeyError("inside")]
         with pytest.raises(KeyError, match="inside"):
-            CudaBackend(torch.device("cuda", 0)).capture(self.run_for(runtime))
+            backend.capture(runtime.run)
         assert runtime.events[-2:] == ["end", "call waits for capture"]
         assert runtime.streams == ["call"]
 
-    def test_memory_is_given_back_where_a_capture_wants_it(self, runtime):
+    def test_memory_is_given_back_where_a_capture_wants_it(self, runtime, backend, monkeypatch):
         runtime.errors = [torch.OutOfMemoryError("full"), None]
-        backend = CudaBackend(torch.device("cuda", 0))
-        run = self.run_for(runtime)
         empty = torch.cuda.empty_cache
-
-        def emptied():
-            empty()
-            runtime.errors.pop(0)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "empty_cache", emptied)
-            assert backend.capture(run)[1] == "output"
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: [empty(), runtime.errors.pop(0)])
+        assert backend.capture(runtime.run)[1] == "output"
         freed = ["synchronize", "empty_cache"]
         assert runtime.events == [*self.WARM_UP, *self.CAPTURE, *freed, *self.CAPTURE, "call waits for capture"]
 
 
-def assign_where(tensor):
-    tensor[tensor > 0] = torch.ones(2, device=tensor.device)
+WAITING = [
+    lambda far: far[0].item(),
+    lambda far: bool(far.sum()),
+    torch.Tensor.nonzero,
+    torch.Tensor.unique,
+    lambda far: far[far > 0],
+    lambda far: far.__setitem__(far > 0, torch.ones(2, device=far.device)),
+    lambda far: far.to("meta"),
+    lambda far: far.repeat_interleave(far.long()),
+]
+# Copies from memory that a graph does not keep; torch shows only a part of them as operations.
+COPYING = [
+    lambda far: torch.tensor([1, 2], device=far.device),
+    lambda far: torch.tensor(1.0, device=far.device),
+    lambda far: torch.as_tensor(np.arange(2), device=far.device),
+    lambda far: torch.asarray(obj=[1, 2], device=far.device),
+    lambda far: far.new_tensor([1.0]),
+    lambda far: far[[0, 1]],
+    lambda far: far[:, np.arange(2)],
+    lambda far: far[torch.arange(2)],
+    lambda far: far.__setitem__((0, [0, 1]), 1.0),
+]
 
 
 class TestNoWaiting:
     """A forward is refused before the capture, which it would leave in pieces."""
 
-    @pytest.mark.parametrize(
-        "waits",
-        [
-            torch.Tensor.item,
-            lambda tensor: bool(tensor.sum()),
-            torch.Tensor.nonzero,
-            torch.Tensor.unique,
-            lambda tensor: tensor[tensor > 0],
-            assign_where,
-            lambda tensor: tensor.to("meta"),
-            lambda tensor: tensor.repeat_interleave(tensor.long()),
-        ],
-    )
+    @pytest.mark.parametrize("waits", WAITING)
     def test_waiting(self, waits, device):
-        given = torch.ones(1 if waits is torch.Tensor.item else 2, device=device)
         with pytest.raises(CannotCaptureError), NoWaiting():
-            waits(given)
+            waits(torch.ones(2, device=device))
 
-    @pytest.mark.parametrize(
-        "copies",
-        [
-            lambda far: torch.tensor([1, 2], device=far.device),
-            lambda far: torch.tensor(1.0, device=far.device),
-            lambda far: torch.as_tensor(np.arange(2), device=far.device),
-            lambda far: torch.asarray(obj=[1, 2], device=far.device),
-            lambda far: far.new_tensor([1.0]),
-            lambda far: far[[0, 1]],
-            lambda far: far[:, np.arange(2)],
-            lambda far: far[torch.arange(2)],
-            lambda far: far.__setitem__((0, [0, 1]), 1.0),
-        ],
-    )
+    @pytest.mark.parametrize("copies", COPYING)
     def test_lists_that_go_to_the_device(self, copies, device):
-        """Copies from memory that a graph does not keep; torch shows only a part of them as operations."""
         far = torch.ones((2, 2), device="meta" if device.type == "cpu" else device)
         with pytest.raises(CannotCaptureError), NoWaiting():
             copies(far)
 
     def test_what_stays_where_it_is(self, device):
         far = torch.ones((2, 2), device="meta" if device.type == "cpu" else device)
+        given = torch.ones(2, device=device)
         with NoWaiting():
             constant = torch.tensor([1.0, 2.0])[[1]]
             assert far.new_ones(2).device == far[0, :1].device == torch.as_tensor(far).device == far.device
             assert far[far.long()].shape == (2, 2, 2)
-        assert constant.tolist() == [2.0]
-
-    def test_filling_a_mask(self, device):
-        given = torch.ones(2, device=device)
-        with NoWaiting():
             given[given > 0] = 3.0
+        assert constant.tolist() == [2.0]
         assert given.tolist() == [3.0, 3.0]
 
 
-class TestTape:
-    """The stand-in for graphs is as strict as they are."""
-
-    def test_repeats_on_the_same_memory(self):
-        given, kept = torch.arange(3.0), torch.zeros(3)
-        with Tape() as tape:
-            doubled = given * 2
-            kept.copy_(doubled[1:].sum())
-        given += 1
-        tape.replay()
-        assert doubled.tolist() == [2.0, 4.0, 6.0]
-        assert kept.tolist() == [10.0] * 3
-
-    def test_other_tapes_are_spoiled(self):
-        backend, given = TapeBackend(), torch.ones(2)
-        replay, output = backend.capture(lambda: given + 1)
-        other, other_output = backend.capture(lambda: given + 2)
-        replay()
-        assert other_output.isnan().all()
-        other()
-        assert output.isnan().all()
-        assert other_output.tolist() == [3.0, 3.0]
+def test_a_tape_is_as_strict_as_a_graph():
+    """It repeats on the same memory, and spoils what other tapes have made."""
+    backend, given, kept = TapeBackend(), torch.arange(3.0), torch.zeros(3)
+    replay, output = backend.capture(lambda: [given * 2, kept.copy_(given[1:].sum())][0])
+    other, other_output = backend.capture(lambda: given + 2)
+    given += 1
+    replay()
+    assert output.tolist() == [2.0, 4.0, 6.0]
+    assert kept.tolist() == [5.0] * 3
+    assert other_output.isnan().all()
+    other()
+    assert output.isnan().all()
+    assert other_output.tolist() == [3.0, 4.0, 5.0]

@@ -6,39 +6,29 @@ import pytest
 import torch
 
 from hf_specdec import SpeculativeConfig, Speculator, generate_many, record
-from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
-from hf_specdec.decoding import graphs, target
+from hf_specdec.decoding import target
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.logits.randomness import ACCEPT, TARGET, CapturedUniforms, RowKeys, RowUniforms
 from tests.helpers.levels import in_full
 from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.sampled import sampled_speculator
-from tests.helpers.tape import spoil_inputs, tape_everything
+from tests.helpers.tiny_drafters import tiny_drafter
 
+
+pytestmark = pytest.mark.usefixtures("tapes")
 
 DRAFTS = {
-    "chains": lambda: sampled_speculator(3),
-    "trees": lambda: sampled_speculator(6, widths=(2, 2)),
-    "not drawn": lambda: Speculator(
-        SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1), NgramCandidateGenerator, None
-    ),
+    "chains": lambda model: sampled_speculator(3),
+    "trees": lambda model: sampled_speculator(6, widths=(2, 2)),
+    "not drawn": lambda model: tiny_drafter(model, "ngram", prompt_lookup_min=1),
 }
-WARPERS = {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
+SAMPLED = {"do_sample": True, "temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
 RULES = {
     "standard": {},
     "block": {"rejection_sample_method": "block"},
     "typical": {"rejection_sample_method": "typical"},
     "synthetic": {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5},
 }
-
-
-@pytest.fixture(autouse=True)
-def on_tapes(monkeypatch):
-    monkeypatch.setenv("HF_SPECDEC_CHECK", "0")
-    spoil_inputs(monkeypatch)
-    tape_everything(monkeypatch)
-    yield
-    graphs.forget_graphs()
 
 
 @pytest.fixture
@@ -56,67 +46,48 @@ def judged(monkeypatch) -> list[bool]:
     return noted
 
 
-def call(speculator: Speculator, enforce_eager: bool, rows: int = 3, **arguments):
-    """Text, drafts and statistics of a call."""
-    config = SpeculativeConfig.resolve(speculator.config, enforce_eager=enforce_eager)
-    speculator = Speculator(config, speculator.generator_class, speculator.resources)
+def call(drafts: str, rule: str, enforce_eager: bool, rows: int = 3, **arguments):
+    """Text, drafts and accepted tokens of a call."""
+    drafter = DRAFTS[drafts](model := tiny_llama())
+    config = SpeculativeConfig.resolve(drafter.config, **RULES[rule], enforce_eager=enforce_eager)
+    speculator = Speculator(config, drafter.generator_class, drafter.resources)
     torch.manual_seed(0)
     with record(trace=True) as made:
-        output = tiny_llama().generate(
-            **prompts(rows), max_new_tokens=20, return_dict_in_generate=True, assistant=speculator, **arguments
-        )
-    return output.sequences.tolist(), made.calls[0].cycles, output.speculative
-
-
-def check(make, judged: list[bool], **arguments):
-    text, cycles, stats = call(make(), enforce_eager=False, **arguments)
-    assert all(judged)
-    assert len(judged) > 3
-    eager_text, eager_cycles, eager_stats = call(make(), enforce_eager=True, **arguments)
-    assert not all(judged)
-    assert text == eager_text
-    assert cycles == eager_cycles
-    assert stats.num_accepted_tokens == eager_stats.num_accepted_tokens
-    return stats
+        text = model.generate(**prompts(rows), max_new_tokens=20, assistant=speculator, **arguments)
+    return text.tolist(), made.calls[0].cycles, made.calls[0].stats.num_accepted_tokens
 
 
 @pytest.mark.parametrize(
-    ("drafts", "rule"),
+    ("drafts", "rule", "arguments"),
     [
-        ("chains", "standard"),
-        ("trees", "standard"),
+        ("chains", "standard", SAMPLED),
+        ("trees", "standard", SAMPLED),
+        # The graph reads random numbers, though nothing else does.
+        ("not drawn", "synthetic", {"do_sample": False}),
         *in_full(
-            ("chains", "block"), *(("trees", rule) for rule in ("typical", "synthetic")), ("not drawn", "standard")
+            ("chains", "block", SAMPLED),
+            ("trees", "typical", SAMPLED),
+            ("trees", "synthetic", SAMPLED),
+            ("not drawn", "standard", {"do_sample": True, "temperature": 0.3}),
         ),
     ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
 )
-def test_sampling(drafts, rule, judged):
-    def make():
-        speculator = DRAFTS[drafts]()
-        config = SpeculativeConfig.resolve(speculator.config, **RULES[rule])
-        return Speculator(config, speculator.generator_class, speculator.resources)
-
-    check(make, judged, do_sample=True, **WARPERS)
-
-
-def test_scripted_acceptance_of_a_greedy_target(judged):
-    """Its graph reads random numbers, though nothing else does."""
-
-    def make():
-        speculator = DRAFTS["not drawn"]()
-        config = SpeculativeConfig.resolve(speculator.config, **RULES["synthetic"])
-        return Speculator(config, speculator.generator_class, speculator.resources)
-
-    stats = check(make, judged, do_sample=False)
-    assert stats.num_accepted_tokens > 0
+def test_graph_accepts_what_is_accepted_outside_of_it(drafts, rule, arguments, judged):
+    found = call(drafts, rule, enforce_eager=False, **arguments)
+    assert all(judged)
+    assert len(judged) > 3
+    assert found == call(drafts, rule, enforce_eager=True, **arguments)
+    assert not all(judged)
+    assert found[2] > 0
 
 
 def test_drafts_that_would_take_too_much_memory(judged, monkeypatch):
     """Smaller batches are judged in the graph, larger ones after it."""
     monkeypatch.setattr(target, "_MOST_SCORES", 2 * 4 * 64)
-    texts = [call(sampled_speculator(3), False, rows, do_sample=True, **WARPERS)[0] for rows in (2, 3)]
+    calls = [call("chains", "standard", False, rows, **SAMPLED) for rows in (2, 3)]
     assert {True, False} == set(judged)
-    assert texts == [call(sampled_speculator(3), True, rows, do_sample=True, **WARPERS)[0] for rows in (2, 3)]
+    assert calls == [call("chains", "standard", True, rows, **SAMPLED) for rows in (2, 3)]
 
 
 def test_requests_with_seeds_of_their_own(judged):
@@ -125,11 +96,9 @@ def test_requests_with_seeds_of_their_own(judged):
     requests = [{"input_ids": row, "max_new_tokens": 9 + index, "seed": index} for index, row in enumerate(drawn)]
     requests[-1]["temperature"] = 0.9
     for enforce_eager in (False, True):
-        arguments = {"do_sample": True, "in_order": True, **WARPERS}
         speculator = sampled_speculator(3, enforce_eager=enforce_eager)
-        found.append(
-            [one.tokens for one in generate_many(tiny_llama(), requests, 3, assistant=speculator, **arguments)]
-        )
+        results = generate_many(tiny_llama(), requests, 3, assistant=speculator, in_order=True, **SAMPLED)
+        found.append([one.tokens for one in results])
     assert found[0] == found[1]
     assert judged[0]
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaForCausalLM
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
@@ -27,23 +28,14 @@ from tests.helpers.families import TREE, Case
 from tests.helpers.levels import full, in_full, slow
 from tests.helpers.models import prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.helpers.sampled import sampled_speculator
-from tests.helpers.tape import TapeBackend, spoil_inputs, tape_everything
 from tests.helpers.threads import in_threads
-
-
-@pytest.fixture
-def backends(device, monkeypatch) -> list[TapeBackend]:
-    """Captures onto tapes, on a GPU into graphs. Whatever a replay reads must have been filled for it."""
-    spoil_inputs(monkeypatch)
-    return tape_everything(monkeypatch) if device.type == "cpu" else []
 
 
 @pytest.fixture
 def with_kernel(monkeypatch):
     """Attention from a tree and not from a mask, by the reference of the kernel."""
-    monkeypatch.setattr(attention, "use_triton", lambda *tensors: True)
-    monkeypatch.setattr(target, "use_triton", lambda *tensors: True)
-    monkeypatch.setattr(functional, "use_triton", lambda *tensors: True)
+    for module in (attention, target, functional):
+        monkeypatch.setattr(module, "use_triton", lambda *tensors: True)
 
 
 @pytest.fixture
@@ -53,21 +45,16 @@ def small_slots(monkeypatch):
     monkeypatch.setattr(loop, "SlotCache", lambda capacity, limit: SlotCache(12, limit))
 
 
-def on(device, inputs: dict) -> dict:
-    return {name: values.to(device) for name, values in inputs.items()}
-
-
-def greedy(model, inputs, new_tokens=24, **arguments):
-    inputs = on(model.device, inputs)
-    return model.generate(
-        **inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True, **arguments
-    )
+def generate(model, inputs, new_tokens=24, **arguments):
+    inputs = {name: values.to(model.device) for name, values in inputs.items()}
+    arguments = {"do_sample": False, "return_dict_in_generate": True, **arguments}
+    return model.generate(**inputs, max_new_tokens=new_tokens, **arguments)
 
 
 def check_scripted(model, inputs, new_tokens=24, **script):
     """A call with scripted drafts says what plain generation says; its statistics."""
-    plain = greedy(model, inputs, new_tokens).sequences
-    output = greedy(model, inputs, new_tokens, assistant=scripted_for(plain.cpu(), inputs, **script))
+    plain = generate(model, inputs, new_tokens).sequences
+    output = generate(model, inputs, new_tokens, assistant=scripted_for(plain.cpu(), inputs, **script))
     assert output.sequences.tolist() == plain.tolist()
     return output.speculative
 
@@ -77,10 +64,14 @@ SCRIPTS = {"chains": {"k": 4}, "trees": {"tree": TREE}, "a tree for each row": {
 
 class TestCallsEqualPlainGeneration:
     @pytest.mark.parametrize(
-        ("script", "batch_size"), [("trees", 1), ("a tree for each row", 3), *in_full(("chains", 3), ("trees", 3))]
+        ("make", "script", "batch_size"),
+        [
+            *((tiny_llama, "trees", 1), (tiny_llama, "a tree for each row", 3), (tiny_mistral, "trees", 3)),
+            *in_full((tiny_llama, "chains", 3), (tiny_llama, "trees", 3), (tiny_gpt2, "trees", 3)),
+        ],
     )
-    def test_drafts(self, script, batch_size, device, backends):
-        stats = check_scripted(tiny_llama().to(device), prompts(batch_size), **SCRIPTS[script])
+    def test_drafts(self, make, script, batch_size, device, backends):
+        stats = check_scripted(make().to(device), prompts(batch_size), **SCRIPTS[script])
         assert stats.graphs == "on"
         assert stats.num_graph_captures >= 1
         # All but the prefill.
@@ -91,16 +82,12 @@ class TestCallsEqualPlainGeneration:
     def test_plain_decoding(self, device, backends):
         """One token at a time through a graph, without drafts."""
         model, inputs = tiny_llama().to(device), prompts(2)
-        plain = greedy(model, inputs).sequences
-        output = greedy(model, inputs, speculative={"method": "ngram", "disable_by_batch_size": 1})
+        plain = generate(model, inputs).sequences
+        output = generate(model, inputs, speculative={"method": "ngram", "disable_by_batch_size": 1})
         assert output.sequences.tolist() == plain.tolist()
         stats = output.speculative
         # One for each number of rows, at the beginning.
         assert (stats.num_graph_captures, stats.num_graph_replays) == (2, stats.num_target_forwards - 1)
-
-    @pytest.mark.parametrize("make", [tiny_mistral, *in_full(tiny_gpt2)])
-    def test_windows_and_learned_positions(self, make, device, backends):
-        assert check_scripted(make().to(device), prompts(3), tree=TREE).graphs == "on"
 
     @pytest.mark.parametrize(
         "name", ["gemma3_text", *in_full("gpt_oss", "llama4_text", "qwen3", "gemma4_text", "phi3")]
@@ -116,27 +103,31 @@ class TestCallsEqualPlainGeneration:
             assert output.speculative.graphs == "on"
         assert output.speculative.attention.startswith("tree kernel")
 
-    def test_rows_end_apart(self, device, backends):
-        model, inputs = tiny_llama().to(device), prompts(5)
-        text = greedy(model, inputs, 40).sequences[:, 7:].tolist()
+    def test_rows_end_apart(self, device, backends, monkeypatch):
+        """Rows that leave find their graphs: nothing is captured after the first verification."""
+        model, inputs, seen = tiny_llama().to(device), prompts(5), []
+        text = generate(model, inputs, 40).sequences[:, 7:].tolist()
         ends = {token: {row.index(token) for row in text if token in row} for token in range(64)}
         end = max(ends, key=lambda token: (len(ends[token]), min(ends[token], default=0)))
         assert len(ends[end]) >= 3
-        plain = greedy(model, inputs, 40, eos_token_id=end).sequences
-        script = scripted_for(plain.cpu(), inputs, k=2)
-        output = greedy(model, inputs, 40, eos_token_id=end, assistant=script)
+        plain = generate(model, inputs, 40, eos_token_id=end).sequences
+        run, captures = CallGraphs.run, lambda self: (self.num_captures, self.num_replays)
+        monkeypatch.setattr(CallGraphs, "run", lambda self, *args: [run(self, *args), seen.append(captures(self))][0])
+        output = generate(model, inputs, 40, eos_token_id=end, assistant=scripted_for(plain.cpu(), inputs, k=2))
         assert output.sequences.tolist() == plain.tolist()
-        # For more than one number of rows.
-        assert output.speculative.num_graph_captures > 1
+        assert output.speculative.num_graph_replays == len(seen) > 3
+        # For eight, four, two and one rows; and once more for single tokens, at the ends of texts.
+        assert seen[0] == (4, 1)
+        assert {number for number, _ in seen} <= {4, 8}
 
     def test_states_logits_and_cache_survive(self, device, backends):
         """Everything a call returns is its own, not the memory of a graph."""
         model, inputs = tiny_llama().to(device), prompts(2)
-        plain = greedy(model, inputs, output_logits=True, output_scores=True)
+        plain = generate(model, inputs, output_logits=True, output_scores=True)
         script = scripted_for(plain.sequences.cpu(), inputs)
-        output = greedy(model, inputs, assistant=script, output_logits=True, output_scores=True)
+        output = generate(model, inputs, assistant=script, output_logits=True, output_scores=True)
         assert output.speculative.num_graph_replays > 0
-        greedy(model, prompts(2, seed=1), assistant=script)
+        generate(model, prompts(2, seed=1), assistant=script)
         for name in ("logits", "scores"):
             for mine, others in zip(getattr(output, name), getattr(plain, name), strict=True):
                 torch.testing.assert_close(mine, others, atol=1e-3, rtol=1e-3)
@@ -151,43 +142,34 @@ class TestCallsEqualPlainGeneration:
     @pytest.mark.smoke
     def test_sampling(self, device, backends):
         """Random numbers are equal, with and without graphs."""
-        model, inputs = tiny_llama().to(device), on(device, prompts(2))
-        texts = []
+        model, texts = tiny_llama().to(device), []
         for enforce_eager in (True, False):
-            drafter = sampled_speculator(3)
-            drafter.config = drafter.config.replace(enforce_eager=enforce_eager)
             torch.manual_seed(3)
-            texts.append(model.generate(**inputs, assistant=drafter, do_sample=True, max_new_tokens=24).tolist())
+            drafter = sampled_speculator(3, enforce_eager=enforce_eager)
+            texts.append(generate(model, prompts(2), assistant=drafter, do_sample=True).sequences.tolist())
         assert texts[0] == texts[1]
 
-
-class TestDrafters:
     @pytest.mark.smoke
     def test_hidden_states_of_the_target(self, device, backends):
         """A drafter reads states that the graph of the verification writes."""
-        target_model = tiny_llama().to(device)
-        inputs = prompts(2)
-        plain = greedy(target_model, inputs).sequences
-        speculator = scripted_for(plain.cpu(), inputs)
-        seen = {"on": [], "off": []}
+        model, inputs = tiny_llama().to(device), prompts(2)
+        plain, seen = generate(model, inputs).sequences, []
+        for enforce_eager in (False, True):
+            seen.append([])
+            drafter = scripted_for(plain.cpu(), inputs)
 
-        def watching(where):
-            class Watching(speculator.generator_class):
+            class Watching(drafter.generator_class):
                 target_hidden_states = (1, "last")
 
                 def observe(self, commit):
                     # Commits are read when others have followed.
-                    seen[where].append(commit)
+                    seen[-1].append(commit)
 
-            return Watching
-
-        for where in seen:
-            watched = scripted_for(plain.cpu(), inputs)
-            watched.generator_class = watching(where)
-            watched.config = watched.config.replace(enforce_eager=where == "off")
-            output = greedy(target_model, inputs, assistant=watched)
-            assert (output.speculative.num_graph_replays > 0) == (where == "on")
-        for ours, others in zip(seen["on"], seen["off"], strict=True):
+            drafter.generator_class = Watching
+            drafter.config = drafter.config.replace(enforce_eager=enforce_eager)
+            replays = generate(model, inputs, assistant=drafter).speculative.num_graph_replays
+            assert (replays == 0) == enforce_eager
+        for ours, others in zip(*seen, strict=True):
             # Those of a graph are as wide as a whole draft.
             width = others.tokens.shape[1]
             assert torch.equal(ours.tokens[:, :width], others.tokens)
@@ -198,38 +180,20 @@ class TestDrafters:
 
 class TestReuse:
     @pytest.mark.smoke
-    def test_second_call_captures_nothing(self, device, backends):
-        model, inputs = tiny_llama().to(device), prompts(1)
-        first, second = (check_scripted(model, inputs) for _ in range(2))
-        assert first.num_graph_captures > 0
+    @pytest.mark.parametrize("is_inference", [False, *in_full(True)])
+    def test_second_call_captures_nothing(self, is_inference, device, backends):
+        """Calls inside and outside of inference mode share graphs and slots."""
+        model, inputs = tiny_llama().to(device), prompts(2)
+        with torch.inference_mode(is_inference):
+            assert check_scripted(model, inputs).num_graph_captures > 0
+        second = check_scripted(model, inputs)
         assert second.num_graph_captures == 0
         assert second.num_graph_replays == second.num_target_forwards - 1
-
-    @full
-    def test_sizes(self, device, backends):
-        """Full drafts of all numbers of rows to which the call may shrink, and single tokens where none is drafted."""
-        model = tiny_llama().to(device)
-        check_scripted(model, prompts(3), k=5)
-        found = {(place, rows, nodes) for place, rows, nodes, *_ in graphs._models[model].forwards}
-        full = {((4, 1024), rows, 6) for rows in (4, 2, 1)}
-        assert full <= found <= full | {((4, 1024), rows, 1) for rows in (4, 2, 1)}
-
-    def test_captures_at_the_start(self, device, backends, monkeypatch):
-        """Rows that leave find their graphs: nothing is captured after the first verification."""
-        model, inputs, seen = tiny_llama().to(device), prompts(5), []
-        text = greedy(model, inputs, 40).sequences[:, 7:].tolist()
-        # A token that ends rows one after the other.
-        end = max({token for row in text for token in row}, key=lambda token: sum(token in row for row in text))
-        plain = greedy(model, inputs, 40, eos_token_id=end).sequences
-        run, captures = CallGraphs.run, lambda self: (self.num_captures, self.num_replays)
-        monkeypatch.setattr(CallGraphs, "run", lambda self, *args: [run(self, *args), seen.append(captures(self))][0])
-        drafter = scripted_for(plain.cpu(), inputs, k=2)
-        output = greedy(model, inputs, 40, eos_token_id=end, assistant=drafter)
-        assert output.sequences.tolist() == plain.tolist()
-        assert output.speculative.num_graph_replays == len(seen) > 3
-        # For four, two and one rows; and once more for single tokens, at the ends of texts.
-        assert seen[0] == (3, 1)
-        assert {number for number, _ in seen} <= {3, 6}
+        # Graphs read weights where they were.
+        for parameter in model.parameters():
+            parameter.data = -parameter.data
+        with torch.inference_mode(is_inference):
+            assert check_scripted(model, inputs).num_graph_captures > 0
 
     @full
     def test_what_a_graph_reads_is_kept_alive(self, monkeypatch):
@@ -260,9 +224,9 @@ class TestReuse:
 
     @full
     def test_forgotten_graphs_are_free_at_once(self, device, backends):
-        """Without a collection of garbage, which may come late."""
+        """Without a collection of garbage, which may come late; graphs do not keep their model alive."""
         model = tiny_llama().to(device)
-        assert check_scripted(model, prompts(1)).num_graph_captures > 0
+        check_scripted(model, prompts(1))
         kept = graphs._graphs_of(model)
         gone = [weakref.ref(part) for part in (kept, kept.store, *kept.forwards.values())]
         gc.collect()
@@ -273,10 +237,6 @@ class TestReuse:
             assert [part() for part in gone] == [None] * len(gone)
         finally:
             gc.enable()
-
-    @full
-    def test_models_are_not_kept_alive(self, device, backends):
-        model = tiny_llama().to(device)
         assert check_scripted(model, prompts(1)).num_graph_captures > 0
         model = weakref.ref(model)
         gc.collect()
@@ -292,77 +252,33 @@ class TestReuse:
             stats = check_scripted(model, inputs, new_tokens=new_tokens)
         assert stats.num_graph_captures == 0
 
-    def test_moved_weights(self, device, backends):
-        """Graphs read weights where they were."""
-        model, inputs = tiny_llama().to(device), prompts(1)
-        check_scripted(model, inputs)
-        for parameter in model.parameters():
-            parameter.data = -parameter.data
-        assert check_scripted(model, inputs).num_graph_captures > 0
-
-    @full
-    def test_inference_mode(self, device, backends):
-        """Calls inside and outside of it share graphs and slots."""
-        model, inputs = tiny_llama().to(device), prompts(2)
-        with torch.inference_mode():
-            check_scripted(model, inputs)
-        check_scripted(model, inputs)
-        with torch.inference_mode():
-            assert check_scripted(model, inputs).num_graph_captures == 0
-
-
-class Wrapped(torch.Tensor):
-    """A tensor that holds another one, as quantised and sharded weights do."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __tensor_flatten__(self):
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, context, size, stride):
-        return Wrapped(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
-        return cls(args[0].inner)
-
 
 def wrap_weights(model):
-    norm = model.model.norm
-    norm.weight = torch.nn.Parameter(Wrapped(norm.weight.detach()), requires_grad=False)
+    """As quantised and sharded weights are."""
+    weight = model.model.norm.weight.detach()
+    model.model.norm.weight = torch.nn.Parameter(TwoTensor(weight, weight), requires_grad=False)
 
 
-def replace_forward(model):
-    model.model.forward = model.model.forward
-
-
-CHANGES = {
-    "it is split over several processes": lambda model: setattr(model, "_tp_size", 2),
-    "its weights are wrapped tensors, whose addresses are not known": wrap_weights,
-    "its weights lie on several devices": lambda model: model.model.norm.to("meta"),
-    "it is in training mode": lambda model: model.train(),
-    "it has adapters, which may be switched": lambda model: setattr(model.model.norm, "active_adapter", "default"),
-    "its modules have hooks, or forwards of their own": replace_forward,
-}
+HOOKED = "its modules have hooks, or forwards of their own"
+CHANGES = [
+    ("it is split over several processes", lambda model: setattr(model, "_tp_size", 2)),
+    ("its weights are wrapped tensors, whose addresses are not known", wrap_weights),
+    ("its weights lie on several devices", lambda model: model.model.norm.to("meta")),
+    ("it is in training mode", lambda model: model.train()),
+    ("it has adapters, which may be switched", lambda model: setattr(model.model.norm, "active_adapter", "default")),
+    (HOOKED, lambda model: setattr(model.model, "forward", model.model.forward)),
+    (HOOKED, lambda model: model.model.layers[0].register_forward_hook(lambda module, args, output: None)),
+]
 
 
 class TestEager:
-    def test_enforce_eager(self, device, backends):
-        model, inputs = tiny_llama().to(device), prompts(1)
-        output = greedy(model, inputs, speculative={"method": "ngram", "enforce_eager": True})
-        assert output.speculative.graphs == "off: enforce_eager=True"
-        assert output.speculative.num_graph_replays == 0
-
-    def test_cpu(self):
-        output = greedy(tiny_llama(), prompts(1), spec_method="ngram")
-        assert output.speculative.graphs == "off: not on a CUDA device"
-        assert output.speculative.peak_memory_bytes == 0
+    def test_cpu_and_enforce_eager(self, request):
+        stats = generate(tiny_llama(), prompts(1), spec_method="ngram").speculative
+        assert (stats.graphs, stats.peak_memory_bytes) == ("off: not on a CUDA device", 0)
+        request.getfixturevalue("tapes")
+        eager = {"method": "ngram", "enforce_eager": True}
+        stats = generate(tiny_llama(), prompts(1), speculative=eager).speculative
+        assert (stats.graphs, stats.num_graph_replays) == ("off: enforce_eager=True", 0)
 
     @pytest.mark.parametrize(
         ("name", "reason"),
@@ -376,27 +292,14 @@ class TestEager:
         output = case.speculate(1, num_speculative_tokens=3)
         assert output.speculative.graphs.startswith(f"off: {reason}")
 
-    @pytest.mark.parametrize("reason", CHANGES)
-    def test_changed_models(self, reason, device, backends):
-        model = tiny_llama().to(device)
-        assert str(call_graphs(model)) == "on"
-        CHANGES[reason](model)
-        assert str(call_graphs(model)) == f"off: {reason}"
-
-    def test_autocast(self, device, backends):
+    @pytest.mark.parametrize(("reason", "change"), CHANGES)
+    def test_changed_models(self, reason, change, device, backends):
         model = tiny_llama().to(device)
         with torch.autocast(device.type, torch.bfloat16):
             assert str(call_graphs(model)) == "off: autocast is on"
         assert str(call_graphs(model)) == "on"
-
-    def test_hooks(self, device, backends):
-        model, inputs = tiny_llama().to(device), prompts(1)
-        seen = []
-        handle = model.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(1))
-        stats = check_scripted(model, inputs)
-        assert stats.graphs == "off: its modules have hooks, or forwards of their own"
-        handle.remove()
-        assert check_scripted(model, inputs).graphs == "on"
+        change(model)
+        assert str(call_graphs(model)) == f"off: {reason}"
 
     @full
     def test_long_drafts(self, device, backends):
@@ -444,35 +347,31 @@ class TestFailingCapture:
 
 class TestCallsAtOnce:
     def test_the_second_call_runs_without(self, device, backends):
-        model, inputs = tiny_llama().to(device), prompts(1)
-        first = call_graphs(model)
-        second = call_graphs(model)
-        assert str(second) == "off: another call is using the graphs of the model"
-        assert second.store is None
-        first.close()
-        assert check_scripted(model, inputs).graphs == "on"
+        """Until the first one, which may fail, gives them back."""
 
-    def test_failed_calls_give_them_back(self, device, backends):
         class Failing(LogitsProcessor):
             def __call__(self, input_ids, scores):
+                second = call_graphs(model)
+                assert str(second) == "off: another call is using the graphs of the model"
+                assert second.store is None
                 if input_ids.shape[1] > 10:
                     raise KeyboardInterrupt
                 return scores
 
         model, inputs = tiny_llama().to(device), prompts(1)
         with pytest.raises(KeyboardInterrupt) as caught:
-            greedy(model, inputs, spec_method="ngram", logits_processor=LogitsProcessorList([Failing()]))
+            generate(model, inputs, spec_method="ngram", logits_processor=LogitsProcessorList([Failing()]))
         assert check_scripted(model, inputs).graphs == "on"
         assert caught.traceback
 
     @full
     def test_threads(self, device, backends):
         model, inputs = tiny_llama().to(device), [prompts(2, seed=seed) for seed in range(4)]
-        plain = [greedy(model, each).sequences for each in inputs]
+        plain = [generate(model, each).sequences for each in inputs]
 
         def run(index):
             script = scripted_for(plain[index].cpu(), inputs[index], seed=index)
-            return [greedy(model, inputs[index], assistant=script) for _ in range(3)]
+            return [generate(model, inputs[index], assistant=script) for _ in range(3)]
 
         outputs = in_threads(*(partial(run, index) for index in range(len(inputs))))
         for text, runs in zip(plain, outputs, strict=True):
@@ -484,47 +383,44 @@ class TestCallsAtOnce:
 class TestLengths:
     """Calls of other lengths and batch sizes capture nothing anew where the slots of earlier ones serve."""
 
-    def captures(self, model, lengths, batch_size=2):
-        return [check_scripted(model, prompts(batch_size, length=length)).num_graph_captures for length in lengths]
-
-    def test_prompts_of_similar_lengths(self, device, backends):
-        model = tiny_llama(max_position_embeddings=4096).to(device)
-        self.captures(model, [10, 10])
-        assert self.captures(model, [90, 900, 10]) == [0] * 3
-
-    @full
     @pytest.mark.smoke
-    def test_long_prompt_leaves_the_slots_of_short_ones(self, device, backends):
+    @pytest.mark.parametrize(
+        ("first", "rows", "place", "others"),
+        [
+            # Prompts of similar lengths.
+            (10, 2, (2, 1024), [90, 900, 10]),
+            # A long prompt leaves the slots of short ones.
+            *in_full((10, 2, (2, 1024), [1500, 40])),
+            # Smaller calls have the slots of larger ones.
+            *in_full((10, 4, (4, 1024), [10, 40]), (1500, 2, (2, 2048), [10, 40])),
+        ],
+    )
+    def test_slots_of_earlier_calls(self, first, rows, place, others, device, backends):
         model = tiny_llama(max_position_embeddings=4096).to(device)
-        self.captures(model, [10, 10])
-        assert self.captures(model, [1500])[0] > 0
-        assert self.captures(model, [40]) == [0]
-
-    @full
-    @pytest.mark.parametrize(("length", "rows", "place"), [(10, 4, (4, 1024)), (1500, 2, (2, 2048))])
-    def test_smaller_calls_have_the_slots_of_larger_ones(self, length, rows, place, device, backends):
-        model = tiny_llama(max_position_embeddings=4096).to(device)
-        self.captures(model, [length], batch_size=rows)
-        assert self.captures(model, [10, 10, 40])[1:] == [0] * 2
-        assert {place for place, *_ in graphs._models[model].forwards} == {place}
+        check_scripted(model, prompts(rows, length=first))
+        check_scripted(model, prompts(2, length=10))
+        captures = [check_scripted(model, prompts(2, length=length)).num_graph_captures for length in others]
+        assert [count > 0 for count in captures] == [length > place[1] for length in others]
+        places = {place for place, *_ in graphs._models[model].forwards}
+        assert places == {place, *((2, 2048) for length in others if length > place[1])}
 
 
 class TestSharedOutputs:
-    @pytest.fixture
+    @pytest.fixture(autouse=True)
     def everything_is_large(self, monkeypatch):
         monkeypatch.setattr(capture, "_LARGE_OUTPUT", 0)
 
     @pytest.mark.parametrize(
         ("script", "batch_size"), [("trees", 3), *in_full(("chains", 1), ("a tree for each row", 3))]
     )
-    def test_calls(self, script, batch_size, device, backends, everything_is_large):
+    def test_calls(self, script, batch_size, device, backends):
         model = tiny_llama().to(device)
         for _ in range(2):
             stats = check_scripted(model, prompts(batch_size), **SCRIPTS[script])
         assert stats.num_graph_replays > (stats.num_target_forwards - 1) / 2
 
     @full
-    def test_memory(self, device, backends, everything_is_large):
+    def test_memory(self, device, backends):
         """Memory of the largest, and of those that had to make way for it: not of all sizes."""
         model = tiny_llama().to(device)
         for k in (7, 3, 1):
@@ -556,10 +452,8 @@ class TestSharedOutputs:
 
 @pytest.mark.gpu
 @pytest.mark.smoke
-def test_captures_do_not_wait_for_the_whole_device():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    model = tiny_llama().cuda()
+def test_captures_do_not_wait_for_the_whole_device(gpu):
+    model = tiny_llama().to(gpu)
     check_scripted(model, prompts(1))
     before = torch.cuda.memory_stats()
     assert check_scripted(model, prompts(1), k=7).num_graph_captures > 0

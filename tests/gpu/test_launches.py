@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.levels import full, split, when_slow
+from tests.helpers.levels import in_full, split, when_slow
 from tests.helpers.models import prompts, tiny_llama
-from tests.helpers.tiny_drafters import (
-    SPARSE,
-    dflash,
-    draft_model,
-    eagle3,
-    medusa,
-    method,
-    mlp_speculator,
-    mtp,
-)
+from tests.helpers.tiny_drafters import tiny_drafter
 
 
 pytest.importorskip("triton")
@@ -30,28 +21,18 @@ COUNTS = {
     ("mixtral", "ngram", 1): (12, 55, 5, 2, 2),
     ("qwen2_moe", "ngram", 1): (14, 55, 5, 2, 2),
 }
-
-# Every method whose drafts have graphs, and one that drafts on the host, with small networks of random weights.
-DRAFTERS = {
-    "ngram": method("ngram", num_speculative_tokens=3),
-    "recycling": method("recycling", num_speculative_tokens=3),
-    "early_exit": method("early_exit", num_speculative_tokens=3),
-    "sparse_kv": method("sparse_kv", **SPARSE, num_speculative_tokens=3),
-    "draft_model": draft_model(num_speculative_tokens=3),
-    "draft_model, masks": draft_model(mask_token=3, num_speculative_tokens=3),
-    "draft_model, states": draft_model(mask_token=3, reads_states=True, num_speculative_tokens=3),
-    "medusa": medusa(num_speculative_tokens="fixed"),
-    "mlp_speculator": mlp_speculator(num_speculative_tokens="fixed"),
-    "eagle3": eagle3(draft_tree_depth=3, draft_tree_top_k=2, num_draft_nodes=6, num_speculative_tokens="fixed"),
-    "mtp": mtp(num_speculative_tokens="fixed"),
-    "dflash": dflash(num_draft_nodes=6, num_speculative_tokens="fixed"),
-}
-
-
-@pytest.fixture(autouse=True)
-def unchecked(monkeypatch):
-    """The check of a class of models waits in a cycle, once in a process."""
-    monkeypatch.setenv("HF_SPECDEC_CHECK", "0")
+# Every method whose drafts have graphs, and one that drafts on the host.
+DRAFTERS = [
+    "ngram",
+    "recycling",
+    "early_exit",
+    "sparse_kv",
+    "draft model",
+    "draft model, masks",
+    "draft model, states",
+]
+DRAFTERS += ["medusa", "mlp_speculator, fixed", "eagle3, dynamic tree", "mtp, layers", "dflash, tree"]
+QUICK = ["recycling", "eagle3, dynamic tree", "dflash, tree"]
 
 
 @pytest.mark.parametrize(("model", "drafter", "batch"), split(COUNTS, short=[("qwen3", "ngram", 1)]))
@@ -68,30 +49,18 @@ def test_a_cycle_launches_no_more_than_before(model, drafter, batch):
 @pytest.mark.parametrize(
     ("drafter", "batch"),
     [
-        *split([(name, 1) for name in DRAFTERS], short=[("recycling", 1), ("eagle3", 1), ("dflash", 1)]),
+        *split([(name, 1) for name in DRAFTERS], short=[(name, 1) for name in QUICK]),
+        # Drafts are drawn and judged inside of graphs. No other method launches more outside of them.
+        *in_full(("mlp_speculator, drawn", 1)),
         *when_slow(*((name, 8) for name in DRAFTERS)),
     ],
 )
 def test_every_draft_is_within_the_aims(drafter, batch):
-    inputs = prompts(batch)
-    model = tiny_llama()
+    model, sampling = tiny_llama(), SAMPLING if "drawn" in drafter else {}
     # Almost all that it drafts is accepted.
     new_tokens = 24 if drafter == "sparse_kv" else 14
-    cycles = steady_cycles(model, inputs, DRAFTERS[drafter](None, inputs)(model), new_tokens=new_tokens)
-    row = Row.of("tiny", drafter, batch, cycles)
+    cycles = steady_cycles(model, prompts(batch), tiny_drafter(model, drafter), new_tokens=new_tokens, **sampling)
+    row = Row.of("tiny", drafter.split(",")[0], batch, cycles, sampled=bool(sampling))
     assert len(cycles) >= 3
     assert row.replays == (1 if drafter == "recycling" else 2)
-    assert not row.missed, row
-
-
-@full
-def test_a_sampled_cycle_is_within_the_aims():
-    """Drafts are drawn and judged inside of graphs. No other method launches more outside of them."""
-    inputs = prompts(1)
-    model = tiny_llama()
-    drafter = mlp_speculator(num_speculative_tokens=3, draft_sample_method="probabilistic")(None, inputs)(model)
-    cycles = steady_cycles(model, inputs, drafter, new_tokens=14, **SAMPLING)
-    row = Row.of("tiny", "mlp_speculator", 1, cycles, sampled=True)
-    assert len(cycles) >= 3
-    assert row.replays == 2
     assert not row.missed, row

@@ -28,27 +28,23 @@ from hf_specdec.transfers import (
     select_rows,
     upload_together,
 )
-from tests.helpers.other_device import DEVICE, Elsewhere, move, other_device
+from tests.helpers.other_device import DEVICE, move, other_device
 
 
+CPU = torch.device("cpu")
 integers = st.integers(-(2**63), 2**63 - 1)
 
 
 @given(st.lists(st.lists(integers, max_size=5), min_size=1, max_size=4))
 def test_tables_arrive_as_they_were(tables):
     with other_device() as waits:
-        for device in (torch.device("cpu"), DEVICE):
+        for device in (CPU, DEVICE):
             arrived = upload_together(device, *tables)
             assert [values.device.type for values in arrived] == [device.type] * len(tables)
             assert [(values.inner if device == DEVICE else values).tolist() for values in arrived] == tables
-        assert waits == []
-
-
-def test_tables_begin_where_kernels_like_it():
-    with other_device():
-        parts = upload_together(DEVICE, [1, 2, 3], [4], [], [5, 6])
-    assert [part.inner.storage_offset() for part in parts] == [0, 4, 6, 6]
-    assert all(part.inner.is_contiguous() for part in parts)
+    assert waits == []
+    # Kernels like even places.
+    assert all(values.inner.storage_offset() % 2 == 0 and values.inner.is_contiguous() for values in arrived)
 
 
 def test_a_table_of_rows_is_filled_where_it_lies():
@@ -71,35 +67,26 @@ def test_one_wait_for_all_that_is_read(data, rows):
     with other_device() as waits:
         far = {name: move(torch.tensor(table, dtype=torch.long).view(rows, -1)) for name, table in tables.items()}
         found = PackedTables.of(far).read(lambda: done.append(len(waits)))
-        assert {name: table.tolist() for name, table in found.items()} == tables
-        assert [wait.what for wait in waits] == ["read"]
+    assert {name: table.tolist() for name, table in found.items()} == tables
+    assert [wait.what for wait in waits] == ["read"]
     # In front of the wait.
     assert done == [0]
 
 
 def test_rows_are_selected_without_waiting():
-    values = torch.arange(12).view(4, 3)
     with other_device() as waits:
-        chosen = select_rows(move(values), [3, 0])
-        assert waits == []
-        assert chosen.inner.tolist() == [[9, 10, 11], [0, 1, 2]]
-        # As an index does.
-        move(values)[[3, 0]]
-        assert [wait.what for wait in waits] == ["blocking upload"]
+        chosen = select_rows(move(torch.arange(12).view(4, 3)), [3, 0])
+    assert chosen.inner.tolist() == [[9, 10, 11], [0, 1, 2]]
+    assert waits == []
 
 
 @pytest.mark.gpu
 @pytest.mark.smoke
-def test_pending_reads_arrive():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    values = torch.arange(5, device="cuda")
-    pending = PendingRead(values * 2)
-    assert pending.get().tolist() == [0, 2, 4, 6, 8]
+def test_pending_reads_arrive(gpu):
+    assert PendingRead(torch.arange(5, device=gpu) * 2).get().tolist() == [0, 2, 4, 6, 8]
 
 
-TREE, CPU = TokenTree.chain(3), torch.device("cpu")
-
+TREE = TokenTree.chain(3)
 KEPT = {
     indexing.arange: (3,),
     kept_tensor: ((1, 2),),
@@ -115,80 +102,71 @@ KEPT = {
 }
 
 
-class TestKeptOnDevice:
-    @pytest.mark.parametrize("make", KEPT, ids=lambda make: make.__qualname__)
-    def test_every_stream_has_its_own(self, make, monkeypatch):
-        """Memory that one stream is still filling must not be read by another one."""
-        made = {}
-        for stream in (1, 2, 1):
-            monkeypatch.setattr(transfers, "_stream_of", lambda device, stream=stream: stream)
-            found = make(*KEPT[make], CPU)
-            assert made.setdefault(stream, found) is found
-        assert made[1] is not made[2]
-
-    def test_what_is_held_outlives_the_others(self):
-        make = kept_on_device(lambda size, device: torch.ones(size, device=device))
-        before = make(1, CPU)
-        with holding() as held:
-            make(1, CPU)
-            inside = weakref.ref(make(2, CPU))
-        outside = weakref.ref(make(3, CPU))
-        for size in range(10, 300):
-            make(size, CPU)
-        gc.collect()
-        assert any(value is before for value in held.values())
-        assert inside() is not None
-        assert outside() is None
-        held.clear()
-        gc.collect()
-        assert inside() is None
+@pytest.mark.parametrize("make", KEPT, ids=lambda make: make.__qualname__)
+def test_what_is_kept_on_the_device_is_kept_by_stream(make, monkeypatch):
+    """Memory that one stream is still filling must not be read by another one."""
+    made = {}
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(transfers, "_stream_of", lambda device, stream=stream: stream)
+        found = make(*KEPT[make], CPU)
+        assert made.setdefault(stream, found) is found
+    assert made[1] is not made[2]
 
 
-class TestOtherDevice:
-    """The tool itself: what waits on a GPU is noted, what a GPU refuses is refused."""
+def test_what_is_held_outlives_the_others():
+    make = kept_on_device(lambda size, device: torch.ones(size, device=device))
+    before = make(1, CPU)
+    with holding() as held:
+        make(1, CPU)
+        inside = weakref.ref(make(2, CPU))
+    outside = weakref.ref(make(3, CPU))
+    for size in range(10, 300):
+        make(size, CPU)
+    gc.collect()
+    assert any(value is before for value in held.values())
+    assert inside() is not None
+    assert outside() is None
+    held.clear()
+    gc.collect()
+    assert inside() is None
 
-    WAITING = {
-        "item": lambda values: values[0].item(),
-        "truth": lambda values: bool((values > 1).all()),
-        "list": lambda values: values.tolist(),
-        "copy to the host": lambda values: values.cpu(),
-        "copy to the host, unfinished": lambda values: values.to("cpu", non_blocking=True),
-        "copy into a tensor of the host": lambda values: torch.zeros(3, dtype=torch.long).copy_(values),
-        "tensor from a list": lambda values: torch.tensor([1, 2], device=values.device),
-        "tensor like another": lambda values: values.new_tensor([1]),
-        "upload": lambda values: torch.ones(3).to(values.device),
-        "index from a list": lambda values: values[[0, 1]],
-        "index from the host": lambda values: values[torch.tensor([0, 1])],
-        "mask": lambda values: values[values > 1],
-        "nonzero": lambda values: values.nonzero(),
-        "repeat": lambda values: values.repeat_interleave(values),
-        "equal": lambda values: torch.equal(values, values),
-    }
 
-    @pytest.mark.parametrize("what", WAITING)
-    def test_waits(self, what):
-        with other_device() as waits:
-            self.WAITING[what](move(torch.tensor([1, 2, 3])))
-        assert len(waits) == 1
-        assert waits[0].where.startswith("tests.gpu.test_transfers:")
+# What makes the host wait for a GPU.
+WAITING = {
+    "item": lambda far: far[0].item(),
+    "truth": lambda far: bool((far > 1).all()),
+    "list": lambda far: far.tolist(),
+    "copy to the host": lambda far: far.cpu(),
+    "copy to the host, unfinished": lambda far: far.to("cpu", non_blocking=True),
+    "copy into a tensor of the host": lambda far: torch.zeros(3, dtype=torch.long).copy_(far),
+    "tensor from a list": lambda far: torch.tensor([1, 2], device=far.device),
+    "tensor like another": lambda far: far.new_tensor([1]),
+    "upload": lambda far: torch.ones(3).to(far.device),
+    "index from a list": lambda far: far[[0, 1]],
+    "index from the host": lambda far: far[torch.tensor([0, 1])],
+    "mask": lambda far: far[far > 1],
+    "nonzero": lambda far: far.nonzero(),
+    "repeat": lambda far: far.repeat_interleave(far),
+    "equal": lambda far: torch.equal(far, far),
+}
 
-    GOING_ON = {
-        "arithmetic": lambda values: (values + 1).cumsum(0).clamp(max=4),
-        "upload": lambda values: torch.ones(3).to(values.device, non_blocking=True),
-        "upload in place": lambda values: values.copy_(torch.ones(3), non_blocking=True),
-        "number": lambda values: values[1],
-        "fill": lambda values: values[1:].fill_(3),
-        "index": lambda values: values[values - 1],
-        "new tensors": lambda values: torch.arange(3, device=values.device) + values.new_zeros(3),
-        "mask by a number": lambda values: values.masked_fill(values > 1, 0),
-    }
 
-    @pytest.mark.parametrize("what", GOING_ON)
-    def test_does_not_wait(self, what):
-        with other_device() as waits:
-            assert isinstance(self.GOING_ON[what](move(torch.tensor([1, 2, 3]))), Elsewhere)
-        assert waits == []
+@pytest.mark.parametrize("what", WAITING)
+def test_other_device_notes_waits(what):
+    with other_device() as waits:
+        WAITING[what](move(torch.tensor([1, 2, 3])))
+    assert len(waits) == 1
+    assert waits[0].where.startswith("tests.gpu.test_transfers:")
 
-    def test_tensors_in_two_places(self):
-        with other_device(), pytest.raises(RuntimeError, match="on the CPU and on the other device"):
-            move(torch.ones(3)) + torch.ones(3)
+
+def test_other_device_notes_nothing_else():
+    with other_device() as waits:
+        far = move(torch.tensor([1, 2, 3]))
+        far = (far + 1).cumsum(0).masked_fill(far > 1, 0) + torch.arange(3, device=far.device)
+        far[1:].fill_(3)
+        far.copy_(torch.ones(3), non_blocking=True)
+        far = far[far - 1] + torch.ones(3).to(far.device, non_blocking=True)
+        with pytest.raises(RuntimeError, match="on the CPU and on the other device"):
+            far + torch.ones(3)
+    assert far.inner.tolist() == [2, 2, 2]
+    assert waits == []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,31 +21,15 @@ from tests.helpers.by_hand import padded, speculator_for
 
 
 CPU = torch.device("cpu")
-
-
 TREE = {"draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 9}
-
-
 SIZE = 40  # tokens of the vocabulary
-
-
 LM_HEAD = torch.nn.Linear(32, SIZE, bias=False).eval().requires_grad_(False)
 
 
-HEADS_OF = {
-    "own_lm_heads": {},
-    "targets_lm_head": {"own_lm_heads": False},
-    "token_map": {"lm_head_size": 14, "has_token_map": True},
-}
-
-
-STAGES_OF = {"tied": {"tie_weights": True, "inner_dim": 24}, "untied": {"scale_input": True}}
-
-
 @torch.no_grad()
-def random_heads(variant: str) -> MedusaHeads:
+def random_heads(**settings) -> MedusaHeads:
     torch.manual_seed(0)
-    heads = MedusaHeads(32, SIZE, 4, **HEADS_OF[variant])
+    heads = MedusaHeads(32, SIZE, 4, **settings)
     for weight in heads.parameters():
         weight.normal_()
     if heads.token_map is not None:
@@ -55,11 +37,10 @@ def random_heads(variant: str) -> MedusaHeads:
     return heads.requires_grad_(False)
 
 
-@torch.no_grad()
-def random_stages(variant: str) -> MLPSpeculator:
+def random_stages(**settings) -> MLPSpeculator:
     torch.manual_seed(0)
     sizes = {"emb_dim": 32, "vocab_size": SIZE, "n_predict": 4, "top_k_tokens_per_head": (4, 3, 2, 2)}
-    return MLPSpeculator(MLPSpeculatorConfig(**sizes, **STAGES_OF[variant])).requires_grad_(False)
+    return MLPSpeculator(MLPSpeculatorConfig(**sizes, **settings)).requires_grad_(False)
 
 
 def medusa_speculator(heads: MedusaHeads, lm_head: torch.nn.Module = LM_HEAD, **settings) -> Speculator:
@@ -74,30 +55,25 @@ def mlp_speculator(network: MLPSpeculator, target_size: int = SIZE, **settings) 
     return Speculator(config, MLPSpeculatorCandidateGenerator, resources)
 
 
-class Kind(NamedTuple):
-    """A method's networks.
-
-    Attributes:
-        make (`Callable`): The network of a name.
-        speculator (`Callable`): Drafts with one, by further settings.
-        sizes (`Callable`): The width of the states that one reads, and the size of its vocabulary.
-    """
-
-    make: Callable
-    speculator: Callable
-    sizes: Callable = lambda network: (network.config.target_hidden_size, SIZE)
-
-
+# By method: what makes its networks, their settings, and what drafts with one.
 KINDS = {
-    "dflash": Kind(lambda name: block_networks.random_network(**block_networks.NETWORKS[name]), speculator_for),
-    "eagle": Kind(lambda name: draft_layers.random_network(**draft_layers.NETWORKS[name]), speculator_for),
-    "peagle": Kind(lambda name: draft_layers.parallel_head(SIZE, 32, mask=39), speculator_for),
-    "medusa": Kind(random_heads, medusa_speculator, lambda heads: (heads.hidden_size, SIZE)),
-    "mlp_speculator": Kind(random_stages, mlp_speculator, lambda network: (network.config.emb_dim, SIZE)),
-    "mtp": Kind(
-        lambda name: draft_layers.random_mtp(3).eval(),
-        speculator_for,
-        lambda network: (network.needs.hidden_size, network.needs.vocab_size),
+    "dflash": (block_networks.random_network, block_networks.NETWORKS, speculator_for),
+    "eagle": (draft_layers.random_network, draft_layers.NETWORKS, speculator_for),
+    "peagle": (draft_layers.parallel_head, {"": {"vocab_size": SIZE, "hidden_size": 32, "mask": 39}}, speculator_for),
+    "mtp": (draft_layers.random_mtp, {"": {}}, speculator_for),
+    "medusa": (
+        random_heads,
+        {
+            "own_lm_heads": {},
+            "targets_lm_head": {"own_lm_heads": False},
+            "token_map": {"lm_head_size": 14, "has_token_map": True},
+        },
+        medusa_speculator,
+    ),
+    "mlp_speculator": (
+        random_stages,
+        {"tied": {"tie_weights": True, "inner_dim": 24}, "untied": {"scale_input": True}},
+        mlp_speculator,
     ),
 }
 
@@ -105,11 +81,12 @@ KINDS = {
 @cache
 def network_of(kind: str) -> torch.nn.Module:
     method, _, name = kind.partition("/")
-    return KINDS[method].make(name).eval()
+    make, settings, _ = KINDS[method]
+    return make(**settings[name]).eval()
 
 
 def speculator_of(kind: str, **settings) -> Speculator:
-    return KINDS[kind.partition("/")[0]].speculator(network_of(kind), **settings)
+    return KINDS[kind.partition("/")[0]][-1](network_of(kind), **settings)
 
 
 # Networks, and what is drafted with them.
@@ -162,21 +139,16 @@ class Call:
         self.generator = speculator.candidate_generator(self.session)
         lengths = [len(text) for text in texts]
         starts = [max(lengths) - length for length in lengths]
-        keys = self.generator.target_hidden_states
-        self.generator.prefill(
-            Prompt(
-                padded(texts, left=True),
-                starts,
-                {key: padded([state[key] for state in states], left=True) for key in keys},
-            )
-        )
+        columns = self._columns(states, left=True)
+        self.generator.prefill(Prompt(padded(texts, left=True), starts, columns))
+
+    def _columns(self, states: list[dict], left: bool) -> dict:
+        return {key: padded([s[key] for s in states], left) for key in self.generator.target_hidden_states}
 
     def observe(self, texts: list[torch.Tensor], states: list[dict]) -> None:
-        keys = self.generator.target_hidden_states
-        columns = {key: padded([state[key] for state in states], left=False) for key in keys}
-        lists = [text.tolist() for text in texts]
-        tokens = padded(texts, left=False)
-        self.generator.observe(Commit(list(range(len(texts))), tokens, lists, [0] * len(texts), columns))
+        rows, lists = list(range(len(texts))), [text.tolist() for text in texts]
+        columns = self._columns(states, left=False)
+        self.generator.observe(Commit(rows, padded(texts, left=False), lists, [0] * len(rows), columns))
 
     def propose(self, anchors: list[int], lengths: list[int], limits: list[int]) -> list[tuple]:
         draft = self.generator.propose(DraftStep(list(range(len(limits))), torch.tensor(anchors), lengths, limits))
@@ -193,14 +165,15 @@ class Call:
 def run(kind: str, shape: dict, num_rows: int, seed: int, num_cycles: int = 5) -> int:
     """One made-up call with and without graphs; how many graphs have run."""
     random = torch.Generator().manual_seed(seed)
-    width, size = KINDS[kind.partition("/")[0]].sizes(network_of(kind))
+    # Of MTP layers, the tiny target's; of all others, the same.
+    size = network_of(kind).needs.vocab_size if kind == "mtp" else SIZE
     keys = speculator_of(kind, **shape).candidate_generator(Session(num_rows, 60, CPU)).target_hidden_states
 
     def below(most: int) -> int:
         return int(torch.randint(0, most, (1,), generator=random))
 
     def text_of(length: int) -> tuple[torch.Tensor, dict]:
-        states = {key: torch.randn((length, width), generator=random) for key in keys}
+        states = {key: torch.randn((length, 32), generator=random) for key in keys}
         return torch.randint(1, size - 1, (length,), generator=random), states
 
     parts = [text_of(2 + below(7)) for _ in range(num_rows)]

@@ -32,11 +32,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Browser:
-    """Opens pages, and reads and uses them as their readers do.
-
-    Args:
-        driver (`selenium.webdriver.Chrome`): The browser.
-    """
+    """Opens pages, and reads and uses them as their readers do."""
 
     def __init__(self, driver: Any):
         self.driver = driver
@@ -62,11 +58,6 @@ class Browser:
 
     def find(self, selector: str) -> Any:
         return self.driver.find_element("css selector", selector)
-
-    def hover(self, selector: str) -> None:
-        from selenium.webdriver import ActionChains
-
-        ActionChains(self.driver).move_to_element(self.find(selector)).perform()
 
     def is_visible(self, selector: str) -> bool:
         return self.find(selector).is_displayed()

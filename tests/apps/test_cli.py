@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -189,7 +187,6 @@ def test_errors_are_one_line():
     assert isinstance(result.exception, SpecDecError)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="signals and pipes of POSIX")
 @pytest.mark.parametrize("event", in_full("interrupt", "closed pipe"))
 def test_ends_quietly(event):
     code = "from hf_specdec import cli\nwrite = cli.common.reporting(lambda: [*map(print, range(10**9))])\n"
@@ -214,12 +211,8 @@ def test_ends_quietly(event):
 
 @full
 def test_models_are_small_and_belong_together(target, demo_tokenizer):
-    for method, path in {"target": demo.target_path(), **CHECKPOINTS}.items():
-        files = list(Path(path).iterdir())
-        most = {"target": 9_000_000, "draft_model": 3_000_000}.get(method, 1_500_000)
-        assert sum(file.stat().st_size for file in files) <= most
-        (weights,) = (file for file in files if file.suffix == ".safetensors")
-        assert {tensor.dtype for tensor in load_file(weights).values()} == {torch.bfloat16}
+    folders = [Path(path) for path in (demo.target_path(), *CHECKPOINTS.values())]
+    assert sum(file.stat().st_size for folder in folders for file in folder.iterdir()) < 25e6
     assert (target.training, target.dtype) == (False, torch.float32)
     assert target.generation_config.eos_token_id == demo_tokenizer.eos_token_id
     for config in map(AutoConfig.from_pretrained, (demo.target_path(), CHECKPOINTS["draft_model"])):

@@ -23,7 +23,6 @@ from hf_specdec.drafting.entries import DraftEntries
 from hf_specdec.logits import rules
 from hf_specdec.method import names_without_weights
 from tests.helpers.levels import full, in_full
-from tests.helpers.methods import OTHER_CHECKPOINTS
 from tests.helpers.models import letter_tokenizer, prompts, scripted_for, tiny_llama
 
 
@@ -146,8 +145,6 @@ def test_draft_models_with_other_tokenizers_and_partial_vocabularies(check, tmp_
         (folder / "tokenizer.json").write_text(json.dumps(content))
         shutil.copy(Path(demo.target_path(), "tokenizer_config.json"), folder)
         assert statuses(check(spec, tokens=8))["tokenizer"] == status
-    spec = {"method": "draft_model", "model": OTHER_CHECKPOINTS["draft_model re-encoded"][1]}
-    assert "re-encoded as text, 1406 tokens are in both" in said(check(spec, tokens=8), "tokenizer")[0]
     keep = torch.tensor([token for token in range(4096) if token % 512 != 511])
     found = check(damaged(EAGLE3, tmp_path / "healthy", keep_tokens(keep)))
     assert found.status == "ok", found.findings
@@ -342,18 +339,6 @@ def test_free_methods_and_named_drafters_are_measured(ask, tmp_path, monkeypatch
     assert SpeculativeConfig.resolve(settings).method == found.best.settings["method"]
     python = found.snippets["python"].replace("model.generate", "dict").replace("**inputs, ", "")
     assert eval(python) == {"speculative": settings}
-
-
-@full
-def test_lengths_are_measured_beside_the_fastest_and_slow_ones_not_recommended(ask, monkeypatch):
-    monkeypatch.setattr(advice, "_best_length", lambda option: 3)
-    found = ask(discover=False, try_lengths=True)
-    (tried,) = (option for option in found.options if ", k=3" in option.name)
-    assert tried.settings == {"method": tried.name.partition(",")[0], "num_speculative_tokens": 3}
-    monkeypatch.setattr(advice, "_WORTHWHILE", 1e9)
-    found = ask(discover=False)
-    assert (found.best, found.snippets["python"]) == (None, "model.generate(**inputs)")
-    assert all(option.verdict.startswith("Not worth it") for option in found.options if option.name != "none")
 
 
 @full

@@ -7,11 +7,10 @@ from hashlib import sha256
 from types import SimpleNamespace
 
 import pytest
-import run
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
-from hf_specdec import SpeculativeConfig, cli, demo
+from hf_specdec import cli, demo
 from hf_specdec.bench import engine, figures, prompts, report
 from hf_specdec.bench.decoders import Decoder, plain_decoder, read_spec
 from hf_specdec.bench.engine import Call, Measurement
@@ -160,13 +159,3 @@ def test_prompts_of_files_and_of_spec_bench(tmp_path, monkeypatch):
     for _ in range(2):
         assert read_prompts("spec-bench") == [Prompt("1", "one", "rag", 256)]
         served.unlink(missing_ok=True)
-
-
-@full
-def test_cases_of_the_benchmarks_are_settings():
-    for name, case in run.CASES.items():
-        arguments = run.command(case, None)
-        specs = [text for option, text in zip(arguments, arguments[1:]) if option == "--spec"]
-        assert len(specs) == len(case.specs), name
-        for text in specs:
-            assert SpeculativeConfig.resolve(read_spec(text, demo.settings())).method == json.loads(text)["method"]

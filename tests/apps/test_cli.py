@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -122,19 +121,6 @@ def test_generate_streams_only_the_new_text(plain_tokens, demo_tokenizer):
     assert result.stdout == demo_tokenizer.decode(plain_tokens, skip_special_tokens=True) + "\n"
     assert "draft_model: 24 tokens in" in result.stderr
     assert invoke("generate", "-n", 4, "--no-stats", PROMPT).stderr == ""
-
-
-@full
-@pytest.mark.usefixtures("few_prompts")
-def test_demo_in_batches_with_heads_of_a_folder_and_a_package_missing(tmp_path, monkeypatch):
-    shutil.copytree(demo.drafter_path("eagle3"), tmp_path / "mine")
-    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
-    options = ("--heads", tmp_path, "--methods", "mine,suffix", "--batch-sizes", "1,2", "--stock", "--sample")
-    result = invoke("demo", *options, "--max-new-tokens", 4, "--rounds", 1, "--dtype", "float32")
-    for part in result.stdout.split("Batch size 2\n"):
-        lines = [line.split() for line in part.splitlines()]
-        assert ["mine", "yes"] in [[*line[:1], *line[-1:]] for line in lines]
-        assert ["suffix", "unavailable"] in [[*line[:1], *line[-1:]] for line in lines]
 
 
 @full

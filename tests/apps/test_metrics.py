@@ -136,7 +136,6 @@ def test_times_of_calls_and_cycles(model, monkeypatch):
     elapsed, (call,) = perf_counter() - began, made.calls
     stats, timings = call.stats, call.timings
     parts = (stats.draft_seconds, stats.verify_seconds, stats.prefill_seconds, stats.other_seconds)
-    assert all(part > 0 for part in parts)
     assert stats.total_seconds == pytest.approx(sum(parts))
     # The first token is waited for from the beginning of the call.
     assert stats.setup_seconds > 0.02

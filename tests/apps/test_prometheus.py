@@ -354,24 +354,3 @@ def test_log_lines_of_threads(model, lines):
     assert sum(map(int, lines("drafted"))) == total.num_draft_tokens
     without = sum(int(count or 0) for count in lines("without"))
     assert without == sum(total.num_cycles_without_drafts.values()) > 0
-
-
-ONE_LINE = """
-import logging, sys
-from hf_specdec import SpecDecodingStats, metrics
-exec(sys.argv[1])
-stats = SpecDecodingStats()
-with metrics.begin_call(stats, "model") as progress:
-    stats.count(1, 1, 1, 2)
-    progress.end_prefill()
-print({'torch', 'transformers', 'prometheus_client'} & set(sys.modules))
-"""
-
-
-@full
-def test_a_line_is_written_once_and_without_torch(monkeypatch):
-    monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", "1e-9")
-    for setting, num_lines in (("import hf_specdec.metrics.picture", 1), ("logging.basicConfig(level='ERROR')", 1)):
-        run = subprocess.run([sys.executable, "-c", ONE_LINE, setting], capture_output=True, text=True, check=True)
-        assert len(run.stderr.splitlines()) == run.stderr.count("SpecDecoding metrics: Mean") == num_lines
-        assert run.stdout.strip() == "set()"

@@ -9,7 +9,6 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_specdec import demo
-from hf_specdec.serving import bodies
 from hf_specdec.serving.penalties import PenaltiesLogitsProcessor
 from tests.helpers.methods import demo_target
 from tests.helpers.servers import PROMPT, plain, serving, wait_until
@@ -252,15 +251,6 @@ IN_CHATS |= {"add_generation_prompt": True, "chat_template_kwargs": {}, "reasoni
 IN_COMPLETIONS = {"suffix": None, "best_of": 1, "echo": False, "logprobs": None}
 
 
-def test_fields_that_ask_for_nothing(running, monkeypatch):
+def test_fields_that_ask_for_nothing(running):
     assert running.text(**NOTHING, **IN_COMPLETIONS) == plain(PROMPT, 12)
     assert running.chat_text(**NOTHING, **IN_CHATS) == plain("# x\ndef", 8)
-    # The log names each that is ignored once, and not for ever new ones.
-    lines: list[str] = []
-    monkeypatch.setattr(bodies, "_ignored", set())
-    monkeypatch.setattr(bodies.logger, "warning", lines.append)
-    for number in range(2):
-        running.text(store=True, invented=1)
-        running.text(**{f"{number}-{name}": 0 for name in range(100)})
-    assert [line for line in lines if "'store'" in line or "'invented'" in line] == lines[:2]
-    assert len(lines) == bodies._MOST_IGNORED

@@ -251,19 +251,14 @@ def test_parts_are_the_whole_up_to_a_stop_string(text, stop, data):
 
 
 def test_text_is_held_back_while_it_may_stop():
-    tokens = [TOKENIZER(part)["input_ids"] for part in ("one two", " th", "ree", " four")]
-    text, said, so_far = GrowingText(TOKENIZER, [" three five", "four"]), [], []
-    for part in tokens:
-        so_far = so_far + part
-        said.append(text.add(so_far, False))
-    assert "".join(said) == "one two three "
-    assert said[:2] == ["one two", ""]
-    assert text.has_stopped
-    # All of a stop string but its last character.
     letters = SimpleNamespace(decode=lambda tokens, **_: "".join(map(chr, tokens)))
-    text = GrowingText(letters, ["abc"])
-    assert [text.add([*map(ord, part)], False) for part in ("xab", "xabc")] == ["x", ""]
-    assert text.has_stopped
+    for stop, parts, said in (
+        (["abc"], ("xab", "xabc"), ["x", ""]),
+        ([" th fi", "fo"], ("one", "one th", "one three", "one three fo"), ["one", "", " three", " "]),
+    ):
+        text = GrowingText(letters, stop)
+        assert [text.add([*map(ord, part)], False) for part in parts] == said
+        assert text.has_stopped
 
 
 TOOLS = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import json
-import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -253,18 +252,6 @@ def test_a_record_can_have_the_calls_of_other_threads(model):
     assert [call.stats.num_committed_tokens for call in everywhere.calls] == [4] * 4
     assert seen == [0, 1]
     assert len(here.calls) == 2
-    # Requests of a server are recorded one by one.
-    all_open = threading.Barrier(2)
-
-    def serve(num_calls):
-        with record() as own:
-            all_open.wait(60)
-            for _ in range(num_calls):
-                model.generate(**inputs, **SHORT)
-            all_open.wait(60)
-        return len(own.calls)
-
-    assert in_threads(*(partial(serve, num_calls) for num_calls in (1, 2))) == [1, 2]
 
 
 class Failing(Listener, CallObserver):

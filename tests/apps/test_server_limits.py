@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -133,18 +133,10 @@ def test_api_key_and_pages_of_other_origins(running):
 
 
 def request(host: str, body: dict, missing: int = 0) -> bytes:
+    """As it is sent, but for so many bytes at its end."""
     sent = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(sent) + missing}\r\n\r\n".encode() + sent
-
-
-@contextmanager
-def connected(running: Running, missing: int = 0):
-    """A client that has sent a long request, or most of it, and reads nothing."""
-    url = httpx.URL(running.address)
-    with socket.create_connection((url.host, url.port)) as client:
-        client.sendall(request(url.host, {"prompt": PROMPT, **LONG}, missing))
-        yield
 
 
 def test_too_many_requests_and_clients_that_leave():
@@ -165,7 +157,9 @@ def test_too_many_requests_and_clients_that_leave():
         steps.release(9)
         waiting.join()
         # One who wants the whole at once leaves before there is any of it.
-        with connected(running):
+        url = httpx.URL(running.address)
+        with socket.create_connection((url.host, url.port)) as client:
+            client.sendall(request(url.host, {"prompt": PROMPT, **LONG}))
             wait_until(lambda: service.num_open == 1)
         wait_until(lambda: service.num_open == 0)
         steps.release(9)
@@ -173,15 +167,6 @@ def test_too_many_requests_and_clients_that_leave():
         assert service.outcomes == {"left": 2, "answered": 1, "refused": 1}
         steps.release(99)
         assert running.text() == plain(PROMPT, 12)
-
-
-def test_bodies_of_which_a_part_never_comes(running):
-    before = Counter(running.service.outcomes)
-    for missing in (1, 4000, 4000):
-        with connected(running, missing):
-            pass
-    assert running.text() == plain(PROMPT, 12)
-    assert (running.service.outcomes - before, running.service.num_open) == ({"answered": 1}, 0)
 
 
 def test_answers_that_take_too_long():

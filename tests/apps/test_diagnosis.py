@@ -371,14 +371,7 @@ def test_verdicts_and_best_lengths():
     assert not advice._is_worthwhile(option(speedup=1.51, over_none=1.005, over_none_range=(1.0, 1.01)))
     assert advice._is_worthwhile(option(speedup=1.53, over_none=1.02, over_none_range=(1.01, 1.03)))
     assert not advice._is_worthwhile(option(speedup=0.9, speedup_range=(0.8, 0.95)))
-    losers = {
-        "Not worth it": option(speedup=0.9, speedup_range=(0.8, 1.0)),
-        "As fast as the fastest": option(speedup=1.45, speedup_range=(1.3, 1.5)),
-        "Fewer tokens a cycle": option(speedup=1.2, speedup_range=(1.1, 1.3), mean_acceptance_length=2.0),
-        "A more expensive cycle": option(speedup=1.2, speedup_range=(1.1, 1.3), verify_seconds=2.0),
-    }
-    for beginning, loser in losers.items():
-        assert advice._verdict(loser, option()).startswith(beginning)
+    assert advice._verdict(option(speedup=0.9, speedup_range=(0.8, 1.0)), option()).startswith("Not worth it")
     # Twice what was drafted is the most that is looked at.
     assert advice._best_length(option(acceptance_rate=0.95, draft_seconds=0.04, verify_seconds=1.0)) == 8
     assert advice._best_length(option(acceptance_rate=0.5, draft_seconds=1.2, verify_seconds=1.4)) <= 1
@@ -393,9 +386,8 @@ def test_commands(tmp_path, monkeypatch):
     assert "medusa" in {option["name"] for option in json.loads(run("advise", *options).stdout)["options"]}
     result = run("verify", "--spec", "eagle3", "--spec", "ngram", "-p", "def f(x):", "-n", 12, "--json")
     methods = json.loads(result.stdout)["methods"]
-    assert [(row["method"], row["num_equal"], row["num_texts"]) for row in methods] == [
-        (name, 1, 1) for name in ("eagle3", "ngram")
-    ]
+    rows = [(row["method"], row["num_equal"], row["num_texts"]) for row in methods]
+    assert rows == [("eagle3", 1, 1), ("ngram", 1, 1)]
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "import os\\n"}\n{"turns": ["class A:\\n"]}\n')
     monkeypatch.setattr(rules, "best_tokens", second_best)

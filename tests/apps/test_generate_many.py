@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from hf_specdec import cli
 from hf_specdec.many.files import Output
 from tests.helpers.encoder_decoders import text_model
-from tests.helpers.levels import full, in_full, when_slow
+from tests.helpers.levels import full
 from tests.helpers.models import letter_tokenizer
 from tests.helpers.paths import ROOT
 
@@ -140,21 +140,12 @@ def test_names_and_texts_that_are_odd(files):
     assert (first["id"], first["error"]) == ("\ud800", None)
 
 
-LAUNCHERS = {
-    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    # With --cpu accelerate starts one process, or asks MPI for more.
-    "accelerate launch": [
-        *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
-        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
-    ],
-}
-
-
-@pytest.mark.parametrize("launcher", [*in_full("torchrun"), *when_slow("accelerate launch")])
-def test_processes_share_the_requests(files, launcher):
+@full
+def test_processes_share_the_requests(files):
     source, target = files
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "hf_specdec", *options(source, target), "--json"]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", *launcher, "-m", "hf_specdec", *options(source, target), "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)

@@ -341,16 +341,3 @@ def test_log_lines_have_the_figures_of_their_interval(lines, clock):
         first(5)
         second(5)
     assert (lines("throughput")[5:], lines("length")[5:]) == (["0.80"], ["3.00"])
-
-
-def test_log_lines_of_threads(model, lines):
-    metrics.log_every(1e-9)
-    with record(all_threads=True) as made:
-        in_threads(*[lambda: generate(model, 2)] * 2)
-    metrics.log_every(None)
-    total = SpecDecodingStats.total(recorded.stats for recorded in made.calls)
-    assert len(lines()) > 2
-    assert sum(map(int, lines("accepted"))) == total.num_accepted_tokens
-    assert sum(map(int, lines("drafted"))) == total.num_draft_tokens
-    without = sum(int(count or 0) for count in lines("without"))
-    assert without == sum(total.num_cycles_without_drafts.values()) > 0

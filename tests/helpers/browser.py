@@ -59,6 +59,11 @@ class Browser:
     def find(self, selector: str) -> Any:
         return self.driver.find_element("css selector", selector)
 
+    def hover(self, selector: str) -> None:
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.driver).move_to_element(self.find(selector)).perform()
+
     def is_visible(self, selector: str) -> bool:
         return self.find(selector).is_displayed()
 

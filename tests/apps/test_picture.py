@@ -185,10 +185,6 @@ CALLS = {
     "sampled": (1, {"spec_model": demo.drafter_path("draft_model"), "spec_method": "draft_model", "do_sample": True}),
     "plain_cycles": (2, {"speculative": {"method": "ngram", "disable_by_batch_size": 1}}),
 }
-TEXT = (
-    "(() => { const copy = document.getElementById('text').cloneNode(true);"
-    "copy.querySelectorAll('.mark').forEach((mark) => mark.remove()); return copy.textContent; })()"
-)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +194,7 @@ def page():
 
 
 @pytest.fixture
-def made_call(target, tmp_path, request):
+def made_call(page, target, tmp_path, request):
     """The page of a call, its texts, and its record."""
     batch_size, drafting = CALLS[getattr(request, "param", "tree")]
     texts = [prompt.text[-400:] for prompt in demo.prompts()[:batch_size]]
@@ -206,7 +202,8 @@ def made_call(target, tmp_path, request):
     with record(trace=True, tokenizer=TOKENIZER) as made:
         output = target.generate(**inputs, **{"do_sample": False, "max_new_tokens": 32, **drafting})
     made.calls[0].to_html(tmp_path / "call.html")
-    return tmp_path / "call.html", TOKENIZER.batch_decode(output[:, inputs["input_ids"].shape[1] :]), made.calls[0]
+    yield tmp_path / "call.html", TOKENIZER.batch_decode(output[:, inputs["input_ids"].shape[1] :]), made.calls[0]
+    assert page.complaints() == []
 
 
 @full
@@ -214,15 +211,13 @@ def made_call(target, tmp_path, request):
 def test_browser_shows_the_text_and_asks_for_nothing(page, made_call):
     path, texts, call = made_call
     page.open(path, width=360 if len(texts) == 1 else 1200)
-    cycles = [cycle for cycle in call.cycles if any(row.row == 0 for row in cycle.rows)]
-    assert page.run("document.querySelectorAll('.cycle').length") == len(cycles)
+    assert page.count(".cycle") == sum(any(row.row == 0 for row in cycle.rows) for cycle in call.cycles)
     assert page.run("performance.getEntriesByType('resource').length") == 0
     assert page.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    for row, text in enumerate(texts):
-        if row > 0:
-            page.find(f"#row option[value='{row}']").click()
-        assert page.run(TEXT) == text
-    assert page.complaints() == []
+    assert page.text() == texts[0]
+    for row, text in enumerate(texts[1:], 1):
+        page.find(f"#row option[value='{row}']").click()
+        assert page.text() == text
 
 
 @full
@@ -234,56 +229,41 @@ def test_click_unfolds_a_tree_and_colours_follow_the_reader(page, made_call):
             assert page.run("document.documentElement.dataset.theme") == ("dark" if shown else "light")
             page.find("#theme").click()
     rows = [cycle.rows[0] for cycle in call.cycles]
-    number, row = next((number, row) for number, row in enumerate(rows) if len(set(row.parents)) < len(row.parents))
+    number = next(number for number, row in enumerate(rows) if len(set(row.parents)) < len(row.parents))
     page.find(f"#cycle-{number + 1}").click()
-    title = f"eagle3 drafted {len(row.draft_tokens)} tokens, {row.num_accepted} accepted"
-    assert title in page.find("#drawer h2").text
     # The anchor, the draft, and the target's own token.
-    assert page.run("document.querySelectorAll('#tree .node').length") == len(row.draft_tokens) + 2
-    assert page.run("document.querySelectorAll('#tree .node.a').length") == row.num_accepted
-    page.find("#next").click()
-    assert f"Cycle {number + 2} " in page.find("#drawer h2").text
+    assert page.count("#tree .node") == len(rows[number].draft_tokens) + 2
+    assert page.count("#tree .node.a") == rows[number].num_accepted
     page.find("#close").click()
-    assert not page.is_visible("#drawer")
+    assert not page.find("#drawer").is_displayed()
     # A token unfolds the cycle that wrote it.
     page.find("#text .token:last-child").click()
-    assert page.is_visible("#drawer")
-    assert page.complaints() == []
+    assert page.find("#drawer").is_displayed()
 
 
 @full
 def test_keyboard_alone_and_a_screen_reader_are_enough(page, made_call):
     path, _, call = made_call
     page.open(path)
-    heard = page.spoken()
-    options = [name for role, name in heard if role == "option"]
+    options = [name for role, name in page.spoken() if role == "option"]
     assert sum("accepted draft; probability" in name for name in options) == call.stats.num_accepted_tokens > 0
     assert sum(name.startswith("Cycle ") for name in options) == len(call.cycles)
-    for role, name in heard:
-        assert name.strip() or role not in ("button", "option", "listbox", "combobox", "treeitem", "heading")
     for _ in range(12):
         page.press("TAB")
         if page.run("document.activeElement.id") == "text":
             break
-    active = "document.getElementById('text').getAttribute('aria-activedescendant')"
-    below = 1 + len(call.cycles[0].rows[0].committed_tokens)
-    assert page.run(active) == "token-0"
-    for keys, place in (
-        (("ARROW_RIGHT", "ARROW_RIGHT", "ARROW_LEFT"), 1),
-        (("ARROW_DOWN",), below),
-        (("END",), call.stats.num_committed_tokens - 1),
-    ):
+    below, last = 1 + len(call.cycles[0].rows[0].committed_tokens), call.stats.num_committed_tokens - 1
+    for keys, place in ((["RIGHT", "RIGHT", "LEFT"], 1), (["DOWN"], below), (["END"], last), (["HOME"], 0)):
         page.press(*keys)
-        assert page.run(active) == f"token-{place}"
-    page.press("HOME", "ARROW_RIGHT", "ENTER")
+        active = page.run("document.getElementById('text').getAttribute('aria-activedescendant')")
+        assert active == f"token-{place}"
+    page.press("RIGHT", "ENTER")
     assert page.find("#drawer h2").text.startswith("Cycle 1 of")
-    assert page.run("document.activeElement.textContent").endswith("anchor")
-    page.press("ARROW_RIGHT")
+    page.press("RIGHT")
     assert "probability" in page.run("document.activeElement.getAttribute('aria-label')")
     page.press("ESCAPE")
-    assert not page.is_visible("#drawer")
+    assert not page.find("#drawer").is_displayed()
     assert page.run("document.activeElement.id") == "text"
-    assert page.complaints() == []
 
 
 @full
@@ -298,5 +278,5 @@ def test_browser_runs_nothing_of_hostile_texts(page, tmp_path):
     page.find("#cycle-1").click()
     page.hover("#token-2")
     assert page.run("[window.broken, document.scripts.length, document.images.length]") == [None, 2, 0]
-    assert words[0] in page.run(TEXT)
+    assert words[0] in page.text()
     assert page.complaints() == []

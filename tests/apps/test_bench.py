@@ -7,11 +7,10 @@ from hashlib import sha256
 from types import SimpleNamespace
 
 import pytest
-import run
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
-from hf_specdec import SpeculativeConfig, cli, demo
+from hf_specdec import cli, demo
 from hf_specdec.bench import engine, figures, prompts, report
 from hf_specdec.bench.decoders import Decoder, plain_decoder, read_spec
 from hf_specdec.bench.engine import Call, Measurement
@@ -46,24 +45,16 @@ def test_every_method_is_measured_beside_both_baselines(tmp_path):
         assert row["num_texts"] == row["same_texts"] == 2 * 2 * size  # rounds, kinds, rows
         assert row["num_tokens"] == rows[size, "plain"]["num_tokens"]
         assert row["num_tokens"] == sum(kind["num_tokens"] for kind in row["kinds"].values())
-        assert row["spread"]["tokens_per_second"]["n"] == row["spread"]["speedup"]["n"] == 2
-        assert row["cycle_seconds"]["p50"] <= row["cycle_seconds"]["p95"] <= row["cycle_seconds"]["p99"]
         if name in own:
-            assert row["accepted_per_position"] == sorted(row["accepted_per_position"], reverse=True)
             assert 1 <= row["mean_acceptance_length"] <= len(row["accepted_per_position"]) + 1
             assert 0 < row["draft_share"] < 1
     assert rows[1, "plain"]["speedup"] == rows[1, "none"]["speedup_over_none"] == 1.0
     assert rows[1, "none"]["mean_acceptance_length"] == rows[1, "plain"]["mean_acceptance_length"] == 1.0
     assert rows[1, "stock_draft_model"]["mean_acceptance_length"] > 1.0
-    assert rows[1, "draft_model"]["draft_bytes"] == rows[1, "stock_draft_model"]["draft_bytes"] > 0
-    unavailable = {(row["method"], row["batch_size"]) for row in found["unavailable"]}
-    assert unavailable == {(name, 2) for name in stock}
-    assert found["settings"]["prompts"] == {"remove_docstring": "edit", "class": "complete"}
-    for part in ("Batch size 1", "Batch size 2", "eagle3", "speed-up by kind", "4/4", "median", "repeated"):
-        assert part in text
+    assert {(row["method"], row["batch_size"]) for row in found["unavailable"]} == {(name, 2) for name in stock}
+    assert all(part in text for part in ("Batch size 1", "Batch size 2", "eagle3"))
     # Charts, and a model card that takes the figures.
-    names = {"speedup_by_kind.png", "acceptance_by_position.png", "tokens_per_second.png"}
-    assert {path.name for path in (tmp_path / "charts").iterdir()} == names
+    assert len([*(tmp_path / "charts").glob("*.png")]) == 3
     card = CliRunner().invoke(cli.app, ["card", demo.drafter_path("eagle3"), "--bench", str(out)]).stdout
     assert card.count("| eagle3 |") == card.count("| plain |") == 2
 
@@ -95,29 +86,26 @@ def test_figures_of_known_calls():
     assert row["cycle_seconds"] == {"p50": 0.2, "p95": 0.3, "p99": 0.3, "n": 12, "over": "cycles"}
     assert (row["identical"], row["same_texts"], row["num_texts"]) == (False, 3, 6)
     assert row["first_differences"] == {"two": 8}
-    # The same text once more says nothing new of acceptance; other texts do.
-    sampled = report.make_rows(weights, ways, measured, greedy=False)[1]
-    assert [one["spread"]["mean_acceptance_length"]["n"] for one in (row, sampled)] == [4, 12]
     # Calls weigh by their size, and one of the two may be drawn twice.
     pooled = figures.pooled([1, 27, 0], [10, 30, 0], "drafts")
     assert pooled == figures.Figure(0.7, 0.1, 0.9, 40, "drafts", "bootstrap")
 
 
 def test_settings_in_all_spellings():
-    head, own = "user/head", {"method": "eagle3", "model": "own"}
+    own = {"method": "eagle3", "model": "own"}
     for text, expected in {
         "ngram": "ngram",
-        head: head,
         '{"method": "ngram"}': {"method": "ngram"},
         "ngram,k=4": {"method": "ngram", "num_speculative_tokens": 4},
-        "method=eagle3, model=user/head": {"method": "eagle3", "model": head},
-        "user/head,revision=1234567,k=2": {"model": head, "revision": "1234567", "num_speculative_tokens": 2},
-        "user/head,k=auto,num_draft_nodes=9": {"model": head, "num_speculative_tokens": "auto", "num_draft_nodes": 9},
+        "user/head,revision=1234567,k=auto": {
+            "model": "user/head",
+            "revision": "1234567",
+            "num_speculative_tokens": "auto",
+        },
         "eagle3": own,
         "eagle3,k=2": {**own, "num_speculative_tokens": 2},
-        "eagle3,model=user/head": {"method": "eagle3", "model": head},
+        "eagle3, model=user/head": {"method": "eagle3", "model": "user/head"},
         "suffix+eagle3": {"method": "suffix+eagle3", "model": "own"},
-        '{"method": "eagle3"}': own,
     }.items():
         assert read_spec(text, {"eagle3": own}) == expected, text
 
@@ -139,38 +127,23 @@ def test_runs_that_end_early_or_are_refused(monkeypatch, tmp_path):
     for arguments, message in (
         (("--batch-sizes", "0,2"), "--batch-sizes must be numbers"),
         (("--spec", "eagle7"), "Did you mean 'eagle'"),
-        (("--spec", "ngram,k"), "no key=value"),
-        (("--target", "some/model"), "--prompts is missing"),
-        (("--temperature", "0", "--top-p", "0.5"), "greedy"),
-        (("--output", "nowhere/out.json"), "no folder"),
         (("-n", "3000", "--prompts", tmp_path / "long.txt"), "context of 2048"),
     ):
         assert message in bench(*arguments, code=2)
 
 
 @full
-def test_prompts_of_files(tmp_path):
+def test_prompts_of_files_and_of_spec_bench(tmp_path, monkeypatch):
     def read(name, content):
         (tmp_path / name).write_text(content)
         return read_prompts(str(tmp_path / name), 32)
 
     assert [prompt.text for prompt in read("a.txt", "\none\n  two\n \n\n  three\n")] == ["one\n  two", "  three"]
-    lines = (
-        '{"question_id": 81, "category": "writing", "turns": ["first", "second"]}\n\n{"name": "own", "prompt": "x"}'
-    )
-    assert read("a.jsonl", lines) == [Prompt("81", "first", "writing", 32), Prompt("own", "x", "prompt", 32)]
-    for content, message in (
-        ("", "has no prompts"),
-        ('{"prompt": "a"}\n{"prompt"', "line 2: no JSON"),
-        ('{"turns": []}', "line 1: a prompt is a text"),
-        ('{"prompt": "a", "name": "x"}\n{"prompt": "b", "name": "x"}', "two prompts named 'x'"),
-    ):
+    assert read("a.jsonl", '\n{"name": "own", "prompt": "x"}') == [Prompt("own", "x", "prompt", 32)]
+    for content, message in (("", "has no prompts"), ('{"prompt": "a"}\n{"prompt"', "line 2: no JSON")):
         with pytest.raises(SpecConfigError, match=message):
             read("a.jsonl", content)
-
-
-@full
-def test_spec_bench_is_downloaded_once_and_checked(monkeypatch, tmp_path):
+    # The one that is downloaded, once.
     content, served = b'{"question_id": 1, "category": "rag", "turns": ["one", "more"]}', tmp_path / "served.jsonl"
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     monkeypatch.setattr(prompts, "SPEC_BENCH_SHA256", sha256(content).hexdigest())
@@ -184,13 +157,3 @@ def test_spec_bench_is_downloaded_once_and_checked(monkeypatch, tmp_path):
     for _ in range(2):
         assert read_prompts("spec-bench") == [Prompt("1", "one", "rag", 256)]
         served.unlink(missing_ok=True)
-
-
-@full
-def test_cases_of_the_benchmarks_are_settings():
-    for name, case in run.CASES.items():
-        arguments = run.command(case, None)
-        specs = [text for option, text in zip(arguments, arguments[1:]) if option == "--spec"]
-        assert len(specs) == len(case.specs), name
-        for text in specs:
-            assert SpeculativeConfig.resolve(read_spec(text, demo.settings())).method == json.loads(text)["method"]

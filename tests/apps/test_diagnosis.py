@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -15,16 +16,14 @@ from hf_specdec import SpeculativeConfig, cli, demo, forget_speculators
 from hf_specdec.bench.prompts import Batch, Prompt, make_batches
 from hf_specdec.candidate_generators.eagle.generator import EagleCandidateGenerator
 from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.diagnosis import BUG, TIE, advice, advise, checks, diagnose, verification, verify
+from hf_specdec.diagnosis import BUG, TIE, advice, advise, diagnose, verification, verify
 from hf_specdec.diagnosis.probe import Acceptance, _count, consistent_meaning
 from hf_specdec.diagnosis.verification import _Reference
 from hf_specdec.drafting.entries import DraftEntries
 from hf_specdec.logits import rules
 from hf_specdec.method import names_without_weights
 from tests.helpers.levels import full, in_full
-from tests.helpers.methods import OTHER_CHECKPOINTS
 from tests.helpers.models import letter_tokenizer, prompts, scripted_for, tiny_llama
-from tests.helpers.planted import damaged, give_draft_vocabulary, shuffle_states
 
 
 EAGLE, EAGLE3 = demo.drafter_path("eagle"), demo.drafter_path("eagle3")
@@ -44,8 +43,6 @@ def run(*arguments, code=0):
 
 @pytest.fixture
 def check(target, demo_tokenizer):
-    """What is found of a drafter and the demo's target."""
-
     def checked(spec, tokens=24, target=target, tokenizer=demo_tokenizer, **options):
         few = [Prompt(prompt.name, prompt.text, prompt.kind, tokens) for prompt in demo.prompts()[1::2]]
         return diagnose(target, spec, tokenizer, prompts=few, **{"try_variants": False, **options})
@@ -66,7 +63,7 @@ def cause(found):
     return f"{found.causes[0].found} {found.causes[0].remedy}"
 
 
-@pytest.mark.parametrize("name", ["ngram", *in_full("draft_model", "medusa", "mtp")])
+@pytest.mark.parametrize("name", ["ngram", *in_full("draft_model", "mtp")])
 def test_healthy_drafters(check, name):
     found = check(demo.settings()[name], tokens=20, try_variants=name == "mtp")
     assert (found.status, found.causes) == ("ok", []), found.findings
@@ -75,9 +72,24 @@ def test_healthy_drafters(check, name):
     assert all(0 < accepted <= reached for accepted, reached in zip(acceptance.accepted[:1], acceptance.reached))
 
 
+def damaged(source, folder, change) -> str:
+    """A copy of a checkpoint after `change(config, tensors)`."""
+    folder.mkdir()
+    config = json.loads(Path(source, "config.json").read_text())
+    tensors = load_file(Path(source, "model.safetensors"))
+    change(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return str(folder)
+
+
 def keep_tokens(ids, shuffled=False):
+    """The target's lm_head cut to these ids, as the head's own."""
+
     def change(config, tensors):
-        give_draft_vocabulary(config, tensors, ids)
+        embedding = load_file(Path(demo.target_path(), "model.safetensors"))["model.embed_tokens.weight"]
+        tensors |= {"lm_head.weight": embedding[ids].clone(), "d2t": ids - torch.arange(len(ids))}
+        config["draft_vocab_size"] = len(ids)
         if shuffled:
             order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
             tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
@@ -85,14 +97,11 @@ def keep_tokens(ids, shuffled=False):
     return change
 
 
-def other_scale(config, tensors):
-    tensors["fc.weight"][:, 256:] /= 16  # the root of the hidden size
-
-
 # The checkpoint, what changes in it, whether other wirings are tried, and what is said of it.
 DEFECTS = {
     "shifted layers": (EAGLE3, lambda c, t: c.update(aux_layer_ids=[0, 2, 4]), True, "Pass aux_layer_ids=[1, 3, 5]"),
-    "other scale": (EAGLE, other_scale, True, "The scale of the target's states is wrong"),
+    # By the root of the hidden size.
+    "other scale": (EAGLE, lambda c, t: t["fc.weight"][:, 256:].div_(16), True, "The scale of the target's states is"),
     "rotary embedding": (EAGLE, lambda c, t: c.update(rope_theta=50.0), True, "rope_theta=50"),
     "shuffled head": (EAGLE3, keep_tokens(torch.arange(4095), shuffled=True), False, "stand for other tokens"),
     "small vocabulary": (EAGLE3, keep_tokens(torch.arange(0, 4096, 2)), False, "not in the draft vocabulary (2048"),
@@ -117,8 +126,7 @@ def test_defects_that_files_show(check, tmp_path):
     found = check(EAGLE3, target=tiny_llama(), tokenizer=letter_tokenizer())
     assert "hidden size 256, and the target has 32" in str(said(found, "sizes"))
     assert statuses(found)["loading"] == "error"
-    for spec in ("ngrm", {"model": "no/such/folder"}):
-        assert statuses(check(spec)) == {"settings": "error"}
+    assert statuses(check({"model": "no/such/folder"})) == {"settings": "error"}
     spec = damaged(EAGLE3, tmp_path / "missing", lambda c, t: t.pop("midlayer.mlp.up_proj.weight"))
     assert statuses(check({"method": "eagle3", "model": spec}))["loading"] == "error"
     found = check(damaged(EAGLE3, tmp_path / "numbers", no_numbers))
@@ -137,8 +145,6 @@ def test_draft_models_with_other_tokenizers_and_partial_vocabularies(check, tmp_
         (folder / "tokenizer.json").write_text(json.dumps(content))
         shutil.copy(Path(demo.target_path(), "tokenizer_config.json"), folder)
         assert statuses(check(spec, tokens=8))["tokenizer"] == status
-    spec = {"method": "draft_model", "model": OTHER_CHECKPOINTS["draft_model re-encoded"][1]}
-    assert "re-encoded as text, 1406 tokens are in both" in said(check(spec, tokens=8), "tokenizer")[0]
     keep = torch.tensor([token for token in range(4096) if token % 512 != 511])
     found = check(damaged(EAGLE3, tmp_path / "healthy", keep_tokens(keep)))
     assert found.status == "ok", found.findings
@@ -146,24 +152,13 @@ def test_draft_models_with_other_tokenizers_and_partial_vocabularies(check, tmp_
 
 
 @full
-def test_slow_types_and_layers_that_are_not_stated(check, tmp_path, monkeypatch):
-    for dtype, has, is_slow in ((torch.bfloat16, False, 1), (torch.bfloat16, None, 0), (torch.float32, False, 0)):
-        monkeypatch.setattr(checks, "multiplies_bfloat16", lambda has=has: has)
-        found = [item for item in checks.product_findings(tiny_llama().to(dtype)) if item.status == "warning"]
-        assert ["dtype=torch.float32" in item.remedy for item in found] == [True] * is_slow
-
-    def unstated(config, tensors):
-        del config["aux_layer_ids"]
-        tensors["fc.weight"] = tensors["fc.weight"][:, :512]
-
-    spec = {"model": damaged(EAGLE3, tmp_path / "layers", unstated), "aux_layer_ids": [1, 3]}
-    assert statuses(check(spec))["layers"] == "warning"
-
-
-@full
 def test_the_head_of_another_target(check, tmp_path):
-    other = demo.load_target()
-    shuffle_states(other)
+    """The same text from states whose elements are in another order."""
+    other, order = demo.load_target(), torch.randperm(256, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for name, weight in other.named_parameters():
+            first = name.endswith(("o_proj.weight", "down_proj.weight")) or weight.dim() == 1
+            weight.copy_(weight[order] if first else weight[:, order])
     for named, words in ((False, "No other wiring helps"), (True, "made for 'someone/another-model'")):
         name = {"base_model_name_or_path": "someone/another-model"} if named else {}
         spec = damaged(EAGLE, tmp_path / str(named), lambda c, t, name=name: c.update(name))
@@ -201,11 +196,6 @@ def test_acceptance_by_position():
     found = Acceptance()
     _count(found, 0, [1, 2, 3] * 6, {length: ([9], [-1]) for length in range(6, 18)})
     assert (found.num_places, len(found.counts), len(found.first_tokens)) == (12, 3, 3)
-    better, worse = Acceptance(), Acceptance()
-    for place in range(40):
-        worse.counts[0, place], better.counts[0, place] = place % 3, place % 3 + (place % 4 == 0)
-    assert better.is_better_than(worse)
-    assert not worse.is_better_than(worse)
     assert consistent_meaning([(token, token + 10) for token in range(5) for _ in range(4)]) == (1.0, 0.2)
     assert consistent_meaning([(1, token) for token in range(9)]) == (0.0, 1 / 9)
 
@@ -237,31 +227,27 @@ def test_prompts_that_training_had_not(check, monkeypatch):
 
 
 def second_best(scores):
-    """Now and then the second best token."""
+    """Now and then."""
     best = scores.topk(2, dim=-1).indices
     return torch.where((best[..., 1] % 5) == 0, best[..., 1], best[..., 0])
 
 
-NUM_TOKENS = 48
-
-
 def verified(model, inputs, text=None, **options):
     if text is None:
-        text = model.generate(**inputs, max_new_tokens=NUM_TOKENS, do_sample=False)
-    names = tuple(f"row {index}" for index in range(len(text)))
-    batch = Batch(names, "random", inputs, NUM_TOKENS)
+        text = model.generate(**inputs, max_new_tokens=48, do_sample=False)
+    batch = Batch(tuple(map(str, range(len(text)))), "random", inputs, 48)
     (found,) = verify(model, {"scripted": scripted_for(text, inputs, **options)}, [batch])
-    assert (found.num_texts, found.num_tokens) == (len(text), NUM_TOKENS * len(text))
+    assert (found.num_texts, found.num_tokens) == (len(text), 48 * len(text))
     return found
 
 
 @pytest.mark.parametrize(
     ("dtype", "damage"),
-    [(torch.float32, "rule"), *in_full((torch.bfloat16, "rule"), (torch.float32, "cache"), (torch.bfloat16, "cache"))],
+    [(torch.float32, "rule"), *in_full((torch.float32, "cache"), (torch.bfloat16, "cache"))],
 )
 def test_faults_are_bugs(monkeypatch, dtype, damage):
     model, commit = tiny_llama().to(dtype), SlotCache.commit
-    text, options = model.generate(**prompts(3), max_new_tokens=NUM_TOKENS, do_sample=False), {}
+    text, options = model.generate(**prompts(3), max_new_tokens=48, do_sample=False), {}
     # Plain generation is plain, whatever the generation config says.
     model.generation_config.speculative = {"method": "ngram"}
     if damage == "rule":
@@ -346,36 +332,13 @@ def test_free_methods_and_named_drafters_are_measured(ask, tmp_path, monkeypatch
         assert option.mean_acceptance_length >= 1
         assert 0 <= option.acceptance_rate <= 1
         assert (0 < option.drafted_share <= 1) == (option.name != "none")
-        assert min(option.step_seconds, option.verify_seconds) > 0
-        assert option.verdict
-    head = next(option for option in found.options if option.name == "head")
-    assert (1 <= head.draft_length <= 4, head.draft_bytes > 0, head.settings["method"]) == (True, True, "eagle")
-    assert "How repetitive" in str(found.notes)
     assert "it is offline" in str(found.notes)
     # The fastest is recommended as it can be used.
     assert found.best is next(option for option in found.options if option.name != "none")
-    assert found.best.verdict.startswith("The fastest")
     settings = json.loads(found.snippets["json"])
     assert SpeculativeConfig.resolve(settings).method == found.best.settings["method"]
     python = found.snippets["python"].replace("model.generate", "dict").replace("**inputs, ", "")
     assert eval(python) == {"speculative": settings}
-    assert json.loads(json.dumps(found.to_dict()))["best"]["name"] == found.best.name
-
-
-@full
-def test_lengths_are_measured_beside_the_fastest_and_slow_ones_not_recommended(ask, monkeypatch):
-    found = ask(specs={"draft": demo.settings()["draft_model"]}, discover=False, try_lengths=True)
-    tried = [option for option in found.options if ", k=" in option.name]
-    assert any(option.settings["num_speculative_tokens"] == "auto" for option in tried)
-    assert len({option.name for option in found.options}) == len(found.options)
-    monkeypatch.setattr(advice, "_best_length", lambda option: 3)
-    found = ask(discover=False, try_lengths=True)
-    (tried,) = (option for option in found.options if ", k=3" in option.name)
-    assert tried.settings == {"method": tried.name.partition(",")[0], "num_speculative_tokens": 3}
-    monkeypatch.setattr(advice, "_WORTHWHILE", 1e9)
-    found = ask(discover=False)
-    assert (found.best, found.snippets["python"]) == (None, "model.generate(**inputs)")
-    assert all(option.verdict.startswith("Not worth it") for option in found.options if option.name != "none")
 
 
 @full
@@ -408,17 +371,7 @@ def test_verdicts_and_best_lengths():
     assert not advice._is_worthwhile(option(speedup=1.51, over_none=1.005, over_none_range=(1.0, 1.01)))
     assert advice._is_worthwhile(option(speedup=1.53, over_none=1.02, over_none_range=(1.01, 1.03)))
     assert not advice._is_worthwhile(option(speedup=0.9, speedup_range=(0.8, 0.95)))
-    losers = {
-        "Not worth it": option(speedup=0.9, speedup_range=(0.8, 1.0)),
-        "As fast as the fastest": option(speedup=1.45, speedup_range=(1.3, 1.5)),
-        "Fewer tokens a cycle": option(speedup=1.2, speedup_range=(1.1, 1.3), mean_acceptance_length=2.0),
-        "A more expensive cycle": option(speedup=1.2, speedup_range=(1.1, 1.3), verify_seconds=2.0),
-    }
-    for beginning, loser in losers.items():
-        assert advice._verdict(loser, option()).startswith(beginning)
-    assert "acceptance rate of 0.40, and it has 0.80" in advice._verdict(losers["Not worth it"], option())
-    assert advice._verdict(none, none).startswith("The loop without drafts: 1.50 times")
-    assert advice._verdict(slower, none).startswith("Not surely faster")
+    assert advice._verdict(option(speedup=0.9, speedup_range=(0.8, 1.0)), option()).startswith("Not worth it")
     # Twice what was drafted is the most that is looked at.
     assert advice._best_length(option(acceptance_rate=0.95, draft_seconds=0.04, verify_seconds=1.0)) == 8
     assert advice._best_length(option(acceptance_rate=0.5, draft_seconds=1.2, verify_seconds=1.4)) <= 1
@@ -428,23 +381,16 @@ def test_commands(tmp_path, monkeypatch):
     result = run("doctor", "--spec", "eagle3", "-n", 16, "--quick", "-p", demo.prompts()[0].text, "--json")
     found = {item["check"] for item in json.loads(result.stdout)["findings"]}
     assert {"checkpoint", "method", "loading", "layers", "weights"} <= found
-    result = run("doctor", "--spec", json.dumps({"method": "eagle", "model": EAGLE3}), code=1)
-    assert "Leave the method out" in result.stdout
+    run("doctor", "--spec", json.dumps({"method": "eagle", "model": EAGLE3}), code=1)
     options = ("-s", "medusa", "-p", "import os", "-n", 8, "--rounds", 1, "--no-lengths", "--offline", "--json")
     assert "medusa" in {option["name"] for option in json.loads(run("advise", *options).stdout)["options"]}
     result = run("verify", "--spec", "eagle3", "--spec", "ngram", "-p", "def f(x):", "-n", 12, "--json")
     methods = json.loads(result.stdout)["methods"]
-    assert [(row["method"], row["num_equal"], row["num_texts"]) for row in methods] == [
-        (name, 1, 1) for name in ("eagle3", "ngram")
-    ]
+    rows = [(row["method"], row["num_equal"], row["num_texts"]) for row in methods]
+    assert rows == [("eagle3", 1, 1), ("ngram", 1, 1)]
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"words": "x"}\n')
-    for arguments, words in ((["--spec", "ngrm"], "Did you mean 'ngram'"), (["--prompts", file], "line 1")):
-        assert words in " ".join(run("verify", *arguments, code=2).stderr.split())
     file.write_text('{"prompt": "import os\\n"}\n{"turns": ["class A:\\n"]}\n')
     monkeypatch.setattr(rules, "best_tokens", second_best)
-    shown = " ".join(run("verify", "--prompts", file, "-n", 24, code=1).stdout.split())
-    assert all(words in shown for words in ("bug", "with logit", "The margin"))
     report = json.loads(run("verify", "--prompts", file, "-n", 24, "--json", "--batch-size", 2, code=1).stdout)
     (row,) = report["methods"]
     assert (row["num_texts"], row["num_bugs"] >= 1) == (2, True)

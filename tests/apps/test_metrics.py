@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import json
-import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -17,13 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specdec import SpecDecodingStats, SpeculativeConfig, load_speculator, record
+from hf_specdec import SpecDecodingStats, load_speculator, record
 from hf_specdec.control.controller import Choice, SpeculationController
-from hf_specdec.metrics import begin_call, listeners
+from hf_specdec.metrics import listeners
 from hf_specdec.metrics.listeners import CallObserver, Listener
 from hf_specdec.metrics.stats import StatsReader
 from tests.helpers.levels import full, in_full
-from tests.helpers.models import prompts, scripted_for, tiny_llama
+from tests.helpers.models import prompts, scripted_for
 from tests.helpers.threads import in_threads
 
 
@@ -70,8 +69,6 @@ EOS = {"eos_token_id": [6, 15]}
         *in_full(
             pytest.param(1, None, {"max_new_tokens": 1}, id="one_token"),
             pytest.param(3, TREE, {"repetition_penalty": 1.4}, id="tree-walk"),
-            pytest.param(3, None, {"do_sample": True, **EOS}, id="chain-sampled-eos"),
-            pytest.param(3, "random", EOS, id="ragged_tree-eos"),
         ),
     ],
 )
@@ -94,19 +91,16 @@ def test_counts_and_text_are_those_of_the_trace(model, batch_size, tree, setting
                 node = next(index for index, found in nodes if found == (token, node))
     assert texts == [row[1:] for row in generated]
 
-    assert stats.batch_size == batch_size
+    assert (stats.batch_size, stats.num_row_cycles, stats.num_drafts) == (batch_size, len(rows), len(drafted))
     assert stats.num_committed_tokens == sum(map(len, generated)) == batch_size + sum(map(len, texts))
-    assert stats.num_row_cycles == len(rows)
     assert stats.num_target_forwards == len(call.cycles) + 1
-    assert stats.num_drafts == len(drafted)
     assert stats.num_draft_tokens == sum(len(row.draft_tokens) for row in drafted)
     assert stats.num_accepted_tokens == sum(row.num_accepted for row in rows)
-    per_position = stats.num_accepted_tokens_per_pos
-    assert sum(per_position) == stats.num_accepted_tokens
-    assert per_position == sorted(per_position, reverse=True)
     depths = Counter(depth_of(row.parents) for row in drafted)
-    assert len(per_position) == max(depths, default=0)
-    assert stats.num_drafts_per_depth == [depths[depth] for depth in range(1, len(per_position) + 1)]
+    positions = range(1, max(depths, default=0) + 1)
+    assert stats.num_drafts_per_depth == [depths[position] for position in positions]
+    accepted_at = [sum(row.num_accepted >= position for row in rows) for position in positions]
+    assert stats.num_accepted_tokens_per_pos == accepted_at
     without = [cycle for cycle in call.cycles if not any(row.draft_tokens for row in cycle.rows)]
     assert sum(stats.num_cycles_without_drafts.values()) == len(without)
 
@@ -120,10 +114,7 @@ def test_counts_and_text_are_those_of_the_trace(model, batch_size, tree, setting
 def test_drafts_that_are_all_right_and_an_end_inside_of_one(model):
     stats = traced(model, prompts(2), accuracy=1.0, max_new_tokens=21)[1].stats
     assert stats.acceptance_rate == stats.draft_acceptance_rate == 1
-    assert stats.mean_acceptance_length > 4
     assert json.loads(json.dumps(stats.to_dict())) == stats.to_dict()
-    assert stats.to_dict()["acceptance_rate"] == 1
-    assert f"accepted {stats.num_accepted_tokens} of {stats.num_draft_tokens}" in str(stats)
     # Accepted tokens after the end are not counted.
     text = model.generate(**prompts(1), do_sample=False, max_new_tokens=40)
     output, call = traced(model, prompts(1), k=8, accuracy=1.0, eos_token_id=int(text[0, PROMPT + 4]))
@@ -144,7 +135,6 @@ def test_times_of_calls_and_cycles(model, monkeypatch):
     elapsed, (call,) = perf_counter() - began, made.calls
     stats, timings = call.stats, call.timings
     parts = (stats.draft_seconds, stats.verify_seconds, stats.prefill_seconds, stats.other_seconds)
-    assert all(part > 0 for part in parts)
     assert stats.total_seconds == pytest.approx(sum(parts))
     # The first token is waited for from the beginning of the call.
     assert stats.setup_seconds > 0.02
@@ -200,42 +190,16 @@ def test_lookups_of_methods_that_retrieve(model, method, k):
             generated[row.row] += len(row.committed_tokens)
         assert stats.num_lookups == num_open
         assert stats.num_spec_tokens >= 6
-    assert (stats.cache_bytes > stats.cache_tokens) == (stats.cache_tokens > 0)
     # The texts of the first call are what the second one of suffix searches.
     assert (stats if method == "ngram" else stats_of(model, inputs, **given)).cache_tokens > 0
 
 
-@full
-def test_low_acceptance_is_warned_of_once(caplog):
-    """For a target and its settings."""
-
-    def warnings_after(model, accuracy, num_calls):
-        text = model.generate(**prompts(8), do_sample=False, max_new_tokens=40)
-        speculator = scripted_for(text, prompts(8), k=3, accuracy=accuracy)
-        speculator.config = SpeculativeConfig("ngram", num_speculative_tokens=3)
-        for _ in range(num_calls):
-            model.generate(**prompts(8), do_sample=False, max_new_tokens=24, assistant=speculator)
-        return [line.getMessage() for line in caplog.records if "hardly pays" in line.getMessage()]
-
-    model = tiny_llama()
-    with caplog.at_level("WARNING", "hf_specdec.metrics"):
-        assert warnings_after(tiny_llama(), 0.7, 12) == []
-        assert warnings_after(model, 0.0, 1) == []
-        (warning,) = warnings_after(model, 0.0, 5)
-        assert len(warnings_after(tiny_llama(), 0.0, 3)) == 2
-    assert "num_speculative_tokens='auto'" in warning
-    assert "drafts 0.01 tokens each" in warning
-
-
-CYCLES = st.tuples(
-    st.integers(0, 9), st.integers(1, 4), st.integers(0, 4), st.sampled_from(["", "batch_size", "other"])
-)
+CYCLES = st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 4), st.sampled_from(["", "size", "other"]))
 
 
 @full
 @given(st.lists(CYCLES, max_size=20), st.sets(st.integers(0, 19)))
 def test_what_is_read_bit_by_bit_adds_up(cycles, reads):
-    """Whenever it is read: the sums of what was new are the statistics, and nothing is ever negative."""
     stats, total = SpecDecodingStats(), SpecDecodingStats()
     reader = StatsReader(stats)
     for index, (nodes, depth, accepted, reason) in enumerate(cycles):
@@ -276,7 +240,6 @@ def test_records_have_the_calls_inside(model):
 
 
 def test_a_record_can_have_the_calls_of_other_threads(model):
-    """A streaming application reads in one thread and generates in another."""
     inputs, seen = prompts(1), []
     with record(all_threads=True) as everywhere, record() as here:
         in_threads(lambda: model.generate(**inputs, **SHORT))
@@ -286,27 +249,12 @@ def test_a_record_can_have_the_calls_of_other_threads(model):
         with ThreadPoolExecutor(1) as pool:
             pool.submit(model.generate, **inputs, **SHORT).result()
         asyncio.run(asyncio.to_thread(model.generate, **inputs, **SHORT))
-    assert not begin_call(SpecDecodingStats(), "model").observers
     assert [call.stats.num_committed_tokens for call in everywhere.calls] == [4] * 4
     assert seen == [0, 1]
     assert len(here.calls) == 2
-    # Requests of a server are recorded one by one.
-    all_open = threading.Barrier(3)
-
-    def serve(num_calls):
-        with record() as own:
-            all_open.wait(60)
-            for _ in range(num_calls):
-                model.generate(**inputs, **SHORT)
-            all_open.wait(60)
-        return len(own.calls)
-
-    assert in_threads(*(partial(serve, num_calls) for num_calls in (1, 2, 3))) == [1, 2, 3]
 
 
 class Failing(Listener, CallObserver):
-    """Fails at one of the things that it is told."""
-
     def __init__(self, at):
         self.at, self.told = at, []
 
@@ -329,7 +277,7 @@ class Failing(Listener, CallObserver):
         self.tell("end_call")
 
 
-@pytest.mark.parametrize("at", ["end_cycle", *in_full("begin_call", "end_prefill", "end_call")])
+@pytest.mark.parametrize("at", ["end_cycle", *in_full("begin_call", "end_call")])
 def test_a_listener_that_fails_fails_nobody_else(model, at, caplog, monkeypatch):
     monkeypatch.setattr(listeners, "_complaints", set())
     plain = model.generate(**prompts(1), max_new_tokens=9, do_sample=False)
@@ -347,5 +295,4 @@ def test_a_listener_that_fails_fails_nobody_else(model, at, caplog, monkeypatch)
     assert (failing.told.count(at), failing.told[-1]) == (2, at)
     assert other.told.count("end_call") == 2
     assert [len(call.timings) for call in recorded.calls] == [other.told.count("end_cycle") // 2] * 2
-    (said,) = [line for line in caplog.records if "Failing" in line.getMessage()]
-    assert "no " + at in str(said.exc_info[1])
+    assert sum("Failing" in line.getMessage() for line in caplog.records) == 1

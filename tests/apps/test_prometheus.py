@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import SpecConfigError, SpecDecodingStats, metrics, record
 from hf_specdec.metrics import log_line, prometheus
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import full
 from tests.helpers.models import prompts, scripted_for
 from tests.helpers.paths import DOCS
 from tests.helpers.threads import in_threads
@@ -60,8 +60,6 @@ def scrape(port):
 
 
 class Series:
-    """The values of one method and model."""
-
     def __init__(self, scraped, method="ngram", model_name="LlamaForCausalLM"):
         self.scraped, self.labels = scraped, {"method": method, "model_name": model_name}
 
@@ -78,16 +76,21 @@ def generate(model, batch_size=1, **settings):
 
 
 def check(value, calls):
-    """Compares everything that was scraped of a method and model with the statistics of its calls."""
     stats = SpecDecodingStats.total(call.stats for call in calls)
     for name in ("drafts", "draft_tokens", "accepted_tokens", "reached_tokens", "lookups", "lookup_hits"):
         assert value(f"spec_decode_num_{name}_total") == getattr(stats, f"num_{name}"), name
-    assert value("spec_decode_num_target_forwards_total") == stats.num_target_forwards
-    assert value("spec_decode_num_verifications_total") == stats.num_row_cycles
     assert stats.num_accepted_tokens > 0
-    assert value("spec_decode_num_calls_total") == value("time_to_first_token_seconds_count") == len(calls)
-    assert value("spec_decode_num_spec_tokens") == calls[-1].stats.num_spec_tokens
-    assert value("generation_tokens_total") == stats.num_committed_tokens
+    for name, expected in (
+        ("spec_decode_num_target_forwards_total", stats.num_target_forwards),
+        ("spec_decode_num_verifications_total", stats.num_row_cycles),
+        ("spec_decode_num_calls_total", len(calls)),
+        ("spec_decode_num_spec_tokens", calls[-1].stats.num_spec_tokens),
+        ("generation_tokens_total", stats.num_committed_tokens),
+        ("time_to_first_token_seconds_count", len(calls)),
+        ("time_to_first_token_seconds_sum", sum(call.stats.time_to_first_token for call in calls)),
+        ("spec_decode_speculation_length_count", stats.num_drafts),
+    ):
+        assert value(name) == pytest.approx(expected), name
     for position, count in enumerate(stats.num_accepted_tokens_per_pos):
         assert (value("spec_decode_num_accepted_tokens_per_pos_total", position=str(position)) or 0) == count
     for reason in ("batch_size", "does_not_pay", "length_limit", "max_model_len", "nothing_found"):
@@ -96,7 +99,6 @@ def check(value, calls):
     for depth in range(1, 9):
         at_most = sum(stats.num_drafts_per_depth[:depth])
         assert value("spec_decode_speculation_length_bucket", le=f"{depth}.0") == at_most
-    assert value("spec_decode_speculation_length_count") == stats.num_drafts
     timings = [timing for call in calls for timing in call.timings]
     for name, attribute in (("cycle", "seconds"), ("draft", "draft_seconds"), ("verify", "verify_seconds")):
         seconds = [getattr(timing, attribute) for timing in timings]
@@ -104,8 +106,6 @@ def check(value, calls):
         assert value(f"spec_decode_{name}_seconds_sum") == pytest.approx(sum(seconds))
         fast = sum(second <= 0.001 for second in seconds)
         assert value(f"spec_decode_{name}_seconds_bucket", le="0.001") == fast
-    first_tokens = sum(call.stats.time_to_first_token for call in calls)
-    assert value("time_to_first_token_seconds_sum") == pytest.approx(first_tokens)
 
 
 def test_scraped_from_a_server(model):
@@ -130,7 +130,6 @@ def test_calls_of_threads_and_calls_that_fail(model, registry):
 
     with record(timings=True, all_threads=True) as made:
         in_threads(*[lambda: [generate(model, 2) for _ in range(4)]] * 2)
-        assert len(made.calls) == 8
         check(series(registry), made.calls)
         with pytest.raises(ZeroDivisionError):
             generate(model, logits_processor=[fail])
@@ -146,8 +145,6 @@ def test_counts_while_the_call_runs(model, registry):
             seen.append(series(registry)("generation_tokens_total"))
             if len(seen) == 6:
                 metrics.enable(late)
-            if len(seen) == 20:
-                prometheus.remove_listener(prometheus._enabled[registry])
 
         def end(self):
             """Nothing."""
@@ -156,12 +153,12 @@ def test_counts_while_the_call_runs(model, registry):
     # A cycle is counted at its end, after the streamer.
     known = [value for value in seen if value]
     assert known == sorted(known)
-    assert len(set(known)) > 5
-    assert known[-1] < 25
+    assert (len(set(known)) > 5, known[-1] < 25) == (True, True)
     # Who listens when a call begins hears all of it.
     generate(model)
-    for one in (registry, late):
-        assert (series(one)("generation_tokens_total"), series(one)("spec_decode_num_calls_total")) == (25, 1)
+    for one, calls in ((registry, 2), (late, 1)):
+        found = series(one)
+        assert (found("generation_tokens_total"), found("spec_decode_num_calls_total")) == (25 * calls, calls)
     metrics.disable(late)
 
 
@@ -175,10 +172,6 @@ def test_registries(model, registry):
     metrics.enable(registry)
     generate(model)
     assert series(registry, model_name="mine")("generation_tokens_total") == 25
-    # Enabled again it begins at zero.
-    metrics.disable(registry)
-    metrics.enable(registry)
-    assert series(registry)("generation_tokens_total") is None
 
 
 def test_labels_are_bounded(registry, monkeypatch):
@@ -199,10 +192,10 @@ def test_labels_are_bounded(registry, monkeypatch):
     assert value("spec_decode_num_accepted_tokens_total") == 200
     assert [value("spec_decode_speculation_length_bucket", le=most) for most in ("64.0", "+Inf")] == [0, 2]
     name = "spec_decode_num_cycles_without_drafts_total"
-    assert [value(name, reason=reason) for reason in ("one", "two", "three", "other")] == [2, None, None, 4]
+    assert [value(name, reason=reason) for reason in ("one", "three", "other")] == [2, None, 4]
 
 
-def test_wrong_arguments_and_addresses_that_are_taken():
+def test_wrong_arguments_and_addresses_that_are_taken(monkeypatch):
     registry, other = CollectorRegistry(), CollectorRegistry()
 
     def refused(message, function, *args, **kwargs):
@@ -210,10 +203,12 @@ def test_wrong_arguments_and_addresses_that_are_taken():
             function(*args, **kwargs)
 
     refused("must be a prometheus_client.CollectorRegistry, got 'mine'", metrics.enable, "mine")
-    refused("`model_name` must be a name", metrics.enable, registry, model_name="")
-    for port in (-1, 70000, "8000", True, 80.0):
+    for port in (70000, "8000", True):
         refused("`port` must be an integer from 0 to 65535, got", metrics.start_http_server, port)
-    for addr in ("", " ", 3, b"127.0.0.1", ["::1"], "no such host", "x" * 300, "\ud800", "a\0b"):
+    refused("`seconds` must be a number above 0", metrics.log_every, 0)
+    monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", "-1")
+    refused("HF_SPECDEC_LOG_INTERVAL='-1' is no number of seconds", log_line.log_as_environment_says)
+    for addr in ("", b"127.0.0.1", "x" * 300, "\ud800", "a\0b"):
         refused("addr", metrics.start_http_server, 0, addr=addr, registry=registry)
     with served(addr=None, registry=registry) as port:
         refused(f"cannot be served at {ADDRESS}:{port}: .*in use", metrics.start_http_server, port, registry=other)
@@ -221,16 +216,12 @@ def test_wrong_arguments_and_addresses_that_are_taken():
     assert not metrics.begin_call(SpecDecodingStats(), "model").observers
     Counter("hf_specdec_spec_decode_num_calls", "Another's.", registry=other)
     refused("does not take the metrics: Duplicated", metrics.start_http_server, 0, registry=other)
-    assert [metric.name for metric in other.collect()] == ["hf_specdec_spec_decode_num_calls"]
 
 
 PROCESSES = """
 import os, urllib.request
-from hf_specdec import SpecDecodingStats, load_speculator, metrics
-from tests.helpers.models import tiny_llama
+from hf_specdec import SpecDecodingStats, metrics
 
-model = tiny_llama()
-speculator = load_speculator(model, "suffix")
 for num_cycles in (5, 7):
     if os.fork() == 0:
         metrics.enable()
@@ -255,8 +246,6 @@ def test_processes_are_summed_up(tmp_path, monkeypatch):
     assert value("spec_decode_num_calls_total") == 2
     assert value("spec_decode_num_accepted_tokens_total") == 24
     assert value("spec_decode_num_accepted_tokens_per_pos_total", position="1") == 12
-    loaded = [count for (name, *_), count in parse(done.stdout).items() if name == "hf_specdec_loaded_drafters"]
-    assert loaded == [1, 1, 1]
 
 
 @full
@@ -285,7 +274,6 @@ LINE = re.compile(
 
 @pytest.fixture
 def lines(caplog):
-    """The lines so far, parsed, or one of their figures."""
 
     def parsed(figure=None):
         own = [entry.getMessage() for entry in caplog.records if entry.name == "hf_specdec.metrics"]
@@ -298,8 +286,6 @@ def lines(caplog):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes when it is told to."""
-
     class Clock:
         now = 100.0
 
@@ -340,19 +326,6 @@ def test_log_lines_have_the_figures_of_their_interval(lines, clock):
         cycle(10, 0, 0, "batch_size")
         cycle(10, 17, 17)
     assert lines("positions")[1:] == ["-", ", ".join(["1.000"] * 16 + ["..."])]
-    assert [lines(name)[1] for name in ("length", "rate", "reasons")] == ["1.00", "0.0", "batch_size 1"]
-
-
-def test_log_intervals(lines, clock):
-    metrics.log_every(10)
-    clock.now += 1000
-    with call(clock) as cycle:
-        for _ in range(9):
-            cycle(5)
-        assert lines("accepted") == ["4"] * 4
-        metrics.log_every(7)
-        cycle(5)
-        assert len(lines()) == 5
     metrics.log_every(None)
     # Pauses between calls do not count: 5 tokens in the 2 seconds of the first, and then the rest of the second.
     metrics.log_every(10)
@@ -360,72 +333,11 @@ def test_log_intervals(lines, clock):
         with call(clock) as cycle:
             cycle(2)
         clock.now += 1000
-    assert lines("throughput")[5:] == ["2.50"]
     metrics.log_every(None)
-    assert lines("throughput")[6:] == ["1.50"]
+    assert lines("throughput")[3:] == ["2.50", "1.50"]
     # Calls at the same time share it.
     metrics.log_every(10)
     with call(clock) as first, call(clock) as second:
         first(5)
         second(5)
-    assert (lines("throughput")[7:], lines("length")[7:]) == (["0.80"], ["3.00"])
-
-
-@full
-def test_seconds_between_log_lines(lines, monkeypatch):
-    for seconds in (0, -1, float("nan"), float("inf"), "10", True):
-        with pytest.raises(SpecConfigError, match="`seconds` must be a number above 0"):
-            metrics.log_every(seconds)
-    for value, expected in (("", None), ("0", None), ("2.5", 2.5)):
-        monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", value)
-        log_line.log_as_environment_says()
-        assert getattr(log_line._active, "seconds", None) == expected
-    for value in ("soon", "-1", "nan"):
-        monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", value)
-        with pytest.raises(SpecConfigError, match=f"HF_SPECDEC_LOG_INTERVAL='{value}' is no number of seconds"):
-            log_line.log_as_environment_says()
-
-
-def test_log_lines_of_threads(model, lines):
-    metrics.log_every(1e-9)
-    with record(all_threads=True) as made:
-        in_threads(*[lambda: generate(model, 2)] * 2)
-    metrics.log_every(None)
-    total = SpecDecodingStats.total(recorded.stats for recorded in made.calls)
-    assert len(lines()) > 2
-    assert sum(map(int, lines("accepted"))) == total.num_accepted_tokens
-    assert sum(map(int, lines("drafted"))) == total.num_draft_tokens
-    without = sum(int(count or 0) for count in lines("without"))
-    assert without == sum(total.num_cycles_without_drafts.values()) > 0
-
-
-ONE_LINE = """
-import logging, sys
-from hf_specdec import SpecDecodingStats, metrics
-exec(sys.argv[1])
-stats = SpecDecodingStats()
-with metrics.begin_call(stats, "model") as progress:
-    stats.count(1, 1, 1, 2)
-    progress.end_prefill()
-print({'torch', 'transformers', 'prometheus_client'} & set(sys.modules))
-"""
-
-
-@pytest.mark.parametrize(
-    ("configuration", "line"),
-    [
-        ("import hf_specdec.metrics.picture", "SpecDecoding metrics: Mean"),
-        *in_full(
-            ("logging.basicConfig(level='ERROR')", "INFO:hf_specdec.metrics:SpecDecoding metrics: Mean"),
-            ("logging.getLogger('hf_specdec.metrics').setLevel('WARNING')", None),
-        ),
-    ],
-    ids=["not_configured", "level_of_others", "switched_off"],
-)
-def test_a_line_is_written_once_and_without_torch(configuration, line, monkeypatch):
-    monkeypatch.setenv("HF_SPECDEC_LOG_INTERVAL", "1e-9")
-    run = subprocess.run([sys.executable, "-c", ONE_LINE, configuration], capture_output=True, text=True, check=True)
-    written = run.stderr.splitlines()
-    assert len(written) == (line is not None)
-    assert all(text.startswith(line) for text in written)
-    assert run.stdout.strip() == "set()"
+    assert (lines("throughput")[5:], lines("length")[5:]) == (["0.80"], ["3.00"])

@@ -41,14 +41,12 @@ def running():
 
 
 def expected(length: int, **form) -> str:
-    """What plain generation says in this form."""
     tokenizer = demo.load_tokenizer()
     processor = hf_specdec.grammar(**form, tokenizer=tokenizer)
     return plain(PROMPT, length, eos_token_id=tokenizer.eos_token_id, logits_processor=[processor])
 
 
 def asked(kind: str, value: Any) -> list[dict[str, Any]]:
-    """Fields that ask for this form."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": value, "strict": True}}
     if kind == "json_object":
         return [{"response_format": {"type": kind}}, {"structured_outputs": {kind: value}}]
@@ -79,12 +77,6 @@ def test_answers_keep_the_form(running, kind, value, form, pattern):
         assert re.fullmatch(pattern, drawn)
 
 
-def test_forms_of_several_prompts_bind_nobody_else(running):
-    answer = running.complete([PROMPT] * 2, guided_choice=["yes", "no"]).json()
-    assert {choice["text"] for choice in answer["choices"]} <= {"yes", "no"}
-    assert running.text() == plain(PROMPT, 12)
-
-
 def test_forms_that_are_compiled_keep_nobody_waiting(running, monkeypatch):
     begun, goes_on = threading.Event(), threading.Event()
 
@@ -111,21 +103,18 @@ def test_forms_that_cost_too_much(running):
     pytest.importorskip("llguidance")
     assert running.text(guided_regex="((a{0,99}){0,99}){0,99}", max_tokens=20, min_tokens=20).strip("a") == ""
     choices = [f"x{number}" for number in range(6000)]
-    for fields in ({"guided_choice": choices}, {"guided_choice": choices, "stream": True, "stop": "y"}):
-        assert "more than llguidance can follow" in running.complete(max_tokens=60, **fields).text
-    assert "more than llguidance can follow" in running.error(guided_choice=choices, max_tokens=60)
+    for fields in ({}, {"stream": True, "stop": "y"}):
+        answer = running.complete(guided_choice=choices, max_tokens=60, **fields)
+        assert "more than llguidance can follow" in answer.text
     assert running.text() == plain(PROMPT, 12)
 
 
 def test_forms_that_cannot_be_kept(running):
     for fields, message in (
-        ({"response_format": {"type": "xml"}}, "response_format.type: Input should be 'text'"),
         ({"response_format": {"type": "json_schema"}}, "response_format: the type `json_schema` needs"),
-        ({"guided_json": "{"}, "cannot be kept: `schema` is no JSON"),
         ({"guided_json": {"type": "nothing"}}, "cannot be kept: "),
         ({"guided_regex": "("}, "cannot be kept: "),
         ({"guided_choice": []}, "cannot be kept: `choices` must be texts"),
-        ({"guided_grammar": "root ::= x"}, "cannot be kept: "),
         ({"guided_regex": "x", "guided_choice": ["x"]}, "one form of the answer may be asked for"),
         ({"structured_outputs": {"structural_tag": "x"}}, "`structural_tag` cannot be honoured"),
     ):
@@ -165,9 +154,8 @@ def test_tools_that_have_to_be_called(running):
         assert type(value) is (int if call["function"]["name"] == "read" else bool)
     message = running.chat_error(**body, tool_choice="required", response_format={"type": "json_object"})
     assert "exclude each other" in message
-    for definitions in ([1], {"size": {"type": "boolean"}}):
-        write["function"]["parameters"]["$defs"] = definitions
-        assert "`$defs` of tools" in running.chat_error(**body, tool_choice="required")
+    write["function"]["parameters"]["$defs"] = {"size": {"type": "boolean"}}
+    assert "`$defs` of tools" in running.chat_error(**body, tool_choice="required")
 
 
 def test_tools_are_told_through_the_chat_template():
@@ -178,19 +166,12 @@ def test_tools_are_told_through_the_chat_template():
     )
     with serving(template=template) as running:
         chat = 'x ;{"path": "x"} ;y call_1;'
-        strict = [{**TOOL, "function": {**TOOL["function"], "strict": True}}]
-        for fields, prompt in (
-            ({"tools": [TOOL]}, f"read {chat}"),
-            ({"tools": strict}, f"read {chat}"),
-            ({"tools": [TOOL], "tool_choice": "none"}, chat),
-        ):
+        for fields, prompt in (({"tools": [TOOL]}, f"read {chat}"), ({"tools": [TOOL], "tool_choice": "none"}, chat)):
             message = running.chat(CALLED, **fields).json()["choices"][0]["message"]
             assert message == {"role": "assistant", "content": plain(prompt, 8)}
         for fields, message in (
             ({"tool_choice": {"type": "function", "function": {"name": "write"}}}, "`tool_choice` needs `tools`"),
             ({"tool_choice": "required", "tools": []}, "`tool_choice` needs `tools`"),
-            ({"tool_choice": "always"}, "tool_choice.type: Input should be 'auto'"),
-            ({"tools": [{"type": "search"}]}, "tools.0.type: Input should be 'function'"),
             ({"messages": [{"role": "user"}]}, "needs `content`"),
             ({"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, "nested too deep"),
         ):
@@ -223,8 +204,7 @@ def test_calls_of_tools_are_read_from_the_answer():
         assert choice["message"]["content"].strip() == "I look."
         assert call["function"] == {"name": "read", "arguments": '{"path": "x"}'}
         # As it came, it may be sent back.
-        told = [{"role": "user", "content": "x"}, choice["message"], {"role": "tool", "content": "y"}]
-        assert running.chat(told, **body).status_code == 200
+        assert running.chat([choice["message"], {"role": "tool", "content": "y"}], **body).status_code == 200
         for choice, reason in (("auto", "tool_calls"), ("none", "stop")):
             choices = [event["choices"][0] for event in running.stream_chat(**body, tool_choice=choice)]
             assert choices[-1]["finish_reason"] == reason
@@ -255,16 +235,6 @@ TOKENIZER = demo.load_tokenizer()
 TEXTS = st.text("abc \n()é漢🙂", max_size=30)
 
 
-def grown(tokens: list[int], ends: list[int], stop: list[str]) -> tuple[str, bool]:
-    """The text and whether it has stopped, of tokens that arrive up to these places."""
-    text, said = GrowingText(TOKENIZER, stop), ""
-    for end in [*ends, len(tokens)]:
-        said += text.add(tokens[:end], end == len(tokens))
-        if text.has_stopped or end == len(tokens):
-            break
-    return said, text.has_stopped
-
-
 @given(text=TEXTS, stop=st.lists(st.text("abc \n(é🙂", min_size=1, max_size=4), max_size=3), data=st.data())
 def test_parts_are_the_whole_up_to_a_stop_string(text, stop, data):
     tokens = TOKENIZER(text)["input_ids"]
@@ -272,23 +242,23 @@ def test_parts_are_the_whole_up_to_a_stop_string(text, stop, data):
     # The end and the beginning of each: the text ends with the one that is complete first.
     places = [(text.find(one) + len(one), text.find(one)) for one in stop if one in text]
     expected = text[: min(places)[1]] if places else text
-    assert grown(tokens, ends, stop) == (expected, bool(places))
+    growing, said = GrowingText(TOKENIZER, stop), ""
+    for end in [*ends, len(tokens)]:
+        said += growing.add(tokens[:end], end == len(tokens))
+        if growing.has_stopped or end == len(tokens):
+            break
+    assert (said, growing.has_stopped) == (expected, bool(places))
 
 
 def test_text_is_held_back_while_it_may_stop():
-    tokens = [TOKENIZER(part)["input_ids"] for part in ("one two", " th", "ree", " four")]
-    text, said, so_far = GrowingText(TOKENIZER, [" three five", "four"]), [], []
-    for part in tokens:
-        so_far = so_far + part
-        said.append(text.add(so_far, False))
-    assert "".join(said) == "one two three "
-    assert said[:2] == ["one two", ""]
-    assert text.has_stopped
-    # All of a stop string but its last character.
     letters = SimpleNamespace(decode=lambda tokens, **_: "".join(map(chr, tokens)))
-    text = GrowingText(letters, ["abc"])
-    assert [text.add([*map(ord, part)], False) for part in ("xab", "xabc")] == ["x", ""]
-    assert text.has_stopped
+    for stop, parts, said in (
+        (["abc"], ("xab", "xabc"), ["x", ""]),
+        ([" th fi", "fo"], ("one", "one th", "one three", "one three fo"), ["one", "", " three", " "]),
+    ):
+        text = GrowingText(letters, stop)
+        assert [text.add([*map(ord, part)], False) for part in parts] == said
+        assert text.has_stopped
 
 
 TOOLS = [
@@ -305,11 +275,7 @@ PATH = {"path": "a/é.txt", "lines": [1, 2]}
 
 FOUND = [
     (f"<tool_call>\n{READ}\n</tool_call>", "", [("read", PATH)]),
-    (
-        f"I look.\n<tool_call>{READ}</tool_call>\n<tool_call>{NOW}</tool_call>",
-        "I look.",
-        [("read", PATH), ("now", {})],
-    ),
+    (f"I.\n<tool_call>{READ}</tool_call>\n<tool_call>{NOW}</tool_call>", "I.", [("read", PATH), ("now", {})]),
     (MARKED, "", [("read", {"path": "12", "lines": [1]})]),
     (f" {NOW}", "", [("now", {})]),
     (f"{NOW}; {READ}", "", [("now", {}), ("read", PATH)]),
@@ -318,7 +284,6 @@ FOUND = [
     (f"<tool_call>{NOW}</tool_call>\nIt is\n\n <b>late</b>.", "It is\n\n <b>late</b>.", [("now", {})]),
 ]
 
-
 NO_CALLS = [
     "a < b, <tool",
     "<tool_call>{not JSON}</tool_call> and on",
@@ -326,7 +291,6 @@ NO_CALLS = [
     '<tool_call>{"name": "remove", "arguments": {}}</tool_call>',
     '<tool_call>{"name": "read", "arguments": [1]}</tool_call>',
     '{"name": "Ada", "born": 1815}',
-    "[1] of the sources",
     f"See {NOW}",
     '{"name": "now", "arguments": {"x": NaN}}',
     '{"name": "now", "arguments": ' + '{"a":' * 5000 + "1" + "}" * 5001,
@@ -335,7 +299,6 @@ NO_CALLS = [
 
 
 def read(text: str, parts: list[int]) -> tuple[str, list[tuple[str, dict]], list]:
-    """What is read of a text that comes in parts of these lengths."""
     reader, shown, calls, place = ToolCallReader(TOOLS), "", [], 0
     for length in parts:
         more, found = reader.add(text[place : place + length], is_last=False)
@@ -358,23 +321,20 @@ def check_reading(parts: list[int]) -> None:
         assert read(text, parts)[:2] == (text, [])
 
 
-def test_tool_calls_in_whole_texts_and_in_parts():
-    for length in (1, 7, 1000):
-        check_reading([length] * min(200, 1000 // length))
-
-
 @full
 @given(st.lists(st.integers(0, 30), max_size=12))
 def test_tool_calls_however_the_text_arrives(parts):
     check_reading(parts)
 
 
-def test_tool_calls_of_odd_arguments():
+def test_tool_calls_in_whole_texts_and_in_parts_and_odd_arguments():
+    for length in (1, 7, 1000):
+        check_reading([length] * min(200, 1000 // length))
     _, [(_, arguments)], [call] = read('{"name": "read", "arguments": {"path": "\\ud800"}}', [])
     assert call.arguments.encode()
     assert arguments == {"path": "\ud800"}
     # What can just be read cannot always be written.
-    for depth in range(850, 1010, 2):
+    for depth in range(850, 1010, 8):
         text = '{"name": "now", "arguments": {"x": ' + "[" * depth + "]" * depth + "}}"
         shown, calls, _ = read(text, [])
         assert (shown, len(calls)) in ((text, 0), ("", 1))
@@ -389,6 +349,3 @@ def test_text_beside_tool_calls_is_shown_at_once():
     assert [call.name for call in reader.add("</tool_call> done", is_last=False)[1]] == ["now"]
     text = f"<tool_call>{NOW}</tool_call>\nIt\n\nis"
     assert read(text, [len(text) - 6, 2, 2])[0] == "\nIt\n\nis"
-    # A text of marks takes no more time than another.
-    text = "<tool_call>" * (20_000 // 11)
-    assert read(text, [7] * (20_000 // 7))[:2] == (text, [])

@@ -32,11 +32,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Browser:
-    """Opens pages, and reads and uses them as their readers do.
-
-    Args:
-        driver (`selenium.webdriver.Chrome`): The browser.
-    """
+    """Opens pages, and reads and uses them as their readers do."""
 
     def __init__(self, driver: Any):
         self.driver = driver
@@ -50,26 +46,31 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         self.driver.get(path.as_uri())
 
-    def run(self, script: str, *arguments: Any) -> Any:
+    def run(self, script: str) -> Any:
         """Value of a script's expression."""
-        return self.driver.execute_script(f"return {script}", *arguments)
+        return self.driver.execute_script(f"return {script}")
 
-    def press(self, *keys: str) -> None:
-        """Presses keys by their names in Selenium, such as "TAB" and "ARROW_RIGHT"."""
-        from selenium.webdriver import ActionChains, Keys
+    def count(self, selector: str) -> int:
+        return self.run(f"document.querySelectorAll('{selector}').length")
 
-        ActionChains(self.driver).send_keys(*(getattr(Keys, key) for key in keys)).perform()
+    def text(self) -> str:
+        """The text that a page shows, without its marks."""
+        return self.run(
+            "(() => { const copy = document.getElementById('text').cloneNode(true);"
+            "copy.querySelectorAll('.mark').forEach((mark) => mark.remove()); return copy.textContent; })()"
+        )
 
     def find(self, selector: str) -> Any:
         return self.driver.find_element("css selector", selector)
 
+    def press(self, *keys: str) -> None:
+        """Presses keys by their names in Selenium, such as "TAB" and "RIGHT"."""
+        webdriver = pytest.importorskip("selenium.webdriver")
+        webdriver.ActionChains(self.driver).send_keys(*(getattr(webdriver.Keys, key) for key in keys)).perform()
+
     def hover(self, selector: str) -> None:
-        from selenium.webdriver import ActionChains
-
-        ActionChains(self.driver).move_to_element(self.find(selector)).perform()
-
-    def is_visible(self, selector: str) -> bool:
-        return self.find(selector).is_displayed()
+        webdriver = pytest.importorskip("selenium.webdriver")
+        webdriver.ActionChains(self.driver).move_to_element(self.find(selector)).perform()
 
     def complaints(self) -> list[dict]:
         """What the console has said since the last question."""

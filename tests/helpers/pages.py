@@ -41,13 +41,7 @@ def drawn(rows, prompt=(0,), first=0, method="ngram", **stats) -> CallRecord:
 
 
 class Page(HTMLParser):
-    """Reads a page as a browser's parser does.
-
-    Attributes:
-        tags (`list[str]`): Names of all elements, in their order.
-        scripts (`list[tuple[dict, str]]`): Attributes and content of each script.
-        links (`list[str]`): Addresses in attributes.
-    """
+    """Elements, scripts with their attributes and content, and addresses of a page, as a browser parses it."""
 
     def __init__(self, html: str):
         super().__init__()

@@ -44,31 +44,22 @@ class Running:
         return self.client.post("/v1/completions", json=fields)
 
     def text(self, *args, **fields) -> str:
-        answer = self.complete(*args, **fields)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["text"]
+        return _content(self.complete(*args, **fields))["choices"][0]["text"]
 
     def error(self, *args, status: int = 400, **fields) -> str:
-        answer = self.complete(*args, **fields)
-        assert answer.status_code == status, answer.text
-        return answer.json()["error"]["message"]
+        return _content(self.complete(*args, **fields), status)["error"]["message"]
 
     def chat(self, messages: Any = "x", **fields) -> Any:
         """An answer to messages, or to a text of the user."""
         return self.client.post("/v1/chat/completions", json=_chat(messages, fields))
 
     def chat_text(self, *args, **fields) -> str:
-        answer = self.chat(*args, **fields)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["message"]["content"]
+        return _content(self.chat(*args, **fields))["choices"][0]["message"]["content"]
 
     def chat_error(self, *args, **fields) -> str:
-        answer = self.chat(*args, **fields)
-        assert answer.status_code == 400, answer.text
-        return answer.json()["error"]["message"]
+        return _content(self.chat(*args, **fields), 400)["error"]["message"]
 
     def stream(self, prompt: Any = PROMPT, **fields) -> list[dict[str, Any]]:
-        """The events of a completion."""
         fields = {"prompt": prompt, "temperature": 0, "max_tokens": 12, **fields}
         return self._events("/v1/completions", fields)
 
@@ -97,6 +88,11 @@ class Running:
         finally:
             engine.step = step
             allowed.release(1 << 20)
+
+
+def _content(answer: Any, status: int = 200) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    return answer.json()
 
 
 def _chat(messages: Any, fields: dict[str, Any]) -> dict[str, Any]:

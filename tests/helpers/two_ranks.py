@@ -3,6 +3,7 @@
 Once with one model in two halves, and once with a model and a text of its own for each rank.
 """
 
+import itertools
 import json
 import os
 import random
@@ -25,17 +26,11 @@ inputs |= {"attention_mask": torch.ones_like(inputs["input_ids"]), "max_new_toke
 draft = AutoModelForCausalLM.from_pretrained(draft_path, dtype=torch.float32).eval()
 parallel_draft = AutoModelForCausalLM.from_pretrained(draft_path, tp_plan="auto", dtype=torch.float32).eval()
 
-noise, seconds = random.Random(0), [0.0]
-
-
-def odd_clock():
-    """A clock of another pace at every look, as the clock of another machine is."""
-    seconds[0] += noise.random() ** 4
-    return seconds[0]
-
-
 if rank == 1:
-    clock.clock_of = lambda device: odd_clock
+    # A clock of another pace at every look, as the clock of another machine is.
+    noise = random.Random(0)
+    times = itertools.accumulate(noise.random() ** 4 for _ in itertools.count())
+    clock.clock_of = lambda device: lambda: next(times)
 
 results = {}
 

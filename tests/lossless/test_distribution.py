@@ -20,6 +20,7 @@ from hf_specdec.logits.rules import acceptance_rule
 from hf_specdec.logits.verifier import take_nodes
 from hf_specdec.metrics import SpecDecodingStats
 from tests.helpers.architectures import tiny_model
+from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.distribution import (
     NUM_ROWS,
     P_VALUE,
@@ -36,7 +37,6 @@ from tests.helpers.distribution import (
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, nothing_runs, prompts, scripted_for, tiny_llama
 from tests.helpers.sampled import sampled_speculator
-from tests.helpers.statistics import chi_square_pvalue
 
 
 P_WRONG = 1e-6

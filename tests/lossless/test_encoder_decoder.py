@@ -13,6 +13,7 @@ import hf_specdec
 from hf_specdec import SpecConfigError, UnsupportedModelError
 from hf_specdec.decoding.profile import model_profile
 from tests.helpers.caches import CACHE
+from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.distribution import P_VALUE, no_drafts
 from tests.helpers.encoder_decoders import (
     CHAINS_ONLY,
@@ -28,7 +29,6 @@ from tests.helpers.encoder_decoders import (
 from tests.helpers.levels import full, in_full
 from tests.helpers.sampled import sampled_speculator
 from tests.helpers.scripted import scripted_speculator
-from tests.helpers.statistics import chi_square_pvalue
 
 
 NEW_TOKENS = 16

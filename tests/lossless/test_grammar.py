@@ -13,6 +13,7 @@ import hf_specdec
 from hf_specdec import SpecConfigError, record
 from hf_specdec.logits.grammar.masks import GrammarMask
 from hf_specdec.logits.sampling import DraftSampler
+from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.distribution import P_VALUE
 from tests.helpers.grammars import (
     BACKENDS,
@@ -29,7 +30,6 @@ from tests.helpers.grammars import (
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import demo_target, draws, fresh_speculator, needs_library, settings_of
 from tests.helpers.models import nothing_runs
-from tests.helpers.statistics import chi_square_pvalue
 
 
 NEW = 56

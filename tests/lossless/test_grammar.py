@@ -27,7 +27,7 @@ from tests.helpers.grammars import (
     tokenizer,
 )
 from tests.helpers.levels import full, in_full
-from tests.helpers.methods import demo_target, draws, fresh_speculator, settings_of
+from tests.helpers.methods import demo_target, draws, fresh_speculator, needs_library, settings_of
 from tests.helpers.models import nothing_runs
 
 
@@ -71,10 +71,11 @@ def texts_of(output: torch.LongTensor, batch_size: int) -> list[str]:
     return tokenizer().batch_decode(output[:, inputs(batch_size)["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def with_libraries(*cases: tuple) -> list:
-    """Cases that begin with the name of a library, which may be missing."""
+def with_libraries(*cases: tuple[str, str]) -> list:
+    """Names of libraries, which may be missing, and drafters."""
     marks = {library.id: library.marks for library in LIBRARIES}
-    return [pytest.param(name, *rest, marks=marks[name]) for name, *rest in cases]
+    suffix = {"grammar+suffix": (needs_library,)}
+    return [pytest.param(name, drafter, marks=(*marks[name], *suffix.get(drafter, ()))) for name, drafter in cases]
 
 
 NAMES = [library.id for library in LIBRARIES]
@@ -329,24 +330,3 @@ def test_ends_of_the_grammar_that_are_no_ends_of_the_call(drafter):
         text, made = drafted(drafter, ours, 4, **settings)
         assert torch.equal(text, generated(theirs, 4, **settings))
         assert made.stats.num_accepted_tokens > 0
-
-
-def of_automaton(size: int, end: int) -> dict:
-    from outlines.backends.outlines_core import OutlinesCoreLogitsProcessor
-    from outlines_core import Index, Vocabulary
-
-    tokens = [token for token in range(size) if token != end]
-    ids = {letter: tokens[place::2] for place, letter in enumerate("ab")}
-    return {"logits_processor": [OutlinesCoreLogitsProcessor(Index("[ab]{9}", Vocabulary(end, ids)), "torch")]}
-
-
-@full
-@needs("outlines")
-def test_grammars_of_fewer_and_more_tokens_than_the_target():
-    """Fewer than it has are forbidden in plain generation as well, more are refused."""
-    size, end = demo_target().config.vocab_size, tokenizer().eos_token_id
-    for missing in (0, 3):
-        text, _ = drafted("ngram", of_automaton(size - missing, end), 1)
-        assert torch.equal(text, generated(of_automaton(size - missing, end), 1))
-    with nothing_runs(demo_target()), pytest.raises(SpecConfigError, match=r"vocabulary of 4099 tokens.* 4096"):
-        drafted("ngram", of_automaton(size + 3, end), 1)

@@ -12,6 +12,7 @@ from hf_specdec.decoding.continuation import position_offsets
 from hf_specdec.decoding.profile import model_profile
 from hf_specdec.decoding.target import SlotModel
 from tests.helpers import images
+from tests.helpers.architectures import with_images
 from tests.helpers.caches import CACHE
 from tests.helpers.families import assert_drafts_change_nothing
 from tests.helpers.images import IMAGE, MODELS, build, image_inputs
@@ -74,6 +75,12 @@ def test_second_turn_with_the_returned_cache():
         how = scripted_for(plain, whole, accuracy=0.8, tree=tree)
         again = model.generate(**whole, **{CACHE: ours[CACHE]}, **SETTINGS, assistant=how)
         assert torch.equal(again, plain)
+
+
+@full
+@pytest.mark.skipif(not IS_NEWEST, reason="the types are those of the newest transformers")
+def test_types_without_an_image_have_a_reason():
+    assert sorted([*images.TYPES, *images.NOT_TRIED]) == sorted(with_images())
 
 
 @full

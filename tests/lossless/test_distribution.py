@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import StoppingCriteria
 
 from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, Speculator, generate_many, record
 from hf_specdec.logits import verifier
@@ -258,8 +257,7 @@ def test_synthetic_is_followed_by_the_choice_of_the_target(model, tree):
     with record(trace=True) as made:
         output = sample(model, inputs, assistant=speculator, do_sample=False, max_new_tokens=60)
     for row, start in enumerate((inputs["attention_mask"] == 0).sum(1).tolist()):
-        with torch.no_grad():
-            best = model(output[row : row + 1, start:]).logits[0].argmax(-1)
+        best = model(output[row : row + 1, start:]).logits[0].argmax(-1)
         best = torch.cat([torch.zeros(start + 1, dtype=torch.long), best])
         position = inputs["input_ids"].shape[1]
         assert output[row, position] == best[position]
@@ -271,17 +269,6 @@ def test_synthetic_is_followed_by_the_choice_of_the_target(model, tree):
 
 
 # What cannot be combined, and what is shown to criteria
-
-
-class StopAt(StoppingCriteria):
-    """Ends a row after a token, and remembers what it was shown."""
-
-    def __init__(self, token=-1):
-        self.token, self.shown = token, []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.shown.append((input_ids[0].tolist(), None if scores is None else len(scores)))
-        return input_ids[:, -1] == self.token
 
 
 def test_rules_refuse_what_reads_one_position_after_the_other(model, inputs, text):
@@ -310,18 +297,23 @@ def test_criteria_of_one_row_see_every_position(model, rule):
         for with_scores in (False, True):
             wanted = {"return_dict_in_generate": True, "output_scores": with_scores, "no_repeat_ngram_size": 9}
 
-            def run(criterion, speculator=speculator, wanted=wanted):
-                output = sample(model, inputs, assistant=speculator, stopping_criteria=[criterion], **wanted)
-                return output.sequences[0].tolist()
+            def run(last, speculator=speculator, wanted=wanted):
+                """The text up to a token, and what the criterion that ends it was shown."""
+                shown = []
 
-            whole = run(StopAt())
+                def is_last(input_ids, scores):
+                    shown.append((input_ids[0].tolist(), None if scores is None else len(scores)))
+                    return input_ids[:, -1] == last
+
+                output = sample(model, inputs, assistant=speculator, stopping_criteria=[is_last], **wanted)
+                return output.sequences[0].tolist(), shown
+
+            whole, _ = run(-1)
             assert len(whole) == 7 + 24
-            for position in range(10, 20, 3):
-                criterion = StopAt(whole[position])
-                output = run(criterion)
-                ends = range(8, len(output) + 1)
-                assert output == whole[: whole.index(whole[position], 7) + 1]
-                assert criterion.shown == [(output[:end], end - 7 if with_scores else None) for end in ends]
+            for last in whole[10:20:3]:
+                output, shown = run(last)
+                assert output == whole[: whole.index(last, 7) + 1]
+                assert shown == [(output[:end], end - 7 if with_scores else None) for end in range(8, len(output) + 1)]
 
 
 @full

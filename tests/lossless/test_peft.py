@@ -225,12 +225,12 @@ def test_adapters_of_requests_that_join(places, monkeypatch):
     plain = [model.generate(one, adapter_names=[name], **own) for one, name, own in zip(ids, names, settings)]
     expected = [text[0, one.shape[1] :].tolist() for text, one in zip(plain, ids)]
     assert expected[0] != model.generate(ids[0], adapter_names=["one"], **settings[0])[0, ids[0].shape[1] :].tolist()
-    requests = [
-        {"input_ids": one, **own} | ({} if name == "__base__" else {"adapter_names": [name]})
-        for one, name, own in zip(ids, names, settings)
-    ]
-    drafts = {"spec_method": "early_exit"} if places > 1 else {"spec_method": "ngram"}
-    results = generate_many(base, requests, places, in_order=True, adapter_names=["__base__"], **drafts)
+    requests = [{"input_ids": one, **own} for one, own in zip(ids, settings)]
+    for request, name in zip(requests, names):
+        if name != "__base__":
+            request["adapter_names"] = [name]
+    drafts = {"spec_method": "early_exit" if places > 1 else "ngram", "adapter_names": ["__base__"]}
+    results = generate_many(base, requests, places, in_order=True, **drafts)
     assert [(result.error, result.tokens) for result in results] == [(None, text) for text in expected]
     assert results.stats.num_draft_tokens > 0
     assert not any(module._forward_pre_hooks for module in model.modules())

@@ -138,11 +138,14 @@ def test_models_that_generate_with_their_language_model(name):
     plain = assert_drafts_change_nothing(model, inputs, (None, TREE), k=3, **SETTINGS)
     other = model.generate(**{**inputs, "pixel_values": 1 - inputs["pixel_values"]}, **SETTINGS)
     assert not torch.equal(plain, other), "the image makes no difference"
-    if name == images.BY_LANGUAGE_MODEL[-1]:
-        for refused, message in images.REFUSED.items():
-            model, inputs = images.model_around_language_model(refused)
-            with pytest.raises(SpecConfigError, match=message):
-                model.generate(**inputs, **SETTINGS, spec_method="ngram")
+
+
+@full
+@pytest.mark.parametrize("name", images.REFUSED)
+def test_language_models_that_are_refused_say_why(name):
+    model, inputs = images.model_around_language_model(name)
+    with pytest.raises(SpecConfigError, match=images.REFUSED[name]):
+        model.generate(**inputs, **SETTINGS, spec_method="ngram")
 
 
 def test_offset_of_positions_behind_an_image(monkeypatch):

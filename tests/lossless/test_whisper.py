@@ -17,6 +17,8 @@ LONG = {"input_features": torch.randn(2, 16, 130, generator=torch.Generator().ma
 WHOLE = {**LONG, "attention_mask": torch.ones(2, 130), "return_timestamps": True}
 GERMAN = {"language": "de", "task": "transcribe"}
 NEW = {"max_new_tokens": 24}
+THRESHOLDS = {"temperature": (0.0,), "logprob_threshold": -1.0, "no_speech_threshold": 0.6}
+THRESHOLDS |= {"compression_ratio_threshold": 1.35}
 
 CALLS = {
     "language_is_detected": {},
@@ -25,9 +27,8 @@ CALLS = {
     "timestamps": {**GERMAN, "return_timestamps": True},
     "long": WHOLE,
     "long_with_the_last_text": {**WHOLE, "condition_on_prev_tokens": True},
-    "long_with_thresholds": {**WHOLE, "temperature": (0.0,), "logprob_threshold": -1.0, "no_speech_threshold": 0.6},
+    "long_with_thresholds": {**WHOLE, **THRESHOLDS},
 }
-CALLS["long_with_thresholds"]["compression_ratio_threshold"] = 1.35
 
 
 @pytest.fixture(scope="module")

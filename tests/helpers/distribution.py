@@ -56,14 +56,11 @@ def small_model():
 
 def exact_distribution(settings: dict, count: int = 3) -> torch.Tensor:
     """Probability of every sequence of `count` tokens after the prompt, shape `(V,) * count`."""
-    model = small_model()
-    prefixes = torch.tensor([PROMPT])
-    probs = torch.ones(1, dtype=torch.float64)
+    prefixes, probs = torch.tensor([PROMPT]), torch.ones(1, dtype=torch.float64)
     for length in range(count):
-        processors = host_processors(settings, prefixes)
         with torch.no_grad():
-            logits = model(prefixes).logits[:, -1].float()
-        distribution = processors(prefixes, logits).double().softmax(-1)
+            logits = small_model()(prefixes).logits[:, -1].float()
+        distribution = host_processors(settings, prefixes)(prefixes, logits).double().softmax(-1)
         probs = (probs[:, None] * distribution).flatten()
         tails = torch.tensor(list(product(range(V), repeat=length + 1)))
         prefixes = torch.cat([torch.tensor(PROMPT).expand(len(tails), -1), tails], dim=1)
@@ -76,25 +73,16 @@ def host_processors(settings: dict, prefixes: torch.Tensor):
     def catch(model, input_ids, logits_processor, **kwargs):
         return logits_processor
 
-    mask = torch.ones_like(prefixes)
-    return small_model().generate(
-        prefixes, attention_mask=mask, max_new_tokens=4, do_sample=True, custom_generate=catch, **settings
-    )
+    call = {"attention_mask": torch.ones_like(prefixes), "max_new_tokens": 4, "do_sample": True, **settings}
+    return small_model().generate(prefixes, **call, custom_generate=catch)
 
 
 def sampled_counts(settings: dict, speculator, seed: int = 0, num_rows: int = NUM_ROWS, count: int = 3):
     """Frequency of each sequence of the first tokens; texts are longer, so that drafts are not cut short."""
     inputs = torch.tensor([PROMPT]).repeat(num_rows, 1)
+    call = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": count + 3, "do_sample": True, **settings}
     torch.manual_seed(seed)
-    output = small_model().generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        max_new_tokens=count + 3,
-        do_sample=True,
-        assistant=speculator,
-        return_dict_in_generate=True,
-        **settings,
-    )
+    output = small_model().generate(inputs, **call, assistant=speculator, return_dict_in_generate=True)
     tokens = output.sequences[:, len(PROMPT) : len(PROMPT) + count]
     cells = (tokens * torch.tensor([V**power for power in range(count)][::-1])).sum(1)
     return cells.bincount(minlength=V**count).view((V,) * count), output.speculative

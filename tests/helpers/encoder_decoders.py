@@ -102,7 +102,7 @@ def _speech_to_text() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     }
 
 
-def _speech(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def _speech(name: str):
     config = build(CONFIG_MAPPING[name], {"initializer_range": 0.1})
     return hf.AutoModelForSpeechSeq2Seq.from_config(config), {"input_features": _random(ROWS, 40, 80)}
 
@@ -158,15 +158,16 @@ def _florence2() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return hf.Florence2ForConditionalGeneration(config), source
 
 
+def _bert(initializer_range: float) -> hf.BertConfig:
+    return hf.BertConfig(**_BERT, initializer_range=initializer_range)
+
+
 _OTHERS: dict[str, Callable] = {
-    "bert2bert": lambda: (
-        _of_two("EncoderDecoder", *(hf.BertConfig(**_BERT, initializer_range=0.3) for _ in range(2))),
-        _text_source(),
-    ),
+    "bert2bert": lambda: (_of_two("EncoderDecoder", _bert(0.3), _bert(0.3)), _text_source()),
     "bert2gpt2": lambda: (
         _of_two(
             "EncoderDecoder",
-            hf.BertConfig(**_BERT, initializer_range=0.2),
+            _bert(0.2),
             hf.GPT2Config(vocab_size=99, n_embd=64, n_layer=2, n_head=4, initializer_range=0.3),
         ),
         _text_source(),

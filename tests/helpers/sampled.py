@@ -22,10 +22,7 @@ class SampledOptions:
     widths: tuple[int, ...] = field(default=(1, 1, 1), metadata={"help": "Children of each node, depth by depth."})
     seed: int = field(default=0, metadata={"help": "Seed of the distributions."})
     processed: bool = field(default=False, metadata={"help": "Apply the target's processors to the draft's scores."})
-    claim: Literal["true", "uniform"] = field(
-        default="true",
-        metadata={"help": "Distribution that the drafts say they were drawn from; only the true one is right."},
-    )
+    claim: Literal["true", "uniform"] = field(default="true", metadata={"help": "Only the true one is right."})
 
 
 class SampledCandidateGenerator(CandidateGenerator):
@@ -41,8 +38,7 @@ class SampledCandidateGenerator(CandidateGenerator):
 
     def propose(self, step: DraftStep) -> DraftTree:
         depth = min(len(self.options.widths), self.num_speculative_tokens, max(step.max_draft_tokens))
-        level = [(-1, step.anchor_tokens, [])]
-        nodes = []
+        level, nodes = [(-1, step.anchor_tokens, [])], []
         for width in self.options.widths[:depth]:
             next_level = []
             for parent, token, path in level:
@@ -50,10 +46,10 @@ class SampledCandidateGenerator(CandidateGenerator):
                     next_level.append((len(nodes), drawn, [*path, drawn]))
                     nodes.append((parent, drawn, probs, len(path) + 1))
             level = next_level
-        if not nodes:
-            return DraftTree.empty(len(step.rows), self.session.device)
-        parents, tokens, all_probs, depths = zip(*nodes)
         device = self.session.device
+        if not nodes:
+            return DraftTree.empty(len(step.rows), device)
+        parents, tokens, all_probs, depths = zip(*nodes)
         counts = [sum(d <= room for d in depths) for room in step.max_draft_tokens]
         tokens, all_probs = torch.stack(tokens, dim=1), torch.stack(all_probs, dim=1)
         if set(self.options.widths) == {1}:
@@ -62,8 +58,7 @@ class SampledCandidateGenerator(CandidateGenerator):
 
     def _children(self, step, width, first_node, token, path):
         """Draws `width` different tokens after `token` in every row: for each `(B,)` and its distribution `(B, V)`."""
-        sampler = self.session.sampler
-        scores = self.table[token]
+        sampler, scores = self.session.sampler, self.table[token]
         if self.options.processed:
             scores = sampler.scores(scores, step.rows, path)
         probs = scores.softmax(-1)

@@ -28,20 +28,17 @@ class ScriptedOptions:
 
 @dataclass(frozen=True)
 class Script:
-    """Tokens to propose.
+    """Tokens to propose."""
 
-    Args:
-        texts: For each row of the call its prompt and what follows, without padding.
-        vocab_size: Wrong tokens are drawn below it.
-        accuracy: Probability that a draft token is the right one.
-        tree: Parents of the draft nodes, -1 for the anchor; `None` drafts chains, and `"random"` draws other parents
-            for every row. The right tokens lie on a branch chosen anew in every cycle.
-    """
-
+    # For each row of the call its prompt and what follows, without padding.
     texts: list[list[int]]
+    # Wrong tokens are drawn below it.
     vocab_size: int
+    # Probability that a draft token is the right one.
     accuracy: float = 0.7
     seed: int = 0
+    # Parents of the draft nodes, -1 for the anchor; `None` drafts chains, and `"random"` draws other parents for every
+    # row. The right tokens lie on a branch chosen anew in every cycle.
     tree: tuple[int, ...] | str | None = None
 
 
@@ -61,11 +58,8 @@ class ScriptedCandidateGenerator(CandidateGenerator):
         return self.num_speculative_tokens if tree is None else _RANDOM_NODES if tree == "random" else len(tree)
 
     def propose(self, step: DraftStep) -> DraftTree:
-        if self.script.tree is None:
-            return self._chains(step)
-        return self._trees(step)
-
-    def _chains(self, step: DraftStep) -> DraftTree:
+        if self.script.tree is not None:
+            return self._trees(step)
         drafts = []
         for row, length, room in zip(step.rows, step.lengths, step.max_draft_tokens):
             size = min(self.random.randint(self.num_speculative_tokens - 1, self.num_speculative_tokens), room)
@@ -80,27 +74,20 @@ class ScriptedCandidateGenerator(CandidateGenerator):
         return text[position]
 
     def _trees(self, step: DraftStep) -> DraftTree:
-        parents = [self._parents() for _ in step.rows]
-        drafts = [
-            self._tree_tokens(row, length, room, row_parents)
-            for row, length, room, row_parents in zip(step.rows, step.lengths, step.max_draft_tokens, parents)
-        ]
-        size = len(parents[0])
-        tokens = [draft + [0] * (size - len(draft)) for draft in drafts]
-        parents = parents[0] if self.script.tree != "random" else parents
+        is_random = self.script.tree == "random"
+        if is_random:
+            parents = [[self.random.randint(-1, node - 1) for node in range(_RANDOM_NODES)] for _ in step.rows]
+        else:
+            parents = [list(self.script.tree)] * len(step.rows)
+        rows = zip(step.rows, step.lengths, step.max_draft_tokens, parents)
+        drafts = [self._tree_tokens(*row) for row in rows]
+        tokens = [draft + [0] * (len(parents[0]) - len(draft)) for draft in drafts]
         # As tensors alone, like a drafter that works on the device.
-        tables = tokens, parents, list(map(len, drafts))
+        tables = tokens, parents if is_random else parents[0], list(map(len, drafts))
         return DraftTree(*(upload(table, self.session.device) for table in tables))
 
-    def _parents(self) -> list[int]:
-        if self.script.tree != "random":
-            return list(self.script.tree)
-        return [self.random.randint(-1, node - 1) for node in range(_RANDOM_NODES)]
-
     def _tree_tokens(self, row: int, length: int, room: int, parents: list[int]) -> list[int]:
-        tokens: list[int] = []
-        depths: list[int] = []
-        right_nodes = self._right_branch(parents)
+        tokens, depths, right_nodes = [], [], self._right_branch(parents)
         for node, parent in enumerate(parents):
             depth = 0 if parent < 0 else depths[parent] + 1
             if depth >= room:

@@ -4,7 +4,6 @@ nothing before.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from copy import deepcopy
 from functools import wraps
 
@@ -80,21 +79,17 @@ def test_preparation_of_inputs_by_a_user():
         length_for_the_forward: "tokens after the prompts.*attributes of the model",
         embeddings: "",
     }
+    call = {**prompts(1), "do_sample": False, "max_new_tokens": 30, "spec_method": "ngram"}
     for change, what in refused.items():
         with pytest.raises(UnsupportedModelError, match=f"Preparing.*prepare.*{what}"):
-            of_class(Preparing, change=change).generate(
-                **prompts(1), do_sample=False, max_new_tokens=30, spec_method="ngram"
-            )
+            of_class(Preparing, change=change).generate(**call)
 
-
-@full
-def test_a_decoding_loop_of_a_model_is_refused():
     class Looping(LlamaForCausalLM):
         def _sample(self, input_ids, **kwargs):
             return input_ids
 
     with pytest.raises(UnsupportedModelError, match="Looping has a decoding loop of its own"):
-        of_class(Looping).generate(**prompts(1), max_new_tokens=4, spec_method="ngram")
+        of_class(Looping).generate(**call)
 
 
 def put_late_forward(module, change: str) -> None:
@@ -109,13 +104,8 @@ def put_late_forward(module, change: str) -> None:
         values = next(iter(output.values())) if isinstance(output, dict) else output
         width = (args[0] if args else kwargs["input_ids"]).shape[1]
         first = length if first is None else first
-        if {
-            "second step": first + 1 < length,
-            "late": length > first + 12,
-            "single tokens": width == 1,
-            "later calls": num_calls > 3,
-            "nothing": False,
-        }[change]:
+        changes = {"second step": first + 1 < length, "late": length > first + 12, "single tokens": width == 1}
+        if {**changes, "later calls": num_calls > 3, "nothing": False}[change]:
             values[..., ::2] *= -1
         return output
 
@@ -132,23 +122,22 @@ def late(place: str, change: str):
     if place in ("class", "layer"):
         # A class of the user's own.
         forward = vars(part).pop("forward")
-        part.__class__ = type(
-            "Own", (type(part),), {"forward": lambda self, *args, **kwargs: forward(*args, **kwargs)}
-        )
+        methods = {"forward": lambda self, *args, **kwargs: forward(*args, **kwargs)}
+        part.__class__ = type("Own", (type(part),), methods)
     return model
 
 
-@contextmanager
-def forwards_of(model):
-    """How many tokens of a row each forward inside of the block reads."""
+def forwards_of(model, **call):
+    """The output of a call, and how many tokens of a row each of its forwards reads."""
     widths = []
 
     def count(module, args, kwargs):
         widths.append(kwargs["input_ids"].shape[1])
 
     hook = model.register_forward_pre_hook(count, with_kwargs=True)
-    yield widths
+    output = model.generate(**call, return_dict_in_generate=True)
     hook.remove()
+    return output, widths
 
 
 @pytest.mark.parametrize("change", ["late", *in_full("second step", "single tokens", "later calls")])
@@ -169,15 +158,13 @@ def test_forwards_of_users_that_can_be_followed(place):
         plain = model.generate(**inputs, **SETTINGS)
         # One forward for each token that is read after the prompts, and one over all of them.
         for extra in (SETTINGS["max_new_tokens"], 0):
-            with forwards_of(model) as widths:
-                output = model.generate(
-                    **inputs, **SETTINGS, assistant=scripted_for(plain, inputs), return_dict_in_generate=True
-                )
+            output, widths = forwards_of(model, **inputs, **SETTINGS, assistant=scripted_for(plain, inputs))
             assert dtype != torch.float32 or torch.equal(output.sequences, plain)
             if place != "model":
                 assert len(widths) == output.speculative.num_target_forwards + extra
 
 
+@full
 def test_longer_calls_and_other_forwards_are_checked_again():
     inputs = prompts(1)
     how = scripted_for(tiny_llama().generate(**inputs, **SETTINGS), inputs)
@@ -198,9 +185,8 @@ def test_one_forward_for_a_class_and_one_with_padding():
     # One new token needs no check.
     calls = [(prompts(1), 1), *((inputs, 20) for inputs in (prompts(1), prompts(2, padding=False), prompts(2)))]
     for (inputs, new_tokens), extra in zip([*calls, calls[-1]], (0, 1, 0, 1, 0)):
-        call = {**inputs, "do_sample": False, "max_new_tokens": new_tokens, "return_dict_in_generate": True}
-        with forwards_of(model) as widths:
-            output = model.generate(**call, spec_method="ngram")
+        call = {**inputs, "do_sample": False, "max_new_tokens": new_tokens}
+        output, widths = forwards_of(model, **call, spec_method="ngram")
         assert len(widths) == output.speculative.num_target_forwards + extra
 
 
@@ -244,8 +230,8 @@ def test_nothing_of_a_wrong_text_is_streamed(monkeypatch):
     assert heard == inputs["input_ids"][0].tolist()
     assert not model._forward_pre_hooks
     monkeypatch.setenv("HF_SPECDEC_CHECK", "0")
-    with forwards_of(model) as widths:
-        assert model.generate(**inputs, **SETTINGS, assistant=how).tolist() != plain.tolist()
+    output, widths = forwards_of(model, **inputs, **SETTINGS, assistant=how)
+    assert output.sequences.tolist() != plain.tolist()
     assert 1 not in widths[:2]
 
 
@@ -272,13 +258,12 @@ def test_neither_cache_nor_random_numbers_show_a_check(name, monkeypatch):
 @full
 def test_rounding_and_dropout_are_no_difference():
     for dtype in (torch.bfloat16, torch.float16):
-        check._checked.clear()
         for model in (tiny_llama(), tiny_mistral(), tiny_gpt2(), tiny_model("qwen3_moe")):
             text = prompts(1, length=40)["input_ids"]
             how = scripted_speculator(text, [0], VOCAB_SIZE, num_speculative_tokens=6)
             model.to(dtype).generate(**prompts(1), do_sample=False, max_new_tokens=4, assistant=how)
         assert len(check._checked) == 4
-    check._checked.clear()
+        check._checked.clear()
     model = MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=2, attention_dropout=0.5)).train()
     model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
     assert not check._checked

@@ -13,6 +13,7 @@ import hf_specdec
 from hf_specdec import SpecConfigError, UnsupportedModelError
 from hf_specdec.decoding.profile import model_profile
 from tests.helpers.caches import CACHE
+from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.distribution import P_VALUE, no_drafts
 from tests.helpers.encoder_decoders import (
     CHAINS_ONLY,
@@ -25,10 +26,9 @@ from tests.helpers.encoder_decoders import (
     text_model,
     tiny_model,
 )
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import full, in_full, split
 from tests.helpers.sampled import sampled_speculator
 from tests.helpers.scripted import scripted_speculator
-from tests.helpers.statistics import chi_square_pvalue
 
 
 NEW_TOKENS = 16
@@ -92,11 +92,8 @@ class Case:
         assert bool(stats.notes) == (batch_size > 1 and self.name in CHAINS_ONLY)
 
 
-# Relative and learned positions, sound, an image, and a pair that counts slots.
-SHORT = ["t5", "bart", "whisper", "vit2trocr", "bert2gpt2"]
-
-
-@pytest.mark.parametrize("name", [*SHORT, *in_full(*(name for name in supported() if name not in SHORT))])
+# Relative and learned positions, sound, and a pair that counts slots.
+@pytest.mark.parametrize("name", split(supported(), short=["t5", "bart", "whisper", "bert2gpt2"]))
 def test_greedy_matches_generate(name):
     case = Case(name, *tiny_model(name))
     before = {id(module): dict(vars(module)) for module in case.model.modules()}
@@ -118,16 +115,9 @@ def text_case(request) -> Case:
     return Case(request.param, *text_model(request.param, tie_word_embeddings=True))
 
 
-@pytest.mark.parametrize("method", ["recycling", *in_full("ngram", "suffix")])
-def test_methods_without_a_model(text_case, method):
-    settings = {"max_new_tokens": 32, "no_repeat_ngram_size": 9}
-    for batch_size in (1, 4):
-        output = text_case.generate(batch_size, **settings, spec_method=method)
-        assert torch.equal(output.sequences, text_case.generate(batch_size, **settings).sequences)
-        assert output.speculative.num_accepted_tokens > 0
-
-
-@pytest.mark.parametrize("method", ["ngram", *in_full("suffix")])
+# The same with many requests is in test_many_sources.py.
+@full
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_drafts_are_looked_up_in_the_source(text_case, method):
     source = torch.randperm(90, generator=torch.Generator().manual_seed(0))[:40][None] + 3
     call = {"input_ids": source, "max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
@@ -142,14 +132,10 @@ def test_drafts_are_looked_up_in_the_source(text_case, method):
     assert model.generate(**call).speculative.num_accepted_tokens == 0
 
 
-MORE_SETTINGS = {
-    **SETTINGS,
-    "least": {"min_new_tokens": 9, "eos_token_id": [7, 11, 13, 17, 19, 23], "suppress_tokens": [8]},
-    "sequences": {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
-}
+MORE_SETTINGS = {**SETTINGS, "sequences": {"num_return_sequences": 2, "do_sample": True, "top_k": 1}}
 
 
-@pytest.mark.parametrize("name", ["ends", *in_full("source", "forced", "least", "sequences")])
+@pytest.mark.parametrize("name", split(MORE_SETTINGS, short=["ends"]))
 def test_settings_scores_and_states(text_case, name):
     settings = {"output_scores": True, "output_hidden_states": True, "pad_token_id": 0, **MORE_SETTINGS[name]}
     expected = text_case.generate(4, **settings)
@@ -167,20 +153,15 @@ def test_settings_scores_and_states(text_case, name):
             assert_alike(layer[ends > step], own_layer[ends > step])
     for mine, own in zip(output.encoder_hidden_states, expected.encoder_hidden_states, strict=True):
         assert torch.equal(mine, own)
-
-
-def test_the_cache_of_all_rows_is_returned(text_case):
-    """Also of rows that have left the batch."""
-    settings = {**SETTINGS["ends"], "pad_token_id": 0}
-    expected = text_case.generate(4, **settings)
-    cache, ends = text_case.generate(4, **settings, spec_method="ngram")[CACHE], lengths(expected.sequences) - 1
-    for part, is_own in {"self_attention_cache": True, "cross_attention_cache": False}.items():
-        caches = cache, expected[CACHE]
+    # The cache has also the rows that have left the batch.
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        caches = output[CACHE], expected[CACHE]
         layers = [[one for one in getattr(each, part).layers if one.is_initialized] for each in caches]
         for mine, own in zip(*layers, strict=True):
-            for row, end in enumerate(ends.tolist() if is_own else [None] * 4):
-                assert_alike(mine.keys[row, :, :end], own.keys[row, :, :end])
-                assert_alike(mine.values[row, :, :end], own.values[row, :, :end])
+            for row, end in enumerate((ends - 1).tolist()):
+                read = slice(end if part.startswith("self") else None)
+                assert_alike(mine.keys[row, :, read], own.keys[row, :, read])
+                assert_alike(mine.values[row, :, read], own.values[row, :, read])
 
 
 def test_begun_texts_and_encoded_sources(text_case):
@@ -196,13 +177,11 @@ def test_begun_texts_and_encoded_sources(text_case):
 
 def test_sampled_texts_follow_from_the_seed_alone(text_case):
     texts = []
-    for method in ("ngram", "recycling", None):
-        drafts = no_drafts() if method is None else None
+    for drafts in ({"spec_method": "ngram"}, {"spec_method": "recycling"}, {"assistant": no_drafts()}):
         torch.manual_seed(3)
-        texts.append(text_case.generate(4, do_sample=True, assistant=drafts, spec_method=method).sequences)
-    assert torch.equal(texts[0], texts[2])
-    assert torch.equal(texts[1], texts[2])
-    assert len(set(texts[0][:, 1:].flatten().tolist())) > 4
+        texts.append(text_case.generate(4, do_sample=True, **drafts).sequences.tolist())
+    assert texts[0] == texts[1] == texts[2]
+    assert len({token for row in texts[0] for token in row[1:]}) > 4
 
 
 @pytest.mark.parametrize("widths", [(2, 1, 1), *in_full(((1, 1, 1),))], ids=["tree", "chain"])

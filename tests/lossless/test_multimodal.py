@@ -16,7 +16,7 @@ from tests.helpers.architectures import with_images
 from tests.helpers.caches import CACHE
 from tests.helpers.families import assert_drafts_change_nothing
 from tests.helpers.images import IMAGE, MODELS, build, image_inputs
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import full, split
 from tests.helpers.models import TINY, prompts, scripted_for
 
 
@@ -31,10 +31,7 @@ def check_equals_plain(model, inputs):
     return plain
 
 
-_OTHER_TYPES = [name for name in (*images.TYPES, "gemma3") if name not in MODELS or name == "qwen3_vl"]
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen3_vl"] + in_full(*_OTHER_TYPES))
+@pytest.mark.parametrize("name", split(sorted({*MODELS, *images.TYPES}), short=["qwen2_vl", "llava", "gemma3"]))
 def test_greedy_matches_generate(name):
     if name in images.TYPES and not IS_NEWEST:
         pytest.skip("the types are those of the newest transformers")
@@ -87,18 +84,13 @@ def test_types_without_an_image_have_a_reason():
 
 
 @full
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_images_in_requests_of_many_are_refused(name):
-    model = build(name)
-    request = image_inputs(name)
+def test_images_in_requests_of_many_are_refused():
+    model, request = build("qwen2_5_vl"), image_inputs("qwen2_5_vl")
     request.pop("attention_mask")
-    text = [5, 6, 7]
-    settings = {"spec_method": "ngram", "max_new_tokens": 6, "do_sample": False, "in_order": True}
-    wrong, right = generate_many(model, [request, text], 2, **settings)
+    wrong, right = generate_many(model, [request, [5, 6, 7]], 2, **SETTINGS, spec_method="ngram", in_order=True)
     assert isinstance(wrong.error, SpecConfigError)
     assert "would not be read" in str(wrong.error)
-    plain = model.generate(torch.tensor([text]), max_new_tokens=6, do_sample=False)
-    assert right.tokens == plain[0, 3:].tolist()
+    assert right.tokens == model.generate(torch.tensor([[5, 6, 7]]), **SETTINGS)[0, 3:].tolist()
 
 
 def speech_model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -139,10 +131,7 @@ def test_speech_in_front_of_text():
     assert not torch.equal(plain, other), "the speech makes no difference"
 
 
-_FIRST, *_OTHERS = images.BY_LANGUAGE_MODEL
-
-
-@pytest.mark.parametrize("name", [_FIRST, *in_full(*_OTHERS)])
+@pytest.mark.parametrize("name", split(images.BY_LANGUAGE_MODEL, short=images.BY_LANGUAGE_MODEL[:1]))
 def test_models_that_generate_with_their_language_model(name):
     """The arguments come to the language model, and so do the embeddings of the image."""
     model, inputs = images.model_around_language_model(name)

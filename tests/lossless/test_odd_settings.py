@@ -16,7 +16,7 @@ import torch
 from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, load_speculator
 from hf_specdec.method import built_in_methods
 from hf_specdec.settings import describe_settings
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import in_full
 from tests.helpers.models import prompts
 
 
@@ -116,10 +116,8 @@ def drawn_settings(rng):
 def drawn_value(rng):
     """Anything that may stand where settings are expected."""
     kind = rng.random()
-    if kind < 0.8:
-        return drawn_settings(rng)
     if kind < 0.9:
-        return rng.choice(VALUES)()
+        return drawn_settings(rng) if kind < 0.8 else rng.choice(VALUES)()
     try:
         text = json.dumps(drawn_settings(rng))
     except (TypeError, ValueError, RuntimeError, RecursionError):
@@ -136,20 +134,19 @@ def check_message(error):
     assert "aB3dEaB3dE" not in message
 
 
-def check_configuration(rng):
-    """The configuration of what was drawn, `None` where it is refused."""
-    value = drawn_value(rng)
+def is_configuration(rng) -> bool:
+    """Tells if what was drawn is taken, and serves then in every way, or refused with a message."""
     try:
-        config = SpeculativeConfig.resolve(value)
+        config = SpeculativeConfig.resolve(drawn_value(rng))
     except SpecDecError as error:
         check_message(error)
-        return None
+        return False
     assert len(config.compute_hash()) == 16
     assert SpeculativeConfig.from_dict(config.to_dict()) == config
     json.dumps(config.to_dict(), allow_nan=False)
     hash(config)
     repr(config).encode("utf-8", "backslashreplace")
-    return config
+    return True
 
 
 PLAIN = {"do_sample": False, "max_new_tokens": 6}
@@ -173,13 +170,9 @@ def check_text(model, rng, plain):
         check_message(error)
         return False
     settings = arguments.get("speculative")
-    meaningless = isinstance(settings, dict) and "synthetic" in map(str, filter(_is_text, dict.values(settings)))
-    assert meaningless or torch.equal(text, plain), arguments.keys()
+    words = [value for value in dict.values(settings) if type(value) is str] if isinstance(settings, dict) else []
+    assert "synthetic" in words or torch.equal(text, plain), arguments.keys()
     return True
-
-
-def _is_text(value):
-    return type(value) is str
 
 
 # Arguments of generate() and values that are legal, by themselves at least.
@@ -226,11 +219,11 @@ def check_request(model, rng):
         assert torch.equal(getattr(ours, "sequences", ours), getattr(plain, "sequences", plain)), names
 
 
-@pytest.mark.parametrize("seed", [0, *in_full(*range(1, 12))])
+@pytest.mark.parametrize("seed", [0, *in_full(*range(1, 8))])
 def test_configurations(seed):
     rng = random.Random(seed)
-    found = [check_configuration(rng) for _ in range(120)]
-    assert 0 < sum(config is not None for config in found) < len(found)
+    found = [is_configuration(rng) for _ in range(160)]
+    assert 0 < sum(found) < len(found)
 
 
 @pytest.mark.parametrize("seed", [0, *in_full(*range(1, 6))])
@@ -243,27 +236,13 @@ def test_texts_and_requests(model, seed):
     assert model.generation_config.to_dict() == before
 
 
-@full
-@pytest.mark.parametrize("name", COMMON)
-def test_every_setting_refuses_what_fails(name):
-    for value in (Hostile(), [Hostile()], HostileDict(a=1), HostileArray(), endless(), 10**5000, "\ud800" * 9999):
-        try:
-            SpeculativeConfig.resolve({"method": "draft_model", "model": "x/y", name: value})
-        except SpecDecError as error:
-            check_message(error)
-
-
-def test_zero_is_not_off(model):
-    with pytest.raises(SpecConfigError, match="`method` must be the name of a method, got 0"):
-        model.generate(**prompts(1), spec_method=0)
-    with pytest.raises(SpecConfigError, match="got int"):
-        model.generate(**prompts(1), speculative=0)
+def test_zero_is_not_off_and_numbers_of_other_libraries_are_numbers(model):
+    for wrong in ({"spec_method": 0}, {"speculative": 0}):
+        with pytest.raises(SpecConfigError, match="got (0|int)"):
+            model.generate(**prompts(1), **wrong)
     plain = model.generate(**prompts(1), **PLAIN)
     for off in ("off", "none", False):
         assert torch.equal(model.generate(**prompts(1), **PLAIN, spec_method=off), plain)
-
-
-def test_numbers_of_other_libraries_are_numbers_and_any_name_a_setting(model):
     for key in ("self", "cls", "value", "target_config"):
         with pytest.raises(SpecConfigError, match=f"has no setting '{key}'"):
             SpeculativeConfig.resolve({"method": "ngram", key: 1})
@@ -274,21 +253,3 @@ def test_numbers_of_other_libraries_are_numbers_and_any_name_a_setting(model):
         assert load_speculator(model, "ngram", num_speculative_tokens=number).config == config
     rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": torch.tensor([0.5, 0.25])}
     assert SpeculativeConfig("ngram", **rates).synthetic_acceptance_rates == (0.5, 0.25)
-
-
-OTHER_NAMES = [
-    ({"speculative_model": "x/y"}, ["`speculative_model` is called `model`", "`spec_model`"]),
-    ({"method": "ngram", "ngram_prompt_lookup_max": 4}, ["called `prompt_lookup_max`"]),
-    ({"method": "eagle", "ngram_prompt_lookup_min": 1}, ["called `prompt_lookup_min`", "method 'ngram'"]),
-    ({"decoding_type": "Medusa"}, ["`decoding_type` is called `method`", "`spec_method`"]),
-    ({"method": "eagle", "use_auth_token": True}, ["called `token`"]),
-    ({"method": "eagle", "model": "x/y", "quantization": "int4"}, ["'bitsandbytes_4bit'", "'nf4'", "got 'int4'"]),
-]
-
-
-@full
-def test_names_of_other_engines_are_told_their_name_here():
-    for settings, words in OTHER_NAMES:
-        with pytest.raises(SpecConfigError) as caught:
-            SpeculativeConfig.resolve(settings)
-        assert [word for word in words if word not in str(caught.value)] == []

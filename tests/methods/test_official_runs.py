@@ -20,15 +20,14 @@ EAGLE_TREE = {"draft_tree_depth": 5, "draft_tree_top_k": 4, "num_draft_nodes": 1
 
 
 def run(name, prompts, length, prefill_chunk_size=None, **speculative):
-    """What a greedy call writes after prompts, the rows' drafts cycle by cycle, and the method."""
+    """What a greedy call writes after prompts, and the rows' drafts cycle by cycle."""
     inputs = ragged(*prompts)
     # Some tokens more, so that the room left does not limit the last drafts.
     settings = {**GREEDY, "max_new_tokens": length + 10, "prefill_chunk_size": prefill_chunk_size}
     with record(trace=True) as made:
         output = published(name).target.generate(**inputs, **settings, speculative=speculative)
-    (call,) = made.calls
-    traces = [rows_of(call, row) for row in range(len(prompts))]
-    return output[:, inputs["input_ids"].shape[1] :], traces, call.stats.method
+    traces = [rows_of(made.calls[0], row) for row in range(len(prompts))]
+    return output[:, inputs["input_ids"].shape[1] :], traces
 
 
 def accepted(traces):
@@ -84,8 +83,7 @@ class TestDFlash:
             settings = {"model": folder, **shape_of(recorded)}
             if f"{key}.threshold" in expected:
                 settings["draft_confidence_threshold"] = expected[f"{key}.threshold"].item()
-            (output,), (traces,), method = run(f"dflash/{name}", [prompt], len(text) - len(prompt), **settings)
-            assert method == "dflash"
+            (output,), (traces,) = run(f"dflash/{name}", [prompt], len(text) - len(prompt), **settings)
             assert torch.equal(output[: len(text) - len(prompt)], text[len(prompt) :])
             if f"{key}.acceptance_lengths" in expected:
                 lengths = (expected[f"{key}.acceptance_lengths"] - 1).tolist()
@@ -100,7 +98,7 @@ class TestDFlash:
                 assert traces[0].draft_tokens == expected[f"{recorded}.node_token_ids"].tolist()
                 assert traces[0].parents == [parent - 1 for parent in expected[f"{recorded}.parents"][1:].tolist()]
 
-    # In the last two the rounds are the first cycles of the greedy run.
+    # In domino_b6 and dflash2_full_b8 the rounds are the first cycles of the greedy run.
     @pytest.mark.parametrize(
         "name",
         [
@@ -155,7 +153,7 @@ class TestEagle:
         _, folder, expected = published(f"eagle/{name}")
         method = name.partition("_")[0].replace("eagle1", "eagle")
         settings = {"method": method, "model": folder, **shape}
-        (output,), (traces,), _ = run(f"eagle/{name}", expected["prompt_ids"], len(expected[count]), **settings)
+        (output,), (traces,) = run(f"eagle/{name}", expected["prompt_ids"], len(expected[count]), **settings)
         assert torch.equal(output[: len(expected[count])], expected[count])
         return expected, traces
 
@@ -271,7 +269,7 @@ class TestMtp:
         settings = {"method": "mtp", "mtp_mode": mode, "num_speculative_tokens": depth}
         prompts = [expected[f"{row}prompt_ids"] for row in rows]
         texts = [expected[f"{row}greedy_ids"] for row in rows]
-        outputs, traces, _ = run(f"mtp/{name}", prompts, len(texts[0]), **arguments, **settings)
+        outputs, traces = run(f"mtp/{name}", prompts, len(texts[0]), **arguments, **settings)
         for index, row in enumerate(rows):
             assert torch.equal(outputs[index, : len(texts[index])], texts[index])
             lengths = expected[f"{row}{mode}.trace.accepted"].tolist()

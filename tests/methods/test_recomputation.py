@@ -18,8 +18,6 @@ LENGTHS, PROMPTS = (9, 6, 12), (5, 1, 4)
 TREE = {"draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 9}
 SHORT = ("window_and_full", "biases", "corrections_gated", "corrections_rnn", "domino", "lilicorr", "xpress")
 SHORT += ("selector_window_and_scales",)
-# Parts in which the text after the prompt comes, and entries that are read at once.
-PARTS = pytest.mark.parametrize(("parts", "chunk_size"), [(2, 2), *in_full((1, 1024), (3, 3))])
 
 
 def block(name, **settings):
@@ -128,8 +126,7 @@ class TestBlocks:
         rows = {"lengths": (6, 7, 8, 9), "prompts": [4] * 4, "limits": [0, 1, 2, 6]}
         for num_steps in (1, 3):
             settings = {"num_draft_nodes": 0, "dflash_num_denoising_steps": num_steps}
-            expected = lambda row, limit, num_steps=num_steps: row.denoised(7, num_steps, limit)  # noqa: E731
-            check(block("full"), settings, expected, **rows)
+            check(block("full"), settings, lambda row, limit, n=num_steps: row.denoised(7, n, limit), **rows)
 
     @full
     def test_mask_token(self, monkeypatch):
@@ -170,7 +167,8 @@ class TestTokenByToken:
         return check(layer(name), settings, expected, make=RecomputedHead, **arguments)
 
     @pytest.mark.parametrize("name", ["eagle1", "window", "mtp", *in_full("eagle3")])
-    @PARTS
+    # Parts in which the text after the prompt comes, and entries that are read at once.
+    @pytest.mark.parametrize(("parts", "chunk_size"), [(2, 2), *in_full((1, 1024), (3, 3))])
     def test_dynamic_tree(self, name, parts, chunk_size, monkeypatch):
         monkeypatch.setattr(slots, "_CHUNK_SIZE", chunk_size)
         mode = {"mtp_mode": "reuse"} if name == "mtp" else {}

@@ -16,26 +16,14 @@ from hf_specdec.candidate_generators.dflash.config import DominoConfig, LiLiCorr
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
 
 
+_CONFIDENT = {"markov_rank": 8, "has_confidence": True, "confidence_with_markov": True}
+_LATTICE = LiLiCorrConfig(
+    hidden_size=16, candidate_topk=3, num_layers=1, num_heads=2, mlp_size=16, factor_dim=8, logit_scale=4.0
+)
 HEADS = {
-    "confident": (
-        "a DSpark draft with a confidence head",
-        {"markov_rank": 8, "has_confidence": True, "confidence_with_markov": True},
-    ),
+    "confident": ("a DSpark draft with a confidence head", _CONFIDENT),
     "domino": ("a Domino draft", {"domino": DominoConfig(gru_hidden_dim=8, emb_dim=8)}),
-    "lilicorr": (
-        "a LiLiCorr draft",
-        {
-            "lilicorr": LiLiCorrConfig(
-                hidden_size=16,
-                candidate_topk=3,
-                num_layers=1,
-                num_heads=2,
-                mlp_size=16,
-                factor_dim=8,
-                logit_scale=4.0,
-            )
-        },
-    ),
+    "lilicorr": ("a LiLiCorr draft", {"lilicorr": _LATTICE}),
     "xpress": ("an XPress draft", {"xpress": XPressConfig(rank=8, mlp_hidden=16, num_passes=3)}),
 }
 

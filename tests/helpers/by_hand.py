@@ -59,6 +59,18 @@ def padded(rows, left):
     return torch.stack([torch.nn.functional.pad(r, (0, 0) * (r.dim() - 1) + pad) for r, pad in zip(rows, pads)])
 
 
+def prompt_of(rows) -> Prompt:
+    """Lists of tokens as a prompt without states, padded on the left."""
+    tokens = padded(list(map(torch.tensor, rows)), left=True)
+    return Prompt(tokens, [tokens.shape[1] - len(row) for row in rows])
+
+
+def commit_of(rows, token_lists) -> Commit:
+    """All but the last of the tokens were drafted."""
+    tokens = padded(list(map(torch.tensor, token_lists)), left=False)
+    return Commit(rows, tokens, token_lists, [len(row) - 1 for row in token_lists])
+
+
 def feed(generator, texts, states, prompt_lengths, parts=1):
     """Shows the texts to a generator: left-padded prompts, the token after each, and the rest in `parts` commits."""
 

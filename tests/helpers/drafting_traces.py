@@ -1,10 +1,9 @@
-"""Records what every drafter drafts, cycle by cycle, for the checkpoints in `tests/fixtures` and those of the demo.
+"""Records what every drafter drafts, for the checkpoints in `tests/fixtures` and those of the demo.
 
     python -m tests.helpers.drafting_traces           # writes tests/fixtures/traces/*.json anew
 
-A case is a checkpoint, a shape of drafts (chain, static tree, dynamic tree, drawn chain), a batch of one or three
-rows, and greedy or seeded sampling. A cycle is a list of rows, each `[row, draft tokens, parents, accepted, committed
-tokens]`; the parents of a chain are left out as `null`. Combinations are not among them: they choose by measured time.
+A cycle is a list of rows, each `[row, draft tokens, parents or null for a chain, accepted, committed tokens]`.
+Combinations are not among them: they choose by measured time.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ from tests.helpers.published import target_of
 
 
 TRACES = FIXTURES / "traces"
-
 # Nodes with one and with two children, of three depths.
 STATIC_TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
-
 SHAPES = {
     "ngram": {"chain": {}},
     "suffix": {"chain": {}, "dynamic": {"suffix_decoding_use_tree_spec": True}},
@@ -101,7 +98,10 @@ def cases(drafter: Drafter) -> Iterator[tuple[str, dict]]:
         for batch_size, samples in product((1, 3), (False, True)):
             if shape == "drawn" and not samples:
                 continue
-            prompts = _demo_prompts(batch_size) if is_demo else _random_prompts(model, batch_size)
+            prompts = _random_prompts(model, batch_size)
+            if is_demo:
+                texts = [prompt.text[-160 + 16 * row :] for row, prompt in enumerate(demo.prompts()[-batch_size:])]
+                prompts = demo.load_tokenizer()(texts, return_tensors="pt", padding=True, padding_side="left")
             sampling = {"do_sample": True, "temperature": 0.7, "top_k": 20} if samples else {"do_sample": False}
             call = {"max_new_tokens": 24 if batch_size == 1 else 12, "eos_token_id": None}
             name = f"{shape}, {batch_size} rows, {'seeded' if samples else 'greedy'}"
@@ -119,11 +119,6 @@ def _random_prompts(model: PreTrainedModel, batch_size: int) -> dict[str, torch.
     return {"input_ids": input_ids * attention_mask, "attention_mask": attention_mask}
 
 
-def _demo_prompts(batch_size: int) -> dict[str, torch.Tensor]:
-    texts = [prompt.text[-160 + 16 * row :] for row, prompt in enumerate(demo.prompts()[-batch_size:])]
-    return dict(demo.load_tokenizer()(texts, return_tensors="pt", padding=True, padding_side="left"))
-
-
 def traced(drafter: Drafter) -> dict[str, list]:
     """The cycles of each case."""
     model, found = target_of(drafter.target), {}
@@ -139,11 +134,6 @@ def traced(drafter: Drafter) -> dict[str, list]:
 def _row(row) -> list:
     is_chain = row.parents == list(range(-1, len(row.draft_tokens) - 1))
     return [row.row, row.draft_tokens, None if is_chain else row.parents, row.num_accepted, row.committed_tokens]
-
-
-def stored(name: str) -> dict[str, list]:
-    """The cycles of each case as they were recorded."""
-    return json.loads((TRACES / f"{name}.json").read_text())
 
 
 def _write() -> None:

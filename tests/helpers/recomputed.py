@@ -103,8 +103,11 @@ class RecomputedBlock:
         if self.network.config.xpress:
             return self.refined(count)
         rows, found = self.logits(self.masks(block_size)), []
+        if self.network.lilicorr:
+            # Positions that are not drafted do not count.
+            rows, self.output = rows[:count], self.output[:count]
         if self.network.config.has_edges:
-            return prefixes(self.walk(rows[:count] if self.network.lilicorr else rows, {})[0][:count])
+            return prefixes(self.walk(rows, {})[0][:count])
         for position, row in enumerate(rows[:count]):
             row = row + self.correction(position, [self.anchor.item(), *found])
             found.append(self.network.target_ids(row.argmax()[None]).item())

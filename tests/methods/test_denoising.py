@@ -10,20 +10,19 @@ from safetensors.torch import load_file
 
 from hf_specdec.candidate_generators.dflash import denoising
 from hf_specdec.candidate_generators.dflash.denoising import Denoising, confidences, keep_counts
-from tests.helpers.levels import in_full
+from tests.helpers.levels import full, in_full
 from tests.helpers.paths import FIXTURES
 from tests.helpers.published import published
 
 
 MASK = 3
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32, torch.float16)])
 
 
-def step(logits: torch.Tensor, keep: int, ids=None) -> Denoising:
+def step(logits: torch.Tensor, keep: int) -> Denoising:
     """One step on blocks of which nothing is known."""
     state = Denoising.start(*logits.shape[:2], MASK, logits.device)
-    state.update(logits, keep, ids)
+    state.update(logits, keep)
     return state
 
 
@@ -32,43 +31,38 @@ def assert_same(state: Denoising, expected: Denoising, rows=slice(None)) -> None
         assert torch.equal(getattr(state, name)[rows], getattr(expected, name))
 
 
-def random_logits(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul_(4).to(dtype)
+def random_logits(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(4).to(dtype)
 
 
-def test_schedule():
+def test_schedule_and_known_tokens():
     assert keep_counts(8, 4) == (2, 4, 6, 8)
     assert keep_counts(16, 3) == (6, 11, 16)
-    assert keep_counts(7, 3) == (3, 5, 7)
     assert keep_counts(2, 10) == (1, 1, 1, 1, 1, 2)
+    logits = torch.zeros(1, 3, 6)
+    logits[0, 0, 4] = 1.0
+    state = step(logits, keep=1)
+    kept = state.confidences[0, 0].clone()
+    logits = torch.zeros(1, 3, 6)
+    logits[0, :, 2] = torch.tensor([9.0, 5.0, 5.0])
+    state.update(logits, keep=2)
+    # The known token keeps its confidence, and may be masked again.
+    assert state.confidences[0, 0] == kept
+    assert state.tokens.tolist() == [[4, 2, 2]]
+    assert state.inputs.tolist() == [[MASK, 2, 2]]
+    # The mask's own id can be predicted; what is known is not predicted again.
+    logits = torch.zeros(1, 4, 6)
+    logits[0, 0, MASK], logits[0, 1, 5] = 9.0, 8.0
+    state = step(logits, keep=2)
+    assert state.known.tolist() == [[True, True, False, False]]
+    state.update(torch.eye(6)[None, :4] * 20, keep=4)
+    assert state.tokens.tolist() == [[MASK, 5, 2, 3]]
 
 
-class TestSteps:
-    def test_known_tokens_carry_and_may_be_masked_again(self):
-        logits = torch.zeros(1, 3, 6)
-        logits[0, 0, 4] = 1.0
-        state = step(logits, keep=1)
-        kept = state.confidences[0, 0].clone()
-        logits = torch.zeros(1, 3, 6)
-        logits[0, :, 2] = torch.tensor([9.0, 5.0, 5.0])
-        state.update(logits, keep=2)
-        assert state.confidences[0, 0] == kept
-        assert state.tokens.tolist() == [[4, 2, 2]]
-        assert state.inputs.tolist() == [[MASK, 2, 2]]
-
-    def test_the_masks_own_id_can_be_predicted(self):
-        logits = torch.zeros(1, 4, 6)
-        logits[0, 0, MASK], logits[0, 1, 5] = 9.0, 8.0
-        state = step(logits, keep=2)
-        assert state.known.tolist() == [[True, True, False, False]]
-        state.update(torch.eye(6)[None, :4] * 20, keep=4)
-        # Both were known, so that neither is predicted again.
-        assert state.tokens.tolist() == [[MASK, 5, 2, 3]]
-
-    @pytest.mark.parametrize("bad", [math.nan, *in_full(math.inf)])
-    @every_dtype
-    def test_logits_that_are_no_distribution_are_masked_first(self, bad, dtype):
-        logits = random_logits((2, 4, 9)).to(dtype)
+@every_dtype
+def test_logits_that_are_no_distribution_are_masked_first(dtype):
+    for bad in (math.nan, math.inf):
+        logits = random_logits((2, 4, 9), dtype)
         logits[1, 2, 5] = logits[1, 2, 7] = bad
         state = step(logits, keep=3)
         assert state.known.tolist()[1] == [True, True, False, True]
@@ -77,75 +71,62 @@ class TestSteps:
         assert_same(state, step(logits[:1], keep=3), slice(1))
 
 
-class TestRecordedSteps:
-    def test_pure_steps(self):
-        recorded = load_file(FIXTURES / "dflash" / "denoise_step" / "expected.safetensors")
-        names = [name for name in recorded if ".keep_" in name]
-        for name in names:
-            case, fraction = name.split(".keep_")
-            part, whole = map(int, fraction.split("_of_"))
-            logits = recorded[f"{case}.logits"]
-            rows, num_positions = logits.shape[:2]
-            state = Denoising.start(rows, num_positions, recorded["mask_token_id"].item(), "cpu")
-            keep = keep_counts(num_positions * part, whole)[0]
-            state.update(logits, keep)
-            assert torch.equal(state.tokens, recorded[f"{case}.tokens"])
-            assert torch.equal(state.inputs, recorded[name])
-            assert (~state.known).sum(1).tolist() == [num_positions - keep] * rows
-            torch.testing.assert_close(confidences(logits), recorded[f"{case}.confidence"], atol=1e-6, rtol=0)
-        assert len(names) > 3
+def test_recorded_steps():
+    recorded = load_file(FIXTURES / "dflash" / "denoise_step" / "expected.safetensors")
+    names = [name for name in recorded if ".keep_" in name]
+    for name in names:
+        case, fraction = name.split(".keep_")
+        part, whole = map(int, fraction.split("_of_"))
+        logits = recorded[f"{case}.logits"]
+        rows, num_positions = logits.shape[:2]
+        state = Denoising.start(rows, num_positions, recorded["mask_token_id"].item(), "cpu")
+        keep = keep_counts(num_positions * part, whole)[0]
+        state.update(logits, keep)
+        assert torch.equal(state.tokens, recorded[f"{case}.tokens"])
+        assert torch.equal(state.inputs, recorded[name])
+        assert (~state.known).sum(1).tolist() == [num_positions - keep] * rows
+        torch.testing.assert_close(confidences(logits), recorded[f"{case}.confidence"], atol=1e-6, rtol=0)
+    assert len(names) > 3
 
-    @pytest.mark.parametrize("cycle", [0, 1])
-    def test_trace_of_a_trained_draft(self, cycle):
-        expected = published("dflash/trained_b8").expected
+
+def test_recorded_steps_of_a_trained_draft():
+    expected = published("dflash/trained_b8").expected
+    for cycle in (0, 1):
         state = Denoising.start(1, 7, expected["mask_token_id"].item(), "cpu")
         for index, keep in enumerate(keep_counts(7, 3)):
             prefix = f"refine_trace.n3.cycle{cycle}.step{index}."
-            recorded = {name: expected[prefix + name] for name in ("block_input_ids", "logits", "tokens", "kept")}
-            assert torch.equal(state.inputs, recorded["block_input_ids"][:, 1:])
-            state.update(recorded["logits"], keep)
-            assert torch.equal(state.tokens, recorded["tokens"])
-            assert torch.equal(state.known, recorded["kept"].bool())
+            assert torch.equal(state.inputs, expected[f"{prefix}block_input_ids"][:, 1:])
+            state.update(expected[f"{prefix}logits"], keep)
+            assert torch.equal(state.tokens, expected[f"{prefix}tokens"])
+            assert torch.equal(state.known, expected[f"{prefix}kept"].bool())
             if keep < 7:
                 wanted = expected[f"{prefix}confidence"]
                 torch.testing.assert_close(state.confidences, wanted, atol=1e-6, rtol=0)
 
 
-class TestDeterminism:
-    @pytest.mark.parametrize("vocab_size", [1_003, *in_full(97, 32_000)])
-    @every_dtype
-    def test_rows_depend_on_nothing_around_them(self, vocab_size, dtype, monkeypatch):
-        """Alone, in another order, in other memory and in chunks of any size they come out bit for bit the same."""
-        logits = random_logits((4, 5, vocab_size), dtype)
-        state = step(logits, keep=2)
-        for row in range(4):
-            assert_same(state, step(logits[row : row + 1].clone(), keep=2), slice(row, row + 1))
-        assert torch.equal(step(logits.flip(0), keep=2).confidences.flip(0), state.confidences)
-        assert_same(step(logits[:, 1:], keep=2), step(logits[:, 1:].clone(), keep=2))
-        for size in (1, 2_500, 7_000):
-            monkeypatch.setitem(denoising._CHUNK_SIZES, "cpu", size)
-            assert_same(step(logits, keep=2), state)
+@every_dtype
+def test_rows_depend_on_nothing_around_them(dtype, monkeypatch):
+    """Alone, in another order, in other memory and in chunks of any size they come out bit for bit the same."""
+    logits = random_logits((4, 5, 1_003), dtype)
+    state = step(logits, keep=2)
+    for row in range(4):
+        assert_same(state, step(logits[row : row + 1].clone(), keep=2), slice(row, row + 1))
+    assert torch.equal(step(logits.flip(0), keep=2).confidences.flip(0), state.confidences)
+    assert_same(step(logits[:, 1:], keep=2), step(logits[:, 1:].clone(), keep=2))
+    for size in (1, 2_500, 7_000):
+        monkeypatch.setitem(denoising._CHUNK_SIZES, "cpu", size)
+        assert_same(step(logits, keep=2), state)
 
-    def test_ties_go_to_the_first(self):
-        state = step(torch.zeros(2, 8, 100), keep=3)
-        assert state.tokens.eq(0).all()
-        assert state.known.tolist() == [[True] * 3 + [False] * 5] * 2
-        tied_rows = random_logits((1, 1, 100)).expand(4, 16, 100)
-        assert step(tied_rows, keep=9).known.tolist() == [[True] * 9 + [False] * 7] * 4
-        # One distribution at every position, over other ids at each.
-        tied = torch.stack([random_logits((50,)).sort().values.roll(4 * position) for position in range(8)])[None]
-        assert step(tied, keep=4).known.tolist() == [[True] * 4 + [False] * 4]
 
-    def test_large_logits_keep_their_confidences(self):
-        small = random_logits((2, 8, 100)).mul_(64).round_().div_(64)
-        assert torch.equal(confidences(small + 1000), confidences(small))
-        assert torch.equal(confidences(small - 1000), confidences(small))
-        overflow = step(torch.full((2, 8, 100), 60_000.0, dtype=torch.float16), keep=4)
-        assert overflow.confidences.isfinite().all()
-
-    def test_nothing_waits_for_the_device(self):
-        # Reading a value of a tensor that has none is an error.
-        state = Denoising.start(2, 4, MASK, "meta")
-        for keep in keep_counts(4, 3):
-            state.update(torch.empty(2, 4, 9, device="meta", dtype=torch.bfloat16), keep)
-        assert state.inputs.shape == (2, 4)
+@full
+def test_ties_and_large_logits():
+    state = step(torch.zeros(2, 8, 100), keep=3)
+    assert state.tokens.eq(0).all()
+    assert state.known.tolist() == [[True] * 3 + [False] * 5] * 2
+    # One distribution at every position, over other ids at each.
+    tied = torch.stack([random_logits((50,)).sort().values.roll(4 * position) for position in range(8)])[None]
+    assert step(tied, keep=4).known.tolist() == [[True] * 4 + [False] * 4]
+    small = random_logits((2, 8, 100)).mul_(64).round_().div_(64)
+    assert torch.equal(confidences(small + 1000), confidences(small))
+    overflow = step(torch.full((2, 8, 100), 60_000.0, dtype=torch.float16), keep=4)
+    assert overflow.confidences.isfinite().all()

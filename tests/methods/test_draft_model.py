@@ -9,7 +9,6 @@ import torch
 from transformers import BartForCausalLM, WhisperForCausalLM
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, load_speculator, record
-from hf_specdec.decoding.target import SlotModel
 from tests.helpers.architectures import tiny_model
 from tests.helpers.distribution import (
     NUM_ROWS,
@@ -39,7 +38,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("kind", "k", "batch_size"),
-    [("itself", 3, 1), ("near", 6, 4), *in_full(("itself", 6, 4), ("near", 1, 4), ("far", 5, 4), ("unrelated", 3, 4))],
+    [("near", 6, 4), *in_full(("itself", 3, 1), ("itself", 6, 4), ("far", 5, 4), ("unrelated", 3, 4))],
 )
 def test_greedy_matches_generate(model, kind, k, batch_size):
     make, (low, high) = KINDS[kind]
@@ -66,50 +65,6 @@ def test_penalties_reach_the_draft(model):
     with_draft_model(model, tiny_llama(seed=4, vocab_size=48), prompts(3), {"same_tokenizer": True}, **settings)
 
 
-@full
-@pytest.mark.parametrize("begin", [{"bos_token_id": 5}, {}, {"eos_token_id": [7, 8]}], ids=["bos", "none", "eos"])
-def test_prompts_of_embeddings_alone(model, begin):
-    """The draft model reads what has been generated, after what a text of its own begins with."""
-    inputs, draft, read = prompts(3), perturbed(model), []
-    for name, value in begin.items():
-        setattr(draft.config, name, value)
-    draft.register_forward_pre_hook(lambda *args: read.append(args[2]["input_ids"].tolist()), with_kwargs=True)
-    call = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach(), **GREEDY}
-    call["attention_mask"] = inputs["attention_mask"]
-    output = model.generate(**call, assistant=draft, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, model.generate(**call))
-    first = begin.get("bos_token_id", begin.get("eos_token_id", [0])[0])
-    assert read[:2] == [[[first]] * 3, output.sequences[:, :1].tolist()]
-    # From the first cycle on.
-    assert output.speculative.num_cycles_without_drafts.get("nothing_found", 0) == 0
-
-
-@pytest.mark.parametrize("sign", [1, -1], ids=["all_accepted", "all_rejected"])
-def test_tokens_fed_in_each_cycle(model, sign, monkeypatch):
-    draft, shapes = copy.deepcopy(model), []
-    with torch.no_grad():
-        # With the sign turned, its best token is the target's least likely one.
-        draft.lm_head.weight.mul_(sign)
-    for kind in {SlotModel, *SlotModel.__subclasses__()}:
-        if "forward" in vars(kind):
-
-            def counted(self, tokens, topology, run=kind.forward, **wanted):
-                if self.model is draft:
-                    shapes.append(tuple(tokens.shape))
-                return run(self, tokens, topology, **wanted)
-
-            monkeypatch.setattr(kind, "forward", counted)
-    options = {"num_speculative_tokens": 3}
-    _, call = with_draft_model(model, draft, prompts(1), options, max_new_tokens=13 if sign > 0 else 8)
-    if sign > 0:
-        assert call.stats.num_accepted_tokens == 9
-        assert shapes == [(1, 1), (1, 1), (1, 1)] + 2 * [(1, 2), (1, 1), (1, 1)]
-    else:
-        assert call.stats.num_accepted_tokens == 0
-        # Room for 3, 3, 3, 3, 3, 2, 1 and 0 draft tokens after the tokens 1, 2, ...
-        assert shapes == [(1, 1)] * (3 * 4 + 2 + 1)
-
-
 SLOT_COUNTERS = ("bloom", "gpt_neo")
 
 
@@ -121,10 +76,8 @@ def make(name: str, seed: int = 0):
     ("target", "draft", "batch_size"),
     [
         ("llama", "gemma3_text", 3),
-        ("llama", "bloom", 3),
         *in_full(
-            *(("llama", draft, 3) for draft in ("gpt2", "mistral", "qwen3", "gemma2", "gpt_neo")),
-            *(("llama", draft, 1) for draft in SLOT_COUNTERS),
+            *(("llama", draft, 3) for draft in ("gpt2", "mistral", "gemma2", *SLOT_COUNTERS)),
             *((target, "itself", 3) for target in ("mistral", *SLOT_COUNTERS)),
             # Rows are held to equal lengths: some commit accepted draft tokens only, and no new one.
             *((target, "llama", 3) for target in SLOT_COUNTERS),
@@ -140,17 +93,16 @@ def test_any_draft_for_any_target(target, draft, batch_size):
     assert has_note == (batch_size > 1 and (target in SLOT_COUNTERS or draft == "bloom"))
 
 
-@pytest.mark.parametrize("batch_size", [3, *in_full(1)])
-def test_recurrent_draft_forgets_rejected_tokens(batch_size):
-    target, inputs = tiny_model("xlstm"), prompts(batch_size, padding=False)
+def test_recurrent_draft_forgets_rejected_tokens():
+    target, inputs = tiny_model("xlstm"), prompts(3, padding=False)
     _, call = with_draft_model(target, copy.deepcopy(target), inputs, pad_token_id=0)
     assert call.stats.num_accepted_tokens == call.stats.num_draft_tokens > 0
     with_draft_model(target, perturbed(target), inputs, pad_token_id=0)
 
 
-@pytest.mark.parametrize("name", ["gemma2", *in_full("gpt2")])
-def test_the_draft_model_is_left_unchanged(model, name):
-    draft = make(name)
+@full
+def test_the_draft_model_is_left_unchanged(model):
+    draft = make("gemma2")
     draft.generation_config.update(num_assistant_tokens=7, temperature=0.3, max_length=9, eos_token_id=5)
 
     def state():
@@ -177,7 +129,7 @@ def resized(vocab_size: int):
 
 @pytest.mark.parametrize(
     ("make", "width"),
-    [(resized, 80), (tiny_llama, 48), *in_full((resized, 48), (tiny_llama, 80), (tiny_gpt2, 48), (tiny_gpt2, 80))],
+    [(resized, 80), *in_full((tiny_llama, 48), (resized, 48), (tiny_gpt2, 80))],
 )
 def test_vocabulary_of_another_width(model, make, width):
     draft, inputs = make(vocab_size=width), prompts(3)
@@ -209,12 +161,9 @@ def test_rows_beyond_the_context_go_on_without_drafts(model, limit):
 
 @full
 def test_prompts_at_and_beyond_the_context(model):
-    for length in (31, 32, 33):
+    for length in (31, 33):
         _, call = with_draft_model(model, tiny_gpt2(n_positions=32), prompts(1, length=length), max_new_tokens=4)
-        assert call.stats.num_drafts == 0
-        assert len(call.stats.notes) == 1
-    counts_slots = tiny_model("gpt_neo", vocab_size=VOCAB_SIZE, max_position_embeddings=5)
-    with_draft_model(model, counts_slots, prompts(2, length=9), max_new_tokens=4)
+        assert (call.stats.num_drafts, len(call.stats.notes)) == (0, 1)
     # A text may fill the position table of the target, and that of the draft.
     target = tiny_gpt2(n_positions=32)
     for draft in (perturbed(target), tiny_gpt2(n_positions=64), tiny_llama()):
@@ -226,7 +175,6 @@ def test_prompts_at_and_beyond_the_context(model):
     settings = {"max_new_tokens": 4, "assistant": tiny_llama(seed=1), "num_speculative_tokens": 300}
     with pytest.raises(SpecConfigError, match="at most 256.*got 300.*draft_sample_method='greedy'"):
         model.generate(**prompts(1), do_sample=True, **settings)
-    assert model.generate(**prompts(1), do_sample=False, **settings).shape[1] == 11
 
 
 @pytest.mark.parametrize(
@@ -253,23 +201,19 @@ def test_joint_distribution(settings, options):
         assert sampled_counts(SETTINGS[settings], itself)[1].acceptance_rate > 0.9999
 
 
-@pytest.mark.parametrize("batch_size", [4, *in_full(1)])
-def test_improbable_tokens_end_a_draft(model, batch_size):
-    draft, inputs, threshold = perturbed(model, 0.2), prompts(batch_size), 0.6
-    options = {"num_speculative_tokens": 6, "draft_confidence_threshold": threshold}
+@full
+def test_improbable_tokens_end_a_draft(model):
+    draft, inputs, sizes = perturbed(model, 0.2), prompts(4), set()
+    options = {"num_speculative_tokens": 6, "draft_confidence_threshold": 0.6}
     text, call = with_draft_model(model, draft, inputs, options, max_new_tokens=40)
-    sizes = set()
     for trace, so_far in drafts_in(call, inputs, text):
-        drafted = trace.draft_tokens
-        sizes.add(len(drafted))
-        if drafted:
-            probs = logits_along(draft, so_far, drafted).softmax(-1)
-            confidences = probs.gather(1, torch.tensor(drafted)[:, None])[:, 0].tolist()
-            assert all(confidence > threshold - 1e-4 for confidence in confidences[:-1])
-        row_length = text.shape[1] - int((inputs["attention_mask"][trace.row] == 0).sum())
-        if len(drafted) < min(6, row_length - len(so_far) - 1):
+        sizes.add(len(trace.draft_tokens))
+        if trace.draft_tokens:
+            sureness = logits_along(draft, so_far, trace.draft_tokens).softmax(-1).amax(-1)
+            assert (sureness[:-1] > 0.6 - 1e-4).all()
+            row_length = text.shape[1] - int((inputs["attention_mask"][trace.row] == 0).sum())
             # The improbable token itself stays.
-            assert confidences[-1] < threshold + 1e-4
+            assert sureness[-1] < 0.6 + 1e-4 or len(sureness) == min(6, row_length - len(so_far) - 1)
     assert len(sizes) > 2
 
 
@@ -300,31 +244,26 @@ def target(request):
     return request.param, *tiny_encoder_decoder(request.param)
 
 
-@pytest.mark.parametrize("batch_size", [4, *in_full(1)])
-def test_all_drafts_of_a_copy_are_accepted(target, batch_size):
-    name, model, source = target
+def test_all_drafts_of_a_copy_are_accepted(target):
+    name, model, inputs = target
     drafts = [copy.deepcopy(model)]
     if name in DECODERS:
         drafts.append(decoder_of(model, DECODERS[name]))
-    inputs = {key: value[:batch_size] for key, value in source.items()}
     # What the target has read is not read again.
     drafts[0].get_encoder().forward = None
     for draft in drafts:
         text, stats = drafted(model, draft, inputs)
-        assert stats.num_accepted_tokens == stats.num_draft_tokens > 2 * batch_size
+        assert stats.num_accepted_tokens == stats.num_draft_tokens > 8
         # The decoder alone is handed the encoder's output under its own name for it, also where rows end.
         ends = {"eos_token_id": int(text[0, 7]), "pad_token_id": 0}
-        assert drafted(model, draft, inputs, **ends)[1].num_accepted_tokens > 0 or batch_size == 1
+        assert drafted(model, draft, inputs, **ends)[1].num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("rows_end", [True, *in_full(False)])
-def test_an_encoder_of_its_own_reads_each_source_once(target, rows_end):
-    name, model, source = target
-    settings = {}
-    if rows_end:
-        # One row after the other, as they come to these tokens.
-        text = model.generate(**source, max_new_tokens=NEW, do_sample=False)
-        settings = {"eos_token_id": [int(text[0, 7]), int(text[1, 10])], "pad_token_id": 0}
+def test_an_encoder_of_its_own_reads_each_source_once(target):
+    _, model, source = target
+    # Rows end one after the other, as they come to these tokens.
+    text = model.generate(**source, max_new_tokens=NEW, do_sample=False)
+    settings = {"eos_token_id": [int(text[0, 7]), int(text[1, 10])], "pad_token_id": 0}
     draft, read = changed(model, 0.02), []
     draft.get_encoder().register_forward_hook(lambda module, args, output: read.append(output[0].shape))
     _, stats = drafted(model, draft, source, **settings)
@@ -335,15 +274,13 @@ def test_an_encoder_of_its_own_reads_each_source_once(target, rows_end):
 
 @full
 def test_drawn_drafts_and_drafts_of_a_folder(tmp_path, target):
-    name, model, source = target
-    torch.manual_seed(0)
+    _, model, source = target
     call = {**source, "max_new_tokens": NEW, "do_sample": True, "num_return_sequences": 2}
     with record() as made:
         assert len(model.generate(**call, spec_model=changed(model, 0.02), num_speculative_tokens=4)) == 8
     assert made.calls[0].stats.num_accepted_tokens > 16
     model.save_pretrained(tmp_path)
-    stats = drafted(model, str(tmp_path), source)[1]
-    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+    assert drafted(model, str(tmp_path), source)[1].acceptance_rate == 1
 
 
 @full
@@ -352,8 +289,7 @@ def test_models_that_do_not_fit():
     # Texts without the source are drafted, too.
     assert drafted(model, tiny_llama(vocab_size=99), source)[1].num_draft_tokens > 0
     whisper, sounds = tiny_encoder_decoder("whisper")
-    _, stats = drafted(whisper, model, sounds)
-    assert stats.notes == ["no drafts: the draft model's own encoder reads `input_ids`, which the call does not have"]
+    assert "no drafts: the draft model's own encoder reads" in drafted(whisper, model, sounds)[1].notes[0]
     with pytest.raises(UnsupportedModelError, match="has no encoder. Use a decoder-only draft model"):
         tiny_llama(vocab_size=99).generate(source["input_ids"], spec_model=model, max_new_tokens=4)
     narrow, _ = text_model("bart", hidden_size=32)

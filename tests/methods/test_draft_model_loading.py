@@ -19,9 +19,8 @@ from transformers import (
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, UnsupportedModelError, load_speculator
 from hf_specdec.checkpoints import quantised
-from hf_specdec.errors import MissingDependencyError
 from tests.helpers.levels import full, in_full
-from tests.helpers.models import VOCAB_SIZE, nothing_runs, prompts, tiny_gpt2, tiny_llama
+from tests.helpers.models import VOCAB_SIZE, nothing_runs, prompts, tiny_llama
 from tests.helpers.own_drafts import GREEDY, perturbed, with_draft_model
 
 
@@ -50,15 +49,12 @@ def folders(tmp_path_factory):
     made = {
         "target": (tiny_llama(), code),
         "same": (perturbed(tiny_llama()), code),
-        "smaller": (tiny_llama(seed=1, vocab_size=60), code),
         "larger": (tiny_llama(seed=1, vocab_size=70), code),
         "special": (perturbed(tiny_llama()), special),
         "other": (tiny_llama(seed=1), trained_tokenizer("prose")),
         "disjoint": (perturbed(tiny_llama()), disjoint),
         "bare": (perturbed(tiny_llama()), None),
         "bare_larger": (tiny_llama(seed=1, vocab_size=70), None),
-        "gpt2": (tiny_gpt2(), None),
-        "gpt2_larger": (tiny_gpt2(vocab_size=70), None),
         # Four-bit layers on CPU come in blocks of 64 inputs.
         "wide": (tiny_llama(**WIDE), None),
     }
@@ -90,8 +86,7 @@ def drafted(target, folder, **settings):
     ("target", "draft", "settings"),
     [
         ("target", "larger", {}),
-        *in_full(("target", "smaller", {}), ("target", "special", {}), ("bare", "bare", {})),
-        *in_full(("target", "other", {"same_tokenizer": True})),
+        *in_full(("target", "special", {}), ("bare", "bare", {}), ("target", "other", {"same_tokenizer": True})),
     ],
 )
 def test_tokenizers_that_are_the_same(folders, load, target, draft, settings):
@@ -112,25 +107,12 @@ def test_different_tokenizers_are_noticed(folders, load):
     assert folders["disjoint"] in str(error.value)
 
 
-@pytest.mark.parametrize(("target", "draft"), [("bare", "bare_larger"), *in_full(("gpt2", "gpt2_larger"))])
-def test_different_sizes_without_tokenizers_are_refused(folders, load, target, draft):
+@full
+def test_different_sizes_without_tokenizers_are_refused(folders, load):
     """transformers makes up a tokenizer of special tokens for some bare models; that compares nothing."""
     with pytest.raises(CheckpointFormatError, match=r"64 and 70 tokens.*same_tokenizer"):
-        drafted(load(target), folders[draft])
-    drafted(load(target), folders[draft], same_tokenizer=True)
-
-
-def test_a_checkpoint_is_loaded_once(folders, load, monkeypatch):
-    target, loaded = load("target"), []
-    for owner in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer, transformers.AutoConfig):
-        run = owner.from_pretrained
-        counted = lambda *own, run=run, **more: loaded.append(own) or run(*own, **more)  # noqa: E731
-        monkeypatch.setattr(owner, "from_pretrained", counted)
-    drafted(target, folders["same"])
-    assert loaded
-    loaded.clear()
-    drafted(target, folders["same"])
-    assert not loaded
+        drafted(load("bare"), folders["bare_larger"])
+    drafted(load("bare"), folders["bare_larger"], same_tokenizer=True)
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -160,15 +142,13 @@ def encoder_decoder(folder):
 
 # What breaks a draft model's folder, and what the error says about it.
 BREAKS = {
-    "no_weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
     "other_shapes": (with_other_sizes, "mismatched"),
-    "truncated": (lambda folder: (folder / "model.safetensors").write_bytes(b"no weights at all"), "header"),
     "no_head": (lambda folder: LlamaModel.from_pretrained(folder).save_pretrained(folder), "lm_head.weight"),
     "encoder_decoder": (encoder_decoder, "encoder-decoder"),
 }
 
 
-@pytest.mark.parametrize("kind", ["no_head", "other_shapes", *in_full("no_weights", "truncated", "encoder_decoder")])
+@pytest.mark.parametrize("kind", ["no_head", *in_full("other_shapes", "encoder_decoder")])
 def test_broken_checkpoints_are_refused(load, tmp_path, kind):
     target, (spoil, reason) = load("target"), BREAKS[kind]
     load("same").save_pretrained(tmp_path)
@@ -185,27 +165,8 @@ def test_wrong_models_and_settings_are_refused(model, load, tmp_path):
     OpenAIGPTLMHeadModel(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="OpenAIGPTLMHeadModel.*draft model"):
         drafted(load("target"), tmp_path)
-    with pytest.raises(CheckpointFormatError, match="draft model.*missing"):
-        drafted(load("target"), tmp_path / "missing")
-    for setting in ({"quantization": "4bit"}, {"dtype": "float32"}, {"model": "a/b"}):
-        with pytest.raises(SpecConfigError, match=f"loaded draft model.*{next(iter(setting))}"):
-            load_speculator(model, {"method": "draft_model", **setting}, draft_model=model)
-
-
-@full
-def test_settings_of_the_drafts_generation_config_are_not_read(model):
-    for own, options, length, expected in (
-        ({"num_assistant_tokens": 7}, {}, 5, "num_assistant_tokens=7, which is not read: set num_speculative_tokens"),
-        ({"num_assistant_tokens": 7}, {"num_speculative_tokens": 3}, 3, ""),
-        ({"assistant_confidence_threshold": 0.4}, {}, 5, "0.4, which is not read: set draft_confidence_threshold"),
-        ({"assistant_confidence_threshold": 0.4}, {"draft_confidence_threshold": 0.1}, 5, ""),
-    ):
-        draft = tiny_llama(1)
-        draft.generation_config.update(**own)
-        stats = with_draft_model(model, draft, prompts(1), options, max_new_tokens=4)[1].stats
-        assert stats.num_spec_tokens == length
-        assert expected in "".join(stats.notes)
-        assert bool(stats.notes) == bool(expected)
+    with pytest.raises(SpecConfigError, match="loaded draft model.*quantization"):
+        load_speculator(model, {"method": "draft_model", "quantization": "4bit"}, draft_model=model)
 
 
 needs_bitsandbytes = pytest.mark.skipif(not quantised.is_bitsandbytes_available(), reason="needs bitsandbytes")
@@ -230,14 +191,3 @@ def test_compute_dtype_of_quantized_layers(folders):
         settings = draft_from(folders["wide"], quantization="4bit", dtype=dtype)["speculative"]
         layer = load_speculator(tiny_llama(**WIDE).to(torch.bfloat16), settings).resources.model.model.layers[0]
         assert layer.mlp.up_proj.compute_dtype == expected
-    # Some processors take layers of any size.
-    if getattr(layer.mlp.up_proj, "support_avx512bf16_for_cpu", False):
-        with pytest.raises(SpecConfigError, match="four bits on a CPU.* has 32 inputs and .* multiple of 64"):
-            load_speculator(tiny_llama(), draft_from(folders["same"], quantization="4bit")["speculative"])
-
-
-@full
-def test_quantization_without_bitsandbytes(folders, load, monkeypatch):
-    monkeypatch.setattr(quantised, "is_bitsandbytes_available", lambda: False)
-    with pytest.raises(MissingDependencyError, match="bitsandbytes_8bit.*pip install bitsandbytes"):
-        drafted(load("target"), folders["same"], quantization="8bit")

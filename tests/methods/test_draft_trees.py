@@ -14,22 +14,12 @@ from hypothesis import strategies as st
 
 from hf_specdec.drafts import PUBLISHED_TREES, DraftTree, TokenTree, TreeTopology, parse_token_tree
 from hf_specdec.errors import SpecConfigError
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import full
 from tests.helpers.paths import FIXTURES
 
 
 CPU = torch.device("cpu")
 CHOICES = json.loads((FIXTURES / "medusa" / "tree_buffers" / "choices.json").read_text())
-
-# Nodes of depth 1, 2, 3, 4.
-MEDUSA_TREES = {
-    "mc_sim_7b_63": [10, 28, 23, 2],
-    "vicuna_7b_stage2": [10, 23, 23, 7],
-    "vicuna_13b_stage2": [10, 19, 25, 9],
-    "vicuna_33b_stage2": [10, 24, 24, 5],
-    "zephyr_stage2": [10, 27, 23, 3],
-    "vicuna_7b_stage1": [10, 32, 20, 1],
-}
 
 
 @st.composite
@@ -54,16 +44,6 @@ def ancestors_of(parents: list[int]) -> list[list[bool]]:
     for node, parent in enumerate(parents, start=1):
         reach.append([other == node or seen for other, seen in enumerate(reach[parent + 1])])
     return reach
-
-
-@given(st.integers(0, 12), st.integers(1, 5), st.data())
-def test_topology_of_rows(size, batch_size, data):
-    rows = [[data.draw(st.integers(-1, node - 1)) for node in range(size)] for _ in range(batch_size)]
-    topology = TreeTopology.from_parents(torch.tensor(rows, dtype=torch.long).view(batch_size, size))
-    assert topology.parents.tolist() == [[0, *(parent + 1 for parent in row)] for row in rows]
-    assert topology.ancestors.tolist() == [ancestors_of(row) for row in rows]
-    assert topology.depths.tolist() == [[sum(reach) - 1 for reach in ancestors_of(row)] for row in rows]
-    assert topology.max_depth >= topology.depths.max()
 
 
 @given(st.lists(parent_lists(max_size=8), min_size=1, max_size=4), st.booleans(), st.booleans())
@@ -94,45 +74,38 @@ def test_trees_from_lists(parents, knows_counts, with_tokens):
             assert row_depths[:size] == [sum(reach) - 1 for reach in expected]
 
 
+@full
 def test_topologies_are_exact_and_shared():
     # Of deep trees, and under other default data types.
-    topology = TreeTopology.from_parents(torch.arange(-1, 499))
-    assert torch.equal(topology.depths, torch.arange(501))
-    assert torch.equal(topology.ancestors, torch.ones(501, 501, dtype=torch.bool).tril())
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        parents = torch.tensor([[-1, 0, 0], [-1, -1, 1]])
-        assert TreeTopology.from_parents(parents).depths.tolist() == [[0, 1, 2, 2], [0, 1, 1, 2]]
+        topology = TreeTopology.from_parents(torch.arange(-1, 499))
     finally:
         torch.set_default_dtype(before)
+    assert torch.equal(topology.depths, torch.arange(501))
+    assert torch.equal(topology.ancestors, torch.ones(501, 501, dtype=torch.bool).tril())
     parents = [-1, -1, 0, 1]
     draft, other = (DraftTree.from_lists([[1, 2, 3, 4]] * rows, parents=[parents] * rows) for rows in (1, 3))
     assert draft.topology is other.topology
     # The first row may end before the others, the nodes of the topology do not.
     draft = DraftTree(torch.ones(2, 4, dtype=torch.long), torch.tensor(parents), [2, 4])
     assert draft.parent_lists() == [[-1, -1], parents]
-    assert torch.equal(draft.topology.ancestors, TreeTopology.from_parents(torch.tensor(parents)).ancestors)
-    for counts in ([3, 3], [1, 3], [0, 0]):
-        draft = DraftTree.chain(torch.ones(2, 3, dtype=torch.long), counts, torch.rand(2, 3, 5))
-        assert draft.num_nodes.tolist() == draft.counts() == draft.max_depths() == counts
-        light = draft.without_probs()
-        assert light.probs is None
-        assert (light.counts(), light.topology) == (counts, draft.topology)
-
-
-def log_probs_of(parents: list[int], draw) -> list[float]:
-    """Log-probabilities of the paths: no child is likelier than its parent."""
-    found: list[float] = []
-    for parent in parents:
-        found.append((found[parent] if parent >= 0 else 0.0) - draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])))
-    return found
+    assert torch.equal(draft.topology.ancestors, other.topology.ancestors)
+    draft = DraftTree.chain(torch.ones(2, 3, dtype=torch.long), [1, 3], torch.rand(2, 3, 5))
+    assert draft.num_nodes.tolist() == draft.max_depths() == [1, 3]
+    light = draft.without_probs()
+    assert (light.probs, light.counts(), light.topology) == (None, [1, 3], draft.topology)
 
 
 @given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 12), st.data())
 def test_a_cut_tree_has_the_likeliest_nodes(size, batch_size, count, data):
     rows = [[data.draw(st.integers(-1, node - 1)) for node in range(size)] for _ in range(batch_size)]
-    log_probs = [log_probs_of(row, data.draw) for row in rows]
+    log_probs = [[] for _ in rows]
+    for row, found in zip(rows, log_probs):
+        for parent in row:
+            # No child is likelier than its parent.
+            found.append((found[parent] if parent >= 0 else 0.0) - data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])))
     tokens = torch.arange(batch_size * size).view(batch_size, size)
     counts = [data.draw(st.integers(0, size)) for _ in rows]
     for row, valid in zip(log_probs, counts):
@@ -151,28 +124,6 @@ def test_a_cut_tree_has_the_likeliest_nodes(size, batch_size, count, data):
         expected = [anchored[rows[row][node] + 1] for node in kept]
         mine = [-1, *cut.token_lists()[row]]
         assert [mine[parent + 1] for parent in cut.parent_lists()[row]] == expected
-
-
-@pytest.mark.parametrize("max_depths", [[3, 1], *in_full([3, 3], [2, 0])])
-def test_a_cut_static_tree_is_static(max_depths):
-    tree = TokenTree.of_size(9, 3)
-    tokens = torch.arange(2 * len(tree)).view(2, -1)
-    for count in (1, 4, 9):
-        cut = DraftTree.of_shape(tree, tokens, max_depths).likeliest(count)
-        assert cut.size <= count
-        assert cut.shape is not None
-        for row, depth in enumerate(max_depths):
-            paths = [tree.paths[token - row * len(tree)] for token in cut.token_lists()[row]]
-            assert all(len(path) <= depth for path in paths)
-            parents = [paths[parent] if parent >= 0 else () for parent in cut.parent_lists()[row]]
-            assert parents == [path[:-1] for path in paths]
-    ranked = DraftTree.of_shape(tree, tokens).probs_by_rank().tolist()
-    assert ranked == sorted(ranked, reverse=True)
-    # What says nothing of its nodes stays whole.
-    chain = DraftTree.chain(torch.arange(6).view(1, 6))
-    for draft in (chain, DraftTree.from_lists([[5, 6, 7]], parents=[[-1, -1, 0]])):
-        assert draft.likeliest(2) is draft
-        assert draft.probs_by_rank() is None
 
 
 def test_spellings_of_one_tree():
@@ -196,18 +147,16 @@ def test_spellings_of_one_tree():
     assert len(parse_token_tree([[rank] for rank in range(1024)])) == 1024
 
 
-@pytest.mark.parametrize("prefix", ["", *in_full("speculative_")])
-def test_spelling_of_sglang(prefix):
-    keys = [f"{prefix}{name}" for name in ("num_steps", "eagle_topk" if prefix else "topk", "num_draft_tokens")]
-    for spell in (dict, str, json.dumps):
-        assert parse_token_tree(spell(dict(zip(keys, (3, 4, 16))))) == TokenTree.from_sglang(3, 4, 16).paths
-    for steps, topk in ((1, 1), (1, 4), (2, 3), (4, 2), (1, 100), (2, 30)):
-        most = steps if topk == 1 else topk + (steps - 1) * topk**2
-        for tokens in {steps + 1, most + 1}:
-            tree = TokenTree.from_sglang(steps, topk, tokens)
-            assert len(tree) == tokens - 1  # one is the anchor
-            assert tree.max_depth <= steps
-            assert max(tree.ranks) < topk
+@full
+def test_spelling_of_sglang():
+    keys = ("num_steps", "topk", "num_draft_tokens")
+    for names in (keys, ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")):
+        for spell in (dict, str, json.dumps):
+            assert parse_token_tree(spell(dict(zip(names, (3, 4, 16))))) == TokenTree.from_sglang(3, 4, 16).paths
+    # One of the tokens is the anchor.
+    for steps, topk, tokens in ((1, 4, 2), (1, 4, 5), (2, 3, 13), (4, 2, 5)):
+        tree = TokenTree.from_sglang(steps, topk, tokens)
+        assert (len(tree), tree.max_depth <= steps, max(tree.ranks) < topk) == (tokens - 1, True, True)
     assert TokenTree.from_sglang(1, 10**12, 5).paths == ((0,), (1,), (2,), (3,))
     assert TokenTree.from_sglang(3, 1, 4).paths == TokenTree.chain(3).paths == ((0,), (0, 0), (0, 0, 0))
 
@@ -217,33 +166,26 @@ def test_published_trees():
         tree = TokenTree.published(name)
         for spelling in (name, tree.paths, str(tree.paths), json.dumps(tree.paths)):
             assert parse_token_tree(spelling) == tree.paths
-        if name != "eagle_1":
-            assert [tree.depths.count(depth) for depth in (1, 2, 3, 4)] == MEDUSA_TREES[name]
-            assert TokenTree.from_paths(CHOICES[name]) == tree
-    names = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
-    assert TokenTree.published("eagle_1").paths == tuple(tuple(map(int, path)) for path in names.split())
+        assert name == "eagle_1" or TokenTree.from_paths(CHOICES[name]) == tree
 
 
 @full
 def test_wrong_spellings():
-    for value, *words in (
-        ([], "list of paths", "got []"),
-        ("mc_sim", "mc_sim_7b_63", "got 'mc_sim'"),
+    for value, words in (
+        ([], "list of paths.*got"),
+        ("mc_sim", "mc_sim_7b_63.*got 'mc_sim'"),
         ("__import__('os')", "list of paths"),
-        ([[0], [True]], "got [[0], [True]]"),
-        ([[0], [1, 0]], "(1, 0)", "parent (1,)", "Add the parent"),
-        ([0, 2], "has 2 for node 2", "earlier node"),
-        ({"num_steps": 3, "topk": 4}, "num_draft_tokens", "got {'num_steps': 3, 'topk': 4}"),
-        ({"num_steps": 3, "topk": 4, "num_draft_tokens": "16"}, "integers", "'16'"),
-        ({"num_steps": 3, "topk": 1, "num_draft_tokens": 16}, "3 steps of 1", "4 to 4 tokens"),
-        ([[rank] for rank in range(1000)] + [[0, rank] for rank in range(25)], "1025 nodes", "at most 1024"),
+        ([[0], [True]], "got .*True"),
+        ([[0], [1, 0]], "Add the parent"),
+        ([0, 2], "has 2 for node 2"),
+        ({"num_steps": 3, "topk": 4}, "num_draft_tokens"),
+        ({"num_steps": 3, "topk": 1, "num_draft_tokens": 16}, "4 to 4 tokens"),
         # So large that they must not be built first.
-        (list(range(200_000)), "200000 nodes", "at most 1024"),
+        (list(range(200_000)), "200000 nodes.*at most 1024"),
         ({"num_steps": 10**9, "topk": 1, "num_draft_tokens": 10**9 + 1}, "1000000000 nodes"),
     ):
-        with pytest.raises(SpecConfigError) as caught:
+        with pytest.raises(SpecConfigError, match=words):
             parse_token_tree(value)
-        assert [word for word in words if word not in str(caught.value)] == []
 
 
 @given(tree=token_trees(), parents=parent_lists(min_size=1))
@@ -302,26 +244,5 @@ def test_the_most_likely_nodes(accuracies, num_nodes):
     # By their probabilities, because equally likely nodes may stand for each other.
     assert probs_of(tree.paths) == probs_of(paths)[:num_nodes]
     assert {path[:-1] for path in tree.paths} <= {(), *tree.paths}
-
-
-def test_whole_empty_and_limited_trees():
-    tree = TokenTree.published("mc_sim_7b_63")
-    for depths in (None, [4, 4], [4, 9]):
-        draft = DraftTree.of_shape(tree, torch.arange(126).view(2, 63), depths)
-        assert (draft.shape, draft.topology, draft.counts()) == (tree, tree.topology(CPU), [63, 63])
-    tree = TokenTree(())
-    assert (len(tree), tree.max_depth, tree.widths, tree.is_chain) == (0, 0, (), True)
-    draft = DraftTree.of_shape(tree, torch.zeros((2, 0), dtype=torch.long))
-    assert (draft.size, draft.num_nodes.tolist(), draft.topology.depths.tolist()) == (0, [0, 0], [0])
-    limited = TokenTree.from_accuracies([[0.5, 0.3, 0.2, 0.1]] * 3, 1000, max_children=2)
-    assert limited == TokenTree.from_accuracies([[0.5, 0.3]] * 3, 1000)
-    assert len(limited) == 2 + 4 + 8
-    # Heads that know nothing.
-    assert len(TokenTree.from_accuracies([[0.5, 0.1], [0.0, 0.0]], 6)) == 6
-    assert TokenTree.from_accuracies([[0.5], []], 6).paths == ((0,),)
-    assert TokenTree.from_accuracies([], 6).paths == TokenTree.from_accuracies([[]], 6).paths == ()
-    for num_nodes, max_depth in ((1, 1), (8, 3), (25, 5), (63, 4), (63, 16)):
-        tree = TokenTree.of_size(num_nodes, max_depth)
-        assert len(tree) == num_nodes
-        assert tree.max_depth <= max_depth
-        assert max(tree.ranks) < 10
+    limited = TokenTree.from_accuracies(accuracies, num_nodes, max_children=2)
+    assert limited == TokenTree.from_accuracies([ranks[:2] for ranks in accuracies], num_nodes)

@@ -58,19 +58,16 @@ def small_pard2(**settings):
     return drafter
 
 
-def speculator_of(name, **settings):
-    if name == "pard":
-        return small_pard(**settings)
-    if name == "pard2":
-        return small_pard2(**settings)
-    if name == "peagle":
-        return speculator_for(parallel_head(V, small_model().config.hidden_size).attach(small_model()), **settings)
-    return speculator_for(block_of(name), **settings)
-
-
 def check(name, sampling="top_k", **settings):
     """Compares how often texts are drawn with their exact probabilities; the call's statistics."""
-    speculator = speculator_of(name, **{"draft_sample_method": "probabilistic", **settings})
+    settings["draft_sample_method"] = "probabilistic"
+    if name.startswith("pard"):
+        speculator = {"pard": small_pard, "pard2": small_pard2}[name](**settings)
+    elif name == "peagle":
+        network = parallel_head(V, small_model().config.hidden_size).attach(small_model())
+        speculator = speculator_for(network, **settings)
+    else:
+        speculator = speculator_for(block_of(name), **settings)
     counts, stats = sampled_counts(SETTINGS[sampling], speculator)
     assert chi_square_pvalue(counts, exact_distribution(SETTINGS[sampling])) > P_VALUE
     return stats

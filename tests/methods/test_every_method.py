@@ -9,7 +9,6 @@ import torch
 
 from hf_specdec import SpecConfigError, forget_speculators, generate_many, load_speculator, record
 from hf_specdec.candidate_generators import unregister_candidate_generator
-from tests.helpers.distribution import sample
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import (
     CHECKPOINTS,
@@ -17,7 +16,6 @@ from tests.helpers.methods import (
     OTHER_CHECKPOINTS,
     demo_inputs,
     demo_target,
-    draws,
     plain_text,
     settings_of,
 )
@@ -78,69 +76,20 @@ def test_objects_that_do_not_fit(method):
             load_speculator(target, **arguments)
 
 
-@full
-@pytest.mark.parametrize("row", [row for row in ROWS if draws(row) and ("tree" in row or "denoising" in row)])
-def test_drawn_drafts_are_chains_and_say_so(row):
-    settings = settings_of(row, draft_sample_method="probabilistic")
-    with record(trace=True) as made:
-        sample(demo_target(), demo_inputs(2), max_new_tokens=10, speculative=settings)
-        demo_target().generate(**demo_inputs(2), **GREEDY, speculative=settings)
-    sampled, greedy = made.calls
-    note = "chosen, not drawn" if "denoising" in row else "draws chains"
-    assert any(note in line for line in sampled.stats.notes)
-    assert greedy.stats.notes == []
-    drafts = [trace for cycle in sampled.cycles for trace in cycle.rows]
-    assert all(trace.parents == list(range(-1, len(trace.draft_tokens) - 1)) for trace in drafts)
-    if "adaptive" in row:
-        assert len({len(trace.draft_tokens) for trace in drafts}) > 1
-
-
 # The loop without drafts is this package's loop
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"spec_method": "none", "num_speculative_tokens": "auto"},
-        *in_full({"speculative": {"method": "none"}}, {"speculative": "none", "num_speculative_tokens": 4}),
-        # No drafts for any number of rows.
-        *in_full({"speculative": {"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 9, 0]]}}),
-    ],
-    ids=str,
-)
-def test_greedy_text_and_counts(arguments):
+@pytest.mark.parametrize("method", ["none", *in_full("ngram")])
+def test_greedy_text_and_counts(method):
+    """Of no method, or of one that drafts for no number of rows."""
+    options = {"num_speculative_tokens_per_batch_size": [[1, 9, 0]]} if method == "ngram" else {}
     with record(trace=True) as made:
-        text = demo_target().generate(**demo_inputs(3), **GREEDY, **arguments)
+        text = demo_target().generate(**demo_inputs(3), **GREEDY, speculative={"method": method, **options})
     assert torch.equal(text, plain_text(3, NEW))
-    (call,), is_named = made.calls, "none" in str(arguments)
-    stats, why = call.stats, "not_asked" if is_named else "batch_size"
-    assert (stats.method, stats.num_drafts, stats.num_draft_tokens) == ("none" if is_named else "ngram", 0, 0)
-    assert stats.num_cycles_without_drafts == {why: stats.num_target_forwards - 1}
+    (call,), why = made.calls, "batch_size" if options else "not_asked"
+    assert (call.stats.method, call.stats.num_drafts, call.stats.num_draft_tokens) == (method, 0, 0)
+    assert call.stats.num_cycles_without_drafts == {why: call.stats.num_target_forwards - 1}
     assert {cycle.why_empty for cycle in call.cycles} == {why}
-    assert not is_named or stats.notes == []
-
-
-def test_sampled_text_is_that_of_a_call_with_drafts():
-    """A position's number depends on the seed and the place alone, whoever drafts."""
-    settings = {"do_sample": True, "max_new_tokens": 12, "temperature": 0.9}
-    for seed in range(3):
-        texts = []
-        for method in ("none", "ngram"):
-            torch.manual_seed(seed)
-            texts.append(demo_target().generate(**demo_inputs(2), **settings, spec_method=method))
-        assert torch.equal(*texts)
-
-
-@full
-def test_requests_without_drafts_among_others():
-    row = demo_inputs(1)["input_ids"][0].tolist()
-    requests = [{"input_ids": row, "spec_method": name} for name in ("none", "off")]
-    with record() as made:
-        results = list(generate_many(demo_target(), requests, 2, spec_method="ngram", **GREEDY))
-    assert [result.tokens for result in results] == plain_text(1, NEW)[:, len(row) :].tolist() * 2
-    assert sum(call.stats.num_draft_tokens for call in made.calls) == 0
-    with pytest.raises(SpecConfigError, match="'none' drafts nothing beside another method. Leave it out."):
-        demo_target().generate(**demo_inputs(1), **GREEDY, spec_method="none+ngram")
 
 
 # The page "Write your own method": its example is run as it is written

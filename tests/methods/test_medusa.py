@@ -1,12 +1,9 @@
 """Medusa: recorded trees, candidates and acceptance; trees by settings, base model and measured accuracies."""
 
 import json
-import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import BloomConfig, BloomForCausalLM
 
@@ -23,7 +20,7 @@ from hf_specdec.kernels.best import best_tokens
 from hf_specdec.logits.acceptance import accept_typical
 from hf_specdec.protocol import Commit, DraftStep, Session
 from tests.helpers.draft_calls import medusa_speculator
-from tests.helpers.levels import in_full
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama
 from tests.helpers.paths import FIXTURES
 from tests.helpers.published import published
@@ -106,13 +103,12 @@ def generator_for(heads, session=None, **settings):
 
 
 class TestTrees:
+    @full
     def test_published_tree_of_the_base_model(self):
         for base_model, name in (
             ("lmsys/vicuna-7b-v1.3", "vicuna_7b_stage2"),
-            ("lmsys/vicuna-13b-v1.3", "vicuna_13b_stage2"),
             ("lmsys/Vicuna-33B-v1.3", "vicuna_33b_stage2"),
             ("HuggingFaceH4/zephyr-7b-beta", "zephyr_stage2"),
-            ("some/other-7b", "mc_sim_7b_63"),
             (None, "mc_sim_7b_63"),
         ):
             heads = plain_heads(5)
@@ -120,17 +116,6 @@ class TestTrees:
             assert default_tree(heads) == TokenTree.published(name)
             heads.num_heads = 2
             assert default_tree(heads) == TokenTree.published(name).up_to(2)
-
-    @given(st.sampled_from(PUBLISHED_TREES), st.integers(1, 70), st.integers(1, 5), st.integers(2, 30))
-    def test_default_tree_without_accuracies(self, name, num_nodes, num_heads, vocab_size):
-        heads = plain_heads(num_heads, vocab_size)
-        tree = default_tree(heads, None, num_nodes)
-        assert 1 <= len(tree) <= num_nodes
-        assert tree.max_depth <= num_heads
-        assert max(tree.ranks) < vocab_size
-        # Of siblings the better ones are kept, and every node has its parent.
-        assert all((*path[:-1], path[-1] - 1) in tree.paths for path in tree.paths if path[-1])
-        assert all(path[:-1] in ((), *tree.paths) for path in tree.paths)
 
     def test_measured_accuracies_make_the_tree(self):
         accuracies = [[0.5, 0.3, 0.01], [0.9, 0.05, 0.01], [0.2, 0.1, 0.1]]
@@ -141,32 +126,13 @@ class TestTrees:
         heads = plain_heads(3)
         heads.accuracies = [[0.6, 0.1]] * 3
         assert generator_for(heads, num_draft_nodes=4).tree.paths == ((0,), (1,), (0, 0), (0, 0, 0))
-
-    @pytest.mark.parametrize(
-        "accuracies", [[[0.5, 0.2, 0.1]] * 4, *in_full(None, [[0.05] * 10] * 4, [[0.9, 0.02]] * 4)]
-    )
-    def test_as_many_nodes_as_pay(self, accuracies):
-        """No other number of the likeliest nodes brings more expected tokens per time."""
-        heads = plain_heads()
-        whole = default_tree(heads, accuracies)
-        shares = accuracies or prior_accuracies(4, 10)
-        likely = sorted((math.prod(shares[d][r] for d, r in enumerate(path)) for path in whole.paths), reverse=True)
-        for cost in (0.01, 0.04, 0.2, 1.0):
-            speeds = [(1 + sum(likely[:n])) / (1 + cost * n) for n in range(1, len(likely) + 1)]
-            chosen = default_tree(heads, accuracies, node_cost=cost)
-            assert speeds[len(chosen) - 1] == pytest.approx(max(speeds))
-
-    def test_budget(self):
-        rows = {size: Session(size, 100, CPU) for size in (1, 8, 64)}
-        sizes = [generator_for(plain_heads(), session).num_draft_nodes for session in rows.values()]
-        assert 63 > sizes[0] > sizes[1] >= sizes[2] >= 1
-        assert generator_for(plain_heads().bfloat16(), rows[1]).num_draft_nodes > sizes[0]
-        assert generator_for(plain_heads(), Session(8, 100, torch.device("meta"))).num_draft_nodes == 63
+        # Rows share the budget that is worth its time; what the user asks for is not priced.
+        rows = [Session(size, 100, CPU) for size in (1, 8)]
+        sizes = [generator_for(plain_heads(), session).num_draft_nodes for session in rows]
+        assert 63 > sizes[0] > sizes[1] >= 1
+        assert generator_for(plain_heads(), rows[1], num_draft_nodes=40).num_draft_nodes == 40
         chains_only = Session(1, 100, CPU, supports_trees=False)
         assert generator_for(plain_heads(), chains_only, num_draft_nodes=12).tree == TokenTree.chain(4)
-        assert chains_only.notes == ["medusa drafts chains: the target cannot verify trees."]
-        # What the user asks for is not priced.
-        assert generator_for(plain_heads(), rows[8], num_draft_nodes=40).num_draft_nodes == 40
 
 
 class TestMeasuredTree:
@@ -186,18 +152,18 @@ class TestMeasuredTree:
         prior = [0.5 * medusa._PRIOR_WEIGHT, 0.25 * medusa._PRIOR_WEIGHT]
         assert counts.accuracies[0][:4] == pytest.approx([prior[0] / weight, (63 + prior[1]) / weight, 0, 1 / weight])
         assert counts.accuracies[1][:2] == pytest.approx([(64 + prior[0]) / weight, prior[1] / weight])
-
-    def test_heads_after_the_first_wrong_one_do_not_count(self):
+        # Heads after the first wrong one do not count, inside and outside of inference mode.
         counts = RankCounts(None, 3)
-        self.add(counts, [0, 0, 0], 64, committed=2)
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                self.add(counts, [0, 0, 0], 32, committed=2)
         assert counts.accuracies[1][0] > 0.8
         assert counts.accuracies[2][0] == pytest.approx(prior_accuracies(1, 1)[0][0])
 
+    @full
     def test_the_tree_follows(self):
         generator = generator_for(plain_heads(), medusa_tree="measured", num_draft_nodes=4)
         assert generator.tree == default_tree(plain_heads(), None, 4)
-        assert generator.num_draft_nodes == 4
-        assert generator.num_speculative_tokens == 4
         step = DraftStep([0], torch.zeros(1, dtype=torch.long), [9], [4])
         with torch.no_grad():
             commit = Commit([0], torch.zeros(1, 1, dtype=torch.long), [[0]], [0], {"last": torch.randn(1, 1, 4)})
@@ -210,13 +176,7 @@ class TestMeasuredTree:
         assert set(generator.tree.paths) >= {(0,), (1,), (2,)}
         assert len(generator.tree) == 4
 
-    def test_inside_and_outside_of_inference_mode(self):
-        counts = RankCounts(None, 3)
-        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.no_grad):
-            with mode():
-                self.add(counts, [1, 1], 16)
-        assert counts.accuracies[0][1] > 0.5
-
+    @full
     def test_calls_share_the_counts(self, model):
         heads = MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False)
         speculator = load_speculator(model, "medusa", draft_model=heads, medusa_tree="measured")
@@ -225,11 +185,8 @@ class TestMeasuredTree:
         assert speculator.resources.counts.accuracies is not None
         assert speculator.candidate_generator(Session(1, 100, CPU)).tree != first
 
-
-class TestNothingIsMeasured:
-    """Where counting would mislead, or its trees could not be verified."""
-
-    def test_target_that_verifies_chains_only(self):
+    @full
+    def test_targets_that_verify_chains_only_measure_nothing(self):
         heads = MedusaHeads(32, VOCAB_SIZE, 4, own_lm_heads=False)
         # At first the best tree is a chain, and what is counted would make it branch.
         heads.accuracies = [[0.02, 0.0]] * 4
@@ -242,25 +199,15 @@ class TestNothingIsMeasured:
         assert torch.equal(model.generate(**call, assistant=speculator), model.generate(**call))
         assert speculator.resources.counts._num_drafts == 0
 
-    def test_rules_that_accept_what_is_wrong(self, model):
-        heads = MedusaHeads(32, VOCAB_SIZE, 4, own_lm_heads=False)
-        rule = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1.0, 1.0, 1.0]}
-        settings = {"method": "medusa", "medusa_tree": "measured", **rule}
-        speculator = load_speculator(model, settings, draft_model=heads)
-        output = model.generate(**prompts(1), max_new_tokens=40, assistant=speculator, return_dict_in_generate=True)
-        assert speculator.resources.counts._num_drafts == 0
-        assert any("counts nothing" in note for note in output.speculative.notes)
 
-
-class TestLoading:
-    @pytest.mark.parametrize("make", [tiny_gpt2, *in_full(lambda: tiny_llama(tie_word_embeddings=True))])
-    def test_the_targets_lm_head(self, make, tmp_path):
-        """Heads of version 2 go through the target's own module, which is neither copied nor changed."""
-        model, inputs = make(), prompts(3)
-        MedusaHeads(32, VOCAB_SIZE, 4, own_lm_heads=False).save(tmp_path)
-        resources = load_speculator(model, {"method": "medusa", "model": str(tmp_path)}).resources
-        assert resources.target.head is model.get_output_embeddings()
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        plain = model.generate(**inputs, **GREEDY)
-        assert torch.equal(model.generate(**inputs, **GREEDY, spec_model=str(tmp_path)), plain)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+@pytest.mark.parametrize("make", [tiny_gpt2, *in_full(lambda: tiny_llama(tie_word_embeddings=True))])
+def test_the_targets_lm_head(make, tmp_path):
+    """Heads of version 2 go through the target's own module, which is neither copied nor changed."""
+    model, inputs = make(), prompts(3)
+    MedusaHeads(32, VOCAB_SIZE, 4, own_lm_heads=False).save(tmp_path)
+    resources = load_speculator(model, {"method": "medusa", "model": str(tmp_path)}).resources
+    assert resources.target.head is model.get_output_embeddings()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plain = model.generate(**inputs, **GREEDY)
+    assert torch.equal(model.generate(**inputs, **GREEDY, spec_model=str(tmp_path)), plain)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

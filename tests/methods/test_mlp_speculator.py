@@ -1,13 +1,11 @@
 """The MLP speculator: the published drafts, trees against all paths one by one, and what its settings mean."""
 
-from itertools import product
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specdec import SpeculativeConfig, load_speculator
+from hf_specdec import load_speculator
 from hf_specdec.candidate_generators.mlp_speculator.generator import MLPSpeculatorCandidateGenerator
 from hf_specdec.candidate_generators.mlp_speculator.growth import GrowthPlan
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
@@ -15,22 +13,11 @@ from hf_specdec.drafts import TokenTree
 from hf_specdec.protocol import Commit, DraftStep, Session
 from tests.helpers.by_hand import paths_of
 from tests.helpers.draft_calls import mlp_speculator
-from tests.helpers.levels import full, in_full
-from tests.helpers.models import VOCAB_SIZE
+from tests.helpers.levels import in_full
 from tests.helpers.published import published
 
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def folder(model, tmp_path_factory):
-    torch.manual_seed(0)
-    sizes = {"n_predict": 3, "top_k_tokens_per_head": (4, 3, 2), "inner_dim": 24, "tie_weights": True}
-    config = MLPSpeculatorConfig(emb_dim=model.config.hidden_size, vocab_size=VOCAB_SIZE, **sizes)
-    path = tmp_path_factory.mktemp("speculator")
-    MLPSpeculator(config).save(path)
-    return str(path)
 
 
 def generator_for(target, folder, batch_size, **shape) -> MLPSpeculatorCandidateGenerator:
@@ -46,7 +33,7 @@ def drafted(generator, hidden, tokens, limits=None):
     return generator.propose(DraftStep(rows, tokens, [20] * len(rows), limits))
 
 
-@pytest.mark.parametrize("name", ["untied_scaled", "tied_plain", *in_full("untied_plain", "tied_scaled")])
+@pytest.mark.parametrize("name", ["tied_scaled", *in_full("untied_plain", "untied_scaled", "tied_plain")])
 def test_published_drafts(name):
     target, folder, expected = published(f"mlp_speculator/{name}")
     hidden, tokens = expected["state"], expected["ind"][:, 0]
@@ -134,23 +121,14 @@ class TestTrees:
         assert draft.parents.tolist() == [[-1, 0, 1]] * 2
 
 
-class TestSettings:
-    def test_shapes_by_default(self, model, folder):
-        """A short chain on a CPU, elsewhere a tree, but never unasked where trees are of no use."""
-        resources = load_speculator(model, model=folder).resources
+def test_shapes_by_default():
+    """A short chain on a CPU, elsewhere a tree, but never unasked where trees are of no use."""
+    network = MLPSpeculator(MLPSpeculatorConfig(5, 6, 7, 3, (4, 3, 2)))
 
-        def default(device, **changes):
-            session = Session(1, 100, torch.device(device), **changes)
-            config = SpeculativeConfig("mlp_speculator", folder)
-            return MLPSpeculatorCandidateGenerator(config, resources, session).plan, session.notes
+    def default(device, **changes):
+        session = Session(1, 100, torch.device(device), **changes)
+        return mlp_speculator(network, 7).candidate_generator(session).plan, session.notes
 
-        assert default("cpu") == (TokenTree.chain(3), [])
-        assert default("cuda") == (GrowthPlan((4, 3, 2), 32), [])
-        assert default("cuda", supports_trees=False) == (TokenTree.chain(3), [])
-
-    @full
-    def test_width_of_one_everywhere_is_a_chain(self, model, folder):
-        for widths in product([1, 2], repeat=3):
-            generator = generator_for(model, folder, 1, top_k_tokens_per_head=list(widths))
-            assert generator.plan.is_chain == (max(widths) == 1)
-            assert generator.num_speculative_tokens == 3
+    assert default("cpu") == (TokenTree.chain(3), [])
+    assert default("cuda") == (GrowthPlan((4, 3, 2), 32), [])
+    assert default("cuda", supports_trees=False) == (TokenTree.chain(3), [])

@@ -1,5 +1,8 @@
 """DFlash, EAGLE, P-EAGLE and MTP draft what the official code drafts: every token, acceptance and length recorded."""
 
+import re
+from itertools import product
+
 import pytest
 import torch
 
@@ -17,15 +20,14 @@ EAGLE_TREE = {"draft_tree_depth": 5, "draft_tree_top_k": 4, "num_draft_nodes": 1
 
 
 def run(name, prompts, length, prefill_chunk_size=None, **speculative):
-    """What a greedy call writes after prompts, the rows' drafts cycle by cycle, and the method."""
+    """What a greedy call writes after prompts, and the rows' drafts cycle by cycle."""
     inputs = ragged(*prompts)
     # Some tokens more, so that the room left does not limit the last drafts.
     settings = {**GREEDY, "max_new_tokens": length + 10, "prefill_chunk_size": prefill_chunk_size}
     with record(trace=True) as made:
         output = published(name).target.generate(**inputs, **settings, speculative=speculative)
-    (call,) = made.calls
-    traces = [rows_of(call, row) for row in range(len(prompts))]
-    return output[:, inputs["input_ids"].shape[1] :], traces, call.stats.method
+    traces = [rows_of(made.calls[0], row) for row in range(len(prompts))]
+    return output[:, inputs["input_ids"].shape[1] :], traces
 
 
 def accepted(traces):
@@ -36,41 +38,41 @@ def topology(trace):
     return DraftTree.from_lists([trace.draft_tokens], parents=[trace.parents]).topology
 
 
+# Recorded runs of DFlash: plain ones, with other blocks, thresholds or denoising steps, and with trees.
+RUN = re.compile(r"(generate(?:_b\d|_t\d\d)?|refine\d|ddtree\d+|tree_w\d_n\d+)\.(?:accepted|acceptance_lengths)$")
+
+
+def shape_of(recorded):
+    """Settings of a recorded run of DFlash."""
+    shape = {"num_draft_nodes": 0, "dflash_num_denoising_steps": 1}
+    numbers = list(map(int, re.findall(r"\d+", recorded)))
+    if recorded.startswith("generate_b"):
+        shape["dflash_block_size"] = numbers[0]
+    elif recorded.startswith("refine"):
+        shape["dflash_num_denoising_steps"] = numbers[0]
+    elif recorded.startswith("ddtree"):
+        shape["num_draft_nodes"] = numbers[0]
+    elif recorded.startswith("tree"):
+        # Theirs count the anchor.
+        shape |= {"draft_tree_top_k": numbers[0], "num_draft_nodes": numbers[1] - 1}
+    return shape
+
+
 class TestDFlash:
     @pytest.mark.parametrize(
-        ("name", "recorded", "shape"),
+        "name",
         [
-            ("trained_b8", "refine3", {"dflash_num_denoising_steps": 3}),
-            ("trained_b8", "ddtree16", {"num_draft_nodes": 16}),
-            # Theirs count the anchor.
-            ("jetspec_b8", "tree_w4_n15", {"num_draft_nodes": 14, "draft_tree_top_k": 4}),
-            ("dflash2_full_b8", "generate", {}),
-            ("domino_b6", "generate", {}),
-            ("dspark_confidence_b5", "generate_t40", {}),
-            *in_full(
-                ("qwen3_random_b8", "generate", {}),
-                ("qwen3_random_b8", "generate_b4", {"dflash_block_size": 4}),
-                ("qwen3_random_b8", "generate_b4", {"num_speculative_tokens": 3}),
-                ("default_layer_ids_b4", "generate", {}),
-                ("dflash2_full_b8", "generate_b4", {"dflash_block_size": 4}),
-                ("dflash2_sliding_b5", "generate", {}),
-                ("dflash2_sliding_b5", "generate_b3", {"num_speculative_tokens": 2}),
-                ("dspark_confidence_b5", "generate_t00", {}),
-                ("dspark_confidence_b5", "generate_t60", {}),
-                ("trained_b8", "generate", {}),
-                ("trained_b8", "refine2", {"dflash_num_denoising_steps": 2}),
-                ("trained_b8", "ddtree7", {"num_draft_nodes": 7}),
-                ("trained_for_refinement_b8", "generate", {"dflash_num_denoising_steps": 1}),
-                ("trained_for_refinement_b8", "refine2", {"dflash_num_denoising_steps": 2}),
-                ("trained_for_refinement_b8", "refine3", {"dflash_num_denoising_steps": 3}),
-                ("trained_for_refinement_b8", "refine5", {"dflash_num_denoising_steps": 5}),
-                ("trained_for_refinement_b8", "ddtree16", {"num_draft_nodes": 16}),
-                ("jetspec_b8", "generate", {}),
-                ("jetspec_b8", "tree_w7_n30", {"num_draft_nodes": 29, "draft_tree_top_k": 7}),
-            ),
+            *("trained_b8", "jetspec_b8", "dflash2_full_b8", "domino_b6", "dspark_confidence_b5"),
+            *in_full("qwen3_random_b8", "default_layer_ids_b4", "dflash2_sliding_b5", "trained_for_refinement_b8"),
         ],
     )
-    def test_runs(self, name, recorded, shape):
+    def test_runs(self, name):
+        names = {found[1] for key in published(f"dflash/{name}").expected if (found := RUN.search(key))}
+        assert names
+        for recorded in names:
+            self.check(name, recorded)
+
+    def check(self, name, recorded):
         _, folder, expected = published(f"dflash/{name}")
         rows = [f"prompt{row}." for row in range(4)]
         rows = [row for row in rows if any(key.startswith(f"{row}{recorded}.") for key in expected)]
@@ -78,11 +80,10 @@ class TestDFlash:
             prompt, key = expected[f"{row}input_ids"][0], f"{row}{recorded}"
             # All runs of a prompt write the same.
             text = expected.get(f"{key}.output_ids", expected.get(f"{row}generate.output_ids"))[0]
-            settings = {"model": folder, "num_draft_nodes": 0, **shape}
+            settings = {"model": folder, **shape_of(recorded)}
             if f"{key}.threshold" in expected:
                 settings["draft_confidence_threshold"] = expected[f"{key}.threshold"].item()
-            (output,), (traces,), method = run(f"dflash/{name}", [prompt], len(text) - len(prompt), **settings)
-            assert method == "dflash"
+            (output,), (traces,) = run(f"dflash/{name}", [prompt], len(text) - len(prompt), **settings)
             assert torch.equal(output[: len(text) - len(prompt)], text[len(prompt) :])
             if f"{key}.acceptance_lengths" in expected:
                 lengths = (expected[f"{key}.acceptance_lengths"] - 1).tolist()
@@ -97,15 +98,13 @@ class TestDFlash:
                 assert traces[0].draft_tokens == expected[f"{recorded}.node_token_ids"].tolist()
                 assert traces[0].parents == [parent - 1 for parent in expected[f"{recorded}.parents"][1:].tolist()]
 
-    # In the last two the rounds are the first cycles of the greedy run.
+    # In domino_b6 and dflash2_full_b8 the rounds are the first cycles of the greedy run.
     @pytest.mark.parametrize(
         "name",
         [
-            "dflash2_sliding_b5",
-            "dspark_vanilla_b5",
-            "dspark_confidence_b5",
+            *("dflash2_sliding_b5", "dspark_confidence_b5"),
             *in_full("qwen3_random_b8", "default_layer_ids_b4", "trained_b8", "trained_for_refinement_b8"),
-            *in_full("jetspec_b8", "dflash2_full_b8", "domino_b6"),
+            *in_full("jetspec_b8", "dflash2_full_b8", "domino_b6", "dspark_vanilla_b5"),
         ],
     )
     @torch.no_grad()
@@ -154,18 +153,15 @@ class TestEagle:
         _, folder, expected = published(f"eagle/{name}")
         method = name.partition("_")[0].replace("eagle1", "eagle")
         settings = {"method": method, "model": folder, **shape}
-        (output,), (traces,), _ = run(f"eagle/{name}", expected["prompt_ids"], len(expected[count]), **settings)
+        (output,), (traces,) = run(f"eagle/{name}", expected["prompt_ids"], len(expected[count]), **settings)
         assert torch.equal(output[: len(expected[count])], expected[count])
         return expected, traces
 
     @every_head
-    def test_chains(self, name):
+    def test_chains_and_dynamic_trees(self, name):
         expected, traces = self.run(name, "baseline_tokens", num_speculative_tokens=5)
         assert traces[0].draft_tokens == expected["chain_tokens"].tolist()
         assert traces[0].parents == [-1, 0, 1, 2, 3]
-
-    @every_head
-    def test_dynamic_trees(self, name):
         expected, traces = self.run(name, "gen_tokens", **EAGLE_TREE)
         lengths = expected["gen_accept_lengths"].tolist()
         assert accepted(traces[: len(lengths)]) == lengths
@@ -186,32 +182,19 @@ class TestEagle:
 
 
 class TestPEagle:
-    NAME, K = "eagle/eagle3_peagle", 5
-
-    def test_run(self):
-        _, folder, expected = published(self.NAME)
-        prompt, text = expected["input_ids"][0], expected["generate.output_ids"][0]
-        settings = {"model": folder, "num_speculative_tokens": self.K}
-        (output,), (traces,), method = run(self.NAME, [prompt], len(text) - len(prompt), **settings)
-        assert method == "eagle3"
-        assert torch.equal(output[: len(text) - len(prompt)], text[len(prompt) :])
-        lengths = expected["generate.accepted"].tolist()
-        assert accepted(traces[: len(lengths)]) == lengths
-        assert sum(lengths) > 20
-
     @torch.no_grad()
     def test_rounds(self):
         """So many drafts are accepted as the official code was forced to accept."""
-        target, folder, expected = published(self.NAME)
+        target, folder, expected = published("eagle/eagle3_peagle")
         network = load_speculator(target, model=folder).resources
-        generator = generator_for(network, num_speculative_tokens=self.K)
+        generator = generator_for(network, num_speculative_tokens=5)
         prompt = expected["input_ids"]
         length = prompt.shape[1]
         for number in range(4):
             entered = f"r{number}."
             parts = expected[f"{entered}context_features"].split(network.config.target_hidden_size, dim=-1)
             states = dict(zip(network.target_hidden_states, parts))
-            new = expected[f"{entered}input_ids"][:, : 1 - self.K]
+            new = expected[f"{entered}input_ids"][:, :-4]
             if number == 0:
                 generator.prefill(Prompt(prompt, [0], states))
                 states, new = {key: value[:, -1:] for key, value in states.items()}, new[:, -1:]
@@ -220,7 +203,7 @@ class TestPEagle:
             draft = generator.propose(DraftStep([0], new[:, -1], [length], [100]))
             assert draft.token_lists() == expected[f"{entered}draft_tokens"].tolist()
             torch.testing.assert_close(generator.logits, expected[f"{entered}draft_logits"][:1], **CLOSE)
-        masks = generator.masked.read_masks(generator.entries, 1, self.K - 1)
+        masks = generator.masked.read_masks(generator.entries, 1, 4)
         torch.testing.assert_close(masks[0], expected["r3.draft_logits"][1:], **CLOSE)
 
 
@@ -229,18 +212,17 @@ class TestMtp:
     SHORT = ("glm4_moe_k3", "mellum")
     REST = sorted(path.name for path in MTP.iterdir() if path.name not in ("glm4_moe_k3", "mellum"))
     every_case = pytest.mark.parametrize("name", [*SHORT, *in_full(*REST)])
-    every_mode = pytest.mark.parametrize("mode", ["chain", "reuse"])
 
     @every_case
-    @every_mode
     @torch.no_grad()
-    def test_rounds(self, name, mode, monkeypatch):
+    def test_rounds(self, name, monkeypatch):
         """So many drafts are accepted as the official code was forced to accept, in one row and in two."""
         target, _, expected = published(f"mtp/{name}")
         network = load_speculator(target, "mtp").resources
         compute, logits = network.logits, []
         monkeypatch.setattr(network, "logits", lambda output: logits.append(compute(output)) or logits[-1])
-        for rows in ([mode], [mode, f"p2.{mode}"]):
+        for mode, is_alone in product(("chain", "reuse"), (True, False)):
+            rows = [mode] if is_alone else [mode, f"p2.{mode}"]
             depth = expected[f"{mode}.r0.logits"].shape[0]
             generator = generator_for(network, len(rows), mtp_mode=mode, num_speculative_tokens=depth)
             (key,) = generator.target_hidden_states
@@ -273,16 +255,13 @@ class TestMtp:
             assert number >= 4 - len(rows)
 
     @every_case
-    @every_mode
-    def test_runs(self, name, mode):
-        """Two rows of a batch; one alone is among the rounds."""
-        self.run(name, mode)
-
-    @pytest.mark.parametrize("name", ["mellum", *in_full("glm4_moe_k3", "ernie4_5_moe")])
-    @every_mode
-    def test_runs_whose_prompts_are_read_in_chunks(self, name, mode, monkeypatch):
+    def test_runs(self, name, monkeypatch):
+        """Two rows of a batch, with prompts read as a whole and in chunks; one alone is among the rounds."""
+        for mode in ("chain", "reuse"):
+            self.run(name, mode)
         monkeypatch.setattr(slots, "_CHUNK_SIZE", 2)
-        self.run(name, mode, prefill_chunk_size=5)
+        for mode in ("chain", "reuse") if name in ("mellum", "ernie4_5_moe") else ():
+            self.run(name, mode, prefill_chunk_size=5)
 
     def run(self, name, mode, **arguments):
         expected, rows = published(f"mtp/{name}").expected, ["", "p2."]
@@ -290,7 +269,7 @@ class TestMtp:
         settings = {"method": "mtp", "mtp_mode": mode, "num_speculative_tokens": depth}
         prompts = [expected[f"{row}prompt_ids"] for row in rows]
         texts = [expected[f"{row}greedy_ids"] for row in rows]
-        outputs, traces, _ = run(f"mtp/{name}", prompts, len(texts[0]), **arguments, **settings)
+        outputs, traces = run(f"mtp/{name}", prompts, len(texts[0]), **arguments, **settings)
         for index, row in enumerate(rows):
             assert torch.equal(outputs[index, : len(texts[index])], texts[index])
             lengths = expected[f"{row}{mode}.trace.accepted"].tolist()

@@ -10,16 +10,14 @@ from tests.helpers import block_networks, draft_layers
 from tests.helpers.block_networks import NETWORKS
 from tests.helpers.by_hand import drafts_of, feed, generator_for, random_rows
 from tests.helpers.draft_layers import STATIC
-from tests.helpers.levels import in_full
+from tests.helpers.levels import full, in_full
 from tests.helpers.recomputed import RecomputedBlock, RecomputedHead
 
 
 LENGTHS, PROMPTS = (9, 6, 12), (5, 1, 4)
 TREE = {"draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 9}
 SHORT = ("window_and_full", "biases", "corrections_gated", "corrections_rnn", "domino", "lilicorr", "xpress")
-SHORT += ("selector_window_and_scales", "confident_alone")
-# Parts in which the text after the prompt comes, and entries that are read at once.
-PARTS = pytest.mark.parametrize(("parts", "chunk_size"), [(2, 2), *in_full((1, 1024), (3, 3))])
+SHORT += ("selector_window_and_scales",)
 
 
 def block(name, **settings):
@@ -67,7 +65,7 @@ class TestBlocks:
         prompts = (4, 4, 4) if len(set(lengths)) == 1 else PROMPTS
         self.chains(block(name), {}, 6, lengths=lengths, prompts=prompts, parts=parts)
 
-    @pytest.mark.parametrize("name", ["full", "next_token", *in_full("window_and_full", "domino_next_token")])
+    @pytest.mark.parametrize("name", ["full", *in_full("next_token", "domino_next_token", "lilicorr")])
     def test_sizes_of_blocks(self, name):
         network = block(name)
         anchor = 7 - network.config.num_drafts(7)
@@ -81,6 +79,7 @@ class TestBlocks:
             generator = check(network, settings, lambda row, _, size=size, count=count: row.chain(size, count))
             assert (generator.block_size, generator.num_speculative_tokens) == (size, count)
 
+    @full
     def test_a_part_of_what_a_refinement_drafts(self):
         """Its passes go over the whole block all the same."""
         generator = self.chains(block("xpress"), {"num_speculative_tokens": 3}, 3)
@@ -89,10 +88,9 @@ class TestBlocks:
     @pytest.mark.parametrize(
         ("name", "num_steps"),
         [
-            ("window_and_full", 3),
             ("selector", 2),
-            *in_full(*(("full", steps) for steps in (1, 2, 3, 4, 9)), *(("selector", steps) for steps in (3, 9))),
-            *in_full(("reduced_vocabulary", 2), ("reduced_vocabulary", 4), ("window_and_full", 9)),
+            *in_full(("full", 1), ("full", 3), ("full", 9), ("selector", 9), ("reduced_vocabulary", 4)),
+            *in_full(("window_and_full", 3)),
         ],
     )
     def test_denoising(self, name, num_steps):
@@ -123,26 +121,23 @@ class TestBlocks:
         settings = {"num_draft_nodes": budget, "num_speculative_tokens": depth}
         check(network, settings, lambda row, _: row.tree(size, budget, depth))
 
-    @pytest.mark.parametrize("num_steps", [1, *in_full(3)])
-    def test_limits_of_the_rows(self, num_steps):
-        settings = {"num_draft_nodes": 0, "dflash_num_denoising_steps": num_steps}
+    @full
+    def test_limits_of_the_rows(self):
         rows = {"lengths": (6, 7, 8, 9), "prompts": [4] * 4, "limits": [0, 1, 2, 6]}
-        check(block("full"), settings, lambda row, limit: row.denoised(7, num_steps, limit), **rows)
+        for num_steps in (1, 3):
+            settings = {"num_draft_nodes": 0, "dflash_num_denoising_steps": num_steps}
+            check(block("full"), settings, lambda row, limit, n=num_steps: row.denoised(7, n, limit), **rows)
 
-    @pytest.mark.parametrize("token", [None, 40, *in_full(3)])
-    def test_mask_token(self, token, monkeypatch):
-        mask = 40 if token is None else token
-        monkeypatch.setattr(RecomputedBlock, "masks", lambda row, size: torch.full((size - 1,), mask))
-        self.chains(block("full"), {"dflash_mask_token_id": token}, 6)
+    @full
+    def test_mask_token(self, monkeypatch):
+        monkeypatch.setattr(RecomputedBlock, "masks", lambda row, size: torch.full((size - 1,), 3))
+        self.chains(block("full"), {"dflash_mask_token_id": 3}, 6)
 
     @pytest.mark.parametrize(
         ("name", "threshold"),
         [
-            ("confident", 0.6),
             ("confident_rnn", 0.4),
-            *in_full(
-                *((name, x) for name in ("confident", "confident_alone", "confident_rnn") for x in (0.0, 0.5, 1.0))
-            ),
+            *in_full(("confident", 0.6), ("confident_alone", 0.5), ("confident_rnn", 0.0), ("confident", 1.0)),
         ],
     )
     def test_confidence_of_each_row(self, name, threshold):
@@ -171,20 +166,22 @@ class TestTokenByToken:
     def check(self, name, settings, expected, **arguments):
         return check(layer(name), settings, expected, make=RecomputedHead, **arguments)
 
-    @pytest.mark.parametrize("name", ["eagle1", "eagle3", "window", "mtp"])
-    @PARTS
+    @pytest.mark.parametrize("name", ["eagle1", "window", "mtp", *in_full("eagle3")])
+    # Parts in which the text after the prompt comes, and entries that are read at once.
+    @pytest.mark.parametrize(("parts", "chunk_size"), [(2, 2), *in_full((1, 1024), (3, 3))])
     def test_dynamic_tree(self, name, parts, chunk_size, monkeypatch):
         monkeypatch.setattr(slots, "_CHUNK_SIZE", chunk_size)
         mode = {"mtp_mode": "reuse"} if name == "mtp" else {}
         self.check(name, {**TREE, **mode}, lambda row, limit: row.dynamic(limit, **TREE), parts=parts)
+        limits = [0, 1, 2]
+        self.check(name, {**TREE, **mode}, lambda row, limit: row.dynamic(limit, **TREE), parts=parts, limits=limits)
 
     @pytest.mark.parametrize(
         ("name", "paths"),
         [
             ("eagle3", STATIC),
-            ("window", TokenTree.chain(4).paths),
-            *in_full(("eagle1", STATIC), ("window", STATIC), ("mtp", STATIC)),
-            *in_full(("eagle1", TokenTree.chain(4).paths), ("mtp", TokenTree.chain(4).paths)),
+            *in_full(*((name, STATIC) for name in ("eagle1", "window", "mtp"))),
+            *in_full(*((name, TokenTree.chain(4).paths) for name in ("eagle1", "window", "mtp"))),
         ],
     )
     def test_static_tree(self, name, paths):
@@ -198,15 +195,6 @@ class TestTokenByToken:
         for limits in ([4, 4, 4], [1, 3, 0]):
             settings = {"num_speculative_tokens": 4}
             self.check(name, settings, lambda row, limit: row.parallel(limit), parts=parts, limits=limits)
-
-    @pytest.mark.parametrize("settings", [TREE, *in_full({"num_speculative_tokens": 4})], ids=["tree", "chain"])
-    def test_limits_of_the_rows(self, settings):
-        rows = {"lengths": (6, 7, 8, 9), "prompts": [4] * 4, "limits": [0, 1, 2, 4]}
-
-        def expected(row, limit):
-            return row.dynamic(limit, **TREE) if settings is TREE else row.static(TokenTree.chain(limit).paths)
-
-        self.check("eagle3", settings, expected, **rows)
 
     def test_unlikely_nodes_end_a_draft(self):
         depths = []
@@ -224,8 +212,10 @@ class TestTokenByToken:
         assert 4 < sum(depths[8:12]) <= sum(depths[4:8])
 
 
-@pytest.mark.parametrize(("num_tokens", "num_states"), [(8, 3), *in_full((3, 3), (0, 8), (8, 1))])
-@pytest.mark.parametrize("name", ["dflash", "eagle3"])
+@pytest.mark.parametrize(
+    ("name", "num_tokens", "num_states"),
+    [("eagle3", 8, 3), *in_full(("dflash", 8, 3), ("eagle3", 3, 3), ("dflash", 0, 8), ("eagle3", 8, 1))],
+)
 def test_prompts_of_which_a_part_is_unknown(name, num_tokens, num_states):
     """The remaining tokens are read at their own positions, and drafted from."""
     network = block("full") if name == "dflash" else layer(name)

@@ -53,12 +53,13 @@ def vocabularies():
     return Vocabulary(demo.load_tokenizer()), Vocabulary(AutoTokenizer.from_pretrained(DRAFT))
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["byte-level", "marked"])
-@given(before=st.text(max_size=12) | st.binary(max_size=6), text=st.text(max_size=40) | st.binary(max_size=20))
+few_bytes = st.text(max_size=20).map(lambda text: text.encode(errors="ignore")) | st.binary(max_size=20)
+
+
+@given(which=st.integers(0, 1), before=few_bytes, text=few_bytes)
 def test_texts_and_bytes_come_back(vocabularies, which, before, text):
     """Tokens may begin and end inside of characters."""
     vocabulary = vocabularies[which]
-    text, before = (part.encode(errors="ignore") if isinstance(part, str) else part for part in (text, before))
     assert vocabulary.text(vocabulary.encode(text, before)) == text
 
 
@@ -81,21 +82,17 @@ def test_segments_and_shared_tokens(vocabularies):
 
 
 @full
-@pytest.mark.parametrize(
-    ("decoder", "table"),
-    [
+def test_kinds_of_tokenizers():
+    for decoder, table in (
         (decoders.WordPiece(), {"the": b" the", "##re": b"re"}),
         (decoders.BPEDecoder(), {"the</w>": b"the ", "re": b"re"}),
         (decoders.Metaspace(), {"▁the": b" the", "re": b"re", "<0x0A>": b"\n"}),
         (decoders.ByteLevel(), {"Ġthe": b" the", "Ċ": b"\n", "Ã©": "é".encode()}),
-    ],
-    ids=["WordPiece", "end of word", "SentencePiece", "byte-level"],
-)
-def test_kinds_of_tokenizers(decoder, table):
-    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(table)}, unk_token="re"))
-    tokenizer.decoder = decoder
-    vocabulary = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
-    assert vocabulary.texts == dict(enumerate(table.values()))
+    ):
+        tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(table)}, unk_token="re"))
+        tokenizer.decoder = decoder
+        vocabulary = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+        assert vocabulary.texts == dict(enumerate(table.values()))
     # Tables of one tokenizer do not differ.
     table = {letter: index for index, letter in enumerate(string.ascii_letters)}
     assert difference(table, {**table, "<|tool|>": 52}) is None
@@ -196,8 +193,6 @@ SIZES = 4096, 1536, 1536
 @pytest.mark.parametrize("mapping", ["text", *in_full("shared_tokens")])
 def test_drafts_of_a_trained_model_are_accepted(mapping):
     speculator = load_speculator(demo_target(), model=DRAFT, draft_vocabulary=mapping, num_speculative_tokens=5)
-    draft = speculator.resources.model
-    before = copy.deepcopy((draft.state_dict(), str(draft), vars(draft.config)))
     call = {**demo_inputs(4), "max_new_tokens": 32, "do_sample": False, "return_dict_in_generate": True}
     output = demo_target().generate(**call, assistant=speculator)
     assert torch.equal(output.sequences, plain_text(4, 32))
@@ -205,9 +200,6 @@ def test_drafts_of_a_trained_model_are_accepted(mapping):
     (note,) = output.speculative.notes
     assert "1406 tokens are in both (of the target's 4096, the draft's 1536)" in note
     assert ("re-encoded" in note) == (mapping == "text")
-    # The models stay as they were.
-    assert (str(draft), vars(draft.config)) == before[1:]
-    assert all(torch.equal(tensor, before[0][name]) for name, tensor in draft.state_dict().items())
 
 
 def test_relations_to_the_targets_tokens(vocabularies):
@@ -232,23 +224,18 @@ def test_relations_to_the_targets_tokens(vocabularies):
         assert text.pending
 
 
-@pytest.mark.parametrize("way", ["arguments", *in_full("setting", "many")])
-def test_tokenizers_of_the_call(way):
+@full
+def test_tokenizers_of_the_call():
     """Of a draft model that does not say where it comes from."""
     draft = copy.deepcopy(load_speculator(demo_target(), model=DRAFT).resources.model)
     draft.config._name_or_path = ""
     limits = {"max_new_tokens": 24, "do_sample": False, "assistant": draft}
     with pytest.raises(CheckpointFormatError, match="4096 and 1536 tokens.*draft_tokenizer.*assistant_tokenizer"):
         demo_target().generate(**demo_inputs(2), **limits)
-    given = {"tokenizer": demo.load_tokenizer(), "assistant_tokenizer": AutoTokenizer.from_pretrained(DRAFT)}
-    if way == "setting":
-        given = {"speculative": {"method": "draft_model", "draft_tokenizer": DRAFT}}
-    with record() as made:
-        if way == "many":
-            rows = [row[mask.bool()].tolist() for row, mask in zip(*demo_inputs(2).values())]
-            results = generate_many(demo_target(), rows, 2, in_order=True, **limits, **given)
-            new = [result.tokens for result in results]
-        else:
-            new = demo_target().generate(**demo_inputs(2), **limits, **given)[:, -24:].tolist()
-    assert new == plain_text(2, 24)[:, -24:].tolist()
-    assert made.calls[0].stats.num_accepted_tokens > 10
+    own = {"tokenizer": demo.load_tokenizer(), "assistant_tokenizer": AutoTokenizer.from_pretrained(DRAFT)}
+    for arguments in (own, {"speculative": {"method": "draft_model", "draft_tokenizer": DRAFT}}):
+        assert torch.equal(demo_target().generate(**demo_inputs(2), **limits, **arguments), plain_text(2, 24))
+    rows = [row[mask.bool()].tolist() for row, mask in zip(*demo_inputs(2).values())]
+    results = list(generate_many(demo_target(), rows, 2, in_order=True, **limits, **own))
+    assert [result.tokens for result in results] == plain_text(2, 24)[:, -24:].tolist()
+    assert sum(result.stats.num_accepted_tokens for result in results) > 10

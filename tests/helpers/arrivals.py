@@ -87,13 +87,7 @@ def arrivals(count: int, num_kinds: int):
     return st.lists(one, min_size=count, max_size=count)
 
 
-def check_each_for_itself(
-    reader: RequestReader,
-    engine: Engine,
-    requests: list[dict],
-    alone: list[list[int]],
-    arrived: list[tuple[int, int, str]],
-) -> None:
+def check_each_for_itself(reader, engine, requests: list[dict], alone: list[list[int]], arrived: list[tuple]) -> None:
     """Of all that can happen to its neighbours a request notices nothing.
 
     Args:

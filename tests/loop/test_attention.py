@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,6 @@ from hf_specdec.decoding.attention import (
     attention_switch,
     running,
     slot_attention,
-    slot_mask,
 )
 from hf_specdec.decoding.functional import has_lean_forward
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, slot_tree
@@ -63,14 +61,11 @@ KERNEL, OWN_MASK, BIAS = "tree kernel", "masked: a mask of the model's own", "ma
 COMPUTED_BY = [
     ("gemma2", None, KERNEL),
     ("llama4_text", None, KERNEL),
-    ("gemma3_text", "eager", KERNEL),
     ("bloom", None, "masked"),
     *in_full(
-        ("whisper", None, KERNEL),
-        ("gpt_oss", None, KERNEL),
-        *((name, "eager", KERNEL) for name in ("llama", "mistral", "gpt2")),
-        *((name, None, KERNEL) for name in ("bert", "gemma3_text", "gemma4_text", "gpt2", "granite_swa", "llama")),
-        *((name, None, KERNEL) for name in ("modernbert-decoder", "qwen2", "qwen3_next")),
+        *((name, "eager", KERNEL) for name in ("gemma3_text", "mistral", "gpt2")),
+        *((name, None, KERNEL) for name in ("bert", "gemma3_text", "gpt2", "gpt_oss", "granite_swa", "llama")),
+        *((name, None, KERNEL) for name in ("modernbert-decoder", "qwen2", "qwen3_next", "whisper")),
         *((name, None, "masked") for name in ("deepseek_v32", "falcon")),
         ("doge", None, OWN_MASK),
         ("inkling_text", None, BIAS),
@@ -91,7 +86,7 @@ def test_what_computes_the_attention(name, own, computed_by, with_kernel):
 
 @pytest.mark.parametrize(
     ("name", "chunk"),
-    [("gemma3_text", 5), *in_full(*product(["llama", "mistral", "qwen2"], [None, 5]), ("gemma3_text", None))],
+    [("gemma3_text", 5), *in_full(("llama", None), ("mistral", 5))],
 )
 def test_padded_prompts_need_no_masks(name, chunk, with_kernel, monkeypatch):
     """With windows shorter than the prompts, and in parts."""
@@ -112,21 +107,6 @@ def test_padded_prompts_need_no_masks(name, chunk, with_kernel, monkeypatch):
     prompts = [tree for tree in trees if tree.ancestors is None]
     assert any(tree.starts.any() for tree in prompts)
     assert any(tree.lengths.any() for tree in prompts) == (chunk is not None)
-
-
-def test_other_padding_of_prompts_is_masked():
-    """As well as what a user adds to masks, and what has no padding and no window."""
-    how = {"batch_size": 1, "q_length": 6, "kv_length": 6, "q_offset": 0, "device": "cpu"}
-    left = torch.tensor([[0, 1, 1, 1, 1, 1]]).bool()
-    with running(VerificationForward(reads_prompts=True)):
-        for padding in ([[1, 1, 0, 1, 1, 1]], [[0, 1, 1, 1, 0, 0]]):
-            mask = slot_mask(attention_mask=torch.tensor(padding).bool(), **how)
-            assert (mask.dtype, mask.device.type) == (torch.bool, "cpu")
-        assert slot_mask(attention_mask=left, **how).device.type == "meta"
-        assert slot_mask(attention_mask=left, **how, allow_is_causal_skip=False).device.type == "cpu"
-        assert slot_mask(attention_mask=None, **how) is None
-        assert slot_mask(attention_mask=None, **how, local_size=4).device.type == "meta"
-    assert slot_mask(attention_mask=left, **how).device.type == "cpu"
 
 
 def test_layers_beyond_the_kernel_are_masked(with_kernel):
@@ -184,23 +164,10 @@ def test_calls_beyond_the_kernel():
 # ---------------------------------------------------------------------------------------------------------- the switch
 
 
-def test_the_switch_is_on_inside_only():
+def test_the_switch_is_on_until_the_last_thread_is_out():
     model = tiny_llama()
     switch = attention_switch(model)
     assert attention_switch(model) is switch
-    with switch():
-        with switch():
-            assert model.config._attn_implementation == NAME
-        assert model.config._attn_implementation == NAME
-    assert model.config._attn_implementation == "sdpa"
-    with pytest.raises(KeyboardInterrupt), switch():
-        raise KeyboardInterrupt
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_the_last_thread_out_restores():
-    model = tiny_llama()
-    switch = attention_switch(model)
     inside, leave = threading.Event(), threading.Event()
 
     def stay():
@@ -211,8 +178,8 @@ def test_the_last_thread_out_restores():
     thread = threading.Thread(target=stay)
     thread.start()
     assert inside.wait(60)
-    with switch():
-        pass
+    with pytest.raises(KeyboardInterrupt), switch(), switch():
+        raise KeyboardInterrupt
     assert model.config._attn_implementation == NAME
     leave.set()
     thread.join(60)
@@ -254,13 +221,13 @@ def test_unknown_implementation_is_refused_before_the_first_forward():
 # ---------------------------------------------------------------------------------------------------------- in graphs
 
 
-@pytest.fixture
-def made(monkeypatch, with_kernel) -> list[str]:
-    """Stand-ins for masks in the forwards that were recorded, in order."""
+@pytest.mark.parametrize(
+    ("name", "masks_are_read"),
+    [("gpt_oss", False), ("falcon", True), *in_full(("doge", True), ("llama", False), ("gpt2", False))],
+)
+def test_captured_forwards_make_no_masks_that_nothing_reads(name, masks_are_read, with_kernel, monkeypatch):
     tape_everything(monkeypatch)
-    made = []
-
-    node_masks, stand_in = target.node_masks, TreeMask.stand_in
+    made, node_masks, stand_in = [], target.node_masks, TreeMask.stand_in
 
     def masks(topology, rows, *args):
         found = node_masks(topology, rows, *args)
@@ -275,27 +242,16 @@ def made(monkeypatch, with_kernel) -> list[str]:
 
     monkeypatch.setattr(target, "node_masks", masks)
     monkeypatch.setattr(TreeMask, "stand_in", note_and_stand_in)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("name", "masks_are_read"),
-    [("gpt_oss", False), ("falcon", True), *in_full(("doge", True), *product(["llama", "gemma3_text", "gpt2"], [0]))],
-)
-def test_captured_forwards_make_no_masks_that_nothing_reads(name, masks_are_read, made):
     case = Case(name, tiny_model(name))
     output = case.speculate(4, num_speculative_tokens=3, tree=TREE)
     assert output.sequences.tolist() == case.expected(4).tolist()
-    stats = output.speculative
+    stats, num_spans = output.speculative, len(target.model_profile(case.model).spans)
     assert stats.graphs == "on"
     if masks_are_read:
         assert set(made) == {"additive"}
-        return
-    assert stats.attention == "tree kernel"
-    if has_lean_forward(case.model):
+    elif has_lean_forward(case.model):
         assert not made
-        return
-    # The first run shows that no layer looks at them.
-    num_spans = len(target.model_profile(case.model).spans)
-    runs = [made[index : index + num_spans] for index in range(0, len(made), num_spans)]
-    assert runs == [["additive"] * num_spans] + [["stand_in"] * num_spans] * (2 * stats.num_graph_captures - 1)
+    else:
+        # The first run shows that no layer looks at them.
+        runs = 2 * stats.num_graph_captures - 1
+        assert made == ["additive"] * num_spans + ["stand_in"] * num_spans * runs

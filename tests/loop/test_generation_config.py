@@ -61,35 +61,35 @@ def test_written_settings_switch_nothing_on(configured, inputs, warnings):
     assert (stats.method, len(stats.num_accepted_tokens_per_pos)) == ("ngram", 2)
 
 
-DANGEROUS = [
-    {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1.0, 1.0]},
-    {"rejection_sample_method": "typical", "posterior_threshold": 0.01},
-    {"control_profile": "/etc/passwd", "num_speculative_tokens": "auto"},
-    {"device": "cuda:7", "token": "hf_secret", "cache_dir": "/etc", "code_revision": "main"},
-    {"quantization": "bitsandbytes_4bit", "dtype": "float16", "top_k": 3, "of_a_later_version": 1},
-    {"suffix_decoding_max_cached_tokens": 10**12, "options": {"prompt_lookup_max_indexed_tokens": 10**12}},
-]
+# What a stranger's file may not set.
+DANGEROUS = {
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": [1.0, 1.0],
+    "control_profile": "/etc/passwd",
+    "num_speculative_tokens": "auto",
+    **{"device": "cuda:7", "token": "hf_secret", "cache_dir": "/etc", "code_revision": "main"},
+    **{"quantization": "bitsandbytes_4bit", "dtype": "float16", "top_k": 3, "of_a_later_version": 1},
+    "suffix_decoding_max_cached_tokens": 10**12,
+    "options": {"prompt_lookup_max_indexed_tokens": 10**12},
+}
 
 
 def test_auto_takes_only_the_shape_of_drafts(inputs, warnings):
-    plain = tiny_llama().generate(**inputs, **SETTINGS)
-    for dangerous in DANGEROUS:
-        model = tiny_llama()
-        warnings.clear()
-        model.generation_config.speculative = {"method": "ngram", "prompt_lookup_max": 4, **dangerous}
-        output, (stats,) = generate(model, inputs, spec_method="auto")
-        assert torch.equal(output, plain)
-        assert (stats.method, stats.is_lossless) == ("ngram", True)
-        names = {*dangerous, *dangerous.get("options", {})} - {"options", "num_speculative_tokens"}
-        assert all(name in warnings[0] for name in names)
-        assert "prompt_lookup_max," not in warnings[0]
+    model = tiny_llama()
+    plain = model.generate(**inputs, **SETTINGS)
+    model.generation_config.speculative = {"method": "ngram", "prompt_lookup_max": 4, **DANGEROUS}
+    output, (stats,) = generate(model, inputs, spec_method="auto")
+    assert torch.equal(output, plain)
+    assert (stats.method, stats.is_lossless) == ("ngram", True)
+    names = {*DANGEROUS, *DANGEROUS["options"]} - {"options", "num_speculative_tokens"}
+    assert [name for name in names if name not in warnings[0]] == []
+    assert "prompt_lookup_max," not in warnings[0]
 
 
 def test_stored_settings(tmp_path):
     config = GenerationConfig()
     for given, stored in (
         ("ngram", "ngram"),
-        ("off", "off"),
         ("user/head", "user/head"),
         (NGRAM, NGRAM),
         # What only concerns this machine is not stored, and what would not be obeyed.
@@ -155,7 +155,7 @@ def test_config_with_objects_is_shown_and_saved(inputs, tmp_path):
     assert generate(model, prompts(1))[1] == []
 
 
-def test_generate_batch_speculates_where_the_call_asks(model, configured, warnings):
+def test_generate_batch_speculates_where_the_call_asks(model):
     requests, length = [[5, 6, 7], [8, 9]], {"max_new_tokens": 6, "do_sample": False}
     alone = [model.generate(torch.tensor([ids]), **length)[0, len(ids) :].tolist() for ids in requests]
     config = GenerationConfig(speculative=SpeculativeConfig("ngram"), pad_token_id=0)
@@ -163,16 +163,8 @@ def test_generate_batch_speculates_where_the_call_asks(model, configured, warnin
         outputs = model.generate_batch(requests, **own, **length)
         assert [output.generated_tokens for output in outputs.values()] == alone
         assert all(output.speculative.method == "ngram" for output in outputs.values())
-    with pytest.raises(SpecConfigError):
-        model.generate_batch(requests, spec_model="a/b", spec_method="ngram")
-    # Nothing to decode: other calls go through.
-    for asked in ({}, {"spec_method": "off"}, {"speculative": False}, {"spec_method": None}):
-        assert model.generate_batch([], **asked) == {}
-    assert configured.generate_batch([]) == {}
-    assert warnings == []
-
-
-def test_generate_batch_is_taken_back():
+    # Other calls go through.
+    assert model.generate_batch([]) == model.generate_batch([], spec_method="off") == {}
     before = GenerationMixin.generate_batch
     hook.uninstall()
     try:
@@ -180,4 +172,3 @@ def test_generate_batch_is_taken_back():
         assert before.__wrapped__ is GenerationMixin.generate_batch
     finally:
         hook.install()
-    assert GenerationMixin.generate_batch is not before.__wrapped__

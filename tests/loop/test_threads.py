@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from hf_specdec import forget_speculators, load_speculator
 from hf_specdec.candidate_generators import register_candidate_generator, unregister_candidate_generator
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
-from hf_specdec.checkpoints.files import RepoFiles
 from hf_specdec.decoding.attention import attention_switch
 from hf_specdec.decoding.graphs import ModelGraphs
 from hf_specdec.loaded import record_of
@@ -89,28 +88,20 @@ def test_other_drafters_and_targets_do_not_wait(slow_method, pool):
     loading = [slow_method.begin(pool, mine, prompt_lookup_max=3)]
     text = pool.submit(others.generate, **prompts(1), **GREEDY, spec_method="ngram").result(PATIENCE)
     assert torch.equal(text, others.generate(**prompts(1), **GREEDY))
-    assert pool.submit(load_speculator, mine, "recycling").result(PATIENCE).method == "recycling"
     # Also one of the same method that takes its time.
     loading.append(slow_method.begin(pool, mine, prompt_lookup_max=4))
     slow_method.may_end.set()
     assert len({id(one.result(PATIENCE).resources) for one in loading}) == 2
 
 
-def test_threads_load_the_same_once(slow_method, pool):
-    model = tiny_llama()
-    loading = [slow_method.begin(pool, model), *(pool.submit(load_speculator, model, "slow") for _ in range(3))]
-    slow_method.may_end.set()
-    assert len({id(one.result(PATIENCE).resources) for one in loading}) == slow_method.count == 1
-
-
-def test_thread_that_waited_for_a_failure_tries_itself(slow_method, pool):
+def test_threads_load_the_same_once_and_again_after_a_failure(slow_method, pool):
     model = tiny_llama()
     slow_method.failures = 1
-    loading = [slow_method.begin(pool, model), pool.submit(load_speculator, model, "slow")]
+    loading = [slow_method.begin(pool, model), *(pool.submit(load_speculator, model, "slow") for _ in range(3))]
     slow_method.may_end.set()
     with pytest.raises(OSError, match="the line is dead"):
         loading[0].result(PATIENCE)
-    assert load_speculator(model, "slow").resources is loading[1].result(PATIENCE).resources
+    assert len({id(one.result(PATIENCE).resources) for one in loading[1:]}) == 1
     assert slow_method.count == 2
 
 
@@ -152,7 +143,6 @@ def test_cached_properties_of_instances_do_not_wait_for_each_other(pool):
 
         @cached_property
         def value(self):
-            """Its own text."""
             counts.append(1)
             if self.is_slow:
                 begun.set()
@@ -167,8 +157,6 @@ def test_cached_properties_of_instances_do_not_wait_for_each_other(pool):
     may_end.set()
     assert waiting.result(PATIENCE) is slow_owner
     assert len(counts) == 2
-    assert Owner.value.__doc__ == "Its own text."
-    assert isinstance(vars(RepoFiles)["config"], cached_property)
 
 
 # --------------------------------------------------------------------------------------------------------------- forks
@@ -248,12 +236,6 @@ def test_fork_while_other_threads_load_and_hold_every_lock(slow_method, pool):
 @is_warned_of
 def test_fork_by_the_thread_that_holds_a_lock():
     lock = Lock()
-    with lock:
-        # The child ends the block as well.
-        child = os.fork()
-    if child == 0:
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
 
     def twice():
         with lock, lock:
@@ -289,9 +271,6 @@ def test_recent_forgets_the_least_recently_used():
     assert recent.get("a") == 1
     recent.put("c", 3)
     assert ("a" in recent, "b" in recent, "c" in recent, len(recent)) == (True, False, True, 2)
-    assert recent.get("b", "none") == "none"
-    recent.forget(lambda key: key == "c")
-    assert (recent.get("a"), recent.get("c"), len(recent)) == (1, None, 1)
 
 
 def test_own_forwards_are_shared_and_leave_wherever_an_exception_comes():
@@ -330,9 +309,7 @@ def test_interrupted_calls_leave_nothing_in_a_model(name):
     def state():
         kept = ("_parameters", "_modules", "_buffers")
         parts = [{key: value for key, value in vars(module).items() if key not in kept} for module in model.modules()]
-        return [
-            {key: dict(value) if isinstance(value, dict) else value for key, value in part.items()} for part in parts
-        ]
+        return [{key: dict(own) if isinstance(own, dict) else own for key, own in part.items()} for part in parts]
 
     def call():
         model.generate(**inputs, do_sample=False, max_new_tokens=5, spec_method="recycling")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import AttentionInterface
@@ -161,9 +161,6 @@ def test_calls_beyond_the_kernel():
         assert dict(forward.layers) == {"tree kernel" if reason is None else f"masked: {reason}": 1}, change
 
 
-# ---------------------------------------------------------------------------------------------------------- the switch
-
-
 def test_the_switch_is_on_until_the_last_thread_is_out():
     model = tiny_llama()
     switch = attention_switch(model)
@@ -189,8 +186,7 @@ def test_the_switch_is_on_until_the_last_thread_is_out():
 def test_stand_in_for_each_implementation():
     def during(model) -> str:
         with attention_switch(model)():
-            name = model.config._attn_implementation
-        return name
+            return model.config._attn_implementation
 
     model = tiny_llama()
     for own in ("sdpa", "eager", "flash_attention_2", "flex_attention", "sdpa"):
@@ -198,8 +194,6 @@ def test_stand_in_for_each_implementation():
         model.config._attn_implementation_internal = own
         assert during(model) == ("eager" if own == "eager" else NAME)
         assert model.config._attn_implementation == own
-    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20))
-    assert during(model) == NAME
     # Soft caps of flash attention.
     model = tiny_llama()
     model.config._attn_implementation_internal = "flash_attention_2"
@@ -216,9 +210,6 @@ def test_unknown_implementation_is_refused_before_the_first_forward():
             model.generate(torch.tensor([[3, 4]]), max_new_tokens=3, spec_method="ngram")
     finally:
         AttentionInterface._global_mapping.pop("my_attention")
-
-
-# ---------------------------------------------------------------------------------------------------------- in graphs
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from hf_specdec import CandidateGenerator, DraftTree, UnsupportedModelError
 from hf_specdec.decoding.states import captured_states
@@ -12,7 +11,7 @@ from hf_specdec.target_facts import decoder_layers
 from tests.helpers.families import TOKENS, assert_boundaries, outputs_and_states
 from tests.helpers.images import MODELS, build, image_inputs
 from tests.helpers.levels import in_full
-from tests.helpers.models import VOCAB_SIZE, prompts, tiny_llama
+from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.threads import in_threads
 
 
@@ -48,22 +47,6 @@ def test_each_forward_replaces_the_states_unless_they_are_joined(model):
             expected = torch.cat([first[key], second[key]], dim=1) if joined else second[key]
             assert torch.equal(states[key], expected)
     assert outputs_and_states(model, (), **prompts(2))[1] == {}
-
-
-def test_layers_that_run_twice_count_once_in_each_chunk():
-    """States of a model that goes through its layers again are those of the last time."""
-
-    class Twice(LlamaForCausalLM):
-        def forward(self, input_ids, **kwargs):
-            super().forward(input_ids + 1, use_cache=False)
-            return super().forward(input_ids, **kwargs)
-
-    model = Twice(tiny_llama().config).eval()
-    tokens = prompts(1, length=8, padding=False)["input_ids"].clamp(max=VOCAB_SIZE - 2)
-    with captured_states(model, (0,), joined=True) as states, torch.no_grad():
-        model(tokens[:, :5])
-        model(tokens[:, 5:])
-    assert torch.equal(states[0], model.get_input_embeddings()(tokens))
 
 
 def test_other_threads_are_neither_seen_nor_disturbed():

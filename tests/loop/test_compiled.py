@@ -115,9 +115,6 @@ def test_lean_layers_and_graphs_are_those_of_a_model_that_is_not_compiled():
     target.close()
 
 
-# ---------------------------------------------------------------------------------------- set aside and taken up again
-
-
 def uncompiled_model(model) -> Uncompiled:
     return Uncompiled(may_be_compiled(model))
 

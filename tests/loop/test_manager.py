@@ -10,13 +10,11 @@ import weakref
 from functools import partial
 
 import pytest
-import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from hf_specdec import SpecConfigError, SpeculativeBatchingManager, generate_batch
-from hf_specdec.many.requests import RequestReader
-from tests.helpers.arrivals import NGRAM, Raises, Trouble, prompt, said_alone
+from tests.helpers.arrivals import NGRAM, Raises, prompt, said_alone
 from tests.helpers.models import VOCAB_SIZE, tiny_llama
 from tests.helpers.threads import in_threads
 
@@ -63,9 +61,6 @@ def test_several_sequences_of_a_prompt(model):
     assert len({tuple(output.generated_tokens) for output in outputs.values()}) == 4
 
 
-# -------------------------------------------------------------------------------------------------- requests, streams
-
-
 def test_results_of_requests(model, manager):
     names = manager.add_requests([prompt(index) for index in range(4)])
     assert names == ["req_0", "req_1", "req_2", "req_3"]
@@ -92,25 +87,6 @@ def test_streams_and_cancelled_requests(model, manager):
     assert manager.get_result(long, timeout=60) is None
     # Its name is free again.
     assert_works(model, manager, long)
-
-
-def test_requests_are_prepared_while_others_are_decoded(model, manager, monkeypatch):
-    may_go_on = threading.Event()
-    prepare = RequestReader.row
-
-    def held_up(reader, number, tokens, settings):
-        assert number == 0 or may_go_on.wait(60)
-        return prepare(reader, number, tokens, settings)
-
-    monkeypatch.setattr(RequestReader, "row", held_up)
-    manager.add_request(prompt(0), "first")
-    others = manager.add_requests([prompt(index) for index in range(1, 4)])
-    manager.cancel_request(others[2])
-    assert manager.get_result("first", timeout=60).generated_tokens == expected(model, 0)
-    may_go_on.set()
-    for index, name in enumerate(others[:2], 1):
-        assert manager.get_result(name, timeout=60).generated_tokens == expected(model, index)
-    assert manager.get_result(others[2], timeout=60) is None
 
 
 def test_late_cancellation_concerns_no_later_request(model, manager):
@@ -160,9 +136,6 @@ def test_results_for_an_event_loop(model, manager):
     assert manager.get_result(timeout=0.01) is None
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
-
-
 def test_errors_of_requests(model, manager):
     with pytest.raises(SpecConfigError, match="from 0 to 63"):
         manager.add_request([VOCAB_SIZE])
@@ -196,36 +169,19 @@ def test_manager_starts_anew_after_an_error_of_its_own(model, manager):
     assert_works(model, manager)
 
 
-def test_others_and_the_manager_outlive_a_lack_of_memory(model, manager, monkeypatch):
-    with manager.pause():
-        trouble = Trouble(monkeypatch, "_verify", torch.OutOfMemoryError("no memory"), (4,))
-        manager.add_requests([prompt(0), prompt(1)], max_new_tokens=40)
-    outputs = [manager.get_result(timeout=60) for _ in range(2)]
-    failed = next(output for output in outputs if output.error is not None)
-    (other,) = (output for output in outputs if output is not failed)
-    assert failed.error == "no memory"
-    assert other.generated_tokens == said_alone(model, other.prompt_ids, max_new_tokens=40)
-    assert trouble.calls > 4
-    assert manager.error is None
-    assert_works(model, manager)
-
-
 def test_bad_arguments(model, manager):
     for method, arguments in (
         (manager.get_result, {"timeout": math.nan}),
-        (manager.stop, {"timeout": "x"}),
         (manager.get_result, {"request_id": []}),
+        (manager.stop, {"timeout": "x"}),
         (manager.cancel_request, {"request_id": []}),
         (manager.add_request, {"input_ids": prompt(0), "request_id": [1]}),
         (manager.add_requests, {"inputs": "abc"}),
+        # Outside of an event loop.
         (manager.register_result_handler, {"request_id": "x", "callback": print}),
     ):
         with pytest.raises(SpecConfigError):
             method(**arguments)
-    assert_works(model, manager)
-
-
-# ---------------------------------------------------------------------------------------------------------- the thread
 
 
 def test_stopping_manager_finishes_what_was_added_and_can_be_started_anew(model):

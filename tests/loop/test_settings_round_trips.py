@@ -141,20 +141,7 @@ def test_replace():
     assert "from 1 to 1024" in error_of(config.replace, num_speculative_tokens=0)
 
 
-# ------------------------------------------------------------------------------------------------------ repeated calls
-
-
-def test_repeated_settings_are_validated_once(tmp_path):
-    for value, overrides in (
-        ("toy", {}),
-        ('{"method": "toy", "toy_width": 3}', {"num_speculative_tokens": 4}),
-        ({"method": "toy", "speculative_token_tree": [[0], [1], [0, 0]]}, {}),
-        (None, {"method": "toy", "num_speculative_tokens": "auto"}),
-        ({"method": "suffix+eagle3", "model": "org/head"}, {}),
-    ):
-        config = SpeculativeConfig.resolve(value, **overrides)
-        assert SpeculativeConfig.resolve(copy.deepcopy(value), **overrides) is config
-    # Files are read again.
+def test_files_are_read_again(tmp_path):
     path = tmp_path / "settings.json"
     for width in (3, 5):
         path.write_text(json.dumps({"method": "toy", "toy_width": width}))
@@ -166,9 +153,6 @@ def test_equal_values_of_other_types_are_other_settings():
     assert SpeculativeConfig.resolve("toy", num_speculative_tokens=1).num_speculative_tokens == 1
     for other in (True, 1.0):
         error_of(SpeculativeConfig.resolve, "toy", num_speculative_tokens=other)
-
-
-# ---------------------------------------------------------------------------------------------------------------- vLLM
 
 
 def test_settings_for_vllm():

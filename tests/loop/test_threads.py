@@ -23,7 +23,7 @@ from hf_specdec.decoding.attention import attention_switch
 from hf_specdec.decoding.graphs import ModelGraphs
 from hf_specdec.loaded import record_of
 from hf_specdec.metrics.log_line import IntervalLog
-from hf_specdec.threads import Lock, OwnForwards, Recent, cached_property
+from hf_specdec.threads import Lock, OwnForwards, Recent
 from tests.helpers.architectures import tiny_model
 from tests.helpers.interruptions import interrupted_everywhere
 from tests.helpers.levels import slow
@@ -47,22 +47,15 @@ class SlowMethod:
     def __init__(self):
         self.begun, self.may_end = threading.Semaphore(0), threading.Event()
         self.count, self.failures = 0, 0
-        slow_method = self
 
-        class SlowCandidateGenerator(NgramCandidateGenerator):
-            loaded_by = ("prompt_lookup_max",)
-
-            @classmethod
-            def load(cls, config, target_model):
-                slow_method.count += 1
-                slow_method.begun.release()
-                assert slow_method.may_end.wait(PATIENCE)
-                if slow_method.failures:
-                    slow_method.failures -= 1
-                    raise OSError("the line is dead")
-                return object()
-
-        self.generator = SlowCandidateGenerator
+    def load(self, config, target_model):
+        self.count += 1
+        self.begun.release()
+        assert self.may_end.wait(PATIENCE)
+        if self.failures:
+            self.failures -= 1
+            raise OSError("the line is dead")
+        return object()
 
     def begin(self, pool, model, **settings):
         """Begins to load in a thread."""
@@ -74,13 +67,11 @@ class SlowMethod:
 @pytest.fixture
 def slow_method(pool):
     method = SlowMethod()
-    register_candidate_generator("slow", method.generator)
+    members = {"loaded_by": ("prompt_lookup_max",), "load": staticmethod(method.load)}
+    register_candidate_generator("slow", type("SlowGenerator", (NgramCandidateGenerator,), members))
     yield method
     method.may_end.set()
     unregister_candidate_generator("slow")
-
-
-# ------------------------------------------------------------------------------------------------------------- loading
 
 
 def test_other_drafters_and_targets_do_not_wait(slow_method, pool):
@@ -134,34 +125,6 @@ def test_draft_models_are_built_one_after_the_other(tmp_path, monkeypatch, pool)
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_cached_properties_of_instances_do_not_wait_for_each_other(pool):
-    """Those of functools have one lock of all instances before Python 3.12."""
-    begun, may_end, counts = threading.Event(), threading.Event(), []
-
-    class Owner:
-        is_slow = False
-
-        @cached_property
-        def value(self):
-            counts.append(1)
-            if self.is_slow:
-                begun.set()
-                assert may_end.wait(PATIENCE)
-            return self
-
-    slow_owner, owner = Owner(), Owner()
-    slow_owner.is_slow = True
-    waiting = pool.submit(lambda: slow_owner.value)
-    assert begun.wait(PATIENCE)
-    assert pool.submit(lambda: owner.value).result(PATIENCE) is owner.value is owner
-    may_end.set()
-    assert waiting.result(PATIENCE) is slow_owner
-    assert len(counts) == 2
-
-
-# --------------------------------------------------------------------------------------------------------------- forks
-
-
 def in_a_fork(function) -> None:
     """Runs a function in a forked child, which must come to its end."""
     child = os.fork()
@@ -194,13 +157,9 @@ def held_elsewhere(lock):
     thread.join(PATIENCE)
 
 
-forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 # Python warns of what is tested here.
-is_warned_of = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-
-
-@forks
-@is_warned_of
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_fork_while_other_threads_load_and_hold_every_lock(slow_method, pool):
     model = tiny_llama()
     expected = model.generate(**prompts(1), **GREEDY, spec_method="suffix")
@@ -213,12 +172,12 @@ def test_fork_while_other_threads_load_and_hold_every_lock(slow_method, pool):
     locks += [record.lock, record.searching, log._lock, ModelGraphs()._lock]
     locks += [owner._lock for owner in (cache, attention_switch(model), record.found, record.learnt)]
     assert len(locks) >= 14
-    loading = slow_method.begin(pool, model)
+    loading, held_here = slow_method.begin(pool, model), Lock()
 
     def child():
         slow_method.may_end.set()
-        for lock in locks:
-            with lock:
+        for lock in (*locks, held_here):
+            with lock, lock:
                 pass
         for method in ("suffix", "slow"):
             assert torch.equal(model.generate(**prompts(1), **GREEDY, spec_method=method), expected)
@@ -226,26 +185,11 @@ def test_fork_while_other_threads_load_and_hold_every_lock(slow_method, pool):
     with ExitStack() as stack:
         for lock in locks:
             stack.enter_context(held_elsewhere(lock))
-        in_a_fork(child)
+        with held_here:
+            in_a_fork(child)
     assert not slow_method.may_end.is_set()
     slow_method.may_end.set()
     assert loading.result(PATIENCE).method == "slow"
-
-
-@forks
-@is_warned_of
-def test_fork_by_the_thread_that_holds_a_lock():
-    lock = Lock()
-
-    def twice():
-        with lock, lock:
-            pass
-
-    with lock:
-        in_a_fork(twice)
-
-
-# ----------------------------------------------------------------------------------------------------------- lifetimes
 
 
 def test_nothing_that_is_kept_for_a_target_keeps_it_alive():

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import AttentionInterface
@@ -29,13 +28,9 @@ from hf_specdec.drafts import chain_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from tests.helpers.architectures import CHAINS_ONLY, tiny_model
 from tests.helpers.families import TREE, Case, implementations
-from tests.helpers.levels import in_full
+from tests.helpers.levels import full, in_full
+from tests.helpers.models import tiny_llama
 from tests.helpers.tape import tape_everything
-
-
-def tiny_llama(**values) -> LlamaForCausalLM:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes, **values)).eval()
 
 
 def test_other_calls_go_to_transformers():
@@ -60,12 +55,11 @@ KERNEL, OWN_MASK, BIAS = "tree kernel", "masked: a mask of the model's own", "ma
 # One for every way to hand over a mask, and the others' reasons.
 COMPUTED_BY = [
     ("gemma2", None, KERNEL),
-    ("llama4_text", None, KERNEL),
     ("bloom", None, "masked"),
     *in_full(
         *((name, "eager", KERNEL) for name in ("gemma3_text", "mistral", "gpt2")),
         *((name, None, KERNEL) for name in ("bert", "gemma3_text", "gpt2", "gpt_oss", "granite_swa", "llama")),
-        *((name, None, KERNEL) for name in ("modernbert-decoder", "qwen2", "qwen3_next", "whisper")),
+        *((name, None, KERNEL) for name in ("llama4_text", "modernbert-decoder", "qwen2", "qwen3_next", "whisper")),
         *((name, None, "masked") for name in ("deepseek_v32", "falcon")),
         ("doge", None, OWN_MASK),
         ("inkling_text", None, BIAS),
@@ -123,6 +117,7 @@ def test_layers_beyond_the_kernel_are_masked(with_kernel):
     )
 
 
+@full
 def test_more_nodes_than_bits_are_masked(with_kernel):
     case = Case("llama", tiny_model("llama"), new_tokens=8)
     output = case.speculate(1, num_speculative_tokens=2, tree=(-1,) * MAX_NODES, accuracy=0.0)
@@ -183,6 +178,7 @@ def test_the_switch_is_on_until_the_last_thread_is_out():
     assert model.config._attn_implementation == "sdpa"
 
 
+@full
 def test_stand_in_for_each_implementation():
     def during(model) -> str:
         with attention_switch(model)():

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin
 
 import hf_specdec
 from hf_specdec import SpecConfigError, SpeculativeConfig, hook, record
+from tests.helpers.levels import full
 from tests.helpers.models import prompts, tiny_llama
 
 
@@ -22,17 +23,6 @@ def inputs():
     return prompts(2, length=9)
 
 
-@pytest.fixture
-def configured(tmp_path):
-    """A model of its own whose saved generation config has settings."""
-    model = tiny_llama()
-    hf_specdec.store_settings(model.generation_config, NGRAM)
-    model.save_pretrained(tmp_path / "model")
-    saved = json.loads((tmp_path / "model" / "generation_config.json").read_text())
-    assert saved["speculative"] == NGRAM
-    return AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-
-
 def generate(model, inputs, **arguments):
     """The text, and the statistics of the speculative calls."""
     with record() as made:
@@ -40,8 +30,13 @@ def generate(model, inputs, **arguments):
     return output, [call.stats for call in made.calls]
 
 
-def test_written_settings_switch_nothing_on(configured, inputs, warnings):
-    plain = tiny_llama().generate(**inputs, **SETTINGS)
+def test_written_settings_switch_nothing_on(inputs, tmp_path, warnings):
+    model = tiny_llama()
+    plain = model.generate(**inputs, **SETTINGS)
+    hf_specdec.store_settings(model.generation_config, NGRAM)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["speculative"] == NGRAM
+    configured = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     config = {**SETTINGS, "pad_token_id": 0}
     for call in (
         {},
@@ -138,6 +133,7 @@ def test_objects_count_as_arguments(inputs, tmp_path):
         model.generate(**inputs, **SETTINGS, num_beams=2)
 
 
+@full
 def test_config_with_objects_is_shown_and_saved(inputs, tmp_path):
     model, config = tiny_llama(), GenerationConfig(**SETTINGS)
     config.assistant = hf_specdec.load_speculator(model, "draft_model", draft_model=tiny_llama(seed=1))

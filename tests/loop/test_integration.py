@@ -31,7 +31,7 @@ from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.decoding import functional
 from hf_specdec.loaded import record_of
 from hf_specdec.patching import original_generate
-from tests.helpers.levels import full
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.paths import ROOT
 from tests.helpers.threads import in_threads
@@ -89,6 +89,7 @@ def test_signature_and_docstring_show_the_arguments():
     assert list(inspect.signature(hf_specdec.generate).parameters)[2:7] == list(ARGUMENTS)
 
 
+@full
 def test_class_with_a_generate_of_its_own(inputs, plain):
     class Own(LlamaForCausalLM):
         def generate(self, inputs=None, flavour=None, **kwargs):
@@ -103,7 +104,7 @@ def test_class_with_a_generate_of_its_own(inputs, plain):
     assert num_calls(lambda: [hf_specdec.generate(model, **inputs, **NGRAM)], plain) == 1
 
 
-@pytest.mark.parametrize("says_what_it_wraps", [True, False])
+@pytest.mark.parametrize("says_what_it_wraps", [True, *in_full(False)])
 def test_patches_of_other_packages_survive(model, inputs, plain, says_what_it_wraps):
     passed = []
     original, ours = original_generate(GenerationMixin), GenerationMixin.generate
@@ -271,15 +272,6 @@ def test_loaded_drafters_are_remembered():
     assert load_speculator(model, "suffix").resources is not memory
 
 
-def test_speculator_without_texts():
-    model, draft = tiny_llama(), tiny_llama(seed=1)
-    combined = load_speculator(model, "suffix+draft_model", draft_model=draft)
-    fresh = combined.without_texts(model)
-    assert (fresh.config, fresh.profile) == (combined.config, combined.profile)
-    assert fresh.resources.retrieval is not combined.resources.retrieval
-    assert fresh.resources.model is combined.resources.model
-
-
 def test_pipeline(model, tokenizer):
     """The drafter is an argument of the pipeline or of the call."""
 
@@ -332,6 +324,7 @@ def test_prompts_on_another_device_are_moved_to_the_model():
     assert integration._move_to_model(elsewhere, arguments) is None
 
 
+@full
 def test_gradient_checkpointing_is_named(inputs):
     model = tiny_llama(seed=7)
     with warnings.catch_warnings():

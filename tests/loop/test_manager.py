@@ -15,6 +15,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from hf_specdec import SpecConfigError, SpeculativeBatchingManager, generate_batch
 from tests.helpers.arrivals import NGRAM, Raises, prompt, said_alone
+from tests.helpers.levels import full
 from tests.helpers.models import VOCAB_SIZE, tiny_llama
 from tests.helpers.threads import in_threads
 
@@ -52,11 +53,8 @@ def test_outputs_of_batches_are_those_of_transformers(model):
     right, wrong = generate_batch(model, [prompt(0), [VOCAB_SIZE]], max_new_tokens=3, do_sample=False).values()
     assert (right.status, wrong.status) == (RequestStatus.FINISHED, RequestStatus.FAILED)
     assert "from 0 to 63" in wrong.error
-
-
-def test_several_sequences_of_a_prompt(model):
     config = GenerationConfig(do_sample=True, max_new_tokens=9, num_return_sequences=2, pad_token_id=0)
-    outputs = model.generate_batch([prompt(0), prompt(1)], config, **NGRAM)
+    outputs = model.generate_batch(prompts[:2], config, **NGRAM)
     assert list(outputs) == ["req_0__child#0", "req_0", "req_1__child#0", "req_1"]
     assert len({tuple(output.generated_tokens) for output in outputs.values()}) == 4
 
@@ -169,6 +167,7 @@ def test_manager_starts_anew_after_an_error_of_its_own(model, manager):
     assert_works(model, manager)
 
 
+@full
 def test_bad_arguments(model, manager):
     for method, arguments in (
         (manager.get_result, {"timeout": math.nan}),
@@ -196,6 +195,7 @@ def test_stopping_manager_finishes_what_was_added_and_can_be_started_anew(model)
     assert not manager.is_running()
 
 
+@full
 def test_manager_has_one_thread(manager):
     manager.stop()
     in_threads(*[manager.start] * 8)
@@ -204,6 +204,7 @@ def test_manager_has_one_thread(manager):
         assert [thread for thread in decoding if thread._args[0]() is manager] == [manager._thread]
 
 
+@full
 def test_manager_that_nobody_holds_ends():
     target = tiny_llama(seed=4)
     manager = SpeculativeBatchingManager(target, do_sample=False, max_new_tokens=8, **NGRAM)

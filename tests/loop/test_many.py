@@ -35,7 +35,7 @@ from tests.helpers.arrivals import (
     said_alone,
     sampled_alone,
 )
-from tests.helpers.levels import split
+from tests.helpers.levels import full, in_full, split
 from tests.helpers.models import letter_tokenizer, nothing_runs, tiny_gpt2, tiny_mistral
 from tests.helpers.threads import in_threads
 
@@ -59,6 +59,7 @@ def test_requests_are_taken_when_there_is_room(model):
         next(results)
 
 
+@full
 def test_results_are_asked_for_one_after_the_other(model):
     """Where another result is asked for while one is made, that is refused, and the run goes on."""
 
@@ -105,7 +106,7 @@ def test_max_tokens_in_flight(model, monkeypatch):
     ("name", "error", "times", "sample"),
     [
         ("_verify", torch.OutOfMemoryError("no memory"), (3, 4), True),
-        ("begin", UnsupportedModelError("not this one"), (2,), False),
+        *in_full(("begin", UnsupportedModelError("not this one"), (2,), False)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
@@ -163,6 +164,7 @@ def test_targets_that_count_slots_are_refused():
     assert run_many(target, [prompt(0)], 1)[0].tokens == said_alone(target, prompt(0))
 
 
+@full
 def test_no_rows_tensors_and_hooks_are_left_behind(model):
     def living() -> int:
         gc.collect()
@@ -188,6 +190,7 @@ def test_listeners_are_told(model):
     assert all(len(row.committed_scores) == len(row.committed_tokens) for row in traces)
 
 
+@full
 def test_shards(model):
     requests, how = [prompt(index) for index in range(5)], {"do_sample": True, "seed": 3}
     whole = [result.tokens for result in run_many(model, requests, **how)]

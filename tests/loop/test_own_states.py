@@ -177,6 +177,7 @@ def test_draft_models(models, name):
         assert accepted == drafted > 0 if draft_model is models[name] else 0 < accepted < drafted
 
 
+@full
 def test_parts_with_a_forward_of_their_own_are_refused(models):
     for name, part in zip(NAMES, ("rg_lru", "attention", "mlstm_layer")):
         module = getattr(next(iter(own_layers(models[name]))), part)

@@ -26,7 +26,7 @@ from hf_specdec.decoding.target import SlotModel
 from hf_specdec.drafts import TreeTopology, chain_topology
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
-from tests.helpers.levels import in_full, split
+from tests.helpers.levels import full, in_full, split
 from tests.helpers.scripted import scripted_speculator
 
 
@@ -341,6 +341,7 @@ def test_other_calls_get_the_own_forward():
             assert torch.equal(module(hidden), expected)
 
 
+@full
 def test_mixers_of_unknown_functions_and_replaced_forwards_are_stepped():
     for name, is_known in (("lfm2", True), ("mamba2", True), ("zaya", False)):
         model = tiny_model(name)

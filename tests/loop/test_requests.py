@@ -14,6 +14,7 @@ from hf_specdec.decoding.joint import TokenLogprobs
 from hf_specdec.many.journal import Journal
 from hf_specdec.many.results import RequestResult
 from tests.helpers.arrivals import NGRAM, Raises, prompt, run_many, said_alone
+from tests.helpers.levels import full
 from tests.helpers.models import VOCAB_SIZE, letter_tokenizer, nothing_runs
 
 
@@ -206,6 +207,7 @@ def test_damaged_journals_are_told_by_their_line(tmp_path):
         Journal(path)
 
 
+@full
 def test_journals_that_cannot_be_read_or_written(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "itself").symlink_to(tmp_path / "itself")

@@ -19,6 +19,7 @@ from hf_specdec.method import built_in_methods, takes_model
 from hf_specdec.settings import CONFIG_NAME, SpeculativeConfig
 from hf_specdec.settings.names import PendingOptions, key_of, option_fields, options_class
 from hf_specdec.validation import Bounds, hints_of, types_of
+from tests.helpers.levels import full
 from tests.helpers.toy_method import ToyOptions, error_of
 
 
@@ -121,6 +122,7 @@ def test_static_trees_and_acceptance_rules():
     assert (typical.posterior_threshold, typical.posterior_alpha) == (0.09, 0.3)
 
 
+@full
 def test_lengths_adapt_where_nothing_says_otherwise(monkeypatch):
     for given_settings, adaptive in (
         ({}, True),
@@ -320,6 +322,7 @@ def test_errors_do_not_show_a_token():
     assert TOKEN not in error_of(SpeculativeConfig, "ngram", token=TOKEN)
 
 
+@full
 def test_environment_variables(monkeypatch):
     assert {word.upper() for word in environment._TRUE} == ENV_VARS_TRUE_VALUES
     for default in (True, False):

@@ -73,13 +73,6 @@ tree_settings = st.fixed_dictionaries(
 )
 
 
-def test_strategies_cover_every_setting():
-    of_rules = {key for choices in RULE_VALUES.values() for values in choices for key in values}
-    others = {"method", "model", "speculative_token_tree", "control_profile", "options"}
-    assert {*others, *COMMON_VALUES, *of_rules} == {item.name for item in fields(SpeculativeConfig)}
-    assert {item.key for item in describe_settings("toy")} == set(TOY_VALUES)
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(flat=flat_settings | tree_settings, data=st.data())
 def test_round_trip(flat, data, tmp_path):
@@ -121,12 +114,10 @@ def test_hash_is_the_same_in_every_process():
 def test_built_in_methods():
     """Their settings are explained, have names of their own, and survive."""
     common = {item.name for item in fields(SpeculativeConfig)}
-    assert all(item.help.strip().endswith(".") for item in describe_settings(None))
     for method in (own.name for own in built_in_methods()):
-        config = SpeculativeConfig(method)
+        config, described = SpeculativeConfig(method), describe_settings(method)
         assert SpeculativeConfig.from_dict(config.to_dict(defaults=True)) == config
         assert config.to_dict() == {"method": method}
-        described = describe_settings(method)
         assert all(item.help.strip().endswith(".") for item in described)
         names = {item.name for item in fields(resolve_candidate_generator(method).options_class)}
         assert not ({item.key for item in described} | names) & common
@@ -141,15 +132,13 @@ def test_replace():
     assert "from 1 to 1024" in error_of(config.replace, num_speculative_tokens=0)
 
 
-def test_files_are_read_again(tmp_path):
+@full
+def test_what_is_remembered_of_earlier_calls(tmp_path):
+    """Neither files, nor equal values of other types."""
     path = tmp_path / "settings.json"
     for width in (3, 5):
         path.write_text(json.dumps({"method": "toy", "toy_width": width}))
         assert SpeculativeConfig.resolve(path).options.width == width
-        assert SpeculativeConfig.resolve(str(path)).options.width == width
-
-
-def test_equal_values_of_other_types_are_other_settings():
     assert SpeculativeConfig.resolve("toy", num_speculative_tokens=1).num_speculative_tokens == 1
     for other in (True, 1.0):
         error_of(SpeculativeConfig.resolve, "toy", num_speculative_tokens=other)

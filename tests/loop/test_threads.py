@@ -23,10 +23,10 @@ from hf_specdec.decoding.attention import attention_switch
 from hf_specdec.decoding.graphs import ModelGraphs
 from hf_specdec.loaded import record_of
 from hf_specdec.metrics.log_line import IntervalLog
-from hf_specdec.threads import Lock, OwnForwards, Recent
+from hf_specdec.threads import Lock, OwnForwards
 from tests.helpers.architectures import tiny_model
 from tests.helpers.interruptions import interrupted_everywhere
-from tests.helpers.levels import slow
+from tests.helpers.levels import full, slow
 from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.threads import PATIENCE
 
@@ -96,6 +96,7 @@ def test_threads_load_the_same_once_and_again_after_a_failure(slow_method, pool)
     assert slow_method.count == 2
 
 
+@full
 def test_what_was_forgotten_meanwhile_is_loaded_again(slow_method, pool):
     model = tiny_llama()
     loading = slow_method.begin(pool, model)
@@ -104,6 +105,7 @@ def test_what_was_forgotten_meanwhile_is_loaded_again(slow_method, pool):
     assert load_speculator(model, "slow").resources is not loading.result(PATIENCE).resources
 
 
+@full
 def test_draft_models_are_built_one_after_the_other(tmp_path, monkeypatch, pool):
     """Meanwhile torch's default dtype is another one, in all threads."""
     for number in range(2):
@@ -206,15 +208,6 @@ def test_nothing_that_is_kept_for_a_target_keeps_it_alive():
     del one, two, target, draft, wrapper
     gc.collect()
     assert [reference() for reference in references] == [None, None, None]
-
-
-def test_recent_forgets_the_least_recently_used():
-    recent = Recent(2)
-    recent.put("a", 1)
-    recent.put("b", 2)
-    assert recent.get("a") == 1
-    recent.put("c", 3)
-    assert ("a" in recent, "b" in recent, "c" in recent, len(recent)) == (True, False, True, 2)
 
 
 def test_own_forwards_are_shared_and_leave_wherever_an_exception_comes():

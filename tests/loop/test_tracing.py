@@ -5,7 +5,7 @@ import torch
 
 from hf_specdec import demo, load_speculator, record
 from hf_specdec.decoding.tracing import token_scores
-from tests.helpers.levels import in_full
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts, scripted_for
 
 
@@ -51,6 +51,7 @@ def test_scores_are_those_of_a_plain_forward(model, tree, batch_size):
     assert new == [row[inputs["input_ids"].shape[1] :] for row in plain.tolist()]
 
 
+@full
 def test_sampled_drafts_have_the_probability_of_their_draw():
     target, inputs = demo.load_target(), demo.load_tokenizer()("def read(path):\n", return_tensors="pt")
     model = demo.drafter_path("draft_model")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DeepseekV32Config, DynamicCache, Gemma2Config, LlamaConfig, StaticCache
 
-from hf_specdec.decoding.cache import SlotCache, SlotLayer, compact, fill_cache
+from hf_specdec.decoding.cache import SlotCache, SlotLayer, compact
 from tests.helpers.levels import in_full
 
 
@@ -119,51 +116,6 @@ def test_compact_fills_holes_from_the_end(finished):
     keep = compact(finished)
     assert sorted(keep) == [row for row, done in enumerate(finished) if not done]
     assert all(row == place or (finished[place] and row > place) for place, row in enumerate(keep))
-
-
-CONFIGS = {
-    "full": (LlamaConfig, {}),
-    "sliding": (Gemma2Config, {"sliding_window": 4}),
-    "indexed": (DeepseekV32Config, {"mlp_layer_types": ["dense", "dense"]}),
-}
-
-
-static = partial(StaticCache, max_cache_len=9)
-
-
-@pytest.mark.parametrize(
-    ("kind", "make"),
-    [("sliding", DynamicCache), ("indexed", static), *in_full(("full", DynamicCache), ("sliding", static))],
-)
-def test_keys_and_values_go_to_a_cache_of_transformers_and_back(kind, make):
-    config_class, values = CONFIGS[kind]
-    config = config_class(num_hidden_layers=2, **values)
-    indexed = kind == "indexed"
-    cache, fresh = SlotCache(4), Tokens()
-    tokens = fresh(2, 6)
-    write(cache, tokens, indexed)
-    cache.start_slots(2)
-
-    filled, reference = make(config=config), make(config=config)
-    fill_cache(filled, [[buffer[:, :, :6] for buffer in layer.buffers] for layer in cache.layers])
-    write(reference, tokens, indexed)
-    for ours, theirs in zip(filled.layers, reference.layers):
-        assert type(ours) is type(theirs)
-        assert ours.get_seq_length() == theirs.get_seq_length() == 6
-        for name in ("keys", "values", *["indexer_keys"] * indexed):
-            assert torch.equal(getattr(ours, name), getattr(theirs, name))
-
-    again = SlotCache(4)
-    again.load(filled)
-    again.start_slots(2)
-    assert again.lengths == [6, 6]
-    # A window's last token is the next one, for which a static layer has room.
-    window = {0: 3 if make is DynamicCache else 4} if kind == "sliding" else {}
-    for layer in range(2):
-        kept = window.get(layer, 6)
-        for ours, theirs in zip(again.row_states(1)[layer], cache.row_states(1)[layer]):
-            assert torch.equal(ours[:, -kept:], theirs[:, -kept:])
-            assert not ours[:, : 6 - kept].any()
 
 
 def test_growth_of_buffers():

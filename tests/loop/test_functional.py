@@ -10,7 +10,7 @@ from hf_specdec.decoding.functional import FunctionalSlotModel, has_lean_forward
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from tests.helpers.architectures import tiny_model
-from tests.helpers.levels import split
+from tests.helpers.levels import full, split
 from tests.helpers.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama
 
 

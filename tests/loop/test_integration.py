@@ -98,7 +98,6 @@ def test_class_with_a_generate_of_its_own(inputs, plain):
 
     model = tiny_llama()
     model.__class__ = Own
-    assert list(inspect.signature(model.generate).parameters) == ["inputs", "flavour", "kwargs"]
     assert num_calls(lambda: [model.generate(**inputs, **NGRAM, flavour=1)], plain) == 1
     assert num_calls(lambda: [model.generate(**inputs, **SETTINGS)], plain) == 0
     assert num_calls(lambda: [hf_specdec.generate(model, **inputs, **NGRAM)], plain) == 1

@@ -105,8 +105,6 @@ def test_names_of_sglang(tmp_path):
     assert published_config({**head, **sglang}, "a card", with_place=True) == SpeculativeConfig(**head, **own)
     unread = SpeculativeConfig(model="org/head", speculative_num_draft_tokens=60)
     assert unread.replace(method="eagle3").options.num_draft_nodes == 59
-    error_of(SpeculativeConfig, **head, speculative_num_draft_tokens=60, num_draft_nodes=59)
-    error_of(SpeculativeConfig, **head, speculative_num_draft_tokens=1)
 
 
 def test_static_trees_and_acceptance_rules():
@@ -185,11 +183,8 @@ REFUSED = [
     ({"num_speculative_tokens": 0}, "`num_speculative_tokens` must be an integer from 1 to 1024, got 0"),
     ({"num_speculative_tokens": "5"}, "without quotes"),
     ({"trust_remote_code": "true"}, "True or False"),
-    ({"model": 5}, "`model`"),
     ({"dtype": "bf16"}, "Did you mean 'bfloat16'?"),
-    ({"quantization": "awq"}, "'bitsandbytes_4bit'"),
     ({"posterior_threshold": 0.2}, "='typical'"),
-    ({"posterior_threshold": 1.5, "rejection_sample_method": "typical"}, "a number from 0 to 1"),
     ({"rejection_sample_method": "synthetic"}, "neither"),
     (dict(rejection_sample_method="synthetic", synthetic_acceptance_rates=[1], synthetic_acceptance_length=2), "both"),
     ({"synthetic_acceptance_length": 0.5, "rejection_sample_method": "synthetic"}, "from 1 to 1025"),
@@ -203,10 +198,8 @@ REFUSED = [
     ({"speculative_token_tree": list(range(1029))}, "1029 nodes"),
     ({"speculative_token_tree": [[0]], "num_speculative_tokens": 2}, "1 nodes"),
     (None, "neither"),
-    ("", "empty"),
     ("{'method': 'toy'}", "not valid JSON"),
     ("no/such/file.json", "cannot be read"),
-    (["toy"], "list"),
     ("off", "is plain generation, and names no drafter"),
     # Not taken for a repository.
     ("sufix", "Did you mean 'suffix'?"),

@@ -22,28 +22,22 @@ from tests.helpers.toy_method import error_of
 pytestmark = pytest.mark.usefixtures("toy_method")
 
 WORDS = st.text("abcdefgh-_./", min_size=1, max_size=12)
+LARGE = st.integers(1, 2**31 - 1)
+LENGTHS = st.dictionaries(st.integers(2, 99), st.just(1), max_size=3).map(lambda lengths: {1: 1, **lengths})
 COMMON_VALUES = {
     "num_speculative_tokens": st.integers(1, 1024),
     "draft_tensor_parallel_size": st.integers(1, 4),
     "quantization": st.sampled_from(["bitsandbytes_4bit", "nf4", "fp4", "8bit"]),
     "dtype": st.sampled_from(["auto", "float32", "float16", "bfloat16"]),
     "device": st.sampled_from(["cpu", "cuda:1"]),
-    "max_model_len": st.integers(1, 2**31 - 1),
-    "revision": WORDS,
-    "code_revision": WORDS,
-    "subfolder": WORDS,
-    "cache_dir": WORDS,
-    "local_files_only": st.booleans(),
     "token": WORDS | st.booleans(),
-    "trust_remote_code": st.booleans(),
     "trusted_owners": st.lists(st.sampled_from(["user", "org"]), max_size=2).map(tuple),
-    "enforce_eager": st.booleans(),
-    "num_speculative_tokens_per_batch_size": st.dictionaries(st.integers(2, 99), st.just(1), max_size=3).map(
-        lambda lengths: {1: 1, **lengths}
-    ),
-    "disable_by_batch_size": st.integers(1, 2**31 - 1),
-    "disable_padded_drafter_batch": st.booleans(),
+    "num_speculative_tokens_per_batch_size": LENGTHS,
     "rejection_sample_method": st.sampled_from(["standard", "block"]),
+    **dict.fromkeys(["max_model_len", "disable_by_batch_size"], LARGE),
+    **dict.fromkeys(["revision", "code_revision", "subfolder", "cache_dir"], WORDS),
+    **dict.fromkeys(["local_files_only", "trust_remote_code", "enforce_eager"], st.booleans()),
+    "disable_padded_drafter_batch": st.booleans(),
 }
 RATES = st.lists(st.floats(0, 1), min_size=1, max_size=5).map(lambda rates: sorted(rates, reverse=True))
 # Settings of one acceptance rule, each of which the rule can do without.
@@ -65,12 +59,8 @@ rule_settings = st.one_of(
 flat_settings = (
     st.fixed_dictionaries({"method": st.just("toy")}, optional={**COMMON_VALUES, **TOY_VALUES}) | rule_settings
 )
-tree_settings = st.fixed_dictionaries(
-    {"method": st.just("toy"), "model": WORDS},
-    optional={
-        "speculative_token_tree": st.sampled_from(["[(0,)]", [[0], [1], [1, 0]], ((0,), (0, 0)), [0, 0, 2], "eagle_1"])
-    },
-)
+TREES = st.sampled_from(["[(0,)]", [[0], [1], [1, 0]], ((0,), (0, 0)), [0, 0, 2], "eagle_1"])
+tree_settings = st.fixed_dictionaries({"method": st.just("toy"), "model": WORDS, "speculative_token_tree": TREES})
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

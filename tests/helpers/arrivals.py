@@ -7,10 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from transformers import StoppingCriteria
 
-from hf_specdec import generate_many, load_speculator
+from hf_specdec import generate_many
 from hf_specdec.decoding.joint import JointLoop
-from hf_specdec.many.engine import Engine
-from hf_specdec.many.requests import RequestReader
 from tests.helpers.models import VOCAB_SIZE
 
 
@@ -41,13 +39,6 @@ def run_many(model, requests, batch_size: int = 3, **settings) -> list:
     """Results of greedy requests, in order."""
     settings = {"do_sample": False, "max_new_tokens": 12, **NGRAM, **settings}
     return list(generate_many(model, requests, batch_size, in_order=True, **settings))
-
-
-def engine_of(model, method: str, places: int, settings: dict, **how) -> tuple[RequestReader, Engine]:
-    """A reader of requests with common settings, and an engine with places for them."""
-    reader = RequestReader(model, settings, seed=3, num_places=places)
-    speculator = load_speculator(model, method, num_speculative_tokens=4)
-    return reader, Engine(model, speculator, reader, places, **how)
 
 
 class Raises(StoppingCriteria):
@@ -87,13 +78,7 @@ def arrivals(count: int, num_kinds: int):
     return st.lists(one, min_size=count, max_size=count)
 
 
-def check_each_for_itself(
-    reader: RequestReader,
-    engine: Engine,
-    requests: list[dict],
-    alone: list[list[int]],
-    arrived: list[tuple[int, int, str]],
-) -> None:
+def check_each_for_itself(reader, engine, requests: list[dict], alone: list[list[int]], arrived: list[tuple]) -> None:
     """Of all that can happen to its neighbours a request notices nothing.
 
     Args:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import AttentionInterface
@@ -23,7 +21,6 @@ from hf_specdec.decoding.attention import (
     attention_switch,
     running,
     slot_attention,
-    slot_mask,
 )
 from hf_specdec.decoding.functional import has_lean_forward
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, slot_tree
@@ -31,13 +28,9 @@ from hf_specdec.drafts import chain_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from tests.helpers.architectures import CHAINS_ONLY, tiny_model
 from tests.helpers.families import TREE, Case, implementations
-from tests.helpers.levels import in_full
+from tests.helpers.levels import full, in_full
+from tests.helpers.models import tiny_llama
 from tests.helpers.tape import tape_everything
-
-
-def tiny_llama(**values) -> LlamaForCausalLM:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes, **values)).eval()
 
 
 def test_other_calls_go_to_transformers():
@@ -62,15 +55,11 @@ KERNEL, OWN_MASK, BIAS = "tree kernel", "masked: a mask of the model's own", "ma
 # One for every way to hand over a mask, and the others' reasons.
 COMPUTED_BY = [
     ("gemma2", None, KERNEL),
-    ("llama4_text", None, KERNEL),
-    ("gemma3_text", "eager", KERNEL),
     ("bloom", None, "masked"),
     *in_full(
-        ("whisper", None, KERNEL),
-        ("gpt_oss", None, KERNEL),
-        *((name, "eager", KERNEL) for name in ("llama", "mistral", "gpt2")),
-        *((name, None, KERNEL) for name in ("bert", "gemma3_text", "gemma4_text", "gpt2", "granite_swa", "llama")),
-        *((name, None, KERNEL) for name in ("modernbert-decoder", "qwen2", "qwen3_next")),
+        *((name, "eager", KERNEL) for name in ("gemma3_text", "mistral", "gpt2")),
+        *((name, None, KERNEL) for name in ("bert", "gemma3_text", "gpt2", "gpt_oss", "granite_swa", "llama")),
+        *((name, None, KERNEL) for name in ("llama4_text", "modernbert-decoder", "qwen2", "qwen3_next", "whisper")),
         *((name, None, "masked") for name in ("deepseek_v32", "falcon")),
         ("doge", None, OWN_MASK),
         ("inkling_text", None, BIAS),
@@ -91,7 +80,7 @@ def test_what_computes_the_attention(name, own, computed_by, with_kernel):
 
 @pytest.mark.parametrize(
     ("name", "chunk"),
-    [("gemma3_text", 5), *in_full(*product(["llama", "mistral", "qwen2"], [None, 5]), ("gemma3_text", None))],
+    [("gemma3_text", 5), *in_full(("llama", None), ("mistral", 5))],
 )
 def test_padded_prompts_need_no_masks(name, chunk, with_kernel, monkeypatch):
     """With windows shorter than the prompts, and in parts."""
@@ -114,21 +103,6 @@ def test_padded_prompts_need_no_masks(name, chunk, with_kernel, monkeypatch):
     assert any(tree.lengths.any() for tree in prompts) == (chunk is not None)
 
 
-def test_other_padding_of_prompts_is_masked():
-    """As well as what a user adds to masks, and what has no padding and no window."""
-    how = {"batch_size": 1, "q_length": 6, "kv_length": 6, "q_offset": 0, "device": "cpu"}
-    left = torch.tensor([[0, 1, 1, 1, 1, 1]]).bool()
-    with running(VerificationForward(reads_prompts=True)):
-        for padding in ([[1, 1, 0, 1, 1, 1]], [[0, 1, 1, 1, 0, 0]]):
-            mask = slot_mask(attention_mask=torch.tensor(padding).bool(), **how)
-            assert (mask.dtype, mask.device.type) == (torch.bool, "cpu")
-        assert slot_mask(attention_mask=left, **how).device.type == "meta"
-        assert slot_mask(attention_mask=left, **how, allow_is_causal_skip=False).device.type == "cpu"
-        assert slot_mask(attention_mask=None, **how) is None
-        assert slot_mask(attention_mask=None, **how, local_size=4).device.type == "meta"
-    assert slot_mask(attention_mask=left, **how).device.type == "cpu"
-
-
 def test_layers_beyond_the_kernel_are_masked(with_kernel):
     """Eagerly, where the model caps its scores; the others go on through the kernel."""
     case = Case("gemma2", tiny_model("gemma2"))
@@ -143,6 +117,7 @@ def test_layers_beyond_the_kernel_are_masked(with_kernel):
     )
 
 
+@full
 def test_more_nodes_than_bits_are_masked(with_kernel):
     case = Case("llama", tiny_model("llama"), new_tokens=8)
     output = case.speculate(1, num_speculative_tokens=2, tree=(-1,) * MAX_NODES, accuracy=0.0)
@@ -181,26 +156,10 @@ def test_calls_beyond_the_kernel():
         assert dict(forward.layers) == {"tree kernel" if reason is None else f"masked: {reason}": 1}, change
 
 
-# ---------------------------------------------------------------------------------------------------------- the switch
-
-
-def test_the_switch_is_on_inside_only():
+def test_the_switch_is_on_until_the_last_thread_is_out():
     model = tiny_llama()
     switch = attention_switch(model)
     assert attention_switch(model) is switch
-    with switch():
-        with switch():
-            assert model.config._attn_implementation == NAME
-        assert model.config._attn_implementation == NAME
-    assert model.config._attn_implementation == "sdpa"
-    with pytest.raises(KeyboardInterrupt), switch():
-        raise KeyboardInterrupt
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_the_last_thread_out_restores():
-    model = tiny_llama()
-    switch = attention_switch(model)
     inside, leave = threading.Event(), threading.Event()
 
     def stay():
@@ -211,19 +170,19 @@ def test_the_last_thread_out_restores():
     thread = threading.Thread(target=stay)
     thread.start()
     assert inside.wait(60)
-    with switch():
-        pass
+    with pytest.raises(KeyboardInterrupt), switch(), switch():
+        raise KeyboardInterrupt
     assert model.config._attn_implementation == NAME
     leave.set()
     thread.join(60)
     assert model.config._attn_implementation == "sdpa"
 
 
+@full
 def test_stand_in_for_each_implementation():
     def during(model) -> str:
         with attention_switch(model)():
-            name = model.config._attn_implementation
-        return name
+            return model.config._attn_implementation
 
     model = tiny_llama()
     for own in ("sdpa", "eager", "flash_attention_2", "flex_attention", "sdpa"):
@@ -231,8 +190,6 @@ def test_stand_in_for_each_implementation():
         model.config._attn_implementation_internal = own
         assert during(model) == ("eager" if own == "eager" else NAME)
         assert model.config._attn_implementation == own
-    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20))
-    assert during(model) == NAME
     # Soft caps of flash attention.
     model = tiny_llama()
     model.config._attn_implementation_internal = "flash_attention_2"
@@ -251,16 +208,13 @@ def test_unknown_implementation_is_refused_before_the_first_forward():
         AttentionInterface._global_mapping.pop("my_attention")
 
 
-# ---------------------------------------------------------------------------------------------------------- in graphs
-
-
-@pytest.fixture
-def made(monkeypatch, with_kernel) -> list[str]:
-    """Stand-ins for masks in the forwards that were recorded, in order."""
+@pytest.mark.parametrize(
+    ("name", "masks_are_read"),
+    [("gpt_oss", False), ("falcon", True), *in_full(("doge", True), ("llama", False), ("gpt2", False))],
+)
+def test_captured_forwards_make_no_masks_that_nothing_reads(name, masks_are_read, with_kernel, monkeypatch):
     tape_everything(monkeypatch)
-    made = []
-
-    node_masks, stand_in = target.node_masks, TreeMask.stand_in
+    made, node_masks, stand_in = [], target.node_masks, TreeMask.stand_in
 
     def masks(topology, rows, *args):
         found = node_masks(topology, rows, *args)
@@ -275,27 +229,16 @@ def made(monkeypatch, with_kernel) -> list[str]:
 
     monkeypatch.setattr(target, "node_masks", masks)
     monkeypatch.setattr(TreeMask, "stand_in", note_and_stand_in)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("name", "masks_are_read"),
-    [("gpt_oss", False), ("falcon", True), *in_full(("doge", True), *product(["llama", "gemma3_text", "gpt2"], [0]))],
-)
-def test_captured_forwards_make_no_masks_that_nothing_reads(name, masks_are_read, made):
     case = Case(name, tiny_model(name))
     output = case.speculate(4, num_speculative_tokens=3, tree=TREE)
     assert output.sequences.tolist() == case.expected(4).tolist()
-    stats = output.speculative
+    stats, num_spans = output.speculative, len(target.model_profile(case.model).spans)
     assert stats.graphs == "on"
     if masks_are_read:
         assert set(made) == {"additive"}
-        return
-    assert stats.attention == "tree kernel"
-    if has_lean_forward(case.model):
+    elif has_lean_forward(case.model):
         assert not made
-        return
-    # The first run shows that no layer looks at them.
-    num_spans = len(target.model_profile(case.model).spans)
-    runs = [made[index : index + num_spans] for index in range(0, len(made), num_spans)]
-    assert runs == [["additive"] * num_spans] + [["stand_in"] * num_spans] * (2 * stats.num_graph_captures - 1)
+    else:
+        # The first run shows that no layer looks at them.
+        runs = 2 * stats.num_graph_captures - 1
+        assert made == ["additive"] * num_spans + ["stand_in"] * num_spans * runs

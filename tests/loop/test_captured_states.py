@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from hf_specdec import CandidateGenerator, DraftTree, UnsupportedModelError
 from hf_specdec.decoding.states import captured_states
@@ -12,7 +11,7 @@ from hf_specdec.target_facts import decoder_layers
 from tests.helpers.families import TOKENS, assert_boundaries, outputs_and_states
 from tests.helpers.images import MODELS, build, image_inputs
 from tests.helpers.levels import in_full
-from tests.helpers.models import VOCAB_SIZE, prompts, tiny_llama
+from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.threads import in_threads
 
 
@@ -50,22 +49,6 @@ def test_each_forward_replaces_the_states_unless_they_are_joined(model):
     assert outputs_and_states(model, (), **prompts(2))[1] == {}
 
 
-def test_layers_that_run_twice_count_once_in_each_chunk():
-    """States of a model that goes through its layers again are those of the last time."""
-
-    class Twice(LlamaForCausalLM):
-        def forward(self, input_ids, **kwargs):
-            super().forward(input_ids + 1, use_cache=False)
-            return super().forward(input_ids, **kwargs)
-
-    model = Twice(tiny_llama().config).eval()
-    tokens = prompts(1, length=8, padding=False)["input_ids"].clamp(max=VOCAB_SIZE - 2)
-    with captured_states(model, (0,), joined=True) as states, torch.no_grad():
-        model(tokens[:, :5])
-        model(tokens[:, 5:])
-    assert torch.equal(states[0], model.get_input_embeddings()(tokens))
-
-
 def test_other_threads_are_neither_seen_nor_disturbed():
     """Torch lists the hooks of a module, and asks later, one by one, whether they take keyword arguments."""
     model = tiny_llama()
@@ -75,10 +58,6 @@ def test_other_threads_are_neither_seen_nor_disturbed():
         decoder_layers(model)[0]._forward_pre_hooks_with_kwargs.clear()
         in_threads(lambda: model(**prompts(1)))
     assert states == {}
-
-
-def test_error_inside_takes_the_hooks_back():
-    model = tiny_llama()
     with pytest.raises(ZeroDivisionError), captured_states(model, (0, 1, 2, "last"), joined=True):
         raise ZeroDivisionError
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -88,7 +67,9 @@ def test_stock_protocol_hands_over_the_same_states(model):
     """States from transformers' tuple, which lacks what enters the final norm."""
 
     class Reader(CandidateGenerator):
-        target_hidden_states = (0, 1, "last")
+        def __init__(self, *keys):
+            super().__init__()
+            self.target_hidden_states = keys
 
         def prefill(self, prompt):
             self.states = prompt.hidden_states
@@ -96,23 +77,11 @@ def test_stock_protocol_hands_over_the_same_states(model):
         def propose(self, step):
             return DraftTree.empty(1)
 
-    def read(*keys):
-        reader = Reader()
-        reader.target_hidden_states = keys
-        reader.get_candidates(torch.cat([prompts(1)["input_ids"], torch.tensor([[3]])], dim=1), model_outputs=output)
-        return reader.states
-
-    output, states = outputs_and_states(model, Reader.target_hidden_states, **prompts(1))
-    ours = read(*Reader.target_hidden_states)
-    assert ours.keys() == states.keys()
-    assert all(torch.equal(ours[key], states[key]) for key in states)
+    tokens = torch.cat([prompts(1)["input_ids"], torch.tensor([[3]])], dim=1)
+    reader = Reader(0, 1, "last")
+    output, states = outputs_and_states(model, reader.target_hidden_states, **prompts(1))
+    reader.get_candidates(tokens, model_outputs=output)
+    assert reader.states.keys() == states.keys()
+    assert all(torch.equal(reader.states[key], states[key]) for key in states)
     with pytest.raises(UnsupportedModelError, match="what enters the target's final norm"):
-        read(1, 2)
-
-
-def test_layer_list_that_cannot_be_found(monkeypatch):
-    model = tiny_llama()
-    model.config.num_hidden_layers = 5
-    monkeypatch.setattr(type(model), "get_decoder", lambda self: self.lm_head)
-    with pytest.raises(UnsupportedModelError, match="The 5 decoder layers of LlamaForCausalLM cannot be found"):
-        decoder_layers(model)
+        Reader(1, 2).get_candidates(tokens, model_outputs=output)

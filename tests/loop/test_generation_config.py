@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin
 
 import hf_specdec
 from hf_specdec import SpecConfigError, SpeculativeConfig, hook, record
+from tests.helpers.levels import full
 from tests.helpers.models import prompts, tiny_llama
 
 
@@ -22,17 +23,6 @@ def inputs():
     return prompts(2, length=9)
 
 
-@pytest.fixture
-def configured(tmp_path):
-    """A model of its own whose saved generation config has settings."""
-    model = tiny_llama()
-    hf_specdec.store_settings(model.generation_config, NGRAM)
-    model.save_pretrained(tmp_path / "model")
-    saved = json.loads((tmp_path / "model" / "generation_config.json").read_text())
-    assert saved["speculative"] == NGRAM
-    return AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-
-
 def generate(model, inputs, **arguments):
     """The text, and the statistics of the speculative calls."""
     with record() as made:
@@ -40,8 +30,13 @@ def generate(model, inputs, **arguments):
     return output, [call.stats for call in made.calls]
 
 
-def test_written_settings_switch_nothing_on(configured, inputs, warnings):
-    plain = tiny_llama().generate(**inputs, **SETTINGS)
+def test_written_settings_switch_nothing_on(inputs, tmp_path, warnings):
+    model = tiny_llama()
+    plain = model.generate(**inputs, **SETTINGS)
+    hf_specdec.store_settings(model.generation_config, NGRAM)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["speculative"] == NGRAM
+    configured = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     config = {**SETTINGS, "pad_token_id": 0}
     for call in (
         {},
@@ -61,35 +56,33 @@ def test_written_settings_switch_nothing_on(configured, inputs, warnings):
     assert (stats.method, len(stats.num_accepted_tokens_per_pos)) == ("ngram", 2)
 
 
-DANGEROUS = [
-    {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1.0, 1.0]},
-    {"rejection_sample_method": "typical", "posterior_threshold": 0.01},
-    {"control_profile": "/etc/passwd", "num_speculative_tokens": "auto"},
-    {"device": "cuda:7", "token": "hf_secret", "cache_dir": "/etc", "code_revision": "main"},
-    {"quantization": "bitsandbytes_4bit", "dtype": "float16", "top_k": 3, "of_a_later_version": 1},
-    {"suffix_decoding_max_cached_tokens": 10**12, "options": {"prompt_lookup_max_indexed_tokens": 10**12}},
-]
+# What a stranger's file may not set.
+DANGEROUS = {
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": [1.0, 1.0],
+    "control_profile": "/etc/passwd",
+    **{"device": "cuda:7", "token": "hf_secret", "cache_dir": "/etc", "code_revision": "main"},
+    **{"quantization": "bitsandbytes_4bit", "dtype": "float16", "top_k": 3, "of_a_later_version": 1},
+    "suffix_decoding_max_cached_tokens": 10**12,
+    "options": {"prompt_lookup_max_indexed_tokens": 10**12},
+}
 
 
 def test_auto_takes_only_the_shape_of_drafts(inputs, warnings):
-    plain = tiny_llama().generate(**inputs, **SETTINGS)
-    for dangerous in DANGEROUS:
-        model = tiny_llama()
-        warnings.clear()
-        model.generation_config.speculative = {"method": "ngram", "prompt_lookup_max": 4, **dangerous}
-        output, (stats,) = generate(model, inputs, spec_method="auto")
-        assert torch.equal(output, plain)
-        assert (stats.method, stats.is_lossless) == ("ngram", True)
-        names = {*dangerous, *dangerous.get("options", {})} - {"options", "num_speculative_tokens"}
-        assert all(name in warnings[0] for name in names)
-        assert "prompt_lookup_max," not in warnings[0]
+    model = tiny_llama()
+    plain = model.generate(**inputs, **SETTINGS)
+    model.generation_config.speculative = {"method": "ngram", "prompt_lookup_max": 4, **DANGEROUS}
+    output, (stats,) = generate(model, inputs, spec_method="auto")
+    assert torch.equal(output, plain)
+    assert (stats.method, stats.is_lossless) == ("ngram", True)
+    assert hf_specdec.load_speculator(model, "auto").config == SpeculativeConfig("ngram", prompt_lookup_max=4)
+    assert "cache_dir, code_revision, control_profile, device" in warnings[0]
 
 
 def test_stored_settings(tmp_path):
     config = GenerationConfig()
     for given, stored in (
         ("ngram", "ngram"),
-        ("off", "off"),
         ("user/head", "user/head"),
         (NGRAM, NGRAM),
         # What only concerns this machine is not stored, and what would not be obeyed.
@@ -140,6 +133,7 @@ def test_objects_count_as_arguments(inputs, tmp_path):
         model.generate(**inputs, **SETTINGS, num_beams=2)
 
 
+@full
 def test_config_with_objects_is_shown_and_saved(inputs, tmp_path):
     model, config = tiny_llama(), GenerationConfig(**SETTINGS)
     config.assistant = hf_specdec.load_speculator(model, "draft_model", draft_model=tiny_llama(seed=1))
@@ -155,7 +149,7 @@ def test_config_with_objects_is_shown_and_saved(inputs, tmp_path):
     assert generate(model, prompts(1))[1] == []
 
 
-def test_generate_batch_speculates_where_the_call_asks(model, configured, warnings):
+def test_generate_batch_speculates_where_the_call_asks(model):
     requests, length = [[5, 6, 7], [8, 9]], {"max_new_tokens": 6, "do_sample": False}
     alone = [model.generate(torch.tensor([ids]), **length)[0, len(ids) :].tolist() for ids in requests]
     config = GenerationConfig(speculative=SpeculativeConfig("ngram"), pad_token_id=0)
@@ -163,16 +157,8 @@ def test_generate_batch_speculates_where_the_call_asks(model, configured, warnin
         outputs = model.generate_batch(requests, **own, **length)
         assert [output.generated_tokens for output in outputs.values()] == alone
         assert all(output.speculative.method == "ngram" for output in outputs.values())
-    with pytest.raises(SpecConfigError):
-        model.generate_batch(requests, spec_model="a/b", spec_method="ngram")
-    # Nothing to decode: other calls go through.
-    for asked in ({}, {"spec_method": "off"}, {"speculative": False}, {"spec_method": None}):
-        assert model.generate_batch([], **asked) == {}
-    assert configured.generate_batch([]) == {}
-    assert warnings == []
-
-
-def test_generate_batch_is_taken_back():
+    # Other calls go through.
+    assert model.generate_batch([]) == model.generate_batch([], spec_method="off") == {}
     before = GenerationMixin.generate_batch
     hook.uninstall()
     try:
@@ -180,4 +166,3 @@ def test_generate_batch_is_taken_back():
         assert before.__wrapped__ is GenerationMixin.generate_batch
     finally:
         hook.install()
-    assert GenerationMixin.generate_batch is not before.__wrapped__

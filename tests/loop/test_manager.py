@@ -10,15 +10,14 @@ import weakref
 from functools import partial
 
 import pytest
-import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from hf_specdec import SpecConfigError, SpeculativeBatchingManager, generate_batch
-from hf_specdec.decoding.sequences import Sequences
-from hf_specdec.many.requests import RequestReader
-from tests.helpers.arrivals import NGRAM, Raises, Trouble, prompt, said_alone
+from tests.helpers.arrivals import NGRAM, Raises, prompt, said_alone
+from tests.helpers.levels import full
 from tests.helpers.models import VOCAB_SIZE, tiny_llama
+from tests.helpers.threads import in_threads
 
 
 # New tokens of a request that is running still when the test comes to it, however slow the test is.
@@ -41,9 +40,6 @@ def assert_works(model, manager, name: str | None = None) -> None:
     assert result.generated_tokens == expected(model, 0)
 
 
-# --------------------------------------------------------------------------------------------------- generate_batch()
-
-
 def test_outputs_of_batches_are_those_of_transformers(model):
     prompts = [prompt(index, 2 + index) for index in range(5)]
     config = GenerationConfig(do_sample=False, max_new_tokens=7)
@@ -51,25 +47,16 @@ def test_outputs_of_batches_are_those_of_transformers(model):
     assert list(outputs) == [f"req_{index}" for index in range(5)]
     for (name, output), own in zip(outputs.items(), prompts):
         assert isinstance(output, GenerationOutput)
-        assert output.is_finished()
         assert (output.request_id, output.prompt_ids, output.error) == (name, own, None)
         assert output.generated_tokens == said_alone(model, own, max_new_tokens=7)
         assert output.speculative.num_committed_tokens == 7
-    assert generate_batch(model, []) == {}
     right, wrong = generate_batch(model, [prompt(0), [VOCAB_SIZE]], max_new_tokens=3, do_sample=False).values()
     assert (right.status, wrong.status) == (RequestStatus.FINISHED, RequestStatus.FAILED)
     assert "from 0 to 63" in wrong.error
-
-
-def test_several_sequences_of_a_prompt(model):
     config = GenerationConfig(do_sample=True, max_new_tokens=9, num_return_sequences=2, pad_token_id=0)
-    outputs = model.generate_batch([prompt(0), prompt(1)], config, **NGRAM)
+    outputs = model.generate_batch(prompts[:2], config, **NGRAM)
     assert list(outputs) == ["req_0__child#0", "req_0", "req_1__child#0", "req_1"]
     assert len({tuple(output.generated_tokens) for output in outputs.values()}) == 4
-    assert config.num_return_sequences == 2
-
-
-# -------------------------------------------------------------------------------------------------- requests, streams
 
 
 def test_results_of_requests(model, manager):
@@ -98,43 +85,6 @@ def test_streams_and_cancelled_requests(model, manager):
     assert manager.get_result(long, timeout=60) is None
     # Its name is free again.
     assert_works(model, manager, long)
-
-
-def test_streams_cost_by_their_new_tokens(model, monkeypatch):
-    """However long the prompt is."""
-    read = []
-    tokens = Sequences.tokens
-    with SpeculativeBatchingManager(model, do_sample=False, max_new_tokens=20, eos_token_id=-1) as manager:
-        with manager.pause():
-            manager.add_request(prompt(1, 300), "mine", streaming=True)
-            monkeypatch.setattr(
-                Sequences, "tokens", lambda *args: (found := tokens(*args), read.append(len(found)))[0]
-            )
-        *parts, last = manager.request_id_iter("mine")
-    assert len(parts) == 18
-    assert last.generated_tokens == said_alone(model, prompt(1, 300), max_new_tokens=20, eos_token_id=-1)
-    # The prompt once; each token on the way, and all of them again at the end.
-    assert sum(read) < 300 + 4 * 20
-    assert all(part.prompt_ids is last.prompt_ids for part in parts)
-
-
-def test_requests_are_prepared_while_others_are_decoded(model, manager, monkeypatch):
-    may_go_on = threading.Event()
-    prepare = RequestReader.row
-
-    def held_up(reader, number, tokens, settings):
-        assert number == 0 or may_go_on.wait(60)
-        return prepare(reader, number, tokens, settings)
-
-    monkeypatch.setattr(RequestReader, "row", held_up)
-    manager.add_request(prompt(0), "first")
-    others = manager.add_requests([prompt(index) for index in range(1, 4)])
-    manager.cancel_request(others[2])
-    assert manager.get_result("first", timeout=60).generated_tokens == expected(model, 0)
-    may_go_on.set()
-    for index, name in enumerate(others[:2], 1):
-        assert manager.get_result(name, timeout=60).generated_tokens == expected(model, index)
-    assert manager.get_result(others[2], timeout=60) is None
 
 
 def test_late_cancellation_concerns_no_later_request(model, manager):
@@ -184,21 +134,13 @@ def test_results_for_an_event_loop(model, manager):
     assert manager.get_result(timeout=0.01) is None
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
-
-
 def test_errors_of_requests(model, manager):
     with pytest.raises(SpecConfigError, match="from 0 to 63"):
         manager.add_request([VOCAB_SIZE])
     manager.add_request(prompt(0), "failing", stopping_criteria=[Raises(1)])
     assert manager.get_result("failing", timeout=60).status == RequestStatus.FAILED
-    manager.add_request(prompt(0), "unknown setting", nonsense=3)
-    assert "nonsense" in manager.get_result("unknown setting", timeout=60).error
-    for own in ({"spec_method": "suffix"}, {"spec_model": "user/head"}, {"speculative": "suffix"}):
-        with pytest.raises(SpecConfigError, match="for all requests"):
-            manager.add_request(prompt(0), **own)
-    with pytest.raises(SpecConfigError, match="num_speculative_tokens"):
-        manager.add_request(prompt(0), num_speculative_tokens=-1)
+    with pytest.raises(SpecConfigError, match="for all requests"):
+        manager.add_request(prompt(0), spec_method="suffix")
     # The first one cannot have ended when the second one comes.
     manager.add_request(prompt(0), "running", max_new_tokens=ENDLESS)
     with pytest.raises(SpecConfigError, match="Choose another"):
@@ -225,55 +167,20 @@ def test_manager_starts_anew_after_an_error_of_its_own(model, manager):
     assert_works(model, manager)
 
 
-def test_others_and_the_manager_outlive_a_lack_of_memory(model, manager, monkeypatch):
-    with manager.pause():
-        trouble = Trouble(monkeypatch, "_verify", torch.OutOfMemoryError("no memory"), (4,))
-        manager.add_requests([prompt(0), prompt(1)], max_new_tokens=40)
-    outputs = [manager.get_result(timeout=60) for _ in range(2)]
-    failed = next(output for output in outputs if output.error is not None)
-    (other,) = (output for output in outputs if output is not failed)
-    assert failed.error == "no memory"
-    assert other.generated_tokens == said_alone(model, other.prompt_ids, max_new_tokens=40)
-    assert trouble.calls > 4
-    assert manager.error is None
-    assert_works(model, manager)
-
-
-def test_handler_of_a_refused_request_is_forgotten(model, manager):
-    async def add() -> None:
-        heard = asyncio.Queue()
-        manager.register_result_handler("running", heard.put_nowait)
-        manager.add_request(prompt(0), "running", ENDLESS)
-        for wrong in ({"input_ids": []}, {"spec_method": "ngram"}, {"seed": "x"}):
-            manager.register_result_handler("refused", heard.put_nowait)
-            for name in ("refused", "running"):
-                with pytest.raises(SpecConfigError):
-                    manager.add_request(**{"input_ids": prompt(1), "request_id": name, **wrong})
-            assert list(manager._handlers) == ["running"]
-        manager.cancel_request("running")
-        assert await heard.get() is None
-
-    asyncio.run(asyncio.wait_for(add(), 60))
-    assert not manager._handlers
-    assert_works(model, manager)
-
-
+@full
 def test_bad_arguments(model, manager):
     for method, arguments in (
-        *((manager.get_result, {"timeout": seconds}) for seconds in ("x", math.nan, math.inf)),
-        (manager.stop, {"timeout": "x"}),
+        (manager.get_result, {"timeout": math.nan}),
         (manager.get_result, {"request_id": []}),
+        (manager.stop, {"timeout": "x"}),
         (manager.cancel_request, {"request_id": []}),
         (manager.add_request, {"input_ids": prompt(0), "request_id": [1]}),
-        *((manager.add_requests, {"inputs": inputs}) for inputs in (None, "abc", 3)),
+        (manager.add_requests, {"inputs": "abc"}),
+        # Outside of an event loop.
         (manager.register_result_handler, {"request_id": "x", "callback": print}),
     ):
         with pytest.raises(SpecConfigError):
             method(**arguments)
-    assert_works(model, manager)
-
-
-# ---------------------------------------------------------------------------------------------------------- the thread
 
 
 def test_stopping_manager_finishes_what_was_added_and_can_be_started_anew(model):
@@ -288,18 +195,16 @@ def test_stopping_manager_finishes_what_was_added_and_can_be_started_anew(model)
     assert not manager.is_running()
 
 
+@full
 def test_manager_has_one_thread(manager):
-    starting = [threading.Thread(target=manager.start) for _ in range(20)]
     manager.stop()
-    for thread in starting:
-        thread.start()
-    for thread in starting:
-        thread.join()
+    in_threads(*[manager.start] * 8)
     with manager.pause(), manager.pause():
         decoding = [thread for thread in threading.enumerate() if thread.name == "hf_specdec"]
         assert [thread for thread in decoding if thread._args[0]() is manager] == [manager._thread]
 
 
+@full
 def test_manager_that_nobody_holds_ends():
     target = tiny_llama(seed=4)
     manager = SpeculativeBatchingManager(target, do_sample=False, max_new_tokens=8, **NGRAM)

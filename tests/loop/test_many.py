@@ -18,29 +18,26 @@ from hf_specdec import (
     SpecDecodingStats,
     UnsupportedModelError,
     generate_many,
+    load_speculator,
     record,
 )
-from hf_specdec.candidate_generators import register_candidate_generator
+from hf_specdec.candidate_generators import register_candidate_generator, unregister_candidate_generator
 from hf_specdec.decoding.joint import Row
 from hf_specdec.many.engine import Engine
-from hf_specdec.method import methods
+from hf_specdec.many.requests import RequestReader
 from tests.helpers.architectures import tiny_model
 from tests.helpers.arrivals import (
     NGRAM,
     Raises,
     Trouble,
-    engine_of,
     prompt,
     run_many,
     said_alone,
     sampled_alone,
 )
-from tests.helpers.levels import in_full
+from tests.helpers.levels import full, in_full, split
 from tests.helpers.models import letter_tokenizer, nothing_runs, tiny_gpt2, tiny_mistral
 from tests.helpers.threads import in_threads
-
-
-# -------------------------------------------------------------------------------------------------- who comes and goes
 
 
 def test_requests_are_taken_when_there_is_room(model):
@@ -62,37 +59,13 @@ def test_requests_are_taken_when_there_is_room(model):
         next(results)
 
 
-@pytest.mark.parametrize("in_order", [False, *in_full(True)])
-def test_results_that_need_no_place_come_at_once(model, tmp_path, in_order):
-    """Those of a journal, and of requests that cannot be read."""
-    requests, taken = [prompt(index) for index in range(12)], []
-    run_many(model, requests, journal=tmp_path / "journal", max_new_tokens=2)
-
-    def known_and_wrong():
-        for index in itertools.count():
-            taken.append(index)
-            yield requests[index] if index < 12 else {"nonsense": 3}
-
-    call = {"do_sample": False, "max_new_tokens": 2, "journal": tmp_path / "journal", "in_order": in_order, **NGRAM}
-    results = generate_many(model, known_and_wrong(), 3, **call)
-    assert next(results).tokens == said_alone(model, prompt(0), max_new_tokens=2)
-    assert len(taken) <= 3
-    wrong = [next(results) for _ in range(24)][-1]
-    assert isinstance(wrong.error, SpecConfigError)
-    assert len(taken) <= 25 + 3
-    results.close()
-    with pytest.raises(StopIteration):
-        next(results)
-
-
+@full
 def test_results_are_asked_for_one_after_the_other(model):
     """Where another result is asked for while one is made, that is refused, and the run goes on."""
-    refused = []
 
     def ask() -> None:
         with pytest.raises(SpecDecError, match="in one thread"):
             next(results)
-        refused.append(True)
 
     def requests():
         yield prompt(0)
@@ -102,19 +75,20 @@ def test_results_are_asked_for_one_after_the_other(model):
 
     results = generate_many(model, requests(), 2, do_sample=False, max_new_tokens=12, in_order=True, **NGRAM)
     assert [result.tokens for result in results] == [said_alone(model, prompt(index)) for index in range(2)]
-    assert refused == [True] * 2
 
 
 def test_results_in_order_or_as_they_end(model):
     requests = [{"input_ids": prompt(index), "max_new_tokens": new} for index, new in enumerate([9, 2, 3, 1])]
-    call = {"do_sample": False, **NGRAM}
-    assert [result.index for result in generate_many(model, requests, 2, in_order=True, **call)] == [0, 1, 2, 3]
-    assert [result.index for result in generate_many(model, requests, 2, **call)][-1] == 0
+    # Without a method texts are decoded plainly.
+    for call in ({"do_sample": False}, {"do_sample": False, **NGRAM}):
+        results = list(generate_many(model, requests, 2, in_order=True, **call))
+        assert [result.index for result in results] == [0, 1, 2, 3]
+        assert results[0].tokens == said_alone(model, prompt(0), max_new_tokens=9)
+        assert [result.index for result in generate_many(model, requests, 2, **call)][-1] == 0
 
 
 def test_max_tokens_in_flight(model, monkeypatch):
-    most = []
-    step = Engine._cycle
+    most, step = [], Engine._cycle
 
     def watched(engine):
         most.append(sum(row.most_tokens for row in engine._loop.active))
@@ -122,50 +96,17 @@ def test_max_tokens_in_flight(model, monkeypatch):
 
     monkeypatch.setattr(Engine, "_cycle", watched)
     requests = [prompt(index, 4 + 3 * (index % 3)) for index in range(8)] + [prompt(9, 40)]
-    results = run_many(model, requests, 8, max_tokens_in_flight=45)
+    *results, too_long = run_many(model, requests, 8, max_tokens_in_flight=45)
     assert 22 < max(most) <= 45
-    assert [result.tokens for result in results[:8]] == [said_alone(model, tokens) for tokens in requests[:8]]
-    assert isinstance(results[8].error, SpecConfigError)
-    assert "max_tokens_in_flight=45" in str(results[8].error)
-
-
-def test_free_place_is_given_away_at_once(model):
-    reader, engine = engine_of(model, "none", 8, {"max_new_tokens": 40})
-    rows = [reader.row(index, prompt(index), {}) for index in range(8)]
-    for row in rows[:7]:
-        engine.add(row)
-    engine.step()
-    engine.add(rows[7])
-    engine.step()
-    assert len(rows[7].tokens) == 2
-    engine.close()
-
-
-def test_others_go_on_while_a_long_prompt_is_read_in_chunks(model, monkeypatch):
-    """The states that drafts are made from are whole."""
-    monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 8, False))
-    turns = []
-    cycle = Engine._cycle_of_others
-    monkeypatch.setattr(Engine, "_cycle_of_others", lambda engine: (turns.append(1), cycle(engine)))
-    requests = [prompt(0), {"input_ids": prompt(1), "max_new_tokens": 3}, prompt(2, 40)]
-    assert [result.tokens for result in run_many(model, requests, 2)] == [
-        said_alone(model, prompt(0)),
-        said_alone(model, prompt(1), max_new_tokens=3),
-        said_alone(model, prompt(2, 40)),
-    ]
-    assert len(turns) == 4
+    assert [result.tokens for result in results] == [said_alone(model, tokens) for tokens in requests[:8]]
+    assert isinstance(too_long.error, SpecConfigError)
 
 
 @pytest.mark.parametrize(
     ("name", "error", "times", "sample"),
     [
         ("_verify", torch.OutOfMemoryError("no memory"), (3, 4), True),
-        ("begin", UnsupportedModelError("not this one"), (2,), False),
-        *in_full(
-            ("_verify", torch.OutOfMemoryError("no memory"), (3,), False),
-            ("_commit", RuntimeError("broken"), (4,), True),
-            ("join", RuntimeError("broken"), (1,), True),
-        ),
+        *in_full(("begin", UnsupportedModelError("not this one"), (2,), False)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
@@ -174,10 +115,10 @@ def test_others_go_on_where_one_fails(model, monkeypatch, name, error, times, sa
     generate = sampled_alone if sample else lambda *given, seed: said_alone(*given)
     expected = [generate(model, prompt(index), seed=index) for index in range(4)]
     how = {"max_new_tokens": 12, "do_sample": sample, "top_logprobs": 0}
-    reader, engine = engine_of(model, "ngram", 3, how)
+    reader = RequestReader(model, how, seed=3, num_places=3)
+    engine = Engine(model, load_speculator(model, "ngram", num_speculative_tokens=4), reader, 3)
     rows = [reader.row(index, prompt(index), {"seed": index}) for index in range(4)]
-    trouble = Trouble(monkeypatch, name, error, times)
-    ended = []
+    trouble, ended = Trouble(monkeypatch, name, error, times), []
     for row in rows[:3]:
         engine.add(row)
         ended += engine.step()
@@ -189,9 +130,9 @@ def test_others_go_on_where_one_fails(model, monkeypatch, name, error, times, sa
         ended += engine.step()
     failed = [row for row in rows if row.error is not None]
     assert len(failed) == len(times)
-    assert {row.error for row in failed} == {error}
     assert rows[0] not in failed
     assert rows[3] not in failed
+    assert {row.error for row in failed} == {error}
     assert sorted(ended, key=id) == sorted(rows, key=id)
     for row, text in zip(rows, expected):
         if row not in failed:
@@ -208,13 +149,9 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["sliding window", "qwen3_next", *in_full("learned positions", "lfm2", "falcon_h1", "jamba", "gemma3_text")],
-)
+@pytest.mark.parametrize("name", split(TARGETS, ["sliding window", "qwen3_next"]))
 def test_targets_of_other_kinds(name, monkeypatch):
-    target = TARGETS[name]()
-    call = {"pad_token_id": 0, "eos_token_id": None}
+    target, call = TARGETS[name](), {"pad_token_id": 0, "eos_token_id": None}
     # The last one comes when others are there, and is longer than a chunk.
     requests = [*(prompt(index, 1 + 4 * (index % 4)) for index in range(7)), prompt(7, 40)]
     monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 16, False))
@@ -229,13 +166,7 @@ def test_targets_that_count_slots_are_refused():
     assert run_many(target, [prompt(0)], 1)[0].tokens == said_alone(target, prompt(0))
 
 
-def test_plain_decoding_without_a_drafter(model):
-    requests = [prompt(index, 1 + index) for index in range(5)]
-    for off in ({}, {"spec_method": "off"}):
-        results = list(generate_many(model, requests, 2, in_order=True, do_sample=False, max_new_tokens=5, **off))
-        assert [result.tokens for result in results] == [said_alone(model, own, max_new_tokens=5) for own in requests]
-
-
+@full
 def test_no_rows_tensors_and_hooks_are_left_behind(model):
     def living() -> int:
         gc.collect()
@@ -254,31 +185,21 @@ def test_listeners_are_told(model):
         results = run_many(model, [prompt(index) for index in range(5)])
     # Where all rows have ended before others come, another call begins.
     stats = SpecDecodingStats.total(call.stats for call in made.calls)
-    assert stats.batch_size == 5
-    assert stats.num_committed_tokens == sum(len(result.tokens) for result in results) == 60
+    assert (stats.batch_size, stats.num_committed_tokens) == (5, 60)
     assert stats.num_accepted_tokens == sum(result.stats.num_accepted_tokens for result in results) > 0
     traces = [row for call in made.calls for cycle in call.cycles for row in cycle.rows]
     assert sum(len(row.committed_tokens) for row in traces) == 55
     assert all(len(row.committed_scores) == len(row.committed_tokens) for row in traces)
-    with pytest.raises(SpecConfigError, match="took turns"):
-        made.calls[0].to_html()
-    assert made.calls[0]._repr_html_() is None
 
 
+@full
 def test_shards(model):
-    requests = [prompt(index) for index in range(5)]
-    how = {"do_sample": True, "seed": 3}
+    requests, how = [prompt(index) for index in range(5)], {"do_sample": True, "seed": 3}
     whole = [result.tokens for result in run_many(model, requests, **how)]
     for rank in range(2):
         share = run_many(model, requests, shard=(rank, 2), **how)
         assert [result.index for result in share] == list(range(rank, 5, 2))
         assert [result.tokens for result in share] == whole[rank::2]
-    for wrong in ((2, 2), (-1, 2), (0, 0)):
-        with pytest.raises(SpecConfigError, match="rank, num_processes"):
-            run_many(model, requests, shard=wrong)
-
-
-# --------------------------------------------------------------------------------------------- what generate() honours
 
 
 def test_end_tokens_and_stop_strings(model):
@@ -327,37 +248,20 @@ def test_logits_processors_of_single_requests(model):
     assert processor.calls == 0
 
 
-WRONG_SCORES = {
-    "of tokens that are none": lambda scores: torch.cat([scores, scores + 9], dim=1),
-    "of no row": lambda scores: scores[0],
-    "lost": lambda scores: None,
-    "elsewhere": lambda scores: scores.numpy(),
-}
-
-
-def failing(input_ids, scores):
-    if input_ids.shape[1] > 8:
-        raise RuntimeError("no more")
-    return scores
-
-
 def test_processors_that_fail_are_the_error_of_their_request(model):
-    def processor(change):
-        return lambda input_ids, scores: change(scores) if input_ids.shape[1] > 8 else scores
+    def late(change) -> dict:
+        processor = [lambda input_ids, scores: change(scores) if input_ids.shape[1] > 8 else scores]
+        return {"input_ids": prompt(1), "logits_processor": processor}
 
-    wrong = [
-        {"input_ids": prompt(1), "do_sample": "tokens" in name, "logits_processor": [processor(change)]}
-        for name, change in WRONG_SCORES.items()
-    ]
-    own = {"input_ids": prompt(1), "logits_processor": [failing]}
-    requests = [prompt(0), *wrong, own, {"input_ids": prompt(4), "stopping_criteria": [Raises(1)]}, prompt(2)]
-    first, *failed, raised, stopped, last = run_many(model, requests)
+    changes = (lambda scores: scores[0], lambda scores: None, lambda scores: 1 / 0)
+    more_tokens = {**late(lambda scores: torch.cat([scores, scores + 9], dim=1)), "do_sample": True}
+    stopping = {"input_ids": prompt(4), "stopping_criteria": [Raises(1)]}
+    requests = [prompt(0), more_tokens, *map(late, changes), stopping, prompt(2)]
+    first, *wrong, raised, stopped, last = run_many(model, requests)
     assert [first.tokens, last.tokens] == [said_alone(model, prompt(0)), said_alone(model, prompt(2))]
-    assert str(raised.error) == "no more"
     assert raised.tokens == said_alone(model, prompt(1))[:4]
-    assert isinstance(stopped.error, ZeroDivisionError)
-    assert {type(result.error) for result in failed} == {SpecConfigError}
-    assert all("Logits processors return scores as they are given them" in str(result.error) for result in failed)
+    assert [type(result.error) for result in (raised, stopped)] == [ZeroDivisionError] * 2
+    assert [type(result.error) for result in wrong] == [SpecConfigError] * 3
 
 
 def test_sampled_texts_are_those_of_generate(model):
@@ -375,19 +279,12 @@ def test_sampled_texts_are_those_of_generate(model):
     assert len({tuple(result.tokens) for result in [*first, *other]}) == 8
 
 
-def test_generation_config(model, caplog):
+def test_generation_config(model):
     config = GenerationConfig(do_sample=False, max_length=20, pad_token_id=0, repetition_penalty=1.3)
-    before = config.to_dict()
-    requests = [prompt(0), {"input_ids": prompt(1), "max_new_tokens": 4}, prompt(2)]
+    requests = [prompt(0), {"input_ids": prompt(1), "max_new_tokens": 4}]
     results = list(generate_many(model, requests, 2, in_order=True, generation_config=config, **NGRAM))
-    texts = [model.generate(torch.tensor([prompt(index)]), generation_config=config) for index in range(3)]
-    expected = [text[0, 5:].tolist() for text in texts]
-    assert [result.tokens for result in results] == [expected[0], expected[1][:4], expected[2]]
-    assert config.to_dict() == before
-    assert not [one for one in caplog.messages if "deprecated" in one or "Both" in one]
-
-
-# --------------------------------------------------------------------------------------------------------- own methods
+    texts = [model.generate(torch.tensor([prompt(index)]), generation_config=config)[0, 5:] for index in range(2)]
+    assert [result.tokens for result in results] == [texts[0].tolist(), texts[1][:4].tolist()]
 
 
 class Followers(CandidateGenerator):
@@ -397,6 +294,7 @@ class Followers(CandidateGenerator):
 
     def prefill(self, prompt):
         self.after = [dict(itertools.pairwise(tokens)) for tokens in prompt.token_lists]
+        self.after += [{}] * (self.session.batch_size - len(self.after))
 
     def observe(self, commit):
         for row, tokens in zip(commit.rows, commit.token_lists):
@@ -404,31 +302,25 @@ class Followers(CandidateGenerator):
 
     def propose(self, step):
         rows = zip(step.rows, step.anchor_tokens.tolist(), step.max_draft_tokens)
-        drafts = [[self.after[row].get(anchor, 0)][:room] for row, anchor, room in rows]
-        return DraftTree.from_lists(drafts)
+        return DraftTree.from_lists([[self.after[row].get(anchor, 0)][:room] for row, anchor, room in rows])
 
 
 class Joining(Followers):
-    def prefill(self, prompt):
-        super().prefill(prompt)
-        self.after += [{}] * (self.session.batch_size - len(self.after))
-
     def join(self, other, numbers):
         for theirs, number in numbers.items():
             self.after[number] = other.after[theirs]
 
 
-for name, own in (("followers of rows", Followers), ("joining", Joining)):
-    if name not in methods():
-        register_candidate_generator(name, own)
-
-
 def test_registered_methods_need_join(model):
-    requests = [prompt(index) for index in range(5)]
-    expected = [said_alone(model, own) for own in requests]
-    with nothing_runs(model), pytest.raises(SpecConfigError, match=r"Followers .* does not implement\s+join"):
-        run_many(model, requests, spec_method="followers of rows")
-    assert [own.tokens for own in run_many(model, requests, 1, spec_method="followers of rows")] == expected
-    assert [own.tokens for own in run_many(model, requests, spec_method="joining")] == expected
-    with pytest.raises(SpecConfigError, match="serves one call"):
-        generate_many(model, requests, assistant=Followers())
+    for name, own in (("followers", Followers), ("joining", Joining)):
+        register_candidate_generator(name, own)
+    try:
+        requests = [prompt(index) for index in range(5)]
+        expected = [said_alone(model, own) for own in requests]
+        with nothing_runs(model), pytest.raises(SpecConfigError, match=r"Followers .* does not implement\s+join"):
+            run_many(model, requests, spec_method="followers")
+        assert [own.tokens for own in run_many(model, requests, 1, spec_method="followers")] == expected
+        assert [own.tokens for own in run_many(model, requests, spec_method="joining")] == expected
+    finally:
+        for name in ("followers", "joining"):
+            unregister_candidate_generator(name)

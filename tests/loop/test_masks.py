@@ -139,23 +139,3 @@ def test_masks_of_both_ends_of_texts(nodes, count, window):
         assert torch.equal((mask == 0)[:, 0], expected)
         tree = slot_tree(topology, ends)
         assert torch.equal(visible_slots(tree, columns, **TreeMask(tree, span).limits), expected)
-
-
-def test_bits_of_ancestors_live_as_long_as_their_topology():
-    """A graph holds on to the topology alone."""
-    topology, rows = chain_topology(2, CPU), RowState([5], [0], [0])
-    bits = slot_tree(topology, rows).ancestors
-    for _ in range(300):
-        slot_tree(TreeTopology.from_parents(torch.tensor([-1, 0])), rows)
-    assert slot_tree(topology, rows).ancestors is bits
-
-
-def test_shape_and_dtype_of_masks():
-    """Rows that are alike share one mask, and hidden slots get the lowest number of the dtype."""
-    for starts, count in (([0, 0], 1), ([0, 2], 2)):
-        rows = RowState([5, 5], starts, [0, 0])
-        assert node_masks(chain_topology(3, CPU), rows, 9, (FULL,), torch.float32)[0].shape == (count, 1, 4, 9)
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        mask = node_masks(chain_topology(1, CPU), RowState([1], [0], [0]), 3, (FULL,), dtype)[0]
-        assert mask.dtype == dtype
-        assert mask[0, 0].tolist() == [[0.0, 0.0, torch.finfo(dtype).min], [0.0, 0.0, 0.0]]

@@ -16,10 +16,11 @@ from hf_specdec import environment
 from hf_specdec.errors import SpecConfigError, SpecDecError
 from hf_specdec.hub.published import published_config
 from hf_specdec.method import built_in_methods, takes_model
-from hf_specdec.settings import CONFIG_NAME, SpeculativeConfig, conflicts
+from hf_specdec.settings import CONFIG_NAME, SpeculativeConfig
 from hf_specdec.settings.names import PendingOptions, key_of, option_fields, options_class
 from hf_specdec.validation import Bounds, hints_of, types_of
-from tests.helpers.toy_method import ToyGenerator, ToyOptions, error_of
+from tests.helpers.levels import full
+from tests.helpers.toy_method import ToyOptions, error_of
 
 
 pytestmark = pytest.mark.usefixtures("toy_method")
@@ -31,20 +32,7 @@ COMMON = [item.name for item in fields(SpeculativeConfig) if item.name != "optio
 @pytest.fixture
 def detected(monkeypatch):
     """Replaces the reading of checkpoints; `detected(name)` says which method every checkpoint has."""
-    calls = []
-
-    def detect_as(name):
-        def detect_method(config, target_config=None):
-            calls.append((config, target_config))
-            return name
-
-        monkeypatch.setattr("hf_specdec.resolve.detect_method", detect_method)
-        return calls
-
-    return detect_as
-
-
-# ------------------------------------------------------------------------------------------------------------ accepted
+    return lambda name: monkeypatch.setattr("hf_specdec.resolve.detect_method", lambda *given, **named: name)
 
 
 def test_every_spelling_of_one_configuration():
@@ -75,10 +63,9 @@ def test_every_spelling_of_one_configuration():
 
 
 def test_aliases_and_objects():
-    for given_value, wanted in (("4bit", "4bit"), ("nf4", "4bit"), ("fp4", "fp4"), ("int8", "8bit")):
-        assert SpeculativeConfig("toy", quantization=given_value).quantization == f"bitsandbytes_{wanted}"
+    assert SpeculativeConfig("toy", quantization="nf4").quantization == "bitsandbytes_4bit"
     assert SpeculativeConfig(method="assistant_model", model="x/y").method == "draft_model"
-    for name in ("prompt_lookup", {"model": "ngram"}, {"model": "[ngram]"}, {"method": "ngram", "model": "ngram"}):
+    for name in ("prompt_lookup", {"model": "[ngram]"}, {"method": "ngram", "model": "ngram"}):
         assert SpeculativeConfig.resolve(name) == SpeculativeConfig(method="ngram")
     objects = {"dtype": torch.bfloat16, "device": torch.device("cuda", 1), "num_speculative_tokens": np.int64(4)}
     config = SpeculativeConfig("toy", **objects)
@@ -107,25 +94,17 @@ def test_names_of_sglang(tmp_path):
     own = {"draft_tree_depth": 8, "draft_tree_top_k": 10, "num_draft_nodes": 59}
     for method in ("eagle", "mtp", "suffix+eagle3"):
         config = SpeculativeConfig(method, "org/head", **sglang)
-        assert config == SpeculativeConfig(method, "org/head", **own)
         assert config.to_dict() == {"method": method, "model": "org/head", **own}
     block = SpeculativeConfig("dflash", "org/draft", speculative_num_draft_tokens=16)
     assert block == SpeculativeConfig("dflash", "org/draft", dflash_block_size=16)
     head = {"method": "eagle3", "model": "org/head"}
     path = tmp_path / CONFIG_NAME
     path.write_text(json.dumps({**head, **sglang}))
-    wanted = SpeculativeConfig(**head, **own)
-    assert SpeculativeConfig.resolve(path) == SpeculativeConfig.from_pretrained(tmp_path) == wanted
-    assert published_config({**head, **sglang}, "a card", with_place=True) == wanted
+    assert SpeculativeConfig.resolve(path) == SpeculativeConfig.from_pretrained(tmp_path)
+    assert SpeculativeConfig.resolve(path) == SpeculativeConfig(**head, **own)
+    assert published_config({**head, **sglang}, "a card", with_place=True) == SpeculativeConfig(**head, **own)
     unread = SpeculativeConfig(model="org/head", speculative_num_draft_tokens=60)
     assert unread.replace(method="eagle3").options.num_draft_nodes == 59
-    assert unread.for_method("mtp").options.num_draft_nodes == 59
-    message = error_of(SpeculativeConfig, **head, speculative_num_draft_tokens=60, num_draft_nodes=59)
-    assert message.startswith("`speculative_num_draft_tokens` and `num_draft_nodes` are two names of one setting.")
-    message = error_of(SpeculativeConfig, **head, speculative_num_draft_tokens=1)
-    assert message == "`num_draft_nodes` must be an integer from 1 to 1024, got 0."
-    message = error_of(SpeculativeConfig, **head, speculative_num_draft_tokens="60")
-    assert "from 1 to 1024 or None, got '60' (str). Write it without quotes." in message
 
 
 def test_static_trees_and_acceptance_rules():
@@ -139,69 +118,41 @@ def test_static_trees_and_acceptance_rules():
         assert len(SpeculativeConfig("toy", speculative_token_tree=tree).speculative_token_tree) == num_nodes
     typical = SpeculativeConfig("toy", rejection_sample_method="typical")
     assert (typical.posterior_threshold, typical.posterior_alpha) == (0.09, 0.3)
-    # The default of a rule's setting may be spelt for every rule.
-    assert SpeculativeConfig("toy", posterior_alpha=0.3, rejection_sample_method="standard") == SpeculativeConfig(
-        "toy"
-    )
 
 
-ADAPTIVE = [
-    ({}, True),
-    ({"num_speculative_tokens": "auto"}, True),
-    ({"num_speculative_tokens": "fixed"}, False),
-    ({"num_speculative_tokens": 4}, False),
-    ({"draft_tree_depth": 4, "draft_tree_top_k": 2, "num_draft_nodes": 6}, True),
-    ({"speculative_token_tree": [[0], [1]]}, False),
-    ({"num_speculative_tokens_per_batch_size": {1: 3}}, False),
-    ({"num_speculative_tokens": "auto", "num_speculative_tokens_per_batch_size": {1: 3}}, True),
-    ({"rejection_sample_method": "block"}, False),
-    ({"draft_sample_method": "probabilistic"}, False),
-    ({"draft_sample_method": "greedy"}, True),
-    ({"rejection_sample_method": "typical"}, False),
-    ({"rejection_sample_method": "typical", "num_speculative_tokens": "auto"}, True),
-]
-
-
+@full
 def test_lengths_adapt_where_nothing_says_otherwise(monkeypatch):
-    for given_settings, adaptive in ADAPTIVE:
+    for given_settings, adaptive in (
+        ({}, True),
+        ({"num_speculative_tokens": "fixed"}, False),
+        ({"num_speculative_tokens": 4}, False),
+        ({"draft_tree_depth": 4, "draft_tree_top_k": 2, "num_draft_nodes": 6}, True),
+        ({"speculative_token_tree": [[0], [1]]}, False),
+        ({"num_speculative_tokens_per_batch_size": {1: 3}}, False),
+        ({"num_speculative_tokens": "auto", "num_speculative_tokens_per_batch_size": {1: 3}}, True),
+        ({"draft_sample_method": "probabilistic"}, False),
+        ({"rejection_sample_method": "typical"}, False),
+        ({"rejection_sample_method": "typical", "num_speculative_tokens": "auto"}, True),
+    ):
         config = SpeculativeConfig("eagle3", "a/b", **given_settings)
         monkeypatch.delenv("HF_SPECDEC_ADAPTIVE", raising=False)
         assert config.is_adaptive == adaptive, given_settings
-        for value in ("0", "off", "False", "no"):
-            monkeypatch.setenv("HF_SPECDEC_ADAPTIVE", value)
-            assert config.is_adaptive == (given_settings.get("num_speculative_tokens") == "auto")
+        monkeypatch.setenv("HF_SPECDEC_ADAPTIVE", "off")
+        assert config.is_adaptive == (given_settings.get("num_speculative_tokens") == "auto")
 
 
-# ------------------------------------------------------------------------------------------------------- model strings
-
-
-def test_method_is_read_from_the_checkpoint(detected, tmp_path):
-    calls = detected("draft_model")
-    config = SpeculativeConfig.resolve("org/draft", revision="v2", draft_sample_method="greedy")
-    assert (config.method, config.model, config.revision) == ("draft_model", "org/draft", "v2")
-    assert config.options.draft_sample_method == "greedy"
-    ((asked, target_config),) = calls
-    assert (asked.model, asked.revision, target_config) == ("org/draft", "v2", None)
-    for folder in (tmp_path, str(tmp_path)):
-        assert SpeculativeConfig.resolve(folder).model == str(tmp_path)
-    calls.clear()
-    assert SpeculativeConfig.resolve("org/draft", method="toy").method == "toy"
-    assert not calls
-
-
-def test_options_wait_for_the_method(detected):
+def test_method_is_read_from_the_checkpoint(detected):
     pending = SpeculativeConfig(model="org/draft", toy_width=3, layers=[1, 2])
     assert isinstance(pending.options, PendingOptions)
     assert SpeculativeConfig.from_dict(pending.to_dict()) == pending
     detected("toy")
     assert SpeculativeConfig.resolve(pending).options == ToyOptions(width=3, layers=(1, 2))
     detected("draft_model")
-    message = error_of(SpeculativeConfig.resolve, pending)
-    assert "belongs to method 'toy'" in message
-    assert "method='draft_model'" in message
-    assert "Did you mean 'num_speculative_tokens'?" in error_of(
-        SpeculativeConfig, model="org/draft", num_spec_tokens=3
-    )
+    config = SpeculativeConfig.resolve("org/draft", revision="v2", draft_sample_method="greedy")
+    assert (config.method, config.model, config.revision) == ("draft_model", "org/draft", "v2")
+    assert config.options.draft_sample_method == "greedy"
+    assert "belongs to method 'toy'" in error_of(SpeculativeConfig.resolve, pending)
+    assert SpeculativeConfig.resolve("org/draft", method="toy").method == "toy"
 
 
 K, DEPTH, NODES = "num_speculative_tokens", "draft_tree_depth", "num_draft_nodes"
@@ -227,105 +178,57 @@ def test_settings_saved_beside_the_weights(tmp_path):
         assert SpeculativeConfig.resolve(tmp_path, **own).to_dict() == about | shape
 
 
-# ------------------------------------------------------------------------------------------------------------- refused
-
-
 # Settings of the toy method, or whatever else is resolved, and what the message has.
 REFUSED = [
-    ({"num_speculative_tokens": 0}, ["`num_speculative_tokens` must be an integer from 1 to 1024", "got 0"]),
-    ({"num_speculative_tokens": "5"}, ["an integer", "'5' (str)", "without quotes"]),
-    ({"num_speculative_tokens": 2.0}, ["an integer", "2.0 (float)"]),
-    ({"trust_remote_code": "true"}, ["True or False", "without quotes"]),
-    ({"model": 5}, ["`model`", "a string", "5 (int)"]),
-    ({"disable_by_batch_size": 0}, ["at least 1", "got 0"]),
-    ({"dtype": "bf16"}, ["'float32'", "Did you mean 'bfloat16'?"]),
-    ({"quantization": "awq"}, ["'bitsandbytes_4bit'", "'awq'"]),
-    ({"rejection_sample_method": "standart"}, ["Did you mean 'standard'?"]),
-    ({"posterior_threshold": 0.2}, ["`posterior_threshold`=0.2", "='typical'", "got 'standard'"]),
-    ({"posterior_threshold": 1.5, "rejection_sample_method": "typical"}, ["a number from 0 to 1", "got 1.5"]),
-    ({"synthetic_acceptance_length": 2}, ["`synthetic_acceptance_length`=2.0", "='synthetic'"]),
-    ({"rejection_sample_method": "synthetic"}, ["`synthetic_acceptance_rates`", "neither"]),
-    (
-        dict(rejection_sample_method="synthetic", synthetic_acceptance_rates=[1], synthetic_acceptance_length=2),
-        ["`synthetic_acceptance_length`", "both"],
-    ),
-    ({"synthetic_acceptance_length": 0.5, "rejection_sample_method": "synthetic"}, ["from 1 to 1025", "0.5"]),
-    ({"synthetic_acceptance_rates": [0.5, 0.6]}, ["must not increase", "[0.5, 0.6]"]),
-    ({"synthetic_acceptance_rates": []}, ["list of numbers", "got []"]),
-    ({"synthetic_acceptance_rates": [0.5] * 1025}, ["list of numbers", "at most 1024 of them"]),
-    ({"synthetic_acceptance_rates": ["0.5"]}, ["list of numbers", "'0.5'"]),
-    ({"rate": "0.5"}, ["a number", "without quotes"]),
-    ({"mode": "wiede"}, ["'wide' or 'deep'", "Did you mean 'wide'?"]),
-    ({"toy_width": 65}, ["`toy_width`", "from 1 to 64", "got 65"]),
-    ({"toy_widht": 3}, ["method='toy'", "Did you mean 'toy_width'?", "rate", "mode"]),
-    ({"tensor_parallel_size": 1}, ["Did you mean 'draft_tensor_parallel_size'?"]),
-    ({"width": 1, "toy_width": 2}, ["`width` and `toy_width`", "Keep one"]),
-    ({"toy_width": 1, "options": {"toy_width": 2}}, ["given twice", "toy_width"]),
-    ({"options": {3: 1}}, ["must be strings", "got 3"]),
-    ({"suffix_decoding_max_tree_depth": 3}, ["belongs to method 'suffix'", "method='toy'"]),
-    ({"speculative_token_tree": "[(0), (0, 0)]"}, ["list of paths", "[(0), (0, 0)]"]),
-    ({"speculative_token_tree": list(range(1029))}, ["1029 nodes", "at most 1024"]),
-    ({"speculative_token_tree": [[0]], "num_speculative_tokens": 2}, ["=2", "1 nodes"]),
-    (None, ["neither"]),
-    ("", ["empty"]),
-    ("{'method': 'toy'}", ["not valid JSON", "double quotes"]),
-    ("no/such/file.json", ["no/such/file.json", "cannot be read"]),
-    (3, ["int", "`assistant=`"]),
-    (["toy"], ["list"]),
-    ("off", ["is plain generation, and names no drafter"]),
+    ({"num_speculative_tokens": 0}, "`num_speculative_tokens` must be an integer from 1 to 1024, got 0"),
+    ({"num_speculative_tokens": "5"}, "without quotes"),
+    ({"trust_remote_code": "true"}, "True or False"),
+    ({"dtype": "bf16"}, "Did you mean 'bfloat16'?"),
+    ({"posterior_threshold": 0.2}, "='typical'"),
+    ({"rejection_sample_method": "synthetic"}, "neither"),
+    (dict(rejection_sample_method="synthetic", synthetic_acceptance_rates=[1], synthetic_acceptance_length=2), "both"),
+    ({"synthetic_acceptance_length": 0.5, "rejection_sample_method": "synthetic"}, "from 1 to 1025"),
+    ({"synthetic_acceptance_rates": [0.5, 0.6]}, "must not increase"),
+    *(({"synthetic_acceptance_rates": rates}, "list of numbers") for rates in ([], [0.5] * 1025, ["0.5"])),
+    ({"toy_width": 65}, "from 1 to 64"),
+    ({"toy_widht": 3}, "Did you mean 'toy_width'?"),
+    ({"width": 1, "toy_width": 2}, "`width` and `toy_width`"),
+    ({"toy_width": 1, "options": {"toy_width": 2}}, "given twice"),
+    ({"suffix_decoding_max_tree_depth": 3}, "belongs to method 'suffix'"),
+    ({"speculative_token_tree": list(range(1029))}, "1029 nodes"),
+    ({"speculative_token_tree": [[0]], "num_speculative_tokens": 2}, "1 nodes"),
+    (None, "neither"),
+    ("{'method': 'toy'}", "not valid JSON"),
+    ("no/such/file.json", "cannot be read"),
+    ("off", "is plain generation, and names no drafter"),
     # Not taken for a repository.
-    ("sufix", ["Did you mean 'suffix'?", "`model`"]),
-    ({"method": 3}, ["`method`", "3 (int)"]),
-    ({3: "toy"}, ["must be strings", "3"]),
-    ({"method": "ngrm"}, ["'ngrm'", "Did you mean 'ngram'?"]),
-    ({"method": None, "metod": "ngram"}, ["`metod`. Did you mean `method`"]),
-    ({"method": "mtp", "mode": "loop"}, ["`mtp_mode`", "'loop'", "'chain'"]),
-    ({"method": "ngram", "model": "org/draft"}, ["'org/draft'", "'ngram'", "without"]),
-    ({"method": "ngram", "speculative_token_tree": "[(0,)]"}, ["medusa", "eagle3", "method='ngram'"]),
+    ("sufix", "Did you mean 'suffix'?"),
+    ({3: "toy"}, "must be strings"),
+    ({"method": "ngrm"}, "Did you mean 'ngram'?"),
+    ({"method": "ngram", "model": "org/draft"}, "without"),
+    ({"method": "ngram", "speculative_token_tree": "[(0,)]"}, "medusa"),
 ]
 
 
 def test_errors_say_what_was_asked_and_what_to_do(tmp_path):
     for value, words in REFUSED:
-        given_value = {"method": "toy", **value} if isinstance(value, dict) else value
-        message = error_of(SpeculativeConfig.resolve, given_value)
-        assert [word for word in words if word not in message] == [], (value, message)
-        if isinstance(value, dict) and "method" not in value and 3 not in value:
-            assert error_of(SpeculativeConfig, "toy", **value) == message
+        message = error_of(SpeculativeConfig.resolve, {"method": "toy", **value} if isinstance(value, dict) else value)
+        assert words in message, (value, message)
     path = tmp_path / "settings.json"
     path.write_text("[1, 2]")
-    message = error_of(SpeculativeConfig.resolve, path)
-    assert str(path) in message
-    assert "object" in message
-    message = error_of(SpeculativeConfig.from_pretrained, tmp_path)
-    assert all(word in message for word in (CONFIG_NAME, str(tmp_path), "save_pretrained"))
-
-
-def test_setting_without_effect_is_warned_of(monkeypatch):
-    said = []
-    monkeypatch.setattr(conflicts.logger, "warning_once", said.append)
-    SpeculativeConfig("ngram", disable_padded_drafter_batch=False)
-    assert said == []
-    SpeculativeConfig("ngram", disable_padded_drafter_batch=True)
-    assert "`disable_padded_drafter_batch` changes nothing" in said[0]
+    assert str(path) in error_of(SpeculativeConfig.resolve, path)
+    assert CONFIG_NAME in error_of(SpeculativeConfig.from_pretrained, tmp_path)
 
 
 def test_check_against_the_target():
     config = SpeculativeConfig("toy", num_speculative_tokens=6, max_model_len=100)
     config.check_against_target(max_position_embeddings=100, num_heads=6)
-    config.check_against_target()
-    for target, words in (
-        ({"num_heads": 5}, ["=6", "5 heads"]),
-        ({"max_position_embeddings": 6}, ["`num_speculative_tokens`=6", "context of 6"]),
-        ({"max_position_embeddings": 99}, ["`max_model_len`=100", "99 tokens"]),
-    ):
-        message = error_of(config.check_against_target, **target)
-        assert all(word in message for word in words)
+    for target in ({"num_heads": 5}, {"max_position_embeddings": 6}, {"max_position_embeddings": 99}):
+        error_of(config.check_against_target, **target)
     small = LlamaConfig(max_position_embeddings=16)
     assert SpeculativeConfig.resolve("toy", num_speculative_tokens=15, target_config=small)
     for other in (small, GPT2Config(n_positions=16)):
-        message = error_of(SpeculativeConfig.resolve, "toy", num_speculative_tokens=16, target_config=other)
-        assert "context of 16" in message
+        error_of(SpeculativeConfig.resolve, "toy", num_speculative_tokens=16, target_config=other)
 
 
 def wrong_numbers(hint, bounds: Bounds) -> list:
@@ -336,7 +239,7 @@ def wrong_numbers(hint, bounds: Bounds) -> list:
     return [True, "5", float("nan"), *beyond]
 
 
-def test_bounds_and_choices_of_methods(monkeypatch):
+def test_bounds_and_choices_of_methods():
     """Every number has bounds."""
     for method in BUILT_IN:
         model = {"model": "folder"} if takes_model(method) else {}
@@ -347,51 +250,36 @@ def test_bounds_and_choices_of_methods(monkeypatch):
             for choice in choices:
                 assert getattr(options_class(method)(**{item.name: choice}), item.name) == choice
             if choices or bool in types_of(hint):
-                wanted = repr(choices[0]) if choices else "True or False"
-                assert error_of(SpeculativeConfig, method, **model, **{key: "other"}).startswith(
-                    f"`{key}` must be {wanted}"
-                )
-            elif str not in types_of(hint):
+                wrong = ["other"]
+            elif str in types_of(hint):
+                wrong = []
+            else:
                 assert bounds.least is not None, key
-                for value in wrong_numbers(hint, bounds):
-                    message = error_of(SpeculativeConfig, method, **model, **{key: value})
-                    assert message.startswith(f"`{key}` must be a")
-                    assert bounds.phrase("") in message or value == 5
-    assert error_of(options_class("suffix"), max_tree_depth=1) == (
-        "`max_tree_depth` must be an integer from 2 to 1024, got 1."
-    )
+                wrong = wrong_numbers(hint, bounds)
+            for value in wrong:
+                message = error_of(SpeculativeConfig, method, **model, **{key: value})
+                assert message.startswith(f"`{key}` must be ")
     assert options_class("eagle3")(aux_layer_ids=[1, 2]).aux_layer_ids == (1, 2)
-    monkeypatch.setattr(ToyGenerator, "estimates_acceptance", True)
-    for value in (0, 1025, True):
-        message = error_of(SpeculativeConfig, "toy+eagle3", "folder", retrieval_num_speculative_tokens=value)
-        assert message.startswith("`retrieval_num_speculative_tokens` must be an integer from 1 to 1024")
-
-
-# -------------------------------------------------------------------------------------------------------------- tokens
 
 
 TOKEN, REAL = "hf_secret", "hf_" + "aB3dE" * 7
-WITH_TOKEN = SpeculativeConfig("draft_model", model="user/draft", token=TOKEN, dtype="float32")
+DRAFT = {"method": "draft_model", "model": "user/draft"}
 
 
 def test_token_is_in_nothing_that_is_kept_or_shown(tmp_path):
-    config = WITH_TOKEN
+    config, without = SpeculativeConfig(**DRAFT, token=TOKEN), SpeculativeConfig(**DRAFT)
     saved, pickled = config.save_pretrained(tmp_path).read_text(), pickle.dumps(config)
     shown = [repr(config), str(config), saved, str(config.to_dict()), str(config.to_dict(defaults=True))]
     assert not [text for text in (*shown, str(config.to_vllm()), str(pickled)) if TOKEN in text]
-    without = SpeculativeConfig("draft_model", model="user/draft", dtype="float32")
     assert config == without == pickle.loads(pickled)
     assert pickle.loads(pickled).token is None
-    assert hash(config) == hash(without)
-    assert config.compute_hash() == without.compute_hash()
+    assert (hash(config), config.compute_hash()) == (hash(without), without.compute_hash())
 
 
 def test_token_survives_changes():
-    config = WITH_TOKEN
+    config = SpeculativeConfig(**DRAFT, token=TOKEN)
     for changed in (
-        config.replace(dtype="auto"),
         config.replace(method="eagle3"),
-        SpeculativeConfig.resolve(config),
         SpeculativeConfig.resolve(config, dtype="auto"),
         SpeculativeConfig.from_dict(config.to_dict(secrets=True)),
         copy.copy(config),
@@ -401,22 +289,15 @@ def test_token_survives_changes():
         assert changed.token == TOKEN
     assert config.replace(token=None).token is None
     assert SpeculativeConfig.from_dict(config.to_dict()).token is None
-    assert SpeculativeConfig.resolve({"method": "eagle3", "model": "x"}, token=False).token is False
     # What is remembered for the same words is of the same token.
-    head = {"method": "eagle3", "model": "org/head"}
-    for token in ("hf_" + "a" * 30, "hf_" + "b" * 30, None):
-        assert SpeculativeConfig.resolve(SpeculativeConfig(**head, token=token), dtype="auto").token == token
-        assert SpeculativeConfig.resolve(head, token=token).token == token
+    for token in ("hf_" + "a" * 30, "hf_" + "b" * 30, None, False):
+        assert SpeculativeConfig.resolve(SpeculativeConfig(**DRAFT, token=token), dtype="auto").token == token
+        assert SpeculativeConfig.resolve(DRAFT, token=token).token == token
 
 
 def test_errors_do_not_show_a_token():
-    draft = {"method": "draft_model", "model": "x/y"}
     for misplaced in (
-        {"revision": REAL},
-        {"model": REAL},
-        {"num_speculative_tokens": REAL},
-        {"dtype": REAL},
-        {"options": REAL},
+        *({name: REAL} for name in ("revision", "model", "num_speculative_tokens", "dtype", "options")),
         {"options": {"revision": {"token": "s3cret"}}},
         {"quantization": {"token": "s3cret"}, "token": "s3cret"},
         {"token": "s3cret", "revision": ["s3cret"]},
@@ -425,42 +306,26 @@ def test_errors_do_not_show_a_token():
         {"hf_token": "s3cret"},
         *({"token": token} for token in (b"s3cret", ["s3cret"], {"s3cret": 1})),
     ):
-        message = error_of(SpeculativeConfig.resolve, {**draft, **misplaced})
+        message = error_of(SpeculativeConfig.resolve, {**DRAFT, **misplaced})
         assert not [secret for secret in (REAL, "s3cret") if secret in message], misplaced
     for value in (REAL, json.dumps([REAL]), {"method": REAL}, [REAL], {"model": f"x/{REAL}"}):
         with pytest.raises(SpecDecError) as caught:
             SpeculativeConfig.resolve(value)
         assert REAL not in str(caught.value)
-    assert "`token` must be a string" in error_of(SpeculativeConfig, **draft, token=b"x")
-    assert "`token`" in error_of(SpeculativeConfig, **draft, revision=REAL)
-    message = error_of(SpeculativeConfig, "ngram", token=TOKEN)
-    assert "`token` is about a draft model" in message
-    assert TOKEN not in message
+    assert TOKEN not in error_of(SpeculativeConfig, "ngram", token=TOKEN)
 
 
-# --------------------------------------------------------------------------------------------------------- environment
-
-
-def test_switches_take_the_words_of_transformers(monkeypatch):
+@full
+def test_environment_variables(monkeypatch):
     assert {word.upper() for word in environment._TRUE} == ENV_VARS_TRUE_VALUES
     for default in (True, False):
         assert environment.is_switched_on("CHECK", default=default) == default
-        for words, wanted in (
-            (("1", "true", "TRUE", "YES", " On "), True),
-            (("0", "false", "no", "off", "2"), False),
-            (("", "  "), default),
-        ):
-            for word in words:
-                monkeypatch.setenv("HF_SPECDEC_CHECK", word)
-                assert environment.is_switched_on("CHECK", default=default) == wanted
+        for word, wanted in ((" On ", True), ("0", False), ("off", False), ("2", False), (" ", default)):
+            monkeypatch.setenv("HF_SPECDEC_CHECK", word)
+            assert environment.is_switched_on("CHECK", default=default) == wanted
         monkeypatch.delenv("HF_SPECDEC_CHECK")
-
-
-def test_choice_of_kernels(monkeypatch):
-    for value, choice in (("", "auto"), ("Torch", "torch"), ("TRITON", "triton")):
-        monkeypatch.setenv("HF_SPECDEC_KERNELS", value)
-        assert environment.kernel_choice() == choice
-    for value in ("0", "off", "cuda"):
-        monkeypatch.setenv("HF_SPECDEC_KERNELS", value)
-        with pytest.raises(SpecConfigError, match=f"got '{value}'. Unset it"):
-            environment.kernel_choice()
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "TRITON")
+    assert environment.kernel_choice() == "triton"
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "off")
+    with pytest.raises(SpecConfigError, match="got 'off'. Unset it"):
+        environment.kernel_choice()

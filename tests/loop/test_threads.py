@@ -19,15 +19,14 @@ from transformers import AutoModelForCausalLM
 from hf_specdec import forget_speculators, load_speculator
 from hf_specdec.candidate_generators import register_candidate_generator, unregister_candidate_generator
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
-from hf_specdec.checkpoints.files import RepoFiles
 from hf_specdec.decoding.attention import attention_switch
 from hf_specdec.decoding.graphs import ModelGraphs
 from hf_specdec.loaded import record_of
 from hf_specdec.metrics.log_line import IntervalLog
-from hf_specdec.threads import Lock, OwnForwards, Recent, cached_property
+from hf_specdec.threads import Lock, OwnForwards
 from tests.helpers.architectures import tiny_model
 from tests.helpers.interruptions import interrupted_everywhere
-from tests.helpers.levels import slow
+from tests.helpers.levels import full, slow
 from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.threads import PATIENCE
 
@@ -48,22 +47,15 @@ class SlowMethod:
     def __init__(self):
         self.begun, self.may_end = threading.Semaphore(0), threading.Event()
         self.count, self.failures = 0, 0
-        slow_method = self
 
-        class SlowCandidateGenerator(NgramCandidateGenerator):
-            loaded_by = ("prompt_lookup_max",)
-
-            @classmethod
-            def load(cls, config, target_model):
-                slow_method.count += 1
-                slow_method.begun.release()
-                assert slow_method.may_end.wait(PATIENCE)
-                if slow_method.failures:
-                    slow_method.failures -= 1
-                    raise OSError("the line is dead")
-                return object()
-
-        self.generator = SlowCandidateGenerator
+    def load(self, config, target_model):
+        self.count += 1
+        self.begun.release()
+        assert self.may_end.wait(PATIENCE)
+        if self.failures:
+            self.failures -= 1
+            raise OSError("the line is dead")
+        return object()
 
     def begin(self, pool, model, **settings):
         """Begins to load in a thread."""
@@ -75,13 +67,11 @@ class SlowMethod:
 @pytest.fixture
 def slow_method(pool):
     method = SlowMethod()
-    register_candidate_generator("slow", method.generator)
+    members = {"loaded_by": ("prompt_lookup_max",), "load": staticmethod(method.load)}
+    register_candidate_generator("slow", type("SlowGenerator", (NgramCandidateGenerator,), members))
     yield method
     method.may_end.set()
     unregister_candidate_generator("slow")
-
-
-# ------------------------------------------------------------------------------------------------------------- loading
 
 
 def test_other_drafters_and_targets_do_not_wait(slow_method, pool):
@@ -89,31 +79,24 @@ def test_other_drafters_and_targets_do_not_wait(slow_method, pool):
     loading = [slow_method.begin(pool, mine, prompt_lookup_max=3)]
     text = pool.submit(others.generate, **prompts(1), **GREEDY, spec_method="ngram").result(PATIENCE)
     assert torch.equal(text, others.generate(**prompts(1), **GREEDY))
-    assert pool.submit(load_speculator, mine, "recycling").result(PATIENCE).method == "recycling"
     # Also one of the same method that takes its time.
     loading.append(slow_method.begin(pool, mine, prompt_lookup_max=4))
     slow_method.may_end.set()
     assert len({id(one.result(PATIENCE).resources) for one in loading}) == 2
 
 
-def test_threads_load_the_same_once(slow_method, pool):
-    model = tiny_llama()
-    loading = [slow_method.begin(pool, model), *(pool.submit(load_speculator, model, "slow") for _ in range(3))]
-    slow_method.may_end.set()
-    assert len({id(one.result(PATIENCE).resources) for one in loading}) == slow_method.count == 1
-
-
-def test_thread_that_waited_for_a_failure_tries_itself(slow_method, pool):
+def test_threads_load_the_same_once_and_again_after_a_failure(slow_method, pool):
     model = tiny_llama()
     slow_method.failures = 1
-    loading = [slow_method.begin(pool, model), pool.submit(load_speculator, model, "slow")]
+    loading = [slow_method.begin(pool, model), *(pool.submit(load_speculator, model, "slow") for _ in range(3))]
     slow_method.may_end.set()
     with pytest.raises(OSError, match="the line is dead"):
         loading[0].result(PATIENCE)
-    assert load_speculator(model, "slow").resources is loading[1].result(PATIENCE).resources
+    assert len({id(one.result(PATIENCE).resources) for one in loading[1:]}) == 1
     assert slow_method.count == 2
 
 
+@full
 def test_what_was_forgotten_meanwhile_is_loaded_again(slow_method, pool):
     model = tiny_llama()
     loading = slow_method.begin(pool, model)
@@ -122,6 +105,7 @@ def test_what_was_forgotten_meanwhile_is_loaded_again(slow_method, pool):
     assert load_speculator(model, "slow").resources is not loading.result(PATIENCE).resources
 
 
+@full
 def test_draft_models_are_built_one_after_the_other(tmp_path, monkeypatch, pool):
     """Meanwhile torch's default dtype is another one, in all threads."""
     for number in range(2):
@@ -141,37 +125,6 @@ def test_draft_models_are_built_one_after_the_other(tmp_path, monkeypatch, pool)
     assert [one.result(PATIENCE).method for one in loading] == ["draft_model"] * 2
     assert not met
     assert torch.get_default_dtype() == torch.float32
-
-
-def test_cached_properties_of_instances_do_not_wait_for_each_other(pool):
-    """Those of functools have one lock of all instances before Python 3.12."""
-    begun, may_end, counts = threading.Event(), threading.Event(), []
-
-    class Owner:
-        is_slow = False
-
-        @cached_property
-        def value(self):
-            """Its own text."""
-            counts.append(1)
-            if self.is_slow:
-                begun.set()
-                assert may_end.wait(PATIENCE)
-            return self
-
-    slow_owner, owner = Owner(), Owner()
-    slow_owner.is_slow = True
-    waiting = pool.submit(lambda: slow_owner.value)
-    assert begun.wait(PATIENCE)
-    assert pool.submit(lambda: owner.value).result(PATIENCE) is owner.value is owner
-    may_end.set()
-    assert waiting.result(PATIENCE) is slow_owner
-    assert len(counts) == 2
-    assert Owner.value.__doc__ == "Its own text."
-    assert isinstance(vars(RepoFiles)["config"], cached_property)
-
-
-# --------------------------------------------------------------------------------------------------------------- forks
 
 
 def in_a_fork(function) -> None:
@@ -206,13 +159,9 @@ def held_elsewhere(lock):
     thread.join(PATIENCE)
 
 
-forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 # Python warns of what is tested here.
-is_warned_of = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-
-
-@forks
-@is_warned_of
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_fork_while_other_threads_load_and_hold_every_lock(slow_method, pool):
     model = tiny_llama()
     expected = model.generate(**prompts(1), **GREEDY, spec_method="suffix")
@@ -225,12 +174,12 @@ def test_fork_while_other_threads_load_and_hold_every_lock(slow_method, pool):
     locks += [record.lock, record.searching, log._lock, ModelGraphs()._lock]
     locks += [owner._lock for owner in (cache, attention_switch(model), record.found, record.learnt)]
     assert len(locks) >= 14
-    loading = slow_method.begin(pool, model)
+    loading, held_here = slow_method.begin(pool, model), Lock()
 
     def child():
         slow_method.may_end.set()
-        for lock in locks:
-            with lock:
+        for lock in (*locks, held_here):
+            with lock, lock:
                 pass
         for method in ("suffix", "slow"):
             assert torch.equal(model.generate(**prompts(1), **GREEDY, spec_method=method), expected)
@@ -238,32 +187,11 @@ def test_fork_while_other_threads_load_and_hold_every_lock(slow_method, pool):
     with ExitStack() as stack:
         for lock in locks:
             stack.enter_context(held_elsewhere(lock))
-        in_a_fork(child)
+        with held_here:
+            in_a_fork(child)
     assert not slow_method.may_end.is_set()
     slow_method.may_end.set()
     assert loading.result(PATIENCE).method == "slow"
-
-
-@forks
-@is_warned_of
-def test_fork_by_the_thread_that_holds_a_lock():
-    lock = Lock()
-    with lock:
-        # The child ends the block as well.
-        child = os.fork()
-    if child == 0:
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-
-    def twice():
-        with lock, lock:
-            pass
-
-    with lock:
-        in_a_fork(twice)
-
-
-# ----------------------------------------------------------------------------------------------------------- lifetimes
 
 
 def test_nothing_that_is_kept_for_a_target_keeps_it_alive():
@@ -280,18 +208,6 @@ def test_nothing_that_is_kept_for_a_target_keeps_it_alive():
     del one, two, target, draft, wrapper
     gc.collect()
     assert [reference() for reference in references] == [None, None, None]
-
-
-def test_recent_forgets_the_least_recently_used():
-    recent = Recent(2)
-    recent.put("a", 1)
-    recent.put("b", 2)
-    assert recent.get("a") == 1
-    recent.put("c", 3)
-    assert ("a" in recent, "b" in recent, "c" in recent, len(recent)) == (True, False, True, 2)
-    assert recent.get("b", "none") == "none"
-    recent.forget(lambda key: key == "c")
-    assert (recent.get("a"), recent.get("c"), len(recent)) == (1, None, 1)
 
 
 def test_own_forwards_are_shared_and_leave_wherever_an_exception_comes():
@@ -330,9 +246,7 @@ def test_interrupted_calls_leave_nothing_in_a_model(name):
     def state():
         kept = ("_parameters", "_modules", "_buffers")
         parts = [{key: value for key, value in vars(module).items() if key not in kept} for module in model.modules()]
-        return [
-            {key: dict(value) if isinstance(value, dict) else value for key, value in part.items()} for part in parts
-        ]
+        return [{key: dict(own) if isinstance(own, dict) else own for key, own in part.items()} for part in parts]
 
     def call():
         model.generate(**inputs, do_sample=False, max_new_tokens=5, spec_method="recycling")

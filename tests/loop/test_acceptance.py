@@ -12,10 +12,10 @@ from hf_specdec.drafts import DraftTree
 from hf_specdec.kernels.acceptance import follow, reject_chain, reject_tree
 from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.logits.acceptance import reject_block
+from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.levels import full
 from tests.helpers.paths import FIXTURES
 from tests.helpers.rule_cases import ALMOST_ONE, SAMPLES, random_chains, random_probs, rows_of, uniform
-from tests.helpers.statistics import chi_square_pvalue
 
 
 PUBLISHED = FIXTURES / "verification"

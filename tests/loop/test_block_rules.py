@@ -17,6 +17,7 @@ from hf_specdec.logits.processors import ProcessorStack
 from hf_specdec.logits.randomness import RowUniforms
 from hf_specdec.logits.rules import BlockRule, StandardRule, conditional_rates, rates_of_length
 from hf_specdec.logits.sampling import DraftSampler
+from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.levels import in_full
 from tests.helpers.paths import FIXTURES
 from tests.helpers.rule_cases import (
@@ -25,7 +26,6 @@ from tests.helpers.rule_cases import (
     typical_by_definition,
     typical_limit,
 )
-from tests.helpers.statistics import chi_square_pvalue
 
 
 # Thresholds of `block`, and numeric traps

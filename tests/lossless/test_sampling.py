@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.helpers.calls import NEW, drafted, inputs, with_mask
+from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.distribution import P_VALUE, no_drafts
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import demo_target, draws, fresh_speculator, settings_of
-from tests.helpers.statistics import chi_square_pvalue
 
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 20}

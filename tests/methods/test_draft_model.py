@@ -10,6 +10,7 @@ from transformers import BartForCausalLM, WhisperForCausalLM
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, load_speculator, record
 from tests.helpers.architectures import tiny_model
+from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.distribution import (
     NUM_ROWS,
     P_VALUE,
@@ -24,7 +25,6 @@ from tests.helpers.encoder_decoders import tiny_model as tiny_encoder_decoder
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama
 from tests.helpers.own_drafts import GREEDY, drafts_in, logits_along, perturbed, with_draft_model
-from tests.helpers.statistics import chi_square_pvalue
 
 
 # How a draft model is made of the target, and how much of its drafts is accepted at the least and the most.

@@ -10,10 +10,10 @@ from hf_specdec.control.chain_size import ChainSize
 from hf_specdec.control.controller import SpeculationController
 from tests.helpers.block_networks import draft
 from tests.helpers.by_hand import speculator_for
+from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.distribution import P_VALUE, SETTINGS, V, exact_distribution, sampled_counts, small_model
 from tests.helpers.draft_layers import parallel_head
 from tests.helpers.levels import in_full
-from tests.helpers.statistics import chi_square_pvalue
 
 
 # A draft that knows some of the tokens, each of whose tokens depends on those before it.

@@ -21,10 +21,10 @@ from hf_specdec.candidate_generators.draft_model.vocabularies import (
 )
 from hf_specdec.candidate_generators.draft_model.vocabulary import Vocabulary
 from hf_specdec.decoding import graphs
+from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.distribution import P_VALUE, SETTINGS, exact_distribution, sampled_counts, small_model
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import OTHER_CHECKPOINTS, demo_inputs, demo_target, plain_text
-from tests.helpers.statistics import chi_square_pvalue
 from tests.helpers.tape import spoil_inputs, tape_everything
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hf_specdec.control import ControlProfile, SpeculationController
 from hf_specdec.control.acceptance import RowOutcome
@@ -32,25 +32,15 @@ class Cycle:
 
 @dataclass
 class World:
-    """A drafter, a target and a text.
+    """A drafter, a target and a text."""
 
-    Attributes:
-        acceptance (`list[float]`): Of each row: how often a token is accepted after accepted ones.
-        draft (`Callable`): Depth -> seconds of a draft.
-        verify (`Callable`): Nodes, the anchor included -> seconds.
-        noise (`float`): Standard deviation of the logarithm of measured times.
-        stalls (`float`): How many of the measured times are ten times too long.
-        looks_ahead (`bool`): Limits are asked for before the outcome of the cycle before is known.
-    """
-
-    acceptance: list[float]
-    draft: Callable[[int], float]
-    verify: Callable[[int], float]
-    noise: float = 0.0
-    stalls: float = 0.0
+    acceptance: list[float]  # of each row: how often a token is accepted after accepted ones
+    draft: Callable[[int], float]  # depth -> seconds of a draft
+    verify: Callable[[int], float]  # nodes, the anchor included -> seconds
+    noise: float = 0.0  # standard deviation of the logarithm of measured times
+    stalls: float = 0.0  # how many of the measured times are ten times too long
     seed: int = 0
-    looks_ahead: bool = False
-    random: random.Random = field(init=False)
+    looks_ahead: bool = False  # limits are asked for before the outcome of the cycle before is known
 
     def __post_init__(self):
         self.random = random.Random(self.seed)

@@ -3,50 +3,41 @@
 import json
 import os
 from math import isnan
-from time import perf_counter, thread_time
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.utils import logging as hf_logging
 from typer.testing import CliRunner
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, forget_speculators, load_speculator
 from hf_specdec.cli import app
 from hf_specdec.control import ControlProfile, LatencyModel
 from hf_specdec.control.acceptance import PastRates
-from hf_specdec.control.clock import CycleClock, CycleTimes, clock_of
+from hf_specdec.control.clock import CycleClock, CycleTimes
 from hf_specdec.control.store import find_profile, load_profile, profile_identity, profile_path, save_profile
 from hf_specdec.decoding.graphs import CallGraphs
-from hf_specdec.diagnosis.calibration import SweepingController, calibrate
+from hf_specdec.diagnosis.calibration import calibrate
 from hf_specdec.reading import MAX_SETTINGS_BYTES
+from tests.helpers.levels import full
 from tests.helpers.models import prompts, tiny_llama
 
 
 # Profiles, which are files and may hold anything
 
 
-def keyed(keys, values, **size):
-    """Dicts as JSON has them."""
-    return st.dictionaries(keys.map(str), values, **size)
-
-
-seconds = st.floats(1e-6, 1e3)
-tables = keyed(st.integers(1, 64), keyed(st.integers(0, 64), seconds, min_size=1, max_size=5), max_size=3)
-rates = st.lists(st.floats(0, 1), max_size=4)
-stored_profiles = st.fixed_dictionaries(
+SECONDS, RATES = st.floats(1e-6, 1e3), st.lists(st.floats(0, 1), max_size=4)
+SIZES = st.integers(1, 64).map(str)
+TABLES = st.dictionaries(SIZES, st.dictionaries(SIZES, SECONDS, min_size=1, max_size=5), max_size=3)
+PROFILES = st.fixed_dictionaries(
     {
-        "draft_seconds": tables,
-        "verify_seconds": tables,
-        "reading_seconds": keyed(st.integers(1, 4096), seconds, max_size=3),
-        "accepted": rates,
-        "drafted": rates,
+        **{"draft_seconds": TABLES, "verify_seconds": TABLES, "accepted": RATES, "drafted": RATES},
+        "reading_seconds": st.dictionaries(SIZES, SECONDS, max_size=3),
     }
 )
 
 
-@given(stored_profiles)
+@given(PROFILES)
 def test_a_profile_comes_back_from_json(values):
     profile = ControlProfile.from_dict(json.loads(json.dumps(values)))
     again = profile.to_dict()
@@ -67,10 +58,7 @@ DAMAGED = [
     ({"draft_seconds": {"1": {"x": 2.0}}}, "integers of at least 0, got 'x'"),
     ({"reading_seconds": [1.0]}, "`reading_seconds`, {tokens: seconds}"),
     ({"accepted": [1.5]}, "`accepted` of a profile must be a list of rates"),
-    ({"drafted": None}, "`drafted` of a profile must be a list of rates"),
-    ({"accepted": [0.5], "accepted_weights": [-1.0]}, "`accepted_weights` .* must be a list of 1 numbers"),
     ({"accepted": [0.5], "accepted_weights": [1.0, 1.0]}, "`accepted_weights` .* must be a list of 1 num"),
-    ({"rating_factor": "high"}, "`rating_factor` of a profile must be a number of at least 0, got 'high'"),
     ({"rating_factor": -1}, "rating_factor"),
 ]
 
@@ -80,22 +68,13 @@ def test_a_damaged_profile_is_refused():
         with pytest.raises(SpecConfigError, match=message):
             ControlProfile.from_dict(ControlProfile().to_dict() | change)
     assert ControlProfile.from_dict(ControlProfile(rating_factor=0.25).to_dict()).rating_factor == 0.25
-
-
-def test_depths_that_nobody_drafts_cost_nothing_to_know():
-    """Profiles are files, which may hold anything."""
+    # Depths that nobody drafts cost nothing to know.
     stored = {**ControlProfile().to_dict(), "draft_seconds": {"1": {"2": 1.0, "1000000000": 5.0}}}
     model = ControlProfile.from_dict(stored).latency
     assert model.draft_seconds_up_to(4, 1) == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0], abs=1e-6)
 
 
 # The clock of cycles
-
-
-def test_one_thread_is_timed_without_what_others_do_and_several_on_the_wall(monkeypatch):
-    for threads, devices in ((1, {"cpu": thread_time}), (4, {"cpu": perf_counter, "meta": perf_counter})):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert {device: clock_of(torch.device(device)) for device in devices} == devices
 
 
 def test_a_draft_that_ran_ahead_belongs_to_the_next_cycle():
@@ -112,9 +91,6 @@ def test_a_draft_that_ran_ahead_belongs_to_the_next_cycle():
     clock.drafted()
     now += 3.0
     assert clock.end() == CycleTimes(rest=3.0, draft=4.0)
-    clock.begin()
-    clock.drafted()
-    assert clock.end() == CycleTimes(rest=0.0, draft=0.0)
 
 
 def test_a_cycle_with_a_capture_has_no_times(monkeypatch):
@@ -130,19 +106,16 @@ def test_a_cycle_with_a_capture_has_no_times(monkeypatch):
         latency.observe_verification(1, 4, spoilt)
         latency.observe_reading(1, spoilt)
     assert not any((latency.draft, latency.verify, latency.reading.sizes))
-    clock.begin()
-    assert clock.end().draft is None
     # A capture for the next draft, which ran ahead, spoils both cycles.
-    clock.begin()
-    clock.drafted()
-    with clock.ahead():
-        CallGraphs.all_captures += 1
-    assert isnan(clock.end().rest)
-    for is_spoilt in (True, False):
+    for is_ahead, is_spoilt in ((True, True), (False, True), (False, False)):
         clock.begin()
         clock.drafted()
+        if is_ahead:
+            with clock.ahead():
+                CallGraphs.all_captures += 1
         times = clock.end()
-        assert isnan(times.draft) == isnan(times.rest) == is_spoilt
+        assert isnan(times.rest) == is_spoilt
+        assert is_ahead or isnan(times.draft) == is_spoilt
 
 
 # Profiles in files
@@ -178,45 +151,32 @@ def test_all_batch_sizes_are_measured_and_the_next_process_begins_with_it(model,
     assert load_speculator(model, AUTO).profile.to_dict().keys() == profile.to_dict().keys()
     assert load_speculator(model, AUTO).profile.accepted == profile.accepted
     forget_speculators(model)
+    # A file of other versions is left alone.
+    save_profile(profile, {**identity, "torch": "1.0"})
+    assert find_profile(model, SpeculativeConfig(**AUTO), None).accepted == PastRates()
     with pytest.raises(SpecConfigError, match="A fixed length needs no profile"):
         calibrate(model, load_speculator(model, "ngram", num_speculative_tokens=3), [prompts(1)])
-    # Whole trees are measured.
-    assert SweepingController(4, 1).tree_size is None
 
 
+@full
 def test_the_command_stores_what_calls_find(folder):
     arguments = ["--spec", "ngram", "-n", "8", "--rounds", "1", "--prompts", "a = 1; a = 1; a =", "--json"]
     result = CliRunner().invoke(app, ["calibrate", *arguments])
     assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    assert report["file"].startswith(str(folder))
-    assert report["verify_seconds"]["1"]
+    assert json.loads(result.stdout)["file"].startswith(str(folder))
 
 
 def test_another_drafter_or_target_has_a_file_of_its_own(model, identity, tmp_path):
     other = profile_identity(model, SpeculativeConfig(**AUTO, prompt_lookup_max=3), None)
-    others = [
-        other,
-        profile_identity(model, SpeculativeConfig(**AUTO), model),
-        profile_identity(tiny_llama(num_hidden_layers=1), SpeculativeConfig(**AUTO), None),
-    ]
-    assert len({profile_path(one) for one in [identity, *others]}) == 4
+    with_draft = profile_identity(model, SpeculativeConfig(**AUTO), model)
+    smaller = profile_identity(tiny_llama(num_hidden_layers=1), SpeculativeConfig(**AUTO), None)
+    assert len({profile_path(one) for one in (identity, other, with_draft, smaller)}) == 4
     path = save_profile(ControlProfile(), other, tmp_path / "other.json")
     for name, words in ((path, "was measured with the drafter .*prompt_lookup_max.*calibrate"), ("no", "be read")):
         with pytest.raises(SpecConfigError, match=words):
             load_speculator(model, AUTO, control_profile=str(name))
     named = SpeculativeConfig(**AUTO, control_profile=path)
     assert SpeculativeConfig.from_dict(named.to_dict()) == named
-    with pytest.raises(SpecConfigError, match="is for num_speculative_tokens='auto', got 3"):
-        SpeculativeConfig(method="ngram", num_speculative_tokens=3, control_profile="a.json")
-
-
-def test_a_stale_file_of_the_folder_is_left_alone(model, identity, monkeypatch):
-    save_profile(ControlProfile(accepted=PastRates([0.5], [4.0])), {**identity, "torch": "1.0"})
-    said = []
-    monkeypatch.setattr(hf_logging.get_logger("hf_specdec.control.store"), "warning", said.append)
-    assert find_profile(model, SpeculativeConfig(**AUTO), None).accepted == PastRates()
-    assert "torch" in said[0]
 
 
 NO_PROFILES = ["", "[]", "{}", '{"format": 1, "profile": 3}', '{"format": 99, "profile": {}}', "[" * 10**5, "9" * 5000]

@@ -12,7 +12,7 @@ from hf_specdec.candidate_generators.dflash.config import BlockView
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle3Recipe, PEagleRecipe
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
-from hf_specdec.errors import SpecConfigError, UnsupportedModelError
+from hf_specdec.errors import SpecDecError
 from hf_specdec.hub.detect import detect_checkpoint
 from hf_specdec.layers.known import is_llama_layer
 from hf_specdec.layers.llama import DecoderLayer
@@ -21,12 +21,9 @@ from hf_specdec.training.options import TrainingOptions
 from hf_specdec.training.reading import Rows, TargetReader
 from hf_specdec.training.trainer import train
 from tests.helpers.architectures import tiny_model
-from tests.helpers.levels import in_full
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, letter_tokenizer, prompts, tiny_gpt2, tiny_llama
 from tests.helpers.recipes import MTP_TARGETS, RECIPES, built, drafted_block, read
-
-
-GREEDY = {"do_sample": False, "max_new_tokens": 24}
 
 
 def saved(recipe, network, folder, **how):
@@ -38,9 +35,8 @@ def saved(recipe, network, folder, **how):
 @pytest.mark.parametrize(
     "name",
     [
-        *("eagle3, few tokens", "eagle3, parallel", "dflash, one layer", "dflash, selector"),
-        *in_full("eagle", "eagle, two layers and steps", "eagle3", "eagle3, narrow", "eagle3, parallel, shared"),
-        *in_full("dflash", "dflash, revealed"),
+        *("eagle3, few tokens", "eagle3, parallel", "dflash, selector"),
+        *in_full("eagle", "eagle3, narrow", "eagle3, parallel, shared", "dflash, one layer", "dflash, revealed"),
     ],
 )
 def test_what_is_shared_is_not_saved(name, target, tmp_path):
@@ -62,7 +58,7 @@ def test_what_is_shared_is_not_saved(name, target, tmp_path):
     assert ("d2t" in tensors) == (config.get("draft_vocab_size", VOCAB_SIZE) != VOCAB_SIZE)
 
 
-def test_eagle3_sizes_are_the_targets_and_the_draft_knows_the_most_frequent_tokens(target):
+def test_eagle3_sizes_are_the_targets_and_the_draft_knows_the_most_frequent_tokens(target, tmp_path):
     config = Eagle3Recipe().build(target).config
     assert (config.hidden_size, config.intermediate_size, config.head_dim) == (32, 64, 8)
     assert (config.draft_vocab_size, config.has_token_ids, config.own_embedding) == (VOCAB_SIZE, False, False)
@@ -74,28 +70,23 @@ def test_eagle3_sizes_are_the_targets_and_the_draft_knows_the_most_frequent_toke
     recipe.prepare(network, target, torch.tensor([9, 5, 9, 40, 40, 7, 9, 5]))
     assert network.token_ids.tolist() == [5, 9, 40]
     assert torch.equal(network.lm_head.weight, target.lm_head.weight[[5, 9, 40]])
-
-
-def test_a_parallel_head_says_so(target, tmp_path):
     recipe = PEagleRecipe(ttt_steps=5, num_layers=2, mask_token_id=7)
     recipe.save(recipe.build(target), tmp_path)
     config = load_speculator(target, model=str(tmp_path)).resources.config
     assert (config.mask_token_id, config.num_parallel_tokens, config.num_hidden_layers) == (7, 5, 2)
-    assert detect_checkpoint(tmp_path).format == "peagle"
-    assert detect_checkpoint(tmp_path).num_draft_tokens == 5
+    found = detect_checkpoint(tmp_path)
+    assert (found.format, found.num_draft_tokens) == ("peagle", 5)
 
 
 def test_dflash_sizes_are_the_targets_and_its_layers_begin_as_the_last_ones():
-    target = tiny_llama(num_hidden_layers=8)
-    config = DFlashRecipe(num_layers=2).build(target).config
+    large, target = tiny_llama(num_hidden_layers=8), tiny_llama(num_hidden_layers=3)
+    config = DFlashRecipe(num_layers=2).build(large).config
     assert (config.hidden_size, config.intermediate_size, config.head_dim) == (32, 64, 8)
     assert (config.block_size, config.num_hidden_layers, config.target_layer_ids) == (16, 2, (1, 5))
     assert (config.num_target_layers, config.num_denoising_steps, config.own_head) == (8, 1, False)
     # A target without room for the default.
     assert DFlashRecipe().build(tiny_llama()).config.target_layer_ids == (0, 1)
     assert DFlashRecipe(reveal_share=0.5).build(target).config.num_denoising_steps == 3
-    assert RECIPES["dflash, revealed"].build(target).config.num_denoising_steps == 2
-    target = tiny_llama(num_hidden_layers=3)
     network = DFlashRecipe(num_layers=2, intermediate_size=24, target_layer_ids=(2, 0)).build(target)
     for own, layer in zip(network.layers, target.model.layers[1:]):
         assert torch.equal(own.self_attn.q_proj.weight, layer.self_attn.q_proj.weight)
@@ -122,57 +113,50 @@ def test_causal_blocks_stay_causal(target, tmp_path):
 
 def test_the_mask_token_is_one_that_no_text_has(tmp_path):
     model, tokenizer = tiny_llama(), letter_tokenizer()
-    assert mask_token_for(model) == 0
+    found = [mask_token_for(model)]
     model.generation_config.eos_token_id = [5, 7]
-    assert mask_token_for(model) == 5
     model.config.name_or_path = str(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    assert mask_token_for(model) == 5
+    found.append(mask_token_for(model))
     model.resize_token_embeddings(VOCAB_SIZE + 8)
-    assert mask_token_for(model) == VOCAB_SIZE
+    found.append(mask_token_for(model))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<other>", "<|MASK|>"]})
     tokenizer.save_pretrained(tmp_path)
-    assert mask_token_for(model) == VOCAB_SIZE + 1
+    found.append(mask_token_for(model))
     model.resize_token_embeddings(VOCAB_SIZE + 1)
-    assert mask_token_for(model) == 5
+    assert [*found, mask_token_for(model)] == [0, 5, VOCAB_SIZE, VOCAB_SIZE + 1, 5]
 
 
-@pytest.mark.parametrize("width", [24, *in_full(0)])
-def test_an_mtp_layer_begins_as_the_last_one_and_is_trained_in_float32(width, tmp_path):
+def test_an_mtp_layer_begins_as_the_last_one_and_is_trained_in_float32(tmp_path):
     target = tiny_llama().to(torch.bfloat16)
-    last, recipe = target.model.layers[-1], MtpRecipe(ttt_steps=2, intermediate_size=width)
+    last, recipe = target.model.layers[-1], MtpRecipe(ttt_steps=2, intermediate_size=24)
     network = recipe.build(target)
+    own = network.layers[0]
     assert is_llama_layer(last)
-    assert type(network.layers[0]) is DecoderLayer
-    width = width or 64
-    for own, theirs in (("self_attn.q_proj", slice(None)), ("mlp.up_proj", slice(width))):
-        weights = [layer.get_submodule(own).weight.float() for layer in (network.layers[0], last)]
-        assert torch.equal(weights[0], weights[1][theirs])
-    assert torch.equal(network.layers[0].mlp.down_proj.weight, last.mlp.down_proj.weight[:, :width].float())
+    assert type(own) is DecoderLayer
+    assert torch.equal(own.self_attn.q_proj.weight, last.self_attn.q_proj.weight.float())
+    assert torch.equal(own.mlp.up_proj.weight, last.mlp.up_proj.weight[:24].float())
+    assert torch.equal(own.mlp.down_proj.weight, last.mlp.down_proj.weight[:, :24].float())
     assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
     tensors, config = saved(recipe, network, tmp_path, dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert torch.equal(tensors["mtp.fc.weight"], network.eh_proj[0].weight.to(torch.bfloat16))
-    assert tensors["mtp.layers.0.mlp.up_proj.weight"].shape == (width, 32)
+    assert tensors["mtp.layers.0.mlp.up_proj.weight"].shape == (24, 32)
     # The target's own parts are neither copied nor changed.
     assert all(name.startswith("mtp.") and "embed_tokens" not in name for name in tensors)
     assert copy.deepcopy(network).embed(torch.tensor([[1]])).dtype == torch.float32
     assert target.lm_head.weight.dtype == torch.bfloat16
-    assert (config["model_type"], config.get("mtp_intermediate_size", 64)) == ("mtp", width)
+    assert (config["model_type"], config["mtp_intermediate_size"]) == ("mtp", 24)
+    for unsuitable, words in ((tiny_gpt2(), "GPT2LMHeadModel.*llama"), (tiny_model("qwen3_moe"), "have experts")):
+        with pytest.raises(SpecDecError, match=words):
+            recipe.check(unsuitable)
 
 
-def test_targets_that_suit_no_mtp_layer():
-    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel.*llama"):
-        MtpRecipe().check(tiny_gpt2())
-    with pytest.raises(SpecConfigError, match="have experts.*Leave out `intermediate_size`"):
-        MtpRecipe(intermediate_size=8).check(tiny_model("qwen3_moe"))
-
-
-@pytest.mark.parametrize("kind", [*in_full("deepseek_v3", "qwen3_5_text")])
+@full
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_5_text"])
 def test_mtp_layers_of_other_kinds_are_trained(kind, tmp_path):
-    target = MTP_TARGETS[kind]().requires_grad_(False)
+    target, recipe = MTP_TARGETS[kind]().requires_grad_(False), MtpRecipe(ttt_steps=2)
     target.generation_config.pad_token_id = 0
-    recipe = MtpRecipe(ttt_steps=2)
     torch.manual_seed(0)
     network = recipe.build(target)
     batches = [Rows.of(torch.randint(1, VOCAB_SIZE, (4, 24))) for _ in range(2)] * 10
@@ -180,8 +164,7 @@ def test_mtp_layers_of_other_kinds_are_trained(kind, tmp_path):
     losses = train(network, iter(batches), recipe.objective(network, TargetReader(target, ("last",))), settings)
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
     recipe.save(network, tmp_path, dtype=torch.float32)
-    loaded = load_speculator(target, "mtp", model=str(tmp_path)).resources
-    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in network.state_dict().items())
-    inputs = prompts(2)
-    drafted = target.generate(**inputs, **GREEDY, spec_model=str(tmp_path))
-    assert torch.equal(drafted, target.generate(**inputs, **GREEDY))
+    loaded = load_speculator(target, "mtp", model=str(tmp_path)).resources.state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in network.state_dict().items())
+    call = {**prompts(2), "do_sample": False, "max_new_tokens": 24}
+    assert torch.equal(target.generate(**call, spec_model=str(tmp_path)), target.generate(**call))

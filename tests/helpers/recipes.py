@@ -61,11 +61,6 @@ MTP_TARGETS = {
 }
 
 
-def named(*methods):
-    """The names of the recipes of some methods."""
-    return [name for name, recipe in RECIPES.items() if recipe.method in methods]
-
-
 def enlarged(network):
     """Gives a network random weights large enough to tell wrong inputs from right ones."""
     for name, parameter in network.named_parameters():

@@ -8,7 +8,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from hf_specdec import demo, load_speculator
 from hf_specdec.decoding.attention import NAME, VerificationForward, running
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.kernels import _triton
@@ -20,7 +19,6 @@ from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.layer_references import rotary_angles
 from tests.helpers.levels import in_full, split
-from tests.helpers.methods import demo_target
 from tests.helpers.models import VOCAB_SIZE
 
 
@@ -212,9 +210,9 @@ KINDS = {
 POSITIONS = torch.tensor([[0, 3, 4, 5], [7, 8, 30, 31]])
 
 
-def embedding(kind, kind_of=LlamaRotaryEmbedding):
+def embedding(kind):
     parameters = {"rope_type": kind, "rope_theta": 10000.0, **KINDS[kind]}
-    return kind_of(LlamaConfig(head_dim=16, max_position_embeddings=16, rope_parameters=parameters))
+    return LlamaRotaryEmbedding(LlamaConfig(head_dim=16, max_position_embeddings=16, rope_parameters=parameters))
 
 
 # By model: types of layer that have angles of their own, and whether neighbours turn together.
@@ -223,16 +221,6 @@ EMBEDDINGS = {
     "glm4": ((), True),
     **dict.fromkeys(("gemma3_text", "olmo3"), (("full_attention", "sliding_attention"), False)),
 }
-
-
-class Counted(LlamaRotaryEmbedding):
-    """An embedding that counts its calls."""
-
-    num_calls = 0
-
-    def forward(self, *args):
-        self.num_calls += 1
-        return super().forward(*args)
 
 
 @pytest.mark.parametrize("kind", split(KINDS, ["llama3", "dynamic"]))
@@ -285,29 +273,3 @@ def test_hooks_of_an_embedding_run(as_on_a_gpu):
     hooked.register_forward_hook(lambda *given: calls.append(given))
     RotaryAngles(hooked)(POSITIONS, torch.zeros(1))
     assert (len(calls), len(as_on_a_gpu)) == (1, 0)
-
-
-def test_angles_are_computed_once_for_many_positions_unless_they_change_with_the_text():
-    counted = embedding("default", kind_of=Counted)
-    angles, like, last = RotaryAngles(counted), torch.zeros(1), torch.tensor([[64]])
-    for bound in (32, 33, 64):
-        angles(POSITIONS, like, bound)
-    assert counted.num_calls == 1
-    expected = signed_angles(*embedding("default")(like, last))
-    assert all(map(torch.equal, angles(last, like, 65), expected))
-    assert counted.num_calls == 2
-    changing = embedding("dynamic", kind_of=Counted)
-    angles = RotaryAngles(changing)
-    for calls in (1, 2):
-        angles(POSITIONS, torch.zeros(1), 32)
-        assert changing.num_calls == calls
-
-
-@pytest.mark.parametrize("method", ["eagle3", *in_full("mtp")])
-@torch.no_grad()
-def test_networks_make_the_same_of_angles_looked_up_or_computed(method):
-    network = load_speculator(demo_target(), {"method": method, "model": demo.drafter_path(method)}).resources
-    tokens, positions = torch.tensor([[5, 6, 7], [8, 9, 10]]), torch.tensor([[0, 1, 2], [40, 41, 42]])
-    hidden = torch.linspace(-1, 1, 2 * 3 * 256).view(2, 3, 256)
-    outputs = (network(tokens, hidden, positions, None, bound=bound) for bound in (46, None))
-    assert all(map(torch.equal, *outputs))

@@ -7,9 +7,6 @@ import torch
 from typer.testing import CliRunner
 
 from hf_specdec import cli
-from hf_specdec.method import trainings
-from hf_specdec.training.options import flags_of, options_of
-from hf_specdec.training.run import RunOptions, recipes
 from tests.helpers.levels import in_full
 from tests.helpers.models import letter_tokenizer, prompts, tiny_llama
 
@@ -59,7 +56,6 @@ def test_a_trained_draft_can_be_used(method, common, tmp_path):
 ERRORS = [
     ("eagle9", [], "There is no training recipe for 'eagle9'"),
     ("medusa", ["--n-predict", 3], "`n_predict` is no option of the recipe for medusa"),
-    ("draft_model", ["--from-scratch", "small"], "--from-scratch must be sizes"),
     ("eagle3", ["--aux-layer-ids", "low"], "--aux-layer-ids must be numbers"),
     ("medusa", ["--held-out", 2], "`held_out` must be a number between 0 and 1"),
     ("medusa", ["--data", "missing.txt"], "There is no file or folder 'missing.txt'"),
@@ -73,13 +69,3 @@ def test_errors_come_before_the_target_is_loaded(common, tmp_path):
         assert result.exit_code == 2
         assert message in result.stderr
         assert not (tmp_path / "out").exists()
-
-
-def test_help_names_every_option(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    result = invoke("--help")
-    assert result.exit_code == 0
-    for options in (RunOptions, *recipes().values()):
-        for flag in [flag for item, kind in options_of(options) for flag in flags_of(item, kind)]:
-            assert all(f" {part}" in result.stdout.replace(",", " ") for part in flag.split("/"))
-    assert all(recipe.method == trainings()[name].method.name for name, recipe in recipes().items())

@@ -11,7 +11,6 @@ from hf_specdec.candidate_generators.dflash import recipe as dflash
 from hf_specdec.candidate_generators.dflash.config import BlockView
 from hf_specdec.candidate_generators.dflash.corrections import Block
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
-from hf_specdec.candidate_generators.dflash.recipe import read_blocks
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.candidate_generators.eagle.parallel import MaskedReading
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe
@@ -25,7 +24,7 @@ from hf_specdec.training.reading import Rows, TargetReader
 from hf_specdec.training.recipe import sum_over_chunks
 from tests.helpers.levels import in_full, split
 from tests.helpers.models import VOCAB_SIZE, tiny_llama
-from tests.helpers.recipes import MTP_TARGETS, RECIPES, SIZES, built, drafted_block, enlarged, named, read
+from tests.helpers.recipes import MTP_TARGETS, RECIPES, SIZES, built, drafted_block, enlarged, read
 
 
 def random_tokens(*shape):
@@ -37,7 +36,8 @@ def random_tokens(*shape):
 
 SHORT = [("eagle", "llama"), ("eagle3, few tokens", "llama"), ("eagle3, parallel", "llama")]
 SHORT += [("mtp", "mistral, window of 4")]
-ALL = [(name, "llama") for name in named("eagle", "eagle3", "mtp")] + [("mtp", kind) for kind in MTP_TARGETS]
+DRAFT_STEPS = [name for name, recipe in RECIPES.items() if recipe.method in ("eagle", "eagle3", "mtp")]
+ALL = [(name, "llama") for name in DRAFT_STEPS] + [("mtp", kind) for kind in MTP_TARGETS]
 # Anchors of two rows, in another order each.
 ANCHORS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 4, 3, 2, 1, 0, 5, 6, 8, 7]])
 
@@ -124,31 +124,6 @@ def test_the_loss_is_the_weighted_mean_of_the_steps(name, target):
 # DFlash drafts
 
 
-SLIDING = (BlockView(), BlockView(4, True))
-
-
-@pytest.mark.parametrize(
-    ("name", "views", "piece"),
-    [("dflash, selector", SLIDING, 1), *in_full(("dflash", (), 12), ("dflash", SLIDING, 128))],
-    ids=["selector, sliding window", "full attention", "sliding window"],
-)
-def test_blocks_see_what_drafting_sees(name, views, piece, target, monkeypatch):
-    monkeypatch.setattr(dflash, "_PIECE", piece)
-    recipe = RECIPES[name]
-    network = recipe.build(target)
-    network = enlarged(DFlashNetwork(replace(network.config, views=views)).attach(target) if views else network)
-    reading = read(recipe, network, target)
-    anchors = torch.tensor([[0, 7, 3, 12, 5], [18, 4, 2, 1, 0]])
-    blocks = random_tokens(2, 5, 5)
-    blocks[..., 0] = reading.tokens.gather(1, anchors + 1)
-    context = network.context(network.fuse(reading.states), torch.arange(20)[None])
-    found = read_blocks(network, context, anchors, blocks)
-    for row in range(2):
-        for index, place in enumerate(anchors[row].tolist()):
-            expected = drafted_block(network, reading, row, place, blocks[row, index, 1:].tolist())
-            torch.testing.assert_close(found[row, index], expected, atol=1e-5, rtol=1e-5)
-
-
 def selector_loss(network, output, before, token):
     """Loss of the selector for a token after another one, where it is a candidate."""
     selector, logits = network.candidate_selector, network.logits(output[None])[0]
@@ -181,9 +156,14 @@ def lattice_losses(recipe, network, seen, output, text, target_logits):
         *in_full("dflash, all anchors, distilled", "dflash, selector, revealed", "dflash, lilicorr, distilled"),
     ],
 )
-def test_the_loss_is_that_of_blocks_read_one_by_one(name, target):
+def test_the_loss_is_that_of_blocks_read_one_by_one(name, target, monkeypatch):
+    """Blocks are read as drafting reads them, also where a layer slides, and whatever the size of a piece is."""
     recipe = replace(RECIPES[name], num_anchors=min(RECIPES[name].num_anchors, 9))
     network = built(recipe, target)
+    if "revealed" in name:
+        sliding = replace(network.config, views=(BlockView(), BlockView(4, True)))
+        network = enlarged(DFlashNetwork(sliding).attach(target))
+        monkeypatch.setattr(dflash, "_PIECE", 1)
     reading = read(recipe, network, target, uncounted=7)
     target_logits = target(reading.tokens).logits
     torch.manual_seed(4)

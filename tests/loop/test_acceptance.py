@@ -371,27 +371,25 @@ def test_empty_drafts_sample_the_target_and_equal_distributions_accept_everythin
         assert torch.equal(acceptance.tokens.gather(1, last), bonus.gather(1, last))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_numeric_traps_of_rejection(rule):
-    def judge(probs, target_probs, accept, number):
+def test_numeric_traps_of_rejection():
+    def judge(rule, probs, target_probs, accept, number):
         accept, number = (torch.full((1, 2), value, dtype=torch.float64) for value in (accept, number))
         return rule(draft_for(rule, torch.tensor([[0]]), probs), target_probs, accept[:, :1], number)
 
-    # The number 0 accepts no impossible token.
-    for draft_prob in (0.0, 0.5):
-        acceptance = judge(
-            torch.tensor([[[draft_prob, 1 - draft_prob, 0.0]]]), torch.tensor([[[0.0, 0.25, 0.75]] * 2]), 0.0, 0.0
-        )
-        assert acceptance.num_accepted.item() == 0
-        assert acceptance.tokens[0, 0].item() in (1, 2)
     # The target's distribution is the draft's, rounded down everywhere: a rejection leaves nothing of p - q.
     probs = torch.tensor([[[0.5, 0.0, 0.5]]])
-    target_probs = torch.cat([probs, probs], dim=1) * (1 - 2**-22)
-    for number, token in [(0.0, 0), (0.49, 0), (0.51, 2), (ALMOST_ONE, 2)]:
-        assert rows_of(judge(probs, target_probs, ALMOST_ONE, number)) == [[token]]
-    assert judge(probs, torch.full((1, 2, 3), torch.nan), 0.5, 0.5).tokens[0, 0] == -1
-    with pytest.raises(ValueError, match="`probs=None`"):
-        rule(DraftTree.from_lists([[1, 2]]), torch.ones(1, 3, 4) / 4, torch.zeros(1, 2), torch.zeros(1, 3))
+    rounded, impossible = torch.cat([probs, probs], dim=1) * (1 - 2**-22), torch.tensor([[[0.0, 0.25, 0.75]] * 2])
+    for rule in RULES:
+        for number, token in [(0.0, 0), (0.49, 0), (0.51, 2), (ALMOST_ONE, 2)]:
+            assert rows_of(judge(rule, probs, rounded, ALMOST_ONE, number)) == [[token]]
+        # The number 0 accepts no impossible token.
+        for draft_prob in (0.0, 0.5):
+            acceptance = judge(rule, torch.tensor([[[draft_prob, 1 - draft_prob, 0.0]]]), impossible, 0.0, 0.0)
+            assert acceptance.num_accepted.item() == 0
+            assert acceptance.tokens[0, 0].item() in (1, 2)
+        assert judge(rule, probs, torch.full((1, 2, 3), torch.nan), 0.5, 0.5).tokens[0, 0] == -1
+        with pytest.raises(ValueError, match="`probs=None`"):
+            rule(DraftTree.from_lists([[1, 2]]), torch.ones(1, 3, 4) / 4, torch.zeros(1, 2), torch.zeros(1, 3))
 
 
 # Rules that judge whole drafts
@@ -528,7 +526,7 @@ def test_typical_acceptance_is_that_of_the_definition(limits, data):
 # Synthetic acceptance
 
 
-def test_synthetic_acceptance_of_the_reference():
+def test_synthetic_acceptance_of_the_reference_follows_first_children_and_needs_no_match(generator):
     lossy = load_file(LOSSY)
     rates = torch.tensor(conditional_rates(tuple(lossy["synthetic_rates"].tolist())), dtype=torch.float64)
     assert torch.allclose(rates, lossy["synthetic_conditional"], atol=1e-6)
@@ -542,9 +540,6 @@ def test_synthetic_acceptance_of_the_reference():
     for length in (1, 1.25, 7):
         assert 1 + sum(rates_of_length(length)) == pytest.approx(length)
     assert conditional_rates((0.8, 0.4, 0.0, 0.0)) == [0.8, 0.5, 0.0, 0.0]
-
-
-def test_synthetic_acceptance_follows_first_children_and_needs_no_match(generator):
     # Node 2 is the first child of node 1; nodes 3 and 4 are children of the second child of the anchor.
     parents = torch.tensor([-1, -1, 0, 1, 1, 2])
     draft = DraftTree(torch.arange(10, 16)[None].repeat(4, 1), parents, torch.tensor([6, 6, 5, 1]))

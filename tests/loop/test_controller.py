@@ -128,8 +128,8 @@ def taught(world, cycles=200):
 @pytest.mark.parametrize(
     ("target", "cost", "rate", "looks_ahead"),
     [
-        ("flat", 0.02, 0.9, False),
         ("linear", 0.1, 0.7, True),
+        *in_full(("flat", 0.02, 0.9, False)),
         *in_full(("steep", 0.3, 0.4, False), ("float32 on a CPU", 0.1, 0.9, True)),
         *in_full(("linear", 0.02, 0.02, False), ("flat", 1.0, 0.7, True)),
     ],

@@ -1,6 +1,7 @@
 """Layers of the Llama family and rotary angles: transformers' own numbers, in whatever form their parts are."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -223,9 +224,8 @@ EMBEDDINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", split(KINDS, ["llama3", "dynamic"]))
-def test_angles_are_those_of_the_embedding_looked_up_or_computed(kind):
-    for dtype in (torch.float32, torch.bfloat16):
+def test_angles_are_those_of_the_embedding_looked_up_or_computed():
+    for kind, dtype in itertools.product(KINDS, (torch.float32, torch.bfloat16)):
         like, looked_up, computed = torch.zeros(1, dtype=dtype), *(RotaryAngles(embedding(kind)) for _ in range(2))
         for bound in (32, 40, 500):
             # A dynamic embedding remembers the longest text.
@@ -234,11 +234,11 @@ def test_angles_are_those_of_the_embedding_looked_up_or_computed(kind):
             assert [part.shape for part in found] == [(2, 4, 1, 16)] * 2
             assert all(map(torch.equal, found, expected))
             assert all(map(torch.equal, computed(POSITIONS, like), expected))
-    # Heads turn as in transformers.
-    heads = drawn(2, 4, 3, 16)
-    cosine, sine = embedding(kind)(heads, POSITIONS)
-    turned, _ = apply_rotary_pos_emb(heads.transpose(1, 2), heads.transpose(1, 2), cosine, sine)
-    assert torch.equal(rotate(heads, *signed_angles(cosine, sine)), turned.transpose(1, 2))
+        # Heads turn as in transformers.
+        heads = drawn(2, 4, 3, 16)
+        cosine, sine = embedding(kind)(heads, POSITIONS)
+        turned, _ = apply_rotary_pos_emb(heads.transpose(1, 2), heads.transpose(1, 2), cosine, sine)
+        assert torch.equal(rotate(heads, *signed_angles(cosine, sine)), turned.transpose(1, 2))
 
 
 @pytest.fixture
@@ -265,11 +265,7 @@ def test_angles_of_known_models_are_one_operation_on_a_gpu(name, as_on_a_gpu):
             assert all(map(torch.equal, found, expected))
             assert [part.dtype for part in found] == [part.dtype for part in expected]
         assert len(as_on_a_gpu) == max(len(types), 1)
-
-
-@torch.no_grad()
-def test_hooks_of_an_embedding_run(as_on_a_gpu):
-    hooked, calls = embedding("default"), []
-    hooked.register_forward_hook(lambda *given: calls.append(given))
-    RotaryAngles(hooked)(POSITIONS, torch.zeros(1))
-    assert (len(calls), len(as_on_a_gpu)) == (1, 0)
+    # Hooks of an embedding run, and so it is called.
+    known.register_forward_hook(lambda *given: as_on_a_gpu.clear())
+    RotaryAngles(known, (types or (None,))[0], is_interleaved)(POSITIONS, torch.zeros(1))
+    assert not as_on_a_gpu

@@ -39,7 +39,7 @@ from tests.helpers.recipes import MTP_TARGETS, RECIPES, SIZES, built, drafted_bl
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
-SHORT = ("medusa", "mlp_speculator", "draft_model, distilled", "eagle", "dflash, revealed", "dflash, lilicorr")
+SHORT = ("medusa", "mlp_speculator", "draft_model, distilled", "eagle", "dflash, lilicorr")
 
 
 def run(recipe, options, folder, target):
@@ -293,8 +293,8 @@ def saved(recipe, network, folder, **how):
 @pytest.mark.parametrize(
     "name",
     [
-        *("eagle3, few tokens", "eagle3, parallel", "dflash, selector"),
-        *in_full("eagle", "eagle3, narrow", "eagle3, parallel, shared", "dflash, one layer", "dflash, revealed"),
+        *("eagle3, few tokens", "dflash, selector", *in_full("eagle", "eagle3, narrow", "eagle3, parallel")),
+        *in_full("eagle3, parallel, shared", "dflash, one layer", "dflash, revealed"),
     ],
 )
 def test_what_is_shared_is_not_saved(name, target, tmp_path):

@@ -220,6 +220,7 @@ def test_limits_of_other_rows_are_taken_back():
         controller.limits([0, 1])
         controller.take_back()
     controller.observe([RowOutcome(row, limit, limit, 0, 1) for row, limit in enumerate(both)], max(both), 1e-4, 1e-3)
+    assert not controller._chosen
     one.run(controller, 60)
     assert one.loss(one.run(controller, 60), MOST) < 0.06
 

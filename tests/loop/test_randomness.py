@@ -126,9 +126,6 @@ def test_draws_never_return_an_id_of_probability_0(vocab_size, generator):
         probs = torch.zeros(3, vocab_size)
         probs[0, 2], probs[1, 2], probs[2, 1] = 1.0, bad, 0.5
         assert sample_from_probs(probs, torch.tensor([0.1, 0.1, 0.9])).tolist() == [2, -1, 1]
-
-
-def test_draws_pass_ids_of_probability_0_where_the_cumulative_sum_wavers():
     # A parallel scan may round an entry up although its weight is 0.
     weights, threshold = (torch.tensor([values], dtype=torch.float64) for values in ([0.5, 0.0, 0.5, 0.0], [0.5]))
     cumulative = torch.tensor([[0.5, 0.5 + 1e-16 * 4, 1.0, 1.0]], dtype=torch.float64)

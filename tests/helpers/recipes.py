@@ -21,6 +21,7 @@ LATTICE = {
     **{"lilicorr_candidate_topk": 32, "lilicorr_hidden_size": 16, "lilicorr_num_layers": 1, "lilicorr_num_heads": 2},
     "lilicorr_factor_dim": 12,
 }
+DOMINO = {"gru_hidden_dim": 12, "emb_dim": 10, "pure_draft_prefix_len": 1}
 RECIPES = {
     "medusa": MedusaRecipe(num_heads=3),
     "medusa with own lm_heads": MedusaRecipe(num_heads=2, num_layers=2, share_lm_head=False, kl_weight=0.5),
@@ -34,24 +35,18 @@ RECIPES = {
     "eagle3, few tokens": Eagle3Recipe(ttt_steps=3, draft_vocab_size=48, aux_layer_ids=(0, 2), kl_weight=0.5),
     "eagle3, narrow": Eagle3Recipe(ttt_steps=3, hidden_size=24, num_layers=2, intermediate_size=40),
     "eagle3, parallel": PEagleRecipe(ttt_steps=4, num_layers=2, mask_token_id=9),
-    "eagle3, parallel, shared": PEagleRecipe(
-        ttt_steps=3, num_layers=1, own_embedding=False, draft_vocab_size=48, kl_weight=0.5
-    ),
+    "eagle3, parallel, shared": PEagleRecipe(ttt_steps=3, num_layers=1, own_embedding=False, draft_vocab_size=48),
     "dflash": DFlashRecipe(**BLOCKS, num_anchors=16),
     "dflash, all anchors, distilled": DFlashRecipe(**BLOCKS, num_anchors=0, kl_weight=0.7, head_decay=0.7),
     "dflash, one layer": DFlashRecipe(block_size=4, num_layers=1, intermediate_size=24, mask_token_id=9),
     "dflash, revealed": DFlashRecipe(**BLOCKS, num_anchors=6, reveal_share=0.6, num_denoising_steps=2),
     "dflash, causal": DFlashRecipe(**BLOCKS, num_anchors=12, causal=True),
     "dflash, selector": DFlash2Recipe(**BLOCKS, **SELECTOR, num_anchors=12),
-    "dflash, selector, revealed": DFlash2Recipe(
-        **BLOCKS, **SELECTOR, num_anchors=6, reveal_share=0.6, kl_weight=0.4, selector_weight=0.5
-    ),
-    "dflash, domino": DominoRecipe(
-        **BLOCKS, num_anchors=12, gru_hidden_dim=12, emb_dim=10, pure_draft_prefix_len=1, kl_weight=0.3
-    ),
+    "dflash, selector, revealed": DFlash2Recipe(**BLOCKS, **SELECTOR, num_anchors=6, reveal_share=0.6, kl_weight=0.4),
+    "dflash, domino": DominoRecipe(**BLOCKS, **DOMINO, num_anchors=12, kl_weight=0.3),
     "dflash, lilicorr": LiLiCorrRecipe(**BLOCKS, **LATTICE, num_anchors=12),
     "dflash, lilicorr, distilled": LiLiCorrRecipe(
-        **BLOCKS, **LATTICE, num_anchors=0, kl_weight=0.5, lattice_weight=1.0, rejection_weight=0.0
+        **BLOCKS, **LATTICE, num_anchors=0, kl_weight=0.5, lattice_weight=1.0
     ),
     "mtp": MtpRecipe(),
     "mtp, narrow": MtpRecipe(ttt_steps=2, intermediate_size=24, kl_weight=0.5),
@@ -64,11 +59,6 @@ MTP_TARGETS = {
     "deepseek_v3": lambda: tiny_model("deepseek_v3", first_k_dense_replace=1),
     "qwen3_5_text": lambda: tiny_model("qwen3_5_text"),
 }
-
-
-def named(*methods):
-    """The names of the recipes of some methods."""
-    return [name for name, recipe in RECIPES.items() if recipe.method in methods]
 
 
 def enlarged(network):

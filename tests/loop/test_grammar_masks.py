@@ -20,28 +20,24 @@ from hf_specdec.logits.grammar.matchers import RowDraft, allowed_tokens, allows,
 from hf_specdec.logits.grammar.recognition import grammar_of
 from hf_specdec.validation import MOST_DRAFT_TOKENS
 from tests.helpers.grammars import BACKENDS, LIBRARIES, PROMPT, SCHEMA, matcher_of, own, tokenizer
-from tests.helpers.levels import in_full
+from tests.helpers.levels import in_full, split
 from tests.helpers.methods import demo_target
 
 
-WORDS = 4096 // 32
-
-# This package's own processors, and those of the libraries.
-every_library = pytest.mark.parametrize("library", [*LIBRARIES[:2], *in_full(*LIBRARIES[2:])])
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
+every_library = pytest.mark.parametrize("library", split(LIBRARIES, LIBRARIES[:1]))
 one_backend = pytest.mark.parametrize("backend", [BACKENDS[0], *in_full(BACKENDS[1])])
 
 
 def mask(matcher) -> np.ndarray:
-    filled = np.empty(WORDS, dtype=np.int32)
+    filled = np.empty(matcher.num_words, dtype=np.int32)
     matcher.fill(filled)
     return filled
 
 
-def masks_of_chain(matcher, tokens) -> np.ndarray:
-    """The masks after a chain of draft tokens."""
+def masks_of(matcher, tokens, parents=None) -> np.ndarray:
+    """The masks after the tokens of a tree, or a chain."""
     masks = np.full((len(tokens) + 1, matcher.num_words), -1, dtype=np.int32)
-    type(matcher).fill_drafts([RowDraft(matcher, tokens, list(range(-1, len(tokens) - 1)), masks)])
+    type(matcher).fill_drafts([RowDraft(matcher, tokens, parents or list(range(-1, len(tokens) - 1)), masks)])
     return masks
 
 
@@ -78,8 +74,7 @@ def test_masks_of_a_tree_are_those_of_its_paths(library, data):
         tokens.append(data.draw(st.sampled_from(choices)))
         parents.append(parent)
         paths.append([*path, tokens[-1]])
-    masks = np.full((len(tokens) + 1, WORDS), -1, dtype=np.int32)
-    type(matcher).fill_drafts([RowDraft(matcher, tokens, parents, masks)])
+    masks = masks_of(matcher, tokens, parents)
     assert np.array_equal(masks[0], before)
     assert matcher.tokens == text
     for path, filled in zip(paths, masks[1:]):
@@ -120,7 +115,7 @@ def test_a_place_is_reached_from_everywhere_and_forced_tokens_lead_to_the_end(li
         matcher.move_to([*path[:2], forbidden])
 
 
-@every_backend
+@one_backend
 def test_drafts_may_be_long_and_have_tokens_that_the_grammar_does_not_know(backend):
     larger = copy.deepcopy(tokenizer())
     larger.add_tokens("<one more>")
@@ -129,14 +124,14 @@ def test_drafts_may_be_long_and_have_tokens_that_the_grammar_does_not_know(backe
     # The library has a bit for the first of them, but no text.
     for unknown in (len(larger), 1 << 16):
         for tokens in ([unknown], [a, unknown, b], [unknown, larger.eos_token_id]):
-            masks = masks_of_chain(matcher, tokens)
+            masks = masks_of(matcher, tokens)
             assert [allows(masks[0], token) for token in (a, b, c, unknown)] == [True, False, True, False]
         assert not matcher.accept(unknown)
     assert matcher.accept(a)
     assert matcher.accept(b)
     matcher, end = own(backend, regex="a*").grammar.matcher(0, ()), tokenizer().eos_token_id
     # An end is beyond what the libraries fill at once.
-    masks = masks_of_chain(matcher, ids("a") * (MOST_DRAFT_TOKENS - 1) + [end])
+    masks = masks_of(matcher, ids("a") * (MOST_DRAFT_TOKENS - 1) + [end])
     assert (masks[:-1] == masks[0]).all()
     assert allows(masks[-2], end)
     assert matcher.tokens == []
@@ -144,16 +139,16 @@ def test_drafts_may_be_long_and_have_tokens_that_the_grammar_does_not_know(backe
 
 @one_backend
 def test_alternatives_are_drafted_side_by_side(backend):
-    texts = ["it is red now", "it is blue now", "it is too early"]
-    matcher = own(backend, choices=texts).grammar.matcher(0, ())
-    for most, found in ((3, set(texts)), (2, set())):
+    texts = {"it is red now", "it is blue now", "it is too early"}
+    matcher = own(backend, choices=sorted(texts)).grammar.matcher(0, ())
+    for most, found in ((3, texts), (2, set())):
         tokens, parents, log_probs = foreseen(matcher, 16, 40, most)
-        paths = [[]]
-        for token, parent in zip(tokens, parents):
+        paths, log_probs = [[]], [0.0, *log_probs]
+        for node, (token, parent) in enumerate(zip(tokens, parents)):
             paths.append([*paths[parent + 1], token])
-        assert {text for text in map(tokenizer().decode, paths) if text in texts} == found
+            assert log_probs[node + 1] <= log_probs[parent + 1]
+        assert texts.intersection(map(tokenizer().decode, paths)) == found
         assert matcher.tokens == []
-        assert all(log_probs[node] <= log_probs[parent] for node, parent in enumerate(parents) if parent >= 0)
     assert len(foreseen(matcher, 2, 40, 3)[0]) <= 2 * 3
     assert len(foreseen(matcher, 16, 5, 3)[0]) == 5
 
@@ -172,80 +167,55 @@ def test_masks_on_scores(tokens, width, rest):
 
 @one_backend
 def test_the_processor_follows_texts_and_begins_new_ones(backend):
-    processor = own(backend, choices=["ab", "cd"])
-    a, b, c, d = ids("abcd")
-    logits = torch.zeros(2, 4096)
+    processor, (a, b, c, d) = own(backend, choices=["ab", "cd"]), ids("abcd")
 
-    def allowed(rows):
-        scores = processor(torch.tensor(rows), logits[: len(rows)])
-        return [bool(torch.isfinite(row[letter])) for row in scores for letter in (a, b, c)]
+    def allowed(*rows, by=processor):
+        scores = by(torch.tensor(rows), torch.zeros(len(rows), 4096))
+        return ["".join(name for name, token in zip("abc", (a, b, c)) if row[token] == 0) for row in scores]
 
-    assert allowed([PROMPT, PROMPT]) == [True, False, True] * 2
-    assert allowed([[*PROMPT, a], [*PROMPT, c]]) == [False, True, False, False, False, False]
+    assert allowed(PROMPT, PROMPT) == ["ac", "ac"]
+    assert allowed([*PROMPT, a], [*PROMPT, c]) == ["b", ""]
     # The first row has left the batch, and the other goes on.
-    assert allowed([[*PROMPT, c, d]]) == [False] * 3
-    assert allowed([[1, 2]]) == [True, False, True]
+    assert allowed([*PROMPT, c, d]) == [""]
+    assert allowed([1, 2]) == ["ac"]
     copied = copy.deepcopy(processor)
     assert copied.grammar is processor.grammar
-    assert torch.isfinite(copied(torch.tensor([[1, 2, a]]), logits[:1])[0, c])
+    assert allowed([1, 2, a], by=copied) == ["ac"]
 
 
 @one_backend
 @pytest.mark.parametrize(
-    "settings",
-    [{"prompt_lookup_num_tokens": 4}, *in_full({}, {"num_beams": 3, "num_return_sequences": 3})],
-    ids=["prompt lookup", "greedy", "beams"],
+    "settings", [{"prompt_lookup_num_tokens": 4}, *in_full({"num_beams": 3})], ids=["prompt lookup", "beams"]
 )
-def test_plain_generation_twice_and_where_it_goes_back(backend, settings):
+def test_plain_generation_where_it_goes_back(backend, settings):
     """Beams go on from one of them, and transformers' own assisted decoding gives tokens up again."""
     texts, prompt = ["abc abd", "abd abc", "blue"], tokenizer()(["abc abd abd abc blue ab"], return_tensors="pt")
-    prompt = {name: value.repeat(1 if settings else 2, 1) for name, value in prompt.items()}
     call = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": tokenizer().eos_token_id, "pad_token_id": 0}
-    processor = own(backend, choices=texts)
-    for _ in range(1 if settings else 2):
-        output = demo_target().generate(**prompt, **call, **settings, logits_processor=[processor])
-        found = tokenizer().batch_decode(output[:, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert set(found) <= set(texts)
-
-
-class Model:
-    """What a pydantic model says."""
-
-    @classmethod
-    def model_json_schema(cls):
-        return SCHEMA
-
-
-@one_backend
-def test_ways_to_write_a_schema(backend):
-    first, *others = [
-        mask(own(backend, schema=schema).grammar.matcher(0, ())) for schema in (SCHEMA, json.dumps(SCHEMA), Model)
-    ]
-    assert all(np.array_equal(first, other) for other in others)
-    (opened,), (line,) = (tokenizer().encode(text, add_special_tokens=False) for text in "{\n")
-    for is_free in (False, True):
-        matcher = own(backend, schema=SCHEMA, flexible_whitespace=is_free).grammar.matcher(0, ())
-        assert allows(mask(matcher), opened)
-        assert allows(followed(matcher, [opened]), line) == is_free
+    output = demo_target().generate(**prompt, **call, **settings, logits_processor=[own(backend, choices=texts)])
+    assert tokenizer().decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True) in texts
 
 
 BAD_GRAMMARS = [
     ({"regex": "(["}, "cannot read the grammar `regex`"),
     ({"schema": {"type": "nonsense"}}, "cannot read the grammar `schema`"),
     ({"schema": "{"}, "`schema` is no JSON"),
-    ({"schema": [1]}, "must be a JSON schema"),
-    ({"lark": "start: nothing"}, "cannot read the grammar `lark`"),
-    ({"schema": {"const": object()}}, "`schema` cannot be written as JSON"),
     ({"regex": 5}, "`regex` must be a text, got 5"),
-    ({"choices": []}, "`choices` must be texts"),
-    ({"choices": iter(["yes"])}, "`choices` must be texts"),
     ({"choices": "yes"}, "`choices` must be texts"),
     ({"regex": "a", "choices": ["a"]}, "takes one of .* got `regex`, `choices`"),
 ]
 
 
 @one_backend
-def test_bad_grammars(backend):
+def test_ways_to_write_a_schema_and_bad_grammars(backend):
+    said_by_pydantic = type("Model", (), {"model_json_schema": classmethod(lambda cls: SCHEMA)})
+    schemas = SCHEMA, json.dumps(SCHEMA), said_by_pydantic
+    first, *others = [mask(own(backend, schema=schema).grammar.matcher(0, ())) for schema in schemas]
+    assert all(np.array_equal(first, other) for other in others)
+    (opened,), (line,) = (tokenizer().encode(text, add_special_tokens=False) for text in "{\n")
+    for is_free in (False, True):
+        matcher = own(backend, schema=SCHEMA, flexible_whitespace=is_free).grammar.matcher(0, ())
+        assert allows(mask(matcher), opened)
+        assert allows(followed(matcher, [opened]), line) == is_free
     for grammar, words in BAD_GRAMMARS:
         with pytest.raises(SpecConfigError, match=words):
             own(backend, **grammar)
@@ -253,15 +223,14 @@ def test_bad_grammars(backend):
 
 def test_bad_arguments_and_other_processors(monkeypatch):
     for arguments, words in (
-        ({"tokenizer": tokenizer()}, "none of them"),
         ({"schema": SCHEMA}, "fast tokenizer as `tokenizer`, got None"),
         ({"schema": SCHEMA, "tokenizer": tokenizer(), "backend": "other"}, "one of xgrammar, llguidance, got 'other'"),
     ):
         with pytest.raises(SpecConfigError, match=words):
             hf_specdec.grammar(**arguments)
-    monkeypatch.setattr("hf_specdec.logits.grammar.processor.find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match="xgrammar or llguidance.*pip install xgrammar"):
-        hf_specdec.grammar(SCHEMA, tokenizer())
     no_grammar = PrefixConstrainedLogitsProcessor(lambda row, tokens: [1], 1)
     for other in (TemperatureLogitsWarper(0.5), no_grammar, object()):
         assert grammar_of(other, 4096) is None
+    monkeypatch.setattr("hf_specdec.logits.grammar.processor.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="xgrammar or llguidance.*pip install xgrammar"):
+        hf_specdec.grammar(SCHEMA, tokenizer())

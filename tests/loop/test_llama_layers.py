@@ -1,26 +1,14 @@
 """Layers of the Llama family and rotary angles: transformers' own numbers, in whatever form their parts are."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from hf_specdec import demo, load_speculator
-from hf_specdec.candidate_generators.dflash.network import GivenContext
 from hf_specdec.decoding.attention import NAME, VerificationForward, running
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.kernels import _triton
@@ -31,41 +19,39 @@ from hf_specdec.layers.rope import RotaryAngles, signed_angles
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.layer_references import rotary_angles
-from tests.helpers.levels import in_full
+from tests.helpers.levels import in_full, split
 from tests.helpers.models import VOCAB_SIZE
 
 
-SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "llama_biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "llama_one_head_each": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
-    "llama_one_key_head": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 1}),
-    "llama_head_dim": (LlamaForCausalLM, LlamaConfig, {"head_dim": 24}),
-    "llama_gelu": (LlamaForCausalLM, LlamaConfig, {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 0.1}),
-    "mistral": (MistralForCausalLM, MistralConfig, {}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
+    "llama": {},
+    "llama_biases": {"attention_bias": True, "mlp_bias": True},
+    "llama_one_head_each": {"num_key_value_heads": 4},
+    "llama_one_key_head": {"num_key_value_heads": 1},
+    "llama_head_dim": {"head_dim": 24},
+    "llama_gelu": {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 0.1},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
 }
 
 
 @torch.no_grad()
 def make(name="llama", dtype=torch.float32, **changed):
-    kind, config, settings = MODELS[name]
     torch.manual_seed(0)
-    model = kind(config(**{**SIZES, **settings, **changed})).eval()
+    config = AutoConfig.for_model(name.partition("_")[0], **{**SIZES, **HEADS, **MODELS[name], **changed})
+    model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         # Norms and biases that do something.
         parameter.add_(torch.randn_like(parameter) * 0.3)
     model.config._attn_implementation = NAME
     return model.to(dtype)
+
+
+def first_layer(*given, **changed):
+    return make(*given, **changed).get_decoder().layers[0]
 
 
 def drawn(*shape, dtype=torch.float32, seed=1):
@@ -104,19 +90,15 @@ class Reading:
 # Numbers
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("llama", "llama_biases", "llama_head_dim", "qwen2", "qwen3"),
-        *in_full("llama_one_head_each", "llama_one_key_head", "llama_gelu", "mistral"),
-    ],
-)
+@pytest.mark.parametrize("name", split(MODELS, ["llama_biases", "qwen3"]))
 def test_numbers_and_gradients_are_those_of_transformers(name):
     for dtype in (torch.float32, torch.bfloat16):
         model = make(name, dtype)
-        assert is_llama_layer(model.get_decoder().layers[0])
+        reading = Reading(model)
+        assert is_llama_layer(reading.theirs)
+        assert reading.ours.state_dict().keys() == reading.theirs.state_dict().keys()
         with torch.no_grad():
-            expected, found = Reading(model).both()
+            expected, found = reading.both()
         assert all(map(torch.equal, expected, found))
         assert not torch.equal(expected[0], drawn(2, 5, 32, dtype=dtype))
     model, gradients = make(name), []
@@ -129,31 +111,19 @@ def test_numbers_and_gradients_are_those_of_transformers(name):
 
 
 @torch.no_grad()
-def test_numbers_without_a_cache_with_one_token_and_with_boolean_masks():
+def test_numbers_without_a_cache_with_one_token_with_boolean_masks_and_of_weights_changed_in_place():
     reading = Reading(make())
     for tokens in (1, 6):
         assert torch.equal(*reading.read(drawn(2, tokens, 32), cached=False))
+    before, _ = reading.read(drawn(2, 6, 32), cached=False)
+    for name in ("mlp.up_proj", "self_attn.o_proj", "input_layernorm"):
+        reading.theirs.get_submodule(name).weight.mul_(2)
+    after, found = reading.read(drawn(2, 6, 32), cached=False)
+    assert torch.equal(found, after)
+    assert not torch.equal(before, after)
     seen = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
     seen[1, 0, 3, 1] = False
     assert torch.equal(*Reading(make("qwen3")).read(drawn(2, 5, 32), mask=seen, cached=False))
-
-
-@torch.no_grad()
-def test_everything_is_seen_where_attention_is_not_causal():
-    layer = DecoderLayer.of(make().get_decoder().layers[0], 0)
-    angles = torch.ones(1, 6, 1, 8), torch.zeros(1, 6, 1, 8)
-    stream = drawn(1, 6, 32)
-    causal = layer(stream, angles, None, None)
-    layer.self_attn.is_causal = False
-    everything = layer(stream, angles, None, None)
-    assert torch.equal(everything, layer(stream, angles, torch.zeros(1, 1, 12, 6), None))
-    torch.testing.assert_close(causal[:, -1], everything[:, -1])
-    assert not torch.allclose(causal[:, 0], everything[:, 0])
-
-
-def test_names_of_the_state():
-    layer = make("qwen3").get_decoder().layers[0]
-    assert DecoderLayer.of(layer, 0).state_dict().keys() == layer.state_dict().keys()
 
 
 # Parts that a user has changed count, as they do in transformers' layer
@@ -175,10 +145,6 @@ class DoubledLinear(nn.Linear):
         return super().forward(hidden) * 2
 
 
-def double_output(module, args, output):
-    return output * 2
-
-
 def wrap(layer, name):
     parent, _, child = name.rpartition(".")
     setattr(layer.get_submodule(parent), child, Wrapped(layer.get_submodule(name)))
@@ -196,16 +162,14 @@ def replace_class(layer, name):
 LINEARS = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
 MODULES = [*LINEARS, "mlp", "mlp.act_fn", "input_layernorm", "post_attention_layernorm", "self_attn.q_norm"]
 CHANGES = {
-    "hook": lambda layer, name: layer.get_submodule(name).register_forward_hook(double_output),
-    "pre_hook": lambda layer, name: layer.get_submodule(name).register_forward_pre_hook(
-        lambda module, args: (args[0] * 3,)
-    ),
+    "hook": lambda layer, name: layer.get_submodule(name).register_forward_hook(lambda part, x, output: output * 2),
+    "pre_hook": lambda layer, name: layer.get_submodule(name).register_forward_pre_hook(lambda part, x: (x[0] * 3,)),
     "forward": replace_forward,
     "wrapped": wrap,
 }
 
 
-@pytest.mark.parametrize("change", ["hook", "other class", *in_full("pre_hook", "forward", "wrapped")])
+@pytest.mark.parametrize("change", ["hook", *in_full("other class", "pre_hook", "forward", "wrapped")])
 @torch.no_grad()
 def test_changed_parts_count(change):
     for part in LINEARS if change == "other class" else MODULES:
@@ -220,36 +184,16 @@ def test_changed_parts_count(change):
         assert not torch.equal(expected[1], unchanged[1]), part
 
 
-@torch.no_grad()
-def test_hooks_of_attention_and_layer():
-    """Calls of hooks have other arguments than transformers', and the same output."""
-    outputs, reading = [], Reading(make())
-    expected, _ = reading.read(drawn(1, 4, 32), cached=False)
-    handles = [
-        part.register_forward_hook(lambda module, args, output: outputs.append(output))
-        for part in (reading.ours, reading.ours.self_attn)
-    ]
-    _, found = reading.read(drawn(1, 4, 32), cached=False)
-    assert torch.equal(found, expected)
-    assert len(outputs) == 2
-    assert torch.equal(outputs[1], expected)
-    for handle in handles:
-        handle.remove()
-    reading.read(drawn(1, 4, 32), cached=False)
-    assert len(outputs) == 2
-
-
 def test_layers_that_are_changed_drop_out_or_are_of_another_family_are_not_llamas(monkeypatch):
+    layers = [first_layer(attention_dropout=0.1), tiny_model("mixtral").get_decoder().layers[0]]
     for change in CHANGES.values():
-        layer = make().get_decoder().layers[0]
-        layer.mlp.register_forward_hook(double_output).remove()
+        layer = first_layer()
+        layer.mlp.register_forward_hook(lambda *given: None).remove()
         assert is_llama_layer(layer)
         change(layer, "mlp")
-        assert not is_llama_layer(layer)
-    assert not is_llama_layer(make(attention_dropout=0.1).get_decoder().layers[0])
-    other = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
-    assert not is_llama_layer(other.get_decoder().layers[0])
-    layer = make().get_decoder().layers[0]
+        layers.append(layer)
+    assert not any(map(is_llama_layer, layers))
+    layer = first_layer()
     monkeypatch.setattr(type(layer.mlp), "forward", lambda self, hidden: hidden)
     assert not is_llama_layer(layer)
 
@@ -267,34 +211,21 @@ KINDS = {
 POSITIONS = torch.tensor([[0, 3, 4, 5], [7, 8, 30, 31]])
 
 
-def embedding(kind, kind_of=LlamaRotaryEmbedding):
+def embedding(kind):
     parameters = {"rope_type": kind, "rope_theta": 10000.0, **KINDS[kind]}
-    return kind_of(LlamaConfig(head_dim=16, max_position_embeddings=16, rope_parameters=parameters))
+    return LlamaRotaryEmbedding(LlamaConfig(head_dim=16, max_position_embeddings=16, rope_parameters=parameters))
 
 
 # By model: types of layer that have angles of their own, and whether neighbours turn together.
 EMBEDDINGS = {
-    **dict.fromkeys(("llama", "qwen3", "gemma2", "phi3", "granite", "mixtral", "smollm3"), ((), False)),
-    **dict.fromkeys(("olmo", "olmo2"), ((), False)),
+    **dict.fromkeys(("llama", "gemma2", "phi3", "granite", "olmo", "olmo2", "smollm3"), ((), False)),
     "glm4": ((), True),
-    "gemma3_text": (("full_attention", "sliding_attention"), False),
-    "olmo3": (("full_attention", "sliding_attention"), False),
+    **dict.fromkeys(("gemma3_text", "olmo3"), (("full_attention", "sliding_attention"), False)),
 }
 
 
-class Counted(LlamaRotaryEmbedding):
-    """An embedding that counts its calls."""
-
-    num_calls = 0
-
-    def forward(self, *args):
-        self.num_calls += 1
-        return super().forward(*args)
-
-
-@pytest.mark.parametrize("kind", ["llama3", "dynamic", *in_full("default", "linear", "yarn")])
-def test_angles_are_those_of_the_embedding_looked_up_or_computed(kind):
-    for dtype in (torch.float32, torch.bfloat16):
+def test_angles_are_those_of_the_embedding_looked_up_or_computed():
+    for kind, dtype in itertools.product(KINDS, (torch.float32, torch.bfloat16)):
         like, looked_up, computed = torch.zeros(1, dtype=dtype), *(RotaryAngles(embedding(kind)) for _ in range(2))
         for bound in (32, 40, 500):
             # A dynamic embedding remembers the longest text.
@@ -303,6 +234,11 @@ def test_angles_are_those_of_the_embedding_looked_up_or_computed(kind):
             assert [part.shape for part in found] == [(2, 4, 1, 16)] * 2
             assert all(map(torch.equal, found, expected))
             assert all(map(torch.equal, computed(POSITIONS, like), expected))
+        # Heads turn as in transformers.
+        heads = drawn(2, 4, 3, 16)
+        cosine, sine = embedding(kind)(heads, POSITIONS)
+        turned, _ = apply_rotary_pos_emb(heads.transpose(1, 2), heads.transpose(1, 2), cosine, sine)
+        assert torch.equal(rotate(heads, *signed_angles(cosine, sine)), turned.transpose(1, 2))
 
 
 @pytest.fixture
@@ -315,10 +251,7 @@ def as_on_a_gpu(monkeypatch):
     return calls
 
 
-FIRST = ("llama", "glm4", "gemma3_text")
-
-
-@pytest.mark.parametrize("name", [*FIRST, *in_full(*(name for name in EMBEDDINGS if name not in FIRST))])
+@pytest.mark.parametrize("name", split(EMBEDDINGS, ["glm4", "gemma3_text"]))
 @torch.no_grad()
 def test_angles_of_known_models_are_one_operation_on_a_gpu(name, as_on_a_gpu):
     known, (types, is_interleaved) = tiny_model(name).get_decoder().rotary_emb, EMBEDDINGS[name]
@@ -332,54 +265,7 @@ def test_angles_of_known_models_are_one_operation_on_a_gpu(name, as_on_a_gpu):
             assert all(map(torch.equal, found, expected))
             assert [part.dtype for part in found] == [part.dtype for part in expected]
         assert len(as_on_a_gpu) == max(len(types), 1)
-
-
-@torch.no_grad()
-def test_hooks_of_an_embedding_run(as_on_a_gpu):
-    hooked, calls = embedding("default"), []
-    hooked.register_forward_hook(lambda *given: calls.append(given))
-    RotaryAngles(hooked)(POSITIONS, torch.zeros(1))
-    assert len(calls) == 1
+    # Hooks of an embedding run, and so it is called.
+    known.register_forward_hook(lambda *given: as_on_a_gpu.clear())
+    RotaryAngles(known, (types or (None,))[0], is_interleaved)(POSITIONS, torch.zeros(1))
     assert not as_on_a_gpu
-
-
-def test_angles_are_computed_once_for_many_positions_unless_they_change_with_the_text():
-    counted = embedding("default", kind_of=Counted)
-    angles, like, last = RotaryAngles(counted), torch.zeros(1), torch.tensor([[64]])
-    for bound in (32, 33, 64):
-        angles(POSITIONS, like, bound)
-    assert counted.num_calls == 1
-    expected = signed_angles(*embedding("default")(like, last))
-    assert all(map(torch.equal, angles(last, like, 65), expected))
-    assert counted.num_calls == 2
-    changing = embedding("dynamic", kind_of=Counted)
-    angles = RotaryAngles(changing)
-    for calls in (1, 2):
-        angles(POSITIONS, torch.zeros(1), 32)
-        assert changing.num_calls == calls
-
-
-def test_heads_turn_as_in_transformers():
-    heads = torch.randn(2, 4, 3, 16)
-    cosine, sine = embedding("yarn")(heads, POSITIONS)
-    expected, _ = apply_rotary_pos_emb(heads.transpose(1, 2), heads.transpose(1, 2), cosine, sine)
-    assert torch.equal(rotate(heads, *signed_angles(cosine, sine)), expected.transpose(1, 2))
-
-
-@pytest.mark.parametrize("method", ["eagle3", "dflash", *in_full("eagle", "mtp")])
-@torch.no_grad()
-def test_networks_make_the_same_of_angles_looked_up_or_computed(method):
-    target = demo.load_target()
-    network = load_speculator(target, {"method": method, "model": demo.drafter_path(method)}).resources
-    tokens, positions = torch.tensor([[5, 6, 7], [8, 9, 10]]), torch.tensor([[0, 1, 2], [40, 41, 42]])
-
-    def outputs(bound):
-        if method != "dflash":
-            hidden = torch.linspace(-1, 1, 2 * 3 * 256).view(2, 3, 256)
-            return network(tokens, hidden, positions, None, bound=bound)
-        fused = torch.linspace(-1, 1, 2 * 3 * network.config.hidden_size).view(2, 3, -1)
-        context = network.context(fused, positions, bound)
-        block = network(tokens, positions + 3, dict.fromkeys(network.views), GivenContext(context), bound)
-        return [block, *(part for layer in context for part in layer)]
-
-    assert all(map(torch.equal, outputs(46), outputs(None)))

@@ -23,6 +23,8 @@ WARPERS = {
     "top-p": lambda amount, least: hf.TopPLogitsWarper(amount, min_tokens_to_keep=least),
     "typical": lambda amount, least: hf.TypicalLogitsWarper(amount, min_tokens_to_keep=least),
 }
+TEMPERATURE, TOP_K = hf.TemperatureLogitsWarper(0.7), hf.TopKLogitsWarper(5)
+TOP_P, MIN_P = hf.TopPLogitsWarper(0.9), hf.MinPLogitsWarper(0.1)
 NO_TOKENS = torch.empty((3, 0), dtype=torch.long)
 
 
@@ -33,8 +35,8 @@ def few_first(monkeypatch):
 
 
 def random_scores(seed, sharpness, is_coarse=False, masked=0):
+    """Scores of three rows; in half precision, many tokens are equally probable."""
     scores = torch.randn((3, V), generator=torch.Generator().manual_seed(seed)) * sharpness
-    # As in half precision, many tokens are equally probable.
     scores = scores.round() if is_coarse else scores
     scores[:, :masked] = -torch.inf
     return scores
@@ -61,52 +63,33 @@ def test_the_same_tokens_are_kept(name, is_coarse, seed, amount, least, sharpnes
     assert torch.allclose(expected.softmax(-1), found.softmax(-1), atol=0.06 if len(differ) else 1e-6)
 
 
-def test_rows_that_need_more_are_left_to_transformers():
+class Watched(hf.TopPLogitsWarper):
+    """A user's own kind, which counts the rows that it is asked about."""
+
+    rows = 0
+
+    def __call__(self, input_ids, scores):
+        self.rows += len(scores)
+        return super().__call__(input_ids, scores)
+
+
+def test_rows_that_need_more_are_left_to_transformers_and_so_are_own_kinds():
     scores = torch.stack([torch.arange(V, dtype=torch.float32) * 3, torch.zeros(V), torch.zeros(V)])
-    asked = []
-
-    class Watched(hf.TopPLogitsWarper):
-        def __call__(self, input_ids, scores):
-            asked.append(len(scores))
-            return super().__call__(input_ids, scores)
-
-    warper = without_sort(hf.TopPLogitsWarper(0.9))
-    warper.warper = Watched(0.9)
-    found = warper(NO_TOKENS, scores)
-    assert asked == [2]
-    assert torch.equal(found, hf.TopPLogitsWarper(0.9)(NO_TOKENS, scores))
-
-
-def test_numeric_traps_of_warpers_without_a_sort():
+    warper, watched = without_sort(hf.TopPLogitsWarper(0.9)), Watched(0.9)
+    warper.warper = watched
+    assert torch.equal(warper(NO_TOKENS, scores), hf.TopPLogitsWarper(0.9)(NO_TOKENS, scores))
+    assert watched.rows == 2
+    for kept in (watched, TOP_K):
+        assert without_sort(kept) is kept
+    assert ProcessorStack(LogitsProcessorList([hf.TopPLogitsWarper(0.5), watched])).unknown_names == ["Watched"]
+    # A vocabulary may be small, a distribution kept whole, or none.
     for make in WARPERS.values():
         found = without_sort(make(0.9, 1))(NO_TOKENS[:1], torch.full((1, V), torch.nan))
         assert not (found.softmax(-1) > 0).any()
-    # All of a distribution is kept.
     scores = torch.zeros(1, V).index_fill_(1, torch.tensor([3]), 30.0)
     assert without_sort(hf.TopPLogitsWarper(1.0))(NO_TOKENS[:1], scores).isfinite().all()
-    # A small vocabulary is sorted.
-    warper, scores = hf.TopPLogitsWarper(0.7), random_scores(0, 2.0)[:, :20]
-    assert torch.equal(without_sort(warper)(NO_TOKENS, scores), warper(NO_TOKENS, scores))
-
-
-class Own(hf.TopPLogitsWarper):
-    """A user's own kind."""
-
-
-def test_only_transformers_own_warpers_are_replaced():
-    own, top_k = Own(0.9), hf.TopKLogitsWarper(5)
-    assert without_sort(own) is own
-    assert without_sort(top_k) is top_k
-    stack = ProcessorStack(LogitsProcessorList([hf.TopPLogitsWarper(0.5), Own(0.9)]))
-    assert stack.unknown_names == ["Own"]
-
-
-TEMPERATURE, TOP_K, TOP_P, MIN_P = (
-    hf.TemperatureLogitsWarper(0.7),
-    hf.TopKLogitsWarper(5),
-    hf.TopPLogitsWarper(0.9),
-    hf.MinPLogitsWarper(0.1),
-)
+    scores = random_scores(0, 2.0)[:, :20]
+    assert torch.equal(without_sort(TOP_P)(NO_TOKENS, scores), TOP_P(NO_TOKENS, scores))
 
 
 def test_warpers_that_follow_each_other_are_applied_together():
@@ -140,25 +123,16 @@ def test_on_a_cpu_warpers_are_applied_one_after_the_other(dtype):
     assert torch.equal(logits, before)
 
 
-def test_signatures_of_processors_are_not_read_for_every_node(monkeypatch):
+def test_rows_of_nodes_are_processed_with_their_texts_and_a_processor_that_asks_for_more_is_refused(monkeypatch):
     processors = LogitsProcessorList([hf.RepetitionPenaltyLogitsProcessor(1.5), hf.TemperatureLogitsWarper(0.5)])
     sequences, logits = [torch.tensor([1, 2, 2]), torch.tensor([3, 0, 1])], torch.linspace(-1, 2, 8).repeat(2, 1)
     expected = processors(torch.stack(sequences), logits)
+    asking = LogitsProcessorList([type("Asking", (), {"__call__": lambda self, input_ids, scores, step: scores})()])
+    with pytest.raises(ValueError, match="required parameters"):
+        ProcessorStack(asking).rows(sequences, logits, [0, 1])
     stack = ProcessorStack(processors)
+    # Signatures are not read for every node.
     monkeypatch.setattr(inspect, "signature", lambda *_: pytest.fail("a signature was read"))
     assert torch.equal(stack.rows(sequences, logits, [0, 1]), expected)
     ragged = stack.rows([sequences[0], sequences[1][:2]], logits, [0, 1])
     assert torch.equal(ragged[0], expected[0])
-
-
-def test_processors_that_ask_for_more_are_refused_as_by_plain_generation():
-    class Asking(hf.LogitsProcessor):
-        def __call__(self, input_ids, scores, step):
-            return scores
-
-    processors = LogitsProcessorList([Asking()])
-    with pytest.raises(ValueError, match="required parameters") as plain:
-        processors(torch.tensor([[1]]), torch.zeros(1, 4))
-    with pytest.raises(ValueError, match="required parameters") as ours:
-        ProcessorStack(processors).rows([torch.tensor([1])], torch.zeros(1, 4), [0])
-    assert str(ours.value) == str(plain.value)

@@ -2,7 +2,7 @@
 
 The distribution of the first tokens is enumerated with the target and transformers' own processors, and compared by
 chi-square with the texts of many rows of one prompt. Seeds are fixed, so the p-values are too. The definitions of
-acceptance rules are tested in tests/loop/test_block_rules.py.
+acceptance rules are tested in tests/loop/test_acceptance.py.
 """
 
 import json

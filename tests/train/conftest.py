@@ -48,18 +48,6 @@ def target(data):
 @pytest.fixture(scope="session")
 def run_options(data):
     """Options of a small run, with some of them changed."""
-
-    def make(**changed):
-        settings = {
-            "data": (str(data),),
-            "seq_length": LENGTH,
-            "batch_size": 8,
-            "steps": 32,
-            "self_generate": 32,
-            "learning_rate": 1e-2,
-            "held_out": 0.2,
-            "bf16": False,
-        }
-        return RunOptions(**settings | changed)
-
-    return make
+    settings = {"data": (str(data),), "seq_length": LENGTH, "batch_size": 8, "steps": 32, "self_generate": 32}
+    settings |= {"learning_rate": 1e-2, "held_out": 0.2, "bf16": False}
+    return lambda **changed: RunOptions(**settings | changed)

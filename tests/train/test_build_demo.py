@@ -5,11 +5,7 @@ from dataclasses import replace
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
-from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
-from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
-from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
-from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
+from hf_specdec.training.run import make_recipe
 from tests.helpers.levels import full
 from tools.build_demo import build
 from tools.build_demo.data import Mixture, python_sources
@@ -26,28 +22,26 @@ def total(prices, tax):
 '''
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 RECIPES = {
-    "medusa": MedusaRecipe(num_heads=2),
-    "mlp_speculator": MLPSpeculatorRecipe(n_predict=2, inner_dim=8),
-    "eagle": Eagle1Recipe(ttt_steps=2, intermediate_size=8),
-    "eagle3": Eagle3Recipe(ttt_steps=2, own_head=False, aux_layer_ids=(1, 2)),
-    "dflash": DFlashRecipe(block_size=4, num_layers=1, target_layer_ids=(0,)),
-    "mtp": MtpRecipe(ttt_steps=2, intermediate_size=8),
+    "medusa": {"num_heads": 2},
+    "mlp_speculator": {"n_predict": 2, "inner_dim": 8},
+    "eagle": {"ttt_steps": 2, "intermediate_size": 8},
+    "eagle3": {"ttt_steps": 2, "own_head": False, "aux_layer_ids": (1, 2)},
+    "dflash": {"block_size": 4, "num_layers": 1, "target_layer_ids": (0,)},
+    "mtp": {"ttt_steps": 2, "intermediate_size": 8},
 }
+SHORT = {"steps": 2, "copying_steps": 1, "batch_size": 4}
+
+
+def shortened(name, stage):
+    recipe = make_recipe(name, RECIPES[name]) if name in RECIPES else None
+    return replace(stage, **SHORT, recipe=recipe, text_rows=3 if stage.text_rows else 0)
+
+
 PLAN = build.Plan(
     vocab_size=400,
     target=SIZES | {"num_hidden_layers": 2},
     draft=SIZES | {"num_hidden_layers": 1},
-    stages={
-        name: replace(
-            stage,
-            steps=2,
-            copying_steps=1,
-            recipe=RECIPES.get(name),
-            batch_size=4,
-            text_rows=3 if stage.text_rows else 0,
-        )
-        for name, stage in build.STAGES.items()
-    },
+    stages={name: shortened(name, stage) for name, stage in build.STAGES.items()},
     copying=Mixture({16: 1.0}, tokens_per_batch=32, repeat_share=1.0),
     code=Mixture({32: 1.0}, tokens_per_batch=64, edit_share=0.4),
     refining=Mixture({32: 1.0}, tokens_per_batch=64),

@@ -276,17 +276,14 @@ def test_hostile_cards(tmp_path, monkeypatch, warnings):
         assert read(f"speculative: {{method: ngram, {names}}}") == SpeculativeConfig("ngram")
     assert all(line.isprintable() and len(line) < 600 for line in warnings)
     assert len(warnings) == 2
+    for text in ("\x1b[31mred", "a\nb\r", "\u202etxt", "\ud800", "\x00", "x" * 10**6):
+        assert one_line(text).isprintable()
+        assert len(one_line(text)) <= 200
     # Large metadata are not parsed; a long text is no reason.
     assert read("speculative: ngram", "text " * 10**5).method == "ngram"
     monkeypatch.setattr("hf_specdec.checkpoints.files.metadata_load", lambda path: pytest.fail("It is parsed."))
     names = "\n".join(f"- user/{i}" for i in range(10**5))
     assert read(f"speculative: ngram\nbase_model:\n{names}") is None
-
-
-def test_texts_of_strangers_are_one_line():
-    for text in ("\x1b[31mred", "a\nb\r", "\u202etxt", "\ud800", "\x00", "x" * 10**6):
-        assert one_line(text).isprintable()
-        assert len(one_line(text)) <= 200
 
 
 def test_every_setting_that_is_not_on_the_list_is_left_out():

@@ -132,6 +132,7 @@ def test_drafters_that_the_target_names(hub):
             ("user/head", "eagle3", "user/head", {}),
             ({"method": "eagle3", "model": "user/head", **shape}, "eagle3", "user/head", shape),
             ({"method": "ngram", "prompt_lookup_max": 3}, "ngram", None, {"prompt_lookup_max": 3}),
+            ({"method": "ngram+eagle3", "model": "user/head"}, "ngram+eagle3", "user/head", {}),
         ):
             (found,) = name_drafter(hub, entry, where)
             assert [found.method, found.model, found.settings] == expected

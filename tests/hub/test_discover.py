@@ -78,23 +78,6 @@ def test_ranking():
     assert sorted(items[::-1], key=rank) == items
 
 
-@full
-def test_later_places_are_not_searched_while_there_is_something_better(monkeypatch):
-    searched = []
-
-    def place(name, *candidates):
-        return lambda search: (searched.append(name), iter(candidates))[1]
-
-    exact = Candidate("mtp", None, "target", "exact", is_trusted=True)
-    distant = Candidate("eagle3", "a/b", "cache", "sizes")
-    places = {"target": place("target", exact), "cache": place("cache", distant), "hub": place("hub")}
-    monkeypatch.setattr(discover, "_SEARCHES", places)
-    usable = Search(Target("", {})).usable()
-    assert (next(usable), searched) == (exact, ["target"])
-    # Something closer might still be found.
-    assert (next(usable), searched) == (distant, ["target", "cache", "hub"])
-
-
 def test_settings_of_the_call_and_of_the_drafter():
     shape = {"num_speculative_tokens": 4, "draft_tree_depth": 4, "dtype": "float32"}
     candidate = Candidate("eagle3", "user/head", settings={"revision": "abc"})
@@ -108,6 +91,7 @@ def test_settings_of_the_call_and_of_the_drafter():
         ("eagle3", {}, 7),
         ("eagle3", {"num_speculative_tokens": 4}, 4),
         ("eagle3", {"speculative_token_tree": [[0], [1]]}, None),
+        ("suffix+eagle3", {"suffix_decoding_max_tree_depth": 9, "num_draft_nodes": 4}, None),
         # Heads draft no more than one token each.
         ("medusa", {"num_speculative_tokens": 9}, 2),
         ("medusa", {"num_speculative_tokens": "auto"}, "auto"),
@@ -314,7 +298,6 @@ def test_command(add, target):
     found = json.loads(run(target, "--json"))
     assert [item["method"] for item in found["candidates"]] == ["eagle3", *WITHOUT_WEIGHTS, "dflash"]
     assert [item.to_dict() for item in discover_drafters(target)] == found["candidates"]
-    assert (found["candidates"][0]["model"], found["candidates"][0]["downloads"]) == ("user/head", 3)
     table = run(target)
     assert table.index("user/head") < table.index("ngram") < table.index("Not usable: dflash 'user/misfit'")
     assert json.loads(run("demo", "--offline", "--json"))["notes"]

@@ -179,20 +179,15 @@ BLOCKS = [
 # Sizes that its tensors or its target disagree with.
 SIZES = [
     (EAGLE3, {"hidden_size": 24}),
-    (EAGLE3, {"eagle_aux_hidden_state_layer_ids": [1, 2]}),
     (EAGLE1, {"vocab_size": 7}),
-    (DFLASH, {"hidden_size": 24}),
     (DSPARK, {"target_layer_ids": [0, 90, 1]}),
-    ("dflash/domino_b6", {"target_hidden_size": 24}),
-    ("dflash/jetspec_b8", {"vocab_size": 7}),
     ("dflash/trained_b8", {"num_target_layers": 3}),
     ("eagle/eagle3_peagle", {"num_hidden_layers": 9}),
     (SPECULATORS, {"aux_layer_ids": [1, 2, 90]}),
-    (SPECULATORS, {"transformer_layer_config.vocab_size": 7}),
     (SPECULATORS, {"transformer_layer_config.hidden_size": 24}),
     (SPECULATORS, {"transformer_layer_config.quantization_config": {"quant_method": "fp8"}}),
     (MEDUSA, {"hidden_size": 24}),
-    *((MLP, change) for change in ({"n_predict": None}, {"n_predict": 10**9}, {"emb_dim": None}, {"emb_dim": 10**12})),
+    *((MLP, change) for change in ({"n_predict": None}, {"n_predict": 10**9}, {"emb_dim": 10**12})),
 ]
 
 # Settings of layers that are not those of the drafters' own.
@@ -256,9 +251,9 @@ def test_kinds_and_sizes_of_blocks(tmp_path, name, key, drafts):
         assert check(folder, target).num_draft_tokens == expected or expected is None
 
 
-@pytest.mark.parametrize(("name", "change"), split(SIZES, SIZES[:1]))
-def test_sizes_that_disagree(tmp_path, name, change):
-    check(copy_of(name, tmp_path / "head", change), loaded_target(HEADS[name]))
+def test_sizes_that_disagree(tmp_path):
+    for index, (name, change) in enumerate(SIZES):
+        check(copy_of(name, tmp_path / str(index), change), loaded_target(HEADS[name]))
 
 
 def test_two_writings_of_one_tensor_and_an_embedding_without_rows(tmp_path):

@@ -85,9 +85,7 @@ class Repo:
 class LoggedRequest(NamedTuple):
     """A request and what was answered. `path` has no query; `num_bytes` counts the body that was sent."""
 
-    method: str
     path: str
-    status: int
     num_bytes: int
 
 
@@ -150,14 +148,13 @@ class LoopbackHub:
         *,
         files: Mapping[str, bytes | str] | None = None,
         card: str | None = None,
-        downloads: int = 0,
-        gated: bool = False,
-        private: bool = False,
         revision: str = "main",
+        **flags: Any,
     ) -> Repo:
         """Adds a repository, or a commit to a branch of one, with the files of a folder and those given by name.
 
-        What is gated or private can be had with `TOKEN`, not without and not with `STRANGERS_TOKEN`.
+        `flags` are `downloads`, `gated` and `private`: these can be had with `TOKEN`, not without and not with
+        `STRANGERS_TOKEN`.
         """
         paths = [] if folder is None else [path for path in Path(folder).rglob("*") if path.is_file()]
         contents: dict[str, bytes | str] = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
@@ -165,7 +162,7 @@ class LoopbackHub:
         encoded = {path: data.encode() if isinstance(data, str) else data for path, data in contents.items()}
         with self.lock:
             repo = self.repos.setdefault(repo_id, Repo(repo_id))
-            repo.downloads, repo.gated, repo.private = downloads, gated, private
+            vars(repo).update({"downloads": 0, "gated": False, "private": False, **flags})
             repo.commit({path: Blob(data, path.endswith(_LARGE)) for path, data in encoded.items()}, revision)
         return repo
 
@@ -272,7 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
             sent = sent[: max(0, break_at - start)]
         # Before it is sent: a client that has its answer finds it in the log.
         with self.hub.lock:
-            self.hub.requests.append(LoggedRequest(self.command, path, status, len(sent)))
+            self.hub.requests.append(LoggedRequest(path, len(sent)))
         try:
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(body))}.items():

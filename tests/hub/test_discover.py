@@ -15,7 +15,7 @@ from hf_specdec.hub.discover import Search
 from hf_specdec.hub.target import Access, Target
 from hf_specdec.method import preferred_methods
 from hf_specdec.settings import AUTO
-from tests.helpers.drafters import DFLASH, EAGLE, FIXTURES, card_of, entry_of
+from tests.helpers.drafters import ANYTHING, DFLASH, EAGLE, FIXTURES, card_of, entry_of
 from tests.helpers.levels import full
 from tests.helpers.models import tiny_llama
 
@@ -100,46 +100,24 @@ def test_settings_of_the_call_and_of_the_drafter():
         assert candidate.configured(SpeculativeConfig(AUTO, **asked)).num_speculative_tokens == length
 
 
-def name_drafter(hub, entry, where="card"):
-    """Makes the target's card or generation config name a drafter."""
-    card = {"speculative": entry} if where == "card" else {}
-    files = entry_of(entry) if where == "generation_config" else {}
-    hub.add("user/target", EAGLE / "target", files=files, card=f"---\n{json.dumps(card)}\n---\n")
-    return [item for item in search_for().all() if item.place == "entry"]
-
-
 def test_drafters_that_the_target_names(hub):
     hub.add("user/head", EAGLE)
     shape = {"revision": "main", "num_speculative_tokens": 6, "draft_tree_depth": 5}
-    for where in ("generation_config", "card"):
-        for entry, *expected in (
-            ("user/head", "eagle3", "user/head", {}),
-            ({"method": "eagle3", "model": "user/head", **shape}, "eagle3", "user/head", shape),
-            ({"method": "ngram", "prompt_lookup_max": 3}, "ngram", None, {"prompt_lookup_max": 3}),
-            ({"method": "ngram+eagle3", "model": "user/head"}, "ngram+eagle3", "user/head", {}),
-        ):
-            (found,) = name_drafter(hub, entry, where)
-            assert [found.method, found.model, found.settings] == expected
-            assert not found.problems
-
-
-@full
-def test_wrong_entries_are_listed_with_the_reason(hub):
-    hub.add("user/head", EAGLE)
-    for entry, reason in (
-        ({"model": "user/head", "draft_tree_depth": "deep"}, "depth"),
-        ({"model": "user/absent"}, "neither a local folder nor a repository"),
-        ({"method": "dflash", "model": "user/head"}, "eagle3"),
-        ({"method": "dflash"}, "no model"),
-        ({"model": "/etc"}, "no id of a repository"),
-        ({"model": "../../head"}, "no id of a repository"),
-        ({"model": "user/head", "trust_remote_code": True}, "trust_remote_code"),
-        (["user/head"], "mapping"),
+    for entry, *expected in (
+        ("user/head", "eagle3", "user/head", {}),
+        ({"method": "eagle3", "model": "user/head", **shape}, "eagle3", "user/head", shape),
+        ({"method": "ngram", "prompt_lookup_max": 3}, "ngram", None, {"prompt_lookup_max": 3}),
+        ({"method": "ngram+eagle3", "model": "user/head"}, "ngram+eagle3", "user/head", {}),
+        # Another method, code, and folders of the machine.
+        ({"method": "dflash", "model": "user/head"}, None),
+        ({"model": "user/head", "trust_remote_code": True}, None),
+        ({"model": "/etc"}, None),
     ):
-        (listed,) = name_drafter(hub, entry)
-        assert reason in " ".join(listed.problems)
-    for entry in ("auto", "off", False):
-        assert name_drafter(hub, entry) == []
+        for place in ({"files": entry_of(entry)}, {"card": f"---\n{json.dumps({'speculative': entry})}\n---\n"}):
+            hub.add("user/target", EAGLE / "target", **place)
+            (found,) = (item for item in search_for().all() if item.place == "entry")
+            assert bool(found.problems) == (expected == [None])
+            assert found.problems or [found.method, found.model, found.settings] == expected
 
 
 def test_heads_in_the_cache(cached, hub):
@@ -226,16 +204,9 @@ def test_misfits_and_gated_ones_are_listed_with_the_reason(add):
     assert "gated" in why_not("user/gated")
 
 
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-
-
 @full
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(value=anything, key=st.sampled_from(["hidden_size", "vocab_size", "num_hidden_layers", "architectures"]))
+@given(value=ANYTHING, key=st.sampled_from(["hidden_size", "vocab_size", "num_hidden_layers", "architectures"]))
 def test_any_config_of_a_candidate(tmp_path, value, key):
     config = json.loads((EAGLE / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
@@ -251,7 +222,6 @@ def test_any_config_of_a_candidate(tmp_path, value, key):
     ("path", "fault"),
     [
         ("/api/models", {"status": 500}),
-        ("/api/models", {"status": 401}),
         ("/api/models", {"replace": lambda body: b"<html>"}),
         ("/api/models", {"hangs": True}),
         ("/api/models/user/target", {"hangs": True}),
@@ -269,15 +239,9 @@ def test_faults_of_the_hub_find_less_and_do_not_fail(add, target, hub, no_backof
 
 
 @full
-def test_search_without_network_time_or_packages(add, target, monkeypatch):
-    for index in range(3):
-        add(f"user/head{index}", downloads=-index)
+def test_search_without_network_or_packages(add, target, monkeypatch):
+    add("user/head")
     snapshot_download(target)
-    with monkeypatch.context() as patch:
-        patch.setattr(discover, "SECONDS_PER_PLACE", 0)
-        search = search_for()
-        assert [model for _, model, _ in found_by(search)] == ["user/head0"]
-        assert any("slow" in note for note in search.notes)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     search = search_for()
     assert [item.method for item in search.all()] == WITHOUT_WEIGHTS

@@ -86,23 +86,20 @@ def test_places_read_alike(place, folder, head, hub):
         files.header("none.safetensors")
 
 
-@full
-def test_long_header_is_read_whole(hub, tmp_path):
-    save_file({f"{i:04}{'x' * 200}": torch.zeros(1) for i in range(1000)}, tmp_path / "model.safetensors")
-    hub.add("user/head", tmp_path)
-    assert len(RepoFiles("user/head").header("model.safetensors")) == 1000
-
-
 def test_of_a_pickle_only_names_and_shapes_are_sent(hub, tmp_path):
-    large, parameter = torch.zeros(2_000_000), torch.nn.Parameter(torch.ones(2))
-    torch.save({"a": large, "b": torch.zeros(3, 4).half(), "p": parameter}, tmp_path / "medusa_lm_head.pt")
+    dtypes = ("float64", "float16", "bfloat16", "int32", "bool", "float8_e4m3fn")
+    made = {f"{name} {shape}": torch.ones(shape).to(getattr(torch, name)) for name in dtypes for shape in ((3, 4), ())}
+    made |= {"empty": torch.ones(0, 4), "cut": torch.ones(8, 4)[2:4], "parameter": torch.nn.Parameter(torch.ones(2))}
+    made |= {"large": torch.zeros(2_000_000)}
+    torch.save(made, tmp_path / "medusa_lm_head.pt")
     torch.save(TENSORS, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     hub.add("user/head", tmp_path, gated=True)
     files = RepoFiles("user/head", token=TOKEN)
-    header = files.header("medusa_lm_head.pt")
-    expected = {"a": ((2_000_000,), 8_000_000), "b": ((3, 4), 24), "p": ((2,), 8)}
-    assert {key: (tensor.shape, tensor.num_bytes) for key, tensor in header.items()} == expected
-    assert files.tensors("medusa_lm_head.pt") == {name: shape for name, (shape, _) in expected.items()}
+    assert {name: part[:] for name, part in files.tensors("medusa_lm_head.pt").items()} == {
+        name: tuple(tensor.shape) for name, tensor in made.items()
+    }
+    for name, part in files.header("medusa_lm_head.pt").items():
+        assert (f"torch.{part.dtype}", part.num_bytes) == (str(made[name].dtype), made[name].nbytes)
     # Those of an old torch would have to be read whole.
     assert files.tensors("old.bin") is RepoFiles(tmp_path).tensors("old.bin") is None
     assert hub.sent() < 1_000_000
@@ -186,7 +183,7 @@ def test_offline(hub, head, monkeypatch):
 
 
 @full
-def test_errors_of_the_server(hub, head, folder, no_backoff, monkeypatch):
+def test_errors_of_the_server(hub, head, folder, no_backoff):
     """What fails is tried again, then said; an outage leaves what is in the cache."""
     for fault in ({"break_at": 1000, "times": 2}, {"replace": lambda body: body[::-1], "times": 1}):
         fault = hub.fault("/storage/*", method="GET", **fault)
@@ -202,11 +199,6 @@ def test_errors_of_the_server(hub, head, folder, no_backoff, monkeypatch):
     assert (files.sizes, files.is_offline) == (sizes, True)
     assert files.tensors("model.safetensors") == SHAPES
     with pytest.raises(CheckpointAccessError, match="answers with the status 500. Try again later"):
-        RepoFiles("user/other").sizes  # noqa: B018
-    hub.faults.clear()
-    hub.fault("/api/models/*", hangs=True)
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
-    with pytest.raises(CheckpointAccessError, match="cannot be reached.*Try again later"):
         RepoFiles("user/other").sizes  # noqa: B018
 
 

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from hf_specdec import CheckpointFormatError, SpeculativeConfig, forget_speculators, load_speculator
+from hf_specdec import CheckpointFormatError, forget_speculators, load_speculator
 from hf_specdec.candidate_generators.mtp.network import new_mtp
 from hf_specdec.errors import CheckpointAccessError
 from hf_specdec.loaded import record_of
@@ -19,7 +19,7 @@ from tests.helpers.models import prompts, tiny_llama
 
 
 MEDUSA, DRAFT = FIXTURES / "medusa" / "v2_shared_lm_head_safetensors", FIXTURES / "medusa" / "target"
-PICKLED, MERGED = FIXTURES / "medusa" / "v01_heads_pt", FIXTURES / "medusa" / "merged_v1"
+PICKLED = FIXTURES / "medusa" / "v01_heads_pt"
 
 
 def load_target(folder):
@@ -68,6 +68,14 @@ def test_draft_models_and_mtp_layers(hub, target, tmp_path):
     for name in ("user/draft", str(shutil.copytree(DRAFT, tmp_path / "draft"))):
         stats = generate(target, spec_model=name)
         assert (stats.method, stats.draft_acceptance_rate) == ("draft_model", 1)
+    # Networks have the data type and the device of the target.
+    target.to(torch.bfloat16)
+    forget_speculators(target)
+    hub.add("user/head", MEDUSA)
+    for name in ("user/head", "user/draft"):
+        speculator = load_speculator(target, name)
+        network = speculator.generator_class.network(speculator.resources)
+        assert {(weight.dtype, weight.device) for weight in network.parameters()} == {(torch.bfloat16, target.device)}
     target = tiny_llama()
     new_mtp(target).save(tmp_path)
     hub.add("user/mtp", tmp_path)
@@ -96,38 +104,15 @@ def test_place_that_the_call_names(hub, target, folder, tmp_path):
         load_speculator(target, {**settings, "cache_dir": str(tmp_path / "other"), "local_files_only": True})
 
 
-def test_dtype_and_device_are_the_target_s(hub, target):
-    target.to(torch.bfloat16)
-    for name, folder in (("user/head", MEDUSA), ("user/draft", DRAFT)):
-        hub.add(name, folder)
-        speculator = load_speculator(target, name)
-        network = speculator.generator_class.network(speculator.resources)
-        assert {(weight.dtype, weight.device) for weight in network.parameters()} == {(torch.bfloat16, target.device)}
-
-
 @full
 def test_only_what_is_needed_is_downloaded(hub, target, tmp_path):
     # No pickle beside a safe file.
     hub.add("user/head", FIXTURES / "mlp_speculator" / "tied_scaled")
     load_speculator(load_target(FIXTURES / "mlp_speculator" / "target"), "user/head")
     assert fetched(hub) == {"config.json", "model.safetensors"}
-    # Of a whole model the shards with heads.
-    parts = {"heads": {}, "model": {}}
-    for name, tensor in load_file(MERGED / "model.safetensors").items():
-        parts["heads" if name.startswith("medusa_head.") else "model"][name] = tensor
-    for part, content in parts.items():
-        save_file(content, tmp_path / f"the-{part}.safetensors")
-    weight_map = {name: f"the-{part}.safetensors" for part, content in parts.items() for name in content}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    shutil.copy(MERGED / "config.json", tmp_path)
-    hub.add("user/merged", tmp_path)
-    assert load_speculator(target, "user/merged").method == "medusa"
-    assert {name for name in fetched(hub) if name.startswith("the-")} == {"the-heads.safetensors"}
     # Of heads for another target the sizes.
-    heads = tmp_path / "heads"
-    heads.mkdir()
-    save_file({"0.0.linear.weight": torch.zeros(2000, 2000)}, heads / "medusa_lm_head.safetensors")
-    hub.add("user/wide", heads, files={"config.json": '{"medusa_num_heads": 1}'})
+    save_file({"0.0.linear.weight": torch.zeros(2000, 2000)}, tmp_path / "medusa_lm_head.safetensors")
+    hub.add("user/wide", tmp_path, files={"config.json": '{"medusa_num_heads": 1}'})
     with pytest.raises(CheckpointFormatError, match="hidden size 2000, and .* has 64"):
         load_speculator(target, "user/wide")
     assert hub.sent("*user/wide*") < 250_000
@@ -172,15 +157,6 @@ def test_damaged_file_in_the_cache_is_named(hub, target):
     assert not record_of(target).loaded
     blob.unlink()
     assert load_speculator(target, "user/head", method="medusa").method == "medusa"
-
-
-def test_gated_and_absent_repositories(hub, target):
-    hub.add("user/gated", MEDUSA, gated=True)
-    for name, message in (("gated", "is gated. Ask for access at"), ("none", "neither a local folder nor a repo")):
-        for method in (None, "medusa", "draft_model"):
-            with pytest.raises(CheckpointAccessError, match=message):
-                load_speculator(target, SpeculativeConfig(method, f"user/{name}"))
-    assert load_speculator(target, model="user/gated", token=TOKEN)
 
 
 def test_code_in_a_repository_does_not_run(hub, target, tmp_path):

@@ -139,24 +139,6 @@ def test_nothing_of_this_machine_is_published(tmp_path):
     assert json.loads((folder / "speculation_config.json").read_text()) == {"method": "draft_model"}
 
 
-@full
-def test_cards_keep_what_was_written_by_hand(target, tmp_path, hub):
-    speculator = load_speculator(target, "ngram")
-    (tmp_path / "README.md").write_text("---\nlicense: mit\ntags: [mine]\n---\nMy own words.\n")
-    speculator.save_pretrained(tmp_path, target="user/target")
-    card = ModelCard.load(tmp_path / "README.md")
-    assert (card.data.license, card.data.base_model) == ("mit", ["user/target"])
-    hub.add("user/settings", tmp_path)
-    speculator.push_to_hub("user/settings", token=TOKEN, tags=["new"])
-    card = ModelCard.load("user/settings")
-    assert card.text.strip() == "My own words."
-    assert {"mine", "new", "ngram"} <= set(card.data.tags)
-    # What cannot be read is not overwritten.
-    (tmp_path / "README.md").write_text("---\na: [\n---\nWords.\n")
-    with pytest.raises(SpecConfigError, match="cannot be read"):
-        load_card(tmp_path)
-
-
 def test_second_push_is_seen_and_the_last_one_offline(target, hub, monkeypatch):
     load_speculator(target, model=demo.drafter_path("medusa")).push_to_hub("user/drafter", token=TOKEN)
     assert load_speculator(target, model="user/drafter").method == "medusa"
@@ -221,28 +203,23 @@ def run(*arguments):
 def test_commands_and_texts_of_cards(target, tmp_path):
     settings = {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 4}
     head = load_speculator(target, settings).save_pretrained(tmp_path / "head")
-    (head / "README.md").unlink()
+    (head / "README.md").write_text("---\ntags: [mine]\n---\nMy own words.\n")
     names = ("method", "tokens_per_second", "speedup", "mean_acceptance_length", "acceptance_rate")
     rows = [("plain", 100.0, 1.0), ("eagle3", 250.0, 2.5, 3.25, 0.75), ("ngram", 120.0)]
     (tmp_path / "bench.json").write_text(json.dumps({"rows": [dict(zip(names, row)) for row in rows]}))
-    options = (
-        "--target",
-        "user/target",
-        "--name",
-        "user/head",
-        "--license",
-        "mit",
-        "--bench",
-        tmp_path / "bench.json",
-    )
+    options = ["--target", "user/target", "--name", "user/head", "--license", "mit"]
+    options += ["--bench", tmp_path / "bench.json"]
     for _ in range(2):
         assert run("card", head, *options, "--write").strip() == str(head / "README.md")
     card = ModelCard(run("card", head))
     assert (card.data.license, card.data.base_model) == ("mit", ["user/target"])
+    assert card.text.startswith("My own words.\n")
+    assert {"mine", "eagle3"} <= set(card.data.tags)
     assert card.text.count("| eagle3 | 250.0 | 2.50 | 3.25 | 75% |") == 1
-    vllm = json.loads(card.text.split("--speculative-config '")[1].split("'")[0])
+    text = card_of().text
+    vllm = json.loads(text.split("--speculative-config '")[1].split("'")[0])
     assert vllm == {"method": "eagle3", "model": "user/head", "num_speculative_tokens": 4}
-    assert "--speculative-algorithm EAGLE3 \\\n    --speculative-draft-model-path user/head" in card.text
+    assert "--speculative-algorithm EAGLE3 \\\n    --speculative-draft-model-path user/head" in text
     assert read_card(head) == EAGLE3.replace(model=str(head))
     run("export-custom-generate", head, "--name", "user/head")
     assert "SETTINGS = {'method': 'eagle3', " in (head / "custom_generate" / "generate.py").read_text()
@@ -305,11 +282,9 @@ def test_wrong_settings_are_clear_errors(tmp_path):
     for settings, match in (
         ({"method": "ngrm"}, "Unknown spec_method='ngrm'"),
         ({"method": "eagle3", "trust_remote_code": True}, "must not let code run"),
-        ({"method": "eagle3", "options": {"trust_remote_code": 1}}, "must not let code run"),
         ({"method": "eagle3", "num_speculative_tokens": "many"}, "must be an integer|num_speculative_tokens"),
         ({"method": ["eagle3"]}, "name of a method"),
         ([1, 2], "a mapping of names to values, got list"),
-        ({3: 4}, "a mapping of names to values"),
         (date(2026, 1, 1), "a mapping of names to values, got date"),
     ):
         (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump({'speculative': settings})}---\n")

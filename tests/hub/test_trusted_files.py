@@ -201,20 +201,6 @@ def test_nested_tuples_in_a_pickle(pickled_head):
         assert RepoFiles(str(pickled_head)).tensors("pytorch_model.bin") is None
 
 
-def test_shapes_and_bytes_are_those_of_torch(tmp_path):
-    dtypes = ("float64", "float16", "bfloat16", "int32", "bool", "float8_e4m3fn")
-    made = {f"{name} {shape}": torch.ones(shape).to(getattr(torch, name)) for name in dtypes for shape in ((3, 4), ())}
-    made |= {"empty": torch.ones(0, 4), "cut": torch.ones(8, 4)[2:4]}
-    module = torch.nn.Linear(3, 2)
-    for tensors in (made, module.state_dict(), dict(module.named_parameters())):
-        torch.save(tensors, tmp_path / "pytorch_model.bin")
-        header = RepoFiles(tmp_path).header("pytorch_model.bin")
-        assert {name: (part.dtype, part.shape, part.num_bytes) for name, part in header.items()} == {
-            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
-            for name, tensor in tensors.items()
-        }
-
-
 def test_detection_unpickles_nothing(hub, pickled_head, no_unpickling):
     found = detect_checkpoint(pickled_head)
     assert (found.method, found.format, found.is_pickled) == ("eagle", "eagle-safeailab", True)

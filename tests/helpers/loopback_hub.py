@@ -125,7 +125,7 @@ class LoopbackHub:
         self.lock = threading.RLock()
         self.closing = threading.Event()
         self.faults: list[Fault] = []
-        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.hub = self
         port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{port}"
@@ -202,12 +202,6 @@ class LoopbackHub:
         }
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    hub: LoopbackHub
-
-
 class _Response(Exception):
     """An answer, returned or raised."""
 
@@ -225,7 +219,6 @@ def _refusal(status: int, message: str, code: str = "", **headers: str) -> _Resp
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: _Server
 
     def _serve(self) -> None:
         self.hub, url = self.server.hub, urlsplit(self.path)
@@ -362,8 +355,8 @@ class _Handler(BaseHTTPRequestHandler):
         if repo_id in self.hub.repos:
             return _json({**answer, "error": "You already created this model repo"}, 409)
         is_private = asked.get("private", False) or asked.get("visibility") == "private"
-        self.hub.repos[repo_id] = Repo(repo_id, private=is_private)
-        self.hub.repos[repo_id].commit({})
+        repo = self.hub.repos[repo_id] = Repo(repo_id, private=is_private)
+        repo.commit({})
         return _json(answer)
 
     def validate_yaml(self) -> _Response:

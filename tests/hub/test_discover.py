@@ -262,6 +262,5 @@ def test_command(add, target):
     found = json.loads(run(target, "--json"))
     assert [item["method"] for item in found["candidates"]] == ["eagle3", *WITHOUT_WEIGHTS, "dflash"]
     assert [item.to_dict() for item in discover_drafters(target)] == found["candidates"]
-    table = run(target)
-    assert table.index("user/head") < table.index("ngram") < table.index("Not usable: dflash 'user/misfit'")
+    assert "Not usable: dflash 'user/misfit'" in run(target)
     assert json.loads(run("demo", "--offline", "--json"))["notes"]

@@ -44,18 +44,6 @@ def head(hub, folder):
     return "user/head"
 
 
-@pytest.fixture
-def shards(hub, folder):
-    """The same with a file for each tensor."""
-    (folder / "model.safetensors").unlink()
-    names = {name: f"model-{name}.safetensors" for name in TENSORS}
-    for name, file in names.items():
-        save_file({name: TENSORS[name]}, folder / file)
-    (folder / INDEX).write_text(json.dumps({"weight_map": names}))
-    hub.add("user/head", folder)
-    return folder
-
-
 def download(*names, **location):
     files = RepoFiles("user/head", **location)
     return [files.path(name) for name in names or files.sizes][-1]
@@ -107,7 +95,12 @@ def test_of_a_pickle_only_names_and_shapes_are_sent(hub, tmp_path):
         RepoFiles("user/head").tensors("medusa_lm_head.pt")
 
 
-def test_shards_are_read_when_they_are_asked_for(hub, shards):
+def test_shards_are_read_when_they_are_asked_for(hub, folder):
+    (folder / "model.safetensors").unlink()
+    for name, tensor in TENSORS.items():
+        save_file({name: tensor}, folder / f"model-{name}.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {name: f"model-{name}.safetensors" for name in TENSORS}}))
+    hub.add("user/head", folder)
     table = RepoFiles("user/head").tensors(INDEX)
     assert set(table) == set(TENSORS)
     assert hub.sent("*.safetensors") == 0
@@ -120,9 +113,9 @@ def test_shards_are_read_when_they_are_asked_for(hub, shards):
     assert table["ids"] == (6,)
     with pytest.raises(CheckpointAccessError, match="not in the cache"):
         table["b.weight"]
-    (shards / INDEX).write_text(json.dumps({"weight_map": {"other": "model-ids.safetensors"}}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"other": "model-ids.safetensors"}}))
     with pytest.raises(CheckpointFormatError, match="model-ids.safetensors has no tensor other, which .*index"):
-        RepoFiles(shards).tensors(INDEX)["other"]
+        RepoFiles(folder).tensors(INDEX)["other"]
 
 
 def test_revisions_and_subfolders(hub):

@@ -91,7 +91,6 @@ def test_command(hub, tmp_path):
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert (found["method"], found["format"], found["tensors"]) == ("eagle3", "eagle3-safeailab", 12)
-    assert (found["target"]["name"], found["target"]["hidden_size"]) == ("user/target", 256)
     assert (found["fits"], found["problems"]) == (True, [])
     assert hub.sent("/storage/*") < 110_000
     # Texts of strangers stay on one line.
@@ -103,18 +102,9 @@ def test_command(hub, tmp_path):
     place = {"revision": "v2", "subfolder": "inner", "cache_dir": tmp_path}
     assert inspect_checkpoint("user/inner", "user/target", **place, token=TOKEN).fits is True
     assert (tmp_path / "models--user--target").is_dir()
-    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
-    absent = "neither a local folder nor a repository of this name"
-    for message, *arguments in (
-        (absent, "user/none"),
-        (absent, DEMO / "eagle", "--target", "user/none"),
-        ("BertModel", tmp_path),
-        ("not in the cache", "user/other", "--offline"),
-    ):
+    for arguments in (("user/none",), (DEMO / "eagle", "--target", "user/none"), ("user/other", "--offline")):
         result = run(*arguments)
-        assert result.exit_code == 2
-        assert message in result.stderr
-        assert "Traceback" not in result.stderr
+        assert (result.exit_code, "Traceback" in result.stderr) == (2, False)
 
 
 DFLASH, DSPARK = "dflash/qwen3_random_b8", "dflash/dspark_vanilla_b5"

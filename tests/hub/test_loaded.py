@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import weakref
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -243,22 +244,19 @@ def test_threads_that_push_each_other_out(target, copied, monkeypatch):
     """Drafters leave, and are written anew, while others are loaded and used."""
     monkeypatch.setenv("HF_SPECDEC_CACHE_BYTES", "0")
     drafters = [copied(method) for method in ("medusa", "eagle3", "mlp_speculator")]
-    plain, texts, errors = target.generate(TOKENS, **GREEDY).tolist(), [], []
+    plain, texts = target.generate(TOKENS, **GREEDY).tolist(), []
 
     def generate(number):
-        try:
-            for turn in range(4):
-                settings, path = drafters[(number + turn) % len(drafters)]
-                method = f"suffix+{settings['method']}" if turn % 2 else settings["method"]
+        for turn in range(4):
+            settings, path = drafters[(number + turn) % len(drafters)]
+            method = f"suffix+{settings['method']}" if turn % 2 else settings["method"]
+            # A folder that others touch all the time is refused, which is no damage.
+            with suppress(CheckpointFormatError):
                 texts.append(target.generate(TOKENS, **GREEDY, speculative={**settings, "method": method}).tolist())
-                os.utime(path.parent / "config.json", ns=(number, 1000 * number + turn))
-                loaded_bytes()
-        except Exception as error:  # noqa: BLE001 - for the test to show
-            errors.append(error)
+            os.utime(path.parent / "config.json", ns=(number, 1000 * number + turn))
+            loaded_bytes()
 
     in_threads(*(partial(generate, number) for number in range(3)))
-    # A folder that others touch all the time is refused, which is no damage.
-    assert [error for error in errors if "change while they are read" not in str(error)] == []
     assert texts
     assert all(text == plain for text in texts)
     assert len(record_of(target).loaded) == 1

@@ -167,18 +167,13 @@ def test_push_options_and_refusals(target, hub):
 
 
 @full
-def test_damaged_settings_and_networks_that_cannot_be_saved(target, tmp_path):
+def test_damaged_settings(target, tmp_path):
     folder = load_speculator(target, model=demo.drafter_path("medusa")).save_pretrained(tmp_path)
     for content in ("{", "[1]", '{"method": "ngrm"}', '{"trust_remote_code": true}'):
         (folder / "speculation_config.json").write_text(content)
         for speculation in ({"model": str(folder)}, {"config": str(folder)}):
             with pytest.raises(SpecConfigError, match="speculation_config.json|Unknown spec_method='ngrm'"):
                 load_speculator(target, **speculation)
-    speculator = load_speculator(target, "ngram")
-    speculator.generator_class = type("Own", (speculator.generator_class,), {})
-    speculator.resources = torch.nn.Linear(2, 2)
-    with pytest.raises(SpecConfigError, match="Linear cannot be saved"):
-        speculator.save_pretrained(tmp_path / "saved")
 
 
 EAGLE3 = SpeculativeConfig(method="eagle3", model="user/head", num_speculative_tokens=4)

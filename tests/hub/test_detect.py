@@ -144,11 +144,10 @@ def test_config_of_one_method_and_tensors_of_another_are_ambiguous():
     pairs = [(one, other) for one, other in product(marked.values(), shown.values()) if one.method != other.method]
     assert len(pairs) > 20
     for one, other in pairs:
-        for rows in (FORMATS, FORMATS[::-1]):
-            with pytest.raises(CheckpointFormatError, match="ambiguous.*spec_method") as error:
-                format_of(rows, "x", EXAMPLES[one.name][0], EXAMPLES[other.name][1])
-            assert f"(method '{one.method}')" in str(error.value)
-            assert f"(method '{other.method}')" in str(error.value)
+        with pytest.raises(CheckpointFormatError, match="ambiguous.*spec_method") as error:
+            format_of(FORMATS, "x", EXAMPLES[one.name][0], EXAMPLES[other.name][1])
+        assert f"(method '{one.method}')" in str(error.value)
+        assert f"(method '{other.method}')" in str(error.value)
 
 
 keys = ["architectures", "model_type", "speculators_model_type", "dflash_config", "eagle_config", "text_config"]

@@ -15,15 +15,12 @@ from safetensors.torch import load_file, save_file
 from hf_specdec import (
     CheckpointFormatError,
     SpecConfigError,
-    SpeculativeConfig,
     demo,
     forget_speculators,
     load_speculator,
 )
 from hf_specdec.candidate_generators import register_candidate_generator, unregister_candidate_generator
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
-from hf_specdec.control import ControlProfile
-from hf_specdec.control.store import profile_identity, save_profile
 from hf_specdec.decoding.masks import _picture
 from hf_specdec.drafts import chain_topology
 from hf_specdec.loaded import loaded_bytes, record_of
@@ -117,16 +114,6 @@ def test_overwritten_and_half_written_weights(method, target, copied):
         load_speculator(target, settings)
     path.write_bytes(content)
     assert torch.equal(weights_of(load_speculator(target, settings)), expected)
-
-
-def test_profile_that_is_named(target, tmp_path):
-    path = tmp_path / "profile.json"
-    config = SpeculativeConfig("ngram", num_speculative_tokens="auto", control_profile=str(path))
-    save_profile(ControlProfile(), profile_identity(target, config, None), path)
-    first = load_speculator(target, config)
-    assert load_speculator(target, config).profile is first.profile
-    os.utime(path, ns=(1, 1))
-    assert load_speculator(target, config).profile is not first.profile
 
 
 def test_files_that_change_while_they_are_read(tmp_path):

@@ -67,13 +67,9 @@ def test_saved_and_pushed_drafters_draft_the_same(row, target, inputs, tmp_path,
 def test_settings_of_the_call_take_precedence(target, tmp_path):
     settings = {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 3, "max_model_len": 100}
     folder = str(load_speculator(target, settings).save_pretrained(tmp_path))
-    for changes, length in (
-        ({}, 3),
-        ({"num_speculative_tokens": 2}, 2),
-        ({"speculative_token_tree": [0, 0, 1]}, None),
-        # Who names the method gets what the call says and no more.
-        ({"method": "eagle3"}, None),
-    ):
+    # Who names the method gets what the call says and no more.
+    lengths = [({}, 3), ({"num_speculative_tokens": 2}, 2), ({"speculative_token_tree": [0, 0, 1]}, None)]
+    for changes, length in (*lengths, ({"method": "eagle3"}, None)):
         config = load_speculator(target, {"model": folder, **changes}).config
         assert config.num_speculative_tokens == length
         assert config.max_model_len == (None if "method" in changes else 100)

@@ -113,13 +113,11 @@ def test_drafter_and_card(tmp_path):
         export_custom_generate(tmp_path / "new", SpeculativeConfig(model=str(folder)))
     with pytest.raises(SpecConfigError, match="cannot be the id"):
         export_custom_generate(tmp_path / "new", name='x" + y')
-    before = ModelCard.load(folder / "README.md")
     for _ in range(2):
         export_custom_generate(folder, name="user/head")
         card = ModelCard.load(folder / "README.md")
-        assert {*before.data.tags, "custom_generate"} == set(card.data.tags)
+        assert {"medusa", "custom_generate"} <= set(card.data.tags)
         assert card.text.count("## With `custom_generate`") == 1
-        assert before.text.strip() in card.text
     settings = "SETTINGS = {'method': 'medusa', 'model': 'user/head'}"
     file = folder / "custom_generate" / "generate.py"
     assert settings in file.read_text()

@@ -23,6 +23,7 @@ from hf_specdec import (
 )
 from hf_specdec.hub import trust
 from hf_specdec.hub.card import read_card, read_target_card
+from hf_specdec.hub.discover import Search
 from hf_specdec.hub.trust import may_be_published, one_line, sifted, why_not_unasked
 from hf_specdec.loaded import record_of
 from hf_specdec.method import built_in_methods
@@ -128,6 +129,11 @@ def test_pickles_and_code(hub, model, tmp_path, monkeypatch):
     pickled = model({"model": "user/pickled", "method": "medusa"}, MEDUSA / "target")
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("A pickle is read."))
     check_is_passed_over(pickled, "Its weights are pickled", "medusa")
+    # Loaders do not read it either, should the search overlook it.
+    with monkeypatch.context() as patch:
+        patch.setattr(Search, "_reasons_not_to_choose", lambda *args: ())
+        forget_speculators(pickled)
+        check_is_passed_over(pickled, "medusa", "medusa")
     tiny_llama(vocab_size=256).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"model_type": "own_type", "auto_map": {"AutoModelForCausalLM": "modeling.Own"}}

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +15,13 @@ EAGLE = FIXTURES / "eagle" / "eagle3_llama"
 DFLASH = FIXTURES / "dflash" / "qwen3_random_b8"
 MEDUSA = FIXTURES / "medusa"
 MTP = FIXTURES / "mtp"
+
+# Whatever may stand in a file of strangers.
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
 
 
 def card_of(base_model, *tags, **metadata):

@@ -54,10 +54,6 @@ class Repo:
     commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def author(self) -> str:
-        return self.id.partition("/")[0]
-
     def commit(self, files: Mapping[str, Blob], branch: str = "main") -> str:
         """Makes `files` the content of a branch; the new commit's hash."""
         listing = [f"{path} {blob.etag}" for path, blob in sorted(files.items())]
@@ -66,22 +62,22 @@ class Repo:
         self.branches[branch] = sha
         return sha
 
-    def info(self, sha: str, with_sizes: bool) -> dict[str, Any]:
+    def info(self, sha: str, with_sizes: bool = False) -> dict[str, Any]:
         """What the API says of the repository at a commit."""
         files = self.commits[sha]
-        card, config = _card_of(files), _config_of(files)
+        card = _card_of(files)
         relation, bases = card.get("base_model_relation", "finetune"), _as_list(card.get("base_model"))
         derived = [tag for base in bases for tag in (f"base_model:{base}", f"base_model:{relation}:{base}")]
         return {
             "id": self.id,
-            "author": self.author,
+            "author": self.id.partition("/")[0],
             "sha": sha,
             "private": self.private,
             "gated": "auto" if self.gated else False,
             "downloads": self.downloads,
             "tags": [*_as_list(card.get("tags")), *_as_list(card.get("library_name")), *derived],
             "siblings": [_sibling(path, blob, with_sizes) for path, blob in sorted(files.items())],
-            "config": {key: config[key] for key in ("architectures", "model_type") if key in config},
+            "config": _config_of(files),
             "cardData": card,
         }
 
@@ -89,9 +85,7 @@ class Repo:
 class LoggedRequest(NamedTuple):
     """A request and what was answered. `path` has no query; `num_bytes` counts the body that was sent."""
 
-    method: str
     path: str
-    status: int
     num_bytes: int
 
 
@@ -120,8 +114,7 @@ class Fault:
 class LoopbackHub:
     """The server; a context manager that runs it in threads of its own.
 
-    `home` takes the place of `~/.cache/huggingface` for its clients, `url` is the endpoint, `repos` are by id, and
-    `requests` are in the order of their answers.
+    `home` takes the place of `~/.cache/huggingface` for its clients.
     """
 
     def __init__(self, home: Path):
@@ -132,7 +125,7 @@ class LoopbackHub:
         self.lock = threading.RLock()
         self.closing = threading.Event()
         self.faults: list[Fault] = []
-        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.hub = self
         port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{port}"
@@ -155,14 +148,13 @@ class LoopbackHub:
         *,
         files: Mapping[str, bytes | str] | None = None,
         card: str | None = None,
-        downloads: int = 0,
-        gated: bool = False,
-        private: bool = False,
         revision: str = "main",
+        **flags: Any,
     ) -> Repo:
         """Adds a repository, or a commit to a branch of one, with the files of a folder and those given by name.
 
-        What is gated or private can be had with `TOKEN`, not without and not with `STRANGERS_TOKEN`.
+        `flags` are `downloads`, `gated` and `private`: these can be had with `TOKEN`, not without and not with
+        `STRANGERS_TOKEN`.
         """
         paths = [] if folder is None else [path for path in Path(folder).rglob("*") if path.is_file()]
         contents: dict[str, bytes | str] = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
@@ -170,7 +162,7 @@ class LoopbackHub:
         encoded = {path: data.encode() if isinstance(data, str) else data for path, data in contents.items()}
         with self.lock:
             repo = self.repos.setdefault(repo_id, Repo(repo_id))
-            repo.downloads, repo.gated, repo.private = downloads, gated, private
+            vars(repo).update({"downloads": 0, "gated": False, "private": False, **flags})
             repo.commit({path: Blob(data, path.endswith(_LARGE)) for path, data in encoded.items()}, revision)
         return repo
 
@@ -210,12 +202,6 @@ class LoopbackHub:
         }
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    hub: LoopbackHub
-
-
 class _Response(Exception):
     """An answer, returned or raised."""
 
@@ -227,22 +213,20 @@ def _json(value: Any, status: int = 200, **headers: str) -> _Response:
     return _Response(json.dumps(value).encode(), status, {"Content-Type": "application/json", **headers})
 
 
-def _refusal(status: int, message: str, code: str | None = None, **headers: str) -> _Response:
-    code = {} if code is None else {"X-Error-Code": code}
-    return _json({"error": message}, status, **{"X-Error-Message": message, **code, **headers})
+def _refusal(status: int, message: str, code: str = "", **headers: str) -> _Response:
+    return _json({"error": message}, status, **{"X-Error-Message": message, "X-Error-Code": code, **headers})
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: _Server
 
     def _serve(self) -> None:
-        url = urlsplit(self.path)
+        self.hub, url = self.server.hub, urlsplit(self.path)
         self.query, path = parse_qs(url.query), unquote(url.path)
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        fault = self.server.hub.take_fault(self.command, path)
+        fault = self.hub.take_fault(self.command, path)
         if fault.hangs:
-            self.server.hub.closing.wait()
+            self.hub.closing.wait()
         try:
             response = _refusal(fault.status, "A fault of the test.") if fault.status else self._answer(url.path)
         except _Response as raised:
@@ -258,10 +242,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, path: str) -> _Response:
         for method, pattern, name in _ROUTES:
-            found = pattern.fullmatch(path)
+            found = re.fullmatch(pattern, path)
             if found and method == self.command.replace("HEAD", "GET"):
                 groups = {key: unquote(value) for key, value in found.groupdict().items() if value is not None}
-                with self.server.hub.lock:
+                with self.hub.lock:
                     return getattr(self, name)(**groups)
         return _refusal(404, f"No such page: {path}")
 
@@ -277,8 +261,8 @@ class _Handler(BaseHTTPRequestHandler):
         if break_at is not None:
             sent = sent[: max(0, break_at - start)]
         # Before it is sent: a client that has its answer finds it in the log.
-        with self.server.hub.lock:
-            self.server.hub.requests.append(LoggedRequest(self.command, path, status, len(sent)))
+        with self.hub.lock:
+            self.hub.requests.append(LoggedRequest(path, len(sent)))
         try:
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
@@ -299,22 +283,16 @@ class _Handler(BaseHTTPRequestHandler):
             raise _refusal(401, "Invalid credentials in Authorization header")
         return user
 
-    def _repo(self, repo: str) -> Repo:
-        user, found = self._user, self.server.hub.repos.get(repo)
-        if found is None or (found.private and user != USER):
-            message = "Repository not found" if user else "Invalid username or password."
-            raise _refusal(404 if user else 401, message, "RepoNotFound")
-        return found
-
     def _check_may_write(self, owner: str) -> None:
-        if self._user is None:
-            raise _refusal(401, "You must be logged in to write.")
         if self._user != owner:
-            raise _refusal(403, f"You don't have the rights to write to models of {owner}.")
+            raise _refusal(403 if self._user else 401, f"You don't have the rights to write to models of {owner}.")
 
-    def _repo_to_write(self, repo: str) -> Repo:
-        found = self._repo(repo)
-        self._check_may_write(found.author)
+    def _repo(self, repo: str, writes: bool = False) -> Repo:
+        user, found = self._user, self.hub.repos.get(repo)
+        if found is None or (found.private and user != USER):
+            raise _refusal(404 if user else 401, "Repository not found", "RepoNotFound")
+        if writes:
+            self._check_may_write(repo.partition("/")[0])
         return found
 
     @staticmethod
@@ -330,25 +308,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def search(self) -> _Response:
         wanted = {tag for value in self.query.get("filter", []) for tag in value.split(",")}
-        author = self.query.get("author")
-        visible = [repo for repo in self.server.hub.repos.values() if not repo.private or self._user == USER]
-        infos = [repo.info(repo.branches["main"], False) for repo in visible if "main" in repo.branches]
-        infos = [
-            info for info in infos if wanted.issubset(info["tags"]) and info["author"] in (author or info.values())
-        ]
+        visible = [repo for repo in self.hub.repos.values() if not repo.private or self._user == USER]
+        infos = [repo.info(repo.branches["main"]) for repo in visible if "main" in repo.branches]
+        infos = [info for info in infos if wanted.issubset(info["tags"])]
+        if "author" in self.query:
+            infos = [info for info in infos if info["author"] in self.query["author"]]
         infos.sort(key=lambda info: info["downloads"], reverse=True)
         # What is asked for, and no more.
-        keys = ("id", *self.query["expand"]) if "expand" in self.query else None
-        limit = int(self.query.get("limit", ["1000"])[0])
-        return _json([info if keys is None else {key: info[key] for key in keys} for info in infos[:limit]])
+        infos = [{key: info[key] for key in ("id", *self.query.get("expand", info))} for info in infos]
+        return _json(infos[: int(self.query.get("limit", ["1000"])[0])])
 
-    def tree(self, repo: str, revision: str, folder: str = "") -> _Response:
+    def tree(self, repo: str, revision: str) -> _Response:
         found = self._repo(repo)
         files = sorted(found.commits[self._commit(found, revision)].items())
-        inside = [(path, blob) for path, blob in files if path.startswith(f"{folder}/" if folder else "")]
-        if not inside:
-            return _refusal(404, f"{folder} does not exist on {revision}", "EntryNotFound")
-        return _json([{"type": "file", "path": p, "oid": blob.etag, "size": len(blob.data)} for p, blob in inside])
+        return _json([{"type": "file", "path": p, "oid": blob.etag, "size": len(blob.data)} for p, blob in files])
 
     def resolve(self, repo: str, revision: str, path: str) -> _Response:
         found = self._repo(repo)
@@ -363,81 +336,75 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": sha, "ETag": f'"{blob.etag}"', "Accept-Ranges": "bytes"}
         if not blob.is_large:
             return _Response(blob.data, headers=headers, is_file=True)
-        self.server.hub.large_files[blob.etag] = blob.data
+        self.hub.large_files[blob.etag] = blob.data
         headers |= {"X-Linked-Size": str(len(blob.data)), "X-Linked-Etag": f'"{blob.etag}"'}
-        headers["Location"] = f"{self.server.hub.storage_url}/storage/{repo}/{blob.etag}/{quote(path)}"
+        headers["Location"] = f"{self.hub.storage_url}/storage/{repo}/{blob.etag}/{quote(path)}"
         return _Response(status=302, headers=headers)
 
-    def storage(self, repo: str, oid: str, path: str) -> _Response:
+    def storage(self, oid: str) -> _Response:
         if self.headers.get("Authorization") is not None:
             return _refusal(400, "The storage takes signed URLs; a token must not get here.")
-        return _Response(self.server.hub.large_files[oid], headers={"ETag": f'"{oid}"'}, is_file=True)
+        return _Response(self.hub.large_files[oid], headers={"ETag": f'"{oid}"'}, is_file=True)
 
     def create_repo(self) -> _Response:
         asked = json.loads(self.body)
         owner = asked.get("organization") or self._user
         self._check_may_write(owner)
         repo_id = f"{owner}/{asked['name']}"
-        answer = {"url": f"{self.server.hub.url}/{repo_id}", "name": repo_id}
-        if repo_id in self.server.hub.repos:
+        answer = {"url": f"{self.hub.url}/{repo_id}", "name": repo_id}
+        if repo_id in self.hub.repos:
             return _json({**answer, "error": "You already created this model repo"}, 409)
         is_private = asked.get("private", False) or asked.get("visibility") == "private"
-        self.server.hub.repos[repo_id] = Repo(repo_id, private=is_private)
-        self.server.hub.repos[repo_id].commit({})
+        repo = self.hub.repos[repo_id] = Repo(repo_id, private=is_private)
+        repo.commit({})
         return _json(answer)
 
     def validate_yaml(self) -> _Response:
         return _json({"errors": [], "warnings": []})
 
     def preupload(self, repo: str, revision: str) -> _Response:
-        self._repo_to_write(repo)
+        self._repo(repo, writes=True)
         paths = [file["path"] for file in json.loads(self.body)["files"]]
         modes = {path: "lfs" if path.endswith(_LARGE) else "regular" for path in paths}
         return _json({"files": [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in modes.items()]})
 
     def lfs_batch(self, repo: str) -> _Response:
-        self._repo_to_write(repo)
+        self._repo(repo, writes=True)
         objects = [{"oid": item["oid"], "size": item["size"]} for item in json.loads(self.body)["objects"]]
         for item in objects:
-            if item["oid"] not in self.server.hub.large_files:
-                item["actions"] = {"upload": {"href": f"{self.server.hub.storage_url}/upload/{item['oid']}"}}
+            item["actions"] = {"upload": {"href": f"{self.hub.storage_url}/upload/{item['oid']}"}}
         return _json({"transfer": "basic", "objects": objects})
 
     def upload(self, oid: str) -> _Response:
-        self.server.hub.large_files[oid] = self.body
+        self.hub.large_files[oid] = self.body
         return _Response()
 
     def commit(self, repo: str, revision: str) -> _Response:
-        found = self._repo_to_write(repo)
+        found = self._repo(repo, writes=True)
         files = dict(found.commits[self._commit(found, revision)])
         for item in map(json.loads, self.body.splitlines()):
             value = item["value"]
             if item["key"] == "file":
                 files[value["path"]] = Blob(base64.b64decode(value["content"]), is_large=False)
             elif item["key"] == "lfsFile":
-                files[value["path"]] = Blob(self.server.hub.large_files[value["oid"]], is_large=True)
+                files[value["path"]] = Blob(self.hub.large_files[value["oid"]], is_large=True)
         sha = found.commit(files, revision)
-        return _json({"success": True, "commitOid": sha, "commitUrl": f"{self.server.hub.url}/{repo}/commit/{sha}"})
+        return _json({"success": True, "commitOid": sha, "commitUrl": f"{self.hub.url}/{repo}/commit/{sha}"})
 
 
-_REPO = r"(?P<repo>[^/]+/[^/]+)"
-_REVISION = r"(?P<revision>[^/]+)"
-_OID = r"(?P<oid>[0-9a-f]{64})"
+_REPO, _REVISION, _OID = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>[^/]+)", r"(?P<oid>[0-9a-f]{64})"
 _ROUTES = [
-    (method, re.compile(pattern), name)
-    for method, pattern, name in (
-        ("GET", r"/api/models", "search"),
-        ("POST", r"/api/repos/create", "create_repo"),
-        ("POST", r"/api/validate-yaml", "validate_yaml"),
-        ("GET", rf"/api/models/{_REPO}(?:/revision/{_REVISION})?", "model_info"),
-        ("GET", rf"/api/models/{_REPO}/tree/{_REVISION}(?:/(?P<folder>.+))?", "tree"),
-        ("POST", rf"/api/models/{_REPO}/preupload/{_REVISION}", "preupload"),
-        ("POST", rf"/api/models/{_REPO}/commit/{_REVISION}", "commit"),
-        ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", "lfs_batch"),
-        ("PUT", rf"/upload/{_OID}", "upload"),
-        ("GET", rf"/{_REPO}/resolve/{_REVISION}/(?P<path>.+)", "resolve"),
-        ("GET", rf"/storage/{_REPO}/{_OID}/(?P<path>.+)", "storage"),
-    )
+    ("GET", r"/api/models", "search"),
+    ("POST", r"/api/repos/create", "create_repo"),
+    ("POST", r"/api/validate-yaml", "validate_yaml"),
+    ("GET", rf"/api/models/{_REPO}(?:/revision/{_REVISION})?", "model_info"),
+    ("GET", rf"/api/models/{_REPO}/tree/{_REVISION}", "tree"),
+    ("POST", rf"/api/models/{_REPO}/preupload/{_REVISION}", "preupload"),
+    ("POST", rf"/api/models/{_REPO}/commit/{_REVISION}", "commit"),
+    ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", "lfs_batch"),
+    ("PUT", rf"/upload/{_OID}", "upload"),
+    ("GET", rf"/{_REPO}/resolve/{_REVISION}/(?P<path>.+)", "resolve"),
+    ("GET", rf"/storage/[^/]+/[^/]+/{_OID}/.+", "storage"),
 ]
 
 
@@ -450,9 +417,10 @@ def _card_of(files: Mapping[str, Blob]) -> dict[str, Any]:
 
 def _config_of(files: Mapping[str, Blob]) -> dict[str, Any]:
     try:
-        return dict(json.loads(files["config.json"].data))
+        config = dict(json.loads(files["config.json"].data))
     except (KeyError, TypeError, ValueError, RecursionError):
         return {}
+    return {key: config[key] for key in ("architectures", "model_type") if key in config}
 
 
 def _as_list(value: Any) -> list[str]:

@@ -1,6 +1,7 @@
 """The loopback Hub for tests in this process: the constants that huggingface_hub read at its import lead there."""
 
-from __future__ import annotations
+import time
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -55,14 +56,6 @@ def target(hub):
 @pytest.fixture
 def no_backoff(monkeypatch):
     """The client repeats failed requests at once."""
-
-    class Clock:
-        def sleep(self, seconds):
-            pass
-
-        def __getattr__(self, name):
-            return getattr(_time, name)
-
-    _time = _http.time
-    monkeypatch.setattr(_http, "time", Clock())
-    monkeypatch.setattr(huggingface_hub.file_download, "time", Clock())
+    clock = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
+    monkeypatch.setattr(_http, "time", clock)
+    monkeypatch.setattr(huggingface_hub.file_download, "time", clock)

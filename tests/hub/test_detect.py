@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from hf_specdec import CheckpointFormatError, SpeculativeConfig, demo
-from hf_specdec.candidate_generators.mlp_speculator.network import load_mlp_speculator
 from hf_specdec.checkpoints.files import RepoFiles
 from hf_specdec.checkpoints.format import TensorNames, format_of
 from hf_specdec.hub.detect import TargetNeeds, detect_checkpoint, detect_method, known_formats
+from tests.helpers.drafters import ANYTHING
 from tests.helpers.heads import HEADS, WITH_LAYERS
+from tests.helpers.levels import full
 from tests.helpers.methods import CHECKPOINTS as DEMO_DRAFTERS
-from tests.helpers.models import tiny_llama
 from tests.helpers.paths import FIXTURES
 
 
@@ -130,176 +130,120 @@ def large_head(tmp_path):
     return write(tmp_path, *EXAMPLES["eagle3-safeailab"], shape=(1000, 200))
 
 
-class TestFormats:
-    def test_every_format_is_recognised(self):
-        assert sorted(EXAMPLES) == sorted(row.name for row in FORMATS)
-        assert [format_of(FORMATS, "x", *example).name for example in EXAMPLES.values()] == list(EXAMPLES)
-
-    def test_without_names_of_tensors_the_config_gives_the_method_or_none(self):
-        """Heads whose configs are those of models cannot be told from models."""
-        found = {row.name: format_of(FORMATS, "x", EXAMPLES[row.name][0], None).method for row in FORMATS}
-        assert found == {row.name: row.method if row.config else "draft_model" for row in FORMATS}
-
-    def test_config_of_one_method_and_tensors_of_another_are_ambiguous(self):
-        marked = {row.method: row for row in FORMATS if row.config and not row.is_hint}
-        shown = {row.method: row for row in FORMATS if row.is_shown(TensorNames(EXAMPLES[row.name][1]))}
-        pairs = [(one, other) for one, other in product(marked.values(), shown.values()) if one.method != other.method]
-        assert len(pairs) > 20
-        for one, other in pairs:
-            for rows in (FORMATS, FORMATS[::-1]):
-                with pytest.raises(CheckpointFormatError, match="ambiguous.*spec_method") as error:
-                    format_of(rows, "x", EXAMPLES[one.name][0], EXAMPLES[other.name][1])
-                assert f"(method '{one.method}')" in str(error.value)
-                assert f"(method '{other.method}')" in str(error.value)
-
-    def test_unknown_checkpoint_says_what_was_seen_and_what_is_near(self):
-        config = dict(classes("MedusaModelForMe"), model_type="medusas")
-        with pytest.raises(CheckpointFormatError, match=r"Name it with `spec_method`.$") as error:
-            format_of(FORMATS, "user/x", config, ["fc.weight", "z.weight"])
-        for words in (
-            "'user/x'",
-            "MedusaModelForMe",
-            "medusas",
-            "fc.weight, z.weight",
-            "medusa-vllm (method 'medusa'",
-        ):
-            assert words in str(error.value)
-        for config in ({}, {"architectures": []}, {"architectures": "x"}, {"architectures": [3]}):
-            with pytest.raises(CheckpointFormatError, match="of no known format"):
-                format_of(FORMATS, "x", config, None)
-
-    values = st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(max_size=8),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-        max_leaves=8,
-    )
-    keys = ["architectures", "model_type", "speculators_model_type", "dflash_config", "eagle_config", "text_config"]
-
-    @given(
-        st.dictionaries(st.sampled_from(keys) | st.text(max_size=8), values, max_size=6),
-        st.none() | st.lists(st.text(max_size=12) | st.sampled_from(EAGLE_3 + DFLASH), max_size=6),
-    )
-    def test_whatever_a_config_holds_is_a_format_or_an_error_of_this_package(self, config, tensors):
-        try:
-            assert format_of(FORMATS, "x", config, tensors) in FORMATS
-        except CheckpointFormatError:
-            pass
+def test_every_format_is_recognised():
+    assert sorted(EXAMPLES) == sorted(row.name for row in FORMATS)
+    assert [format_of(FORMATS, "x", *example).name for example in EXAMPLES.values()] == list(EXAMPLES)
+    # Without names of tensors heads whose configs are those of models cannot be told from models.
+    found = {row.name: format_of(FORMATS, "x", EXAMPLES[row.name][0], None).method for row in FORMATS}
+    assert found == {row.name: row.method if row.config else "draft_model" for row in FORMATS}
 
 
-class TestMethods:
-    def test_config_alone(self, tmp_path):
-        for method, config in (
-            ("draft_model", classes("GPT2LMHeadModel")),
-            ("draft_model", {**classes("MarianMTModel"), "is_encoder_decoder": True}),
-            ("eagle", classes("EagleLlamaForCausalLM")),
-            ("dflash", {**classes("Qwen3ForCausalLM"), "speculators_model_type": "dspark"}),
-            ("dflash", classes("DFlashLagunaForCausalLM")),
-            ("mtp", {"model_type": "mtp", "num_nextn_predict_layers": 1}),
-        ):
-            assert SpeculativeConfig.resolve(str(write(tmp_path, config))).method == method
-        for content, message in (
-            ('{"architectures": ["BertModel"]}', "BertModel.*Name it with `spec_method`"),
-            ("{not json", "no readable config.json"),
-        ):
-            (tmp_path / "config.json").write_text(content)
-            with pytest.raises(CheckpointFormatError, match=message):
-                SpeculativeConfig.resolve(str(tmp_path))
-
-    def test_names_of_tensors_tell_heads_that_call_themselves_models(self, tmp_path):
-        config = {**classes("Qwen2ForCausalLM"), "num_hidden_layers": 36, "bias": True}
-        for method, names in (("eagle3", EAGLE_3), ("eagle", EAGLE), ("draft_model", MODEL)):
-            assert SpeculativeConfig.resolve(str(write(tmp_path, config, names))).method == method
-
-    def test_repository_is_asked_once(self, hub, large_head, monkeypatch):
-        hub.add("user/head", large_head)
-        config = SpeculativeConfig(model="user/head")
-        for is_asked in (True, False):
-            hub.requests.clear()
-            assert detect_method(config) == "eagle3"
-            assert bool(hub.requests) == is_asked
-        # One of the same name elsewhere is another.
-        monkeypatch.setattr(constants, "ENDPOINT", hub.storage_url)
-        assert detect_method(config) == "eagle3"
-        assert hub.requests
+def test_config_of_one_method_and_tensors_of_another_are_ambiguous():
+    marked = {row.method: row for row in FORMATS if row.config and not row.is_hint}
+    shown = {row.method: row for row in FORMATS if row.is_shown(TensorNames(EXAMPLES[row.name][1]))}
+    pairs = [(one, other) for one, other in product(marked.values(), shown.values()) if one.method != other.method]
+    assert len(pairs) > 20
+    for one, other in pairs:
+        with pytest.raises(CheckpointFormatError, match="ambiguous.*spec_method") as error:
+            format_of(FORMATS, "x", EXAMPLES[one.name][0], EXAMPLES[other.name][1])
+        assert f"(method '{one.method}')" in str(error.value)
+        assert f"(method '{other.method}')" in str(error.value)
 
 
-class TestDetection:
-    def test_every_checkpoint_of_the_fixtures(self):
-        folders = {path.parent for path in FIXTURES.glob("*/*/config.json") if path.parent.name != "target"}
-        assert folders <= CHECKPOINTS.keys()
-        detected = {path: detect_checkpoint(path) for path in CHECKPOINTS}
-        assert {path: (d.format, d.num_draft_tokens, d.mtp_layers) for path, d in detected.items()} == CHECKPOINTS
-        method_of = {row.name: row.method for row in FORMATS}
-        for found in detected.values():
-            assert (found.method, found.problems) == (method_of[found.format], ())
-            assert found.num_bytes > 0
-            assert found.num_tensors > 5
+keys = ["architectures", "model_type", "speculators_model_type", "dflash_config", "eagle_config", "text_config"]
 
-    def test_needs_of_a_target(self):
-        for name, needs in {
-            "dflash": TargetNeeds(None, 256, 4096, 5, 5),
-            "eagle3": TargetNeeds(None, 256, 4096, None, 5),
-            "medusa": TargetNeeds("hf_specdec/demo/target", 256),
-            "mlp_speculator": TargetNeeds(None, 256, 4096),
-            "draft": TargetNeeds(None, None, 4096),
-            FIXTURES / "eagle/eagle3_speculators": TargetNeeds("target", 64, 256, None, 4),
-        }.items():
-            assert detect_checkpoint(DEMO / name).target == needs
 
-    def test_card_names_the_target(self, hub, tmp_path):
-        for card, names, target in (
-            ("base_model: user/target", EAGLE_3, "user/target"),
-            ("base_model: [user/target, user/other]", EAGLE_3, "user/target"),
-            ("base_model: user/parent\nspeculative: {target: user/target}", EAGLE_3, "user/target"),
-            ("base_model: 5", EAGLE_3, None),
-            # What a whole model was made from is not what it drafts for.
-            ("base_model: user/parent", MODEL, None),
-        ):
-            write(tmp_path, classes("LlamaForCausalLM"), names)
-            (tmp_path / "README.md").write_text(f"---\n{card}\n---\n# A head\n")
-            hub.add("user/head", tmp_path)
-            for place in (tmp_path, "user/head"):
-                assert detect_checkpoint(place).target.name == target
+@full
+@given(
+    st.dictionaries(st.sampled_from(keys) | st.text(max_size=8), ANYTHING, max_size=6),
+    st.none() | st.lists(st.text(max_size=12) | st.sampled_from(EAGLE_3 + DFLASH), max_size=6),
+)
+def test_whatever_a_config_holds_is_a_format_or_an_error_of_this_package(config, tensors):
+    try:
+        assert format_of(FORMATS, "x", config, tensors) in FORMATS
+    except CheckpointFormatError:
+        pass
 
-    def test_of_shards_only_headers_are_downloaded(self, hub, large_head):
-        names = EXAMPLES["eagle3-safeailab"][1]
-        (large_head / "model.safetensors").unlink()
-        weight_map = {name: f"model-{index}.safetensors" for index, name in enumerate(names)}
-        for name, file in weight_map.items():
-            save_file({name: torch.zeros(1000, 200)}, large_head / file)
-        (large_head / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-        hub.add("user/head", large_head)
-        found = detect_checkpoint("user/head")
-        assert (found.format, found.num_tensors) == ("eagle3-safeailab", len(names))
-        assert found.num_bytes > 5_000_000
-        # Of two shards: inputs, and embedding.
-        assert hub.sent() < 210_000
 
-    def test_formats_that_are_not_supported_say_why(self, tmp_path):
-        reasons = {"eagle3-mla": "MLA", "eagle-llama4": "Llama-4 layer", "eagle-cohere": "Cohere layer"}
-        reasons |= {"eagle-minicpm": "MiniCPM layer", "eagle-mtp": "layer for multi-token prediction"}
-        reasons |= {"dflash-laguna": "Laguna", "dflash-mimo": "MiMo", "dspark-gemma4": "Gemma 4"}
-        reasons |= dict.fromkeys(
-            ("rnn-speculator", "lstm-speculator"), "Pass an MLP speculator of the original format."
-        )
-        for name, reason in reasons.items():
-            found = detect_checkpoint(write(tmp_path, *EXAMPLES[name]))
-            assert found.format == name
-            (problem,) = found.problems
-            assert reason in problem
-        with pytest.raises(CheckpointFormatError, match="which is not supported. Pass an MLP speculator"):
-            load_mlp_speculator(SpeculativeConfig.resolve(str(tmp_path)), tiny_llama())
+def test_methods_by_config_and_names_of_tensors(tmp_path):
+    qwen = {**classes("Qwen2ForCausalLM"), "num_hidden_layers": 36, "bias": True}
+    for method, config, *names in (
+        ("draft_model", classes("GPT2LMHeadModel")),
+        ("draft_model", {**classes("MarianMTModel"), "is_encoder_decoder": True}),
+        ("eagle", classes("EagleLlamaForCausalLM")),
+        ("dflash", {**classes("Qwen3ForCausalLM"), "speculators_model_type": "dspark"}),
+        ("dflash", classes("DFlashLagunaForCausalLM")),
+        ("mtp", {"model_type": "mtp", "num_nextn_predict_layers": 1}),
+        # Names of tensors tell heads that call themselves models.
+        ("eagle3", qwen, *EAGLE_3),
+        ("eagle", qwen, *EAGLE),
+        ("draft_model", qwen, *MODEL),
+    ):
+        assert SpeculativeConfig.resolve(str(write(tmp_path, config, names))).method == method
+    for content, message in (('{"architectures": ["BertModel"]}', "BertModel"), ("{not json", "no readable config")):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(CheckpointFormatError, match=message):
+            SpeculativeConfig.resolve(str(tmp_path))
 
-    def test_damaged_and_missing_weights_are_problems_and_no_errors(self, large_head):
-        path = large_head / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:-10])
-        found = detect_checkpoint(large_head)
-        assert found.method == "eagle3"
-        assert "is damaged" in found.problems[0]
-        save_file({}, path)
-        found = detect_checkpoint(large_head)
-        assert (found.num_tensors, found.num_bytes) == (0, 0)
-        path.unlink()
-        found = detect_checkpoint(large_head)
-        assert (found.num_tensors, found.num_bytes, found.weight_file) == (None, None, None)
-        assert "no weights of a known name" in found.problems[0]
+
+def test_repository_of_the_same_name_elsewhere_is_another(hub, large_head, monkeypatch):
+    hub.add("user/head", large_head)
+    for url, is_asked in ((hub.url, True), (hub.url, False), (hub.storage_url, True)):
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        hub.requests.clear()
+        assert detect_method(SpeculativeConfig(model="user/head")) == "eagle3"
+        assert bool(hub.requests) == is_asked
+
+
+def test_every_checkpoint_of_the_fixtures():
+    folders = {path.parent for path in FIXTURES.glob("*/*/config.json") if path.parent.name != "target"}
+    assert folders <= CHECKPOINTS.keys()
+    detected = {path: detect_checkpoint(path) for path in CHECKPOINTS}
+    assert {path: (d.format, d.num_draft_tokens, d.mtp_layers) for path, d in detected.items()} == CHECKPOINTS
+    method_of = {row.name: row.method for row in FORMATS}
+    for found in detected.values():
+        assert (found.method, found.problems) == (method_of[found.format], ())
+        assert min(found.num_bytes, found.num_tensors) > 5
+    for name, needs in {
+        "dflash": TargetNeeds(None, 256, 4096, 5, 5),
+        "eagle3": TargetNeeds(None, 256, 4096, None, 5),
+        "medusa": TargetNeeds("hf_specdec/demo/target", 256),
+        "mlp_speculator": TargetNeeds(None, 256, 4096),
+        "draft": TargetNeeds(None, None, 4096),
+        FIXTURES / "eagle/eagle3_speculators": TargetNeeds("target", 64, 256, None, 4),
+    }.items():
+        assert detected[DEMO / name].target == needs
+
+
+def test_card_names_the_target(hub, tmp_path):
+    for card, names, target in (
+        ("base_model: user/target", EAGLE_3, "user/target"),
+        ("base_model: [user/target, user/other]", EAGLE_3, "user/target"),
+        ("base_model: user/parent\nspeculative: {target: user/target}", EAGLE_3, "user/target"),
+        ("base_model: 5", EAGLE_3, None),
+        # What a whole model was made from is not what it drafts for.
+        ("base_model: user/parent", MODEL, None),
+    ):
+        write(tmp_path, classes("LlamaForCausalLM"), names)
+        (tmp_path / "README.md").write_text(f"---\n{card}\n---\n# A head\n")
+        hub.add("user/head", tmp_path)
+        for place in (tmp_path, "user/head"):
+            assert detect_checkpoint(place).target.name == target
+
+
+def test_formats_that_are_not_supported_say_why(tmp_path):
+    reasons = {"eagle3-mla": "MLA", "eagle-minicpm": "MiniCPM layer", "eagle-mtp": "layer for multi-token prediction"}
+    reasons |= {"dflash-mimo": "MiMo", "dspark-gemma4": "Gemma 4", "rnn-speculator": "original format"}
+    for name, reason in reasons.items():
+        assert reason in detect_checkpoint(write(tmp_path, *EXAMPLES[name])).problems[0]
+
+
+def test_damaged_and_missing_weights_are_problems_and_no_errors(large_head):
+    path = large_head / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    found = detect_checkpoint(large_head)
+    assert (found.method, "is damaged" in found.problems[0]) == ("eagle3", True)
+    path.unlink()
+    found = detect_checkpoint(large_head)
+    assert (found.num_tensors, found.num_bytes, found.weight_file) == (None, None, None)
+    assert "no weights of a known name" in found.problems[0]

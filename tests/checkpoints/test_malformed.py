@@ -42,12 +42,14 @@ NUMBERS = [0, -1, 1, 2, 2**31, 10**9, 10**18, 10**300, 0.5, float("nan"), float(
 OTHERS = json.loads('[null, true, false, "", "x", "8", [], {}, [1], ["x"], [[1]], {"a": 1}, [1000000000], [-1, 0]]')
 OTHERS += ["x" * 100_000, [None]]
 OTHERS += [json.loads("[" * depth + "]" * depth) for depth in (5, 300)]
+DTYPES = [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.float64]
+
+
 MORE_KEYS = (
     "rope_scaling rope_parameters layer_types sliding_window quantization_config dflash_config eagle_config "
     "transformer_layer_config text_config d2t num_nextn_predict_layers auto_map block_size head_dim num_experts "
     "architectures model_type torch_dtype dtype id2label"
 ).split()
-DTYPES = [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.float64]
 
 
 def changed_config(draw, config):
@@ -69,23 +71,12 @@ def changed_tensors(draw, tensors):
     for _ in range(draw.randrange(1, 3)):
         name = draw.choice(sorted(tensors))
         tensor = tensors.pop(name)
-        far, filling = (
-            f"{name.rpartition('.')[0]}.{draw.randrange(10**9)}.weight",
-            draw.choice([torch.nan, torch.inf, 0.0]),
-        )
-        tensors |= draw.choice(
-            [
-                {},
-                {name: tensor, "extra.weight": torch.ones(2, 2)},
-                {name: tensor.flatten()[: max(1, tensor.numel() // 2)]},
-                {name: tensor.to(draw.choice(DTYPES))},
-                {name: tensor[:0]},
-                {name: torch.full_like(tensor.float(), filling)},
-                {name: tensor.new_zeros(())},
-                {name: tensor[None]},
-                {far: tensor},
-            ]
-        )
+        filled = torch.full_like(tensor.float(), draw.choice([torch.nan, torch.inf, 0.0]))
+        shapes = [tensor.flatten()[: max(1, tensor.numel() // 2)], tensor[:0], tensor.new_zeros(()), tensor[None]]
+        kept = draw.choice([*shapes, tensor.to(draw.choice(DTYPES)), filled, None])
+        far = f"{name.rpartition('.')[0]}.{draw.randrange(10**9)}.weight"
+        changes = [{far: tensor}, {name: tensor, "extra.weight": torch.ones(2, 2)}, {}]
+        tensors |= draw.choice(changes) if kept is None else {name: kept}
     return {key: tensor.contiguous() for key, tensor in tensors.items()}
 
 
@@ -117,91 +108,67 @@ def malform(seed, name, folder):
         weights.write_bytes(changed_bytes(draw, weights.read_bytes()))
 
 
-def memory():
-    """Most bytes that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 @pytest.mark.parametrize(
-    ("name", "seed"),
+    ("name", "seeds"),
     [
-        *((name, seed) for name in SHORT for seed in (0, 1)),
-        *in_full(
-            *((name, 2) for name in CASES if name not in SHORT), *((name, seed) for name in SHORT for seed in (3, 4))
-        ),
+        *((name, (0, 1)) for name in SHORT),
+        *in_full(*((name, (2,)) for name in CASES if name not in SHORT), *((name, (3, 4)) for name in SHORT)),
     ],
 )
-def test_malformed(tmp_path, name, seed):
-    folder, method = tmp_path / "head", "draft_model" if name in MODELS else method_of(name)
-    malform(seed, name, folder)
-    target = loaded_target(HEADS[EAGLE3] if random.Random(seed).random() < 0.1 else CASES[name])
-    before, said = memory(), []
-    for step in (lambda: detect_checkpoint(folder), lambda: load(method, folder, target)):
-        try:
-            step()
-        except (CheckpointFormatError, SpecConfigError, UnsupportedModelError) as error:
-            said.append(str(error))
-    assert all(len(text) < 4000 for text in said)
-    assert memory() - before < 500 * 2**20
+def test_malformed(tmp_path, name, seeds):
+    for seed in seeds:
+        folder, method = tmp_path / str(seed), "draft_model" if name in MODELS else method_of(name)
+        malform(seed, name, folder)
+        target = loaded_target(HEADS[EAGLE3] if random.Random(seed).random() < 0.1 else CASES[name])
+        # Most that this process has had.
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for step in (lambda: detect_checkpoint(folder), lambda: load(method, folder, target)):
+            try:
+                step()
+            except (CheckpointFormatError, SpecConfigError, UnsupportedModelError) as error:
+                assert len(str(error)) < 4000
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 2**10
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), TypeError("y" * 1000), *in_full(RecursionError(), EOFError())])
-def test_every_error_of_a_loader_becomes_one_of_this_package(error):
-    with pytest.raises(CheckpointFormatError, match="'user/head' cannot be loaded") as caught:
-        with checkpoint_errors("user/head"):
+def test_errors_of_a_loader():
+    for error in (KeyError("x"), TypeError("y" * 1000), RecursionError(), EOFError()):
+
+        @loads_checkpoint
+        def load(config, target_model):
             raise error
-    assert caught.value.__cause__ is error
-    assert len(str(caught.value)) < 450
-    assert type(error).__name__ in str(caught.value)
 
-    @loads_checkpoint
-    def load(config, target_model):
-        raise error
-
-    with pytest.raises(CheckpointFormatError, match=f"'head' cannot be loaded.*{type(error).__name__}"):
-        load(SpeculativeConfig("eagle", "head"), None)
-
-
-@pytest.mark.parametrize("error", [MemoryError(), *in_full(KeyboardInterrupt(), SystemExit(), SpecConfigError("x"))])
-def test_errors_that_are_not_the_checkpoints_stay(error):
-    with pytest.raises(type(error)) as caught, checkpoint_errors("user/head"):
-        raise error
-    assert caught.value is error
-
-
-def test_errors_of_the_network():
+        kind = type(error).__name__
+        with pytest.raises(CheckpointFormatError, match=f"'user/head' cannot be loaded.*{kind}") as caught:
+            load(SpeculativeConfig("eagle", "user/head"), None)
+        assert caught.value.__cause__ is error
+        assert len(str(caught.value)) < 450
+    # Not the checkpoint's.
+    for error in (MemoryError(), KeyboardInterrupt(), SystemExit(), SpecConfigError("x")):
+        with pytest.raises(type(error)) as caught, checkpoint_errors("user/head"):
+            raise error
+        assert caught.value is error
     with pytest.raises(CheckpointAccessError, match="cannot be reached: .*refused"), checkpoint_errors("user/head"):
         raise ConnectionError("refused")
     assert issubclass(CheckpointAccessError, OSError)
 
 
-# Sizes in a config are bounded by the file before anything is built
+def test_sizes_of_whole_models(tmp_path):
+    tiny_llama(max_position_embeddings=1_000_000).save_pretrained(tmp_path)
+    settings, file = json.loads((tmp_path / "config.json").read_text()), tmp_path / "config.json"
 
+    def load_with(**changes):
+        file.write_text(json.dumps({**settings, **changes}))
+        return load_draft_model(SpeculativeConfig("draft_model", str(tmp_path)), tiny_llama())
 
-def draft_model_with(folder, changes, **sizes):
-    tiny_llama(**sizes).save_pretrained(folder)
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**settings, **changes}))
-    return load_draft_model(SpeculativeConfig("draft_model", str(folder)), tiny_llama())
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("num_hidden_layers", 10**5),
-        ("vocab_size", 10**12),
-        *in_full(("num_hidden_layers", 0), ("hidden_size", 10**9), ("head_dim", 2**31)),
-    ],
-)
-def test_sizes_of_whole_models(tmp_path, key, value):
-    with pytest.raises(CheckpointFormatError, match=f"has `{key}`={value} in its config.json.*no such model"):
-        draft_model_with(tmp_path, {key: value})
-
-
-def test_large_numbers_that_are_no_sizes(tmp_path):
+    sizes = {"num_hidden_layers": 10**5, "vocab_size": 10**12, "hidden_size": 10**9, "head_dim": 2**31}
+    for key, value in (*sizes.items(), ("num_hidden_layers", 0)):
+        with pytest.raises(CheckpointFormatError, match=f"has `{key}`={value} in its config.json.*no such model"):
+            load_with(**{key: value})
+    with pytest.raises(CheckpointFormatError, match=f"'{tmp_path}'.*`sliding_window`=.*must be an integer"):
+        load_with(sliding_window=10**30).generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=1)
+    # Large numbers that are no sizes.
     numbers = {"eos_token_id": [2**20], "rope_theta": 10**11, "seed": 2**31 - 1, "num_parameters": 8_030_261_248}
-    numbers |= {"model_max_length": 10**30, "total_flos": 10**20}
-    assert draft_model_with(tmp_path, numbers, max_position_embeddings=1_000_000).num_parameters() > 0
+    assert load_with(model_max_length=10**30, total_flos=10**20, **numbers).num_parameters() > 0
 
 
 def test_settings_that_fail_only_when_they_are_used(tmp_path):
@@ -210,41 +177,27 @@ def test_settings_that_fail_only_when_they_are_used(tmp_path):
         load("draft_model", tmp_path, loaded_target(WITH_LAYERS["mtp/qwen3_5"]))
 
 
-# Weights that can draft nothing are loaded, with one warning
+def test_dead_weights_are_one_warning(tmp_path, warnings):
+    """Ordinary ones are none."""
+    for name, value, what in (
+        (EAGLE3, torch.nan, r"tensors with NaN or infinite values \("),
+        ("mlp_speculator/untied_plain", torch.inf, r"tensors with NaN or infinite values \("),
+        (DFLASH, 0.0, r"matrices of zeros alone \("),
+    ):
 
-NOT_FINITE, ZEROS = r"tensors with NaN or infinite values \(", r"matrices of zeros alone \("
+        def change(tensors, value=value):
+            dead = [key for key, tensor in tensors.items() if tensor.is_floating_point() and tensor.dim() == 2][:5]
+            return tensors | {key: torch.full_like(tensors[key], value) for key in dead}
 
-
-@pytest.mark.parametrize(
-    ("name", "value", "what"),
-    [
-        (EAGLE3, torch.nan, NOT_FINITE),
-        (DFLASH, 0.0, ZEROS),
-        *in_full(("mlp_speculator/untied_plain", torch.inf, NOT_FINITE)),
-    ],
-)
-def test_dead_weights_are_one_warning(tmp_path, warnings, name, value, what):
-    def change(tensors):
-        dead = [key for key, tensor in tensors.items() if tensor.is_floating_point() and tensor.dim() == 2][:5]
-        return tensors | {key: torch.full_like(tensors[key], value) for key in dead}
-
-    folder = copy_of(name, tmp_path / "head", change=change)
-    load(method_of(name), folder, loaded_target(HEADS[name]))
-    (warning,) = warnings
-    assert str(folder) in warning
-    assert pytest.approx(5, abs=1) == int(warning.split(" has ")[1].split()[0])
-    assert re.search(what, warning)
-
-
-def test_ordinary_weights_are_no_warning(warnings):
-    """Nor are those that cannot be examined, and those that may be zero."""
-    for name in ("eagle/eagle1_llama", "medusa/vllm_converted", "mlp_speculator/tied_plain"):
+        warnings.clear()
         load(method_of(name), HEADS[name], loaded_target(HEADS[name]))
-    weight = torch.nn.Parameter(torch.ones(2, 2).to(torch.float8_e4m3fn), requires_grad=False)
-    network = torch.nn.ParameterDict({"weight": weight, "biases": torch.zeros(2, 2), "lora_B": torch.zeros(2, 2)})
-    config = SpeculativeConfig("draft_model", "user/draft")
-    assert loads_checkpoint(lambda config, target: network)(config, tiny_llama()) is network
-    assert warnings == []
+        assert warnings == []
+        folder = copy_of(name, tmp_path / name, change=change)
+        load(method_of(name), folder, loaded_target(HEADS[name]))
+        (warning,) = warnings
+        assert str(folder) in warning
+        assert pytest.approx(5, abs=1) == int(warning.split(" has ")[1].split()[0])
+        assert re.search(what, warning)
 
 
 def test_the_targets_stay_as_they_are():

@@ -66,17 +66,6 @@ def test_nothing_is_touched_before_the_wait(compile_for, request, monkeypatch):
         assert FETCH not in after
 
 
-@pytest.mark.parametrize("compile_for", [90], indirect=True)
-def test_the_usual_kernels_neither_wait_nor_fetch(compile_for):
-    hidden, weight = torch.empty(1, 16, 4096, dtype=torch.bfloat16), torch.empty(1024, 4096, dtype=torch.bfloat16)
-    with compile_for() as kernels:
-        add_norm(hidden, hidden, None, None)
-        projections.products(hidden, [(weight, None)] * 2)
-    for kernel in kernels:
-        assert not kernel.metadata.launch_pdl
-        assert not any(instruction in kernel.asm["ptx"] for instruction in (TRIGGER, WAIT, FETCH))
-
-
 def test_who_begins_early(monkeypatch):
     """Those of compute capability 9.0 and later, where somebody asks for it."""
 

@@ -13,7 +13,7 @@ from tests.helpers.levels import in_full
 
 
 # The full ones in two processes, each a test that one worker runs.
-ATTENTION = ["test_tree_attention.py", "test_generate.py", "test_gpu_checks.py"]
+ATTENTION = ["test_tree_attention.py", "test_generate.py"]
 
 
 @pytest.mark.parametrize(("level", "part"), [("short", "all"), *in_full(("full", "attention"), ("full", "others"))])

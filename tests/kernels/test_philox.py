@@ -16,10 +16,6 @@ from tests.kernels.conftest import every_gpu
 WORDS = st.integers(0, 2**64 - 1)
 
 
-def signed(word: int) -> int:
-    return int(np.uint64(word).astype(np.int64))
-
-
 @st.composite
 def streams(draw):
     rows, width = draw(st.integers(1, 3)), draw(st.integers(1, 9))
@@ -29,7 +25,7 @@ def streams(draw):
 
 
 def arguments(seeds, numbers, firsts, width, purpose, space):
-    words = (torch.tensor(list(map(signed, values))) for values in (seeds, numbers))
+    words = (torch.from_numpy(np.array(values, dtype=np.uint64).astype(np.int64)) for values in (seeds, numbers))
     return *words, torch.tensor(firsts)[:, None] + torch.arange(width), purpose, space
 
 

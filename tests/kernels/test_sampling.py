@@ -37,6 +37,7 @@ def check(probs, uniform, device):
     return ids
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"),
     [
@@ -45,38 +46,39 @@ def check(probs, uniform, device):
         *in_full((3000, torch.float16), (3000, torch.float64)),
     ],
 )
-def test_vocabularies_and_dtypes(vocab_size, dtype, device, generator):
-    probs = random_probs(generator, 8, vocab_size).to(dtype)
-    check(probs, torch.rand(8, dtype=torch.float64, generator=generator), device)
+def test_vocabularies_shapes_and_dtypes(vocab_size, dtype, device, generator):
+    probs = random_probs(generator, 4, 3, vocab_size).to(dtype)
+    numbers = torch.rand(3, 4, dtype=torch.float64, generator=generator)
+    assert check(probs, numbers.T, device).shape == (4, 3)
+    assert check(probs.transpose(0, 1), numbers, device).shape == (3, 4)
+    assert check(probs[:, :1].expand(-1, 3, -1), numbers.T, device).shape == (4, 3)
+    assert check(probs[0, 0], numbers[0, 0], device).shape == ()
+    assert check(probs[:0], numbers.T[:0], device).shape == (0, 3)
 
 
-@pytest.mark.parametrize("number", [0.0, ALMOST_ONE, *in_full(1e-300, 0.5, 1.0)])
 @pytest.mark.parametrize("vocab_size", [700, *in_full(3)])
-def test_an_id_of_probability_zero_is_never_drawn(number, vocab_size, device, generator):
-    probs = random_probs(generator, 8, vocab_size) * (torch.rand(8, vocab_size, generator=generator) < 0.3)
-    probs[:, 0] = probs[:, -1] = 0.0
-    probs[:, 1] = 1e-9
-    # Beside the total the rounding of a block's sum decides which of the possible ids it is.
-    ids = _sample_triton(probs.to(device), torch.full((8,), number, dtype=torch.float64, device=device)).cpu()
-    assert (probs.gather(1, ids[:, None]) > 0).all()
+def test_an_id_of_probability_zero_is_never_drawn(vocab_size, device, generator):
+    for number in (0.0, ALMOST_ONE, 1e-300, 0.5, 1.0):
+        probs = random_probs(generator, 8, vocab_size) * (torch.rand(8, vocab_size, generator=generator) < 0.3)
+        probs[:, 0] = probs[:, -1] = 0.0
+        probs[:, 1] = 1e-9
+        # Beside the total the rounding of a block's sum decides which of the possible ids it is.
+        ids = _sample_triton(probs.to(device), torch.full((8,), number, dtype=torch.float64, device=device)).cpu()
+        assert (probs.gather(1, ids[:, None]) > 0).all()
 
 
-def test_equal_probabilities(device):
-    """Every threshold lies exactly on the border of two ids: the next one is drawn."""
-    probs = torch.full((16, 512), 1 / 512)
+def test_equal_probabilities_and_rows_without_a_distribution(device):
+    # Every threshold lies exactly on the border of two ids: the next one is drawn.
     numbers = torch.arange(16, dtype=torch.float64) / 16
-    assert check(probs, numbers, device).tolist() == list(range(0, 512, 32))
-
-
-@pytest.mark.parametrize("vocab_size", [600, *in_full(5)])
-def test_rows_without_a_distribution_are_marked(vocab_size, device):
-    probs = torch.zeros(6, vocab_size)
-    probs[0, 2] = 1.0
-    for row, bad in enumerate((0.0, torch.nan, torch.inf), start=1):
-        probs[row, 3] = bad
-    probs[4, 1] = 0.5
-    probs[5] = torch.nan
-    assert check(probs, torch.tensor([0.1, 0.1, 0.1, 0.1, 0.9, 0.9]), device).tolist() == [2, -1, -1, -1, 1, -1]
+    assert check(torch.full((16, 512), 1 / 512), numbers, device).tolist() == list(range(0, 512, 32))
+    for vocab_size in (600, 5):
+        probs = torch.zeros(6, vocab_size)
+        probs[0, 2] = 1.0
+        for row, bad in enumerate((0.0, torch.nan, torch.inf), start=1):
+            probs[row, 3] = bad
+        probs[4, 1] = 0.5
+        probs[5] = torch.nan
+        assert check(probs, torch.tensor([0.1, 0.1, 0.1, 0.1, 0.9, 0.9]), device).tolist() == [2, -1, -1, -1, 1, -1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)])
@@ -93,24 +95,15 @@ def test_proposals(dtype, device, generator):
         assert probs[[1, 3, 4], 0].tolist() == [1, 1, 1]
 
 
-@pytest.mark.smoke
-def test_shapes_and_strides(device, generator):
-    probs, numbers = random_probs(generator, 4, 3, 300), torch.rand(3, 4, dtype=torch.float64, generator=generator)
-    assert check(probs, numbers.T, device).shape == (4, 3)
-    assert check(probs.transpose(0, 1), numbers, device).shape == (3, 4)
-    assert check(probs[:, :1].expand(-1, 3, -1), numbers.T, device).shape == (4, 3)
-    assert check(probs[0, 0], numbers[0, 0], device).shape == ()
-    assert check(probs[:0], numbers.T[:0], device).shape == (0, 3)
-
-
-LARGE, SMALL = (151_936, torch.float32), (32_001, torch.bfloat16)
-
-
 @pytest.mark.parametrize(
-    ("compile_for", "size"), [(90, SMALL), *in_full((80, LARGE), (100, LARGE), (120, SMALL))], indirect=["compile_for"]
+    ("compile_for", "vocab_size", "dtype"),
+    [
+        (90, 32_001, torch.bfloat16),
+        *in_full((80, 151_936, torch.float32), (100, 151_936, torch.float32), (120, 32_001, torch.bfloat16)),
+    ],
+    indirect=["compile_for"],
 )
-def test_kernels_compile(size, compile_for):
-    vocab_size, dtype = size
+def test_kernels_compile(vocab_size, dtype, compile_for):
     with compile_for() as kernels:
         for proposes in (False, True):
             _sample_triton(torch.empty(9, vocab_size, dtype=dtype), torch.empty(9, dtype=torch.float64), proposes)
@@ -184,9 +177,8 @@ def test_warpers(device, warping, rows, vocab_size, numbers, scale, dtype, seed)
     ("warping", "dtype"),
     [
         (Warping(0.7, 50, 0.95, 0.05), torch.bfloat16),
-        *in_full((Warping(0.7, 50, 0.95, 0.05), torch.float32), (Warping(0.7, 50, 0.95, 0.05), torch.float16)),
-        *in_full((Warping(0.7), torch.bfloat16), (Warping(0.7, min_p=0.05), torch.bfloat16)),
-        *in_full((Warping(0.7, top_k=50), torch.bfloat16), (Warping(0.7, top_p=0.95), torch.bfloat16)),
+        *in_full((Warping(0.7, 50, 0.95, 0.05), torch.float32), (Warping(0.7, top_p=0.95), torch.float16)),
+        *in_full((Warping(0.7, min_p=0.05), torch.bfloat16), (Warping(0.7, top_k=50), torch.bfloat16)),
     ],
 )
 def test_warpers_of_many_parts(device, many_parts, warping, dtype):
@@ -208,17 +200,16 @@ def test_warpers_of_equal_tokens_over_many_parts(device, many_parts):
         assert 0 < scores.isfinite().sum() < 3000
 
 
-@pytest.mark.parametrize("bad", [torch.nan, *in_full(-torch.nan, torch.inf)])
-def test_warpers_of_logits_that_are_no_numbers_or_impossible(device, bad):
+def test_warpers_of_logits_that_are_no_numbers_or_impossible(device):
     """Nothing may be drawn from such rows, whose softmax is not a number."""
     warping = Warping(0.8, 20, 0.9, 0.01)
-    logits = torch.randn((3, 300), generator=torch.Generator().manual_seed(0))
-    logits[1, 7] = bad
-    logits[2] = -torch.inf
+    logits = torch.randn((5, 300), generator=torch.Generator().manual_seed(0))
+    logits[1:4, 7] = torch.tensor([torch.nan, -torch.nan, torch.inf])
+    logits[4] = -torch.inf
     found = _warped_triton(logits.to(device), warping).cpu()
     assert torch.equal(found[:1], check_warped(logits[:1], warping, device))
-    assert found[1].softmax(-1).isnan().any()
-    assert (found[2] == -torch.inf).all()
+    assert found[1:4].softmax(-1).isnan().any(-1).all()
+    assert (found[4] == -torch.inf).all()
 
 
 @every_gpu

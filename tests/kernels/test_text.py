@@ -73,15 +73,6 @@ def test_scans_agree_with_python(text, count, limit, first):
     assert [values.tolist() for values in found] == [values.tolist() for values in expected]
 
 
-def test_ranks_and_anchors_beyond_the_table_have_no_successors():
-    table = SuccessorTable(VOCAB_SIZE)
-    table.successors[:] = 1
-    tree = TokenTree.from_paths([(0,), (NUM_SUCCESSORS,)])
-    assert table.fill(tree, 3) == ([1], [-1], [0])
-    for anchor in (-1, VOCAB_SIZE):
-        assert table.fill(tree, anchor) == ([], [], [])
-
-
 def test_threads_at_once():
     random = np.random.default_rng(0)
     rows = [random.integers(0, 3, 2000).astype(np.int32) for _ in range(64)]

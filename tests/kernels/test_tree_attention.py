@@ -12,7 +12,7 @@ import torch
 from hf_specdec.drafts import TreeTopology
 from hf_specdec.kernels import tree_attention as kernels
 from hf_specdec.kernels.launching import arrivals
-from hf_specdec.kernels.tiles import TILES, Gpu, Tile, attention_tile, count_splits
+from hf_specdec.kernels.tiles import TILES, Gpu
 from hf_specdec.kernels.tree_attention import (
     MAX_NODES,
     Beginning,
@@ -20,7 +20,6 @@ from hf_specdec.kernels.tree_attention import (
     _tree_attention_torch,
     _tree_attention_triton,
     pack_ancestors,
-    tree_attention,
 )
 from hf_specdec.transfers import holding
 from tests.helpers.levels import in_full
@@ -138,16 +137,9 @@ def test_reference_follows_the_definition(parents, options):
     torch.testing.assert_close(output, by_definition(*states, tree, parents, **options), atol=1e-5, rtol=1e-5)
 
 
-def test_the_public_function_scales_by_the_head_size():
-    states, tree = random_states(1, 2, 2, 3, 8, 16), tree_of((-1, 0), [5], [0])
-    torch.testing.assert_close(
-        tree_attention(*states, tree).cpu(), attention(_tree_attention_torch, *states, tree, scale=0.25)
-    )
-
-
 @pytest.mark.parametrize("options", [WINDOW, *in_full({}, CHUNK)], ids=str)
-def test_the_last_nodes_of_a_tree(options):
-    """As a level of a draft reads them; the nodes before it have been read."""
+def test_last_nodes_of_a_tree_and_chains_of_any_length(options):
+    """As a level of a draft reads them, and prompts; padding sees itself, so that there is no NaN."""
     tree = tree_of(BUSHY, lengths=[14, 1, 9], starts=[3, 0, 8])
     query, key, value = random_states(3, 4, 2, 7, slots=21, size=8)
     expected = attention(_tree_attention_torch, query, key, value, tree, **options)[:, -3:]
@@ -155,35 +147,13 @@ def test_the_last_nodes_of_a_tree(options):
     assert (last.num_queries, last.num_nodes) == (3, 7)
     output = attention(_tree_attention_torch, query[:, :, -3:], key, value, last, **options)
     torch.testing.assert_close(output, expected)
+    states, chain = random_states(3, 4, 2, 12, slots=15, size=8), SlotTree(**PROMPTS, num_queries=12)
+    expected = by_definition(*states, chain, range(-1, 10), **options)
+    torch.testing.assert_close(attention(_tree_attention_torch, *states, chain, **options), expected)
 
 
 # Prompts: nothing is committed, and the first tokens of some rows are padding.
 PROMPTS = {"lengths": torch.tensor([0, 0, 3]), "starts": torch.tensor([0, 5, 4])}
-
-
-@pytest.mark.parametrize("options", [WINDOW, *in_full({}, CHUNK)], ids=str)
-def test_chains_of_any_length(options):
-    """Every token sees what is before it, and padding itself, so that there is no NaN."""
-    count = 12
-    states = random_states(3, 4, 2, count, slots=3 + count, size=8)
-    output = attention(_tree_attention_torch, *states, SlotTree(**PROMPTS, num_queries=count), **options)
-    expected = by_definition(*states, SlotTree(**PROMPTS, num_queries=count), range(-1, count - 2), **options)
-    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_splits_fill_the_gpu_and_tiles_are_small_where_keys_are_few():
-    for programs, slots, written, residents, splits in (
-        (8, 60, 16, 2, 1),
-        (8, 2048, 16, 2, 8),  # adding takes no longer than reading
-        (8, 2048, 64, 1, 4),
-        (32, 2048, 16, 1, 4),  # all processors have work
-        (1, 200_000, 16, 2, 64),
-        (264, 100_000, 16, 2, 1),
-    ):
-        assert count_splits(programs, slots, written, Tile(16, 64, 4, 4, residents), processors=132) == splits
-    # Lines and slots, among them some that four tiles read from the cache.
-    for lines, slots, queries in ((4, 100_000, 16), (64, 2048, 16), (64, 10_000, 64), (240, 700, 16), (240, 2048, 64)):
-        assert attention_tile(Gpu(132, 227 << 10), 2, 128, lines, slots * 8 * 2 * 128 * 2).queries == queries
 
 
 def test_graphs_count_arrivals_apart():

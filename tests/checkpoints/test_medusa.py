@@ -54,51 +54,46 @@ def close(logits, reference):
     return torch.allclose(logits, reference, rtol=0, atol=1e-4)
 
 
-def random_heads(*sizes, **options):
-    heads = MedusaHeads(*sizes, **options)
-    for parameter in heads.parameters():
-        parameter.normal_()
-    return heads
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_recorded_logits(target, tmp_path, name):
+def test_recorded_logits(target, tmp_path):
     """The heads read what the target's own head reads, after the final norm."""
-    heads, recorded = load(name, target), expected(name)
-    assert (heads.num_heads, heads.num_layers, heads.lm_heads is None) == FORMATS[name]
-    states, logits = recorded["hidden_states"], recorded["medusa_logits"]
-    model = AutoModelForCausalLM.from_pretrained(HEADS[f"medusa/{name}"]) if name == "merged_v1" else target
-    found = model.get_decoder()(recorded["input_ids"]).last_hidden_state
-    assert close(found, states)
-    assert close(model.lm_head(found), recorded["base_logits"])
-    for lm_head in (target.lm_head, target.lm_head.weight):
-        assert close(heads(states, lm_head), logits)
-    assert close(heads(states[:, -1], target.lm_head, num_heads=2), logits[:2, :, -1])
-    assert close(heads(states[0, -1], target.lm_head), logits[:, 0, -1])
-    best = heads.top_tokens(states, 10, target.lm_head)
-    assert torch.equal(best, logits.topk(10, dim=-1).indices)
-    if "top1" in recorded:
-        assert torch.equal(best[:, 0, -1, 0], recorded["top1"])
-    if name == "vllm_truncated_vocab":
-        return  # no place in the layout
-    accuracies = [[0.5, 0.25]] * heads.num_heads
-    heads.save(tmp_path / "deeper", base_model="some/target", accuracies=accuracies)
-    again = load(tmp_path / "deeper", target)
-    assert torch.equal(again(states, target.lm_head), heads(states, target.lm_head))
-    assert (again.base_model, again.accuracies) == ("some/target", accuracies)
+    for name, parts in FORMATS.items():
+        heads, recorded = load(name, target), expected(name)
+        assert (heads.num_heads, heads.num_layers, heads.lm_heads is None) == parts
+        states, logits = recorded["hidden_states"], recorded["medusa_logits"]
+        model = AutoModelForCausalLM.from_pretrained(HEADS[f"medusa/{name}"]) if name == "merged_v1" else target
+        found = model.get_decoder()(recorded["input_ids"]).last_hidden_state
+        assert close(found, states)
+        assert close(model.lm_head(found), recorded["base_logits"])
+        for lm_head in (target.lm_head, target.lm_head.weight):
+            assert close(heads(states, lm_head), logits)
+        assert close(heads(states[:, -1], target.lm_head, num_heads=2), logits[:2, :, -1])
+        assert close(heads(states[0, -1], target.lm_head), logits[:, 0, -1])
+        best = heads.top_tokens(states, 10, target.lm_head)
+        assert torch.equal(best, logits.topk(10, dim=-1).indices)
+        if "top1" in recorded:
+            assert torch.equal(best[:, 0, -1, 0], recorded["top1"])
+        if name == "vllm_truncated_vocab":
+            continue  # no place in the layout
+        accuracies = [[0.5, 0.25]] * heads.num_heads
+        heads.save(tmp_path / name, base_model="some/target", accuracies=accuracies)
+        again = load(tmp_path / name, target)
+        assert torch.equal(again(states, target.lm_head), heads(states, target.lm_head))
+        assert (again.base_model, again.accuracies) == ("some/target", accuracies)
 
 
-@pytest.mark.parametrize(("own", "num_layers"), [(True, 2), *in_full((True, 1), (False, 1))])
-def test_published_layout(tmp_path, own, num_layers):
-    heads = MedusaHeads(8, 20, num_heads=2, num_layers=num_layers, own_lm_heads=own, bias=False)
-    heads.save(tmp_path, base_model="some/target")
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (2, num_layers)
-    assert config["base_model_name_or_path"] == "some/target"
-    assert config.get("version") == (None if own else "2")
-    # Other readers count on the biases.
-    blocks = {f"{i}.{j}.linear.{part}" for i in range(2) for j in range(num_layers) for part in ("weight", "bias")}
-    assert tensors_of(tmp_path).keys() == (blocks | {f"{i}.{num_layers}.weight" for i in range(2)} if own else blocks)
+def test_published_layout(tmp_path):
+    for own, num_layers in ((True, 2), (True, 1), (False, 1)):
+        heads = MedusaHeads(8, 20, num_heads=2, num_layers=num_layers, own_lm_heads=own, bias=False)
+        heads.save(tmp_path, base_model="some/target")
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (2, num_layers)
+        assert config["base_model_name_or_path"] == "some/target"
+        assert config.get("version") == (None if own else "2")
+        # Other readers count on the biases.
+        names = {f"{i}.{j}.linear.{part}" for i in range(2) for j in range(num_layers) for part in ("weight", "bias")}
+        assert tensors_of(tmp_path).keys() == names | (
+            {f"{i}.{num_layers}.weight" for i in range(2)} if own else set()
+        )
 
 
 def test_logit_scale_and_another_dtype(target, tmp_path):
@@ -114,28 +109,26 @@ def test_logit_scale_and_another_dtype(target, tmp_path):
     assert (logits - recorded["medusa_logits"]).abs().max() < 0.5
 
 
-def test_untrained_heads_predict_what_the_target_does():
-    states, lm_head = torch.randn(2, 5, 8), torch.randn(20, 8)
-    heads = MedusaHeads(8, 20, num_heads=3, own_lm_heads=False)
-    assert torch.equal(heads(states, lm_head), (states @ lm_head.T).expand(3, -1, -1, -1))
-    heads = MedusaHeads(8, 20, num_heads=3, num_layers=2)
-    heads.start_from(lm_head)
-    assert torch.allclose(heads(states), (states @ lm_head.T).expand(3, -1, -1, -1), atol=1e-5)
-
-
-@pytest.mark.parametrize("options", [{"num_layers": 2}, *in_full({}, {"own_lm_heads": False}, {"one_lm_head": True})])
-def test_stacked_heads_are_the_equation(options):
-    heads, states, lm_head = random_heads(6, 9, num_heads=3, **options), torch.randn(4, 6), torch.randn(9, 6)
-    with torch.enable_grad():
-        logits = heads(states, lm_head)
-        logits.square().sum().backward()
-    assert all(parameter.grad.abs().sum() > 0 for parameter in heads.parameters())
-    for head in range(3):
-        stream = states
-        for weight, bias in zip(heads.weights, heads.biases):
-            stream = stream + torch.nn.functional.silu(stream @ weight[head].T + bias[head])
-        rows = lm_head if heads.lm_heads is None else heads.lm_heads[min(head, len(heads.lm_heads) - 1)]
-        assert torch.allclose(logits[head], stream @ rows.T, atol=1e-4, rtol=1e-4)
+def test_stacked_heads_are_the_equation():
+    states, lm_head = torch.randn(4, 6), torch.randn(9, 6)
+    for options in ({"num_layers": 2}, {}, {"own_lm_heads": False}, {"one_lm_head": True}):
+        heads = MedusaHeads(6, 9, num_heads=3, **options)
+        # Untrained heads predict what the target does.
+        if options.get("own_lm_heads", True):
+            heads.start_from(lm_head)
+        assert torch.allclose(heads(states, lm_head), (states @ lm_head.T).expand(3, -1, -1), atol=1e-5)
+        for parameter in heads.parameters():
+            parameter.normal_()
+        with torch.enable_grad():
+            logits = heads(states, lm_head)
+            logits.square().sum().backward()
+        assert all(parameter.grad.abs().sum() > 0 for parameter in heads.parameters())
+        for head in range(3):
+            stream = states
+            for weight, bias in zip(heads.weights, heads.biases):
+                stream = stream + torch.nn.functional.silu(stream @ weight[head].T + bias[head])
+            rows = lm_head if heads.lm_heads is None else heads.lm_heads[min(head, len(heads.lm_heads) - 1)]
+            assert torch.allclose(logits[head], stream @ rows.T, atol=1e-4, rtol=1e-4)
 
 
 # Rows of padding and added tokens: the same tokenizer, another number of rows

@@ -152,10 +152,11 @@ WRITINGS = {
 }
 
 
-@pytest.mark.parametrize("name", WRITINGS)
-def test_other_writings_of_the_same_network(tmp_path, name):
-    for number, (change, config) in enumerate(WRITINGS[name]):
-        same_network(load_again(name, copy_of(name, tmp_path / str(number), config, change)), published(name))
+def test_other_writings_of_the_same_network(tmp_path):
+    for name, writings in WRITINGS.items():
+        for number, (change, config) in enumerate(writings):
+            folder = copy_of(name, tmp_path / name / str(number), config, change)
+            same_network(load_again(name, folder), published(name))
 
 
 @pytest.mark.parametrize("name", [EAGLE3, *in_full(*ONE_EACH[1:])])

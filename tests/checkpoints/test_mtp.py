@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, UnsupportedModelError, record
 from hf_specdec.candidate_generators.mtp.formats import _LAYOUTS, MTP_LAYOUT, MtpConfig
@@ -82,26 +82,6 @@ def first_step(target, network, text):
     visible = (steps <= steps[:, None]) & (True if far is None else ~far)
     mask = torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min)
     return hidden, network(text[None, 1:], hidden, steps[None], mask[None, None])[1][0, -1]
-
-
-@pytest.mark.parametrize(
-    "settings", in_full({"load_in_4bit": True, "bnb_4bit_compute_dtype": F32}, {"load_in_8bit": True})
-)
-def test_quantised_target(settings, tmp_path):
-    """The layers stay in the type that the target computes in."""
-    pytest.importorskip("bitsandbytes")
-    whole = tiny_llama(hidden_size=64, intermediate_size=128)
-    whole.save_pretrained(tmp_path / "target")
-    new_mtp(whole).save(tmp_path / "mtp")
-    quantised = {"quantization_config": BitsAndBytesConfig(**settings), "dtype": F32}
-    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", **quantised).eval()
-    target.generation_config.pad_token_id = 0
-    assert {tensor.dtype for tensor in load(target, tmp_path / "mtp").state_dict().values()} == {F32}
-    with record() as made:
-        target.generate(**prompts(2), **GREEDY, spec_model=str(tmp_path / "mtp"))
-    assert made.calls[0].stats.num_draft_tokens > 0
-    with pytest.raises(UnsupportedModelError, match="no quantised weights"):
-        new_mtp(target)
 
 
 def test_layers_in_a_file_of_their_own_and_fewer_by_the_config(tmp_path):
@@ -184,29 +164,25 @@ def test_saved_layers_compute_the_same(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "batch_size"),
-    [
-        ("qwen3", 4),
-        ("deepseek_v3", 1),
-        *in_full(*((name, 4) for name in SUPPORTED_MODEL_TYPES if name not in ("mimo", "qwen3")), ("qwen3_next", 1)),
-    ],
+    "name", ["qwen3", "deepseek_v3", *in_full(*sorted(SUPPORTED_MODEL_TYPES - {"mimo", "qwen3", "deepseek_v3"}))]
 )
-def test_greedy_with_new_layers_matches_generate(name, batch_size, tmp_path):
+def test_greedy_with_new_layers_matches_generate(name, tmp_path):
     """Saved, loaded, and drafting in the right places."""
     target = tiny_model(name, **({"first_k_dense_replace": 1} if name == "deepseek_v3" else {}))
     target.generation_config.pad_token_id = 0
     torch.manual_seed(0)
     new_mtp(target).save(tmp_path)
-    inputs, row = prompts(batch_size, length=9), batch_size - 1
-    plain = target.generate(**inputs, **GREEDY)
-    with record(trace=True) as made:
-        ours = target.generate(**inputs, **GREEDY, spec_model=str(tmp_path))
-    assert torch.equal(ours, plain)
-    assert made.calls[0].stats.method == "mtp"
-    network = load(target, tmp_path)
-    first = next(trace for trace in made.calls[0].cycles[0].rows if trace.row == row)
-    expected = network.logits(first_step(target, network, plain[row][: 9 + 1])[1]).argmax()
-    assert first.draft_tokens[:1] == [int(expected)]
+    for batch_size in (4, 1):
+        inputs, row = prompts(batch_size, length=9), batch_size - 1
+        plain = target.generate(**inputs, **GREEDY)
+        with record(trace=True) as made:
+            ours = target.generate(**inputs, **GREEDY, spec_model=str(tmp_path))
+        assert torch.equal(ours, plain)
+        assert made.calls[0].stats.method == "mtp"
+        network = load(target, tmp_path)
+        first = next(trace for trace in made.calls[0].cycles[0].rows if trace.row == row)
+        expected = network.logits(first_step(target, network, plain[row][: 9 + 1])[1]).argmax()
+        assert first.draft_tokens[:1] == [int(expected)]
 
 
 def test_targets_that_have_and_lack_a_layer_to_copy(tmp_path):
@@ -228,13 +204,10 @@ def test_targets_that_have_and_lack_a_layer_to_copy(tmp_path):
 def test_every_tensor_is_needed(name, tmp_path):
     target, _ = published(name)
     number, tensors = len(decoder_layers(target)), load_file(FIXTURES / name / "target" / "model.safetensors")
-    own = ("mtp", *(f".layers.{number + j}." for j in range(3)))
-    shared = ("embed_tokens", "shared_head.head")
+    own, shared = ("mtp", *(f".layers.{number + j}." for j in range(3))), ("embed_tokens", "shared_head.head")
     needed = [key for key in tensors if any(o in key for o in own) and not any(part in key for part in shared)]
-    assert len(needed) > 10
     # One of each kind.
     ends = {key.split(".experts.")[0].split(".", 3)[-1]: key for key in needed}
     for number, key in enumerate(sorted(ends.values())[::4]):
-        folder = copied(name, tmp_path / str(number), without(key))
         with pytest.raises(CheckpointFormatError, match="lacks 1 tensors of the MTP layers|no MTP layers"):
-            load(target, folder)
+            load(target, copied(name, tmp_path / str(number), without(key)))

@@ -201,38 +201,36 @@ def test_kernel(parents, lengths, starts, heads, num_splits, options, device):
     check(device, *states, tree_of(parents, list(lengths), list(starts)), num_splits, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "num_splits"), [({"window": 9}, 2), *in_full(({}, 2), ({"window": 9}, 1), ({"chunk": 8}, 1))], ids=str
-)
-def test_kernel_over_chains_of_any_length(options, num_splits, device):
-    chain = SlotTree(**PROMPTS, num_queries=MAX_NODES + 6)
-    states = random_states(3, 2, 1, MAX_NODES + 6, MAX_NODES + 9, 16)
-    check(device, *states, chain, num_splits, **options)
-
-
-@pytest.mark.parametrize("options", [WINDOW, *in_full({})], ids=str)
-def test_kernel_with_more_nodes_than_a_word_has_bits(options, device):
-    parents = [tuple(node // 3 - 1 for node in range(MAX_NODES + 5)), tuple(range(-1, MAX_NODES + 4))]
-    topology = TreeTopology.from_parents(torch.tensor(parents))
-    seen = topology.ancestors[:, -7:]
-    words = torch.stack([pack_ancestors(part) for part in seen.split(64, dim=-1)], dim=-1)
-    tree = SlotTree(torch.tensor([20, 3]), torch.tensor([4, 0]), words, topology.depths)
-    check(device, *random_states(2, 2, 1, 7, 90, 16), tree, num_splits=2, **options)
+def other_trees(kind):
+    """Trees of other kinds, with the sizes of the states that they are of."""
+    if kind == "chain":
+        return SlotTree(**PROMPTS, num_queries=MAX_NODES + 6), (3, 2, 1, MAX_NODES + 6, MAX_NODES + 9)
+    if kind == "many nodes":
+        # More than a word has bits.
+        parents = [tuple(node // 3 - 1 for node in range(MAX_NODES + 5)), tuple(range(-1, MAX_NODES + 4))]
+        topology = TreeTopology.from_parents(torch.tensor(parents))
+        words = [pack_ancestors(part) for part in topology.ancestors[:, -7:].split(64, dim=-1)]
+        tree = SlotTree(torch.tensor([20, 3]), torch.tensor([4, 0]), torch.stack(words, dim=-1), topology.depths)
+        return tree, (2, 2, 1, 7, 90)
+    # Long texts, one shorter than both ends, and one that begins with padding.
+    tree = tree_of(BUSHY, lengths=[180, 7, 64], starts=[11, 2, 0])
+    return of_both_ends(tree, kind, window=40), (3, 4, 1, 7, 187)
 
 
 @pytest.mark.parametrize(
-    ("count", "options", "num_splits"),
+    ("kind", "options", "num_splits"),
     [
-        (4, {"window": 60}, 3),
+        *(("chain", {"window": 9}, 2), ("many nodes", WINDOW, 2), (4, {"window": 60}, 3)),
+        *in_full(("chain", {}, 2), ("chain", {"window": 9}, 1), ("chain", {"chunk": 8}, 1), ("many nodes", {}, 2)),
+        # Both ends of texts, of which so many slots are the beginning.
         *in_full(*((count, {}, splits) for count in (0, 4, 70) for splits in (1, 3))),
         *in_full((70, {"window": 9}, 3), (0, {"window": 60}, 1), (70, {"window": 60}, 1)),
     ],
     ids=str,
 )
-def test_kernel_over_both_ends_of_texts(count, options, num_splits, device):
-    """Long texts, one shorter than both ends, and one that begins with padding; windows that reach the first slots."""
-    tree = of_both_ends(tree_of(BUSHY, lengths=[180, 7, 64], starts=[11, 2, 0]), count, window=40)
-    check(device, *random_states(3, 4, 1, 7, 187, 16), tree, num_splits, **options)
+def test_kernel_over_other_trees(kind, options, num_splits, device):
+    tree, sizes = other_trees(kind)
+    check(device, *random_states(*sizes, 16), tree, num_splits, **options)
 
 
 @pytest.mark.parametrize(

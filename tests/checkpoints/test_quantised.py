@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hf_specdec import SpecConfigError, record
+from hf_specdec import record
 from hf_specdec.checkpoints.header import Header
-from hf_specdec.checkpoints.quantised import quantise_layers, scaled
+from hf_specdec.checkpoints.quantised import scaled
 from hf_specdec.checkpoints.reader import CheckpointReader
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.hub.detect import detect_checkpoint
@@ -122,12 +122,3 @@ def test_packed_on_loading_matches_generate(row, quantization):
     kind = bitsandbytes.nn.Linear4bit if quantization == "4bit" else bitsandbytes.nn.Linear8bitLt
     assert any(type(module) is kind for module in network.modules())
     assert network.dtype == torch.float32
-
-
-def test_layers_too_narrow_to_pack():
-    pytest.importorskip("bitsandbytes")
-    layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32, bias=False))
-    quantise_layers((layers,), "bitsandbytes_4bit")
-    assert [type(layer) is torch.nn.Linear for layer in layers] == [True, False]
-    with pytest.raises(SpecConfigError, match="can pack none of the layers.*multiple of 64"):
-        quantise_layers((layers,), "bitsandbytes_4bit")

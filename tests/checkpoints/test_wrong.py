@@ -51,7 +51,6 @@ def as_head(scale):
 
 # Mostly copied from the target's config; with another embedding it would be another computation.
 TIED = {"transformer_layer_config.tie_word_embeddings": True, "draft_vocab_size": None}
-READS = {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 3, 6]}}
 
 # (checkpoint, change of its tensors, of its config, what the message says)
 FAR_NUMBERS = [
@@ -59,7 +58,6 @@ FAR_NUMBERS = [
     (MEDUSA, ones(f"{FAR}.0.linear.weight", 64, 64), {}, "has 7 tensors.*100000000 Medusa heads with 1 layers need"),
     (MLP, None, {"n_predict": 999, "top_k_tokens_per_head": [1] * 999}, "has 3 stages.*n_predict=999"),
     (MLP, None, {"inner_dim": 2**31 - 1}, r"emb.0.weight of the shape \[256, 32\].*\[256, 2147483647\]"),
-    (MLP, None, {"inner_dim": 10**400}, "`inner_dim`=.*at most 2147483647"),
 ]
 EAGLE_TABLE = [
     (EAGLE1, None, class_of("EagleLlama4ForCausalLM"), "Llama-4 layer.*not supported. Pass"),
@@ -74,32 +72,22 @@ EAGLE_TABLE = [
         {},
         "midlayer.mlp.down_proj.weight of the shape",
     ),
-    (EAGLE3, put("norm.weight", lambda tensor: tensor[None]), {}, r"norm.weight of the shape \[1, 64\]"),
     (EAGLE3, stored_as(UP, torch.int8), {}, "is stored as int8, .*not quantised"),
     (EAGLE3, without("d2t", "t2d"), {}, "drafts 160 of 256 tokens and does not say which"),
-    (EAGLE3, put("d2t", lambda ids: ids[:-1]), {}, "table of 159 draft tokens.*160 rows"),
     (EAGLE3, put("d2t", lambda ids: ids + 256), {}, "selects no rising ids below 256"),
     (SPECULATORS, as_head(2.0), TIED, "`tie_word_embeddings`=true.*an embedding of its own"),
-    (EAGLE3, None, {"eagle_config": {"parallel_draft_step": 4}}, "heads of their own.*parallel drafting"),
-    (EAGLE3, None, {"num_attention_heads": 5}, "64 rows of q_proj and 64 of k_proj, .* not fit 5 query heads"),
     (EAGLE3, None, {"aux_layer_ids": [2, 5]}, r"192 values.*\[2, 5\] of .* have 2 \* 64.*`aux_layer_ids`"),
     (EAGLE3, None, {"rms_norm_eps": True}, "`rms_norm_eps`=True in its config.json, which must be a positive number"),
     (EAGLE3, None, {"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral'"),
-    (EAGLE3, None, {"rope_theta": 10**400}, "`rope_theta`=.*a positive number of at most"),
-    (EAGLE3, None, {"target_hidden_size": 48}, "hidden size 48, and LlamaForCausalLM has 64"),
 ]
 DFLASH_TABLE = [
-    (DFLASH, None, class_of("DFlashLagunaForCausalLM"), "Laguna.*not supported. Pass"),
     (DFLASH, without("layers.1."), {}, r"has the layers \[0, 2\], not all from 0 on"),
-    (DFLASH, ones("gate.weight", 2), {}, "1 tensors that no DFlash draft.*gate.weight"),
     (DFLASH, rows("layers.1.self_attn.q_proj.weight", 32), {}, r"of the shape \[32, 64\].*ask for \[64, 64\]"),
     (DFLASH, ones("norm.weight_scale", 2), {}, "norm.weight in float32 with factors in float32"),
     (DFLASH, ones("lm_head.weight", 100, 64), {}, "drafts 100 of 320 tokens and does not say which"),
     (DFLASH, None, {"vocab_size": 5000}, "vocabulary of 5000 tokens, and Qwen3ForCausalLM has 320"),
     (DFLASH, None, {"block_size": 257}, "`block_size`=257 in its config.json, .*a positive integer of at most 256"),
-    (DFLASH, None, {"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' without factor"),
     (DFLASH, None, {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": True}, "no `sliding_window`"),
-    (DFLASH, None, READS, r"\[2, 4, 7\], .* has 6 layers"),
     (DFLASH, None, {"dflash_config.conv_kernel_size": 2}, "lacks 7 tensors of a DFlash 2 draft"),
     (DFLASH2, None, {"dflash_config.sample_from_anchor": True}, "DFlash 2 draft .*predict the next token"),
     (
@@ -108,23 +96,17 @@ DFLASH_TABLE = [
         {},
         r"shape \[2, 48\] and 24 .*no groups of 48",
     ),
-    (DSPARK, without("markov_w1"), {}, "lacks 1 tensors of its Markov head: markov_head.markov_w1.weight"),
     (CONFIDENCE, without("markov_head."), {"markov_rank": 0}, "lacks 1 tensors of its confidence head: markov_hea"),
     (CONFIDENCE, None, {"confidence_head_with_markov": False}, "`confidence_head_with_markov`=False .*40 values"),
-    (DFLASH, None, class_of("LiLiCorrDraftModel"), "lacks 2 tensors of a LiLiCorr draft: lilicorr.rank_embedding"),
     (DOMINO, without("embed_proj.2"), {}, "lacks 1 tensors of a Domino draft: embed_proj.2.weight"),
 ]
 OTHERS = [
     (MEDUSA, without("2.0.linear.bias"), {}, r"lacks 1 tensors.*2\.0\.linear\.bias"),
     (MEDUSA, ones("1.0.linear.weight", 64, 32), {}, r"1\.0\.linear\.weight of the shape \[64, 32\].*\[64, 64\]"),
-    (MEDUSA, None, {"medusa_accuracies": [[1.5]] * 3}, "`medusa_accuracies`=.*must be a list of numbers from 0 to 1"),
     (MERGED, without("medusa_head"), {}, "holds no Medusa heads: model.safetensors has 21 tensors"),
-    (MEDUSA_CUT, put(MAP, torch.arange(-4, 60)), {}, "64 different tokens, got 64, from -4 on"),
     (MEDUSA_CUT, put(MAP, torch.arange(200, 264)), {}, r"draft the token 263 \(`token_map`\), the target has 256"),
-    (MLP, without("ln.2.bias"), {}, "lacks 1 tensors of the MLP speculator: ln.2.bias"),
     (MLP, rows("speculator.head.2.weight", -1), {}, r"head.2.weight of the shape \[.*config.json asks for \["),
     (MLP, None, {"top_k_tokens_per_head": [5, 4]}, "one positive integer for each of its n_predict=3 stages"),
-    (GLM, without("layers.3."), {}, "no MTP layers.*quantised.*`spec_model`"),
     (DEEPSEEK, ones("model.layers.3.mlp.experts.0.up_proj.weight", 3, 3), {}, "not fit together, or are damaged"),
 ]
 TABLES = {"far numbers": FAR_NUMBERS, "eagle": EAGLE_TABLE, "dflash": DFLASH_TABLE, "others": OTHERS}
@@ -190,13 +172,3 @@ def test_settings_of_the_user_that_do_not_fit(tmp_path):
     folder = copy_of(DFLASH, tmp_path / "head", {"dflash_config.mask_token_id": 2**31 - 1})
     with pytest.raises(SpecConfigError, match=f"mask token of '{folder}' is 2147483647"):
         load("dflash", folder, loaded_target(HEADS[DFLASH]))
-
-
-def test_unknown_keys_are_one_warning(tmp_path, warnings):
-    folder = copy_of(EAGLE3, tmp_path / "head", {"eagle_config": {"trained_by": "me", "trained_on": 3}})
-    for _ in range(2):
-        load("eagle3", folder, loaded_target(HEADS[EAGLE3]))
-    (line,) = (line for line in warnings if "not known here" in line)
-    assert str(folder) in line
-    assert "trained_by`" in line
-    assert "trained_on`" in line

@@ -63,43 +63,14 @@ def drafted_batches(draw):
     parents = [[draw(st.integers(-1, i - 1)) for i in range(size)] for _ in range(1 if shared else batch_size)]
     num_nodes = torch.tensor([draw(st.integers(0, size)) for _ in range(batch_size)])
     parents = torch.tensor(parents[0] if shared else parents)
-    return DraftTree(matrix(size), parents, num_nodes), matrix(size + 1)
+    # Where nothing is chosen there is -1.
+    return DraftTree(matrix(size), parents, num_nodes), matrix(size + 1) - draw(st.integers(0, 1))
 
 
 @given(drafted_batches())
 def test_follow_any_tree(device, batch):
     draft, node_tokens = batch
     check(draft, device, node_tokens)
-
-
-FOLLOWED = {
-    "whole draft": (DraftTree.chain(torch.arange(64)[None]), torch.arange(65)[None], "num_accepted", [64]),
-    "padding that would match": (
-        DraftTree.chain(torch.tensor([[1, 1, 1], [1, 1, -1], [1, 1, 1]]), torch.tensor([1, 2, 0])),
-        torch.ones(3, 4, dtype=torch.long),
-        "num_accepted",
-        [1, 2, 0],
-    ),
-    # Nodes 1 and 2 carry the same token; only node 2's child would go on.
-    "first of equal siblings": (
-        DraftTree(torch.tensor([[4, 4, 5]]), torch.tensor([-1, -1, 1]), torch.tensor([3])),
-        torch.tensor([[4, 5, 5, 0]]),
-        "path",
-        [[0, 1, 1, 1]],
-    ),
-    "no choice at a node": (
-        DraftTree.chain(torch.tensor([[3, -1]]), torch.tensor([1])),
-        torch.tensor([[3, -1, -1]]),
-        "tokens",
-        [[3, -1, 0]],
-    ),
-}
-
-
-@pytest.mark.smoke
-def test_follow(device):
-    for case, (draft, node_tokens, name, expected) in FOLLOWED.items():
-        assert getattr(check(draft, device, node_tokens), name).tolist() == expected, case
 
 
 @pytest.mark.parametrize(

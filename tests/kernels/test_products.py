@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
@@ -225,19 +224,3 @@ def test_a_call_of_generate(measured, rows_of_ways, monkeypatch, is_lean):
     rows_of_ways[1].clear()
     assert torch.equal(target.generate(**GREEDY), plain)
     assert not rows_of_ways[1]
-
-
-@pytest.mark.parametrize("place", ["memory", *in_full("disk")])
-def test_an_offloaded_target(measured, rows_of_ways, tmp_path, place):
-    """Its weights are measured by others of their shape, and multiplied where accelerate puts them."""
-    target, device = tiny_llama(), {"execution_device": torch.device("cpu")}
-    plain = target.generate(**GREEDY)
-    if place == "disk":
-        accelerate.disk_offload(target, tmp_path, **device)
-    else:
-        accelerate.cpu_offload(target, **device)
-    prepare_products(target)
-    before = attributes(target)
-    assert drafted(target, plain)
-    assert rows_of_ways[1].count(4) > 3
-    assert attributes(target) == before

@@ -81,10 +81,9 @@ def test_equal_probabilities_and_rows_without_a_distribution(device):
         assert check(probs, torch.tensor([0.1, 0.1, 0.1, 0.1, 0.9, 0.9]), device).tolist() == [2, -1, -1, -1, 1, -1]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)])
-def test_proposals(dtype, device, generator):
+def test_proposals(device, generator):
     """Rows from which nothing can be drawn propose a token, with certainty; twice, for what a launch leaves behind."""
-    for _ in range(2):
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float32):
         probs = random_probs(generator, 5, 9000).to(dtype)
         probs[1], probs[3, 8999], probs[4, 5] = 0.0, torch.nan, torch.inf
         numbers, given = torch.rand(5, dtype=torch.float64, generator=generator), probs.to(device)
@@ -115,8 +114,6 @@ def test_kernels_compile(vocab_size, dtype, compile_for):
 # Of a probability, how near to a border rounding may decide.
 ROUNDING = 1e-5
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def check_warped(logits: torch.Tensor, warping: Warping, device: torch.device) -> torch.Tensor:
     """The scores of the kernels, after they were compared with those of transformers."""
@@ -141,12 +138,6 @@ def far_from_borders(logits: torch.Tensor, warping: Warping) -> bool:
     return all((distance.abs() > ROUNDING).all() for distance in distances)
 
 
-@pytest.fixture
-def many_parts(monkeypatch):
-    """Rows in several parts, as a large GPU has them."""
-    monkeypatch.setattr(launching, "gpu_of", lambda device: Gpu(16, 99 << 10))
-
-
 @full
 @given(
     warping=st.builds(
@@ -160,7 +151,7 @@ def many_parts(monkeypatch):
     vocab_size=st.sampled_from([2, 7, 256, 608]),
     numbers=st.sampled_from([2, 9, 10**6]),
     scale=st.sampled_from([0.0, 1.0, 30.0]),
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 99),
 )
 def test_warpers(device, warping, rows, vocab_size, numbers, scale, dtype, seed):
@@ -181,23 +172,17 @@ def test_warpers(device, warping, rows, vocab_size, numbers, scale, dtype, seed)
         *in_full((Warping(0.7, min_p=0.05), torch.bfloat16), (Warping(0.7, top_k=50), torch.bfloat16)),
     ],
 )
-def test_warpers_of_many_parts(device, many_parts, warping, dtype):
-    """Twice: the first launch leaves nothing behind. Rows may be parts of wider ones."""
+def test_warpers_of_many_parts(device, monkeypatch, warping, dtype):
+    """As a large GPU has them. Twice: the first launch leaves nothing behind. Rows may be parts of wider ones."""
+    monkeypatch.setattr(launching, "gpu_of", lambda device: Gpu(16, 99 << 10))
     logits = torch.randn((2, 3000), generator=torch.Generator().manual_seed(0)).mul(4).to(dtype)
     for width in (3000, 2777):
         check_warped(logits[:, :width], warping, device)
-
-
-@full
-def test_warpers_of_equal_tokens_over_many_parts(device, many_parts):
-    """Of those at the border the last ones are kept; transformers' sort is not stable, and keeps as many."""
-    logits = torch.zeros((1, 3000), dtype=torch.bfloat16)
+    # Of equal ones at the border the last are kept; transformers' sort is not stable, and keeps as many.
+    logits = torch.zeros((1, 3000), dtype=dtype)
     logits[0, ::2] = -1.0
-    for top_p in (0.31, 0.9):
-        scores = check_warped(logits, Warping(top_p=top_p), device)
-        expected = hf.TopPLogitsWarper(top_p)(None, logits.float())
-        assert torch.equal(scores.sort().values, expected.sort().values)
-        assert 0 < scores.isfinite().sum() < 3000
+    scores, expected = check_warped(logits, Warping(top_p=0.31), device), hf.TopPLogitsWarper(0.31)
+    assert torch.equal(scores.sort().values, expected(None, logits.float()).sort().values)
 
 
 def test_warpers_of_logits_that_are_no_numbers_or_impossible(device):

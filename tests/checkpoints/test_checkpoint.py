@@ -152,37 +152,26 @@ def test_placement_follows_the_target_unless_it_is_said(tmp_path):
 
 
 def test_only_regular_files_and_links_are_read(tmp_path):
-    file, link = tmp_path / "a.json", tmp_path / "link.json"
+    file, link, pipe = (tmp_path / name for name in ("a.json", "link.json", "pipe.json"))
     file.write_text("ää", encoding="utf-8")
     link.symlink_to(file)
     for path in (file, str(file), link):
         assert read_text(path, max_bytes=4) == "ää"
     with pytest.raises(ValueError, match="more than 3 bytes"):
         read_text(file, max_bytes=3)
-    makers = {
-        "pipe": os.mkfifo,
-        "device": lambda path: path.symlink_to("/dev/zero"),
-        "large": lambda path: path.write_bytes(b" " * (MAX_SETTINGS_BYTES + 1)),
-        "folder": os.mkdir,
-        "bytes": lambda path: path.write_bytes(b"\xff\xfe"),
-        "missing": lambda path: None,
-    }
-    for kind, make in makers.items():
-        path = tmp_path / f"{kind}.json"
-        make(path)
+    os.mkfifo(pipe)
+    file.write_bytes(b" " * (MAX_SETTINGS_BYTES + 1))
+    for path in (pipe, file, tmp_path, tmp_path / "missing.json"):
         with pytest.raises((ValueError, OSError)):
             read_text(path)
-        for value in (str(path), path):
-            with pytest.raises(SpecConfigError, match=rf"{kind}\.json.*cannot be read"):
-                SpeculativeConfig.resolve(value)
+        with pytest.raises(SpecConfigError, match="cannot be read"):
+            SpeculativeConfig.resolve(path)
 
 
 UNCLEAR = {
     '{"method": "ngram", "options": {"prompt_lookup_max": 3, "prompt_lookup_max": 4}}': "stands twice",
     '{"method": ' + "[" * 10**5: "nested too deeply",
     '{"method": "typical", "posterior_alpha": NaN}': "NaN is no number",
-    '{"method": "ngram", "num_speculative_tokens": ' + "9" * 5000 + "}": "digits",
-    '{"' + "k" * 10**5 + '": 1, "' + "k" * 10**5 + '": 2}': "stands twice",
     "{'a': 1}": "double quotes",
 }
 

@@ -221,7 +221,6 @@ VARIANTS = {
     "eagle3_all_biases": Head(biases=("fc", *QKV, "layers.0.self_attn.o_proj", *MLP)),
     "eagle3_three_layers": Head(layers=3),
     "eagle3_own_embedding": Head(own_embedding=True, vocab=VOCAB_SIZE),
-    "eagle3_head_norms": Head(norms=HEAD_NORMS),
     "eagle3_narrower_than_the_target": Head(hidden=24, own_embedding=True, config={"target_hidden_size": 32}),
     "eagle3_no_states_between_layers": Head(states=0, config={"eagle_config": {"use_aux_hidden_state": False}}),
     "eagle3_norm_before_residual": Head(config={"norm_before_residual": True, **SPECULATORS}),
@@ -299,7 +298,6 @@ YARN = {"factor": 32.0, "original_max_position_embeddings": 16}
 ROPES = [
     ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 5e5}, "llama3", 5e5, LLAMA3),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 9.0}, "default", 7.0, {}),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, "default", 7.0, {}),
     ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear", 10000.0, {"factor": 4.0}),
     ({"rope_scaling": {"rope_type": "yarn", **YARN}, "rope_theta": 1e6}, "yarn", 1e6, YARN),
     ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "default", 10000.0, {}),
@@ -336,8 +334,6 @@ NOTATIONS = [
     ({IDS: [1, 3, 4]}, (2, 4, 5)),
     ({IDS: [1, 3, 4], **SPECULATORS}, (1, 3, 4)),
     ({"eagle_config": {IDS: [4, 6, 8]}}, (4, 6, 8)),
-    ({"eagle_config": {IDS: [1, 4, 6]}}, (2, 5, 7)),
-    ({IDS: [6, 2, 5]}, (2, 5, 6)),
     ({"eagle_config": {"layer_ids": [2, 5, 6]}}, (2, 5, 6)),
     ({"aux_layer_ids": [1, 3, 4]}, (1, 3, 4)),
 ]

@@ -114,18 +114,14 @@ WRITINGS = {
         (renamed(t2d=None), {}),
         (renamed(d2t=None), {}),
         (put("d2t", lambda ids: ids + torch.arange(160)), {}),
-        (put("d2t", lambda ids: ids.int()), {}),
         (None, {"num_hidden_layers": 36, "head_dim": 128, "draft_vocab_size": 32000}),
         (None, {"tie_word_embeddings": True}),
-        (None, {"num_lookahead_tokens": 3, "medusa_choices": [[0]], "num_parameters": 10**10}),
-        (None, {"eagle_config": [1], "layer_types": []}),
         # Signals of an exit.
         (put("fc.weight", lambda x: torch.cat([x, torch.randn(3, 192)])), class_of("Eagle3LlamaForCausalLM")),
     ],
     QWEN3: [
         (put("d2t", torch.zeros(256, dtype=torch.long)), {}),
         (None, {"draft_vocab_size": None, "tie_word_embeddings": True}),
-        (None, {"num_key_value_heads": None, "head_dim": None}),
         (put("lm_head.weight", lambda weight: torch.cat([weight, torch.randn(8, 64)])), {}),
     ],
     "eagle/eagle3_specforge": [(None, {"eagle_config": None})],
@@ -139,14 +135,11 @@ WRITINGS = {
     ],
     "dflash/dflash2_full_b8": [
         (with_weights, {**AT_THE_TOP, "conv_kernel_size": 2, "selector_top_k": 8}),
-        (None, class_of("DFlash2BeamDraftModel")),
         (None, class_of("Qwen3ForCausalLM")),
     ],
     MLP: [
         (put("speculator.emb.99999999999999999999.weight", ONES), {}),
-        (put("speculator.emb.\u00b2.weight", ONES), {}),
         (None, {"emb_dim": None, "hidden_size": 64}),
-        (None, {"hidden_size": 48}),
     ],
     "mtp/ernie4_5_moe": [(put("model.mtp_linear_proj.0.weight", lambda weight: weight.t()), {})],
 }

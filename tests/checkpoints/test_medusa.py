@@ -134,9 +134,7 @@ def test_stacked_heads_are_the_equation():
 # Rows of padding and added tokens: the same tokenizer, another number of rows
 
 
-@pytest.mark.parametrize(
-    "name", ["v01_heads_pt", "vllm_truncated_vocab", *in_full("merged_v1", "vllm_original_lm_head")]
-)
+@pytest.mark.parametrize("name", ["v01_heads_pt", "vllm_truncated_vocab", *in_full("merged_v1")])
 def test_vocabulary_is_cut_or_padded(target, name):
     """Heads that are passed fit as loaded ones do, and keep their own vocabulary."""
     for size in (250, 256, 260):

@@ -73,24 +73,6 @@ def test_teacher_forcing_is_the_stages_one_by_one(tmp_path):
     torch.testing.assert_close(started.float(), torch.full_like(started, 0.5**0.5).float(), atol=1e-3, rtol=0)
 
 
-def test_tied_stages_are_one_set_of_weights(tmp_path):
-    """And equal untied ones of equal weights."""
-    tied, untied = saved(tmp_path, tie_weights=True), MLPSpeculator(MLPSpeculatorConfig(**SIZES))
-    weights = tied.state_dict()
-    stages = {"emb.0.weight", "proj.0.weight", "proj.1.weight", "head.0.weight", "ln.0.weight", "ln.0.bias"}
-    assert set(weights) == stages
-
-    def fallback(name):
-        part, _, rest = name.split(".", 2)
-        return weights[name] if name in weights else weights[f"{part}.{int(part == 'proj')}.{rest}"]
-
-    untied.load_state_dict({name: fallback(name) for name in untied.state_dict()})
-    hidden, tokens = torch.randn(5, SIZES["emb_dim"]), torch.randint(VOCAB_SIZE, (5, 3))
-    assert torch.equal(tied(hidden, tokens), untied(hidden, tokens))
-    untied(hidden, tokens).sum().backward()
-    assert all(parameter.grad is not None for parameter in untied.parameters())
-
-
 # Vocabularies of other padding: the weights stay as they are, and drafts fit the target
 
 

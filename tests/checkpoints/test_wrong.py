@@ -19,7 +19,6 @@ DOMINO, DFLASH2 = "dflash/domino_b6", "dflash/dflash2_full_b8"
 MEDUSA, MERGED = "medusa/v2_shared_lm_head_safetensors", "medusa/merged_v1"
 MEDUSA_CUT, MAP = "medusa/vllm_truncated_vocab", "medusa_heads.token_map"
 MLP, GLM, DEEPSEEK = "mlp_speculator/untied_plain", "mtp/glm4_moe", "mtp/deepseek_v3"
-SPECULATORS = "eagle/eagle3_speculators"
 UP, FAR = "midlayer.mlp.up_proj.weight", 99_999_999
 
 
@@ -38,19 +37,6 @@ def stored_as(name, dtype):
 def class_of(name):
     return {"architectures": [name]}
 
-
-def as_head(scale):
-    """The target's embedding in the place of the head's, and no lm_head."""
-
-    def change(tensors):
-        embedding = loaded_target(HEADS[SPECULATORS]).get_input_embeddings().weight.detach()
-        return {**without("lm_head", "d2t", "t2d")(tensors), "embed_tokens.weight": embedding * scale}
-
-    return change
-
-
-# Mostly copied from the target's config; with another embedding it would be another computation.
-TIED = {"transformer_layer_config.tie_word_embeddings": True, "draft_vocab_size": None}
 
 # (checkpoint, change of its tensors, of its config, what the message says)
 FAR_NUMBERS = [
@@ -75,7 +61,6 @@ EAGLE_TABLE = [
     (EAGLE3, stored_as(UP, torch.int8), {}, "is stored as int8, .*not quantised"),
     (EAGLE3, without("d2t", "t2d"), {}, "drafts 160 of 256 tokens and does not say which"),
     (EAGLE3, put("d2t", lambda ids: ids + 256), {}, "selects no rising ids below 256"),
-    (SPECULATORS, as_head(2.0), TIED, "`tie_word_embeddings`=true.*an embedding of its own"),
     (EAGLE3, None, {"aux_layer_ids": [2, 5]}, r"192 values.*\[2, 5\] of .* have 2 \* 64.*`aux_layer_ids`"),
     (EAGLE3, None, {"rms_norm_eps": True}, "`rms_norm_eps`=True in its config.json, which must be a positive number"),
     (EAGLE3, None, {"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral'"),

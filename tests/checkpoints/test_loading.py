@@ -1,10 +1,7 @@
 """Checkpoints of all formats: other ways to store them, their dtype and device, and saving them again."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from hf_specdec import SpeculativeConfig
 from hf_specdec.checkpoints.checkpoint import Checkpoint
@@ -23,9 +20,6 @@ from tests.helpers.heads import (
     renamed,
     same_network,
     settings_of,
-    tensors_of,
-    weights_of,
-    write,
 )
 from tests.helpers.levels import in_full
 
@@ -150,24 +144,6 @@ def test_other_writings_of_the_same_network(tmp_path):
         for number, (change, config) in enumerate(writings):
             folder = copy_of(name, tmp_path / name / str(number), config, change)
             same_network(load_again(name, folder), published(name))
-
-
-@pytest.mark.parametrize("name", [EAGLE3, *in_full(*ONE_EACH[1:])])
-def test_shards_and_pickles(tmp_path, name):
-    folder = copy_of(name, tmp_path / "shards")
-    tensors, weights = tensors_of(folder), weights_of(folder)
-    for path in (weights, *folder.glob("*.bin")):
-        path.unlink()
-    weight_map = {}
-    for number in range(3):
-        file = f"model-{number}.safetensors"
-        save_file({key: tensors[key] for key in sorted(tensors)[number::3]}, folder / file)
-        weight_map |= dict.fromkeys(sorted(tensors)[number::3], file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    same_network(load_again(name, folder), published(name))
-    pickled = write(tmp_path / "pickled", tensors_of(folder_of(name)), settings_of(name), pickled=True)
-    assert detect_method(SpeculativeConfig(model=str(pickled))) in (method_of(name), "draft_model")
-    same_network(load_again(name, pickled), published(name))
 
 
 @pytest.mark.parametrize("name", [EAGLE3, "mtp/deepseek_v3", *in_full(*ONE_EACH[1:-1])])

@@ -19,7 +19,6 @@ from hf_specdec.checkpoints.loading import checkpoint_errors, loads_checkpoint
 from hf_specdec.errors import CheckpointAccessError
 from hf_specdec.hub.detect import detect_checkpoint
 from tests.helpers.heads import (
-    FIXTURES,
     HEADS,
     WITH_LAYERS,
     copy_of,
@@ -35,9 +34,8 @@ from tests.helpers.models import tiny_llama
 
 EAGLE3, DFLASH = "eagle/eagle3_llama", "dflash/qwen3_random_b8"
 SHORT = (EAGLE3, DFLASH, "medusa/v01_heads_pt", "mlp_speculator/tied_plain", "demo/mtp", "mtp/deepseek_v3")
-MODELS = {f"model/{path.parent.name}": path for path in sorted(FIXTURES.glob("*/*/target"))[:3]}
 # Folders of what is made malformed.
-CASES = {**HEADS, **dict(list(WITH_LAYERS.items())[:4]), **MODELS}
+CASES = {**HEADS, **dict(list(WITH_LAYERS.items())[:4])}
 
 NUMBERS = [0, -1, 1, 2, 2**31, 10**9, 10**18, 10**300, 0.5, float("nan"), float("inf"), -float("inf")]
 OTHERS = json.loads('[null, true, false, "", "x", "8", [], {}, [1], ["x"], [[1]], {"a": 1}, [1000000000], [-1, 0]]')
@@ -126,7 +124,7 @@ def said_by(step, *arguments):
 )
 def test_malformed(tmp_path, name, seeds):
     for seed in seeds:
-        folder, method = tmp_path / str(seed), "draft_model" if name in MODELS else method_of(name)
+        folder, method = tmp_path / str(seed), method_of(name)
         malform(seed, name, folder)
         target = loaded_target(HEADS[EAGLE3] if random.Random(seed).random() < 0.1 else CASES[name])
         # Most that this process has had.

@@ -96,17 +96,13 @@ def test_published_layout(tmp_path):
         )
 
 
-def test_logit_scale_and_another_dtype(target, tmp_path):
+def test_logit_scale(target, tmp_path):
     recorded = expected("vllm_converted")
     heads = load(copy_of("medusa/vllm_converted", tmp_path, {"logit_scale": 0.5}), target)
     # The published layout has no scale.
     heads.save(tmp_path / "saved")
     for one in (heads, load(tmp_path / "saved", target)):
         assert close(one(recorded["hidden_states"]), 0.5 * recorded["medusa_logits"])
-    recorded = expected("v2_shared_lm_head_safetensors")
-    logits = load("v2_shared_lm_head_safetensors", target, dtype="bfloat16")(recorded["hidden_states"], target.lm_head)
-    assert logits.dtype == torch.float32
-    assert (logits - recorded["medusa_logits"]).abs().max() < 0.5
 
 
 def test_stacked_heads_are_the_equation():

@@ -100,10 +100,6 @@ def test_target_without_layers(tmp_path):
     target = AutoModelForCausalLM.from_pretrained(copied("glm4_moe", tmp_path, without("layers.3.")))
     with pytest.raises(CheckpointFormatError, match="no MTP layers.*quantised.*`spec_model`"):
         target.generate(**prompts(1), **GREEDY, spec_method="mtp")
-    # They are found elsewhere.
-    other = str(FIXTURES / "glm4_moe" / "target")
-    plain = target.generate(**prompts(1), **GREEDY)
-    assert torch.equal(target.generate(**prompts(1), **GREEDY, spec_method="mtp", spec_model=other), plain)
 
 
 @pytest.mark.parametrize("num_layers", [2, *in_full(1)])

@@ -18,23 +18,15 @@ from hf_specdec.kernels.acceptance import (
 )
 from hf_specdec.kernels.sampling import sample_torch
 from tests.helpers.levels import in_full
+from tests.kernels.conftest import random_probs
 
 
 ALMOST_ONE = float(np.nextafter(1.0, 0.0))
 STAR, BINARY, MIXED = (-1, -1, -1, -1), (-1, -1, 0, 0, 1, 1, 2), (-1, 0, 0, 1, 0, -1)
 
 
-@pytest.fixture
-def generator():
-    return torch.Generator().manual_seed(0)
-
-
 def uniform(generator, *shape):
     return torch.rand(shape, dtype=torch.float64, generator=generator)
-
-
-def random_probs(generator, *shape):
-    return torch.randn(shape, generator=generator).mul(1.5).softmax(-1)
 
 
 def check(draft, device, *arguments):

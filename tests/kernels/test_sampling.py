@@ -14,19 +14,10 @@ from hf_specdec.kernels.sampling import _sample_triton, sample_torch
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.kernels.warpers import Warping, _warped_torch, _warped_triton
 from tests.helpers.levels import full, in_full
-from tests.kernels.conftest import every_gpu
+from tests.kernels.conftest import every_gpu, random_probs
 
 
 ALMOST_ONE = float(np.nextafter(1.0, 0.0))
-
-
-@pytest.fixture
-def generator():
-    return torch.Generator().manual_seed(0)
-
-
-def random_probs(generator, *shape):
-    return torch.randn(shape, generator=generator).mul(1.5).softmax(-1)
 
 
 def check(probs, uniform, device):

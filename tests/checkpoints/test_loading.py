@@ -96,10 +96,8 @@ def with_parts_of_the_verifier(tensors):
 WRITINGS = {
     EAGLE1: [
         (renamed(fc__="fusion_fc.", layers__0__="transformer."), as_speculators(EAGLE1_CONFIG)),
-        (put("layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8)), {"num_hidden_layers": 36}),
         (renamed(fc="model.fc", layers="eagle.layers", embed="model.embed"), {}),
         (put("lm_head.weight", torch.ones(256, 64)), class_of("EagleLlamaForCausalLM")),
-        (renamed(fc__="eagle_linear."), class_of("EagleMistralForCausalLM")),
         (None, INNER),
     ],
     EAGLE3: [
@@ -109,7 +107,6 @@ WRITINGS = {
         (renamed(d2t=None), {}),
         (put("d2t", lambda ids: ids + torch.arange(160)), {}),
         (None, {"num_hidden_layers": 36, "head_dim": 128, "draft_vocab_size": 32000}),
-        (None, {"tie_word_embeddings": True}),
         # Signals of an exit.
         (put("fc.weight", lambda x: torch.cat([x, torch.randn(3, 192)])), class_of("Eagle3LlamaForCausalLM")),
     ],
@@ -129,7 +126,6 @@ WRITINGS = {
     ],
     "dflash/dflash2_full_b8": [
         (with_weights, {**AT_THE_TOP, "conv_kernel_size": 2, "selector_top_k": 8}),
-        (None, class_of("Qwen3ForCausalLM")),
     ],
     MLP: [
         (put("speculator.emb.99999999999999999999.weight", ONES), {}),

@@ -45,7 +45,6 @@ FAR_NUMBERS = [
     (MLP, None, {"inner_dim": 2**31 - 1}, r"emb.0.weight of the shape \[256, 32\].*\[256, 2147483647\]"),
 ]
 EAGLE_TABLE = [
-    (EAGLE1, None, class_of("EagleLlama4ForCausalLM"), "Llama-4 layer.*not supported. Pass"),
     (EAGLE1, without("fc.weight"), {}, "no EAGLE head.*`fc.weight`.*name the method"),
     (EAGLE3, ones("midlayer.mlp.up_proj.qweight", 2, 2), {}, "quantised weights.*up_proj.qweight.*floating-point"),
     (EAGLE3, ones("midlayer.mlp.experts.0.up_proj.weight", 2, 2), {}, "with experts"),
@@ -59,7 +58,6 @@ EAGLE_TABLE = [
     ),
     (EAGLE3, stored_as(UP, torch.int8), {}, "is stored as int8, .*not quantised"),
     (EAGLE3, without("d2t", "t2d"), {}, "drafts 160 of 256 tokens and does not say which"),
-    (EAGLE3, put("d2t", lambda ids: ids + 256), {}, "selects no rising ids below 256"),
     (EAGLE3, None, {"aux_layer_ids": [2, 5]}, r"192 values.*\[2, 5\] of .* have 2 \* 64.*`aux_layer_ids`"),
     (EAGLE3, None, {"rms_norm_eps": True}, "`rms_norm_eps`=True in its config.json, which must be a positive number"),
     (EAGLE3, None, {"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral'"),
@@ -67,10 +65,8 @@ EAGLE_TABLE = [
 DFLASH_TABLE = [
     (DFLASH, without("layers.1."), {}, r"has the layers \[0, 2\], not all from 0 on"),
     (DFLASH, rows("layers.1.self_attn.q_proj.weight", 32), {}, r"of the shape \[32, 64\].*ask for \[64, 64\]"),
-    (DFLASH, ones("norm.weight_scale", 2), {}, "norm.weight in float32 with factors in float32"),
     (DFLASH, ones("lm_head.weight", 100, 64), {}, "drafts 100 of 320 tokens and does not say which"),
     (DFLASH, None, {"vocab_size": 5000}, "vocabulary of 5000 tokens, and Qwen3ForCausalLM has 320"),
-    (DFLASH, None, {"block_size": 257}, "`block_size`=257 in its config.json, .*a positive integer of at most 256"),
     (DFLASH, None, {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": True}, "no `sliding_window`"),
     (DFLASH, None, {"dflash_config.conv_kernel_size": 2}, "lacks 7 tensors of a DFlash 2 draft"),
     (DFLASH2, None, {"dflash_config.sample_from_anchor": True}, "DFlash 2 draft .*predict the next token"),
@@ -81,14 +77,11 @@ DFLASH_TABLE = [
         r"shape \[2, 48\] and 24 .*no groups of 48",
     ),
     (CONFIDENCE, without("markov_head."), {"markov_rank": 0}, "lacks 1 tensors of its confidence head: markov_hea"),
-    (CONFIDENCE, None, {"confidence_head_with_markov": False}, "`confidence_head_with_markov`=False .*40 values"),
-    (DOMINO, without("embed_proj.2"), {}, "lacks 1 tensors of a Domino draft: embed_proj.2.weight"),
 ]
 OTHERS = [
     (MEDUSA, without("2.0.linear.bias"), {}, r"lacks 1 tensors.*2\.0\.linear\.bias"),
     (MEDUSA, ones("1.0.linear.weight", 64, 32), {}, r"1\.0\.linear\.weight of the shape \[64, 32\].*\[64, 64\]"),
     (MERGED, without("medusa_head"), {}, "holds no Medusa heads: model.safetensors has 21 tensors"),
-    (MEDUSA_CUT, put(MAP, torch.arange(200, 264)), {}, r"draft the token 263 \(`token_map`\), the target has 256"),
     (MLP, rows("speculator.head.2.weight", -1), {}, r"head.2.weight of the shape \[.*config.json asks for \["),
     (MLP, None, {"top_k_tokens_per_head": [5, 4]}, "one positive integer for each of its n_predict=3 stages"),
     (DEEPSEEK, ones("model.layers.3.mlp.experts.0.up_proj.weight", 3, 3), {}, "not fit together, or are damaged"),

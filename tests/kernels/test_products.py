@@ -124,21 +124,6 @@ def test_every_way_computes_what_it_wins(measured, rows_of_ways):
     assert rows_of_ways[1] == [2, 4]
 
 
-def test_products_of_the_same_rows(measured, monkeypatch):
-    """One call of the kernel where it wins for all of them; else each goes its own way."""
-    model, calls, linears = small_model(), [], products.linears
-    prepare_products(model)
-    monkeypatch.setattr(products, "linears", lambda x, matrices: calls.append(len(x[0])) or linears(x, matrices))
-    known, without_bias = (model[0].weight, model[0].bias), (model[0].weight, None)
-    for rows in (3, 5, 1, 40):
-        x = torch.randn(1, rows, 64)
-        # The last pair has a shape that nobody knows.
-        for matrices in ([known, without_bias], [known, (torch.randn(7, 64), None)]):
-            for found, (weight, bias) in zip(products.products(x, matrices), matrices, strict=True):
-                torch.testing.assert_close(found, F.linear(x, weight, bias))
-    assert set(calls) == {3}
-
-
 def test_widened_weights(monkeypatch):
     """The exact numbers, rounded once, however the weights are cut."""
     monkeypatch.setattr(products, "_WIDENED_BYTES", 4 * 48 * 10)

@@ -210,18 +210,11 @@ def test_format_of_transformers(tmp_path):
     from transformers.cache_utils import DFlashCache
 
     sizes = {key: TINY[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")}
-    config = native.MuseGlimmerAssistantConfig(
-        **sizes,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        head_dim=8,
-        sliding_window=4,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        block_size=6,
-        mask_token_id=5,
-        target_layer_ids=[0, 1],
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
+    sizes |= {"intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8, "sliding_window": 4, "block_size": 6}
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    inner = {"mask_token_id": 5, "target_layer_ids": [0, 1], "layer_types": layers}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = native.MuseGlimmerAssistantConfig(**sizes, **inner, rope_parameters=rope)
     torch.manual_seed(0)
     theirs = native.MuseGlimmerAssistantModel(config).eval()
     for weight in theirs.requires_grad_(False).parameters():

@@ -11,7 +11,6 @@ import struct
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, UnsupportedModelError
 from hf_specdec.candidate_generators.draft_model.network import load_draft_model
@@ -184,11 +183,3 @@ def test_dead_weights_are_one_warning(tmp_path, warnings):
         assert str(folder) in warnings[-1]
         assert re.search(what, warnings[-1])
     assert len(warnings) == 2
-
-
-def test_the_targets_stay_as_they_are():
-    """Checkpoints that failed, all of the above, have left nothing behind."""
-    target = loaded_target(HEADS[EAGLE3])
-    again = AutoModelForCausalLM.from_pretrained(target.config.name_or_path)
-    for (name, one), (_, other) in zip(target.state_dict().items(), again.state_dict().items()):
-        assert torch.equal(one, other), name

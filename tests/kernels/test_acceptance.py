@@ -108,7 +108,6 @@ def random_tree(generator, parents, batch_size, vocab_size, overlap=0.6):
 OWN = ((-1, -1, -1, 0, 1), (-1, 0, 1, 2, 3), (-1, 0, 0, 0, 2), (-1, -1, 1, 1, 1))
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("parents", "vocab_size"),
     [(MIXED, 300), (OWN, 300), *in_full((STAR, 5), (STAR, 5000), (BINARY, 300), (BINARY, 5), (MIXED, 5000))],
@@ -118,6 +117,7 @@ def test_reject_trees(parents, vocab_size, device, generator):
     assert check(draft, device, *arguments).path.unique().numel() > 2
 
 
+@pytest.mark.smoke
 def test_siblings_that_are_the_whole_vocabulary_equal_or_drawn_from_nothing(device, generator):
     draft, *arguments = random_tree(generator, (-1, -1, -1), 8, 3, overlap=0.2)
     draft.num_nodes.fill_(3)

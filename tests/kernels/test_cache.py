@@ -20,11 +20,10 @@ def assert_same_bits(found, expected):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("size", "value_size", "nodes", "dtype"),
     [
-        (24, 5, 19, torch.bfloat16),
+        pytest.param(24, 5, 19, torch.bfloat16, marks=pytest.mark.smoke),
         *in_full((16, 16, 1, torch.float32), (128, 64, 19, torch.float16), (128, 64, 1, torch.float64)),
     ],
     ids=str,

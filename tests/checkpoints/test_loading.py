@@ -1,10 +1,7 @@
 """Checkpoints of all formats: other ways to store them, their dtype and device, and saving them again."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from hf_specdec import SpeculativeConfig
 from hf_specdec.checkpoints.checkpoint import Checkpoint
@@ -23,9 +20,6 @@ from tests.helpers.heads import (
     renamed,
     same_network,
     settings_of,
-    tensors_of,
-    weights_of,
-    write,
 )
 from tests.helpers.levels import in_full
 
@@ -78,106 +72,74 @@ def class_of(name):
     return {"architectures": [name]}
 
 
-def instead_of(name, **config):
-    """A config in the place of that of a fixture."""
-    return {**dict.fromkeys(settings_of(name)), **config}
+def as_speculators(config):
+    """The config of an EAGLE head as the `speculators` library writes it."""
+    stated = {"speculators_model_type": "eagle", "architectures": ["EagleSpeculator"], "layernorms": False}
+    return {**dict.fromkeys(config), **stated, "transformer_layer_config": config, "fusion_bias": False}
 
 
-# Other writings of the same networks: (checkpoint, change of its tensors, of its config).
-SHORT = {
-    "speculators_eagle": (
-        EAGLE1,
-        renamed(fc__="fusion_fc.", layers__0__="transformer."),
-        instead_of(
-            EAGLE1,
-            speculators_model_type="eagle",
-            architectures=["EagleSpeculator"],
-            transformer_layer_config=EAGLE1_CONFIG,
-            layernorms=False,
-            fusion_bias=False,
-        ),
-    ),
-    "prefixes_of_parts": (
-        EAGLE3,
-        renamed(midlayer="draft_model.midlayer", fc="eagle_module.fc", norm="model.norm"),
-        {},
-    ),
-    "no_t2d": (EAGLE3, renamed(t2d=None), {}),
-    "table_of_ids": (EAGLE3, put("d2t", lambda ids: ids + torch.arange(160)), {}),
-    "wrong_counts": (EAGLE3, None, {"num_hidden_layers": 36, "head_dim": 128, "draft_vocab_size": 32000}),
-    "late_layout": (
-        DFLASH,
-        None,
-        {
-            **dict.fromkeys(("block_size", "rope_theta", "rope_scaling", "layer_types")),
-            "dflash_config.block_size": 8,
-            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
-        },
-    ),
-    "transposed": ("mtp/ernie4_5_moe", put("model.mtp_linear_proj.0.weight", lambda weight: weight.t()), {}),
-}
-FULL = {
-    "inv_freq": (EAGLE1, put("layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8)), {"num_hidden_layers": 36}),
-    "prefixes": (EAGLE1, renamed(fc="model.fc", layers="eagle.layers", embed="model.embed"), {}),
-    "lm_head_of_the_target": (EAGLE1, put("lm_head.weight", torch.ones(256, 64)), class_of("EagleLlamaForCausalLM")),
-    "eagle_linear": (EAGLE1, renamed(fc__="eagle_linear."), class_of("EagleMistralForCausalLM")),
-    "config_in_a_config": (
-        EAGLE1,
-        None,
-        instead_of(EAGLE1, model_type="eagle", model=EAGLE1_CONFIG, eagle_fc_bias=False),
-    ),
-    "midlayer": (SPECULATORS, renamed(layers__0__="midlayer."), {}),
-    "layers_0": (EAGLE3, renamed(midlayer__="layers.0."), class_of("LlamaForCausalLMEagle3")),
-    "no_d2t": (EAGLE3, renamed(d2t=None), {}),
-    "table_of_int32": (EAGLE3, put("d2t", lambda ids: ids.int()), {}),
-    "table_of_all_tokens": (QWEN3, put("d2t", torch.zeros(256, dtype=torch.long)), {}),
-    "tied": (EAGLE3, None, {"tie_word_embeddings": True}),
-    "no_draft_vocab_size": (QWEN3, None, {"draft_vocab_size": None, "tie_word_embeddings": True}),
-    "no_key_value_heads": (QWEN3, None, {"num_key_value_heads": None, "head_dim": None}),
-    "exit_signals": (
-        EAGLE3,
-        put("fc.weight", lambda weight: torch.cat([weight, torch.randn(3, 192)])),
-        class_of("Eagle3LlamaForCausalLM"),
-    ),
-    "verifier_parts": (
-        SPECULATORS,
-        lambda t: {**t, "verifier_lm_head.weight": torch.randn(256, 64), "verifier_norm.weight": torch.randn(64)},
-        {"architectures": ["Eagle3Speculator"], "norm_output": None, "fc_norm": None},
-    ),
-    "no_aux_layer_ids": ("eagle/eagle3_specforge", None, {"eagle_config": None}),
-    "padded_head": (QWEN3, put("lm_head.weight", lambda weight: torch.cat([weight, torch.randn(8, 64)])), {}),
-    "notes": (EAGLE3, None, {"num_lookahead_tokens": 3, "medusa_choices": [[0]], "num_parameters": 10**10}),
-    "says_nothing": (EAGLE3, None, {"eagle_config": [1], "layer_types": []}),
-    "unused_tensors": (DFLASH, lambda t: {**t, "rotary_emb.inv_freq": ONES.clone(), "verifier_norm.weight": ONES}, {}),
-    "far_stages": (MLP, put("speculator.emb.99999999999999999999.weight", ONES), {}),
-    "other_stages": (MLP, put("speculator.emb.\u00b2.weight", ONES), {}),
-    "hidden_size": (MLP, None, {"emb_dim": None, "hidden_size": 64}),
-    "emb_dim": (MLP, None, {"hidden_size": 48}),
+LATE = dict.fromkeys(("block_size", "rope_theta", "rope_scaling", "layer_types"))
+LATE |= {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25}}
+AT_THE_TOP = {f"dflash_config.{key}": None for key in ("conv_kernel_size", "conv_group_size", "selector_top_k")}
+INNER = {**dict.fromkeys(EAGLE1_CONFIG), "model_type": "eagle", "model": EAGLE1_CONFIG, "eagle_fc_bias": False}
+
+
+def with_weights(tensors):
+    return {f"{name}.weight" if "codebook" in name else name: x for name, x in tensors.items()}
+
+
+def with_parts_of_the_verifier(tensors):
+    return {**tensors, "verifier_lm_head.weight": torch.randn(256, 64), "verifier_norm.weight": torch.randn(64)}
+
+
+# Other writings of the same networks: change of tensors, of the config.
+WRITINGS = {
+    EAGLE1: [
+        (renamed(fc__="fusion_fc.", layers__0__="transformer."), as_speculators(EAGLE1_CONFIG)),
+        (renamed(fc="model.fc", layers="eagle.layers", embed="model.embed"), {}),
+        (put("lm_head.weight", torch.ones(256, 64)), class_of("EagleLlamaForCausalLM")),
+        (None, INNER),
+    ],
+    EAGLE3: [
+        (renamed(midlayer="draft_model.midlayer", fc="eagle_module.fc", norm="model.norm"), {}),
+        (renamed(midlayer__="layers.0."), class_of("LlamaForCausalLMEagle3")),
+        (renamed(t2d=None), {}),
+        (renamed(d2t=None), {}),
+        (put("d2t", lambda ids: ids + torch.arange(160)), {}),
+        (None, {"num_hidden_layers": 36, "head_dim": 128, "draft_vocab_size": 32000}),
+        # Signals of an exit.
+        (put("fc.weight", lambda x: torch.cat([x, torch.randn(3, 192)])), class_of("Eagle3LlamaForCausalLM")),
+    ],
+    QWEN3: [
+        (put("d2t", torch.zeros(256, dtype=torch.long)), {}),
+        (None, {"draft_vocab_size": None, "tie_word_embeddings": True}),
+        (put("lm_head.weight", lambda weight: torch.cat([weight, torch.randn(8, 64)])), {}),
+    ],
+    "eagle/eagle3_specforge": [(None, {"eagle_config": None})],
+    SPECULATORS: [
+        (renamed(layers__0__="midlayer."), {}),
+        (with_parts_of_the_verifier, {**class_of("Eagle3Speculator"), "norm_output": None, "fc_norm": None}),
+    ],
+    DFLASH: [
+        (None, {**LATE, "dflash_config.block_size": 8}),
+        (lambda t: {**t, "rotary_emb.inv_freq": ONES.clone(), "verifier_norm.weight": ONES}, {}),
+    ],
+    "dflash/dflash2_full_b8": [
+        (with_weights, {**AT_THE_TOP, "conv_kernel_size": 2, "selector_top_k": 8}),
+    ],
+    MLP: [
+        (put("speculator.emb.99999999999999999999.weight", ONES), {}),
+        (None, {"emb_dim": None, "hidden_size": 64}),
+    ],
+    "mtp/ernie4_5_moe": [(put("model.mtp_linear_proj.0.weight", lambda weight: weight.t()), {})],
 }
 
 
-@pytest.mark.parametrize("writing", [*SHORT, *in_full(*FULL)])
-def test_other_writings_of_the_same_network(tmp_path, writing):
-    name, change, config = {**SHORT, **FULL}[writing]
-    same_network(load_again(name, copy_of(name, tmp_path / "head", config, change)), published(name))
-
-
-@pytest.mark.parametrize("name", [EAGLE3, *in_full(*ONE_EACH[1:])])
-def test_shards_and_pickles(tmp_path, name):
-    folder = copy_of(name, tmp_path / "shards")
-    tensors, weights = tensors_of(folder), weights_of(folder)
-    for path in (weights, *folder.glob("*.bin")):
-        path.unlink()
-    weight_map = {}
-    for number in range(3):
-        file = f"model-{number}.safetensors"
-        save_file({key: tensors[key] for key in sorted(tensors)[number::3]}, folder / file)
-        weight_map |= dict.fromkeys(sorted(tensors)[number::3], file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    same_network(load_again(name, folder), published(name))
-    pickled = write(tmp_path / "pickled", tensors_of(folder_of(name)), settings_of(name), pickled=True)
-    assert detect_method(SpeculativeConfig(model=str(pickled))) in (method_of(name), "draft_model")
-    same_network(load_again(name, pickled), published(name))
+def test_other_writings_of_the_same_network(tmp_path):
+    for name, writings in WRITINGS.items():
+        for number, (change, config) in enumerate(writings):
+            folder = copy_of(name, tmp_path / name / str(number), config, change)
+            same_network(load_again(name, folder), published(name))
 
 
 @pytest.mark.parametrize("name", [EAGLE3, "mtp/deepseek_v3", *in_full(*ONE_EACH[1:-1])])

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hf_specdec import SpecConfigError, record
+from hf_specdec import record
 from hf_specdec.checkpoints.header import Header
-from hf_specdec.checkpoints.quantised import quantise_layers, scaled
+from hf_specdec.checkpoints.quantised import scaled
 from hf_specdec.checkpoints.reader import CheckpointReader
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.hub.detect import detect_checkpoint
@@ -17,27 +17,16 @@ from tests.helpers.methods import demo_inputs, demo_target, plain_text, settings
 NEW = 12
 
 
-def by_blocks(weight):
-    """Factors of blocks of 24, of which the last are cut off."""
-    return 0.5 + torch.rand([-(-length // 24) for length in weight.shape])
-
-
-def by_rows(weight):
-    return 0.5 + torch.rand(len(weight), 1)
-
-
-def by_groups(weight):
-    """Factors of groups of 16 inputs, of a file that does not say how long they are."""
-    return 0.5 + torch.rand(len(weight), weight.shape[1] // 16)
-
-
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
 # What is made of a matrix: the ends of the names of its factors, their shape, the type, and what the config says.
 FORMS = {
-    "blocks": ("_scale_inv", by_blocks, torch.float8_e4m3fn, {"quant_method": "fp8", "weight_block_size": [24, 24]}),
-    "rows": ("_scale", by_rows, torch.float8_e4m3fn, {"quant_method": "compressed-tensors"}),
-    "groups": ("_scale", by_groups, torch.float8_e4m3fn, {"quant_method": "compressed-tensors"}),
-    "one": ("_scale", lambda weight: torch.tensor(0.7), torch.float8_e4m3fn, {"quant_method": "modelopt"}),
-    "integers": ("_scale", lambda weight: weight.abs().amax(1) / 127, torch.int8, {}),
+    # The last blocks are cut off.
+    "blocks": ("_scale_inv", lambda *shape: [-(-n // 24) for n in shape], FP8, {"weight_block_size": [24, 24]}),
+    "rows": ("_scale", lambda rows, inputs: (rows, 1), FP8, {"quant_method": "compressed-tensors"}),
+    # The file does not say how long the groups are.
+    "groups": ("_scale", lambda rows, inputs: (rows, inputs // 16), FP8, {"quant_method": "compressed-tensors"}),
+    "one": ("_scale", lambda *shape: (), FP8, {"quant_method": "modelopt"}),
+    "integers": ("_scale", lambda rows, inputs: (rows,), INT8, {}),
 }
 
 
@@ -52,15 +41,17 @@ def spread(factors, weight):
 
 
 def stored_in(form):
-    end, factors_of, dtype, _ = FORMS[form]
+    end, shape_of, dtype, _ = FORMS[form]
 
     def change(tensors):
         torch.manual_seed(0)
         for name in [name for name in tensors if "_proj.weight" in name or name.endswith("linear.weight")]:
             weight = tensors[name].float()
-            factors = factors_of(weight)
+            factors = 0.5 + torch.rand(shape_of(*weight.shape))
+            if dtype is INT8:
+                factors = weight.abs().amax(1) / 127
             numbers = weight / spread(factors, weight)
-            tensors[name] = (numbers.round() if dtype is torch.int8 else numbers).to(dtype)
+            tensors[name] = (numbers.round() if dtype is INT8 else numbers).to(dtype)
             tensors[f"{name}{end}"] = factors
             tensors[f"{name.removesuffix('weight')}input_scale"] = torch.ones(1)
         return tensors
@@ -94,31 +85,26 @@ def test_stored_in_8_bits(name, form, tmp_path):
     assert changed
 
 
-@pytest.mark.parametrize(
-    ("factors", "stated", "message"),
-    [
+def test_factors_that_fit_or_do_not():
+    weight = torch.ones(8, 8).to(torch.float8_e4m3fn)
+
+    def scaled_by(factors, stated, dtype=None):
+        config = {} if stated is None else {"quantization_config": {"weight_block_size": stated}}
+        return scaled(CheckpointReader(Header("head", config, {})), "up.weight", weight, factors, dtype)
+
+    for factors, stated, message in (
         (torch.ones(3, 2), [4, 4], r"\[3, 2\] factors of up.weight.*blocks of \[4, 4\]"),
         (torch.ones(3, 2), None, "factors of up.weight"),
-        *in_full(
-            (torch.ones(2, 2), [4, 4, 4], r"`weight_block_size`=\[4, 4, 4\].*2 dimensions with factors of 2"),
-            (torch.ones(8, 2), [2**30, 4], "8, 2.*factors of up.weight"),
-            (torch.ones(2, 2, dtype=torch.uint8), [4, 4], "factors in uint8"),
-        ),
-    ],
-)
-def test_factors_that_do_not_fit(factors, stated, message):
-    config = {} if stated is None else {"quantization_config": {"weight_block_size": stated}}
-    reader = CheckpointReader(Header("head", config, {}))
-    with pytest.raises(CheckpointFormatError, match=message):
-        scaled(reader, "up.weight", torch.ones(8, 8).to(torch.float8_e4m3fn), factors, None)
-
-
-def test_factors_of_rows_beside_blocks_of_the_target():
+        (torch.ones(2, 2), [4, 4, 4], r"`weight_block_size`=\[4, 4, 4\].*2 dimensions with factors of 2"),
+        (torch.ones(8, 2), [2**30, 4], "8, 2.*factors of up.weight"),
+        (torch.ones(2, 2, dtype=torch.uint8), [4, 4], "factors in uint8"),
+    ):
+        with pytest.raises(CheckpointFormatError, match=message):
+            scaled_by(factors, stated)
+    # Of rows, beside blocks of the target.
     factors = torch.arange(1.0, 9)
-    reader = CheckpointReader(Header("head", {"quantization_config": {"weight_block_size": [4, 4]}}, {}))
-    weight = torch.ones(8, 8).to(torch.float8_e4m3fn)
     for given in (factors, factors[:, None]):
-        assert torch.equal(scaled(reader, "up.weight", weight, given, torch.float32), factors[:, None].expand(8, 8))
+        assert torch.equal(scaled_by(given, [4, 4], torch.float32), factors[:, None].expand(8, 8))
 
 
 @pytest.mark.parametrize(
@@ -136,12 +122,3 @@ def test_packed_on_loading_matches_generate(row, quantization):
     kind = bitsandbytes.nn.Linear4bit if quantization == "4bit" else bitsandbytes.nn.Linear8bitLt
     assert any(type(module) is kind for module in network.modules())
     assert network.dtype == torch.float32
-
-
-def test_layers_too_narrow_to_pack():
-    pytest.importorskip("bitsandbytes")
-    layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32, bias=False))
-    quantise_layers((layers,), "bitsandbytes_4bit")
-    assert [type(layer) is torch.nn.Linear for layer in layers] == [True, False]
-    with pytest.raises(SpecConfigError, match="can pack none of the layers.*multiple of 64"):
-        quantise_layers((layers,), "bitsandbytes_4bit")

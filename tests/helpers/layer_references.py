@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -19,7 +18,6 @@ CLOSE = {
     torch.float16: {"atol": 4e-3, "rtol": 4e-3},
     torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2},
 }
-every_dtype = pytest.mark.parametrize("dtype", CLOSE, ids=str)
 
 
 def drawn(*shape, dtype=torch.float32, seed=0):

@@ -14,6 +14,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +44,15 @@ def device(request) -> torch.device:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     return torch.device(request.param)
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def random_probs(generator, *shape):
+    return torch.randn(shape, generator=generator).mul(1.5).softmax(-1)
 
 
 @pytest.fixture(scope="session", autouse=IS_INTERPRETED)
@@ -86,22 +96,6 @@ def compile_for(request):
     return context
 
 
-class FakeDriver:
-    """The driver that Triton needs in order to compile."""
-
-    def __init__(self, target):
-        self.target = target
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self) -> str:
-        return str(self.target.arch)  # key of the cache of kernels
-
-    def get_current_stream(self, device) -> int:
-        return 0
-
-
 @contextlib.contextmanager
 def fake_gpu(arch: int | str):
     """Lets every launch compile for an architecture (90 is compute capability 9.0); gives the list of kernels."""
@@ -116,8 +110,10 @@ def fake_gpu(arch: int | str):
         kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
         return kernels[-1]
 
-    is_amd = isinstance(arch, str)
-    driver.set_active(FakeDriver(GPUTarget("hip" if is_amd else "cuda", arch, 64 if is_amd else 32)))
+    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
+    # The device is a key of the cache of kernels.
+    device = {"get_current_device": lambda: str(arch), "get_current_stream": lambda device: 0}
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target, **device))
     JITFunction.run = compile_only
     try:
         yield kernels

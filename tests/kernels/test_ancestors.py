@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hf_specdec.drafts import TreeTopology
 from hf_specdec.kernels.ancestors import _grow_torch, _grow_triton
 from hf_specdec.kernels.tree_attention import MAX_NODES, pack_ancestors
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import in_full
 from tests.kernels.conftest import every_gpu
 
 
@@ -30,12 +30,6 @@ def check(grown, parents):
 @given(parents_of_rows())
 def test_reference(parents):
     check(_grow_torch(parents), parents)
-
-
-@full
-@given(parents=parents_of_rows())
-def test_kernel(device, parents):
-    check(_grow_triton(parents.to(device)), parents)
 
 
 @pytest.mark.smoke

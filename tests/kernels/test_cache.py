@@ -23,46 +23,34 @@ def assert_same_bits(found, expected):
 @pytest.mark.parametrize(
     ("size", "value_size", "nodes", "dtype"),
     [
-        (24, 5, 19, torch.bfloat16),
+        pytest.param(24, 5, 19, torch.bfloat16, marks=pytest.mark.smoke),
         *in_full((16, 16, 1, torch.float32), (128, 64, 19, torch.float16), (128, 64, 1, torch.float64)),
     ],
     ids=str,
 )
 def test_write_kernel(size, value_size, nodes, dtype, device):
     rows, heads, capacity = 3, 2, 40
-    buffers = [torch.zeros(rows + 1, heads, capacity, width, dtype=dtype) for width in (size, value_size)]
     # The layout that models hand over, and one that is not even dense in its last dimension.
     states = [
         numbered(rows, nodes, heads, size, dtype=dtype).transpose(1, 2),
         numbered(rows, heads, value_size, nodes, dtype=dtype, first=7).transpose(2, 3),
     ]
-    plan = WritePlan(capacity, None, [0, 21, 5], nodes)
-    written = [buffer.to(device) for buffer in buffers]
-    _write_triton(written, [new.to(device) for new in states], plan)
-    _write_torch(buffers, states, plan)
-    assert_same_bits(written, buffers)
-
-
-@pytest.mark.smoke
-def test_write_kernel_for_one_buffer(device):
-    buffer, states = torch.zeros(2, 1, 9, 16), numbered(2, 1, 3, 16)
-    plan = WritePlan(9, 5, [5, 5], 3)
-    written = buffer.to(device)
-    _write_triton((written,), (states.to(device),), plan)
-    _write_torch((buffer,), (states,), plan)
-    assert_same_bits([written], [buffer])
-
-
-IN_PLACE, NEAR = [[0, 1, 2], [0, 1, 2]], [[0, 2, 3], [0, 3, 4]]
-PADDED, LONG = [[0, 4, 4], [0, 1, 6]], [[0, *range(3, 15)], [0, *range(1, 13)]]
+    # Rows with starts of their own or a common one; one buffer, or two.
+    for plan in (WritePlan(capacity, None, [0, 21, 5], nodes), WritePlan(capacity, 5, [5, 5, 5], nodes)):
+        for new in (states, states[:1]):
+            buffers = [torch.zeros(rows + 1, heads, capacity, part.shape[-1], dtype=dtype) for part in new]
+            written = [buffer.to(device) for buffer in buffers]
+            _write_triton(written, [part.to(device) for part in new], plan)
+            _write_torch(buffers, new, plan)
+            assert_same_bits(written, buffers)
 
 
 @pytest.mark.parametrize(
     ("path", "dtype"),
     [
-        (PADDED, torch.float32),
-        (LONG, torch.bfloat16),
-        *in_full((IN_PLACE, torch.float16), (NEAR, torch.float64), (NEAR, torch.bfloat16)),
+        ([[0, 4, 4], [0, 1, 6]], torch.float32),
+        ([[0, *range(3, 15)], [0, *range(1, 13)]], torch.bfloat16),
+        *in_full(([[0, 1, 2], [0, 1, 2]], torch.float16), ([[0, 2, 3], [0, 3, 4]], torch.float64)),
     ],
     ids=str,
 )

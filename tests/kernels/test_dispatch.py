@@ -17,45 +17,28 @@ from hf_specdec.kernels._triton import use_triton
 ON_CPU, ON_GPU = SimpleNamespace(is_cuda=False), SimpleNamespace(is_cuda=True)
 
 
-def test_the_choice_follows_the_device(monkeypatch):
-    monkeypatch.setattr(_triton, "CHOICE", "auto")
-    monkeypatch.setattr(_triton, "HAS_TRITON", True)
+def test_the_choice_of_the_user_or_of_the_device(monkeypatch):
+    def choose(choice, has_triton=True, is_interpreted=False):
+        values = {"CHOICE": choice, "HAS_TRITON": has_triton, "IS_INTERPRETED": is_interpreted}
+        for name, value in values.items():
+            monkeypatch.setattr(_triton, name, value)
+
+    choose("auto")
     assert use_triton(ON_GPU, None, ON_GPU)
     assert not use_triton(ON_GPU, None, ON_CPU)
-
-
-def test_without_triton_the_references_run_and_say_so_once(monkeypatch):
-    warnings = []
-    monkeypatch.setattr(_triton, "CHOICE", "auto")
-    monkeypatch.setattr(_triton, "HAS_TRITON", False)
-    monkeypatch.setattr(_triton.logger, "warning_once", warnings.append)
-    assert not use_triton(ON_CPU)
-    assert not warnings
+    choose("auto", has_triton=False)
     assert not use_triton(ON_GPU)
-    assert "pip install triton" in warnings[0]
-
-
-def test_a_choice_of_the_user(monkeypatch):
-    monkeypatch.setattr(_triton, "CHOICE", "torch")
+    choose("torch")
     assert not use_triton(ON_GPU)
-    monkeypatch.setattr(_triton, "CHOICE", "triton")
-    monkeypatch.setattr(_triton, "HAS_TRITON", True)
-    assert use_triton(ON_GPU)
-    monkeypatch.setattr(_triton, "IS_INTERPRETED", True)
+    choose("triton", is_interpreted=True)
     assert use_triton(ON_CPU)
-    monkeypatch.setattr(_triton, "IS_INTERPRETED", False)
-    with pytest.raises(SpecConfigError, match="not on a GPU. Move the model there"):
+    choose("triton")
+    assert use_triton(ON_GPU)
+    with pytest.raises(SpecConfigError, match="not on a GPU"):
         use_triton(ON_CPU)
-    monkeypatch.setattr(_triton, "HAS_TRITON", False)
-    with pytest.raises(MissingDependencyError, match="not installed. Install it"):
+    choose("triton", has_triton=False)
+    with pytest.raises(MissingDependencyError):
         use_triton(ON_GPU)
-
-
-def test_an_unknown_choice_is_an_error_of_the_import():
-    environment = os.environ | {"HF_SPECDEC_KERNELS": "cuda"}
-    run = subprocess.run([sys.executable, "-c", "import hf_specdec"], env=environment, capture_output=True, text=True)
-    assert "SpecConfigError: HF_SPECDEC_KERNELS must be" in run.stderr
-    assert "got 'cuda'" in run.stderr
 
 
 def test_the_package_runs_without_triton():

@@ -64,31 +64,3 @@ def test_nothing_is_touched_before_the_wait(compile_for, request, monkeypatch):
         # Weights, which no kernel writes, are on their way before.
         assert (FETCH in before) == (kernel.name == "_product_kernel")
         assert FETCH not in after
-
-
-@pytest.mark.parametrize("compile_for", [90], indirect=True)
-def test_the_usual_kernels_neither_wait_nor_fetch(compile_for):
-    hidden, weight = torch.empty(1, 16, 4096, dtype=torch.bfloat16), torch.empty(1024, 4096, dtype=torch.bfloat16)
-    with compile_for() as kernels:
-        add_norm(hidden, hidden, None, None)
-        projections.products(hidden, [(weight, None)] * 2)
-    for kernel in kernels:
-        assert not kernel.metadata.launch_pdl
-        assert not any(instruction in kernel.asm["ptx"] for instruction in (TRIGGER, WAIT, FETCH))
-
-
-def test_who_begins_early(monkeypatch):
-    """Those of compute capability 9.0 and later, where somebody asks for it."""
-
-    class OnGpu:
-        is_cuda, device = True, torch.device("cuda")
-
-    for asks, capability, expected in ((True, (9, 0), True), (False, (9, 0), False), (True, (8, 6), False)):
-        monkeypatch.setattr(early, "LAUNCHES_EARLY", asks)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert early.launches_early(OnGpu()) is expected
-        assert early.early_launch(OnGpu()) == (
-            {"IS_EARLY": True, "launch_pdl": True} if expected else {"IS_EARLY": False}
-        )
-    monkeypatch.setattr(early, "LAUNCHES_EARLY", True)
-    assert not early.launches_early(torch.ones(1))

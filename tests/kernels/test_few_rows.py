@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,15 +17,6 @@ from tests.helpers.levels import in_full
 pytest.importorskip("numba")
 
 SIZES = st.integers(1, 70) | st.sampled_from([128, 300])
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-@pytest.fixture(params=[2, *in_full(1)], ids="{} threads".format)
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def random(*shape, dtype, seed):
@@ -46,7 +35,7 @@ def assert_rounded(found, x, weight, bias):
     assert bool(((found.double() - exact).abs() <= lost + rounding + least).all())
 
 
-@every_dtype
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(rows=st.integers(1, 20), inputs=SIZES, outputs=SIZES, has_bias=st.booleans(), seed=st.integers(0, 99))
 def test_any_product(dtype, rows, inputs, outputs, has_bias, seed):
     x, weight = random(rows, inputs, dtype=dtype, seed=seed), random(outputs, inputs, dtype=dtype, seed=seed + 1)
@@ -55,74 +44,65 @@ def test_any_product(dtype, rows, inputs, outputs, has_bias, seed):
     assert_rounded(linear(x, weight, bias), x, weight, bias)
 
 
-@every_dtype
-def test_large_matrices_side_by_side(dtype, threads):
+@pytest.mark.parametrize("threads", [2, *in_full(1)])
+def test_large_matrices_side_by_side(threads):
     """More than a thread takes at a time."""
-    x = random(2, 3, 640, dtype=dtype, seed=0)
-    matrices = [(random(n, 640, dtype=dtype, seed=n), random(n, dtype=dtype, seed=n) if n % 2 else None) for n in
-                (64, 1, 555, 800)]  # fmt: skip
-    found = linears(x, matrices)
-    assert found.shape == (2, 3, 64 + 1 + 555 + 800)
-    for part, matrix in zip(found.split([len(weight) for weight, _ in matrices], dim=-1), matrices, strict=True):
-        assert torch.equal(part, linear(x, *matrix))
-        assert_rounded(part, x, *matrix)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for dtype in DTYPES:
+            x, sizes = random(2, 3, 640, dtype=dtype, seed=0), (64, 1, 555, 800)
+            weights = [random(size, 640, dtype=dtype, seed=size) for size in sizes]
+            biases = [random(size, dtype=dtype, seed=size) if size % 2 else None for size in sizes]
+            found = linears(x, list(zip(weights, biases)))
+            assert found.shape == (2, 3, sum(sizes))
+            for part, weight, bias in zip(found.split(sizes, dim=-1), weights, biases, strict=True):
+                assert torch.equal(part, linear(x, weight, bias))
+                assert_rounded(part, x, weight, bias)
+    finally:
+        torch.set_num_threads(before)
 
 
-@every_dtype
-def test_strides_and_shapes(dtype):
-    x, weight = random(40, 6, dtype=dtype, seed=0).t(), random(9, 100, dtype=dtype, seed=1)[2:, 5:45]
-    assert not x.is_contiguous()
-    assert takes(x, weight)
-    found = linear(x, weight)
-    assert torch.equal(found, linear(x.contiguous(), weight.contiguous()))
-    for shape in ((6, 40), (2, 3, 40), (1, 1, 6, 40)):
-        assert torch.equal(linear(x.reshape(shape), weight), found.view(*shape[:-1], 7))
-    assert torch.equal(linear(x[0], weight), linear(x[:1], weight)[0])
-
-
-@every_dtype
-def test_numbers_that_are_none(dtype):
-    x, weight = torch.zeros(3, 33, dtype=dtype), torch.ones(4, 33, dtype=dtype)
-    x[0, 0], x[1, 32], x[2, 5] = torch.nan, torch.inf, -torch.inf
-    found = linear(x, weight)
-    assert found[0].isnan().all()
-    assert found[1].isposinf().all()
-    assert found[2].isneginf().all()
-
-
-def test_halves_are_rounded_to_even():
-    # 1 + 2^-8 lies between two numbers of bfloat16, and so does 1 + 3 * 2^-8.
-    x = torch.tensor([[1.0, 2**-8], [1.0, 3 * 2**-8]]).bfloat16()
-    assert linear(x, torch.ones(1, 2).bfloat16()).flatten().tolist() == [1.0, 1.015625]
-
-
-def test_other_default_device_and_calls_of_several_threads():
-    x, weight = random(4, 500, dtype=torch.float32, seed=0), random(900, 500, dtype=torch.float32, seed=1)
-    expected = linear(x, weight)
-    with torch.device("meta"):
-        assert torch.equal(linear(x, weight), expected)
-    with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(lambda _: linear(x, weight), range(20)):
-            assert torch.equal(found, expected)
+def test_strides_shapes_and_numbers_that_are_none():
+    for dtype in DTYPES:
+        x, weight = random(40, 6, dtype=dtype, seed=0).t(), random(9, 100, dtype=dtype, seed=1)[2:, 5:45]
+        assert not x.is_contiguous()
+        assert takes(x, weight)
+        found = linear(x, weight)
+        assert torch.equal(found, linear(x.contiguous(), weight.contiguous()))
+        for shape in ((6, 40), (2, 3, 40), (1, 1, 6, 40)):
+            assert torch.equal(linear(x.reshape(shape), weight), found.view(*shape[:-1], 7))
+        assert torch.equal(linear(x[0], weight), linear(x[:1], weight)[0])
+        # With another default device.
+        with torch.device("meta"):
+            assert torch.equal(linear(x, weight), found)
+        x, weight = torch.zeros(3, 33, dtype=dtype), torch.ones(4, 33, dtype=dtype)
+        x[0, 0], x[1, 32], x[2, 5] = torch.nan, torch.inf, -torch.inf
+        found = linear(x, weight)
+        assert found[0].isnan().all()
+        assert found[1].isposinf().all()
+        assert found[2].isneginf().all()
 
 
 def test_what_is_left_to_torch(monkeypatch):
     x, weight = torch.ones(2, 8), torch.ones(3, 8)
     assert takes(x, weight)
-    assert not takes(torch.ones(0, 8), weight)
-    assert not takes(x, weight.to_sparse_csr())
-    assert not takes(x, TwoTensor(weight, weight))
-    assert not takes(x, weight, torch.ones(1))
-    assert not takes(x.double(), weight.double())
-    assert not takes(x.bfloat16(), weight)
-    assert not takes(x, torch.ones(8, 3).t())
-    assert not takes(x, weight.to("meta"))
-    assert not takes(x, weight, torch.ones(3).bfloat16())
-    assert not takes(x, torch.ones(3, 4))
-    parameter = torch.nn.Parameter(weight)
-    assert not takes(x, parameter)
+    left = [
+        (torch.ones(0, 8), weight),
+        (x, weight.to_sparse_csr()),
+        (x, TwoTensor(weight, weight)),
+        (x, weight, torch.ones(1)),
+        (x.double(), weight.double()),
+        (x.bfloat16(), weight),
+        (x, torch.ones(8, 3).t()),
+        (x, weight.to("meta")),
+        (x, weight, torch.ones(3).bfloat16()),
+        (x, torch.ones(3, 4)),
+        (x, torch.nn.Parameter(weight)),
+    ]
+    assert [takes(*given) for given in left] == [False] * len(left)
     with torch.no_grad():
-        assert takes(x, parameter)
+        assert takes(*left[-1])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not takes(x, weight)
     monkeypatch.setattr(few_rows, "has_kernel", lambda dtype: False)

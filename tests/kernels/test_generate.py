@@ -9,7 +9,7 @@ from hf_specdec.decoding.graphs import forget_graphs
 from hf_specdec.kernels import _triton, acceptance, cache, sampling, tree_attention, warpers
 from hf_specdec.layers import experts, llama
 from tests.helpers.architectures import tiny_model
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import in_full
 from tests.helpers.models import prompts, scripted_for, tiny_llama
 from tests.helpers.sampled import sampled_speculator
 from tests.kernels.conftest import watched
@@ -107,51 +107,30 @@ def test_greedy_trees_match_generate(name, padding, device, launches, monkeypatc
     assert set(launches) - {"_move_triton"} == {"_tree_attention_triton", *fused}
 
 
-def small_llama():
-    """One group of heads in one layer."""
-    return tiny_llama(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
-
-
-@pytest.fixture
-def generate(device, monkeypatch):
-    """Samples on the device with kernels ("triton") or references ("torch")."""
-    model = small_llama().to(device)
-    inputs = {name: values.to(device) for name, values in prompts(2).items()}
-
-    def run(choice, drafter, **settings):
-        monkeypatch.setattr(_triton, "CHOICE", choice)
-        # Those of the other choice.
-        forget_graphs(model)
-        torch.manual_seed(0)
-        return model.generate(**inputs, assistant=drafter, do_sample=True, max_new_tokens=4, **settings).cpu()
-
-    return run
-
-
 WARPED = {"temperature": 0.8, "top_k": 20, "top_p": 0.8, "min_p": 0.02}
 
 
 @pytest.mark.parametrize(
-    ("widths", "settings"), [((2, 1), {}), *in_full(((1, 1, 1), {}), ((1, 1, 1), WARPED))], ids=str
+    ("widths", "settings"),
+    [pytest.param((2, 1), {}, marks=pytest.mark.smoke), *in_full(((1, 1, 1), {}), ((1, 1, 1), WARPED), (None, {}))],
+    ids=str,
 )
-def test_samples_of_drawn_drafts(widths, settings, generate, launches):
-    """With warpers of the draft's logits and of the target's."""
-    drafter = sampled_speculator(3, widths=widths)
-    text = generate("torch", drafter, **settings)
+def test_samples(widths, settings, device, launches, monkeypatch):
+    """Of drawn drafts, with warpers of the draft's logits and of the target's; or a draw at every node of a tree."""
+    model = tiny_llama(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1).to(device)
+    inputs = {name: values.to(device) for name, values in prompts(2).items()}
+
+    def run(choice, text):
+        monkeypatch.setattr(_triton, "CHOICE", choice)
+        # Those of the other choice.
+        forget_graphs(model)
+        torch.manual_seed(0)
+        drafter = sampled_speculator(3, widths=widths) if widths else scripted_for(text, prompts(2), tree="random")
+        return model.generate(**inputs, assistant=drafter, do_sample=True, max_new_tokens=4, **settings).cpu()
+
+    text = run("torch", model.generate(**inputs, do_sample=False, max_new_tokens=4).cpu())
     assert not launches
-    assert torch.equal(generate("triton", drafter, **settings), text)
-    assert {"_reject_triton", *(["_warped_triton"] if settings else [])} <= set(launches)
-
-
-@full
-@pytest.mark.smoke
-def test_samples_drawn_at_every_node(generate, launches):
-    def scripted_tree(text):
-        return scripted_for(text, prompts(2), tree="random")
-
-    unlikely = small_llama().generate(**prompts(2), do_sample=False, max_new_tokens=4)
-    text = generate("torch", scripted_tree(unlikely))
-    assert not launches
-    assert torch.equal(generate("triton", scripted_tree(text)), text)
-    assert {"_follow_triton", "_sample_triton"} <= set(launches)
-    assert "_reject_triton" not in launches
+    assert torch.equal(run("triton", text), text)
+    expected = {"_reject_triton"} if widths else {"_follow_triton", "_sample_triton"}
+    assert expected | ({"_warped_triton"} if settings else set()) <= set(launches)
+    assert widths or "_reject_triton" not in launches

@@ -13,20 +13,19 @@ from tests.helpers.levels import in_full
 
 
 # The full ones in two processes, each a test that one worker runs.
-ATTENTION = ["test_tree_attention.py", "test_generate.py", "test_gpu_checks.py"]
+ATTENTION = "(test_tree_attention or test_generate)"
 
 
-@pytest.mark.parametrize(("level", "part"), [("short", "all"), *in_full(("full", "attention"), ("full", "others"))])
-def test_device_tests_pass_in_the_interpreter(level, part):
-    """All that take the device "cpu"."""
+@pytest.mark.parametrize(
+    ("level", "names"),
+    [("not full", "cpu"), *in_full(("full", f"cpu and {ATTENTION}"), ("full", f"cpu and not {ATTENTION}"))],
+)
+def test_device_tests_pass_in_the_interpreter(level, names):
+    """All that take the device "cpu", but not this one again."""
     pytest.importorskip("triton")
-    folder = Path(__file__).parent
-    files = [folder / name for name in ATTENTION] if part == "attention" else [folder]
-    ignored = [f"--ignore={folder / name}" for name in ATTENTION] if part == "others" else []
-    chosen = "full and not slow and not gpu" if level == "full" else "not full and not slow and not gpu"
-    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", chosen, "-k", "cpu", *ignored]
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", f"--ignore={__file__}", "-k", names]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *files],
+        [sys.executable, "-m", "pytest", *options, "-m", f"{level} and not slow and not gpu", Path(__file__).parent],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -16,7 +16,7 @@ from hf_specdec.layers.rope import signed_angles
 from tests.helpers import layer_references as references
 from tests.helpers.layer_references import CLOSE, Slots, drawn, to
 from tests.helpers.levels import in_full
-from tests.kernels.conftest import every_gpu, every_nvidia
+from tests.kernels.conftest import every_gpu
 
 
 F32, F16, BF16 = CLOSE
@@ -65,13 +65,6 @@ def angles_of(rows, tokens, size, dtype, is_interleaved):
     return signed_angles(repeated.cos().to(dtype), repeated.sin().to(dtype), is_interleaved)
 
 
-def heads_of(dtype, size=16, rows=2, tokens=5, is_packed=False):
-    if is_packed:
-        joined = drawn(rows, tokens, 8 * size, dtype=dtype).split((4 * size, 2 * size, 2 * size), -1)
-        return tuple(part.view(rows, tokens, -1, size) for part in joined)
-    return tuple(drawn(rows, tokens, heads, size, dtype=dtype, seed=seed) for seed, heads in enumerate((4, 2, 2)))
-
-
 @pytest.mark.parametrize(
     ("size", "turned", "is_interleaved", "is_packed", "kind", "dtype"),
     [
@@ -84,44 +77,37 @@ def heads_of(dtype, size=16, rows=2, tokens=5, is_packed=False):
     ids=str,
 )
 def test_heads_are_normed_turned_and_written(size, turned, is_interleaved, is_packed, kind, dtype, device):
-    heads = heads_of(dtype, size, is_packed=is_packed)
+    if is_packed:
+        joined = drawn(2, 5, 8 * size, dtype=dtype).split((4 * size, 2 * size, 2 * size), -1)
+        heads = tuple(part.view(2, 5, -1, size) for part in joined)
+    else:
+        heads = tuple(drawn(2, 5, count, size, dtype=dtype, seed=seed) for seed, count in enumerate((4, 2, 2)))
     norms = None if kind is None else tuple(norm_of(size, dtype, seed, **KINDS[kind]) for seed in (8, 9))
-    check_heads(heads, angles_of(2, 5, turned, dtype, is_interleaved), norms, is_interleaved, device)
+    # Rows may share their angles.
+    for rows in (2, 1):
+        angles = angles_of(rows, 5, turned, dtype, is_interleaved)
+        starts, shape = torch.tensor([3, 7]), (3, 2, 16, size)
+        reference, slots = (
+            Slots([torch.zeros(shape, dtype=dtype).to(place) for _ in range(2)], starts.to(place), 12)
+            for place in ("cpu", device)
+        )
+        expected = references.place_heads(heads, angles, norms, reference, 0, is_interleaved)
+        found = place_heads(*to((heads, angles, norms), device), slots, 0, is_interleaved)
+        for ours, theirs in zip((*found, *slots.buffers), (*expected, *reference.buffers)):
+            torch.testing.assert_close(ours.cpu(), theirs, **CLOSE[dtype])
+        for buffer in reference.buffers:
+            assert buffer[:2, :, 3:12].any()
+            assert not buffer[2].any()
+        # Values pass as they are.
+        assert torch.equal(slots.buffers[1].cpu(), reference.buffers[1])
 
 
-def check_heads(heads, angles, norms, is_interleaved, device):
-    dtype, size = heads[0].dtype, heads[0].shape[-1]
-    starts, shape = torch.tensor([3, 7]), (3, 2, 16, size)
-    slots = [
-        Slots([torch.zeros(shape, dtype=dtype).to(place) for _ in range(2)], starts.to(place), 12)
-        for place in ("cpu", device)
-    ]
-    expected = references.place_heads(heads, angles, norms, slots[0], 0, is_interleaved)
-    found = place_heads(*to((heads, angles, norms), device), slots[1], 0, is_interleaved)
-    for ours, theirs in zip((*found, *slots[1].buffers), (*expected, *slots[0].buffers)):
-        torch.testing.assert_close(ours.cpu(), theirs, **CLOSE[dtype])
-    for theirs in slots[0].buffers:
-        assert theirs[:2, :, 3:12].any()
-        assert not theirs[2].any()
-    # Values pass as they are.
-    assert torch.equal(slots[1].buffers[1].cpu(), slots[0].buffers[1])
-
-
-def test_heads_of_rows_that_share_angles(device):
-    check_heads(heads_of(F32), angles_of(1, 5, 16, F32, False), None, False, device)
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_packed", "dtype"),
-    [(SILU, True, BF16), (GELU_TANH, False, F32), *in_full((GELU_TANH, True, F16), (SILU, False, F16))],
-    ids=str,
-)
-def test_gates(dtype, kind, is_packed, device):
-    gate, up = (drawn(2, 3, 2 * 72, dtype=dtype) * 3).chunk(2, -1)
-    gate, up = (gate, up) if is_packed else (gate.contiguous(), up.contiguous())
-    found = gated(gate.to(device), up.to(device), kind)
-    name = {SILU: "silu", GELU_TANH: "gelu_pytorch_tanh"}[kind]
-    torch.testing.assert_close(found.cpu(), ACT2FN[name](gate) * up, **CLOSE[dtype])
+def test_gates(device):
+    for kind, name, is_packed, dtype in ((SILU, "silu", True, BF16), (GELU_TANH, "gelu_pytorch_tanh", False, F32)):
+        gate, up = (drawn(2, 3, 2 * 72, dtype=dtype) * 3).chunk(2, -1)
+        gate, up = (gate, up) if is_packed else (gate.contiguous(), up.contiguous())
+        found = gated(gate.to(device), up.to(device), kind)
+        torch.testing.assert_close(found.cpu(), ACT2FN[name](gate) * up, **CLOSE[dtype])
 
 
 def test_layers_run_in_torch_where_gradients_are_needed_or_dtypes_mixed(monkeypatch):
@@ -145,6 +131,7 @@ def test_layers_run_in_torch_where_gradients_are_needed_or_dtypes_mixed(monkeypa
 
 # Angles of rotary embeddings
 
+
 # Rows of a wider tensor, up to the end of the longest texts, and rows that share their positions.
 OWN = torch.tensor([[0, 1, 5, 9], [77, 4096, 131071, 9], [1000003, 2, 3, 9]])[:, :3]
 SHARED = torch.tensor([[3, 70]]).expand(4, -1)
@@ -157,12 +144,10 @@ def frequencies_of(numbers: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("positions", "numbers", "dtype", "factor", "is_interleaved", "stored"),
     [
-        (OWN, 48, torch.float32, 0.7, False, torch.float32),
-        (SHARED, 12, torch.bfloat16, 1.0, True, torch.bfloat16),
-        *in_full(*((OWN, 64, torch.bfloat16, 1.0, is_interleaved, torch.float32) for is_interleaved in (False, True))),
-        *in_full(
-            (OWN, 1, torch.float16, 1.0, True, torch.float32), (OWN, 8, torch.float32, 1.0, False, torch.bfloat16)
-        ),
+        (OWN, 48, F32, 0.7, False, F32),
+        (SHARED, 12, BF16, 1.0, True, BF16),
+        *in_full((OWN, 64, BF16, 1.0, False, F32), (OWN, 64, BF16, 1.0, True, F32)),
+        *in_full((OWN, 1, F16, 1.0, True, F32), (OWN, 8, F32, 1.0, False, BF16)),
     ],
 )
 def test_rotary_angles(device, positions, numbers, dtype, factor, is_interleaved, stored):
@@ -173,20 +158,7 @@ def test_rotary_angles(device, positions, numbers, dtype, factor, is_interleaved
     found = rotary_angles(there, frequencies.to(device), factor, dtype, is_interleaved)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.dtype, ours.shape) == (dtype, (*positions.shape, 1, 2 * numbers))
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=1e-6 if dtype == torch.float32 else 4e-3)
-
-
-@every_nvidia
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)], ids=str)
-def test_angles_compile(compile_for, dtype):
-    with compile_for() as kernels:
-        rotary_angles(torch.zeros(1, 16, dtype=torch.long), frequencies_of(64), 1.0, dtype, False)
-    assert len(kernels) == 1
-    # Far from zero the units of a GPU that approximate are wrong; exact ones need many digits of 2 / pi.
-    ptx = kernels[0].asm["ptx"]
-    assert "cos.approx" not in ptx
-    assert "sin.approx" not in ptx
-    assert "i2opi" in ptx
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=1e-6 if dtype == F32 else 4e-3)
 
 
 @every_gpu
@@ -209,7 +181,13 @@ def test_kernels_compile(compile_for, size):
         place_heads(heads, angles, None, slots, 0, True)
         for kind in (SILU, GELU_TANH):
             gated(*inner.chunk(2, -1), kind)
-    assert len(kernels) == 8
+        rotary_angles(torch.zeros(1, 16, dtype=torch.long), frequencies_of(64), 1.0, dtype, False)
+    assert len(kernels) == 9
     if "ptx" in kernels[0].asm:
         # Sixteen bytes at a time.
         assert all("ld.global.v4.b32" in kernel.asm["ptx"] for kernel in kernels[:4])
+        # Far from zero the units of a GPU that approximate are wrong; exact ones need many digits of 2 / pi.
+        ptx = kernels[-1].asm["ptx"]
+        assert "cos.approx" not in ptx
+        assert "sin.approx" not in ptx
+        assert "i2opi" in ptx

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec.kernels.matches import _lengths_torch, _lengths_triton
-from tests.helpers.levels import full
 from tests.kernels.conftest import every_gpu
 
 
@@ -37,14 +36,6 @@ def compared(texts, lengths, most):
 @given(texts_of_rows())
 def test_reference(case):
     assert torch.equal(_lengths_torch(*case), compared(*case))
-
-
-@full
-@given(case=texts_of_rows())
-def test_kernel(device, case):
-    texts, lengths, most = case
-    found = _lengths_triton(texts.to(device), lengths.to(device), most)
-    assert torch.equal(found.cpu(), _lengths_torch(texts, lengths, most))
 
 
 @pytest.mark.smoke

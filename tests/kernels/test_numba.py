@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ numba = pytest.importorskip("numba")
 llvm = pytest.importorskip("llvmlite.binding")
 
 PRODUCTS = """
-import os, sys, threading
+import sys
 import torch
 from hf_specdec.kernels import few_rows
 
@@ -50,11 +51,17 @@ def start(code, **environment):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
-def output_of(process):
-    output, errors = process.communicate(timeout=300)
+def output_of(process, seconds=300):
+    """What a process has printed; one that hangs is killed with its children."""
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"The process was still running after {seconds} s: {process.communicate()[1]}")
     assert process.returncode == 0, errors
     return output, errors
 
@@ -78,20 +85,6 @@ for _ in range(2):
     assert output == known["answers"] + "\n"
     assert errors.count("numba cannot be imported") == 1
     assert "pip install numba" in errors
-
-
-@full
-def test_drafting_with_a_network_does_not_import_the_kernels_over_texts():
-    code = (
-        "import sys, hf_specdec; from hf_specdec import demo; from hf_specdec.settings import describe_settings;"
-        "target = demo.load_target(); inputs = demo.load_tokenizer()('def add', return_tensors='pt');"
-        "head = demo.drafter_path('eagle3'); describe_settings();"
-        "target.generate(**inputs, max_new_tokens=8, spec_method='eagle3', spec_model=head);"
-        "print('hf_specdec.kernels.text' in sys.modules);"
-        "target.generate(**inputs, max_new_tokens=8, spec_method='ngram');"
-        "print('hf_specdec.kernels.text' in sys.modules)"
-    )
-    assert output_of(start(code))[0].split() == ["False", "True"]
 
 
 @full
@@ -144,37 +137,42 @@ event.register("numba:compile", compilations)
 
 @full
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_fork_waits_for_what_another_thread_compiles(tmp_path):
+def test_a_fork_waits_for_what_another_thread_compiles():
+    """What is compiled is small, and no thread computes: OpenMP may hang in children of its processes."""
     code = """
-from hf_specdec.kernels import _few_rows
-entry, is_inside = _few_rows.entry, threading.Event()
-_few_rows.entry = lambda dtype: is_inside.set() or entry(dtype)
+import os, threading
+import numba, torch
+from hf_specdec.kernels import _few_rows, few_rows
+
+def entry(dtype):
+    is_inside.set()
+    return numba.njit("int64(int64)")(lambda number: 2 * number)
+
+_few_rows.entry, is_inside = entry, threading.Event()
 thread = threading.Thread(target=few_rows._kernel, args=[torch.float32])
 thread.start()
-assert is_inside.wait(60)
+assert is_inside.wait(30)
 child = os.fork()
-torch.set_num_threads(1)
-if child:
-    assert os.waitpid(child, 0)[1] == 0
-    thread.join()
-for dtype in (torch.float32, torch.bfloat16):
-    check(dtype)
-sys.stdout.flush()
-os._exit(0)
+if not child:
+    is_there = torch.float32 in few_rows._kernels
+    os._exit(0 if is_there and few_rows._kernel(torch.bfloat16)[0](4) == 8 else 1)
+assert os.waitpid(child, 0)[1] == 0
+thread.join()
+assert few_rows._kernel(torch.float32)[0](4) == 8
 """
-    output_of(start(PRODUCTS + code, NUMBA_CACHE_DIR=str(tmp_path)))
+    output_of(start(code), seconds=60)
 
 
 def double(number):
     return 2 * number
 
 
-def no_room(*arguments):
-    raise OSError("No space left on device")
+def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch):
+    """There is no room, or no folder that can be written to."""
 
+    def no_room(*arguments):
+        raise OSError("No space left on device")
 
-@pytest.mark.parametrize("fault", [("CacheImpl._locator_classes", []), ("IndexDataCacheFile.save", no_room)])
-def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch, fault):
-    """No folder can be written to, or there is no room."""
-    monkeypatch.setattr(f"numba.core.caching.{fault[0]}", fault[1])
-    assert compiled("int64(int64)")(double)(4) == 8
+    for name, fault in (("IndexDataCacheFile.save", no_room), ("CacheImpl._locator_classes", [])):
+        monkeypatch.setattr(f"numba.core.caching.{name}", fault)
+        assert compiled("int64(int64)")(double)(4) == 8

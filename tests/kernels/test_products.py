@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 
-import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.hooks import remove_hook_from_submodules
 from torch import nn
-from torch.testing._internal.two_tensor import TwoTensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from hf_specdec.decoding import functional
-from hf_specdec.diagnosis import checks
 from hf_specdec.kernels import few_rows, products
 from hf_specdec.kernels.products import fast_products, prepare_products, product, widened_linear
 from hf_specdec.layers.llama import project
@@ -23,6 +19,8 @@ from tests.helpers.models import TINY, prompts, scripted_for, tiny_llama
 
 
 pytestmark = pytest.mark.skipif(not few_rows.has_kernel(), reason="needs numba")
+
+GREEDY = {**prompts(1), "max_new_tokens": 12, "do_sample": False}
 
 
 @pytest.fixture(autouse=True)
@@ -60,11 +58,6 @@ def rows_of_ways(monkeypatch):
     return seen
 
 
-@pytest.fixture
-def kernel_rows(rows_of_ways):
-    return rows_of_ways[1]
-
-
 @pytest.fixture(autouse=True)
 def without_gradients():
     with torch.no_grad():
@@ -76,19 +69,10 @@ def attributes(model):
     return {name: dict(vars(module)) for name, module in model.named_modules()}
 
 
-def forget(monkeypatch):
-    """As in another process, which has the file."""
-    monkeypatch.setattr(products, "_known", {})
-    monkeypatch.setattr(products, "ways_of_shapes", {})
-
-
 def drafted(target, plain):
     """Whether drafts of three tokens have given the text of plain generation."""
     ours = target.generate(**GREEDY, assistant=scripted_for(plain, prompts(1), k=3))
     return torch.equal(ours, plain)
-
-
-GREEDY = {**prompts(1), "max_new_tokens": 12, "do_sample": False}
 
 
 def small_model():
@@ -96,171 +80,96 @@ def small_model():
     return nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64, bias=False), nn.Linear(64, 32), nn.Linear(4, 4))
 
 
-def test_each_shape_is_measured_once_and_the_model_stays_as_it_is(measured):
+def test_each_shape_is_measured_once_on_a_machine(measured, monkeypatch):
     model = small_model()
     before = attributes(model)
-    prepare_products(model)
+    for again in (model, model, small_model()):
+        prepare_products(again)
     assert measured == [((32, 64), 2), ((64, 32), 1)]
-    prepare_products(model)
-    prepare_products(small_model())
-    assert len(measured) == 2
     assert attributes(model) == before
-
-
-def test_another_process_reads_the_file(measured, monkeypatch):
-    """Entries for the shapes of one model count for the next one, too."""
-    prepare_products(small_model())
-    ways = dict(products.ways_of_shapes)
-    for models in ([small_model()], [nn.Linear(64, 32), nn.Linear(32, 64)]):
-        forget(monkeypatch)
-        for model in models:
-            prepare_products(model)
-        assert len(measured) == 2
+    ways, file = dict(products.ways_of_shapes), products._file()
+    # As in another process, which has the file, or a damaged one.
+    wrong_entry = json.dumps({"format": 2, "ways": {"float32 32x64 1": "01", "float32 64x32 1": 5}})
+    for content in (None, wrong_entry, "{", "", "[]", '{"format": 4}', "[" * 100_000):
+        monkeypatch.setattr(products, "_known", {})
+        monkeypatch.setattr(products, "ways_of_shapes", {})
+        measured.clear()
+        if content is not None:
+            file.write_text(content)
+        prepare_products(small_model())
+        assert len(measured) == (0 if content is None else 2)
         assert products.ways_of_shapes == ways != {}
-
-
-WRONG_ENTRY = json.dumps({"format": 2, "ways": {"float32 32x64 1": "01", "float32 64x32 1": 5}})
-
-
-@pytest.mark.parametrize(
-    "content",
-    [WRONG_ENTRY, "{", *in_full("", "[]", '{"format": 4}', '{"format": 1, "ways": {}}', "[" * 100_000)],
-    ids=lambda text: text[:20],
-)
-def test_damaged_files(measured, content):
-    file = products._file()
-    file.write_text(content)
-    prepare_products(small_model())
-    assert len(measured) == 2
-    assert set(json.loads(file.read_text())["ways"]) == {"float32 32x64 1", "float32 64x32 1"}
-
-
-def test_nothing_is_measured_where_it_is_switched_off_or_weights_are_packed(measured, monkeypatch):
-    for change in (lambda weight: TwoTensor(weight, weight), torch.Tensor.to_sparse_csr):
-        layer = nn.Linear(64, 32)
-        layer.weight = nn.Parameter(change(layer.weight.detach()), requires_grad=False)
-        prepare_products(layer)
-    # Nor halves that the processor cannot convert.
-    monkeypatch.setattr(few_rows, "has_kernel", lambda dtype: dtype != torch.float16)
-    prepare_products(small_model().half())
-    monkeypatch.setattr(products, "measures", False)
-    prepare_products(small_model())
-    assert measured == []
-    assert not products._file().exists()
-
-
-@pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, "01"), (torch.bfloat16, "012")], ids=str)
-def test_a_measurement(dtype, digits):
-    """The winner among them depends on the machine."""
-    found = products._measure([torch.randn(64, 32).to(dtype)])
-    assert len(found) == len(products._MEASURED_ROWS)
-    assert set(found) <= set(digits)
+        assert set(json.loads(file.read_text())["ways"]) == {"float32 32x64 1", "float32 64x32 1"}
 
 
 def test_every_way_computes_what_it_wins(measured, rows_of_ways):
-    model = small_model()
+    model, threads = small_model(), torch.get_num_threads()
     prepare_products(model)
     weight, bias = model[0].weight, model[0].bias
     for rows in (1, 2, 4, 5, 16, 17, 33, 64, 65, 100, 128, 300):
         x = torch.randn(rows, 64)
         torch.testing.assert_close(product(x, weight, bias), F.linear(x, weight, bias))
     assert rows_of_ways[1:] == [[2, 4], [33, 64]]
-    # Of a shape that nobody knows.
+    # Left to torch: a shape that nobody knows, training, and another number of threads.
     x = torch.randn(3, 4)
     assert torch.equal(product(x, model[3].weight, model[3].bias), model[3](x))
-
-
-def test_with_another_number_of_threads_torch_computes(measured, kernel_rows):
-    model, before = small_model(), torch.get_num_threads()
-    prepare_products(model)
-    torch.set_num_threads(before + 1)
+    with torch.enable_grad():
+        product(torch.randn(3, 64), weight).sum().backward()
+    assert weight.grad is not None
+    torch.set_num_threads(threads + 1)
     try:
-        product(torch.randn(3, 64), model[0].weight)
-        assert kernel_rows == []
-        prepare_products(model)
-        product(torch.randn(3, 64), model[0].weight)
+        product(torch.randn(3, 64), weight)
     finally:
-        torch.set_num_threads(before)
-    assert kernel_rows == [3]
+        torch.set_num_threads(threads)
+    assert rows_of_ways[1] == [2, 4]
 
 
-@pytest.mark.parametrize(("rows", "joined"), [(3, True), (5, False), *in_full((1, False), (40, False))])
-def test_products_of_the_same_rows(measured, monkeypatch, rows, joined):
-    """One call of the kernel where it wins for all of them; else each goes its own way."""
-    model, x, calls = small_model(), torch.randn(1, rows, 64), []
-    prepare_products(model)
-    linears = products.linears
-    monkeypatch.setattr(products, "linears", lambda x, matrices: calls.append(len(matrices)) or linears(x, matrices))
-    known, without_bias = (model[0].weight, model[0].bias), (model[0].weight, None)
-    # The last pair has a shape that nobody knows.
-    for matrices in ([known, without_bias], [known, (torch.randn(7, 64), None)]):
-        for found, (weight, bias) in zip(products.products(x, matrices), matrices, strict=True):
-            torch.testing.assert_close(found, F.linear(x, weight, bias))
-    assert calls == [2] * joined
-
-
-@pytest.mark.parametrize(("dtype", "has_bias"), [(torch.bfloat16, True), *in_full((torch.float16, False))])
-def test_widened_weights(dtype, has_bias, monkeypatch):
+def test_widened_weights(monkeypatch):
     """The exact numbers, rounded once, however the weights are cut."""
     monkeypatch.setattr(products, "_WIDENED_BYTES", 4 * 48 * 10)
-    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((2, 5, 48), (33, 48), (33,)))
-    bias = bias if has_bias else None
-    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    found = widened_linear(x, weight, bias)
-    assert (found.shape, found.dtype) == (exact.shape, dtype)
-    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-5)
+    for dtype, has_bias in ((torch.bfloat16, True), (torch.float16, False)):
+        x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((2, 5, 48), (33, 48), (33,)))
+        bias = bias if has_bias else None
+        exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        found = widened_linear(x, weight, bias)
+        assert (found.shape, found.dtype) == (exact.shape, dtype)
+        torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-5)
 
 
 # Layers of models
 
 
-def test_layers_of_draft_networks(measured, kernel_rows):
-    linear = nn.Linear(64, 32)
-    prepare_products(linear)
-    x = torch.randn(3, 64)
-    torch.testing.assert_close(project(linear, x), linear(x))
-    assert kernel_rows == [3]
-    linear.register_forward_hook(lambda *call: None)
-    assert torch.equal(project(linear, x), linear(x))
-    assert kernel_rows == [3]
-
-
-def test_layers_of_a_models_own_forward(measured, kernel_rows):
+def test_layers_of_draft_networks_and_of_a_models_own_forward(measured, rows_of_ways):
     """Layers take the fast ways inside, and nothing of the model stays changed."""
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64, bias=False))
     prepare_products(model)
     x, before = torch.randn(3, 64), attributes(model)
     expected = model(x)
-    assert not kernel_rows
+    assert not rows_of_ways[1]
+    torch.testing.assert_close(project(model[0], x), model[0](x))
     with fast_products(model):
         with fast_products(model):
             torch.testing.assert_close(model(x), expected)
         torch.testing.assert_close(model(x), expected)
-        assert kernel_rows == [3] * 4
+        assert rows_of_ways[1] == [3] * 5
     assert attributes(model) == before
     assert torch.equal(model(x), expected)
     with pytest.raises(RuntimeError), fast_products(model):
         model(torch.randn(3, 5))
     assert attributes(model) == before
-    # Forwards of users stay.
+    # Forwards and hooks of users stay.
     model[0].forward = lambda x: x[:, :32]
     with fast_products(model):
         model(x)
     assert "forward" in vars(model[0])
-    assert len(kernel_rows) == 5
-
-
-def test_training_is_left_to_torch(measured, kernel_rows):
-    model = small_model()
-    prepare_products(model)
-    with torch.enable_grad():
-        product(torch.randn(3, 64), model[0].weight).sum().backward()
-    assert model[0].weight.grad is not None
-    assert kernel_rows == []
+    assert len(rows_of_ways[1]) == 6
+    model[1].register_forward_hook(lambda *call: None)
+    project(model[1], x[:, :32])
+    assert len(rows_of_ways[1]) == 6
 
 
 @pytest.mark.parametrize("kind", ["grouped_mm", *in_full("eager", "batched_mm")])
-def test_experts(measured, kernel_rows, kind):
+def test_experts(measured, rows_of_ways, kind):
     """The matrices of experts, chosen one by one or multiplied in groups; in batches torch computes."""
     torch.manual_seed(0)
     sizes = {"num_hidden_layers": 1, "intermediate_size": 24, "num_local_experts": 4}
@@ -273,73 +182,22 @@ def test_experts(measured, kernel_rows, kind):
     with fast_products(model):
         torch.testing.assert_close(model(tokens).logits, expected)
     num_linear = 5  # of attention, and lm_head
-    assert (len(kernel_rows) > num_linear) == (kind != "batched_mm")
+    assert (len(rows_of_ways[1]) > num_linear) == (kind != "batched_mm")
     assert attributes(model) == before
 
 
-@pytest.mark.parametrize("is_lean", [True, False])
-def test_a_call_of_generate(measured, kernel_rows, monkeypatch, is_lean):
+@pytest.mark.parametrize("is_lean", [True, *in_full(False)])
+def test_a_call_of_generate(measured, rows_of_ways, monkeypatch, is_lean):
     """All of a small target's layers, also in its own forward, and the same greedy text."""
     target = tiny_llama()
     plain = target.generate(**GREEDY)
     if not is_lean:
         monkeypatch.setattr(functional, "has_lean_forward", lambda model: False)
     assert drafted(target, plain)
-    assert not kernel_rows
+    assert not rows_of_ways[1]
     prepare_products(target)
     assert drafted(target, plain)
-    assert kernel_rows.count(4) > 3
-    kernel_rows.clear()
+    assert rows_of_ways[1].count(4) > 3
+    rows_of_ways[1].clear()
     assert torch.equal(target.generate(**GREEDY), plain)
-    assert not kernel_rows
-
-
-@pytest.mark.parametrize("place", ["memory", *in_full("disk")])
-def test_an_offloaded_target(measured, kernel_rows, tmp_path, place):
-    """Its weights are measured by others of their shape, and multiplied where accelerate puts them."""
-    target, device = tiny_llama(), {"execution_device": torch.device("cpu")}
-    plain = target.generate(**GREEDY)
-    prepare_products(target)
-    accelerate.disk_offload(target, tmp_path, **device) if place == "disk" else accelerate.cpu_offload(
-        target, **device
-    )
-    prepare_products(target)
-    before = attributes(target)
-    assert drafted(target, plain)
-    assert kernel_rows.count(4) > 3
-    assert attributes(target) == before
-    # Hooks that are gone leave the class's forward among a module's own attributes.
-    remove_hook_from_submodules(target)
-    prepare_products(target)
-    kernel_rows.clear()
-    rows = prompts(1)["input_ids"][:, :3]
-    with fast_products(target):
-        taken = target(rows).logits
-    assert kernel_rows
-    torch.testing.assert_close(taken, target(rows).logits)
-
-
-def test_stand_ins_are_measured_for_offloaded_weights(monkeypatch):
-    """As many as there are, and no more than fill the caches; the kernel is given no address of what is nowhere."""
-    seen = []
-    monkeypatch.setattr(products, "_WAYS", (lambda x, weight: seen.append(weight),) * 3)
-    monkeypatch.setattr(products, "_MOST_BYTES", 3 * 64 * 32 * 4)
-    offloaded, there = torch.empty(64, 32, device="meta"), torch.zeros(64, 32)
-    for weights, expected in (([offloaded] * 5, 3), ([offloaded] * 2, 2), ([there, offloaded], 2)):
-        seen.clear()
-        products._measure(weights)
-        assert {weight.device.type for weight in seen} == {"cpu"}
-        assert len({weight.untyped_storage().data_ptr() for weight in seen}) == expected
-    assert there.untyped_storage().data_ptr() in {weight.untyped_storage().data_ptr() for weight in seen}
-
-
-def test_doctor_says_where_the_kernel_is_faster_or_missing(measured, monkeypatch):
-    target = tiny_llama()
-    (finding,) = checks.product_findings(target)
-    num_shapes = len({tuple(seen) for seen, _ in measured})
-    assert finding.status == "ok"
-    assert f"for {num_shapes} of {num_shapes} shapes" in finding.found
-    monkeypatch.setattr(checks, "has_kernel", lambda: False)
-    (finding,) = checks.product_findings(target)
-    assert "numba cannot be imported" in finding.found
-    assert "pip install numba" in finding.remedy
+    assert not rows_of_ways[1]

@@ -12,7 +12,6 @@ from hf_specdec.kernels.norms import Norm
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.layers import llama
 from hf_specdec.layers.draft_network import new_attention, new_mlp
-from hf_specdec.layers.llama import project_together
 from tests.helpers import layer_references as references
 from tests.helpers.layer_references import CLOSE, drawn, to
 from tests.helpers.levels import in_full
@@ -33,50 +32,42 @@ def drawn_linears(dtype, widths, size, has_bias):
     return hidden, [(weight, drawn(len(weight), dtype=dtype, seed=9) if has_bias else None) for weight in weights]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("widths", "size", "has_bias", "dtype"),
-    [((96, 32, 32), 192, True, BF16), *in_full(((64, 64), 128, False, F16), ((64, 128, 64), 64, True, F16))],
+    ("widths", "size", "has_bias", "kind", "dtype"),
+    [
+        ((96, 32, 32), 192, True, SILU, BF16),
+        *in_full(((64, 64), 128, False, GELU_TANH, F16), ((64, 128, 64), 64, True, GELU_TANH, F16)),
+    ],
 )
-def test_products(widths, size, has_bias, dtype, device):
+def test_products(widths, size, has_bias, kind, dtype, device):
     hidden, linears = drawn_linears(dtype, widths, size, has_bias)
-    found = projections.products(hidden.to(device), to(linears, device))
-    for output, linear in zip(found, linears, strict=True):
+    there, given = hidden.to(device), to(linears, device)
+    expected = [F.linear(hidden, *linear) for linear in linears]
+    for output, product in zip(projections.products(there, given), expected, strict=True):
         assert output.dtype == dtype
-        torch.testing.assert_close(output.cpu(), F.linear(hidden, *linear), **CLOSE[dtype])
-
-
-@pytest.mark.parametrize(
-    ("kind", "has_bias", "dtype"),
-    [(SILU, True, BF16), *in_full((SILU, False, F16), (GELU_TANH, True, F16), (GELU_TANH, False, BF16))],
-)
-def test_gated_products(kind, has_bias, dtype, device):
-    hidden, linears = drawn_linears(dtype, (96, 96), 128, has_bias)
-    found = projections.gated_product(hidden.to(device), *to(linears, device), kind)
-    expected = references.gated(*(F.linear(hidden, *linear) for linear in linears), kind)
-    torch.testing.assert_close(found.cpu(), expected, **CLOSE[dtype])
-
-
-@pytest.mark.parametrize(
-    ("width", "size", "has_bias", "dtype"),
-    [(96, 64, True, BF16), *in_full((64, 192, False, F16), (192, 128, True, F16))],
-)
-def test_product_added_to_the_stream(width, size, has_bias, dtype, device):
-    """A product is rounded before it is added; the squares are those of the rounded sum."""
-    hidden, [linear] = drawn_linears(dtype, (width,), size, has_bias)
-    stream = drawn(2, 3, width, dtype=dtype, seed=5)
-    total, squares = projections.added_product(*to((hidden, linear, stream), device))
+        torch.testing.assert_close(output.cpu(), product, **CLOSE[dtype])
+    # The halves of an MLP.
+    weight, bias = linears[0]
+    up = weight.flip(0).contiguous(), bias
+    found = projections.gated_product(there, given[0], to(up, device), kind)
+    gates = references.gated(expected[0], F.linear(hidden, *up), kind)
+    torch.testing.assert_close(found.cpu(), gates, **CLOSE[dtype])
+    # A product is rounded before it is added to the stream; the squares are those of the rounded sum.
+    stream = drawn(2, 3, widths[0], dtype=dtype, seed=5)
+    total, squares = projections.added_product(there, given[0], stream.to(device))
     assert total.dtype == dtype
-    torch.testing.assert_close(total.cpu(), stream + F.linear(hidden, *linear), **CLOSE[dtype])
-    expected = total.cpu().float().square().sum(-1).flatten()
-    torch.testing.assert_close(squares.sum(0).cpu(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(total.cpu(), stream + expected[0], **CLOSE[dtype])
+    found = total.cpu().float().square().sum(-1).flatten()
+    torch.testing.assert_close(squares.sum(0).cpu(), found, rtol=1e-4, atol=1e-4)
 
 
-LLAMA, GEMMA, OLMO = {}, {"offset": 1.0, "rounds_last": True}, {"rounds_last": True}
+GEMMA, OLMO = {"offset": 1.0, "rounds_last": True}, {"rounds_last": True}
 
 
 @pytest.mark.parametrize(
     ("norm", "parts", "dtype"),
-    [(GEMMA, 3, BF16), *in_full((LLAMA, 1, BF16), (LLAMA, 70, F16), (OLMO, 3, F16), (GEMMA, 1, F16))],
+    [(GEMMA, 3, BF16), *in_full(({}, 1, BF16), ({}, 70, F16), (OLMO, 3, F16), (GEMMA, 1, F16))],
     ids=str,
 )
 def test_products_of_an_unnormed_stream(norm, parts, dtype, device):
@@ -99,42 +90,23 @@ def test_products_of_an_unnormed_stream(norm, parts, dtype, device):
 def test_what_is_taken(device, monkeypatch):
     monkeypatch.setattr(_triton, "CHOICE", "triton")
     hidden, linears = drawn_linears(torch.bfloat16, (64, 32), 64, False)
-    hidden, linears = to((hidden, linears), device)
+    hidden, (first, (second, _)) = to((hidden, linears), device)
+    left = [
+        (hidden.float(), [(weight.float(), None) for weight in (first[0], second)]),
+        (hidden.repeat(11, 1, 1), [first, (second, None)]),
+        (hidden[..., :40], [(weight[:, :40], None) for weight in (first[0], second)]),
+        (hidden, [first, (second[:20], None)]),
+        (hidden, [first, (second.as_subclass(Wrapped), None)]),
+        (hidden, [first, (second, hidden[0, 0, :32])]),
+        (hidden, [first]),
+    ]
     with torch.no_grad():
-        assert projections.takes(hidden, linears)
-        assert not projections.takes(hidden.float(), [(weight.float(), None) for weight, _ in linears])
-        assert not projections.takes(hidden.repeat(11, 1, 1), linears)
-        assert not projections.takes(hidden[..., :40], [(weight[:, :40], None) for weight, _ in linears])
-        assert not projections.takes(hidden, [linears[0], (linears[1][0][:20], None)])
-        assert not projections.takes(hidden, [linears[0], (linears[1][0].as_subclass(Wrapped), None)])
-        assert not projections.takes(hidden, [linears[0], (linears[1][0], hidden[0, 0, :32])])
-        assert not projections.takes(hidden, linears[:1])
+        assert [projections.takes(*given) for given in left] == [False] * len(left)
+        assert projections.takes(hidden, [first, (second, None)])
         monkeypatch.setattr(projections, "_LEAST_ALONE", 0)
-        assert projections.takes(hidden, linears[:1])
+        assert projections.takes(hidden, [first])
         squares = torch.ones(1, 6, device=device)
-        assert projections.takes(projections.Unnormed(hidden, squares, Norm(hidden[0, 0], 1e-5)), linears)
-
-
-@pytest.mark.smoke
-def test_layers_run_through_it(device, monkeypatch):
-    """Queries, keys and values together, and the halves of an MLP; hooked layers by their own calls."""
-    launches = watched(monkeypatch, (projections, "_launch"))
-    monkeypatch.setattr(_triton, "CHOICE", "triton")
-    monkeypatch.setattr(projections, "_LEAST_ALONE", 0)
-    parts = [torch.nn.Linear(64, width, bias=False).bfloat16().to(device) for width in (64, 32, 32)]
-    mlp = llama.GatedMLP(*parts[:1] * 2, torch.nn.Linear(64, 64).bfloat16().to(device), torch.nn.SiLU())
-    hidden = drawn(1, 5, 64, dtype=torch.bfloat16).to(device)
-    with torch.no_grad():
-        for part, output in zip(parts, project_together(parts, hidden), strict=True):
-            torch.testing.assert_close(output, part(hidden), **CLOSE[torch.bfloat16])
-        expected = mlp.down_proj(references.gated(parts[0](hidden), parts[0](hidden), SILU))
-        torch.testing.assert_close(mlp(hidden), expected, **CLOSE[torch.bfloat16])
-        # Those of an MLP are two.
-        assert len(launches) == 3
-        parts[0].register_forward_hook(lambda module, given, output: 2 * output)
-        assert torch.equal(project_together(parts, hidden)[0], parts[0](hidden))
-        # The others by themselves.
-        assert len(launches) == 5
+        assert projections.takes(projections.Unnormed(hidden, squares, Norm(hidden[0, 0], 1e-5)), [first])
 
 
 class Sizes:

@@ -14,19 +14,10 @@ from hf_specdec.kernels.sampling import _sample_triton, sample_torch
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.kernels.warpers import Warping, _warped_torch, _warped_triton
 from tests.helpers.levels import full, in_full
-from tests.kernels.conftest import every_gpu
+from tests.kernels.conftest import every_gpu, random_probs
 
 
 ALMOST_ONE = float(np.nextafter(1.0, 0.0))
-
-
-@pytest.fixture
-def generator():
-    return torch.Generator().manual_seed(0)
-
-
-def random_probs(generator, *shape):
-    return torch.randn(shape, generator=generator).mul(1.5).softmax(-1)
 
 
 def check(probs, uniform, device):
@@ -45,44 +36,45 @@ def check(probs, uniform, device):
         *in_full((3000, torch.float16), (3000, torch.float64)),
     ],
 )
-def test_vocabularies_and_dtypes(vocab_size, dtype, device, generator):
-    probs = random_probs(generator, 8, vocab_size).to(dtype)
-    check(probs, torch.rand(8, dtype=torch.float64, generator=generator), device)
+def test_vocabularies_shapes_and_dtypes(vocab_size, dtype, device, generator):
+    probs = random_probs(generator, 4, 3, vocab_size).to(dtype)
+    numbers = torch.rand(3, 4, dtype=torch.float64, generator=generator)
+    assert check(probs, numbers.T, device).shape == (4, 3)
+    assert check(probs.transpose(0, 1), numbers, device).shape == (3, 4)
+    assert check(probs[:, :1].expand(-1, 3, -1), numbers.T, device).shape == (4, 3)
+    assert check(probs[0, 0], numbers[0, 0], device).shape == ()
+    assert check(probs[:0], numbers.T[:0], device).shape == (0, 3)
 
 
-@pytest.mark.parametrize("number", [0.0, ALMOST_ONE, *in_full(1e-300, 0.5, 1.0)])
 @pytest.mark.parametrize("vocab_size", [700, *in_full(3)])
-def test_an_id_of_probability_zero_is_never_drawn(number, vocab_size, device, generator):
-    probs = random_probs(generator, 8, vocab_size) * (torch.rand(8, vocab_size, generator=generator) < 0.3)
-    probs[:, 0] = probs[:, -1] = 0.0
-    probs[:, 1] = 1e-9
-    # Beside the total the rounding of a block's sum decides which of the possible ids it is.
-    ids = _sample_triton(probs.to(device), torch.full((8,), number, dtype=torch.float64, device=device)).cpu()
-    assert (probs.gather(1, ids[:, None]) > 0).all()
+def test_an_id_of_probability_zero_is_never_drawn(vocab_size, device, generator):
+    for number in (0.0, ALMOST_ONE, 1e-300, 0.5, 1.0):
+        probs = random_probs(generator, 8, vocab_size) * (torch.rand(8, vocab_size, generator=generator) < 0.3)
+        probs[:, 0] = probs[:, -1] = 0.0
+        probs[:, 1] = 1e-9
+        # Beside the total the rounding of a block's sum decides which of the possible ids it is.
+        ids = _sample_triton(probs.to(device), torch.full((8,), number, dtype=torch.float64, device=device)).cpu()
+        assert (probs.gather(1, ids[:, None]) > 0).all()
 
 
-def test_equal_probabilities(device):
-    """Every threshold lies exactly on the border of two ids: the next one is drawn."""
-    probs = torch.full((16, 512), 1 / 512)
+@pytest.mark.smoke
+def test_equal_probabilities_and_rows_without_a_distribution(device):
+    # Every threshold lies exactly on the border of two ids: the next one is drawn.
     numbers = torch.arange(16, dtype=torch.float64) / 16
-    assert check(probs, numbers, device).tolist() == list(range(0, 512, 32))
+    assert check(torch.full((16, 512), 1 / 512), numbers, device).tolist() == list(range(0, 512, 32))
+    for vocab_size in (600, 5):
+        probs = torch.zeros(6, vocab_size)
+        probs[0, 2] = 1.0
+        for row, bad in enumerate((0.0, torch.nan, torch.inf), start=1):
+            probs[row, 3] = bad
+        probs[4, 1] = 0.5
+        probs[5] = torch.nan
+        assert check(probs, torch.tensor([0.1, 0.1, 0.1, 0.1, 0.9, 0.9]), device).tolist() == [2, -1, -1, -1, 1, -1]
 
 
-@pytest.mark.parametrize("vocab_size", [600, *in_full(5)])
-def test_rows_without_a_distribution_are_marked(vocab_size, device):
-    probs = torch.zeros(6, vocab_size)
-    probs[0, 2] = 1.0
-    for row, bad in enumerate((0.0, torch.nan, torch.inf), start=1):
-        probs[row, 3] = bad
-    probs[4, 1] = 0.5
-    probs[5] = torch.nan
-    assert check(probs, torch.tensor([0.1, 0.1, 0.1, 0.1, 0.9, 0.9]), device).tolist() == [2, -1, -1, -1, 1, -1]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)])
-def test_proposals(dtype, device, generator):
+def test_proposals(device, generator):
     """Rows from which nothing can be drawn propose a token, with certainty; twice, for what a launch leaves behind."""
-    for _ in range(2):
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float32):
         probs = random_probs(generator, 5, 9000).to(dtype)
         probs[1], probs[3, 8999], probs[4, 5] = 0.0, torch.nan, torch.inf
         numbers, given = torch.rand(5, dtype=torch.float64, generator=generator), probs.to(device)
@@ -93,24 +85,15 @@ def test_proposals(dtype, device, generator):
         assert probs[[1, 3, 4], 0].tolist() == [1, 1, 1]
 
 
-@pytest.mark.smoke
-def test_shapes_and_strides(device, generator):
-    probs, numbers = random_probs(generator, 4, 3, 300), torch.rand(3, 4, dtype=torch.float64, generator=generator)
-    assert check(probs, numbers.T, device).shape == (4, 3)
-    assert check(probs.transpose(0, 1), numbers, device).shape == (3, 4)
-    assert check(probs[:, :1].expand(-1, 3, -1), numbers.T, device).shape == (4, 3)
-    assert check(probs[0, 0], numbers[0, 0], device).shape == ()
-    assert check(probs[:0], numbers.T[:0], device).shape == (0, 3)
-
-
-LARGE, SMALL = (151_936, torch.float32), (32_001, torch.bfloat16)
-
-
 @pytest.mark.parametrize(
-    ("compile_for", "size"), [(90, SMALL), *in_full((80, LARGE), (100, LARGE), (120, SMALL))], indirect=["compile_for"]
+    ("compile_for", "vocab_size", "dtype"),
+    [
+        (90, 32_001, torch.bfloat16),
+        *in_full((80, 151_936, torch.float32), (100, 151_936, torch.float32), (120, 32_001, torch.bfloat16)),
+    ],
+    indirect=["compile_for"],
 )
-def test_kernels_compile(size, compile_for):
-    vocab_size, dtype = size
+def test_kernels_compile(vocab_size, dtype, compile_for):
     with compile_for() as kernels:
         for proposes in (False, True):
             _sample_triton(torch.empty(9, vocab_size, dtype=dtype), torch.empty(9, dtype=torch.float64), proposes)
@@ -121,8 +104,6 @@ def test_kernels_compile(size, compile_for):
 
 # Of a probability, how near to a border rounding may decide.
 ROUNDING = 1e-5
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_warped(logits: torch.Tensor, warping: Warping, device: torch.device) -> torch.Tensor:
@@ -148,12 +129,6 @@ def far_from_borders(logits: torch.Tensor, warping: Warping) -> bool:
     return all((distance.abs() > ROUNDING).all() for distance in distances)
 
 
-@pytest.fixture
-def many_parts(monkeypatch):
-    """Rows in several parts, as a large GPU has them."""
-    monkeypatch.setattr(launching, "gpu_of", lambda device: Gpu(16, 99 << 10))
-
-
 @full
 @given(
     warping=st.builds(
@@ -167,7 +142,7 @@ def many_parts(monkeypatch):
     vocab_size=st.sampled_from([2, 7, 256, 608]),
     numbers=st.sampled_from([2, 9, 10**6]),
     scale=st.sampled_from([0.0, 1.0, 30.0]),
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 99),
 )
 def test_warpers(device, warping, rows, vocab_size, numbers, scale, dtype, seed):
@@ -184,41 +159,33 @@ def test_warpers(device, warping, rows, vocab_size, numbers, scale, dtype, seed)
     ("warping", "dtype"),
     [
         (Warping(0.7, 50, 0.95, 0.05), torch.bfloat16),
-        *in_full((Warping(0.7, 50, 0.95, 0.05), torch.float32), (Warping(0.7, 50, 0.95, 0.05), torch.float16)),
-        *in_full((Warping(0.7), torch.bfloat16), (Warping(0.7, min_p=0.05), torch.bfloat16)),
-        *in_full((Warping(0.7, top_k=50), torch.bfloat16), (Warping(0.7, top_p=0.95), torch.bfloat16)),
+        *in_full((Warping(0.7, 50, 0.95, 0.05), torch.float32), (Warping(0.7, top_p=0.95), torch.float16)),
+        *in_full((Warping(0.7, min_p=0.05), torch.bfloat16), (Warping(0.7, top_k=50), torch.bfloat16)),
     ],
 )
-def test_warpers_of_many_parts(device, many_parts, warping, dtype):
-    """Twice: the first launch leaves nothing behind. Rows may be parts of wider ones."""
+def test_warpers_of_many_parts(device, monkeypatch, warping, dtype):
+    """As a large GPU has them. Twice: the first launch leaves nothing behind. Rows may be parts of wider ones."""
+    monkeypatch.setattr(launching, "gpu_of", lambda device: Gpu(16, 99 << 10))
     logits = torch.randn((2, 3000), generator=torch.Generator().manual_seed(0)).mul(4).to(dtype)
     for width in (3000, 2777):
         check_warped(logits[:, :width], warping, device)
-
-
-@full
-def test_warpers_of_equal_tokens_over_many_parts(device, many_parts):
-    """Of those at the border the last ones are kept; transformers' sort is not stable, and keeps as many."""
-    logits = torch.zeros((1, 3000), dtype=torch.bfloat16)
+    # Of equal ones at the border the last are kept; transformers' sort is not stable, and keeps as many.
+    logits = torch.zeros((1, 3000), dtype=dtype)
     logits[0, ::2] = -1.0
-    for top_p in (0.31, 0.9):
-        scores = check_warped(logits, Warping(top_p=top_p), device)
-        expected = hf.TopPLogitsWarper(top_p)(None, logits.float())
-        assert torch.equal(scores.sort().values, expected.sort().values)
-        assert 0 < scores.isfinite().sum() < 3000
+    scores, expected = check_warped(logits, Warping(top_p=0.31), device), hf.TopPLogitsWarper(0.31)
+    assert torch.equal(scores.sort().values, expected(None, logits.float()).sort().values)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, *in_full(-torch.nan, torch.inf)])
-def test_warpers_of_logits_that_are_no_numbers_or_impossible(device, bad):
+def test_warpers_of_logits_that_are_no_numbers_or_impossible(device):
     """Nothing may be drawn from such rows, whose softmax is not a number."""
     warping = Warping(0.8, 20, 0.9, 0.01)
-    logits = torch.randn((3, 300), generator=torch.Generator().manual_seed(0))
-    logits[1, 7] = bad
-    logits[2] = -torch.inf
+    logits = torch.randn((5, 300), generator=torch.Generator().manual_seed(0))
+    logits[1:4, 7] = torch.tensor([torch.nan, -torch.nan, torch.inf])
+    logits[4] = -torch.inf
     found = _warped_triton(logits.to(device), warping).cpu()
     assert torch.equal(found[:1], check_warped(logits[:1], warping, device))
-    assert found[1].softmax(-1).isnan().any()
-    assert (found[2] == -torch.inf).all()
+    assert found[1:4].softmax(-1).isnan().any(-1).all()
+    assert (found[4] == -torch.inf).all()
 
 
 @every_gpu

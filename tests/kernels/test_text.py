@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -71,28 +70,3 @@ def test_scans_agree_with_python(text, count, limit, first):
     ends = np.flatnonzero(text == text[-1]) + 1
     found, expected = (scan(text, ends, count, limit, first) for scan in (kernels._longest, in_python("_longest")))
     assert [values.tolist() for values in found] == [values.tolist() for values in expected]
-
-
-def test_ranks_and_anchors_beyond_the_table_have_no_successors():
-    table = SuccessorTable(VOCAB_SIZE)
-    table.successors[:] = 1
-    tree = TokenTree.from_paths([(0,), (NUM_SUCCESSORS,)])
-    assert table.fill(tree, 3) == ([1], [-1], [0])
-    for anchor in (-1, VOCAB_SIZE):
-        assert table.fill(tree, anchor) == ([], [], [])
-
-
-def test_threads_at_once():
-    random = np.random.default_rng(0)
-    rows = [random.integers(0, 3, 2000).astype(np.int32) for _ in range(64)]
-    table, tree = SuccessorTable(3), TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1)])
-
-    def work(row):
-        table.learn_text(row.tolist())
-        # One of 3 tokens, whichever thread has written last.
-        assert set(table.fill(tree, 1)[0]) <= {0, 1, 2}
-        return kernels.best_matches(row, 4, len(row), False)
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(work, rows)) == [kernels.best_matches(row, 4, len(row), False) for row in rows]
-    assert all(sorted(row) == [-1] * (NUM_SUCCESSORS - 3) + [0, 1, 2] for row in table.successors.tolist())

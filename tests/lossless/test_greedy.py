@@ -12,6 +12,7 @@ from tests.helpers.caches import CACHE
 from tests.helpers.calls import (
     NEW,
     PROMPT,
+    assert_drafts,
     assert_same,
     continuation,
     drafted,
@@ -55,7 +56,7 @@ def test_default_lengths_and_kernels(row):
     for call in made.calls:
         assert any(note.startswith("adaptive length: ") for note in call.stats.notes) == is_adaptive
     # The first call tries both; later ones have learnt.
-    assert made.calls[0].stats.num_draft_tokens > 0
+    assert_drafts(row, made.calls[0])
 
 
 @full
@@ -124,7 +125,7 @@ def test_prefilled_cache(row):
         demo_target()(**first, position_ids=(first["attention_mask"].cumsum(1) - 1).clamp(min=0), **{CACHE: cache})
     ours, call = drafted(row, 2, **{CACHE: cache})
     assert torch.equal(ours, plain(2))
-    assert call.stats.num_draft_tokens > 0
+    assert_drafts(row, call)
 
 
 @pytest.mark.as_users_run

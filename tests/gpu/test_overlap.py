@@ -152,9 +152,9 @@ def test_error_in_the_streamer(fails_at, defer, monkeypatch):
 
 
 @pytest.mark.parametrize("does", [False, True])
-def test_error_in_the_next_forward(does, model, defer, monkeypatch):
+def test_error_in_the_next_forward(does, defer, monkeypatch):
     """Tokens that were committed before it are streamed and counted."""
-    inputs, forwards = prompts(1), []
+    model, inputs, forwards = tiny_llama(), prompts(1), []
     plain = model.generate(**inputs, **GREEDY)
     forward = FunctionalSlotModel.forward
 

@@ -10,7 +10,8 @@ forwards on tapes in the place of graphs (`tests/helpers/tape.py`). Every operat
 that torch launches for it on a GPU, every Triton kernel as one, attention of torch as one; weights stand for those of
 16 bits. Counted are the cycles of a second call, or a later one, in which all graphs are there and every row has room
 for the deepest draft after any verdict; figures are medians of a cycle. Waits are those between a verification and the
-next draft, or where nothing but the host drafts, the next verification. Nothing is timed."""
+next draft, or where nothing but the host drafts, the next verification. Nothing is timed.
+"""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
 from hf_specdec.kernels import products
+from tests.helpers.budget import pytest_addoption, pytest_configure  # noqa: F401 - hooks of pytest
 from tests.helpers.models import letter_tokenizer, tiny_llama, tiny_mistral
 
 

@@ -70,12 +70,12 @@ def no_old_name_of_the_cache(monkeypatch):
         monkeypatch.setattr(generic.logger, "warning_once", pytest.fail, raising=False)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def model():
     return tiny_llama()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def sliding_model():
     return tiny_mistral()
 

@@ -20,9 +20,6 @@ from hf_specdec.metrics import SpecDecodingStats
 from tests.helpers.levels import full
 
 
-GREEDY = {"do_sample": False}
-
-
 def bench(*arguments, code=0):
     command = ["bench", "-n", "8", "--num-prompts", "1", *map(str, arguments)]
     result = CliRunner().invoke(cli.app, command, prog_name="hf-specdec")

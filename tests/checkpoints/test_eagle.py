@@ -209,7 +209,6 @@ class Head:
 
 
 CHUNK_NORMS = {f"fc_norm.{index}": (32,) for index in range(3)}
-HEAD_NORMS = {"layers.0.self_attn.q_norm": (8,), "layers.0.self_attn.k_norm": (8,)}
 QKV = tuple(f"layers.0.self_attn.{part}_proj" for part in "qkv")
 MLP = tuple(f"layers.0.mlp.{part}_proj" for part in ("gate", "up", "down"))
 SPECULATORS = {"speculators_model_type": "eagle3"}

@@ -33,10 +33,6 @@ def stored_as(name, dtype):
     return put(name, lambda tensor: tensor.to(dtype))
 
 
-def class_of(name):
-    return {"architectures": [name]}
-
-
 # (checkpoint, change of its tensors, of its config, what the message says)
 FAR_NUMBERS = [
     # Numbers and names in files that would make a network of any size.

@@ -9,6 +9,7 @@ import torch
 from transformers import StoppingCriteria
 
 from hf_specdec import generate_many, record
+from hf_specdec.candidate_generators.ngram.on_device import LookupRule
 from hf_specdec.control.controller import Choice, SpeculationController
 from hf_specdec.decoding.graphs import CallGraphs
 from hf_specdec.logits.randomness import CapturedUniforms
@@ -157,6 +158,32 @@ class TestDraftIsLaunchedBeforeTheVerdictIsRead:
         assert output.speculative.num_accepted_tokens == output.speculative.num_draft_tokens > 0
         assert f"{AHEAD} {AHEAD}" in " ".join(events)
 
+    @full
+    def test_after_a_pause_in_which_much_was_committed(self, events, monkeypatch):
+        """What is fed token by token lies after the text, where a draft that is launched ahead would begin."""
+        limits = itertools.cycle([[12, 12], [12, 12], [0, 0]])
+        monkeypatch.setattr(SpeculationController, "limits", lambda *args: next(limits))
+        stats = both("the target itself", prompts(2), AUTO, max_new_tokens=96)[0].speculative
+        assert drafted_ahead(events) > 0
+        assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+
+    @full
+    def test_lookup_that_cannot_be_captured(self, events, monkeypatch):
+        """The host looks up then, and the target goes on in graphs."""
+        draft, calls = LookupRule.draft, []
+
+        def fail_once(*args):
+            calls.append(args)
+            if len(calls) == 1:
+                raise RuntimeError("no memory")
+            return draft(*args)
+
+        monkeypatch.setattr(LookupRule, "draft", fail_once)
+        stats = both("ngram", prompts(3))[0].speculative
+        assert stats.num_accepted_tokens > 0
+        assert "capturing failed" in stats.draft_graphs
+        assert events.count("draft") == 0 < events.count("target")
+
     def test_lookups_are_counted_when_the_host_knows_them(self, events):
         """Drafts of graphs as those of the host."""
         output, eager = both("ngram", prompts(2))
@@ -298,6 +325,12 @@ class TestNextVerificationIsLaunchedBeforeTheVerdictIsRead:
         assert output.speculative.num_target_forwards == 24
         # All verdicts but the last one's.
         assert verified_ahead(events) == 22
+
+    def test_logits_that_are_kept(self, events):
+        """They lie in the memory of the graph, which the verification after it would overwrite."""
+        output, eager = both("eagle3", prompts(1), output_logits=True, max_new_tokens=12)
+        torch.testing.assert_close(output.logits, eager.logits)
+        assert verified_ahead(events) == 0
 
     def test_a_rest_between_drafts(self, events):
         """The verification after it is launched ahead, too, unless the drafter has text to read first."""

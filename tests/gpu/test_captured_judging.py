@@ -9,7 +9,7 @@ from hf_specdec import SpeculativeConfig, Speculator, generate_many, record
 from hf_specdec.decoding import target
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.logits.randomness import ACCEPT, TARGET, CapturedUniforms, RowKeys, RowUniforms
-from tests.helpers.levels import in_full
+from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.sampled import sampled_speculator
 from tests.helpers.tiny_drafters import tiny_drafter
@@ -80,6 +80,19 @@ def test_graph_accepts_what_is_accepted_outside_of_it(drafts, rule, arguments, j
     assert found == call(drafts, rule, enforce_eager=True, **arguments)
     assert not all(judged)
     assert found[2] > 0
+
+
+@full
+def test_scores_that_are_returned(judged):
+    """They are made of the logits of the graph."""
+    asked = {"output_scores": True, "return_dict_in_generate": True, "max_new_tokens": 12, **SAMPLED}
+    found = []
+    for enforce_eager in (False, True):
+        torch.manual_seed(0)
+        speculator = sampled_speculator(3, enforce_eager=enforce_eager)
+        found.append(tiny_llama().generate(**prompts(2), assistant=speculator, **asked).scores)
+    assert judged[0]
+    torch.testing.assert_close(found[0], found[1])
 
 
 def test_drafts_that_would_take_too_much_memory(judged, monkeypatch):

@@ -31,6 +31,7 @@ from tests.helpers.draft_calls import (
     Call,
     last_of,
     medusa_speculator,
+    mlp_speculator,
     network_of,
     run,
     speculator_of,
@@ -233,6 +234,23 @@ class TestNetworksWithoutACache:
         assert sum(counts) == captures
         assert drafts[0] == drafts[3]
         assert (drafts[3] != drafts[7]) == (name == "targets_lm_head")
+
+    @full
+    def test_targets_of_several_vocabularies(self, tapes):
+        """A network may draft for targets that know fewer tokens than it, or more."""
+        network, states = network_of("mlp_speculator/tied"), {"last": torch.randn(5, 32)}
+        for size in (SIZE, 5, SIZE + 3, SIZE):
+            drafts = []
+            for enforce_eager in (False, True):
+                speculator = mlp_speculator(network, size, num_speculative_tokens=4, enforce_eager=enforce_eager)
+                call = Call(speculator, [torch.arange(1, 6)], [states])
+                for length in range(6, 9):
+                    call.observe([torch.ones(1, dtype=torch.long)], [last_of(states)])
+                    drafts.append(call.propose([size - 1], [length], [4]))
+                call.generator.close()
+                assert (call.graphs.num_replays > 0) == (not enforce_eager)
+            assert all(draft == drafts[0] for draft in drafts)
+            assert max(drafts[0][0][0]) < size
 
     def test_only_the_rows_in_use(self, tapes):
         network, session = network_of("mlp_speculator/tied"), Session(3, 60, CPU)

@@ -301,6 +301,15 @@ class TestEager:
         change(model)
         assert str(call_graphs(model)) == f"off: {reason}"
 
+    def test_hidden_states_of_all_layers(self, device, backends):
+        output = generate(tiny_llama().to(device), prompts(1), spec_method="ngram", output_hidden_states=True)
+        assert output.speculative.graphs == "off: the hidden states of all layers are returned"
+
+    def test_hooks_that_transformers_leaves_behind(self, device, backends):
+        model = tiny_llama().to(device)
+        generate(model, prompts(1), 2, output_hidden_states=True)
+        assert str(call_graphs(model)) == "on"
+
     @full
     def test_long_drafts(self, device, backends):
         model, inputs = tiny_llama().to(device), prompts(1)
@@ -328,6 +337,9 @@ class TestFailingCapture:
         assert stats.graphs.startswith("off: capturing failed: ")
         assert stats.num_graph_replays == 0
         assert "runs without CUDA graphs; capturing failed" in caplog.text
+        # And is not captured again.
+        monkeypatch.setattr(CallGraphs, "_capture", lambda *args: pytest.fail("captured again"))
+        assert "capturing failed" in check_scripted(model, prompts(2)).graphs
 
     @full
     def test_in_the_middle_of_a_call(self, device, backends, small_slots, monkeypatch):

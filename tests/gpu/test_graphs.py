@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaForCausalLM
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
-from hf_specdec.decoding import attention, capture, functional, graphs, loop, store, target
+from hf_specdec.decoding import capture, graphs, loop, store
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.capture import CaptureBackend, SharedOutputs
 from hf_specdec.decoding.graphs import CallGraphs, call_graphs
@@ -29,13 +29,6 @@ from tests.helpers.levels import full, in_full, slow
 from tests.helpers.models import prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.helpers.sampled import sampled_speculator
 from tests.helpers.threads import in_threads
-
-
-@pytest.fixture
-def with_kernel(monkeypatch):
-    """Attention from a tree and not from a mask, by the reference of the kernel."""
-    for module in (attention, target, functional):
-        monkeypatch.setattr(module, "use_triton", lambda *tensors: True)
 
 
 @pytest.fixture

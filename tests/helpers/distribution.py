@@ -41,8 +41,8 @@ def sample(model, inputs, seed=0, **settings):
     return model.generate(**inputs, **{**SAMPLING, **settings})
 
 
-def no_drafts() -> Speculator:
-    return Speculator(SpeculativeConfig(method="none"), NoDrafts, None)
+def no_drafts(**settings) -> Speculator:
+    return Speculator(SpeculativeConfig(method="none", **settings), NoDrafts, None)
 
 
 _SMALL = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from hf_specdec import SpeculativeConfig, Speculator, load_speculator
+from hf_specdec import Speculator, load_speculator
 from hf_specdec.candidate_generators.dflash.config import DominoConfig
 from hf_specdec.candidate_generators.draft_model.target_states import TargetStates
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
-from hf_specdec.candidate_generators.none.generator import NoDrafts
 from tests.helpers import block_networks, draft_layers
 from tests.helpers.by_hand import speculator_for
+from tests.helpers.distribution import no_drafts
 from tests.helpers.models import VOCAB_SIZE, tiny_llama
 from tests.helpers.other_device import DEVICE, move
 
@@ -27,10 +27,6 @@ def attached(model, network, settings) -> Speculator:
 
 def method(model, name, **settings):
     return load_speculator(model, name, **settings)
-
-
-def no_drafts(model, **settings):
-    return Speculator(SpeculativeConfig(method="none", **settings), NoDrafts, None)
 
 
 def draft_model(model, seed=1, mask_token=None, reads_states=False, **settings):
@@ -133,7 +129,10 @@ SELF_DRAFTERS = {
     "early_exit": (method, {"name": "early_exit", "early_exit_layer": 1, **K3}),
     "sparse_kv": (method, {"name": "sparse_kv", "sparse_kv_window": 2, "sparse_kv_sinks": 1, **K3}),
 }
-_OTHERS = {"no drafts": (no_drafts, {}), "the target itself": (draft_model, {"seed": 0, **K3})}
+_OTHERS = {
+    "no drafts": (lambda model, **settings: no_drafts(**settings), {}),
+    "the target itself": (draft_model, {"seed": 0, **K3}),
+}
 _ALL = {**GREEDY_DRAFTERS, **DRAWN_DRAFTERS, **SELF_DRAFTERS, **_OTHERS}
 
 

@@ -51,10 +51,6 @@ def generator():
     return torch.Generator().manual_seed(0)
 
 
-def random_probs(generator, *shape):
-    return torch.randn(shape, generator=generator).mul(1.5).softmax(-1)
-
-
 @pytest.fixture(scope="session", autouse=IS_INTERPRETED)
 def patched_once():
     """Leaves Triton's language patched, which the interpreter does anew for every function that a kernel calls."""

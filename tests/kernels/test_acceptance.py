@@ -18,15 +18,11 @@ from hf_specdec.kernels.acceptance import (
 )
 from hf_specdec.kernels.sampling import sample_torch
 from tests.helpers.levels import in_full
-from tests.kernels.conftest import random_probs
+from tests.helpers.rule_cases import random_probs, uniform
 
 
 ALMOST_ONE = float(np.nextafter(1.0, 0.0))
 STAR, BINARY, MIXED = (-1, -1, -1, -1), (-1, -1, 0, 0, 1, 1, 2), (-1, 0, 0, 1, 0, -1)
-
-
-def uniform(generator, *shape):
-    return torch.rand(shape, dtype=torch.float64, generator=generator)
 
 
 def check(draft, device, *arguments):

@@ -14,7 +14,8 @@ from hf_specdec.kernels.sampling import _sample_triton, sample_torch
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.kernels.warpers import Warping, _warped_torch, _warped_triton
 from tests.helpers.levels import full, in_full
-from tests.kernels.conftest import every_gpu, random_probs
+from tests.helpers.rule_cases import random_probs
+from tests.kernels.conftest import every_gpu
 
 
 ALMOST_ONE = float(np.nextafter(1.0, 0.0))

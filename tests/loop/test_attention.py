@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from hf_specdec import UnsupportedModelError
-from hf_specdec.decoding import attention, functional, target
+from hf_specdec.decoding import attention, target
 from hf_specdec.decoding.attention import (
     NAME,
     TreeMask,
@@ -42,13 +42,6 @@ def test_other_calls_go_to_transformers():
         expected = sdpa_attention_forward(module, *states, mask, scaling=0.5)[0]
         with attention_switch(tiny_llama())() if inside else contextlib.nullcontext():
             assert torch.equal(slot_attention(module, *states, mask, scaling=0.5)[0], expected)
-
-
-@pytest.fixture
-def with_kernel(monkeypatch):
-    """Verification as on a GPU with kernels; the operations themselves still run as their references."""
-    for module in (attention, functional, target):
-        monkeypatch.setattr(module, "use_triton", lambda *tensors: True)
 
 
 KERNEL, OWN_MASK, BIAS = "tree kernel", "masked: a mask of the model's own", "masked: a position bias"

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from hf_specdec.candidate_generators.combined.policy import DrafterChoice
+from hf_specdec.decoding import check
 from hf_specdec.kernels import products
 from tests.helpers.levels import full
 from tests.helpers.methods import EVERYTHING, REPRESENTATIVES, exemption
@@ -43,6 +44,12 @@ def settings_of_the_test(request, monkeypatch, tmp_path_factory):
     monkeypatch.setenv("HF_SPECDEC_PROFILES", str(tmp_path_factory.getbasetemp() / "profiles"))
     for name, value in MEASURED.items():
         monkeypatch.setattr(products, name, value)
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Forgets which classes of models have been checked."""
+    monkeypatch.setattr(check, "_checked", {})
 
 
 def _asks_in_turn(choice, rows, probs, num_retrieved, lengths, num_unread):

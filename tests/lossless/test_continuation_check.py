@@ -24,13 +24,8 @@ from tests.helpers.models import TINY, VOCAB_SIZE, prompts, scripted_for, tiny_g
 from tests.helpers.scripted import scripted_speculator
 
 
+pytestmark = pytest.mark.usefixtures("unchecked")
 SETTINGS = {"do_sample": False, "max_new_tokens": 20}
-
-
-@pytest.fixture(autouse=True)
-def unchecked(monkeypatch):
-    """Forgets which classes of models have been checked."""
-    monkeypatch.setattr(check, "_checked", {})
 
 
 def of_class(model_class, **attributes) -> LlamaForCausalLM:

@@ -13,7 +13,6 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, demo, generate_many
 from hf_specdec.cli.target import Place
-from hf_specdec.decoding import check
 from hf_specdec.decoding.recurrent import mixers
 from hf_specdec.many import engine
 from tests.helpers.architectures import tiny_model
@@ -57,11 +56,6 @@ BASES = {
 # PEFT 0.21 looks for the cache under the name that it had before transformers 5.24, and without it puts virtual tokens
 # in front of every token.
 _KNOWS_CACHE = f'"{CACHE}"' in inspect.getsource(peft.PeftModelForCausalLM.prepare_inputs_for_generation)
-
-
-@pytest.fixture
-def unchecked(monkeypatch):
-    monkeypatch.setattr(check, "_checked", {})
 
 
 def adapted(base: str, adapter: str):

@@ -31,12 +31,12 @@ from hf_specdec import (
     record,
     register_candidate_generator,
 )
-from hf_specdec.decoding.functional import FunctionalSlotModel
-from hf_specdec.decoding.output import CACHE_FIELD
-from hf_specdec.decoding.target import SlotModel
+from hf_specdec.loop.output import CACHE_FIELD
 from hf_specdec.method import methods
 from hf_specdec.metrics.records import Record
 from hf_specdec.protocol import DraftStep
+from hf_specdec.target.lean import FunctionalSlotModel
+from hf_specdec.target.model import SlotModel
 
 
 T = TypeVar("T")

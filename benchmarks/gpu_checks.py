@@ -24,7 +24,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_specdec import SpecDecodingStats, demo, record
 from hf_specdec.bench.prompts import Batch, make_batches
-from hf_specdec.decoding import functional
 from hf_specdec.diagnosis import verify
 from hf_specdec.drafts import DraftTree, TreeTopology
 from hf_specdec.errors import MissingDependencyError
@@ -42,6 +41,7 @@ from hf_specdec.kernels.warpers import Warping, warped
 from hf_specdec.layers.llama import normed
 from hf_specdec.layers.rope import RotaryAngles
 from hf_specdec.method import built_in_methods
+from hf_specdec.target import lean
 
 
 @dataclass
@@ -388,4 +388,4 @@ def check_text(what: str, target: PreTrainedModel, settings: dict, batches: list
 
 def _through_modules():
     """Lets no model run through functions over its weights."""
-    return patch.object(functional, "has_lean_forward", lambda model: False)
+    return patch.object(lean, "has_lean_forward", lambda model: False)

@@ -26,12 +26,12 @@ from hf_specdec.candidate_generators.eagle.network import Eagle3Network, EagleNe
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPStage
 from hf_specdec.candidate_generators.mtp.network import MtpNetwork
-from hf_specdec.decoding.functional import FunctionalSlotModel
-from hf_specdec.decoding.graphs import CapturedForward
-from hf_specdec.decoding.loop import DecodingLoop
-from hf_specdec.decoding.target import SlotModel
 from hf_specdec.logits.rules import StandardRule, SyntheticRule
 from hf_specdec.logits.verifier import Verifier
+from hf_specdec.loop.loop import DecodingLoop
+from hf_specdec.target.graphs import CapturedForward
+from hf_specdec.target.lean import FunctionalSlotModel
+from hf_specdec.target.model import SlotModel
 
 
 class Stopwatch:

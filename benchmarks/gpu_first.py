@@ -31,12 +31,12 @@ from gpu_report import write_json
 from rich.console import Console
 
 from hf_specdec import demo, load_speculator, record
-from hf_specdec.decoding import graphs
-from hf_specdec.decoding.graphs import CallGraphs, CapturedForward, forget_graphs
-from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.drafts import TokenTree
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.kernels import early, projections
+from hf_specdec.loop.loop import DecodingLoop
+from hf_specdec.target import graphs
+from hf_specdec.target.graphs import CallGraphs, CapturedForward, forget_graphs
 
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"

@@ -15,13 +15,13 @@ from gpu_models import SIZES
 from torch import nn
 from transformers.generation import logits_process as hf
 
-from hf_specdec.decoding import graphs
 from hf_specdec.drafts import chain_topology
 from hf_specdec.kernels import _triton
 from hf_specdec.kernels.sampling import propose_from_probs
 from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
 from hf_specdec.layers.llama import GatedMLP, project_together
 from hf_specdec.logits.warpers import Warpers
+from hf_specdec.target import graphs
 
 
 # Memory that attention is to read in turn: more than a GPU keeps in its caches.

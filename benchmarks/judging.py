@@ -24,12 +24,12 @@ from transformers import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessorList
 
-from hf_specdec.decoding.sequences import Sequences, StopRules
 from hf_specdec.drafts import DraftTree
 from hf_specdec.logits.processors import ProcessorStack
 from hf_specdec.logits.randomness import RowUniforms
 from hf_specdec.logits.rules import StandardRule
 from hf_specdec.logits.verifier import Verifier
+from hf_specdec.loop.sequences import Sequences, StopRules
 from hf_specdec.machine import describe_environment
 
 

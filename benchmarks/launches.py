@@ -41,8 +41,6 @@ from torch.utils._pytree import tree_iter
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_specdec import Speculator, demo, load_speculator
-from hf_specdec.decoding import attention, cache, functional, graphs, target
-from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.drafts import DraftTree
 from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.kernels import (
@@ -67,8 +65,11 @@ from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.layers import experts as layer_experts
 from hf_specdec.layers import llama, rope
 from hf_specdec.layers.llama import DecoderLayer
+from hf_specdec.loop.loop import DecodingLoop
 from hf_specdec.machine import describe_environment
 from hf_specdec.method import built_in_methods
+from hf_specdec.target import attention, cache, graphs, lean
+from hf_specdec.target import model as target
 from tests.helpers import layer_references as references
 from tests.helpers.architectures import tiny_model
 from tests.helpers.methods import draws, settings_of
@@ -400,7 +401,7 @@ _FUSED = {
 }
 _READERS_OF_THE_DEVICE = (
     *(acceptance, ancestors, best, cache_kernels, matches, philox, sampling, tree_attention, warpers),
-    *(attention, cache, functional, target),
+    *(attention, cache, lean, target),
 )
 
 

@@ -50,7 +50,7 @@ from transformers import (
 )
 
 from hf_specdec import Speculator, demo, generate_many, load_speculator
-from hf_specdec.decoding.loop import DecodingLoop
+from hf_specdec.loop.loop import DecodingLoop
 from hf_specdec.machine import describe_environment
 from hf_specdec.method import methods
 

@@ -29,9 +29,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import SpeculativeConfig, Speculator, load_speculator, record
 from hf_specdec.candidate_generators.none.generator import NoDrafts
-from hf_specdec.decoding.functional import ReadAhead
-from hf_specdec.decoding.output import CACHE_FIELD
+from hf_specdec.loop.output import CACHE_FIELD
 from hf_specdec.machine import describe_environment
+from hf_specdec.target.lean import ReadAhead
 
 
 REPEATED = 1024

@@ -26,15 +26,15 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from .arguments import ARGUMENTS, SpeculativeArguments, configured_arguments
-from .decoding.encoding import stand_in
-from .decoding.loop import DecodingLoop
-from .decoding.profile import REPEATED_INPUTS, is_text_only, model_profile
-from .decoding.request import Request
 from .errors import SpecConfigError, shown
 from .loader import load_speculator
+from .loop.encoding import stand_in
+from .loop.loop import DecodingLoop
 from .method import NO_DRAFTS
 from .patching import original_generate
 from .speculator import GivenCandidateGenerator, Speculator
+from .target.facts import REPEATED_INPUTS, is_text_only, model_profile
+from .target.request import Request
 from .target_facts import CACHE_NAMES, device_of, no_target
 
 

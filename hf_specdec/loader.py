@@ -21,7 +21,6 @@ from .candidate_generators.base import CandidateGenerator
 from .checkpoints.files import RepoFiles, file_identity, only_safetensors
 from .control import ControlProfile
 from .control.store import find_profile
-from .decoding.graphs import forget_graphs
 from .errors import CheckpointAccessError, CheckpointFormatError, SpecConfigError, SpecDecError
 from .hub.candidate import Candidate
 from .hub.detect import detect_method
@@ -41,6 +40,7 @@ from .method import (
 from .resolve import resolve
 from .settings import AUTO, SpeculativeConfig
 from .speculator import Speculator
+from .target.graphs import forget_graphs
 from .target_facts import no_target, reads_target_cache
 from .transfers import keepers, on_cpu_unless_said
 

@@ -20,12 +20,12 @@ from .transfers import last_of_each, select_rows, upload, widened
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .decoding.graphs import CallGraphs
-    from .decoding.source import Source
-    from .decoding.target import SlotModel
     from .drafts import DraftTree
     from .logits.sampling import DraftSampler
     from .settings import SpeculativeConfig
+    from .target.graphs import CallGraphs
+    from .target.model import SlotModel
+    from .target.parts.source import Source
 
 
 @dataclass

@@ -20,10 +20,10 @@ from .candidate_generators.combined.combination import part_configs
 from .candidate_generators.none.generator import NoDrafts
 from .control import ControlProfile, ScheduledLength, SpeculationController
 from .control.constants import LARGEST_FIRST_LENGTH
-from .decoding.sequences import Sequences
 from .errors import SpecConfigError
 from .logits.processors import ProcessorStack
 from .logits.sampling import DraftSampler
+from .loop.sequences import Sequences
 from .protocol import Session
 from .settings import AUTO, FIXED, SpeculativeConfig
 from .target_facts import vocabulary_size

@@ -18,16 +18,16 @@ from transformers.generation import StoppingCriteriaList
 
 from .candidate_generators.draft_model.generator import DraftModelCandidateGenerator
 from .control import ControlProfile
-from .decoding.loop import DecodingLoop
-from .decoding.profile import model_profile
-from .decoding.request import Request
-from .decoding.store import row_sizes
-from .decoding.target import SlotModel
 from .drafts import DraftTree, chain_topology
 from .loader import load_speculator
+from .loop.loop import DecodingLoop
 from .metrics import SpecDecodingStats
 from .patching import original_generate
 from .speculator import Speculator
+from .target.facts import model_profile
+from .target.model import SlotModel
+from .target.request import Request
+from .target.store import row_sizes
 from .target_facts import vocabulary_size
 from .validation import Bounds, checked
 

@@ -21,8 +21,9 @@ from transformers.utils import generic
 from transformers.utils import logging as transformers_logging
 
 import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
-from hf_specdec.decoding import attention, functional, target
 from hf_specdec.kernels import products
+from hf_specdec.target import attention, lean
+from hf_specdec.target import model as target
 from tests.helpers.budget import pytest_addoption, pytest_configure  # noqa: F401 - hooks of pytest
 from tests.helpers.models import letter_tokenizer, tiny_llama, tiny_mistral
 
@@ -89,7 +90,7 @@ def tokenizer():
 @pytest.fixture
 def with_kernel(monkeypatch):
     """Attention from a tree and not from a mask, as on a GPU; the operations themselves run as their references."""
-    for module in (attention, functional, target):
+    for module in (attention, lean, target):
         monkeypatch.setattr(module, "use_triton", lambda *tensors: True)
 
 

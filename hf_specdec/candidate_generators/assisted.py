@@ -136,8 +136,8 @@ class AssistedSide:
 
     def _capture(self, keys: tuple) -> None:
         """Captures these states in the next forward, as this package's loop does; the hooks leave with it."""
-        from ..decoding.states import captured_states
-        from ..decoding.uncompiled import Uncompiled, may_be_compiled
+        from ..target.states import captured_states
+        from ..target.uncompiled import Uncompiled, may_be_compiled
 
         thread = get_ident()
 

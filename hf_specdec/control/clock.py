@@ -17,7 +17,7 @@ from time import get_clock_info, perf_counter, thread_time
 
 import torch
 
-from ..decoding.graphs import CallGraphs
+from ..target.graphs import CallGraphs
 
 
 # Seconds; a cycle must be told from another one.

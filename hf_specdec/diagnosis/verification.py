@@ -31,10 +31,10 @@ from transformers.utils import logging
 
 from ..bench.engine import first_difference, greedy_texts
 from ..bench.prompts import Batch
-from ..decoding.profile import model_profile
 from ..loader import load_speculator
 from ..machine import free_bytes
 from ..patching import original_generate
+from ..target.facts import model_profile
 from ..target_facts import quantisation
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from ..decoding.graphs import Variant
 from ..drafts import DraftTree
 from ..kernels.best import best_tokens
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowKeys
 from ..logits.sampling import CapturedSampler, DraftSampler
 from ..protocol import Session
+from ..target.graphs import Variant
 
 
 class SteeredChain:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..decoding.source import Source
 from ..protocol import Commit, Prompt
+from ..target.parts.source import Source
 from ..transfers import upload
 
 

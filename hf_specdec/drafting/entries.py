@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..decoding.attention import TreeMask
-from ..decoding.masks import FULL, causal_mask, uniform_causal_mask
 from ..kernels.tree_attention import SlotTree, own_bits
+from ..target.attention import TreeMask
+from ..target.masks import FULL, causal_mask, uniform_causal_mask
 from ..transfers import RowNumbers, kept_tensor, last_of_each
 from .slots import DraftInputs, DraftSlots, Entries, Reading
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..decoding.graphs import CallGraphs, CapturedForward, graphs_for
 from ..protocol import Commit, Session
+from ..target.graphs import CallGraphs, CapturedForward, graphs_for
 from ..transfers import fill_front, select_rows
 
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..decoding.attention import takes_trees
-from ..decoding.cache import SlotCache, SlotLayer
-from ..decoding.graphs import CallGraphs
 from ..logits.randomness import RowKeys
 from ..protocol import Prompt, Session
+from ..target.attention import takes_trees
+from ..target.cache import SlotCache, SlotLayer
+from ..target.graphs import CallGraphs
 from ..transfers import RowNumbers, fill_front, fill_table, state_buffers, upload
 from .graphs import begin_graphs
 

@@ -13,8 +13,8 @@ from transformers.generation import GenerationMixin
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ..arguments import ARGUMENTS, is_off
-from ..decoding.joint import TokenLogprobs
 from ..errors import SpecConfigError, shown
+from ..loop.joint import TokenLogprobs
 from ..metrics import SpecDecodingStats
 from ..target_facts import no_target
 from ..validation import Bounds, checked

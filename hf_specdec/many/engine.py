@@ -11,13 +11,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
-from ..decoding.joint import JointLoop, Row
-from ..decoding.profile import ModelProfile, model_profile
-from ..decoding.source import Source
 from ..errors import SpecConfigError, UnsupportedModelError
+from ..loop.joint import JointLoop, Row
 from ..machine import free_bytes
 from ..metrics import SpecDecodingStats
 from ..speculator import Speculator
+from ..target.facts import ModelProfile, model_profile
+from ..target.parts.source import Source
 from ..target_facts import no_target, vocabulary_size
 from ..validation import Bounds, checked
 from .requests import RequestReader

@@ -12,9 +12,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..arguments import ARGUMENTS, SpeculativeArguments
-from ..decoding.joint import Row
 from ..errors import SpecConfigError, SpecDecError, shown
 from ..integration import speculator_of_many
+from ..loop.joint import Row
 from ..metrics import SpecDecodingStats
 from ..validation import is_int
 from .engine import Engine, check_run

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..decoding.joint import TokenLogprobs
 from ..errors import SpecConfigError, shown
+from ..loop.joint import TokenLogprobs
 from ..metrics import SpecDecodingStats
 from ..reading import read_bytes
 from .results import RequestResult, error_text

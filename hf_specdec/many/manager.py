@@ -14,9 +14,9 @@ from weakref import ref
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..arguments import ARGUMENTS, SpeculativeArguments
-from ..decoding.joint import Row
 from ..errors import SpecConfigError, shown
 from ..integration import speculator_of_many
+from ..loop.joint import Row
 from ..metrics import SpecDecodingStats
 from ..validation import Bounds, checked
 from .batching import SpeculativeGenerationOutput, output_of

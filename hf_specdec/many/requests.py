@@ -14,17 +14,17 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from ..arguments import ARGUMENTS, is_off
-from ..decoding.adapters import AdapterChoice
-from ..decoding.encoding import encode_together
-from ..decoding.joint import Row
-from ..decoding.request import Request
-from ..decoding.rotary import check_constant_rotary
 from ..errors import SpecConfigError, shown
 from ..integration import SPELLINGS, prepare_request
 from ..logits.grammar.recognition import grammar_of
 from ..logits.randomness import seed_from_torch
+from ..loop.encoding import encode_together
+from ..loop.joint import Row
 from ..method import NO_DRAFTS
 from ..patching import original_generate
+from ..target.parts.adapters import AdapterChoice
+from ..target.parts.rotary import check_constant_rotary
+from ..target.request import Request
 from ..target_facts import CACHE_NAMES, forward_arguments, num_embeddings, vocabulary_size
 from ..threads import Recent, cached_property
 from ..validation import Bounds, checked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..decoding.joint import TokenLogprobs
+from ..loop.joint import TokenLogprobs
 from ..metrics import SpecDecodingStats
 
 

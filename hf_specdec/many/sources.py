@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 from transformers.utils import ModelOutput
 
-from ..decoding.profile import model_profile
 from ..errors import SpecConfigError, shown
+from ..target.facts import model_profile
 
 
 # Arguments of a request that are tensors with one row, and may come as lists.

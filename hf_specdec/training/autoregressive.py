@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ..decoding.masks import FULL, Span
+from ..target.masks import FULL, Span
 from .reading import IGNORED, Reading
 from .recipe import CycleRecipe, best_tokens, no_loss
 

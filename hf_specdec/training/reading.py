@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..decoding.states import captured_states
 from ..errors import SpecConfigError, UnsupportedModelError
+from ..target.states import captured_states
 from ..target_facts import num_embeddings
 
 

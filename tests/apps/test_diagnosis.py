@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 from hf_specdec import SpeculativeConfig, cli, demo, forget_speculators
 from hf_specdec.bench.prompts import Batch, Prompt, make_batches
 from hf_specdec.candidate_generators.eagle.generator import EagleCandidateGenerator
-from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.diagnosis import BUG, TIE, advice, advise, diagnose, verification, verify
 from hf_specdec.diagnosis.probe import Acceptance, _count, consistent_meaning
 from hf_specdec.diagnosis.verification import _Reference
 from hf_specdec.drafting.entries import DraftEntries
 from hf_specdec.logits import rules
 from hf_specdec.method import names_without_weights
+from hf_specdec.target.cache import SlotCache
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import letter_tokenizer, prompts, scripted_for, tiny_llama
 

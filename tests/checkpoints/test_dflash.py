@@ -19,8 +19,8 @@ from hf_specdec import CheckpointFormatError
 from hf_specdec.candidate_generators.dflash.config import BlockView, default_layer_ids
 from hf_specdec.candidate_generators.dflash.corrections import Block
 from hf_specdec.candidate_generators.dflash.network import GivenContext
-from hf_specdec.decoding.states import captured_states
 from hf_specdec.hub.detect import detect_checkpoint
+from hf_specdec.target.states import captured_states
 from tests.helpers import heads
 from tests.helpers.block_networks import random_network
 from tests.helpers.caches import CACHE

@@ -10,10 +10,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_specdec import CheckpointFormatError, UnsupportedModelError
-from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks
-from hf_specdec.decoding.states import captured_states
 from hf_specdec.drafts import chain_topology
+from hf_specdec.target.cache import SlotCache
+from hf_specdec.target.masks import FULL, RowState, Span, node_masks
+from hf_specdec.target.states import captured_states
 from tests.helpers import heads
 from tests.helpers.heads import (
     HEADS,

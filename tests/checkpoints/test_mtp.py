@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, UnsupportedModelError, record
 from hf_specdec.candidate_generators.mtp.formats import _LAYOUTS, MTP_LAYOUT, MtpConfig
 from hf_specdec.candidate_generators.mtp.network import SUPPORTED_MODEL_TYPES, MtpNetwork, new_mtp
-from hf_specdec.decoding.states import captured_states
 from hf_specdec.hub.detect import detect_method
+from hf_specdec.target.states import captured_states
 from hf_specdec.target_facts import decoder_layers
 from tests.helpers import heads
 from tests.helpers.architectures import tiny_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_specdec import demo, forget_speculators
-from hf_specdec.decoding.graphs import forget_graphs
+from hf_specdec.target.graphs import forget_graphs
 from tests.helpers.tape import TapeBackend, spoil_inputs, tape_everything
 
 

@@ -11,12 +11,12 @@ from transformers import StoppingCriteria
 from hf_specdec import generate_many, record
 from hf_specdec.candidate_generators.ngram.on_device import LookupRule
 from hf_specdec.control.controller import Choice, SpeculationController
-from hf_specdec.decoding.graphs import CallGraphs
 from hf_specdec.logits.randomness import CapturedUniforms
 from hf_specdec.logits.rules import StandardRule
 from hf_specdec.logits.sampling import DraftSampler
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader, seed_of
+from hf_specdec.target.graphs import CallGraphs
 from hf_specdec.transfers import PendingRead
 from tests.helpers.caches import CACHE
 from tests.helpers.levels import full, in_full, split

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specdec.decoding.attention import TreeMask
-from hf_specdec.decoding.capture import CannotCaptureError, CudaBackend, NoWaiting
-from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, node_positions, slot_tree
-from hf_specdec.decoding.node_inputs import NodeInputs
-from hf_specdec.decoding.store import SlotStore
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from hf_specdec.logits.randomness import RowKeys
+from hf_specdec.target.attention import TreeMask
+from hf_specdec.target.capture import CannotCaptureError, CudaBackend, NoWaiting
+from hf_specdec.target.inputs import NodeInputs
+from hf_specdec.target.masks import FULL, RowState, Span, node_masks, node_positions, slot_tree
+from hf_specdec.target.store import SlotStore
 from tests.helpers.levels import split
 from tests.helpers.tape import TapeBackend, spoil
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_specdec import SpeculativeConfig, Speculator, generate_many, record
-from hf_specdec.decoding import target
-from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.logits.randomness import ACCEPT, TARGET, CapturedUniforms, RowKeys, RowUniforms
+from hf_specdec.loop.loop import DecodingLoop
+from hf_specdec.target import model as target
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.sampled import sampled_speculator

@@ -17,13 +17,13 @@ from hf_specdec.candidate_generators.eagle.network import Eagle3Network
 from hf_specdec.candidate_generators.medusa import generator as medusa
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPStage
-from hf_specdec.decoding import graphs
-from hf_specdec.decoding.attention import TreeMask
-from hf_specdec.decoding.graphs import CallGraphs, Variant, graphs_for
 from hf_specdec.drafting import slots
 from hf_specdec.drafting.graphs import RowGraphs, RowInputs
 from hf_specdec.drafting.slots import DraftInputs, Entries
 from hf_specdec.protocol import Session
+from hf_specdec.target import graphs
+from hf_specdec.target.attention import TreeMask
+from hf_specdec.target.graphs import CallGraphs, Variant, graphs_for
 from tests.helpers.draft_calls import (
     CASES,
     CPU,

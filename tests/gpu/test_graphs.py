@@ -16,12 +16,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaForCausalLM
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
-from hf_specdec.decoding import capture, graphs, loop, store
-from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.decoding.capture import CaptureBackend, SharedOutputs
-from hf_specdec.decoding.graphs import CallGraphs, call_graphs
 from hf_specdec.kernels.indexing import arange
 from hf_specdec.kernels.tree_attention import MAX_NODES
+from hf_specdec.loop import loop
+from hf_specdec.target import capture, graphs, store
+from hf_specdec.target.cache import SlotCache
+from hf_specdec.target.capture import CaptureBackend, SharedOutputs
+from hf_specdec.target.graphs import CallGraphs, call_graphs
 from tests.helpers.architectures import ALONE, CHAINS_ONLY, supported, tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.families import TREE, Case

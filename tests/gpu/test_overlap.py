@@ -9,9 +9,9 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import record
-from hf_specdec.decoding import loop, reporting
-from hf_specdec.decoding.functional import FunctionalSlotModel
 from hf_specdec.logits import verifier
+from hf_specdec.loop import loop, reporting
+from hf_specdec.target.lean import FunctionalSlotModel
 from tests.helpers.levels import in_full
 from tests.helpers.models import prompts, scripted_for, tiny_llama
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hf_specdec import transfers
 from hf_specdec.candidate_generators.medusa import generator as medusa
 from hf_specdec.candidate_generators.mlp_speculator import growth as mlp_speculator
-from hf_specdec.decoding import masks
 from hf_specdec.drafts import TokenTree, chain_topology, static_topology
 from hf_specdec.drafts.static import _levels
 from hf_specdec.drafts.topology import chain_parents
 from hf_specdec.kernels import cache, indexing
+from hf_specdec.target import masks
 from hf_specdec.transfers import (
     PackedTables,
     PendingRead,

@@ -8,7 +8,7 @@ from gpu_clocks import noted_waits
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import load_speculator, record
-from hf_specdec.decoding.loop import DecodingLoop
+from hf_specdec.loop.loop import DecodingLoop
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
 from tests.helpers.levels import in_full, split

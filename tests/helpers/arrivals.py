@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import StoppingCriteria
 
 from hf_specdec import generate_many
-from hf_specdec.decoding.joint import JointLoop
+from hf_specdec.loop.joint import JointLoop
 from tests.helpers.models import VOCAB_SIZE
 
 

@@ -13,9 +13,9 @@ from hf_specdec.candidate_generators.medusa.generator import MedusaCandidateGene
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.generator import LoadedSpeculator, MLPSpeculatorCandidateGenerator
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
-from hf_specdec.decoding import graphs
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from hf_specdec.speculator import Speculator
+from hf_specdec.target import graphs
 from tests.helpers import block_networks, draft_layers
 from tests.helpers.by_hand import padded, speculator_for
 

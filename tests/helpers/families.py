@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_specdec.decoding.states import captured_states
+from hf_specdec.target.states import captured_states
 from hf_specdec.target_facts import decoder_layers
 from tests.helpers.models import scripted_for
 from tests.helpers.scripted import scripted_speculator

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specdec.decoding.capture import _WAITING, FROM_LISTS, INDEXING, _picks_by_mask, parts_of_index
+from hf_specdec.target.capture import _WAITING, FROM_LISTS, INDEXING, _picks_by_mask, parts_of_index
 
 
 # With an index, so that nothing kept for real tensors without content is taken for it.

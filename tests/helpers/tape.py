@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_specdec.candidate_generators.dflash import corrections, denoising, generator, selector
 from hf_specdec.candidate_generators.mlp_speculator import generator as mlp_speculator
-from hf_specdec.decoding import following, graphs
-from hf_specdec.decoding.capture import CannotCaptureError, CaptureBackend, NoWaiting
-from hf_specdec.decoding.node_inputs import NodeInputs
 from hf_specdec.drafting import chain, growth
 from hf_specdec.drafting.graphs import RowInputs
 from hf_specdec.drafting.slots import DraftInputs
 from hf_specdec.kernels import acceptance as kernels_of_acceptance
 from hf_specdec.logits import acceptance, rules
+from hf_specdec.target import following, graphs
+from hf_specdec.target.capture import CannotCaptureError, CaptureBackend, NoWaiting
+from hf_specdec.target.inputs import NodeInputs
 from tests.helpers.other_device import Elsewhere, leaves_of, numbers, on_cpu
 
 

@@ -21,9 +21,9 @@ from hf_specdec import (
 )
 from hf_specdec.candidate_generators import register_candidate_generator, unregister_candidate_generator
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
-from hf_specdec.decoding.masks import _picture
 from hf_specdec.drafts import chain_topology
 from hf_specdec.loaded import loaded_bytes, record_of
+from hf_specdec.target.masks import _picture
 from hf_specdec.transfers import keepers
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import CHECKPOINTS as HEADS

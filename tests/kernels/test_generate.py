@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_specdec.decoding.graphs import forget_graphs
 from hf_specdec.kernels import _triton, acceptance, cache, sampling, tree_attention, warpers
 from hf_specdec.layers import experts, llama
+from hf_specdec.target.graphs import forget_graphs
 from tests.helpers.architectures import tiny_model
 from tests.helpers.levels import in_full
 from tests.helpers.models import prompts, scripted_for, tiny_llama

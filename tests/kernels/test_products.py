@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from hf_specdec.decoding import functional
 from hf_specdec.kernels import few_rows, products
 from hf_specdec.kernels.products import fast_products, prepare_products, product, widened_linear
 from hf_specdec.layers.llama import project
+from hf_specdec.target import lean
 from tests.helpers.levels import in_full
 from tests.helpers.models import TINY, prompts, scripted_for, tiny_llama
 
@@ -192,7 +192,7 @@ def test_a_call_of_generate(measured, rows_of_ways, monkeypatch, is_lean):
     target = tiny_llama()
     plain = target.generate(**GREEDY)
     if not is_lean:
-        monkeypatch.setattr(functional, "has_lean_forward", lambda model: False)
+        monkeypatch.setattr(lean, "has_lean_forward", lambda model: False)
     assert drafted(target, plain)
     assert not rows_of_ways[1]
     prepare_products(target)

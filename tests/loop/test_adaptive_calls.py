@@ -20,11 +20,11 @@ from hf_specdec.control import ControlProfile, LatencyModel, SpeculationControll
 from hf_specdec.control.acceptance import PastRates
 from hf_specdec.control.clock import CycleClock
 from hf_specdec.control.store import find_profile, load_profile, profile_identity, profile_path, save_profile
-from hf_specdec.decoding.graphs import CallGraphs
 from hf_specdec.diagnosis.calibration import calibrate
 from hf_specdec.drafts import DraftTree
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from hf_specdec.reading import MAX_SETTINGS_BYTES
+from hf_specdec.target.graphs import CallGraphs
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import demo_inputs, demo_target, settings_of
 from tests.helpers.models import prompts, tiny_llama

@@ -13,8 +13,11 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from hf_specdec import UnsupportedModelError
-from hf_specdec.decoding import attention, target
-from hf_specdec.decoding.attention import (
+from hf_specdec.drafts import chain_topology
+from hf_specdec.kernels.tree_attention import MAX_NODES
+from hf_specdec.target import attention
+from hf_specdec.target import model as target
+from hf_specdec.target.attention import (
     NAME,
     TreeMask,
     VerificationForward,
@@ -22,10 +25,8 @@ from hf_specdec.decoding.attention import (
     running,
     slot_attention,
 )
-from hf_specdec.decoding.functional import has_lean_forward
-from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, slot_tree
-from hf_specdec.drafts import chain_topology
-from hf_specdec.kernels.tree_attention import MAX_NODES
+from hf_specdec.target.lean import has_lean_forward
+from hf_specdec.target.masks import FULL, RowState, Span, node_masks, slot_tree
 from tests.helpers.architectures import CHAINS_ONLY, tiny_model
 from tests.helpers.families import TREE, Case, implementations
 from tests.helpers.levels import full, in_full

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec.decoding.cache import SlotCache, SlotLayer, compact
+from hf_specdec.target.cache import SlotCache, SlotLayer, compact
 from tests.helpers.levels import in_full
 
 

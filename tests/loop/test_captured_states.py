@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_specdec import CandidateGenerator, DraftTree, UnsupportedModelError
-from hf_specdec.decoding.states import captured_states
+from hf_specdec.target.states import captured_states
 from hf_specdec.target_facts import decoder_layers
 from tests.helpers.families import TOKENS, assert_boundaries, outputs_and_states
 from tests.helpers.images import MODELS, build, image_inputs

@@ -11,11 +11,11 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from transformers import AutoModelForCausalLM
 
 from hf_specdec import demo, generate_many
-from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.decoding.functional import FunctionalSlotModel, slot_model
-from hf_specdec.decoding.graphs import call_graphs
-from hf_specdec.decoding.uncompiled import Uncompiled, _set_aside, may_be_compiled
 from hf_specdec.errors import UnsupportedModelError
+from hf_specdec.target.cache import SlotCache
+from hf_specdec.target.graphs import call_graphs
+from hf_specdec.target.lean import FunctionalSlotModel, slot_model
+from hf_specdec.target.uncompiled import Uncompiled, _set_aside, may_be_compiled
 from tests.helpers.interruptions import interrupted_everywhere
 from tests.helpers.levels import in_full, slow
 from tests.helpers.methods import CHECKPOINTS, demo_inputs, demo_target, plain_text

@@ -8,7 +8,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from transformers.generation import GenerationMixin
 
 from hf_specdec import MissingDependencyError
-from hf_specdec.decoding import contract
+from hf_specdec.target import contract
 from tests.helpers.paths import ROOT
 
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.decoding.functional import FunctionalSlotModel, has_lean_forward, slot_model
-from hf_specdec.decoding.target import SlotModel
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
+from hf_specdec.target.cache import SlotCache
+from hf_specdec.target.lean import FunctionalSlotModel, has_lean_forward, slot_model
+from hf_specdec.target.model import SlotModel
 from tests.helpers.architectures import tiny_model
 from tests.helpers.levels import full, split
 from tests.helpers.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama

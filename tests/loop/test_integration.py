@@ -28,7 +28,6 @@ from hf_specdec import (
 )
 from hf_specdec.arguments import ARGUMENTS
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
-from hf_specdec.decoding import functional
 from hf_specdec.loaded import record_of
 from hf_specdec.patching import original_generate
 from tests.helpers.levels import full, in_full
@@ -295,7 +294,7 @@ def test_pipeline(model, tokenizer):
 @pytest.mark.parametrize(("method", "lean"), [("ngram", True), ("draft_model", False)])
 def test_threads_share_one_speculator(model, method, lean, monkeypatch):
     if not lean:
-        monkeypatch.setattr(functional, "has_lean_forward", lambda model: False)
+        monkeypatch.setattr(lean, "has_lean_forward", lambda model: False)
     # Threads take turns inside a forward, not only between them.
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)

@@ -9,13 +9,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from hf_specdec.decoding.attention import NAME, VerificationForward, running
-from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.kernels import _triton
 from hf_specdec.layers import rope
 from hf_specdec.layers.known import is_llama_layer
 from hf_specdec.layers.llama import DecoderLayer, rotate, with_query_groups
 from hf_specdec.layers.rope import RotaryAngles, signed_angles
+from hf_specdec.target.attention import NAME, VerificationForward, running
+from hf_specdec.target.cache import SlotCache
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.layer_references import rotary_angles

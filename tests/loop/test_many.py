@@ -22,7 +22,7 @@ from hf_specdec import (
     record,
 )
 from hf_specdec.candidate_generators import register_candidate_generator, unregister_candidate_generator
-from hf_specdec.decoding.joint import Row
+from hf_specdec.loop.joint import Row
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
 from tests.helpers.architectures import tiny_model

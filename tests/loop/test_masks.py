@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec.decoding.attention import TreeMask
-from hf_specdec.decoding.masks import FULL, GrownTopology, RowState, Span, node_masks, node_positions, slot_tree
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import Beginning, visible_slots
+from hf_specdec.target.attention import TreeMask
+from hf_specdec.target.masks import FULL, GrownTopology, RowState, Span, node_masks, node_positions, slot_tree
 from tests.helpers.levels import in_full
 
 

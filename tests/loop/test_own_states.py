@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, generate_many
-from hf_specdec.decoding import check
-from hf_specdec.decoding.own_states import own_layers
+from hf_specdec.target import check
+from hf_specdec.target.parts.own_states import own_layers
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.levels import full, split

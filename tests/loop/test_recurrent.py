@@ -16,14 +16,14 @@ import hf_specdec
 from hf_specdec import UnsupportedModelError, load_speculator
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle3Recipe
-from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.decoding.linear_attention import read_nodes
-from hf_specdec.decoding.nodes import Nodes
-from hf_specdec.decoding.profile import model_profile
-from hf_specdec.decoding.recurrences import over_nodes, reads_nodes
-from hf_specdec.decoding.recurrent import mixers
-from hf_specdec.decoding.target import SlotModel
 from hf_specdec.drafts import TreeTopology, chain_topology
+from hf_specdec.target.cache import SlotCache
+from hf_specdec.target.facts import model_profile
+from hf_specdec.target.model import SlotModel
+from hf_specdec.target.parts.linear_attention import read_nodes
+from hf_specdec.target.parts.nodes import Nodes
+from hf_specdec.target.parts.recurrences import over_nodes, reads_nodes
+from hf_specdec.target.parts.recurrent import mixers
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.levels import full, in_full, split

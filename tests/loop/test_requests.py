@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_specdec import SpecConfigError, SpeculativeBatchingManager, generate_batch, generate_many
-from hf_specdec.decoding.joint import TokenLogprobs
+from hf_specdec.loop.joint import TokenLogprobs
 from hf_specdec.many.journal import Journal
 from hf_specdec.many.results import RequestResult
 from tests.helpers.arrivals import NGRAM, Raises, prompt, run_many, said_alone

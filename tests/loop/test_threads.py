@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 from hf_specdec import forget_speculators, load_speculator
 from hf_specdec.candidate_generators import register_candidate_generator, unregister_candidate_generator
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
-from hf_specdec.decoding.attention import attention_switch
-from hf_specdec.decoding.graphs import ModelGraphs
 from hf_specdec.loaded import record_of
 from hf_specdec.metrics.log_line import IntervalLog
+from hf_specdec.target.attention import attention_switch
+from hf_specdec.target.graphs import ModelGraphs
 from hf_specdec.threads import Lock, OwnForwards
 from tests.helpers.architectures import tiny_model
 from tests.helpers.interruptions import interrupted_everywhere

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_specdec import demo, load_speculator, record
-from hf_specdec.decoding.tracing import token_scores
+from hf_specdec.loop.tracing import token_scores
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts, scripted_for
 

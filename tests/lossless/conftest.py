@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from hf_specdec.candidate_generators.combined.policy import DrafterChoice
-from hf_specdec.decoding import check
 from hf_specdec.kernels import products
+from hf_specdec.target import check
 from tests.helpers.levels import full
 from tests.helpers.methods import EVERYTHING, REPRESENTATIVES, exemption
 

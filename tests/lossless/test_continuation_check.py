@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import UnsupportedModelError
-from hf_specdec.decoding import check
-from hf_specdec.decoding.continuation import Continuation
+from hf_specdec.target import check
+from hf_specdec.target.prompts import Continuation
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.families import assert_drafts_change_nothing

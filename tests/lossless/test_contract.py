@@ -19,7 +19,7 @@ from transformers import StoppingCriteria
 from hf_specdec import Commit, DraftStep, DraftTree, Prompt, Session, Speculator, generate_many, record
 from hf_specdec.candidate_generators.combined.combination import Combination
 from hf_specdec.control import SpeculationController
-from hf_specdec.decoding.states import captured_states
+from hf_specdec.target.states import captured_states
 from tests.helpers.calls import GREEDY, PROMPT, inputs, plain, requests, texts_alone
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import demo_target, fresh_speculator, settings_of

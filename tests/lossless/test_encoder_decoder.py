@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import hf_specdec
 from hf_specdec import SpecConfigError, UnsupportedModelError
-from hf_specdec.decoding.profile import model_profile
+from hf_specdec.target.facts import model_profile
 from tests.helpers.caches import CACHE
 from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.distribution import P_VALUE, no_drafts

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 import hf_specdec
 from hf_specdec import UnsupportedModelError
-from hf_specdec.decoding.profile import model_profile
+from hf_specdec.target.facts import model_profile
 from tests.helpers.architectures import (
     ALONE,
     CHAINS_ONLY,

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_specdec import record
-from hf_specdec.decoding.profile import ModelProfile
+from hf_specdec.target.facts import ModelProfile
 from tests.helpers.caches import CACHE
 from tests.helpers.calls import (
     NEW,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from hf_specdec import generate_many
-from hf_specdec.decoding.joint import JointLoop
+from hf_specdec.loop.joint import JointLoop
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
 from tests.helpers.arrivals import ANY_ORDER, arrivals, check_each_for_itself

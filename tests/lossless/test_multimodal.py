@@ -7,10 +7,10 @@ import torch
 import transformers
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, generate_many
-from hf_specdec.decoding import contract
-from hf_specdec.decoding.continuation import position_offsets
-from hf_specdec.decoding.profile import model_profile
-from hf_specdec.decoding.target import SlotModel
+from hf_specdec.target import contract
+from hf_specdec.target.facts import model_profile
+from hf_specdec.target.model import SlotModel
+from hf_specdec.target.prompts import position_offsets
 from tests.helpers import images
 from tests.helpers.architectures import with_images
 from tests.helpers.caches import CACHE

@@ -13,8 +13,8 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, demo, generate_many
 from hf_specdec.cli.target import Place
-from hf_specdec.decoding.recurrent import mixers
 from hf_specdec.many import engine
+from hf_specdec.target.parts.recurrent import mixers
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.families import assert_drafts_change_nothing

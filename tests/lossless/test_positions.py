@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, generate_many
-from hf_specdec.decoding.reading_again import ReadingAgain
-from hf_specdec.decoding.rotary import changing_rotary
+from hf_specdec.target.parts.reading_again import ReadingAgain
+from hf_specdec.target.parts.rotary import changing_rotary
 from tests.helpers import methods
 from tests.helpers.architectures import CHAINS_ONLY, tiny_model
 from tests.helpers.caches import CACHE

@@ -18,10 +18,10 @@ from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mtp.network import new_mtp
 from hf_specdec.checkpoints.files import RepoFiles
-from hf_specdec.decoding.functional import has_lean_forward
 from hf_specdec.diagnosis.checks import network_findings
 from hf_specdec.kernels.products import _matrices
 from hf_specdec.layers.draft_network import TargetParts, is_close, is_copy
+from hf_specdec.target.lean import has_lean_forward
 from hf_specdec.target_facts import is_packed, num_embeddings, numbers_of, quantisation
 from hf_specdec.training.options import RESULT_FILE
 from tests.helpers.levels import full, in_full, split

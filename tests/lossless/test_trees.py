@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hf_specdec import Speculator, record
-from hf_specdec.decoding import functional
-from hf_specdec.decoding.functional import FunctionalSlotModel, slot_model
 from hf_specdec.drafts import TokenTree
 from hf_specdec.protocol import Commit, Prompt
+from hf_specdec.target import lean
+from hf_specdec.target.lean import FunctionalSlotModel, slot_model
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.families import outputs_and_states
@@ -116,7 +116,7 @@ STATES = [
 )
 def test_states_predicted_the_committed_tokens(make, is_lean, walks, tree, batch_size, chunk_size, monkeypatch):
     if not is_lean:
-        monkeypatch.setattr(functional, "has_lean_forward", lambda model: False)
+        monkeypatch.setattr(lean, "has_lean_forward", lambda model: False)
     # Weights of the usual size: large ones would make the last digits of a sum matter.
     model = make(initializer_range=0.1)
     inputs = prompts(batch_size, length=9)

@@ -11,14 +11,14 @@ from hf_specdec import load_speculator
 from hf_specdec.candidate_generators.medusa import generator as medusa
 from hf_specdec.candidate_generators.medusa.generator import RankCounts, default_tree
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
-from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.decoding.functional import slot_model
 from hf_specdec.drafts import PUBLISHED_TREES, TokenTree
 from hf_specdec.drafts.static import prior_accuracies
 from hf_specdec.kernels.acceptance import follow
 from hf_specdec.kernels.best import best_tokens
 from hf_specdec.logits.acceptance import accept_typical
 from hf_specdec.protocol import Commit, DraftStep, Session
+from hf_specdec.target.cache import SlotCache
+from hf_specdec.target.lean import slot_model
 from tests.helpers.draft_calls import medusa_speculator
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, generate_many, load_speculator, record
-from hf_specdec.decoding.states import captured_states
 from hf_specdec.hub.detect import detect_checkpoint
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
+from hf_specdec.target.states import captured_states
 from tests.helpers.architectures import tiny_model
 from tests.helpers.by_hand import CPU, ragged, rows_of
 from tests.helpers.distribution import no_drafts, small_model

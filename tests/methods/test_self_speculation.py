@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hf_specdec import SpecConfigError, generate_many, record
-from hf_specdec.decoding.functional import ReadAhead
-from hf_specdec.decoding.graphs import forget_graphs
 from hf_specdec.drafts import chain_topology, static_topology
 from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.layers.llama import DecoderLayer
+from hf_specdec.target.graphs import forget_graphs
+from hf_specdec.target.lean import ReadAhead
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import nothing_runs, prompts, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.helpers.own_drafts import GREEDY, assert_own_drafts, drafted_call, drafts_in

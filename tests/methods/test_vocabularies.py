@@ -20,7 +20,7 @@ from hf_specdec.candidate_generators.draft_model.vocabularies import (
     shared_tokens,
 )
 from hf_specdec.candidate_generators.draft_model.vocabulary import Vocabulary
-from hf_specdec.decoding import graphs
+from hf_specdec.target import graphs
 from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.distribution import P_VALUE, SETTINGS, exact_distribution, sampled_counts, small_model
 from tests.helpers.levels import full, in_full

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...decoding.attention import TreeMask
-from ...decoding.masks import FULL, Span, additive_mask
 from ...drafting.slots import DraftSlots
 from ...kernels.tree_attention import SlotTree, pack_words
+from ...target.attention import TreeMask
+from ...target.masks import FULL, Span, additive_mask
 from ...transfers import RowNumbers, kept_on_device, kept_tensor, last_of_each, select_rows, upload
 from .config import BlockView
 from .network import DFlashNetwork

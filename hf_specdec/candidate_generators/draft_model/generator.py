@@ -28,12 +28,6 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
 from ...checkpoints.loading import checkpoint_errors
-from ...decoding.cache import SlotCache, compact
-from ...decoding.following import Choose, Continuing, Following
-from ...decoding.functional import slot_model
-from ...decoding.graphs import call_graphs
-from ...decoding.profile import model_profile
-from ...decoding.target import SlotModel
 from ...drafting.chain import SteeredChain
 from ...drafting.graphs import graph_depth
 from ...drafts import DraftTree, chain_topology
@@ -42,6 +36,12 @@ from ...logits.processors import ProcessorStack
 from ...logits.sampling import DraftSampler
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...settings.values import plain_path
+from ...target.cache import SlotCache, compact
+from ...target.facts import model_profile
+from ...target.following import Choose, Continuing, Following
+from ...target.graphs import call_graphs
+from ...target.lean import slot_model
+from ...target.model import SlotModel
 from ...transfers import PendingRead, last_of_each, upload
 from ...validation import Options, draft_sample_method_field, parallel_drafting_field, setting
 from ..base import CandidateGenerator

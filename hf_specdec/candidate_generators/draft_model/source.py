@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from ...decoding.profile import model_profile
-from ...decoding.source import Source
 from ...errors import UnsupportedModelError
+from ...target.facts import model_profile
+from ...target.parts.source import Source
 
 
 class SourceReader:

@@ -22,10 +22,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ...decoding.following import Following, Translation
 from ...drafts import DraftTree
 from ...errors import CheckpointFormatError
 from ...protocol import Prompt
+from ...target.following import Following, Translation
 from ...target_facts import MAX_VOCABULARY_GAP, num_embeddings, vocabulary_size
 from ...transfers import RowNumbers
 from .vocabulary import CONTEXT_BYTES, Vocabulary

@@ -32,10 +32,10 @@ from torch import nn
 from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint
 from ...checkpoints.header import TargetSizes
 from ...checkpoints.loading import check_given, loads_checkpoint
-from ...decoding.masks import FULL, Span
 from ...errors import SpecConfigError
 from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network, new_attention, new_mlp
 from ...layers.llama import DecoderLayer, KeyValueCache, RMSNorm, project, with_query_groups
+from ...target.masks import FULL, Span
 from .formats import EagleConfig, EagleReader, stored_tensors
 
 

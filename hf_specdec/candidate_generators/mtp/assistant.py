@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...decoding.masks import FULL, Span, additive_mask
 from ...drafting.chain import SteeredChain
 from ...drafting.graphs import AnchorStates
 from ...drafting.shape import growth_option
 from ...drafts import DraftTree
 from ...errors import SpecConfigError, UnsupportedModelError
 from ...protocol import Commit, DraftStep, Session
+from ...target.masks import FULL, Span, additive_mask
 from ...target_facts import decoder_layers
 from ...transfers import upload
 from ..base import CandidateGenerator
 
 
 if TYPE_CHECKING:
-    from ...decoding.target import SlotModel
     from ...settings import SpeculativeConfig
+    from ...target.model import SlotModel
 
 
 def lending_layers(target_model: torch.nn.Module) -> dict[str, int]:

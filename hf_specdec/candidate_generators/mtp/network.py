@@ -28,14 +28,14 @@ from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoin
 from ...checkpoints.header import TargetNeeds, TargetSizes
 from ...checkpoints.loading import check_given, filled, loads_checkpoint
 from ...checkpoints.quantised import quantise_layers
-from ...decoding.attention import NAME, TreeMask, VerificationForward, running
-from ...decoding.masks import FULL, Span
 from ...errors import SpecConfigError, UnsupportedModelError
 from ...layers.draft_network import DraftModule, TargetParts
 from ...layers.experts import MixtureOfExperts
 from ...layers.known import is_llama_layer
 from ...layers.llama import DecoderLayer, KeyValueCache, RMSNorm, project, with_query_groups
 from ...layers.rope import RotaryAngles
+from ...target.attention import NAME, TreeMask, VerificationForward, running
+from ...target.masks import FULL, Span
 from ...target_facts import (
     cache_name_among,
     decoder_layers,

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...decoding.store import padded_rows
 from ...kernels.matches import match_lengths
+from ...target.store import padded_rows
 from ...threads import Lock
 from ...transfers import upload
 

@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from ...decoding.following import Choose, Following
-from ...decoding.own_drafts import OwnDrafts, check_can_draft
 from ...drafting.chain import SteeredChain
 from ...drafting.graphs import graph_depth
 from ...drafts import DraftTree
 from ...errors import SpecConfigError
 from ...protocol import DeviceCommit, DraftStep, Session
+from ...target.following import Choose, Following
+from ...target.own_layers import OwnDrafts, check_can_draft
 from ...target_facts import decoder_layers
 from ...validation import Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
 
 
 if TYPE_CHECKING:
-    from ...decoding.graphs import CallGraphs
     from ...settings import SpeculativeConfig
+    from ...target.graphs import CallGraphs
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from ..drafts import DraftTree
 from ..logits.verifier import Verdict
 from ..metrics import SpecDecodingStats
 from ..protocol import Drafter, DraftStep, Lookups
+from ..target.model import SlotModel
 from .sequences import Sequences, StopRules
-from .target import SlotModel
 from .tracing import Tracer
 
 

@@ -19,9 +19,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from ..target.parts.source import Source, side_by_side
+from ..target.request import Request
 from ..target_facts import CACHE_NAMES
-from .request import Request
-from .source import Source, side_by_side
 
 
 # The method of transformers in which the encoder reads, by its names: since 5.20, and before.

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
-from .cache import fill_cache
-from .own_states import returned_cache
-from .recurrent_state import RecurrentState, store_states
-from .request import Request
+from ..target.cache import fill_cache
+from ..target.model import SlotModel
+from ..target.parts.own_states import returned_cache
+from ..target.parts.recurrent_state import RecurrentState, store_states
+from ..target.request import Request
 from .sequences import Sequences
-from .target import SlotModel
 
 
 class EndedRows:

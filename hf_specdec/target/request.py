@@ -17,15 +17,15 @@ from ..logits.grammar.rows import RowGrammars
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import seed_from_torch
 from ..target_facts import vocabulary_size
-from .adapters import ADAPTED_ROW, RowAdapters
-from .profile import REPEATED_INPUTS, is_text_only, model_profile
+from .facts import REPEATED_INPUTS, is_text_only, model_profile
+from .parts.adapters import ADAPTED_ROW, RowAdapters
 
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .encoding import Encoding
-    from .source import Source
+    from ..loop.encoding import Encoding
+    from .parts.source import Source
 
 
 @dataclass

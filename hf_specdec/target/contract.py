@@ -36,7 +36,7 @@ def check_transformers() -> None:
     installed = transformers.__version__
     try:
         # All that is imported of transformers, too.
-        import_module("hf_specdec.decoding.loop")
+        import_module("hf_specdec.loop.loop")
         _read_prompt()
     except Exception as error:
         if isinstance(error, ImportError) and not (error.name or "").startswith("transformers"):

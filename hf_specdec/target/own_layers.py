@@ -25,9 +25,9 @@ from ..logits.randomness import RowKeys
 from ..transfers import upload
 from .cache import SlotCache
 from .following import Choose, Continuing, Following
-from .functional import FunctionalSlotModel, ReadAhead, has_known_layers
 from .graphs import CallGraphs
-from .target import SlotModel
+from .lean import FunctionalSlotModel, ReadAhead, has_known_layers
+from .model import SlotModel
 
 
 def check_can_draft(model: torch.nn.Module) -> None:

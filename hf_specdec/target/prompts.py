@@ -23,13 +23,13 @@ from ..kernels.products import fast_products
 from ..protocol import Prompt
 from ..target_facts import cache_name_among, decoder_layers, forward_arguments, layers_owner
 from .cache import check_room
-from .own_states import own_layers
-from .positions import PositionCounter
-from .profile import ModelProfile, model_profile
+from .facts import ModelProfile, model_profile
+from .model import SlotModel
+from .parts.own_states import own_layers
+from .parts.positions import PositionCounter
+from .parts.rotary import ChangingRotary, changing_rotary
+from .parts.source import Source
 from .request import Request
-from .rotary import ChangingRotary, changing_rotary
-from .source import Source
-from .target import SlotModel
 
 
 # Most tokens after the prompts for which a model's own preparation of inputs is asked beforehand.

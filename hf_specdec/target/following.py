@@ -26,8 +26,8 @@ from ..logits.sampling import CapturedSampler
 from ..logits.verifier import take_nodes
 from ..transfers import RowNumbers, fill_front, kept_tensor, last_of_each, state_buffers
 from .graphs import Variant
-from .node_inputs import NodeInputs
-from .target import SlotModel
+from .inputs import NodeInputs
+from .model import SlotModel
 
 
 class Following(NamedTuple):

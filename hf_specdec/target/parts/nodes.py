@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from ..drafts import TreeTopology
+from ...drafts import TreeTopology
 
 
 class Nodes:

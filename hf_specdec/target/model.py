@@ -33,25 +33,25 @@ from ..logits.verifier import take_nodes
 from ..target_facts import vocabulary_size
 from ..threads import cached_property
 from ..transfers import PackedTables, RowNumbers, select_rows, upload
-from .adapters import ADAPTED_ROW, RowAdapters
 from .attention import TREE_KERNEL, AttentionSwitch, TreeMask, VerificationForward, attention_switch
 from .cache import SlotCache
+from .facts import MASK_OF_LAYER_TYPE, WITHOUT_ATTENTION, model_profile
 from .graphs import CallGraphs, Variant
+from .inputs import JudgedInputs, NodeInputs
 from .masks import RowState, node_masks, node_positions, slot_tree
-from .node_inputs import JudgedInputs, NodeInputs
-from .own_states import passed_cache
-from .positions import PlacedNodes, PositionCounter
-from .profile import MASK_OF_LAYER_TYPE, WITHOUT_ATTENTION, model_profile
-from .recurrences import over_nodes
-from .recurrent import RecurrentLayers, mixers
-from .rotary import ChangingRotary
-from .source import Source
+from .parts.adapters import ADAPTED_ROW, RowAdapters
+from .parts.own_states import passed_cache
+from .parts.positions import PlacedNodes, PositionCounter
+from .parts.recurrences import over_nodes
+from .parts.recurrent import RecurrentLayers, mixers
+from .parts.rotary import ChangingRotary
+from .parts.source import Source
 from .states import StateTaps
 from .uncompiled import Uncompiled
 
 
 if TYPE_CHECKING:
-    from .profile import ModelProfile
+    from .facts import ModelProfile
 
 
 # Scores of all nodes up to which they are judged in a graph, which holds on to the memory that this takes.

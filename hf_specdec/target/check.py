@@ -17,10 +17,10 @@ from ..drafts import chain_topology
 from ..environment import is_switched_on
 from ..errors import UnsupportedModelError
 from ..target_facts import quantisation
-from .continuation import Continuation, following_inputs
-from .recurrences import over_nodes
-from .recurrent import mixers
-from .target import SlotModel
+from .model import SlotModel
+from .parts.recurrences import over_nodes
+from .parts.recurrent import mixers
+from .prompts import Continuation, following_inputs
 
 
 # Largest difference of logits by rounding, as a part of their spread over the vocabulary.

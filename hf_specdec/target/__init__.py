@@ -1,4 +1,4 @@
-"""The decoding loop and what it stands on: the target model, its slot cache, the returned output."""
+"""The target model as the loop sees it: it reads tokens into slots and gives logits for every node."""
 
 from .contract import check_transformers
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from ..drafts import TreeTopology
-from ..transfers import upload
+from ...drafts import TreeTopology
+from ...transfers import upload
+from ..cache import SlotCache
 from .adapters import RowAdapters
-from .cache import SlotCache
 from .nodes import Nodes
 from .own_states import keeps_own_state, own_layers
 from .recurrences import over_nodes, reads_nodes

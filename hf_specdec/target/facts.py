@@ -14,8 +14,8 @@ from transformers.generation import GenerationMixin
 from ..errors import UnsupportedModelError
 from ..target_facts import CACHE_NAMES, cache_name_among
 from .masks import FULL, Span
-from .positions import CountedPositions
-from .recurrent import mixers
+from .parts.positions import CountedPositions
+from .parts.recurrent import mixers
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UnsupportedModelError
-from ..threads import OwnForwards
+from ...errors import UnsupportedModelError
+from ...threads import OwnForwards
 
 
 _KINDS = ("dynamic", "longrope")

@@ -12,12 +12,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from ..errors import UnsupportedModelError
+from ...errors import UnsupportedModelError
+from ..cache import SlotCache
+from ..model import SlotModel
+from ..prompts import Continuation
+from ..request import Request
 from .adapters import ADAPTED_ROW, RowAdapters
-from .cache import SlotCache
-from .continuation import Continuation
-from .request import Request
-from .target import SlotModel
 
 
 class ReadingAgain:

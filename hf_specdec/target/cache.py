@@ -25,7 +25,7 @@ from ..kernels.cache import WritePlan, move_slots, write_slots
 from ..kernels.heads import SlotWrite
 from ..kernels.indexing import arange
 from ..transfers import RowNumbers, kept_tensor, upload
-from .recurrent_state import RecurrentState, load_state
+from .parts.recurrent_state import RecurrentState, load_state
 from .store import SlotStore
 
 

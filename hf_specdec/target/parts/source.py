@@ -16,9 +16,9 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
-from ..errors import SpecConfigError
-from ..transfers import select_rows
-from .cache import SlotCache
+from ...errors import SpecConfigError
+from ...transfers import select_rows
+from ..cache import SlotCache
 
 
 @dataclass

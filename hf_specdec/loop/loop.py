@@ -31,30 +31,30 @@ from ..logits.verifier import Verdict, Verifier, masked_nodes, take_nodes
 from ..metrics import SpecDecodingStats, begin_call, watch_acceptance
 from ..metrics.listeners import CallProgress
 from ..protocol import Commit, DeviceCommit, Drafter, DrafterSource, DraftStep, Session, VerifiedNodes
+from ..target.attention import describe_layers
+from ..target.cache import SlotCache, compact
+from ..target.check import ContinuationCheck
+from ..target.facts import ModelProfile, model_profile
+from ..target.graphs import call_graphs
+from ..target.lean import slot_model
+from ..target.model import SlotModel, SlotOutput
+from ..target.parts.adapters import ADAPTED_ROW, RowAdapters
+from ..target.parts.reading_again import ReadingAgain
+from ..target.prompts import read_prompts
+from ..target.request import Request
 from ..target_facts import vocabulary_size
 from ..transfers import last_of_each, select_rows
-from .adapters import ADAPTED_ROW, RowAdapters
-from .attention import describe_layers
-from .cache import SlotCache, compact
-from .check import ContinuationCheck
-from .continuation import read_prompts
 from .ended_rows import EndedRows
-from .functional import slot_model
-from .graphs import call_graphs
 from .output import CACHE_FIELD, OutputRecorder, SpeculativeEncoderDecoderOutput, SpeculativeOutput
-from .profile import ModelProfile, model_profile
-from .reading_again import ReadingAgain
 from .reporting import ColumnStreamer, DeferredWork, count_cycle, count_graphs, count_lookups, explain_empty
-from .request import Request
 from .sequences import Sequences, StopRules
-from .target import SlotModel, SlotOutput
 from .tracing import Tracer
 
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .continuation import Continuation
+    from ..target.prompts import Continuation
 
 
 class DecodingLoop:

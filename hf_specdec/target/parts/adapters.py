@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..errors import SpecConfigError, shown
+from ...errors import SpecConfigError, shown
 
 
 _KEY = "adapter_names"

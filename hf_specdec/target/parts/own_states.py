@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.cache_utils import Cache
 
-from ..errors import UnsupportedModelError
-from ..target_facts import cache_name_among, decoder_layers
-from .cache import SlotCache
+from ...errors import UnsupportedModelError
+from ...target_facts import cache_name_among, decoder_layers
+from ..cache import SlotCache
 from .linear_attention import read_gated_nodes, read_nodes
 from .recurrent_state import Reading, RecurrentState
 

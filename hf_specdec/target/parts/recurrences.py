@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..threads import Lock, OwnForwards
+from ...threads import Lock, OwnForwards
 from .linear_attention import DecayedSums, read_nodes
 from .own_states import OverStates, check_own_layer, keeps_own_state
 from .recurrent_state import Reading

@@ -31,7 +31,7 @@ from ..threads import Lock
 from ..transfers import holding
 from .cache import SlotCache
 from .capture import CaptureBackend, SharedOutputs, capture_backend
-from .profile import model_profile
+from .facts import model_profile
 from .store import Place, SlotStore, padded_rows, row_sizes
 
 

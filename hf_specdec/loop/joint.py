@@ -30,15 +30,15 @@ from ..logits.verifier import Verdict, take_nodes
 from ..metrics import SpecDecodingStats
 from ..metrics.listeners import CallProgress
 from ..protocol import DrafterSource
+from ..target.check import ContinuationCheck
+from ..target.facts import ModelProfile
+from ..target.model import SlotOutput
+from ..target.request import Request
 from ..threads import cached_property
 from ..transfers import upload
-from .check import ContinuationCheck
 from .joint_verifier import JointVerifier, Judge
 from .loop import DecodingLoop
-from .profile import ModelProfile
-from .request import Request
 from .sequences import Sequences, StopRules
-from .target import SlotOutput
 
 
 class TokenLogprobs(NamedTuple):

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from ..drafts import TreeTopology
-from ..errors import UnsupportedModelError
-from ..target_facts import forward_arguments
-from ..threads import OwnForwards
-from .masks import RowState
+from ...drafts import TreeTopology
+from ...errors import UnsupportedModelError
+from ...target_facts import forward_arguments
+from ...threads import OwnForwards
+from ..masks import RowState
 
 
 class PositionCounter:

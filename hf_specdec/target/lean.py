@@ -35,7 +35,7 @@ from ..layers.structure import form_of
 from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch, takes_trees
 from .cache import SlotCache
 from .masks import FULL, node_masks
-from .target import SlotModel, SlotOutput
+from .model import SlotModel, SlotOutput
 from .uncompiled import Uncompiled, may_be_compiled
 
 

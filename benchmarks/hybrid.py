@@ -32,7 +32,6 @@ _COMMON = {"vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 8, "ma
 _ATTENTION = {"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 3072}
 
 # Layer shapes of public models: Qwen3.5-0.8B, Falcon-H1-0.5B, LFM2-350M, Jamba, Nemotron-H, Bamba, Mamba-130M and -2.
-# RecurrentGemma and RWKV have their kinds of layers at the same width.
 SHAPES: dict[str, dict] = {
     "qwen3_5_text": {
         **_ATTENTION,
@@ -68,8 +67,6 @@ SHAPES: dict[str, dict] = {
     },
     "mamba": {"intermediate_size": 2048},
     "mamba2": {"num_heads": 32, "head_dim": 64, "state_size": 128, "n_groups": 1},
-    "recurrent_gemma": {**_ATTENTION},
-    "rwkv": {},
 }
 
 DRAFT_LENGTH, NUM_SIBLINGS = 5, 3

@@ -21,7 +21,7 @@ MAX_VOCABULARY_GAP = 0.05
 CACHE_READERS = ("gemma4_assistant", "gemma4_unified_assistant")
 
 # Names of a cache, as an argument of forwards and as a field of outputs. Transformers 5.24 has renamed the next two.
-CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 # Names that decoders give to the list of their layers.
 _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")

@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, S
 
 from ..target.cache import fill_cache
 from ..target.model import SlotModel
-from ..target.parts.own_states import returned_cache
 from ..target.parts.recurrent_state import RecurrentState, store_states
 from ..target.request import Request
 from .sequences import Sequences
@@ -63,15 +62,12 @@ class EndedRows:
         """Keys and values of all rows, without those of their last tokens; `rows` are the active ones.
 
         They are put into the user's cache object, or the static one asked for: transformers has made the latter before
-        it called the loop. Some models have a cache of a class of their own.
+        it called the loop.
         """
         self._keep_states(rows, range(len(rows)))
         places = rows + self._behind
         states = [self._recurrent.get(row, {}) for row in range(self._request.batch_size)]
         prepared = self._request.model_kwargs.get(self._target.profile.cache_name)
-        if self._target.profile.is_recurrent and (own := returned_cache(self._target.model, states)) is not None:
-            fill_cache(own, self._layers(places))
-            return own
         is_static = type(prepared) is StaticCache
         if is_static:
             # Compiled code may know the addresses of its tensors, which stay.

@@ -207,11 +207,9 @@ class Engine:
     def _read_together(self, rows: list[Row]) -> list[list[Row]]:
         """Rows whose prompts one forward reads as it reads each of them alone."""
         # Decoders beside an encoder may count the padding in front of a text.
-        takes_padding = self._profile.padding == "masked" and not self._profile.has_encoder
         groups: dict[int, list[Row]] = {}
-        for number, row in enumerate(rows):
-            key = number if self._profile.mixes_rows else 0 if takes_padding else row.length
-            groups.setdefault(key, []).append(row)
+        for row in rows:
+            groups.setdefault(row.length if self._profile.has_encoder else 0, []).append(row)
         return list(groups.values())
 
     def _read(self, rows: list[Row]) -> None:

@@ -5,7 +5,7 @@ Shapes: B rows of the call of which R are active, N tokens after the prompts, V 
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -18,8 +18,6 @@ from ..environment import is_switched_on
 from ..errors import UnsupportedModelError
 from ..target_facts import quantisation
 from .model import SlotModel
-from .parts.recurrences import over_nodes
-from .parts.recurrent import mixers
 from .prompts import Continuation, following_inputs
 
 
@@ -122,11 +120,7 @@ def _plainly_read(
     """Tokens `(B, count)` after the prompts, the best ones, and their logits, by forwards of plain generation."""
     model, profile, read, logits = target.model, target.profile, [], []
     like = DynamicCache(config=model.config.get_text_config(decoder=True))
-    with ExitStack() as reading:
-        if profile.is_recurrent:
-            reading.enter_context(over_nodes(model, mixers(model)).in_place())
-        reading.enter_context(target.cache.kept(like))
-        reading.enter_context(target.adapting())
+    with target.cache.kept(like), target.adapting():
         for number in range(count):
             read.append(tokens[:, None])
             inputs = following_inputs(continuation.inputs, profile, read[-1], number)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
-import transformers
-from packaging.version import Version
 from transformers.generation import GenerationMixin
 
 from ..errors import UnsupportedModelError
@@ -36,9 +34,6 @@ class ModelProfile:
         cache_name (`str`): The argument of its forward that takes the cache, and of calls that continue one.
         has_encoder (`bool`): Its decoder attends to the output of an encoder too, which the call reads once.
         counted (`CountedPositions`, *optional*): Modules that count positions, and can be told them instead.
-        mixes_rows (`bool`): Its own forward of one token mixes the rows of a batch, so that it can have one row only.
-        padding (`str`): How its plain generation treats padding in front of prompts: "masked"; "read" as text, for
-            want of a mask; or "lost", as its masks are made for a first layer that has no keys.
     """
 
     spans: tuple[Span, ...]
@@ -52,8 +47,6 @@ class ModelProfile:
     cache_name: str = CACHE_NAMES[0]
     has_encoder: bool = False
     counted: CountedPositions | None = None
-    mixes_rows: bool = False
-    padding: str = "masked"
 
     def of_decoder(self, name: str) -> str:
         """The name of the forward's arguments and outputs for what its decoder has under this one."""
@@ -73,8 +66,11 @@ _COUNT_SLOTS = {
     "roformer": "it turns all rows alike",
 }
 
-# Models that no cache of keys and values is enough for.
+_KEEPS_STATE = "keeps its recurrent state in its modules, not in a cache of transformers"
+
+# Models that no cache of transformers is enough for.
 _UNSUPPORTED = {
+    **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm"), _KEEPS_STATE),
     "blt": "groups bytes into patches by what one forward reads, so its logits depend on how the text is cut",
     "cpmant": "reads the whole text again in every forward and places a learned prompt in front of it",
     "deepseek_v4": "compresses the keys of many tokens into one, which cannot be cut back to the accepted ones",
@@ -93,8 +89,6 @@ _UNSUPPORTED = {
     "unlimited_ocr_text": "keeps its prompt apart from a window of the last tokens, in cache layers of its own",
     "xlm": "keeps no key/value cache, and reads the whole text again in every forward",
 }
-if Version(transformers.__version__) < Version("5.23"):
-    _UNSUPPORTED["recurrent_gemma"] = "asks the layers of its cache for lengths before there are any"
 
 _SPAN_OF_LAYER_TYPE = {
     "full_attention": "full",
@@ -148,11 +142,6 @@ def _read_profile(model, role) -> ModelProfile:
             f"{name} has a decoding loop of its own (`_sample`), and writes something else than the tokens that its "
             f"logits say; it cannot be used as {role}. Leave the speculative arguments out to use plain generate()."
         )
-    if text_config.model_type == "minimax" and getattr(text_config, "sliding_window", None):
-        raise UnsupportedModelError(
-            f"{name} has a sliding window, and plain generation makes its mask for a first layer that has no keys; it "
-            f"cannot be used as {role}. Leave the speculative arguments out to use plain generate()."
-        )
     layer_types = getattr(text_config, "layer_types", None)
     recurrent = mixers(model).values()
     is_recurrent = bool(recurrent)
@@ -191,8 +180,6 @@ def _read_profile(model, role) -> ModelProfile:
         cache_name=cache_name,
         has_encoder=has_encoder,
         counted=counted,
-        mixes_rows=text_config.model_type == "rwkv",
-        padding=_padding(text_config, attends or "attention_mask" in parameters),
     )
 
 
@@ -213,10 +200,6 @@ def _attends(config, layer_types, recurrent: set[int]) -> bool:
     if layer_types:
         return not set(layer_types) <= set(WITHOUT_ATTENTION)
     return not recurrent >= set(range(config.num_hidden_layers))
-
-
-def _padding(config, has_mask) -> str:
-    return "lost" if config.model_type == "minimax" else "masked" if has_mask else "read"
 
 
 def _read_spans(config, layer_types, is_recurrent):

@@ -40,9 +40,7 @@ from .graphs import CallGraphs, Variant
 from .inputs import JudgedInputs, NodeInputs
 from .masks import RowState, node_masks, node_positions, slot_tree
 from .parts.adapters import ADAPTED_ROW, RowAdapters
-from .parts.own_states import passed_cache
 from .parts.positions import PlacedNodes, PositionCounter
-from .parts.recurrences import over_nodes
 from .parts.recurrent import RecurrentLayers, mixers
 from .parts.rotary import ChangingRotary
 from .parts.source import Source
@@ -135,17 +133,14 @@ class SlotModel:
         self.attention_layers: Counter[str] = Counter()
         self.graphs: CallGraphs | None = None
         self.recurrent: RecurrentLayers | None = None
-        self._passed_cache: Any = passed_cache(model, cache) if self.profile.is_recurrent else cache
         if self.profile.is_recurrent:
-            known = mixers(model)
-            self.reading_prompts = over_nodes(model, known).in_place
-            cache.last_recurrent_layer, cache.has_slots = max(known.values()), self.profile.attends
+            cache.last_recurrent_layer, cache.has_slots = max(mixers(model).values()), self.profile.attends
         self.states = states
         self.taps: StateTaps = StateTaps(model, states)
         self.forward_kwargs: dict[str, Any] = forward_kwargs or {}
         self.row_inputs: dict[str, torch.Tensor] = {}
         self.source: Source | None = None
-        self.forward_cache: Any = self._passed_cache
+        self.forward_cache: Any = cache
         # That of the hidden states; a model's first parameter may belong to a vision tower of another type.
         embedding = model.get_input_embeddings().weight
         self._mask_dtype = embedding.dtype if embedding.is_floating_point() else model.dtype
@@ -153,7 +148,7 @@ class SlotModel:
     def see(self, source: Source | None) -> None:
         """Lets the decoder attend to these sources, one for each row, from now on."""
         self.source = source
-        self.forward_cache = self._passed_cache if source is None else source.with_slots(self.cache)
+        self.forward_cache = self.cache if source is None else source.with_slots(self.cache)
 
     @cached_property
     def _attention(self) -> AttentionSwitch:
@@ -221,7 +216,7 @@ class SlotModel:
             self.graphs.switch_off("its rotary embedding changes with the length of the text")
         self.cache.start_slots(len(starts))
         if self.profile.is_recurrent:
-            self.recurrent = RecurrentLayers(self.model, self.cache, self.forward_cache)
+            self.recurrent = RecurrentLayers(self.model, self.cache)
 
     def prefill(self, input_ids: torch.LongTensor, starts: list[int]) -> None:
         """Reads left-padded prompts `(R, P)`, or their embeddings `(R, P, H)`, into empty slots, without logits."""

@@ -25,7 +25,6 @@ from ..target_facts import cache_name_among, decoder_layers, forward_arguments, 
 from .cache import check_room
 from .facts import ModelProfile, model_profile
 from .model import SlotModel
-from .parts.own_states import own_layers
 from .parts.positions import PositionCounter
 from .parts.rotary import ChangingRotary, changing_rotary
 from .parts.source import Source
@@ -55,21 +54,10 @@ def read_prompts(
         UnsupportedModelError: The model goes on after its prompts in a way that cannot be followed.
     """
     model, input_ids, kwargs = request.model, request.input_ids, dict(request.model_kwargs)
-    if request.batch_size > 1 and target.profile.mixes_rows:
-        raise UnsupportedModelError(
-            f"Plain generation with {type(model).__name__} mixes the rows of a batch, and this call has "
-            f"{request.batch_size}. Pass one prompt at a time, and num_return_sequences=1."
-        )
     mask_name = target.profile.of_decoder("attention_mask")
     mask = kwargs.get(mask_name)
-    if target.profile.padding == "lost" and mask is not None and not mask.all():
-        raise UnsupportedModelError(
-            f"Plain generation with {type(model).__name__} loses the mask of padding after the prompts, and this call "
-            "has prompts of different lengths. Pass prompts of one length, or use generate_many()."
-        )
     if request.user_cache is not None:
         target.cache.load(request.user_cache)
-        _check_loaded(target)
     room = max_length - input_ids.shape[1]
     given = request.prompt_slots(target.cache.get_seq_length())
     changing_rotary(model, [given] if mask is None else mask.ne(0).sum(1).tolist(), room)
@@ -110,17 +98,6 @@ def read_prompts(
     # The last token is never read.
     target.max_position = max(continuation.next_positions) + room - 2
     return output, states, continuation
-
-
-def _check_loaded(target: SlotModel) -> None:
-    """Refuses continued caches without the states of layers that keep them elsewhere in plain generation."""
-    missing = own_layers(target.model).values() - target.cache.recurrent_states().keys()
-    if missing and target.cache.get_seq_length():
-        raise UnsupportedModelError(
-            f"The given cache has keys and values of {target.cache.get_seq_length()} tokens, and not the recurrent "
-            f"states after them, which {type(target.model).__name__} keeps in its modules. Give the whole text as the "
-            "prompt."
-        )
 
 
 def _read_first_chunks(request: Request, target: SlotModel, kwargs: dict[str, Any]) -> dict[Any, list[torch.Tensor]]:

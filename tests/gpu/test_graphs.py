@@ -23,7 +23,7 @@ from hf_specdec.target import capture, graphs, store
 from hf_specdec.target.cache import SlotCache
 from hf_specdec.target.capture import CaptureBackend, SharedOutputs
 from hf_specdec.target.graphs import CallGraphs, call_graphs
-from tests.helpers.architectures import ALONE, CHAINS_ONLY, supported, tiny_model
+from tests.helpers.architectures import CHAINS_ONLY, supported, tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.families import TREE, Case
 from tests.helpers.levels import full, in_full, slow
@@ -473,7 +473,7 @@ def test_captures_do_not_wait_for_the_whole_device(gpu):
 def test_every_architecture(name, device, backends):
     """Values that a model reads in Python from the text or from the cache would be wrong in the next cycle."""
     case = Case(name, tiny_model(name).to(device))
-    for batch_size in (1,) if name in ALONE else (1, 4):
+    for batch_size in (1, 4):
         for script in ({"num_speculative_tokens": 5}, {"num_speculative_tokens": 3, "tree": TREE}):
             if "tree" in script and name in CHAINS_ONLY:
                 continue

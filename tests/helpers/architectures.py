@@ -7,8 +7,6 @@ speculatively; types that transformers adds later are tried like all others.
 from __future__ import annotations
 
 import torch
-import transformers
-from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -134,7 +132,6 @@ SPECIAL = {
         "moe_topk": 2,
     },
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16},
-    "minimax": {"sliding_window": None},
     "mistral4": {"num_key_value_heads": 4},
     "mistral_large4": {"text_config": _INDEXED},
     "modernbert-decoder": {"local_attention": 16},
@@ -156,8 +153,6 @@ SPECIAL = {
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "attention_head_dim": 32},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]},
-    # The sizes of its cache are multiples of 64.
-    "xlstm": {"hidden_size": 128, "num_heads": 4, "chunk_size": 8},
     "xmod": {"default_language": "en_XX"},
 }
 
@@ -189,12 +184,9 @@ LAYERS = {
 # Types with a recurrent state, most of them beside attention.
 RECURRENT = set(
     "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lfm2 "
-    "lfm2_moe lara_mini lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
-    "qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2 zaya".split()
+    "lfm2_moe lara_mini lfm3 mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text "
+    "qwen3_next zamba zamba2 zaya".split()
 )
-
-# Types whose own generation mixes the rows of a batch, or loses the mask of padded ones.
-ALONE = {"minimax", "rwkv"}
 
 # Types that count slots, so that no tree can be verified.
 CHAINS_ONLY = set(
@@ -207,9 +199,11 @@ _BLOCK_INDEX = {
 }  # fmt: skip
 _LOOPS = "runs layers in loops"
 _NO_CACHE = "keeps no key/value cache"
+_KEEPS_STATE = "keeps its recurrent state in its modules"
 
 # Types that cannot be used: what the error says, and the config values that the type is known for.
 UNSUPPORTED = {
+    **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm"), (_KEEPS_STATE, {})),
     "blt": ("groups bytes into patches", {}),
     "cpmant": ("reads the whole text again", {}),
     "deepseek_v4": ("compresses the keys of many tokens into one", {}),
@@ -228,8 +222,6 @@ UNSUPPORTED = {
     "xlm": (_NO_CACHE, {}),
     "xlnet": (_NO_CACHE, {}),
 }
-if Version(transformers.__version__) < Version("5.23"):
-    UNSUPPORTED["recurrent_gemma"] = ("asks the layers of its cache", {})
 
 # Types that cannot be tried here.
 _NEEDS_TIMM = "its vision tower needs the package timm"

@@ -29,7 +29,7 @@ SCALED = ("inkling_text", "minicpm3")
 # Models whose final norm reads a mixture of several layers' outputs.
 MIXED = ("inkling2_text",)
 # Their own record has what leaves the layers.
-RECORDS_OUTPUTS = ("falcon_mamba", "mamba", "mamba2", "rwkv")
+RECORDS_OUTPUTS = ("falcon_mamba", "mamba", "mamba2")
 
 TOKENS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 import hf_specdec
-from hf_specdec import UnsupportedModelError, load_speculator
+from hf_specdec import UnsupportedModelError, generate_many, load_speculator
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle3Recipe
 from hf_specdec.drafts import TreeTopology, chain_topology
@@ -24,7 +24,7 @@ from hf_specdec.target.parts.linear_attention import read_nodes
 from hf_specdec.target.parts.nodes import Nodes
 from hf_specdec.target.parts.recurrences import over_nodes, reads_nodes
 from hf_specdec.target.parts.recurrent import mixers
-from tests.helpers.architectures import tiny_model
+from tests.helpers.architectures import empty_model, tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.levels import full, in_full, split
 from tests.helpers.scripted import scripted_speculator
@@ -33,7 +33,7 @@ from tests.helpers.scripted import scripted_speculator
 # Every way in which a state is kept: sums with decays (gated delta rule, with a decay for each channel, Mamba-2 beside
 # attention), states of every node (Mamba-1 in one part and in several), the last inputs, calls for single tokens.
 WAYS = ["qwen3_next", "kimi_linear", "falcon_h1", "jamba", "zamba", "lfm2", "zaya", "nemotron_h"]
-GENERATING = ["qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "bamba", "nemotron_h", "jamba", "mamba", "mamba2", "xlstm"]
+GENERATING = ["qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "bamba", "nemotron_h", "jamba", "mamba", "mamba2"]
 
 CPU = torch.device("cpu")
 PROMPTS = [9, 4, 7]
@@ -192,6 +192,16 @@ def test_states_that_are_updated_elsewhere_are_refused(models):
         driver.cache.update_conv_state(torch.zeros(1, 128, 1), 0)
 
 
+@pytest.mark.parametrize("name", split(["recurrent_gemma", "rwkv", "xlstm", "minimax"], ["recurrent_gemma"]))
+def test_states_that_are_kept_in_modules_are_refused(name):
+    model, prompt = empty_model(name), torch.ones((1, 4), dtype=torch.long)
+    words = "keeps its recurrent state in its modules, not in a cache.*Leave the speculative arguments out"
+    with pytest.raises(UnsupportedModelError, match=words):
+        hf_specdec.generate(model, prompt, spec_method="ngram")
+    with pytest.raises(UnsupportedModelError, match=words):
+        next(iter(generate_many(model, [{"input_ids": prompt[0]}], spec_method="ngram")))
+
+
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 
 
@@ -330,14 +340,14 @@ def test_every_node_continues_its_parent(topology, by_channel, has_rates, streng
 def test_other_calls_get_the_own_forward():
     model = tiny_model("qwen3_next")
     module, other = list(mixers(model))[:2]
-    assert over_nodes(model, {module: 0}) is over_nodes(model, {module: 0})
-    with over_nodes(model, {other: 1}).in_place():
+    assert over_nodes(model, [module]) is over_nodes(model, [module])
+    with over_nodes(model, [other]).in_place():
         assert "forward" in vars(other)
         assert "forward" not in vars(module)
     hidden = draws(0)(2, 5, 64).float()
     with torch.no_grad():
         expected = module(hidden)
-        with over_nodes(model, {module: 0}).in_place():
+        with over_nodes(model, [module]).in_place():
             assert torch.equal(module(hidden), expected)
 
 
@@ -348,6 +358,6 @@ def test_mixers_of_unknown_functions_and_replaced_forwards_are_stepped():
         module = next(iter(mixers(model)))
         assert reads_nodes(module, True, name != "lfm2") is is_known
         module.forward = theirs = lambda *args, **kwargs: None
-        with over_nodes(model, {module: 0}).in_place():
+        with over_nodes(model, [module]).in_place():
             assert vars(module)["forward"] is theirs
             assert not reads_nodes(module, True, name != "lfm2")

@@ -12,7 +12,6 @@ import hf_specdec
 from hf_specdec import UnsupportedModelError
 from hf_specdec.target.facts import model_profile
 from tests.helpers.architectures import (
-    ALONE,
     CHAINS_ONLY,
     LAYERS,
     RECURRENT,
@@ -65,10 +64,7 @@ FAMILIES = {
     "state space": ["mamba2"],
     "state space beside attention in a layer": ["falcon_h1"],
     "gated delta rule and attention": ["qwen3_next"],
-    "lightning attention": ["minimax"],
-    "linear recurrence and local attention": ["recurrent_gemma"],
     "convolutions": ["lfm2"],
-    "RWKV": ["rwkv"],
 }
 SHORT = [name for names in FAMILIES.values() for name in names if name in supported()]
 REST = [name for name in supported() if name not in SHORT]
@@ -87,7 +83,7 @@ def test_greedy_matches_generate(name):
     case = Case(name, tiny_model(name), new_tokens=NEW_TOKENS if name in CHAINS_ONLY else 8)
     before = implementations(case.model)
     # All batches for those that stand for others, otherwise the one with the most padding, and trees without any.
-    batch_sizes = {1} if name in ALONE else set(PROMPT_LENGTHS) if name in SHORT else {4}
+    batch_sizes = set(PROMPT_LENGTHS) if name in SHORT else {4}
     for batch_size in batch_sizes:
         assert_ragged_acceptance(assert_same_text(case, batch_size, CHAIN), case.new_tokens)
     if name in CHAINS_ONLY:

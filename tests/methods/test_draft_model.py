@@ -94,7 +94,7 @@ def test_any_draft_for_any_target(target, draft, batch_size):
 
 
 def test_recurrent_draft_forgets_rejected_tokens():
-    target, inputs = tiny_model("xlstm"), prompts(3, padding=False)
+    target, inputs = tiny_model("mamba2"), prompts(3, padding=False)
     _, call = with_draft_model(target, copy.deepcopy(target), inputs, pad_token_id=0)
     assert call.stats.num_accepted_tokens == call.stats.num_draft_tokens > 0
     with_draft_model(target, perturbed(target), inputs, pad_token_id=0)

@@ -26,7 +26,6 @@ from transformers.activations import ACT2FN
 
 from ...threads import Lock, OwnForwards
 from .linear_attention import DecayedSums, read_nodes
-from .own_states import OverStates, check_own_layer, keeps_own_state
 from .recurrent_state import Reading
 
 
@@ -222,25 +221,17 @@ def reads_nodes(module: nn.Module, has_inputs: bool, has_state: bool) -> bool:
     return not (has_inputs and names.isdisjoint(_CONVOLUTIONS)) and not (has_state and names.isdisjoint(_SCANS))
 
 
-def over_nodes(model: nn.Module, mixers: dict[nn.Module, int]) -> OwnForwards:
+def over_nodes(model: nn.Module, mixers: list[nn.Module]) -> OwnForwards:
     """Forwards with which the mixers of a model read the nodes of verifications; all other calls get the class's.
 
     Args:
-        mixers (`dict[nn.Module, int]`): They, or some of them, with the numbers of their layers.
-
-    Raises:
-        UnsupportedModelError: Of [`check_own_layer`].
+        mixers (`list[nn.Module]`): They, or some of them.
     """
-    for mixer in filter(keeps_own_state, mixers):
-        check_own_layer(mixer)
     with _of_models_lock:
         known = _of_models.get(model)
         # The user may have put others in their places.
-        if known is None or [mixer for mixer, _ in known.pairs] != list(mixers):
-            known = _of_models[model] = OwnForwards(
-                (mixer, OverStates(mixer, number) if keeps_own_state(mixer) else _OverNodes(mixer))
-                for mixer, number in mixers.items()
-            )
+        if known is None or [mixer for mixer, _ in known.pairs] != mixers:
+            known = _of_models[model] = OwnForwards((mixer, _OverNodes(mixer)) for mixer in mixers)
         return known
 
 

@@ -22,7 +22,6 @@ from ...transfers import upload
 from ..cache import SlotCache
 from .adapters import RowAdapters
 from .nodes import Nodes
-from .own_states import keeps_own_state, own_layers
 from .recurrences import over_nodes, reads_nodes
 from .recurrent_state import Reading, RecurrentState
 
@@ -33,19 +32,18 @@ class RecurrentLayers:
     Args:
         model (`PreTrainedModel`): Its mixers are found by what they do: they update states of a cache.
         cache (`SlotCache`): Has seen the prompt.
-        passed: The cache as the model passes it to its mixers.
 
     Attributes:
         states (`dict[int, RecurrentState]`): At the last committed token of each row, by the number of the layer.
         nodes (`Nodes`, *optional*): Those of the last verification.
     """
 
-    def __init__(self, model: torch.nn.Module, cache: SlotCache, passed: Any):
-        self.passed = passed
+    def __init__(self, model: torch.nn.Module, cache: SlotCache):
+        self.cache = cache
         self.nodes: Nodes | None = None
         self.states: dict[int, RecurrentState] = cache.recurrent_states()
         known = {module: number for module, number in mixers(model).items() if number in self.states}
-        self._forwards = over_nodes(model, known)
+        self._forwards = over_nodes(model, list(known))
         self._mixers = [_driver(module, self.states[number])(self, module, number) for module, number in known.items()]
 
     @contextmanager
@@ -117,7 +115,7 @@ class _Mixer:
         if kwargs is None:
             return None
         arguments = {**dict(zip(self._names, args)), **kwargs}
-        cache_name = next((name for name, value in arguments.items() if value is self.layers.passed), None)
+        cache_name = next((name for name, value in arguments.items() if value is self.layers.cache), None)
         # Another thread may run a call of its own on the same model.
         if cache_name is None:
             return None
@@ -139,7 +137,7 @@ class _Mixer:
         if not isinstance(output, tuple):
             return output
         # Some pass their cache on.
-        return tuple(self.layers.passed if part is self.after else part for part in output)
+        return tuple(self.layers.cache if part is self.after else part for part in output)
 
     def commit(self, last: torch.LongTensor) -> None:
         """Moves the state to node `last` `(R,)` of each row."""
@@ -231,14 +229,13 @@ def _by_depth(parents: list[list[int]]) -> list[list[tuple[int, int]]]:
 
 def _driver(module: torch.nn.Module, state: RecurrentState) -> type[_Mixer]:
     has_inputs, has_state = bool(state.conv_states), bool(state.recurrent_states)
-    is_known = keeps_own_state(module) or reads_nodes(module, has_inputs, has_state)
-    return _Mixer if is_known else _SteppedMixer
+    return _Mixer if reads_nodes(module, has_inputs, has_state) else _SteppedMixer
 
 
 def mixers(model: torch.nn.Module) -> dict[torch.nn.Module, int]:
     """The modules of a model that update a recurrent state, in order, with the numbers of their layers in a cache."""
     known = (module for module in model.modules() if hasattr(module, "layer_idx") and _updates_state(type(module)))
-    return {module: module.layer_idx for module in known} | own_layers(model)
+    return {module: module.layer_idx for module in known}
 
 
 @lru_cache(maxsize=4096)

@@ -61,17 +61,11 @@ def configured_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """The speculative arguments that are objects on the generation config of a call, or else on the model's own.
 
     Only the program that runs can have set these. What is written there may come from a file or a client.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        args, kwargs: What `generate()` was given, beside the speculative arguments.
-
-    Returns:
-        [`SpeculativeArguments`], or `None` where there are none.
     """
-    given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    for config in (given, getattr(model, "generation_config", None)):
-        found = {name: value for name in ARGUMENTS if not isinstance(value := getattr(config, name, None), _WRITTEN)}
-        if found:
-            return SpeculativeArguments(**found)
+    call_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    for config in (call_config, getattr(model, "generation_config", None)):
+        values = {name: getattr(config, name, None) for name in ARGUMENTS}
+        objects = {name: value for name, value in values.items() if not isinstance(value, _WRITTEN)}
+        if objects:
+            return SpeculativeArguments(**objects)
     return None

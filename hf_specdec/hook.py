@@ -9,7 +9,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from .arguments import ARGUMENTS, SpeculativeArguments, configured_arguments
@@ -38,7 +40,7 @@ _DOCUMENTATION = """
 """
 
 
-_patches: list[Patch] = []
+_patches: dict[str, Patch] = {}
 
 
 def install() -> None:
@@ -46,54 +48,58 @@ def install() -> None:
     module = sys.modules.get(_MODULE)
     if module is not None and hasattr(module, "GenerationMixin"):
         _patch(module.GenerationMixin)
-    elif not any(isinstance(finder, _PatchOnImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _PatchOnImport())
+    elif _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
 
 
 def uninstall() -> None:
     """Takes back what `install()` did. Wrappers that other packages have put around it since then stay."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _PatchOnImport)]
-    while _patches:
-        _patches.pop().take_back()
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    for name, patch in list(_patches.items()):
+        if patch.take_back():
+            del _patches[name]
 
 
 def _patch(mixin: type) -> None:
-    if _patches and all(patch.is_reached for patch in _patches):
-        return
-    uninstall()
-    _patches.append(Patch(mixin, "generate", _speculating))
-    _patches[-1].function.__signature__ = _with_arguments(inspect.signature(_patches[-1].original))
-    _patches[-1].function.__doc__ = (_patches[-1].original.__doc__ or "").rstrip() + _DOCUMENTATION
-    if hasattr(mixin, "generate_batch"):
-        _patches.append(Patch(mixin, "generate_batch", _batching))
+    for name, wrap in (("generate", _speculating), ("generate_batch", _batching)):
+        patch = _patches.get(name)
+        if patch is None or getattr(mixin, name) is patch.original:
+            if not hasattr(mixin, name):
+                continue
+            patch = _patches[name] = Patch(mixin, name, wrap)
+        patch.is_active = True
+    generate = _patches["generate"]
+    generate.function.__signature__ = _with_arguments(inspect.signature(generate.original))
+    generate.function.__doc__ = (generate.original.__doc__ or "").rstrip() + _DOCUMENTATION
 
 
 def _with_arguments(signature: inspect.Signature) -> inspect.Signature:
     """The signature with the speculative arguments in front of its `**kwargs`."""
     parameters = list(signature.parameters.values())
-    rest = [parameters.pop()] if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD else []
-    known = set(signature.parameters)
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         for name, annotation in ARGUMENTS.items()
-        if name not in known
+        if name not in signature.parameters
     ]
-    return signature.replace(parameters=[*parameters, *added, *rest])
+    has_kwargs = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+    place = len(parameters) - has_kwargs
+    return signature.replace(parameters=[*parameters[:place], *added, *parameters[place:]])
 
 
 def _speculating(original: Callable, patch: Patch) -> Callable:
     """`generate()` with the speculative arguments."""
 
     def generate(
-        self,
-        *args,
+        self: Any,
+        *args: Any,
         spec_method: str | None = None,
         spec_model: Any = None,
         num_speculative_tokens: int | str | None = None,
         speculative: Any = None,
         assistant: Any = None,
-        **kwargs,
-    ):
+        **kwargs: Any,
+    ) -> Any:
         asked = SpeculativeArguments(spec_method, spec_model, num_speculative_tokens, speculative, assistant)
         if not patch.is_active:
             return original(self, *args, **kwargs, **asked.given)
@@ -110,7 +116,7 @@ def _speculating(original: Callable, patch: Patch) -> Callable:
 def _batching(original: Callable, patch: Patch) -> Callable:
     """`generate_batch()` with the speculative arguments; without them transformers' own continuous batching."""
 
-    def generate_batch(self, *args, **kwargs):
+    def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_given = any(kwargs.get(name) is not None for name in ARGUMENTS)
         if patch.is_active and (is_given or configured_arguments(self, args, kwargs) is not None):
             from .many.batching import generate_batch_as_asked
@@ -122,32 +128,25 @@ def _batching(original: Callable, patch: Patch) -> Callable:
 
 
 class _PatchOnImport(MetaPathFinder):
-    """Finds transformers' generation module as usual and patches it once it has run."""
+    """Finds transformers' generation module as usual, and has it patched once it has run."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _MODULE:
             return None
-        # It stays until the module runs: whoever looks for a module need not load it.
-        others = (finder for finder in sys.meta_path if not isinstance(finder, _PatchOnImport))
-        found = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
-        spec = next((spec for spec in found if spec is not None), None)
+        # It stays among the finders: whoever looks for a module need not load it.
+        finders = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        specs = (finder.find_spec(name, path, target) for finder in finders)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _PatchingLoader(spec.loader)
+            run = spec.loader.exec_module
+
+            def run_and_patch(module: ModuleType) -> None:
+                run(module)
+                if self in sys.meta_path:
+                    _patch(module.GenerationMixin)
+
+            spec.loader.exec_module = run_and_patch
         return spec
 
 
-class _PatchingLoader(Loader):
-    def __init__(self, loader: Loader):
-        self.loader = loader
-
-    def create_module(self, spec):
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module) -> None:
-        self.loader.exec_module(module)
-        # From here on the module is as if it had been loaded without us.
-        module.__spec__.loader = module.__loader__ = self.loader
-        _patch(module.GenerationMixin)
-
-    def __getattr__(self, name: str):
-        return getattr(self.loader, name)
+_finder = _PatchOnImport()

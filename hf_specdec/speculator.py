@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import ref
@@ -27,7 +28,7 @@ from .loop.sequences import Sequences
 from .protocol import Session
 from .settings import AUTO, FIXED, SpeculativeConfig
 from .target_facts import vocabulary_size
-from .threads import Recent, cached_property
+from .threads import Recent
 
 
 logger = logging.get_logger(__name__)

@@ -1,5 +1,5 @@
-"""Tools for threads: locks that survive a fork, attributes that are computed once, maps that forget the oldest, and
-forwards in the place of modules' own that several calls share.
+"""Tools for threads: locks that survive a fork, maps that evict the least recently used, and forwards in the place of
+modules' own that several calls share.
 """
 
 from __future__ import annotations
@@ -41,30 +41,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_open_locks_in_child)
 
 
-class cached_property:
-    """Replacement for that of functools, which before Python 3.12 holds one lock of all instances."""
-
-    def __init__(self, function: Callable[[Any], Any]):
-        self._function = function
-        self._name = function.__name__
-        self.__doc__ = function.__doc__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is None:
-            return self
-        value = vars(instance)[self._name] = self._function(instance)
-        return value
-
-
 class Recent(Generic[Value]):
-    """A map of the values that were asked for last; the others are forgotten.
-
-    Args:
-        most (`int`): Values that it holds.
-    """
+    """A map of at most `most` values, which evicts the least recently used one."""
 
     def __init__(self, most: int):
         self._most = most
@@ -86,17 +64,19 @@ class Recent(Generic[Value]):
                 self._values.popitem(last=False)
 
     def forget(self, matches: Callable[[Any], bool]) -> None:
-        """Forgets the values with such keys."""
+        """Evicts the values whose keys match."""
         with self._lock:
             for key in [key for key in self._values if matches(key)]:
                 del self._values[key]
 
+    def values(self) -> list[Value]:
+        """The values, the least recently used first."""
+        with self._lock:
+            return list(self._values.values())
+
     def __contains__(self, key: Hashable) -> bool:
         with self._lock:
             return key in self._values
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 class OwnForwards:
@@ -117,7 +97,7 @@ class OwnForwards:
 
     @property
     def are_in_place(self) -> bool:
-        """Tells whether all modules have them, and none one of the user's."""
+        """`True` if all modules have them, and none one of the user's."""
         return all(vars(module).get(self.name) is forward for module, forward in self.pairs)
 
     @contextmanager
@@ -148,13 +128,14 @@ class OwnForwards:
             if self._users:
                 return
             for module, forward in self.pairs:
-                if vars(module).get(self.name) is forward and module in self._before:
-                    vars(module)[self.name] = self._before[module]
-                elif vars(module).get(self.name) is forward:
-                    del vars(module)[self.name]
+                if vars(module).get(self.name) is forward:
+                    if module in self._before:
+                        vars(module)[self.name] = self._before[module]
+                    else:
+                        del vars(module)[self.name]
                 self._before.pop(module, None)
 
 
 def is_of_class(forward: Any, module: Any) -> bool:
-    """Tells the forward that a module's class gives it."""
+    """`True` for the forward that a module's class gives it."""
     return getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward

@@ -12,7 +12,7 @@ Shapes: R active rows, V vocabulary.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -34,7 +34,6 @@ from ..target.check import ContinuationCheck
 from ..target.facts import ModelProfile
 from ..target.model import SlotOutput
 from ..target.request import Request
-from ..threads import cached_property
 from ..transfers import upload
 from .joint_verifier import JointVerifier, Judge
 from .loop import DecodingLoop

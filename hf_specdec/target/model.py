@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,6 @@ from ..logits.captured import CapturedJudge
 from ..logits.randomness import RowKeys
 from ..logits.verifier import take_nodes
 from ..target_facts import vocabulary_size
-from ..threads import cached_property
 from ..transfers import PackedTables, RowNumbers, select_rows, upload
 from .attention import TREE_KERNEL, AttentionSwitch, TreeMask, VerificationForward, attention_switch
 from .cache import SlotCache

@@ -30,6 +30,7 @@ from hf_specdec.arguments import ARGUMENTS
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.loaded import record_of
 from hf_specdec.patching import original_generate
+from hf_specdec.target import lean
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.paths import ROOT
@@ -291,9 +292,9 @@ def test_pipeline(model, tokenizer):
 
 
 @full
-@pytest.mark.parametrize(("method", "lean"), [("ngram", True), ("draft_model", False)])
-def test_threads_share_one_speculator(model, method, lean, monkeypatch):
-    if not lean:
+@pytest.mark.parametrize(("method", "is_lean"), [("ngram", True), ("draft_model", False)])
+def test_threads_share_one_speculator(model, method, is_lean, monkeypatch):
+    if not is_lean:
         monkeypatch.setattr(lean, "has_lean_forward", lambda model: False)
     # Threads take turns inside a forward, not only between them.
     interval = sys.getswitchinterval()

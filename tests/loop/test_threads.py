@@ -167,7 +167,7 @@ def test_fork_while_other_threads_load_and_hold_every_lock(slow_method, pool):
     expected = model.generate(**prompts(1), **GREEDY, spec_method="suffix")
     cache = load_speculator(model, "suffix").resources
     parts = ("attention", "capture", "graphs")
-    names = ("loaded", "metrics.listeners", "metrics.log_line", *(f"decoding.{part}" for part in parts))
+    names = ("loaded", "metrics.listeners", "metrics.log_line", *(f"target.{part}" for part in parts))
     modules = [importlib.import_module(f"hf_specdec.{name}") for name in names]
     locks = [lock for module in modules for lock in vars(module).values() if isinstance(lock, Lock)]
     record, log = record_of(model), IntervalLog(1.0)

@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from ...checkpoints.format import Format, Unsupported
 from ...checkpoints.header import TargetNeeds
 from ...checkpoints.reader import CheckpointReader
 from ...checkpoints.settings import COUNT, FLAG, INDEX, Kind, count_up_to
-from ...threads import cached_property
 
 
 # Stages, and candidates that are kept: published ones have at most 5.

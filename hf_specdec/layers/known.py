@@ -42,7 +42,9 @@ def is_llama_layer(layer: nn.Module) -> bool:
 
 def is_untouched(module: nn.Module) -> bool:
     """Tells whether calling the module runs the forward that its class was published with, on plain weights."""
-    if is_hooked(module) or not (is_published(type(module)) and is_published(type(module).forward)):
+    if is_hooked(module) and not _only_captures_outputs(module):
+        return False
+    if not (is_published(type(module)) and is_published(type(module).forward)):
         return False
     if "weight" in module._buffers:
         return False  # packed
@@ -50,6 +52,17 @@ def is_untouched(module: nn.Module) -> bool:
     if is_traceable_wrapper_subclass(weight) or (weight is None and getattr(module, "weight", None) is not None):
         return False  # in parts on several processes, or packed
     return weight is None or weight.dim() != 2 or type(module) in (nn.Linear, nn.Embedding)
+
+
+def _only_captures_outputs(module: nn.Module) -> bool:
+    """Tells whether its calls are hooked by transformers' `output_hidden_states` alone.
+
+    These hooks stay for good, and do nothing but in forwards of the model itself that were asked for such outputs.
+    """
+    others = (module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if any(others) or module._compiled_call_impl is not None or "forward" in vars(module):
+        return False
+    return all(hook.__module__ == "transformers.utils.output_capturing" for hook in module._forward_hooks.values())
 
 
 def modules_of(model: nn.Module, left_out: Container[int] = ()) -> list[nn.Module]:

@@ -76,11 +76,7 @@ def hidden_size(target_model: torch.nn.Module) -> int:
 
 
 def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
-    """Layers of the decoder (of a multimodal model: of its text part), in order.
-
-    Raises:
-        UnsupportedModelError: They cannot be found.
-    """
+    """Layers of the decoder (of a multimodal model: of its text part), in order."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for decoder in (model.get_decoder(), model):
         named = [getattr(decoder, name, None) for name in _LAYER_LISTS]
@@ -116,10 +112,7 @@ def active_adapters(model: torch.nn.Module) -> list[str]:
 
 
 def quantisation(model: torch.nn.Module) -> str | None:
-    """The kind of a model's quantised weights, such as "torchao" or "bitsandbytes_4bit"; `None` where all are plain.
-
-    Weights that transformers has dequantised on loading are plain.
-    """
+    """The kind of quantised weights, such as "torchao"; `None` where all are plain, or were dequantised on loading."""
     if getattr(model, "is_quantized", False):
         method = getattr(model, "quantization_method", None)
         return str(getattr(method, "value", method) or "quantised")
@@ -146,42 +139,33 @@ def numbers_of(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def draft_device(config: Any, target_model: torch.nn.Module, part: torch.nn.Module | None = None) -> torch.device:
-    """Device that was asked for, or else the one where the target, or `part` of it, computes.
-
-    Raises:
-        SpecConfigError: There is no such device.
-    """
-    if config.device is not None:
-        return _usable_device(config.device)
-    return computing_device(target_model, part)
+    """The usable device that the config names, or else the one where the target, or `part` of it, computes."""
+    if config.device is None:
+        return computing_device(target_model, part)
+    try:
+        device = torch.device(config.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError, ValueError, TypeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise SpecConfigError(
+            f"`device`='{config.device}' cannot be used here: {reason}. Name a device that this machine has, such as "
+            "'cpu', or leave it out for the target's."
+        ) from error
+    if device.type == "meta":
+        raise SpecConfigError("`device`='meta' holds no data to compute with. Leave it out for the target's device.")
+    return device
 
 
 def computing_device(target_model: torch.nn.Module, part: torch.nn.Module | None = None) -> torch.device:
     """Device where a model, or a part of it, computes, also where its weights are elsewhere between its forwards."""
     part = target_model if part is None else part
-    hook, parameter = getattr(part, "_hf_hook", None), next(part.parameters(), None)
-    own = None if parameter is None else parameter.device
+    hook, weight = getattr(part, "_hf_hook", None), next(part.parameters(), None)
     # Between its forwards an offloaded module has its weights nowhere; its hook knows where they go.
-    candidates = (getattr(hook, "execution_device", None), own, getattr(target_model, "device", None))
-    devices = (torch.device(device) for device in candidates if device is not None)
+    owners = ((hook, "execution_device"), (weight, "device"), (target_model, "device"))
+    devices = [torch.device(device) for owner, name in owners if (device := getattr(owner, name, None)) is not None]
     return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
 
 def device_of(module: torch.nn.Module, device: torch.device) -> torch.device:
     """The device where a module's weights are, or where it computes if it is offloaded and they are nowhere now."""
     return computing_device(module) if device.type == "meta" and hasattr(module, "_hf_hook") else device
-
-
-def _usable_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, ImportError, ValueError, TypeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise SpecConfigError(
-            f"`device`='{name}' cannot be used here: {reason}. Name a device that this machine has, such as 'cpu', or "
-            "leave it out for the target's."
-        ) from error
-    if device.type == "meta":
-        raise SpecConfigError("`device`='meta' holds no data to compute with. Leave it out for the target's device.")
-    return device

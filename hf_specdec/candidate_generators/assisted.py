@@ -137,7 +137,7 @@ class AssistedSide:
     def _capture(self, keys: tuple) -> None:
         """Captures these states in the next forward, as this package's loop does; the hooks leave with it."""
         from ..target.states import captured_states
-        from ..target.uncompiled import Uncompiled, may_be_compiled
+        from ..target.uncompiled import Uncompiled
 
         thread = get_ident()
 
@@ -152,7 +152,7 @@ class AssistedSide:
             handle = self.target.register_forward_hook(end, always_call=True)
             hooks.callback(handle.remove)
             # Compiled code runs no hooks.
-            hooks.callback(Uncompiled(may_be_compiled(self.target)).close)
+            hooks.callback(Uncompiled(self.target).close)
             self._captured = hooks.enter_context(captured_states(self.target, keys))
             self._hooks = hooks.pop_all()
 

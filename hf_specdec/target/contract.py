@@ -28,11 +28,7 @@ OLDEST, NEWEST = "5.17", "5.24"
 
 
 def check_transformers() -> None:
-    """Tries what decoding relies on, and warns of a version that is newer than the tests.
-
-    Raises:
-        MissingDependencyError: Something has failed: what, and which versions work.
-    """
+    """Tries what decoding relies on, and warns of a version that is newer than the tests."""
     installed = transformers.__version__
     try:
         # All that is imported of transformers, too.
@@ -54,20 +50,9 @@ def check_transformers() -> None:
 
 
 def _read_prompt() -> None:
-    """Lets a tiny model read three tokens, and prepares its next forward.
-
-    Raises:
-        AssertionError: It goes another way than the loop expects.
-    """
-    config = LlamaConfig(
-        vocab_size=8,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    """Lets a tiny model read three tokens, and prepares its next forward; asserts what the loop expects of both."""
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, bos_token_id=None, eos_token_id=None)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         model = LlamaForCausalLM(config).eval()
     cache_name = cache_name_among(inspect.signature(model.forward).parameters)
@@ -91,6 +76,7 @@ def _read_prompt() -> None:
         return text
 
     tokens = torch.ones((1, 3), dtype=torch.long, device="cpu")
-    settings = {"max_new_tokens": 1, "do_sample": False}
-    text = original_generate(LlamaForCausalLM)(model, tokens, custom_generate=decode, **settings)
+    text = original_generate(LlamaForCausalLM)(
+        model, tokens, custom_generate=decode, max_new_tokens=1, do_sample=False
+    )
     assert text.shape == (1, 4), "generate() does not return what `custom_generate` does"

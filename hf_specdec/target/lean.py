@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_swi
 from .cache import SlotCache
 from .masks import FULL, node_masks
 from .model import SlotModel, SlotOutput
-from .uncompiled import Uncompiled, may_be_compiled
+from .uncompiled import Uncompiled
 
 
 def slot_model(
@@ -50,20 +50,17 @@ def slot_model(
     Raises:
         UnsupportedModelError: The model's attention cannot take masks of a draft.
     """
-    compiled = may_be_compiled(model)
-    uncompiled = Uncompiled(compiled) if compiled else None
-    try:
+    with ExitStack() as if_it_fails:
+        uncompiled = Uncompiled(model)
+        if_it_fails.callback(uncompiled.close)
         if not forward_kwargs and has_lean_forward(model):
             made = FunctionalSlotModel(model, cache, states)
         else:
             attention_switch(model)  # before anything is read
             made = SlotModel(model, cache, states, forward_kwargs)
-        made.uncompiled = uncompiled
-        return made
-    except BaseException:
-        if uncompiled is not None:
-            uncompiled.close()
-        raise
+        if_it_fails.pop_all()
+    made.uncompiled = uncompiled
+    return made
 
 
 def has_lean_forward(model: PreTrainedModel) -> bool:

@@ -1,89 +1,95 @@
 """Hidden states of a model's forwards, collected at the boundaries of its layers.
 
+A key names a state. A number is a boundary: i is the residual stream that enters decoder layer i, and the number of
+layers stands for what enters the final norm. "last" is the output of the final norm, which the head reads.
+
 Shapes: R rows, T tokens of a forward, H hidden size.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..target_facts import decoder_layers, layers_owner
 
 
+# Their output embeddings are a part of their own, with a transformation in front.
+_NOT_PLAIN_HEADS = ("electra", "modernbert-decoder")
+
+# Names of decoders for their final norm.
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f", "layer_norm")
+
+
 @contextmanager
-def captured_states(model: torch.nn.Module, keys: tuple, joined: bool = False):
-    """Collects hidden states of the forwards inside: yields the dict that each forward puts them into.
-
-    Args:
-        model (`PreTrainedModel`): A decoder-only model.
-        keys (`tuple`): Which states, each of the shape `(R, T, H)`. A number is a boundary: i is the residual stream
-            that enters decoder layer i, and the number of layers stands for what enters the final norm. "last" is the
-            output of the decoder after its final norm, which the head reads.
-        joined (`bool`): The forwards of the model read one text in chunks; when the block ends, the dict holds the
-            states of the whole. Otherwise it holds those of the last forward.
-
-    Raises:
-        UnsupportedModelError: The model has no such boundary, or its layers cannot be found.
-    """
+def captured_states(
+    model: nn.Module, keys: tuple[int | str, ...], joined: bool = False
+) -> Iterator[dict[int | str, torch.Tensor]]:
+    """Yields the dict that each forward inside of the block puts its states into, see [`StateTaps.captured`]."""
     with StateTaps(model, keys).captured(joined) as states:
         yield states
 
 
 class StateTaps:
-    """Places in a model where the states of `captured_states` are found, for those who capture them repeatedly."""
+    """Places in a model where the states with these keys are found, for those who capture them repeatedly."""
 
-    def __init__(self, model: torch.nn.Module, keys: tuple[int | str, ...]):
+    def __init__(self, model: nn.Module, keys: tuple[int | str, ...]):
         self.model = model
         self.keys = keys
         self._taps = [(key, module, enters) for key in keys for module, enters in _taps(model, key)]
 
     @contextmanager
-    def captured(self, joined: bool = False):
-        states: dict = {}
-        chunks: dict[Any, list] = {key: [] for key in self.keys}
-        handles = []
-        try:
+    def captured(self, joined: bool = False) -> Iterator[dict[int | str, torch.Tensor]]:
+        """Yields the dict of the last forward's states `(R, T, H)`; if joined, of all forwards when the block ends."""
+        states: dict[int | str, torch.Tensor] = {}
+        chunks: dict[int | str, list[torch.Tensor]] = {key: [] for key in self.keys}
+        with ExitStack() as hooks:
             for key, module, enters in self._taps:
-                store = _Store(states, key)
+                store = _Store(states, key, chunks)
                 if enters:
-                    handles.append(module.register_forward_pre_hook(store.on_entering, with_kwargs=True))
+                    handle = module.register_forward_pre_hook(store.on_entering, with_kwargs=True)
                 else:
-                    handles.append(module.register_forward_hook(store.on_leaving))
+                    handle = module.register_forward_hook(store.on_leaving)
+                hooks.callback(handle.remove)
             if joined and self.keys:
-                handles.append(self.model.register_forward_hook(_Collector(states, chunks)))
+                # A layer may run more than once in a forward, so chunks are collected after it.
+                store = _Store(states, self.keys[0], chunks)
+                hooks.callback(self.model.register_forward_hook(store.on_end_of_forward).remove)
             yield states
             states |= {key: torch.cat(parts, dim=1) for key, parts in chunks.items() if len(parts) > 1}
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 class _Store:
-    """Hooks that put a state into the dict under its key."""
+    """Hooks that put a state into the dict under its key, in forwards of the thread that has made them."""
 
-    def __init__(self, states: dict, key):
-        self.states, self.key = states, key
-        # Another thread may run a call of its own on the same model.
+    def __init__(self, states: dict[Any, torch.Tensor], key: int | str, chunks: dict[Any, list[torch.Tensor]]):
+        self.states = states
+        self.key = key
+        self.chunks = chunks
         self.thread = get_ident()
 
-    def on_entering(self, module, args, kwargs=None):
-        # Without keyword arguments torch calls it in another thread, while this one takes it back.
-        if get_ident() != self.thread:
-            return
-        state = kwargs.get("hidden_states")
-        self._put(next(filter(torch.is_tensor, (*args, *kwargs.values()))) if state is None else state, module)
+    def on_entering(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
+        # Torch calls it without keyword arguments in another thread, while this one takes it back.
+        if get_ident() == self.thread:
+            state = kwargs.get("hidden_states")
+            self._put(next(filter(torch.is_tensor, (*args, *kwargs.values()))) if state is None else state, module)
 
-    def on_leaving(self, module, args, output):
-        self._put(output if torch.is_tensor(output) else output[0], module)
+    def on_leaving(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if get_ident() == self.thread:
+            self._put(output if torch.is_tensor(output) else output[0], module)
 
-    def _put(self, state: torch.Tensor, module: torch.nn.Module) -> None:
-        if get_ident() != self.thread:
-            return
+    def on_end_of_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if get_ident() == self.thread:
+            for key, parts in self.chunks.items():
+                parts.append(self.states[key])
+
+    def _put(self, state: torch.Tensor, module: nn.Module) -> None:
         if state.dim() != 3:
             raise UnsupportedModelError(
                 f"{type(module).__name__} works on states of the shape {list(state.shape)}, where a drafter reads one "
@@ -92,22 +98,9 @@ class _Store:
         self.states[self.key] = state
 
 
-class _Collector:
-    """Hook after a forward of the whole model, in which a layer may have run more than once."""
-
-    def __init__(self, states: dict, chunks: dict):
-        self.states, self.chunks, self.thread = states, chunks, get_ident()
-
-    def __call__(self, module, args, output):
-        if get_ident() == self.thread:
-            for key, parts in self.chunks.items():
-                parts.append(self.states[key])
-
-
-def _taps(model: torch.nn.Module, key) -> list[tuple[torch.nn.Module, bool]]:
+def _taps(model: nn.Module, key: int | str) -> list[tuple[nn.Module, bool]]:
     """The modules that see a state, and whether it enters or leaves them; the last one to see it counts."""
     if key == "last":
-        _check_head(model)
         return [(_decoder(model), False)]
     layers = decoder_layers(model)
     if not 0 <= key <= len(layers):
@@ -122,28 +115,15 @@ def _taps(model: torch.nn.Module, key) -> list[tuple[torch.nn.Module, bool]]:
     return [(layers[-1], False), *((norm, True) for norm in norms if norm is not None)]
 
 
-def _check_head(model: torch.nn.Module) -> None:
-    """Refuses heads that are more than one matrix after the decoder: what they read is not the decoder's output."""
-    head = model.get_output_embeddings()
-    is_plain = any(child is head for child in model.children()) and model.config.model_type not in _NOT_PLAIN_HEADS
-    if not is_plain:
+def _decoder(model: nn.Module) -> nn.Module:
+    """The module whose output the head reads. Heads must be one matrix after it."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    if all(child is not head for child in model.children()) or model.config.model_type in _NOT_PLAIN_HEADS:
         raise UnsupportedModelError(
             f"{type(model).__name__} transforms its last hidden state before its output embeddings, and drafters that "
             "read this state are made for models that do not. Use a drafter that reads none, such as "
             "spec_method='ngram'."
         )
-
-
-def _decoder(model: torch.nn.Module) -> torch.nn.Module:
-    """The module whose output the head reads."""
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    # Some models take themselves or their head for it.
+    # Some models take themselves or their head for their decoder.
     has_head = any(module is head for module in decoder.modules())
     return layers_owner(model, decoder_layers(model)) if has_head else decoder
-
-
-# Their output embeddings are a part of their own, with a transformation in front.
-_NOT_PLAIN_HEADS = ("electra", "modernbert-decoder")
-
-# Names of decoders for their final norm.
-_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f", "layer_norm")

@@ -19,35 +19,24 @@ from ..threads import Lock, is_of_class
 # What a call of a module may run: `compile()` leaves the first, accelerate's hooks keep the last.
 _PLACES = ("_compiled_call_impl", "forward", "_old_forward")
 
-# By module: who needs it uncompiled, and at each place the compiled function and what stands in for it.
+# By module: ids of those who need it uncompiled, and at each place the compiled function and what stands in for it.
 _set_aside: WeakKeyDictionary[nn.Module, tuple[set[int], dict[str, tuple[Any, Any]]]] = WeakKeyDictionary()
 _lock = Lock()
 
 
-def may_be_compiled(model: nn.Module) -> list[nn.Module]:
-    """The modules in a model, or the model itself, that may be; of most models none."""
-    return [
-        module
-        for module in modules_of(model)
-        if "forward" in module.__dict__
-        or _PLACES[0] in module.__dict__
-        or hasattr(type(module).forward, "_torchdynamo_orig_callable")
-        or module in _set_aside
-    ]
-
-
 class Uncompiled:
-    """Has modules uncompiled until it is closed or forgotten; several calls share them.
+    """Has the modules of a model uncompiled until it is closed or forgotten; several calls share them."""
 
-    Args:
-        modules (`list[nn.Module]`): Of [`may_be_compiled`].
-    """
-
-    def __init__(self, modules: list[nn.Module]):
+    def __init__(self, model: nn.Module):
         self._modules: list[nn.Module] = []
         with _lock:
-            for module in modules:
-                _set_it_aside(module, self._modules, id(self))
+            for module in modules_of(model):
+                is_own = not vars(module).keys().isdisjoint(_PLACES[:2])
+                if is_own or module in _set_aside or hasattr(type(module).forward, "_torchdynamo_orig_callable"):
+                    # In front of the first change, so that none stays wherever an exception comes.
+                    self._modules.append(module)
+                    if not _set_it_aside(module, id(self)):
+                        self._modules.pop()
 
     def close(self) -> None:
         """Has them compiled again. Where it is interrupted, it can be called again."""
@@ -65,46 +54,40 @@ class Uncompiled:
     __del__ = close
 
 
-def _set_it_aside(module: nn.Module, modules: list[nn.Module], user: int) -> None:
-    # In front of the first change, so that none stays wherever an exception comes.
-    modules.append(module)
+def _set_it_aside(module: nn.Module, user: int) -> bool:
+    """Tells whether there is something of the module to set aside."""
     if module not in _set_aside:
         changes = {name: (vars(module).get(name), _before(module, name)) for name in _PLACES}
         changes = {name: change for name, change in changes.items() if change[0] is not change[1]}
         if not changes:
-            modules.pop()
-            return
+            return False
         _set_aside[module] = set(), changes
     users, changes = _set_aside[module]
     users.add(user)
     for name, (_, stand_in) in changes.items():
         _set(module, name, stand_in)
+    return True
 
 
 def _before(module: nn.Module, name: str) -> Any:
     """What has been at a place of a module before it was compiled; `None`: nothing."""
     if name == _PLACES[0]:
         return None
-    is_own = name in vars(module)
-    function = vars(module)[name] if is_own else module.forward if name == "forward" else None
-    inner = _inner(function)
+    of_module = vars(module).get(name)
+    function = module.forward if name == "forward" and of_module is None else of_module
+    inner = function
+    while hasattr(inner, "_torchdynamo_orig_callable"):
+        # Functions around the one that was compiled may have copies of its attributes.
+        own_id = id(getattr(inner, "__func__", inner))
+        if getattr(inner, "_torchdynamo_wrapper_id", own_id) != own_id:
+            break
+        inner = inner._torchdynamo_orig_callable
     if inner is function:
-        return vars(module).get(name)
-    if not is_own:
+        return of_module
+    if of_module is None:
         # The class's own is compiled.
         return inner.__get__(module)
     return None if name == "forward" and is_of_class(inner, module) else inner
-
-
-def _inner(function: Any) -> Any:
-    """The function that has been compiled, once or several times."""
-    while hasattr(function, "_torchdynamo_orig_callable"):
-        # Functions around it may have copies of its attributes.
-        known = id(getattr(function, "__func__", function))
-        if getattr(function, "_torchdynamo_wrapper_id", known) != known:
-            break
-        function = function._torchdynamo_orig_callable
-    return function
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:

@@ -15,7 +15,7 @@ from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.target.cache import SlotCache
 from hf_specdec.target.graphs import call_graphs
 from hf_specdec.target.lean import FunctionalSlotModel, slot_model
-from hf_specdec.target.uncompiled import Uncompiled, _set_aside, may_be_compiled
+from hf_specdec.target.uncompiled import Uncompiled, _set_aside
 from tests.helpers.interruptions import interrupted_everywhere
 from tests.helpers.levels import in_full, slow
 from tests.helpers.methods import CHECKPOINTS, demo_inputs, demo_target, plain_text
@@ -115,15 +115,11 @@ def test_lean_layers_and_graphs_are_those_of_a_model_that_is_not_compiled():
     target.close()
 
 
-def uncompiled_model(model) -> Uncompiled:
-    return Uncompiled(may_be_compiled(model))
-
-
 def test_calls_share_what_is_set_aside():
     model = compiled(tiny_llama(), "module", **WHOLE)
     compile_forward(model, **WHOLE)
     before = attributes(model)
-    first, second = uncompiled_model(model), uncompiled_model(model)
+    first, second = Uncompiled(model), Uncompiled(model)
     first.close()
     first.close()
     assert "forward" not in vars(model)
@@ -134,20 +130,20 @@ def test_calls_share_what_is_set_aside():
     with pytest.raises(UnsupportedModelError):
         slot_model(model, SlotCache(4), states=(9,))
     assert attributes(model) == before
-    uncompiled = uncompiled_model(model)
+    uncompiled = Uncompiled(model)
     del uncompiled
     assert attributes(model) == before
 
     def run():
         for _ in range(100):
-            uncompiled = uncompiled_model(model)
+            uncompiled = Uncompiled(model)
             assert model._compiled_call_impl is None
             uncompiled.close()
 
     in_threads(*[run] * 4)
     assert attributes(model) == before
     # A forward that is set meanwhile stays.
-    uncompiled = uncompiled_model(model)
+    uncompiled = Uncompiled(model)
     model.forward = print
     uncompiled.close()
     assert model.forward is print
@@ -158,7 +154,7 @@ def test_copies_of_attributes_are_not_followed():
     model = compiled(tiny_llama(), "forward", **WHOLE)
     add_hook_to_module(model, ModelHook())
     before = attributes(model)
-    uncompiled = uncompiled_model(model)
+    uncompiled = Uncompiled(model)
     assert vars(model)["forward"] is before[0]["forward"]
     assert vars(model)["_old_forward"] == type(model).forward.__get__(model)
     uncompiled.close()
@@ -171,7 +167,7 @@ def test_interruptions_leave_a_model_compiled():
     compile_forward(model, **WHOLE)
     before = attributes(model)
     places = []
-    for place in interrupted_everywhere(lambda: uncompiled_model(model).close(), "uncompiled.py"):
+    for place in interrupted_everywhere(lambda: Uncompiled(model).close(), "uncompiled.py"):
         # Not as one expression: what differs is too long to be shown.
         is_as_before = attributes(model) == before
         assert is_as_before, place

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -93,22 +93,14 @@ def takes_trees(tensor: torch.Tensor, dtype: torch.dtype, head_size: int) -> boo
 
 @dataclass
 class VerificationForward:
-    """Knowledge that the attention of a forward has beside its masks.
+    """Knowledge that the attention of a forward has beside its masks."""
 
-    Attributes:
-        tree (`SlotTree`, *optional*): The nodes, for the tree attention kernel. `None`: all attention is masked.
-        columns (`int`): S.
-        layers (`Counter`): How many attention layers ran, by what computed them; counted where there is a tree.
-        reads_prompts (`bool`): It reads prompts of a model whose layers all hand their masks on to the kernel, so that
-            masks need no numbers.
-    """
-
-    tree: SlotTree | None = None
-    columns: int = 0
-    layers: Counter[str] = field(default_factory=Counter)
-    reads_prompts: bool = False
-    _spans: dict = field(default_factory=dict)
-    _folded: dict = field(default_factory=dict)
+    tree: SlotTree | None = None  # the nodes, for the tree attention kernel; `None`: all attention is masked
+    columns: int = 0  # S
+    layers: Counter[str] = field(default_factory=Counter)  # attention layers by what computed them, if there is a tree
+    reads_prompts: bool = False  # of a model whose layers hand all masks on to the kernel: they need no numbers
+    _spans: dict[Any, tuple[Span, torch.Tensor]] = field(default_factory=dict)
+    _folded: dict[Any, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def name_masks(self, masks: list[torch.Tensor], spans: tuple[Span, ...]) -> None:
         """Says which span each mask of the forward stands for."""
@@ -123,29 +115,26 @@ class VerificationForward:
     def prompt_mask(self, padding: torch.Tensor | None, how: dict[str, Any]) -> torch.Tensor | None:
         """A mask without numbers for prompts; `None` where they need none, or are more than padded on the left.
 
-        Args:
-            padding (`torch.BoolTensor` of shape `(R, S)`, *optional*): Tokens that are not padding.
-            how (`dict`): The other arguments of transformers' mask functions.
+        Tokens that are not padding are `True` in the mask `(R, S)`; `how` has the other arguments of transformers'
+        mask functions.
         """
         # Users' own functions, and those that pack several texts into a row, forbid to leave masks out.
         is_causal = how.get("allow_is_causal_skip", True) and not how.get("use_vmap") and not how.get("kv_offset")
-        is_said = {"batch_size", "q_length", "kv_length", "device"} <= how.keys() and isinstance(
-            how.get("q_offset"), int
-        )
-        if not (self.reads_prompts and is_causal and is_said):
+        has_sizes = {"batch_size", "q_length", "kv_length", "device"} <= how.keys()
+        if not (self.reads_prompts and is_causal and has_sizes and isinstance(how.get("q_offset"), int)):
             return None
-        size, rows, columns = how.get("local_size"), how["batch_size"], how["kv_length"]
-        if padding is not None and (
-            padding.shape != (rows, columns) or bool((padding[:, 1:] < padding[:, :-1]).any())
-        ):
-            return None
-        padding = None if padding is None or bool(padding[:, 0].all()) else padding
-        if padding is None and (size is None or columns < size):
+        window, rows, columns = how.get("local_size"), how["batch_size"], how["kv_length"]
+        if padding is not None:
+            if padding.shape != (rows, columns) or bool((padding[:, 1:] < padding[:, :-1]).any()):
+                return None
+            padding = None if bool(padding[:, 0].all()) else padding
+        if padding is None and (window is None or columns < window):
             return None
         lengths = torch.full((rows,), how["q_offset"], device=how["device"])
         starts = torch.zeros_like(lengths) if padding is None else columns - padding.sum(1)
-        self.tree, self.columns = SlotTree(lengths, starts, num_queries=how["q_length"]), columns
-        span = Span() if size is None else Span("sliding", size)
+        self.tree = SlotTree(lengths, starts, num_queries=how["q_length"])
+        self.columns = columns
+        span = Span() if window is None else Span("sliding", window)
         mask = TreeMask(self.tree, span).stand_in(columns, torch.bool)
         self.name_masks([mask], (span,))
         return mask
@@ -160,7 +149,7 @@ class VerificationForward:
         return self._folded[key][1]
 
 
-def _memory(mask: torch.Tensor) -> tuple:
+def _memory(mask: torch.Tensor) -> tuple[Any, ...]:
     # Not the address: what only stands for a mask has none.
     return mask.untyped_storage()._cdata, mask.storage_offset(), mask.shape
 
@@ -170,7 +159,7 @@ _running: ContextVar[VerificationForward | None] = ContextVar("hf_specdec_verifi
 
 
 @contextmanager
-def running(forward: VerificationForward):
+def running(forward: VerificationForward) -> Iterator[None]:
     """Lets `slot_attention` work for this forward, inside of the block."""
     token = _running.set(forward)
     try:
@@ -196,8 +185,8 @@ def slot_attention(
     `generate` on the same model) it is transformers' own function.
     """
     # Older transformers let sdpa leave soft caps out, so plain generation has none either.
-    known = {name: given for name, given in kwargs.items() if name != "softcap"}
-    output = _tree_attention(query, key, value, attention_mask, dropout, scaling, known)
+    uncapped = {name: value for name, value in kwargs.items() if name != "softcap"}
+    output = _tree_attention(query, key, value, attention_mask, dropout, scaling, uncapped)
     if output is not None:
         return output, None
     forward = _running.get()
@@ -231,51 +220,44 @@ def eager_slot_attention(
     output = _tree_attention(query, key, value, attention_mask, dropout, scaling, kwargs)
     if output is not None:
         return output, None
-    own = _own_eager_attention(type(module))
-    assert own is not None, "models without one are not set to this attention"
-    return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    eager_attention = _eager_attention_of(type(module))
+    assert eager_attention is not None, "models without one are not set to this attention"
+    return eager_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-def _own_eager_attention(owner: type) -> Callable | None:
+def _eager_attention_of(owner: type) -> Callable[..., Any] | None:
     """The function that models call where their implementation is "eager": one beside each model's classes."""
     return getattr(sys.modules.get(owner.__module__), "eager_attention_forward", None)
 
 
-def _tree_attention(query, key, value, mask, dropout, scaling, kwargs) -> torch.Tensor | None:
+def _tree_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:
     """The output of the tree attention kernel, `None` where it cannot take the place of masked attention."""
     forward = _running.get()
     if forward is None or forward.tree is None:
         return None
-    call = _Call(forward, forward.tree_mask(mask), query, key, value, dropout, kwargs)
-    reason = next((why for why, holds in _BEYOND_KERNEL.items() if holds(call)), None)
+    tree_mask = forward.tree_mask(mask)
+    beyond_kernel = {
+        "a mask of the model's own": tree_mask is None,
+        "dropout": dropout > 0,
+        "a position bias": kwargs.get("position_bias") is not None,
+        "a paged cache": kwargs.get("cache") is not None,
+        f"heads larger than {MAX_HEAD_SIZE}": max(query.shape[3], value.shape[3]) > MAX_HEAD_SIZE,
+        "dtype": query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype,
+        "keys outside of the slots": (query.shape[2], key.shape[2]) != (forward.tree.num_queries, forward.columns),
+    }
+    reason = next((why for why, holds in beyond_kernel.items() if holds), None)
     forward.layers[TREE_KERNEL if reason is None else f"masked: {reason}"] += 1
-    if reason is not None:
+    if reason is not None or tree_mask is None:
         return None
-    return call.mask.attend(query, key, value, scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
-
-
-class _Call(NamedTuple):
-    forward: VerificationForward
-    mask: TreeMask | None
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    dropout: float
-    kwargs: dict
-
-
-# Calls that the tree attention kernel cannot express.
-_BEYOND_KERNEL: dict[str, Callable[[_Call], bool]] = {
-    "a mask of the model's own": lambda call: call.mask is None,
-    "dropout": lambda call: call.dropout > 0,
-    "a position bias": lambda call: call.kwargs.get("position_bias") is not None,
-    "a paged cache": lambda call: call.kwargs.get("cache") is not None,
-    f"heads larger than {MAX_HEAD_SIZE}": lambda call: max(call.query.shape[3], call.value.shape[3]) > MAX_HEAD_SIZE,
-    "dtype": lambda call: call.query.dtype not in DTYPES or not call.query.dtype == call.key.dtype == call.value.dtype,
-    "keys outside of the slots": lambda call: (
-        call.query.shape[2] != call.forward.tree.num_queries or call.key.shape[2] != call.forward.columns
-    ),
-}
+    return tree_mask.attend(query, key, value, scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
 
 
 def describe_layers(layers: Counter[str]) -> str:
@@ -286,7 +268,10 @@ def describe_layers(layers: Counter[str]) -> str:
 
 
 def slot_mask(
-    *args: Any, attention_mask: torch.Tensor | None = None, own: Callable | None = None, **kwargs: Any
+    *args: Any,
+    attention_mask: torch.Tensor | None = None,
+    of_transformers: Callable[..., Any] | None = None,
+    **kwargs: Any,
 ) -> torch.Tensor | None:
     """Mask of a forward that is not given any: transformers' own, or one without numbers where the kernel runs."""
     forward = _running.get()
@@ -294,13 +279,13 @@ def slot_mask(
         mask = forward.prompt_mask(attention_mask, kwargs)
         if mask is not None:
             return mask
-    return (own or sdpa_mask)(*args, attention_mask=attention_mask, **kwargs)
+    return (of_transformers or sdpa_mask)(*args, attention_mask=attention_mask, **kwargs)
 
 
 AttentionInterface.register(NAME, slot_attention)
 AttentionInterface.register(NAME_EAGER, eager_slot_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, slot_mask)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME_EAGER, partial(slot_mask, own=eager_mask))
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME_EAGER, partial(slot_mask, of_transformers=eager_mask))
 
 
 class AttentionSwitch:
@@ -308,26 +293,22 @@ class AttentionSwitch:
 
     The implementation's name lives in the model's configs. Entering changes the names, leaving restores them, also
     after an error; several threads may be inside at once, the last one out restores.
-
-    Raises:
-        UnsupportedModelError: The model's implementation cannot take masks of a draft, and is not known well enough
-            to be replaced.
     """
 
     def __init__(self, model: torch.nn.Module):
         self._changes = _changes(model)
         self._lock = Lock()
-        self._inside = 0
+        self._num_inside = 0
 
     @contextmanager
-    def __call__(self, forward: VerificationForward | None = None):
+    def __call__(self, forward: VerificationForward | None = None) -> Iterator[None]:
         if not self._changes:
             yield
             return
-        entered = False
+        has_entered = False
         try:
             with self._lock:
-                self._inside, entered = self._inside + 1, True
+                self._num_inside, has_entered = self._num_inside + 1, True
                 for config, _, stand_in in self._changes:
                     # Not the property: it would also write to sub-configs that have another implementation.
                     config._attn_implementation_internal = stand_in
@@ -335,16 +316,20 @@ class AttentionSwitch:
                 yield
         finally:
             with self._lock:
-                self._inside -= entered
-                if self._inside == 0:
-                    for config, own, _ in self._changes:
-                        config._attn_implementation_internal = own
+                self._num_inside -= has_entered
+                if self._num_inside == 0:
+                    for config, name, _ in self._changes:
+                        config._attn_implementation_internal = name
 
     def fits(self, model: torch.nn.Module) -> bool:
         """Tells whether the model still has the implementations that this switch was made for."""
         with self._lock:
-            # While a forward runs, the configs hold the names of the stand-ins.
-            return self._inside > 0 or _signature(self._changes) == _signature(_changes(model))
+            if self._num_inside > 0:
+                return True  # the configs hold the names of the stand-ins now
+            signatures = [
+                [(id(config), *names) for config, *names in every] for every in (self._changes, _changes(model))
+            ]
+            return signatures[0] == signatures[1]
 
 
 _switches: WeakKeyDictionary[torch.nn.Module, AttentionSwitch] = WeakKeyDictionary()
@@ -360,64 +345,49 @@ def attention_switch(model: torch.nn.Module) -> AttentionSwitch:
         return switch
 
 
-def _changes(model: torch.nn.Module) -> list[tuple]:
+def _changes(model: torch.nn.Module) -> list[tuple[Any, str, str]]:
     """Every config that must name another implementation: the config, its own name, and the stand-in's."""
     has_kernel = use_triton(model.get_input_embeddings().weight)
-    reads_text = (model.config, model.config.get_text_config(decoder=True))
+    reads_text = (id(model.config), id(model.config.get_text_config(decoder=True)))
+    owners: dict[int, torch.nn.Module] = {}  # the first model that holds a config
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "_attn_implementation"):
+            owners.setdefault(id(module.config), module)
     changes = []
-    for owner, config in _configs(model):
-        own = config._attn_implementation
-        if own is None:
+    for number, owner in owners.items():
+        config: Any = owner.config
+        name = config._attn_implementation
+        if name is None:
             continue
-        stand_in = _stand_in(owner, config, own, has_kernel)
-        if stand_in is None and any(config is one for one in reads_text):
+        stand_in = _stand_in(owner, config, name, has_kernel)
+        if stand_in is None and number in reads_text:
             raise UnsupportedModelError(
-                f"The attention implementation '{own}' of {type(owner).__name__} is not known to take the masks of a "
+                f"The attention implementation '{name}' of {type(owner).__name__} is not known to take the masks of a "
                 "draft. Choose another one with model.set_attn_implementation('sdpa')."
             )
-        if stand_in not in (None, own):
-            changes.append((config, own, stand_in))
+        if stand_in not in (None, name):
+            changes.append((config, name, stand_in))
     return changes
 
 
-def _signature(changes: list[tuple]) -> list[tuple]:
-    return [(id(config), own, stand_in) for config, own, stand_in in changes]
-
-
-def _stand_in(owner: torch.nn.Module, config, own: str, has_kernel: bool) -> str | None:
-    """The implementation that verifies drafts in the place of `own`, `None` where nothing is known of `own`."""
-    if _asks_for_the_name(config):
-        return own
-    if own == "sdpa":
+def _stand_in(owner: torch.nn.Module, config: Any, name: str, has_kernel: bool) -> str | None:
+    """The implementation that verifies drafts in the place of another, `None` where nothing is known of that one."""
+    # Some code treats `sdpa` by its name: that of layers that choose their keys, and of Falcon's alibi.
+    chooses_keys = not {"indexed_attention", "deepseek_sparse_attention"}.isdisjoint(
+        getattr(config, "layer_types", None) or ()
+    )
+    if chooses_keys or getattr(config, "alibi", False):
+        return name
+    if name == "sdpa":
         return NAME
-    eager = NAME_EAGER if has_kernel and _hands_over_all(owner) else "eager"
-    if own == "eager":
-        return eager
-    if "flash" in own or own == "flex_attention":
-        # Those take no additive masks. Soft caps and sinks are features of theirs that sdpa lacks and eager has.
-        beyond = getattr(config, "attn_logit_softcapping", None) or not getattr(owner, "_supports_sdpa", False)
-        return eager if beyond else NAME
-    return None
-
-
-def _hands_over_all(owner: torch.nn.Module) -> bool:
-    """Tells whether attention depends on the arguments of its function alone, as it does for flash attention."""
+    # Attention depends on the arguments of its function alone, if the model supports flash attention.
     declared = (getattr(owner, f"_supports_{what}", False) for what in ("attention_backend", "flash_attn"))
-    return all(declared) and _own_eager_attention(type(owner)) is not None
-
-
-def _asks_for_the_name(config) -> bool:
-    """Tells whether the model's code treats `sdpa` by its name: layers that choose their keys, and Falcon's alibi."""
-    layer_types = getattr(config, "layer_types", None) or ()
-    chooses_keys = not {"indexed_attention", "deepseek_sparse_attention"}.isdisjoint(layer_types)
-    return chooses_keys or bool(getattr(config, "alibi", False))
-
-
-def _configs(model: torch.nn.Module) -> list[tuple]:
-    """Every distinct config object that a submodule reads, with the first model that holds it."""
-    found = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            found.setdefault(id(config), (module, config))
-    return list(found.values())
+    hands_over_all = all(declared) and _eager_attention_of(type(owner)) is not None
+    eager = NAME_EAGER if has_kernel and hands_over_all else "eager"
+    if name == "eager":
+        return eager
+    if "flash" in name or name == "flex_attention":
+        # Those take no additive masks. Soft caps and sinks are features of theirs that sdpa lacks and eager has.
+        has_more = getattr(config, "attn_logit_softcapping", None) or not getattr(owner, "_supports_sdpa", False)
+        return eager if has_more else NAME
+    return None

@@ -197,7 +197,7 @@ def free_drafts() -> Iterator[None]:
 
 def forced_share(processor: Any, tokens: list[int]) -> float:
     """Share of a text's tokens that the grammar had foreseen at the token before or earlier."""
-    matcher, count, place = processor.grammar.matcher(0, ()), 0, 0
+    matcher, count, place = processor.grammar.matcher(0), 0, 0
     while place < len(tokens):
         run = matcher.forced()
         matching = 0

@@ -377,8 +377,7 @@ class RequestReader:
         """
         copies = {}
         processors: Any = self.arguments.get("logits_processor") or []
-        width = vocabulary_size(self.model)
-        shared = {id(one): one for one in processors if grammar_of(one, width) is not None}
+        shared = {id(one): one for one in processors if grammar_of(one) is not None}
         for name in ("logits_processor", "stopping_criteria"):
             if name in settings or self.arguments.get(name) is None:
                 continue

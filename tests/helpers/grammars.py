@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 import hf_specdec
 from hf_specdec import demo
@@ -110,16 +109,20 @@ def own_call(backend: str, regex: str | None) -> dict[str, Any]:
 
 
 # Those whose JSON has no whitespace to choose.
-COMPACT = ("own xgrammar", "own llguidance", "xgrammar", "outlines")
+COMPACT = ("own xgrammar", "own llguidance", "xgrammar")
 
 # By name what makes the arguments of a call anew, of the schema or a regular expression, and the library it needs.
-_LIBRARIES = {
+_KNOWN = {
     "own xgrammar": (partial(own_call, "xgrammar"), "xgrammar"),
     "own llguidance": (partial(own_call, "llguidance"), "llguidance"),
     "xgrammar": (_of_xgrammar, "xgrammar"),
-    "outlines": (partial(_of_outlines, "outlines_core"), "outlines"),
     "outlines xgrammar": (partial(_of_outlines, "xgrammar"), "outlines"),
     "outlines llguidance": (partial(_of_outlines, "llguidance"), "outlines"),
+}
+
+# Their processors are called along the accepted path.
+_WALKED = {
+    "outlines": (partial(_of_outlines, "outlines_core"), "outlines"),
     "lm-format-enforcer": (_of_enforcer, "lmformatenforcer"),
 }
 
@@ -128,7 +131,8 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}")
 
 
-LIBRARIES = [pytest.param(name, marks=needs(package), id=name) for name, (_, package) in _LIBRARIES.items()]
+LIBRARIES = [pytest.param(name, marks=needs(package), id=name) for name, (_, package) in _KNOWN.items()]
+WALKED = [pytest.param(name, marks=needs(package), id=name) for name, (_, package) in _WALKED.items()]
 BACKENDS = [pytest.param(name, marks=needs(name)) for name in ("xgrammar", "llguidance")]
 
 
@@ -137,14 +141,10 @@ def constraint(library: str, regex: str | None = None) -> dict[str, Any]:
 
     They are made anew: most processors serve one call.
     """
-    return _LIBRARIES[library][0](regex)
+    return (_KNOWN | _WALKED)[library][0](regex)
 
 
 def matcher_of(library: str, regex: str | None = None) -> GrammarMatcher:
-    """The beginning of the text of such a call, after `PROMPT`."""
-    arguments = constraint(library, regex)
-    if "prefix_allowed_tokens_fn" in arguments:
-        processor = PrefixConstrainedLogitsProcessor(arguments["prefix_allowed_tokens_fn"], 1)
-    else:
-        (processor,) = arguments["logits_processor"]
-    return grammar_of(processor, demo_target().config.vocab_size).matcher(0, PROMPT)
+    """The beginning of the text of such a call."""
+    (processor,) = constraint(library, regex)["logits_processor"]
+    return grammar_of(processor).matcher(0)

@@ -16,7 +16,7 @@ import hf_specdec
 from hf_specdec import MissingDependencyError, SpecConfigError, SpecDecError
 from hf_specdec.candidate_generators.grammar.generator import foreseen
 from hf_specdec.logits.grammar.masks import GrammarMask
-from hf_specdec.logits.grammar.matchers import RowDraft, allowed_tokens, allows, mask_of
+from hf_specdec.logits.grammar.matchers import RowDraft, allowed_tokens, allows
 from hf_specdec.logits.grammar.recognition import grammar_of
 from hf_specdec.validation import MOST_DRAFT_TOKENS
 from tests.helpers.grammars import BACKENDS, LIBRARIES, PROMPT, SCHEMA, matcher_of, own, tokenizer
@@ -49,6 +49,13 @@ def followed(matcher, tokens) -> np.ndarray | None:
     found = mask(matcher) if count == len(tokens) else None
     matcher.rollback(count)
     return found
+
+
+def mask_of(tokens, num_words: int) -> np.ndarray:
+    """A mask that allows the given tokens alone."""
+    bits = np.zeros(num_words * 32, dtype=np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def ids(text: str, known=None) -> list[int]:
@@ -119,7 +126,7 @@ def test_a_place_is_reached_from_everywhere_and_forced_tokens_lead_to_the_end(li
 def test_drafts_may_be_long_and_have_tokens_that_the_grammar_does_not_know(backend):
     larger = copy.deepcopy(tokenizer())
     larger.add_tokens("<one more>")
-    matcher = hf_specdec.grammar(choices=["ab", "cd"], tokenizer=larger, backend=backend).grammar.matcher(0, ())
+    matcher = hf_specdec.grammar(choices=["ab", "cd"], tokenizer=larger, backend=backend).grammar.matcher(0)
     a, b, c = ids("abc", larger)
     # The library has a bit for the first of them, but no text.
     for unknown in (len(larger), 1 << 16):
@@ -129,7 +136,7 @@ def test_drafts_may_be_long_and_have_tokens_that_the_grammar_does_not_know(backe
         assert not matcher.accept(unknown)
     assert matcher.accept(a)
     assert matcher.accept(b)
-    matcher, end = own(backend, regex="a*").grammar.matcher(0, ()), tokenizer().eos_token_id
+    matcher, end = own(backend, regex="a*").grammar.matcher(0), tokenizer().eos_token_id
     # An end is beyond what the libraries fill at once.
     masks = masks_of(matcher, ids("a") * (MOST_DRAFT_TOKENS - 1) + [end])
     assert (masks[:-1] == masks[0]).all()
@@ -140,7 +147,7 @@ def test_drafts_may_be_long_and_have_tokens_that_the_grammar_does_not_know(backe
 @one_backend
 def test_alternatives_are_drafted_side_by_side(backend):
     texts = {"it is red now", "it is blue now", "it is too early"}
-    matcher = own(backend, choices=sorted(texts)).grammar.matcher(0, ())
+    matcher = own(backend, choices=sorted(texts)).grammar.matcher(0)
     for most, found in ((3, texts), (2, set())):
         tokens, parents, log_probs = foreseen(matcher, 16, 40, most)
         paths, log_probs = [[]], [0.0, *log_probs]
@@ -209,11 +216,11 @@ BAD_GRAMMARS = [
 def test_ways_to_write_a_schema_and_bad_grammars(backend):
     said_by_pydantic = type("Model", (), {"model_json_schema": classmethod(lambda cls: SCHEMA)})
     schemas = SCHEMA, json.dumps(SCHEMA), said_by_pydantic
-    first, *others = [mask(own(backend, schema=schema).grammar.matcher(0, ())) for schema in schemas]
+    first, *others = [mask(own(backend, schema=schema).grammar.matcher(0)) for schema in schemas]
     assert all(np.array_equal(first, other) for other in others)
     (opened,), (line,) = (tokenizer().encode(text, add_special_tokens=False) for text in "{\n")
     for is_free in (False, True):
-        matcher = own(backend, schema=SCHEMA, flexible_whitespace=is_free).grammar.matcher(0, ())
+        matcher = own(backend, schema=SCHEMA, flexible_whitespace=is_free).grammar.matcher(0)
         assert allows(mask(matcher), opened)
         assert allows(followed(matcher, [opened]), line) == is_free
     for grammar, words in BAD_GRAMMARS:
@@ -230,7 +237,7 @@ def test_bad_arguments_and_other_processors(monkeypatch):
             hf_specdec.grammar(**arguments)
     no_grammar = PrefixConstrainedLogitsProcessor(lambda row, tokens: [1], 1)
     for other in (TemperatureLogitsWarper(0.5), no_grammar, object()):
-        assert grammar_of(other, 4096) is None
+        assert grammar_of(other) is None
     monkeypatch.setattr("hf_specdec.logits.grammar.processor.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="xgrammar or llguidance.*pip install xgrammar"):
         hf_specdec.grammar(SCHEMA, tokenizer())

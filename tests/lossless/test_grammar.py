@@ -20,6 +20,7 @@ from tests.helpers.grammars import (
     COMPACT,
     LIBRARIES,
     SCHEMA,
+    WALKED,
     constraint,
     matcher_of,
     needs,
@@ -80,9 +81,8 @@ def with_libraries(*cases: tuple[str, str]) -> list:
 
 NAMES = [library.id for library in LIBRARIES]
 # Each library, and each drafter under this package's own grammars.
-SHORT = [("own xgrammar", "grammar"), ("xgrammar", "eagle3 tree"), ("outlines", "medusa")]
-SHORT += [("own llguidance", "grammar+ngram")]
-DRAFTERS = "ngram recycling draft_model mlp_speculator dflash mtp grammar+eagle3 grammar+suffix".split()
+SHORT = [("own xgrammar", "grammar"), ("xgrammar", "eagle3 tree"), ("own llguidance", "grammar+ngram")]
+DRAFTERS = "ngram recycling medusa draft_model mlp_speculator dflash mtp grammar+eagle3 grammar+suffix".split()
 REST = [(name, ("grammar", "eagle3 tree")[number % 2]) for number, name in enumerate(NAMES)]
 REST += [(NAMES[number % 2], drafter) for number, drafter in enumerate(DRAFTERS)]
 REST = with_libraries(*(case for case in REST if case not in SHORT))
@@ -103,6 +103,13 @@ def test_greedy_matches_generate(library, drafter):
         if "grammar" in drafter and library.startswith("own"):
             assert call.stats.num_accepted_tokens > 0.3 * call.stats.num_committed_tokens
         assert not [note for note in call.stats.notes if "slowest" in note]
+
+
+@pytest.mark.parametrize("library", WALKED)
+def test_processors_that_are_walked(library):
+    text, call = drafted("eagle3 tree", constraint(library), 2)
+    assert torch.equal(text, plain(library, 2))
+    assert [note for note in call.stats.notes if "slowest" in note]
 
 
 @full

@@ -106,7 +106,7 @@ class LLGuidanceGrammar(Grammar):
     tokenizer: Any = None
     source: str = ""
 
-    def matcher(self, row: int, prompt: Sequence[int]) -> LLGuidanceMatcher:
+    def matcher(self, row: int) -> LLGuidanceMatcher:
         import llguidance
 
         return LLGuidanceMatcher(llguidance.LLMatcher(self.tokenizer, self.source), self.num_words, self.tokenizer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,9 +46,6 @@ class GrammarMatcher(ABC):
 
     # Tokens after which the text has ended.
     stop_tokens: frozenset[int] = frozenset()
-
-    # The library accepts the tokens that its masks allow, and no others.
-    accepts_by_mask = True
 
     def __init__(self, num_words: int):
         self.num_words = num_words
@@ -174,8 +171,7 @@ class GrammarMatcher(ABC):
             node, num_before = ahead.pop()
             token = tokens[node]
             self.rollback(len(self.tokens) - num_before)
-            has_mask = self.is_at_end or not self.accepts_by_mask
-            if (has_mask and not allows(self.mask(), token)) or not self.accept(token):
+            if (self.is_at_end and not allows(self.mask(), token)) or not self.accept(token):
                 continue
             is_allowed[node] = True
             if token not in self.stop_tokens:
@@ -220,20 +216,20 @@ class GrammarMatcher(ABC):
         self.rollback(len(forced))
         return forced
 
+    @abstractmethod
     def _foreseen(self) -> list[int]:
         """Tokens of text that has to come next, as far as the library knows it."""
-        return []
 
     def _only_token(self) -> list[int]:
         return allowed_tokens(self.mask(), most=1)
 
+    @abstractmethod
     def tokenized(self, text: str) -> list[int]:
-        """Tokens in which a text may come next; none where the library has no tokenizer."""
-        return []
+        """Tokens in which a text may come next."""
 
-    def pieces(self, tokens: Sequence[int]) -> list[bytes] | None:
-        """The text of each token; `None` where the library does not tell."""
-        return None
+    @abstractmethod
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        """The text of each token."""
 
 
 class RowDraft(NamedTuple):
@@ -276,8 +272,8 @@ class Grammar(ABC):
         return 1
 
     @abstractmethod
-    def matcher(self, row: int, prompt: Sequence[int]) -> GrammarMatcher:
-        """The beginning of the grammar, for a row of a call with these tokens in front of the text."""
+    def matcher(self, row: int) -> GrammarMatcher:
+        """The beginning of the grammar, for a row of a call."""
 
 
 class RowMatchers:
@@ -301,7 +297,7 @@ class RowMatchers:
         """
         matcher = self._matchers.get(row)
         if matcher is None:
-            matcher = self._matchers[row] = self.grammar.matcher(row, tokens[: self.prompt_length])
+            matcher = self._matchers[row] = self.grammar.matcher(row)
         go = matcher.move_to if is_drafted else matcher.begin_at
         go(tokens[self.prompt_length :])
         return matcher
@@ -353,17 +349,8 @@ def alternatives(matcher: GrammarMatcher, mask: np.ndarray, most: int) -> list[i
     None where these are more than `most`, or just one or none.
     """
     tokens = allowed_tokens(mask, _MOST_ALLOWED)
-    pieces = matcher.pieces(tokens) if len(tokens) > 1 else None
-    if pieces is not None:
-        by_text = sorted(zip(pieces, tokens))
-        # What begins others stands right in front of them.
-        following = [text for text, _ in by_text[1:]] + [b""]
-        tokens = [token for (text, token), after in zip(by_text, following) if text and not after.startswith(text)]
+    by_text = sorted(zip(matcher.pieces(tokens), tokens))
+    # What begins others stands right in front of them.
+    following = [text for text, _ in by_text[1:]] + [b""]
+    tokens = [token for (text, token), after in zip(by_text, following) if text and not after.startswith(text)]
     return tokens if 1 < len(tokens) <= most else []
-
-
-def mask_of(tokens: Any, num_words: int) -> np.ndarray:
-    """A mask int32 `(W,)` that allows the given tokens alone."""
-    bits = np.zeros(num_words * 32, dtype=np.uint8)
-    bits[np.asarray(list(tokens), dtype=np.int64)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -118,7 +118,7 @@ def grammar(
     compile_grammar = _compile_xgrammar if _backend(backend) == "xgrammar" else _compile_llguidance
     compiled = compile_grammar(kind, value, tokenizer, flexible_whitespace)
     mask = np.full(compiled.num_words, -1, dtype=np.int32)
-    compiled.matcher(0, ()).fill(mask)
+    compiled.matcher(0).fill(mask)
     if not mask.any():
         raise SpecConfigError(
             f"The grammar `{kind}` admits nothing. Look for a pattern or schema that no text fits, and for characters "

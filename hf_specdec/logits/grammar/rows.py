@@ -47,7 +47,7 @@ class RowGrammars(RowMatchers):
         Raises:
             SpecConfigError: It is of another vocabulary or number of rows, admits no text, or has none of the ends.
         """
-        known = [(processor, grammar_of(processor, vocab_size)) for processor in processors]
+        known = [(processor, grammar_of(processor)) for processor in processors]
         known = [(processor, grammar) for processor, grammar in known if grammar is not None]
         if len(known) != 1:
             return None

@@ -104,7 +104,7 @@ class XGrammar(Grammar):
             {piece: token for token, piece in enumerate(self.vocabulary) if piece and token not in special},
         )
 
-    def matcher(self, row: int, prompt: Sequence[int]) -> XGrammarMatcher:
+    def matcher(self, row: int) -> XGrammarMatcher:
         import xgrammar
 
         matcher = xgrammar.GrammarMatcher(self.compiled[row if len(self.compiled) > 1 else 0])

@@ -137,47 +137,6 @@ def kept_tensor(values: tuple[int, ...], device: torch.device) -> torch.LongTens
     return upload(values, device)
 
 
-def fill_table(table: torch.LongTensor, parts: Sequence[RowNumbers], padding: Sequence[int], count: int) -> None:
-    """Copies integers of the rows to a table that stays where it is; those that the host knows in one copy.
-
-    Args:
-        table (`torch.LongTensor` of shape `(X, R)`): The table.
-        parts (`Sequence`): X times the integers of at least `count` rows.
-        padding (`Sequence[int]`): X integers, for the rows after these.
-        count (`int`): Rows to copy, at most R.
-    """
-    lines = [[*part[:count]] if isinstance(part, list) else [pad] * count for part, pad in zip(parts, padding)]
-    missing = table.shape[1] - count
-    lines = [line + [pad] * missing for line, pad in zip(lines, padding)]
-    filled = torch.tensor(lines, dtype=torch.long, device="cpu", pin_memory=table.is_cuda)
-    table.copy_(filled, non_blocking=True)
-    for line, part in zip(table, parts):
-        if isinstance(part, torch.Tensor):
-            line[:count].copy_(part[:count])
-
-
-def state_buffers(
-    states: Mapping[Any, torch.Tensor], rows: int, count: int, device: torch.device
-) -> dict[Any, torch.Tensor]:
-    """Buffers `(rows, count, X)` for states `(r, t, X)` of these widths and dtypes, to be filled by [`fill_front`]."""
-    # A call may run in inference mode, and a later one outside of it.
-    with torch.inference_mode(False):
-        return {
-            key: torch.zeros((rows, count, state.shape[-1]), dtype=state.dtype, device=device)
-            for key, state in states.items()
-        }
-
-
-def fill_front(buffer: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies values to the front of a buffer that is at least as large, zeros elsewhere: padding must be numbers.
-
-    They lie on its device, or come from [`on_host`].
-    """
-    if values.shape != buffer.shape:
-        buffer.zero_()
-    buffer[tuple(map(slice, values.shape))].copy_(values, non_blocking=True)
-
-
 def upload_together(device: torch.device, *tables: Sequence[int]) -> list[torch.LongTensor]:
     """Several lists of integers in one copy; each begins at a multiple of 16 bytes, which kernels are compiled for."""
     if device.type == "cpu":

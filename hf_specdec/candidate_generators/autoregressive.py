@@ -23,7 +23,7 @@ from ..drafting.entries import DraftEntries
 from ..drafting.graphs import graph_depth
 from ..drafting.growth import DepthLimits, DraftNodes, DynamicTree, grow
 from ..drafting.shape import confidence_threshold
-from ..drafting.slots import DraftInputs, Entries, KnownPrompt
+from ..drafting.slots import Entries, KnownPrompt
 from ..drafts import DraftTree, TokenTree
 from ..protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ..transfers import select_rows
@@ -161,7 +161,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
     def _draft(
         self,
         entries: DraftEntries,
-        new: Entries | DraftInputs | None,
+        new: Entries | None,
         shape: DynamicTree | tuple[Level, ...],
         limits: DepthLimits,
         masks: GrowingMasks | None = None,
@@ -249,14 +249,13 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         key, read = self._drawn_by_a_graph() if new.keys else ((), partial(self._captured_draft, plan))
         return self.entries.replay(
             (plan, self.threshold, *key),
-            new,
+            new._replace(limits=depths),
             self.most_committed,
             self.num_reads,
-            depths,
             read,
         )
 
-    def _drawn_by_a_graph(self) -> tuple[tuple[Any, ...], Callable[[DraftEntries, DraftInputs], tuple[Any, ...]]]:
+    def _drawn_by_a_graph(self) -> tuple[tuple[Any, ...], Callable[[DraftEntries, Entries], tuple[Any, ...]]]:
         """Parts of the key of a graph that samples, and what it does: `_captured_chain`."""
         drawing = self._drawing(self._step.rows)
         return drawing.key, partial(self._captured_chain, drawing)
@@ -284,11 +283,11 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         return output[2].draft(plan, depths, self.session.device)
 
     def _captured_draft(
-        self, plan: TokenTree | DynamicTree, entries: DraftEntries, inputs: DraftInputs
+        self, plan: TokenTree | DynamicTree, entries: DraftEntries, inputs: Entries
     ) -> tuple[torch.Tensor, torch.Tensor, DraftNodes, torch.LongTensor]:
         return self._draft(entries, inputs, plan.levels(self.device), self._limits_of(inputs, plan))
 
-    def _captured_chain(self, drawing: CapturedDrawing, entries: DraftEntries, inputs: DraftInputs) -> tuple[Any, ...]:
+    def _captured_chain(self, drawing: CapturedDrawing, entries: DraftEntries, inputs: Entries) -> tuple[Any, ...]:
         """Reads new entries and samples chains after them.
 
         Returns:
@@ -301,5 +300,5 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         self._sample(chain, entries, hidden, logits, limits)
         return hidden, logits, *chain.stacked(), limits.depths if self.threshold else None
 
-    def _limits_of(self, inputs: DraftInputs, plan: TokenTree | DynamicTree) -> DepthLimits:
+    def _limits_of(self, inputs: Entries, plan: TokenTree | DynamicTree) -> DepthLimits:
         return DepthLimits(inputs.limits, self.threshold, deepest=plan.max_depth)

@@ -18,7 +18,7 @@ from ..kernels.tree_attention import SlotTree, own_bits
 from ..target.attention import TreeMask
 from ..target.masks import FULL, causal_mask, uniform_causal_mask
 from ..transfers import RowNumbers, kept_tensor, last_of_each
-from .slots import DraftInputs, DraftSlots, Entries, Reading
+from .slots import DraftSlots, Entries, Reading
 
 
 # Key of a state that the network itself has handed on, in place of the target's states.
@@ -47,7 +47,7 @@ class DraftEntries(DraftSlots):
 
     # Kept entries
 
-    def gather(self, new: Entries | DraftInputs) -> Entries | DraftInputs:
+    def gather(self, new: Entries) -> Entries:
         """The entries that have to be read when there are new ones: these."""
         return new
 
@@ -56,7 +56,7 @@ class DraftEntries(DraftSlots):
         """Tells whether they can be gathered when the host does not know the number of new ones."""
         return True
 
-    def read_last(self, new: Entries | DraftInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_last(self, new: Entries) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads and keeps what has to be read when there are new entries.
 
         Returns:
@@ -66,7 +66,7 @@ class DraftEntries(DraftSlots):
         hidden, output = self.read(new.tokens, self.states_of(new), new.counts)
         return last_of_each(hidden, new.counts), self.network.logits(last_of_each(output, new.counts))
 
-    def states_of(self, new: Entries | DraftInputs) -> torch.Tensor:
+    def states_of(self, new: Entries) -> torch.Tensor:
         """States `(R, T, h)` as the network takes them: made from the target's, or its own."""
         return new.states[DRAFT_STATE] if DRAFT_STATE in new.states else self.network.fuse(new.states)
 
@@ -137,7 +137,7 @@ class DraftEntries(DraftSlots):
             width (`int`): Most entries of a row that a cycle leaves to be read.
             num_nodes (`int`): Most tokens of a chain that are read.
         """
-        output = self.replay(("read",), new, width, num_nodes, new.counts, type(self).read_last)
+        output = self.replay(("read",), new, width, num_nodes, type(self).read_last)
         return self.read_last(new) if output is None else output
 
     def read_next(

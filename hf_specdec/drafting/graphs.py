@@ -12,11 +12,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from ..protocol import Commit, Session
-from ..target.graphs import CallGraphs, CapturedForward, graphs_for
-from ..transfers import fill_front, select_rows
+from ..target.graphs import CallGraphs, GraphInputs, graphs_for, row_shapes
+from ..transfers import select_rows
 
 
 if TYPE_CHECKING:
@@ -54,39 +53,6 @@ def graph_depth(chosen: int | None, most: int) -> int:
     return most if chosen is None else min(next((depth for depth in _DEPTHS if depth >= chosen), most), most)
 
 
-class RowInputs:
-    """The buffers from which a captured draft reads what changes.
-
-    Args:
-        rows (`int`): R.
-        values (`dict[str, torch.Tensor]`): Tensors `(r, ...)` of the sizes and dtypes that will be copied in, as for
-            [`fill_front`].
-        device (`torch.device`): Where the buffers lie.
-        constants (`Any`): Tensors that the draft reads beside them: they must live as long as the graph.
-
-    Attributes:
-        tensors (`dict[str, torch.Tensor]`): The buffers `(R, ...)`.
-    """
-
-    def __init__(self, rows: int, values: dict[str, torch.Tensor], device: torch.device, constants: Any = None):
-        # A call may run in inference mode, and a later one outside of it.
-        with torch.inference_mode(False):
-            self.tensors: dict[str, torch.Tensor] = {
-                name: torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=device)
-                for name, value in values.items()
-            }
-        self._constants = constants
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        return list(self.tensors.values())
-
-    def fill(self, values: dict[str, torch.Tensor], count: int) -> None:
-        """Copies in what the first `count` rows read. Rows of padding are zeros."""
-        for name, buffer in self.tensors.items():
-            fill_front(buffer, values[name][:count])
-
-
 class RowGraphs:
     """The graphs of a network that keeps nothing from cycle to cycle, during one call.
 
@@ -113,7 +79,6 @@ class RowGraphs:
         rows: int,
         read: Callable[..., Any],
         values: Callable[[], dict[str, torch.Tensor]],
-        constants: Any = None,
         limits: tuple[int, ...] = (),
     ) -> Any:
         """Runs the network on some tensors, in a graph where there is one.
@@ -124,32 +89,27 @@ class RowGraphs:
             read (`Callable`): Takes the tensors by name, and returns tensors `(r, ...)`, nested or not; a graph has R
                 rows.
             values (`Callable`): Returns the tensors `(r, ...)`; asked for if the graph has not run ahead.
-            constants (`Any`): Tensors that it reads beside them.
             limits (`tuple[int, ...]`): As for [`CallGraphs.run`].
 
         Returns:
             The result of `read`, to be used before the next graph runs.
         """
-        values = cache(values)
-        captured = None if self._graphs is None else self._replay(key, rows, read, values, constants, limits)
-        if captured is None:
-            return read(**values())
-        return tree_map_only(torch.Tensor, lambda part: part[:rows], captured.output)
+        values, captured = cache(values), None
+        if self._graphs is not None:
+            device = next(self._network.parameters()).device
+            captured = self._graphs.run(
+                key,
+                rows,
+                lambda size: GraphInputs(size, device, {}, row_shapes(values())),
+                lambda inputs, count: inputs.fill(count, {}, values()),
+                lambda inputs: read(**inputs.tensors),
+                limits=limits,
+            )
+        return read(**values()) if captured is None else captured.of_rows(rows)
 
     def has_run_ahead(self, key: tuple[Any, ...], rows: int, limits: tuple[int, ...]) -> bool:
         """Tells whether a run with these arguments has been made ahead."""
         return self.are_on and self._graphs.has_run_ahead(key, rows, limits)
-
-    def _replay(self, key, rows, read, values, constants, limits) -> CapturedForward | None:
-        device = next(self._network.parameters()).device
-        return self._graphs.run(
-            key,
-            rows,
-            lambda size: RowInputs(size, values(), device, constants),
-            lambda inputs, count: inputs.fill(values(), count),
-            lambda inputs: read(**inputs.tensors),
-            limits=limits,
-        )
 
     def close(self) -> None:
         """Ends the call; its graphs are free for the next one."""

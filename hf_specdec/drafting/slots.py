@@ -14,14 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from ..logits.randomness import RowKeys
 from ..protocol import Prompt, Session
 from ..target.attention import takes_trees
 from ..target.cache import SlotCache, SlotLayer
-from ..target.graphs import CallGraphs
-from ..transfers import RowNumbers, fill_front, fill_table, state_buffers, upload
+from ..target.graphs import CallGraphs, GraphInputs, row_shapes
+from ..transfers import RowNumbers, upload
 from .graphs import begin_graphs
 
 
@@ -34,20 +33,18 @@ _CHUNK_SIZE = 1024
 
 
 class Entries(NamedTuple):
-    """Inputs of one draft forward.
+    """Inputs of one draft forward; in a graph all of them are tensors."""
 
-    Attributes:
-        tokens (`torch.LongTensor` of shape `(R, T)`): Tokens, padded on the right.
-        states (`dict`): States that belong to them, each `(R, T, X)`.
-        counts (`list[int]` or `torch.LongTensor` of shape `(R,)`): Valid entries of each row.
-        keys (`RowKeys`, *optional*): Of the numbers that draw a draft after them; the positions are those of the first
-            entries' tokens.
-    """
+    tokens: torch.LongTensor  # (R, T), padded on the right
+    states: dict[Any, torch.Tensor]  # that belong to them, each (R, T, X)
+    counts: RowNumbers  # (R,): valid entries of each row
+    keys: RowKeys | None = None  # of the numbers that draw a draft; positions are those of the first entries' tokens
+    limits: RowNumbers | None = None  # (R,): largest depth of each row's draft
 
-    tokens: torch.LongTensor
-    states: dict[int | str, torch.Tensor]
-    counts: RowNumbers
-    keys: RowKeys | None = None
+
+# Integers of the rows that graphs read, and what rows of padding have: an entry in a text of their own.
+_NUMBERS = dict.fromkeys(("ends", "starts", "leads", "counts", "limits", "seeds", "row_numbers", "positions"), 0)
+_NUMBERS["counts"] = 1
 
 
 class Reading(NamedTuple):
@@ -138,8 +135,7 @@ class DraftSlots:
         new: Entries,
         width: int,
         ahead: int,
-        limits: list[int],
-        read: Callable[[Any, DraftInputs], Any],
+        read: Callable[[Any, Entries], Any],
     ) -> Any:
         """Reads entries, and maybe drafts after them, as a graph.
 
@@ -148,9 +144,8 @@ class DraftSlots:
             new (`Entries`): Entries that are read first, and kept; by whoever learns it, if it is not known how many.
             width (`int`): T, to which they are padded.
             ahead (`int`): Most slots that are written after them.
-            limits (`list[int]`): Largest depth of each row's draft.
-            read (`Callable`): Does it, from these slots and entries, or from what a graph has in the place of both:
-                takes slots and [`DraftInputs`], and returns tensors `(R, ...)`, nested or not.
+            read (`Callable`): Does it, with slots and entries whose numbers are tensors; returns tensors `(R, ...)`,
+                nested or not.
 
         Returns:
             The result of `read`, to be used before the next graph runs; `None` where there is none to run.
@@ -159,33 +154,41 @@ class DraftSlots:
         is_allocated = all(layer.is_initialized for layer in self.cache.layers)
         if self.graphs is None or not is_allocated or new.tokens.shape[1] > width:
             return None
-        captured = self.graphs.run_on_slots(
+        limits = new.limits or [0] * len(new.tokens)
+        shapes = {"tokens": ((width,), torch.long), **row_shapes(new.states, width)}
+        captured = self.graphs.run(
             (type(self), width, *new.states, *key),
             len(new.tokens),
-            lambda rows: DraftInputs(rows, width, new.states, self.device),
-            lambda inputs, count: inputs.fill(new, limits, self, count),
-            lambda inputs, columns: read(self._in_a_graph(inputs, columns), inputs),
+            lambda rows: GraphInputs(rows, self.device, _NUMBERS, shapes),
+            lambda inputs, count: inputs.fill(count, self._numbers(new, limits), {"tokens": new.tokens, **new.states}),
+            lambda inputs, columns: read(*self._in_a_graph(inputs, columns)),
             self.cache,
-            ahead=width + ahead,
-            limits=tuple(limits),
+            width + ahead,
+            tuple(limits),
         )
         if captured is None:
             return None
         if isinstance(new.counts, list):
             self.skip(new.counts)
-        return tree_map_only(torch.Tensor, lambda values: values[: len(limits)], captured.output)
+        return captured.of_rows(len(limits))
+
+    def _numbers(self, new: Entries, limits: list[int]) -> dict[str, RowNumbers]:
+        keys = new.keys or ([0] * len(limits),) * 3
+        return dict(zip(_NUMBERS, (self.cache.lengths, *self.host_places(), new.counts, limits, *keys)))
 
     def skip(self, counts: list[int]) -> None:
         """Keeps entries that a graph has read."""
         self.cache.commit(counts)
 
-    def _in_a_graph(self, inputs: DraftInputs, columns: int) -> DraftSlots:
-        """The slots as a graph sees them that reads `columns` of them, those in use among them."""
+    def _in_a_graph(self, inputs: GraphInputs, columns: int) -> tuple[DraftSlots, Entries]:
+        """The slots as a graph sees them that reads `columns` of them, those in use among them, and the entries."""
+        ends, starts, leads, counts, limits, *keys = inputs.numbers.values()
         slots = copy(self)
         slots.graphs = None
-        slots.cache = self.cache.in_a_graph(inputs.ends, columns)
-        slots.first_slots, slots.leads = inputs.first_slots, inputs.leads
-        return slots
+        slots.cache = self.cache.in_a_graph(ends, columns)
+        slots.first_slots, slots.leads = starts[:, None], leads[:, None]
+        states = {name: values for name, values in inputs.tensors.items() if name != "tokens"}
+        return slots, Entries(inputs.tensors["tokens"], states, counts, RowKeys(*keys), limits)
 
     def keep_rows(self, keep: list[int]) -> None:
         self.cache.keep_rows(keep)
@@ -200,54 +203,6 @@ class DraftSlots:
         """Ends the call; its graphs are free for the next one."""
         if self.graphs is not None:
             self.graphs.close()
-
-
-class DraftInputs:
-    """The buffers from which a captured draft reads what changes.
-
-    Args:
-        rows (`int`): R.
-        count (`int`): T, entries of a row that are read at first.
-        states (`dict[Any, torch.Tensor]`): Tensors `(r, t, X)` of the widths and dtypes of the states.
-        device (`torch.device`): Where the buffers lie.
-
-    Attributes:
-        tokens (`torch.LongTensor` of shape `(R, T)`): The entries' tokens.
-        states (`dict[Any, torch.Tensor]`): Their states, each `(R, T, X)`.
-        ends (`torch.LongTensor` of shape `(R,)`): The slot after each row.
-        first_slots, leads (`torch.LongTensor` of shape `(R, 1)`): As in [`DraftSlots`].
-        counts (`torch.LongTensor` of shape `(R,)`): Entries of each row that count; from 1 to T.
-        limits (`torch.LongTensor` of shape `(R,)`): Largest depth of each row's draft.
-        keys (`RowKeys`): Those of [`Entries`].
-    """
-
-    def __init__(self, rows: int, count: int, states: dict[int | str, torch.Tensor], device: torch.device):
-        # A call may run in inference mode, and a later one outside of it.
-        with torch.inference_mode(False):
-            self.tokens: torch.Tensor = torch.zeros((rows, count), dtype=torch.long, device=device)
-            self._rows = torch.zeros((8, rows), dtype=torch.long, device=device)
-        self.states: dict[int | str, torch.Tensor] = state_buffers(states, rows, count, device)
-        self.ends: torch.Tensor
-        self.counts: torch.Tensor
-        self.limits: torch.Tensor
-        self.ends, self.counts, self.limits = self._rows[:3]
-        self.first_slots: torch.Tensor
-        self.leads: torch.Tensor
-        self.first_slots, self.leads = self._rows[3:5, :, None]
-        self.keys: RowKeys = RowKeys(*self._rows[5:])
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        return [self.tokens, self._rows, *self.states.values()]
-
-    def fill(self, new: Entries, limits: list[int], slots: DraftSlots, count: int) -> None:
-        """Copies in what the first rows read. Rows of padding are like the first one, in slots of their own."""
-        fill_front(self.tokens, new.tokens[:count])
-        for key, buffer in self.states.items():
-            fill_front(buffer, new.states[key][:count])
-        keys = new.keys or [[0] * count] * 3
-        parts = (slots.cache.lengths, new.counts, limits, *slots.host_places(), *keys)
-        fill_table(self._rows, parts, [part[0] if isinstance(part, list) else 1 for part in parts], count)
 
 
 class KnownPrompt:

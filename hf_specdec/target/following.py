@@ -24,9 +24,9 @@ from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowKeys
 from ..logits.sampling import CapturedSampler
 from ..logits.verifier import take_nodes
-from ..transfers import RowNumbers, fill_front, kept_tensor, last_of_each, state_buffers
-from .graphs import Variant
-from .inputs import NodeInputs
+from ..transfers import RowNumbers, kept_tensor, last_of_each
+from .graphs import Variant, row_shapes
+from .inputs import NewNodes, NodeInputs
 from .model import SlotModel
 
 
@@ -100,32 +100,6 @@ class Choose:
         return tokens.masked_fill(tokens >= self.num_readable, 0) if self.num_readable < self.width else tokens
 
 
-class StatedInputs(NodeInputs):
-    """Nodes with states that belong to the given tokens.
-
-    Args:
-        rows (`int`), nodes (`int`), device (`torch.device`): As for [`NodeInputs`].
-        most_given (`int`): Most given tokens of a row, G.
-        states (`dict[Any, torch.Tensor]`): Tensors `(r, t, X)` of the widths and dtypes of the states.
-
-    Attributes:
-        states (`dict[Any, torch.Tensor]`): The states, each `(R, G, X)`.
-    """
-
-    def __init__(self, rows: int, nodes: int, device: torch.device, most_given: int, states: dict[Any, torch.Tensor]):
-        super().__init__(rows, nodes, device)
-        self.states: dict[Any, torch.Tensor] = state_buffers(states, rows, most_given, device)
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        return [*super().buffers, *self.states.values()]
-
-    def fill_states(self, states: dict[Any, torch.Tensor], count: int) -> None:
-        """Copies in those of the first rows; zeros elsewhere."""
-        for key, buffer in self.states.items():
-            fill_front(buffer, states[key][:count])
-
-
 # Embeds tokens `(R, T)` together with the states that belong to them, each `(R, T, X)`.
 Embed = Callable[[torch.LongTensor, dict[Any, torch.Tensor]], torch.Tensor]
 
@@ -185,21 +159,18 @@ class Continuing:
         padding = kept_tensor((0,) * (width - num_given), device).expand(rows, -1)
         parents = chain_parents(width - 1, device)
         num_more = [count - 1 for count in counts] if isinstance(counts, list) else counts - 1
-        given, embed = cache(states), () if self.embed is None else (Variant(self.embed),)
-
-        def fill(inputs: StatedInputs, count: int) -> None:
-            model.fill(inputs, count, [tokens, padding], parents, num_more, keys, more)
-            inputs.fill_states(given(), count)
-
+        states = cache(states)
+        new = NewNodes([tokens, padding], parents, num_more, keys=keys, more=more, states=states)
+        embed = () if self.embed is None else (Variant(self.embed),)
         sizes = self.num_tokens, width, self.mask_token, self.num_layers, self.ends
-        captured = model.graphs.run_on_slots(
+        captured = model.graphs.run(
             ("continue", *sizes, *embed, *self.choose.key),
             rows,
-            lambda size: StatedInputs(size, width, device, self.most_given, given()),
-            fill,
+            lambda size: NodeInputs(size, width, device, row_shapes(states(), self.most_given)),
+            partial(model.fill, new=new),
             partial(model.as_recorded, self._read),
             model.cache,
-            ahead=width + self.num_tokens - 1 + (0 if more is None else model.most_committed),
+            width + self.num_tokens - 1 + (0 if more is None else model.most_committed),
         )
         if captured is None:
             return None
@@ -209,7 +180,7 @@ class Continuing:
             model.cache.commit(counts)
         return Following(*(None if values is None else values[:rows] for values in following))
 
-    def _read(self, model: SlotModel, inputs: StatedInputs) -> tuple[Following]:
+    def _read(self, model: SlotModel, inputs: NodeInputs) -> tuple[Following]:
         tokens, topology, draft = inputs.read()
         count = draft.num_nodes + 1
         if self.ends is not None:
@@ -219,7 +190,7 @@ class Continuing:
             places = torch.arange(tokens.shape[1], device=count.device)
             tokens = torch.where(places >= count[:, None], self.mask_token, tokens)
             if self.embed is not None:
-                tokens = self.embed(tokens, _held(inputs.states, places, count))
+                tokens = self.embed(tokens, _held(inputs.tensors, places, count))
         output, chosen, read = model.forward(tokens, topology), [], count
         logits = last_of_each(output.logits, count)
         while True:

@@ -24,11 +24,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 from transformers.utils import logging
 
 from ..kernels.tree_attention import MAX_NODES
 from ..threads import Lock
-from ..transfers import holding
+from ..transfers import RowNumbers, holding, on_host
 from .cache import SlotCache
 from .capture import CaptureBackend, SharedOutputs, capture_backend
 from .facts import model_profile
@@ -38,23 +39,82 @@ from .store import Place, SlotStore, padded_rows, row_sizes
 logger = logging.get_logger(__name__)
 
 
+class GraphInputs:
+    """Buffers that a graph reads: they stay where they are, and are filled in front of each run.
+
+    Args:
+        numbers (`dict[str, int]`): Integers of the rows: their names, and what rows of padding have. They lie in one
+            table, so that those that the host knows arrive in one copy.
+        shapes (`dict`): Other tensors by name: the shape and dtype of each row's part, zeros for rows of padding.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        device: torch.device,
+        numbers: dict[str, int],
+        shapes: dict[Any, tuple[torch.Size | tuple[int, ...], torch.dtype]],
+    ):
+        self._padding = numbers.values()
+        # A call may run in inference mode, and a later one outside of it.
+        with torch.inference_mode(False):
+            # Each line begins at a multiple of 16 bytes, for which kernels are compiled in any case.
+            self._table = torch.zeros((len(numbers), rows + rows % 2), dtype=torch.long, device=device)
+            self.tensors: dict[Any, torch.Tensor] = {
+                name: torch.zeros((rows, *shape), dtype=dtype, device=device)
+                for name, (shape, dtype) in shapes.items()
+            }
+        self.numbers: dict[str, torch.LongTensor] = dict(zip(numbers, self._table[:, :rows]))
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return [self._table, *self.tensors.values()]
+
+    def fill(self, count: int, numbers: dict[str, RowNumbers], tensors: dict[Any, torch.Tensor]) -> None:
+        """Copies in what the first `count` rows read; tensors may be smaller than their buffers, with zeros after."""
+        for name, values in tensors.items():
+            buffer, values = self.tensors[name], values[:count]
+            if values.shape != buffer.shape:
+                buffer.zero_()
+            buffer[tuple(map(slice, values.shape))].copy_(values, non_blocking=True)
+        if not numbers:
+            return
+        lines = []
+        for name, padding in zip(self.numbers, self._padding):
+            values = numbers[name]
+            line = values[:count] if isinstance(values, list) else [padding] * count
+            lines.append([*line, *[padding] * (self._table.shape[1] - count)])
+        self._table.copy_(on_host(lines, self._table.device), non_blocking=True)
+        for name, values in numbers.items():
+            if isinstance(values, torch.Tensor):
+                self.numbers[name][:count].copy_(values[:count])
+
+
+def row_shapes(
+    tensors: dict[Any, torch.Tensor], length: int | None = None
+) -> dict[Any, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of [`GraphInputs`] for tensors `(r, ...)` like these, or `(r, t, X)` with t up to `length`."""
+    return {
+        name: ((*values.shape[1:],) if length is None else (length, values.shape[-1]), values.dtype)
+        for name, values in tensors.items()
+    }
+
+
 @dataclass
 class CapturedForward:
-    """A recorded forward.
-
-    Attributes:
-        inputs, output (`Any`): What it reads and writes.
-        repeat (`Callable`): Runs it again.
-        held (`Any`): What it reads beside its inputs.
-    """
+    """A recorded forward."""
 
     inputs: Any
     output: Any
     repeat: Callable[[], None]
-    held: Any = None
+    held: Any = None  # what it reads beside its inputs
 
     def replay(self) -> None:
         self.repeat()
+
+    def of_rows(self, count: int) -> Any:
+        """The output for the first rows, to be used before the next graph runs."""
+        return tree_map_only(torch.Tensor, lambda values: values[:count], self.output)
 
 
 @dataclass(frozen=True)
@@ -216,37 +276,15 @@ class CallGraphs:
                 memory = self._shared.floats = torch.zeros(count, device=device)
         return memory[:count].view(shape)
 
-    def run_on_slots(
-        self,
-        key: tuple[Any, ...],
-        rows: int,
-        make_inputs: Callable[[int], Any],
-        fill: Callable[[Any, int], None],
-        read: Callable[[Any, int], Any],
-        cache: SlotCache,
-        ahead: int,
-        limits: tuple[int, ...] = (),
-    ) -> CapturedForward | None:
-        """Runs a forward that reads and writes slots as a graph, see [`CallGraphs.run`].
-
-        Args:
-            read (`Callable`): The forward. Takes the inputs, and how many slots it is to read; returns tensors.
-            cache (`SlotCache`): The slots.
-            ahead (`int`): Slots after the longest row that it writes.
-        """
-        if self.why_eager is not None:
-            return None
-        place = self._place(cache, ahead)
-        return self.run(key, rows, make_inputs, fill, lambda inputs: read(inputs, place.slots), place, limits)
-
     def run(
         self,
         key: tuple[Any, ...],
         rows: int,
         make_inputs: Callable[[int], Any],
         fill: Callable[[Any, int], None],
-        read: Callable[[Any], Any],
-        place: Place | None = None,
+        read: Callable[..., Any],
+        cache: SlotCache | None = None,
+        width: int = 0,
         limits: tuple[int, ...] = (),
     ) -> CapturedForward | None:
         """Runs a forward as a graph.
@@ -259,8 +297,10 @@ class CallGraphs:
             rows (`int`): r.
             make_inputs (`Callable`): Makes the buffers of R rows that it reads; they live as long as the graph.
             fill (`Callable`): Fills them for the first rows, as many as the second argument says, in front of a run.
-            read (`Callable`): The forward. Takes the inputs, and returns tensors.
-            place (`Place`, *optional*): Where its slots are, if it has any.
+            read (`Callable`): The forward. Takes the inputs, and with a cache the number of slots that it is to read;
+                returns tensors.
+            cache (`SlotCache`, *optional*): Slots that it reads and writes.
+            width (`int`): Slots after the longest row that it writes.
             limits (`tuple[int, ...]`): Limits of the rows among its inputs, which the host chooses: a run ahead with
                 others is of no use.
 
@@ -270,6 +310,8 @@ class CallGraphs:
         """
         if self.why_eager is not None:
             return None
+        place = None if cache is None else self._place(cache, width)
+        columns = () if place is None else (place.slots,)
         self._shared.use(key)
         full_key = (place, padded_rows(rows), *key)
         if full_key not in self._shared.forwards:
@@ -278,7 +320,7 @@ class CallGraphs:
                     continue
                 inputs = make_inputs(size)
                 fill(inputs, min(size, rows))
-                captured = self._capture(inputs, partial(read, inputs))
+                captured = self._capture(inputs, partial(read, inputs, *columns))
                 if captured is None:
                     return None
                 self._shared.forwards[(place, size, *key)] = captured
@@ -314,9 +356,9 @@ class CallGraphs:
         has_run, self._ahead = self._ahead is not None, None
         return has_run
 
-    def _place(self, cache: SlotCache, ahead: int) -> Place:
+    def _place(self, cache: SlotCache, width: int) -> Place:
         """Makes room, and returns the place of the slots: the same in the call, unless they must grow."""
-        cache.reserve(max(cache.lengths) + ahead)
+        cache.reserve(max(cache.lengths) + width)
         # In all layers, of which the last to grow may have asked for more than the others.
         while cache.allocated < self.store.place.slots:
             cache.reserve(self.store.place.slots)

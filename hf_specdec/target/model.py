@@ -28,15 +28,14 @@ from ..kernels.products import fast_products
 from ..kernels.tree_attention import MAX_NODES, Beginning, SlotTree
 from ..logits.acceptance import with_successors
 from ..logits.captured import CapturedJudge
-from ..logits.randomness import RowKeys
 from ..logits.verifier import take_nodes
 from ..target_facts import vocabulary_size
-from ..transfers import PackedTables, RowNumbers, select_rows, upload
+from ..transfers import PackedTables, select_rows, upload
 from .attention import TREE_KERNEL, AttentionSwitch, TreeMask, VerificationForward, attention_switch
 from .cache import SlotCache
 from .facts import MASK_OF_LAYER_TYPE, WITHOUT_ATTENTION, model_profile
 from .graphs import CallGraphs, Variant
-from .inputs import JudgedInputs, NodeInputs
+from .inputs import NewNodes, NodeInputs
 from .masks import RowState, node_masks, node_positions, slot_tree
 from .parts.adapters import ADAPTED_ROW, RowAdapters
 from .parts.positions import PlacedNodes, PositionCounter
@@ -287,7 +286,7 @@ class SlotModel:
         Args:
             judge (`CapturedJudge`, *optional*): Judges the draft, where a graph runs.
         """
-        if self.graphs is not None and (replayed := self._replay(*_nodes(anchors, draft), judge)) is not None:
+        if self.graphs is not None and (replayed := self._replay(_nodes(anchors, draft, judge), judge)) is not None:
             return replayed
         tokens = anchors[:, None] if draft.size == 0 else torch.cat([anchors[:, None], draft.tokens], dim=1)
         return self.forward(tokens, draft.topology)
@@ -304,7 +303,7 @@ class SlotModel:
             counts (`torch.LongTensor` of shape `(R,)`): Nodes that stay of each row, the anchor included.
         """
         with self.graphs.ahead():
-            self._run_graph(*_nodes(anchors, draft), judge, counts)
+            self._run_graph(_nodes(anchors, draft, judge, counts), judge)
 
     def _replay_nodes(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int) -> SlotOutput | None:
         """The output of [`SlotModel.forward`] from a graph; `None` where the forward has to run without one."""
@@ -312,24 +311,17 @@ class SlotModel:
             return None
         rows, nodes = tokens.shape
         parents = chain_parents(nodes - 1, tokens.device) if topology.is_chain else topology.parents[..., 1:] - 1
-        output = self._replay([tokens], parents, [nodes - 1] * rows, None)
+        output = self._replay(NewNodes([tokens], parents, [nodes - 1] * rows))
         if output is not None:
             output.logits = output.logits[:, logits_from:]
         return output
 
-    def _replay(
-        self,
-        tokens: list[torch.LongTensor],
-        parents: torch.LongTensor,
-        num_drafted: RowNumbers,
-        probs: torch.FloatTensor | None,
-        judge: CapturedJudge | None = None,
-    ) -> SlotOutput | None:
-        """The output of a graph; `None` where there is none. The arguments are those of [`NodeInputs.fill`]."""
-        output = self._run_graph(tokens, parents, num_drafted, probs, judge)
+    def _replay(self, new: NewNodes, judge: CapturedJudge | None = None) -> SlotOutput | None:
+        """The output of a graph; `None` where there is none."""
+        output = self._run_graph(new, judge)
         if output is None:
             return None
-        rows, nodes = len(num_drafted), parents.shape[-1] + 1
+        rows, nodes = len(new.num_drafted), new.parents.shape[-1] + 1
         self.cache.plan_write(nodes)
         logits, states, outcome, self.attention_layers = output
         # Rows and nodes of padding are cut off.
@@ -342,48 +334,29 @@ class SlotModel:
         successors = outcome["successors"].unflatten(1, (logits.shape[1], -1)) if self.num_successors else None
         return SlotOutput(logits[:rows, :nodes], states, None, outcome, successors, judge.may_fail)
 
-    def _run_graph(
-        self,
-        tokens: list[torch.LongTensor],
-        parents: torch.LongTensor,
-        num_drafted: RowNumbers,
-        probs: torch.FloatTensor | None,
-        judge: CapturedJudge | None,
-        more: torch.LongTensor | None = None,
-    ) -> tuple[Any, ...] | None:
-        """The tensors of a graph, which may have run ahead; `None` where there is none.
-
-        Args:
-            more (`torch.LongTensor` of shape `(R,)`, *optional*): By how much rows are longer than the host knows.
-        """
-        rows, nodes, device = len(num_drafted), parents.shape[-1] + 1, tokens[0].device
-        size = self.graphs.padded_nodes(nodes)
+    def _run_graph(self, new: NewNodes, judge: CapturedJudge | None) -> tuple[Any, ...] | None:
+        """The tensors of a graph, which may have run ahead; `None` where there is none."""
+        rows, device = len(new.num_drafted), new.parents.device
+        size = self.graphs.padded_nodes(new.parents.shape[-1] + 1)
         if size is None:
             return None
-        if judge is not None and judge.may_fail and rows * size * vocabulary_size(self.model) > _MOST_SCORES:
+        vocab_size = vocabulary_size(self.model)
+        if judge is not None and judge.may_fail and rows * size * vocab_size > _MOST_SCORES:
             judge = None
 
         def make_inputs(rows: int) -> NodeInputs:
-            if judge is None:
-                return NodeInputs(rows, size, device)
-            shape = (rows, size - 1, vocabulary_size(self.model))
-            return JudgedInputs(
-                rows, size, device, judge, self.graphs.shared_floats(shape, device) if judge.is_drawn else None
-            )
+            shape = (rows, size - 1, vocab_size)
+            probs = self.graphs.shared_floats(shape, device) if judge is not None and judge.is_drawn else None
+            return NodeInputs(rows, size, device, judge=judge, probs=probs)
 
-        def fill(inputs: NodeInputs, count: int) -> None:
-            self.fill(inputs, count, tokens, parents, num_drafted, None if judge is None else judge.keys, more)
-            if isinstance(inputs, JudgedInputs):
-                inputs.fill_probs(probs, count)
-
-        captured = self.graphs.run_on_slots(
+        captured = self.graphs.run(
             (size, self.states, *(() if judge is None else self._judging(judge))),
             rows,
             make_inputs,
-            fill,
+            partial(self.fill, new=new),
             partial(self.as_recorded, SlotModel._unjudged if judge is None else SlotModel._judged),
             self.cache,
-            ahead=size if more is None else size + self.most_committed,
+            size if new.more is None else size + self.most_committed,
         )
         return None if captured is None else captured.output
 
@@ -400,8 +373,9 @@ class SlotModel:
         """The result of `read`, and the `attention_layers`, for a model to which tensors say where rows stand."""
         model = copy(self)
         model.graphs = None
-        model.cache = model.forward_cache = self.cache.in_a_graph(inputs.lengths, columns)
-        model.starts, model.leads, model.max_position = inputs.starts, inputs.leads, inputs.max_positions
+        rows = inputs.rows
+        model.cache = model.forward_cache = self.cache.in_a_graph(rows.lengths, columns)
+        model.starts, model.leads, model.max_position = rows.starts, rows.leads, inputs.max_positions
         output = read(model, inputs)
         self.attention_layers = model.attention_layers
         return *output, model.attention_layers
@@ -415,28 +389,11 @@ class SlotModel:
         output = self.forward(*inputs.read()[:2])
         return output.logits, output.hidden_states, None
 
-    def fill(
-        self,
-        inputs: NodeInputs,
-        count: int,
-        tokens: list[torch.LongTensor],
-        parents: torch.LongTensor,
-        num_drafted: RowNumbers,
-        keys: RowKeys | None = None,
-        more: torch.LongTensor | None = None,
-    ) -> None:
+    def fill(self, inputs: NodeInputs, count: int, new: NewNodes) -> None:
         """Copies in the nodes of the first rows."""
-        inputs.fill(
-            [part[:count] for part in tokens],
-            parents if parents.dim() == 1 else parents[:count],
-            num_drafted[:count],
-            RowState(self.cache.lengths[:count], self.starts[:count], self.leads[:count]),
-            self.max_position,
-            keys and RowKeys(*(part[:count] for part in keys)),
-            None if more is None else more[:count],
-        )
+        inputs.fill_nodes(count, new, RowState(self.cache.lengths, self.starts, self.leads), self.max_position)
 
-    def _judged(self, inputs: JudgedInputs) -> tuple:
+    def _judged(self, inputs: NodeInputs) -> tuple:
         tokens, topology, draft = inputs.read()
         output = self.forward(tokens, topology)
         accepted = inputs.judge.judge(draft, output.logits, inputs.keys)
@@ -580,7 +537,13 @@ class SlotModel:
         }
 
 
-def _nodes(anchors: torch.LongTensor, draft: DraftTree) -> tuple[Any, ...]:
-    """Anchors and drafts as graphs take them: tokens, parents, valid nodes of each row, distributions."""
+def _nodes(
+    anchors: torch.LongTensor,
+    draft: DraftTree,
+    judge: CapturedJudge | None,
+    more: torch.LongTensor | None = None,
+) -> NewNodes:
+    """Anchors and drafts as graphs take them."""
     counts = draft.num_nodes if draft.node_counts is None else draft.node_counts
-    return [anchors[:, None], draft.tokens], draft.parents, counts, draft.probs
+    keys = None if judge is None else judge.keys
+    return NewNodes([anchors[:, None], draft.tokens], draft.parents, counts, draft.probs, keys, more)

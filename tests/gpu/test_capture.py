@@ -18,7 +18,7 @@ from hf_specdec.kernels.tree_attention import MAX_NODES
 from hf_specdec.logits.randomness import RowKeys
 from hf_specdec.target.attention import TreeMask
 from hf_specdec.target.capture import CannotCaptureError, CudaBackend, NoWaiting
-from hf_specdec.target.inputs import NodeInputs
+from hf_specdec.target.inputs import NewNodes, NodeInputs
 from hf_specdec.target.masks import FULL, RowState, Span, node_masks, node_positions, slot_tree
 from hf_specdec.target.store import SlotStore
 from tests.helpers.levels import split
@@ -45,13 +45,14 @@ def filled(rows_of_graph, nodes_of_graph, tokens, topology, rows, **limit) -> Si
     inputs = NodeInputs(rows_of_graph, nodes_of_graph, CPU)
     for buffer in inputs.buffers:
         spoil(buffer)
-    inputs.fill([tokens], topology.parents[..., 1:] - 1, [tokens.shape[1] - 1] * len(tokens), rows, **limit)
+    nodes = NewNodes([tokens], topology.parents[..., 1:] - 1, [tokens.shape[1] - 1] * len(tokens))
+    inputs.fill_nodes(len(tokens), nodes, rows, **limit)
     return read(inputs)
 
 
 def read(inputs: NodeInputs) -> SimpleNamespace:
     tokens, topology, draft = inputs.read()
-    rows = RowState(inputs.lengths, inputs.starts, inputs.leads)
+    rows = inputs.rows
     positions = node_positions(topology, rows).clamp(max=inputs.max_positions)
     tree = slot_tree(topology, rows)
     return SimpleNamespace(tokens=tokens, draft=draft, positions=positions, tree=tree, topology=topology, rows=rows)
@@ -93,9 +94,9 @@ class TestNodeInputs:
             spoil(buffer)
         keys, tokens = RowKeys([5, 6], [0, 1], [11, 12]), torch.ones((2, 2), dtype=torch.long)
         rows, more = RowState([8, 7], [0, 1], [0, -1]), torch.tensor([3, 1])
-        inputs.fill([tokens], torch.tensor([-1]), torch.tensor([1, 0]), rows, keys=keys, more=more)
+        inputs.fill_nodes(2, NewNodes([tokens], torch.tensor([-1]), torch.tensor([1, 0]), None, keys, more), rows)
         assert read(inputs).draft.num_nodes.tolist() == [1, 0, 0, 0]
-        assert inputs.lengths.tolist() == [11, 8, 0, 0]
+        assert inputs.rows.lengths.tolist() == [11, 8, 0, 0]
         assert inputs.keys.positions.tolist() == [14, 13, 0, 0]
         assert inputs.keys.seeds.tolist() == [5, 6, 0, 0]
 

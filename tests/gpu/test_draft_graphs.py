@@ -18,12 +18,11 @@ from hf_specdec.candidate_generators.medusa import generator as medusa
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPStage
 from hf_specdec.drafting import slots
-from hf_specdec.drafting.graphs import RowGraphs, RowInputs
-from hf_specdec.drafting.slots import DraftInputs, Entries
+from hf_specdec.drafting.graphs import RowGraphs
 from hf_specdec.protocol import Session
 from hf_specdec.target import graphs
 from hf_specdec.target.attention import TreeMask
-from hf_specdec.target.graphs import CallGraphs, Variant, graphs_for
+from hf_specdec.target.graphs import CallGraphs, GraphInputs, Variant, graphs_for, row_shapes
 from tests.helpers.draft_calls import (
     CASES,
     CPU,
@@ -34,10 +33,10 @@ from tests.helpers.draft_calls import (
     mlp_speculator,
     network_of,
     run,
-    speculator_of,
 )
 from tests.helpers.levels import full, in_full, split
 from tests.helpers.methods import demo_inputs, settings_of
+from tests.helpers.other_device import DEVICE, move, other_device
 from tests.helpers.tape import spoil, spoil_inputs, tape_everything
 
 
@@ -269,35 +268,28 @@ class TestNetworksWithoutACache:
         assert session.draft_graphs[0].num_replays == session.draft_graphs[0].num_captures == 3
 
 
-class TestPadding:
-    def test_rows_without_a_cache(self):
-        """Rows of padding are zeros."""
-        values = {"states": torch.ones((2, 5), dtype=torch.bfloat16), "tokens": torch.tensor([3, 4])}
-        inputs = RowInputs(4, values, CPU)
+class TestGraphInputs:
+    def test_tensors(self):
+        """Rows of padding are zeros, and so is what is larger than the values."""
+        values = {"states": torch.ones((2, 3, 5), dtype=torch.bfloat16), "tokens": torch.tensor([[3], [4]])}
+        inputs = GraphInputs(4, CPU, {}, row_shapes(values, 2))
         for num_rows in (3, 4, 1):
             for buffer in inputs.buffers:
                 spoil(buffer)
-            inputs.fill({"states": torch.ones((4, 5)), "tokens": torch.arange(1, 5)}, num_rows)
+            inputs.fill(num_rows, {}, {"states": torch.ones((4, 1, 5)), "tokens": torch.ones((4, 2, 1))})
             assert inputs.tensors["states"].dtype == torch.bfloat16
-            assert inputs.tensors["states"].sum(1).tolist() == [5] * num_rows + [0] * (4 - num_rows)
-            assert inputs.tensors["tokens"].tolist() == [*range(1, num_rows + 1), *[0] * (4 - num_rows)]
+            assert inputs.tensors["states"].sum(2).tolist() == [[5, 0]] * num_rows + [[0, 0]] * (4 - num_rows)
+            assert inputs.tensors["tokens"][..., 0].tolist() == [[1, 1]] * num_rows + [[0, 0]] * (4 - num_rows)
 
-    def test_entries_and_rows_of_slots(self):
-        """Entries of padding are zeros; rows of padding stand where the first one does."""
-        network = network_of("eagle/eagle3")
-        states = {key: torch.ones((5, network.config.target_hidden_size)) for key in network.target_hidden_states}
-        call = Call(speculator_of("eagle/eagle3"), [torch.arange(1, 6), torch.arange(2, 7)], [states, states])
-        inputs = DraftInputs(4, 3, {1: torch.zeros((2, 1, 5))}, CPU)
-        for buffer in inputs.buffers:
-            spoil(buffer)
-        entries = Entries(torch.ones((2, 2)), {1: torch.ones((2, 2, 5))}, [1, 2])
-        inputs.fill(entries, [3, 4], call.generator.entries, 2)
-        assert inputs.tokens.tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 0]]
-        assert inputs.states[1].sum() == 20
-        assert inputs.counts.tolist() == [1, 2, 1, 1]
-        assert inputs.limits.tolist() == [3, 4, 3, 3]
-        assert inputs.ends.tolist() == [4] * 4
-        assert inputs.leads[:, 0].tolist() == inputs.first_slots[:, 0].tolist() == [0] * 4
+    def test_numbers(self):
+        """They are filled where they lie, those that the device alone knows among them."""
+        with other_device() as waits:
+            inputs = GraphInputs(3, DEVICE, {"a": 0, "b": 4, "c": 9}, {})
+            for buffer in inputs.buffers:
+                spoil(buffer)
+            inputs.fill(2, {"a": [1, 2, 3], "b": move(torch.tensor([7, 8, 9])), "c": [5, 6]}, {})
+        assert [line.inner.tolist() for line in inputs.numbers.values()] == [[1, 2, 0], [7, 8, 4], [5, 6, 9]]
+        assert waits == []
 
 
 class TestEager:

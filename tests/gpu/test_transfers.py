@@ -21,7 +21,6 @@ from hf_specdec.target import masks
 from hf_specdec.transfers import (
     PackedTables,
     PendingRead,
-    fill_table,
     holding,
     kept_on_device,
     kept_tensor,
@@ -45,15 +44,6 @@ def test_tables_arrive_as_they_were(tables):
     assert waits == []
     # Kernels like even places.
     assert all(values.inner.storage_offset() % 2 == 0 and values.inner.is_contiguous() for values in arrived)
-
-
-def test_a_table_of_rows_is_filled_where_it_lies():
-    """Rows of padding get numbers of their own, also where the device alone knows those of the others."""
-    with other_device() as waits:
-        table, known = move(torch.full((3, 4), -1)), move(torch.tensor([7, 8, 9]))
-        fill_table(table, ([1, 2, 3], known, [5, 6]), [0, 4, 9], 2)
-    assert table.inner.tolist() == [[1, 2, 0, 0], [7, 8, 4, 4], [5, 6, 9, 9]]
-    assert waits == []
 
 
 @given(st.data(), st.integers(1, 4))

@@ -19,13 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_specdec.candidate_generators.dflash import corrections, denoising, generator, selector
 from hf_specdec.candidate_generators.mlp_speculator import generator as mlp_speculator
 from hf_specdec.drafting import chain, growth
-from hf_specdec.drafting.graphs import RowInputs
-from hf_specdec.drafting.slots import DraftInputs
 from hf_specdec.kernels import acceptance as kernels_of_acceptance
 from hf_specdec.logits import acceptance, rules
 from hf_specdec.target import following, graphs
 from hf_specdec.target.capture import CannotCaptureError, CaptureBackend, NoWaiting
-from hf_specdec.target.inputs import NodeInputs
 from tests.helpers.other_device import Elsewhere, leaves_of, numbers, on_cpu
 
 
@@ -182,8 +179,7 @@ def tape_everything(monkeypatch) -> list[TapeBackend]:
 
 def spoil_inputs(monkeypatch) -> None:
     """Lets nothing be read by a replay from now on that was not filled for it."""
-    for inputs in (NodeInputs, DraftInputs, RowInputs):
-        monkeypatch.setattr(inputs, "fill", _filling_spoiled(inputs.fill))
+    monkeypatch.setattr(graphs.GraphInputs, "fill", _filling_spoiled(graphs.GraphInputs.fill))
 
 
 def _filling_spoiled(fill: Callable) -> Callable:

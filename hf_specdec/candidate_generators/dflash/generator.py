@@ -25,7 +25,7 @@ from transformers.utils import logging
 from ...drafting.chain import CapturedDrawing, SteeredChain
 from ...drafting.growth import DepthLimits, DynamicTree
 from ...drafting.positions import MaskedWalk, Positions
-from ...drafting.slots import DraftInputs, Entries, KnownPrompt
+from ...drafting.slots import Entries, KnownPrompt
 from ...drafts import DraftTree, TokenTree
 from ...errors import SpecConfigError
 from ...kernels.best import best_tokens
@@ -419,15 +419,14 @@ class DFlashCandidateGenerator(CandidateGenerator):
         drawn = () if drawing is None else drawing.key
         return self.text.replay(
             (*kind, self.tree_budget, self.draft_tree_top_k, self.samples_drafts, *drawn),
-            Entries(new.tokens, states, new.counts, keys),
+            Entries(new.tokens, states, new.counts, keys, limits),
             self.most_committed,
             self.block_size,
-            limits,
             partial(self._captured_prediction, drawing),
         )
 
     def _captured_prediction(
-        self, drawing: CapturedDrawing | None, text: DraftText, inputs: DraftInputs
+        self, drawing: CapturedDrawing | None, text: DraftText, inputs: Entries
     ) -> Chain | Block | Prefixes | Edges:
         text.extend(inputs.states, inputs.counts)
         if text.tokens_before is not None:

@@ -19,7 +19,7 @@ from ...drafting.entries import DraftEntries
 from ...drafting.growth import DepthLimits, DynamicTree
 from ...drafting.positions import Positions
 from ...drafting.shape import ExtrapolationOptions, draft_shape
-from ...drafting.slots import DraftInputs, Entries
+from ...drafting.slots import Entries
 from ...drafts import DraftTree, TokenTree
 from ...errors import SpecConfigError
 from ...kernels.best import best_tokens
@@ -153,10 +153,10 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
         key, read = (
             ((), partial(self.masked.read, num_masks=num_masks)) if new.keys is None else self._drawn_by_a_graph()
         )
-        limits = [self.plan.max_depth] * len(depths)
-        return self.entries.replay(("masks", num_masks, *key), new, self.most_committed, num_masks, limits, read)
+        new = new._replace(limits=[self.plan.max_depth] * len(depths))
+        return self.entries.replay(("masks", num_masks, *key), new, self.most_committed, num_masks, read)
 
-    def _captured_chain(self, drawing: CapturedDrawing, entries: DraftEntries, inputs: DraftInputs) -> tuple[Any, ...]:
+    def _captured_chain(self, drawing: CapturedDrawing, entries: DraftEntries, inputs: Entries) -> tuple[Any, ...]:
         chain = drawing.chain(inputs.keys, inputs.counts, self.plan.max_depth)
         hidden, logits = self.masked.read(entries, inputs, self.plan.max_depth - 1)
         for after in logits.unbind(1):

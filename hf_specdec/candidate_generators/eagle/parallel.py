@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ...drafting.entries import DraftEntries
-from ...drafting.slots import DraftInputs, Entries
+from ...drafting.slots import Entries
 from ...transfers import last_of_each, upload
 
 
@@ -35,15 +35,13 @@ class MaskedReading:
         self.mask_token: int | None = network.config.mask_token_id
         self.mask_state: torch.Tensor = network.mask_state()
 
-    def read(
-        self, entries: DraftEntries, new: Entries | DraftInputs, num_masks: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, entries: DraftEntries, new: Entries, num_masks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Keeps the new entries and forgets the masks.
 
         Args:
             entries (`DraftEntries`): Of the rows.
-            new (`Entries` or `DraftInputs`): New entries, padded on the right.
+            new (`Entries`): New entries, padded on the right.
             num_masks (`int`): K - 1.
 
         Returns:

@@ -255,16 +255,16 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         """
         plan = self.plan
         if isinstance(plan, GrowthPlan):
-            read, constants = self._grow_best, None
+            read = self._grow_best
         elif plan.is_chain:
-            read, constants = self._best_chain, None
+            read = self._best_chain
         else:
-            read, constants = self._ranked, plan.up_to(depth).levels(self.device)
+            read = self._ranked
         if masks is not None:
             # Masks are made on the host, level by level.
             return read(depth, states(), anchors, masks=masks)
         key, run = (plan, depth, *self.vocabulary), partial(read, depth)
-        return self.graphs.run(key, len(anchors), run, lambda: {"states": states(), "anchors": anchors}, constants)
+        return self.graphs.run(key, len(anchors), run, lambda: {"states": states(), "anchors": anchors})
 
     def _start(self, states: torch.Tensor) -> torch.Tensor:
         """Input of stage 0."""

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from ...drafting.entries import DRAFT_STATE, DraftEntries
-from ...drafting.slots import DraftInputs, Entries
+from ...drafting.slots import Entries
+from ...target.graphs import GraphInputs
 from ...transfers import RowNumbers, last_of_each, select_rows, upload, widened
 from .network import MtpNetwork
 
@@ -182,8 +183,7 @@ class LayerEntries(DraftEntries):
         new: Entries,
         width: int,
         ahead: int,
-        limits: list[int],
-        read: Callable[[Any, DraftInputs], Any],
+        read: Callable[[Any, Entries], Any],
     ) -> Any:
         """Does what it does for one layer; the graph finds the window itself, by what was kept."""
         if isinstance(new.counts, list):
@@ -191,11 +191,11 @@ class LayerEntries(DraftEntries):
         if not self._last:
             return None
 
-        def with_last(entries: LayerEntries, inputs: DraftInputs) -> tuple[Any, dict[Any, torch.Tensor]]:
+        def with_last(entries: LayerEntries, inputs: Entries) -> tuple[Any, dict[Any, torch.Tensor]]:
             return read(entries, inputs), entries._last
 
         states = {**new.states, **{_OfLast(name): values for name, values in self._last.items()}}
-        output = super().replay(key, new._replace(states=states), width, ahead, limits, with_last)
+        output = super().replay(key, new._replace(states=states), width, ahead, with_last)
         if output is None:
             return None
         output, last = output
@@ -205,10 +205,10 @@ class LayerEntries(DraftEntries):
             self._handed_on = None
         return output
 
-    def _in_a_graph(self, inputs: DraftInputs, columns: int) -> LayerEntries:
-        entries = super()._in_a_graph(inputs, columns)
-        entries._last = {key.name: values for key, values in inputs.states.items() if isinstance(key, _OfLast)}
-        return entries
+    def _in_a_graph(self, inputs: GraphInputs, columns: int) -> tuple[LayerEntries, Entries]:
+        entries, new = super()._in_a_graph(inputs, columns)
+        entries._last = {key.name: values for key, values in new.states.items() if isinstance(key, _OfLast)}
+        return entries, new
 
     def begin_chain(self, new: Entries, width: int, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._replay_layer(0, self.gather(new), width)
@@ -221,17 +221,17 @@ class LayerEntries(DraftEntries):
     def _replay_layer(self, layer: int, window: Entries, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """States `(R, h)` that a layer hands on after the window, and logits `(R, V)` there, from a graph if any."""
 
-        def read(entries: LayerEntries, window: Entries | DraftInputs) -> tuple[torch.Tensor, ...]:
+        def read(entries: LayerEntries, window: Entries) -> tuple[torch.Tensor, ...]:
             return entries._read_layer_last(layer, window)
 
-        output = super().replay(("layer", layer), window, width, 0, window.counts, read)
+        output = super().replay(("layer", layer), window, width, 0, read)
         if output is None:
             return read(self, window)[1:]
         handed_on, hidden, logits = output
         self.keep_read(layer, window, handed_on)
         return hidden, logits
 
-    def _read_layer_last(self, layer: int, window: Entries | DraftInputs) -> tuple[torch.Tensor, ...]:
+    def _read_layer_last(self, layer: int, window: Entries) -> tuple[torch.Tensor, ...]:
         """States that a layer hands on in the window `(R, W, h)` and after it `(R, h)`, and logits `(R, V)` there."""
         handed_on, output = self.read_window(layer, window.tokens, self.states_of(window), window.counts)
         last, last_output = (last_of_each(values, window.counts) for values in (handed_on, output))

@@ -5,7 +5,6 @@
     python benchmarks/many.py --methods ngram eagle3 --stock --json out.json
     python benchmarks/many.py --model PATH --spec-model HEAD --methods eagle3
     python benchmarks/many.py --split --length 8                   # with the time of a forward by its size
-    python benchmarks/many.py --encoder --methods                  # sources of 20 to 200 tokens for T5-small's encoder
 
 Greedy, without end tokens: each request has a number of new tokens of its own, drawn from 16 to 256. In one run the
 sides take turns:
@@ -17,9 +16,6 @@ sides take turns:
 
 Ratios are of wanted tokens per second of process time (`--clock wall` for the time of the clock), to "static plain".
 `forwards` are those of the target; those of static plain include the prompts' as all others do.
-
-With `--encoder` the target has the sizes of T5-small and random weights, whose texts repeat themselves: the cost of
-batches is that of the real model, and what drafts bring is not.
 """
 
 from __future__ import annotations
@@ -39,15 +35,7 @@ import torch
 from common import demo_prompts, without_end
 from rich.console import Console
 from rich.table import Table
-from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from hf_specdec import Speculator, demo, generate_many, load_speculator
 from hf_specdec.loop.loop import DecodingLoop
@@ -83,13 +71,9 @@ Side = Callable[[], tuple[Texts, int]]
 def static_plain(model: PreTrainedModel, requests: list[dict], places: int) -> tuple[Texts, int]:
     texts, forwards = [], 0
     for batch in _batches(requests, places):
-        # Prompts are of one length; sources of an encoder are padded.
-        ids, mask = (
-            pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-            for rows in zip(*((own["input_ids"], [1] * len(own["input_ids"])) for own in batch))
-        )
+        ids = torch.tensor([own["input_ids"] for own in batch])
         longest = max(request["max_new_tokens"] for request in batch)
-        output = model.generate(ids, attention_mask=mask, max_new_tokens=longest, **_SETTINGS)
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=longest, **_SETTINGS)
         news = output[:, -longest:].tolist()
         texts += [new[: request["max_new_tokens"]] for new, request in zip(news, batch)]
         forwards += longest
@@ -180,19 +164,6 @@ def prompts_for(path: str | None, count: int, seed: int) -> list[list[int]]:
     return [ids[: min(map(len, encoded))] for ids in encoded]
 
 
-def encoder_target() -> PreTrainedModel:
-    """A model with an encoder, of T5-small's sizes and random weights."""
-    torch.manual_seed(0)
-    model = T5ForConditionalGeneration(T5Config())
-    model.generation_config.decoder_start_token_id = 0
-    return model
-
-
-def sources(count: int, draw: random.Random) -> list[list[int]]:
-    """Sources for it of 20 to 200 tokens."""
-    return [[draw.randrange(2, 32000) for _ in range(draw.randint(20, 200))] for _ in range(count)]
-
-
 def measure(sides: dict[str, Side], rounds: int, clock: Callable[[], float], console: Console) -> list[Figures]:
     figures: dict[str, Figures] = {}
     texts: dict[str, Texts] = {}
@@ -225,7 +196,6 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=["ngram", "eagle3"])
     parser.add_argument("--model", help="A target in the place of the demo's.")
     parser.add_argument("--spec-model", help="Its drafter.")
-    parser.add_argument("--encoder", action="store_true", help="A target with an encoder, and sources for it.")
     parser.add_argument("--stock", action="store_true", help="transformers' own continuous batching, too.")
     parser.add_argument("--length", type=int, help="Draft tokens of a cycle, in the place of the method's own number.")
     parser.add_argument("--split", action="store_true", help="The time of forwards by their size, too, in one round.")
@@ -238,11 +208,8 @@ def main() -> None:
         options.requests, options.places, options.lengths = 12, 3, [4, 48]
     torch.set_num_threads(1)
     draw = random.Random(options.seed)
-    if options.encoder:
-        target, prompts = encoder_target(), sources(options.requests, draw)
-    else:
-        target = demo.load_target() if options.model is None else AutoModelForCausalLM.from_pretrained(options.model)
-        prompts = prompts_for(options.model, options.requests, options.seed)
+    target = demo.load_target() if options.model is None else AutoModelForCausalLM.from_pretrained(options.model)
+    prompts = prompts_for(options.model, options.requests, options.seed)
     model = without_end(target.eval())
     requests = [{"input_ids": ids, "max_new_tokens": draw.randint(*options.lengths)} for ids in prompts]
     places = options.places
@@ -254,7 +221,7 @@ def main() -> None:
     sides["refill plain"] = joined(None, refills=True)
     for method in options.methods:
         path = options.spec_model
-        if options.model is None and not options.encoder and methods()[method].demo:
+        if options.model is None and methods()[method].demo:
             path = demo.drafter_path(method)
         given = {"model": path, "num_speculative_tokens": options.length}
         given = {name: value for name, value in given.items() if value is not None}

@@ -28,7 +28,6 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_manage
 from .arguments import ARGUMENTS, SpeculativeArguments, configured_arguments
 from .errors import SpecConfigError, shown
 from .loader import load_speculator
-from .loop.encoding import stand_in
 from .loop.loop import DecodingLoop
 from .method import NO_DRAFTS
 from .patching import original_generate
@@ -223,7 +222,7 @@ class _Call:
 
 
 def prepare_request(model: PreTrainedModel, arguments: dict[str, Any]) -> Request:
-    """A call as transformers prepares it, with nothing decoded, and with nothing read by an encoder.
+    """A call as transformers prepares it, with nothing decoded.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -235,7 +234,6 @@ def prepare_request(model: PreTrainedModel, arguments: dict[str, Any]) -> Reques
     call, prepared = _Call(model, dict(arguments), SpeculativeArguments()), []
     call.prepare()
     original = original_generate(type(model))
-    caller = stand_in(model) if model.config.is_encoder_decoder else model
 
     def keep(request: Request) -> None:
         prepared.append(request)
@@ -243,10 +241,8 @@ def prepare_request(model: PreTrainedModel, arguments: dict[str, Any]) -> Reques
         raise _IsPreparedError
 
     with suppress(_IsPreparedError):
-        call.run(lambda _, **given: original(caller, **given), keep)
-    (request,) = prepared
-    request.encoding = getattr(caller, "encoding", None)
-    return request
+        call.run(original, keep)
+    return prepared[0]
 
 
 class _IsPreparedError(Exception):

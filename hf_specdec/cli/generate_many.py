@@ -74,7 +74,7 @@ def generate_many_command(
     from ..many.generate import generate_many
 
     with num_threads(place.num_threads):
-        target, tokenizer = place.load(may_have_encoder=True)
+        target, tokenizer = place.load()
         speculator = load_drafter(target, place.is_embedded, method, spec_model, num_speculative_tokens, config)
         run = generate_many(
             target,

@@ -101,11 +101,8 @@ class Place:
         """CPU threads: one for the embedded target, which is too small for more; `None` for torch's choice."""
         return 1 if self.threads is None and self.is_embedded else self.threads
 
-    def load(self, may_have_encoder: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Loads the target and its tokenizer.
-
-        Args:
-            may_have_encoder (`bool`): The command knows of sources.
 
         Raises:
             SpecConfigError: There is no such device, or the target cannot be loaded.
@@ -134,8 +131,8 @@ class Place:
                     "'user/name'. Correct it."
                 )
             config = AutoConfig.from_pretrained(_base_of(self.target), **options)
-            if config.is_encoder_decoder and not may_have_encoder:
-                raise ValueError("it has an encoder, and of the commands only generate-many takes such models.")
+            if config.is_encoder_decoder:
+                raise ValueError("it has an encoder, which the commands have no sources for. Call generate() instead.")
             tokenizer = AutoTokenizer.from_pretrained(self.target, **options)
             model = auto_model_class(config).from_pretrained(
                 self.target, dtype=self.dtype.value, device_map=device, **options

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..protocol import Commit, Prompt
-from ..target.parts.source import Source
 from ..transfers import upload
 
 
@@ -91,9 +90,8 @@ class UnreadText:
             return
         device = self._commits[0].tokens.device
         texts = self._texts() | {numbers[row]: text for row, text in other._texts().items()}
-        sources = [text.source for text in (self, other) if text.source is not None]
         self.clear()
-        self._begin_with(texts, device, Source.joined(sources) if sources else None)
+        self._begin_with(texts, device)
         other.clear()
 
     @property
@@ -117,13 +115,7 @@ class UnreadText:
             texts[row] = _Text([*given, *new], states)
         return texts
 
-    @property
-    def source(self) -> Source | None:
-        """Sources of the active rows, of a target with an encoder."""
-        source = self._prompt.source
-        return None if source is None else source.of_rows(self._rows)
-
-    def _begin_with(self, texts: dict[int, _Text], device: torch.device, source: Source | None) -> None:
+    def _begin_with(self, texts: dict[int, _Text], device: torch.device) -> None:
         """Holds texts as if all but their last tokens had been prompts."""
         # The rows of a prompt are numbered in their order, so numbers that are free get a token of no text.
         count, length = max(texts) + 1, max(len(text.tokens) for text in texts.values()) - 1
@@ -135,10 +127,7 @@ class UnreadText:
             tokens[row][starts[row] :] = text.tokens[:-1]
             for key, value in text.states.items():
                 states[key][row, starts[row] :] = value
-        if source is not None:
-            places = {row: place for place, row in enumerate(texts)}
-            source = source.of_rows([places.get(row, 0) for row in range(count)])
-        self.begin(Prompt(upload(tokens, device), starts, states, source))
+        self.begin(Prompt(upload(tokens, device), starts, states))
         self._rows = list(texts)
         last = [text.tokens[-1:] for text in texts.values()]
         last_states = {key: torch.stack([text.states[key][-1:] for text in texts.values()]) for key in keys}

@@ -60,7 +60,6 @@ class Row:
         seed, number (`int`): Its random numbers are those of row `number` in a call with this seed.
         most_draft_tokens (`int`, *optional*): Depth that its drafts may have at most; 0 for none.
         top_logprobs (`int`, *optional*): Keep log-probabilities of its tokens, and of so many of the most probable.
-        source (`list[int]`, *optional*): The tokens that an encoder reads, of a model that has one.
 
     Attributes:
         sequences, stop, stack: Its text, its stopping rules and its processors.
@@ -83,14 +82,12 @@ class Row:
         number: int,
         most_draft_tokens: int | None = None,
         top_logprobs: int | None = None,
-        source: list[int] | None = None,
     ):
         self.request = request
         self.seed = seed
         self.number = number
         self.most_draft_tokens = most_draft_tokens
         self.top_logprobs = top_logprobs
-        self.source = source
         self.samples: bool = bool(request.generation_config.do_sample)
         self.is_cancelled = False
         self.restart()
@@ -108,7 +105,7 @@ class Row:
 
     def read_again(self) -> None:
         """Makes its text so far the prompt of another loop; where that cannot be, it begins anew."""
-        if self.source is not None or (self.top_logprobs is not None and len(self.logprobs) != len(self.tokens)):
+        if self.top_logprobs is not None and len(self.logprobs) != len(self.tokens):
             self.restart()
         # One token more comes from what is read.
         self.stats.num_committed_tokens = len(self.tokens) + 1
@@ -147,8 +144,8 @@ class Row:
 
     @cached_property
     def prompt(self) -> list[int]:
-        """The tokens of the prompt; with an encoder, those that it reads."""
-        return self.sequences.tokens(0)[: self.sequences.prompt_length] if self.source is None else self.source
+        """The tokens of the prompt."""
+        return self.sequences.tokens(0)[: self.sequences.prompt_length]
 
     @property
     def finish_reason(self) -> str:

@@ -17,7 +17,6 @@ from ..machine import free_bytes
 from ..metrics import SpecDecodingStats
 from ..speculator import Speculator
 from ..target.facts import ModelProfile, model_profile
-from ..target.parts.source import Source
 from ..target_facts import no_target, vocabulary_size
 from ..validation import Bounds, checked
 from .requests import RequestReader
@@ -38,9 +37,15 @@ def check_run(model: PreTrainedModel, batch_size: int, max_tokens_in_flight: int
     Raises:
         SpecConfigError: It is no model, a limit is no whole number from 1 on, or there is not the memory for so many
             rows.
+        UnsupportedModelError: The target has an encoder.
     """
     if not isinstance(model, GenerationMixin):
         raise no_target(model)
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has an encoder, and requests that share a loop are read by a decoder alone. Call "
+            "generate() with batches of sources."
+        )
     checked("batch_size", batch_size, int, Bounds(least=1))
     checked("max_tokens_in_flight", max_tokens_in_flight, int | None, Bounds(least=1))
     # The least that a row takes, before its keys and values: scores of all tokens, in float32.
@@ -118,7 +123,7 @@ class Engine:
         Raises:
             SpecConfigError: There can never be room for it.
         """
-        if self._max_tokens is not None and (most := _most_in_cache(row)) > self._max_tokens:
+        if self._max_tokens is not None and (most := row.most_tokens) > self._max_tokens:
             raise SpecConfigError(
                 f"A prompt of {len(row.prompt)} tokens that may grow to {most} does not fit into "
                 f"max_tokens_in_flight={self._max_tokens}. Lower its `max_new_tokens`, or raise the limit."
@@ -190,27 +195,19 @@ class Engine:
             return
         if self._gathers and self._loop is not None and self._num_free * _FREE_PART < self._batch_size:
             return
-        for rows in self._read_together(self._next_rows()):
+        if rows := self._next_rows():
             self._read(rows)
 
     def _next_rows(self) -> list[Row]:
         """Those that have waited longest, as many as there is room for."""
         rows: list[Row] = []
-        in_flight = 0 if self._loop is None else sum(map(_most_in_cache, self._loop.active))
+        in_flight = 0 if self._loop is None else sum(row.most_tokens for row in self._loop.active)
         while self._waiting and len(rows) < self._num_free:
-            in_flight += _most_in_cache(self._waiting[0])
+            in_flight += self._waiting[0].most_tokens
             if self._max_tokens is not None and in_flight > self._max_tokens:
                 break
             rows.append(self._waiting.popleft())
         return rows
-
-    def _read_together(self, rows: list[Row]) -> list[list[Row]]:
-        """Rows whose prompts one forward reads as it reads each of them alone."""
-        # Decoders beside an encoder may count the padding in front of a text.
-        groups: dict[int, list[Row]] = {}
-        for row in rows:
-            groups.setdefault(row.length if self._profile.has_encoder else 0, []).append(row)
-        return list(groups.values())
 
     def _read(self, rows: list[Row]) -> None:
         """Reads the prompts of rows and lets them join; one by one where that fails for all together."""
@@ -218,8 +215,6 @@ class Engine:
         try:
             loop = self._loop_of(rows)
             loop.begin(is_first=host is None)
-            if host is not None and (source := host.target.source) is not None:
-                Source.check_joining([source, loop.target.source])
         except Exception as error:  # noqa: BLE001 - of any kind: it is that of some request
             self._read_one_by_one(rows, loop, error)
             return
@@ -265,9 +260,8 @@ class Engine:
 
     def _loop_of(self, rows: list[Row]) -> JointLoop:
         request = self._reader.together(rows)
-        # Mixers of some recurrent layers begin anew when they read several tokens at once; with an encoder it reads
-        # what is long, and not in parts.
-        if self._loop is not None and not (self._profile.is_recurrent or self._profile.has_encoder):
+        # Mixers of some recurrent layers begin anew when they read several tokens at once.
+        if self._loop is not None and not self._profile.is_recurrent:
             request.chunk_size, request.between_chunks = self._chunk_size, self._cycle_of_others
         return JointLoop(request, self._speculator, rows, self._batch_size)
 
@@ -283,8 +277,3 @@ class Engine:
         if loop is not None:
             loop.end()
             self.stats.add(loop.stats)
-
-
-def _most_in_cache(row: Row) -> int:
-    """Tokens that a row may come to have in the cache, those of its source among them."""
-    return row.most_tokens + len(row.source or ())

@@ -45,9 +45,7 @@ def generate_many(
         model (`PreTrainedModel`): The target.
         requests (`Iterable`): Each a text, a list of token ids, a chat (a list of messages), or a dict with one of
             these as `text`, `input_ids` or `messages` and settings of its own: `max_new_tokens`, `seed`, and whatever
-            else `generate()` takes. With an encoder it is the source: tokens, or a dict with the encoder's main input,
-            such as `input_features` of shape `(1, ...)`. They are taken when there is a place for them; the iterable
-            need not end.
+            else `generate()` takes. They are taken when there is a place for them; the iterable need not end.
         batch_size (`int`): Places: requests that are decoded at a time.
         max_tokens_in_flight (`int`, *optional*): Tokens that the requests in them may come to together, prompts
             included, which bounds the memory of the cache.
@@ -68,7 +66,7 @@ def generate_many(
 
     Raises:
         SpecConfigError: The arguments cannot be honoured: what was asked, what was found, what to do.
-        UnsupportedModelError: The target's architecture cannot be driven by the loop.
+        UnsupportedModelError: The target's architecture cannot be driven by the loop, or it has an encoder.
     """
     check_run(model, batch_size, max_tokens_in_flight)
     asked_for = several(requests)

@@ -19,7 +19,6 @@ from ..errors import SpecConfigError, shown
 from ..integration import SPELLINGS, prepare_request
 from ..logits.grammar.recognition import grammar_of
 from ..logits.randomness import seed_from_torch
-from ..loop.encoding import encode_together
 from ..loop.joint import Row
 from ..method import NO_DRAFTS
 from ..patching import original_generate
@@ -29,7 +28,6 @@ from ..target.request import Request
 from ..target_facts import CACHE_NAMES, forward_arguments, num_embeddings, vocabulary_size
 from ..threads import Recent
 from ..validation import Bounds, checked
-from .sources import SourceForm
 
 
 # How a dict names its prompt.
@@ -37,9 +35,6 @@ _PROMPTS = ("input_ids", "text", "prompt", "messages")
 
 # Of the speculative arguments, those that a request may have: to switch its drafts off, or to bound their length.
 _OWN_DRAFTS = ("spec_method", "num_speculative_tokens")
-
-# What requests to a model with an encoder may have beside others.
-_OF_SOURCES = ("attention_mask",)
 
 # Numbers that requests may have, their types and their bounds. Seeds are those that torch takes.
 _NUMBERS = {
@@ -81,7 +76,6 @@ _UNSUPPORTED = {
     "is_assistant": ((None, False), "Drafters draft inside of the loop. Leave it out."),
     "synced_gpus": ((None, False), "Processes that wait for each other must make the same forwards; call generate()."),
     "attention_mask": ((None,), "Prompts have no padding; leave it out."),
-    "decoder_attention_mask": ((None,), "What the decoder begins with has no padding; leave it out."),
 }
 
 # Of transformers' generation config, those that all rows share because they are about the forward.
@@ -119,13 +113,7 @@ class RequestReader:
         numbers = _check({**arguments, "seed": seed})
         given = {name: numbers.get(name, value) for name, value in arguments.items()}
         self.arguments: dict[str, Any | bool] = {**given, "return_dict_in_generate": False}
-        self._sources: SourceForm | None = SourceForm.of(model)
         has_adapters = self.arguments.get("adapter_names") is not None
-        if has_adapters and self._sources is not None:
-            raise SpecConfigError(
-                f"`adapter_names`: the encoder of {type(model).__name__} reads sources of several requests at once, "
-                "with one adapter. Choose it with `model.set_adapter()`."
-            )
         self._adapters: AdapterChoice | None = AdapterChoice(model) if has_adapters else None
         self._stop_strings: Recent[StopStringCriteria] = Recent(64)
         self._seed = None if seed is None else seed_of(seed)
@@ -153,9 +141,6 @@ class RequestReader:
             Exception: transformers, or the loop, cannot do what is asked for.
         """
         # Requests may all have lengths of their own, of which transformers then knows none.
-        if self._sources is not None and not self._sources.is_text:
-            # There is no source that all such encoders read: the first request tells.
-            return
         has_length = any(self._effective(name) is not None for name in ("max_new_tokens", "max_length"))
         self.row(0, [0], {"seed": 0} if has_length else {"seed": 0, "max_new_tokens": 1})
 
@@ -166,10 +151,6 @@ class RequestReader:
             SpecConfigError: It has no prompt, or one that cannot be read.
         """
         settings: dict[str, Any] = {}
-        if self._sources is not None and not (self._sources.is_text and _names_a_prompt(request)):
-            settings = self._sources.given_by(request)
-            self.check_settings(settings)
-            return [], settings
         if isinstance(request, Mapping):
             settings = dict(request)
             named = [name for name in _PROMPTS if settings.get(name) is not None]
@@ -202,8 +183,7 @@ class RequestReader:
             raise SpecConfigError(
                 f"`{shared[0]}` is for all requests. Pass it to the run; a request has single settings."
             )
-        allowed = () if self._sources is None else _OF_SOURCES
-        _check({name: value for name, value in settings.items() if name not in allowed})
+        _check(settings)
 
     def _check_of_chat(self, prompt: Any, tools: Any, template: Any) -> None:
         if not _is_chat(prompt) or self.tokenizer is None:
@@ -301,11 +281,8 @@ class RequestReader:
             arguments.pop("top_logprobs", None),
             self._adapter(arguments.pop("adapter_names", None)),
         )
-        if self._sources is None:
-            input_ids = torch.tensor([tokens], device=self.model.device)
-            arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        else:
-            arguments = self._sources.arguments(tokens, arguments)
+        input_ids = torch.tensor([tokens], device=self.model.device)
+        arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         # Before transformers encodes images.
         self._check_inputs(forward_arguments(type(self.model)), arguments)
         arguments = self._in_one_config(self._with_stop_strings(arguments))
@@ -330,8 +307,7 @@ class RequestReader:
         elif request.generation_config.do_sample:
             # As a call does, and the same in all processes that hold parts of the target.
             seed = self._seed = request.draw_seed() if self._seed is None else self._seed
-        source = None if self._sources is None else tokens
-        row = Row(request, seed, number, most_draft_tokens, top_logprobs, source)
+        row = Row(request, seed, number, most_draft_tokens, top_logprobs)
         # A loop of several rows may read any of them beside the others.
         reach = ([1], row.most_tokens - 1) if self._num_places > 1 else ([row.length], row.most_tokens - row.length)
         check_constant_rotary(self.model, *reach)
@@ -341,7 +317,7 @@ class RequestReader:
         """Refuses arguments of these names, which are the forward's."""
         given = [name for name, value in arguments.items() if name in names and value is not None]
         lost = [name for name in given if name not in _OF_FORWARDS]
-        if lost and self._sources is None:
+        if lost:
             raise SpecConfigError(
                 f"`{lost[0]}` would not be read: requests that share a loop are tokens alone. Leave it out, or call "
                 "generate()."
@@ -409,27 +385,7 @@ class RequestReader:
         return {**arguments, "stopping_criteria": criteria, "stop_strings": strings, "tokenizer": self.tokenizer}
 
     def together(self, rows: list[Row]) -> Request:
-        """The prompts of some rows as one batch, padded on the left, for the forward that reads them.
-
-        With an encoder, which reads their sources here, they are of one length.
-        """
-        if self._sources is None:
-            request = self._padded_together(rows)
-        else:
-            request = encode_together(self.model, [row.request for row in rows])
-            request.generation_config.do_sample = self._samples
-        if self._adapters is not None:
-            request.adapters = [row.request.adapters[0] for row in rows if row.request.adapters is not None]
-        return request
-
-    @property
-    def _samples(self) -> bool:
-        """Tells whether requests sample that say nothing of it."""
-        if self._sources is not None and self._sources.samples_by_temperature:
-            return bool(self.arguments.get("temperature"))
-        return bool(self._effective("do_sample"))
-
-    def _padded_together(self, rows: list[Row]) -> Request:
+        """The prompts of some rows as one batch, padded on the left, for the forward that reads them."""
         length = max(row.length for row in rows)
         input_ids = torch.zeros((len(rows), length), dtype=torch.long, device="cpu")
         mask = torch.zeros_like(input_ids)
@@ -440,13 +396,16 @@ class RequestReader:
         arguments |= {
             "input_ids": input_ids.to(self.model.device),
             "attention_mask": mask.to(self.model.device),
-            "do_sample": self._samples,
+            "do_sample": bool(self._effective("do_sample")),
             "max_new_tokens": max(row.most_tokens - row.length for row in rows),
             "pad_token_id": rows[0].request.pad_token,
             "return_dict_in_generate": False,
             "stop_strings": None,
         }
-        return prepare_request(self.model, self._in_one_config(arguments))
+        request = prepare_request(self.model, self._in_one_config(arguments))
+        if self._adapters is not None:
+            request.adapters = [row.request.adapters[0] for row in rows if row.request.adapters is not None]
+        return request
 
     def _in_one_config(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments with the settings in a copy of the generation config, if one is given: transformers takes the
@@ -474,11 +433,6 @@ def several(requests: Any) -> Iterator[Any]:
         if not isinstance(requests, (str, bytes, dict)):
             return iter(requests)
     raise SpecConfigError(f"`requests` takes several requests, such as a list, got {shown(requests)}.")
-
-
-def _names_a_prompt(request: Any) -> bool:
-    """Tells requests with a text or tokens; all but dicts are read as such."""
-    return not isinstance(request, Mapping) or any(request.get(name) is not None for name in _PROMPTS)
 
 
 def _is_chat(prompt: Any) -> bool:

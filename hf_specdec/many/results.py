@@ -18,8 +18,7 @@ class RequestResult:
         text (`str`, *optional*): The same as text, where there is a tokenizer.
         finish_reason (`str`): "stop" (an end token, a stop string or another criterion), "length", or "error".
         error (`Exception`, *optional*): Why it has failed. What was generated before is in `tokens`.
-        num_prompt_tokens (`int`): Tokens of the prompt, or those that an encoder reads; 0 if it could not be read, or
-            is none of tokens.
+        num_prompt_tokens (`int`): Tokens of the prompt; 0 if it could not be read.
         stats (`SpecDecodingStats`): What was drafted and accepted for it. Forwards and seconds are shared, and 0 here.
         logprobs (`list[TokenLogprobs]`, *optional*): Of the generated tokens, where `top_logprobs` asks for them.
     """

@@ -17,7 +17,7 @@ import anyio
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.utils import logging
 
-from ..errors import MissingDependencyError, SpecConfigError, SpecDecError, UnsupportedModelError, shown
+from ..errors import MissingDependencyError, SpecConfigError, SpecDecError, shown
 from ..logits.grammar.processor import grammar
 from ..many.batching import SpeculativeGenerationOutput
 from ..many.manager import SpeculativeBatchingManager
@@ -100,17 +100,9 @@ class Service:
         manager (`SpeculativeBatchingManager`): Decodes.
         name (`str`): Of the model.
         limits (`Limits`): What is refused.
-
-    Raises:
-        UnsupportedModelError: The model has an encoder.
     """
 
     def __init__(self, manager: SpeculativeBatchingManager, name: str, limits: Limits):
-        if manager.model.config.is_encoder_decoder:
-            raise UnsupportedModelError(
-                f"{type(manager.model).__name__} has an encoder, and the server goes on with texts. Pass sources to "
-                "SpeculativeBatchingManager or generate_many()."
-            )
         self.manager: SpeculativeBatchingManager = manager
         self.name: str = name
         self.limits: Limits = limits

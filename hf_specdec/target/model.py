@@ -527,7 +527,6 @@ class SlotModel:
         self.cache.join(other.cache, other.starts)
         if self.recurrent is not None:
             self.recurrent.join(other.recurrent)
-        self.see(self.source and Source.joined([self.source, other.source]))
         self.starts = self.starts + [0] * len(other.starts)
         self.leads = self.leads + [lead + start for lead, start in zip(other.leads, other.starts)]
         if self.max_position is not None:

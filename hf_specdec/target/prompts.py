@@ -63,7 +63,7 @@ def read_prompts(
     changing_rotary(model, [given] if mask is None else mask.ne(0).sum(1).tolist(), room)
     check_room(kwargs.get(target.profile.cache_name), request.batch_size, given + room)
     if target.profile.has_encoder:
-        target.see(request.source or Source.of_call(model, kwargs, request.source_inputs))
+        target.see(Source.of_call(model, kwargs, request.source_inputs))
     kwargs[target.profile.cache_name] = target.forward_cache
     first = {} if request.between_chunks is None else _read_first_chunks(request, target, kwargs)
     # The prompts may be read in chunks.

@@ -24,9 +24,6 @@ from .parts.adapters import ADAPTED_ROW, RowAdapters
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..loop.encoding import Encoding
-    from .parts.source import Source
-
 
 @dataclass
 class Request:
@@ -42,8 +39,6 @@ class Request:
         user_cache (`DynamicCache` or `StaticCache`, *optional*): The user's; read at the start, and brought up to
             date at the end.
         source_inputs (`dict`): What the encoder has read, of a model that has one: its arguments by name.
-        encoding (`Encoding`, *optional*): What the encoder is still to read.
-        source (`Source`, *optional*): What it has read, where that is not to be taken from the arguments.
         began (`float`): `perf_counter()` when `generate()` was called.
         adapters (`list[int]`, *optional*): Places of the rows' adapters among all that their layers are told, where
             these are not those of the rows of one call.
@@ -61,8 +56,6 @@ class Request:
     synced_gpus: bool = False
     user_cache: Any = None
     source_inputs: dict[str, Any] = field(default_factory=dict)
-    encoding: Encoding | None = None
-    source: Source | None = None
     began: float = field(default_factory=perf_counter)
     adapters: list[int] | None = None
     chunk_size: int = 512

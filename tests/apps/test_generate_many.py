@@ -15,9 +15,7 @@ from typer.testing import CliRunner
 
 from hf_specdec import cli
 from hf_specdec.many.files import Output
-from tests.helpers.encoder_decoders import text_model
 from tests.helpers.levels import full
-from tests.helpers.models import letter_tokenizer
 from tests.helpers.paths import ROOT
 
 
@@ -190,20 +188,3 @@ def test_a_run_of_several_processes_goes_on_in_one(files, monkeypatch):
     alone = target.with_name("alone.jsonl")
     invoke(source, alone)
     assert tokens_of(alone) == tokens_of(target)
-
-
-@full
-def test_sources_of_an_encoder(files, tmp_path):
-    source, target = files
-    folder, tokenizer = tmp_path / "t5", letter_tokenizer()
-    model, _ = text_model("t5", vocab_size=len(tokenizer))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    begun = {"input_ids": [5, 6, 7], "decoder_input_ids": [1, 9, 8], "max_new_tokens": 3, "id": "begun"}
-    written(source, ["abcdef", {"prompt": "xyz", "max_new_tokens": 5}, begun])
-    invoke(source, target, "--model", str(folder))
-    calls = [(tokenizer("abcdef")["input_ids"], LENGTH, [1]), (tokenizer("xyz")["input_ids"], 5, [1])]
-    for entry, (ids, length, begin) in zip(entries(target), [*calls, ([5, 6, 7], 3, [1, 9, 8])], strict=True):
-        call = {"decoder_input_ids": torch.tensor([begin]), "max_new_tokens": length, "do_sample": False}
-        assert entry["tokens"] == model.generate(torch.tensor([ids]), **call)[0, len(begin) :].tolist()
-        assert entry["num_prompt_tokens"] == len(ids)

@@ -10,7 +10,13 @@ import torch
 from transformers import DynamicCache
 
 import hf_specdec
-from hf_specdec import SpecConfigError, UnsupportedModelError
+from hf_specdec import (
+    SpecConfigError,
+    SpeculativeBatchingManager,
+    UnsupportedModelError,
+    generate_batch,
+    generate_many,
+)
 from hf_specdec.target.facts import model_profile
 from tests.helpers.caches import CACHE
 from tests.helpers.chi_square import chi_square_pvalue
@@ -27,6 +33,7 @@ from tests.helpers.encoder_decoders import (
     tiny_model,
 )
 from tests.helpers.levels import full, in_full, split
+from tests.helpers.models import nothing_runs
 from tests.helpers.sampled import sampled_speculator
 from tests.helpers.scripted import scripted_speculator
 
@@ -214,3 +221,11 @@ def test_types_and_requests_that_cannot_be_used_say_why(text_case):
     ):
         with pytest.raises(SpecConfigError, match=message):
             text_case.model.generate(**text_case.inputs(1), **wrong, spec_method="ngram")
+
+
+@pytest.mark.parametrize("call", [generate_many, generate_batch, SpeculativeBatchingManager])
+def test_loops_of_many_requests_send_to_generate(call):
+    model, _ = text_model("t5")
+    requests = [] if call is SpeculativeBatchingManager else [[[5]]]
+    with nothing_runs(model), pytest.raises(UnsupportedModelError, match="has an encoder, .* with batches of sources"):
+        call(model, *requests, spec_method="ngram")

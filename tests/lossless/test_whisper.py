@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
 import hf_specdec
-from hf_specdec import generate_many
 from tests.helpers.encoder_decoders import ready, whisper
 from tests.helpers.levels import full, split
 
@@ -84,79 +81,3 @@ def test_outputs_in_parts_and_calls_of_the_function(target):
     # Without the patched method.
     text = hf_specdec.generate(model, **source, **GERMAN, **NEW, spec_method="ngram")
     assert torch.equal(text, model.generate(**source, **GERMAN, **NEW))
-
-
-ONCE = {"force_unique_generate_call": True}
-
-# Calls that decode a window once, which many requests may have beside each other.
-SINGLE = {
-    "detected": {},
-    "language": GERMAN,
-    "prompt": CALLS["prompt"],
-    "timestamps": {**GERMAN, **ONCE, "return_timestamps": True},
-    "other_task": {"language": "en", "task": "translate"},
-    "begins": {**GERMAN, "begin_suppress_tokens": [9, 10, 11]},
-}
-
-
-def windows(source) -> list[dict[str, torch.Tensor]]:
-    return [{"input_features": source["input_features"][row : row + 1]} for row in range(4)]
-
-
-def assert_as_alone(model, results, requests, **settings) -> None:
-    """Each result is what generate() writes in one call, after what the decoder begins with."""
-    assert [result.error for result in results] == [None] * len(requests)
-    for result, request in zip(results, requests, strict=True):
-        text = model.generate(**{**request, **settings, **ONCE})[0].tolist()
-        num_begun = len(text) - len(result.tokens)
-        assert text[num_begun:] == result.tokens
-        # The first token, language, task, that there are no times; and a prompt.
-        assert 3 <= num_begun <= 8
-        assert (result.tokens[-1] == 2) == (result.finish_reason == "stop")
-
-
-def test_many_requests(target):
-    """Texts that begin with different tokens, and with different numbers of them."""
-    model, source = target
-    lengths = [24, 3, 11, 17, 8, 20]
-    requests = [
-        {**window, **own, "max_new_tokens": lengths[(row + index) % 6]}
-        for row, window in enumerate(windows(source))
-        for index, own in enumerate(SINGLE.values())
-    ]
-    drafting = {"spec_method": "recycling", "num_speculative_tokens": 3}
-    results = list(generate_many(model, requests, 3, in_order=True, **drafting))
-    assert_as_alone(model, results, requests)
-    assert sum(result.stats.num_accepted_tokens for result in results) > 0
-    assert {result.finish_reason for result in results} == {"length", "stop"}
-
-
-@full
-def test_settings_of_all_requests(target):
-    model, source = target
-    requests = windows(source)
-    config = copy.deepcopy(model.generation_config)
-    config.max_length = 30
-    for given in ({**GERMAN, "max_new_tokens": 9}, {**GERMAN, "generation_config": config}):
-        results = list(generate_many(model, requests, 3, in_order=True, spec_method="ngram", **given))
-        assert_as_alone(model, results, requests, **given)
-
-
-@full
-def test_requests_that_are_more_than_one_call(target):
-    model, source = target
-    wrong = [
-        ({"input_features": LONG["input_features"][:1]}, "130 frames is read window by window, each of 40"),
-        ({"return_timestamps": True}, "force_unique_generate_call=True"),
-        ({"temperature": (0.0, 0.2)}, "Several temperatures"),
-        ({"no_speech_threshold": 0.6}, "`no_speech_threshold`"),
-        ({"input_features": torch.zeros(2, 16, 40)}, "takes one row"),
-        ({"input_features": None}, "is a dict with `input_features`"),
-    ]
-    first, second, *_ = windows(source)
-    requests = [one for own, _ in wrong for one in ({**first, **GERMAN, **own}, {**second, **GERMAN})]
-    results = list(generate_many(model, requests, 2, in_order=True, max_new_tokens=5, spec_method="ngram"))
-    for (_, message), bad, good in zip(wrong, results[::2], results[1::2], strict=True):
-        assert isinstance(bad.error, hf_specdec.SpecConfigError)
-        assert message in str(bad.error)
-        assert (good.error, len(good.tokens)) == (None, 5)

@@ -69,9 +69,7 @@ class SourceReader:
         if given is None or not (self.has_encoder or self._states_name):
             return None
         given = given.of_rows(rows)
-        lengths = given.lengths
         if self.has_encoder and not self.shares_encoder:
-            lengths = []
             inputs = {"encoder_outputs": BaseModelOutput(self._encoded(given.given))}
             mask = given.given.get("attention_mask")
         else:
@@ -83,7 +81,7 @@ class SourceReader:
         if self._states_name == "encoder_outputs":
             # Whisper's decoder sees all of its window.
             inputs.pop("encoder_attention_mask", None)
-        return Source(inputs, lengths=lengths)
+        return Source(inputs)
 
     def _encoded(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
         """The encoder's output `(B, N, H)`."""

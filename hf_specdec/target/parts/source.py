@@ -1,14 +1,11 @@
 """The encoder's side of a call: read once, seen by the decoder in every forward.
 
-Rows that join a call may have longer or shorter sources. Those are padded on the right, to the longest of the rows
-that are there, and the model's own mask hides the padding.
-
 Shapes: B rows, N tokens or frames of the source, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +13,6 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
-from ...errors import SpecConfigError
 from ...transfers import select_rows
 from ..cache import SlotCache
 
@@ -31,18 +27,12 @@ class Source:
             output, once the prompts have been read.
         given (`dict`): What the encoder has read: its arguments as `generate()` was given them, each `(B, N, ...)`.
         token_lists (`list[list[int]]`, *optional*): Its tokens in each row, where the decoder writes the same ones.
-        lengths (`list[int]`): Places of each row's source, of which all have N where nothing has joined.
     """
 
     inputs: dict[str, Any]
     keys: EncoderDecoderCache | None = None
     given: dict[str, torch.Tensor] = field(default_factory=dict)
     token_lists: list[list[int]] | None = None
-    lengths: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not self.lengths:
-            self.lengths = [self.states.shape[1]] * len(self.states)
 
     @classmethod
     def of_call(cls, model: torch.nn.Module, model_kwargs: dict[str, Any], given: dict[str, Any]) -> Source:
@@ -81,116 +71,32 @@ class Source:
         return replace(self, keys=None)
 
     def of_rows(self, rows: Sequence[int]) -> Source:
-        """The sources of these rows, in this order, as far as the longest of them."""
-        lengths = [self.lengths[row] for row in rows]
-        num_rows, longest = self.states.shape[:2]
-        most = max(lengths)
-
-        def chosen(value: torch.Tensor) -> torch.Tensor:
-            value = select_rows(value, rows) if value.dim() and len(value) == num_rows else value
-            return value[:, :most] if value.dim() > 1 and value.shape[1] == longest else value
-
+        """The sources of these rows, in this order."""
         keys = None
         if self.keys is not None:
-            layers = [[select_rows(part, rows)[:, :, :most] for part in layer] for layer in _crossed(self.keys)]
-            keys = _with_crossed(self.keys, layers)
+            crossed = DynamicCache()
+            for index, layer in enumerate(self.keys.cross_attention_cache.layers):
+                if layer.is_initialized:
+                    crossed.update(select_rows(layer.keys, rows), select_rows(layer.values, rows), index)
+            keys = EncoderDecoderCache(self.keys.self_attention_cache, crossed)
         return Source(
-            _mapped(chosen, [self.inputs]),
+            _rows_of(self.inputs, rows, len(self.states)),
             keys,
             {name: select_rows(value, rows) for name, value in self.given.items()},
             None if self.token_lists is None else [self.token_lists[row] for row in rows],
-            lengths,
-        )
-
-    @staticmethod
-    def check_joining(parts: Sequence[Source]) -> None:
-        """Checks that sources can stand beside each other.
-
-        Raises:
-            SpecConfigError: They differ in length, and not all have a mask.
-        """
-        sizes = {part.states.shape[1] for part in parts}
-        masked = {part.has_mask for part in parts}
-        if len(masked) > 1 or (len(sizes) > 1 and not all(masked)):
-            raise SpecConfigError(
-                f"Sources of {', '.join(map(str, sorted(sizes)))} places cannot stand beside each other without masks "
-                "that tell them from padding. Pass `attention_mask` with every request, sources of one size, or "
-                "batch_size=1."
-            )
-
-    @property
-    def has_mask(self) -> bool:
-        """Tells whether the decoder is told where a source ends."""
-        encoded = self.inputs.get("encoder_outputs")
-        return any(name.endswith("attention_mask") for name in self.inputs) or (
-            isinstance(encoded, dict) and "attention_mask" in encoded
-        )
-
-    @classmethod
-    def joined(cls, parts: Sequence[Source]) -> Source:
-        """The sources of several calls of one model, in this order.
-
-        Raises:
-            SpecConfigError: They differ in length, and not all have a mask.
-        """
-        cls.check_joining(parts)
-        caches, keys = [part.keys for part in parts if part.keys is not None], None
-        if caches:
-            layers = [[side_by_side(own) for own in zip(*layer)] for layer in zip(*map(_crossed, caches))]
-            keys = _with_crossed(caches[0], layers)
-        has_tokens = all(part.token_lists is not None for part in parts)
-        return cls(
-            _mapped(lambda *values: side_by_side(values), [part.inputs for part in parts]),
-            keys,
-            {name: side_by_side([part.given[name] for part in parts]) for name in _in_all(parts)},
-            [tokens for part in parts for tokens in part.token_lists or ()] if has_tokens else None,
-            [length for part in parts for length in part.lengths],
         )
 
 
-def _in_all(parts: Sequence[Source]) -> list[str]:
-    """Names of the arguments that the encoders of all calls have read."""
-    return [name for name in parts[0].given if all(name in part.given for part in parts)]
-
-
-def side_by_side(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of several tensors `(B_i, ...)` in one, with zeros after the shorter ones in every other dimension."""
-    shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values))]
-    if all(list(value.shape[1:]) == shape for value in values):
-        return torch.cat(list(values))
-    joined = values[0].new_zeros((sum(map(len, values)), *shape))
-    first = 0
-    for value in values:
-        joined[(slice(first, first + len(value)), *map(slice, value.shape[1:]))] = value
-        first += len(value)
-    return joined
-
-
-def _crossed(cache: EncoderDecoderCache) -> list[tuple[torch.Tensor, ...]]:
-    """Keys and values of cross-attention `(B, heads, N, D)` in each layer; of layers without it none."""
-    layers = cache.cross_attention_cache.layers
-    return [(layer.keys, layer.values) if layer.is_initialized else () for layer in layers]
-
-
-def _with_crossed(cache: EncoderDecoderCache, layers: list[list[torch.Tensor]]) -> EncoderDecoderCache:
-    crossed = DynamicCache()
-    for index, layer in enumerate(layers):
-        if layer:
-            crossed.update(*layer, index)
-    return EncoderDecoderCache(cache.self_attention_cache, crossed)
-
-
-def _mapped(function: Callable[..., torch.Tensor], values: list[Any]) -> Any:
-    """The same structure with what a function makes of the tensors in these places of all values."""
-    first = values[0]
-    if torch.is_tensor(first):
-        return function(*values)
-    if isinstance(first, dict):
-        parts = {name: _mapped(function, [value[name] for value in values]) for name in first}
-        return type(first)(**parts) if isinstance(first, ModelOutput) else parts
-    if isinstance(first, (tuple, list)):
-        return type(first)(_mapped(function, list(parts)) for parts in zip(*values))
-    return first
+def _rows_of(value: Any, rows: Sequence[int], num_rows: int) -> Any:
+    """The same structure with these rows of all tensors in it that have one for each row."""
+    if torch.is_tensor(value):
+        return select_rows(value, rows) if value.dim() and len(value) == num_rows else value
+    if isinstance(value, dict):
+        parts = {name: _rows_of(part, rows, num_rows) for name, part in value.items()}
+        return type(value)(**parts) if isinstance(value, ModelOutput) else parts
+    if isinstance(value, (tuple, list)):
+        return type(value)(_rows_of(part, rows, num_rows) for part in value)
+    return value
 
 
 def _token_lists(

@@ -92,68 +92,65 @@ def load_speculator(
 
 def _load(
     target_model: torch.nn.Module,
-    resolved: SpeculativeConfig,
+    config: SpeculativeConfig,
     draft_model: torch.nn.Module | None = None,
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
 ) -> Speculator:
-    generator_class = resolve_candidate_generator(resolved.method)
-    if tokenizers is not None and not is_language_model(resolved.method):
+    generator_class = resolve_candidate_generator(config.method)
+    if tokenizers is not None and not is_language_model(config.method):
         raise SpecConfigError(
-            f"`assistant_tokenizer` is the tokenizer of a draft model, and method='{resolved.method}' drafts without "
+            f"`assistant_tokenizer` is the tokenizer of a draft model, and method='{config.method}' drafts without "
             "one that has a tokenizer of its own. Leave it out."
         )
     if draft_model is not None:
-        _check_takes(generator_class, resolved.method, draft_model)
-    if resolved.draft_tensor_parallel_size != 1:
-        _check_processes(resolved.draft_tensor_parallel_size, draft_model)
+        _check_takes(generator_class, config.method, draft_model)
+    if config.draft_tensor_parallel_size != 1:
+        _check_processes(config.draft_tensor_parallel_size, draft_model)
     try:
-        resources = _resources(generator_class, resolved, target_model, draft_model, tokenizers)
+        resources = _resources(generator_class, config, target_model, draft_model, tokenizers)
     except CheckpointAccessError:
         raise
     except CheckpointFormatError as error:
-        if other := _method_of_another(resolved):
-            raise CheckpointFormatError(f"{error} It is a checkpoint for spec_method='{other}'.") from error
+        detected = None
+        with suppress(SpecDecError):
+            detected = detect_method(config) if config.model is not None else None
+        # Another head than the one named.
+        if detected is not None and not is_language_model(detected) and detected not in parts_of(config.method):
+            raise CheckpointFormatError(f"{error} It is a checkpoint for spec_method='{detected}'.") from error
         raise
     network = generator_class.network(resources)
     for model in filter(None, (target_model, network)):
         prepare_products(model)
-    source = target_model.config
-    name, revision = (getattr(source, attribute, None) or None for attribute in ("_name_or_path", "_commit_hash"))
-    profile = _profile(target_model, resolved, network) if resolved.is_adaptive else None
-    speculator = Speculator(resolved, generator_class, resources, None, name, revision, profile, target_model)
-    checked, key = record_of(target_model).checked, resolved.compute_hash()
-    if checked.get(key) != id(resources):
+    speculator = Speculator(
+        config,
+        generator_class,
+        resources,
+        target_name=getattr(target_model.config, "_name_or_path", None) or None,
+        target_revision=getattr(target_model.config, "_commit_hash", None) or None,
+        profile=_profile(target_model, config, network) if config.is_adaptive else None,
+        target=target_model,
+    )
+    checked = record_of(target_model).checked
+    if checked.get(config.compute_hash()) != id(resources):
         speculator.check(target_model)
-        checked.put(key, id(resources))
+        checked.put(config.compute_hash(), id(resources))
     return speculator
-
-
-def _method_of_another(config: SpeculativeConfig) -> str | None:
-    """The method that the checkpoint is for, where that is another head than the one named."""
-    found = None
-    with suppress(SpecDecError):
-        found = detect_method(config) if config.model is not None else None
-    return None if is_language_model(found) or found in parts_of(config.method) else found
 
 
 def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Speculator:
     """The best drafter that is found for the target and that loads; a target is searched for once.
 
-    Args:
-        target_model (`PreTrainedModel`): The target.
-        config (`SpeculativeConfig`): The settings; a method other than "auto" restricts the search to its drafters.
+    A method other than "auto" restricts the search to its drafters.
     """
     config.check_can_be_found()
     access = Access.of(config)
     drafting = None if config.method == AUTO else parts_of(config.method)[-1]
-    key = (drafting, access, config.dtype, config.device, config.quantization)
-    key += (config.trusted_owners, restrictions())
+    key = (drafting, access, config.dtype, config.device, config.quantization, config.trusted_owners, restrictions())
     record = record_of(target_model)
     with record.searching:
-        known = record.found.get(key)
-        if known is not None:
+        if (chosen := record.found.get(key)) is not None:
             try:
-                return _load_candidate(target_model, config, *known)
+                return _load_candidate(target_model, config, *chosen)
             except Exception as error:  # noqa: BLE001 - as in the search
                 # It has gone or changed, or does not fit the settings of this call: another one may.
                 logger.info(f"Drafters are looked for again: {one_line(error)}")
@@ -164,12 +161,13 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Spe
             reason = _why_without_weights(search, failures) if candidate.place == "none" else candidate.reason
             if candidate.is_downloaded:
                 size = candidate.num_bytes or "an unknown number of"
-                logger.warning(f"{_asked(config)} takes {candidate.title}, {size} bytes: {reason}.")
+                logger.warning(f"method='{config.method}' takes {candidate.title}, {size} bytes: {reason}.")
             try:
                 speculator = _load_candidate(target_model, config, candidate, reason)
             except Exception as error:  # noqa: BLE001 - weights of strangers may trip anything
-                failures[f"{candidate.title}, {candidate.reason}: {one_line(error, 500)}"] = error
-                logger.warning(f"{_asked(config)} passes over {next(reversed(failures))}")
+                failure = f"{candidate.title}, {candidate.reason}: {one_line(error, 500)}"
+                failures[failure] = error
+                logger.warning(f"method='{config.method}' passes over {failure}")
                 continue
             record.found.put(key, (candidate, reason))
             logger.info(f"Speculation: {speculator.note}.")
@@ -188,15 +186,10 @@ def _load_candidate(
     # The user has named the target itself.
     is_named = candidate.place == "target" and config.method != AUTO
     with nullcontext() if is_named else only_safetensors():
-        resolved = resolve(candidate.configured(config), {}, target_model.config)
-        speculator = _load(target_model, resolved)
-    speculator.note = f"{_asked(config)} chose {candidate.title}: {reason}"
+        speculator = _load(target_model, resolve(candidate.configured(config), {}, target_model.config))
+    speculator.note = f"method='{config.method}' chose {candidate.title}: {reason}"
     speculator.origin = candidate.origin
     return speculator
-
-
-def _asked(config: SpeculativeConfig) -> str:
-    return f"method='{config.method}'"
 
 
 # Most rejected candidates that an error lists.
@@ -207,13 +200,13 @@ def _nothing_found(config: SpeculativeConfig, target: str, seen: list[str], note
     """The message about a search in vain: what was seen, and why it does not fit."""
     drafting = None if config.method == AUTO else drafting_method(config.method)
     drafter = (drafting and drafting.weights) or "a drafter"
-    found = f" Seen: {' '.join(f'({i}) {line}' for i, line in enumerate(seen[:_MOST_LISTED], 1))}" if seen else ""
+    listed = f" Seen: {' '.join(f'({i}) {line}' for i, line in enumerate(seen[:_MOST_LISTED], 1))}" if seen else ""
     more = f" And {len(seen) - _MOST_LISTED} more." if len(seen) > _MOST_LISTED else ""
     limits = f" Not searched: {'; '.join(map(one_line, notes))}." if notes else ""
     name = f"'{target}'" if target else "a target without a name"
     return (
-        f"spec_method='{config.method}' needs {drafter}, and none was found for {name}.{found}{more}{limits} Pass its "
-        "folder or repo id as `spec_model`, or leave the choice to spec_method='auto'."
+        f"spec_method='{config.method}' needs {drafter}, and none was found for {name}.{listed}{more}{limits} Pass "
+        "its folder or repo id as `spec_model`, or leave the choice to spec_method='auto'."
     )
 
 
@@ -233,23 +226,19 @@ def _resources(
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
 ) -> Any:
     """Everything that a method loads, shared by all configurations that load the same."""
-    given: dict[str, Any] = {} if draft_model is None else {"draft_model": draft_model}
+    arguments: dict[str, Any] = {} if draft_model is None else {"draft_model": draft_model}
     if generator_class.parts:
         # Weights are shared with calls that use that part alone.
-        given["load_part"] = partial(_resources, tokenizers=tokenizers)
+        arguments["load_part"] = partial(_resources, tokenizers=tokenizers)
     elif tokenizers is not None:
-        given["tokenizers"] = tokenizers
-    load = partial(generator_class.load, config, target_model, **given)
-    key = (config.method, draft_model is not None, config.written(generator_class.loaded_by))
-    key += tuple(map(_known_as, tokenizers or ()))
+        arguments["tokenizers"] = tokenizers
+    load = partial(generator_class.load, config, target_model, **arguments)
+    # A tokenizer that is loaded again is the same. A wrong one costs acceptance, never the output.
+    pair = [(type(item), item.name_or_path or id(item), len(item)) for item in tokenizers or ()]
+    key = (config.method, draft_model is not None, config.written(generator_class.loaded_by), *pair)
     source = generator_class.loaded_from(config, target_model) if draft_model is None else None
     files = None if source is None else RepoFiles.of(source)
     return record_of(target_model).load_once(key, generator_class, load, files, draft_model)
-
-
-def _known_as(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
-    """A tokenizer, such that one that is loaded again is the same. A wrong one costs acceptance, never the output."""
-    return type(tokenizer), tokenizer.name_or_path or id(tokenizer), len(tokenizer)
 
 
 def _profile(
@@ -283,24 +272,25 @@ def _method_of(draft_model: torch.nn.Module) -> str:
 def _check_takes(generator_class: type[CandidateGenerator], method: str, draft_model: torch.nn.Module) -> None:
     if generator_class.parts:
         generator_class, method = generator_class.parts[-1], parts_of(method)[-1]
-    kind, own = type(draft_model).__name__, _method_of(draft_model)
+    kind = type(draft_model).__name__
     if "draft_model" not in inspect.signature(generator_class.load).parameters:
         raise SpecConfigError(
             f"method='{method}' drafts without a model, and got a {kind}. Leave the model or the method out."
         )
     # Each method's own loader looks closer.
-    if own != method and not is_language_model(own):
-        raise SpecConfigError(f"method='{method}' cannot draft with a {kind}, which is for method='{own}'.")
+    made_for = _method_of(draft_model)
+    if made_for != method and not is_language_model(made_for):
+        raise SpecConfigError(f"method='{method}' cannot draft with a {kind}, which is for method='{made_for}'.")
     if is_language_model(method) and not hasattr(draft_model, "config"):
         raise SpecConfigError(f"A {kind} is no draft model. Pass a causal language model, or name the method.")
 
 
 def _check_processes(asked: int, draft_model: torch.nn.Module | None) -> None:
-    found = getattr(draft_model, "tp_size", None) or 1
-    if asked != found:
+    size = getattr(draft_model, "tp_size", None) or 1
+    if asked != size:
         what = "a draft model that is loaded by name" if draft_model is None else f"this {type(draft_model).__name__}"
         raise SpecConfigError(
-            f"`draft_tensor_parallel_size`={asked}, and {what} is held by {found} process{'es' * (found > 1)}. Leave "
+            f"`draft_tensor_parallel_size`={asked}, and {what} is held by {size} process{'es' * (size > 1)}. Leave "
             "it out, or load the draft model itself with a tensor-parallel plan and pass it as `assistant`."
         )
 
@@ -328,6 +318,9 @@ def forget_speculators(target_model: torch.nn.Module | None = None) -> None:
     """Frees what was loaded for one target, or for all: draft weights, caches of past responses, CUDA graphs.
 
     Which drafter was found for it is forgotten, too.
+
+    Args:
+        target_model (`PreTrainedModel`, *optional*): The target; all by default.
     """
     forget_graphs(target_model)
     for keeper in keepers if target_model is None else ():

@@ -28,7 +28,7 @@ def suitable_dtype(device: torch.device | str) -> torch.dtype:
 
 
 def multiplies_bfloat16() -> bool | None:
-    """Tells whether the CPU multiplies bfloat16 matrices itself; `None` where the system does not say."""
+    """`True` if the CPU multiplies bfloat16 matrices itself; `None` where the system does not say."""
     flags = set(f"{_cpuinfo('flags')} {_cpuinfo('Features')}".split())
     return bool(flags & _BFLOAT16_FLAGS) if flags else None
 

@@ -29,72 +29,40 @@ _COMBINED_GENERATOR = f"{_FOLDER}.combined.combination:combination"
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A drafting method. References are "module:name" inside of its folder, imported on first use.
+    """A drafting method. References are "module:name" inside of its folder, imported on first use."""
 
-    Attributes:
-        name (`str`): The value of `spec_method`.
-        noun (`str`): What drafts, in titles: "EAGLE-3 head".
-        drafts_from (`str`): Source of its drafts, in tables.
-        generator (`str` or `type`): Reference to its candidate generator, or a registered class.
-        folder (`str`): The package of its modules.
-        weights (`str`, *optional*): What has to be loaded, with its article: "a head". `None`: nothing.
-        takes_model (`bool`): Settings about a draft model can be given.
-        needs_grammar (`bool`): It drafts only where a grammar constrains the text.
-        only_if_named (`bool`): Nothing chooses it unasked: it pays for some targets or texts only.
-        is_language_model (`bool`): The drafter is a whole language model, with a vocabulary of its own.
-        in_target_checkpoint (`bool`): The drafter may be a part of the target's own checkpoint.
-        drafts_static_trees (`bool`): `speculative_token_tree` gives its tree.
-        drafts_one_token_per_head (`bool`): A checkpoint has a head for each draft token.
-        aliases (`tuple[str, ...]`): Other names for `spec_method`.
-        complements_copies (`bool`): Drafts without weights where others that do so find nothing to copy.
-        package (`str`, *optional*): Optional dependency without which it cannot draft, as pip names it.
-        preference (`int`): Order among drafters that fit a target equally well, the smallest number first.
-        preferred_because (`str`): The reason of that place.
-        tags (`tuple[str, ...]`): Tags of its drafters on the Hub, beside the name.
-        formats (`str`, *optional*): Module with its checkpoint formats, `FORMATS`.
-        recipe (`str`, *optional*): Reference to the recipe that trains it.
-        training (`type`, *optional*): Dataclass of the recipe's options.
-        further_recipes (`Mapping`): Further kinds of drafters that it can train, by name: what they are, reference to
-            the recipe, and dataclass of its options.
-        vllm (`str`, *optional*): Its name in vLLM's `--speculative-config`.
-        sglang (`str`, *optional*): Its SGLang `--speculative-algorithm`.
-        sglang_counts_steps (`bool`): SGLang also takes its number of steps and children.
-        transformers (`str`, *optional*): Argument of transformers' own `generate()` that does the like.
-        healthy_first_rate (`float`, *optional*): Share of first draft tokens that a drafter in order has accepted at
-            least, on text of its kind.
-        demo (`str`, *optional*): Folder of the drafter for the embedded demo target.
-        demo_settings (`Mapping`): Settings of its rows in the demo, by a suffix of the row's name.
-    """
-
-    name: str
-    noun: str
-    drafts_from: str = ""
-    generator: str | type
-    folder: str = ""
-    weights: str | None = None
-    takes_model: bool = True
-    needs_grammar: bool = False
-    only_if_named: bool = False
-    is_language_model: bool = False
-    in_target_checkpoint: bool = False
-    drafts_static_trees: bool = False
-    drafts_one_token_per_head: bool = False
-    complements_copies: bool = False
-    aliases: tuple[str, ...] = ()
-    package: str | None = None
-    preference: int = 1000
-    preferred_because: str = ""
-    tags: tuple[str, ...] = ()
-    formats: str | None = None
-    recipe: str | None = None
-    training: type | None = None
+    name: str  # the value of `spec_method`
+    noun: str  # what drafts, in titles: "EAGLE-3 head"
+    drafts_from: str = ""  # source of its drafts, in tables
+    generator: str | type  # reference to its candidate generator, or a registered class
+    folder: str = ""  # package of its modules
+    weights: str | None = None  # what has to be loaded, with its article: "a head"
+    takes_model: bool = True  # settings about a draft model can be given
+    needs_grammar: bool = False  # drafts only where a grammar constrains the text
+    only_if_named: bool = False  # nothing chooses it unasked: it pays for some targets or texts only
+    is_language_model: bool = False  # the drafter is a whole language model, with a vocabulary of its own
+    in_target_checkpoint: bool = False  # the drafter may be a part of the target's own checkpoint
+    drafts_static_trees: bool = False  # `speculative_token_tree` gives its tree
+    drafts_one_token_per_head: bool = False  # a checkpoint has a head for each draft token
+    complements_copies: bool = False  # drafts without weights where others that do so find nothing to copy
+    aliases: tuple[str, ...] = ()  # other names for `spec_method`
+    package: str | None = None  # optional dependency without which it cannot draft, as pip names it
+    preference: int = 1000  # order among drafters that fit a target equally well, the smallest number first
+    preferred_because: str = ""  # the reason of that place
+    tags: tuple[str, ...] = ()  # of its drafters on the Hub, beside the name
+    formats: str | None = None  # module with its checkpoint formats, `FORMATS`
+    recipe: str | None = None  # reference to the recipe that trains it
+    training: type | None = None  # dataclass of the recipe's options
+    # Further kinds of drafters that it trains, by name: noun, reference to the recipe, dataclass of its options.
     further_recipes: Mapping[str, tuple[str, str, type]] = field(default_factory=dict)
-    vllm: str | None = None
-    sglang: str | None = None
-    sglang_counts_steps: bool = False
-    transformers: str | None = None
+    vllm: str | None = None  # its name in vLLM's `--speculative-config`
+    sglang: str | None = None  # its SGLang `--speculative-algorithm`
+    sglang_counts_steps: bool = False  # SGLang also takes its number of steps and children
+    transformers: str | None = None  # argument of transformers' own `generate()` that does the like
+    # Share of first draft tokens that a drafter in order has accepted at least, on text of its kind.
     healthy_first_rate: float | None = None
-    demo: str | None = None
+    demo: str | None = None  # folder of the drafter for the embedded demo target
+    # Settings of its rows in the demo, by a suffix of the row's name.
     demo_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}})
 
     @property
@@ -132,13 +100,13 @@ class Training(NamedTuple):
 
 def trainings() -> dict[str, Training]:
     """All kinds of drafters that can be trained, by name; most are called like their methods."""
-    found: dict[str, Training] = {}
+    by_name: dict[str, Training] = {}
     for method in built_in_methods():
         if method.recipe is not None and method.training is not None:
-            found[method.name] = Training(method, method.noun, method.recipe, method.training)
+            by_name[method.name] = Training(method, method.noun, method.recipe, method.training)
         for name, further in method.further_recipes.items():
-            found[name] = Training(method, *further)
-    return found
+            by_name[name] = Training(method, *further)
+    return by_name
 
 
 def preferred_methods() -> tuple[Method, ...]:
@@ -153,12 +121,12 @@ def names_without_weights() -> list[str]:
         for method in preferred_methods()
         if not (method.takes_model or method.needs_grammar or method.only_if_named)
     ]
-    completing = [method for method in single if method.complements_copies]
-    found: list[str] = []
+    names: list[str] = []
     for method in single:
-        found += [f"{method.name}{COMBINING}{other.name}" for other in completing if other is not method]
-        found.append(method.name)
-    return found
+        others = (other for other in single if other.complements_copies and other is not method)
+        names += [f"{method.name}{COMBINING}{other.name}" for other in others]
+        names.append(method.name)
+    return names
 
 
 def own_layers_method() -> Method:
@@ -183,23 +151,22 @@ def drafting_method(name: str | None) -> Method | None:
 
 
 def takes_model(name: str | None) -> bool:
-    """Tells methods that can have a draft model from those that draft without one; unknown ones have one."""
+    """`True` for methods that can have a draft model, and for unknown ones."""
     if not isinstance(name, str):
         return True
-    known = _all_methods()
-    return any(part not in known or known[part].takes_model for part in parts_of(name))
+    found = map(_all_methods().get, parts_of(name))
+    return any(method is None or method.takes_model for method in found)
 
 
 def is_language_model(name: str | None) -> bool:
-    """Tells methods whose drafter is a whole language model."""
+    """`True` for methods whose drafter is a whole language model."""
     return (method := drafting_method(name)) is not None and method.is_language_model
 
 
 def is_method_name(text: str) -> bool:
-    """Tells the name of a method, or of a combination that has a known part, from a path or repo id."""
-    parts = parts_of(text)
-    known = [part in _all_methods() or part in _WITHOUT_MODELS for part in parts]
-    return known[0] if len(parts) == 1 else any(known) and "/" not in text
+    """`True` for the name of a method, or of a combination that has a known part; else it is a path or repo id."""
+    are_known = [part in _all_methods() or part in _WITHOUT_MODELS for part in parts_of(text)]
+    return are_known[0] if len(are_known) == 1 else any(are_known) and "/" not in text
 
 
 def names_of_methods() -> list[str]:
@@ -208,18 +175,13 @@ def names_of_methods() -> list[str]:
 
 
 def resolve_candidate_generator(name: str) -> type:
-    """The candidate generator of a method or of a combination of two, imported on first use.
-
-    Raises:
-        SpecConfigError: The name is unknown, or its parts cannot be combined.
-    """
-    known = _all_methods()
-    parts = (name,) if name in known else parts_of(name)
+    """The candidate generator of a method or of a combination of two, imported on first use."""
+    parts = (name,) if name in _all_methods() else parts_of(name)
     if len(parts) != 1:
         return _imported(_COMBINED_GENERATOR)(parts)
-    if parts[0] not in known:
+    if parts[0] not in _all_methods():
         raise _unknown_method(parts[0])
-    return known[parts[0]].generator_class
+    return _all_methods()[parts[0]].generator_class
 
 
 def add_method(method: Method) -> None:
@@ -228,11 +190,7 @@ def add_method(method: Method) -> None:
 
 
 def remove_method(name: str) -> None:
-    """Removes a method that was added with `add_method`.
-
-    Raises:
-        SpecConfigError: No such method was added.
-    """
+    """Removes a method that was added with `add_method`."""
     method = _all_methods().get(name)
     if method is None or method.is_built_in:
         raise SpecConfigError(f"spec_method='{name}' was not registered.")
@@ -245,8 +203,9 @@ _WITHOUT_MODELS = {"pangu_ultra_moe_mtp": "transformers has no model of the type
 
 @cache
 def _all_methods() -> dict[str, Method]:
-    folders = [found.name for found in pkgutil.iter_modules(import_module(_FOLDER).__path__) if found.ispkg]
-    found = [method for name in folders for method in getattr(import_module(f"{_FOLDER}.{name}"), "METHODS", ())]
+    modules = pkgutil.iter_modules(import_module(_FOLDER).__path__)
+    packages = [import_module(f"{_FOLDER}.{module.name}") for module in modules if module.ispkg]
+    found = [method for package in packages for method in getattr(package, "METHODS", ())]
     return {method.name: method for method in sorted(found, key=lambda method: -method.preference)}
 
 
@@ -257,9 +216,9 @@ def _aliases() -> dict[str, str]:
 
 @cache
 def _imported(reference: str) -> Any:
-    module, _, name = reference.partition(":")
-    found = import_module(module)
-    return getattr(found, name) if name else found
+    module_name, _, name = reference.partition(":")
+    module = import_module(module_name)
+    return getattr(module, name) if name else module
 
 
 def _unknown_method(name: str) -> SpecConfigError:

@@ -6,7 +6,7 @@ Shapes: B active rows, P padded prompt length, M committed tokens of a cycle, H 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
@@ -70,6 +70,9 @@ class Session:
 
         Args:
             numbers (`list[int]`): A decision, of the same length in all processes.
+
+        Returns:
+            `list[int]`: That of the first process.
         """
         if self.group is None:
             return numbers
@@ -80,7 +83,8 @@ class Session:
     def join(self, call: Session) -> None:
         """Becomes the session of a call for those who hold it already; its notes go to that of the call."""
         call.notes[:0] = self.notes
-        vars(self).update(vars(call))
+        for item in fields(self):
+            setattr(self, item.name, getattr(call, item.name))
 
 
 @dataclass
@@ -110,10 +114,14 @@ class Prompt:
 
         Negative ids stand beside embeddings for what is no text; of such rows it is what comes after them.
         """
-        sources, texts = None if self.source is None else self.source.token_lists, self.token_lists
-        if sources is not None:
-            texts = [source + tokens for source, tokens in zip(sources, texts)]
-        return [tokens if min(tokens, default=0) >= 0 else _after_placeholders(tokens) for tokens in texts]
+        texts = list(self.token_lists)
+        if self.source is not None and self.source.token_lists is not None:
+            texts = [source + tokens for source, tokens in zip(self.source.token_lists, texts)]
+        for row, tokens in enumerate(texts):
+            if min(tokens, default=0) < 0:
+                last = max(index for index, token in enumerate(tokens) if token < 0)
+                texts[row] = tokens[last + 1 :]
+        return texts
 
     @property
     def num_states(self) -> int:
@@ -201,54 +209,41 @@ class Commit:
     @classmethod
     def joined(cls, commits: list[Commit]) -> Commit:
         """Joins successive commits of the same rows, for a drafter that has drafted none of their tokens."""
-        first, width = commits[0], sum(commit.tokens.shape[1] for commit in commits)
+        first = commits[0]
+        begins = [0, *accumulate(commit.tokens.shape[1] for commit in commits)]
+        columns = [
+            [column for begin, count in zip(begins, counts) for column in range(begin, begin + count)]
+            for counts in zip(*(commit.counts for commit in commits))
+        ]
         tokens = torch.cat([commit.tokens for commit in commits], dim=1)
         keys = first.hidden_states
         states = {key: torch.cat([commit.hidden_states[key] for commit in commits], dim=1) for key in keys}
-        places = [_places(row_counts, commits) for row_counts in zip(*(commit.counts for commit in commits))]
-        longest = max(map(len, places))
-        if any(len(row) < width for row in places):
+        if any(len(row) < begins[-1] for row in columns):
             # Padding in the middle goes to the end.
-            index = upload([row + row[-1:] * (longest - len(row)) for row in places], tokens.device)
+            longest = max(map(len, columns))
+            index = upload([row + row[-1:] * (longest - len(row)) for row in columns], tokens.device)
             tokens = tokens.gather(1, index)
-            states = {key: _entries(value, index.to(value.device)) for key, value in states.items()}
+            states = {key: _gathered(value, index.to(value.device)) for key, value in states.items()}
         lists = [sum(lists, []) for lists in zip(*(commit.token_lists for commit in commits))]
         return cls(first.rows, tokens, lists, [0] * len(first.rows), states)
 
 
-def _places(counts: tuple[int, ...], commits: list[Commit]) -> list[int]:
-    """Columns of a row's tokens in the commits written one after the other."""
-    ends = accumulate(commit.tokens.shape[1] for commit in commits)
-    begins = [end - commit.tokens.shape[1] for end, commit in zip(ends, commits)]
-    return [place for begin, count in zip(begins, counts) for place in range(begin, begin + count)]
-
-
-def _entries(values: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
+def _gathered(values: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
     """Picks from each row's values `(B, W, H)` those at `index` `(B, M)`: `(B, M, H)`."""
     return values[torch.arange(len(index), device=index.device)[:, None], index]
 
 
 @dataclass
 class DeviceCommit:
-    """What the next [`Commit`] will say, as far as the device knows it and the host does not.
+    """What the next [`Commit`] will say, as far as the device knows it and the host does not."""
 
-    Attributes:
-        rows (`list[int]` of length B): Number of each active row in the call.
-        tokens (`torch.LongTensor` of shape `(B, M)`): The committed tokens, padded.
-        counts (`torch.LongTensor` of shape `(B,)`): How many they are.
-        anchors (`torch.LongTensor` of shape `(B,)`): The last one of each row.
-        hidden_states (`dict[int | str, torch.Tensor]`): As those of a [`Commit`].
-        max_draft_tokens (`list[int]` of length B): Largest depth of each row's next draft, for which there is room.
-        target_is_free (`bool`): The target's graphs may run: nothing is needed any more that they would write again.
-    """
-
-    rows: list[int]
-    tokens: torch.LongTensor
-    counts: torch.LongTensor
-    anchors: torch.LongTensor
-    hidden_states: dict[int | str, torch.Tensor]
-    max_draft_tokens: list[int]
-    target_is_free: bool = False
+    rows: list[int]  # number of each active row in the call
+    tokens: torch.LongTensor  # (B, M), padded
+    counts: torch.LongTensor  # (B,)
+    anchors: torch.LongTensor  # (B,), the last token of each row
+    hidden_states: dict[int | str, torch.Tensor]  # as those of a `Commit`
+    max_draft_tokens: list[int]  # largest depth of each row's next draft, for which there is room
+    target_is_free: bool = False  # nothing is needed any more that the target's graphs would write again
 
     @property
     def depth(self) -> int:
@@ -277,18 +272,12 @@ class VerifiedNodes:
 
 @dataclass
 class Lookups:
-    """Counts of the lookups that a retrieving method has made in one call.
-
-    Attributes:
-        num_rows (`int`): Lookups, counted per row.
-        num_hits (`int`): Those of them that found a draft.
-        num_tokens, num_bytes (`int`): Tokens searched last, and an estimate of the memory that they take.
-    """
+    """Counts of the lookups that a retrieving method has made in one call, row by row."""
 
     num_rows: int = 0
-    num_hits: int = 0
-    num_tokens: int = 0
-    num_bytes: int = 0
+    num_hits: int = 0  # found a draft
+    num_tokens: int = 0  # searched last
+    num_bytes: int = 0  # an estimate of their memory
 
     def count(self, counts: Sequence[int], rooms: Sequence[int], num_tokens: int, num_bytes: int) -> None:
         """Adds the draft tokens of one cycle, none where nothing was found, and how many each row had room for."""
@@ -346,8 +335,3 @@ class DrafterSource(Protocol):
     def method(self) -> str: ...
 
     def candidate_generator(self, session: Session) -> Drafter: ...
-
-
-def _after_placeholders(tokens: list[int]) -> list[int]:
-    last = max(index for index, token in enumerate(tokens) if token < 0)
-    return tokens[last + 1 :]

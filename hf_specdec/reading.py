@@ -17,26 +17,17 @@ from .errors import HIDDEN, SpecConfigError, SpecDecError, is_secret_key, shown
 MAX_SETTINGS_BYTES = 4 * 2**20
 
 # Values inside of one setting, and how deep they may lie; a chain as paths has half a million.
-_MOST_VALUES, _MOST_LEVELS = 1_000_000, 8
+_MOST_VALUES = 1_000_000
+_MOST_LEVELS = 8
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_SETTINGS_BYTES) -> str:
-    """The text of a regular file.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is a folder, pipe or device, has more than `max_bytes`, or is no UTF-8.
-    """
+    """The text of a regular file; raises `OSError`, or `ValueError` as [`read_bytes`] or if it is no UTF-8."""
     return read_bytes(path, max_bytes).decode("utf-8")
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int | None = None) -> bytes:
-    """The content of a regular file.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is a folder, pipe or device, or has more than `max_bytes`.
-    """
+    """The content of a regular file; raises `OSError`, or `ValueError` if it is none or has more than `max_bytes`."""
     _check_is_regular(os.stat(path))
     with open(path, "rb", opener=_open_without_waiting) as file:
         # The path may have been given to another file meanwhile.
@@ -45,19 +36,6 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int | None = None) -> by
     if max_bytes is not None and len(content) > max_bytes:
         raise ValueError(f"it has more than {max_bytes} bytes")
     return content
-
-
-def parse_json(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: It is no JSON (NaN and Infinity are none), has a key twice in one object, is nested too deeply, or
-            has a number of thousands of digits.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
@@ -69,13 +47,21 @@ def _check_is_regular(status: os.stat_result) -> None:
         raise ValueError("it is no regular file")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; raises `ValueError` also for NaN, Infinity, repeated keys and too deep nesting."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in values:
             raise ValueError(f"the key {key[:100]!r} stands twice in one object")
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def _no_constant(name: str) -> None:
@@ -114,11 +100,7 @@ def _secrets_in(value: Any, levels: int = 4) -> Iterator[str]:
 
 
 def plain_value(key: str, value: Any) -> Any:
-    """A value in Python's own types: arrays, tensors, mappings and subclasses are converted, other objects stay.
-
-    Raises:
-        SpecConfigError: It is too large, or fails to be read.
-    """
+    """A value in Python's own types: arrays, tensors, mappings and subclasses are converted, other objects stay."""
     num_left = _MOST_VALUES
 
     def convert(value: Any, level: int) -> Any:

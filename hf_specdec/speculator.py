@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import ref
@@ -28,7 +28,6 @@ from .loop.sequences import Sequences
 from .protocol import Session
 from .settings import AUTO, FIXED, SpeculativeConfig
 from .target_facts import vocabulary_size
-from .threads import Recent
 
 
 logger = logging.get_logger(__name__)
@@ -39,9 +38,6 @@ _ANY_LENGTH = 2**20
 
 # Lengths by the number of rows that allow no drafts for any.
 _NEVER = ((1, 0),)
-
-# Settings with the largest length of a cycle, by those that leave it to a controller or to the number of rows.
-_longest: Recent[SpeculativeConfig] = Recent(64)
 
 
 class Speculator:
@@ -137,21 +133,12 @@ class Speculator:
         return AdaptiveCandidateGenerator(generator, controller)
 
     def check(self, target_model: torch.nn.Module) -> None:
-        """Refuses settings that what was loaded for a target cannot follow.
-
-        Raises:
-            SpecConfigError: They ask for more than was loaded, such as for more tokens than there are heads.
-        """
+        """Refuses settings that ask for more than was loaded, such as for more tokens than there are heads."""
         self.generator_class.check(self._longest_drafts, self.resources, _session_of_any_call(target_model))
 
     def check_joining(self, target_model: torch.nn.Module) -> None:
-        """Refuses methods that do not let rows join a call.
-
-        Raises:
-            SpecConfigError: What is missing.
-        """
-        generator = self.candidate_generator(_session_of_any_call(target_model))
-        with closing(generator):
+        """Refuses methods that do not let rows join a call."""
+        with closing(self.candidate_generator(_session_of_any_call(target_model))) as generator:
             if not generator.takes_rows:
                 raise SpecConfigError(
                     f"{self.generator_class.__name__} keeps something of each row and does not implement "
@@ -167,38 +154,10 @@ class Speculator:
         usual = min(usual, LARGEST_FIRST_LENGTH.get(session.device.type, usual))
         return SpeculationController(most, session.batch_size, self.profile, usual, most_tokens)
 
-    @cached_property
+    @property
     def _longest_drafts(self) -> SpeculativeConfig:
-        """The settings with the largest length that is drafted in a cycle, validated once for equal settings."""
-        config, schedule = self.config, self.config.num_speculative_tokens_per_batch_size
-        has_length = config.fixed_length is not None or config.speculative_token_tree is not None
-        if not self.is_adaptive and (schedule is None or has_length) and config.num_speculative_tokens != FIXED:
-            return config
-        key = config.compute_hash(), self.is_adaptive, self.generator_class
-        longest = _longest.get(key)
-        if longest is None:
-            if self.is_adaptive:
-                longest = self._adaptive()
-            else:
-                most = None if schedule is None or has_length else max(k for _, k in schedule) or None
-                longest = config.replace(num_speculative_tokens=most)
-            _longest.put(key, longest)
-        return longest
-
-    def _adaptive(self) -> SpeculativeConfig:
-        """The settings without a limit but that of the method, for a controller to choose lengths below."""
-        # The profile is for the controller, and only beside "auto".
-        changes: dict[str, Any] = {"num_speculative_tokens": None, "control_profile": None}
-        if not self.config.speculative_token_tree:
-            changes["num_speculative_tokens"] = self.generator_class.most_speculative_tokens
-            # The most that is asked for any number of rows is no contradiction then.
-            schedule = self.config.num_speculative_tokens_per_batch_size
-            if schedule and changes["num_speculative_tokens"] is not None:
-                changes["num_speculative_tokens"] = max(changes["num_speculative_tokens"], *(k for _, k in schedule))
-        for part in self.generator_class.parts or (self.generator_class,):
-            changes |= part.adaptive_settings(self.config.options)
-        # The text of drawn drafts depends on where they end, and that on measured times.
-        return self.config.with_greedy_drafts().replace(**changes)
+        """The settings with the largest length that is drafted in a cycle."""
+        return _longest_drafts(self.config, self.generator_class, self.is_adaptive)
 
     def at_full_length(self) -> Speculator:
         """A speculator like this one whose lengths are the largest that this one may choose, in every cycle."""
@@ -214,8 +173,16 @@ class Speculator:
         return self._with(self.config, resources, target_model)
 
     def _with(self, config: SpeculativeConfig, resources: Any, target: torch.nn.Module | None) -> Speculator:
-        known = self.note, self.target_name, self.target_revision, self.profile, target
-        speculator = Speculator(config, self.generator_class, resources, *known)
+        speculator = Speculator(
+            config,
+            self.generator_class,
+            resources,
+            note=self.note,
+            target_name=self.target_name,
+            target_revision=self.target_revision,
+            profile=self.profile,
+            target=target,
+        )
         speculator.origin = self.origin
         return speculator
 
@@ -254,14 +221,12 @@ class Speculator:
 class GivenCandidateGenerator:
     """Stands for a speculator in a call that was given a candidate generator.
 
-    Args:
-        generator (`HfCandidateGenerator`): One of this package, for any call, or one that only knows transformers'
-            own protocol, for batch size 1.
+    One of this package drafts for any call, one that only knows transformers' own protocol for batch size 1.
     """
 
     def __init__(self, generator: HfCandidateGenerator):
-        is_own = isinstance(generator, CandidateGenerator)
-        self.generator: CandidateGenerator = generator if is_own else StockCandidateGenerator(generator)
+        is_of_ours = isinstance(generator, CandidateGenerator)
+        self.generator: CandidateGenerator = generator if is_of_ours else StockCandidateGenerator(generator)
 
     @property
     def config(self) -> SpeculativeConfig | None:
@@ -280,6 +245,32 @@ class GivenCandidateGenerator:
         return self.generator.bind(session)
 
 
+@lru_cache(maxsize=64)
+def _longest_drafts(
+    config: SpeculativeConfig, generator_class: type[CandidateGenerator], is_adaptive: bool
+) -> SpeculativeConfig:
+    """The settings with the largest length that is drafted in a cycle.
+
+    They have no limit but that of the method where a controller chooses the lengths below.
+    """
+    schedule = config.num_speculative_tokens_per_batch_size
+    if not is_adaptive:
+        has_length = config.fixed_length is not None or config.speculative_token_tree is not None
+        if schedule is not None and not has_length:
+            return config.replace(num_speculative_tokens=max(k for _, k in schedule) or None)
+        return config.replace(num_speculative_tokens=None) if config.num_speculative_tokens == FIXED else config
+    # The profile is for the controller, and only beside "auto".
+    changes: dict[str, Any] = {"num_speculative_tokens": None, "control_profile": None}
+    most = generator_class.most_speculative_tokens
+    if most is not None and not config.speculative_token_tree:
+        # The most that is asked for any number of rows is no contradiction then.
+        changes["num_speculative_tokens"] = max([most, *(k for _, k in schedule or ())])
+    for part in generator_class.parts or (generator_class,):
+        changes |= part.adaptive_settings(config.options)
+    # The text of drawn drafts depends on where they end, and that on measured times.
+    return config.with_greedy_drafts().replace(**changes)
+
+
 def _session_of_any_call(target_model: torch.nn.Module) -> Session:
     """The session of a greedy call of one row, without a prompt."""
     sequences = Sequences(torch.zeros((1, 0), dtype=torch.long, device="cpu"), 0)
@@ -295,10 +286,11 @@ def _without_texts(
 ) -> Any:
     """The resources of a method without remembered texts, which only methods without a network keep."""
     if generator_class.parts:
-        loaded = resources.retrieval, resources.model
-        retrieval, model = (
-            _without_texts(part, own, known, target_model)
-            for part, own, known in zip(generator_class.parts, part_configs(config), loaded)
+        retriever, model = generator_class.parts
+        of_retriever, of_model = part_configs(config)
+        return replace(
+            resources,
+            retrieval=_without_texts(retriever, of_retriever, resources.retrieval, target_model),
+            model=_without_texts(model, of_model, resources.model, target_model),
         )
-        return replace(resources, retrieval=retrieval, model=model)
     return generator_class.load(config, target_model) if generator_class.network(resources) is None else resources

@@ -26,7 +26,7 @@ def on_cpu_unless_said(function: Callable) -> Callable:
     """Decorator: inside, tensors that are made without a device are on the CPU, whatever default device is set."""
 
     @wraps(function)
-    def called(*args, **kwargs):
+    def called(*args: Any, **kwargs: Any) -> Any:
         if torch.get_default_device().type == "cpu":
             return function(*args, **kwargs)
         with torch.device("cpu"):
@@ -39,61 +39,6 @@ def on_cpu_unless_said(function: Callable) -> Callable:
 keepers: list[Any] = []
 
 
-def kept_on_device(make: Callable) -> Callable:
-    """Decorator: what a function makes for a device, its last argument, is kept for when it is asked for again.
-
-    It is filled by the stream that was current when it was made, so every stream of a GPU has its own. Those who go on
-    reading it without asking again hold on to it, see [`holding`].
-    """
-
-    @lru_cache(maxsize=256)
-    def kept(stream, *arguments):
-        return make(*arguments)
-
-    keepers.append(kept)
-
-    @wraps(make)
-    def made_or_kept(*arguments):
-        value = kept(_stream_of(arguments[-1]), *arguments)
-        if _holding.values is not None:
-            _holding.values[id(value)] = value
-        return value
-
-    return made_or_kept
-
-
-def _stream_of(device: torch.device) -> int | None:
-    # Asked first, because it takes less time than the type of a device.
-    if not torch.cuda.is_initialized() or device.type != "cuda":
-        return None
-    return torch.cuda.current_stream(device).cuda_stream
-
-
-def written_on_device(make: Callable) -> Callable:
-    """Decorator: what a function makes for a device, its last argument, is kept for kernels that write to it.
-
-    They must leave it as they have found it. Every stream of a GPU has its own, and so has every graph: none of its
-    kernels runs beside another one with the same memory.
-    """
-
-    @lru_cache(maxsize=256)
-    def kept(stream, *arguments):
-        return make(*arguments)
-
-    keepers.append(kept)
-
-    @wraps(make)
-    def made_or_kept(*arguments):
-        if _holding.values is None:
-            return kept(_stream_of(arguments[-1]), *arguments)
-        key = (make, *arguments)
-        if key not in _holding.values:
-            _holding.values[key] = make(*arguments)
-        return _holding.values[key]
-
-    return made_or_kept
-
-
 class _Holding(threading.local):
     values: dict[Any, Any] | None = None
 
@@ -103,15 +48,60 @@ _holding = _Holding()
 
 @contextmanager
 def holding() -> Iterator[dict[Any, Any]]:
-    """Yields a dict that gets all kept values that are asked for inside, in this thread.
+    """Yields a dict that gets all cached values that are asked for inside, in this thread.
 
-    A graph reads them where they were. With the dict they live as long as the graph, though they may not be kept.
+    A graph reads them where they were. With the dict they live as long as the graph, though they may be evicted.
     """
     _holding.values = held = {}
     try:
         yield held
     finally:
         _holding.values = None
+
+
+def _cached_by_stream(make: Callable, is_written: bool) -> Callable:
+    @lru_cache(maxsize=256)
+    def cached(stream: int | None, *arguments: Any) -> Any:
+        return make(*arguments)
+
+    keepers.append(cached)
+
+    @wraps(make)
+    def made_or_cached(*arguments: Any) -> Any:
+        held = _holding.values
+        if is_written and held is not None:
+            key = (make, *arguments)
+            if key not in held:
+                held[key] = make(*arguments)
+            return held[key]
+        # The current stream fills the tensor, so every stream has its own.
+        value = cached(_stream_of(arguments[-1]), *arguments)
+        if held is not None:
+            held[id(value)] = value
+        return value
+
+    return made_or_cached
+
+
+def _stream_of(device: torch.device) -> int | None:
+    # Asked first, because it takes less time than the type of a device.
+    if not torch.cuda.is_initialized() or device.type != "cuda":
+        return None
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def kept_on_device(make: Callable) -> Callable:
+    """Decorator: caches what a function makes for a device, its last argument; [`holding`] keeps it longer."""
+    return _cached_by_stream(make, is_written=False)
+
+
+def written_on_device(make: Callable) -> Callable:
+    """Decorator: caches what a function makes for a device, its last argument, for kernels that write to it.
+
+    They must leave it as they have found it. Every stream of a GPU has its own, and so has every graph: none of its
+    kernels runs beside another one with the same memory.
+    """
+    return _cached_by_stream(make, is_written=True)
 
 
 def upload(
@@ -133,7 +123,7 @@ def on_host(values: Sequence[Any], device: torch.device, dtype: torch.dtype = to
 
 @kept_on_device
 def kept_tensor(values: tuple[int, ...], device: torch.device) -> torch.LongTensor:
-    """Integers as a tensor on `device`, kept for when the same are asked for again; not to be written to."""
+    """Integers as a cached tensor on `device`; not to be written to."""
     return upload(values, device)
 
 

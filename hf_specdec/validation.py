@@ -7,7 +7,7 @@ rest. [`checked`] checks a value. Messages have the name of the setting, what it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import MISSING, field, fields
 from functools import cache
 from numbers import Integral, Real
@@ -24,6 +24,16 @@ MOST_INTEGER = 2**31 - 1
 
 # Of a name or path.
 _MOST_CHARACTERS = 4096
+
+# Types that an annotation may have, as messages name them.
+_NOUNS = {
+    bool: "True or False",
+    float: "a number",
+    int: "an integer",
+    str: "a string",
+    tuple: "a list",
+    NoneType: "None",
+}
 
 
 def is_int(value: Any) -> bool:
@@ -67,12 +77,7 @@ def thawed(value: Any) -> Any:
 
 
 class Bounds(NamedTuple):
-    """Limits of a number, or of the numbers of a list.
-
-    Args:
-        least, most (`float`, *optional*): The limits; integers have `MOST_INTEGER` where no other is set.
-        inclusive (`bool`): The limits themselves are allowed.
-    """
+    """Limits of a number, or of the numbers of a list. Integers have `MOST_INTEGER` where `most` is not set."""
 
     least: float | None = None
     most: float | None = None
@@ -121,11 +126,7 @@ def setting(
 
 
 class Options:
-    """Base of dataclasses of settings, whose values are checked and kept in the form of their annotations.
-
-    Raises:
-        SpecConfigError: A value has another type, is none of the choices or is out of bounds.
-    """
+    """Base of dataclasses of settings: values are checked and converted by their annotations, or `SpecConfigError`."""
 
     def __post_init__(self) -> None:
         hints = hints_of(type(self))
@@ -141,12 +142,8 @@ def hints_of(options: type) -> dict[str, Any]:
     return get_type_hints(options)
 
 
-def draft_sample_method_field(default: str) -> Any:
-    """The option `draft_sample_method` of a method that can draw its drafts.
-
-    Args:
-        default (`str`): "greedy" or "probabilistic": what holds for fixed lengths where it is left out.
-    """
+def draft_sample_method_field(default: Literal["greedy", "probabilistic"]) -> Any:
+    """The option `draft_sample_method` of a method that can draw its drafts, with what holds for fixed lengths."""
     left_out = "`greedy`"
     if default == "probabilistic":
         left_out = "`probabilistic` where the length is fixed, and `greedy` where it adapts"
@@ -169,99 +166,89 @@ def parallel_drafting_field() -> Any:
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-class _Kind(NamedTuple):
-    """One of the types that an annotation may have: its name in messages, its test, and the form that is kept."""
-
-    name: str
-    is_valid: Callable[[Any], bool]
-    convert: Callable[[Any], Any] = lambda value: value
-
-
-_KINDS = {
-    bool: _Kind("True or False", lambda value: isinstance(value, bool)),
-    # -0.0 equals 0.0 and must not be another configuration in a hash.
-    float: _Kind("a number", lambda value: is_number(value) and is_finite(value), lambda value: float(value) + 0.0),
-    int: _Kind("an integer", is_int, int),
-    str: _Kind("a string", lambda value: isinstance(value, str)),
-    tuple: _Kind("a list", lambda value: isinstance(value, (list, tuple)), frozen),
-    NoneType: _Kind("None", lambda value: value is None),
-}
-_ANYTHING = _Kind("a list", lambda value: True)
-
-
 def types_of(hint: Any) -> tuple[Any, ...]:
     """The members of a union, or the one type that is no union."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def checked(name: str, value: Any, hint: Any, bounds: Bounds = _UNBOUNDED, aliases: Collection[str] = ()) -> Any:
-    """The value in the form of its annotation: unions of plain types, `Literal` and tuples; all else passes.
+    """The value of a setting in the form of its annotation: unions of plain types, `Literal` and tuples.
 
-    Args:
-        name (`str`): Name of the setting.
-        value (`Any`): What was given.
-        hint (`Any`): The annotation.
-        bounds (`Bounds`): Those of numbers. A list that has bounds has at least one.
-        aliases (`Collection[str]`): Short spellings, for the message.
-
-    Raises:
-        SpecConfigError: It has another type, is none of the choices or is out of bounds.
+    A list that has bounds has at least one number. `aliases` are short spellings, for the message. Raises
+    `SpecConfigError` where the value has another type, is none of the choices or is out of bounds.
     """
     if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
         raise SpecConfigError(f"`{name}` must have at most {_MOST_CHARACTERS} characters, got {len(value)}.")
     types = types_of(hint)
-    for kind in types:
-        if get_origin(kind) is Literal:
-            if any(type(value) is type(choice) and value == choice for choice in get_args(kind)):
-                return value
-            continue
-        known = _kind_of(kind)
-        if known.is_valid(value):
-            if not _is_within(value, kind, bounds):
-                # What may be anything can only be too large an integer.
-                kind = int if known is _ANYTHING else kind
-                if kind is int and bounds.most is None and int(value) > MOST_INTEGER:
-                    bounds = bounds._replace(most=MOST_INTEGER)
-                is_long = isinstance(value, (list, tuple)) and len(value) > MOST_DRAFT_TOKENS
-                number = f", at most {MOST_DRAFT_TOKENS} of them" if is_long else ""
-                raise SpecConfigError(f"`{name}` must be {_noun(kind, bounds)}{number}, got {shown(value)}.")
-            if known is _KINDS[tuple] and bounds != _UNBOUNDED:
-                return tuple(map(_items_of(kind).convert, value))
-            return known.convert(value)
-    raise SpecConfigError(_wrong_type(types, name, value, bounds, aliases))
+    fitting = next((item for item in types if _has_type(value, item)), None)
+    if fitting is None:
+        raise SpecConfigError(_wrong_type(types, name, value, bounds, aliases))
+    if not _is_within(value, fitting, bounds):
+        raise SpecConfigError(_out_of_bounds(fitting, name, value, bounds))
+    kind = get_origin(fitting) or fitting
+    if kind is tuple:
+        number = _number_type(fitting)
+        return frozen(value) if bounds == _UNBOUNDED else tuple(_plain_number(item, number) for item in value)
+    return _plain_number(value, kind) if kind in (int, float) else value
+
+
+def _plain_number(value: Any, kind: type) -> int | float:
+    # -0.0 equals 0.0 and must not be another configuration in a hash.
+    return int(value) if kind is int else float(value) + 0.0
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    kind = get_origin(hint) or hint
+    if kind is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in get_args(hint))
+    if kind is int:
+        return is_int(value)
+    if kind is float:
+        return is_number(value) and is_finite(value)
+    if kind is tuple:
+        return isinstance(value, (list, tuple))
+    return kind not in _NOUNS or isinstance(value, kind)
 
 
 def _is_within(value: Any, hint: Any, bounds: Bounds) -> bool:
-    if is_number(value):
-        return bounds.allows(value, MOST_INTEGER if hint is not float and is_int(value) else math.inf)
-    if _kind_of(hint) is _KINDS[tuple] and bounds != _UNBOUNDED:
-        kind = _items_of(hint)
-        most = MOST_INTEGER if kind is _KINDS[int] else math.inf
-        is_valid = all(kind.is_valid(item) and bounds.allows(item, most) for item in value)
+    kind = get_origin(hint) or hint
+    if kind is Literal:
+        return True
+    if kind is tuple and bounds != _UNBOUNDED:
+        number = _number_type(hint)
+        is_valid = all(_has_type(item, number) and _is_within(item, number, bounds) for item in value)
         return 0 < len(value) <= MOST_DRAFT_TOKENS and is_valid
-    return True
+    return not is_number(value) or bounds.allows(
+        value, MOST_INTEGER if kind is not float and is_int(value) else math.inf
+    )
 
 
-def _kind_of(hint: Any) -> _Kind:
-    return _KINDS.get(get_origin(hint) or hint, _ANYTHING)
-
-
-def _items_of(hint: Any) -> _Kind:
-    """Kind of the numbers of a list that has bounds, `tuple[int, ...]` or any other `tuple`."""
-    return _KINDS[int] if get_args(hint)[:1] == (int,) else _KINDS[float]
+def _number_type(hint: Any) -> type:
+    """Type of the numbers of a list that has bounds, `tuple[int, ...]` or any other `tuple`."""
+    return int if get_args(hint)[:1] == (int,) else float
 
 
 def _noun(hint: Any, bounds: Bounds) -> str:
-    kind = _kind_of(hint)
-    if kind is _KINDS[tuple] and bounds != _UNBOUNDED:
-        return bounds.phrase("a list of integers" if _items_of(hint) is _KINDS[int] else "a list of numbers")
-    return bounds.phrase(kind.name) if hint in (int, float) else kind.name
+    kind = get_origin(hint) or hint
+    if kind is tuple and bounds != _UNBOUNDED:
+        return bounds.phrase("a list of integers" if _number_type(hint) is int else "a list of numbers")
+    return bounds.phrase(_NOUNS[kind]) if kind in (int, float) else _NOUNS[kind]
+
+
+def _out_of_bounds(hint: Any, name: str, value: Any, bounds: Bounds) -> str:
+    # Of what may be anything, only integers are limited.
+    hint = hint if (get_origin(hint) or hint) in _NOUNS else int
+    if hint is int and bounds.most is None and int(value) > MOST_INTEGER:
+        bounds = bounds._replace(most=MOST_INTEGER)
+    is_long = isinstance(value, (list, tuple)) and len(value) > MOST_DRAFT_TOKENS
+    limit = f", at most {MOST_DRAFT_TOKENS} of them" if is_long else ""
+    return f"`{name}` must be {_noun(hint, bounds)}{limit}, got {shown(value)}."
 
 
 def _wrong_type(types: tuple, name: str, value: Any, bounds: Bounds, aliases: Collection[str]) -> str:
     choices = [choice for kind in types if get_origin(kind) is Literal for choice in get_args(kind)]
-    plain = [_noun(kind, bounds) for kind in types if get_origin(kind) is not Literal]
-    *others, last = [*map(repr, choices), *plain]
+    nouns = [_noun(kind, bounds) for kind in types if get_origin(kind) is not Literal]
+    *others, last = [*map(repr, choices), *nouns]
     expected = f"{', '.join(others)} or {last}" if others else last
     expected += f" (short: {', '.join(map(repr, aliases))})" if aliases else ""
     message = f"`{name}` must be {expected}, got {shown(value)} ({type(value).__name__})."

@@ -34,16 +34,7 @@ from .validation import Bounds, checked
 
 @dataclass
 class WarmUp:
-    """The work of a warm-up.
-
-    Attributes:
-        seconds (`float`): How long it took.
-        num_calls (`int`): Calls that it made.
-        num_graph_captures, num_draft_graph_captures (`int`): Forwards of the target and of drafts that were captured.
-        graphs, draft_graphs (`str`): "on", or "off" and why, as in [`SpecDecodingStats`].
-        attention (`str`): What computes the attention of verifications.
-        notes (`list[str]`): Those of its calls.
-    """
+    """What a warm-up has done; names as in [`SpecDecodingStats`]."""
 
     seconds: float = 0.0
     num_calls: int = 0
@@ -58,7 +49,9 @@ class WarmUp:
         self.num_calls += 1
         self.num_graph_captures += stats.num_graph_captures
         self.num_draft_graph_captures += stats.num_draft_graph_captures
-        self.graphs, self.draft_graphs, self.attention = stats.graphs, stats.draft_graphs, stats.attention
+        self.graphs = stats.graphs
+        self.draft_graphs = stats.draft_graphs
+        self.attention = stats.attention
         self.notes = list(dict.fromkeys([*self.notes, *stats.notes]))
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,7 +124,9 @@ def _prompts(model: torch.nn.Module, rows: int, length: int) -> torch.LongTensor
 
 
 @torch.no_grad()
-def _call(model, speculator: Speculator, prompts: torch.LongTensor, max_new_tokens: int, do_sample: bool):
+def _call(
+    model: Any, speculator: Speculator, prompts: torch.LongTensor, max_new_tokens: int, do_sample: bool
+) -> SpecDecodingStats:
     """The statistics of a call that goes through all sizes."""
     loops: list[_WarmUpLoop] = []
 
@@ -139,11 +134,8 @@ def _call(model, speculator: Speculator, prompts: torch.LongTensor, max_new_toke
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         # Rows end at the maximum length only.
         criteria = StoppingCriteriaList(each for each in stopping_criteria if isinstance(each, MaxLengthCriteria))
-        loops.append(
-            _WarmUpLoop(
-                Request(model, input_ids, logits_processor, criteria, generation_config, model_kwargs), speculator
-            )
-        )
+        request = Request(model, input_ids, logits_processor, criteria, generation_config, model_kwargs)
+        loops.append(_WarmUpLoop(request, speculator))
         return loops[0].run()
 
     # The user's random state stays as it was.

@@ -372,7 +372,7 @@ class Figures:
         side = self._nodes(count)
         for _ in range(2):
             run(self.models, side, self.text, self.new_tokens)
-        known = graphs._graphs_of(self.models.target).forwards
+        known = graphs._models[self.models.target].forwards
         found = [captured for (_, _, nodes, *_), captured in known.items() if nodes == count]
         if not found:
             raise SkippedError(f"no forward over {count} nodes was captured")
@@ -423,7 +423,7 @@ class Figures:
         replay = CapturedForward.replay
         with patch.object(CapturedForward, "replay", lambda captured: replayed.append(captured) or replay(captured)):
             run(self.models, side, self.text, self.new_tokens)
-        of_target = set(map(id, graphs._graphs_of(self.models.target).forwards.values()))
+        of_target = set(map(id, graphs._models[self.models.target].forwards.values()))
         drafts = [captured for captured in replayed if id(captured) not in of_target]
         if not drafts:
             raise SkippedError("its drafts did not run as graphs")

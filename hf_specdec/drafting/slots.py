@@ -2,8 +2,8 @@
 
 Slots and positions follow each other alike, so a row's positions are its slots plus a number, its lead.
 
-Shapes: R active rows (of a graph: with those of padding), T tokens of a forward, C tokens of a chunk, th hidden size
-of the target.
+Shapes: R active rows (of a graph: with those of padding), T tokens of a forward, C tokens of a chunk, X size of a
+state, th hidden size of the target.
 """
 
 from __future__ import annotations
@@ -42,51 +42,33 @@ class Entries(NamedTuple):
     limits: RowNumbers | None = None  # (R,): largest depth of each row's draft
 
 
-# Integers of the rows that graphs read, and what rows of padding have: an entry in a text of their own.
+# Integers of the rows that graphs read, and what rows of padding have: an entry in an empty text.
 _NUMBERS = dict.fromkeys(("ends", "starts", "leads", "counts", "limits", "seeds", "row_numbers", "positions"), 0)
 _NUMBERS["counts"] = 1
 
 
 class Reading(NamedTuple):
-    """Places of the entries that are read next.
+    """Places of the entries that are read next."""
 
-    Attributes:
-        slots (`torch.LongTensor` of shape `(R, T)`): Where their keys and values go.
-        positions (`torch.LongTensor` of shape `(R, T)`): Their position ids.
-        columns (`int`): Slots that attention reads.
-        bound (`int`, *optional*): Above the size of all positions; `None` in a graph.
-        is_uniform (`bool`): All rows are known to see the same slots.
-    """
-
-    slots: torch.LongTensor
-    positions: torch.LongTensor
-    columns: int
-    bound: int | None
-    is_uniform: bool
+    slots: torch.LongTensor  # (R, T): where their keys and values go
+    positions: torch.LongTensor  # (R, T)
+    columns: int  # slots that attention reads
+    bound: int | None  # above the size of all positions; unknown in a graph
+    is_uniform: bool  # all rows are known to see the same slots
 
 
 class DraftSlots:
     """A draft's keys and values of each row.
 
-    Args:
-        network (`nn.Module`): The draft, with `layers`, `device`, `dtype`, `head_size`.
-        starts (`list[int]`): Slot of each row's first entry; slots before it are padding.
-        offsets (`list[int]`): Position of that entry.
-        capacity (`int`): Slots to allocate at first.
-        graphs (`CallGraphs`, *optional*): Run in the place of forwards whose shapes repeat.
-        num_layers (`int`, *optional*): Layers of the draft that are used; all by default.
-
-    Attributes:
-        cache (`SlotCache`): The slots, and where the rows end.
-        first_slots, leads (`torch.LongTensor` of shape `(R, 1)`): Each row's first slot, and its lead.
-        has_kernel (`bool`): Attention takes the content of masks, see [`TreeMask`].
+    The network has `layers`, `device`, `dtype` and `head_size`. `starts` are the slots of the rows' first entries,
+    after padding.
     """
 
     def __init__(
         self,
         network: torch.nn.Module,
         starts: list[int],
-        offsets: list[int],
+        leads: list[int],
         capacity: int,
         graphs: CallGraphs | None = None,
         num_layers: int | None = None,
@@ -100,23 +82,20 @@ class DraftSlots:
         takes = [None if store is None else partial(store.take, layer) for layer in layers]
         self.cache.layers = [SlotLayer(capacity, take=take) for take in takes]
         self.cache.start_slots(len(starts))
-        self._place_rows(starts, offsets)
+        self._place_rows(starts, leads)
+        # Attention takes the content of masks, see [`TreeMask`].
         self.has_kernel: bool = takes_trees(self.first_slots, network.dtype, network.head_size)
 
-    def _place_rows(self, starts: list[int], offsets: list[int]) -> None:
+    def _place_rows(self, starts: list[int], leads: list[int]) -> None:
         self.starts = starts
-        self.offsets = offsets
+        self.leads = leads
+        # (R, 1) each.
         self.first_slots: torch.Tensor
-        self.leads: torch.Tensor
-        self.first_slots, self.leads = upload(self.host_places(), self.device)[..., None]
-
-    def host_places(self) -> list[list[int]]:
-        """First slot of each row, and its lead."""
-        return [self.starts, [offset - start for start, offset in zip(self.starts, self.offsets)]]
+        self._leads: torch.Tensor
+        self.first_slots, self._leads = upload([starts, leads], self.device)[..., None]
 
     @property
     def runs_graphs(self) -> bool:
-        """Tells whether forwards whose shapes repeat run as graphs."""
         return self.graphs is not None and self.graphs.why_eager is None
 
     def plan_read(self, count: int) -> Reading:
@@ -124,20 +103,14 @@ class DraftSlots:
         plan = self.cache.plan_write(count)
         slots = plan.starts(self.device)[:, None] + torch.arange(count, device=self.device)
         # Positions of padding count downwards from 0.
-        is_known = self.cache.columns is None
-        bound = plan.columns + max(self.starts) + max(self.offsets) if is_known else None
+        bound = plan.columns + max(map(abs, self.leads)) if self.cache.columns is None else None
         is_uniform = plan.offset is not None and not any(self.starts)
-        return Reading(slots, slots + self.leads, plan.columns, bound, is_uniform)
+        return Reading(slots, slots + self._leads, plan.columns, bound, is_uniform)
 
     def replay(
-        self,
-        key: tuple[Any, ...],
-        new: Entries,
-        width: int,
-        ahead: int,
-        read: Callable[[Any, Entries], Any],
+        self, key: tuple[Any, ...], new: Entries, width: int, ahead: int, read: Callable[[Any, Entries], Any]
     ) -> Any:
-        """Reads entries, and maybe drafts after them, as a graph.
+        """Reads entries, and maybe drafts after them, as a graph; `None` where there is none to run.
 
         Args:
             key (`tuple`): Constants of the graph beside the shapes.
@@ -145,10 +118,7 @@ class DraftSlots:
             width (`int`): T, to which they are padded.
             ahead (`int`): Most slots that are written after them.
             read (`Callable`): Does it, with slots and entries whose numbers are tensors; returns tensors `(R, ...)`,
-                nested or not.
-
-        Returns:
-            The result of `read`, to be used before the next graph runs; `None` where there is none to run.
+                nested or not, to be used before the next graph runs.
         """
         # A layer has its buffers when it has read for the first time.
         is_allocated = all(layer.is_initialized for layer in self.cache.layers)
@@ -156,11 +126,17 @@ class DraftSlots:
             return None
         limits = new.limits or [0] * len(new.tokens)
         shapes = {"tokens": ((width,), torch.long), **row_shapes(new.states, width)}
+
+        def fill(inputs: GraphInputs, count: int) -> None:
+            keys = new.keys or ([0] * count,) * 3
+            numbers = (self.cache.lengths, self.starts, self.leads, new.counts, limits, *keys)
+            inputs.fill(count, dict(zip(_NUMBERS, numbers)), {"tokens": new.tokens, **new.states})
+
         captured = self.graphs.run(
             (type(self), width, *new.states, *key),
             len(new.tokens),
             lambda rows: GraphInputs(rows, self.device, _NUMBERS, shapes),
-            lambda inputs, count: inputs.fill(count, self._numbers(new, limits), {"tokens": new.tokens, **new.states}),
+            fill,
             lambda inputs, columns: read(*self._in_a_graph(inputs, columns)),
             self.cache,
             width + ahead,
@@ -172,10 +148,6 @@ class DraftSlots:
             self.skip(new.counts)
         return captured.of_rows(len(limits))
 
-    def _numbers(self, new: Entries, limits: list[int]) -> dict[str, RowNumbers]:
-        keys = new.keys or ([0] * len(limits),) * 3
-        return dict(zip(_NUMBERS, (self.cache.lengths, *self.host_places(), new.counts, limits, *keys)))
-
     def skip(self, counts: list[int]) -> None:
         """Keeps entries that a graph has read."""
         self.cache.commit(counts)
@@ -186,18 +158,19 @@ class DraftSlots:
         slots = copy(self)
         slots.graphs = None
         slots.cache = self.cache.in_a_graph(ends, columns)
-        slots.first_slots, slots.leads = starts[:, None], leads[:, None]
+        slots.first_slots, slots._leads = starts[:, None], leads[:, None]
         states = {name: values for name, values in inputs.tensors.items() if name != "tokens"}
         return slots, Entries(inputs.tensors["tokens"], states, counts, RowKeys(*keys), limits)
 
     def keep_rows(self, keep: list[int]) -> None:
         self.cache.keep_rows(keep)
-        self._place_rows([self.starts[row] for row in keep], [self.offsets[row] for row in keep])
+        self._place_rows([self.starts[row] for row in keep], [self.leads[row] for row in keep])
 
     def join(self, other: DraftSlots) -> None:
         """Takes over the rows of another call after its own, without the padding in front of them."""
         self.cache.join(other.cache, other.starts)
-        self._place_rows(self.starts + [0] * len(other.starts), self.offsets + other.offsets)
+        leads = [lead + start for lead, start in zip(other.leads, other.starts)]
+        self._place_rows(self.starts + [0] * len(other.starts), self.leads + leads)
 
     def close(self) -> None:
         """Ends the call; its graphs are free for the next one."""
@@ -209,9 +182,6 @@ class KnownPrompt:
     """The tokens of a prompt whose states are known, without the last state, which comes again with the first token.
 
     A continued cache or embeddings may have left the first ones unknown; drafts are weaker then.
-
-    Args:
-        prompt (`Prompt`): The prompt, with its states.
     """
 
     def __init__(self, prompt: Prompt):
@@ -220,23 +190,19 @@ class KnownPrompt:
         self.count: int = min(prompt.num_states - 1, num_tokens)
         first = max(num_tokens - 1 - self.count, 0)
         self.starts: list[int] = [max(start - first, 0) for start in prompt.starts]
-        self.offsets: list[int] = [max(first - start, 0) for start in prompt.starts]
+        self.leads: list[int] = [first - start for start in prompt.starts]
 
     def slots(
         self, network: torch.nn.Module, config: SpeculativeConfig, session: Session, num_ahead: int
     ) -> dict[str, Any]:
-        """Begins a call of a network: arguments of its [`DraftSlots`].
+        """Arguments of a network's [`DraftSlots`], whose drafts take up to `num_ahead` slots after the committed ones.
 
-        Args:
-            network (`nn.Module`): The draft, with `shared_modules`, those of the target that it goes through.
-            config (`SpeculativeConfig`): The settings.
-            session (`Session`): The call.
-            num_ahead (`int`): Slots of a draft, after what is committed.
+        The network also has `shared_modules`, those of the target that it goes through.
         """
         room = session.max_length - self.prompt.input_ids.shape[1]
         return {
             "starts": self.starts,
-            "offsets": self.offsets,
+            "leads": self.leads,
             "capacity": self.count + min(room, 1024) + num_ahead + 1,
             "graphs": begin_graphs(network, network.shared_modules, config, session),
         }
@@ -248,5 +214,5 @@ class KnownPrompt:
         first_state = self.prompt.num_states - 1 - self.count
         for begin in range(0, self.count, _CHUNK_SIZE):
             end = min(begin + _CHUNK_SIZE, self.count)
-            here = {key: value[:, first_state + begin : first_state + end] for key, value in states.items()}
-            yield here, tokens[:, first_token + begin : first_token + end], [end - begin] * len(self.starts)
+            chunk = {key: value[:, first_state + begin : first_state + end] for key, value in states.items()}
+            yield chunk, tokens[:, first_token + begin : first_token + end], [end - begin] * len(self.starts)

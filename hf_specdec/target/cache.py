@@ -4,7 +4,8 @@ A verification writes anchor and draft nodes to the slots `length ... length + T
 accepted path to the front of them and advances each row by its own count. Nothing is concatenated: the buffers are
 allocated once and doubled when a generation outgrows them.
 
-Shapes: B allocated rows of which the first R are active, H key/value heads, C slots, D head size, T nodes of a cycle.
+Shapes: B allocated rows of which the first R are active, H key/value heads, C slots, D head size, T nodes of a cycle,
+M nodes of an accepted path.
 """
 
 from __future__ import annotations
@@ -41,9 +42,6 @@ class SlotLayer(CacheLayerMixin):
         limit (`int`, *optional*): Slots that the call can fill at most.
         take (`Callable`, *optional*): Gives buffers that outlive the call, which may be larger: what
             [`SlotStore.take`] is for the layer.
-
-    Attributes:
-        window (`int`, *optional*): Slots that are returned, the last ones, to a forward that counts on it.
     """
 
     # From the first write on.
@@ -56,7 +54,7 @@ class SlotLayer(CacheLayerMixin):
         self.limit = limit
         self._take = take
         self.length: int = 0
-        self.window: int | None = None
+        self.window: int | None = None  # slots that are returned, the last ones, to a forward that counts on it
         self.indexer_keys: torch.Tensor | None = None
         self.recurrent: RecurrentState = RecurrentState()
         self._plan: WritePlan | None = None
@@ -87,7 +85,8 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         # Zeros, not empty: a masked slot has weight 0, and 0 * NaN would still be NaN.
-        self.keys, self.values = self._allocated("keys", key_states), self._allocated("values", value_states)
+        self.keys = self._allocated("keys", key_states)
+        self.values = self._allocated("values", value_states)
         self._has_kernel = use_triton(key_states, value_states)
         self.is_initialized = True
 
@@ -123,7 +122,7 @@ class SlotLayer(CacheLayerMixin):
         if plan.columns > self.capacity:
             self.grow(plan.columns)
         self._plan = plan
-        return slice(self._first(plan.columns) if self.window else 0, plan.columns)
+        return slice(self._first(plan.columns), plan.columns)
 
     def _write(self, buffers: tuple[torch.Tensor, ...], states: tuple[torch.Tensor, ...]) -> None:
         """Writes states `(R, H, T, D)` to the slots of the plan; in rows of equal length they are one slice."""
@@ -144,8 +143,10 @@ class SlotLayer(CacheLayerMixin):
 
     def grow(self, columns: int, rows: int = 0) -> None:
         """Makes room for at least `columns` slots, doubling up to the limit so that copies stay rare, and `rows`."""
-        doubled = 2 * self.capacity if self.limit is None else min(2 * self.capacity, self.limit)
-        filled, self.capacity = self.capacity, max(columns, doubled) if columns > self.capacity else self.capacity
+        filled = self.capacity
+        if columns > filled:
+            doubled = 2 * filled if self.limit is None else min(2 * filled, self.limit)
+            self.capacity = max(columns, doubled)
         for name in ("keys", "values", "indexer_keys"):
             old = getattr(self, name)
             if old is not None:
@@ -159,7 +160,7 @@ class SlotLayer(CacheLayerMixin):
             return
         rows, columns = first + len(parts), max(part.stop - part.start for part in parts)
         if not self.is_initialized:
-            self.lazy_initialization(*(own[:1].expand(rows, -1, -1, -1) for own in (other.keys, other.values)))
+            self.lazy_initialization(*(buffer[:1].expand(rows, -1, -1, -1) for buffer in (other.keys, other.values)))
         if self.indexer_keys is None and other.indexer_keys is not None:
             self.indexer_keys = self._allocated("indexer_keys", other.indexer_keys, len(self.keys))
         if len(self.keys) < rows or self.capacity < columns:
@@ -191,31 +192,24 @@ class SlotCache(Cache):
     Args:
         capacity (`int`): Slots to allocate at first.
         limit (`int`, *optional*): Slots that the call can fill at most.
-
-    Attributes:
-        lengths (`list[int]` or `torch.LongTensor` of shape `(R,)`): Slots in use of each row; a tensor in a graph, and
-            empty during the prefill.
-        columns (`int`, *optional*): Slots that attention reads in a graph; otherwise as many as the longest row needs.
-        store (`SlotStore`, *optional*): Has the buffers, where captured forwards read and write them.
-        has_slots (`bool`): Some layers attend; else all have recurrent states alone, whose tokens are counted.
     """
-
-    def __init__(self, capacity: int, limit: int | None = None):
-        super().__init__(layers=[])
-        self.capacity: int = capacity
-        self.limit = limit
-        self.store: SlotStore | None = None
-        self.lengths: Any = []
-        self.columns: int | None = None
-        self.plan: WritePlan | None = None
-        self.last_recurrent_layer = -1
-        self.has_slots = True
 
     # Prefix tuning asks, and makes a cache without limit.
     max_cache_len = -1
 
     # An empty cache would count as compileable, and get ready-made masks for the prefill.
     is_compileable = False
+
+    def __init__(self, capacity: int, limit: int | None = None):
+        super().__init__(layers=[])
+        self.capacity: int = capacity
+        self.limit = limit
+        self.store: SlotStore | None = None  # has the buffers, where captured forwards read and write them
+        self.lengths: Any = []  # (R,): slots in use; a tensor in a graph, empty during the prefill
+        self.columns: int | None = None  # slots that attention reads in a graph; else what the longest row needs
+        self.plan: WritePlan | None = None
+        self.last_recurrent_layer = -1
+        self.has_slots = True  # some layers attend; else all have recurrent states, whose tokens are counted
 
     def load(self, cache: Cache) -> None:
         """Copies in what earlier calls have left in a `DynamicCache` or `StaticCache`.
@@ -272,11 +266,14 @@ class SlotCache(Cache):
         return self._layer(layer_idx).begin_write(keys, values, self.plan)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        if layer_idx == 0:
-            # Asked about the cache as a whole; its first layers may have a recurrent state and no slots.
-            filled = (layer.length for layer in self.layers if layer.is_initialized)
-            return next(filled, 0) if self.has_slots else self._num_read
-        return self.layers[layer_idx].length if layer_idx < len(self.layers) else 0
+        if layer_idx > 0:
+            return self.layers[layer_idx].length if layer_idx < len(self.layers) else 0
+        # Asked about the cache as a whole; its first layers may have a recurrent state and no slots.
+        if self.has_slots:
+            return next((layer.length for layer in self.layers if layer.is_initialized), 0)
+        if self.lengths:
+            return max(self.lengths)
+        return max((layer.recurrent.num_read for layer in self.layers), default=0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         if layer_idx < len(self.layers) and self.layers[layer_idx].is_sliding:
@@ -290,25 +287,14 @@ class SlotCache(Cache):
             return [False] * len(self.layers)
         return [bool(layer.recurrent) and not layer.is_initialized for layer in self.layers]
 
-    @property
-    def _num_read(self) -> int:
-        """Tokens of a row that the recurrent layers have read."""
-        if self.lengths:
-            return max(self.lengths)
-        return max((layer.recurrent.num_read for layer in self.layers), default=0)
-
     # Recurrent layers. Their mixers come here during the prefill, and to `RecurrentLayers` later.
 
     def recurrent_states(self) -> dict[int, RecurrentState]:
         """The states of all recurrent layers, by the number of the layer."""
         return {index: layer.recurrent for index, layer in enumerate(self.layers) if layer.recurrent}
 
-    def prefilled_state(self, layer_idx: int) -> RecurrentState:
-        """The state of a layer while prompts are read.
-
-        Raises:
-            UnsupportedModelError: They have been read.
-        """
+    def _prefilled_state(self, layer_idx: int) -> RecurrentState:
+        """The state of a layer while prompts are read; afterwards asking raises an `UnsupportedModelError`."""
         if self.lengths:
             raise UnsupportedModelError(
                 f"Layer {layer_idx} updates a recurrent state in an unknown place, so it cannot be kept while drafts "
@@ -325,30 +311,30 @@ class SlotCache(Cache):
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self.prefilled_state(layer_idx).get_conv_state(layer_idx, state_idx)
+        return self._prefilled_state(layer_idx).get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self.prefilled_state(layer_idx).get_recurrent_state(layer_idx, state_idx)
+        return self._prefilled_state(layer_idx).get_recurrent_state(layer_idx, state_idx)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        return self.prefilled_state(layer_idx).update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        return self._prefilled_state(layer_idx).update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        return self.prefilled_state(layer_idx).update_recurrent_state(recurrent_states, layer_idx, state_idx)
+        return self._prefilled_state(layer_idx).update_recurrent_state(recurrent_states, layer_idx, state_idx)
 
     @contextmanager
     def kept(self, like: Cache) -> Iterator[None]:
-        """Lets the next token of all rows be read as in plain generation; after the block the cache is as it was.
+        """Lets the next tokens of all rows be read as in plain generation; after the block the cache is as it was.
 
-        Args:
-            like (`Cache`): The cache of plain generation, whose layers may show their last slots only.
+        Layers show their last slots only where those of `like`, the cache of plain generation, do.
         """
         before = self.lengths, self.plan, [(layer, layer.length, layer.recurrent) for layer in self.layers]
-        self.lengths, self.plan = [], None
+        self.lengths = []
+        self.plan = None
         for layer, model_layer in zip_longest(self.layers, like.layers[: len(self.layers)]):
             layer.recurrent = layer.recurrent.clone()
             layer.window = getattr(model_layer, "sliding_window", None)
@@ -374,17 +360,14 @@ class SlotCache(Cache):
             for layer, length in filled:
                 layer.length = length
 
+    # Slots
+
     def start_slots(self, batch_size: int) -> None:
         """Ends the prefill: from now on rows have their own lengths, which are all equal at first."""
         self.lengths = [self.get_seq_length()] * batch_size
 
     def in_a_graph(self, lengths: torch.LongTensor, columns: int) -> SlotCache:
-        """The same slots as a graph sees them.
-
-        Args:
-            lengths (`torch.LongTensor` of shape `(R,)`): Slots in use of each row; the host does not know them.
-            columns (`int`): Slots to read, those in use among them.
-        """
+        """The same slots as a graph sees them, that reads `columns` of them, with lengths unknown to the host."""
         cache = copy(self)
         cache.lengths, cache.columns = lengths, columns
         return cache
@@ -392,10 +375,8 @@ class SlotCache(Cache):
     def plan_write(self, nodes: int, ahead: int = 0) -> WritePlan:
         """Decides where the next forward of `nodes` tokens a row goes; it stays in force until the next plan.
 
-        Args:
-            nodes (`int`): T.
-            ahead (`int`): Slots between each row's length and the first node: those of nodes that earlier forwards of
-                the same tree have written.
+        Between each row's length and the first node lie `ahead` slots: those of nodes that earlier forwards of the
+        same tree have written.
         """
         if self.columns is not None:
             self.plan = WritePlan(self.columns, None, self.lengths + ahead if ahead else self.lengths, nodes)
@@ -409,14 +390,12 @@ class SlotCache(Cache):
         return self.plan
 
     def commit(self, counts: RowNumbers, path: torch.LongTensor | None = None) -> None:
-        """Keeps what was accepted of the last forward.
+        """Keeps `counts[r]` nodes of the last forward, the anchor included: those of a path, or the first ones.
 
         Args:
-            counts (`list[int]` of length R): Nodes kept of each row, the anchor included. In a graph a tensor `(R,)`,
-                or equal ones.
-            path (`torch.LongTensor` of shape `(R, M)`, *optional*):
-                Kept nodes in order, the anchor first (columns past a row's count are ignored). `None`: the first
-                `counts` nodes, which lie in place already.
+            counts (`list[int]` of length R): In a graph a tensor `(R,)`, or equal ones.
+            path (`torch.LongTensor` of shape `(R, M)`, *optional*): Kept nodes in order, the anchor first; columns
+                past a row's count are ignored.
         """
         # The anchor alone lies in place, too.
         moves = path is not None and path.shape[1] > 1
@@ -435,26 +414,24 @@ class SlotCache(Cache):
     def keep_rows(self, keep: list[int], behind: Sequence[int] = ()) -> None:
         """Keeps the active rows at these positions, in this order; only rows that change places are copied.
 
-        Args:
-            behind (`Sequence[int]`): Others whose slots stay as they are, in places behind those of the active rows.
+        The slots of the rows `behind` stay as they are, in places behind those of the active rows.
         """
         columns, order = max(self.lengths), [*keep, *behind]
         targets = tuple(place for place, row in enumerate(order) if place != row)
         sources = tuple(order[place] for place in targets)
         for buffer in (buffer for layer in self.layers for buffer in layer.buffers if targets):
-            to, of = kept_tensor(targets, buffer.device), kept_tensor(sources, buffer.device)
             filled = buffer[:, :, :columns]
-            filled.index_copy_(0, to, filled.index_select(0, of))
+            moved = filled.index_select(0, kept_tensor(sources, buffer.device))
+            filled.index_copy_(0, kept_tensor(targets, buffer.device), moved)
         self.lengths = [self.lengths[row] for row in keep]
 
     def join(self, other: SlotCache, starts: list[int]) -> None:
         """Copies in the rows of another cache after the own ones, each from its slot `starts[i]` on."""
         parts = [slice(start, length) for start, length in zip(starts, other.lengths)]
-        for index in range(len(other.layers)):
-            layer = self._layer(index)
+        for index, layer in enumerate(other.layers):
             # It was that of other rows.
-            layer.limit = None
-            layer.join(other.layers[index], len(self.lengths), parts)
+            self._layer(index).limit = None
+            self.layers[index].join(layer, len(self.lengths), parts)
         self.limit = None
         self.lengths = self.lengths + [part.stop - part.start for part in parts]
 
@@ -465,15 +442,9 @@ class SlotCache(Cache):
 
 
 def check_room(cache: Cache | None, batch_size: int, columns: int) -> None:
-    """Refuses a `StaticCache` of other rows than the call's, or that the call may outgrow.
+    """Refuses a user's `StaticCache` of other rows than the call's, or that the call may outgrow.
 
-    Args:
-        cache (`Cache`, *optional*): What the user has passed, or asked for.
-        batch_size (`int`): Rows of the call.
-        columns (`int`): Tokens that a row may have at its end, all of which but the last are read.
-
-    Raises:
-        SpecConfigError: What was found, and what to do.
+    A row may have `columns` tokens at its end, all of which but the last are read.
     """
     if type(cache) is not StaticCache:
         return
@@ -492,12 +463,7 @@ def check_room(cache: Cache | None, batch_size: int, columns: int) -> None:
 
 
 def fill_cache(cache: Cache, layers: Iterable[Sequence[torch.Tensor]]) -> None:
-    """Puts the keys, values and indexer keys `(B, H, S, D)` of each layer, as far as it has them, into an empty cache.
-
-    Args:
-        cache (`Cache`): One of transformers, which copies them.
-        layers (`Iterable`): What the layers have.
-    """
+    """Puts each layer's keys, values and indexer keys `(B, H, S, D)`, if any, into an empty cache; it copies them."""
     for index, (keys, values, *indexer_keys) in ((index, layer) for index, layer in enumerate(layers) if layer):
         cache.update(keys, values, index)
         if indexer_keys:
@@ -505,10 +471,7 @@ def fill_cache(cache: Cache, layers: Iterable[Sequence[torch.Tensor]]) -> None:
 
 
 def compact(finished: list[bool]) -> list[int]:
-    """Chooses where the rows that go on are kept: holes are filled from the end, so that few rows move.
-
-    Returns the old position of each kept row. Position `i` of the result differs from `i` only for filled holes.
-    """
+    """Old positions of the rows that go on, at their new places: holes are filled from the end, so few rows move."""
     keep = [row for row, done in enumerate(finished) if not done]
     size = len(keep)
     movers = [row for row in keep if row >= size]

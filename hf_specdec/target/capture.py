@@ -19,6 +19,31 @@ class CannotCaptureError(RuntimeError):
     """A forward does what a graph cannot repeat."""
 
 
+aten = torch.ops.aten
+
+# They bring a number to the host, or make a tensor whose size depends on one.
+WAITING = {
+    aten._local_scalar_dense,
+    aten.bincount,
+    aten.equal,
+    aten.masked_select,
+    aten.nonzero,
+    aten.repeat_interleave,
+    aten._unique2,
+    aten.unique_consecutive,
+    aten.unique_dim,
+}
+
+_COPIES = {aten._to_copy, aten.copy_}
+_PICKING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+
+# They make tensors of lists.
+FROM_LISTS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+
+# Lists may be indices.
+INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+
+
 class NoWaiting(TorchDispatchMode):
     """Inside, operations that make the host wait for the device raise a `CannotCaptureError`, in this thread.
 
@@ -41,73 +66,27 @@ class NoWaiting(TorchDispatchMode):
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if operation.overloadpacket in _WAITING or _picks_by_mask(operation, args):
+        if operation.overloadpacket in WAITING or picks_by_mask(operation, args):
             raise CannotCaptureError(f"{operation} waits for the device")
         if picks_from_host(operation, args):
             raise CannotCaptureError(f"{operation} copies an index from the host")
         output = operation(*args, **kwargs)
-        if operation.overloadpacket in _COPIES and len(_devices_of((args, output))) > 1:
-            raise CannotCaptureError(f"{operation} copies between host and device")
+        if operation.overloadpacket in _COPIES:
+            tensors = [value for value in tree_iter((args, output)) if torch.is_tensor(value)]
+            if len({tensor.device for tensor in tensors}) > 1:
+                raise CannotCaptureError(f"{operation} copies between host and device")
         return output
-
-
-class _NothingFromLists(TorchFunctionMode):
-    """Refuses lists that are copied to the device, and never become an operation on their way."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        data = args[function is torch.Tensor.new_tensor :] or tuple((kwargs or {}).values())
-        if function in FROM_LISTS and output.device.type != "cpu" and not torch.is_tensor(data[0]):
-            raise CannotCaptureError(f"{function.__name__}() copies from the host to the device")
-        if function in INDEXING and args[0].device.type != "cpu" and any(map(_is_list, parts_of_index(args[1]))):
-            raise CannotCaptureError("a list as an index is copied from the host to the device")
-        return output
-
-
-# They make tensors of lists.
-FROM_LISTS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
-
-# Lists may be indices.
-INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-
-
-def parts_of_index(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
-
-
-def _is_list(part: Any) -> bool:
-    return isinstance(part, (list, tuple, range, np.ndarray))
-
-
-aten = torch.ops.aten
-
-# They bring a number to the host, or make a tensor whose size depends on one.
-_WAITING = {
-    aten._local_scalar_dense,
-    aten.bincount,
-    aten.equal,
-    aten.masked_select,
-    aten.nonzero,
-    aten.repeat_interleave,
-    aten._unique2,
-    aten.unique_consecutive,
-    aten.unique_dim,
-}
-
-_COPIES = {aten._to_copy, aten.copy_}
-
-
-_PICKING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 
 
 def picks_from_host(operation: Any, args: tuple[Any, ...]) -> bool:
-    """Tells whether a tensor on a device is indexed by one on the host."""
+    """A tensor on a device is indexed by one on the host."""
     if operation.overloadpacket not in _PICKING or args[0].device.type == "cpu":
         return False
     return any(index is not None and index.device.type == "cpu" for index in args[1])
 
 
-def _picks_by_mask(operation, args) -> bool:
+def picks_by_mask(operation: Any, args: tuple[Any, ...]) -> bool:
+    """A tensor is indexed by a mask, whose places are counted."""
     if operation.overloadpacket not in _PICKING:
         return False
     # A single number is filled in without counting the places.
@@ -115,8 +94,26 @@ def _picks_by_mask(operation, args) -> bool:
     return not fills and any(index is not None and index.dtype == torch.bool for index in args[1])
 
 
-def _devices_of(values: Any) -> set[torch.device]:
-    return {value.device for value in tree_iter(values) if torch.is_tensor(value)}
+class _NothingFromLists(TorchFunctionMode):
+    """Refuses lists that are copied to the device, and never become an operation on their way."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if function in FROM_LISTS and output.device.type != "cpu":
+            data = args[1:] if function is torch.Tensor.new_tensor else args
+            data = data or tuple((kwargs or {}).values())
+            if not torch.is_tensor(data[0]):
+                raise CannotCaptureError(f"{function.__name__}() copies from the host to the device")
+        if function in INDEXING and args[0].device.type != "cpu":
+            if any(isinstance(part, (list, tuple, range, np.ndarray)) for part in parts_of_index(args[1])):
+                raise CannotCaptureError("a list as an index is copied from the host to the device")
+        return output
+
+
+def parts_of_index(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
 
 
 class CaptureBackend:
@@ -125,9 +122,8 @@ class CaptureBackend:
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Records `run`, which may be called several times and does the same each time.
 
-        Returns:
-            `tuple`: A function that repeats it, and what `run` returned: tensors that each repetition writes again.
-            They hold until the next repetition of any record of this backend.
+        Returns a function that repeats it, and what `run` returned: tensors that each repetition writes again. They
+        hold until the next repetition of any record of this backend.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement capture().")
 
@@ -141,12 +137,12 @@ class CaptureBackend:
         """The call has launched its last work."""
 
 
-class CudaBackend(CaptureBackend):
-    """CUDA graphs with one memory pool.
+# Only one capture may be underway in a process.
+_capture_lock = Lock()
 
-    Args:
-        device (`torch.device`): The GPU.
-    """
+
+class CudaBackend(CaptureBackend):
+    """CUDA graphs with one memory pool."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -175,7 +171,7 @@ class CudaBackend(CaptureBackend):
                 current.wait_stream(self._stream)
             return graph.replay, output
 
-    def _record(self, run):
+    def _record(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         with suppress(torch.OutOfMemoryError):
             return self._record_at_once(run)
         # A capture cannot take back what is kept for others; of the broken one nothing is held any more.
@@ -183,7 +179,7 @@ class CudaBackend(CaptureBackend):
         torch.cuda.empty_cache()
         return self._record_at_once(run)
 
-    def _record_at_once(self, run):
+    def _record_at_once(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """Does not wait for the device and give all free memory back beforehand, as `torch.cuda.graph` does.
 
         In the middle of a text that would take longer than the capture.
@@ -213,13 +209,13 @@ class CudaBackend(CaptureBackend):
         self._last_call = torch.cuda.current_stream(self.device).record_event()
 
 
-# Only one capture may be underway in a process.
-_capture_lock = Lock()
-
-
 def capture_backend(device: torch.device) -> CaptureBackend | None:
     """Backend that captures forwards on a device; `None` where there is none."""
     return CudaBackend(device) if device.type == "cuda" else None
+
+
+# Bytes for which a copy is worth while, such as of the logits of several nodes.
+_LARGE_OUTPUT = 1 << 20
 
 
 class SharedOutputs:
@@ -237,33 +233,18 @@ class SharedOutputs:
 
         A graph that was captured before the memory had to grow keeps what it was captured with.
         """
-        large = [tensor for tensor in tree_iter(output) if _is_large(tensor)]
+        large = [value for value in tree_iter(output) if torch.is_tensor(value) and value.nbytes >= _LARGE_OUTPUT]
         if not large:
             return output
-        needed, memory = sum(map(_aligned_bytes, large)), self._memory
-        if memory is None or len(memory) < needed:
+        sizes = [-(-tensor.nbytes // 256) * 256 for tensor in large]
+        if self._memory is None or len(self._memory) < sum(sizes):
             with torch.inference_mode(False):
-                memory = self._memory = torch.empty(needed, dtype=torch.uint8, device=large[0].device)
-        free = 0
+                self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=large[0].device)
+        parts = iter(self._memory[: sum(sizes)].split(sizes))
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal free
-            if not _is_large(tensor):
+            if tensor.nbytes < _LARGE_OUTPUT:
                 return tensor
-            part = memory[free : free + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            free += _aligned_bytes(tensor)
-            return part.copy_(tensor)
+            return next(parts)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
         return tree_map_only(torch.Tensor, place, output)
-
-
-# Bytes for which a copy is worth while, such as of the logits of several nodes.
-_LARGE_OUTPUT = 1 << 20
-
-
-def _is_large(value: Any) -> bool:
-    return torch.is_tensor(value) and value.nbytes >= _LARGE_OUTPUT
-
-
-def _aligned_bytes(tensor: torch.Tensor) -> int:
-    return -(-tensor.nbytes // 256) * 256

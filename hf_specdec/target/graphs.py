@@ -4,6 +4,11 @@ A forward of a few tokens launches hundreds of kernels from Python, which takes 
 recorded once and launches all of them in one go. It repeats the same kernels on the same memory, so everything that
 changes from cycle to cycle is read from tensors that stay where they are: the inputs, and the slots.
 
+The story of a forward is `CallGraphs.run`. A graph is found by its key: the place of its slots, its rows, and whatever
+is built into it. If there is none, its inputs (`GraphInputs`) are made and filled, and it is captured; otherwise the
+inputs are filled and it is replayed. Inside of `CallGraphs.ahead` the run is remembered: the next run with the same
+key finds the output, and replays nothing.
+
 Rows are padded to few sizes and nodes to those of a full draft, so that a handful of graphs serves all forwards, and
 the first forward of a call captures all that its rows will need. Graphs and slots belong to a model and outlive the
 call; one call at a time has them, others go on without.
@@ -39,22 +44,28 @@ from .store import Place, SlotStore, padded_rows, row_sizes
 logger = logging.get_logger(__name__)
 
 
+# Shapes and dtypes of the rows' parts of tensors, by the names of these.
+RowShapes = dict[Any, tuple[tuple[int, ...], torch.dtype]]
+
+
+def row_shapes(tensors: dict[Any, torch.Tensor], length: int | None = None) -> RowShapes:
+    """Those of tensors `(r, ...)` like these, or of `(r, t, X)` with t up to `length`."""
+    return {
+        name: ((*values.shape[1:],) if length is None else (length, values.shape[-1]), values.dtype)
+        for name, values in tensors.items()
+    }
+
+
 class GraphInputs:
     """Buffers that a graph reads: they stay where they are, and are filled in front of each run.
 
     Args:
         numbers (`dict[str, int]`): Integers of the rows: their names, and what rows of padding have. They lie in one
             table, so that those that the host knows arrive in one copy.
-        shapes (`dict`): Other tensors by name: the shape and dtype of each row's part, zeros for rows of padding.
+        shapes (`RowShapes`): Other tensors, zeros for rows of padding.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        device: torch.device,
-        numbers: dict[str, int],
-        shapes: dict[Any, tuple[torch.Size | tuple[int, ...], torch.dtype]],
-    ):
+    def __init__(self, rows: int, device: torch.device, numbers: dict[str, int], shapes: RowShapes):
         self._padding = numbers.values()
         # A call may run in inference mode, and a later one outside of it.
         with torch.inference_mode(False):
@@ -90,16 +101,6 @@ class GraphInputs:
                 self.numbers[name][:count].copy_(values[:count])
 
 
-def row_shapes(
-    tensors: dict[Any, torch.Tensor], length: int | None = None
-) -> dict[Any, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of [`GraphInputs`] for tensors `(r, ...)` like these, or `(r, t, X)` with t up to `length`."""
-    return {
-        name: ((*values.shape[1:],) if length is None else (length, values.shape[-1]), values.dtype)
-        for name, values in tensors.items()
-    }
-
-
 @dataclass
 class CapturedForward:
     """A recorded forward."""
@@ -128,20 +129,22 @@ _MOST_VARIANTS = 4
 
 
 class ModelGraphs:
-    """The captured forwards of one model, and the slots that they read and write.
-
-    Attributes:
-        why_eager (`str`, *optional*): Why nothing more is captured, since a capture has failed.
-    """
+    """The captured forwards of one model, and the slots that they read and write."""
 
     def __init__(self):
         # Weak, so that the memory is free as soon as nobody has the graphs.
         drop_place = weakref.WeakMethod(self._drop_place)
-        self.store: SlotStore = SlotStore(lambda place: (drop := drop_place()) and drop(place))
+
+        def on_dropped(place: Place) -> None:
+            drop = drop_place()
+            if drop is not None:
+                drop(place)
+
+        self.store: SlotStore = SlotStore(on_dropped)
         self.outputs = SharedOutputs()
         self.floats: torch.FloatTensor | None = None
         self.forwards: dict[tuple[Any, ...], CapturedForward] = {}
-        self.why_eager: str | None = None
+        self.why_eager: str | None = None  # nothing more is captured, since a capture has failed
         self.backend: CaptureBackend | None = None
         self._variants: list[Variant] = []
         self._state: tuple[Any, ...] | None = None
@@ -149,18 +152,14 @@ class ModelGraphs:
         self._lock = Lock()
 
     def acquire(self, call: CallGraphs, backend: CaptureBackend, state: tuple[Any, ...]) -> bool:
-        """Gives the graphs to a call, unless another one has them.
-
-        Args:
-            state (`tuple`): What is built into the graphs; after a change of it they are worthless.
-        """
+        """Gives the graphs to a call, unless another one has them; after a change of `state` they are worthless."""
         with self._lock:
             if self._owner() is not None:
                 return False
             # A call that was given up without an end leaves nothing behind but a dead reference.
             self._owner = weakref.ref(call)
         if state != self._state:
-            self._drop_forwards()
+            self._keep_forwards(lambda key: False)
             self.store.clear()
             self.backend, self.why_eager, self._state = backend, None, state
         self.store.begin_call()
@@ -173,9 +172,6 @@ class ModelGraphs:
                 self.backend.end_call()
                 self._owner = lambda: None
 
-    def _drop_forwards(self) -> None:
-        self._keep_forwards(lambda key: False)
-
     def use(self, key: tuple[Any, ...]) -> None:
         """Keeps the variants of a key, and forgets the one used longest ago where there are too many."""
         used = [part for part in key if isinstance(part, Variant)]
@@ -183,7 +179,7 @@ class ModelGraphs:
             return
         self._variants = [variant for variant in self._variants if variant not in used] + used
         for old in self._variants[:-_MOST_VARIANTS]:
-            self._keep_forwards(lambda known, old=old: old not in known)
+            self._keep_forwards(lambda key, old=old: old not in key)
         self._variants = self._variants[-_MOST_VARIANTS:]
 
     def _drop_place(self, place: Place) -> None:
@@ -201,7 +197,7 @@ class ModelGraphs:
         """Gives up capturing this model."""
         reason = next(iter(str(error).splitlines()), "")
         self.why_eager = f"capturing failed: {type(error).__name__}: {reason}"
-        self._drop_forwards()
+        self._keep_forwards(lambda key: False)
         logger.warning_once(f"{name} runs without CUDA graphs; {self.why_eager}.")
 
 
@@ -214,12 +210,9 @@ class CallGraphs:
         largest (`int`): Nodes of a full draft.
         why_eager (`str`, *optional*): Why this call runs without graphs.
         shared (`tuple[nn.Module, ...]`): Modules of others that its forwards go through.
-
-    Attributes:
-        num_replays, num_captures (`int`): Forwards that ran as graphs; those that were captured for it.
-        all_captures (`int`): Captures of the process, failed ones included, for those who time forwards.
     """
 
+    # Captures of the process, failed ones included, for those who time forwards.
     all_captures: ClassVar[int] = 0
 
     def __init__(
@@ -240,7 +233,8 @@ class CallGraphs:
         # The graph that has run ahead, its rows and their limits.
         self._ahead: tuple[tuple[Any, ...], int, tuple[int, ...]] | None = None
         if why_eager is None:
-            graphs = _graphs_of(model)
+            with _models_lock:
+                graphs = _models.setdefault(model, ModelGraphs())
             if graphs.acquire(self, backend, _captured_state((model, *shared))):
                 self._shared = graphs
             else:
@@ -258,14 +252,12 @@ class CallGraphs:
 
     def padded_nodes(self, nodes: int) -> int | None:
         """Nodes of the graph for this many: one, or those of a full draft; more of them have none."""
-        if nodes > self._largest:
-            return None
         size = 1 if nodes == 1 else self._largest
-        return size if size <= MAX_NODES else None
+        return size if nodes <= size <= MAX_NODES else None
 
     @property
     def pads_drafts(self) -> bool:
-        """Tells whether fewer nodes than those of a full draft take as long."""
+        """Fewer nodes than those of a full draft take as long."""
         return self.why_eager is None and self._largest <= MAX_NODES
 
     def shared_floats(self, shape: tuple[int, ...], device: torch.device) -> torch.FloatTensor:
@@ -287,10 +279,10 @@ class CallGraphs:
         width: int = 0,
         limits: tuple[int, ...] = (),
     ) -> CapturedForward | None:
-        """Runs a forward as a graph.
+        """Runs a forward as a graph; its output is to be read before the next one runs. `None` where there is none.
 
-        Where there is none, those for fewer rows are captured, too: rows leave the call one after the other. A forward
-        may thus run several times, and must leave nothing that another run of it would find changed.
+        Where there is none yet, those for fewer rows are captured, too: rows leave the call one after the other. A
+        forward may thus run several times, and must leave nothing that another run of it would find changed.
 
         Args:
             key (`tuple`): What is built into it: its sizes, and whatever else it does not read from its inputs.
@@ -303,10 +295,6 @@ class CallGraphs:
             width (`int`): Slots after the longest row that it writes.
             limits (`tuple[int, ...]`): Limits of the rows among its inputs, which the host chooses: a run ahead with
                 others is of no use.
-
-        Returns:
-            [`CapturedForward`] that has run, its output to be read before the next one runs; `None` where the forward
-            has to run without a graph.
         """
         if self.why_eager is not None:
             return None
@@ -348,12 +336,13 @@ class CallGraphs:
             self._runs_ahead = False
 
     def has_run_ahead(self, key: tuple[Any, ...], rows: int, limits: tuple[int, ...]) -> bool:
-        """Tells whether the next run with these arguments, without slots, finds that it has been made ahead."""
+        """The next run with these arguments, without slots, finds that it has been made ahead."""
         return self._ahead == ((None, padded_rows(rows), *key), rows, limits)
 
     def forget_ahead(self) -> bool:
         """Lets the next run be one of its own; tells whether a graph has run ahead, for nothing then."""
-        has_run, self._ahead = self._ahead is not None, None
+        has_run = self._ahead is not None
+        self._ahead = None
         return has_run
 
     def _place(self, cache: SlotCache, width: int) -> Place:
@@ -383,7 +372,8 @@ class CallGraphs:
         """
         other = copy(self)
         other.num_replays = other.num_captures = 0
-        other._runs_ahead, other._ahead = False, None
+        other._runs_ahead = False
+        other._ahead = None
         return other
 
     def switch_off(self, why: str) -> None:
@@ -416,8 +406,7 @@ def graphs_for(
     backend = capture_backend(next(model.parameters()).device)
     if backend is None:
         return None
-    why_eager = next((why for why, holds in reasons.items() if holds), None)
-    why_eager = why_eager or next((why for why, holds in _EAGER_REASONS.items() if holds((model, *shared))), None)
+    why_eager = next((why for why, holds in (reasons | _eager_reasons((model, *shared))).items() if holds), None)
     graphs = CallGraphs(model, backend, largest, why_eager, shared)
     if graphs.why_eager is not None:
         logger.info(f"{type(model).__name__} runs without CUDA graphs: {graphs.why_eager}.")
@@ -431,14 +420,7 @@ def call_graphs(
     all_hidden_states: bool = False,
     row_inputs: tuple[str, ...] = (),
 ) -> CallGraphs | None:
-    """Graphs of a causal language model for one call; `None` where its device has none.
-
-    Args:
-        largest (`int`): Nodes of a full draft, the anchor included.
-        enforce_eager (`bool`): The user wants none.
-        all_hidden_states (`bool`): The forwards return the hidden states of all layers.
-        row_inputs (`tuple[str, ...]`): What the forwards read of each row beside its tokens.
-    """
+    """[`graphs_for`] a causal language model; `row_inputs` are what it reads of each row beside its tokens."""
     profile = model_profile(model)
     reasons = {
         "enforce_eager=True": enforce_eager,
@@ -451,44 +433,41 @@ def call_graphs(
     return graphs_for(model, reasons, largest=largest)
 
 
+def _eager_reasons(parts: tuple[torch.nn.Module, ...]) -> dict[str, bool]:
+    """Reasons against a capture of a model, and of modules of others that its forward goes through.
+
+    They cannot be captured, or would not follow a change made between two calls.
+    """
+    weights = _weights(parts)
+    modules = [module for part in parts for module in part.modules()]
+    return {
+        "it is split over several processes": (getattr(parts[0], "tp_size", None) or 1) > 1,
+        "its weights are wrapped tensors, whose addresses are not known": any(
+            map(is_traceable_wrapper_subclass, weights)
+        ),
+        "its weights lie on several devices": len({tensor.device for tensor in weights}) > 1,
+        "it is in training mode": any(part.training for part in parts),
+        "it has adapters, which may be switched": any(hasattr(module, "active_adapter") for module in modules),
+        "its modules have hooks, or forwards of their own": any(map(_is_watched, modules)),
+        "autocast is on": torch.is_autocast_enabled(next(parts[0].parameters()).device.type),
+    }
+
+
 def _weights(parts: tuple[torch.nn.Module, ...]) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
 
 
 def _is_watched(module: torch.nn.Module) -> bool:
-    """Tells whether code of others runs in the module's forward: a graph would leave it out."""
-    return "forward" in vars(module) or any(map(_is_foreign, _hooks(module)))
+    """Code of others runs in the module's forward, which a graph would leave out.
+
+    transformers leaves hooks behind that collect states when asked to; those of this package see their own thread.
+    """
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    packages = {(getattr(hook, "__module__", None) or "").partition(".")[0] for hook in hooks}
+    return "forward" in vars(module) or not packages <= {"transformers", "hf_specdec"}
 
 
-def _hooks(module: torch.nn.Module) -> list[Callable]:
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-
-
-def _is_foreign(hook: Callable) -> bool:
-    # transformers leaves hooks behind that collect states when asked to; those of this package see their own thread.
-    return (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("transformers", "hf_specdec")
-
-
-def _any_module(holds: Callable[[torch.nn.Module], bool]) -> Callable[[tuple[torch.nn.Module, ...]], bool]:
-    return lambda parts: any(holds(module) for part in parts for module in part.modules())
-
-
-# Reasons against a capture of a model, and of modules of others that its forward goes through: they cannot be
-# captured, or would not follow a change made between two calls.
-_EAGER_REASONS: dict[str, Callable[[tuple[torch.nn.Module, ...]], bool]] = {
-    "it is split over several processes": lambda parts: (getattr(parts[0], "tp_size", None) or 1) > 1,
-    "its weights are wrapped tensors, whose addresses are not known": lambda parts: any(
-        map(is_traceable_wrapper_subclass, _weights(parts))
-    ),
-    "its weights lie on several devices": lambda parts: len({tensor.device for tensor in _weights(parts)}) > 1,
-    "it is in training mode": lambda parts: any(part.training for part in parts),
-    "it has adapters, which may be switched": _any_module(lambda module: hasattr(module, "active_adapter")),
-    "its modules have hooks, or forwards of their own": _any_module(_is_watched),
-    "autocast is on": lambda parts: torch.is_autocast_enabled(next(parts[0].parameters()).device.type),
-}
-
-
-def _captured_state(parts: tuple[torch.nn.Module, ...]) -> tuple:
+def _captured_state(parts: tuple[torch.nn.Module, ...]) -> tuple[Any, ...]:
     """State that graphs have built in: the addresses of all weights, and how attention is computed."""
     attention = getattr(getattr(parts[0], "config", None), "_attn_implementation", None)
     return attention, tuple((tensor.data_ptr(), tensor.dtype) for tensor in _weights(parts))
@@ -496,11 +475,6 @@ def _captured_state(parts: tuple[torch.nn.Module, ...]) -> tuple:
 
 _models: weakref.WeakKeyDictionary[torch.nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
 _models_lock = Lock()
-
-
-def _graphs_of(model: torch.nn.Module) -> ModelGraphs:
-    with _models_lock:
-        return _models.setdefault(model, ModelGraphs())
 
 
 def forget_graphs(model: torch.nn.Module | None = None) -> None:

@@ -43,23 +43,16 @@ FULL = Span()
 
 @dataclass
 class RowState:
-    """Places of the active rows in the slots: lists, or in a graph tensors `(R,)`, of which the host knows nothing.
+    """Places of the active rows in the slots: lists, or in a graph tensors `(R,)`, of which the host knows nothing."""
 
-    Attributes:
-        lengths (`list[int]` or `torch.LongTensor`): Slots in use, left padding included.
-        starts (`list[int]` or `torch.LongTensor`): First real slot of each row.
-        leads (`list[int]` or `torch.LongTensor`): Position id of a token less its slot.
-        hidden (`torch.BoolTensor` of shape `(R, S')`, *optional*): Which of the first slots a row never sees, wherever
-            they lie: masked tokens of the prompt. They count where windows and chunks count slots.
-        beginning (`Beginning`, *optional*): Of [`SlotTree`].
-        device_lengths (`dict`): The lengths on devices; whoever knows that others have them there may share theirs.
-    """
-
-    lengths: Any
-    starts: Any
-    leads: Any
+    lengths: Any  # slots in use, left padding included
+    starts: Any  # first real slot of each row
+    leads: Any  # position id of a token less its slot
+    # (R, S'): which of the first slots a row never sees, wherever they lie: masked tokens of the prompt. They count
+    # where windows and chunks count slots.
     hidden: torch.BoolTensor | None = field(default=None, compare=False)
-    beginning: Beginning | None = field(default=None, compare=False)
+    beginning: Beginning | None = field(default=None, compare=False)  # that of [`SlotTree`]
+    # The lengths on devices, which may be shared with others that need them there.
     device_lengths: dict[torch.device, torch.LongTensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -118,13 +111,9 @@ def slot_tree(topology: TreeTopology, rows: RowState) -> SlotTree:
 
 
 class GrownTopology(TreeTopology):
-    """A topology of at most 64 nodes in a graph, made of parents that the host does not know, by one kernel.
+    """A topology of at most 64 nodes in a graph, made by one kernel of draft parents `(R, T - 1)`.
 
-    Args:
-        draft_parents (`torch.LongTensor` of shape `(R, T - 1)`): As for [`TreeTopology.from_parents`].
-
-    Attributes:
-        bits (`torch.LongTensor` of shape `(R, T)`): The ancestors, as [`SlotTree`] has them.
+    The host does not know the parents. `bits` `(R, T)` are the ancestors as [`SlotTree`] has them.
     """
 
     draft_parents: torch.LongTensor
@@ -132,6 +121,7 @@ class GrownTopology(TreeTopology):
 
     def __init__(self, draft_parents: torch.LongTensor):
         bits, depths = grow_ancestors(draft_parents)
+        # Not one by one: topologies are frozen.
         vars(self).update(draft_parents=draft_parents, bits=bits, depths=depths, max_depth=draft_parents.shape[-1])
 
     # Asked for where no kernel runs.
@@ -160,31 +150,11 @@ def additive_mask(hidden: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.masked_fill_(hidden, torch.finfo(dtype).min)
 
 
-def causal_mask(
-    queries: torch.LongTensor, first_slots: torch.LongTensor, columns: int, span: Span, dtype: torch.dtype
-) -> torch.Tensor:
-    """Additive mask of tokens that see the slots up to their own, within their span.
-
-    Args:
-        queries (`torch.LongTensor` of shape `(R | 1, T)`): Slot of each token.
-        first_slots (`torch.LongTensor` of shape `(R | 1, 1)`): First slot of each row that is not padding.
-        columns (`int`): S.
-
-    Returns:
-        `torch.Tensor` of shape `(R | 1, 1, T, S)`.
-    """
-    slots, own = torch.arange(columns, device=queries.device), queries[..., None]
-    # Padding attends to itself: a row with no visible key would softmax to NaN.
-    hidden = (slots > own) | ((slots < first_slots[..., None]) & (slots != own))
-    distant = span.hidden(own, slots)
-    return additive_mask(hidden if distant is None else hidden | distant, dtype)[:, None]
-
-
 def uniform_causal_mask(count: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Additive mask `(1, 1, count, columns)` of tokens in the last slots that see all slots up to their own."""
     mask = torch.zeros((1, 1, count, columns), dtype=dtype, device=device)
-    own = mask[..., columns - count :]
-    own.copy_(torch.full_like(own, torch.finfo(dtype).min).triu_(1))
+    new_slots = mask[..., columns - count :]
+    new_slots.copy_(torch.full_like(new_slots, torch.finfo(dtype).min).triu_(1))
     return mask
 
 
@@ -196,14 +166,10 @@ def node_masks(
     dtype: torch.dtype,
     repeats: int = 1,
 ) -> list[torch.Tensor]:
-    """Additive masks, one for each span: 0 where a node may look, the lowest number of `dtype` elsewhere.
+    """Additive masks of S = `columns` slots, one for each span.
 
-    Args:
-        repeats (`int`): How often the T rows of a mask follow each other, for query heads that are folded into nodes.
-
-    Returns:
-        Tensors of shape `(1, 1, repeats * T, S)` if all rows are alike, `(R, 1, repeats * T, S)` otherwise; S is
-        `columns`.
+    The T rows of a mask follow each other `repeats` times, for query heads that are folded into nodes. Shapes are
+    `(1, 1, repeats * T, S)` where all rows are known to be alike, else `(R, 1, repeats * T, S)`.
     """
     build = _ragged_mask
     if topology.depths.dim() == 1 and rows.is_uniform:
@@ -219,7 +185,9 @@ def _block(topology: TreeTopology, dtype: torch.dtype, repeats: int) -> torch.Te
     return additive_mask(~topology.ancestors, dtype).repeat(repeats, 1)
 
 
-def _uniform_mask(topology, rows, columns, span, dtype, repeats):
+def _uniform_mask(
+    topology: TreeTopology, rows: RowState, columns: int, span: Span, dtype: torch.dtype, repeats: int
+) -> torch.Tensor:
     length, nodes = rows.lengths[0], topology.depths.shape[0]
     device = topology.depths.device
     mask = torch.zeros((1, 1, repeats * nodes, columns), dtype=dtype, device=device)
@@ -232,7 +200,9 @@ def _uniform_mask(topology, rows, columns, span, dtype, repeats):
     return mask
 
 
-def _shifted_mask(topology, rows, columns, span, dtype, repeats):
+def _shifted_mask(
+    topology: TreeTopology, rows: RowState, columns: int, span: Span, dtype: torch.dtype, repeats: int
+) -> torch.Tensor:
     """Mask of rows that share a topology: one picture in all of them, at the end of each row's text."""
     padding_ends, text_ends = max(rows.starts), min(rows.lengths)
     if span.kind != "full" or padding_ends > text_ends:
@@ -269,25 +239,24 @@ def _padding_mask(starts: tuple[int, ...], dtype: torch.dtype, device: torch.dev
     return additive_mask(hidden, dtype)[:, None, None]
 
 
-def _ragged_mask(topology, rows, columns, span, dtype, repeats):
+def _ragged_mask(
+    topology: TreeTopology, rows: RowState, columns: int, span: Span, dtype: torch.dtype, repeats: int
+) -> torch.Tensor:
     device = topology.depths.device
     mask = torch.zeros((len(rows.lengths), topology.depths.shape[-1], columns), dtype=dtype, device=device)
-    for first, last in _mixed_slots(rows, columns, span):
+    # Ranges of slots that not every node of every row sees; of a long text most slots lie outside of them.
+    mixed = [(0, columns)]
+    if span.kind == "full" and rows.are_known:
+        padding_ends = max(rows.starts) if rows.hidden is None else rows.hidden.shape[1]
+        text_ends = min(rows.lengths)
+        mixed = [(0, padding_ends), (text_ends, columns)] if padding_ends < text_ends else mixed
+    for first, last in mixed:
         visible = _visible(topology, rows, torch.arange(first, last, device=device), span)
         mask[:, :, first:last].masked_fill_(~visible, torch.finfo(dtype).min)
     return mask[:, None].repeat(1, 1, repeats, 1) if repeats > 1 else mask[:, None]
 
 
-def _mixed_slots(rows: RowState, columns: int, span: Span) -> list[tuple[int, int]]:
-    """Ranges of slots that not every node of every row sees; of a long text most slots lie outside of them."""
-    if span.kind != "full" or not rows.are_known:
-        return [(0, columns)]
-    padding_ends = max(rows.starts) if rows.hidden is None else rows.hidden.shape[1]
-    text_ends = min(rows.lengths)
-    return [(0, padding_ends), (text_ends, columns)] if padding_ends < text_ends else [(0, columns)]
-
-
-def _visible(topology, rows, slots, span) -> torch.BoolTensor:
+def _visible(topology: TreeTopology, rows: RowState, slots: torch.LongTensor, span: Span) -> torch.BoolTensor:
     """Mask `(R, T, slots)` of the given slots that each node sees."""
     lengths, starts = rows.lengths_on(slots.device)[:, None], rows.starts_on(slots.device)[:, None]
     num_rows, nodes = len(rows.lengths), topology.depths.shape[-1]

@@ -22,28 +22,21 @@ class SlotStore:
     """Buffers of keys and values that outlive a call, so that graphs find them in their place.
 
     There may be several places, for calls of different lengths; a call has the smallest one with room for it. The most
-    recently used ones are kept, as long as together they are at most twice as large as the largest one.
-
-    Args:
-        on_dropped (`Callable`): Called with a place whose buffers have to make way.
-
-    Attributes:
-        place (`Place`, *optional*): Of the call that has the buffers, once it has asked for one.
+    recently used ones are kept, as long as together they are at most twice as large as the largest one. `on_dropped`
+    is called with a place whose buffers have to make way.
     """
 
     def __init__(self, on_dropped: Callable[[Place], None]):
         self._on_dropped = on_dropped
         # The one that was used last comes last.
         self._places: dict[Place, dict[tuple[int, str], torch.Tensor]] = {}
-        self.place: Place | None = None
+        self.place: Place | None = None  # of the call that has the buffers, once it has asked for one
 
     def take(self, layer: int, name: str, rows: int, heads: int, capacity: int, like: torch.Tensor) -> torch.Tensor:
         """A layer's buffer of this name, zeros of shape `(B, heads, C, D)`, B at least `rows`, C `capacity`.
 
-        All layers of a call have the same B and C, once all of them have asked for the largest `capacity`.
-
-        Args:
-            like (`torch.Tensor`): Says head size, dtype and device.
+        All layers of a call have the same B and C, once all of them have asked for the largest `capacity`. Head size,
+        dtype and device are those of `like`.
         """
         if self.place is None or self.place.rows < rows or self.place.slots < capacity:
             self._move(rows, capacity)
@@ -55,7 +48,13 @@ class SlotStore:
             del kept, self._places[self.place][key]
             self._on_dropped(self.place)
         with torch.inference_mode(False):
-            buffer = self._places[self.place][key] = self._zeros(shape, like)
+            try:
+                buffer = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            except torch.OutOfMemoryError:
+                for place in [place for place in self._places if place != self.place]:
+                    self._drop(place)
+                buffer = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self._places[self.place][key] = buffer
         return buffer
 
     def _move(self, rows: int, capacity: int) -> None:
@@ -71,14 +70,6 @@ class SlotStore:
         # Whoever makes way may have been the largest.
         while sum(sizes := [place.rows * place.slots for place in self._places]) > 2 * max(sizes):
             self._drop(next(iter(self._places)))
-
-    def _zeros(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        try:
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        except torch.OutOfMemoryError:
-            for place in [place for place in self._places if place != self.place]:
-                self._drop(place)
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def _drop(self, place: Place) -> None:
         del self._places[place]

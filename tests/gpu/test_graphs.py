@@ -221,7 +221,7 @@ class TestReuse:
         """Without a collection of garbage, which may come late; graphs do not keep their model alive."""
         model = tiny_llama().to(device)
         check_scripted(model, prompts(1))
-        kept = graphs._graphs_of(model)
+        kept = graphs._models[model]
         gone = [weakref.ref(part) for part in (kept, kept.store, *kept.forwards.values())]
         gc.collect()
         gc.disable()

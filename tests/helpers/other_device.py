@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specdec.target.capture import _WAITING, FROM_LISTS, INDEXING, _picks_by_mask, parts_of_index
+from hf_specdec.target.capture import FROM_LISTS, INDEXING, WAITING, parts_of_index, picks_by_mask
 
 
 # With an index, so that nothing kept for real tensors without content is taken for it.
@@ -74,7 +74,7 @@ class _Operations(TorchDispatchMode):
         far = [tensor for tensor in tensors if isinstance(tensor, Elsewhere)]
         is_far = bool(far) or _is_other(kwargs.get("device"))
         packet = operation.overloadpacket
-        if is_far and (packet in _WAITING or _picks_by_mask(operation, args)):
+        if is_far and (packet in WAITING or picks_by_mask(operation, args)):
             self.waits.append(Wait(str(packet), _caller()))
         if packet in _COPIES:
             is_far = self._copy(packet, args, kwargs)

@@ -84,7 +84,7 @@ def read(recipe, network, target, length=20, uncounted=0):
 
 def drafted_block(network, reading, row, place, masked):
     """The output at the masks, `(K, h)`, of the cached forward of drafting for a block after `place`."""
-    text = DraftText(network, starts=[0], offsets=[0], capacity=64)
+    text = DraftText(network, starts=[0], leads=[0], capacity=64)
     states = {key: reading.states[key][row, None, : place + 1] for key in network.target_hidden_states}
     text.extend(states, [place + 1])
     text.begin_block(network.config.block_size)

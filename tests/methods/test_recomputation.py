@@ -227,7 +227,7 @@ def test_prompts_of_which_a_part_is_unknown(name, num_tokens, num_states):
     generator.observe(Commit([0], text[None, -1:], [text[-1:].tolist()], [0], last))
     count = min(num_states, num_tokens + 1)
     read = generator.text if name == "dflash" else generator.entries
-    assert read.offsets == [max(num_tokens - count, 0)]
+    assert read.leads == [max(num_tokens - count, 0)]
     # Only distances of positions count.
     text, known = text[8 - count :], {key: value[8 - count :] for key, value in states.items()}
     if name == "dflash":

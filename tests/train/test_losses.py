@@ -58,7 +58,7 @@ def test_a_step_sees_what_drafting_sees(name, kind):
     for anchor in range(10):
         places = (ANCHORS == anchor).nonzero(as_tuple=True)
         # What the cached forward of a cycle does that begins here, one token at a time or all at once.
-        entries, count = DraftEntries(network, starts=[0, 0], offsets=[0, 0], capacity=32), anchor + 1
+        entries, count = DraftEntries(network, starts=[0, 0], leads=[0, 0], capacity=32), anchor + 1
         if is_parallel:
             raw = {key: state[:, :count] for key, state in reading.states.items()}
             _, expected = MaskedReading(network).read(entries, Entries(tokens[:, 1 : count + 1], raw, [count] * 2), 3)

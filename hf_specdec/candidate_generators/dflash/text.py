@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ...drafting.slots import DraftSlots
 from ...kernels.tree_attention import SlotTree, pack_words
 from ...target.attention import TreeMask
-from ...target.masks import FULL, Span, additive_mask
+from ...target.masks import FULL, Span
 from ...transfers import RowNumbers, kept_on_device, kept_tensor, last_of_each, select_rows, upload
 from .config import BlockView
 from .network import DFlashNetwork
@@ -25,7 +25,7 @@ class DraftText(DraftSlots):
 
     Args:
         network (`DFlashNetwork`): The draft.
-        starts, offsets, capacity, options: As for [`DraftSlots`].
+        starts, leads, capacity, options: As for [`DraftSlots`].
     """
 
     network: DFlashNetwork
@@ -86,18 +86,14 @@ class DraftText(DraftSlots):
 
     def _mask(self, view: BlockView) -> torch.Tensor | TreeMask | None:
         """Mask of a layer, additive `(R, 1, T, S)` where there is no kernel; distances of slots are of positions."""
-        if self.has_kernel:
-            size = self._block.slots.shape[1]
-            depths = kept_tensor(tuple(range(size)), self.device)
-            bits = _block_bits(view, size, self.device)
-            tree = SlotTree(self.cache.plan.starts(self.device), self.first_slots[:, 0], bits, depths)
-            return TreeMask(tree, FULL if view.window is None else Span("sliding", view.window))
-        if view.sees_all and self._block.is_uniform:
+        if not self.has_kernel and view.sees_all and self._block.is_uniform:
             return None
-        slots, queries = torch.arange(self._block.columns, device=self.device), self._block.slots
-        outside = (slots < self.first_slots) | (slots > queries[:, -1:])
-        hidden = outside[:, None] | view.hidden(queries[..., None] - slots)
-        return additive_mask(hidden, self.network.dtype)[:, None]
+        size = self._block.slots.shape[1]
+        depths = kept_tensor(tuple(range(size)), self.device)
+        bits = _block_bits(view, size, self.device)
+        tree = SlotTree(self.cache.plan.starts(self.device), self.first_slots[:, 0], bits, depths)
+        mask = TreeMask(tree, FULL if view.window is None else Span("sliding", view.window))
+        return mask if self.has_kernel else mask.additive(self._block.columns, self.network.dtype)
 
 
 @kept_on_device

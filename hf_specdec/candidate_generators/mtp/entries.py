@@ -40,16 +40,16 @@ class LayerEntries(DraftEntries):
     Args:
         network (`MtpNetwork`): The layers.
         depth (`int`): K, the first layers, which are used.
-        starts, offsets, capacity, options: As for one layer.
+        starts, leads, capacity, options: As for one layer.
 
     Attributes:
         layer (`int`): Layer that has read the window last.
     """
 
     def __init__(
-        self, network: MtpNetwork, depth: int, starts: list[int], offsets: list[int], capacity: int, **options: Any
+        self, network: MtpNetwork, depth: int, starts: list[int], leads: list[int], capacity: int, **options: Any
     ):
-        super().__init__(network, starts, offsets, capacity, **options, num_layers=depth)
+        super().__init__(network, starts, leads, capacity, **options, num_layers=depth)
         self.depth = depth
         self.layer = depth - 1
         # The window, and the states that this layer has handed on.

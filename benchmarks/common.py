@@ -35,7 +35,7 @@ from hf_specdec.loop.output import CACHE_FIELD
 from hf_specdec.method import methods
 from hf_specdec.metrics.records import Record
 from hf_specdec.protocol import DraftStep
-from hf_specdec.target.lean import FunctionalSlotModel
+from hf_specdec.target.lean import LeanModel
 from hf_specdec.target.model import SlotModel
 
 
@@ -83,7 +83,7 @@ class ForwardTimer:
     def attached(self) -> Iterator[ForwardTimer]:
         """Times the forwards inside the block, by replacing the forwards of the classes and not of any object."""
         places = [(type(self.target), "forward", lambda module: module)]
-        for kind, name in ((SlotModel, "verify"), (SlotModel, "forward"), (FunctionalSlotModel, "forward")):
+        for kind, name in ((SlotModel, "verify"), (SlotModel, "forward"), (LeanModel, "forward")):
             places.append((kind, name, lambda module: module.model))
         with ExitStack() as stack:
             for kind, name, model_of in places:

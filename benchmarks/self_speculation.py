@@ -31,7 +31,7 @@ from hf_specdec import SpeculativeConfig, Speculator, load_speculator, record
 from hf_specdec.candidate_generators.none.generator import NoDrafts
 from hf_specdec.loop.output import CACHE_FIELD
 from hf_specdec.machine import describe_environment
-from hf_specdec.target.lean import ReadAhead
+from hf_specdec.target.lean import EnteredNodes
 
 
 REPEATED = 1024
@@ -118,7 +118,7 @@ def measure(model: LlamaForCausalLM, context: int, given: argparse.Namespace) ->
     for _ in range(given.rounds):
         texts = {}
         for name, assistant in assistants.items():
-            reads_again = patch.object(ReadAhead, "fits", lambda *_: False) if name == AGAIN else nullcontext()
+            reads_again = patch.object(EnteredNodes, "fits", lambda *_: False) if name == AGAIN else nullcontext()
             with reads_again, record() as recorded:
                 sample = time_call(
                     model.generate,

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, S
 
 from ..target.cache import fill_cache
 from ..target.model import SlotModel
+from ..target.parts.recurrent import RecurrentLayers
 from ..target.parts.recurrent_state import RecurrentState, store_states
 from ..target.request import Request
 from .sequences import Sequences
@@ -32,7 +33,8 @@ class EndedRows:
     def __init__(self, request: Request, target: SlotModel, sequences: Sequences):
         self._request, self._target, self._sequences = request, target, sequences
         # Of all rows: those that leave are left out in a copy.
-        self._source = target.source if request.keeps_cache else None
+        source = target.source if request.keeps_cache else None
+        self._crossed = None if source is None else source.keys.cross_attention_cache
         # The slots may begin before the given tokens: a continued cache, or embeddings.
         self._num_unknown: int = target.cache.get_seq_length() - request.input_ids.shape[1]
         # Rows whose slots lie behind those of the active rows, in this order, and copies of those that would not stay.
@@ -55,8 +57,8 @@ class EndedRows:
         return indices
 
     def _keep_states(self, rows: list[int], indices: Iterable[int]) -> None:
-        if self._target.recurrent is not None:
-            self._recurrent |= {rows[index]: self._target.recurrent.row_states(index) for index in indices}
+        if (recurrent := self._target.find(RecurrentLayers)) is not None:
+            self._recurrent |= {rows[index]: recurrent.row_states(index) for index in indices}
 
     def cache(self, rows: list[int]) -> Any:
         """Keys and values of all rows, without those of their last tokens; `rows` are the active ones.
@@ -77,8 +79,8 @@ class EndedRows:
         fill_cache(cache, self._layers(places))
         store_states(cache, states)
         user_cache = self._request.user_cache
-        if self._source is not None:
-            return EncoderDecoderCache(cache, self._source.keys.cross_attention_cache)
+        if self._crossed is not None:
+            return EncoderDecoderCache(cache, self._crossed)
         if user_cache is None or is_static:
             return cache
         user_cache.layers = cache.layers

@@ -30,9 +30,8 @@ from ..logits.verifier import Verdict, take_nodes
 from ..metrics import SpecDecodingStats
 from ..metrics.listeners import CallProgress
 from ..protocol import DrafterSource
-from ..target.check import ContinuationCheck
 from ..target.facts import ModelProfile
-from ..target.model import SlotOutput
+from ..target.forward import SlotOutput
 from ..target.request import Request
 from ..transfers import upload
 from .joint_verifier import JointVerifier, Judge
@@ -292,7 +291,6 @@ class JointLoop(DecodingLoop):
         self.table: list[Row | None] = [None] * num_places
         self.progress: CallProgress | None = None
         self.uniforms: RowUniforms = RowUniforms(0, request.device)
-        self._checks: list[tuple[ContinuationCheck, dict[int, int]]] = []
         sequences = JointSequences(self.table, request.input_ids.shape[1])
         most = max(row.most_tokens - row.length for row in rows)
         stop = JointStop(sequences, self.table, sequences.prompt_length + most)
@@ -360,11 +358,6 @@ class JointLoop(DecodingLoop):
         self.generator.join(other.generator, numbers)
         for theirs, number in numbers.items():
             self.verifier.enter(other.table[theirs], number)
-        for loop, known in ((self, {row: row for row in self.rows}), (other, numbers)):
-            if loop.check is not None:
-                # It knows the rows that were there before.
-                self._checks.append((loop.check, known))
-                loop.check = None
         self.rows: list[int] = [*self.rows, *numbers.values()]
         self.anchors: torch.Tensor = torch.cat([self.anchors, other.anchors])
         self.stats.add(other.stats)
@@ -425,15 +418,6 @@ class JointLoop(DecodingLoop):
 
     def _may_end_within(self, more: int) -> bool:
         return any(self.table[row].length + more >= self.table[row].most_tokens for row in self.rows)
-
-    def _verify(self, draft: DraftTree) -> SlotOutput:
-        output = super()._verify(draft)
-        checks, self._checks = self._checks, []
-        for check, numbers in checks:
-            rows = [row for row, number in numbers.items() if number in self.rows]
-            places = [self.rows.index(numbers[row]) for row in rows]
-            check.compare(output.logits[places, 0], rows)
-        return output
 
     def _commit(self, draft: DraftTree, output: SlotOutput, verdict: Verdict) -> None:
         rows = [self.table[row] for row in self.rows]

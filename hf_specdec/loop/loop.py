@@ -35,11 +35,11 @@ from ..target.attention import describe_layers
 from ..target.cache import SlotCache, compact
 from ..target.check import ContinuationCheck
 from ..target.facts import ModelProfile, model_profile
+from ..target.forward import SlotOutput
 from ..target.graphs import call_graphs
 from ..target.lean import slot_model
-from ..target.model import SlotModel, SlotOutput
-from ..target.parts.adapters import ADAPTED_ROW, RowAdapters
-from ..target.parts.reading_again import ReadingAgain
+from ..target.model import SlotModel
+from ..target.parts.adapters import ADAPTED_ROW, RowAdapters, RowInputs
 from ..target.prompts import read_prompts
 from ..target.request import Request
 from ..target_facts import vocabulary_size
@@ -107,8 +107,6 @@ class DecodingLoop:
         self.deferred: DeferredWork = DeferredWork(self.device)
         # The draft whose verification was launched ahead, and how many graphs of drafts had run by then.
         self._verified_ahead: tuple[DraftTree, int] | None = None
-        self.check: ContinuationCheck | None = None
-        self.again: ReadingAgain | None = None
         self.tracer: Tracer | None = None
 
         origin = dict(getattr(speculator, "origin", {}))
@@ -177,8 +175,7 @@ class DecodingLoop:
 
     def _cycle(self) -> None:
         began = perf_counter()
-        if self.again is not None:
-            self.stats.num_target_forwards += self.again.read(self.rows)
+        self.stats.num_target_forwards += self.target.prepare(self._prefix)
         step = DraftStep(self.rows, self.anchors, self._positions(1), self._depths())
         draft = self.sampler.constrained(self._propose(step), self.rows)
         drafted = perf_counter()
@@ -203,8 +200,6 @@ class DecodingLoop:
         began = perf_counter()
         self.continuation: Continuation
         output, states, self.continuation = read_prompts(self.request, self.target, self.stop.max_length)
-        if self.continuation.rotary is not None:
-            self.again = ReadingAgain.of(self.request, self.target, self.sequences, self.continuation)
         self.ended: EndedRows = EndedRows(self.request, self.target, self.sequences)
         self.stats.num_target_forwards += 1
         self.streamer.put_prompts(self.request.input_ids)
@@ -217,13 +212,13 @@ class DecodingLoop:
         self.anchors = verdict.tokens[:, 0]
         if self.progress.traces:
             self._begin_trace(draft, verdict, logits)
-        # Plain generation's next forward may be one over the whole text.
-        if not (self.stop.all_finished or self.request.synced_gpus or self.again is not None):
+        check = None
+        if not (self.stop.all_finished or self.request.synced_gpus):
             # The last token is never read.
             most = self.stop.max_length - self.request.input_ids.shape[1] - 1
-            self.check = ContinuationCheck.begin(self.target, self.continuation, self.anchors, most)
+            check = ContinuationCheck.begin(self.target, self.continuation, self.anchors, most)
         # With a check under way, nothing is shown before the first verification has been compared with it.
-        if self.check is None:
+        if check is None:
             self.streamer.put_columns()
         self.stats.prefill_seconds = perf_counter() - began
         if not self.stop.all_finished:
@@ -251,7 +246,11 @@ class DecodingLoop:
         """Most depth of each row's draft, once it has `more` tokens: one more is committed with every draft."""
         depth, room = self.generator.num_speculative_tokens, self.stop.max_length - 1 - more
         depths = [max(min(depth, room - self.sequences.lengths[row]), 0) for row in self.rows]
-        return depths if self.again is None else self.again.limited(depths, more)
+        return self.target.depths(depths, more)
+
+    def _prefix(self, length: int, places: list[int]) -> torch.LongTensor:
+        """The first tokens `(len(places), length)` of the active rows at these places."""
+        return self.sequences.prefix(length)[[self.rows[place] for place in places]]
 
     def _propose(self, step: DraftStep) -> DraftTree:
         for graphs in self.session.draft_graphs if not self.may_use_ahead else ():
@@ -302,9 +301,6 @@ class DecodingLoop:
             tokens = torch.cat([self.anchors[:, None], draft.tokens], dim=1)
             logits = output.logits if draft.masks is None else masked_nodes(draft, output.logits)
             output.successors = with_successors(tokens, logits, self.target.num_successors)
-        if self.check is not None:
-            self.check.compare(output.logits[:, 0], self.rows)
-            self.check = None
         return output
 
     def _meanwhile(self, draft: DraftTree, step: DraftStep, output: SlotOutput, acceptance: Acceptance | None) -> None:
@@ -365,7 +361,7 @@ class DecodingLoop:
 
     def _is_done_with(self, output: SlotOutput) -> bool:
         """Tells whether nothing is read of a verification, once it is launched, that the next forward overwrites."""
-        return output.outcome is not None and self.again is None and not self._reads_logits
+        return output.outcome is not None and not self._reads_logits
 
     @property
     def _reads_logits(self) -> bool:
@@ -503,9 +499,8 @@ class DecodingLoop:
         target = slot_model(self.model, cache, self.generator.target_hidden_states, forward_kwargs)
         target.most_committed = self.generator.num_speculative_tokens + 1
         target.num_successors = min(self.generator.num_best_tokens, vocabulary_size(self.model))
-        target.row_inputs = self.request.row_inputs()
-        if ADAPTED_ROW in target.row_inputs:
-            target.adapting = target.telling_adapters
+        if row_inputs := self.request.row_inputs():
+            target.parts.append(RowInputs(self.model, row_inputs))
         return target
 
     def _use_graphs(self) -> None:

@@ -1,6 +1,11 @@
 """A check that forwards over slots compute what plain generation computes, before anything is shown.
 
-Shapes: B rows of the call of which R are active, N tokens after the prompts, V vocabulary.
+The first verification is compared with plain generation's own forward of the same tokens. That forward runs once in a
+process for a class of models and a config, and once more in the first call that hides slots from a row. Forwards that
+are neither transformers' nor PEFT's may behave differently later: of them several run, and are compared with one over
+all their tokens. None is counted in the statistics.
+
+Shapes: B rows of the call, N tokens after the prompts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ from ..drafts import chain_topology
 from ..environment import is_switched_on
 from ..errors import UnsupportedModelError
 from ..target_facts import quantisation
+from .forward import Part, SlotNodes, SlotOutput
 from .model import SlotModel
+from .parts.reading_again import ReadingAgain
 from .prompts import Continuation, following_inputs
 
 
@@ -35,20 +42,10 @@ _checked: dict[tuple[Any, ...], int] = {}
 _known: WeakKeyDictionary[nn.Module, tuple[str, bool]] = WeakKeyDictionary()
 
 
-class ContinuationCheck:
-    """Compares the first verification with plain generation's own forward of the same tokens.
+class ContinuationCheck(Part):
+    """Compares the first verification of rows with logits `(N, V)` of plain generation, by place in the batch."""
 
-    That forward runs once in a process for a class of models and a config, and once more in the first call that hides
-    slots from a row. Forwards that are neither transformers' nor PEFT's may behave differently later: of them several
-    run, and are compared with one over all their tokens. None is counted in the statistics.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        key (`tuple`): What is being checked.
-        expected (`torch.Tensor` of shape `(B, N, V)`): Logits of plain generation.
-    """
-
-    def __init__(self, model: nn.Module, key: tuple[Any, ...], expected: torch.Tensor):
+    def __init__(self, model: nn.Module, key: tuple[Any, ...], expected: dict[int, torch.Tensor]):
         self.model = model
         self.key = key
         self.expected = expected
@@ -57,15 +54,9 @@ class ContinuationCheck:
     def begin(
         cls, target: SlotModel, continuation: Continuation, tokens: torch.LongTensor, most: int
     ) -> ContinuationCheck | None:
-        """Runs the forwards; `None` where there is nothing to check.
+        """Reads the first tokens `(B,)`, of `most` that follow the prompts, as plain generation does.
 
-        Args:
-            target (`SlotModel`): Has read the prompts, and is left as it is.
-            tokens (`torch.LongTensor` of shape `(B,)`): The first tokens.
-            most (`int`): Tokens that the call may read after the prompts.
-
-        Raises:
-            UnsupportedModelError: A later one differs from what is read over slots.
+        The target gets the part that checks its verification; `None` where there is nothing to check.
         """
         model = target.model
         if model not in _known:
@@ -75,28 +66,36 @@ class ContinuationCheck:
         others = _forwards_of_others(model)
         key = type(model), config, any(continuation.num_others), others
         count = min(most, _MOST_TOKENS) if others or has_others else 1
-        # Dropout makes every forward another one.
-        if _checked.get(key, 0) >= count or model.training or not is_switched_on("CHECK", default=True):
+        # Dropout makes every forward another one, and plain generation may read the whole text again.
+        if _checked.get(key, 0) >= count or model.training or target.find(ReadingAgain) is not None:
+            return None
+        if not is_switched_on("CHECK", default=True):
             return None
         read, expected = _plainly_read(target, continuation, tokens, count)
-        check = cls(model, key, expected)
+        check = cls(model, key, dict(enumerate(expected)))
         if count > 1:
             # None of these tokens is committed, and their graph would not run again.
-            graphs, target.graphs = target.graphs, None
+            graphs = target.graphs
+            target.graphs = None
             try:
                 check._judge(target.forward(read, chain_topology(count - 1, read.device)).logits, expected)
             finally:
                 target.graphs = graphs
+        target.parts.append(check)
         return check
 
-    def compare(self, logits: torch.Tensor, rows: list[int]) -> None:
-        """Judges logits `(R, V)` of the first tokens in some rows.
+    def see(self, output: SlotOutput) -> None:
+        if self.expected:
+            expected = torch.stack(list(self.expected.values()))
+            self._judge(output.logits[list(self.expected), :1], expected[:, :1])
+            _checked[self.key] = max(_checked.get(self.key, 0), expected.shape[1])
+            self.expected = {}
 
-        Raises:
-            UnsupportedModelError: They differ by more than rounding.
-        """
-        self._judge(logits[:, None], self.expected[rows, :1])
-        _checked[self.key] = max(_checked.get(self.key, 0), self.expected.shape[1])
+    def keep_rows(self, keep: list[int]) -> None:
+        self.expected = {place: self.expected[row] for place, row in enumerate(keep) if row in self.expected}
+
+    def join(self, other: ContinuationCheck, num_rows: int) -> None:
+        self.expected |= {num_rows + place: expected for place, expected in other.expected.items()}
 
     def _judge(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
         differences = _differences(logits, expected.to(logits.device))
@@ -117,10 +116,10 @@ class ContinuationCheck:
 def _plainly_read(
     target: SlotModel, continuation: Continuation, tokens: torch.LongTensor, count: int
 ) -> tuple[torch.LongTensor, torch.Tensor]:
-    """Tokens `(B, count)` after the prompts, the best ones, and their logits, by forwards of plain generation."""
+    """Tokens `(B, N)` after the prompts, the best ones, and their logits, by forwards of plain generation."""
     model, profile, read, logits = target.model, target.profile, [], []
     like = DynamicCache(config=model.config.get_text_config(decoder=True))
-    with target.cache.kept(like), target.adapting():
+    with target.cache.kept(like), target.reading(SlotNodes(tokens[:, None])):
         for number in range(count):
             read.append(tokens[:, None])
             inputs = following_inputs(continuation.inputs, profile, read[-1], number)
@@ -132,15 +131,15 @@ def _plainly_read(
 
 def _forwards_of_others(model: nn.Module) -> tuple[ref[Any], ...]:
     """The forwards of a model and the parts below it that no package has which is known here."""
-    found = []
+    references = []
     for module in (model, *model.children()):
         # accelerate's hooks keep what they run.
         forward = vars(module).get("_old_forward") or module.forward
         function = getattr(forward, "__func__", forward)
         if not _is_compared(function):
             with suppress(TypeError):
-                found.append(ref(function))
-    return tuple(found)
+                references.append(ref(function))
+    return tuple(references)
 
 
 def _is_compared(function: Any) -> bool:
@@ -154,7 +153,7 @@ def _is_compared(function: Any) -> bool:
 
 
 def _differences(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Root mean squares of the differences over the standard deviations of what was expected, `(R, N)`."""
+    """Root mean squares of the differences over the standard deviations of what was expected, `(B, N)`."""
     logits, expected = logits.double(), expected.double()
     # Some models rule tokens out by the lowest number.
     is_usual = expected.abs() < torch.finfo(torch.bfloat16).max / 2**20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,51 +12,11 @@ from transformers.generation import GenerationMixin
 
 from ..errors import UnsupportedModelError
 from ..target_facts import CACHE_NAMES, cache_name_among
+from .cache import SlotCache
+from .forward import Part
 from .masks import FULL, Span
 from .parts.positions import CountedPositions
-from .parts.recurrent import mixers
-
-
-@dataclass(frozen=True)
-class ModelProfile:
-    """Facts about a model that the loop needs, read from its class and config once.
-
-    Attributes:
-        spans (`tuple[Span, ...]`): The distinct spans of its layers; one mask each.
-        layer_types (`tuple[str, ...]`, *optional*): Types of the layers that attend, in the order of `spans`, by which
-            the model asks for the masks; `None` if it takes a single mask.
-        counts_slots (`bool`): Tells positions from the slots of its cache, whatever positions it is given. That is
-            right for chains in rows of equal length only.
-        takes_flat_mask (`bool`): Builds its position bias from a 2-D mask, and has no use for a ready 4-D one.
-        takes_position_ids (`bool`): Its forward has the argument `position_ids`.
-        takes_logits_to_keep (`bool`): Its forward has the argument `logits_to_keep`.
-        attends (`bool`): Some of its layers keep keys and values, and read a mask.
-        is_recurrent (`bool`): Some of its layers have a recurrent state, which cannot be cut back.
-        cache_name (`str`): The argument of its forward that takes the cache, and of calls that continue one.
-        has_encoder (`bool`): Its decoder attends to the output of an encoder too, which the call reads once.
-        counted (`CountedPositions`, *optional*): Modules that count positions, and can be told them instead.
-    """
-
-    spans: tuple[Span, ...]
-    layer_types: tuple[str, ...] | None
-    counts_slots: bool
-    takes_flat_mask: bool
-    takes_position_ids: bool
-    takes_logits_to_keep: bool
-    attends: bool = True
-    is_recurrent: bool = False
-    cache_name: str = CACHE_NAMES[0]
-    has_encoder: bool = False
-    counted: CountedPositions | None = None
-
-    def of_decoder(self, name: str) -> str:
-        """The name of the forward's arguments and outputs for what its decoder has under this one."""
-        return f"decoder_{name}" if self.has_encoder else name
-
-    @property
-    def supports_trees(self) -> bool:
-        """Tells whether branches can be verified, and not chains only."""
-        return not self.counts_slots
+from .parts.recurrent import RecurrentLayers, mixers
 
 
 # Models that count slots, though they take positions or count them in a known way; those that do neither always do.
@@ -103,117 +64,154 @@ _SPAN_OF_LAYER_TYPE = {
 }
 
 # Names of some models for the mask of such layers; others call it by the type of the layers.
-MASK_OF_LAYER_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+_MASK_OF_LAYER_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 
 # Layers that attend to nothing: those with a recurrent state alone, and those that work on each token by itself.
-WITHOUT_ATTENTION = ("linear_attention", "conv", "mlp", "moe")
+_WITHOUT_ATTENTION = ("linear_attention", "conv", "mlp", "moe")
 
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 
 # Arguments with a value for each token, of which new tokens get the last one in plain generation.
 REPEATED_INPUTS = ("token_type_ids",)
 
+_PLAIN_REMEDY = "Leave the speculative arguments out to use plain generate()."
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """Facts about a model that the loop needs, read from its class and config once."""
+
+    # The distinct spans of its layers, one mask each, and the types of the layers by which the model asks for them;
+    # `None` if it takes a single mask.
+    spans: tuple[Span, ...]
+    layer_types: tuple[str, ...] | None
+    # Tells positions from the slots of its cache, whatever positions it is given. That is right for chains in rows of
+    # equal length only.
+    counts_slots: bool
+    takes_flat_mask: bool  # builds its position bias from a 2-D mask, and has no use for a ready 4-D one
+    takes_position_ids: bool
+    takes_logits_to_keep: bool
+    attends: bool = True  # some layers keep keys and values, and read a mask
+    last_recurrent_layer: int = -1  # of those with a recurrent state, which cannot be cut back
+    cache_name: str = CACHE_NAMES[0]  # the argument of its forward, and of calls that continue a cache
+    has_encoder: bool = False  # its decoder attends to the output of an encoder too, which the call reads once
+    counted: CountedPositions | None = None  # modules that count positions, and can be told them instead
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.last_recurrent_layer >= 0
+
+    @property
+    def supports_trees(self) -> bool:
+        """Tells whether branches can be verified, and not chains only."""
+        return not self.counts_slots
+
+    def of_decoder(self, name: str) -> str:
+        """The name of the forward's arguments and outputs for what its decoder has under this one."""
+        return f"decoder_{name}" if self.has_encoder else name
+
+    def parts(self, model: torch.nn.Module, cache: SlotCache) -> list[Part]:
+        """What forwards of the model need over slots that hold its prompts."""
+        parts: list[Part] = [] if self.counted is None else [self.counted]
+        return [*parts, RecurrentLayers(model, cache)] if self.is_recurrent else parts
+
+    def named_masks(self, masks: list[torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor | None]:
+        """The masks of all spans as the model's forward takes them."""
+        if self.layer_types is None:
+            return masks[0]
+        named: dict[str, torch.Tensor | None] = {}
+        for layer_type, mask in zip(self.layer_types, masks):
+            named[layer_type] = named[_MASK_OF_LAYER_TYPE.get(layer_type, layer_type)] = mask
+        return {**named, **dict.fromkeys(_WITHOUT_ATTENTION)} if self.is_recurrent else named
+
+
 _profiles: WeakKeyDictionary[torch.nn.Module, ModelProfile] = WeakKeyDictionary()
 
 
 def model_profile(model: torch.nn.Module, role: str = "target model") -> ModelProfile:
-    """The model's profile.
-
-    Raises:
-        UnsupportedModelError: The loop cannot drive the model: what it is and what is missing.
-    """
+    """The model's profile; raises an `UnsupportedModelError` about a model that the loop cannot drive."""
     if model not in _profiles:
         _profiles[model] = _read_profile(model, role)
     return _profiles[model]
 
 
-def _read_profile(model, role) -> ModelProfile:
-    name = type(model).__name__
-    config = model.config
+def _read_profile(model: Any, role: str) -> ModelProfile:
+    name, config = type(model).__name__, model.config
     text_config = config.get_text_config(decoder=True)
-    if text_config.model_type in _UNSUPPORTED:
-        raise UnsupportedModelError(
-            f"{name} {_UNSUPPORTED[text_config.model_type]}; it cannot be used as {role}. Leave the speculative "
-            "arguments out to use plain generate()."
-        )
+    model_type, layer_types = text_config.model_type, getattr(text_config, "layer_types", None)
+    if model_type in _UNSUPPORTED:
+        raise UnsupportedModelError(f"{name} {_UNSUPPORTED[model_type]}; it cannot be used as {role}. {_PLAIN_REMEDY}")
     sample = getattr(model, "_sample", GenerationMixin._sample)
     if getattr(sample, "__func__", sample) is not GenerationMixin._sample:
         raise UnsupportedModelError(
             f"{name} has a decoding loop of its own (`_sample`), and writes something else than the tokens that its "
-            f"logits say; it cannot be used as {role}. Leave the speculative arguments out to use plain generate()."
+            f"logits say; it cannot be used as {role}. {_PLAIN_REMEDY}"
         )
-    layer_types = getattr(text_config, "layer_types", None)
-    recurrent = mixers(model).values()
-    is_recurrent = bool(recurrent)
-    known = set(_SPAN_OF_LAYER_TYPE) | set(WITHOUT_ATTENTION)
-    others = sorted(set(layer_types or ()) - (known if is_recurrent else known - _RECURRENT))
-    if others or (getattr(model, "_is_stateful", False) and not is_recurrent):
-        what = f"layers of type {', '.join(others)}" if others else "a recurrent state"
+    recurrent = set(mixers(model).values())
+    known_types = {*_SPAN_OF_LAYER_TYPE, *_WITHOUT_ATTENTION} - (set() if recurrent else _RECURRENT)
+    unknown_types = sorted(set(layer_types or ()) - known_types)
+    if unknown_types or (getattr(model, "_is_stateful", False) and not recurrent):
+        what = f"layers of type {', '.join(unknown_types)}" if unknown_types else "a recurrent state"
         raise UnsupportedModelError(
             f"{name} has {what} that cannot be cut back to the accepted tokens; as {role} only models can be used "
-            "that keep keys and values of every token, or a recurrent state where transformers' caches keep it. Leave "
-            "the speculative arguments out to use plain generate()."
+            "that keep keys and values of every token, or a recurrent state where transformers' caches keep it. "
+            f"{_PLAIN_REMEDY}"
         )
-    parameters = inspect.signature(model.forward).parameters
-    cache_name = cache_name_among(_passed_on(model))
+    # A forward may pass the cache on to those of the classes below its own.
+    arguments: set[str] = set()
+    for forward in (
+        model.forward,
+        *(vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base)),
+    ):
+        parameters = inspect.signature(forward).parameters
+        arguments.update(parameters)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    cache_name = cache_name_among(arguments)
     if cache_name is None:
         raise UnsupportedModelError(
             f"{name} keeps no key/value cache (its forward has none of the arguments {', '.join(CACHE_NAMES)}), which "
-            f"speculation needs of the {role}. Leave the speculative arguments out to use plain generate()."
+            f"speculation needs of the {role}. {_PLAIN_REMEDY}"
         )
-    attends = _attends(text_config, layer_types, set(recurrent))
-    has_encoder = bool(config.is_encoder_decoder)
-    takes_flat_mask = text_config.model_type == "bloom" or bool(getattr(text_config, "alibi", False))
+    if layer_types:
+        attends = not set(layer_types) <= set(_WITHOUT_ATTENTION)
+    else:
+        attends = not recurrent >= set(range(text_config.num_hidden_layers))
+    parameters, has_encoder = inspect.signature(model.forward).parameters, bool(config.is_encoder_decoder)
+    takes_flat_mask = model_type == "bloom" or bool(getattr(text_config, "alibi", False))
     takes_position_ids = ("decoder_position_ids" if has_encoder else "position_ids") in parameters
-    counts_slots = takes_flat_mask or text_config.model_type in _COUNT_SLOTS
+    counts_slots = takes_flat_mask or model_type in _COUNT_SLOTS
     counted = None if takes_position_ids or counts_slots else CountedPositions.of(model)
-    spans, keys = _read_spans(text_config, layer_types, is_recurrent)
+    spans, layer_types = _read_spans(text_config, layer_types, bool(recurrent))
     return ModelProfile(
         spans=spans,
-        layer_types=keys,
+        layer_types=layer_types,
         counts_slots=counts_slots or (attends and not takes_position_ids and counted is None),
         takes_flat_mask=takes_flat_mask,
         takes_position_ids=takes_position_ids,
         takes_logits_to_keep="logits_to_keep" in parameters,
         attends=attends,
-        is_recurrent=is_recurrent,
+        last_recurrent_layer=max(recurrent, default=-1),
         cache_name=cache_name,
         has_encoder=has_encoder,
         counted=counted,
     )
 
 
-def _passed_on(model) -> set[str]:
-    """Names of a forward's arguments, and of those that it passes on to the forwards of classes below its own."""
-    names: set[str] = set()
-    of_classes = (vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base))
-    for forward in (model.forward, *of_classes):
-        parameters = inspect.signature(forward).parameters
-        names.update(parameters)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
-    return names
-
-
-def _attends(config, layer_types, recurrent: set[int]) -> bool:
-    """Tells whether some layers keep keys and values; `recurrent` are the numbers of those with a state."""
-    if layer_types:
-        return not set(layer_types) <= set(WITHOUT_ATTENTION)
-    return not recurrent >= set(range(config.num_hidden_layers))
-
-
-def _read_spans(config, layer_types, is_recurrent):
+def _read_spans(
+    config: Any, layer_types: list[str] | None, is_recurrent: bool
+) -> tuple[tuple[Span, ...], tuple[str, ...] | None]:
     window = getattr(config, "sliding_window", None)
     if not layer_types:
         return (Span("sliding", window) if window else FULL,), None
     sizes = {"sliding": window, "chunked": getattr(config, "attention_chunk_size", None), "full": 0}
-    keys = tuple(sorted(set(layer_types) - set(WITHOUT_ATTENTION)))
-    kinds = [_SPAN_OF_LAYER_TYPE[key] for key in keys]
+    names = tuple(sorted(set(layer_types) - set(_WITHOUT_ATTENTION)))
+    kinds = [_SPAN_OF_LAYER_TYPE[name] for name in names]
     spans = tuple(Span(kind, sizes[kind]) if sizes[kind] else FULL for kind in kinds)
     if is_recurrent and len(set(spans)) <= 1:
         # One mask is understood to be for the attention; not all of these models call it by the types of their layers.
         return spans[:1] or (FULL,), None
-    return spans, keys
+    return spans, names
 
 
 def is_text_only(model: torch.nn.Module) -> bool:

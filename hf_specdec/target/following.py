@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +19,13 @@ import torch.nn.functional as F
 
 from ..drafts.topology import chain_parents, chain_topology
 from ..kernels.best import best_tokens
-from ..kernels.tree_attention import MAX_NODES
+from ..kernels.tree_attention import MAX_NODES, Beginning
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowKeys
 from ..logits.sampling import CapturedSampler
 from ..logits.verifier import take_nodes
 from ..transfers import RowNumbers, kept_tensor, last_of_each
+from .graphed import Graphed
 from .graphs import Variant, row_shapes
 from .inputs import NewNodes, NodeInputs
 from .model import SlotModel
@@ -163,18 +164,16 @@ class Continuing:
         new = NewNodes([tokens, padding], parents, num_more, keys=keys, more=more, states=states)
         embed = () if self.embed is None else (Variant(self.embed),)
         sizes = self.num_tokens, width, self.mask_token, self.num_layers, self.ends
-        captured = model.graphs.run(
+        output = Graphed(model).run(
             ("continue", *sizes, *embed, *self.choose.key),
-            rows,
+            new,
             lambda size: NodeInputs(size, width, device, row_shapes(states(), self.most_given)),
-            partial(model.fill, new=new),
-            partial(model.as_recorded, self._read),
-            model.cache,
+            self._read,
             width + self.num_tokens - 1 + (0 if more is None else model.most_committed),
         )
-        if captured is None:
+        if output is None:
             return None
-        following, model.attention_layers = captured.output
+        (following,) = output
         if isinstance(counts, list):
             model.cache.plan_write(num_given)
             model.cache.commit(counts)
@@ -184,7 +183,10 @@ class Continuing:
         tokens, topology, draft = inputs.read()
         count = draft.num_nodes + 1
         if self.ends is not None:
-            model.see_ends(*self.ends)
+            # The first slots of each text and the last committed ones.
+            num_first, window = self.ends
+            texts, model.starts = model.starts, torch.maximum(model.starts, model.cache.lengths - window)
+            model.beginning = Beginning(texts, num_first, num_first + window)
         uniforms = None if self.choose.stack is None else inputs.keys.drafts_after(count, self.num_tokens)
         if self.mask_token is not None:
             places = torch.arange(tokens.shape[1], device=count.device)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,9 @@ from ..layers.rope import RotaryAngles, has_static_frequencies
 from ..layers.structure import form_of
 from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch, takes_trees
 from .cache import SlotCache
+from .forward import SlotNodes, SlotOutput
 from .masks import FULL, node_masks
-from .model import SlotModel, SlotOutput
+from .model import SlotModel
 from .uncompiled import Uncompiled
 
 
@@ -45,26 +46,23 @@ def slot_model(
     states: tuple[int | str, ...] = (),
     forward_kwargs: dict[str, Any] | None = None,
 ) -> SlotModel:
-    """The fastest way to drive `model` over slots; the arguments are those of [`SlotModel`].
-
-    Raises:
-        UnsupportedModelError: The model's attention cannot take masks of a draft.
-    """
+    """The fastest way to drive `model` over slots; the arguments are those of [`SlotModel`]."""
     with ExitStack() as if_it_fails:
         uncompiled = Uncompiled(model)
         if_it_fails.callback(uncompiled.close)
         if not forward_kwargs and has_lean_forward(model):
-            made = FunctionalSlotModel(model, cache, states)
+            slots: SlotModel = LeanModel(model, cache, states)
         else:
             attention_switch(model)  # before anything is read
-            made = SlotModel(model, cache, states, forward_kwargs)
+            slots = SlotModel(model, cache, states, forward_kwargs)
         if_it_fails.pop_all()
-    made.uncompiled = uncompiled
-    return made
+    if uncompiled.has_modules:
+        slots.parts.append(uncompiled)
+    return slots
 
 
 def has_lean_forward(model: PreTrainedModel) -> bool:
-    """Tells whether `FunctionalSlotModel` computes exactly what the model's own forward does."""
+    """Tells whether `LeanModel` computes exactly what the model's own forward does."""
     if not has_known_layers(model):
         return False
     decoder, implementation = model.get_decoder(), model.config._attn_implementation
@@ -86,7 +84,7 @@ def has_lean_forward(model: PreTrainedModel) -> bool:
 
 
 def has_known_layers(model: PreTrainedModel) -> bool:
-    """Tells whether `FunctionalSlotModel` can run the model, as far as nobody has hooked or changed its modules."""
+    """Tells whether `LeanModel` can run the model, as far as nobody has hooked or changed its modules."""
     config = model.config
     if not is_published(type(model)) or form_of(model, "model") is None:
         return False
@@ -101,7 +99,7 @@ def has_known_layers(model: PreTrainedModel) -> bool:
     return all(map(is_known_layer, decoder.layers))
 
 
-def _rope_parameters(config) -> dict:
+def _rope_parameters(config: Any) -> dict[str, Any]:
     """The settings of the rotary embeddings, by type of layer where each has its own."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return parameters if all(isinstance(part, dict) for part in parameters.values()) else {"": parameters}
@@ -117,18 +115,12 @@ def _called_as_they_are(decoder: Any) -> Iterator[nn.Module]:
 
 
 @dataclass(frozen=True)
-class ReadAhead:
-    """Nodes that a model's first layers have read already, after the committed slots.
-
-    Attributes:
-        num_layers (`int`): Those layers.
-        tokens (`torch.LongTensor` of shape `(R, N)`): The nodes, the anchor first.
-        states (`torch.Tensor` of shape `(R, N, H)`): Their states after these layers.
-    """
+class EnteredNodes:
+    """Nodes after the committed slots, a chain, that a model's first layers have read already."""
 
     num_layers: int
-    tokens: torch.LongTensor
-    states: torch.Tensor
+    tokens: torch.LongTensor  # (R, N), the anchor first
+    states: torch.Tensor  # (R, N, H), after these layers
 
     def fits(self, tokens: torch.LongTensor, topology: TreeTopology) -> bool:
         """Tells if a forward reads them: a chain `(R, T)` that begins alike."""
@@ -136,14 +128,10 @@ class ReadAhead:
         return topology.is_chain and torch.equal(tokens[:, :count], self.tokens[:, :count])
 
 
-class FunctionalSlotModel(SlotModel):
-    """Drives a model for which `has_lean_forward` holds. Its prompt goes through the model's own forward.
+class LeanModel(SlotModel):
+    """Drives a model for which `has_lean_forward` holds. Its prompt goes through the model's own forward."""
 
-    Attributes:
-        ahead (`ReadAhead`, *optional*): Nodes that the next forward need not read from the first layer on.
-    """
-
-    ahead: ReadAhead | None = None
+    entered: EnteredNodes | None = None  # nodes that the next forward need not read from the first layer on
 
     def __init__(self, model: torch.nn.Module, cache: SlotCache, states: tuple[int | str, ...] = ()):
         super().__init__(model, cache, states)
@@ -159,8 +147,8 @@ class FunctionalSlotModel(SlotModel):
         # That of the head may be packed.
         weight = self._embedding.weight
         self._fits_kernel = weight.dtype in DTYPES and attention.head_dim <= MAX_HEAD_SIZE
-        if self._fits_kernel and use_triton(weight):
-            self.reading_prompts: Any = self._reading_prompts
+        # The kernel reads prompts that would need a mask, such as padded ones, without any.
+        self._reads_prompts_by_kernel = self._fits_kernel and use_triton(weight)
         self._has_full_span = all(span == FULL for span in self.profile.spans)
         types = self.profile.layer_types
         kinds = getattr(model.config, "layer_types", None) or [""] * len(self._layers)
@@ -175,9 +163,12 @@ class FunctionalSlotModel(SlotModel):
         self._divisor: Any = model_form.divisor and getattr(model.config, model_form.divisor)
         self._has_experts = not all(isinstance(layer.mlp, GatedMLP) for layer in self._layers)
 
-    def _reading_prompts(self) -> AbstractContextManager[None]:
-        """Lets the kernel read prompts that would need a mask, such as padded ones, without any."""
-        return self._attention(VerificationForward(reads_prompts=True))
+    @contextmanager
+    def reading_prompts(self, nodes: SlotNodes) -> Iterator[None]:
+        attention = VerificationForward(reads_prompts=True)
+        by_kernel = self._attention(attention) if self._reads_prompts_by_kernel else nullcontext()
+        with super().reading_prompts(nodes), by_kernel:
+            yield
 
     @property
     def num_layers(self) -> int:
@@ -188,38 +179,37 @@ class FunctionalSlotModel(SlotModel):
         """Lets the first layers run alone, in front of norm and head; `None`: all."""
         self._layers = self._layers[:count]
 
-    def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
-        if self.graphs is not None and (replayed := self._replay_nodes(tokens, topology, logits_from)) is not None:
-            return replayed
-        (ahead, self.ahead), first_layer = (self.ahead, None), 0
-        if ahead is not None and ahead.fits(tokens, topology):
-            tokens, first_layer = self._entering(ahead, tokens), ahead.num_layers
-        rows, tree = self._place(tokens, topology)
-        is_uniform, nodes, columns = rows.is_uniform, tokens.shape[1], self.cache.plan.columns
-        spans = self.profile.spans
-        self.attention_layers: Counter[str] = Counter({} if tree is None else {TREE_KERNEL: len(self._layers)})
-        if tree is not None:
-            masks = [TreeMask(tree, span) for span in spans]
-        elif nodes == 1 and is_uniform and self._has_full_span:
+    def run(self, nodes: SlotNodes, logits_from: int) -> SlotOutput:
+        tokens, first_layer = nodes.tokens, 0
+        entered = self.entered
+        self.entered = None
+        if entered is not None and entered.fits(tokens, nodes.topology):
+            tokens, first_layer = self._entering(entered, tokens), entered.num_layers
+        rows, spans, num_nodes = nodes.rows, self.profile.spans, tokens.shape[1]
+        self.attention_layers = Counter() if nodes.tree is None else Counter({TREE_KERNEL: len(self._layers)})
+        masks: list[Any]
+        if nodes.tree is not None:
+            masks = [TreeMask(nodes.tree, span) for span in spans]
+        elif num_nodes == 1 and rows.is_uniform and self._has_full_span:
             # One new token in rows of equal length sees every slot.
             masks = [None] * len(spans)
         else:
             # The query heads of a group become further positions of their key/value head.
-            repeats = self._groups if nodes > 1 else 1
-            masks = node_masks(topology, rows, columns, spans, self._mask_dtype, repeats)
+            repeats = self._groups if num_nodes > 1 else 1
+            masks = node_masks(nodes.topology, rows, nodes.columns, spans, self._mask_dtype, repeats)
         positions = None
-        if topology.is_chain and is_uniform and len(set(self.leads)) == 1:
-            first = self.cache.lengths[0] + self.leads[0]
-            if self.max_position is None or first + nodes <= self.max_position + 1:
-                positions = slice(first, first + nodes)
+        if nodes.topology.is_chain and rows.is_uniform and len(set(self.leads)) == 1:
+            first = rows.lengths[0] + self.leads[0]
+            if self.max_position is None or first + num_nodes <= self.max_position + 1:
+                positions = slice(first, first + num_nodes)
         if positions is None:
-            positions = self.positions(topology, rows)
-        bound = columns + max(self.leads) if self.cache.columns is None else None
-        return self._run(tokens, positions, masks, bound, logits_from, first_layer)
+            positions = nodes.positions
+        bound = nodes.columns + max(self.leads) if rows.are_known else None
+        return self._run_layers(tokens, positions, masks, bound, logits_from, first_layer)
 
-    def _entering(self, ahead: ReadAhead, tokens: torch.LongTensor) -> torch.Tensor:
+    def _entering(self, entered: EnteredNodes, tokens: torch.LongTensor) -> torch.Tensor:
         """States `(R, T, H)` of a chain that enter the layers after those that have read its first nodes."""
-        known = ahead.states[:, : tokens.shape[1]]
+        known = entered.states[:, : tokens.shape[1]]
         rest = tokens[:, known.shape[1] :]
         if not rest.shape[1]:
             return known
@@ -227,36 +217,38 @@ class FunctionalSlotModel(SlotModel):
         try:
             # What has been read lies in the slots, as if it were committed.
             self.cache.lengths = [length + known.shape[1] for length in lengths]
-            self._layers, self.states = layers[: ahead.num_layers], (ahead.num_layers,)
-            output = self.forward(rest, chain_topology(rest.shape[1] - 1, rest.device), logits_from=rest.shape[1])
-            return torch.cat((known, output.hidden_states[ahead.num_layers]), dim=1)
+            self._layers, self.states = layers[: entered.num_layers], (entered.num_layers,)
+            topology = chain_topology(rest.shape[1] - 1, rest.device)
+            output = self.forward(rest, topology, logits_from=rest.shape[1])
+            return torch.cat((known, output.hidden_states[entered.num_layers]), dim=1)
         finally:
             self.cache.lengths, self._layers, self.states = lengths, layers, states
+            self.cache.plan_write(tokens.shape[1])
 
-    def _run(
+    def _run_layers(
         self,
-        tokens: torch.LongTensor,
+        tokens: torch.Tensor,
         positions: torch.LongTensor | slice,
-        masks: list,
-        bound: int | None = None,
-        logits_from: int = 0,
-        first_layer: int = 0,
+        masks: list[Any],
+        bound: int | None,
+        logits_from: int,
+        first_layer: int,
     ) -> SlotOutput:
         """Reads tokens `(R, T)` or embeddings `(R, T, H)` into the slots of the plan, seen as each span's mask says.
 
-        Args:
-            positions, bound: As for [`RotaryAngles`].
-            logits_from (`int`): The first node whose logits are wanted.
-            first_layer (`int`): The first layer that runs. If it is a later one, the states that enter it are read.
+        Positions and their bound are as for [`RotaryAngles`]. Where the first layers have run, the states that leave
+        them are read.
         """
-        is_plain, pending = type(self._embedding) is nn.Embedding, None
         if tokens.is_floating_point():
             stream = tokens
+        elif type(self._embedding) is nn.Embedding:
+            stream = F.embedding(tokens, self._embedding.weight)
         else:
-            stream = F.embedding(tokens, self._embedding.weight) if is_plain else self._embedding(tokens)
+            stream = self._embedding(tokens)
         stream = stream if self._factor is None or first_layer else stream * self._factor
         every_angle = {kind: angles(positions, stream, bound) for kind, angles in self._angles.items()}
-        states = {}
+        states: dict[int | str, torch.Tensor] = {}
+        pending = None
         with fast_products(self.model) if self._has_experts else nullcontext():
             for index, layer in enumerate(self._layers[first_layer:], first_layer):
                 if index in self.states:
@@ -270,17 +262,14 @@ class FunctionalSlotModel(SlotModel):
         if logits_from >= stream.shape[1]:
             # The states alone are wanted.
             return SlotOutput(stream[:, logits_from:], states)
-        if "last" not in self.states:
-            # Sums and norms of nodes without logits are spared.
-            stream = stream[:, logits_from:]
-            pending = None if pending is None else pending._replace(read=pending.read[:, logits_from:])
         if "last" in self.states:
             states["last"] = added_and_normed(stream, pending, self._norm)[1]
             normed = states["last"][:, logits_from:]
         else:
-            normed = added_and_normed(stream, pending, self._norm, may_wait=True)[1]
+            # Sums and norms of nodes without logits are spared.
+            pending = None if pending is None else pending._replace(read=pending.read[:, logits_from:])
+            normed = added_and_normed(stream[:, logits_from:], pending, self._norm, may_wait=True)[1]
         logits = project(self._head, normed)
         logits = logits if self._divisor is None else logits / self._divisor
-        return SlotOutput(
-            logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap, states
-        )
+        logits = logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        return SlotOutput(logits, states)

@@ -26,7 +26,7 @@ from ..transfers import upload
 from .cache import SlotCache
 from .following import Choose, Continuing, Following
 from .graphs import CallGraphs
-from .lean import FunctionalSlotModel, ReadAhead, has_known_layers
+from .lean import EnteredNodes, LeanModel, has_known_layers
 from .model import SlotModel
 
 
@@ -64,7 +64,7 @@ class OwnDrafts:
 
     def __init__(self, num_layers: int | None = None, num_sinks: int = 0, window: int | None = None):
         self.num_layers, self.num_sinks, self.window = num_layers, num_sinks, window
-        self._lean: FunctionalSlotModel | None = None
+        self._lean: LeanModel | None = None
         self._following: Following | None = None
 
     @contextmanager
@@ -83,7 +83,7 @@ class OwnDrafts:
         if self.window is not None:
             model.cache, model.leads = self._seen(target, model.num_layers, room)
             model.starts, model.hidden = [0] * len(target.starts), None
-        can_go_on = self.window is None and isinstance(target, FunctionalSlotModel) and target.graphs is None
+        can_go_on = self.window is None and isinstance(target, LeanModel) and target.graphs is None
         can_go_on = can_go_on and not target.states
         model.states = (model.num_layers,) if can_go_on else ()
         lengths, device = list(target.cache.lengths), model.model.device
@@ -97,12 +97,11 @@ class OwnDrafts:
             return output.logits[:, -1]
 
         try:
-            with target.adapting():
-                yield next_logits
+            yield next_logits
         finally:
             target.cache.lengths = lengths
         if read:
-            target.ahead = ReadAhead(model.num_layers, *(torch.cat(parts, dim=1) for parts in zip(*read)))
+            target.entered = EnteredNodes(model.num_layers, *(torch.cat(parts, dim=1) for parts in zip(*read)))
 
     def at_once(
         self,
@@ -126,8 +125,7 @@ class OwnDrafts:
         model, lengths, num_replays = self._layers_of(target), list(target.cache.lengths), graphs.num_replays
         model.states, model.graphs, model.most_committed = (), graphs, target.most_committed
         try:
-            with target.adapting():
-                following = drafting.run(model, anchors[:, None], [1] * len(anchors), keys, more=more)
+            following = drafting.run(model, anchors[:, None], [1] * len(anchors), keys, more=more)
         finally:
             target.cache.lengths = lengths
         if following is None or graphs.num_replays == num_replays:
@@ -136,21 +134,21 @@ class OwnDrafts:
         self._following = Following(*(None if values is None else values.clone() for values in following))
         return self._following
 
-    def _layers_of(self, target: SlotModel) -> FunctionalSlotModel:
+    def _layers_of(self, target: SlotModel) -> LeanModel:
         """The layers, over the target's slots."""
         model = copy.copy(self._driver(target))
         model.starts, model.leads, model.hidden = target.starts, target.leads, target.hidden
-        model.max_position = target.max_position
+        model.max_position, model.parts = target.max_position, target.parts
         # Graphs of single forwards are those of the whole target.
         model.graphs, model.cache = None, target.cache
         model.keep_layers(self.num_layers)
         return model
 
-    def _driver(self, target: SlotModel) -> FunctionalSlotModel:
-        if isinstance(target, FunctionalSlotModel) and not target.states:
+    def _driver(self, target: SlotModel) -> LeanModel:
+        if isinstance(target, LeanModel) and not target.states:
             return target
         if self._lean is None or self._lean.model is not target.model:
-            self._lean = FunctionalSlotModel(target.model, target.cache)
+            self._lean = LeanModel(target.model, target.cache)
         return self._lean
 
     def _seen(self, target: SlotModel, num_layers: int, room: int) -> tuple[SlotCache, list[int]]:

@@ -9,7 +9,7 @@ Shapes: B rows of the call, P tokens of the given prompts, S slots that the prom
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -19,13 +19,14 @@ import torch
 from transformers.generation import GenerationMixin
 
 from ..errors import UnsupportedModelError
-from ..kernels.products import fast_products
 from ..protocol import Prompt
 from ..target_facts import cache_name_among, decoder_layers, forward_arguments, layers_owner
 from .cache import check_room
 from .facts import ModelProfile, model_profile
+from .forward import SlotNodes
 from .model import SlotModel
 from .parts.positions import PositionCounter
+from .parts.reading_again import ReadingAgain
 from .parts.rotary import ChangingRotary, changing_rotary
 from .parts.source import Source
 from .request import Request
@@ -64,15 +65,14 @@ def read_prompts(
     check_room(kwargs.get(target.profile.cache_name), request.batch_size, given + room)
     if target.profile.has_encoder:
         target.see(Source.of_call(model, kwargs, request.source_inputs))
+    nodes = SlotNodes(input_ids)
     kwargs[target.profile.cache_name] = target.forward_cache
     first = {} if request.between_chunks is None else _read_first_chunks(request, target, kwargs)
     # The prompts may be read in chunks.
     with (
         target.taps.captured(joined=True) as states,
         watched_prefill(model) as received,
-        fast_products(model),
-        target.reading_prompts(),
-        target.adapting(),
+        target.reading_prompts(nodes),
     ):
         output = model._prefill(input_ids, request.generation_config, kwargs)
     if received.cache not in (None, target.forward_cache):
@@ -94,7 +94,9 @@ def read_prompts(
     # With the code of transformers and PEFT whole texts are compared in the tests.
     if model.prepare_inputs_for_generation.__module__.partition(".")[0] not in ("transformers", "peft"):
         _ask_for_following(request, target, output, kwargs, inputs, room)
-    continuation.start_slots(target, range(request.batch_size))
+    parts = (continuation.counter, continuation.rotary, ReadingAgain.of(request, target, continuation))
+    own_parts = [part for part in parts if part is not None]
+    target.start_slots(continuation.starts, continuation.offsets, continuation.hidden, own_parts)
     # The last token is never read.
     target.max_position = max(continuation.next_positions) + room - 2
     return output, states, continuation
@@ -118,12 +120,7 @@ def _read_first_chunks(request: Request, target: SlotModel, kwargs: dict[str, An
     columns = [name for name, value in kwargs.items() if torch.is_tensor(value) and value.shape[-1:] == (length,)]
     for end in range(request.chunk_size, length, request.chunk_size):
         part = {**kwargs, **{name: kwargs[name][..., :end] for name in columns}}
-        with (
-            target.taps.captured(joined=True) as states,
-            fast_products(model),
-            target.reading_prompts(),
-            target.adapting(),
-        ):
+        with target.taps.captured(joined=True) as states, target.reading_prompts(SlotNodes(input_ids)):
             model._prefill(input_ids[:, :end], request.generation_config, part)
         for key, parts in first.items():
             parts.append(states[key])
@@ -328,12 +325,6 @@ class Continuation:
     def next_positions(self) -> list[int]:
         """Position of the first token of each row."""
         return [self.num_slots - start + offset for start, offset in zip(self.starts, self.offsets)]
-
-    def start_slots(self, target: SlotModel, rows: Sequence[int]) -> None:
-        """Ends the prefill of a target whose cache holds these rows."""
-        hidden = None if self.hidden is None else self.hidden[list(rows)]
-        starts, offsets = ([values[row] for row in rows] for values in (self.starts, self.offsets))
-        target.start_slots(starts, offsets, hidden, self.counter, self.rotary and self.rotary.of_rows(list(rows)))
 
     def prompt(
         self, input_ids: torch.LongTensor, states: dict[Any, torch.Tensor], source: Source | None = None

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..layers.known import modules_of
 from ..threads import Lock, is_of_class
+from .forward import Part
 
 
 # What a call of a module may run: `compile()` leaves the first, accelerate's hooks keep the last.
@@ -24,7 +25,7 @@ _set_aside: WeakKeyDictionary[nn.Module, tuple[set[int], dict[str, tuple[Any, An
 _lock = Lock()
 
 
-class Uncompiled:
+class Uncompiled(Part):
     """Has the modules of a model uncompiled until it is closed or forgotten; several calls share them."""
 
     def __init__(self, model: nn.Module):
@@ -37,6 +38,11 @@ class Uncompiled:
                     self._modules.append(module)
                     if not _set_it_aside(module, id(self)):
                         self._modules.pop()
+
+    @property
+    def has_modules(self) -> bool:
+        """Tells whether there are compiled modules."""
+        return bool(self._modules)
 
     def close(self) -> None:
         """Has them compiled again. Where it is interrupted, it can be called again."""

@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdec import record
 from hf_specdec.logits import verifier
 from hf_specdec.loop import loop, reporting
-from hf_specdec.target.lean import FunctionalSlotModel
+from hf_specdec.target.lean import LeanModel
 from tests.helpers.levels import in_full
 from tests.helpers.models import prompts, scripted_for, tiny_llama
 
@@ -156,7 +156,7 @@ def test_error_in_the_next_forward(does, defer, monkeypatch):
     """Tokens that were committed before it are streamed and counted."""
     model, inputs, forwards = tiny_llama(), prompts(1), []
     plain = model.generate(**inputs, **GREEDY)
-    forward = FunctionalSlotModel.forward
+    forward = LeanModel.forward
 
     def failing(self, *args):
         forwards.append(1)
@@ -164,7 +164,7 @@ def test_error_in_the_next_forward(does, defer, monkeypatch):
             raise torch.OutOfMemoryError("no more of it")
         return forward(self, *args)
 
-    monkeypatch.setattr(FunctionalSlotModel, "forward", failing)
+    monkeypatch.setattr(LeanModel, "forward", failing)
     defer(does)
     streamer = Streamer()
     with record(trace=True) as made, pytest.raises(torch.OutOfMemoryError):

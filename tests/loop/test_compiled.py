@@ -14,7 +14,7 @@ from hf_specdec import demo, generate_many
 from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.target.cache import SlotCache
 from hf_specdec.target.graphs import call_graphs
-from hf_specdec.target.lean import FunctionalSlotModel, slot_model
+from hf_specdec.target.lean import LeanModel, slot_model
 from hf_specdec.target.uncompiled import Uncompiled, _set_aside
 from tests.helpers.interruptions import interrupted_everywhere
 from tests.helpers.levels import in_full, slow
@@ -110,7 +110,7 @@ def test_lean_layers_and_graphs_are_those_of_a_model_that_is_not_compiled():
     model = compiled(tiny_llama(), "forward", **WHOLE)
     model.model.layers[0].mlp.compile(**WHOLE)
     target = slot_model(model, SlotCache(4))
-    assert type(target) is FunctionalSlotModel
+    assert type(target) is LeanModel
     assert "compiled" not in str(call_graphs(model))
     target.close()
 

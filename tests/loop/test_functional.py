@@ -7,7 +7,7 @@ from transformers import LlamaForCausalLM
 
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.target.cache import SlotCache
-from hf_specdec.target.lean import FunctionalSlotModel, has_lean_forward, slot_model
+from hf_specdec.target.lean import LeanModel, has_lean_forward, slot_model
 from hf_specdec.target.model import SlotModel
 from tests.helpers.architectures import tiny_model
 from tests.helpers.levels import full, split
@@ -91,7 +91,7 @@ def outputs_of(kind, model, starts, offsets=None, capacity=12, forwards=6, max_p
 def assert_same_bits(model, starts, lean_capacity=12, **how):
     assert has_lean_forward(model) or torch.is_autocast_enabled("cpu")
     own = outputs_of(SlotModel, model, starts, **how)
-    lean = outputs_of(FunctionalSlotModel, model, starts, **{**how, "capacity": lean_capacity})
+    lean = outputs_of(LeanModel, model, starts, **{**how, "capacity": lean_capacity})
     assert all(torch.isfinite(output).all() for output in own)
     assert all(map(torch.equal, lean, own))
 
@@ -139,7 +139,7 @@ def test_same_bits_of_single_tokens_and_of_rows_that_leave():
             driver.cache.commit([1 + row % 3 for row in range(rows)])
             driver.keep_rows(keep)
 
-    assert all(map(torch.equal, drive(FunctionalSlotModel), drive(SlotModel)))
+    assert all(map(torch.equal, drive(LeanModel), drive(SlotModel)))
 
 
 def test_logits_of_the_last_nodes():
@@ -150,7 +150,7 @@ def test_logits_of_the_last_nodes():
         driver.prefill(prompts(2)["input_ids"], [0, 2])
         return driver.forward(tokens_of(2, 5), chain_topology(4, CPU), **wanted)
 
-    for kind, states in ((SlotModel, ()), (SlotModel, ("last", 1)), (FunctionalSlotModel, ("last", 1))):
+    for kind, states in ((SlotModel, ()), (SlotModel, ("last", 1)), (LeanModel, ("last", 1))):
         every, last = forward(kind, states), forward(kind, states, logits_from=3)
         assert last.logits.shape[:2] == (2, 2)
         torch.testing.assert_close(last.logits, every.logits[:, 3:])
@@ -204,7 +204,7 @@ HARMLESS_CHANGES = (
 def test_changed_models_run_their_own_forward(monkeypatch):
     for change in (*CHANGES.values(), *HARMLESS_CHANGES):
         model = tiny_llama()
-        assert type(slot_model(model, SlotCache(4))) is FunctionalSlotModel
+        assert type(slot_model(model, SlotCache(4))) is LeanModel
         change(model)
         assert type(slot_model(model, SlotCache(4))) is SlotModel
     model = tiny_llama()
@@ -243,7 +243,7 @@ def test_which_models_have_a_lean_forward():
         assert not has_lean_forward(model.eval())
     model = tiny_llama()
     assert has_lean_forward(tiny_llama().to("meta"))
-    assert type(slot_model(model, SlotCache(4), states=("last", 1))) is FunctionalSlotModel
+    assert type(slot_model(model, SlotCache(4), states=("last", 1))) is LeanModel
     assert type(slot_model(model, SlotCache(4), forward_kwargs={"output_hidden_states": True})) is SlotModel
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not has_lean_forward(model)

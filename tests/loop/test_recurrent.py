@@ -23,7 +23,7 @@ from hf_specdec.target.model import SlotModel
 from hf_specdec.target.parts.linear_attention import read_nodes
 from hf_specdec.target.parts.nodes import Nodes
 from hf_specdec.target.parts.recurrences import over_nodes, reads_nodes
-from hf_specdec.target.parts.recurrent import mixers
+from hf_specdec.target.parts.recurrent import RecurrentLayers, mixers
 from tests.helpers.architectures import empty_model, tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.levels import full, in_full, split
@@ -86,7 +86,7 @@ class Plain:
         return torch.cat([self.read([token]) for token in tokens])
 
     def assert_same_states(self, driver: SlotModel, row: int) -> None:
-        states = driver.recurrent.row_states(row)
+        states = driver.find(RecurrentLayers).row_states(row)
         assert states
         for layer_idx, state in states.items():
             theirs = self.cache.layers[layer_idx]
@@ -177,11 +177,11 @@ def test_going_back_to_a_mark(models, name):
     driver.commit([3, 1, 2])
     for plain_row, new, count in zip(rows, read, (3, 1, 2)):
         plain_row.step(new[:count])
-    mark = driver.recurrent.mark()
+    mark = driver.find(RecurrentLayers).mark()
     for _ in range(3):
         driver.forward(torch.tensor([random_tokens(1, draw) for _ in rows]), chain_topology(0, CPU))
         driver.commit([1, 1, 1])
-    driver.recurrent.return_to(mark)
+    driver.find(RecurrentLayers).return_to(mark)
     for row, plain_row in enumerate(rows):
         plain_row.assert_same_states(driver, row)
 

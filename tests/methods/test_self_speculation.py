@@ -13,7 +13,7 @@ from hf_specdec.drafts import chain_topology, static_topology
 from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.layers.llama import DecoderLayer
 from hf_specdec.target.graphs import forget_graphs
-from hf_specdec.target.lean import ReadAhead
+from hf_specdec.target.lean import EnteredNodes
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import nothing_runs, prompts, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.helpers.own_drafts import GREEDY, assert_own_drafts, drafted_call, drafts_in
@@ -53,7 +53,7 @@ def test_verification_goes_on_from_the_drafts(monkeypatch):
     assert set(nodes_of_first) == {1}
     assert max(nodes_of_last) == 4
     assert sum(nodes_of_first) == sum(nodes_of_last)
-    monkeypatch.setattr(ReadAhead, "fits", lambda *arguments: False)
+    monkeypatch.setattr(EnteredNodes, "fits", lambda *arguments: False)
     _, again = drafted_call(target, prompts(3), {"speculative": EXIT})
     assert call.cycles == again.cycles
     assert call.stats.num_accepted_tokens > 0
@@ -61,7 +61,7 @@ def test_verification_goes_on_from_the_drafts(monkeypatch):
 
 def test_other_tokens_than_those_drafted_are_read_from_the_beginning():
     target = tiny_llama()
-    ahead, chain = ReadAhead(1, torch.tensor([[5, 6]]), torch.zeros(1, 2, 32)), chain_topology(2, target.device)
+    ahead, chain = EnteredNodes(1, torch.tensor([[5, 6]]), torch.zeros(1, 2, 32)), chain_topology(2, target.device)
     assert ahead.fits(torch.tensor([[5, 6, 7]]), chain)
     assert ahead.fits(torch.tensor([[5]]), chain_topology(0, target.device))
     assert not ahead.fits(torch.tensor([[5, 7, 7]]), chain)

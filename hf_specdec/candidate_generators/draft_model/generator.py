@@ -42,6 +42,7 @@ from ...target.following import Choose, Continuing, Following
 from ...target.graphs import call_graphs
 from ...target.lean import slot_model
 from ...target.model import SlotModel
+from ...target.parts.recurrent import RecurrentLayers
 from ...transfers import PendingRead, last_of_each, upload
 from ...validation import Options, draft_sample_method_field, parallel_drafting_field, setting
 from ..base import CandidateGenerator
@@ -287,7 +288,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if not self.rows:
             return
         self.texts = [texts[row] for row in self.rows]
-        self.model.see(self._sources.source(prompt.source, self.rows))
+        if (source := self._sources.source(prompt.source, self.rows)) is not None:
+            self.model.see(source)
         ahead = 2 * self.num_speculative_tokens + 1
         self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + ahead
         most_fed = _MOST_PENDING if self.mask_token is None else 2 * self.num_speculative_tokens
@@ -339,7 +341,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             self.model.cache.lengths[index] -= num_fed - kept
             text.num_fed = 0
         if self.mark is not None:
-            self.model.recurrent.return_to(self.mark)
+            self.model.find(RecurrentLayers).return_to(self.mark)
             self.mark = None
 
     def propose(self, step: DraftStep) -> DraftTree:
@@ -512,8 +514,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             tokens = self.states.embed(tokens, self._pending_states(width))
         output = self.model.forward(tokens, chain_topology(width - 1, self.device), logits_from=known)
         self.model.commit(counts)
-        if self.model.recurrent is not None:
-            self.mark = self.model.recurrent.mark()
+        if (recurrent := self.model.find(RecurrentLayers)) is not None:
+            self.mark = recurrent.mark()
         for text in self.texts:
             text.pending, text.states = [], []
         if not num_masks:

@@ -10,13 +10,15 @@ Shapes: B rows of the call, R active rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
 from ...errors import SpecConfigError, shown
+from ...transfers import select_rows
+from ..forward import Part, SlotNodes
 
 
 _KEY = "adapter_names"
@@ -90,6 +92,37 @@ class RowAdapters:
     def _tell(self, values: list[list[str] | None]) -> None:
         for (hook, _), value in zip(self._given, values):
             hook.keywords[_KEY] = value
+
+
+class RowInputs(Part):
+    """What the target reads of each row beside its tokens, the same for all of them.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        values (`dict[str, torch.Tensor]`): Arguments of its forward, and [`ADAPTED_ROW`], each `(R, 1)`.
+    """
+
+    def __init__(self, model: torch.nn.Module, values: dict[str, torch.Tensor]):
+        self.model = model
+        self.values = values
+
+    def reading(self, nodes: SlotNodes) -> AbstractContextManager[None]:
+        if nodes.topology is not None:
+            repeated = {name: values for name, values in self.values.items() if name != ADAPTED_ROW}
+            nodes.inputs |= {name: values.expand(-1, nodes.tokens.shape[1]) for name, values in repeated.items()}
+        return self.told(range(len(nodes.tokens)))
+
+    def told(self, rows: Sequence[int]) -> AbstractContextManager[None]:
+        """Tells adapted layers, inside the block, which adapters these of the rows have."""
+        if ADAPTED_ROW not in self.values:
+            return nullcontext()
+        return RowAdapters.of(self.model).of_rows(self.values[ADAPTED_ROW][list(rows), 0])
+
+    def keep_rows(self, keep: list[int]) -> None:
+        self.values = {name: select_rows(values, keep) for name, values in self.values.items()}
+
+    def join(self, other: RowInputs, num_rows: int) -> None:
+        self.values = {name: torch.cat([values, other.values[name]]) for name, values in self.values.items()}
 
 
 class AdapterChoice:

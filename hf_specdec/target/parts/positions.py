@@ -14,27 +14,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Container, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
-from ...drafts import TreeTopology
 from ...errors import UnsupportedModelError
 from ...target_facts import forward_arguments
 from ...threads import OwnForwards
-from ..masks import RowState
+from ..forward import Part, SlotNodes
 
 
-class PositionCounter:
+class PositionCounter(Part):
     """Positions of tokens that a model's embedding counts by itself, from the number of its padding token on.
 
     Args:
         embedding (`nn.Module`): With transformers' `create_position_ids_from_input_ids`.
     """
+
+    why_eager = "its positions depend on the tokens"
 
     def __init__(self, embedding: torch.nn.Module):
         self.embedding = embedding
@@ -45,60 +45,19 @@ class PositionCounter:
         modules = (module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids"))
         return next(map(cls, modules), None)
 
-    def __call__(self, tokens: torch.LongTensor, slots: torch.LongTensor) -> torch.LongTensor:
-        """Positions `(R, T)` of tokens, each read alone after as many slots as `slots` `(R, T)` says."""
-        count = self.embedding.create_position_ids_from_input_ids
-        return count(tokens.reshape(-1, 1), self.embedding.padding_idx, slots.reshape(-1, 1)).view(tokens.shape)
+    def reading(self, nodes: SlotNodes) -> AbstractContextManager[None]:
+        """Has each node at the position that its token has when it is read alone after the slots in front of it."""
+        if nodes.topology is not None:
+            count = self.embedding.create_position_ids_from_input_ids
+            tokens, slots = nodes.tokens.reshape(-1, 1), nodes.slots.reshape(-1, 1)
+            nodes.positions = count(tokens, self.embedding.padding_idx, slots).view(nodes.tokens.shape)
+        return nullcontext()
 
 
-@dataclass
-class PlacedNodes:
-    """Nodes of a verification, for modules that count positions.
-
-    Attributes:
-        tokens (`torch.LongTensor` of shape `(R, T)`): Their tokens.
-        positions (`torch.LongTensor` of shape `(R, T)`): Where they stand.
-        topology (`TreeTopology`): Who sees whom among them.
-        rows (`RowState`): Where their rows stand.
-        max_position (`int`, *optional*): The largest position that any may have.
-    """
-
-    tokens: torch.LongTensor
-    positions: torch.LongTensor
-    topology: TreeTopology
-    rows: RowState
-    max_position: int | None = None
-
-    @property
-    def are_counted_right(self) -> bool:
-        """Tells whether positions that are counted from the slots are those of the nodes."""
-        return self.topology.is_chain and len(set(self.rows.lengths)) == 1
-
-    @property
-    def reach(self) -> range:
-        """Positions that nodes of as many depths may have, told without waiting for the device."""
-        firsts = [length + lead for length, lead in zip(self.rows.lengths, self.rows.leads)]
-        first, last = min(firsts), max(firsts) + self.tokens.shape[1] - 1
-        most = last if self.max_position is None else self.max_position
-        return range(min(first, most), min(last, most) + 1)
-
-    def slot_positions(self, columns: int) -> torch.LongTensor:
-        """Positions `(R, S)` of the slots as T5 counts them, those of the nodes among them."""
-        device = self.tokens.device
-        slots, lengths = torch.arange(columns, device=device), self.rows.lengths_on(device)[:, None]
-        depths = self.topology.depths.expand(self.tokens.shape)
-        node = (slots - lengths).clamp(0, depths.shape[1] - 1)
-        return torch.where(slots < lengths, slots, lengths + depths.gather(1, node))
-
-    def slots(self) -> torch.LongTensor:
-        """The slot `(R, T)` that each node takes when it is read as text."""
-        return self.rows.lengths_on(self.tokens.device)[:, None] + self.topology.depths
+_nodes: ContextVar[SlotNodes | None] = ContextVar("hf_specdec_nodes", default=None)
 
 
-_nodes: ContextVar[PlacedNodes | None] = ContextVar("hf_specdec_nodes", default=None)
-
-
-class CountedPositions:
+class CountedPositions(Part):
     """The modules of a decoder that count positions.
 
     Args:
@@ -121,15 +80,16 @@ class CountedPositions:
         return cls(embeddings, biases) if (embeddings or biases) and not is_own else None
 
     @contextmanager
-    def told(self, nodes: PlacedNodes) -> Iterator[None]:
-        """Inside of the block the decoder's forward, in this thread, places these nodes.
-
-        Raises:
-            UnsupportedModelError: A module has got a forward of its own since the model was first seen.
-        """
+    def reading(self, nodes: SlotNodes) -> Iterator[None]:
+        """Inside of the block the decoder's forward, in this thread, places these nodes."""
+        if nodes.topology is None:
+            yield
+            return
         token = _nodes.set(nodes)
+        # Positions that are counted from the slots may be those of the nodes.
+        are_counted_right = nodes.topology.is_chain and len(set(nodes.rows.lengths)) == 1
         try:
-            with self._vectors.in_place(), nullcontext() if nodes.are_counted_right else self._biases.in_place():
+            with self._vectors.in_place(), nullcontext() if are_counted_right else self._biases.in_place():
                 if not self._vectors.are_in_place:
                     raise UnsupportedModelError(
                         "The embedding of positions has got a forward of its own since the first speculative call, as "
@@ -163,7 +123,7 @@ def _vectors(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor
     if nodes is None:
         return own(module, *args, **kwargs)
     arguments = inspect.signature(own).bind(module, *args, **kwargs).arguments
-    reach, past_length = nodes.reach, _past_length_among(forward_arguments(type(module)))
+    reach, past_length = _reach(nodes), _past_length_among(forward_arguments(type(module)))
     call = {
         name: _in_a_row(name, value, len(reach), module)
         for name, value in list(arguments.items())[1:]
@@ -196,7 +156,7 @@ def _bias(module: torch.nn.Module, query_length: int, key_length: int, *args: An
     nodes = _nodes.get()
     if nodes is None:
         return type(module).compute_bias(module, query_length, key_length, *args, **kwargs)
-    distances = nodes.slot_positions(key_length)[:, None] - nodes.slots()[..., None]
+    distances = _slot_positions(nodes, key_length)[:, None] - nodes.slots[..., None]
     to_bucket = module._relative_position_bucket
     known = {
         "bidirectional": False,
@@ -206,3 +166,20 @@ def _bias(module: torch.nn.Module, query_length: int, key_length: int, *args: An
     # UMT5 asks itself for these.
     taken = {name: value for name, value in known.items() if name in inspect.signature(to_bucket).parameters}
     return module.relative_attention_bias(to_bucket(distances, **taken)).permute(0, 3, 1, 2)
+
+
+def _reach(nodes: SlotNodes) -> range:
+    """Positions that nodes of as many depths may have, told without waiting for the device."""
+    firsts = [length + lead for length, lead in zip(nodes.rows.lengths, nodes.rows.leads)]
+    first, last = min(firsts), max(firsts) + nodes.tokens.shape[1] - 1
+    most = last if nodes.max_position is None else nodes.max_position
+    return range(min(first, most), min(last, most) + 1)
+
+
+def _slot_positions(nodes: SlotNodes, columns: int) -> torch.LongTensor:
+    """Positions `(R, S)` of the slots as T5 counts them, those of the nodes among them."""
+    device = nodes.tokens.device
+    slots, lengths = torch.arange(columns, device=device), nodes.rows.lengths_on(device)[:, None]
+    depths = nodes.topology.depths.expand(nodes.tokens.shape)
+    node = (slots - lengths).clamp(0, depths.shape[1] - 1)
+    return torch.where(slots < lengths, slots, lengths + depths.gather(1, node))

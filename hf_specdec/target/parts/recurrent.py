@@ -11,22 +11,23 @@ Shapes: R rows, T nodes of a verification.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from ...drafts import TreeTopology
 from ...transfers import upload
 from ..cache import SlotCache
+from ..forward import Part, SlotNodes
 from .adapters import RowAdapters
 from .nodes import Nodes
 from .recurrences import over_nodes, reads_nodes
 from .recurrent_state import Reading, RecurrentState
 
 
-class RecurrentLayers:
+class RecurrentLayers(Part):
     """Recurrent layers of a model during one call.
 
     Args:
@@ -47,9 +48,12 @@ class RecurrentLayers:
         self._mixers = [_driver(module, self.states[number])(self, module, number) for module, number in known.items()]
 
     @contextmanager
-    def reading(self, topology: TreeTopology):
+    def reading(self, nodes: SlotNodes) -> Iterator[None]:
         """Lets a forward of the model read the nodes in the block; the states stay where they are."""
-        self.nodes = Nodes.of(topology)
+        if nodes.topology is None:
+            yield
+            return
+        self.nodes = Nodes.of(nodes.topology)
         with ExitStack() as hooks:
             hooks.enter_context(self._forwards.in_place())
             for mixer in self._mixers:
@@ -70,8 +74,7 @@ class RecurrentLayers:
         for state in self.states.values():
             state.put(state.rows(index))
 
-    def join(self, other: RecurrentLayers) -> None:
-        """Takes over the rows of another call after its own."""
+    def join(self, other: RecurrentLayers, num_rows: int) -> None:
         for layer, state in self.states.items():
             state.join(other.states[layer])
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from copy import copy
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import nn
 
 from ...errors import UnsupportedModelError
 from ...threads import OwnForwards
+from ..forward import Part, SlotNodes
 
 
 _KINDS = ("dynamic", "longrope")
@@ -103,7 +103,7 @@ def _is_changing(module: nn.Module) -> bool:
     return any(kind in _KINDS for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
 
 
-class ChangingRotary:
+class ChangingRotary(Part):
     """Rotary embeddings of a target during one call.
 
     Args:
@@ -112,6 +112,8 @@ class ChangingRotary:
         read_again_at (`int`, *optional*): Tokens of a text, padding among them, in front of the one at which plain
             generation reads all of it again.
     """
+
+    why_eager = "its rotary embedding changes with the length of the text"
 
     def __init__(self, modules: list[nn.Module], positions: list[int], read_again_at: int | None = None):
         self.read_again_at = read_again_at
@@ -122,9 +124,11 @@ class ChangingRotary:
         self._embeddings = [_Embedding(module) for module in modules]
         self._forwards = OwnForwards((one.module, one) for one in self._embeddings)
 
-    def reading(self, positions: torch.LongTensor) -> AbstractContextManager[None]:
-        """Gives nodes at the positions `(R, T)`, inside the block, the frequencies of their own lengths."""
-        return self._reading(positions + positions.new_tensor(self._leads)[:, None] + 1)
+    def reading(self, nodes: SlotNodes) -> AbstractContextManager[None]:
+        """Gives the nodes, inside the block, the frequencies of their own lengths."""
+        if nodes.topology is None:
+            return nullcontext()
+        return self._reading(nodes.positions + nodes.positions.new_tensor(self._leads)[:, None] + 1)
 
     def as_of(self, position: int, row: int, shape: torch.Size) -> AbstractContextManager[None]:
         """Gives tokens of a shape `(R, T)`, inside the block, the frequencies of one row's token at a position."""
@@ -139,16 +143,10 @@ class ChangingRotary:
         finally:
             _lengths.reset(token)
 
-    def commit(self, counts: list[int]) -> None:
+    def commit(self, counts: list[int], path: torch.LongTensor | None) -> None:
         """Takes note of how many tokens of each row were kept."""
         self._lengths = [length + count for length, count in zip(self._lengths, counts)]
         self._longest = max(self._longest, *self._lengths)
-
-    def of_rows(self, rows: list[int]) -> ChangingRotary:
-        """The same for some rows."""
-        some = copy(self)
-        some.keep_rows(rows)
-        return some
 
     def keep_rows(self, keep: list[int]) -> None:
         self._leads = [self._leads[row] for row in keep]

@@ -6,6 +6,7 @@ Shapes: B rows, N tokens or frames of the source, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,10 +16,11 @@ from transformers.utils import ModelOutput
 
 from ...transfers import select_rows
 from ..cache import SlotCache
+from ..forward import Part, SlotNodes
 
 
 @dataclass
-class Source:
+class Source(Part):
     """Sources of the rows of a call, as a model's decoder sees them.
 
     Attributes:
@@ -65,6 +67,17 @@ class Source:
             crossed = DynamicCache() if self.keys is None else self.keys.cross_attention_cache
             self.keys = EncoderDecoderCache(slots, crossed)
         return self.keys
+
+    def reading(self, nodes: SlotNodes) -> AbstractContextManager[None]:
+        nodes.inputs |= self.inputs
+        return nullcontext()
+
+    def keep_rows(self, keep: list[int]) -> None:
+        chosen = self.of_rows(keep)
+        self.inputs, self.given, self.token_lists = chosen.inputs, chosen.given, chosen.token_lists
+        if self.keys is not None and chosen.keys is not None:
+            # In the cache that the model knows.
+            self.keys.cross_attention_cache = chosen.keys.cross_attention_cache
 
     def without_keys(self) -> Source:
         """The same without keys and values: what others than the target itself read of it."""

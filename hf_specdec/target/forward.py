@@ -1,0 +1,101 @@
+"""What a forward over slots reads and returns, and what rare models and calls add to it.
+
+Shapes: R active rows, T nodes (anchor included), M most committed tokens of a row, N draft nodes, K best tokens after
+a node, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from .masks import RowState, node_positions
+
+
+if TYPE_CHECKING:
+    from ..drafts import TreeTopology
+    from ..kernels.tree_attention import SlotTree
+    from ..transfers import PackedTables
+
+
+@dataclass
+class SlotNodes:
+    """Nodes of a verification that a forward reads; without a topology the tokens of prompts."""
+
+    tokens: torch.Tensor  # (R, T), or embeddings (R, T, H)
+    topology: TreeTopology | None = None  # who sees whom among the nodes
+    rows: RowState = field(default_factory=lambda: RowState([], [], []))  # where the rows stand
+    columns: int = 0  # slots that are read
+    tree: SlotTree | None = None  # the nodes, where the tree attention kernel runs
+    max_position: Any = None  # last position id that a node may have
+    inputs: dict[str, Any] = field(default_factory=dict)  # further arguments of the model's own forward
+
+    @cached_property
+    def positions(self) -> torch.LongTensor:
+        """Position ids of the nodes, `(R, T)`; parts may set others."""
+        positions = node_positions(self.topology, self.rows)
+        return positions if self.max_position is None else positions.clamp(max=self.max_position)
+
+    @property
+    def slots(self) -> torch.LongTensor:
+        """The slot `(R, T)` that each node takes when it is read as text."""
+        return self.rows.lengths_on(self.tokens.device)[:, None] + self.topology.depths
+
+
+@dataclass
+class SlotOutput:
+    """Result of a forward over slots.
+
+    A graph that has judged the draft has an outcome: "accepted", "counts" `(R, 1)`, of the draft and in all;
+    "committed", "path" `(R, M)`, tokens and their nodes; "readable" `(R, M)`, "anchor" `(R, 1)`, tokens that
+    embeddings accept, and the last of each row; "num_nodes" `(R, 1)`, "tokens", "parents" `(R, N)`.
+    """
+
+    logits: torch.Tensor  # (R, T, V)
+    # The states asked for, each `(R, T, H)`; with an outcome `(R, M, H)`, along the path.
+    hidden_states: dict[int | str, torch.Tensor] = field(default_factory=dict)
+    all_hidden_states: tuple[torch.Tensor, ...] | None = None  # those of all layers
+    outcome: PackedTables | None = None
+    successors: torch.LongTensor | None = None  # of `with_successors`, (R, T, 1 + K), as asked for
+    may_fail: bool = True  # scores may leave no token to choose, so that the verdict is an error
+
+
+class Part:
+    """What a rare model or call adds to the forwards of a [`SlotModel`]: it follows the rows by these verbs."""
+
+    why_eager: ClassVar[str | None] = None  # why forwards with this part cannot run as graphs
+
+    def reading(self, nodes: SlotNodes) -> AbstractContextManager[Any]:
+        """The context of a forward that reads the nodes; may change the nodes and the inputs of the forward."""
+        return nullcontext()
+
+    def see(self, output: SlotOutput) -> None:
+        """Looks at what a verification has returned."""
+
+    def commit(self, counts: list[int], path: torch.LongTensor | None) -> None:
+        """Keeps what was accepted of the last forward; the arguments are those of [`SlotCache.commit`]."""
+
+    def keep_rows(self, keep: list[int]) -> None:
+        """Goes on with these rows, in this order."""
+
+    def join(self, other: Any, num_rows: int) -> None:
+        """Takes over the rows of the same part of another call after the `num_rows` that there are."""
+
+    def close(self) -> None:
+        """Ends the call."""
+
+    def depths(self, depths: list[int], more: int) -> list[int]:
+        """How deep the rows may draft, of what they may otherwise, once they have `more` tokens."""
+        return depths
+
+    def prepare(self, prefix: Callable[[int, list[int]], torch.LongTensor]) -> int:
+        """Brings rows up to date in front of a cycle, and counts the forwards that this takes.
+
+        The function says the first tokens of rows in the batch, as many as its first argument says.
+        """
+        return 0

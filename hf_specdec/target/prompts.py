@@ -4,18 +4,19 @@ Models may prepare their inputs themselves: they shift positions, count them in 
 front of the prompt. So masks and positions are not computed here but asked for, with transformers' own functions, and
 the slots are described by the answer.
 
-Shapes: B rows of the call, P tokens of the given prompts, S slots that the prompts fill, H hidden size, V vocabulary.
+Shapes: B rows of the call, P tokens of the given prompts, S slots that the prompts fill, H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers.generation import GenerationMixin
 
 from ..errors import UnsupportedModelError
@@ -41,107 +42,76 @@ def read_prompts(
 ) -> tuple[Any, dict[Any, torch.Tensor], Continuation]:
     """Lets the target read the prompts into its slots, by transformers' own prefill, and starts the slots.
 
-    Args:
-        request (`Request`): The call.
-        target (`SlotModel`): Its target, with an empty cache.
-        max_length (`int`): Tokens that a row may hold, the prompt included.
-
-    Returns:
-        `tuple`: What the forward has returned, the states that the drafter asked for, each `(B, P, H)`, and where the
-        rows go on.
-
-    Raises:
-        SpecConfigError: A static cache has no room for the call.
-        UnsupportedModelError: The model goes on after its prompts in a way that cannot be followed.
+    A row may hold `max_length` tokens, the prompt included. Returns what the forward has returned, the states that the
+    drafter asked for, each `(B, P, H)`, and where the rows go on.
     """
-    model, input_ids, kwargs = request.model, request.input_ids, dict(request.model_kwargs)
-    mask_name = target.profile.of_decoder("attention_mask")
-    mask = kwargs.get(mask_name)
+    model, input_ids, profile = request.model, request.input_ids, target.profile
+    kwargs, length = dict(request.model_kwargs), input_ids.shape[1]
+    mask = kwargs.get(profile.of_decoder("attention_mask"))
     if request.user_cache is not None:
         target.cache.load(request.user_cache)
-    room = max_length - input_ids.shape[1]
-    given = request.prompt_slots(target.cache.get_seq_length())
-    changing_rotary(model, [given] if mask is None else mask.ne(0).sum(1).tolist(), room)
-    check_room(kwargs.get(target.profile.cache_name), request.batch_size, given + room)
-    if target.profile.has_encoder:
+    room = max_length - length
+    num_given = request.prompt_slots(target.cache.get_seq_length())
+    changing_rotary(model, [num_given] if mask is None else mask.ne(0).sum(1).tolist(), room)
+    check_room(kwargs.get(profile.cache_name), request.batch_size, num_given + room)
+    if profile.has_encoder:
         target.see(Source.of_call(model, kwargs, request.source_inputs))
-    nodes = SlotNodes(input_ids)
-    kwargs[target.profile.cache_name] = target.forward_cache
-    first = {} if request.between_chunks is None else _read_first_chunks(request, target, kwargs)
-    # The prompts may be read in chunks.
-    with (
-        target.taps.captured(joined=True) as states,
-        watched_prefill(model) as received,
-        target.reading_prompts(nodes),
-    ):
-        output = model._prefill(input_ids, request.generation_config, kwargs)
+    kwargs[profile.cache_name] = target.forward_cache
+    ends = [length]
+    if request.between_chunks is not None:
+        ends = [*range(request.chunk_size, length, request.chunk_size), length]
+        if kwargs.get("attention_mask") is None:
+            # How much of the prompt is in the cache is told from it.
+            kwargs["attention_mask"] = torch.ones_like(input_ids)
+    columns = [name for name, value in kwargs.items() if torch.is_tensor(value) and value.shape[-1:] == (length,)]
+    chunks: dict[Any, list[torch.Tensor]] = {key: [] for key in target.states}
+    for end in ends:
+        is_last = end == length
+        part = kwargs if is_last else {**kwargs, **{name: kwargs[name][..., :end] for name in columns}}
+        # The generation config may cut the prompts into chunks, too.
+        with (
+            target.taps.captured(joined=True) as states,
+            _watched_prefill(model) as received,
+            target.reading_prompts(SlotNodes(input_ids)),
+        ):
+            output = model._prefill(input_ids if is_last else input_ids[:, :end], request.generation_config, part)
+        for key, parts in chunks.items():
+            parts.append(states[key])
+        if not is_last:
+            request.between_chunks()
     if received.cache not in (None, target.forward_cache):
         # The model has put a beginning of its own in front of the prompts.
         target.cache.load(received.cache)
         output[cache_name_among(output.keys())] = target.cache
     target.check_prefilled()
-    states |= {key: torch.cat([*parts, states[key]], dim=1) for key, parts in first.items()}
-    following = model._update_model_kwargs_for_generation(output, dict(kwargs), target.profile.has_encoder)
+    next_kwargs = model._update_model_kwargs_for_generation(output, dict(kwargs), profile.has_encoder)
     # The tokens that follow are not known yet.
-    inputs = next_inputs(model, torch.nn.functional.pad(input_ids, (0, 1)), following)
-    num_slots = target.cache.get_seq_length()
-    mask = inputs.get(mask_name)
-    if mask is None and not target.profile.attends and kwargs.get("attention_mask") is not None:
-        # Padding is kept out of a recurrent state while the prompt is read, and no mask is needed after it.
-        mask = torch.nn.functional.pad(kwargs["attention_mask"], (0, 1), value=1)
-    continuation = Continuation.read(model, inputs, mask, received, num_slots, given, request.batch_size)
+    inputs = _next_inputs(model, F.pad(input_ids, (0, 1)), next_kwargs)
+    continuation = Continuation.read(request, target, inputs, received, num_given)
     continuation.rotary = changing_rotary(model, continuation.next_positions, room)
     # With the code of transformers and PEFT whole texts are compared in the tests.
     if model.prepare_inputs_for_generation.__module__.partition(".")[0] not in ("transformers", "peft"):
         _ask_for_following(request, target, output, kwargs, inputs, room)
     parts = (continuation.counter, continuation.rotary, ReadingAgain.of(request, target, continuation))
-    own_parts = [part for part in parts if part is not None]
-    target.start_slots(continuation.starts, continuation.offsets, continuation.hidden, own_parts)
+    parts_of_call = [part for part in parts if part is not None]
+    target.start_slots(continuation.starts, continuation.offsets, continuation.hidden, parts_of_call)
     # The last token is never read.
     target.max_position = max(continuation.next_positions) + room - 2
-    return output, states, continuation
+    return (
+        output,
+        {key: torch.cat(parts, dim=1) if parts[1:] else parts[0] for key, parts in chunks.items()},
+        continuation,
+    )
 
 
-def _read_first_chunks(request: Request, target: SlotModel, kwargs: dict[str, Any]) -> dict[Any, list[torch.Tensor]]:
-    """Reads all but the last chunk of the prompts, with turns of others in between.
+class _Received:
+    """Arguments that the last forward of the prefill received, of models that prepare their inputs themselves."""
 
-    Args:
-        kwargs (`dict`): Arguments of the forward that reads the prompts; those of the last chunk afterwards.
-
-    Returns:
-        `dict`: The states that the drafter asked for, chunk by chunk.
-    """
-    model, input_ids, length = request.model, request.input_ids, request.input_ids.shape[1]
-    assert request.between_chunks is not None, "nobody to give a turn"
-    first: dict[Any, list[torch.Tensor]] = {key: [] for key in target.states} if length > request.chunk_size else {}
-    if kwargs.get("attention_mask") is None:
-        # How much of the prompt is in the cache is told from it.
-        kwargs["attention_mask"] = torch.ones_like(input_ids)
-    columns = [name for name, value in kwargs.items() if torch.is_tensor(value) and value.shape[-1:] == (length,)]
-    for end in range(request.chunk_size, length, request.chunk_size):
-        part = {**kwargs, **{name: kwargs[name][..., :end] for name in columns}}
-        with target.taps.captured(joined=True) as states, target.reading_prompts(SlotNodes(input_ids)):
-            model._prefill(input_ids[:, :end], request.generation_config, part)
-        for key, parts in first.items():
-            parts.append(states[key])
-        request.between_chunks()
-    return first
-
-
-@dataclass
-class Received:
-    """Arguments that the forwards of the prefill received, of models that prepare their inputs themselves.
-
-    Attributes:
-        cache_name (`str`): The argument of forwards that takes the cache.
-        cache (`Cache`, *optional*): The last forward's.
-        last_positions (`torch.Tensor`, *optional*): Of the last column, `(..., 1)`, where the decoder reads them.
-    """
-
-    cache_name: str
-    cache: Any = None
-    last_positions: torch.Tensor | None = None
-    thread: int = field(default_factory=get_ident)
+    def __init__(self, cache_name: str):
+        self.cache_name = cache_name
+        self.cache: Any = None
+        self.last_positions: torch.Tensor | None = None  # of the last column, (..., 1), where the decoder reads them
+        self.thread = get_ident()
 
     # Torch calls hooks without keyword arguments in another thread, while this one takes them back.
 
@@ -150,19 +120,18 @@ class Received:
             self.cache = kwargs.get(self.cache_name)
 
     def on_reader(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
-        if get_ident() != self.thread or kwargs is None:
-            return
-        positions = {**dict(zip(forward_arguments(type(module)), args)), **kwargs}.get("position_ids")
-        if torch.is_tensor(positions):
-            self.last_positions = positions[..., -1:]
+        if get_ident() == self.thread and kwargs is not None:
+            positions = {**dict(zip(forward_arguments(type(module)), args)), **kwargs}.get("position_ids")
+            if torch.is_tensor(positions):
+                self.last_positions = positions[..., -1:]
 
 
 @contextmanager
-def watched_prefill(model: torch.nn.Module) -> Iterator[Received]:
+def _watched_prefill(model: torch.nn.Module) -> Iterator[_Received]:
     """Watches, inside of the block, a model that prepares its inputs itself while it reads the prompts."""
-    received = Received(model_profile(model).cache_name)
+    received = _Received(model_profile(model).cache_name)
+    name = "prepare_inputs_for_generation"
     with ExitStack() as hooks:
-        name = "prepare_inputs_for_generation"
         if name in vars(model) or getattr(type(model), name) is not getattr(GenerationMixin, name):
             taps = [(model, received.on_model), *((reader, received.on_reader) for reader in _position_readers(model))]
             for module, tap in taps:
@@ -180,19 +149,8 @@ def _position_readers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in modules if "position_ids" in forward_arguments(type(module))]
 
 
-def next_inputs(model: torch.nn.Module, tokens: torch.LongTensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the forward that reads the last of some tokens in plain generation.
-
-    Args:
-        tokens (`torch.LongTensor` of shape `(B, L)`): The prompts and what follows them.
-        model_kwargs (`dict`): What the forward is prepared from.
-
-    Returns:
-        `dict`: Among them `input_ids` `(B, 1)`.
-
-    Raises:
-        UnsupportedModelError: There are embeddings in their place.
-    """
+def _next_inputs(model: torch.nn.Module, tokens: torch.LongTensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the forward that reads the last of some tokens `(B, L)` in plain generation."""
     inputs = model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **model_kwargs)
     if inputs.get("inputs_embeds") is not None:
         raise UnsupportedModelError(
@@ -217,27 +175,19 @@ def following_inputs(
     if first.get(position_name) is not None:
         inputs[position_name] = first[position_name] + count
     if first.get(mask_name) is not None:
-        inputs[mask_name] = torch.nn.functional.pad(first[mask_name], (0, count), value=1)
+        inputs[mask_name] = F.pad(first[mask_name], (0, count), value=1)
     return inputs
 
 
 def _ask_for_following(
     request: Request, target: SlotModel, output: Any, kwargs: dict[str, Any], first: dict[str, Any], room: int
 ) -> None:
-    """Asks a model that prepares inputs with code of its own for those of all tokens that may follow.
+    """Asks a model that prepares inputs with code of its own for those of all tokens that may follow the prefill.
 
-    Args:
-        output (`ModelOutput`): Of the prefill.
-        kwargs (`dict`): What the prefill was prepared from.
-        first (`dict`): Inputs of the first forward after it, from which all others are derived.
-        room (`int`): Tokens that may follow.
-
-    Raises:
-        UnsupportedModelError: They are others than those that are derived.
+    They must be those that are derived from the `first` ones after it.
     """
     model, profile = request.model, target.profile
-    name, notes = type(model).__name__, dict(vars(model))
-    tokens, past = request.input_ids, target.cache.get_seq_length()
+    attributes, tokens, past = dict(vars(model)), request.input_ids, target.cache.get_seq_length()
     # Tokens that stand for those that are not known yet, and differ from each other.
     following = torch.arange(room, device=tokens.device).remainder(2).expand(len(tokens), -1)
     with target.cache.pretending() as pretend:
@@ -245,15 +195,15 @@ def _ask_for_following(
             kwargs = model._update_model_kwargs_for_generation(output, dict(kwargs), profile.has_encoder)
             pretend(past + count - 1)
             text = torch.cat([tokens, following[:, :count]], dim=1)
-            found = next_inputs(model, text, kwargs)
+            inputs = _next_inputs(model, text, kwargs)
             expected = following_inputs(first, profile, text[:, -1:], count - 1)
-            changed = [key for key in {**found, **expected} if not _same(found.get(key), expected.get(key))]
-            if changed or any(vars(model).get(key) is not value for key, value in notes.items()):
+            changed = [key for key in {**inputs, **expected} if not _same(inputs.get(key), expected.get(key))]
+            if changed or any(vars(model).get(key) is not value for key, value in attributes.items()):
                 what = ", ".join(f"`{key}`" for key in changed) or "attributes of the model"
                 raise UnsupportedModelError(
-                    f"{name}.prepare_inputs_for_generation is not transformers' own, and its inputs for the forward "
-                    f"{count} tokens after the prompts cannot be derived from the first ones: it changes {what}. "
-                    "Leave the speculative arguments out to use plain generate()."
+                    f"{type(model).__name__}.prepare_inputs_for_generation is not transformers' own, and its inputs "
+                    f"for the forward {count} tokens after the prompts cannot be derived from the first ones: it "
+                    f"changes {what}. Leave the speculative arguments out to use plain generate()."
                 )
 
 
@@ -265,52 +215,46 @@ def _same(one: Any, other: Any) -> bool:
 
 @dataclass
 class Continuation:
-    """Places where the rows of a call go on.
+    """Places where the rows of a call go on."""
 
-    Attributes:
-        inputs (`dict`): Of [`next_inputs`].
-        num_slots (`int`): S.
-        starts (`list[int]`): Each row's first slot that it sees, S if it sees none.
-        num_others (`list[int]`): How many are none of its text: hidden ones, and what the model has put in front. One
-            less where that is all: a drafter must have a token.
-        offsets (`list[int]`): What is added to the distance from the start, for position ids.
-        hidden (`torch.BoolTensor` of shape `(B, S)`, *optional*): Which slots a row does not see, where they are not
-            only those in front of its start.
-        counter (`PositionCounter`, *optional*): Says the positions, in the place of starts and offsets.
-        rotary (`ChangingRotary`, *optional*): Frequencies that may change.
-    """
-
-    inputs: dict[str, Any]
-    num_slots: int
-    starts: list[int]
+    inputs: dict[str, Any]  # of plain generation's next forward
+    num_slots: int  # S
+    starts: list[int]  # each row's first slot that it sees, S if it sees none
+    # How many slots are none of its text: hidden ones, and what the model has put in front. One less where that is
+    # all: a drafter must have a token.
     num_others: list[int]
-    offsets: list[int]
-    hidden: torch.BoolTensor | None = None
-    counter: PositionCounter | None = None
-    rotary: ChangingRotary | None = None
+    offsets: list[int]  # what is added to the distance from the start, for position ids
+    hidden: torch.BoolTensor | None = None  # (B, S), slots that a row does not see, if not only those before its start
+    counter: PositionCounter | None = None  # says the positions, in the place of starts and offsets
+    rotary: ChangingRotary | None = None  # frequencies that may change
 
     @classmethod
     def read(
-        cls,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        mask: torch.Tensor | None,
-        received: Received,
-        num_slots: int,
-        given: int,
-        batch_size: int,
+        cls, request: Request, target: SlotModel, inputs: dict[str, Any], received: _Received, num_given: int
     ) -> Continuation:
         """Derives it from the next forward's inputs and what the prefill's forward received.
 
-        Args:
-            mask (`torch.Tensor` of shape `(B, S + 1)`, *optional*): Of the next forward, or what it would be.
-            given (`int`): Slots that `generate()` knows of.
-
-        Raises:
-            UnsupportedModelError: The slots, or the positions, cannot be told from them.
+        Of the slots `generate()` knows `num_given`.
         """
-        starts, num_hidden, hidden = _hidden_slots(model, mask, num_slots, batch_size)
-        profile = model_profile(model)
+        model, profile, batch_size = request.model, target.profile, request.batch_size
+        num_slots = target.cache.get_seq_length()
+        mask = inputs.get(profile.of_decoder("attention_mask"))
+        if mask is None and not profile.attends and (mask := request.model_kwargs.get("attention_mask")) is not None:
+            # Padding is kept out of a recurrent state while the prompt is read, and no mask is needed after it.
+            mask = F.pad(mask, (0, 1), value=1)
+        starts, num_hidden, hidden = [0] * batch_size, [0] * batch_size, None
+        if mask is not None:
+            if mask.shape[1] != num_slots + 1:
+                raise UnsupportedModelError(
+                    f"The prompts have left {num_slots} tokens in the cache of {type(model).__name__}, and the mask "
+                    f"of the next forward covers {mask.shape[1] - 1}, so it cannot be told which of them a row sees. "
+                    "Leave the speculative arguments out to use plain generate()."
+                )
+            hidden = mask[:, :-1].eq(0)
+            count = hidden.sum(1)
+            first = (~hidden).int().argmax(1).where(count < num_slots, num_slots)
+            starts, num_hidden = torch.stack([first, count]).tolist()
+            hidden = None if starts == num_hidden else hidden
         positions, counter = inputs.get(profile.of_decoder("position_ids")), None
         if positions is None and received.last_positions is not None:
             positions = received.last_positions + 1
@@ -318,7 +262,7 @@ class Continuation:
             counter = PositionCounter.of(model)
         # A model that is given no positions, and shows none, counts slots.
         offsets = starts if positions is None else position_offsets(positions, num_slots, starts)
-        num_others = [min(number + num_slots - given, num_slots - 1) for number in num_hidden]
+        num_others = [min(number + num_slots - num_given, num_slots - 1) for number in num_hidden]
         return cls(inputs, num_slots, starts, num_others, offsets, hidden, counter)
 
     @property
@@ -331,56 +275,33 @@ class Continuation:
     ) -> Prompt:
         """The prompts for a drafter: each row's tokens that it sees, one at least, at the end of the row.
 
-        Args:
-            input_ids (`torch.LongTensor` of shape `(B, P)`): The given tokens; the slots may begin before them.
-            states (`dict`): Hidden states of the last slots, each `(B, S' <= S, H)`.
-            source (`Source`, *optional*): What the rows have in the encoder.
+        The slots may begin before the given tokens `(B, P)`; states `(B, S' <= S, H)` are those of the last slots.
         """
         length = input_ids.shape[1]
-        unknown = self.num_slots - length
+        num_unknown = self.num_slots - length
         if self.hidden is None:
-            starts = [min(max(start - unknown, 0), max(length - 1, 0)) for start in self.starts]
+            starts = [min(max(start - num_unknown, 0), max(length - 1, 0)) for start in self.starts]
             return Prompt(input_ids, starts, states, source)
-        seen = ~self.hidden
-        seen[:, -1] |= ~seen[:, unknown:].any(1)
-        shown = seen[:, unknown:]
+        visible = ~self.hidden
+        visible[:, -1] |= ~visible[:, num_unknown:].any(1)
+        shown = visible[:, num_unknown:]
         starts = (length - shown.sum(1)).tolist()
-        input_ids = input_ids.gather(1, _squeezed(shown))
-        states = {key: _squeezed_states(state, seen) for key, state in states.items()}
-        return Prompt(input_ids, starts, states, source)
+        input_ids = input_ids.gather(1, _visible_last(shown))
+        return Prompt(input_ids, starts, {key: _squeezed(state, visible) for key, state in states.items()}, source)
 
 
-def _squeezed(seen: torch.BoolTensor) -> torch.LongTensor:
-    """Columns `(B, N)` with those that are seen at the end, in their order."""
-    return seen.int().argsort(dim=1, stable=True)
+def _visible_last(visible: torch.BoolTensor) -> torch.LongTensor:
+    """Columns `(B, N)` with those that are visible at the end, in their order."""
+    return visible.int().argsort(dim=1, stable=True)
 
 
-def _squeezed_states(states: torch.Tensor, seen: torch.BoolTensor) -> torch.Tensor:
-    """The states `(B, N, H)` of the last slots with those that are seen at the end, as far back as all rows have."""
-    there = seen[:, -states.shape[1] :].to(states.device)
-    known, every = there.sum(1).tolist(), seen.sum(1).tolist()
-    size = min((few for few, all_of_row in zip(known, every) if few < all_of_row), default=states.shape[1])
+def _squeezed(states: torch.Tensor, visible: torch.BoolTensor) -> torch.Tensor:
+    """The states `(B, N, H)` of the last slots with the visible ones at the end, as far back as all rows have."""
+    with_states = visible[:, -states.shape[1] :].to(states.device)
+    counts = zip(with_states.sum(1).tolist(), visible.sum(1).tolist())
+    size = min((count for count, count_of_row in counts if count < count_of_row), default=states.shape[1])
     rows = torch.arange(len(states), device=states.device)[:, None]
-    return states[rows, _squeezed(there)[:, -max(size, 1) :]]
-
-
-def _hidden_slots(
-    model: torch.nn.Module, mask: torch.Tensor | None, num_slots: int, batch_size: int
-) -> tuple[list[int], list[int], torch.BoolTensor | None]:
-    """First slot that each row sees, how many it does not, and the mask of those if not only the first are hidden."""
-    if mask is None:
-        return [0] * batch_size, [0] * batch_size, None
-    if mask.shape[1] != num_slots + 1:
-        raise UnsupportedModelError(
-            f"The prompts have left {num_slots} tokens in the cache of {type(model).__name__}, and the mask of the "
-            f"next forward covers {mask.shape[1] - 1}, so it cannot be told which of them a row sees. Leave the "
-            "speculative arguments out to use plain generate()."
-        )
-    hidden = mask[:, :-1].eq(0)
-    count = hidden.sum(1)
-    first = (~hidden).int().argmax(1).where(count < num_slots, num_slots)
-    starts, num_hidden = torch.stack([first, count]).tolist()
-    return starts, num_hidden, None if starts == num_hidden else hidden
+    return states[rows, _visible_last(with_states)[:, -max(size, 1) :]]
 
 
 def position_offsets(position_ids: torch.Tensor, num_slots: int, starts: list[int]) -> list[int]:

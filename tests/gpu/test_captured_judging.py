@@ -8,7 +8,7 @@ import torch
 from hf_specdec import SpeculativeConfig, Speculator, generate_many, record
 from hf_specdec.logits.randomness import ACCEPT, TARGET, CapturedUniforms, RowKeys, RowUniforms
 from hf_specdec.loop.loop import DecodingLoop
-from hf_specdec.target import model as target
+from hf_specdec.target import graphed
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.sampled import sampled_speculator
@@ -97,7 +97,7 @@ def test_scores_that_are_returned(judged):
 
 def test_drafts_that_would_take_too_much_memory(judged, monkeypatch):
     """Smaller batches are judged in the graph, larger ones after it."""
-    monkeypatch.setattr(target, "_MOST_SCORES", 2 * 4 * 64)
+    monkeypatch.setattr(graphed, "_MOST_SCORES", 2 * 4 * 64)
     calls = [call("chains", "standard", False, rows, **SAMPLED) for rows in (2, 3)]
     assert {True, False} == set(judged)
     assert calls == [call("chains", "standard", True, rows, **SAMPLED) for rows in (2, 3)]

@@ -228,8 +228,8 @@ def test_changing_rotary_frequencies(name):
 def test_texts_that_are_read_again_where_frequencies_change(monkeypatch, limit):
     """Before the prompt ends, with the first new token, and later; rows end before that, at it, and after it."""
     case = Case("phi3", tiny_model("phi3", **long_rope(limit=limit)))
-    reads, read = [], ReadingAgain.read
-    monkeypatch.setattr(ReadingAgain, "read", lambda again, rows: reads.append(read(again, rows)) or reads[-1])
+    reads, read = [], ReadingAgain.prepare
+    monkeypatch.setattr(ReadingAgain, "prepare", lambda again, prefix: reads.append(read(again, prefix)) or reads[-1])
     for batch_size in (1, 4):
         ends = case.expected(batch_size)[:, 14 + 4 : 14 + 12 : 4].flatten().tolist()
         for eos in (None, ends):

@@ -74,8 +74,6 @@ _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 # Arguments with a value for each token, of which new tokens get the last one in plain generation.
 REPEATED_INPUTS = ("token_type_ids",)
 
-_PLAIN_REMEDY = "Leave the speculative arguments out to use plain generate()."
-
 
 @dataclass(frozen=True)
 class ModelProfile:
@@ -136,56 +134,50 @@ def model_profile(model: torch.nn.Module, role: str = "target model") -> ModelPr
 
 
 def _read_profile(model: Any, role: str) -> ModelProfile:
-    name, config = type(model).__name__, model.config
+    config, parameters = model.config, inspect.signature(model.forward).parameters
     text_config = config.get_text_config(decoder=True)
-    model_type, layer_types = text_config.model_type, getattr(text_config, "layer_types", None)
-    if model_type in _UNSUPPORTED:
-        raise UnsupportedModelError(f"{name} {_UNSUPPORTED[model_type]}; it cannot be used as {role}. {_PLAIN_REMEDY}")
-    sample = getattr(model, "_sample", GenerationMixin._sample)
-    if getattr(sample, "__func__", sample) is not GenerationMixin._sample:
-        raise UnsupportedModelError(
-            f"{name} has a decoding loop of its own (`_sample`), and writes something else than the tokens that its "
-            f"logits say; it cannot be used as {role}. {_PLAIN_REMEDY}"
-        )
+    model_type, layer_types = text_config.model_type, set(getattr(text_config, "layer_types", None) or ())
     recurrent = set(mixers(model).values())
-    known_types = {*_SPAN_OF_LAYER_TYPE, *_WITHOUT_ATTENTION} - (set() if recurrent else _RECURRENT)
-    unknown_types = sorted(set(layer_types or ()) - known_types)
-    if unknown_types or (getattr(model, "_is_stateful", False) and not recurrent):
-        what = f"layers of type {', '.join(unknown_types)}" if unknown_types else "a recurrent state"
-        raise UnsupportedModelError(
-            f"{name} has {what} that cannot be cut back to the accepted tokens; as {role} only models can be used "
-            "that keep keys and values of every token, or a recurrent state where transformers' caches keep it. "
-            f"{_PLAIN_REMEDY}"
+    unknown_types = layer_types - {*_SPAN_OF_LAYER_TYPE, *_WITHOUT_ATTENTION}
+    unknown_types |= set() if recurrent else layer_types & _RECURRENT
+    sample = getattr(model, "_sample", GenerationMixin._sample)
+    cache_name = cache_name_among(_arguments(model))
+    refusal = None
+    if model_type in _UNSUPPORTED:
+        refusal = f"{_UNSUPPORTED[model_type]}; it cannot be used as {role}"
+    elif getattr(sample, "__func__", sample) is not GenerationMixin._sample:
+        refusal = (
+            "has a decoding loop of its own (`_sample`), and writes something else than the tokens that its logits "
+            f"say; it cannot be used as {role}"
         )
-    # A forward may pass the cache on to those of the classes below its own.
-    arguments: set[str] = set()
-    for forward in (
-        model.forward,
-        *(vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base)),
-    ):
-        parameters = inspect.signature(forward).parameters
-        arguments.update(parameters)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
-    cache_name = cache_name_among(arguments)
-    if cache_name is None:
+    elif unknown_types or (getattr(model, "_is_stateful", False) and not recurrent):
+        what = f"layers of type {', '.join(sorted(unknown_types))}" if unknown_types else "a recurrent state"
+        refusal = (
+            f"has {what} that cannot be cut back to the accepted tokens; as {role} only models can be used that keep "
+            "keys and values of every token, or a recurrent state where transformers' caches keep it"
+        )
+    elif cache_name is None:
+        refusal = (
+            f"keeps no key/value cache (its forward has none of the arguments {', '.join(CACHE_NAMES)}), which "
+            f"speculation needs of the {role}"
+        )
+    if refusal is not None or cache_name is None:
         raise UnsupportedModelError(
-            f"{name} keeps no key/value cache (its forward has none of the arguments {', '.join(CACHE_NAMES)}), which "
-            f"speculation needs of the {role}. {_PLAIN_REMEDY}"
+            f"{type(model).__name__} {refusal}. Leave the speculative arguments out to use plain generate()."
         )
     if layer_types:
-        attends = not set(layer_types) <= set(_WITHOUT_ATTENTION)
+        attends = not layer_types <= set(_WITHOUT_ATTENTION)
     else:
         attends = not recurrent >= set(range(text_config.num_hidden_layers))
-    parameters, has_encoder = inspect.signature(model.forward).parameters, bool(config.is_encoder_decoder)
+    has_encoder = bool(config.is_encoder_decoder)
     takes_flat_mask = model_type == "bloom" or bool(getattr(text_config, "alibi", False))
     takes_position_ids = ("decoder_position_ids" if has_encoder else "position_ids") in parameters
     counts_slots = takes_flat_mask or model_type in _COUNT_SLOTS
     counted = None if takes_position_ids or counts_slots else CountedPositions.of(model)
-    spans, layer_types = _read_spans(text_config, layer_types, bool(recurrent))
+    spans, types_of_masks = _read_spans(text_config, layer_types, bool(recurrent))
     return ModelProfile(
         spans=spans,
-        layer_types=layer_types,
+        layer_types=types_of_masks,
         counts_slots=counts_slots or (attends and not takes_position_ids and counted is None),
         takes_flat_mask=takes_flat_mask,
         takes_position_ids=takes_position_ids,
@@ -198,14 +190,27 @@ def _read_profile(model: Any, role: str) -> ModelProfile:
     )
 
 
+def _arguments(model: Any) -> set[str]:
+    """Names of a forward's arguments, and of those that it passes on to the forwards of classes below its own."""
+    names: set[str] = set()
+    of_classes = (vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base))
+    for forward in (model.forward, *of_classes):
+        parameters = inspect.signature(forward).parameters
+        names.update(parameters)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return names
+
+
 def _read_spans(
-    config: Any, layer_types: list[str] | None, is_recurrent: bool
+    config: Any, layer_types: set[str], is_recurrent: bool
 ) -> tuple[tuple[Span, ...], tuple[str, ...] | None]:
+    """The distinct spans, and the types of the layers that have them."""
     window = getattr(config, "sliding_window", None)
     if not layer_types:
         return (Span("sliding", window) if window else FULL,), None
     sizes = {"sliding": window, "chunked": getattr(config, "attention_chunk_size", None), "full": 0}
-    names = tuple(sorted(set(layer_types) - set(_WITHOUT_ATTENTION)))
+    names = tuple(sorted(layer_types - set(_WITHOUT_ATTENTION)))
     kinds = [_SPAN_OF_LAYER_TYPE[name] for name in names]
     spans = tuple(Span(kind, sizes[kind]) if sizes[kind] else FULL for kind in kinds)
     if is_recurrent and len(set(spans)) <= 1:

@@ -176,20 +176,38 @@ def slot_attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    is_eager: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of `query` `(R, H, T, D)` over `key`, `value` `(R, K, S, D)` with an additive mask `(R | 1, 1, T, S)`.
 
     `attention_mask=None` means full attention if the module is not causal. Returns the output of shape `(R, T, H, D)`
-    and no weights, as the attention interface wants it. Outside of a verification forward (another thread runs plain
-    `generate` on the same model) it is transformers' own function.
+    and no weights, as the attention interface wants it. What the kernel cannot express goes to `sdpa`, or eagerly to
+    the model's own function, as does all outside of a verification forward (another thread runs plain `generate` on
+    the same model).
     """
-    # Older transformers let sdpa leave soft caps out, so plain generation has none either.
-    uncapped = {name: value for name, value in kwargs.items() if name != "softcap"}
-    output = _tree_attention(query, key, value, attention_mask, dropout, scaling, uncapped)
-    if output is not None:
-        return output, None
     forward = _running.get()
+    if forward is not None and forward.tree is not None:
+        tree_mask = forward.tree_mask(attention_mask)
+        beyond_kernel = {
+            "a mask of the model's own": tree_mask is None,
+            "dropout": dropout > 0,
+            "a position bias": kwargs.get("position_bias") is not None,
+            "a paged cache": kwargs.get("cache") is not None,
+            f"heads larger than {MAX_HEAD_SIZE}": max(query.shape[3], value.shape[3]) > MAX_HEAD_SIZE,
+            "dtype": query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype,
+            "keys outside of the slots": (query.shape[2], key.shape[2]) != (forward.tree.num_queries, forward.columns),
+        }
+        reason = next((why for why, holds in beyond_kernel.items() if holds), None)
+        forward.layers[TREE_KERNEL if reason is None else f"masked: {reason}"] += 1
+        if reason is None and tree_mask is not None:
+            # Older transformers let sdpa leave soft caps out, so plain generation has none either.
+            softcap = kwargs.get("softcap") if is_eager else None
+            return tree_mask.attend(query, key, value, scaling, softcap, kwargs.get("s_aux")), None
+    if is_eager:
+        attend = _eager_attention_of(type(module))
+        assert attend is not None, "models without one are not set to this attention"
+        return attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     sees_all = attention_mask is None and not getattr(module, "is_causal", True)
     is_plain = sees_all or (attention_mask is not None and attention_mask.shape[1] == 1)
     if forward is None or not is_plain or any(kwargs.get(name) is not None for name in _BEYOND_PLAIN):
@@ -206,58 +224,9 @@ def slot_attention(
     return output.reshape(rows, heads, nodes, -1).transpose(1, 2).contiguous(), None
 
 
-def eager_slot_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of models that run eagerly: what the kernel cannot express goes to the model's own function."""
-    output = _tree_attention(query, key, value, attention_mask, dropout, scaling, kwargs)
-    if output is not None:
-        return output, None
-    eager_attention = _eager_attention_of(type(module))
-    assert eager_attention is not None, "models without one are not set to this attention"
-    return eager_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-
-
 def _eager_attention_of(owner: type) -> Callable[..., Any] | None:
     """The function that models call where their implementation is "eager": one beside each model's classes."""
     return getattr(sys.modules.get(owner.__module__), "eager_attention_forward", None)
-
-
-def _tree_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-) -> torch.Tensor | None:
-    """The output of the tree attention kernel, `None` where it cannot take the place of masked attention."""
-    forward = _running.get()
-    if forward is None or forward.tree is None:
-        return None
-    tree_mask = forward.tree_mask(mask)
-    beyond_kernel = {
-        "a mask of the model's own": tree_mask is None,
-        "dropout": dropout > 0,
-        "a position bias": kwargs.get("position_bias") is not None,
-        "a paged cache": kwargs.get("cache") is not None,
-        f"heads larger than {MAX_HEAD_SIZE}": max(query.shape[3], value.shape[3]) > MAX_HEAD_SIZE,
-        "dtype": query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype,
-        "keys outside of the slots": (query.shape[2], key.shape[2]) != (forward.tree.num_queries, forward.columns),
-    }
-    reason = next((why for why, holds in beyond_kernel.items() if holds), None)
-    forward.layers[TREE_KERNEL if reason is None else f"masked: {reason}"] += 1
-    if reason is not None or tree_mask is None:
-        return None
-    return tree_mask.attend(query, key, value, scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
 
 
 def describe_layers(layers: Counter[str]) -> str:
@@ -283,7 +252,7 @@ def slot_mask(
 
 
 AttentionInterface.register(NAME, slot_attention)
-AttentionInterface.register(NAME_EAGER, eager_slot_attention)
+AttentionInterface.register(NAME_EAGER, partial(slot_attention, is_eager=True))
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, slot_mask)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME_EAGER, partial(slot_mask, of_transformers=eager_mask))
 

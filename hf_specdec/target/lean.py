@@ -79,39 +79,30 @@ def has_lean_forward(model: PreTrainedModel) -> bool:
         is_known = implementation == "sdpa" and form_of(attention, "attention").softcap is None
     if not is_known:
         return False
-    called = {id(module) for module in _called_as_they_are(decoder)}
+    # Modules that run through their own calls: experts, and embeddings that scale.
+    called = {id(layer.mlp) for layer in decoder.layers if form_of(layer.mlp, "mlp") is None}
+    if type(decoder.embed_tokens) is not nn.Embedding:
+        called.add(id(decoder.embed_tokens))
     return all(not module.training and is_untouched(module) for module in modules_of(model, called))
 
 
 def has_known_layers(model: PreTrainedModel) -> bool:
     """Tells whether `LeanModel` can run the model, as far as nobody has hooked or changed its modules."""
-    config = model.config
     if not is_published(type(model)) or form_of(model, "model") is None:
         return False
-    decoder = model.get_decoder()
+    config: Any = model.config
+    decoder: Any = model.get_decoder()
     form = form_of(decoder, "decoder")
     is_known = form is not None and form_of(decoder.norm, "norm") is not None and hasattr(decoder, "rotary_emb")
     if not is_known or getattr(config, "use_bidirectional_attention", False):
         return False
-    parameters = _rope_parameters(config)
+    # Settings of the rotary embeddings, by type of layer where each has its own.
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if not all(isinstance(part, dict) for part in parameters.values()):
+        parameters = {"": parameters}
     if form.has_angles_by_type == ("" in parameters) or not all(map(has_static_frequencies, parameters.values())):
         return False
     return all(map(is_known_layer, decoder.layers))
-
-
-def _rope_parameters(config: Any) -> dict[str, Any]:
-    """The settings of the rotary embeddings, by type of layer where each has its own."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return parameters if all(isinstance(part, dict) for part in parameters.values()) else {"": parameters}
-
-
-def _called_as_they_are(decoder: Any) -> Iterator[nn.Module]:
-    """Modules that run through their own calls: embeddings that scale, and experts."""
-    if type(decoder.embed_tokens) is not nn.Embedding:
-        yield decoder.embed_tokens
-    for layer in decoder.layers:
-        if form_of(layer.mlp, "mlp") is None:
-            yield layer.mlp
 
 
 @dataclass(frozen=True)
@@ -234,11 +225,7 @@ class LeanModel(SlotModel):
         logits_from: int,
         first_layer: int,
     ) -> SlotOutput:
-        """Reads tokens `(R, T)` or embeddings `(R, T, H)` into the slots of the plan, seen as each span's mask says.
-
-        Positions and their bound are as for [`RotaryAngles`]. Where the first layers have run, the states that leave
-        them are read.
-        """
+        """Reads tokens, embeddings, or states that enter the first layer; positions are those of [`RotaryAngles`]."""
         if tokens.is_floating_point():
             stream = tokens
         elif type(self._embedding) is nn.Embedding:

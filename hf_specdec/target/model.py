@@ -41,13 +41,9 @@ AnyPart = TypeVar("AnyPart", bound=Part)
 
 
 class SlotModel:
-    """Drives one model over one `SlotCache` during one call.
+    """Drives any model whose decoder has a key/value cache over one `SlotCache` during one call.
 
-    Args:
-        model (`PreTrainedModel`): Any model whose decoder has a key/value cache.
-        cache (`SlotCache`): Its keys and values.
-        states (`tuple`): Hidden states to return, see [`captured_states`].
-        forward_kwargs (`dict`): Further arguments for every forward.
+    Forwards get further arguments `forward_kwargs`, and return the hidden `states` asked for, see [`captured_states`].
     """
 
     # Attention that the tree kernel cannot compute falls back to masks by itself.
@@ -150,13 +146,9 @@ class SlotModel:
         hidden: torch.BoolTensor | None = None,
         parts: Sequence[Part] = (),
     ) -> None:
-        """Ends the prefill.
+        """Ends the prefill, with each row's first slot that is not padding, and its position id there (0).
 
-        Args:
-            starts (`list[int]`): Each row's first slot that is not padding.
-            offsets (`list[int]`, *optional*): Each row's position id at that slot, 0 if not given.
-            hidden (`torch.BoolTensor`, *optional*): Of [`RowState`].
-            parts (`Sequence[Part]`): What this call has beside what all calls of the model have.
+        Hidden slots are as in [`RowState`]; the parts come to those that all calls of the model have.
         """
         self.check_prefilled()
         self.starts = list(starts)

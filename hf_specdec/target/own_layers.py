@@ -31,11 +31,7 @@ from .model import SlotModel
 
 
 def check_can_draft(model: torch.nn.Module) -> None:
-    """Refuses models whose layers cannot be run one by one.
-
-    Raises:
-        UnsupportedModelError: What is missing.
-    """
+    """Refuses models whose layers cannot be run one by one."""
     # Quantised and adapted linear layers run by their own calls. Other hooks and the like are passed over, which costs
     # acceptance at most.
     reason = None
@@ -54,12 +50,9 @@ NextLogits = Callable[[torch.LongTensor], torch.Tensor]
 
 
 class OwnDrafts:
-    """Runs a target's layers for drafts, in one call.
+    """Runs a target's first layers, or all, for drafts in one call.
 
-    Args:
-        num_layers (`int`, *optional*): The first layers, `None` for all.
-        num_sinks (`int`): Slots at the beginning of a text that are seen, with `window`.
-        window (`int`, *optional*): Slots at its end that are seen; `None`: all slots.
+    With a window the first `num_sinks` slots of a text are seen, and those of the window at its end.
     """
 
     def __init__(self, num_layers: int | None = None, num_sinks: int = 0, window: int | None = None):
@@ -69,15 +62,10 @@ class OwnDrafts:
 
     @contextmanager
     def begin(self, target: SlotModel, room: int) -> Iterator[NextLogits]:
-        """Lends the layers for a draft.
+        """Lends the layers for a draft of at most `room` tokens, between two verifications.
 
-        Args:
-            target (`SlotModel`): The target between two verifications.
-            room (`int`): Tokens that are drafted at most.
-
-        Yields:
-            A function that takes tokens `(R,)`, which follow the committed ones and those that it has taken, and
-            returns logits `(R, V)`.
+        The function takes tokens `(R,)`, which follow the committed ones and those that it has taken, and returns
+        logits `(R, V)`.
         """
         model = self._layers_of(target)
         if self.window is not None:
@@ -115,10 +103,7 @@ class OwnDrafts:
     ) -> Following | None:
         """Tokens that follow the anchors `(R,)`, from one graph; `None` where there is none to run.
 
-        Args:
-            target (`SlotModel`): The target between two verifications.
-            graphs (`CallGraphs`): Those of the target, for drafts.
-            choose, count, keys, more: Those of [`Continuing`].
+        The graphs are those of the target, for drafts; all else is as for [`Continuing`].
         """
         ends = None if self.window is None else (self.num_sinks, self.window)
         drafting = Continuing(count, choose, most_given=1, num_layers=self.num_layers, ends=ends)

@@ -77,7 +77,7 @@ def read_prompts(
             output = model._prefill(input_ids if is_last else input_ids[:, :end], request.generation_config, part)
         for key, parts in chunks.items():
             parts.append(states[key])
-        if not is_last:
+        if not is_last and request.between_chunks is not None:
             request.between_chunks()
     if received.cache not in (None, target.forward_cache):
         # The model has put a beginning of its own in front of the prompts.

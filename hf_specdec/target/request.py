@@ -27,39 +27,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class Request:
-    """One `generate()` call as the host has prepared it.
+    """One `generate()` call as the host has prepared it."""
 
-    Attributes:
-        model (`PreTrainedModel`): The target.
-        input_ids (`torch.LongTensor` of shape `(B, P)`): Prompts, left-padded (P is 0 with `inputs_embeds` alone).
-        logits_processor, stopping_criteria, generation_config: As `generate()` prepared them.
-        model_kwargs (`dict`): Arguments of the target's forward: mask, positions, multimodal inputs.
-        streamer (`BaseStreamer`, *optional*): Has seen nothing yet.
-        synced_gpus (`bool`): Go on with forwards until all ranks have finished.
-        user_cache (`DynamicCache` or `StaticCache`, *optional*): The user's; read at the start, and brought up to
-            date at the end.
-        source_inputs (`dict`): What the encoder has read, of a model that has one: its arguments by name.
-        began (`float`): `perf_counter()` when `generate()` was called.
-        adapters (`list[int]`, *optional*): Places of the rows' adapters among all that their layers are told, where
-            these are not those of the rows of one call.
-        chunk_size (`int`): Tokens of the prompts that are read before others get a turn, where there are others.
-        between_chunks (`Callable`, *optional*): Their turn.
-    """
-
-    model: torch.nn.Module
-    input_ids: torch.LongTensor
+    model: torch.nn.Module  # the target
+    input_ids: torch.LongTensor  # (B, P): left-padded prompts; P is 0 with `inputs_embeds` alone
     logits_processor: list[Any]
     stopping_criteria: list[Any]
     generation_config: GenerationConfig
-    model_kwargs: dict[str, Any]
-    streamer: Any = None
-    synced_gpus: bool = False
-    user_cache: Any = None
-    source_inputs: dict[str, Any] = field(default_factory=dict)
-    began: float = field(default_factory=perf_counter)
+    model_kwargs: dict[str, Any]  # of the target's forward: mask, positions, multimodal inputs
+    streamer: Any = None  # has seen nothing yet
+    synced_gpus: bool = False  # go on with forwards until all ranks have finished
+    user_cache: Any = None  # the user's `DynamicCache` or `StaticCache`, to be brought up to date at the end
+    source_inputs: dict[str, Any] = field(default_factory=dict)  # arguments of the encoder, of a model that has one
+    began: float = field(default_factory=perf_counter)  # when `generate()` was called
+    # Places of the rows' adapters among all that their layers are told, where these are not those of one call's rows.
     adapters: list[int] | None = None
-    chunk_size: int = 512
-    between_chunks: Callable[[], None] | None = None
+    chunk_size: int = 512  # tokens of the prompts that are read before others get a turn, where there are others
+    between_chunks: Callable[[], None] | None = None  # their turn
 
     @property
     def batch_size(self) -> int:
@@ -87,18 +71,11 @@ class Request:
         return shared[0]
 
     def processor_stack(self, ends: Collection[int]) -> ProcessorStack:
-        """The processors of the call.
-
-        Args:
-            ends (`Collection[int]`): Tokens that end a row, none where no token does.
-
-        Raises:
-            SpecConfigError: A grammar among them is of another vocabulary, admits nothing, or ends with other tokens.
-        """
-        processors, found = self.logits_processor, None
-        if processors:
-            found = RowGrammars.found(processors, self.input_ids, vocabulary_size(self.model), ends)
-        return ProcessorStack(processors, found)
+        """The processors of the call, whose rows these tokens may end."""
+        grammars = None
+        if self.logits_processor:
+            grammars = RowGrammars.found(self.logits_processor, self.input_ids, vocabulary_size(self.model), ends)
+        return ProcessorStack(self.logits_processor, grammars)
 
     @property
     def keeps_cache(self) -> bool:
@@ -132,12 +109,12 @@ class Request:
 
         The latter is for targets whose rows have adapters of their own.
         """
-        found = {}
+        inputs = {}
         if hasattr(self.model, "peft_config") and RowAdapters.of(self.model):
             places = range(self.batch_size) if self.adapters is None else self.adapters
-            found[ADAPTED_ROW] = torch.tensor(places, device="cpu")[:, None]
+            inputs[ADAPTED_ROW] = torch.tensor(places, device="cpu")[:, None]
         if not is_text_only(self.model):
             # Models with images read them of the prompt alone.
-            return found
-        given = {name: self.model_kwargs.get(name) for name in REPEATED_INPUTS}
-        return found | {name: values[:, -1:] for name, values in given.items() if values is not None}
+            return inputs
+        repeated = {name: self.model_kwargs.get(name) for name in REPEATED_INPUTS}
+        return inputs | {name: values[:, -1:] for name, values in repeated.items() if values is not None}

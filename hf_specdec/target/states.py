@@ -100,7 +100,7 @@ class _Store:
 
 def _taps(model: nn.Module, key: int | str) -> list[tuple[nn.Module, bool]]:
     """The modules that see a state, and whether it enters or leaves them; the last one to see it counts."""
-    if key == "last":
+    if isinstance(key, str):
         return [(_decoder(model), False)]
     layers = decoder_layers(model)
     if not 0 <= key <= len(layers):

@@ -84,7 +84,7 @@ class ContinuationCheck(Part):
         target.parts.append(check)
         return check
 
-    def see(self, output: SlotOutput) -> None:
+    def verified(self, output: SlotOutput) -> None:
         if self.expected:
             expected = torch.stack(list(self.expected.values()))
             self._judge(output.logits[list(self.expected), :1], expected[:, :1])

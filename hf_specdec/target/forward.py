@@ -74,7 +74,7 @@ class Part:
         """The context of a forward that reads the nodes; may change the nodes and the inputs of the forward."""
         return nullcontext()
 
-    def see(self, output: SlotOutput) -> None:
+    def verified(self, output: SlotOutput) -> None:
         """Looks at what a verification has returned."""
 
     def commit(self, counts: list[int], path: torch.LongTensor | None) -> None:

@@ -203,7 +203,7 @@ class SlotModel:
             tokens = anchors[:, None] if draft.size == 0 else torch.cat([anchors[:, None], draft.tokens], dim=1)
             output = self.forward(tokens, draft.topology)
         for part in self.parts:
-            part.see(output)
+            part.verified(output)
         return output
 
     def verify_ahead(

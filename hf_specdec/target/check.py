@@ -43,12 +43,12 @@ _known: WeakKeyDictionary[nn.Module, tuple[str, bool]] = WeakKeyDictionary()
 
 
 class ContinuationCheck(Part):
-    """Compares the first verification of rows with logits `(N, V)` of plain generation, by place in the batch."""
+    """Compares the first verification of rows with plain generation."""
 
-    def __init__(self, model: nn.Module, key: tuple[Any, ...], expected: dict[int, torch.Tensor]):
+    def __init__(self, model: nn.Module):
         self.model = model
-        self.key = key
-        self.expected = expected
+        # Logits `(N, V)` by what is checked, as in `_checked`, and by place in the batch.
+        self.expected: dict[tuple[Any, ...], dict[int, torch.Tensor]] = {}
 
     @classmethod
     def begin(
@@ -56,9 +56,11 @@ class ContinuationCheck(Part):
     ) -> ContinuationCheck | None:
         """Reads the first tokens `(B,)`, of `most` that follow the prompts, as plain generation does.
 
-        The target gets the part that checks its verification; `None` where there is nothing to check.
+        The target gets the part that checks its verification; `None` where there is nothing to check before rows of
+        other calls join.
         """
-        model = target.model
+        model, check = target.model, cls(target.model)
+        target.parts.append(check)
         if model not in _known:
             forwards = (type(module).forward for module in model.modules() if module._modules)
             _known[model] = model.config.to_json_string(), not all(map(_is_compared, forwards))
@@ -72,7 +74,7 @@ class ContinuationCheck(Part):
         if not is_switched_on("CHECK", default=True):
             return None
         read, expected = _plainly_read(target, continuation, tokens, count)
-        check = cls(model, key, dict(enumerate(expected)))
+        check.expected[key] = dict(enumerate(expected))
         if count > 1:
             # None of these tokens is committed, and their graph would not run again.
             graphs = target.graphs
@@ -81,21 +83,23 @@ class ContinuationCheck(Part):
                 check._judge(target.forward(read, chain_topology(count - 1, read.device)).logits, expected)
             finally:
                 target.graphs = graphs
-        target.parts.append(check)
         return check
 
     def verified(self, output: SlotOutput) -> None:
-        if self.expected:
-            expected = torch.stack(list(self.expected.values()))
-            self._judge(output.logits[list(self.expected), :1], expected[:, :1])
-            _checked[self.key] = max(_checked.get(self.key, 0), expected.shape[1])
-            self.expected = {}
+        for key, rows in self.expected.items():
+            if rows:
+                first = torch.stack([expected[:1] for expected in rows.values()])
+                self._judge(output.logits[list(rows), :1], first)
+                _checked[key] = max(_checked.get(key, 0), min(map(len, rows.values())))
+        self.expected = {}
 
     def keep_rows(self, keep: list[int]) -> None:
-        self.expected = {place: self.expected[row] for place, row in enumerate(keep) if row in self.expected}
+        for key, rows in self.expected.items():
+            self.expected[key] = {place: rows[row] for place, row in enumerate(keep) if row in rows}
 
     def join(self, other: ContinuationCheck, num_rows: int) -> None:
-        self.expected |= {num_rows + place: expected for place, expected in other.expected.items()}
+        for key, rows in other.expected.items():
+            self.expected.setdefault(key, {}).update({num_rows + row: logits for row, logits in rows.items()})
 
     def _judge(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
         differences = _differences(logits, expected.to(logits.device))

@@ -31,13 +31,13 @@ _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")
 _INSIDE = {"get_base_model": "get_base_model()", "_orig_mod": "_orig_mod", "module": "module"}
 
 
-def no_target(given: Any) -> SpecConfigError:
+def no_target(model: Any) -> SpecConfigError:
     """The error that something is no model of transformers, with how to get at the one inside of it."""
-    inside = next((code for name, code in _INSIDE.items() if hasattr(given, name)), None)
+    inside = next((code for name, code in _INSIDE.items() if hasattr(model, name)), None)
     remedy = "Load one with AutoModelForCausalLM.from_pretrained()."
     if inside is not None:
         remedy = f"It is a wrapper: pass the model inside, `model.{inside}`."
-    return SpecConfigError(f"The target must be a model of transformers, got {type(given).__name__}. {remedy}")
+    return SpecConfigError(f"The target must be a model of transformers, got {type(model).__name__}. {remedy}")
 
 
 def model_name(model: torch.nn.Module) -> str:
@@ -81,11 +81,11 @@ def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
     for decoder in (model.get_decoder(), model):
         named = [getattr(decoder, name, None) for name in _LAYER_LISTS]
         lists = [module for module in (*named, *decoder.modules()) if isinstance(module, torch.nn.ModuleList)]
-        found = next((module for module in lists if len(module) == count), None)
+        layers = next((module for module in lists if len(module) == count), None)
         # A config may count the parts of a layer.
-        found = found or next((module for module in named if isinstance(module, torch.nn.ModuleList)), None)
-        if found is not None:
-            return found
+        layers = layers or next((module for module in named if isinstance(module, torch.nn.ModuleList)), None)
+        if layers is not None:
+            return layers
     raise UnsupportedModelError(
         f"The {count} decoder layers of {type(model).__name__} cannot be found, whose hidden states were asked for. "
         "Use a drafter that reads no hidden states, such as spec_method='ngram'."

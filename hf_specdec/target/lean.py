@@ -200,18 +200,18 @@ class LeanModel(SlotModel):
 
     def _entering(self, entered: EnteredNodes, tokens: torch.LongTensor) -> torch.Tensor:
         """States `(R, T, H)` of a chain that enter the layers after those that have read its first nodes."""
-        known = entered.states[:, : tokens.shape[1]]
-        rest = tokens[:, known.shape[1] :]
+        first = entered.states[:, : tokens.shape[1]]
+        rest = tokens[:, first.shape[1] :]
         if not rest.shape[1]:
-            return known
+            return first
         lengths, layers, states = self.cache.lengths, self._layers, self.states
         try:
             # What has been read lies in the slots, as if it were committed.
-            self.cache.lengths = [length + known.shape[1] for length in lengths]
+            self.cache.lengths = [length + first.shape[1] for length in lengths]
             self._layers, self.states = layers[: entered.num_layers], (entered.num_layers,)
             topology = chain_topology(rest.shape[1] - 1, rest.device)
             output = self.forward(rest, topology, logits_from=rest.shape[1])
-            return torch.cat((known, output.hidden_states[entered.num_layers]), dim=1)
+            return torch.cat((first, output.hidden_states[entered.num_layers]), dim=1)
         finally:
             self.cache.lengths, self._layers, self.states = lengths, layers, states
             self.cache.plan_write(tokens.shape[1])

@@ -151,15 +151,15 @@ class OwnDrafts:
             keys, values = layer.keys[:rows], layer.values[:rows]
             if is_uniform:
                 parts = [slice(part.start, part.stop) for part in spans[0] if part]
-                seen = [torch.cat([states[:, :, part] for part in parts], dim=2) for states in (keys, values)]
+                visible = [torch.cat([states[:, :, part] for part in parts], dim=2) for states in (keys, values)]
             else:
                 if index is None:
                     # Shorter rows are padded: those slots lie after the row and are written again.
                     flat = [[*first, *last] for first, last in spans]
                     index = upload([row + [row[-1]] * (longest - len(row)) for row in flat], keys.device)
                 places = index[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
-                seen = [keys.gather(2, places), values.gather(2, places[..., : values.shape[3]])]
-            cache.update(*seen, number)
+                visible = [keys.gather(2, places), values.gather(2, places[..., : values.shape[3]])]
+            cache.update(*visible, number)
         cache.start_slots(rows)
         cache.lengths = counts
         return cache, [

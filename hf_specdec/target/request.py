@@ -101,8 +101,8 @@ class Request:
         if mask is not None:
             return mask.shape[1]
         # transformers drops a mask of ones, and remembers its length where that is needed.
-        given = max(self.prompt_length, getattr(self.generation_config, "_mask_length", 0))
-        return given if given > past_length else past_length + given
+        length = max(self.prompt_length, getattr(self.generation_config, "_mask_length", 0))
+        return length if length > past_length else past_length + length
 
     def row_inputs(self) -> dict[str, torch.Tensor]:
         """Inputs that a row's new tokens repeat, each `(B, 1)`: arguments of the target's forward, and `ADAPTED_ROW`.

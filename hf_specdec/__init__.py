@@ -30,7 +30,7 @@ _LAZY = {
     "SpeculativeConfig": "settings",
     "Speculator": "speculator",
     "forget_speculators": "loader",
-    "generate": "integration",
+    "generate": "call.entry",
     "generate_batch": "many.batching",
     "generate_many": "many.generate",
     "grammar": "logits.grammar.processor",
@@ -76,12 +76,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import metrics
+    from .call.entry import generate
     from .candidate_generators import register_candidate_generator
     from .candidate_generators.base import CandidateGenerator
     from .drafts import DraftTree
     from .hook import install, uninstall
     from .hub.published import store_settings
-    from .integration import generate
     from .loader import forget_speculators, load_speculator
     from .logits.grammar.processor import grammar
     from .many.batching import generate_batch

@@ -31,7 +31,7 @@ def is_off(value: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class SpeculativeArguments:
-    """The arguments of `generate()` beyond transformers' own; [`~integration.generate`] says what each means."""
+    """The arguments of `generate()` beyond transformers' own; [`~call.entry.generate`] says what each means."""
 
     spec_method: str | None = None
     spec_model: str | os.PathLike[str] | PreTrainedModel | None = None
@@ -57,15 +57,21 @@ class SpeculativeArguments:
 ARGUMENTS = {item.name: item.type for item in fields(SpeculativeArguments)}
 
 
-def configured_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SpeculativeArguments | None:
-    """The speculative arguments that are objects on the generation config of a call, or else on the model's own.
+def objects_on(config: Any) -> dict[str, Any]:
+    """The speculative arguments that are objects on a generation config.
 
     Only the program that runs can have set these. What is written there may come from a file or a client.
     """
+    values = {name: getattr(config, name, None) for name in ARGUMENTS}
+    return {name: value for name, value in values.items() if not isinstance(value, _WRITTEN)}
+
+
+def asked_for(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: SpeculativeArguments
+) -> SpeculativeArguments:
+    """What a call asks for; where it names no drafter, objects on its generation config or the model's do."""
+    if asked.choose_drafter:
+        return asked
     call_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    for config in (call_config, getattr(model, "generation_config", None)):
-        values = {name: getattr(config, name, None) for name in ARGUMENTS}
-        objects = {name: value for name, value in values.items() if not isinstance(value, _WRITTEN)}
-        if objects:
-            return SpeculativeArguments(**objects)
-    return None
+    objects = objects_on(call_config) or objects_on(getattr(model, "generation_config", None))
+    return SpeculativeArguments(**{**objects, **asked.given}) if objects else asked

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from .arguments import ARGUMENTS, SpeculativeArguments, configured_arguments
+from .arguments import ARGUMENTS, SpeculativeArguments, asked_for
 from .patching import Patch
 
 
@@ -103,12 +103,12 @@ def _speculating(original: Callable, patch: Patch) -> Callable:
         asked = SpeculativeArguments(spec_method, spec_model, num_speculative_tokens, speculative, assistant)
         if not patch.is_active:
             return original(self, *args, **kwargs, **asked.given)
-        configured = None if asked.choose_drafter else configured_arguments(self, args, kwargs)
-        if configured is None and not asked.given:
+        asked = asked_for(self, args, kwargs, asked)
+        if not asked.given:
             return original(self, *args, **kwargs)
-        from .integration import generate_speculatively
+        from .call.entry import generate_speculatively
 
-        return generate_speculatively(self, original, args, kwargs, asked, configured)
+        return generate_speculatively(self, original, args, kwargs, asked)
 
     return generate
 
@@ -117,8 +117,8 @@ def _batching(original: Callable, patch: Patch) -> Callable:
     """`generate_batch()` with the speculative arguments; without them transformers' own continuous batching."""
 
     def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_given = any(kwargs.get(name) is not None for name in ARGUMENTS)
-        if patch.is_active and (is_given or configured_arguments(self, args, kwargs) is not None):
+        asked = SpeculativeArguments(**{name: kwargs.get(name) for name in ARGUMENTS})
+        if patch.is_active and asked_for(self, args, kwargs, asked).given:
             from .many.batching import generate_batch_as_asked
 
             return generate_batch_as_asked(self, original, args, kwargs)

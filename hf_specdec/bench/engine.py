@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from ..call.entry import generate
 from ..errors import SpecConfigError, SpecDecError
-from ..integration import generate
 from ..metrics import SpecDecodingStats, record
 from .decoders import PLAIN, STOCK, Decoder
 from .prompts import Batch

@@ -185,7 +185,7 @@ def _generate(
 
     from transformers import TextStreamer
 
-    from ..integration import generate
+    from ..call.entry import generate
     from ..metrics import record
 
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None

@@ -12,8 +12,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..arguments import ARGUMENTS, SpeculativeArguments
+from ..call.entry import speculator_of_many
 from ..errors import SpecConfigError, SpecDecError, shown
-from ..integration import speculator_of_many
 from ..loop.joint import Row
 from ..metrics import SpecDecodingStats
 from ..validation import is_int

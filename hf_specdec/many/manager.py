@@ -14,8 +14,8 @@ from weakref import ref
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..arguments import ARGUMENTS, SpeculativeArguments
+from ..call.entry import speculator_of_many
 from ..errors import SpecConfigError, shown
-from ..integration import speculator_of_many
 from ..loop.joint import Row
 from ..metrics import SpecDecodingStats
 from ..validation import Bounds, checked

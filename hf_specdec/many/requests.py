@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..arguments import ARGUMENTS, is_off
+from ..call.entry import SPELLINGS, prepare_request
+from ..call.refusals import check_sharing, effective
 from ..errors import SpecConfigError, shown
-from ..integration import SPELLINGS, prepare_request
 from ..logits.grammar.recognition import grammar_of
 from ..logits.randomness import seed_from_torch
 from ..loop.joint import Row
@@ -25,7 +26,7 @@ from ..patching import original_generate
 from ..target.parts.adapters import AdapterChoice
 from ..target.parts.rotary import check_constant_rotary
 from ..target.request import Request
-from ..target_facts import CACHE_NAMES, forward_arguments, num_embeddings, vocabulary_size
+from ..target_facts import forward_arguments, num_embeddings, vocabulary_size
 from ..threads import Recent
 from ..validation import Bounds, checked
 
@@ -61,22 +62,6 @@ _OF_FORWARDS = ("input_ids", "attention_mask", "use_cache")
 
 # Arguments between transformers' generate() and the loop.
 _TAKEN = ("self", "model", "inputs", "custom_generate", "use_model_defaults")
-
-# What the rows of one loop cannot have: the values that are harmless, and what to do instead.
-_UNSUPPORTED = {
-    "streamer": ((None,), "Results arrive as they end; for single tokens call generate()."),
-    **dict.fromkeys(
-        CACHE_NAMES, ((None,), "Each request begins with its prompt; for a continued cache call generate().")
-    ),
-    "inputs_embeds": ((None,), "Requests are tokens, texts or chats; for embeddings call generate()."),
-    "num_return_sequences": ((None, 1), "Pass the request several times."),
-    "output_scores": ((None, False), "Scores are not kept; call generate()."),
-    "output_logits": ((None, False), "Logits are not kept; call generate()."),
-    "output_hidden_states": ((None, False), "Hidden states are not kept; call generate()."),
-    "is_assistant": ((None, False), "Drafters draft inside of the loop. Leave it out."),
-    "synced_gpus": ((None, False), "Processes that wait for each other must make the same forwards; call generate()."),
-    "attention_mask": ((None,), "Prompts have no padding; leave it out."),
-}
 
 # Of transformers' generation config, those that all rows share because they are about the forward.
 _SHARED = ("use_cache", "cache_implementation", "prefill_chunk_size", "generation_config")
@@ -118,13 +103,6 @@ class RequestReader:
         self._stop_strings: Recent[StopStringCriteria] = Recent(64)
         self._seed = None if seed is None else seed_of(seed)
 
-    def _effective(self, name: str) -> Any:
-        """A setting of all requests."""
-        if name in self.arguments:
-            return self.arguments[name]
-        value = getattr(self.arguments.get("generation_config"), name, None)
-        return getattr(self.model.generation_config, name, None) if value is None else value
-
     @cached_property
     def written_settings(self) -> dict[str, Any]:
         """The settings of all requests, as far as they decide what is said."""
@@ -141,7 +119,9 @@ class RequestReader:
             Exception: transformers, or the loop, cannot do what is asked for.
         """
         # Requests may all have lengths of their own, of which transformers then knows none.
-        has_length = any(self._effective(name) is not None for name in ("max_new_tokens", "max_length"))
+        has_length = any(
+            effective(self.model, self.arguments, name) is not None for name in ("max_new_tokens", "max_length")
+        )
         self.row(0, [0], {"seed": 0} if has_length else {"seed": 0, "max_new_tokens": 1})
 
     def read(self, request: Any) -> tuple[list[int], dict[str, Any]]:
@@ -285,9 +265,9 @@ class RequestReader:
         arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         # Before transformers encodes images.
         self._check_inputs(forward_arguments(type(self.model)), arguments)
-        arguments = self._in_one_config(self._with_stop_strings(arguments))
+        arguments = self._in_one_config({**arguments, "tokenizer": self.tokenizer})
         try:
-            request = prepare_request(self.model, arguments)
+            request = prepare_request(self.model, arguments, self._stop_criterion)
         except ValueError:
             raise
         except Exception as error:
@@ -366,23 +346,14 @@ class RequestReader:
                 ) from error
         return copies
 
-    def _with_stop_strings(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments with their stop strings as a criterion, which is made once for equal ones."""
-        strings = arguments["stop_strings"] if "stop_strings" in arguments else self._effective("stop_strings")
-        config = arguments.get("generation_config")
-        if strings is None and config is not None:
-            strings = getattr(config, "stop_strings", None)
-        if strings is None:
-            return arguments
-        if self.tokenizer is None:
-            raise SpecConfigError(f"stop_strings={shown(strings)} needs the model's tokenizer. Pass `tokenizer=`.")
+    def _stop_criterion(self, tokenizer: Any, strings: Any) -> StopStringCriteria:
+        """The criterion of stop strings, which is made once for equal ones: it reads the whole vocabulary."""
         key = repr(strings)
         criterion = self._stop_strings.get(key)
         if criterion is None:
-            criterion = StopStringCriteria(stop_strings=strings, tokenizer=self.tokenizer)
+            criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
             self._stop_strings.put(key, criterion)
-        criteria = StoppingCriteriaList([*(arguments.get("stopping_criteria") or []), criterion])
-        return {**arguments, "stopping_criteria": criteria, "stop_strings": strings, "tokenizer": self.tokenizer}
+        return criterion
 
     def together(self, rows: list[Row]) -> Request:
         """The prompts of some rows as one batch, padded on the left, for the forward that reads them."""
@@ -396,7 +367,7 @@ class RequestReader:
         arguments |= {
             "input_ids": input_ids.to(self.model.device),
             "attention_mask": mask.to(self.model.device),
-            "do_sample": bool(self._effective("do_sample")),
+            "do_sample": bool(effective(self.model, self.arguments, "do_sample")),
             "max_new_tokens": max(row.most_tokens - row.length for row in rows),
             "pad_token_id": rows[0].request.pad_token,
             "return_dict_in_generate": False,
@@ -476,8 +447,5 @@ def _check(arguments: Mapping[str, Any]) -> dict[str, Any]:
     texts = [strings] if isinstance(strings, str) else strings
     if texts is not None and not (isinstance(texts, (list, tuple)) and texts and all(map(_is_text, texts))):
         raise SpecConfigError(f"`stop_strings` takes a text, or a list of them, got {shown(strings)}.")
-    for name, (harmless, remedy) in _UNSUPPORTED.items():
-        value = arguments.get(name, getattr(config, name, None))
-        if not any(value is item or (type(value) is type(item) and value == item) for item in harmless):
-            raise SpecConfigError(f"`{name}`={shown(value)} is not for requests that share a loop. {remedy}")
+    check_sharing(arguments)
     return numbers

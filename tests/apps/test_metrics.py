@@ -128,7 +128,7 @@ def test_times_of_calls_and_cycles(model, monkeypatch):
         sleep(0.02)
         return load_speculator(*args, **settings)
 
-    monkeypatch.setattr("hf_specdec.integration.load_speculator", load_slowly)
+    monkeypatch.setattr("hf_specdec.call.entry.load_speculator", load_slowly)
     began = perf_counter()
     with record(timings=True, trace=True) as made:
         model.generate(**prompts(3), do_sample=False, max_new_tokens=30, spec_method="ngram")

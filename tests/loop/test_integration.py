@@ -22,11 +22,11 @@ from hf_specdec import (
     SpeculativeConfig,
     UnsupportedModelError,
     forget_speculators,
-    integration,
     load_speculator,
     record,
 )
 from hf_specdec.arguments import ARGUMENTS
+from hf_specdec.call import entry
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.loaded import record_of
 from hf_specdec.patching import original_generate
@@ -318,9 +318,9 @@ def test_prompts_on_another_device_are_moved_to_the_model():
     arguments = {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 2, device="meta"), "top_k": 5}
     elsewhere = torch.nn.Linear(2, 2, device="meta")
     elsewhere.device, elsewhere.config = torch.device("meta"), SimpleNamespace(is_encoder_decoder=False)
-    assert integration._move_to_model(elsewhere, arguments) == torch.device("cpu")
+    assert entry._move_to_model(elsewhere, arguments) == torch.device("cpu")
     assert {arguments[name].device.type for name in ("input_ids", "attention_mask")} == {"meta"}
-    assert integration._move_to_model(elsewhere, arguments) is None
+    assert entry._move_to_model(elsewhere, arguments) is None
 
 
 @full

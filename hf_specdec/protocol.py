@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
 import torch
@@ -20,9 +20,8 @@ from .transfers import last_of_each, select_rows, upload, widened
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .drafts import DraftTree
+    from .candidate_generators.base import CandidateGenerator
     from .logits.sampling import DraftSampler
-    from .settings import SpeculativeConfig
     from .target.graphs import CallGraphs
     from .target.model import SlotModel
     from .target.parts.source import Source
@@ -286,52 +285,10 @@ class Lookups:
         self.num_tokens, self.num_bytes = num_tokens, num_bytes
 
 
-class Drafter(Protocol):
-    """The part of a candidate generator that the decoding loop uses; `CandidateGenerator` documents its members."""
-
-    config: SpeculativeConfig | None
-    session: Session | None
-    samples_drafts: bool | None
-    num_speculative_tokens: int
-    target_hidden_states: tuple[int | str, ...]
-    num_best_tokens: int
-    lookups: Lookups | None
-
-    @property
-    def num_draft_nodes(self) -> int: ...
-
-    @property
-    def longest_row(self) -> tuple[int, str] | None: ...
-
-    @property
-    def drafts_ahead(self) -> bool: ...
-
-    def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None: ...
-
-    def note_longest_row(self) -> None: ...
-
-    def prefill(self, prompt: Prompt) -> None: ...
-
-    def propose(self, step: DraftStep) -> DraftTree: ...
-
-    def learn(self, nodes: VerifiedNodes) -> None: ...
-
-    def observe(self, commit: Commit) -> None: ...
-
-    def keep_rows(self, keep: list[int]) -> None: ...
-
-    @property
-    def takes_rows(self) -> bool: ...
-
-    def join(self, other: Any, numbers: dict[int, int]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class DrafterSource(Protocol):
     """The part of a speculator that the decoding loop uses: it makes a drafter for each call."""
 
     @property
     def method(self) -> str: ...
 
-    def candidate_generator(self, session: Session) -> Drafter: ...
+    def candidate_generator(self, session: Session) -> CandidateGenerator: ...

@@ -29,8 +29,8 @@ from .settings.names import AUTO, merged
 from .threads import Recent
 
 
-# Configurations of late calls that named their method, by their words, with the generators of their methods then.
-_known: Recent[tuple[SpeculativeConfig, Any]] = Recent(64)
+# Configurations that named their method, by the JSON of what was given, each with its generator class at that time.
+_recent: Recent[tuple[SpeculativeConfig, type]] = Recent(64)
 
 
 def resolve(value: Any, overrides: Mapping[str, Any], target_config: PretrainedConfig | None) -> SpeculativeConfig:
@@ -50,20 +50,21 @@ def resolve(value: Any, overrides: Mapping[str, Any], target_config: PretrainedC
 
 
 def _validated(value: Any, overrides: dict[str, Any]) -> SpeculativeConfig:
-    """The configuration as it is written, the one of an earlier call with the same words if there was one."""
+    """The configuration as it is written, that of an earlier call with the same JSON text if there was one."""
     if isinstance(value, SpeculativeConfig) and not overrides:
         return value
-    words = None
+    key = None
     # A file may say something else the next time.
     if not (isinstance(value, str) and value.rstrip().endswith(".json")):
         with suppress(TypeError, ValueError, RecursionError):
-            words = json.dumps([value, overrides], default=_name_of_config)
-    known, generator = _known.get(words, (None, None))
-    if known is not None and generator == resolve_candidate_generator(known.method):
-        return known
+            key = json.dumps([value, overrides], default=_name_of_config)
+    config, generator_class = _recent.get(key, (None, None))
+    # The name of a method may have been registered anew.
+    if config is not None and generator_class == resolve_candidate_generator(config.method):
+        return config
     config = SpeculativeConfig(**merged(_read_settings(value), overrides))
-    if words is not None and config.method not in (None, AUTO):
-        _known.put(words, (config, resolve_candidate_generator(config.method)))
+    if key is not None and config.method not in (None, AUTO):
+        _recent.put(key, (config, resolve_candidate_generator(config.method)))
     return config
 
 
@@ -76,10 +77,10 @@ def _name_of_config(value: Any) -> Any:
 def read_pretrained(path_or_repo: str | os.PathLike[str], revision: str | None) -> SpeculativeConfig:
     """The configuration in a `speculation_config.json`; see [`SpeculativeConfig.from_pretrained`]."""
     with reading_settings(path_or_repo):
-        path, is_published = Path(path_or_repo), False
+        path = Path(path_or_repo)
+        # Beside a checkpoint and on the Hub they are those of whoever made it.
+        is_published = not (path.is_file() or path.is_dir()) or (path / "config.json").is_file()
         if not path.is_file():
-            # Beside a checkpoint and on the Hub they are those of whoever made it.
-            is_published = not path.is_dir() or (path / "config.json").is_file()
             try:
                 path = Path(cached_file(str(path_or_repo), CONFIG_NAME, revision=revision))
             except OSError as error:
@@ -113,7 +114,7 @@ def _read_settings(value: Any) -> dict[str, Any]:
 
 def _read_text(text: str) -> dict[str, Any]:
     if text.startswith("{"):
-        return _read_json(text, "the JSON text")
+        return _read_json(text, "The JSON text")
     if not text:
         raise SpecConfigError("Speculation needs a method or a model, got an empty string.")
     if is_off(text):
@@ -136,23 +137,21 @@ def _read_text(text: str) -> dict[str, Any]:
 
 def _read_path(path: str) -> dict[str, Any]:
     """The settings in a file, or a folder or repository as the model; what was saved in it is read with its method."""
-    if not path.endswith(".json"):
-        return {"model": path}
-    return merged(_read_json_file(Path(path)), {})
+    return merged(_read_json_file(path), {}) if path.endswith(".json") else {"model": path}
 
 
-def _read_json_file(path: Path) -> dict[str, Any]:
+def _read_json_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    name = shown(str(path))
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
         raise SpecConfigError(
-            f"The settings in {shown(str(path))} cannot be read: {error}. Name a JSON file of settings."
+            f"The settings in {name} cannot be read: {error}. Name a JSON file of settings."
         ) from error
-    return _read_json(text, shown(str(path)))
+    return _read_json(text, f"{name[0].upper()}{name[1:]}")
 
 
 def _read_json(text: str, source: str) -> dict[str, Any]:
-    source = f"{source[0].upper()}{source[1:]}"
     try:
         settings = parse_json(text)
     except ValueError as error:

@@ -30,7 +30,7 @@ from ..logits.sampling import DraftSampler
 from ..logits.verifier import Verdict, Verifier, masked_nodes, take_nodes
 from ..metrics import SpecDecodingStats, begin_call, watch_acceptance
 from ..metrics.listeners import CallProgress
-from ..protocol import Commit, DeviceCommit, Drafter, DrafterSource, DraftStep, Session, VerifiedNodes
+from ..protocol import Commit, DeviceCommit, DrafterSource, DraftStep, Session, VerifiedNodes
 from ..target.attention import describe_layers
 from ..target.cache import SlotCache, compact
 from ..target.check import ContinuationCheck
@@ -54,6 +54,7 @@ from .tracing import Tracer
 if TYPE_CHECKING:
     from torch import nn
 
+    from ..candidate_generators.base import CandidateGenerator
     from ..target.prompts import Continuation
 
 
@@ -127,7 +128,7 @@ class DecodingLoop:
             notes=self.stats.notes,
             group=request.processes,
         )
-        self.generator: Drafter = speculator.candidate_generator(self.session)
+        self.generator: CandidateGenerator = speculator.candidate_generator(self.session)
         self.stats.num_spec_tokens = self.generator.num_speculative_tokens
         with ExitStack() as if_it_fails:
             if_it_fails.callback(self.generator.close)

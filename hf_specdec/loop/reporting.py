@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..drafts import DraftTree
 from ..logits.verifier import Verdict
 from ..metrics import SpecDecodingStats
-from ..protocol import Drafter, DraftStep, Lookups
+from ..protocol import DraftStep, Lookups
 from ..target.model import SlotModel
 from .sequences import Sequences, StopRules
 from .tracing import Tracer
+
+
+if TYPE_CHECKING:
+    from ..candidate_generators.base import CandidateGenerator
 
 
 class DeferredWork:
@@ -104,7 +108,7 @@ def count_cycle(
         tracer.add_cycle(draft, verdict, rows)
 
 
-def explain_empty(draft: DraftTree, step: DraftStep, generator: Drafter) -> None:
+def explain_empty(draft: DraftTree, step: DraftStep, generator: CandidateGenerator) -> None:
     """Notes in a draft why it is empty, where lengths are the reason."""
     if max(step.max_draft_tokens) == 0 < generator.num_speculative_tokens:
         draft.why_empty = "length_limit"
@@ -123,7 +127,7 @@ def count_lookups(stats: SpecDecodingStats, lookups: Lookups) -> None:
     stats.cache_tokens, stats.cache_bytes = lookups.num_tokens, lookups.num_bytes
 
 
-def count_graphs(stats: SpecDecodingStats, target: SlotModel, generator: Drafter) -> None:
+def count_graphs(stats: SpecDecodingStats, target: SlotModel, generator: CandidateGenerator) -> None:
     """Adds what ran as graphs in the call, and the memory of its device."""
     graphs, device = target.graphs, target.model.device
     if graphs is not None:

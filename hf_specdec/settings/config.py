@@ -305,7 +305,7 @@ class SpeculativeConfig:
 
     @property
     def may_adapt(self) -> bool:
-        """Tells if nothing fixes the length, and the text does not depend on it."""
+        """`True` if nothing fixes the length, and the text does not depend on it."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens == AUTO
         is_shaped = self.speculative_token_tree or self.num_speculative_tokens_per_batch_size
@@ -335,16 +335,11 @@ class SpeculativeConfig:
         return type(self)(**merged(base, changes))
 
     def for_method(self, method: str, **defaults: Any) -> SpeculativeConfig:
-        """The settings of a configuration that named no method, as far as this one has them.
-
-        Args:
-            method (`str`): The method.
-            defaults: Flat settings that hold where this configuration says nothing, as far as the method has them.
-        """
-        known = {name for item in options_in(options_class(method)) for name in names_of(item)}
-        known |= {item.name for item in _common_fields() if _concerns(item, method)}
-        settings = {key: value for key, value in self.to_dict(secrets=True).items() if key in known}
-        defaults = {key: value for key, value in defaults.items() if key in known}
+        """The settings of a configuration that named no method, as far as this one has them, above `defaults`."""
+        names = {name for item in options_in(options_class(method)) for name in names_of(item)}
+        names |= {item.name for item in _common_fields() if _concerns(item, method)}
+        settings = {key: value for key, value in self.to_dict(secrets=True).items() if key in names}
+        defaults = {key: value for key, value in defaults.items() if key in names}
         return type(self)(**merged(defaults, {**settings, "method": method}))
 
     def with_greedy_drafts(self) -> SpeculativeConfig:
@@ -353,16 +348,9 @@ class SpeculativeConfig:
         return self.replace(draft_sample_method="greedy") if is_open else self
 
     def check_against_target(self, max_position_embeddings: int | None = None, num_heads: int | None = None) -> None:
-        """Checks the settings against the numbers of loaded models.
-
-        Args:
-            max_position_embeddings (`int`, *optional*): Longest context of the target in tokens; `None` if unlimited.
-            num_heads (`int`, *optional*): Draft heads of the checkpoint, for methods that draft one token a head.
-
-        Raises:
-            SpecConfigError: A setting does not fit; the message has both numbers.
-        """
-        k, longest = self.fixed_length, self.max_model_len
+        """Refuses settings beyond the target's context, or the heads of a method that drafts one token a head."""
+        k = self.fixed_length
+        longest = self.max_model_len
         if num_heads is not None and k is not None and k > num_heads:
             raise SpecConfigError(
                 f"`num_speculative_tokens`={k} is more than the {num_heads} heads of the {self.method} checkpoint. "
@@ -485,11 +473,7 @@ class SpeculativeConfig:
         return not (drafting.in_target_checkpoint and (self.revision or self.subfolder))
 
     def check_can_be_found(self) -> None:
-        """A drafter that is yet to be found has no place that could be named, and nobody knows its code.
-
-        Raises:
-            SpecConfigError: The settings speak of one.
-        """
+        """Refuses places and code of a drafter that is yet to be found."""
         for name in ("revision", "code_revision", "subfolder", "trust_remote_code"):
             if getattr(self, name) not in (None, False):
                 raise SpecConfigError(
@@ -542,30 +526,30 @@ def _build_options(method: str | None, flat: Mapping[str, Any]) -> Any:
     """The options object of a method, from all settings that are not common ones."""
     if method in (None, AUTO):
         return _pending_options(flat)
-    own_class = options_class(method)
-    own = {key_of(item): item for item in options_in(own_class)}
-    hints = getattr(own_class, "type_hints", None) or hints_of(own_class)
+    made_of = options_class(method)
+    items = {key_of(item): item for item in options_in(made_of)}
+    hints = getattr(made_of, "type_hints", None) or hints_of(made_of)
     values = {}
     for key, value in by_key(method, flat).items():
-        if key not in own:
-            raise SpecConfigError(unknown_setting(method, key, own, [item.name for item in _common_fields()]))
-        values[own[key].name] = _checked(own[key], value, hints[own[key].name])
+        if key not in items:
+            raise SpecConfigError(unknown_setting(method, key, items, [item.name for item in _common_fields()]))
+        values[items[key].name] = _checked(items[key], value, hints[items[key].name])
     try:
-        return own_class(**values)
+        return made_of(**values)
     except SpecConfigError as error:
         # It is about fields, in backticks; the user knows their flat names.
         message = str(error)
-        for key, item in own.items():
+        for key, item in items.items():
             message = message.replace(f"`{item.name}`", f"`{key}`")
         raise SpecConfigError(message) from error
 
 
 def _pending_options(flat: Mapping[str, Any]) -> PendingOptions:
     """Options of a method that is not known yet: some method must have each of them."""
-    known = option_owners() if flat else {}
+    owners_of = option_owners() if flat else {}
     for key, value in flat.items():
-        if key not in known:
-            raise SpecConfigError(unknown_setting(None, key, known, [item.name for item in _common_fields()]))
+        if key not in owners_of:
+            raise SpecConfigError(unknown_setting(None, key, owners_of, [item.name for item in _common_fields()]))
         if not is_json_value(value):
             raise SpecConfigError(
                 f"`{key}` must be a text, a finite number or a list of them, got {shown(value)} "

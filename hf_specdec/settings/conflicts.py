@@ -21,11 +21,7 @@ logger = logging.get_logger(__name__)
 
 
 def check_combinations(config: SpeculativeConfig) -> None:
-    """Raises a [`SpecConfigError`] where two settings exclude each other; the message has both.
-
-    Args:
-        config (`SpeculativeConfig`): All of it but `options`, which are made last.
-    """
+    """Raises a [`SpecConfigError`] where two settings exclude each other; `options` are made later."""
     if config.disable_padded_drafter_batch:
         logger.warning_once("`disable_padded_drafter_batch` changes nothing: rows are not padded to each other here.")
     _check_acceptance_rule(config)
@@ -35,24 +31,26 @@ def check_combinations(config: SpeculativeConfig) -> None:
 
 
 def _check_acceptance_rule(config: SpeculativeConfig) -> None:
-    rule, rates = config.rejection_sample_method, config.synthetic_acceptance_rates or ()
+    rule = config.rejection_sample_method
+    rates = config.synthetic_acceptance_rates or ()
     if any(later > earlier for earlier, later in pairwise(rates)):
         raise SpecConfigError(
             f"`synthetic_acceptance_rates` must not increase, got {shown(list(rates))}: more draft tokens cannot be "
             "accepted more often than fewer."
         )
     for setting in fields(config):
-        owner, value = setting.metadata.get("rule"), getattr(config, setting.name)
+        owner = setting.metadata.get("rule")
+        value = getattr(config, setting.name)
         if owner not in (None, rule) and value != setting.default:
             raise SpecConfigError(
                 f"`{setting.name}`={shown(value)} belongs to rejection_sample_method='{owner}', got '{rule}'. "
                 "Leave it out, or change the rule."
             )
-    given = [config.synthetic_acceptance_rates is not None, config.synthetic_acceptance_length is not None]
-    if rule == "synthetic" and sum(given) != 1:
+    is_set = [config.synthetic_acceptance_rates is not None, config.synthetic_acceptance_length is not None]
+    if rule == "synthetic" and sum(is_set) != 1:
         raise SpecConfigError(
             "rejection_sample_method='synthetic' needs either `synthetic_acceptance_rates` or "
-            f"`synthetic_acceptance_length`, got {'both' if all(given) else 'neither'}."
+            f"`synthetic_acceptance_length`, got {'both' if all(is_set) else 'neither'}."
         )
 
 
@@ -64,9 +62,9 @@ def _check_model_settings(config: SpeculativeConfig) -> None:
     for setting in fields(config):
         value = getattr(config, setting.name, None)
         if setting.metadata.get("describes_model") and value != setting.default:
-            given = "" if setting.metadata.get("is_secret") else f"={shown(value)}"
+            assigned = "" if setting.metadata.get("is_secret") else f"={shown(value)}"
             raise SpecConfigError(
-                f"`{setting.name}`{given} is about a draft model, and method='{config.method}' drafts without "
+                f"`{setting.name}`{assigned} is about a draft model, and method='{config.method}' drafts without "
                 f"one. Leave out `{setting.name}`, or choose a method that has a draft model."
             )
 

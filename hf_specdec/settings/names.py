@@ -56,11 +56,7 @@ class PendingOptions:
 
 
 def canonical_method(name: Any) -> str | None:
-    """A method by its own name, where it may be given by an alias.
-
-    Raises:
-        SpecConfigError: It is no text.
-    """
+    """A method by its own name, where it may be given by an alias."""
     if name is not None and not isinstance(name, str):
         raise SpecConfigError(f"`method` must be the name of a method, got {shown(name)} ({type(name).__name__}).")
     return None if name is None else COMBINING.join(parts_of(name))
@@ -99,8 +95,7 @@ def flattened(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Flat settings with the content of `options` (an options object or a mapping) among them."""
     flat = dict(settings.items())
     options = flat.pop("options", None)
-    if options is None:
-        options = {}
+    options = {} if options is None else options
     if isinstance(options, PendingOptions):
         options = dict(options.values)
     elif hasattr(options, "__dataclass_fields__"):
@@ -128,11 +123,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def by_key(method: str, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with the options of a method under their flat names, whichever of their names was used.
-
-    Raises:
-        SpecConfigError: One is given under two names.
-    """
+    """Settings with the options of a method under their flat names, whichever of their names was used."""
     spellings = _spellings(options_class(method))
     named: dict[str, Any] = {}
     for name, value in flat.items():
@@ -145,27 +136,21 @@ def by_key(method: str, flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Spelling(NamedTuple):
-    """One of the names of an option.
+    """One of the names of an option."""
 
-    Attributes:
-        key (`str`): Its flat name.
-        offset (`int`): What is added to a value under this name, where sizes are counted in another way.
-    """
-
-    key: str
-    offset: int = 0
+    key: str  # its flat name
+    offset: int = 0  # is added to a value under this name: engines count sizes in another way
 
 
 @cache
 def _spellings(options_class: type[Any]) -> dict[str, _Spelling]:
     """The names of a method's options beside the flat ones."""
-    found: dict[str, _Spelling] = {}
+    spellings: dict[str, _Spelling] = {}
     for item in options_in(options_class):
-        key = key_of(item)
-        found[item.name] = _Spelling(key)
+        spellings[item.name] = _Spelling(key_of(item))
         for name, offset in item.metadata.get("engine_names", {}).items():
-            found[name] = _Spelling(key, offset)
-    return found
+            spellings[name] = _Spelling(key_of(item), offset)
+    return spellings
 
 
 def names_of(item: Field[Any]) -> set[str]:
@@ -198,14 +183,7 @@ def _called_otherwise(key: str) -> str:
 
 
 def unknown_setting(method: str | None, key: str, options: Iterable[str], common: Iterable[str]) -> str:
-    """The message about a setting that does not exist.
-
-    Args:
-        method (`str`, *optional*): The method, as far as it is known.
-        key (`str`): What was given.
-        options (`Iterable[str]`): Names of the method's own options.
-        common (`Iterable[str]`): Names of the settings of all methods.
-    """
+    """The message about a setting `key` that neither the `options` of a method nor the `common` settings have."""
     owners = option_owners().get(key, [])
     whose = f"method='{method}'" if method else "Speculation"
     if owners:
@@ -214,8 +192,8 @@ def unknown_setting(method: str | None, key: str, options: Iterable[str], common
     if key in _OTHER_NAMES:
         return _called_otherwise(key)
     hint = did_you_mean(key, [*common, *options])
-    own = f" Its own options are: {', '.join(options)}." if method and options else ""
-    return f"{whose} has no setting {shown(key)}.{hint}{own} The settings of all methods are: {', '.join(common)}."
+    listed = f" Its own options are: {', '.join(options)}." if method and options else ""
+    return f"{whose} has no setting {shown(key)}.{hint}{listed} The settings of all methods are: {', '.join(common)}."
 
 
 def option_owners() -> dict[str, list[str]]:

@@ -74,10 +74,10 @@ def _range_of_rows(entry: Any, value: Any) -> tuple[int, int, int]:
     if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3):
         raise _wrong_lengths(value)
     # JSON has only strings for the keys of a mapping.
-    numbers_given: list[Any] = [int(item) if isinstance(item, str) and item.isdecimal() else item for item in entry]
-    if not all(map(is_int, numbers_given)):
+    numbers: list[Any] = [int(item) if isinstance(item, str) and item.isdecimal() else item for item in entry]
+    if not all(map(is_int, numbers)):
         raise _wrong_lengths(value)
-    first, last, length = numbers_given if len(entry) == 3 else (numbers_given[0], *numbers_given)
+    first, last, length = numbers if len(entry) == 3 else (numbers[0], *numbers)
     if not 1 <= first <= last <= MOST_INTEGER or not 0 <= length <= MOST_DRAFT_TOKENS:
         raise _wrong_lengths(value)
     return int(first), int(last), int(length)

@@ -90,17 +90,8 @@ def _with_arguments(signature: inspect.Signature) -> inspect.Signature:
 def _speculating(original: Callable, patch: Patch) -> Callable:
     """`generate()` with the speculative arguments."""
 
-    def generate(
-        self: Any,
-        *args: Any,
-        spec_method: str | None = None,
-        spec_model: Any = None,
-        num_speculative_tokens: int | str | None = None,
-        speculative: Any = None,
-        assistant: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        asked = SpeculativeArguments(spec_method, spec_model, num_speculative_tokens, speculative, assistant)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = SpeculativeArguments(**{name: kwargs.pop(name, None) for name in ARGUMENTS})
         if not patch.is_active:
             return original(self, *args, **kwargs, **asked.given)
         asked = asked_for(self, args, kwargs, asked)

@@ -1,4 +1,4 @@
-"""What is kept for a target: drafters that were loaded, which one was found, what calls have learnt.
+"""What is kept for a target: drafters that were loaded, which one was chosen, what calls have learnt.
 
 The record is an attribute of the target, so that the garbage collector frees both together, also where a draft model
 holds the target. A copy of the target, or its pickle, has no record.
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from .checkpoints.files import RepoFiles
 
 
-# Drafters of a target that stay loaded, and settings of which it is remembered what was found or learnt.
+# Drafters of a target that stay loaded, and settings of which it is remembered what was chosen or learnt.
 _MOST_LOADED = 4
-_MOST_FOUND = 16
+_MOST_CHOSEN = 16
 _MOST_LEARNT = 64
 
 _RECORD = "_hf_specdec_record"
@@ -51,7 +51,7 @@ class TargetRecord:
 
     def __init__(self):
         self.drafters: Recent[Loaded] = Recent(_MOST_LOADED)
-        self.found: Recent[Any] = Recent(_MOST_FOUND)  # the drafter and why, by the settings of the search
+        self.chosen: Recent[Any] = Recent(_MOST_CHOSEN)  # the drafter and why, by the settings of the search
         self.learnt: Recent[Any] = Recent(_MOST_LEARNT)  # profiles, each beside a weak reference to its draft network
         self.checked: Recent[Any] = Recent(_MOST_LEARNT)  # identity of the resources that settings were checked with
         self.searching: Lock = Lock()  # held while drafters are looked for: threads that begin together search once

@@ -82,8 +82,10 @@ def load_speculator(
         raise no_target(target_model)
     # What torch.compile() makes of a model holds it.
     draft_model = getattr(draft_model, "_orig_mod", draft_model)
-    if draft_model is not None and settings.get("method") in (None, AUTO) and not _names_method(config):
-        settings["method"] = _method_of(draft_model)
+    if draft_model is not None and settings.get("method") in (None, AUTO):
+        named = config.get("method") if isinstance(config, Mapping) else getattr(config, "method", config)
+        if named in (None, AUTO):
+            settings["method"] = _method_of(draft_model)
     resolved = resolve(config, settings, target_model.config)
     if resolved.is_to_be_found and draft_model is None:
         return _load_found(target_model, resolved)
@@ -148,7 +150,7 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Spe
     key = (drafting, access, config.dtype, config.device, config.quantization, config.trusted_owners, restrictions())
     record = record_of(target_model)
     with record.searching:
-        if (chosen := record.found.get(key)) is not None:
+        if (chosen := record.chosen.get(key)) is not None:
             try:
                 return _load_candidate(target_model, config, *chosen)
             except Exception as error:  # noqa: BLE001 - as in the search
@@ -169,15 +171,15 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Spe
                 failures[failure] = error
                 logger.warning(f"method='{config.method}' passes over {failure}")
                 continue
-            record.found.put(key, (candidate, reason))
+            record.chosen.put(key, (candidate, reason))
             logger.info(f"Speculation: {speculator.note}.")
             warn_of(candidate.left_out, f"The settings of {candidate}")
             return speculator
-    seen = [*search.rejected, *failures]
-    if len(seen) == len(failures) == 1 and drafting is not None and (not search.notes or candidate.place == "target"):
-        # One error says it all if nothing else was seen or could have been; own layers of a target lie nowhere else.
+    unusable = [*search.rejected, *failures]
+    # One error says it all if nothing else was seen or could have been; own layers of a target lie nowhere else.
+    if len(unusable) == len(failures) == 1 and drafting and (not search.notes or candidate.place == "target"):
         raise next(iter(failures.values()))
-    raise SpecConfigError(_nothing_found(config, target.name, seen, search.notes))
+    raise SpecConfigError(_nothing_found(config, target.name, unusable, search.notes))
 
 
 def _load_candidate(
@@ -196,12 +198,13 @@ def _load_candidate(
 _MOST_LISTED = 8
 
 
-def _nothing_found(config: SpeculativeConfig, target: str, seen: list[str], notes: list[str]) -> str:
+def _nothing_found(config: SpeculativeConfig, target: str, unusable: list[str], notes: list[str]) -> str:
     """The message about a search in vain: what was seen, and why it does not fit."""
     drafting = None if config.method == AUTO else drafting_method(config.method)
     drafter = (drafting and drafting.weights) or "a drafter"
-    listed = f" Seen: {' '.join(f'({i}) {line}' for i, line in enumerate(seen[:_MOST_LISTED], 1))}" if seen else ""
-    more = f" And {len(seen) - _MOST_LISTED} more." if len(seen) > _MOST_LISTED else ""
+    lines = " ".join(f"({number}) {line}" for number, line in enumerate(unusable[:_MOST_LISTED], 1))
+    listed = f" Seen: {lines}" if unusable else ""
+    more = f" And {len(unusable) - _MOST_LISTED} more." if len(unusable) > _MOST_LISTED else ""
     limits = f" Not searched: {'; '.join(map(one_line, notes))}." if notes else ""
     name = f"'{target}'" if target else "a target without a name"
     return (
@@ -293,12 +296,6 @@ def _check_processes(asked: int, draft_model: torch.nn.Module | None) -> None:
             f"`draft_tensor_parallel_size`={asked}, and {what} is held by {size} process{'es' * (size > 1)}. Leave "
             "it out, or load the draft model itself with a tensor-parallel plan and pass it as `assistant`."
         )
-
-
-def _names_method(config: Any) -> bool:
-    if isinstance(config, Mapping):
-        return config.get("method") not in (None, AUTO)
-    return config is not None and getattr(config, "method", config) != AUTO
 
 
 def age_texts(target_model: torch.nn.Module, most_age: int) -> int:

@@ -154,8 +154,8 @@ def takes_model(name: str | None) -> bool:
     """`True` for methods that can have a draft model, and for unknown ones."""
     if not isinstance(name, str):
         return True
-    found = map(_all_methods().get, parts_of(name))
-    return any(method is None or method.takes_model for method in found)
+    methods_named = map(_all_methods().get, parts_of(name))
+    return any(method is None or method.takes_model for method in methods_named)
 
 
 def is_language_model(name: str | None) -> bool:
@@ -205,8 +205,8 @@ _WITHOUT_MODELS = {"pangu_ultra_moe_mtp": "transformers has no model of the type
 def _all_methods() -> dict[str, Method]:
     modules = pkgutil.iter_modules(import_module(_FOLDER).__path__)
     packages = [import_module(f"{_FOLDER}.{module.name}") for module in modules if module.ispkg]
-    found = [method for package in packages for method in getattr(package, "METHODS", ())]
-    return {method.name: method for method in sorted(found, key=lambda method: -method.preference)}
+    every = [method for package in packages for method in getattr(package, "METHODS", ())]
+    return {method.name: method for method in sorted(every, key=lambda method: -method.preference)}
 
 
 @cache

@@ -69,17 +69,17 @@ def _no_constant(name: str) -> None:
 
 
 @contextmanager
-def reading_settings(*given: Any) -> Iterator[None]:
+def reading_settings(*settings: Any) -> Iterator[None]:
     """Turns every failure to read what a user has given into an error of this package, without secrets."""
     try:
         yield
     except SpecDecError as error:
-        for secret in _secrets_in(given):
+        for secret in _secrets_in(settings):
             error.args = tuple(item.replace(secret, HIDDEN) if isinstance(item, str) else item for item in error.args)
         raise
     except Exception as error:
         what = " and ".join(
-            shown(item) for item in given if item is not None and not (type(item) is dict and not item)
+            shown(item) for item in settings if item is not None and not (type(item) is dict and not item)
         )
         raise SpecConfigError(
             f"These settings cannot be read: {what} ({shown(error)}). Give a dict of plain texts, numbers, lists and "

@@ -15,6 +15,7 @@ from transformers.generation.candidate_generator import CandidateGenerator as Hf
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
+from .candidate_generators.adaptive import AdaptiveCandidateGenerator
 from .candidate_generators.assisted import StockCandidateGenerator, UnboundCandidateGenerator
 from .candidate_generators.base import CandidateGenerator
 from .candidate_generators.combined.combination import part_configs
@@ -117,7 +118,8 @@ class Speculator:
             return UnboundCandidateGenerator(self)
         if self.note is not None:
             session.notes.append(self.note)
-        limit, schedule = self.config.disable_by_batch_size, self.config.num_speculative_tokens_per_batch_size
+        limit = self.config.disable_by_batch_size
+        schedule = self.config.num_speculative_tokens_per_batch_size
         if limit is not None and session.batch_size > limit:
             session.notes.append(f"no drafts: {session.batch_size} rows are more than disable_by_batch_size={limit}")
             logger.info(f"Speculation is off for this call: {session.notes[-1]}.")
@@ -127,8 +129,6 @@ class Speculator:
         generator = self.generator_class(self._longest_drafts, self.resources, session)
         if not self.is_adaptive and schedule is None:
             return generator
-        from .candidate_generators.adaptive import AdaptiveCandidateGenerator
-
         controller = self.controller(generator) if self.is_adaptive else ScheduledLength(self.config.most_tokens)
         return AdaptiveCandidateGenerator(generator, controller)
 
@@ -148,11 +148,13 @@ class Speculator:
 
     def controller(self, generator: CandidateGenerator) -> SpeculationController:
         """The controller that chooses the lengths of one call."""
+        session = generator.session
         most_tokens = self.config.most_tokens if self.config.num_speculative_tokens_per_batch_size else None
         usual = self.generator_class.default_length(self.config.options)
-        most, session = generator.num_speculative_tokens, generator.session
         usual = min(usual, LARGEST_FIRST_LENGTH.get(session.device.type, usual))
-        return SpeculationController(most, session.batch_size, self.profile, usual, most_tokens)
+        return SpeculationController(
+            generator.num_speculative_tokens, session.batch_size, self.profile, usual, most_tokens
+        )
 
     @property
     def _longest_drafts(self) -> SpeculativeConfig:

@@ -560,15 +560,17 @@ def _pending_options(flat: Mapping[str, Any]) -> PendingOptions:
 
 def _checked(item: Field, value: Any, hint: Any) -> Any:
     """The value in the type of its field and within its bounds; `None` is the default where it is no value itself."""
-    name, about, types = key_of(item), item.metadata, types_of(hint)
+    name = key_of(item)
+    metadata = item.metadata
+    types = types_of(hint)
     if value is None and NoneType not in types:
         return default_of(item)
-    if normalize := about.get("normalize"):
+    if normalize := metadata.get("normalize"):
         value = normalize(value)
-    if about.get("is_secret") and not isinstance(value, types):
+    if metadata.get("is_secret") and not isinstance(value, types):
         raise SpecConfigError(f"`{name}` must be a string, True, False or None, got a {type(value).__name__}.")
-    if is_access_token(value) and not about.get("is_secret"):
+    if is_access_token(value) and not metadata.get("is_secret"):
         raise SpecConfigError(f"`{name}` has the form of an access token. Give that as `token`.")
-    aliases = about.get("aliases", {})
+    aliases = metadata.get("aliases", {})
     value = aliases.get(value, value) if isinstance(value, str) else value
-    return checked(name, value, hint, about.get("bounds", Bounds()), aliases)
+    return checked(name, value, hint, metadata.get("bounds", Bounds()), aliases)

@@ -25,11 +25,7 @@ def is_switched_on(name: str, *, default: bool) -> bool:
 
 
 def kernel_choice() -> str:
-    """What `HF_SPECDEC_KERNELS` says: "auto", "torch" or "triton".
-
-    Raises:
-        SpecConfigError: It is something else.
-    """
+    """What `HF_SPECDEC_KERNELS` says: "auto", "torch" or "triton"."""
     value = (variable("KERNELS") or "auto").lower()
     if value not in _KERNELS:
         raise SpecConfigError(

@@ -82,10 +82,8 @@ class Recent(Generic[Value]):
 class OwnForwards:
     """Forwards that take the place of modules' own while calls need them; calls of several threads share them.
 
-    Args:
-        pairs (`Iterable[tuple[nn.Module, Callable]]`): Modules and their forwards. One that a module has of the user's
-            stays.
-        name (`str`): The method, if it is another one than the forward; or where another forward keeps the class's.
+    A forward that a module has of the user's stays. `name` is the method, if it is another one than the forward; or
+    where another forward keeps the class's.
     """
 
     def __init__(self, pairs: Iterable[tuple[Any, Callable[..., Any]]], name: str = "forward"):
@@ -109,9 +107,9 @@ class OwnForwards:
                 with self._lock:
                     self._users.add(user)
                     for module, forward in self.pairs:
-                        kept = vars(module).get(self.name)
-                        if is_of_class(kept, module):
-                            self._before[module] = kept
+                        current = vars(module).get(self.name)
+                        if is_of_class(current, module):
+                            self._before[module] = current
                             vars(module)[self.name] = forward
                         else:
                             vars(module).setdefault(self.name, forward)

@@ -69,6 +69,7 @@ def _cached_by_stream(make: Callable, is_written: bool) -> Callable:
     @wraps(make)
     def made_or_cached(*arguments: Any) -> Any:
         held = _holding.values
+        # No other kernel may run on memory that a graph writes to.
         if is_written and held is not None:
             key = (make, *arguments)
             if key not in held:
@@ -96,11 +97,7 @@ def kept_on_device(make: Callable) -> Callable:
 
 
 def written_on_device(make: Callable) -> Callable:
-    """Decorator: caches what a function makes for a device, its last argument, for kernels that write to it.
-
-    They must leave it as they have found it. Every stream of a GPU has its own, and so has every graph: none of its
-    kernels runs beside another one with the same memory.
-    """
+    """Decorator: as `kept_on_device`, for kernels that write to it and leave it as it was; graphs have their own."""
     return _cached_by_stream(make, is_written=True)
 
 

@@ -73,9 +73,6 @@ def thawed(value: Any) -> Any:
     return list(map(thawed, value)) if isinstance(value, tuple) else value
 
 
-# -------------------------------------------------------------------------------------------------------- declarations
-
-
 class Bounds(NamedTuple):
     """Limits of a number, or of the numbers of a list. Integers have `MOST_INTEGER` where `most` is not set."""
 
@@ -105,24 +102,20 @@ _UNBOUNDED = Bounds()
 
 def setting(
     default: Any = MISSING,
-    help: str = "",
+    help: str = "",  # one or two sentences, which say what `None` stands for
     *,
     least: float | None = None,
     most: float | None = None,
     inclusive: bool = True,
-    **about: Any,
+    **further: Any,
 ) -> Any:
-    """Declares a dataclass field that is a setting; its annotation says the type and the choices.
+    """Declares a dataclass field that is a setting; without a default it has to be given.
 
-    Args:
-        default (`Any`, *optional*): Without one it has to be given.
-        help (`str`): One or two sentences, which say what `None` stands for.
-        least, most, inclusive: Its [`Bounds`].
-        about: Further metadata: `key`, `published` and `engine_names` of a method's option, `flags` of the command
-            line, `normalize`, `aliases`, `describes_model`, `rule` and `is_secret` of a field of `SpeculativeConfig`.
+    Further metadata: `key`, `published` and `engine_names` of a method's option, `flags` of the command line,
+    `normalize`, `aliases`, `describes_model`, `rule` and `is_secret` of a field of `SpeculativeConfig`.
     """
-    metadata = {"help": help, "bounds": Bounds(least, most, inclusive), **about}
-    return field(default=default, metadata=metadata, compare=not about.get("is_secret"))
+    metadata = {"help": help, "bounds": Bounds(least, most, inclusive), **further}
+    return field(default=default, metadata=metadata, compare=not further.get("is_secret"))
 
 
 class Options:
@@ -161,9 +154,6 @@ def parallel_drafting_field() -> Any:
         "All tokens of a draft come from one forward with mask tokens (PARD, P-EAGLE). Left out, what the checkpoint "
         "was trained for.",
     )
-
-
-# -------------------------------------------------------------------------------------------------------------- checks
 
 
 def types_of(hint: Any) -> tuple[Any, ...]:

@@ -76,15 +76,12 @@ def _patch(mixin: type) -> None:
 
 def _with_arguments(signature: inspect.Signature) -> inspect.Signature:
     """The signature with the speculative arguments in front of its `**kwargs`."""
-    parameters = list(signature.parameters.values())
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in ARGUMENTS.items()
-        if name not in signature.parameters
-    ]
-    has_kwargs = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
-    place = len(parameters) - has_kwargs
-    return signature.replace(parameters=[*parameters[:place], *added, *parameters[place:]])
+    kwargs = [item for item in signature.parameters.values() if item.kind is inspect.Parameter.VAR_KEYWORD]
+    parameters = {name: item for name, item in signature.parameters.items() if item not in kwargs}
+    for name, annotation in ARGUMENTS.items():
+        added = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        parameters.setdefault(name, added)
+    return signature.replace(parameters=[*parameters.values(), *kwargs])
 
 
 def _speculating(original: Callable, patch: Patch) -> Callable:

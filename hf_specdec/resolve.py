@@ -102,42 +102,33 @@ def _read_settings(value: Any) -> dict[str, Any]:
         return value.to_dict(secrets=True)
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, os.PathLike):
-        return _read_path(os.fspath(value))
-    if isinstance(value, str):
-        return _read_text(value.strip())
-    raise SpecConfigError(
-        "Speculation is set by a SpeculativeConfig, a dict, JSON text, the name of a method, a repo id or a path, got "
-        f"{type(value).__name__}. A loaded draft model or speculator goes to `assistant=`."
-    )
-
-
-def _read_text(text: str) -> dict[str, Any]:
-    if text.startswith("{"):
-        return _read_json(text, "The JSON text")
-    if not text:
-        raise SpecConfigError("Speculation needs a method or a model, got an empty string.")
-    if is_off(text):
+    if not isinstance(value, (str, os.PathLike)):
         raise SpecConfigError(
-            f"'{text}' is plain generation, and names no drafter. Pass spec_method='off' to generate(), or name a "
-            "method."
+            "Speculation is set by a SpeculativeConfig, a dict, JSON text, the name of a method, a repo id or a path, "
+            f"got {type(value).__name__}. A loaded draft model or speculator goes to `assistant=`."
         )
-    if text == AUTO or is_method_name(text):
-        return {"method": text}
-    if "/" not in text and not os.path.exists(text):
-        names = [*names_of_methods(), AUTO, OFF]
-        close = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.8)
-        if close:
+    text = value.strip() if isinstance(value, str) else os.fspath(value)
+    if isinstance(value, str):
+        if text.startswith("{"):
+            return _read_json(text, "The JSON text")
+        if not text:
+            raise SpecConfigError("Speculation needs a method or a model, got an empty string.")
+        if is_off(text):
             raise SpecConfigError(
-                f"{shown(text)} is neither a method nor a local path. Did you mean '{close[0]}'? If it is a repo id, "
-                "pass it as `model`."
+                f"'{text}' is plain generation, and names no drafter. Pass spec_method='off' to generate(), or name "
+                "a method."
             )
-    return _read_path(text)
-
-
-def _read_path(path: str) -> dict[str, Any]:
-    """The settings in a file, or a folder or repository as the model; what was saved in it is read with its method."""
-    return merged(_read_json_file(path), {}) if path.endswith(".json") else {"model": path}
+        if text == AUTO or is_method_name(text):
+            return {"method": text}
+        if "/" not in text and not os.path.exists(text):
+            names = [*names_of_methods(), AUTO, OFF]
+            if close := difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.8):
+                raise SpecConfigError(
+                    f"{shown(text)} is neither a method nor a local path. Did you mean '{close[0]}'? If it is a repo "
+                    "id, pass it as `model`."
+                )
+    # A folder or repository is the model; what was saved in it is read with its method.
+    return merged(_read_json_file(text), {}) if text.endswith(".json") else {"model": text}
 
 
 def _read_json_file(path: str | os.PathLike[str]) -> dict[str, Any]:

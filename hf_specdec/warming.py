@@ -159,7 +159,10 @@ class _WarmUpLoop(DecodingLoop):
 
     def _decode(self) -> None:
         self._prefill()
-        self._verify_nothing()
+        # A verification without a draft, of which nothing is kept.
+        draft = DraftTree.empty(len(self.rows), self.device)
+        judge = self.verifier.in_a_graph(draft, self.rows, self._positions(1))
+        self.target.verify(self.anchors, draft, judge)
         for depth in range(self.generator.num_speculative_tokens, 0, -1):
             self.depth = depth
             if not self.stop.all_finished:
@@ -167,12 +170,6 @@ class _WarmUpLoop(DecodingLoop):
         if isinstance(self.generator, DraftModelCandidateGenerator):
             _read_few_tokens(self.generator.model, self.anchors)
         self.deferred.flush()
-
-    def _verify_nothing(self) -> None:
-        """A verification without a draft, of which nothing is kept."""
-        draft = DraftTree.empty(len(self.rows), self.device)
-        judge = self.verifier.in_a_graph(draft, self.rows, self._positions(1))
-        self.target.verify(self.anchors, draft, judge)
 
     def _depths(self, more: int = 0) -> list[int]:
         return [min(most, self.depth) for most in super()._depths(more)]

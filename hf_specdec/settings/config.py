@@ -484,11 +484,11 @@ class SpeculativeConfig:
 
 def describe_settings(method: str | None = None) -> list[Setting]:
     """The documented settings of a method's own options, or without `method` those that all methods share."""
-    described = _common_fields() if method is None else options_in(options_class(method))
-    return [
-        Setting(key_of(item), _type_name(item), repr(default_of(item)), item.metadata.get("help", ""))
-        for item in described
-    ]
+    settings = []
+    for item in _common_fields() if method is None else options_in(options_class(method)):
+        kind = item.type.__name__ if type(item.type) is type else str(item.type).replace("typing.", "")
+        settings.append(Setting(key_of(item), kind, repr(default_of(item)), item.metadata.get("help", "")))
+    return settings
 
 
 def _without_placeholder(method: Any, model: Any) -> dict[str, Any]:
@@ -514,12 +514,6 @@ def _concerns(item: Field, method: str) -> bool:
         return False
     drafting = drafting_method(method)
     return item.name != "speculative_token_tree" or drafting is None or drafting.drafts_static_trees
-
-
-def _type_name(item: Field) -> str:
-    if isinstance(item.type, str):
-        return item.type
-    return item.type.__name__ if type(item.type) is type else str(item.type).replace("typing.", "")
 
 
 def _build_options(method: str | None, flat: Mapping[str, Any]) -> Any:

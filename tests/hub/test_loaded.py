@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import pickle
 import shutil
 import weakref
 from functools import partial
@@ -198,6 +199,15 @@ def test_target_is_freed_with_its_drafters(method, shared_target):
     del target
     gc.collect()
     assert reference() is None
+
+
+def test_copies_and_pickles_of_a_target_have_no_record():
+    target = tiny_llama()
+    load_speculator(target, "suffix")
+    for twin in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
+        assert record_of(twin) is not record_of(target)
+        assert not record_of(twin).loaded
+    assert b"hf_specdec.loaded" not in pickle.dumps(target)
 
 
 @pytest.mark.parametrize("method", ["medusa", *in_full("suffix+medusa", "mlp_speculator")])

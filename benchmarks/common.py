@@ -35,7 +35,6 @@ from hf_specdec.loop.output import CACHE_FIELD
 from hf_specdec.method import methods
 from hf_specdec.metrics.records import Record
 from hf_specdec.protocol import DraftStep
-from hf_specdec.target.lean import LeanModel
 from hf_specdec.target.model import SlotModel
 
 
@@ -83,8 +82,7 @@ class ForwardTimer:
     def attached(self) -> Iterator[ForwardTimer]:
         """Times the forwards inside the block, by replacing the forwards of the classes and not of any object."""
         places = [(type(self.target), "forward", lambda module: module)]
-        for kind, name in ((SlotModel, "verify"), (SlotModel, "forward"), (LeanModel, "forward")):
-            places.append((kind, name, lambda module: module.model))
+        places += [(SlotModel, name, lambda module: module.model) for name in ("verify", "forward")]
         with ExitStack() as stack:
             for kind, name, model_of in places:
                 stack.enter_context(patch.object(kind, name, self._timed(getattr(kind, name), model_of)))

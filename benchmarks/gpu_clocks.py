@@ -30,7 +30,6 @@ from hf_specdec.logits.rules import StandardRule, SyntheticRule
 from hf_specdec.logits.verifier import Verifier
 from hf_specdec.loop.loop import DecodingLoop
 from hf_specdec.target.graphs import CapturedForward
-from hf_specdec.target.lean import LeanModel
 from hf_specdec.target.model import SlotModel
 
 
@@ -223,9 +222,8 @@ class Parts:
         with ExitStack() as stack:
             for kind, name, part in places:
                 stack.enter_context(patch.object(kind, name, self._timed(getattr(kind, name), lambda *_, p=part: p)))
-            forwards = [(SlotModel, name) for name in ("verify", "verify_ahead", "forward")]
-            for kind, name in (*forwards, (LeanModel, "forward")):
-                stack.enter_context(patch.object(kind, name, self._timed(getattr(kind, name), self._whose)))
+            for name in ("verify", "verify_ahead", "forward"):
+                stack.enter_context(patch.object(SlotModel, name, self._timed(getattr(SlotModel, name), self._whose)))
             replay = self._timed(CapturedForward.replay, self._whose_replay)
             stack.enter_context(patch.object(CapturedForward, "replay", replay))
             stack.enter_context(patch.object(DecodingLoop, "_cycle", self._cycle(DecodingLoop._cycle)))

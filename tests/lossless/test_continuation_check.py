@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import UnsupportedModelError
 from hf_specdec.target import check
+from hf_specdec.target.forward import SlotOutput
 from hf_specdec.target.prompts import Continuation
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
@@ -262,3 +263,18 @@ def test_rounding_and_dropout_are_no_difference():
     model = MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=2, attention_dropout=0.5)).train()
     model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
     assert not check._checked
+
+
+def test_rows_that_join_are_compared_at_their_new_places(monkeypatch):
+    monkeypatch.setattr(check, "_checked", {})
+    part, joining = (check.ContinuationCheck(tiny_llama()) for _ in range(2))
+    logits = torch.randn(2, 1, VOCAB_SIZE)
+    joining.expected["padded"] = dict(enumerate(logits))
+    part.join(joining, 2)
+    part.keep_rows([3, 0])
+    with pytest.raises(UnsupportedModelError, match="differ from those of plain generation"):
+        part.verified(SlotOutput(logits))
+    assert not check._checked
+    part.verified(SlotOutput(logits.flip(0)))
+    assert check._checked == {"padded": 1}
+    part.verified(SlotOutput(logits))

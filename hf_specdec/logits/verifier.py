@@ -99,6 +99,11 @@ class Verifier:
         self._scores_of_a_step = _PROCESSED_OF_A_STEP if self.stack else _SCORES_OF_A_STEP
         self._needs_scores = self.rule.uniforms is not None or bool(self.stack) or self.recorder is not None
 
+    def keep_equal(self, why: str) -> None:
+        """Makes all rows advance by the same number of tokens from now on."""
+        self.why_equal = why
+        self.__post_init__()
+
     def _check_whole_drafts(self) -> None:
         problem = self.why_equal
         if not self.stack.knows_all:

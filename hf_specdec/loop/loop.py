@@ -40,6 +40,7 @@ from ..target.graphs import call_graphs
 from ..target.lean import slot_model
 from ..target.model import SlotModel
 from ..target.parts.adapters import ADAPTED_ROW, RowAdapters, RowInputs
+from ..target.parts.rotary import ChangingRotary
 from ..target.prompts import read_prompts
 from ..target.request import Request
 from ..target_facts import vocabulary_size
@@ -56,6 +57,9 @@ if TYPE_CHECKING:
 
     from ..candidate_generators.base import CandidateGenerator
     from ..target.prompts import Continuation
+
+
+_WAITING = "The rows wait for the slowest one in every cycle: {}."
 
 
 class DecodingLoop:
@@ -138,7 +142,7 @@ class DecodingLoop:
             # Around calls of the drafter: layers that it shares with the target have their active adapters.
             by_row = ADAPTED_ROW in self.target.row_inputs
             self._drafting: Callable[[], AbstractContextManager[Any]] = (
-                RowAdapters.of(self.model).of_no_row if by_row else nullcontext
+                partial(RowAdapters(self.model).telling, None) if by_row else nullcontext
             )
             if_it_fails.pop_all()
 
@@ -201,6 +205,8 @@ class DecodingLoop:
         began = perf_counter()
         self.continuation: Continuation
         output, states, self.continuation = read_prompts(self.request, self.target, self.stop.max_length)
+        if (rotary := self.target.find(ChangingRotary)) is not None:
+            self._follow(rotary)
         self.ended: EndedRows = EndedRows(self.request, self.target, self.sequences)
         self.stats.num_target_forwards += 1
         self.streamer.put_prompts(self.request.input_ids)
@@ -224,6 +230,16 @@ class DecodingLoop:
         self.stats.prefill_seconds = perf_counter() - began
         if not self.stop.all_finished:
             self._start_drafting(verdict, states)
+
+    def _follow(self, rotary: ChangingRotary) -> None:
+        if self.request.batch_size > 1:
+            self.verifier.keep_equal(rotary.why_equal)
+            self.stats.notes.append(_WAITING.format(self.verifier.why_equal))
+        if rotary.longest_drafted is not None:
+            self.stats.notes.append(
+                f"Nothing is drafted above {rotary.longest_drafted} tokens, where each changes the target's rotary "
+                "embedding."
+            )
 
     def _begin_trace(self, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
         prompts = self.continuation.prompt(self.request.input_ids, {}).token_lists
@@ -488,7 +504,7 @@ class DecodingLoop:
             )
         verifier = Verifier(self.stack, self.stop, rule, recorder=self.recorder.scores, why_equal=why_equal)
         if verifier.why_equal:
-            self.stats.notes.append(f"The rows wait for the slowest one in every cycle: {verifier.why_equal}.")
+            self.stats.notes.append(_WAITING.format(verifier.why_equal))
         return verifier
 
     def _slot_target(self) -> SlotModel:

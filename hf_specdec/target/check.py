@@ -24,7 +24,7 @@ from ..errors import UnsupportedModelError
 from ..target_facts import quantisation
 from .forward import Part, SlotNodes, SlotOutput
 from .model import SlotModel
-from .parts.reading_again import ReadingAgain
+from .parts.rotary import ChangingRotary
 from .prompts import Continuation, following_inputs
 
 
@@ -68,10 +68,10 @@ class ContinuationCheck(Part):
         others = _forwards_of_others(model)
         key = type(model), config, any(continuation.num_others), others
         count = min(most, _MOST_TOKENS) if others or has_others else 1
+        rotary = target.find(ChangingRotary)
         # Dropout makes every forward another one, and plain generation may read the whole text again.
-        if _checked.get(key, 0) >= count or model.training or target.find(ReadingAgain) is not None:
-            return None
-        if not is_switched_on("CHECK", default=True):
+        is_another = model.training or (rotary is not None and rotary.read_again_at is not None)
+        if _checked.get(key, 0) >= count or is_another or not is_switched_on("CHECK", default=True):
             return None
         read, expected = _plainly_read(target, continuation, tokens, count)
         check.expected[key] = dict(enumerate(expected))

@@ -24,11 +24,10 @@ from ..protocol import Prompt
 from ..target_facts import cache_name_among, decoder_layers, forward_arguments, layers_owner
 from .cache import check_room
 from .facts import ModelProfile, model_profile
-from .forward import SlotNodes
+from .forward import Part, SlotNodes
 from .model import SlotModel
 from .parts.positions import PositionCounter
-from .parts.reading_again import ReadingAgain
-from .parts.rotary import ChangingRotary, changing_rotary
+from .parts.rotary import ChangingRotary, rotary_changes
 from .parts.source import Source
 from .request import Request
 
@@ -52,7 +51,7 @@ def read_prompts(
         target.cache.load(request.user_cache)
     room = max_length - length
     num_given = request.prompt_slots(target.cache.get_seq_length())
-    changing_rotary(model, [num_given] if mask is None else mask.ne(0).sum(1).tolist(), room)
+    rotary_changes(model, [num_given] if mask is None else mask.ne(0).sum(1).tolist(), room)
     check_room(kwargs.get(profile.cache_name), request.batch_size, num_given + room)
     if profile.has_encoder:
         target.see(Source.of_call(model, kwargs, request.source_inputs))
@@ -88,13 +87,16 @@ def read_prompts(
     # The tokens that follow are not known yet.
     inputs = _next_inputs(model, F.pad(input_ids, (0, 1)), next_kwargs)
     continuation = Continuation.read(request, target, inputs, received, num_given)
-    continuation.rotary = changing_rotary(model, continuation.next_positions, room)
     # With the code of transformers and PEFT whole texts are compared in the tests.
     if model.prepare_inputs_for_generation.__module__.partition(".")[0] not in ("transformers", "peft"):
         _ask_for_following(request, target, output, kwargs, inputs, room)
-    parts = (continuation.counter, continuation.rotary, ReadingAgain.of(request, target, continuation))
-    parts_of_call = [part for part in parts if part is not None]
-    target.start_slots(continuation.starts, continuation.offsets, continuation.hidden, parts_of_call)
+    parts: list[Part] = [] if continuation.counter is None else [continuation.counter]
+    if changes := rotary_changes(model, continuation.next_positions, room):
+        rotary = ChangingRotary(target, max(continuation.next_positions), changes)
+        is_left_padded = continuation.hidden is None and not any(continuation.offsets)
+        rotary.read_again(is_known=continuation.num_slots == length and is_left_padded)
+        parts.append(rotary)
+    target.start_slots(continuation.starts, continuation.offsets, continuation.hidden, parts)
     # The last token is never read.
     target.max_position = max(continuation.next_positions) + room - 2
     return (
@@ -226,7 +228,6 @@ class Continuation:
     offsets: list[int]  # what is added to the distance from the start, for position ids
     hidden: torch.BoolTensor | None = None  # (B, S), slots that a row does not see, if not only those before its start
     counter: PositionCounter | None = None  # says the positions, in the place of starts and offsets
-    rotary: ChangingRotary | None = None  # frequencies that may change
 
     @classmethod
     def read(

@@ -110,7 +110,7 @@ class Request:
         The latter is for targets whose rows have adapters of their own.
         """
         inputs = {}
-        if hasattr(self.model, "peft_config") and RowAdapters.of(self.model):
+        if hasattr(self.model, "peft_config") and RowAdapters(self.model):
             places = range(self.batch_size) if self.adapters is None else self.adapters
             inputs[ADAPTED_ROW] = torch.tensor(places, device="cpu")[:, None]
         if not is_text_only(self.model):

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, generate_many
-from hf_specdec.target.parts.reading_again import ReadingAgain
-from hf_specdec.target.parts.rotary import changing_rotary
+from hf_specdec.target.parts.rotary import ChangingRotary, rotary_changes
 from tests.helpers import methods
 from tests.helpers.architectures import CHAINS_ONLY, tiny_model
 from tests.helpers.caches import CACHE
@@ -198,8 +197,7 @@ CALLS = [
 
 def test_calls_in_which_rotary_frequencies_change():
     for name, changes, prompt_lengths, new_tokens, is_crossed in CALLS:
-        found = changing_rotary(tiny_model(name, **changes), prompt_lengths, new_tokens)
-        assert (found is not None) == is_crossed
+        assert bool(rotary_changes(tiny_model(name, **changes), prompt_lengths, new_tokens)) == is_crossed
 
 
 CHANGES = {"llama": DYNAMIC, "phi3": LONG, "internlm3": DYNAMIC, "mistral": LONG, "minicpm3": long_rope(size=4)}
@@ -217,6 +215,9 @@ def test_changing_rotary_frequencies(name):
             output = case.speculate(batch_size, **script)
             assert output.sequences.tolist() == expected
             assert_ragged_acceptance(output.speculative, case.new_tokens)
+            notes = " ".join(output.speculative.notes)
+            assert ("Nothing is drafted above 20 tokens" in notes) == (CHANGES[name] is DYNAMIC)
+            assert ("The rows wait for the slowest one" in notes) == (batch_size > 1)
         # What the call leaves in the model is what plain generation leaves.
         assert case.generate(batch_size).tolist() == expected
     # A call that ends before the change.
@@ -228,8 +229,10 @@ def test_changing_rotary_frequencies(name):
 def test_texts_that_are_read_again_where_frequencies_change(monkeypatch, limit):
     """Before the prompt ends, with the first new token, and later; rows end before that, at it, and after it."""
     case = Case("phi3", tiny_model("phi3", **long_rope(limit=limit)))
-    reads, read = [], ReadingAgain.prepare
-    monkeypatch.setattr(ReadingAgain, "prepare", lambda again, prefix: reads.append(read(again, prefix)) or reads[-1])
+    reads, prepare = [], ChangingRotary.prepare
+    monkeypatch.setattr(
+        ChangingRotary, "prepare", lambda rotary, prefix: reads.append(prepare(rotary, prefix)) or reads[-1]
+    )
     for batch_size in (1, 4):
         ends = case.expected(batch_size)[:, 14 + 4 : 14 + 12 : 4].flatten().tolist()
         for eos in (None, ends):
@@ -249,8 +252,8 @@ def test_changes_of_rotary_frequencies_that_cannot_be_followed_are_refused():
     with pytest.raises(UnsupportedModelError, match="has got a forward of its own.*no row gets to 21 tokens"):
         case.model.generate(**case.prompts(1), spec_method="ngram", max_new_tokens=8)
     case.model.model.rotary_emb = torch.nn.Identity()
-    with pytest.raises(UnsupportedModelError, match="none of its modules is known as one"):
-        changing_rotary(case.model, [14], 8)
+    with pytest.raises(UnsupportedModelError, match="is in no module that is known"):
+        rotary_changes(case.model, [14], 8)
     model = tiny_model("phi3", **LONG)
     embeds = model.get_input_embeddings()(TOKENS)
     with pytest.raises(UnsupportedModelError, match="reads the whole text again.*at 20 tokens"):

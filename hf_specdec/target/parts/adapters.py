@@ -3,8 +3,6 @@
 PEFT tells every adapted layer the names of all rows of the call, by hooks that last as long as the call. Here rows
 leave and change places, so a forward of the loop is told those of its own rows. Where rows of several calls stand
 beside each other, the hooks list all adapters of the model, and each row has a place in that list.
-
-Shapes: B rows of the call, R active rows.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from ..forward import Part, SlotNodes
 
 _KEY = "adapter_names"
 
-# On a hook, the names of all rows of the call, while its layer is told none.
+# On a hook, the names of all rows of the call.
 _OF_CALL = "of_call"
 
 # Among the inputs that rows repeat, the place of a row's adapter among the names that the hooks have.
@@ -34,72 +32,36 @@ _BASE = "__base__"
 
 
 class RowAdapters:
-    """The names that the layers of a model are told in this call.
+    """The names that adapted layers of a model, or a part of it, are told; false where rows have none of their own."""
 
-    Args:
-        hooks (`list[partial]`): PEFT's hooks of the layers.
-    """
-
-    def __init__(self, hooks: list[partial]):
-        self._given = [(hook, vars(hook).get(_OF_CALL) or hook.keywords[_KEY]) for hook in hooks]
-        self._now: list[list[str] | None] = [hook.keywords[_KEY] for hook in hooks]
-
-    @classmethod
-    def of(cls, model: torch.nn.Module) -> RowAdapters:
-        """Those of a model, or a part of it; false where all rows have the same adapters."""
-        hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-        hooks = [hook for hook in hooks if isinstance(hook, partial) and _KEY in hook.keywords]
-        return cls(hooks)
+    def __init__(self, model: torch.nn.Module):
+        hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+        self._hooks = [hook for hook in hooks if isinstance(hook, partial) and _KEY in hook.keywords]
 
     def __bool__(self) -> bool:
-        return bool(self._given)
+        return bool(self._hooks)
 
     @contextmanager
-    def of_rows(self, rows: torch.LongTensor) -> Iterator[None]:
-        """Tells the layers, inside the block, the names at these places `(R,)` of those of the call."""
-        places = rows.tolist()
-        with self._told([[names[row] for row in places] for _, names in self._given]):
-            yield
+    def telling(self, rows: Sequence[int] | None, of_call: bool = True) -> Iterator[None]:
+        """Tells the layers, inside the block, the names at these places among those of the call, or those told now.
 
-    @contextmanager
-    def of_no_row(self) -> Iterator[None]:
-        """Tells the layers no names inside the block: those that a draft network shares have the active adapters."""
-        for hook, names in self._given:
-            vars(hook)[_OF_CALL] = names
+        With `None` they are told no names: layers that a draft network shares have the active adapters.
+        """
+        before = [hook.keywords[_KEY] for hook in self._hooks]
         try:
-            with self._told([None] * len(self._given)):
-                yield
-        finally:
-            for hook, _ in self._given:
-                del vars(hook)[_OF_CALL]
-
-    @contextmanager
-    def _told(self, values: list[list[str] | None]) -> Iterator[None]:
-        self._tell(values)
-        try:
+            for hook, names in zip(self._hooks, before):
+                known = vars(hook).setdefault(_OF_CALL, names) if of_call else names
+                hook.keywords[_KEY] = None if rows is None or known is None else [known[row] for row in rows]
             yield
         finally:
-            self.tell_all()
-
-    def tell(self, rows: Sequence[int]) -> None:
-        """Tells the layers the names of these of the rows that they were told when this was made."""
-        self._tell([names and [names[row] for row in rows] for names in self._now])
-
-    def tell_all(self) -> None:
-        """Tells them the names of all these rows again."""
-        self._tell(self._now)
-
-    def _tell(self, values: list[list[str] | None]) -> None:
-        for (hook, _), value in zip(self._given, values):
-            hook.keywords[_KEY] = value
+            for hook, names in zip(self._hooks, before):
+                hook.keywords[_KEY] = names
 
 
 class RowInputs(Part):
     """What the target reads of each row beside its tokens, the same for all of them.
 
-    Args:
-        model (`PreTrainedModel`): The target.
-        values (`dict[str, torch.Tensor]`): Arguments of its forward, and [`ADAPTED_ROW`], each `(R, 1)`.
+    The values `(R, 1)` are arguments of its forward, and [`ADAPTED_ROW`].
     """
 
     def __init__(self, model: torch.nn.Module, values: dict[str, torch.Tensor]):
@@ -110,13 +72,9 @@ class RowInputs(Part):
         if nodes.topology is not None:
             repeated = {name: values for name, values in self.values.items() if name != ADAPTED_ROW}
             nodes.inputs |= {name: values.expand(-1, nodes.tokens.shape[1]) for name, values in repeated.items()}
-        return self.told(range(len(nodes.tokens)))
-
-    def told(self, rows: Sequence[int]) -> AbstractContextManager[None]:
-        """Tells adapted layers, inside the block, which adapters these of the rows have."""
         if ADAPTED_ROW not in self.values:
             return nullcontext()
-        return RowAdapters.of(self.model).of_rows(self.values[ADAPTED_ROW][list(rows), 0])
+        return RowAdapters(self.model).telling(self.values[ADAPTED_ROW][:, 0].tolist())
 
     def keep_rows(self, keep: list[int]) -> None:
         self.values = {name: select_rows(values, keep) for name, values in self.values.items()}
@@ -126,10 +84,7 @@ class RowInputs(Part):
 
 
 class AdapterChoice:
-    """All adapters of a model, for requests of which each names its own.
-
-    Args:
-        model (`PreTrainedModel`): Has layers of PEFT.
+    """All adapters of a model with layers of PEFT, for requests of which each names its own.
 
     Raises:
         SpecConfigError: It has none, or some that cannot differ from row to row.
@@ -150,10 +105,7 @@ class AdapterChoice:
         self._hooks = [partial(_name_adapters, **{_KEY: self._names}) for _ in self._layers]
 
     def place(self, names: Any) -> int:
-        """Place of a request's adapter among all of them.
-
-        Args:
-            names (`list[str]`): One name, as a call with one row has it.
+        """Place of a request's adapter, a list of one name as a call with one row has it, among all of them.
 
         Raises:
             SpecConfigError: That is something else, no adapter of the model, or one that rows cannot have.

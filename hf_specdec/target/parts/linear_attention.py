@@ -21,22 +21,14 @@ from .recurrent_state import NodeStates
 
 @dataclass
 class DecayedSums(NodeStates):
-    """Values from which the states after all nodes follow, without these states.
+    """Values from which the states after all nodes follow, without these states."""
 
-    Attributes:
-        start (`torch.Tensor` of shape `(R, H, K, V)`): The state in front of the nodes.
-        keys, written (`torch.Tensor` of shape `(R, H, T, K)` and `(R, H, T, V)`): What each node adds.
-        decays (`torch.Tensor` of shape `(R, H, T, 1 | K)`): Logarithms, summed up from the root on.
-        visible (`torch.BoolTensor` of shape `(1 | R, 1, T, T)`): Of [`Nodes`].
-        has_values_first (`bool`): The model keeps states as `(R, H, V, K)`.
-    """
-
-    start: torch.Tensor
-    keys: torch.Tensor
+    start: torch.Tensor  # the state in front of the nodes, (R, H, K, V)
+    keys: torch.Tensor  # what each node adds, (R, H, T, K) and (R, H, T, V)
     written: torch.Tensor
-    decays: torch.Tensor
-    visible: torch.BoolTensor
-    has_values_first: bool = False
+    decays: torch.Tensor  # logarithms, summed up from the root on, (R, H, T, 1 | K)
+    visible: torch.BoolTensor  # of `Nodes`, (1 | R, 1, T, T)
+    has_values_first: bool = False  # the model keeps states as (R, H, V, K)
 
     def after(self, last: torch.LongTensor) -> torch.Tensor:
         last = last.to(self.keys.device, non_blocking=True)
@@ -49,27 +41,15 @@ class DecayedSums(NodeStates):
 
 
 def read_nodes(
-    query: torch.Tensor,
+    query: torch.Tensor,  # (R, H, T, K) as the key, float32 like all others
     key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    start: torch.Tensor,
-    visible: torch.BoolTensor,
-    beta: torch.Tensor | None = None,
+    value: torch.Tensor,  # what is written, or by the delta rule aimed at, (R, H, T, V)
+    decay: torch.Tensor,  # logarithms, (R, H, T, 1 | K)
+    start: torch.Tensor,  # the state in front of the nodes, (R, H, K, V)
+    visible: torch.BoolTensor,  # of `Nodes`, (1 | R, 1, T, T)
+    beta: torch.Tensor | None = None,  # rates of the delta rule, (R, H, T, 1); without them the values are written
 ) -> tuple[torch.Tensor, DecayedSums]:
-    """Linear attention of every node to the state in front of them and to its ancestors.
-
-    Args:
-        query, key (`torch.Tensor` of shape `(R, H, T, K)`): float32, like all others.
-        value (`torch.Tensor` of shape `(R, H, T, V)`): What is written, or by the delta rule aimed at.
-        decay (`torch.Tensor` of shape `(R, H, T, 1 | K)`): Logarithms.
-        start (`torch.Tensor` of shape `(R, H, K, V)`): The state in front of the nodes.
-        visible (`torch.BoolTensor` of shape `(1 | R, 1, T, T)`): Of [`Nodes`].
-        beta (`torch.Tensor` of shape `(R, H, T, 1)`, *optional*): Rates of the delta rule; `None` writes the values.
-
-    Returns:
-        `tuple`: The outputs `(R, H, T, V)`, and what the states follow from.
-    """
+    """Outputs `(R, H, T, V)` of all nodes, each by the state in front of them and its ancestors, and their states."""
     total = visible.to(decay.dtype) @ decay
     # The decay on the way from node j to node i, which has to be an ancestor: nothing may overflow elsewhere.
     between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(~visible[..., None], float("-inf")).exp()

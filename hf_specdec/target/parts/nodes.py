@@ -7,34 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from ...drafts import TreeTopology
 
 
+class Level(NamedTuple):
+    """The nodes of one depth in all rows, each `(N,)`."""
+
+    rows: torch.LongTensor
+    nodes: torch.LongTensor
+    parents: torch.LongTensor  # places of their parents in the level above
+
+
 class Nodes:
-    """The nodes of one verification.
-
-    Args:
-        topology (`TreeTopology`): Who follows whom.
-
-    Attributes:
-        count (`int`): T.
-        is_chain (`bool`): Every node follows the one in front of it.
-        visible (`torch.BoolTensor` of shape `(1 | R, 1, T, T)`): `[.., i, j]`: j is i or one of its ancestors; the
-            second dimension stands for heads.
-        parents (`list[int]`, *optional*): The parent of each node, the root for the root itself; `None` where they
-            differ between rows.
-    """
+    """The nodes of one verification, of which the topology says who follows whom."""
 
     def __init__(self, topology: TreeTopology):
         self.topology = topology
         self.count: int = topology.depths.shape[-1]
         self.is_chain: bool = topology.is_chain
+        # (1 | R, heads: 1, T, T); [.., i, j]: j is i or one of its ancestors
         self.visible: torch.BoolTensor = topology.ancestors.view(-1, 1, self.count, self.count)
+        # The root is its own parent. None where the rows differ.
         self.parents: list[int] | None = topology.parents.tolist() if topology.parents.dim() == 1 else None
         self._columns: dict[tuple[int, int, torch.device], torch.LongTensor] = {}
+        self._levels: dict[int, tuple[list[Level], torch.LongTensor]] = {}
 
     @classmethod
     def of(cls, topology: TreeTopology) -> Nodes:
@@ -45,13 +45,28 @@ class Nodes:
         """`visible`, where a layer lies."""
         return self.visible.to(device, non_blocking=True)
 
-    def walk(self, start: torch.Tensor, step: Callable[[int, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        """States `(R, ...)` after all nodes, one after the other.
+    def levels(self, num_rows: int) -> tuple[list[Level], torch.LongTensor]:
+        """The nodes by depth, and the place `(R, T)` of each node among those of all levels."""
+        if num_rows not in self._levels:
+            self._levels[num_rows] = self._by_depth(num_rows)
+        return self._levels[num_rows]
 
-        Args:
-            start (`torch.Tensor` of shape `(R, ...)`): The state in front of them.
-            step (`Callable`): Says what a node makes of the state of its parent.
-        """
+    def _by_depth(self, num_rows: int) -> tuple[list[Level], torch.LongTensor]:
+        depths, parents = (
+            values.cpu().view(-1, self.count).expand(num_rows, -1)
+            for values in (self.topology.depths, self.topology.parents)
+        )
+        levels, places, num_above = [], torch.zeros_like(depths), 0
+        for depth in range(int(depths.max()) + 1):
+            rows, nodes = (depths == depth).nonzero().unbind(1)
+            first_above = num_above - len(levels[-1].rows) if levels else 0
+            levels.append(Level(rows, nodes, places[rows, parents[rows, nodes]] - first_above))
+            places[rows, nodes] = num_above + torch.arange(len(rows), device="cpu")
+            num_above += len(rows)
+        return levels, places
+
+    def walk(self, start: torch.Tensor, step: Callable[[int, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        """States `(R, ...)` after all nodes, by what a node makes of its parent's; of the root it is `start`."""
         states: list[torch.Tensor] = []
         for node in range(self.count):
             states.append(step(node, start if node == 0 else self._of_parents(states, node)))
@@ -66,12 +81,8 @@ class Nodes:
         parents = self.topology.parents[:, node].to(states[0].device, non_blocking=True)
         return torch.stack(states, dim=1)[torch.arange(len(parents), device=parents.device), parents]
 
-    def columns(self, past: int, size: int, device: torch.device) -> torch.LongTensor:
-        """Places of each node's last `size` inputs, its own being the last, `(1 | R, T, size)`.
-
-        Args:
-            past (`int`): Inputs of committed tokens in front of those of the nodes; `size - 1` at least.
-        """
+    def _last_columns(self, past: int, size: int, device: torch.device) -> torch.LongTensor:
+        """Places `(1 | R, T, size)` of each node's last inputs, its own being the last, after `past` earlier ones."""
         key = past, size, device
         if key not in self._columns:
             parents, depths = (values.view(-1, self.count) for values in (self.topology.parents, self.topology.depths))
@@ -84,7 +95,7 @@ class Nodes:
 
     def windows(self, seen: torch.Tensor, size: int) -> torch.Tensor:
         """The last `size` inputs of every node `(R, channels, T, size)`, of all of them `(R, channels, past + T)`."""
-        columns = self.columns(seen.shape[-1] - self.count, size, seen.device)
+        columns = self._last_columns(seen.shape[-1] - self.count, size, seen.device)
         flat = columns.flatten(1)
         if len(flat) == 1:
             return seen[..., flat[0]].unflatten(-1, columns.shape[1:])
@@ -93,10 +104,10 @@ class Nodes:
 
     def last_inputs(self, seen: torch.Tensor, size: int, last: torch.LongTensor) -> torch.Tensor:
         """The last `size` inputs `(R, channels, size)` up to node `last` `(R,)` of each row."""
-        columns = self.columns(seen.shape[-1] - self.count, size, seen.device).expand(len(last), -1, -1)
+        columns = self._last_columns(seen.shape[-1] - self.count, size, seen.device).expand(len(last), -1, -1)
         last = last.to(seen.device, non_blocking=True)
-        own = columns[torch.arange(len(last), device=seen.device), last]
-        return seen.gather(2, own[:, None].expand(-1, seen.shape[1], -1))
+        places = columns[torch.arange(len(last), device=seen.device), last]
+        return seen.gather(2, places[:, None].expand(-1, seen.shape[1], -1))
 
 
 @lru_cache(maxsize=256)

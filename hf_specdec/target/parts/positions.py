@@ -7,7 +7,7 @@ different lengths: while a verification runs, they are told the position of ever
   own forward, and every node gets its own out of it.
 - A bias by distance (T5, UMT5, LongT5, ...) is looked up with the distances of nodes and slots.
 
-Shapes: R rows, T nodes, S slots, W positions, H hidden size.
+Shapes: R rows, T nodes, S slots, H hidden size.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ from ..forward import Part, SlotNodes
 
 
 class PositionCounter(Part):
-    """Positions of tokens that a model's embedding counts by itself, from the number of its padding token on.
-
-    Args:
-        embedding (`nn.Module`): With transformers' `create_position_ids_from_input_ids`.
-    """
+    """Positions that an embedding counts itself, by transformers' `create_position_ids_from_input_ids`."""
 
     why_eager = "its positions depend on the tokens"
 
@@ -54,16 +50,12 @@ class PositionCounter(Part):
         return nullcontext()
 
 
-_nodes: ContextVar[SlotNodes | None] = ContextVar("hf_specdec_nodes", default=None)
+# Those that the forward in this thread reads.
+_nodes: ContextVar[SlotNodes | None] = ContextVar("_nodes", default=None)
 
 
 class CountedPositions(Part):
-    """The modules of a decoder that count positions.
-
-    Args:
-        embeddings (`list[nn.Module]`): Those that make a vector of each position.
-        biases (`list[nn.Module]`): Attention with a bias by distance.
-    """
+    """The modules of a decoder that count positions: embeddings of them, and attention with a bias by distance."""
 
     def __init__(self, embeddings: list[torch.nn.Module], biases: list[torch.nn.Module]):
         self._vectors = OwnForwards([(module, partial(_vectors, module)) for module in embeddings])
@@ -74,22 +66,29 @@ class CountedPositions(Part):
         """Those of a model; `None` where its decoder has none, or some that are not known."""
         modules = list(model.get_decoder().modules()) if hasattr(model, "get_decoder") else []
         embeddings = [module for module in modules if _counts_from_the_past(type(module))]
-        biases = [module for module in modules if _has_bias_by_distance(module)]
+        biases = [
+            module
+            for module in modules
+            if getattr(module, "has_relative_attention_bias", False) and hasattr(module, "compute_bias")
+        ]
         # Where others have put a forward of their own (offloading), nothing can be told.
-        is_own = any("forward" in vars(module) for module in embeddings)
-        return cls(embeddings, biases) if (embeddings or biases) and not is_own else None
+        has_others = any("forward" in vars(module) for module in embeddings)
+        return cls(embeddings, biases) if (embeddings or biases) and not has_others else None
 
     @contextmanager
     def reading(self, nodes: SlotNodes) -> Iterator[None]:
-        """Inside of the block the decoder's forward, in this thread, places these nodes."""
+        """Inside of the block the decoder's forward, in this thread, places these nodes.
+
+        Raises:
+            UnsupportedModelError: A module has got a forward of its own since the model was first seen.
+        """
         if nodes.topology is None:
             yield
             return
+        is_as_counted = nodes.topology.is_chain and len(set(nodes.rows.lengths)) == 1
         token = _nodes.set(nodes)
-        # Positions that are counted from the slots may be those of the nodes.
-        are_counted_right = nodes.topology.is_chain and len(set(nodes.rows.lengths)) == 1
         try:
-            with self._vectors.in_place(), nullcontext() if are_counted_right else self._biases.in_place():
+            with self._vectors.in_place(), nullcontext() if is_as_counted else self._biases.in_place():
                 if not self._vectors.are_in_place:
                     raise UnsupportedModelError(
                         "The embedding of positions has got a forward of its own since the first speculative call, as "
@@ -113,29 +112,30 @@ def _past_length_among(names: Container[str]) -> str | None:
     return next((name for name in ("cache_length", "past_key_values_length") if name in names), None)
 
 
-def _has_bias_by_distance(module: torch.nn.Module) -> bool:
-    return getattr(module, "has_relative_attention_bias", False) and hasattr(module, "compute_bias")
-
-
 def _vectors(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Forward of an embedding of positions: vectors `(R, T, H)` of the nodes that it is told, else its own output."""
-    own, nodes = type(module).forward, _nodes.get()
+    of_class, nodes = type(module).forward, _nodes.get()
     if nodes is None:
-        return own(module, *args, **kwargs)
-    arguments = inspect.signature(own).bind(module, *args, **kwargs).arguments
-    reach, past_length = _reach(nodes), _past_length_among(forward_arguments(type(module)))
+        return of_class(module, *args, **kwargs)
+    arguments = inspect.signature(of_class).bind(module, *args, **kwargs).arguments
+    past_length = _past_length_among(forward_arguments(type(module)))
+    # Positions that nodes of as many depths may have, told without waiting for the device.
+    firsts = [length + lead for length, lead in zip(nodes.rows.lengths, nodes.rows.leads)]
+    first, last = min(firsts), max(firsts) + nodes.tokens.shape[1] - 1
+    if nodes.max_position is not None:
+        first, last = min(first, nodes.max_position), min(last, nodes.max_position)
     call = {
-        name: _in_a_row(name, value, len(reach), module)
+        name: _in_a_row(name, value, last + 1 - first, module)
         for name, value in list(arguments.items())[1:]
         if name not in ("position_ids", past_length)
     }
-    table = own(module, **call, **{past_length: reach.start})
-    vectors = table.reshape(-1, table.shape[-1])[nodes.positions - reach.start]
+    table = of_class(module, **call, **{past_length: first})
+    vectors = table.reshape(-1, table.shape[-1])[nodes.positions - first]
     padding = getattr(module, "padding_idx", None)
     if hasattr(module, "create_position_ids_from_input_ids") and padding is not None:
         # These give padding no position, wherever it stands.
         call = {name: nodes.tokens.new_full((1, 1), padding) for name in call if name == "input_ids"}
-        vectors = torch.where((nodes.tokens == padding)[..., None], own(module, **call), vectors)
+        vectors = torch.where((nodes.tokens == padding)[..., None], of_class(module, **call), vectors)
     return vectors
 
 
@@ -156,7 +156,11 @@ def _bias(module: torch.nn.Module, query_length: int, key_length: int, *args: An
     nodes = _nodes.get()
     if nodes is None:
         return type(module).compute_bias(module, query_length, key_length, *args, **kwargs)
-    distances = _slot_positions(nodes, key_length)[:, None] - nodes.slots[..., None]
+    # Nodes stand where they would as text, in slots that are filled already and in those of the nodes.
+    device = nodes.tokens.device
+    slots, lengths = torch.arange(key_length, device=device), nodes.rows.lengths_on(device)[:, None]
+    node = (slots - lengths).clamp(0, nodes.slots.shape[1] - 1)
+    slots = torch.where(slots < lengths, slots, nodes.slots.gather(1, node))
     to_bucket = module._relative_position_bucket
     known = {
         "bidirectional": False,
@@ -165,21 +169,5 @@ def _bias(module: torch.nn.Module, query_length: int, key_length: int, *args: An
     }
     # UMT5 asks itself for these.
     taken = {name: value for name, value in known.items() if name in inspect.signature(to_bucket).parameters}
-    return module.relative_attention_bias(to_bucket(distances, **taken)).permute(0, 3, 1, 2)
-
-
-def _reach(nodes: SlotNodes) -> range:
-    """Positions that nodes of as many depths may have, told without waiting for the device."""
-    firsts = [length + lead for length, lead in zip(nodes.rows.lengths, nodes.rows.leads)]
-    first, last = min(firsts), max(firsts) + nodes.tokens.shape[1] - 1
-    most = last if nodes.max_position is None else nodes.max_position
-    return range(min(first, most), min(last, most) + 1)
-
-
-def _slot_positions(nodes: SlotNodes, columns: int) -> torch.LongTensor:
-    """Positions `(R, S)` of the slots as T5 counts them, those of the nodes among them."""
-    device = nodes.tokens.device
-    slots, lengths = torch.arange(columns, device=device), nodes.rows.lengths_on(device)[:, None]
-    depths = nodes.topology.depths.expand(nodes.tokens.shape)
-    node = (slots - lengths).clamp(0, depths.shape[1] - 1)
-    return torch.where(slots < lengths, slots, lengths + depths.gather(1, node))
+    buckets = to_bucket(slots[:, None] - nodes.slots[..., None], **taken)
+    return module.relative_attention_bias(buckets).permute(0, 3, 1, 2)

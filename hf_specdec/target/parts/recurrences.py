@@ -1,12 +1,13 @@
 """Recurrences in closed form over the nodes of a verification, in the place of transformers' functions.
 
 transformers' mixers call functions of their modules that read a text from its beginning to its end, in chunks of 64 to
-256 tokens to which they pad what there is, and return the state at its end. The functions here read a handful of nodes
-of which each continues its parent, chains or trees, and return what the state after any of them follows from. A mixer
-is run with the same code and these functions. Those that are linear attention with decays have the form of
-`linear_attention.py`.
+256 tokens to which they pad what there is, and return the state at its end. The functions here, which have the same
+arguments, read a handful of nodes of which each continues its parent, chains or trees, and return what the state after
+any of them follows from. A mixer is run with the same code and these functions. Those that are linear attention with
+decays have the form of `linear_attention.py`.
 
-Shapes: R rows, H heads, T nodes, K size of keys, V size of values, N states of a channel.
+Shapes: R rows, H heads, H' heads that divide H, G groups of heads, T nodes, K size of keys, V size of values, N states
+of a channel.
 """
 
 from __future__ import annotations
@@ -33,28 +34,17 @@ from .recurrent_state import Reading
 _reading: ContextVar[Reading] = ContextVar("_reading")
 
 
-# ----------------------------------------------------------------------------------------- linear attention with decay
-
-
 def delta_rule(
-    query: torch.Tensor,
+    query: torch.Tensor,  # (R, T, H', K), as the key
     key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
+    value: torch.Tensor,  # (R, T, H, V)
+    g: torch.Tensor,  # logarithms of the decays, (R, T, H) or (R, T, H, K)
+    beta: torch.Tensor,  # (R, T, H)
+    initial_state: torch.Tensor | None = None,  # (R, H, K, V)
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, DecayedSums]:
-    """The gated delta rule, with the arguments of transformers' functions for it.
-
-    Args:
-        query, key (`torch.Tensor` of shape `(R, T, H', K)`): H' divides H.
-        value (`torch.Tensor` of shape `(R, T, H, V)`).
-        g (`torch.Tensor` of shape `(R, T, H)` or `(R, T, H, K)`): Logarithms of the decays.
-        beta (`torch.Tensor` of shape `(R, T, H)`).
-        initial_state (`torch.Tensor` of shape `(R, H, K, V)`).
-    """
+    """The gated delta rule."""
     query, key, g, beta = (part.float().transpose(1, 2) for part in (query, key, g, beta))
     if use_qk_l2norm_in_kernel:
         query, key = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (query, key))
@@ -74,33 +64,20 @@ def delta_rule(
 
 
 def mamba2_scan(
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
+    hidden_states: torch.Tensor,  # (R, T, H, V)
+    dt: torch.Tensor,  # (R, T, H)
+    A: torch.Tensor,  # (H,)
+    B: torch.Tensor,  # (R, T, G, K), as C
     C: torch.Tensor,
     chunk_size: int = 0,
     D: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,  # (R, H, V, K)
     dt_softplus: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, DecayedSums]:
-    """Mamba-2's state space, with the arguments of transformers' function for it.
-
-    Limits on time steps are left out, as they are where one token is read.
-
-    Args:
-        hidden_states (`torch.Tensor` of shape `(R, T, H, V)`).
-        dt (`torch.Tensor` of shape `(R, T, H)`).
-        A (`torch.Tensor` of shape `(H,)`).
-        B, C (`torch.Tensor` of shape `(R, T, G, K)`): G groups of heads.
-        initial_states (`torch.Tensor` of shape `(R, H, V, K)`).
-    """
-    if dt_bias is not None:
-        dt = dt + dt_bias.to(dt.dtype)
-    if dt_softplus:
-        dt = F.softplus(dt)
+    """Mamba-2's state space. Limits on time steps are left out, as they are where one token is read."""
+    dt = _time_steps(dt, dt_bias, dt_softplus)
     step = dt.float().transpose(1, 2)[..., None]
     inputs = hidden_states.float().transpose(1, 2)
     heads = inputs.shape[1] // B.shape[2]
@@ -113,14 +90,17 @@ def mamba2_scan(
     return output.transpose(1, 2).contiguous(), states
 
 
-# ---------------------------------------------------------------------------------------- states of every node, inputs
+def _time_steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)
+    return F.softplus(dt) if softplus else dt
 
 
 def mamba_scan(
-    hidden_states: torch.Tensor,
+    hidden_states: torch.Tensor,  # (R, channels, T), as dt and z
     dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
+    A: torch.Tensor,  # (channels, N)
+    B: torch.Tensor,  # (R, N, T), as C
     C: torch.Tensor,
     D: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
@@ -128,29 +108,19 @@ def mamba_scan(
     delta_softplus: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mamba-1's selective scan, with the arguments of transformers' function for it, from the state of the cache.
-
-    Args:
-        hidden_states, dt, z (`torch.Tensor` of shape `(R, channels, T)`).
-        A (`torch.Tensor` of shape `(channels, N)`).
-        B, C (`torch.Tensor` of shape `(R, N, T)`).
-
-    Returns:
-        `tuple`: The outputs `(R, channels, T)`, and the states after all nodes `(R, channels, N, T)`.
-    """
+    """Mamba-1's selective scan, from the state of the cache; with the states of all nodes, `(R, channels, N, T)`."""
     reading = _reading.get()
-    if delta_bias is not None:
-        dt = dt + delta_bias.to(dt.dtype)[..., None]
-    if delta_softplus:
-        dt = F.softplus(dt)
+    dt = _time_steps(dt, None if delta_bias is None else delta_bias[..., None], delta_softplus)
     inputs, dt = hidden_states.float(), dt.float()
+    start = reading.recurrent_states[0].float()
+    if start.dim() == 4:
+        # Some mixers are made of several, of which each scans by itself.
+        start = start[:, reading.num_scans]
+    reading.num_scans += 1
     # Nodes come first: one after the other continues its parent.
     steps, written = dt.movedim(-1, 0)[..., None], (dt * inputs).movedim(-1, 0)[..., None]
     decays, written = (steps * A.float()).exp(), written * B.float().movedim(-1, 0)[:, :, None]
-    states = reading.nodes.walk(
-        _part_of_state(reading), lambda node, before: torch.addcmul(written[node], decays[node], before)
-    )
-    reading.num_scans += 1
+    states = reading.nodes.walk(start, lambda node, before: torch.addcmul(written[node], decays[node], before))
     # Nodes are outside of channels, so that whole states are copied and multiplied.
     kept = torch.stack(states, dim=1)
     output = (kept @ C.float().mT[..., None])[..., 0].mT
@@ -161,28 +131,14 @@ def mamba_scan(
     return output, kept.movedim(1, -1)
 
 
-def _part_of_state(reading: Reading) -> torch.Tensor:
-    state = reading.start.recurrent_states[0].float()
-    # Some mixers are made of several, of which each scans by itself.
-    return state[:, reading.num_scans] if state.dim() == 4 else state
-
-
 def convolution(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
+    hidden_states: torch.Tensor,  # the inputs of the nodes after earlier ones, (R, channels, past + T)
+    weight: torch.Tensor,  # (channels, size)
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """A causal convolution of each channel, with the arguments of transformers' function for it.
-
-    Args:
-        hidden_states (`torch.Tensor` of shape `(R, channels, past + T)`): The inputs of the nodes after earlier ones.
-        weight (`torch.Tensor` of shape `(channels, size)`).
-
-    Returns:
-        `torch.Tensor` of shape `(R, channels, T)`.
-    """
+    """A causal convolution of each channel, `(R, channels, T)`."""
     nodes, size = _reading.get().nodes, weight.shape[-1]
     inputs = hidden_states.to(weight.dtype)
     if nodes.is_chain:
@@ -193,8 +149,7 @@ def convolution(
     return (output if activation is None else ACT2FN[activation](output)).to(hidden_states.dtype)
 
 
-# ----------------------------------------------------------------------------------------------------- in their places
-
+# By the names of the functions whose places they take.
 _CONVOLUTIONS: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": convolution}
 _SCANS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": delta_rule,
@@ -208,31 +163,25 @@ _of_models_lock = Lock()
 
 
 def reads_nodes(module: nn.Module, has_inputs: bool, has_state: bool) -> bool:
-    """Tells whether a mixer reads all nodes at once with the functions here.
-
-    Args:
-        module (`nn.Module`): The mixer.
-        has_inputs, has_state (`bool`): It keeps the inputs of convolutions, or a recurrent state.
-    """
+    """Tells a mixer that can read all nodes at once; it keeps inputs of convolutions, a recurrent state, or both."""
     # A forward of the module's own may be anything, unless another call has put it there.
     if not isinstance(vars(module).get("forward"), (_OverNodes, type(None))):
         return False
-    names = _functions_of(type(module))
+    forward = inspect.unwrap(type(module).forward)
+    if not isinstance(forward, FunctionType):
+        return False
+    names = {name for name in forward.__code__.co_names if name in forward.__globals__}
     return not (has_inputs and names.isdisjoint(_CONVOLUTIONS)) and not (has_state and names.isdisjoint(_SCANS))
 
 
 def over_nodes(model: nn.Module, mixers: list[nn.Module]) -> OwnForwards:
-    """Forwards with which the mixers of a model read the nodes of verifications; all other calls get the class's.
-
-    Args:
-        mixers (`list[nn.Module]`): They, or some of them.
-    """
+    """Forwards with which some mixers of a model read the nodes of verifications; all other calls get the class's."""
     with _of_models_lock:
-        known = _of_models.get(model)
+        forwards = _of_models.get(model)
         # The user may have put others in their places.
-        if known is None or [mixer for mixer, _ in known.pairs] != mixers:
-            known = _of_models[model] = OwnForwards((mixer, _OverNodes(mixer)) for mixer in mixers)
-        return known
+        if forwards is None or [mixer for mixer, _ in forwards.pairs] != mixers:
+            forwards = _of_models[model] = OwnForwards((mixer, _OverNodes(mixer)) for mixer in mixers)
+        return forwards
 
 
 class _OverNodes:
@@ -244,37 +193,27 @@ class _OverNodes:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         of_class = type(self.module).forward
         reading = next((value for value in kwargs.values() if isinstance(value, Reading)), None)
-        if reading is None or reading.nodes is None:
+        if reading is None:
             return of_class(self.module, *args, **kwargs)
         token = _reading.set(reading)
         try:
-            return _with_own_functions(of_class)(self.module, *args, **kwargs)
+            return _with_functions_here(of_class)(self.module, *args, **kwargs)
         finally:
             _reading.reset(token)
 
 
 @lru_cache(maxsize=256)
-def _functions_of(module_class: type) -> frozenset[str]:
-    """Names of the functions here that take part in a mixer's forward."""
-    forward = inspect.unwrap(module_class.forward)
-    if not isinstance(forward, FunctionType):
-        return frozenset()
-    names = {*_CONVOLUTIONS, *_SCANS}.intersection(forward.__code__.co_names)
-    return frozenset(name for name in names if name in forward.__globals__)
-
-
-@lru_cache(maxsize=256)
-def _with_own_functions(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _with_functions_here(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A forward in whose code the functions here have the places of those of the same names, and its wrappers."""
     inner = getattr(forward, "__wrapped__", None)
     scope, cells = forward.__globals__, forward.__closure__
     if inner is None:
         scope = {**scope, **_CONVOLUTIONS, **_SCANS}
     else:
-        own = _with_own_functions(inner)
-        replaced = [CellType(own) if cell.cell_contents is inner else cell for cell in cells or ()]
-        if all(cell.cell_contents is not own for cell in replaced):
-            return own
+        changed = _with_functions_here(inner)
+        replaced = [CellType(changed) if cell.cell_contents is inner else cell for cell in cells or ()]
+        if all(cell.cell_contents is not changed for cell in replaced):
+            return changed
         cells = tuple(replaced)
     copied = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, cells)
     copied.__kwdefaults__ = forward.__kwdefaults__

@@ -22,30 +22,26 @@ from ...transfers import upload
 from ..cache import SlotCache
 from ..forward import Part, SlotNodes
 from .adapters import RowAdapters
-from .nodes import Nodes
+from .nodes import Level, Nodes
 from .recurrences import over_nodes, reads_nodes
 from .recurrent_state import Reading, RecurrentState
 
 
 class RecurrentLayers(Part):
-    """Recurrent layers of a model during one call.
-
-    Args:
-        model (`PreTrainedModel`): Its mixers are found by what they do: they update states of a cache.
-        cache (`SlotCache`): Has seen the prompt.
-
-    Attributes:
-        states (`dict[int, RecurrentState]`): At the last committed token of each row, by the number of the layer.
-        nodes (`Nodes`, *optional*): Those of the last verification.
-    """
+    """Recurrent layers of a model during one call, over a cache that has seen the prompt."""
 
     def __init__(self, model: torch.nn.Module, cache: SlotCache):
         self.cache = cache
-        self.nodes: Nodes | None = None
+        self.nodes: Nodes | None = None  # of the last verification
+        # At the last committed token of each row, by the number of the layer.
         self.states: dict[int, RecurrentState] = cache.recurrent_states()
         known = {module: number for module, number in mixers(model).items() if number in self.states}
         self._forwards = over_nodes(model, list(known))
-        self._mixers = [_driver(module, self.states[number])(self, module, number) for module, number in known.items()]
+        self._mixers = []
+        for module, number in known.items():
+            state = self.states[number]
+            is_known = reads_nodes(module, bool(state.conv_states), bool(state.recurrent_states))
+            self._mixers.append((_Mixer if is_known else _SteppedMixer)(self, module, state))
 
     @contextmanager
     def reading(self, nodes: SlotNodes) -> Iterator[None]:
@@ -60,10 +56,8 @@ class RecurrentLayers(Part):
                 mixer.hook(hooks)
             yield
 
-    def commit(self, counts: list[int], path: torch.LongTensor | None = None) -> None:
-        """Moves the states to the last accepted nodes; the arguments are those of [`SlotCache.commit`]."""
-        device = self.nodes.visible.device
-        last = upload([count - 1 for count in counts], device)
+    def commit(self, counts: list[int], path: torch.LongTensor | None) -> None:
+        last = upload([count - 1 for count in counts], self.nodes.visible.device)
         if path is not None:
             last = path.gather(1, last[:, None])[:, 0]
         for mixer in self._mixers:
@@ -79,13 +73,15 @@ class RecurrentLayers(Part):
             state.join(other.states[layer])
 
     def row_states(self, row: int) -> dict[int, RecurrentState]:
-        """The states of one row after its last committed token, by the number of the layer."""
+        """Copies of the states of one row after its last committed token, by the number of the layer."""
         index = torch.tensor([row], device="cpu")
         return {layer: state.rows(index) for layer, state in self.states.items()}
 
     def mark(self) -> dict[int, RecurrentState]:
         """State of the rows, for `return_to`. Tensors are never written to, so none is copied."""
-        return {layer: state.copy() for layer, state in self.states.items()}
+        return {
+            layer: RecurrentState(state.conv_states, state.recurrent_states) for layer, state in self.states.items()
+        }
 
     def return_to(self, mark: dict[int, RecurrentState]) -> None:
         """Forgets what was read since. The rows must be the same."""
@@ -94,145 +90,105 @@ class RecurrentLayers(Part):
 
 
 class _Mixer:
-    """Drives a mixer that reads all nodes at once, through the hooks of its module.
+    """Drives a mixer that reads all nodes at once, through the hooks of its module."""
 
-    Attributes:
-        state (`RecurrentState`): At the last committed token of each row.
-        after (`Reading`, *optional*): What it becomes by the last forward.
-    """
-
-    def __init__(self, layers: RecurrentLayers, module: torch.nn.Module, number: int):
-        self.layers, self.module, self.state = layers, module, layers.states[number]
-        self.after: Reading | None = None
+    def __init__(self, layers: RecurrentLayers, module: torch.nn.Module, state: RecurrentState):
+        self.layers, self.module = layers, module
+        self.state = state  # at the last committed token of each row
+        self.read: RecurrentState | None = None  # what it becomes by the last forward
         signature = inspect.signature(inspect.unwrap(type(module).forward))
         self._names = [name for name in signature.parameters if name != "self"]
 
     def hook(self, hooks: ExitStack) -> None:
         """Registers what makes the module work on behalf of this call, until the stack is closed."""
-        hooks.callback(self.module.register_forward_pre_hook(self.on_entering, with_kwargs=True).remove)
-        hooks.callback(self.module.register_forward_hook(self.on_leaving, with_kwargs=True).remove)
+        hooks.callback(self.module.register_forward_pre_hook(self._on_entering, with_kwargs=True).remove)
+        hooks.callback(self.module.register_forward_hook(self._on_leaving, with_kwargs=True).remove)
 
     # Torch calls hooks without keyword arguments in another thread, while this one takes them back.
 
-    def on_entering(self, module, args, kwargs=None):
+    def _on_entering(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
         if kwargs is None:
             return None
         arguments = {**dict(zip(self._names, args)), **kwargs}
         cache_name = next((name for name, value in arguments.items() if value is self.layers.cache), None)
         # Another thread may run a call of its own on the same model.
-        if cache_name is None:
-            return None
-        return (), self.enter(arguments, cache_name)
+        return None if cache_name is None else ((), self.enter(arguments, cache_name))
 
-    def on_leaving(self, module, args, kwargs, output=None):
-        if output is None or self.after is None or not any(value is self.after for value in kwargs.values()):
+    def _on_leaving(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = None) -> Any:
+        if output is None or self.read is None or not any(value is self.read for value in kwargs.values()):
             return None
         return self.leave(output)
 
-    def enter(self, arguments: dict, cache_name: str) -> dict:
+    def enter(self, arguments: dict[str, Any], cache_name: str) -> dict[str, Any]:
         """Arguments for the module in the place of `arguments`."""
         nodes = self.layers.nodes
-        self.after = Reading(self.state, nodes if nodes.count > 1 else None)
-        return {**arguments, cache_name: self.after}
+        # Reading one token, fused kernels write into the states that they are given.
+        self.read = Reading(self.state, nodes) if nodes.count > 1 else self.state.clone()
+        return {**arguments, cache_name: self.read}
 
-    def leave(self, output):
+    def leave(self, output: Any) -> Any:
         """Return value of the module in the place of `output`."""
         if not isinstance(output, tuple):
             return output
-        # Some pass their cache on.
-        return tuple(self.layers.cache if part is self.after else part for part in output)
+        return tuple(self.layers.cache if part is self.read else part for part in output)
 
     def commit(self, last: torch.LongTensor) -> None:
         """Moves the state to node `last` `(R,)` of each row."""
-        self.state.put(self.after.after(last))
-        self.after = None
+        self.state.put(self.read.after(last))
+        self.read = None
 
 
 class _SteppedMixer(_Mixer):
-    """Drives a mixer by calls for single tokens: the nodes of one depth, in all rows, are a batch.
+    """Drives a mixer by calls for single tokens: the nodes of one depth, in all rows, are a batch."""
 
-    Attributes:
-        depths (`list[list[tuple[int, int]]]`): Row and node of the tokens of each call.
-    """
+    _levels: list[Level]
+    _places: torch.LongTensor  # (R, T), of the nodes in the order of the calls
 
-    def __init__(self, layers, module, number):
-        super().__init__(layers, module, number)
-        self.depths: list[list[tuple[int, int]]] = []
-        self._states: list[Reading] = []
+    def hook(self, hooks: ExitStack) -> None:
+        super().hook(hooks)
+        self._told = hooks.enter_context(ExitStack())  # names of adapters for the module's own call
+        self._reads: list[RecurrentState] = []
         self._outputs: list[Any] = []
 
-    def enter(self, arguments, cache_name):
-        rows, nodes = arguments["hidden_states"].shape[:2]
-        parents = self.layers.nodes.topology.parents.view(-1, nodes).tolist() * rows
-        self.depths = _by_depth(parents[:rows])
-        self._states, self._outputs = [], []
-        self._adapters = RowAdapters.of(self.module)
-        for calls, pairs in enumerate(self.depths):
-            before = self.state
-            if calls:
-                places = {pair: place for place, pair in enumerate(self.depths[calls - 1])}
-                index = [places[row, parents[row][node]] for row, node in pairs]
-                before = self.after.rows(torch.tensor(index, device="cpu"))
-            self.after = Reading(before)
-            self._states.append(self.after)
-            own = {
-                name: value[tuple(zip(*pairs))][:, None]
+    def enter(self, arguments: dict[str, Any], cache_name: str) -> dict[str, Any]:
+        shape = arguments["hidden_states"].shape[:2]
+        adapters = RowAdapters(self.module)
+        self._levels, self._places = self.layers.nodes.levels(shape[0])
+        call = arguments
+        for level in self._levels:
+            if call is not arguments:
+                # The last call is left to the module itself.
+                with self._told:
+                    self._outputs.append(self.module.forward(**call))
+            self.read = self.read.rows(level.parents) if self._reads else self.state.clone()
+            self._reads.append(self.read)
+            of_nodes = {
+                name: value[level.rows, level.nodes][:, None]
                 for name, value in arguments.items()
-                if torch.is_tensor(value) and value.shape[:2] == (rows, nodes)
+                if torch.is_tensor(value) and value.shape[:2] == shape
             }
-            call = {**arguments, **own, cache_name: self.after}
-            self._adapters.tell([row for row, _ in pairs])
-            # The last one is left to the module's own call.
-            if calls + 1 < len(self.depths):
-                self._outputs.append(self.module.forward(**call))
+            call = {**arguments, **of_nodes, cache_name: self.read}
+            self._told.enter_context(adapters.telling(level.rows.tolist(), of_call=False))
         return call
 
-    def leave(self, output):
-        self._adapters.tell_all()
-        outputs = [*self._outputs, output]
-        self._outputs = []
+    def leave(self, output: Any) -> Any:
+        self._told.close()
+        outputs, self._outputs = [*self._outputs, output], []
         if torch.is_tensor(output):
             return self._joined(outputs)
         return tuple(self._joined(parts) if torch.is_tensor(parts[0]) else parts[-1] for parts in zip(*outputs))
 
-    def _joined(self, parts):
-        """Outputs `(calls of a depth, 1, ...)` of all depths as `(R, T, ...)`."""
-        return torch.cat(parts)[:, 0][self._places(parts[0].device)]
+    def _joined(self, parts: Any) -> torch.Tensor:
+        """Outputs `(nodes of a depth, 1, ...)` of all depths as `(R, T, ...)`."""
+        return torch.cat(parts)[:, 0][self._places.to(parts[0].device, non_blocking=True)]
 
-    def _places(self, device) -> torch.LongTensor:
-        """Where the nodes `(R, T)` are in the order of the calls."""
-        order = [pair for pairs in self.depths for pair in pairs]
-        shape = len(self.depths[0]), len(order) // len(self.depths[0])
-        places = torch.empty(shape, dtype=torch.long, device="cpu")
-        places[tuple(zip(*order))] = torch.arange(len(order), device="cpu")
-        return places.to(device, non_blocking=True)
-
-    def commit(self, last):
-        states = self._states[0].copy()
-        for other in self._states[1:]:
+    def commit(self, last: torch.LongTensor) -> None:
+        states = self._reads[0]
+        for other in self._reads[1:]:
             states.join(other)
-        places = self._places(last.device)
+        places = self._places.to(last.device, non_blocking=True)
         self.state.put(states.rows(places.gather(1, last[:, None])[:, 0]))
-        self.after, self._states = None, []
-
-
-def _by_depth(parents: list[list[int]]) -> list[list[tuple[int, int]]]:
-    """Rows and nodes of each depth, from the parents of all nodes; the root is node 0, and parents come first."""
-    levels: list[list[tuple[int, int]]] = []
-    for row, of_row in enumerate(parents):
-        depths = [0]
-        for parent in of_row[1:]:
-            depths.append(depths[parent] + 1)
-        for node, depth in enumerate(depths):
-            if depth == len(levels):
-                levels.append([])
-            levels[depth].append((row, node))
-    return levels
-
-
-def _driver(module: torch.nn.Module, state: RecurrentState) -> type[_Mixer]:
-    has_inputs, has_state = bool(state.conv_states), bool(state.recurrent_states)
-    return _Mixer if reads_nodes(module, has_inputs, has_state) else _SteppedMixer
+        self.read = None
 
 
 def mixers(model: torch.nn.Module) -> dict[torch.nn.Module, int]:

@@ -5,7 +5,7 @@ Shapes: R rows, T nodes of a verification, W tokens read by a layer, K kernel si
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,21 +22,14 @@ class RecurrentState:
     """The states of one layer in all rows, in the form in which transformers' mixers ask a cache for them.
 
     It answers as the cache (5.18 and later) and as the layer of a cache (before).
-
-    Attributes:
-        conv_states (`dict[int, torch.Tensor]`): The last inputs of each convolution, `(R, channels, K)`.
-        recurrent_states (`dict[int, torch.Tensor]`): Each `(R, ...)`.
-        num_read (`int`): Tokens of a row that the first convolution has read.
-        nodes (`Nodes`, *optional*): Those of a verification, where it reads several.
     """
 
     record_past = False
-    nodes: Nodes | None = None
 
     def __init__(self, conv_states: _States | None = None, recurrent_states: _States | None = None, num_read: int = 0):
-        self.conv_states: dict[int, torch.Tensor] = conv_states or {}
-        self.recurrent_states: dict[int, torch.Tensor] = recurrent_states or {}
-        self.num_read: int = num_read
+        self.conv_states: _States = dict(conv_states or {})  # the last inputs of each convolution, (R, channels, K)
+        self.recurrent_states: _States = dict(recurrent_states or {})  # each (R, ...)
+        self.num_read: int = num_read  # tokens of a row that the first convolution has read
 
     def __bool__(self) -> bool:
         return bool(self.conv_states or self.recurrent_states)
@@ -44,10 +37,10 @@ class RecurrentState:
     # As a cache
 
     def get_conv_state(self, layer_idx: int = 0, state_idx: int = 0) -> torch.Tensor | None:
-        return _entry(self.conv_states, state_idx)
+        return self.conv_states.get(state_idx)
 
     def get_recurrent_state(self, layer_idx: int = 0, state_idx: int = 0) -> torch.Tensor | None:
-        return _entry(self.recurrent_states, state_idx)
+        return self.recurrent_states.get(state_idx)
 
     def has_previous_state(self, layer_idx: int = 0, state_idx: int | None = None) -> bool:
         return bool(self)
@@ -63,7 +56,7 @@ class RecurrentState:
         self, conv_states: torch.Tensor, layer_idx: int = 0, state_idx: int = 0, conv_kernel_size: Any = None, **_: Any
     ) -> torch.Tensor:
         """Appends inputs `(R, channels, W)`; returns them after those that were kept, with which they are read."""
-        past = self.get_conv_state(layer_idx, state_idx)
+        past = self.conv_states.get(state_idx)
         if state_idx == 0:
             self.num_read += conv_states.shape[-1]
         if past is None:
@@ -79,45 +72,47 @@ class RecurrentState:
         self.conv_states[state_idx] = seen[..., -size:].clone(memory_format=torch.contiguous_format)
 
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int = 0, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
-        past = self.get_recurrent_state(layer_idx, state_idx)
+        self, recurrent_states: Any, layer_idx: int = 0, state_idx: int = 0, **kwargs: Any
+    ) -> Any:
+        past = self.recurrent_states.get(state_idx)
         new = recurrent_states if past is None else recurrent_states.to(past.dtype)
         self.recurrent_states[state_idx] = new
         return new
 
-    # By rows
+    # By rows. Tensors are never written to, except by fused kernels that read one token.
 
-    def rows(self, index: torch.Tensor) -> RecurrentState:
-        """A copy of some rows."""
-        return RecurrentState(
-            *({key: state[on_device_of(index, state)] for key, state in part.items()} for part in self._parts)
-        )
+    def after(self, last: torch.LongTensor) -> RecurrentState:
+        """The states of all rows after node `last` `(R,)` of each and its ancestors; here after a single token."""
+        return self
 
-    def put(self, other: RecurrentState, index: torch.Tensor | None = None) -> None:
-        """Takes over the states of `other`, as all rows or as those of the index. Tensors are never written to."""
-        for own, new in zip(self._parts, other._parts):
-            for key, state in new.items():
-                own[key] = state if index is None else own[key].index_copy(0, on_device_of(index, state), state)
+    def put(self, other: RecurrentState) -> None:
+        """Takes over the states of `other` in the place of its own."""
+        self.conv_states.update(other.conv_states)
+        self.recurrent_states.update(other.recurrent_states)
 
     def join(self, other: RecurrentState) -> None:
         """Takes over the rows of `other` after its own."""
-        for own, new in zip(self._parts, other._parts):
+        for states, new in (
+            (self.conv_states, other.conv_states),
+            (self.recurrent_states, other.recurrent_states),
+        ):
             for key, state in new.items():
-                own[key] = torch.cat([own[key], state.to(own[key])])
+                states[key] = torch.cat([states[key], state.to(states[key])])
 
-    def copy(self) -> RecurrentState:
-        """Another holder of the same tensors."""
-        return RecurrentState(*map(dict, self._parts))
+    def rows(self, index: torch.Tensor) -> RecurrentState:
+        """A copy of some rows."""
+        return self._changed(lambda state: state[index.to(state.device, non_blocking=True)])
 
     def clone(self) -> RecurrentState:
         """A holder of copies."""
-        copies = ({key: state.clone() for key, state in part.items()} for part in self._parts)
-        return RecurrentState(*copies, self.num_read)
+        return self._changed(torch.clone)
 
-    @property
-    def _parts(self) -> tuple[dict, dict]:
-        return self.conv_states, self.recurrent_states
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> RecurrentState:
+        conv_states, recurrent_states = (
+            {key: change(state) for key, state in states.items()}
+            for states in (self.conv_states, self.recurrent_states)
+        )
+        return RecurrentState(conv_states, recurrent_states, self.num_read)
 
 
 class _Everywhere:
@@ -130,74 +125,35 @@ class _Everywhere:
         return self.state
 
     def __len__(self) -> int:
+        # Mixers compare the number of their layer with it.
         return 1 << 30
 
 
-class _Entries(dict):
-    """Begins as another dict, and keeps what is put into it to itself.
-
-    Reading one token, fused kernels write into the states that they are given; those they get as copies.
-    """
-
-    def __init__(self, source: dict, copies: bool):
-        super().__init__()
-        self.source, self.copies = source, copies
-
-    def __missing__(self, key):
-        if not self.copies:
-            return self.source[key]
-        self[key] = self.source[key].clone()
-        return self[key]
-
-
 class Reading(RecurrentState):
-    """Successors of a state, by reading the nodes of a verification in every row, while the state itself stays.
+    """What the nodes of a verification make of a state, which stays: its successors follow from what is kept here."""
 
-    Args:
-        start (`RecurrentState`): At the last committed token of each row.
-        nodes (`Nodes`, *optional*): The T nodes; `None` for a single token.
-
-    Attributes:
-        num_scans (`int`): Parts of the recurrent state that have been read, by mixers that read it in parts.
-    """
-
-    def __init__(self, start: RecurrentState, nodes: Nodes | None = None):
-        super().__init__()
-        self.start: RecurrentState = start
-        self.nodes: Nodes | None = nodes
-        self.num_scans = 0
-        self.conv_states: _States = _Entries(start.conv_states, copies=nodes is None)
-        self.recurrent_states: _States = _Entries(start.recurrent_states, copies=nodes is None)
+    def __init__(self, start: RecurrentState, nodes: Nodes):
+        super().__init__(start.conv_states, start.recurrent_states)
+        self.nodes = nodes
+        self.num_scans = 0  # parts of the recurrent state that were read, by mixers that read it in parts
+        self._inputs: _States = {}  # of each convolution, (R, channels, K + T)
         self._after: dict[int, NodeStates] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self.start)
-
     def _keep_inputs(self, state_idx: int, seen: torch.Tensor, size: int) -> None:
-        if self.nodes is None:
-            super()._keep_inputs(state_idx, seen, size)
-        else:
-            # All inputs `(R, channels, K + T)`, from which follows the state after every node.
-            self.conv_states[state_idx] = seen
+        self._inputs[state_idx] = seen
 
     def update_recurrent_state(
         self, recurrent_states: Any, layer_idx: int = 0, state_idx: int = 0, **kwargs: Any
     ) -> Any:
-        if self.nodes is None:
-            return super().update_recurrent_state(recurrent_states, layer_idx, state_idx)
-        self._after[state_idx] = (
-            EveryState(recurrent_states) if torch.is_tensor(recurrent_states) else recurrent_states
-        )
+        is_tensor = torch.is_tensor(recurrent_states)
+        self._after[state_idx] = EveryState(recurrent_states) if is_tensor else recurrent_states
         return recurrent_states
 
     def after(self, last: torch.LongTensor) -> RecurrentState:
-        """The states of all rows after node `last` `(R,)` of each and its ancestors."""
-        if self.nodes is None:
-            return self.copy()
-        sizes = {key: state.shape[-1] for key, state in self.start.conv_states.items()}
+        sizes = {key: state.shape[-1] for key, state in self.conv_states.items()}
         return RecurrentState(
-            {key: self.nodes.last_inputs(seen, sizes[key], last) for key, seen in self.conv_states.items()},
-            {key: states.after(last).to(self.start.recurrent_states[key]) for key, states in self._after.items()},
+            {key: self.nodes.last_inputs(seen, sizes[key], last) for key, seen in self._inputs.items()},
+            {key: states.after(last).to(self.recurrent_states[key]) for key, states in self._after.items()},
         )
 
 
@@ -220,18 +176,8 @@ class EveryState(NodeStates):
         self.states = states
 
     def after(self, last: torch.LongTensor) -> torch.Tensor:
-        rows = torch.arange(len(last), device=self.states.device)
-        return self.states.movedim(-1, 1)[rows, on_device_of(last, self.states)]
-
-
-def _entry(entries: dict, key) -> torch.Tensor | None:
-    with suppress(KeyError):
-        return entries[key]
-    return None
-
-
-def on_device_of(index: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return index.to(other.device, non_blocking=True)
+        last = last.to(self.states.device, non_blocking=True)
+        return self.states.movedim(-1, 1)[torch.arange(len(last), device=last.device), last]
 
 
 def load_state(layer: Any) -> RecurrentState:

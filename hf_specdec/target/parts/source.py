@@ -1,6 +1,6 @@
 """The encoder's side of a call: read once, seen by the decoder in every forward.
 
-Shapes: B rows, N tokens or frames of the source, H hidden size.
+Shapes: R rows, N tokens or frames of the source, H hidden size.
 """
 
 from __future__ import annotations
@@ -21,30 +21,17 @@ from ..forward import Part, SlotNodes
 
 @dataclass
 class Source(Part):
-    """Sources of the rows of a call, as a model's decoder sees them.
+    """Sources of the rows of a call, as a model's decoder sees them."""
 
-    Attributes:
-        inputs (`dict`): Arguments of every forward of the model: the encoder's output `(B, N, H)` and its mask.
-        keys (`EncoderDecoderCache`, *optional*): With the keys and values that cross-attention makes of the encoder's
-            output, once the prompts have been read.
-        given (`dict`): What the encoder has read: its arguments as `generate()` was given them, each `(B, N, ...)`.
-        token_lists (`list[list[int]]`, *optional*): Its tokens in each row, where the decoder writes the same ones.
-    """
-
-    inputs: dict[str, Any]
+    inputs: dict[str, Any]  # arguments of every forward: the encoder's output (R, N, H) and its mask
+    # With the keys and values that cross-attention makes of the encoder's output, once the prompts have been read.
     keys: EncoderDecoderCache | None = None
-    given: dict[str, torch.Tensor] = field(default_factory=dict)
-    token_lists: list[list[int]] | None = None
+    given: dict[str, torch.Tensor] = field(default_factory=dict)  # arguments of the encoder, each (R, N, ...)
+    token_lists: list[list[int]] | None = None  # its tokens, where the decoder writes the same ones
 
     @classmethod
     def of_call(cls, model: torch.nn.Module, model_kwargs: dict[str, Any], given: dict[str, Any]) -> Source:
-        """That of a prepared call.
-
-        Args:
-            model (`PreTrainedModel`): With an encoder.
-            model_kwargs (`dict`): As `generate()` has prepared them, with the encoder's output.
-            given (`dict`): What the encoder has read, of fewer rows where there are several sequences of each.
-        """
+        """That of a prepared call, whose encoder was given fewer rows where there are several sequences of each."""
         inputs = {name: model_kwargs[name] for name in ("encoder_outputs", "attention_mask") if name in model_kwargs}
         num_rows = len(inputs["encoder_outputs"][0])
         given = {
@@ -52,21 +39,36 @@ class Source(Part):
             for name, value in given.items()
             if torch.is_tensor(value)
         }
-        tokens = given.get("input_ids")
-        return cls(inputs, given=given, token_lists=_token_lists(model, tokens, inputs.get("attention_mask")))
+        tokens, mask, token_lists = given.get("input_ids"), inputs.get("attention_mask"), None
+        if tokens is not None and _shares_tokens(model):
+            is_masked = mask is not None and mask.shape == tokens.shape
+            seen = mask.bool() if is_masked else torch.ones_like(tokens, dtype=torch.bool)
+            token_lists = [row[seen_of_row].tolist() for row, seen_of_row in zip(tokens, seen)]
+        return cls(inputs, given=given, token_lists=token_lists)
 
     @property
     def states(self) -> torch.Tensor:
-        """The encoder's output `(B, N, H)`, which a decoder without an encoder may take under another name."""
+        """The encoder's output `(R, N, H)`, which a decoder without an encoder may take under another name."""
         encoded = self.inputs.get("encoder_outputs")
         return self.inputs["encoder_hidden_states"] if encoded is None else encoded[0]
 
     def with_slots(self, slots: SlotCache) -> EncoderDecoderCache:
         """The cache of the whole decoder, with self-attention in these slots."""
-        if self.keys is None or self.keys.self_attention_cache is not slots:
-            crossed = DynamicCache() if self.keys is None else self.keys.cross_attention_cache
-            self.keys = EncoderDecoderCache(slots, crossed)
+        self.keys = EncoderDecoderCache(slots, DynamicCache())
         return self.keys
+
+    def without_keys(self) -> Source:
+        """The same for others than the target itself."""
+        return replace(self, keys=None)
+
+    def of_rows(self, rows: Sequence[int]) -> Source:
+        """The same of these rows, in this order, for others than the target itself."""
+        return Source(
+            _rows_of(self.inputs, rows, len(self.states)),
+            None,
+            {name: select_rows(value, rows) for name, value in self.given.items()},
+            None if self.token_lists is None else [self.token_lists[row] for row in rows],
+        )
 
     def reading(self, nodes: SlotNodes) -> AbstractContextManager[None]:
         nodes.inputs |= self.inputs
@@ -75,29 +77,12 @@ class Source(Part):
     def keep_rows(self, keep: list[int]) -> None:
         chosen = self.of_rows(keep)
         self.inputs, self.given, self.token_lists = chosen.inputs, chosen.given, chosen.token_lists
-        if self.keys is not None and chosen.keys is not None:
-            # In the cache that the model knows.
-            self.keys.cross_attention_cache = chosen.keys.cross_attention_cache
-
-    def without_keys(self) -> Source:
-        """The same without keys and values: what others than the target itself read of it."""
-        return replace(self, keys=None)
-
-    def of_rows(self, rows: Sequence[int]) -> Source:
-        """The sources of these rows, in this order."""
-        keys = None
-        if self.keys is not None:
-            crossed = DynamicCache()
-            for index, layer in enumerate(self.keys.cross_attention_cache.layers):
-                if layer.is_initialized:
-                    crossed.update(select_rows(layer.keys, rows), select_rows(layer.values, rows), index)
-            keys = EncoderDecoderCache(self.keys.self_attention_cache, crossed)
-        return Source(
-            _rows_of(self.inputs, rows, len(self.states)),
-            keys,
-            {name: select_rows(value, rows) for name, value in self.given.items()},
-            None if self.token_lists is None else [self.token_lists[row] for row in rows],
-        )
+        # Rows that leave are left out in a copy, in the cache that the model knows.
+        crossed = DynamicCache()
+        for index, layer in enumerate(self.keys.cross_attention_cache.layers):
+            if layer.is_initialized:
+                crossed.update(select_rows(layer.keys, keep), select_rows(layer.values, keep), index)
+        self.keys.cross_attention_cache = crossed
 
 
 def _rows_of(value: Any, rows: Sequence[int], num_rows: int) -> Any:
@@ -112,18 +97,7 @@ def _rows_of(value: Any, rows: Sequence[int], num_rows: int) -> Any:
     return value
 
 
-def _token_lists(
-    model: torch.nn.Module, tokens: torch.Tensor | None, mask: torch.Tensor | None
-) -> list[list[int]] | None:
-    """Each row's tokens without padding; `None` where encoder and decoder do not read the same table of tokens."""
-    if tokens is None or not _shares_tokens(model):
-        return None
-    if mask is None or mask.shape != tokens.shape:
-        return tokens.tolist()
-    return [row[seen].tolist() for row, seen in zip(tokens, mask.bool())]
-
-
-def _shares_tokens(model: torch.nn.Module) -> bool:
+def _shares_tokens(model: Any) -> bool:
     """Tells whether encoder and decoder embed tokens by the same weights, which is how they come to agree in them."""
     try:
         tables = [part.get_input_embeddings().weight for part in (model.get_encoder(), model.get_decoder())]

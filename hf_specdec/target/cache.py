@@ -287,20 +287,11 @@ class SlotCache(Cache):
             return [False] * len(self.layers)
         return [bool(layer.recurrent) and not layer.is_initialized for layer in self.layers]
 
-    # Recurrent layers. Their mixers come here during the prefill, and to `RecurrentLayers` later.
+    # Recurrent layers, whose mixers come here
 
     def recurrent_states(self) -> dict[int, RecurrentState]:
         """The states of all recurrent layers, by the number of the layer."""
         return {index: layer.recurrent for index, layer in enumerate(self.layers) if layer.recurrent}
-
-    def _prefilled_state(self, layer_idx: int) -> RecurrentState:
-        """The state of a layer while prompts are read; afterwards asking raises an `UnsupportedModelError`."""
-        if self.lengths:
-            raise UnsupportedModelError(
-                f"Layer {layer_idx} updates a recurrent state in an unknown place, so it cannot be kept while drafts "
-                "are verified. Leave the speculative arguments out to use plain generate()."
-            )
-        return self._layer(layer_idx).recurrent
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         # Asked about the cache as a whole, which its first layers may ask when only they have read something.
@@ -311,20 +302,29 @@ class SlotCache(Cache):
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._prefilled_state(layer_idx).get_conv_state(layer_idx, state_idx)
+        return self._layer(layer_idx).conv_states.get(state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._prefilled_state(layer_idx).get_recurrent_state(layer_idx, state_idx)
+        return self._layer(layer_idx).recurrent_states.get(state_idx)
 
     def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: Any = None, **_: Any
     ) -> torch.Tensor:
-        return self._prefilled_state(layer_idx).update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        return self._changing_state(layer_idx).update_conv_state(conv_states, state_idx, conv_kernel_size)
 
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
-        return self._prefilled_state(layer_idx).update_recurrent_state(recurrent_states, layer_idx, state_idx)
+        return self._changing_state(layer_idx).update_recurrent_state(recurrent_states, state_idx)
+
+    def _changing_state(self, layer_idx: int) -> RecurrentState:
+        state = self._layer(layer_idx).recurrent
+        if state.is_committed:
+            raise UnsupportedModelError(
+                f"Layer {layer_idx} updates a recurrent state in an unknown place, so it cannot be kept while drafts "
+                "are verified. Leave the speculative arguments out to use plain generate()."
+            )
+        return state
 
     @contextmanager
     def kept(self, like: Cache) -> Iterator[None]:

@@ -26,6 +26,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from ...threads import Lock, OwnForwards
+from ..cache import SlotCache
 from .linear_attention import DecayedSums, read_nodes
 from .recurrent_state import Reading
 
@@ -192,8 +193,10 @@ class _OverNodes:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         of_class = type(self.module).forward
-        reading = next((value for value in kwargs.values() if isinstance(value, Reading)), None)
-        if reading is None:
+        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, SlotCache)), None)
+        # While prompts are read, it may not have all layers.
+        reading = cache.layers[self.module.layer_idx].recurrent if cache is not None and cache.lengths else None
+        if not isinstance(reading, Reading):
             return of_class(self.module, *args, **kwargs)
         token = _reading.set(reading)
         try:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from ...transfers import upload
-from ..cache import SlotCache
+from ..cache import SlotCache, SlotLayer
 from ..forward import Part, SlotNodes
 from .adapters import RowAdapters
-from .nodes import Level, Nodes
+from .nodes import Nodes
 from .recurrences import over_nodes, reads_nodes
 from .recurrent_state import Reading, RecurrentState
 
@@ -32,36 +32,59 @@ class RecurrentLayers(Part):
 
     def __init__(self, model: torch.nn.Module, cache: SlotCache):
         self.cache = cache
-        self.nodes: Nodes | None = None  # of the last verification
         # At the last committed token of each row, by the number of the layer.
         self.states: dict[int, RecurrentState] = cache.recurrent_states()
         known = {module: number for module, number in mixers(model).items() if number in self.states}
         self._forwards = over_nodes(model, list(known))
-        self._mixers = []
-        for module, number in known.items():
-            state = self.states[number]
-            is_known = reads_nodes(module, bool(state.conv_states), bool(state.recurrent_states))
-            self._mixers.append((_Mixer if is_known else _SteppedMixer)(self, module, state))
+        self._stepped: dict[int, torch.nn.Module] = {}
+        self._reads_all: set[int] = set()
+        self._reads_chains: set[int] = set()
+        for number, state in self.states.items():
+            state.is_committed = True
+            modules = [module for module, number_of_layer in known.items() if number_of_layer == number]
+            parts = bool(state.conv_states), bool(state.recurrent_states)
+            if all(reads_nodes(module, *parts) for module in modules):
+                self._reads_all.add(number)
+            elif len(modules) == 1:
+                self._stepped[number] = modules[0]
+            elif not state.recurrent_states:
+                # Convolutions that share a layer (Inkling 2) read chains by their own code.
+                self._reads_chains.add(number)
+        self._numbers = set(known.values())
+        self._read: dict[int, RecurrentState | _Steps] = {}  # what they have become by the last forward
 
     @contextmanager
     def reading(self, nodes: SlotNodes) -> Iterator[None]:
-        """Lets a forward of the model read the nodes in the block; the states stay where they are."""
+        """Gives mixers, inside of the block, other states to change; those of the rows stay where they are."""
         if nodes.topology is None:
             yield
             return
-        self.nodes = Nodes.of(nodes.topology)
+        topology, self._read = nodes.topology, {}
+        self._device = topology.depths.device
         with ExitStack() as hooks:
             hooks.enter_context(self._forwards.in_place())
-            for mixer in self._mixers:
-                mixer.hook(hooks)
+            for number in self._numbers:
+                state, layer = self.states[number], self.cache.layers[number]
+                hooks.callback(setattr, layer, "recurrent", state)
+                if topology.depths.shape[-1] == 1:
+                    # Fused kernels write into the states that they are given.
+                    self._read[number] = layer.recurrent = state.clone()
+                elif number in self._stepped:
+                    steps = _Steps(self._stepped[number], layer, self.cache, Nodes.of(topology))
+                    steps.hook(hooks)
+                    self._read[number] = steps
+                elif number in self._reads_all or (topology.is_chain and number in self._reads_chains):
+                    self._read[number] = layer.recurrent = Reading(state, Nodes.of(topology))
             yield
 
     def commit(self, counts: list[int], path: torch.LongTensor | None) -> None:
-        last = upload([count - 1 for count in counts], self.nodes.visible.device)
+        """Moves the states to the last accepted nodes."""
+        last = upload([count - 1 for count in counts], self._device)
         if path is not None:
             last = path.gather(1, last[:, None])[:, 0]
-        for mixer in self._mixers:
-            mixer.commit(last)
+        for number, read in self._read.items():
+            self.states[number].put(read.after(last))
+        self._read = {}
 
     def keep_rows(self, keep: list[int]) -> None:
         index = torch.tensor(keep, device="cpu")
@@ -69,111 +92,76 @@ class RecurrentLayers(Part):
             state.put(state.rows(index))
 
     def join(self, other: RecurrentLayers, num_rows: int) -> None:
-        for layer, state in self.states.items():
-            state.join(other.states[layer])
+        for number, state in self.states.items():
+            state.put(RecurrentState.joined([state, other.states[number]]))
 
     def row_states(self, row: int) -> dict[int, RecurrentState]:
         """Copies of the states of one row after its last committed token, by the number of the layer."""
         index = torch.tensor([row], device="cpu")
-        return {layer: state.rows(index) for layer, state in self.states.items()}
+        return {number: state.rows(index) for number, state in self.states.items()}
 
     def mark(self) -> dict[int, RecurrentState]:
         """State of the rows, for `return_to`. Tensors are never written to, so none is copied."""
         return {
-            layer: RecurrentState(state.conv_states, state.recurrent_states) for layer, state in self.states.items()
+            number: RecurrentState(state.conv_states, state.recurrent_states) for number, state in self.states.items()
         }
 
     def return_to(self, mark: dict[int, RecurrentState]) -> None:
         """Forgets what was read since. The rows must be the same."""
-        for layer, state in mark.items():
-            self.states[layer].put(state)
+        for number, state in mark.items():
+            self.states[number].put(state)
 
 
-class _Mixer:
-    """Drives a mixer that reads all nodes at once, through the hooks of its module."""
+class _Steps:
+    """What a mixer makes of a state by calls for single tokens: the nodes of one depth, in all rows, are a batch."""
 
-    def __init__(self, layers: RecurrentLayers, module: torch.nn.Module, state: RecurrentState):
-        self.layers, self.module = layers, module
-        self.state = state  # at the last committed token of each row
-        self.read: RecurrentState | None = None  # what it becomes by the last forward
-        signature = inspect.signature(inspect.unwrap(type(module).forward))
-        self._names = [name for name in signature.parameters if name != "self"]
+    def __init__(self, module: torch.nn.Module, layer: SlotLayer, cache: SlotCache, nodes: Nodes):
+        self.module, self.layer, self.cache, self.nodes = module, layer, cache, nodes
+        self._states: list[RecurrentState] = []  # after the nodes of each depth
+        self._outputs: list[Any] = []
+        self._places = torch.empty(0, device="cpu")  # (R, T), of the nodes in the order of the calls
 
     def hook(self, hooks: ExitStack) -> None:
-        """Registers what makes the module work on behalf of this call, until the stack is closed."""
+        """Makes the calls in front of the module's own, which is left the last of them, until the stack is closed."""
         hooks.callback(self.module.register_forward_pre_hook(self._on_entering, with_kwargs=True).remove)
         hooks.callback(self.module.register_forward_hook(self._on_leaving, with_kwargs=True).remove)
+        self._told = hooks.enter_context(ExitStack())
 
     # Torch calls hooks without keyword arguments in another thread, while this one takes them back.
 
-    def _on_entering(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
-        if kwargs is None:
-            return None
-        arguments = {**dict(zip(self._names, args)), **kwargs}
-        cache_name = next((name for name, value in arguments.items() if value is self.layers.cache), None)
+    def _is_of_call(self, *arguments: Any) -> bool:
         # Another thread may run a call of its own on the same model.
-        return None if cache_name is None else ((), self.enter(arguments, cache_name))
+        return any(value is self.cache for value in arguments)
 
-    def _on_leaving(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = None) -> Any:
-        if output is None or self.read is None or not any(value is self.read for value in kwargs.values()):
+    def _on_entering(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
+        if kwargs is None or not self._is_of_call(*args, *kwargs.values()):
             return None
-        return self.leave(output)
-
-    def enter(self, arguments: dict[str, Any], cache_name: str) -> dict[str, Any]:
-        """Arguments for the module in the place of `arguments`."""
-        nodes = self.layers.nodes
-        # Reading one token, fused kernels write into the states that they are given.
-        self.read = Reading(self.state, nodes) if nodes.count > 1 else self.state.clone()
-        return {**arguments, cache_name: self.read}
-
-    def leave(self, output: Any) -> Any:
-        """Return value of the module in the place of `output`."""
-        if not isinstance(output, tuple):
-            return output
-        return tuple(self.layers.cache if part is self.read else part for part in output)
-
-    def commit(self, last: torch.LongTensor) -> None:
-        """Moves the state to node `last` `(R,)` of each row."""
-        self.state.put(self.read.after(last))
-        self.read = None
-
-
-class _SteppedMixer(_Mixer):
-    """Drives a mixer by calls for single tokens: the nodes of one depth, in all rows, are a batch."""
-
-    _levels: list[Level]
-    _places: torch.LongTensor  # (R, T), of the nodes in the order of the calls
-
-    def hook(self, hooks: ExitStack) -> None:
-        super().hook(hooks)
-        self._told = hooks.enter_context(ExitStack())  # names of adapters for the module's own call
-        self._reads: list[RecurrentState] = []
-        self._outputs: list[Any] = []
-
-    def enter(self, arguments: dict[str, Any], cache_name: str) -> dict[str, Any]:
-        shape = arguments["hidden_states"].shape[:2]
-        adapters = RowAdapters(self.module)
-        self._levels, self._places = self.layers.nodes.levels(shape[0])
-        call = arguments
-        for level in self._levels:
-            if call is not arguments:
-                # The last call is left to the module itself.
+        names = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:]
+        call = arguments = {**dict(zip(names, args)), **kwargs}
+        shape, adapters = arguments["hidden_states"].shape[:2], RowAdapters(module)
+        levels, self._places = self.nodes.levels(shape[0])
+        for level in levels:
+            if self._states:
                 with self._told:
-                    self._outputs.append(self.module.forward(**call))
-            self.read = self.read.rows(level.parents) if self._reads else self.state.clone()
-            self._reads.append(self.read)
+                    self._outputs.append(module.forward(**call))
+            before = self.layer.recurrent
+            self.layer.recurrent = before.rows(level.parents) if self._states else before.clone()
+            self._states.append(self.layer.recurrent)
             of_nodes = {
                 name: value[level.rows, level.nodes][:, None]
                 for name, value in arguments.items()
                 if torch.is_tensor(value) and value.shape[:2] == shape
             }
-            call = {**arguments, **of_nodes, cache_name: self.read}
+            call = {**arguments, **of_nodes}
+            # Adapters of the rows of these nodes.
             self._told.enter_context(adapters.telling(level.rows.tolist(), of_call=False))
-        return call
+        return (), call
 
-    def leave(self, output: Any) -> Any:
+    def _on_leaving(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = None) -> Any:
+        if output is None or not self._is_of_call(*kwargs.values()):
+            return None
         self._told.close()
-        outputs, self._outputs = [*self._outputs, output], []
+        outputs = [*self._outputs, output]
         if torch.is_tensor(output):
             return self._joined(outputs)
         return tuple(self._joined(parts) if torch.is_tensor(parts[0]) else parts[-1] for parts in zip(*outputs))
@@ -182,13 +170,9 @@ class _SteppedMixer(_Mixer):
         """Outputs `(nodes of a depth, 1, ...)` of all depths as `(R, T, ...)`."""
         return torch.cat(parts)[:, 0][self._places.to(parts[0].device, non_blocking=True)]
 
-    def commit(self, last: torch.LongTensor) -> None:
-        states = self._reads[0]
-        for other in self._reads[1:]:
-            states.join(other)
-        places = self._places.to(last.device, non_blocking=True)
-        self.state.put(states.rows(places.gather(1, last[:, None])[:, 0]))
-        self.read = None
+    def after(self, last: torch.LongTensor) -> RecurrentState:
+        places = self._places.to(last.device, non_blocking=True).gather(1, last[:, None])[:, 0]
+        return RecurrentState.joined(self._states).rows(places)
 
 
 def mixers(model: torch.nn.Module) -> dict[torch.nn.Module, int]:

@@ -5,7 +5,7 @@ Shapes: R rows, T nodes of a verification, W tokens read by a layer, K kernel si
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,9 @@ _States = dict[int, torch.Tensor]
 
 
 class RecurrentState:
-    """The states of one layer in all rows, in the form in which transformers' mixers ask a cache for them.
+    """The states of one layer in all rows."""
 
-    It answers as the cache (5.18 and later) and as the layer of a cache (before).
-    """
-
-    record_past = False
+    is_committed = False  # at the last committed token of each row, so that no mixer may change it
 
     def __init__(self, conv_states: _States | None = None, recurrent_states: _States | None = None, num_read: int = 0):
         self.conv_states: _States = dict(conv_states or {})  # the last inputs of each convolution, (R, channels, K)
@@ -34,50 +31,29 @@ class RecurrentState:
     def __bool__(self) -> bool:
         return bool(self.conv_states or self.recurrent_states)
 
-    # As a cache
-
-    def get_conv_state(self, layer_idx: int = 0, state_idx: int = 0) -> torch.Tensor | None:
-        return self.conv_states.get(state_idx)
-
-    def get_recurrent_state(self, layer_idx: int = 0, state_idx: int = 0) -> torch.Tensor | None:
-        return self.recurrent_states.get(state_idx)
-
-    def has_previous_state(self, layer_idx: int = 0, state_idx: int | None = None) -> bool:
-        return bool(self)
-
-    def is_recording_past(self, layer_idx: int = 0) -> bool:
-        return False
-
-    @property
-    def layers(self) -> _Everywhere:
-        return _Everywhere(self)
-
     def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int = 0, state_idx: int = 0, conv_kernel_size: Any = None, **_: Any
+        self, inputs: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
         """Appends inputs `(R, channels, W)`; returns them after those that were kept, with which they are read."""
         past = self.conv_states.get(state_idx)
         if state_idx == 0:
-            self.num_read += conv_states.shape[-1]
+            self.num_read += inputs.shape[-1]
         if past is None:
-            size = conv_kernel_size or conv_states.shape[-1]
-            seen = F.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
+            size = conv_kernel_size or inputs.shape[-1]
+            seen = F.pad(inputs, (max(size - inputs.shape[-1], 0), 0))
         else:
             size = past.shape[-1]
-            seen = torch.cat([past, conv_states], dim=-1)
+            seen = torch.cat([past, inputs], dim=-1)
         self._keep_inputs(state_idx, seen, size)
         return seen
 
     def _keep_inputs(self, state_idx: int, seen: torch.Tensor, size: int) -> None:
         self.conv_states[state_idx] = seen[..., -size:].clone(memory_format=torch.contiguous_format)
 
-    def update_recurrent_state(
-        self, recurrent_states: Any, layer_idx: int = 0, state_idx: int = 0, **kwargs: Any
-    ) -> Any:
+    def update_recurrent_state(self, states: Any, state_idx: int = 0) -> Any:
         past = self.recurrent_states.get(state_idx)
-        new = recurrent_states if past is None else recurrent_states.to(past.dtype)
-        self.recurrent_states[state_idx] = new
-        return new
+        self.recurrent_states[state_idx] = states if past is None else states.to(past.dtype)
+        return self.recurrent_states[state_idx]
 
     # By rows. Tensors are never written to, except by fused kernels that read one token.
 
@@ -89,15 +65,6 @@ class RecurrentState:
         """Takes over the states of `other` in the place of its own."""
         self.conv_states.update(other.conv_states)
         self.recurrent_states.update(other.recurrent_states)
-
-    def join(self, other: RecurrentState) -> None:
-        """Takes over the rows of `other` after its own."""
-        for states, new in (
-            (self.conv_states, other.conv_states),
-            (self.recurrent_states, other.recurrent_states),
-        ):
-            for key, state in new.items():
-                states[key] = torch.cat([states[key], state.to(states[key])])
 
     def rows(self, index: torch.Tensor) -> RecurrentState:
         """A copy of some rows."""
@@ -114,19 +81,14 @@ class RecurrentState:
         )
         return RecurrentState(conv_states, recurrent_states, self.num_read)
 
-
-class _Everywhere:
-    """The layers of a cache that holds one layer, whatever its number."""
-
-    def __init__(self, state: RecurrentState):
-        self.state = state
-
-    def __getitem__(self, layer_idx: int) -> RecurrentState:
-        return self.state
-
-    def __len__(self) -> int:
-        # Mixers compare the number of their layer with it.
-        return 1 << 30
+    @classmethod
+    def joined(cls, states: Sequence[RecurrentState]) -> RecurrentState:
+        """The rows of several states, one after the other."""
+        conv_states, recurrent_states = (
+            {key: torch.cat([part[key].to(first) for part in parts]) for key, first in parts[0].items()}
+            for parts in ([state.conv_states for state in states], [state.recurrent_states for state in states])
+        )
+        return cls(conv_states, recurrent_states)
 
 
 class Reading(RecurrentState):
@@ -142,12 +104,9 @@ class Reading(RecurrentState):
     def _keep_inputs(self, state_idx: int, seen: torch.Tensor, size: int) -> None:
         self._inputs[state_idx] = seen
 
-    def update_recurrent_state(
-        self, recurrent_states: Any, layer_idx: int = 0, state_idx: int = 0, **kwargs: Any
-    ) -> Any:
-        is_tensor = torch.is_tensor(recurrent_states)
-        self._after[state_idx] = EveryState(recurrent_states) if is_tensor else recurrent_states
-        return recurrent_states
+    def update_recurrent_state(self, states: Any, state_idx: int = 0) -> Any:
+        self._after[state_idx] = EveryState(states) if torch.is_tensor(states) else states
+        return states
 
     def after(self, last: torch.LongTensor) -> RecurrentState:
         sizes = {key: state.shape[-1] for key, state in self.conv_states.items()}
@@ -191,10 +150,9 @@ def load_state(layer: Any) -> RecurrentState:
 
 def store_states(cache: DynamicCache, rows: list[dict[int, RecurrentState]]) -> None:
     """Fills the recurrent layers of a cache with what `RecurrentLayers.row_states` returned for each row."""
-    for layer_idx, state in rows[0].items():
-        for key in state.conv_states:
-            joined = torch.cat([row[layer_idx].conv_states[key] for row in rows])
-            cache.update_conv_state(joined, layer_idx, state_idx=key, conv_kernel_size=joined.shape[-1])
-        for key in state.recurrent_states:
-            joined = torch.cat([row[layer_idx].recurrent_states[key] for row in rows])
-            cache.update_recurrent_state(joined, layer_idx, state_idx=key)
+    for layer_idx in rows[0]:
+        joined = RecurrentState.joined([states[layer_idx] for states in rows])
+        for key, state in joined.conv_states.items():
+            cache.update_conv_state(state, layer_idx, state_idx=key, conv_kernel_size=state.shape[-1])
+        for key, state in joined.recurrent_states.items():
+            cache.update_recurrent_state(state, layer_idx, state_idx=key)

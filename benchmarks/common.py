@@ -31,7 +31,7 @@ from hf_specdec import (
     record,
     register_candidate_generator,
 )
-from hf_specdec.loop.output import CACHE_FIELD
+from hf_specdec.call.output import CACHE_FIELD
 from hf_specdec.method import methods
 from hf_specdec.metrics.records import Record
 from hf_specdec.protocol import DraftStep

@@ -27,7 +27,7 @@ from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPStage
 from hf_specdec.candidate_generators.mtp.network import MtpNetwork
 from hf_specdec.logits.rules import StandardRule, SyntheticRule
-from hf_specdec.logits.verifier import Verifier
+from hf_specdec.loop.judging import AllNodes, Verifier
 from hf_specdec.loop.loop import DecodingLoop
 from hf_specdec.target.graphs import CapturedForward
 from hf_specdec.target.model import SlotModel
@@ -212,8 +212,9 @@ class Parts:
     def attached(self, speculator: Speculator) -> Iterator[Parts]:
         """Times the cycles of the calls with this speculator inside, through the classes and not any object."""
         places = [
-            (DecodingLoop, "_commit", "commit"),
-            (Verifier, "verify", "verify"),
+            (DecodingLoop, "commit", "commit"),
+            (Verifier, "begin", "verify"),
+            (AllNodes, "wait", "verify"),
             (speculator.generator_class, "propose", "draft"),
             (speculator.generator_class, "draft_ahead", "draft"),
             *((rule, "judge", "accept") for rule in (StandardRule, SyntheticRule)),
@@ -226,7 +227,7 @@ class Parts:
                 stack.enter_context(patch.object(SlotModel, name, self._timed(getattr(SlotModel, name), self._whose)))
             replay = self._timed(CapturedForward.replay, self._whose_replay)
             stack.enter_context(patch.object(CapturedForward, "replay", replay))
-            stack.enter_context(patch.object(DecodingLoop, "_cycle", self._cycle(DecodingLoop._cycle)))
+            stack.enter_context(patch.object(DecodingLoop, "cycle", self._cycle(DecodingLoop.cycle)))
             yield self
 
     def _whose(self, slots: SlotModel, *args) -> str:

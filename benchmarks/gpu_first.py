@@ -247,14 +247,14 @@ def captured_cycle(device: torch.device) -> dict:
 
 @contextmanager
 def _waits_of_cycles(waits: list[list[str]]) -> Iterator[None]:
-    one_cycle = DecodingLoop._cycle
+    one_cycle = DecodingLoop.cycle
 
     def watched(loop) -> None:
         with noted_waits() as seen:
             one_cycle(loop)
         waits.append(seen)
 
-    with patch.object(DecodingLoop, "_cycle", watched):
+    with patch.object(DecodingLoop, "cycle", watched):
         yield
 
 

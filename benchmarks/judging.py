@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import thread_time
+from types import SimpleNamespace
 
 import torch
 from common import least_seconds
@@ -28,9 +29,10 @@ from hf_specdec.drafts import DraftTree
 from hf_specdec.logits.processors import ProcessorStack
 from hf_specdec.logits.randomness import RowUniforms
 from hf_specdec.logits.rules import StandardRule
-from hf_specdec.logits.verifier import Verifier
-from hf_specdec.loop.sequences import Sequences, StopRules
+from hf_specdec.loop.judging import Verifier
+from hf_specdec.loop.rows import Group, Rows
 from hf_specdec.machine import describe_environment
+from hf_specdec.target.forward import SlotOutput
 
 
 NUM_ACCEPTED = 4
@@ -82,16 +84,23 @@ class Judge:
     def __call__(self, parents: list[int], tokens: torch.LongTensor, logits: torch.Tensor) -> list[int]:
         judge = self._verifier()
         judge._saves_by_walking = lambda draft, logits: self.along_path
-        return judge.verify(_draft(parents, tokens), logits, [0], [4]).token_lists[0]
+        return judge.begin(_draft(parents, tokens), SlotOutput(logits), [0], [4], False).wait().token_lists[0]
 
     def would_walk(self, parents: list[int], tokens: torch.LongTensor, logits: torch.Tensor) -> bool:
         """The choice of the package."""
         return self._verifier()._saves_by_walking(_draft(parents, tokens), logits)
 
     def _verifier(self) -> Verifier:
-        sequences = Sequences(torch.zeros((1, 4), dtype=torch.long), 0)
-        stop = StopRules(StoppingCriteriaList([MaxLengthCriteria(100)]), sequences)
-        return Verifier(self.stack, stop, StandardRule(RowUniforms(1, torch.device("cpu"))))
+        request = SimpleNamespace(
+            input_ids=torch.zeros((1, 4), dtype=torch.long),
+            pad_token=0,
+            stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(100)]),
+            generation_config=SimpleNamespace(do_sample=True),
+            processor_stack=lambda ends: self.stack,
+        )
+        rows = Rows(1)
+        rows.enter(Group(request), [0])
+        return Verifier(self.stack, rows, StandardRule(RowUniforms(1, torch.device("cpu"))))
 
 
 def _draft(parents: list[int], tokens: torch.LongTensor) -> DraftTree:

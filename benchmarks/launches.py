@@ -65,6 +65,7 @@ from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.layers import experts as layer_experts
 from hf_specdec.layers import llama, rope
 from hf_specdec.layers.llama import DecoderLayer
+from hf_specdec.loop.ahead import Ahead
 from hf_specdec.loop.loop import DecodingLoop
 from hf_specdec.machine import describe_environment
 from hf_specdec.method import built_in_methods
@@ -176,7 +177,7 @@ class LaunchCounter(TorchDispatchMode):
         # The cycle whose verification has run last, and the waits before that.
         self._verified: tuple[Cycle, int] | None = None
         # The graphs of a verification that has run ahead of its cycle, and the loop that it belongs to.
-        self._ahead: tuple[DecodingLoop, list[Counts]] | None = None
+        self._ahead: tuple[Ahead, list[Counts]] | None = None
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         output = operation(*args, **(kwargs or {}))
@@ -229,9 +230,9 @@ class LaunchCounter(TorchDispatchMode):
         kinds = {*map(type, model.get_decoder().layers)}
         layers = [(DecoderLayer, "advance", self._layer), *((kind, "forward", self._layer) for kind in kinds)]
         places = [
-            (DecodingLoop, "_cycle", self._cycle),
-            (DecodingLoop, "_verify", self._verification),
-            (DecodingLoop, "_verify_ahead", self._verification_ahead),
+            (DecodingLoop, "cycle", self._cycle),
+            (DecodingLoop, "verify", self._verification),
+            (Ahead, "_verify", self._verification_ahead),
         ]
         with ExitStack() as stack:
             for owner, name, wrap in (*places, *layers):
@@ -280,26 +281,27 @@ class LaunchCounter(TorchDispatchMode):
 
     def _verification(self, run: Callable) -> Callable:
         @wraps(run)
-        def counted(loop, draft):
-            generator, most = loop.generator, loop.target.most_committed
-            has_room = min(loop._depths(most)) == generator.num_speculative_tokens
+        def counted(loop, step, draft):
+            drafter, most = loop.drafter, loop.target.most_committed
+            has_room = min(loop.rows.depths(drafter.num_speculative_tokens, most)) == drafter.num_speculative_tokens
             cycle = self.cycles[-1]
-            cycle.has_room = has_room or not generator.drafts_ahead
-            (owner, graphs_ahead), self._ahead = self._ahead or (None, []), None
-            if owner is loop and graphs_ahead:
+            cycle.has_room = has_room or not drafter.drafts_ahead
+            owner, graphs_ahead = self._ahead or (None, [])
+            self._ahead = None
+            if owner is loop.ahead and graphs_ahead:
                 cycle.target += graphs_ahead
                 self._verified = cycle, len(self._waits)
             with self._verifying():
-                return run(loop, draft)
+                return run(loop, step, draft)
 
         return counted
 
     def _verification_ahead(self, run: Callable) -> Callable:
         @wraps(run)
-        def counted(loop, *args):
-            self._ahead = loop, []
+        def counted(ahead, *args):
+            self._ahead = ahead, []
             with self._verifying():
-                return run(loop, *args)
+                return run(ahead, *args)
 
         return counted
 

@@ -120,19 +120,19 @@ def stock(model: PreTrainedModel, requests: list[dict], places: int) -> tuple[Te
 @contextmanager
 def forwards_by_size() -> Iterator[dict[tuple[int, int], list[tuple[float, int]]]]:
     """For each number of rows and of nodes a row the seconds of the verifications, and the slots that they read."""
-    found, verify = defaultdict(list), DecodingLoop._verify
+    found, verify = defaultdict(list), DecodingLoop.verify
 
-    def timed(loop, draft):
+    def timed(loop, step, draft):
         began = thread_time()
-        output = verify(loop, draft)
-        found[len(loop.rows), draft.size + 1].append((thread_time() - began, loop.target.cache.plan.columns))
+        output = verify(loop, step, draft)
+        found[len(step.rows), draft.size + 1].append((thread_time() - began, loop.target.cache.plan.columns))
         return output
 
-    DecodingLoop._verify = timed
+    DecodingLoop.verify = timed
     try:
         yield found
     finally:
-        DecodingLoop._verify = verify
+        DecodingLoop.verify = verify
 
 
 def show_split(sides: dict[str, Side], console: Console) -> None:

@@ -45,7 +45,7 @@ from transformers.utils import logging
 from versions import compare as compare_versions
 
 from hf_specdec import demo, generate, load_speculator
-from hf_specdec.loop.output import CACHE_FIELD
+from hf_specdec.call.output import CACHE_FIELD
 from hf_specdec.machine import describe_environment
 
 

@@ -28,8 +28,8 @@ from common import Sample, prefilled_cache, time_call, without_end
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import SpeculativeConfig, Speculator, load_speculator, record
+from hf_specdec.call.output import CACHE_FIELD
 from hf_specdec.candidate_generators.none.generator import NoDrafts
-from hf_specdec.loop.output import CACHE_FIELD
 from hf_specdec.machine import describe_environment
 from hf_specdec.target.lean import EnteredNodes
 

@@ -14,7 +14,7 @@ from weakref import ref
 
 import torch
 
-from .transfers import last_of_each, select_rows, upload, widened
+from .transfers import last_of_each, select_rows, take_nodes, upload, widened
 
 
 if TYPE_CHECKING:
@@ -222,14 +222,9 @@ class Commit:
             longest = max(map(len, columns))
             index = upload([row + row[-1:] * (longest - len(row)) for row in columns], tokens.device)
             tokens = tokens.gather(1, index)
-            states = {key: _gathered(value, index.to(value.device)) for key, value in states.items()}
+            states = {key: take_nodes(value, index) for key, value in states.items()}
         lists = [sum(lists, []) for lists in zip(*(commit.token_lists for commit in commits))]
         return cls(first.rows, tokens, lists, [0] * len(first.rows), states)
-
-
-def _gathered(values: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
-    """Picks from each row's values `(B, W, H)` those at `index` `(B, M)`: `(B, M, H)`."""
-    return values[torch.arange(len(index), device=index.device)[:, None], index]
 
 
 @dataclass

@@ -12,7 +12,6 @@ from weakref import ref
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
-from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
 from .candidate_generators.adaptive import AdaptiveCandidateGenerator
@@ -23,9 +22,7 @@ from .candidate_generators.none.generator import NoDrafts
 from .control import ControlProfile, ScheduledLength, SpeculationController
 from .control.constants import LARGEST_FIRST_LENGTH
 from .errors import SpecConfigError
-from .logits.processors import ProcessorStack
 from .logits.sampling import DraftSampler
-from .loop.sequences import Sequences
 from .protocol import Session
 from .settings import AUTO, FIXED, SpeculativeConfig
 from .target_facts import vocabulary_size
@@ -275,8 +272,7 @@ def _longest_drafts(
 
 def _session_of_any_call(target_model: torch.nn.Module) -> Session:
     """The session of a greedy call of one row, without a prompt."""
-    sequences = Sequences(torch.zeros((1, 0), dtype=torch.long, device="cpu"), 0)
-    sampler = DraftSampler(ProcessorStack(LogitsProcessorList()), sequences, None, vocabulary_size(target_model))
+    sampler = DraftSampler(None, None, vocabulary_size(target_model))
     return Session(1, _ANY_LENGTH, torch.device("cpu"), sampler)
 
 

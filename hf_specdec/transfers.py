@@ -162,25 +162,15 @@ class PackedTables:
         """The first rows, in memory of their own."""
         return PackedTables(self.values[:count].clone(), self.places)
 
-    def read(self, meanwhile: Callable[[], None] | None = None) -> dict[str, torch.LongTensor]:
-        """The tables on the host, by name. Waits for the device.
-
-        Args:
-            meanwhile (`Callable`, *optional*): What the host does in front of the wait, while the device works.
-        """
-        values = self.values
-        if meanwhile is not None:
-            # The copy comes in front of what is launched meanwhile.
-            pending = PendingRead(values)
-            meanwhile()
-            values = pending.get()
-        values = values.cpu()
+    def split(self, values: torch.LongTensor) -> dict[str, torch.LongTensor]:
+        """A copy of the values as tables, by name."""
         return {name: values[:, place] for name, place in self.places.items()}
 
 
 def read_together(tables: Mapping[str, torch.LongTensor]) -> dict[str, list[list[int]]]:
     """Tables `(B, X)` of integers on the host, by name, in one copy. Waits for the device."""
-    return {name: table.tolist() for name, table in PackedTables.of(tables).read().items()}
+    packed = PackedTables.of(tables)
+    return {name: table.tolist() for name, table in packed.split(packed.values.cpu()).items()}
 
 
 class PendingRead:
@@ -207,6 +197,12 @@ class PendingRead:
 def select_rows(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """A copy of the rows of these numbers; unlike an index that is a list it does not wait."""
     return values.index_select(0, upload(rows, values.device))
+
+
+def take_nodes(values: torch.Tensor, path: torch.LongTensor) -> torch.Tensor:
+    """Entries `path` `(R, M)` of each row's values `(R, T, ...)`: `(R, M, ...)`."""
+    path = path.to(values.device)
+    return values[torch.arange(path.shape[0], device=path.device)[:, None], path]
 
 
 def last_of_each(values: torch.Tensor, counts: RowNumbers) -> torch.Tensor:

@@ -8,6 +8,7 @@ Shapes: B rows, P prompt length.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -16,11 +17,13 @@ import torch
 from transformers import MaxLengthCriteria
 from transformers.generation import StoppingCriteriaList
 
+from .call.build import build
 from .candidate_generators.draft_model.generator import DraftModelCandidateGenerator
 from .control import ControlProfile
 from .drafts import DraftTree, chain_topology
 from .loader import load_speculator
 from .loop.loop import DecodingLoop
+from .loop.rows import Group, Rows
 from .metrics import SpecDecodingStats
 from .patching import original_generate
 from .speculator import Speculator
@@ -128,15 +131,20 @@ def _call(
     model: Any, speculator: Speculator, prompts: torch.LongTensor, max_new_tokens: int, do_sample: bool
 ) -> SpecDecodingStats:
     """The statistics of a call that goes through all sizes."""
-    loops: list[_WarmUpLoop] = []
+    made: list[SpecDecodingStats] = []
 
     # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         # Rows end at the maximum length only.
         criteria = StoppingCriteriaList(each for each in stopping_criteria if isinstance(each, MaxLengthCriteria))
         request = Request(model, input_ids, logits_processor, criteria, generation_config, model_kwargs)
-        loops.append(_WarmUpLoop(request, speculator))
-        return loops[0].run()
+        group = Group(request)
+        loop = build(request, speculator, Rows(request.batch_size), [group], [], is_reported=False)
+        with closing(loop):
+            _go_through_sizes(loop, group)
+            loop.end()
+        made.append(loop.stats)
+        return group.sequences.output()
 
     # The user's random state stays as it was.
     with torch.random.fork_rng(devices=[]):
@@ -148,31 +156,22 @@ def _call(
             do_sample=do_sample,
             custom_generate=decode,
         )
-    return loops[0].stats
+    return made[0]
 
 
-class _WarmUpLoop(DecodingLoop):
-    """A call that goes through the sizes of verifications, and then through the depths of drafts."""
-
-    is_reported = False
-    depth = 0
-
-    def _decode(self) -> None:
-        self._prefill()
-        # A verification without a draft, of which nothing is kept.
-        draft = DraftTree.empty(len(self.rows), self.device)
-        judge = self.verifier.in_a_graph(draft, self.rows, self._positions(1))
-        self.target.verify(self.anchors, draft, judge)
-        for depth in range(self.generator.num_speculative_tokens, 0, -1):
-            self.depth = depth
-            if not self.stop.all_finished:
-                self._cycle()
-        if isinstance(self.generator, DraftModelCandidateGenerator):
-            _read_few_tokens(self.generator.model, self.anchors)
-        self.deferred.flush()
-
-    def _depths(self, more: int = 0) -> list[int]:
-        return [min(most, self.depth) for most in super()._depths(more)]
+def _go_through_sizes(loop: DecodingLoop, group: Group) -> None:
+    """Goes through the sizes of verifications, and then through the depths of drafts."""
+    loop.begin()
+    rows = loop.rows
+    # A verification without a draft, of which nothing is kept.
+    step = rows.step([0] * len(rows.active))
+    loop.verify(step, DraftTree.empty(len(rows.active), loop.device))
+    for depth in range(loop.drafter.num_speculative_tokens, 0, -1):
+        group.most_draft_tokens = depth
+        if not rows.all_finished:
+            loop.cycle()
+    if isinstance(loop.drafter, DraftModelCandidateGenerator):
+        _read_few_tokens(loop.drafter.model, rows.anchors)
 
 
 def _read_few_tokens(model: SlotModel, tokens: torch.LongTensor) -> None:

@@ -1,1 +1,1 @@
-"""One call of `generate()`: what it asks for, what is refused, and what it returns."""
+"""One call of `generate()`: what it asks for, what is refused, its parts, and what it returns."""

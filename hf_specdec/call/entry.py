@@ -24,13 +24,13 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_manage
 from ..arguments import ARGUMENTS, SpeculativeArguments, asked_for, objects_on
 from ..errors import SpecConfigError, shown
 from ..loader import load_speculator
-from ..loop.loop import DecodingLoop
 from ..method import NO_DRAFTS
 from ..patching import original_generate
 from ..speculator import GivenCandidateGenerator, Speculator
 from ..target.facts import model_profile
 from ..target.request import Request
 from ..target_facts import CACHE_NAMES, device_of, no_target
+from .build import decode as decode_call
 from .refusals import check_call, check_forward_inputs, effective
 
 
@@ -100,7 +100,7 @@ def generate_speculatively(
     model_profile(model)
     # Last, because it may load weights.
     speculator = _load(model, asked, spelled)
-    return call.run(original, lambda request: DecodingLoop(request, speculator).run())
+    return call.run(original, lambda request: decode_call(request, speculator))
 
 
 def prepare_request(

@@ -7,44 +7,44 @@ Shapes: R rows, V target vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from transformers.generation.logits_process import LogitsProcessorList
 
 from ..drafts import DraftTree
 from ..kernels.sampling import propose_from_probs
 from .grammar.growth import GrowingMasks
 from .grammar.matchers import GrammarMatcher
-from .grammar.rows import RowGrammars, constrained
+from .grammar.rows import constrained
 from .processors import ProcessorStack
 from .randomness import RowUniforms
 
 
-class DraftSampler:
-    """Draws draft tokens for the rows of one call.
+if TYPE_CHECKING:
+    from ..loop.rows import Rows
 
-    Args:
-        stack (`ProcessorStack`): The target's processors; only those that are known to be free of state are applied.
-        sequences (`Sequences`): The tokens so far.
-        uniforms (`RowUniforms`, *optional*): Random numbers of the call; `None` if the target decodes greedily.
-        vocab_size (`int`): V, the width of the target's logits.
+
+class DraftSampler:
+    """Draws draft tokens for the rows of a loop, each from what the processors of its request leave.
+
+    Only processors that are known to be free of state are applied. Without `rows` there are none; without `uniforms`,
+    the random numbers, the target decodes greedily. V is `vocab_size`.
     """
 
-    def __init__(self, stack: ProcessorStack, sequences: Any, uniforms: RowUniforms | None, vocab_size: int):
-        self.stack: ProcessorStack = stack.known_only()
-        self.grammar: RowGrammars | None = stack.grammar
-        self.sequences: Any = sequences
+    def __init__(self, rows: Rows | None, uniforms: RowUniforms | None, vocab_size: int):
+        self.rows = rows
         self.uniforms: RowUniforms | None = uniforms
         self.vocab_size: int = vocab_size
 
     @property
-    def may_mask(self) -> bool:
-        """Tells whether rows have grammars now."""
-        return self.grammar is not None
-
-    @property
     def is_greedy(self) -> bool:
         return self.uniforms is None
+
+    @property
+    def may_mask(self) -> bool:
+        """Tells whether rows have grammars now."""
+        return self.rows is not None and any(group.stack.grammar is not None for group in self.rows.groups)
 
     def matchers(self, rows: list[int]) -> list[GrammarMatcher | None]:
         """The places of rows in their grammars, after all that was committed; `None` for rows without one.
@@ -52,38 +52,47 @@ class DraftSampler:
         Raises:
             SpecDecError: Something other than the grammar has chosen a token that it forbids.
         """
-        if self.grammar is None:
+        if self.rows is None:
             return [None] * len(rows)
-        return [self.grammar.at(row, self.sequences.tokens(row)) for row in rows]
+        return [self.rows.group(row).matcher(self.rows.index(row)) for row in rows]
 
     def growing(self, rows: list[int], limits: list[int]) -> GrowingMasks | None:
-        """Masks for drafts that grow level by level; `None` where no row has a grammar.
-
-        Args:
-            rows (`list[int]`): Row of the call of each.
-            limits (`list[int]`): Largest depth of each row's draft. Rows that get none need no masks.
-        """
-        return None if self.grammar is None else GrowingMasks.of(self.matchers(rows), limits, self.vocab_size)
+        """Masks for drafts that grow level by level, to depths `limits`; `None` where no row has a grammar."""
+        return GrowingMasks.of(self.matchers(rows), limits, self.vocab_size) if self.may_mask else None
 
     def constrained(self, draft: DraftTree, rows: list[int]) -> DraftTree:
         """The drafts of rows as far as their grammars allow them, with the masks after all nodes."""
-        return draft if self.grammar is None else constrained(draft, self.matchers(rows))
+        if not self.may_mask:
+            return draft
+        matchers = self.matchers(rows)
+        return constrained(draft, matchers) if any(matchers) else draft
 
     def scores(self, logits: torch.Tensor, rows: list[int], drafted: list[torch.LongTensor]) -> torch.Tensor:
-        """Processed draft scores `(R, V)` in float32.
+        """Processed draft scores `(R, V)` in float32, from logits `(R, W)`.
 
-        Args:
-            logits (`torch.Tensor` of shape `(R, W)`): Draft logits. Where the widths differ, ids that one of the two
-                models lacks get no probability: they are padding rows of the larger vocabulary.
-            rows (`list[int]`): Row of the call of each.
-            drafted (`list[torch.LongTensor]`): Draft tokens before this one, each of shape `(R,)`.
+        Where the widths differ, ids that one of the two models lacks get no probability: they are padding rows of the
+        larger vocabulary. `drafted` are the draft tokens before this one, each `(R,)`.
         """
         logits = fit_width(logits, self.vocab_size)
-        if not self.stack.reads_tokens:
-            return self.stack.all_nodes(logits)
+        stack = self._stack(rows)
+        if stack is not None and not stack.reads_tokens:
+            return stack.all_nodes(logits)
+        if logits.dim() > 2:
+            # Of several positions at once the tokens in between are not known.
+            return torch.stack([self._without_tokens(row, scores) for row, scores in zip(rows, logits.float())])
         tail = torch.stack(drafted, dim=1) if drafted else logits.new_zeros((len(rows), 0), dtype=torch.long)
-        sequences = [torch.cat([self.sequences.row(row), new]) for row, new in zip(rows, tail)]
-        return self.stack.rows(sequences, logits, rows)
+        texts = [torch.cat([text, new.to(text)]) for text, new in zip(map(self.rows.row, rows), tail)]
+        if stack is not None:
+            return stack.rows(texts, logits, [self.rows.index(row) for row in rows])
+        scores = [
+            self.rows.group(row).draft_stack.rows([text], logits[i : i + 1], [self.rows.index(row)])[0]
+            for i, (row, text) in enumerate(zip(rows, texts))
+        ]
+        return torch.stack(scores)
+
+    def _without_tokens(self, row: int, scores: torch.Tensor) -> torch.Tensor:
+        stack = self.rows.group(row).draft_stack
+        return scores if stack.reads_tokens else stack.all_nodes(scores)
 
     def draw(
         self, scores: torch.Tensor, rows: list[int], anchor_positions: list[int], depth: int
@@ -93,11 +102,18 @@ class DraftSampler:
 
     def reads_tokens(self, rows: list[int]) -> bool:
         """Tells whether the scores of these rows depend on the tokens before them."""
-        return self.stack.reads_tokens
+        return self.rows is not None and any(self.rows.group(row).draft_stack.reads_tokens for row in rows)
 
     def in_graphs(self, rows: list[int]) -> ProcessorStack | None:
         """The processors of all these rows, where they are the same and a graph can repeat them."""
-        return self.stack if self.stack.runs_in_graphs else None
+        stack = self._stack(rows)
+        return stack if stack is not None and stack.runs_in_graphs else None
+
+    def _stack(self, rows: list[int]) -> ProcessorStack | None:
+        return _NO_PROCESSORS if self.rows is None else self.rows.draft_stack(rows)
+
+
+_NO_PROCESSORS = ProcessorStack(LogitsProcessorList())
 
 
 class CapturedSampler:

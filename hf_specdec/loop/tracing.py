@@ -14,63 +14,62 @@ from typing import NamedTuple
 
 import torch
 
-from ..drafts import DraftTree
-from ..logits.verifier import Verdict
 from ..metrics import CallTrace, CycleTrace, RowTrace, TokenScore
+from ..protocol import Prompt
+from .observers import Cycle, Observer
 
 
-class Tracer:
-    """Keeps the tokens of a call for those who want to know them.
+class Tracer(Observer):
+    """Keeps the tokens of a call for those who want to know them, in their `traces`.
 
-    Args:
-        traces (`list[CallTrace]`): Theirs.
-        method (`str`): Makes the drafts that do not say who made them.
-        prompts (`list[list[int]]`): The prompts, without padding.
+    `method` makes the drafts that do not say who made them.
     """
 
-    def __init__(self, traces: list[CallTrace], method: str, prompts: list[list[int]]):
-        self._traces, self._method = traces, method
-        for trace in traces:
-            trace.prompts = [list(prompt) for prompt in prompts]
+    reads_logits = reads_drafts = True
+
+    def __init__(self, traces: list[CallTrace], method: str, is_joint: bool):
+        self._traces, self._method, self._is_joint = traces, method, is_joint
         # Of verifications whose tokens are still to be added; then of those whose tokens have been.
         self._scored: deque[_Scores] = deque()
         self._unread: list[tuple[CycleTrace, _Scores]] = []
 
-    def score(self, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
-        """Scores the tokens of a verification, before its logits are overwritten. Does not wait for the device.
+    def begin(self, prompt: Prompt) -> None:
+        for trace in self._traces:
+            trace.prompts = [list(tokens) for tokens in prompt.token_lists]
+            trace.is_joint = self._is_joint
 
-        Args:
-            draft (`DraftTree`), verdict (`Verdict`): What was drafted and committed.
-            logits (`torch.Tensor` of shape `(R, T, V)`): The target's logits after each verified node.
-        """
+    def see(self, cycle: Cycle) -> None:
+        """Scores the tokens of a verification, before its logits are overwritten. Does not wait for the device."""
+        draft, path, logits = cycle.draft, cycle.verdict.path, cycle.output.logits
         drafted = draft.tokens.clamp(min=0)
         parents = draft.topology.parents[..., 1:].expand_as(drafted)
-        nodes = torch.cat([parents, verdict.path.to(drafted.device)], dim=1)
-        tokens = torch.cat([drafted, verdict.tokens.to(drafted.device)], dim=1)
+        nodes = torch.cat([parents, path.to(drafted.device)], dim=1)
+        tokens = torch.cat([drafted, cycle.verdict.tokens.to(drafted.device)], dim=1)
         scores = token_scores(logits, nodes.to(logits.device), tokens.to(logits.device))
         sampled = torch.full_like(scores[..., :1], torch.nan)
         if draft.probs is not None:
             sampled[:, : draft.size] = draft.probs.gather(2, drafted[..., None]).to(scores)
         self._scored.append(_Scores(torch.cat([scores, sampled], dim=2), draft.size))
 
-    def add_cycle(self, draft: DraftTree, verdict: Verdict, rows: list[int]) -> None:
+    def tell(self, cycle: Cycle) -> None:
         """Adds the tokens of the next verification among those that were scored; the first one is the prefill's."""
-        drafters = draft.drafters or [self._method] * len(rows)
+        draft, verdict = cycle.draft, cycle.verdict
+        drafters = draft.drafters or [self._method] * len(cycle.rows)
         table = zip(
-            rows, draft.token_lists(), draft.parent_lists(), verdict.num_accepted, verdict.token_lists, drafters
+            cycle.rows, draft.token_lists(), draft.parent_lists(), verdict.num_accepted, verdict.token_lists, drafters
         )
-        cycle = CycleTrace(
+        traced = CycleTrace(
             [RowTrace(row, list(t), list(p), n, list(c), drafter) for row, t, p, n, c, drafter in table],
             "" if any(draft.counts()) else draft.why_empty,
         )
-        self._unread.append((cycle, self._scored.popleft()))
+        self._unread.append((traced, self._scored.popleft()))
         for trace in self._traces:
             if trace.first is None:
-                trace.first = cycle
+                trace.first = traced
             else:
-                trace.cycles.append(cycle)
+                trace.cycles.append(traced)
 
-    def read_scores(self) -> None:
+    def read(self) -> None:
         """Writes the scores into what was added. Waits for the device, once."""
         if not self._unread:
             return

@@ -14,13 +14,13 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from ..arguments import ARGUMENTS, is_off
 from ..errors import SpecConfigError, shown
-from ..loop.joint import TokenLogprobs
 from ..metrics import SpecDecodingStats
 from ..target_facts import no_target
 from ..validation import Bounds, checked
 from .generate import generate_many
 from .requests import check_config
 from .results import error_text
+from .row import TokenLogprobs
 
 
 _PLACES = 8

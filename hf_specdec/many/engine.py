@@ -11,8 +11,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
+from ..call.build import build
 from ..errors import SpecConfigError, UnsupportedModelError
-from ..loop.joint import JointLoop, Row
+from ..loop.loop import DecodingLoop
+from ..loop.rows import Rows
 from ..machine import free_bytes
 from ..metrics import SpecDecodingStats
 from ..speculator import Speculator
@@ -20,6 +22,7 @@ from ..target.facts import ModelProfile, model_profile
 from ..target_facts import no_target, vocabulary_size
 from ..validation import Bounds, checked
 from .requests import RequestReader
+from .row import Row, RowLogprobs, RowStatistics
 
 
 # Newcomers that are gathered are read together, as soon as this part of the places is free.
@@ -98,7 +101,7 @@ class Engine:
             speculator.check_joining(model)
         self._batch_size, self._max_tokens, self._chunk_size = batch_size, max_tokens, chunk_size
         self._gathers, self._num_added = gathers, 0
-        self._loop: JointLoop | None = None
+        self._loop: DecodingLoop | None = None
         self._waiting: deque[Row] = deque()
         self._ended: list[Row] = []
         self.stats: SpecDecodingStats = SpecDecodingStats()
@@ -115,7 +118,7 @@ class Engine:
 
     @property
     def _num_free(self) -> int:
-        return self._batch_size if self._loop is None else len(self._loop.free_numbers)
+        return self._batch_size if self._loop is None else len(self._loop.rows.free_numbers)
 
     def add(self, row: Row) -> None:
         """Lets a row wait for a place.
@@ -166,16 +169,15 @@ class Engine:
                 self._ended.append(newest)
             self._waiting.extendleft(reversed(rows))
 
-    def _break_up(self, loop: JointLoop) -> list[Row]:
+    def _break_up(self, loop: DecodingLoop) -> list[Row]:
         """Ends a loop that cannot go on; returns its rows that have not ended, in the order in which they came.
 
         What they have said so far is their prompt in the next loop.
         """
-        rows = sorted(loop.active, key=_arrival)
+        rows = sorted(loop.rows.groups, key=_arrival)
         # Why it cannot go on is known.
         with suppress(Exception):
-            loop.end()
-        self.stats.add(loop.stats)
+            self._end(loop)
         self._ended += [row for row in rows if row.has_ended]
         rows = [row for row in rows if not row.has_ended]
         for row in rows:
@@ -183,9 +185,16 @@ class Engine:
         return rows
 
     def _end_empty_loop(self) -> None:
-        if self._loop is not None and not self._loop.active:
+        if self._loop is not None and not self._loop.rows.groups:
             loop, self._loop = self._loop, None
+            self._end(loop)
+
+    def _end(self, loop: DecodingLoop) -> None:
+        """Ends a loop that went on by itself, and adds its account."""
+        try:
             loop.end()
+        finally:
+            loop.close()
             self.stats.add(loop.stats)
 
     # Who comes in
@@ -201,7 +210,7 @@ class Engine:
     def _next_rows(self) -> list[Row]:
         """Those that have waited longest, as many as there is room for."""
         rows: list[Row] = []
-        in_flight = 0 if self._loop is None else sum(row.most_tokens for row in self._loop.active)
+        in_flight = 0 if self._loop is None else sum(row.most_tokens for row in self._loop.rows.groups)
         while self._waiting and len(rows) < self._num_free:
             in_flight += self._waiting[0].most_tokens
             if self._max_tokens is not None and in_flight > self._max_tokens:
@@ -214,7 +223,7 @@ class Engine:
         loop, host = None, self._loop
         try:
             loop = self._loop_of(rows)
-            loop.begin(is_first=host is None)
+            loop.begin()
         except Exception as error:  # noqa: BLE001 - of any kind: it is that of some request
             self._read_one_by_one(rows, loop, error)
             return
@@ -224,15 +233,15 @@ class Engine:
         elif self._loop is not host:
             # Those that it was to join have failed, and it has neither graphs nor listeners of its own.
             self._waiting.extendleft(reversed(self._break_up(loop)))
-        elif loop.active:
+        elif loop.rows.groups:
             self._join(loop)
         else:
             host.stats.add(loop.stats)
             loop.close()
         self._end_empty_loop()
 
-    def _join(self, loop: JointLoop) -> None:
-        host, newcomers = self._loop, loop.active
+    def _join(self, loop: DecodingLoop) -> None:
+        host, newcomers = self._loop, loop.rows.groups
         try:
             host.join(loop)
         except Exception as error:  # noqa: BLE001 - of any kind: it is that of some request
@@ -243,7 +252,7 @@ class Engine:
                 self._read(others)
             self._read_one_by_one(newcomers, loop, error)
 
-    def _read_one_by_one(self, rows: list[Row], loop: JointLoop | None, error: Exception) -> None:
+    def _read_one_by_one(self, rows: list[Row], loop: DecodingLoop | None, error: Exception) -> None:
         """Reads rows each for itself where something has failed for all of them; of a single one it is the error."""
         # Variables in its traceback hold the memory of a loop.
         clear_frames(error.__traceback__)
@@ -258,16 +267,23 @@ class Engine:
             else:
                 self._read([row])
 
-    def _loop_of(self, rows: list[Row]) -> JointLoop:
+    def _loop_of(self, rows: list[Row]) -> DecodingLoop:
         request = self._reader.together(rows)
         # Mixers of some recurrent layers begin anew when they read several tokens at once.
         if self._loop is not None and not self._profile.is_recurrent:
             request.chunk_size, request.between_chunks = self._chunk_size, self._cycle_of_others
-        return JointLoop(request, self._speculator, rows, self._batch_size)
+        places = Rows(self._batch_size)
+        observers = [RowStatistics(places), RowLogprobs(places)]
+        loop = build(request, self._speculator, places, rows, observers, is_first=self._loop is None)
+        for row in rows:
+            row.stats.method = loop.stats.method
+            row.stats.rejection_sample_method = loop.stats.rejection_sample_method
+            row.stats.num_spec_tokens = loop.stats.num_spec_tokens
+        return loop
 
     def _cycle_of_others(self) -> None:
         # A loop whose rows have all ended waits for the newcomers: it has the graphs, and the listeners.
-        if self._loop is not None and self._loop.active:
+        if self._loop is not None and self._loop.rows.groups:
             self._cycle()
 
     def close(self) -> None:
@@ -275,5 +291,4 @@ class Engine:
         self._waiting.clear()
         loop, self._loop = self._loop, None
         if loop is not None:
-            loop.end()
-            self.stats.add(loop.stats)
+            self._end(loop)

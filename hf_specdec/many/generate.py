@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from ..arguments import ARGUMENTS, SpeculativeArguments
 from ..call.entry import speculator_of_many
 from ..errors import SpecConfigError, SpecDecError, shown
-from ..loop.joint import Row
 from ..metrics import SpecDecodingStats
 from ..validation import is_int
 from .engine import Engine, check_run
 from .journal import Journal, key_of
 from .requests import RequestReader, several
 from .results import RequestResult
+from .row import Row
 
 
 def generate_many(

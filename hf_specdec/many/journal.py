@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from ..errors import SpecConfigError, shown
-from ..loop.joint import TokenLogprobs
 from ..metrics import SpecDecodingStats
 from ..reading import read_bytes
 from .results import RequestResult, error_text
+from .row import TokenLogprobs
 
 
 # What is kept of a result's statistics.

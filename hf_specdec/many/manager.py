@@ -16,12 +16,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..arguments import ARGUMENTS, SpeculativeArguments
 from ..call.entry import speculator_of_many
 from ..errors import SpecConfigError, shown
-from ..loop.joint import Row
 from ..metrics import SpecDecodingStats
 from ..validation import Bounds, checked
 from .batching import SpeculativeGenerationOutput, output_of
 from .engine import Engine, check_run
 from .requests import RequestReader, several
+from .row import Row
 
 
 # Seconds after which who waits looks whether anything can still come.

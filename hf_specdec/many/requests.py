@@ -20,7 +20,6 @@ from ..call.refusals import check_sharing, effective
 from ..errors import SpecConfigError, shown
 from ..logits.grammar.recognition import grammar_of
 from ..logits.randomness import seed_from_torch
-from ..loop.joint import Row
 from ..method import NO_DRAFTS
 from ..patching import original_generate
 from ..target.parts.adapters import AdapterChoice
@@ -29,6 +28,7 @@ from ..target.request import Request
 from ..target_facts import forward_arguments, num_embeddings, vocabulary_size
 from ..threads import Recent
 from ..validation import Bounds, checked
+from .row import Row
 
 
 # How a dict names its prompt.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..loop.joint import TokenLogprobs
 from ..metrics import SpecDecodingStats
+from .row import TokenLogprobs
 
 
 @dataclass

@@ -54,7 +54,7 @@ class Listener:
 
 
 class CallProgress:
-    """Tells the observers of one call how it gets on. As a context it also tells them that the call has ended.
+    """Tells the observers of one call how it gets on.
 
     Args:
         stats (`SpecDecodingStats`): The call's, which the loop fills.
@@ -70,12 +70,6 @@ class CallProgress:
         self._reader = StatsReader(stats) if observers else None
         self._cycle_began = 0.0
 
-    def __enter__(self) -> CallProgress:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._tell("end_call")
-
     def end_prefill(self) -> None:
         self._cycle_began = perf_counter()
         self._tell("end_prefill")
@@ -84,6 +78,9 @@ class CallProgress:
         """The cycle's counts and seconds are in the statistics."""
         began, self._cycle_began = self._cycle_began, perf_counter()
         self._tell("end_cycle", self._cycle_began - began)
+
+    def end_call(self) -> None:
+        self._tell("end_call")
 
     def _tell(self, event: str, *details: float) -> None:
         if not self.observers:

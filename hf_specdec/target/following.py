@@ -23,8 +23,7 @@ from ..kernels.tree_attention import MAX_NODES, Beginning
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowKeys
 from ..logits.sampling import CapturedSampler
-from ..logits.verifier import take_nodes
-from ..transfers import RowNumbers, kept_tensor, last_of_each
+from ..transfers import RowNumbers, kept_tensor, last_of_each, take_nodes
 from .graphed import Graphed
 from .graphs import Variant, row_shapes
 from .inputs import NewNodes, NodeInputs

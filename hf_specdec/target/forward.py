@@ -69,6 +69,8 @@ class Part:
     """What a rare model or call adds to the forwards of a [`SlotModel`]: it follows the rows by these verbs."""
 
     why_eager: ClassVar[str | None] = None  # why forwards with this part cannot run as graphs
+    why_equal: ClassVar[str | None] = None  # what makes all rows advance by the same number of tokens
+    note: str | None = None  # a limit of the call, for its statistics
 
     def reading(self, nodes: SlotNodes) -> AbstractContextManager[Any]:
         """The context of a forward that reads the nodes; may change the nodes and the inputs of the forward."""

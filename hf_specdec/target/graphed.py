@@ -19,9 +19,8 @@ from ..drafts.topology import chain_parents
 from ..kernels.cache import move_slots
 from ..logits.acceptance import with_successors
 from ..logits.captured import CapturedJudge
-from ..logits.verifier import take_nodes
 from ..target_facts import vocabulary_size
-from ..transfers import PackedTables
+from ..transfers import PackedTables, take_nodes
 from .forward import SlotOutput
 from .graphs import CallGraphs, Variant
 from .inputs import NewNodes, NodeInputs

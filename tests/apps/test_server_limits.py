@@ -259,7 +259,7 @@ def test_failures_inside_are_no_mistakes_of_the_client(running, monkeypatch):
 
     before = running.service.outcomes["failed"]
     with monkeypatch.context() as patch:
-        patch.setattr("hf_specdec.loop.joint.Judge.verify", fail)
+        patch.setattr("hf_specdec.loop.judging.Verifier.begin", fail)
         assert running.error(status=500) == "The server has failed at this request. See its log."
     assert running.service.outcomes["failed"] == before + 1
     with monkeypatch.context() as patch:
@@ -307,7 +307,7 @@ def test_the_first_client_finds_all_warm():
 
 @full
 def test_models_that_cannot_be_served(monkeypatch):
-    monkeypatch.setattr("hf_specdec.loop.joint.Judge.verify", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("hf_specdec.loop.judging.Verifier.begin", lambda *args, **kwargs: 1 / 0)
     manager = SpeculativeBatchingManager(demo_target(), tokenizer=demo.load_tokenizer(), spec_method="ngram")
     try:
         with pytest.raises(SpecDecError, match="The server cannot decode: .*division by zero"):

@@ -60,7 +60,8 @@ def drafted_ahead(events: list[str]) -> int:
 
 def verified_ahead(events: list[str]) -> int:
     """Verdicts that the host reads when the verification after theirs has been launched."""
-    read = [index for index, event in enumerate(events) if event == "read"]
+    # The first verdict of all is that on the prompt.
+    read = [index for index, event in enumerate(events) if event == "read" and "target" in events[:index]]
     return sum(events[:index].count("target") > number for number, index in enumerate(read, start=1))
 
 

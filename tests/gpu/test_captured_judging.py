@@ -35,14 +35,14 @@ RULES = {
 def judged(monkeypatch) -> list[bool]:
     """Tells of each verification after a prefill whether its graph has judged."""
     noted: list[bool] = []
-    verify = DecodingLoop._verify
+    verify = DecodingLoop.verify
 
-    def noting(self, draft):
-        output = verify(self, draft)
+    def noting(self, step, draft):
+        output = verify(self, step, draft)
         noted.append(output.outcome is not None)
         return output
 
-    monkeypatch.setattr(DecodingLoop, "_verify", noting)
+    monkeypatch.setattr(DecodingLoop, "verify", noting)
     return noted
 
 

@@ -16,9 +16,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaForCausalLM
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
+from hf_specdec.call import build
 from hf_specdec.kernels.indexing import arange
 from hf_specdec.kernels.tree_attention import MAX_NODES
-from hf_specdec.loop import loop
 from hf_specdec.target import capture, graphs, store
 from hf_specdec.target.cache import SlotCache
 from hf_specdec.target.capture import CaptureBackend, SharedOutputs
@@ -36,7 +36,7 @@ from tests.helpers.threads import in_threads
 def small_slots(monkeypatch):
     """Calls begin with room for hardly more than their prompts."""
     monkeypatch.setattr(store, "_LEAST_SLOTS", 1)
-    monkeypatch.setattr(loop, "SlotCache", lambda capacity, limit: SlotCache(12, limit))
+    monkeypatch.setattr(build, "SlotCache", lambda capacity, limit: SlotCache(12, limit))
 
 
 def generate(model, inputs, new_tokens=24, **arguments):

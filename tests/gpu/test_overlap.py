@@ -9,8 +9,7 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import record
-from hf_specdec.logits import verifier
-from hf_specdec.loop import loop, reporting
+from hf_specdec.loop import ahead, judging, loop, observers
 from hf_specdec.target.lean import LeanModel
 from tests.helpers.levels import in_full
 from tests.helpers.models import prompts, scripted_for, tiny_llama
@@ -24,7 +23,7 @@ PROMPT = 7
 @pytest.fixture
 def defer(monkeypatch):
     """Lets the loop believe that forwards run by themselves, or not."""
-    return lambda does: monkeypatch.setattr(reporting, "is_async", lambda device: does)
+    return lambda does: monkeypatch.setattr(ahead, "is_async", lambda device: does)
 
 
 class Streamer(BaseStreamer):
@@ -68,10 +67,10 @@ def test_order_of_a_cycle(does, order, model, defer, monkeypatch):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, **more: events.append(event) or original(*args, **more))
 
-    note(loop.DecodingLoop, "_verify", "forward")
-    note(loop, "count_cycle", "count")
+    note(loop.DecodingLoop, "verify", "forward")
+    note(observers.Statistics, "tell", "count")
     note(loop.DecodingLoop, "_observe", "observe")
-    note(verifier, "_checked", "verdict")
+    note(judging, "check_drawn", "verdict")
     defer(does)
     inputs = prompts(1)
     plain = model.generate(**inputs, **GREEDY)

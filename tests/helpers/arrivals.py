@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import StoppingCriteria
 
 from hf_specdec import generate_many
-from hf_specdec.loop.joint import JointLoop
+from hf_specdec.loop.loop import DecodingLoop
 from tests.helpers.models import VOCAB_SIZE
 
 
@@ -58,7 +58,7 @@ class Trouble:
     """Fails a method of loops when it is called for the nth time."""
 
     def __init__(self, monkeypatch, name: str, error: Exception, times: tuple[int, ...]):
-        self.calls, original = 0, getattr(JointLoop, name)
+        self.calls, original = 0, getattr(DecodingLoop, name)
 
         def failing(loop, *args, **kwargs):
             self.calls += 1
@@ -68,7 +68,7 @@ class Trouble:
                 raise error
             return output
 
-        monkeypatch.setattr(JointLoop, name, failing)
+        monkeypatch.setattr(DecodingLoop, name, failing)
 
 
 def arrivals(count: int, num_kinds: int):

@@ -7,14 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_specdec.drafting.chain import SteeredChain
 from hf_specdec.drafts import DraftTree, TokenTree
 from hf_specdec.kernels.acceptance import follow, reject_chain, reject_tree
 from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.logits.acceptance import accept_synthetic, accept_typical, block_thresholds, reject_block
-from hf_specdec.logits.processors import ProcessorStack
 from hf_specdec.logits.randomness import RowUniforms
 from hf_specdec.logits.rules import BlockRule, StandardRule, conditional_rates, rates_of_length
 from hf_specdec.logits.sampling import DraftSampler
@@ -451,7 +449,7 @@ def test_drafts_that_run_into_nothing_are_judged_exactly(kind, bad):
     """The first token is drawn, and then the processors leave the draft nothing that it could draw."""
     target, drafted = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.1, 0.2, 0.3, 0.4])
     rows, anchors = list(range(4000)), [4] * 4000
-    sampler = DraftSampler(ProcessorStack(LogitsProcessorList()), None, RowUniforms(3, torch.device("cpu")), 4)
+    sampler = DraftSampler(None, RowUniforms(3, torch.device("cpu")), 4)
     chain = SteeredChain(sampler, rows, [5] * len(rows))
     for scores in (drafted.log(), torch.full((4,), bad)):
         chain.choose(scores.expand(len(rows), 4))

@@ -22,9 +22,9 @@ from hf_specdec import (
     record,
 )
 from hf_specdec.candidate_generators import register_candidate_generator, unregister_candidate_generator
-from hf_specdec.loop.joint import Row
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
+from hf_specdec.many.row import Row
 from tests.helpers.architectures import tiny_model
 from tests.helpers.arrivals import (
     NGRAM,
@@ -91,7 +91,7 @@ def test_max_tokens_in_flight(model, monkeypatch):
     most, step = [], Engine._cycle
 
     def watched(engine):
-        most.append(sum(row.most_tokens for row in engine._loop.active))
+        most.append(sum(row.most_tokens for row in engine._loop.rows.groups))
         step(engine)
 
     monkeypatch.setattr(Engine, "_cycle", watched)
@@ -105,7 +105,7 @@ def test_max_tokens_in_flight(model, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "error", "times", "sample"),
     [
-        ("_verify", torch.OutOfMemoryError("no memory"), (3, 4), True),
+        ("verify", torch.OutOfMemoryError("no memory"), (3, 4), True),
         *in_full(("begin", UnsupportedModelError("not this one"), (2,), False)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),

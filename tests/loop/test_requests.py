@@ -10,9 +10,9 @@ import torch
 from transformers import GenerationConfig
 
 from hf_specdec import SpecConfigError, SpeculativeBatchingManager, generate_batch, generate_many
-from hf_specdec.loop.joint import TokenLogprobs
 from hf_specdec.many.journal import Journal
 from hf_specdec.many.results import RequestResult
+from hf_specdec.many.row import TokenLogprobs
 from tests.helpers.arrivals import NGRAM, Raises, prompt, run_many, said_alone
 from tests.helpers.levels import full
 from tests.helpers.models import VOCAB_SIZE, letter_tokenizer, nothing_runs

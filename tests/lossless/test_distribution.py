@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, Speculator, generate_many, record
-from hf_specdec.logits import verifier
+from hf_specdec.loop import judging
+from hf_specdec.loop.walk import Walk
 from tests.helpers.architectures import tiny_model
 from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.distribution import (
@@ -117,11 +118,11 @@ WAYS = {
 def test_judging_along_the_path_alone(model, inputs, name, monkeypatch):
     """Verdicts off the path have no say: a text is the same without them."""
     plain = sample(model, inputs, assistant=no_drafts(), **WAYS[name])
-    walks, run, accepted = [], verifier._Walk.run, []
-    monkeypatch.setattr(verifier._Walk, "run", lambda walk: walks.append(walk) or run(walk))
+    walks, run, accepted = [], Walk.wait, []
+    monkeypatch.setattr(Walk, "wait", lambda walk: walks.append(walk) or run(walk))
     for scores_of_a_step in (0, 10**12):
-        monkeypatch.setattr(verifier, "_SCORES_OF_A_STEP", scores_of_a_step)
-        monkeypatch.setattr(verifier, "_PROCESSED_OF_A_STEP", scores_of_a_step)
+        monkeypatch.setattr(judging, "_SCORES_OF_A_STEP", scores_of_a_step)
+        monkeypatch.setattr(judging, "_PROCESSED_OF_A_STEP", scores_of_a_step)
         speculator = scripted_for(plain, inputs, accuracy=0.7, tree=TREE, seed=3)
         with record() as made:
             assert torch.equal(sample(model, inputs, assistant=speculator, **WAYS[name]), plain)

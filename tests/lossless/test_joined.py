@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from hf_specdec import generate_many
-from hf_specdec.loop.joint import JointLoop
+from hf_specdec.loop.loop import DecodingLoop
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
 from tests.helpers.arrivals import ANY_ORDER, arrivals, check_each_for_itself
@@ -112,11 +112,11 @@ def test_long_prompt_is_read_in_chunks_while_others_end(row, monkeypatch):
 
 
 @full
-@pytest.mark.parametrize("name", ["join", "_verify", "_commit"])
+@pytest.mark.parametrize("name", ["join", "verify", "commit"])
 def test_others_go_on_where_one_fails(row, monkeypatch, name):
     """What they have said is read again, by drafters of all kinds."""
     tape_everything(monkeypatch)
-    calls, original = [], getattr(JointLoop, name)
+    calls, original = [], getattr(DecodingLoop, name)
 
     def failing(loop, *args):
         calls.append(loop)
@@ -125,7 +125,7 @@ def test_others_go_on_where_one_fails(row, monkeypatch, name):
             raise RuntimeError(name)
         return output
 
-    monkeypatch.setattr(JointLoop, name, failing)
+    monkeypatch.setattr(DecodingLoop, name, failing)
     speculator = fresh_speculator(settings_of(row))
     results = list(generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **GREEDY))
     assert len(calls) > 2

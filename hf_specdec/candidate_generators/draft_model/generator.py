@@ -24,7 +24,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
 from ...checkpoints.loading import checkpoint_errors
@@ -32,7 +31,6 @@ from ...drafting.chain import SteeredChain
 from ...drafting.graphs import graph_depth
 from ...drafts import DraftTree, chain_topology
 from ...errors import SpecConfigError, shown
-from ...logits.processors import ProcessorStack
 from ...logits.sampling import DraftSampler
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...settings.values import plain_path
@@ -164,7 +162,7 @@ def _ignored_settings(model: torch.nn.Module, config: SpeculativeConfig) -> str 
 
 def _plain_sampler(vocab_size: int) -> DraftSampler:
     """The best token of the draft's own logits."""
-    return DraftSampler(ProcessorStack(LogitsProcessorList()), None, None, vocab_size)
+    return DraftSampler(None, None, vocab_size)
 
 
 def _first_token(config: PreTrainedConfig) -> int:

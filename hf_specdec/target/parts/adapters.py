@@ -7,7 +7,7 @@ beside each other, the hooks list all adapters of the model, and each row has a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -135,3 +135,33 @@ def _name_adapters(
     layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], adapter_names: list[str] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, {**kwargs, _KEY: adapter_names}
+
+
+class OutsideOfAdapters:
+    """A drafter that shares layers with its target: while it runs, they have their active adapters, not the rows'."""
+
+    def __init__(self, drafter: Any, model: torch.nn.Module):
+        self.drafter = drafter
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.drafter, name)
+
+    def _outside(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        with RowAdapters(self._model).telling(None):
+            return call(*arguments)
+
+    def prefill(self, prompt: Any) -> None:
+        self._outside(self.drafter.prefill, prompt)
+
+    def propose(self, step: Any) -> Any:
+        return self._outside(self.drafter.propose, step)
+
+    def observe(self, commit: Any) -> None:
+        self._outside(self.drafter.observe, commit)
+
+    def draft_ahead(self, commit: Any) -> Any:
+        return self._outside(self.drafter.draft_ahead, commit)
+
+    def join(self, other: OutsideOfAdapters, numbers: dict[int, int]) -> None:
+        self.drafter.join(other.drafter, numbers)

@@ -101,6 +101,11 @@ class ChangingRotary(Part):
         self._places = [limit + self._padding for _, limit in changes]  # slots in front of which drafts end
         dynamic = [limit for kind, limit in changes if kind == "dynamic"]
         self.longest_drafted: int | None = min(dynamic, default=None)
+        if dynamic:
+            self.note = (
+                f"Nothing is drafted above {self.longest_drafted} tokens, where each changes the target's rotary "
+                "embedding."
+            )
         self.read_again_at: int | None = None
         self._forwards = OwnForwards((module, partial(_at_length, module)) for module in _embeddings(target.model))
 

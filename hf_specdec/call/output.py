@@ -1,0 +1,158 @@
+"""What `generate()` returns: transformers' own output, with the statistics attached.
+
+Rows end apart, and nothing is read of one after its end: in what is returned for each token zeros stand there.
+
+Shapes: B rows, H key/value heads, S slots, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+from ..loop.loop import DecodingLoop
+from ..loop.observers import Observer, OutputRecorder
+from ..loop.rows import Group
+from ..metrics import SpecDecodingStats
+from ..target.cache import fill_cache
+from ..target.model import SlotModel
+from ..target.parts.recurrent import RecurrentLayers
+from ..target.parts.recurrent_state import RecurrentState, store_states
+from ..target_facts import cache_name_among
+
+
+# The host's field for the cache.
+CACHE_FIELD = cache_name_among([field.name for field in fields(GenerateDecoderOnlyOutput)])
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """`GenerateDecoderOnlyOutput` with one more field.
+
+    Args:
+        speculative (`SpecDecodingStats`): Drafts, acceptance and time of the call.
+    """
+
+    speculative: SpecDecodingStats | None = None
+
+
+@dataclass
+class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """`GenerateEncoderDecoderOutput` with the attribute `speculative`, a [`SpecDecodingStats`].
+
+    It is no field: Whisper's `generate()` cuts all fields of an output into rows.
+    """
+
+    @property
+    def speculative(self) -> SpecDecodingStats | None:
+        return vars(self).get("_speculative")
+
+
+def returned(
+    loop: DecodingLoop, group: Group, recorder: OutputRecorder
+) -> torch.LongTensor | SpeculativeOutput | SpeculativeEncoderDecoderOutput:
+    """Token ids `(B, L)` of a loop that has ended, or the output that the config asks for."""
+    kept = next((observer for observer in loop.observers if isinstance(observer, KeptCache)), None)
+    recorder.cut(group.sequences.num_generated)
+    cache = None if kept is None else kept.cache(loop.rows.active)
+    sequences = group.sequences.output()
+    if not group.request.generation_config.return_dict_in_generate:
+        return sequences
+    shared = {
+        "sequences": sequences,
+        "scores": recorder.scores and recorder.scores.steps(),
+        "logits": recorder.logits and recorder.logits.steps(),
+        CACHE_FIELD: cache,
+    }
+    states = recorder.hidden_states()
+    if loop.target.source is None:
+        return SpeculativeOutput(hidden_states=states, speculative=loop.stats, **shared)
+    if states is not None:
+        encoded = group.request.model_kwargs["encoder_outputs"]
+        shared["decoder_hidden_states"] = states
+        shared["encoder_hidden_states"] = getattr(encoded, "hidden_states", None)
+    output = SpeculativeEncoderDecoderOutput(**shared)
+    vars(output)["_speculative"] = loop.stats
+    return output
+
+
+class KeptCache(Observer):
+    """What rows have in the target's cache when they leave the batch, for a call that returns the cache."""
+
+    def __init__(self, group: Group, target: SlotModel):
+        self._group, self._target = group, target
+        # Rows whose slots lie behind those of the active rows, in this order, and copies of those that would not stay.
+        self._behind: list[int] = []
+        self._copies: dict[int, list[tuple[torch.Tensor, ...]]] = {}
+        self._recurrent: dict[int, dict[int, RecurrentState]] = {}
+
+    def begin(self, prompt: Any) -> None:
+        # Of all rows: those that leave are left out in a copy.
+        source = self._target.source
+        self._crossed = None if source is None else source.keys.cross_attention_cache
+        # The slots may begin before the given tokens: a continued cache, or embeddings.
+        self._num_unknown: int = self._target.cache.get_seq_length() - self._group.request.input_ids.shape[1]
+
+    def leave(self, rows: list[int], indices: list[int]) -> list[int]:
+        self._keep_states(rows, indices)
+        if self._target.cache.store is not None:
+            # Graphs write to the slots of rows that they do not need.
+            self._copies |= {rows[index]: self._target.cache.row_states(index) for index in indices}
+            return []
+        self._behind = [rows[index] for index in indices] + self._behind
+        return indices
+
+    def _keep_states(self, rows: list[int], indices: Iterable[int]) -> None:
+        if (recurrent := self._target.find(RecurrentLayers)) is not None:
+            self._recurrent |= {rows[index]: recurrent.row_states(index) for index in indices}
+
+    def cache(self, rows: list[int]) -> Any:
+        """Keys and values of all rows, without those of their last tokens; `rows` are the active ones.
+
+        They are put into the user's cache object, or the static one asked for: transformers has made the latter before
+        it called the loop.
+        """
+        request = self._group.request
+        self._keep_states(rows, range(len(rows)))
+        states = [self._recurrent.get(row, {}) for row in range(request.batch_size)]
+        prepared = request.model_kwargs.get(self._target.profile.cache_name)
+        is_static = type(prepared) is StaticCache
+        if is_static:
+            # Compiled code may know the addresses of its tensors, which stay.
+            prepared.reset()
+        config = request.model.config.get_text_config(decoder=True)
+        cache: Cache = prepared if is_static else DynamicCache(config=config)
+        fill_cache(cache, self._layers(rows + self._behind))
+        store_states(cache, states)
+        if self._crossed is not None:
+            return EncoderDecoderCache(cache, self._crossed)
+        if request.user_cache is None or is_static:
+            return cache
+        request.user_cache.layers = cache.layers
+        return request.user_cache
+
+    def _layers(self, places: list[int]) -> Iterator[list[torch.Tensor]]:
+        """What each layer has in its slots, `(B, H, S, D)`. The call's own are given up, one layer after the other."""
+        # Of rows that were cut back, more has been read than is left.
+        ends = [self._num_unknown + length - 1 for length in self._group.sequences.lengths]
+        is_whole = places == sorted(places) and len(places) == len(ends) and min(ends) == max(ends)
+        for number, layer in enumerate(self._target.cache.layers):
+            buffers = []
+            for kind, buffer in enumerate(layer.buffers):
+                whole = buffer[: len(ends), :, : max(ends)]
+                if not is_whole:
+                    whole = torch.zeros_like(whole)
+                    for row, end in enumerate(ends):
+                        source = buffer[places.index(row)] if row in places else self._copies[row][number][kind]
+                        whole[row, :, :end] = source[:, :end]
+                buffers.append(whole)
+            yield buffers
+            for copies in self._copies.values():
+                copies[number] = ()
+            if self._target.cache.store is None:
+                layer.keys = layer.values = layer.indexer_keys = None

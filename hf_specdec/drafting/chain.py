@@ -1,6 +1,6 @@
 """Chains whose tokens are chosen one by one, with the call's logits processors in between.
 
-Shapes: R rows that are drafted for, V vocabulary of the target, W logits of a draft.
+Shapes: R rows that are drafted for, K tokens of a chain, V vocabulary of the target, W logits of a draft.
 """
 
 from __future__ import annotations
@@ -23,24 +23,19 @@ from ..target.graphs import Variant
 class SteeredChain:
     """Draft tokens of one cycle, sampled from the draft's processed distributions, or the best ones of these.
 
-    Args:
-        sampler (`DraftSampler` or `CapturedSampler`): Processes logits as the target's are processed, and samples.
-        rows (`list[int]` of length R): Number of each row in the call.
-        lengths (`list[int]` of length R): Committed tokens of each row, the anchor included.
-        samples (`bool`): Tokens are sampled.
-
-    Attributes:
-        tokens (`list[torch.LongTensor]`): The tokens so far, each `(R,)`.
-        probs (`list[torch.FloatTensor]`): Distributions that they were sampled from, each `(R, V)`.
+    The sampler processes logits as the target's are processed. Rows are their numbers in the call, lengths their
+    committed tokens, the anchor included.
     """
 
     def __init__(
         self, sampler: DraftSampler | CapturedSampler, rows: list[int], lengths: list[int], samples: bool = True
     ):
-        self._sampler, self._rows, self._samples = sampler, rows, samples
+        self._sampler = sampler
+        self._rows = rows
+        self._samples = samples
         self._anchor_positions = [length - 1 for length in lengths]
-        self.tokens: list[torch.LongTensor] = []
-        self.probs: list[torch.FloatTensor] = []
+        self.tokens: list[torch.LongTensor] = []  # (R,) each
+        self.probs: list[torch.FloatTensor] = []  # (R, V) each: what tokens were sampled from
 
     def scores(self, logits: torch.Tensor) -> torch.FloatTensor:
         """Processed scores `(R, V)` of logits `(R, W)` after the tokens so far."""
@@ -76,12 +71,7 @@ class SteeredChain:
 
 @dataclass(frozen=True)
 class CapturedDrawing:
-    """Draws the chains of a graph.
-
-    Args:
-        stack (`ProcessorStack`): Processors that run in graphs.
-        vocab_size (`int`): V.
-    """
+    """Draws the chains of a graph, through processors that run in graphs."""
 
     stack: ProcessorStack
     vocab_size: int

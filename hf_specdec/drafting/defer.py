@@ -1,6 +1,8 @@
-"""Deferred reading: committed text that a drafter reads only when it drafts.
+"""Text that a drafter reads only when it drafts.
 
 Where a call ends, or another drafter goes on with the text, it costs the drafter nothing.
+
+Shapes: L tokens of a text, H hidden size of the target.
 """
 
 from __future__ import annotations
@@ -33,14 +35,7 @@ class _Text(NamedTuple):
 
 
 class UnreadText:
-    """The prompt and the commits that a candidate generator has not been told of, because it was not asked to draft.
-
-    Args:
-        reader (`TextReader`): The generator.
-
-    Attributes:
-        num_tokens (`int`): Tokens of all rows, padding included.
-    """
+    """The prompt and commits that a candidate generator has not been told of, because it was not asked to draft."""
 
     def __init__(self, reader: TextReader):
         self.reader = reader
@@ -51,7 +46,7 @@ class UnreadText:
         self._prompt: Prompt | None = None
         self._rows: list[int] = []  # those of the prompt's rows that are left
         self._commits: list[Commit] = []
-        self.num_tokens: int = 0
+        self.num_tokens: int = 0  # of all rows, padding included
 
     @property
     def num_commits(self) -> int:
@@ -59,7 +54,8 @@ class UnreadText:
 
     def begin(self, prompt: Prompt) -> None:
         """Holds the prompt."""
-        self._prompt, self._rows = prompt, list(range(len(prompt.starts)))
+        self._prompt = prompt
+        self._rows = list(range(len(prompt.starts)))
         self.num_tokens += prompt.input_ids.numel()
 
     def add(self, commit: Commit) -> None:
@@ -96,7 +92,7 @@ class UnreadText:
 
     @property
     def _is_whole(self) -> bool:
-        """Tells whether all of the text is here, with the states of all of its tokens."""
+        """All of the text is here, with the states of all of its tokens."""
         if self._prompt is None or not self._commits:
             return False
         length = self._prompt.input_ids.shape[1]
@@ -106,13 +102,13 @@ class UnreadText:
         """The text of each active row by its number."""
         commit, prompt, texts = Commit.joined(self._commits), self._prompt, {}
         for place, (row, source) in enumerate(zip(commit.rows, self._rows)):
-            given, new = prompt.token_lists[source], commit.token_lists[place]
+            old, new = prompt.token_lists[source], commit.token_lists[place]
             # The first state of a commit is that of the prompt's last token.
             states = {
-                key: torch.cat([value[source, -len(given) :], commit.hidden_states[key][place, 1 : len(new)]])
+                key: torch.cat([value[source, -len(old) :], commit.hidden_states[key][place, 1 : len(new)]])
                 for key, value in prompt.hidden_states.items()
             }
-            texts[row] = _Text([*given, *new], states)
+            texts[row] = _Text([*old, *new], states)
         return texts
 
     def _begin_with(self, texts: dict[int, _Text], device: torch.device) -> None:

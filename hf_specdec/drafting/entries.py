@@ -64,8 +64,7 @@ class DraftEntries(DraftSlots):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads entries, `(R, T)` and `(R, T, h)`, after those of each row, and keeps the first `counts[r]` of them.
 
-        Returns:
-            Both outputs of the network, of shape `(R, T, h)`: states to hand on, and what `logits` reads.
+        Returns both outputs of the network, `(R, T, h)`: states to hand on, and what `logits` reads.
         """
         reading, tokens = self.plan_read(tokens.shape[1]), tokens.to(self.device)
         mask = self.causal_mask(reading)
@@ -87,16 +86,10 @@ class DraftEntries(DraftSlots):
     def read_nodes(
         self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor | slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads the next level of the draft.
+        """Reads the next level: tokens `(R, F)` after states `(R, F, h)` that their parents have handed on.
 
-        Args:
-            tokens (`torch.LongTensor` of shape `(R, F)`): The nodes' tokens.
-            hidden (`torch.Tensor` of shape `(R, F, h)`): States that their parents have handed on.
-            parents (`torch.LongTensor` of shape `(F,)` or `(R, F)`, or `slice`): Their parents among the nodes of the
-                level before; of the first level, the anchor.
-
-        Returns:
-            Both outputs of the network, of shape `(R, F, h)`.
+        The parents, `(F,)`, `(R, F)` or a slice, are nodes of the level before; of the first level, the anchor.
+        Returns both outputs of the network, `(R, F, h)`.
         """
         first, count = self.num_read, tokens.shape[1]
         self.num_read += count
@@ -117,10 +110,7 @@ class DraftEntries(DraftSlots):
     def begin_chain(self, new: Entries, width: int, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Does what `read_last` does, as a graph if there is one.
 
-        Args:
-            new (`Entries`): Entries, which are kept.
-            width (`int`): Most entries of a row that a cycle leaves to be read.
-            num_nodes (`int`): Most tokens of a chain that are read.
+        A cycle leaves at most `width` entries of a row to be read, and reads at most `num_nodes` tokens of a chain.
         """
         output = self.replay(("read",), new, width, num_nodes, type(self).read_last)
         return self.read_last(new) if output is None else output

@@ -2,7 +2,7 @@
 
 Networks that keep keys and values of the text have [`DraftSlots`].
 
-Shapes: R rows of a graph, r of them in use.
+Shapes: R rows of a graph, r of them in use; B rows of the call, H hidden size of the target.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..protocol import Commit, Session
-from ..target.graphs import CallGraphs, GraphInputs, graphs_for, row_shapes
+from ..target.graphs import CallGraphs, GraphInputs, graphs_for
 from ..transfers import select_rows
 
 
@@ -27,11 +27,7 @@ def begin_graphs(
 ) -> CallGraphs | None:
     """The graphs of a draft network for this call; `None` where its device has none.
 
-    Args:
-        network (`nn.Module`): The network.
-        shared (`tuple[nn.Module, ...]`): Modules of the target that it goes through.
-        config (`SpeculativeConfig`): The settings.
-        session (`Session`): The call, whose statistics count the graphs.
+    It goes through `shared` modules of the target. The session's statistics count the graphs.
     """
     graphs = graphs_for(network, {"enforce_eager=True": config.enforce_eager}, shared)
     if graphs is not None:
@@ -44,22 +40,12 @@ _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 
 
 def graph_depth(chosen: int | None, most: int) -> int:
-    """Depth to which a graph drafts, one of few: each is a graph of its own.
-
-    Args:
-        chosen (`int`, *optional*): Depth that was chosen for the cycle; `None`: `most`.
-        most (`int`): k.
-    """
+    """Depth to which a graph drafts, one of few: each is a graph of its own. `None` chooses `most`."""
     return most if chosen is None else min(next((depth for depth in _DEPTHS if depth >= chosen), most), most)
 
 
 class RowGraphs:
-    """The graphs of a network that keeps nothing from cycle to cycle, during one call.
-
-    Args:
-        network (`nn.Module`): The network.
-        shared (`tuple[nn.Module, ...]`): Modules of the target that it goes through.
-    """
+    """The graphs of a network that keeps nothing from cycle to cycle, during one call."""
 
     def __init__(self, network: torch.nn.Module, shared: tuple[torch.nn.Module, ...] = ()):
         self._network, self._shared = network, shared
@@ -81,26 +67,19 @@ class RowGraphs:
         values: Callable[[], dict[str, torch.Tensor]],
         limits: tuple[int, ...] = (),
     ) -> Any:
-        """Runs the network on some tensors, in a graph where there is one.
+        """Runs the network on tensors `(r, ...)`, in a graph of R rows where there is one.
 
-        Args:
-            key (`tuple`): What is built into the graph beside the rows.
-            rows (`int`): r.
-            read (`Callable`): Takes the tensors by name, and returns tensors `(r, ...)`, nested or not; a graph has R
-                rows.
-            values (`Callable`): Returns the tensors `(r, ...)`; asked for if the graph has not run ahead.
-            limits (`tuple[int, ...]`): As for [`CallGraphs.run`].
-
-        Returns:
-            The result of `read`, to be used before the next graph runs.
+        `read` takes the tensors by name, and returns tensors, nested or not, to be used before the next graph runs.
+        `values` returns them; it is asked if the graph has not run ahead. The others are those of [`CallGraphs.run`].
         """
-        values, captured = cache(values), None
+        values = cache(values)
+        captured = None
         if self._graphs is not None:
             device = next(self._network.parameters()).device
             captured = self._graphs.run(
                 key,
                 rows,
-                lambda size: GraphInputs(size, device, {}, row_shapes(values())),
+                lambda size: GraphInputs(size, device, {}, values()),
                 lambda inputs, count: inputs.fill(count, {}, values()),
                 lambda inputs: read(**inputs.tensors),
                 limits=limits,
@@ -108,7 +87,7 @@ class RowGraphs:
         return read(**values()) if captured is None else captured.of_rows(rows)
 
     def has_run_ahead(self, key: tuple[Any, ...], rows: int, limits: tuple[int, ...]) -> bool:
-        """Tells whether a run with these arguments has been made ahead."""
+        """A run with these arguments has been made ahead."""
         return self.are_on and self._graphs.has_run_ahead(key, rows, limits)
 
     def close(self) -> None:
@@ -131,11 +110,6 @@ class AnchorStates:
         self._take: States | None = None
 
     def __call__(self) -> torch.Tensor:
-        """The states.
-
-        Raises:
-            RuntimeError: Nothing has been committed yet.
-        """
         if self._take is None:
             raise RuntimeError("the states of no commit")
         return self._take()

@@ -4,6 +4,9 @@ A network reads the nodes of a level, each a token and the state that its parent
 A static tree takes the candidates of given ranks. A dynamic tree follows the network's confidence: the best nodes of
 a level are expanded, and the most probable of all candidates are drafted (EAGLE-2, arXiv:2406.16858, section 4).
 
+The log-probability of a node or candidate is that of the path to it. The sizes of a dynamic tree are the numbers of
+candidates in its first 0, 1, ... levels together.
+
 Shapes: R active rows, F nodes of a level that are read, W candidates of each, C candidates of a whole tree, N nodes of
 the draft, h hidden size of the network, U its vocabulary.
 """
@@ -28,17 +31,11 @@ from .entries import DraftEntries, pick_nodes
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """Shape of a tree that follows the confidence of the network.
+    """Shape of a tree that follows the confidence of the network."""
 
-    Args:
-        depth (`int`): How often the best nodes of a level are expanded.
-        top_k (`int`): Candidates of each node, and nodes of a level that are expanded.
-        total_tokens (`int`): Verified tokens, the anchor included.
-    """
-
-    depth: int
-    top_k: int
-    total_tokens: int
+    depth: int  # how often the best nodes of a level are expanded
+    top_k: int  # candidates of each node, and nodes of a level that are expanded
+    total_tokens: int  # verified tokens, the anchor included
 
     is_chain = False
 
@@ -66,29 +63,16 @@ class DynamicTree:
 
 
 class DraftNodes(NamedTuple):
-    """A draft as deep as it was grown; rows may have room for less.
+    """A draft as deep as it was grown; rows may have room for less."""
 
-    Attributes:
-        tokens (`torch.LongTensor` of shape `(R, N)`): The target's ids.
-        parents (`torch.LongTensor` of shape `(R, N)`, *optional*): Of the nodes of a dynamic tree.
-        sizes (`list[int]`, *optional*): Candidates of the first 0, 1, ... levels of a dynamic tree together.
-        log_probs (`torch.FloatTensor` of shape `(R, N)`, *optional*): Log-probability of the path to each node of a
-            dynamic tree.
-    """
-
-    tokens: torch.LongTensor
-    parents: torch.LongTensor | None = None
+    tokens: torch.LongTensor  # (R, N): the target's ids
+    # Of a dynamic tree.
+    parents: torch.LongTensor | None = None  # (R, N)
     sizes: list[int] | None = None
-    log_probs: torch.FloatTensor | None = None
+    log_probs: torch.FloatTensor | None = None  # (R, N)
 
     def draft(self, plan: TokenTree | DynamicTree, depths: list[int], device: torch.device) -> DraftTree:
-        """The draft, each row cut to its depth.
-
-        Args:
-            plan (`TokenTree` or `DynamicTree`): The shape that was grown.
-            depths (`list[int]` of length R): Largest depth of each row.
-            device (`torch.device`): Where the draft is expected.
-        """
+        """The draft in the shape that was grown, each row cut to its depth."""
         if self.sizes is None:
             return DraftTree.of_shape(plan, self.tokens.to(device), depths)
         assert self.parents is not None, "nodes of a dynamic tree without parents"
@@ -102,13 +86,11 @@ class DraftNodes(NamedTuple):
 
 
 class DepthLimits:
-    """Largest depth of each row's draft.
+    """Largest depth of each row's draft, `(R,)`; on the host, if `deepest` is left out.
 
-    Args:
-        depths (`torch.LongTensor` of shape `(R,)`): The depths; on the host, if `deepest` is left out.
-        threshold (`float`): Probability that a node's path must exceed for the node to be expanded; 0 for any.
-        deepest (`int`, *optional*): Depth to which drafts are grown whatever the limits are, as in a graph. Left out,
-            the host waits for the device to learn which rows end, and forwards that no row needs are not launched.
+    Nodes are expanded while the probability of their path exceeds `threshold`; 0 for any. With `deepest` drafts are
+    grown to this depth whatever the limits are, as in a graph. Without, the host waits for the device to learn which
+    rows end, and forwards that no row needs are not launched.
     """
 
     def __init__(self, depths: torch.LongTensor, threshold: float = 0.0, deepest: int | None = None):
@@ -118,12 +100,7 @@ class DepthLimits:
         self.deepest: int = int(depths.max()) if deepest is None else deepest
 
     def stop_low_confidence(self, log_probs: torch.FloatTensor, depth: int) -> None:
-        """Ends rows at `depth` where no node that would be expanded is probable enough.
-
-        Args:
-            log_probs (`torch.FloatTensor` of shape `(R, F)`): Log-probability of the path to each of these nodes.
-            depth (`int`): Levels so far.
-        """
+        """Ends rows at `depth` where no node that would be expanded is probable enough by its `(R, F)`."""
         if not self.threshold:
             return
         is_probable = (log_probs.amax(1) > math.log(self.threshold)).to(self.depths.device)
@@ -132,12 +109,7 @@ class DepthLimits:
             self.deepest = int(self.depths.max())
 
     def within(self, log_probs: torch.FloatTensor, sizes: list[int]) -> torch.FloatTensor:
-        """Log-probabilities `(R, C)` of candidates, -inf for those that are too deep for their row.
-
-        Args:
-            log_probs (`torch.FloatTensor` of shape `(R, C)`): Of all candidates, level by level.
-            sizes (`list[int]`): Candidates of the first 0, 1, ... levels together.
-        """
+        """Log-probabilities `(R, C)` of candidates level by level, -inf for those too deep for their row."""
         if self.waits and int(self.depths.min()) == self.deepest:
             return log_probs
         depths = self.depths.to(log_probs.device, non_blocking=True)
@@ -154,15 +126,10 @@ def grow(
     limits: DepthLimits,
     masks: GrowingMasks | None = None,
 ) -> DraftNodes:
-    """Grows a draft after the last entry of each row.
+    """Grows a draft in a shape, or in the levels of a static one, after the last entry of each row.
 
-    Args:
-        shape (`DynamicTree` or `tuple[Level, ...]`): Its shape, or the levels of a static one.
-        entries (`DraftEntries`): What has been read so far, prepared for a draft.
-        hidden (`torch.Tensor` of shape `(R, h)`): States that the last entries hand on.
-        logits (`torch.Tensor` of shape `(R, U)`): Logits after them.
-        limits (`DepthLimits`): Largest depth of each row, at most that of the shape.
-        masks (`GrowingMasks`, *optional*): Those of the rows' grammars, outside of graphs.
+    The entries are prepared for a draft; the last ones hand on states `(R, h)`, with logits `(R, U)` after them.
+    Limits are at most the depth of the shape, masks those of the rows' grammars, outside of graphs.
     """
     grow_shape = _grow_dynamic if isinstance(shape, DynamicTree) else _grow_static
     return grow_shape(shape, entries, hidden[:, None], logits[:, None], limits, masks)
@@ -174,7 +141,7 @@ def _grow_static(
     hidden: torch.Tensor,
     logits: torch.Tensor,
     limits: DepthLimits,
-    masks: GrowingMasks | None = None,
+    masks: GrowingMasks | None,
 ) -> DraftNodes:
     """Takes the candidates of the given ranks; only nodes that have children are read."""
     network = entries.network
@@ -202,12 +169,12 @@ def _grow_dynamic(
     hidden: torch.Tensor,
     logits: torch.Tensor,
     limits: DepthLimits,
-    masks: GrowingMasks | None = None,
+    masks: GrowingMasks | None,
 ) -> DraftNodes:
     """Expands the best nodes of each level, and takes the most probable of all candidates."""
     network, width = entries.network, plan.top_k
     log_probs = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32)
-    # The anchor, and the nodes that were read, each as its place among the candidates.
+    # Nodes that each W successive candidates follow: places among the candidates, -1 for the anchor.
     read = [torch.full_like(log_probs, -1, dtype=torch.long)]
     levels: list[tuple[torch.Tensor, torch.Tensor]] = []
     sizes = [0]
@@ -233,61 +200,35 @@ def _grow_dynamic(
         hidden, output = entries.read_nodes(best, pick_nodes(hidden, parents), parents)
         logits = network.logits(output)
     tokens, log_probs, read = (torch.cat(parts, dim=1) for parts in (*zip(*levels), read))
-    return _chosen(plan, tokens, limits.within(log_probs, sizes), read, sizes)
+    log_probs = limits.within(log_probs, sizes)
+    chosen = most_probable(log_probs, min(sizes[-1], plan.total_tokens - 1))
+    parents = renumbered(read.gather(1, chosen // width), chosen, tokens.shape[1])
+    return DraftNodes(tokens.gather(1, chosen), parents, sizes, log_probs.gather(1, chosen))
 
 
 def num_expandable(
     plan: DynamicTree, levels: list[tuple[torch.Tensor, torch.Tensor]], log_probs: torch.FloatTensor
 ) -> int:
-    """Number of nodes of a level whose children can still be drafted; reading the others would change nothing.
+    """Number of nodes `(R, W)` of a level whose children can still be drafted; reading others would change nothing.
 
     A child is never more probable than its parent. So it can be drafted only if its parent is among the most probable
-    of all candidates so far, one place of the draft being the child's own.
-
-    Args:
-        plan (`DynamicTree`): The shape.
-        levels (`list[tuple]`): Tokens and log-probabilities of the candidates of each level.
-        log_probs (`torch.FloatTensor` of shape `(R, W)`): Log-probabilities of the nodes, in decreasing order.
+    of all candidates so far, one place of the draft being the child's own. The nodes come in decreasing order; levels
+    are tokens and log-probabilities of candidates.
     """
     places = plan.total_tokens - 2
-    found = torch.cat([values for _, values in levels], dim=1)
+    so_far = torch.cat([values for _, values in levels], dim=1)
     # On other devices asking costs more than reading the nodes.
-    if found.device.type != "cpu" or found.shape[1] <= places:
+    if so_far.device.type != "cpu" or so_far.shape[1] <= places:
         return log_probs.shape[1]
-    least = found.topk(places, dim=1).values[:, -1:]
+    least = so_far.topk(places, dim=1).values[:, -1:]
     return int(((log_probs >= least) & (log_probs > -math.inf)).sum(1).max())
 
 
 def most_probable(log_probs: torch.FloatTensor, count: int) -> torch.LongTensor:
-    """Places `(R, count)` of the most probable candidates of each row, in their order.
-
-    Of equally probable ones the first count, so that a parent is chosen before its child.
-    """
+    """Places `(R, count)` of the most probable candidates of each row, in their order."""
+    # Stable: of equally probable ones the first count, so that a parent is chosen before its child.
     order = log_probs.sort(dim=1, descending=True, stable=True).indices
     return order[:, :count].sort(dim=1).values
-
-
-def _chosen(
-    plan: DynamicTree,
-    tokens: torch.LongTensor,
-    log_probs: torch.FloatTensor,
-    read: torch.LongTensor,
-    sizes: list[int],
-) -> DraftNodes:
-    """Takes the most probable candidates of each row.
-
-    Args:
-        plan (`DynamicTree`): The shape.
-        tokens (`torch.LongTensor` of shape `(R, C)`): The candidates, level by level.
-        log_probs (`torch.FloatTensor` of shape `(R, C)`): Log-probability of the path to each, -inf where the row has
-            no room for it.
-        read (`torch.LongTensor` of shape `(R, C / W)`): Nodes that each W successive candidates follow: places among
-            the candidates, -1 for the anchor.
-        sizes (`list[int]`): Candidates of the first 0, 1, ... levels together.
-    """
-    chosen = most_probable(log_probs, min(sizes[-1], plan.total_tokens - 1))
-    parents = renumbered(read.gather(1, chosen // plan.top_k), chosen, tokens.shape[1])
-    return DraftNodes(tokens.gather(1, chosen), parents, sizes, log_probs.gather(1, chosen))
 
 
 def _candidates(
@@ -295,20 +236,11 @@ def _candidates(
     logits: torch.Tensor,
     width: int,
     log_probs: torch.FloatTensor | None,
-    masks: GrowingMasks | None = None,
+    masks: GrowingMasks | None,
 ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
-    """The best continuations of each node.
+    """The target's ids `(R, F * W)` of the best continuations by logits `(R, F, U)` after the nodes.
 
-    Args:
-        network (`nn.Module`): Has the target's id of each of its tokens, where they differ.
-        logits (`torch.Tensor` of shape `(R, F, U)`): Logits after the nodes.
-        width (`int`): W.
-        log_probs (`torch.FloatTensor` of shape `(R, F)`, *optional*): Log-probability of the path to each node.
-        masks (`GrowingMasks`, *optional*): Of what may follow the nodes.
-
-    Returns:
-        `tuple`: The target's ids `(R, F * W)`, and the log-probability of the path to each, if those of the nodes were
-        given.
+    The second result are their log-probabilities, if those of the nodes, `(R, F)`, are given.
     """
     if masks is not None:
         logits = masks.apply(logits, network.token_ids)
@@ -326,5 +258,6 @@ def _candidates(
             values = values.nan_to_num(nan=-math.inf, neginf=-math.inf)
         tokens = tokens.flatten(1)
         log_probs = None if log_probs is None else (log_probs[..., None] + values).flatten(1)
+    # Where they differ, the network has the target's id of each of its tokens.
     token_ids = network.token_ids
     return tokens if token_ids is None else token_ids[tokens], log_probs

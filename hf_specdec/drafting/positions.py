@@ -5,7 +5,8 @@ So the logits of a position are those of all nodes of a level, each under a mask
 
 Where the tokens of a block are chosen together, a walk along the positions says what the grammar allows at each.
 
-Shapes: R active rows, F nodes of a level, K positions, U vocabulary of the draft.
+Shapes: R active rows, F nodes of a level, K positions, U vocabulary of the draft, whose tokens may have other ids than
+the target's: `token_ids` `(U,)`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,7 @@ _FORBIDDEN = 1e4
 
 
 class Positions:
-    """Takes the place of [`DraftEntries`] and of their network in [`grow`].
-
-    Args:
-        logits (`torch.Tensor` of shape `(R, K, U)`): Of the positions.
-        token_ids (`torch.LongTensor` of shape `(U,)`, *optional*): The target's id of each of the draft's, if others.
-    """
+    """Takes the place of [`DraftEntries`] and of their network in [`grow`], with logits `(R, K, U)`."""
 
     def __init__(self, logits: torch.Tensor, token_ids: torch.LongTensor | None = None):
         self.position_logits: torch.Tensor = logits
@@ -68,9 +64,7 @@ class Positions:
 class MaskedWalk:
     """Walks along the positions of a block, over the best tokens that the grammars of the rows allow.
 
-    Args:
-        begin (`Callable`): Makes the masks after the anchors, for another walk.
-        token_ids (`torch.LongTensor` of shape `(U,)`, *optional*): The target's id of each of the draft's, if others.
+    `begin` makes the masks after the anchors, for another walk.
     """
 
     def __init__(self, begin: Callable[[], GrowingMasks], token_ids: torch.LongTensor | None = None):
@@ -82,10 +76,7 @@ class MaskedWalk:
     ) -> torch.Tensor:
         """Logits `(R, K, U)` in which all allowed tokens of a position come before the forbidden ones.
 
-        Args:
-            logits (`torch.Tensor` of shape `(R, K, U)`): Of the positions.
-            known, tokens (`torch.Tensor` of shape `(R, K)`, *optional*): Where the walk goes over given tokens, and
-                these, in the target's ids.
+        The walk goes over the target's `tokens` `(R, K)` where they are `known` `(R, K)`.
         """
         masks, levels = self._begin(), []
         for position in range(logits.shape[1]):
@@ -95,7 +86,7 @@ class MaskedWalk:
             best = best_tokens(levels[-1])
             best = best if self._token_ids is None else self._token_ids[best]
             if known is not None and tokens is not None:
-                here = slice(position, position + 1)
-                best = torch.where(known[:, here], tokens[:, here], best)
+                column = slice(position, position + 1)
+                best = torch.where(known[:, column], tokens[:, column], best)
             masks.follow(best, slice(None))
         return torch.cat(levels, dim=1)

@@ -96,16 +96,9 @@ def draft_shape(
 ) -> TokenTree | DynamicTree:
     """Shape of the drafts of a call: a static tree, chains among them, or a dynamic one.
 
-    Args:
-        config (`SpeculativeConfig`): The settings; its options are [`ExtrapolationOptions`].
-        vocab_size (`int`): Tokens that the draft knows.
-        session (`Session`): The call.
-        chain_only_reason (`str`, *optional*): Reason for which it can only have chains.
-        chain_length (`int`): Length of the chain that is drafted where the settings name nothing.
-        prefers_trees (`bool`): A small batch gets a tree then.
-
-    Raises:
-        SpecConfigError: Settings contradict each other, or ask for more candidates than there are tokens.
+    With a `chain_only_reason` it is a chain. Where the settings, [`ExtrapolationOptions`] among them, name nothing, it
+    is one of `chain_length`, or a tree for a small batch if the method `prefers_trees`. Settings that contradict each
+    other, or ask for more candidates than the `vocab_size` tokens that the draft knows, are refused.
     """
     # A small batch: nodes must ride along with the weights.
     most_rows = _TREE_BATCH_SIZES.get(session.device.type, _TREE_BATCH_SIZE)

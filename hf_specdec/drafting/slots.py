@@ -19,7 +19,7 @@ from ..logits.randomness import RowKeys
 from ..protocol import Prompt, Session
 from ..target.attention import takes_trees
 from ..target.cache import SlotCache, SlotLayer
-from ..target.graphs import CallGraphs, GraphInputs, row_shapes
+from ..target.graphs import CallGraphs, GraphInputs
 from ..transfers import RowNumbers, upload
 from .graphs import begin_graphs
 
@@ -112,30 +112,27 @@ class DraftSlots:
     ) -> Any:
         """Reads entries, and maybe drafts after them, as a graph; `None` where there is none to run.
 
-        Args:
-            key (`tuple`): Constants of the graph beside the shapes.
-            new (`Entries`): Entries that are read first, and kept; by whoever learns it, if it is not known how many.
-            width (`int`): T, to which they are padded.
-            ahead (`int`): Most slots that are written after them.
-            read (`Callable`): Does it, with slots and entries whose numbers are tensors; returns tensors `(R, ...)`,
-                nested or not, to be used before the next graph runs.
+        New entries are padded to `width`, read first and kept; where the host does not know how many, by whoever
+        learns it. At most `ahead` slots are written after them. `read` does it, with slots and entries whose numbers
+        are tensors, and returns tensors `(R, ...)`, nested or not, to be used before the next graph runs. The key has
+        what is built into the graph beside the shapes.
         """
         # A layer has its buffers when it has read for the first time.
         is_allocated = all(layer.is_initialized for layer in self.cache.layers)
         if self.graphs is None or not is_allocated or new.tokens.shape[1] > width:
             return None
         limits = new.limits or [0] * len(new.tokens)
-        shapes = {"tokens": ((width,), torch.long), **row_shapes(new.states, width)}
+        tensors = {"tokens": new.tokens, **new.states}
 
         def fill(inputs: GraphInputs, count: int) -> None:
             keys = new.keys or ([0] * count,) * 3
             numbers = (self.cache.lengths, self.starts, self.leads, new.counts, limits, *keys)
-            inputs.fill(count, dict(zip(_NUMBERS, numbers)), {"tokens": new.tokens, **new.states})
+            inputs.fill(count, dict(zip(_NUMBERS, numbers)), tensors)
 
         captured = self.graphs.run(
             (type(self), width, *new.states, *key),
             len(new.tokens),
-            lambda rows: GraphInputs(rows, self.device, _NUMBERS, shapes),
+            lambda rows: GraphInputs(rows, self.device, _NUMBERS, tensors, width),
             fill,
             lambda inputs, columns: read(*self._in_a_graph(inputs, columns)),
             self.cache,

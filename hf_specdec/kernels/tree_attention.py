@@ -156,31 +156,33 @@ def _tree_attention_torch(query, key, value, tree, scale, window, chunk, softcap
     return output.transpose(1, 2).contiguous().to(value.dtype)
 
 
-def visible_slots(tree: SlotTree, slots: int, window: int = 0, chunk: int = 0) -> torch.BoolTensor:
-    """Mask `(B, T, S)` of the first `slots` slots that each node sees."""
+def visible_slots(tree: SlotTree, slots: int, window: int = 0, chunk: int = 0, first: int = 0) -> torch.BoolTensor:
+    """Mask `(B, T, slots - first)` of the slots from `first` up to `slots` that each node sees."""
     count, nodes, rows, device = tree.num_queries, tree.num_nodes, len(tree.lengths), tree.lengths.device
     lengths, starts = tree.lengths[:, None], tree.starts[:, None]
-    depths = torch.arange(nodes, device=device) if tree.depths is None else tree.depths
-    depths = depths.expand(rows, nodes)
-    slot = torch.arange(slots, device=device).expand(rows, -1)
-    node = slot - lengths
-    is_node = (node >= 0) & (node < nodes)
-    node = node.clamp(0, nodes - 1)
-    itself = node[:, None] == torch.arange(nodes - count, nodes, device=device)[:, None]
+    slot = torch.arange(slots, device=device)
     if tree.ancestors is None:
-        seen = (node[:, None] <= torch.arange(count, device=device)[:, None]) & (slot >= starts)[:, None]
+        node_slots = lengths + torch.arange(count, device=device)
+        itself = slot == node_slots[..., None]  # padding in front of a chain sees itself alone
+        visible = (slot >= starts)[:, None] & (slot <= node_slots[..., None])
+        positions, of_nodes = slot - starts, node_slots - starts
     else:
+        itself = None
+        depths = (torch.arange(nodes, device=device) if tree.depths is None else tree.depths).expand(rows, nodes)
+        node = slot - lengths
+        is_node = (node >= 0) & (node < nodes)
+        node = node.clamp(0, nodes - 1)
         words = tree.words(rows).gather(2, (node // 64)[:, None].expand(-1, count, -1))
         seen = (words >> (node % 64)[:, None] & 1).bool()
-    committed = (slot >= starts) & (slot < lengths)
-    visible = committed[:, None] | (is_node[:, None] & seen)
-    positions = torch.where(is_node, lengths + depths.gather(1, node), slot) - starts
-    own = lengths - starts + depths[:, nodes - count :]
-    visible &= positions[:, None] >= _oldest_position(own, window, chunk)[..., None]
+        visible = ((slot >= starts) & (slot < lengths))[:, None] | (is_node[:, None] & seen)
+        positions = torch.where(is_node, lengths + depths.gather(1, node), slot) - starts
+        of_nodes = lengths - starts + depths[:, nodes - count :]
+    if window or chunk:
+        visible &= positions[:, None] >= _oldest_position(of_nodes, window, chunk)[..., None]
     if tree.beginning is not None and not chunk:
-        is_near = (own[..., None] - positions[:, None] < window) if window else True
+        is_near = (of_nodes[..., None] - positions[:, None] < window) if window else True
         visible |= first_slots(tree.beginning, slot, starts)[:, None] & is_near
-    return visible | (is_node[:, None] & itself) if tree.ancestors is None else visible
+    return visible if itself is None else visible | itself
 
 
 def first_slots(beginning: Beginning, slots: torch.LongTensor, starts: torch.LongTensor) -> torch.BoolTensor:
@@ -189,11 +191,9 @@ def first_slots(beginning: Beginning, slots: torch.LongTensor, starts: torch.Lon
     return (slots >= first) & (slots < first + beginning.count) & (slots < starts)
 
 
-def _oldest_position(positions, window, chunk):
-    """The first position that a node at `positions` may see."""
-    if window:
-        return (positions - window + 1).clamp(min=0)
-    return positions // chunk * chunk if chunk else torch.zeros_like(positions)
+def _oldest_position(positions: torch.LongTensor, window: int, chunk: int) -> torch.LongTensor:
+    """The first position that a node at `positions` may see in a window or a chunk."""
+    return (positions - window + 1).clamp(min=0) if window else positions // chunk * chunk
 
 
 @triton.jit

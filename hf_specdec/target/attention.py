@@ -43,8 +43,6 @@ _BEYOND_PLAIN = ("softcap", "s_aux", "position_bias", "cache")
 # Names in statistics of what computed the attention of a layer.
 TREE_KERNEL = "tree kernel"
 
-_LIMIT_OF_SPAN = {"sliding": "window", "chunked": "chunk"}
-
 
 @dataclass(frozen=True)
 class TreeMask:
@@ -52,11 +50,6 @@ class TreeMask:
 
     tree: SlotTree
     span: Span
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """The span as arguments of [`tree_attention`]."""
-        return {_LIMIT_OF_SPAN[self.span.kind]: self.span.size} if self.span.kind != "full" else {}
 
     def attend(
         self,
@@ -68,11 +61,13 @@ class TreeMask:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of shape `(R, T, H, D)`; the arguments are those of [`tree_attention`]."""
-        return tree_attention(query, key, value, self.tree, scale, softcap=softcap or 0.0, sinks=sinks, **self.limits)
+        return tree_attention(
+            query, key, value, self.tree, scale, softcap=softcap or 0.0, sinks=sinks, **self.span.limits
+        )
 
     def additive(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """The mask `(R, 1, T, columns)`, made of nothing but the tensors of the tree."""
-        return additive_mask(~visible_slots(self.tree, columns, **self.limits), dtype)[:, None]
+        return additive_mask(~visible_slots(self.tree, columns, **self.span.limits), dtype)[:, None]
 
     def stand_in(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """A mask without numbers, to be handed over where all attention goes by the tree; reading it raises."""

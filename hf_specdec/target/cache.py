@@ -239,16 +239,14 @@ class SlotCache(Cache):
             self.layers.append(SlotLayer(self.capacity, self.limit, take))
         return self.layers[layer_idx]
 
-    @property
-    def allocated(self) -> int:
-        """Slots that all layers have room for."""
-        return min(layer.capacity for layer in self.layers if layer.is_initialized)
-
     def reserve(self, columns: int) -> None:
-        """Makes room for at least `columns` slots in all layers."""
-        for layer in self.layers:
-            if layer.is_initialized and layer.capacity < columns:
-                layer.grow(columns)
+        """Makes room for at least `columns` slots, and for as many in all layers as in the largest one."""
+        layers = [layer for layer in self.layers if layer.is_initialized]
+        # A layer that grows may get more than it asks for.
+        while min(layer.capacity for layer in layers) < (columns := max(columns, *(one.capacity for one in layers))):
+            for layer in layers:
+                if layer.capacity < columns:
+                    layer.grow(columns)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -327,15 +325,15 @@ class SlotCache(Cache):
         return state
 
     @contextmanager
-    def kept(self, like: Cache) -> Iterator[None]:
-        """Lets the next tokens of all rows be read as in plain generation; after the block the cache is as it was.
+    def kept(self, like: Cache | None = None) -> Iterator[None]:
+        """Lets tokens of all rows be read as in plain generation; after the block the cache is as it was.
 
         Layers show their last slots only where those of `like`, the cache of plain generation, do.
         """
         before = self.lengths, self.plan, [(layer, layer.length, layer.recurrent) for layer in self.layers]
         self.lengths = []
         self.plan = None
-        for layer, model_layer in zip_longest(self.layers, like.layers[: len(self.layers)]):
+        for layer, model_layer in zip_longest(self.layers, [] if like is None else like.layers[: len(self.layers)]):
             layer.recurrent = layer.recurrent.clone()
             layer.window = getattr(model_layer, "sliding_window", None)
         try:
@@ -345,19 +343,10 @@ class SlotCache(Cache):
             for layer, length, recurrent in layers:
                 layer.length, layer.recurrent, layer.window = length, recurrent, None
 
-    @contextmanager
-    def pretending(self) -> Iterator[Callable[[int], None]]:
-        """Lets a cache in its prefill seem to have as many tokens, inside of the block, as the function is told."""
-        filled = [(layer, layer.length) for layer in self.layers if layer.is_initialized]
-
-        def pretend(length: int) -> None:
-            for layer, _ in filled:
-                layer.length = length
-
-        try:
-            yield pretend
-        finally:
-            for layer, length in filled:
+    def pretend(self, length: int) -> None:
+        """Lets a cache in its prefill seem to have as many tokens."""
+        for layer in self.layers:
+            if layer.is_initialized:
                 layer.length = length
 
     # Slots

@@ -3,8 +3,8 @@
 They are chosen one after the other, each read before the next; or at once, by a model that was trained to predict them
 in the places of mask tokens.
 
-Shapes: R rows of a graph, t given tokens of a row, K tokens that follow, W logits of the model, V tokens of which
-distributions are.
+Shapes: R rows of a graph, t given tokens of a row, at most G, K tokens that follow, W logits of the model, V tokens of
+which distributions are, X size of a state.
 """
 
 from __future__ import annotations
@@ -25,32 +25,24 @@ from ..logits.randomness import RowKeys
 from ..logits.sampling import CapturedSampler
 from ..transfers import RowNumbers, kept_tensor, last_of_each, take_nodes
 from .graphed import Graphed
-from .graphs import Variant, row_shapes
+from .graphs import Variant
 from .inputs import NewNodes, NodeInputs
 from .model import SlotModel
 
 
 class Following(NamedTuple):
-    """Attributes:
-    tokens (`torch.LongTensor` of shape `(R, K)`): The tokens that follow, to be used before the next graph runs.
-    probs (`torch.FloatTensor` of shape `(R, K, V)`, *optional*): The distributions they were sampled from.
-    """
+    """What follows each row, to be used before the next graph runs."""
 
-    tokens: torch.LongTensor
-    probs: torch.FloatTensor | None
+    tokens: torch.LongTensor  # (R, K)
+    probs: torch.FloatTensor | None  # (R, K, V): the distributions they were sampled from, if they were
 
 
 @dataclass(frozen=True, eq=False)
 class Translation:
-    """Translates between a model's tokens and those of another vocabulary, among which it drafts.
+    """Translates between a model's tokens and those of another vocabulary, among which it drafts."""
 
-    Args:
-        sources (`torch.LongTensor` of shape `(V,)`): The model's token for each of these, W where it has none.
-        num_readable (`int`): Tokens that the model's embedding has.
-    """
-
-    sources: torch.LongTensor
-    num_readable: int
+    sources: torch.LongTensor  # (V,): the model's token for each of these, W where it has none
+    num_readable: int  # tokens that the model's embedding has
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits `(R, V)` of a model's `(R, W)`; -inf for tokens that it lacks."""
@@ -63,21 +55,13 @@ class Translation:
 
 @dataclass(frozen=True)
 class Choose:
-    """Chooses a token by a model's logits, and says what the model reads in its place.
+    """Chooses a token by a model's logits, and says what the model reads in its place."""
 
-    Args:
-        width (`int`): Of the best tokens, those that may be chosen: the first ones.
-        num_readable (`int`): Tokens that the model's embedding has; others are read as token 0.
-        vocab_size (`int`): V.
-        stack (`ProcessorStack`, *optional*): Samples with these processors, which run in graphs; `None`: the best one.
-        translation (`Translation`, *optional*): Of a model with another vocabulary than that of the chosen tokens.
-    """
-
-    width: int
-    num_readable: int
-    vocab_size: int
-    stack: ProcessorStack | None = field(default=None, compare=False)
-    translation: Translation | None = field(default=None, compare=False)
+    width: int  # of the best tokens, those that may be chosen: the first ones
+    num_readable: int  # tokens that the model's embedding has; others are read as token 0
+    vocab_size: int  # V
+    stack: ProcessorStack | None = field(default=None, compare=False)  # samples through these, else the best one
+    translation: Translation | None = field(default=None, compare=False)  # of a model with another vocabulary
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -106,26 +90,17 @@ Embed = Callable[[torch.LongTensor, dict[Any, torch.Tensor]], torch.Tensor]
 
 @dataclass(frozen=True)
 class Continuing:
-    """Reads tokens after each row's committed slots, and chooses those that follow.
+    """Reads tokens after each row's committed slots, and chooses those that follow."""
 
-    Args:
-        num_tokens (`int`): K.
-        choose (`Choose`): Chooses each.
-        most_given (`int`): Most given tokens of a row, G.
-        mask_token (`int`, *optional*): The token in whose places all are predicted at once.
-        num_layers (`int`, *optional*): The model's first layers, if it runs these alone.
-        embed (`Callable`, *optional*): For a model that reads states beside the tokens. Masks have those of the last
-            given token. Of two that are equal one graph serves both.
-        ends (`tuple[int, int]`, *optional*): How many slots at the beginning and at the end of a text are seen, where
-            not all are.
-    """
-
-    num_tokens: int
+    num_tokens: int  # K
     choose: Choose
-    most_given: int
-    mask_token: int | None = None
-    num_layers: int | None = None
+    most_given: int  # G
+    mask_token: int | None = None  # the token in whose places all are predicted at once
+    num_layers: int | None = None  # the model's first layers, if it runs these alone
+    # For a model that reads states beside the tokens: masks have those of the last given token. Of two that are equal
+    # one graph serves both.
     embed: Embed | None = None
+    # How many slots at the beginning and at the end of a text are seen, where not all are.
     ends: tuple[int, int] | None = None
 
     def run(
@@ -137,36 +112,35 @@ class Continuing:
         states: Callable[[], dict[Any, torch.Tensor]] = dict,
         more: torch.LongTensor | None = None,
     ) -> Following | None:
-        """Runs the graph. The given tokens are kept, where their number is known, and those that follow are not.
+        """Runs the graph; `None` where there is none to run.
+
+        The given tokens are kept, where their number is known, and those that follow are not.
 
         Args:
             model (`SlotModel`): The model.
-            tokens (`torch.LongTensor` of shape `(R, t)`), counts (`list[int]`): Tokens, padded on the right, and those
-                of each row, up to G; a tensor `(R,)` where the host does not know them.
+            tokens (`torch.LongTensor` of shape `(R, t)`): Tokens, padded on the right.
+            counts (`RowNumbers`): Tokens of each row; in a tensor where the host does not know them.
             keys (`RowKeys`, *optional*): Of the numbers that draw the tokens; the positions are those of the first
                 given tokens.
             states (`Callable`): Returns those of the given tokens, each `(R, t, X)`; asked for if the graph has not
                 run ahead.
             more (`torch.LongTensor` of shape `(R,)`, *optional*): By how much rows are longer than the host knows.
-
-        Returns:
-            `Following`, *optional*: `None` where there is no graph to run.
         """
         (rows, num_given), device = tokens.shape, tokens.device
         width = self.most_given if self.mask_token is None else self.most_given + self.num_tokens - 1
         if model.graphs is None or num_given > self.most_given or width > MAX_NODES:
             return None
         padding = kept_tensor((0,) * (width - num_given), device).expand(rows, -1)
-        parents = chain_parents(width - 1, device)
         num_more = [count - 1 for count in counts] if isinstance(counts, list) else counts - 1
         states = cache(states)
+        parents = chain_parents(width - 1, device)
         new = NewNodes([tokens, padding], parents, num_more, keys=keys, more=more, states=states)
         embed = () if self.embed is None else (Variant(self.embed),)
         sizes = self.num_tokens, width, self.mask_token, self.num_layers, self.ends
         output = Graphed(model).run(
             ("continue", *sizes, *embed, *self.choose.key),
             new,
-            lambda size: NodeInputs(size, width, device, row_shapes(states(), self.most_given)),
+            lambda size: NodeInputs(size, width, device, states(), self.most_given),
             self._read,
             width + self.num_tokens - 1 + (0 if more is None else model.most_committed),
         )
@@ -191,7 +165,10 @@ class Continuing:
             places = torch.arange(tokens.shape[1], device=count.device)
             tokens = torch.where(places >= count[:, None], self.mask_token, tokens)
             if self.embed is not None:
-                tokens = self.embed(tokens, _held(inputs.tensors, places, count))
+                # After the states of the given tokens come those of the last one.
+                index = torch.minimum(places, count[:, None] - 1)
+                states = {key: take_nodes(values, index) for key, values in inputs.tensors.items()}
+                tokens = self.embed(tokens, states)
         output, chosen, read = model.forward(tokens, topology), [], count
         logits = last_of_each(output.logits, count)
         while True:
@@ -206,11 +183,3 @@ class Continuing:
             logits, read = model.forward(token, chain_topology(0, token.device)).logits[:, -1], [1] * len(token)
         tokens, *probs = (torch.stack(parts, dim=1) for parts in zip(*chosen))
         return (Following(tokens, probs[0] if probs else None),)
-
-
-def _held(
-    states: dict[Any, torch.Tensor], places: torch.LongTensor, counts: torch.LongTensor
-) -> dict[Any, torch.Tensor]:
-    """The states `(R, G, X)` of given tokens at these places `(T,)`, after them those of the last one."""
-    index = torch.minimum(places, counts[:, None] - 1)
-    return {key: take_nodes(values, index) for key, values in states.items()}

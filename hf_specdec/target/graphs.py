@@ -9,9 +9,9 @@ is built into it. If there is none, its inputs (`GraphInputs`) are made and fill
 inputs are filled and it is replayed. Inside of `CallGraphs.ahead` the run is remembered: the next run with the same
 key finds the output, and replays nothing.
 
-Rows are padded to few sizes and nodes to those of a full draft, so that a handful of graphs serves all forwards, and
-the first forward of a call captures all that its rows will need. Graphs and slots belong to a model and outlive the
-call; one call at a time has them, others go on without.
+Rows are padded to few sizes and nodes to those of a full draft, so that a handful of graphs serves all forwards. Rows
+leave a call one after the other, so the first forward captures the graphs for fewer rows, too. Graphs and slots belong
+to a model and outlive the call; one call at a time has them, others go on without.
 
 Shapes: R rows and T nodes of a graph, r and t of them in use.
 """
@@ -44,37 +44,31 @@ from .store import Place, SlotStore, padded_rows, row_sizes
 logger = logging.get_logger(__name__)
 
 
-# Shapes and dtypes of the rows' parts of tensors, by the names of these.
-RowShapes = dict[Any, tuple[tuple[int, ...], torch.dtype]]
-
-
-def row_shapes(tensors: dict[Any, torch.Tensor], length: int | None = None) -> RowShapes:
-    """Those of tensors `(r, ...)` like these, or of `(r, t, X)` with t up to `length`."""
-    return {
-        name: ((*values.shape[1:],) if length is None else (length, values.shape[-1]), values.dtype)
-        for name, values in tensors.items()
-    }
-
-
 class GraphInputs:
     """Buffers that a graph reads: they stay where they are, and are filled in front of each run.
 
-    Args:
-        numbers (`dict[str, int]`): Integers of the rows: their names, and what rows of padding have. They lie in one
-            table, so that those that the host knows arrive in one copy.
-        shapes (`RowShapes`): Other tensors, zeros for rows of padding.
+    `numbers` are names of integers of the rows, with those of rows of padding. They lie in one table, so that those
+    that the host knows arrive in one copy. Other tensors are like the given ones, `(r, ...)` or with a `length`
+    `(r, t, ...)` with t up to it, and zeros for rows of padding.
     """
 
-    def __init__(self, rows: int, device: torch.device, numbers: dict[str, int], shapes: RowShapes):
+    def __init__(
+        self,
+        rows: int,
+        device: torch.device,
+        numbers: dict[str, int],
+        like: dict[Any, torch.Tensor],
+        length: int | None = None,
+    ):
         self._padding = numbers.values()
         # A call may run in inference mode, and a later one outside of it.
         with torch.inference_mode(False):
             # Each line begins at a multiple of 16 bytes, for which kernels are compiled in any case.
             self._table = torch.zeros((len(numbers), rows + rows % 2), dtype=torch.long, device=device)
-            self.tensors: dict[Any, torch.Tensor] = {
-                name: torch.zeros((rows, *shape), dtype=dtype, device=device)
-                for name, (shape, dtype) in shapes.items()
-            }
+            self.tensors: dict[Any, torch.Tensor] = {}
+            for name, values in like.items():
+                shape = values.shape[1:] if length is None else (length, *values.shape[2:])
+                self.tensors[name] = torch.zeros((rows, *shape), dtype=values.dtype, device=device)
         self.numbers: dict[str, torch.LongTensor] = dict(zip(numbers, self._table[:, :rows]))
 
     @property
@@ -202,15 +196,7 @@ class ModelGraphs:
 
 
 class CallGraphs:
-    """The graphs of a model during one call.
-
-    Args:
-        model (`PreTrainedModel`): The model.
-        backend (`CaptureBackend`): Captures its forwards, if nothing has been captured before.
-        largest (`int`): Nodes of a full draft.
-        why_eager (`str`, *optional*): Why this call runs without graphs.
-        shared (`tuple[nn.Module, ...]`): Modules of others that its forwards go through.
-    """
+    """The graphs of a model during one call; the arguments are those of [`graphs_for`]."""
 
     # Captures of the process, failed ones included, for those who time forwards.
     all_captures: ClassVar[int] = 0
@@ -281,8 +267,7 @@ class CallGraphs:
     ) -> CapturedForward | None:
         """Runs a forward as a graph; its output is to be read before the next one runs. `None` where there is none.
 
-        Where there is none yet, those for fewer rows are captured, too: rows leave the call one after the other. A
-        forward may thus run several times, and must leave nothing that another run of it would find changed.
+        To be captured the forward runs several times, so a run must leave nothing that another one would find changed.
 
         Args:
             key (`tuple`): What is built into it: its sizes, and whatever else it does not read from its inputs.
@@ -291,15 +276,17 @@ class CallGraphs:
             fill (`Callable`): Fills them for the first rows, as many as the second argument says, in front of a run.
             read (`Callable`): The forward. Takes the inputs, and with a cache the number of slots that it is to read;
                 returns tensors.
-            cache (`SlotCache`, *optional*): Slots that it reads and writes.
-            width (`int`): Slots after the longest row that it writes.
-            limits (`tuple[int, ...]`): Limits of the rows among its inputs, which the host chooses: a run ahead with
-                others is of no use.
+            cache (`SlotCache`, *optional*): Slots that it reads, and writes up to `width` after the longest row.
+            limits (`tuple[int, ...]`): Limits of the rows among its inputs; a run ahead with others is of no use.
         """
         if self.why_eager is not None:
             return None
-        place = None if cache is None else self._place(cache, width)
-        columns = () if place is None else (place.slots,)
+        place, columns = None, ()
+        if cache is not None:
+            # The same place in all of the call, unless the slots must grow.
+            cache.reserve(max(cache.lengths) + width)
+            place = self.store.place
+            columns = (place.slots,)
         self._shared.use(key)
         full_key = (place, padded_rows(rows), *key)
         if full_key not in self._shared.forwards:
@@ -345,14 +332,6 @@ class CallGraphs:
         self._ahead = None
         return has_run
 
-    def _place(self, cache: SlotCache, width: int) -> Place:
-        """Makes room, and returns the place of the slots: the same in the call, unless they must grow."""
-        cache.reserve(max(cache.lengths) + width)
-        # In all layers, of which the last to grow may have asked for more than the others.
-        while cache.allocated < self.store.place.slots:
-            cache.reserve(self.store.place.slots)
-        return self.store.place
-
     def _capture(self, inputs: Any, run: Callable[[], Any]) -> CapturedForward | None:
         CallGraphs.all_captures += 1
         outputs = self._shared.outputs
@@ -397,11 +376,8 @@ def graphs_for(
 ) -> CallGraphs | None:
     """Graphs of a model for one call; `None` where its device has none.
 
-    Args:
-        model (`nn.Module`): The model.
-        reasons (`dict[str, bool]`): What would make the call run without graphs, and whether it holds.
-        shared (`tuple[nn.Module, ...]`): Modules of others that its forwards go through.
-        largest (`int`): Nodes of a full draft, the anchor included.
+    `reasons` say what would make the call run without graphs, and whether it holds; `shared` are modules of others
+    that the forwards go through, `largest` the nodes of a full draft, the anchor included.
     """
     backend = capture_backend(next(model.parameters()).device)
     if backend is None:

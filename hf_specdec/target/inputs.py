@@ -46,11 +46,9 @@ class NodeInputs(GraphInputs):
     Rows of padding are empty, and write to slots that no row uses. Nodes of padding are children of the anchor after
     the nodes in use.
 
-    Args:
-        states (`dict`): Shapes and dtypes of states that belong to tokens, see [`GraphInputs`].
-        judge (`CapturedJudge`, *optional*): Judges the nodes.
-        probs (`torch.FloatTensor` of shape `(R, T - 1, V)`, *optional*): Room for the distributions that they were
-            drawn from, in memory that others may write to between two forwards.
+    States like the given ones belong to the first tokens of a row, at most `most_stated`. A judge may judge the nodes;
+    `probs` `(R, T - 1, V)` is room for the distributions that they were drawn from, in memory that others may write to
+    between two forwards.
     """
 
     def __init__(
@@ -58,11 +56,12 @@ class NodeInputs(GraphInputs):
         rows: int,
         nodes: int,
         device: torch.device,
-        states: dict[Any, tuple[tuple[int, ...], torch.dtype]] | None = None,
+        states: dict[Any, torch.Tensor] | None = None,
+        most_stated: int | None = None,
         judge: CapturedJudge | None = None,
         probs: torch.FloatTensor | None = None,
     ):
-        super().__init__(rows, device, _NUMBERS, states or {})
+        super().__init__(rows, device, _NUMBERS, states or {}, most_stated)
         self.num_nodes = nodes
         self.judge: CapturedJudge | None = judge
         self.probs: torch.FloatTensor | None = probs

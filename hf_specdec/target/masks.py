@@ -37,6 +37,11 @@ class Span:
             return query // self.size != key // self.size
         return None
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """The span as arguments of [`tree_attention`]."""
+        return {} if self.kind == "full" else {"window" if self.kind == "sliding" else "chunk": self.size}
+
 
 FULL = Span()
 

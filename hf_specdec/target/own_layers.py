@@ -101,7 +101,7 @@ class OwnDrafts:
         keys: RowKeys | None,
         more: torch.LongTensor | None = None,
     ) -> Following | None:
-        """Tokens that follow the anchors `(R,)`, from one graph; `None` where there is none to run.
+        """Tokens that follow the anchors `(R,)`, from one graph of the target; `None` where there is none to run.
 
         The graphs are those of the target, for drafts; all else is as for [`Continuing`].
         """
@@ -121,20 +121,18 @@ class OwnDrafts:
 
     def _layers_of(self, target: SlotModel) -> LeanModel:
         """The layers, over the target's slots."""
-        model = copy.copy(self._driver(target))
+        driver = target
+        if not isinstance(target, LeanModel) or target.states:
+            if self._lean is None or self._lean.model is not target.model:
+                self._lean = LeanModel(target.model, target.cache)
+            driver = self._lean
+        model = copy.copy(driver)
         model.starts, model.leads, model.hidden = target.starts, target.leads, target.hidden
         model.max_position, model.parts = target.max_position, target.parts
         # Graphs of single forwards are those of the whole target.
         model.graphs, model.cache = None, target.cache
         model.keep_layers(self.num_layers)
         return model
-
-    def _driver(self, target: SlotModel) -> LeanModel:
-        if isinstance(target, LeanModel) and not target.states:
-            return target
-        if self._lean is None or self._lean.model is not target.model:
-            self._lean = LeanModel(target.model, target.cache)
-        return self._lean
 
     def _seen(self, target: SlotModel, num_layers: int, room: int) -> tuple[SlotCache, list[int]]:
         """Copies of the slots that drafts see, and how far each row's positions lie from them."""

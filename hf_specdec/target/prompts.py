@@ -192,10 +192,10 @@ def _ask_for_following(
     attributes, tokens, past = dict(vars(model)), request.input_ids, target.cache.get_seq_length()
     # Tokens that stand for those that are not known yet, and differ from each other.
     following = torch.arange(room, device=tokens.device).remainder(2).expand(len(tokens), -1)
-    with target.cache.pretending() as pretend:
+    with target.cache.kept():
         for count in range(1, min(room, _MOST_ASKED)):
             kwargs = model._update_model_kwargs_for_generation(output, dict(kwargs), profile.has_encoder)
-            pretend(past + count - 1)
+            target.cache.pretend(past + count - 1)
             text = torch.cat([tokens, following[:, :count]], dim=1)
             inputs = _next_inputs(model, text, kwargs)
             expected = following_inputs(first, profile, text[:, -1:], count - 1)

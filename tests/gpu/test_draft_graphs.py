@@ -22,7 +22,7 @@ from hf_specdec.drafting.graphs import RowGraphs
 from hf_specdec.protocol import Session
 from hf_specdec.target import graphs
 from hf_specdec.target.attention import TreeMask
-from hf_specdec.target.graphs import CallGraphs, GraphInputs, Variant, graphs_for, row_shapes
+from hf_specdec.target.graphs import CallGraphs, GraphInputs, Variant, graphs_for
 from tests.helpers.draft_calls import (
     CASES,
     CPU,
@@ -272,14 +272,14 @@ class TestGraphInputs:
     def test_tensors(self):
         """Rows of padding are zeros, and so is what is larger than the values."""
         values = {"states": torch.ones((2, 3, 5), dtype=torch.bfloat16), "tokens": torch.tensor([[3], [4]])}
-        inputs = GraphInputs(4, CPU, {}, row_shapes(values, 2))
+        inputs = GraphInputs(4, CPU, {}, values, 2)
         for num_rows in (3, 4, 1):
             for buffer in inputs.buffers:
                 spoil(buffer)
-            inputs.fill(num_rows, {}, {"states": torch.ones((4, 1, 5)), "tokens": torch.ones((4, 2, 1))})
+            inputs.fill(num_rows, {}, {"states": torch.ones((4, 1, 5)), "tokens": torch.ones((4, 2))})
             assert inputs.tensors["states"].dtype == torch.bfloat16
             assert inputs.tensors["states"].sum(2).tolist() == [[5, 0]] * num_rows + [[0, 0]] * (4 - num_rows)
-            assert inputs.tensors["tokens"][..., 0].tolist() == [[1, 1]] * num_rows + [[0, 0]] * (4 - num_rows)
+            assert inputs.tensors["tokens"].tolist() == [[1, 1]] * num_rows + [[0, 0]] * (4 - num_rows)
 
     def test_numbers(self):
         """They are filled where they lie, those that the device alone knows among them."""

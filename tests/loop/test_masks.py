@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import Beginning, visible_slots
-from hf_specdec.target.attention import TreeMask
 from hf_specdec.target.masks import FULL, GrownTopology, RowState, Span, node_masks, node_positions, slot_tree
 from tests.helpers.levels import in_full
 
@@ -81,7 +80,7 @@ def check_masks(rows: RowState, parents: list[list[int]], spare_columns: int, re
         assert mask.shape[0] in (1, len(rows.lengths))
         assert set(mask.unique().tolist()) <= {0.0, torch.finfo(torch.float32).min}
         visible = (mask == 0).expand(len(rows.lengths), -1, -1, -1)
-        of_tree = visible_slots(tree, columns, **TreeMask(tree, span).limits)
+        of_tree = visible_slots(tree, columns, **span.limits)
         for row, row_parents in enumerate(parents):
             expected = expected_mask(row, rows, row_parents, columns, span)
             assert visible[row, 0].tolist() == repeats * expected
@@ -138,4 +137,4 @@ def test_masks_of_both_ends_of_texts(nodes, count, window):
         expected = (of_all == 0)[:, 0] & ~left_out[:, None]
         assert torch.equal((mask == 0)[:, 0], expected)
         tree = slot_tree(topology, ends)
-        assert torch.equal(visible_slots(tree, columns, **TreeMask(tree, span).limits), expected)
+        assert torch.equal(visible_slots(tree, columns, **span.limits), expected)

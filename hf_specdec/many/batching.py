@@ -19,8 +19,7 @@ from ..target_facts import no_target
 from ..validation import Bounds, checked
 from .generate import generate_many
 from .requests import check_config
-from .results import error_text
-from .row import TokenLogprobs
+from .results import RequestResult, error_text
 
 
 _PLACES = 8
@@ -121,8 +120,7 @@ def generate_batch(
     results = generate_many(model, requests, places, progress=progress_bar, in_order=True, **kwargs)
     outputs = {}
     for number, (name, result) in enumerate(zip(names, results)):
-        given = (result.tokens, result.error, result.stats, result.finish_reason, result.logprobs)
-        output = output_of(name, prompts[number // copies], *given)
+        output = output_of(name, prompts[number // copies], result)
         output.created_time, output.lifespan = began, (began, perf_counter())
         outputs[name] = output
     return outputs
@@ -138,28 +136,20 @@ def _prompts(inputs: Any) -> list[list[Any]]:
     raise SpecConfigError(f"generate_batch() takes lists of token ids, got {shown(inputs)}. See generate_many().")
 
 
-def output_of(
-    name: str,
-    prompt: list[int],
-    tokens: list[int],
-    error: Exception | None,
-    stats: SpecDecodingStats,
-    finish_reason: str | None,
-    logprobs: list[TokenLogprobs] | None = None,
-) -> SpeculativeGenerationOutput:
+def output_of(name: str, prompt: list[int], result: RequestResult) -> SpeculativeGenerationOutput:
     """A request's output, at its end or, without a `finish_reason`, on the way."""
-    logprobs = (logprobs or [])[: len(tokens)]
-    status = RequestStatus.DECODING if finish_reason is None else RequestStatus.FINISHED
+    status = RequestStatus.FINISHED if result.finish_reason else RequestStatus.DECODING
+    logprobs = result.logprobs or []
     return SpeculativeGenerationOutput(
         request_id=name,
         prompt_ids=prompt,
-        generated_tokens=tokens,
+        generated_tokens=result.tokens,
         logprobs=[one.own for one in logprobs],
         top_logprobs=[one.top for one in logprobs],
-        error=error_text(error),
-        status=status if error is None else RequestStatus.FAILED,
-        speculative=stats,
-        finish_reason=finish_reason,
+        error=error_text(result.error),
+        status=status if result.error is None else RequestStatus.FAILED,
+        speculative=result.stats,
+        finish_reason=result.finish_reason,
     )
 
 

@@ -7,20 +7,18 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..arguments import ARGUMENTS, SpeculativeArguments
-from ..call.entry import speculator_of_many
 from ..errors import SpecConfigError, SpecDecError, shown
 from ..metrics import SpecDecodingStats
 from ..validation import is_int
-from .engine import Engine, check_run
 from .journal import Journal, key_of
-from .requests import RequestReader, several
+from .requests import several
 from .results import RequestResult
-from .row import Row
+from .run import Run
 
 
 def generate_many(
@@ -68,23 +66,23 @@ def generate_many(
         SpecConfigError: The arguments cannot be honoured: what was asked, what was found, what to do.
         UnsupportedModelError: The target's architecture cannot be driven by the loop, or it has an encoder.
     """
-    check_run(model, batch_size, max_tokens_in_flight)
-    asked_for = several(requests)
-    pair = shard if isinstance(shard, (list, tuple)) and len(shard) == 2 and all(map(is_int, shard)) else (0, 0)
-    rank, num_processes = pair
-    if not 0 <= rank < num_processes:
+    all_requests = several(requests)
+    is_pair = isinstance(shard, (list, tuple)) and len(shard) == 2 and all(map(is_int, shard))
+    if not (is_pair and 0 <= shard[0] < shard[1]):
         raise SpecConfigError(
             f"`shard` takes (rank, num_processes) with 0 <= rank < num_processes, got {shown(shard)}."
         )
-    asked = SpeculativeArguments(**{name: generate_arguments.pop(name, None) for name in ARGUMENTS})
-    reader = RequestReader(model, generate_arguments, tokenizer, seed, batch_size)
-    speculator = speculator_of_many(model, reader.arguments, asked, tokenizer)
-    reader.check()
-    engine = Engine(model, speculator, reader, batch_size, max_tokens_in_flight, gathers=True)
+    run = Run(model, generate_arguments, tokenizer, seed, batch_size, max_tokens_in_flight, gathers=True)
     if journal is not None and not isinstance(journal, Journal):
         journal = Journal(journal)
-    size = len(range(rank, len(requests), num_processes)) if hasattr(requests, "__len__") else None
-    return ManyResults(engine, reader, asked_for, (rank, num_processes), in_order, journal, progress, size)
+    bar = None
+    if progress:
+        from tqdm.auto import tqdm
+
+        rank, num_processes = shard
+        size = len(range(rank, len(requests), num_processes)) if hasattr(requests, "__len__") else None
+        bar = tqdm(total=size, unit="request")
+    return ManyResults(run, all_requests, tuple(shard), in_order, journal, bar)
 
 
 class ManyResults(Iterator[RequestResult]):
@@ -96,30 +94,27 @@ class ManyResults(Iterator[RequestResult]):
 
     def __init__(
         self,
-        engine: Engine,
-        reader: RequestReader,
+        run: Run,
         requests: Iterator[Any],
         shard: tuple[int, int],
         in_order: bool,
         journal: Journal | None,
-        progress: bool,
-        size: int | None,
+        bar: Any,
     ):
-        self._engine, self._reader, self._journal = engine, reader, journal
-        rank, self._num_processes = shard
-        numbered = enumerate(requests)
-        self._requests = ((index, one) for index, one in numbered if index % self._num_processes == rank)
-        self._indices: dict[int, tuple[int, str]] = {}  # by id of a row: number and key of its request
+        self._run = run
+        self._journal = journal
+        self._bar = bar
+        self._next_index, self._num_processes = shard
+        self._requests = islice(enumerate(requests), self._next_index, None, self._num_processes)
+        self._has_more = True
+        self._error: Exception | None = None  # that of the iterable: results of requests before it come first
         self._ready: deque[RequestResult] = deque()
         self._early: dict[int, RequestResult] | None = {} if in_order else None
-        self._next_given = rank
-        self._has_more = True
         self._turn = threading.Lock()  # held while a result is made
-        self._bar = _bar(size) if progress else None
 
     @property
     def stats(self) -> SpecDecodingStats:
-        return self._engine.stats
+        return self._run.engine.stats
 
     def __next__(self) -> RequestResult:
         if not self._turn.acquire(blocking=False):
@@ -129,10 +124,11 @@ class ManyResults(Iterator[RequestResult]):
                 self._take()
                 if self._ready:
                     break
-                if self._engine.is_idle and not self._has_more:
-                    raise StopIteration
-                for row in self._engine.step():
-                    self._finish(row)
+                if self._run.engine.is_idle and not self._has_more:
+                    error, self._error = self._error, None
+                    raise StopIteration if error is None else error
+                for (index, key), row in self._run.step():
+                    self._end(RequestResult.of_row(index, row, self._run.reader.tokenizer), key)
             return self._ready.popleft()
         except BaseException:
             self.close()
@@ -142,44 +138,34 @@ class ManyResults(Iterator[RequestResult]):
 
     def _take(self) -> None:
         """Takes as many requests as there are places for, at most: some may need none."""
-        for _ in range(self._engine.num_wanted if self._has_more else 0):
+        for _ in range(self._run.engine.num_wanted if self._has_more else 0):
             try:
                 index, request = next(self._requests)
-            except StopIteration:
+            except Exception as error:  # noqa: BLE001 - of any kind: the iterable is the user's
                 self._has_more = False
+                self._error = None if isinstance(error, StopIteration) else error
                 return
             self._begin(index, request)
 
     def _begin(self, index: int, request: Any) -> None:
-        known = key = None
+        reader = self._run.reader
+        key = None
         try:
-            tokens, settings = self._reader.read(request)
-            key = key_of(tokens, {**self._reader.written_settings, **settings})
+            tokens, settings = reader.read(request)
+            key = key_of(tokens, {**reader.written_settings, **settings})
         except Exception as error:  # noqa: BLE001 - of any kind: it is this request's
-            self._keep(RequestResult(index, [], None, "error", error), key)
+            self._end(RequestResult.failed(index, error), key)
             return
-        if self._journal is not None:
-            known = self._journal.find(index, key)
+        known = None if self._journal is None else self._journal.find(index, key)
         if known is not None:
             self._give(known)
             return
         try:
-            row = self._reader.row(index, tokens, settings)
-            self._engine.add(row)
+            self._run.add((index, key), reader.row(index, tokens, settings))
         except Exception as error:  # noqa: BLE001 - as above
-            self._keep(RequestResult(index, [], None, "error", error), key)
-            return
-        self._indices[id(row)] = index, key
+            self._end(RequestResult.failed(index, error), key)
 
-    def _finish(self, row: Row) -> None:
-        index, key = self._indices.pop(id(row))
-        tokens, tokenizer = row.tokens, self._reader.tokenizer
-        text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
-        length = len(row.prompt)
-        logprobs = None if row.top_logprobs is None else row.logprobs[: len(tokens)]
-        self._keep(RequestResult(index, tokens, text, row.finish_reason, row.error, length, row.stats, logprobs), key)
-
-    def _keep(self, result: RequestResult, key: str | None) -> None:
+    def _end(self, result: RequestResult, key: str | None) -> None:
         if self._journal is not None:
             self._journal.add(result, key)
         self._give(result)
@@ -191,27 +177,20 @@ class ManyResults(Iterator[RequestResult]):
             self._ready.append(result)
             return
         self._early[result.index] = result
-        while self._next_given in self._early:
-            self._ready.append(self._early.pop(self._next_given))
-            self._next_given += self._num_processes
+        while self._next_index in self._early:
+            self._ready.append(self._early.pop(self._next_index))
+            self._next_index += self._num_processes
 
     def close(self) -> None:
         """Ends the run; requests that have not ended are given up, and results that were not asked for."""
         with ExitStack() as parts:
             self._has_more = False
             self._ready.clear()
-            self._indices.clear()
-            for part in (self._bar, self._journal):
+            for part in (self._bar, self._journal, self._run):
                 if part is not None:
                     parts.callback(part.close)
-            parts.callback(self._engine.close)
 
     def __del__(self) -> None:
-        if getattr(self, "_engine", None) is not None and not self._engine.is_idle:
+        run = getattr(self, "_run", None)
+        if run is not None and not run.engine.is_idle:
             self.close()
-
-
-def _bar(size: int | None):
-    from tqdm.auto import tqdm
-
-    return tqdm(total=size, unit="request")

@@ -1,27 +1,29 @@
-"""Requests that come and go while others are decoded, with the method names of transformers' continuous batching."""
+"""Requests that come and go while others are decoded, with the method names of transformers' continuous batching.
+
+Three threads meet here: those who add requests and wait for results, one that prepares what was added, and one that
+decodes. `_news` guards what they share, and tells them of changes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 from weakref import ref
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..arguments import ARGUMENTS, SpeculativeArguments
-from ..call.entry import speculator_of_many
 from ..errors import SpecConfigError, shown
-from ..metrics import SpecDecodingStats
 from ..validation import Bounds, checked
 from .batching import SpeculativeGenerationOutput, output_of
-from .engine import Engine, check_run
-from .requests import RequestReader, several
+from .requests import several
+from .results import RequestResult
 from .row import Row
+from .run import Run
 
 
 # Seconds after which who waits looks whether anything can still come.
@@ -30,14 +32,20 @@ _LOOK_AGAIN = 0.1
 # What threads can wait for.
 _SECONDS = Bounds(most=threading.TIMEOUT_MAX)
 
+_Handler = Callable[[SpeculativeGenerationOutput | None], None]
 
-class _Added(NamedTuple):
-    """A request that has been added."""
+
+@dataclass(eq=False)
+class _Request:
+    """A request that has not ended."""
 
     name: str
     number: int
     tokens: list[int]
     settings: dict[str, Any]
+    handler: _Handler | None
+    streamed: list[int] | None  # tokens that have been given out on the way; None without streaming
+    is_cancelled: bool = False
 
 
 class SpeculativeBatchingManager:
@@ -64,7 +72,7 @@ class SpeculativeBatchingManager:
 
     Raises:
         SpecConfigError: The arguments cannot be honoured.
-        UnsupportedModelError: The target's architecture cannot be driven by the loop.
+        UnsupportedModelError: The target's architecture cannot be driven by the loop, or it has an encoder.
     """
 
     def __init__(
@@ -77,35 +85,26 @@ class SpeculativeBatchingManager:
         seed: int | None = None,
         **arguments: Any,
     ):
-        check_run(model, batch_size, max_tokens_in_flight)
-        asked = SpeculativeArguments(**{name: arguments.pop(name, None) for name in ARGUMENTS})
         if generation_config is not None:
             arguments["generation_config"] = generation_config
+        self._run = Run(model, arguments, tokenizer, seed, batch_size, max_tokens_in_flight)
         self.model: PreTrainedModel = model
         self.tokenizer: Any = tokenizer
         self.batch_size: int = batch_size
-        self._reader = RequestReader(model, arguments, tokenizer, seed, batch_size)
-        self.arguments: dict[str, Any] = self._reader.arguments
-        speculator = speculator_of_many(model, self.arguments, asked, tokenizer)
-        self._reader.check()
-        self._engine = Engine(model, speculator, self._reader, batch_size, max_tokens_in_flight)
+        self.arguments: dict[str, Any] = self._run.reader.arguments
+        self.error: Exception | None = None
         # Held during a step, and while a row is prepared; and by those who pause.
         self._turn, self._reading = threading.RLock(), threading.RLock()
         self._starting = threading.Lock()
-        self._news = threading.Condition()  # guards what follows
-        self._added: deque[_Added] = deque()
-        self._preparing: _Added | None = None  # at work on it there is a thread
-        self._prepared: deque[tuple[_Added, Row]] = deque()
-        self._cancelled: set[str] = set()
-        self._names: set[str] = set()  # of all that have not ended
-        self._results: OrderedDict[int, SpeculativeGenerationOutput] = OrderedDict()
-        self._num_added = self._num_results = 0
-        self._is_stopping = self._gives_up = False
         self._thread: threading.Thread | None = None
-        self._rows: dict[int, tuple[str, Row]] = {}  # by id, in the thread alone
-        self._streaming: dict[str, list[int]] = {}  # tokens that have been shown
-        self._handlers: dict[str, Callable[[SpeculativeGenerationOutput | None], None]] = {}
-        self.error: Exception | None = None
+        self._news = threading.Condition()  # guards what follows
+        self._open: dict[str, _Request] = {}
+        self._added: deque[_Request] = deque()
+        self._prepared: deque[tuple[_Request, Row]] = deque()
+        self._results: list[SpeculativeGenerationOutput] = []
+        self._handlers: dict[str, _Handler] = {}  # of requests that are still to be added
+        self._num_added = 0
+        self._is_preparing = self._is_stopping = self._gives_up = False
 
     # The thread's life
 
@@ -155,7 +154,7 @@ class SpeculativeBatchingManager:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.stop(hard_stop=kind is not None)
 
     # Requests
@@ -166,7 +165,7 @@ class SpeculativeBatchingManager:
         Raises:
             SpecConfigError: It cannot be read.
         """
-        return self._reader.read(prompt)[0]
+        return self._run.reader.read(prompt)[0]
 
     def add_request(
         self,
@@ -189,33 +188,30 @@ class SpeculativeBatchingManager:
             SpecConfigError: It cannot be read, its id is taken, or the manager is stopping.
         """
         checked("request_id", request_id, str | None)
-        given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        settings |= {name: value for name, value in given.items() if value is not None}
+        named = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        settings |= {name: value for name, value in named.items() if value is not None}
         try:
-            return self._add(input_ids, request_id, bool(streaming), settings)
+            self._run.reader.check_settings(settings)
+            tokens, in_request = self._run.reader.read(input_ids)
         except Exception:
             with self._news:
-                if request_id not in self._names:
-                    # Nothing will come for it.
-                    self._handlers.pop(request_id, None)
+                # Nothing will come for it.
+                self._handlers.pop(request_id, None)
             raise
-
-    def _add(self, prompt: Any, request_id: str | None, streaming: bool, settings: dict[str, Any]) -> str:
-        self._reader.check_settings(settings)
-        tokens, own = self._reader.read(prompt)
         with self._news:
+            handler = self._handlers.pop(request_id, None)
             if self._is_stopping:
                 raise SpecConfigError("The manager is stopping and takes no more requests. Start it anew.")
-            number, self._num_added = self._num_added, self._num_added + 1
+            number = self._num_added
+            self._num_added += 1
             name = f"req_{number}" if request_id is None else request_id
-            if name in self._names:
+            if name in self._open:
                 raise SpecConfigError(f"There is a request of the id {shown(name)}. Choose another one.")
-            self._names.add(name)
-            if streaming:
-                self._streaming[name] = []
-            self._added.append(_Added(name, number, tokens, {**own, **settings}))
-            if self._preparing is None:
-                self._preparing = self._added[0]
+            streamed = [] if streaming else None
+            self._open[name] = _Request(name, number, tokens, {**in_request, **settings}, handler, streamed)
+            self._added.append(self._open[name])
+            if not self._is_preparing:
+                self._is_preparing = True
                 threading.Thread(target=self._prepare, name="hf_specdec preparation", daemon=True).start()
         return name
 
@@ -227,8 +223,8 @@ class SpeculativeBatchingManager:
         """Gives up a request, whose place is free for others. It has no result, unless it has ended already."""
         checked("request_id", request_id, str)
         with self._news:
-            if request_id in self._names:
-                self._cancelled.add(request_id)
+            if request_id in self._open:
+                self._open[request_id].is_cancelled = True
                 self._news.notify_all()
 
     # Results
@@ -243,19 +239,19 @@ class SpeculativeBatchingManager:
         """
         checked("request_id", request_id, str | None)
         timeout = checked("timeout", timeout, float | None, _SECONDS)
+
+        def place() -> int | None:
+            places = (i for i, output in enumerate(self._results) if request_id in (None, output.request_id))
+            return next(places, None)
+
+        def may_come() -> bool:
+            if not self.is_running():
+                return False
+            return request_id in self._open if request_id is not None else bool(self._open) or not self._is_stopping
+
         with self._news:
-            self._news.wait_for(lambda: self._find(request_id) is not None or not self._may_come(request_id), timeout)
-            key = self._find(request_id)
-            return None if key is None else self._results.pop(key)
-
-    def _find(self, request_id: str | None) -> int | None:
-        keys = (key for key, output in self._results.items() if request_id in (None, output.request_id))
-        return next(keys, None)
-
-    def _may_come(self, request_id: str | None) -> bool:
-        if not self.is_running():
-            return False
-        return request_id in self._names if request_id is not None else bool(self._names) or not self._is_stopping
+            self._news.wait_for(lambda: place() is not None or not may_come(), timeout)
+            return None if (index := place()) is None else self._results.pop(index)
 
     def __iter__(self) -> Iterator[SpeculativeGenerationOutput]:
         """Results as they come, until the manager has been stopped."""
@@ -294,7 +290,10 @@ class SpeculativeBatchingManager:
                 loop.call_soon_threadsafe(callback, output)
 
         with self._news:
-            self._handlers[request_id] = hand_over
+            if request_id in self._open:
+                self._open[request_id].handler = hand_over
+            else:
+                self._handlers[request_id] = hand_over
 
     # In threads of its own
 
@@ -303,38 +302,31 @@ class SpeculativeBatchingManager:
         while True:
             with self._news:
                 if not self._added:
-                    self._preparing = None
-                    self._news.notify_all()
+                    self._is_preparing = False
                     return
-                self._preparing = added = self._added.popleft()
-                if added.name in self._cancelled:
-                    self._forget(added.name)
+                request = self._added.popleft()
+                if request.is_cancelled:
+                    self._end_request(request)
                     continue
-            row = failed = None
             try:
                 with self._reading:
-                    row = self._reader.row(added.number, added.tokens, added.settings)
+                    row = self._run.reader.row(request.number, request.tokens, request.settings)
             except Exception as error:  # noqa: BLE001 - of any kind: it is this request's
-                failed = replace(_failed(added, error), is_refused=True)
+                self._refuse(request, error)
+                continue
             with self._news:
-                if self._preparing is not added:
-                    # All has ended in the meantime.
-                    return
-                if failed is not None:
-                    self._add_result(failed)
-                else:
-                    self._prepared.append((added, row))
+                # Unless all has ended in the meantime.
+                if self._open.get(request.name) is request:
+                    self._prepared.append((request, row))
                     self._news.notify_all()
 
     @property
     def _has_work(self) -> bool:
-        return not self._gives_up and bool(self._prepared or not self._engine.is_idle)
+        return not self._gives_up and bool(self._prepared or not self._run.engine.is_idle)
 
     @property
     def _is_done(self) -> bool:
-        return self._gives_up or (
-            self._is_stopping and not (self._added or self._preparing is not None or self._has_work)
-        )
+        return self._gives_up or (self._is_stopping and not self._open)
 
     def _work(self) -> bool:
         """Decodes until nobody waits; tells whether more may come."""
@@ -343,102 +335,89 @@ class SpeculativeBatchingManager:
             while self._has_work:
                 with self._turn:
                     self._take()
-                    ended = self._engine.step()
+                    ended = self._run.step()
                 self._publish(ended)
             with self._news:
                 goes_on = not self._is_done
         except Exception as error:  # noqa: BLE001 - of any kind: those who wait have to hear of it
             with self._news:
                 self.error, self._is_stopping = error, True
-                waiting = [*(added for added, _ in self._prepared), self._preparing, *self._added]
-            for name, row in self._rows.values():
-                self._give(name, row, error)
-            for added in waiting:
-                if added is not None:
-                    self._add_result(_failed(added, error))
+            rows = {request: row for row, request in self._run.owners.items()}
+            for request in list(self._open.values()):
+                result = RequestResult.failed(request.number, error)
+                if request in rows:
+                    rows[request].error = error
+                    result = RequestResult.of_row(request.number, rows[request])
+                self._end_request(request, output_of(request.name, request.tokens, result))
         finally:
             if not goes_on:
-                self._end()
+                self._close()
         return goes_on
 
     def _take(self) -> None:
-        """Hands over to the engine what has been added, and what was cancelled."""
+        """Hands over to the engine what has been prepared, and what was cancelled."""
         with self._news:
-            # A name stays among them until its request has ended, wherever that is now.
-            prepared, cancelled = list(self._prepared), set(self._cancelled)
+            prepared = list(self._prepared)
             self._prepared.clear()
-        for added, row in prepared:
-            if added.name in cancelled:
-                self._forget(added.name)
+        for request, row in prepared:
+            if request.is_cancelled:
+                self._end_request(request)
                 continue
             try:
-                self._engine.add(row)
+                self._run.add(request, row)
             except Exception as error:  # noqa: BLE001 - of any kind: it is this request's
-                self._add_result(replace(_failed(added, error), is_refused=True))
-                continue
-            self._rows[id(row)] = added.name, row
-        if cancelled:
-            for name, row in list(self._rows.values()):
-                if name in cancelled:
-                    self._engine.cancel(row)
+                self._refuse(request, error)
+        for row, request in self._run.owners.items():
+            if request.is_cancelled:
+                self._run.engine.cancel(row)
 
-    def _publish(self, ended: list[Row]) -> None:
-        for row in ended:
-            name, _ = self._rows.pop(id(row))
+    def _publish(self, ended: list[tuple[_Request, Row]]) -> None:
+        for request, row in ended:
             if row.is_cancelled and row.error is None:
-                self._forget(name)
+                self._end_request(request)
             else:
-                self._give(name, row, row.error)
-        for name, row in self._rows.values():
-            said = self._streaming.get(name)
-            if said is not None and (new := row.tokens_from(len(said))):
-                said += new
-                self._add_result(output_of(name, row.prompt, list(said), None, row.stats.copy(), None, row.logprobs))
+                output = output_of(request.name, request.tokens, RequestResult.of_row(request.number, row))
+                output.is_refused = isinstance(row.error, SpecConfigError)
+                self._end_request(request, output)
+        for row, request in self._run.owners.items():
+            if request.streamed is not None and (new := row.tokens_from(len(request.streamed))):
+                request.streamed += new
+                tokens = list(request.streamed)
+                logprobs = row.logprobs[: len(tokens)]
+                result = RequestResult(request.number, tokens, None, None, stats=row.stats.copy(), logprobs=logprobs)
+                self._hand_over(request, output_of(request.name, request.tokens, result))
 
-    def _give(self, name: str, row: Row, error: Exception | None) -> None:
-        reason = row.finish_reason if error is row.error else "error"
-        output = output_of(name, row.prompt, row.tokens, error, row.stats, reason, row.logprobs)
-        output.is_refused = error is row.error and isinstance(error, SpecConfigError)
-        self._add_result(output)
+    def _refuse(self, request: _Request, error: Exception) -> None:
+        """Ends a request that was wrong as it came."""
+        output = output_of(request.name, request.tokens, RequestResult.failed(request.number, error))
+        self._end_request(request, replace(output, is_refused=True))
 
-    def _add_result(self, output: SpeculativeGenerationOutput) -> None:
+    def _end_request(self, request: _Request, output: SpeculativeGenerationOutput | None = None) -> None:
+        """Closes a request with its last output; without one, nothing comes for it any more."""
         with self._news:
-            handler = self._handlers.get(output.request_id)
-            if output.is_finished():
-                self._names.discard(output.request_id)
+            if self._open.get(request.name) is request:
                 # Another request may have the id from now on.
-                self._cancelled.discard(output.request_id)
-                self._streaming.pop(output.request_id, None)
-                self._handlers.pop(output.request_id, None)
-            if handler is not None:
-                handler(output)
-                return
-            self._results[self._num_results] = output
-            self._num_results += 1
-            self._news.notify_all()
+                del self._open[request.name]
+                self._hand_over(request, output)
 
-    def _forget(self, name: str) -> None:
+    def _hand_over(self, request: _Request, output: SpeculativeGenerationOutput | None) -> None:
         with self._news:
-            self._names.discard(name)
-            self._cancelled.discard(name)
-            self._streaming.pop(name, None)
-            if (handler := self._handlers.pop(name, None)) is not None:
-                handler(None)
+            if request.handler is not None:
+                request.handler(output)
+            elif output is not None:
+                self._results.append(output)
             self._news.notify_all()
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         try:
-            self._engine.close()
+            self._run.close()
         finally:
             with self._news:
                 self._is_stopping = True
-                self._rows.clear()
                 self._added.clear()
                 self._prepared.clear()
-                self._preparing = None
-                self._names.clear()
-                self._cancelled.clear()
-                self._streaming.clear()
+                for request in list(self._open.values()):
+                    self._end_request(request)
                 for handler in self._handlers.values():
                     handler(None)
                 self._handlers.clear()
@@ -455,8 +434,3 @@ def _decode(manager_ref: ref[SpeculativeBatchingManager], news: threading.Condit
                 news.wait(_LOOK_AGAIN)
         if not (is_waiting or manager._work()):
             return
-
-
-def _failed(added: _Added, error: Exception) -> SpeculativeGenerationOutput:
-    """The output of a request that has never been decoded."""
-    return output_of(added.name, added.tokens, [], error, SpecDecodingStats(batch_size=1), "error")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..metrics import SpecDecodingStats
-from .row import TokenLogprobs
+from .row import Row, TokenLogprobs
 
 
 @dataclass
@@ -31,6 +32,19 @@ class RequestResult:
     num_prompt_tokens: int = 0
     stats: SpecDecodingStats = field(default_factory=lambda: SpecDecodingStats(batch_size=1), repr=False)
     logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of_row(cls, index: int, row: Row, tokenizer: Any = None) -> RequestResult:
+        """The result of a row that has ended."""
+        tokens = row.tokens
+        text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
+        logprobs = None if row.top_logprobs is None else row.logprobs[: len(tokens)]
+        return cls(index, tokens, text, row.finish_reason, row.error, len(row.prompt), row.stats, logprobs)
+
+    @classmethod
+    def failed(cls, index: int, error: Exception) -> RequestResult:
+        """The result of a request that was never decoded."""
+        return cls(index, [], None, "error", error)
 
 
 def error_text(error: Exception | None) -> str | None:

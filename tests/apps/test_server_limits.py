@@ -162,7 +162,7 @@ def test_too_many_requests_and_clients_that_leave():
             wait_until(lambda: service.num_open == 1)
         wait_until(lambda: service.num_open == 0)
         steps.release(9)
-        wait_until(lambda: not service.manager._names)
+        wait_until(lambda: not service.manager._open)
         assert service.outcomes == {"left": 2, "answered": 1, "refused": 1}
         steps.release(99)
         assert running.text() == plain(PROMPT, 12)
@@ -172,7 +172,7 @@ def test_answers_that_take_too_long():
     with serving(batch_size=1, timeout=0.3) as running:
         with running.service.manager.pause():
             assert running.error(status=504, **LONG) == "The answer has taken more than 0.3 seconds."
-        wait_until(lambda: not running.service.manager._names)
+        wait_until(lambda: not running.service.manager._open)
         assert running.service.outcomes == {"timeout": 1}
 
 
@@ -241,10 +241,10 @@ def test_many_clients_some_of_whom_leave(batch_size, num_rounds, num_clients):
             new = service.outcomes - before
             assert new.keys() <= {"answered", "left", "refused"}
             assert num_clients - num_clients // LEAVING <= new["answered"] <= num_clients - new["left"]
-            wait_until(lambda: manager._engine.is_idle and not manager._names)
+            wait_until(lambda: manager._run.engine.is_idle and not manager._open)
             gc.collect()
             used.append(process.memory_info().rss / 2**20)
-        kept = (manager._results, manager._handlers, manager._streaming, manager._rows, manager._cancelled)
+        kept = (manager._results, manager._handlers, manager._open, manager._run.owners)
         assert list(map(len, kept)) == [0] * len(kept)
         # All places are there.
         most = batch_size + service.limits.max_waiting
@@ -272,7 +272,7 @@ def test_a_server_whose_model_has_failed():
     with serving() as running:
         # Nobody has asked for what the warm-up has generated.
         assert "generation_tokens_total{" not in running.client.get("/metrics").text
-        running.service.manager._engine.step = None
+        running.service.manager._run.engine.step = None
         assert "has failed" in running.error(status=503)
         health = running.client.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": "failed", "message": UNAVAILABLE["failed"]})
@@ -297,10 +297,10 @@ def test_the_first_client_finds_all_warm():
     assert (refused.status_code, refused.json()["error"]["message"]) == (503, "The server is starting.")
     try:
         service.start()
-        stats = manager._engine.stats
+        stats = manager._run.engine.stats
         assert (service.status, stats.num_committed_tokens) == ("ok", 16 + 21 + 26)
         assert stats.num_accepted_tokens > 0
-        assert not manager._names
+        assert not manager._open
     finally:
         manager.destroy()
 

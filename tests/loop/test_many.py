@@ -59,6 +59,19 @@ def test_requests_are_taken_when_there_is_room(model):
         next(results)
 
 
+def test_results_come_before_the_error_of_the_iterable(model):
+    def broken():
+        yield from map(prompt, range(3))
+        raise KeyError("no more")
+
+    results, seen = generate_many(model, broken(), 2, do_sample=False, max_new_tokens=6, **NGRAM), []
+    with pytest.raises(KeyError, match="no more"):
+        for result in results:
+            seen.append(result)
+    assert sorted(result.index for result in seen) == [0, 1, 2]
+    assert list(results) == []
+
+
 @full
 def test_results_are_asked_for_one_after_the_other(model):
     """Where another result is asked for while one is made, that is refused, and the run goes on."""

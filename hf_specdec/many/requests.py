@@ -34,8 +34,8 @@ from .row import Row
 # How a dict names its prompt.
 _PROMPTS = ("input_ids", "text", "prompt", "messages")
 
-# Of the speculative arguments, those that a request may have: to switch its drafts off, or to bound their length.
-_OWN_DRAFTS = ("spec_method", "num_speculative_tokens")
+# Settings of all requests; of the speculative ones a request may switch its drafts off, or bound their length.
+_FOR_ALL = ({*ARGUMENTS} - {"spec_method", "num_speculative_tokens"}) | {*SPELLINGS, "generation_config"}
 
 # Numbers that requests may have, their types and their bounds. Seeds are those that torch takes.
 _NUMBERS = {
@@ -51,34 +51,23 @@ _NUMBERS = {
     "top_logprobs": (int, Bounds(least=0)),
 }
 
-# Lists of functions.
-_FUNCTIONS = ("logits_processor", "stopping_criteria")
-
 # Of what tokenizers apply templates with, what `chat_template_kwargs` may say beside names of the template.
-_OF_TEMPLATES = ("add_generation_prompt", "continue_final_message", "kwargs")
+_FOR_TEMPLATES = {"add_generation_prompt", "continue_final_message", "kwargs"}
 
 # Of the forward's arguments, those that the loop sets itself.
-_OF_FORWARDS = ("input_ids", "attention_mask", "use_cache")
+_SET_BY_THE_LOOP = ("input_ids", "attention_mask", "use_cache")
 
 # Arguments between transformers' generate() and the loop.
-_TAKEN = ("self", "model", "inputs", "custom_generate", "use_model_defaults")
+_INTERNAL = ("self", "model", "inputs", "custom_generate", "use_model_defaults")
 
 # Of transformers' generation config, those that all rows share because they are about the forward.
-_SHARED = ("use_cache", "cache_implementation", "prefill_chunk_size", "generation_config")
+_OF_FORWARDS = ("use_cache", "cache_implementation", "prefill_chunk_size", "generation_config")
 
 
 class RequestReader:
-    """Makes rows of requests.
+    """Makes rows of requests, whose settings take precedence over those of all requests, `arguments`.
 
-    Args:
-        model (`PreTrainedModel`): The target.
-        arguments (`dict`): transformers' arguments of all requests.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): For texts, chats and stop strings.
-        seed (`int`, *optional*): Of requests that name none; without it, one drawn from torch's generator.
-        num_places (`int`): Rows of the loop.
-
-    Raises:
-        SpecConfigError: The arguments cannot be honoured.
+    Without a `seed`, one is drawn from torch's generator when a request that samples names none.
     """
 
     def __init__(
@@ -94,14 +83,14 @@ class RequestReader:
         self.model = model
         self.tokenizer = tokenizer
         self._given_seed = seed
+        self._seed = None if seed is None else seed_of(seed)
         self._num_places = num_places
         numbers = _check({**arguments, "seed": seed})
-        given = {name: numbers.get(name, value) for name, value in arguments.items()}
-        self.arguments: dict[str, Any | bool] = {**given, "return_dict_in_generate": False}
+        self.arguments: dict[str, Any] = {name: numbers.get(name, value) for name, value in arguments.items()}
+        self.arguments["return_dict_in_generate"] = False
         has_adapters = self.arguments.get("adapter_names") is not None
         self._adapters: AdapterChoice | None = AdapterChoice(model) if has_adapters else None
         self._stop_strings: Recent[StopStringCriteria] = Recent(64)
-        self._seed = None if seed is None else seed_of(seed)
 
     @cached_property
     def written_settings(self) -> dict[str, Any]:
@@ -113,76 +102,43 @@ class RequestReader:
         return {**written, "seed": self._given_seed}
 
     def check(self) -> None:
-        """Lets transformers prepare a prompt, so that what is wrong for all requests is said at once.
-
-        Raises:
-            Exception: transformers, or the loop, cannot do what is asked for.
-        """
+        """Lets transformers prepare a prompt, so that what is wrong for all requests is said at once."""
         # Requests may all have lengths of their own, of which transformers then knows none.
-        has_length = any(
-            effective(self.model, self.arguments, name) is not None for name in ("max_new_tokens", "max_length")
-        )
-        self.row(0, [0], {"seed": 0} if has_length else {"seed": 0, "max_new_tokens": 1})
+        lengths = [effective(self.model, self.arguments, name) for name in ("max_new_tokens", "max_length")]
+        self.row(0, [0], {"seed": 0, "max_new_tokens": 1} if lengths == [None, None] else {"seed": 0})
 
     def read(self, request: Any) -> tuple[list[int], dict[str, Any]]:
-        """Tokens of a request, and its own settings.
-
-        Raises:
-            SpecConfigError: It has no prompt, or one that cannot be read.
-        """
-        settings: dict[str, Any] = {}
-        if isinstance(request, Mapping):
-            settings = dict(request)
-            named = [name for name in _PROMPTS if settings.get(name) is not None]
-            if len(named) != 1:
-                known = ", ".join(f"`{name}`" for name in _PROMPTS)
-                raise SpecConfigError(f"A request needs one of {known}, got {shown(list(request))}.")
-            request = settings[named[0]]
-            tools, template = settings.pop("tools", None), settings.pop("chat_template_kwargs", None)
-            settings = {name: value for name, value in settings.items() if name not in _PROMPTS}
-            self.check_settings(settings)
-            if tools or template:
-                self._check_of_chat(request, tools, template)
-                return self._tokens(request, tools, template), settings
-        return self._tokens(request), settings
+        """Tokens of a request, and its own settings."""
+        if not isinstance(request, Mapping):
+            return self._tokens(request), {}
+        prompts = [request[name] for name in _PROMPTS if request.get(name) is not None]
+        if len(prompts) != 1:
+            names = ", ".join(f"`{name}`" for name in _PROMPTS)
+            raise SpecConfigError(f"A request needs one of {names}, got {shown(list(request))}.")
+        settings = {name: value for name, value in request.items() if name not in _PROMPTS}
+        tools = settings.pop("tools", None)
+        template = settings.pop("chat_template_kwargs", None)
+        self.check_settings(settings)
+        if (tools or template) and not (_is_chat(prompts[0]) and self.tokenizer is not None):
+            raise SpecConfigError(
+                "`tools` and `chat_template_kwargs` belong to a chat. Pass `messages`, and `tokenizer=` of the model."
+            )
+        return self._tokens(prompts[0], tools, template or {}), settings
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Checks the settings that a request has for itself.
-
-        Raises:
-            SpecConfigError: One of them is for all requests, or not for requests of one loop.
-        """
+        """Refuses settings of a request that are for all of them, or not for requests of one loop."""
         method = settings.get("spec_method")
         if method is not None and method != NO_DRAFTS and not is_off(method):
             raise SpecConfigError(
                 f"`spec_method`={shown(method)} is for all requests. Pass it to the run; a request may say 'off'."
             )
-        of_all = (*ARGUMENTS, *SPELLINGS, "generation_config")
-        shared = [name for name in of_all if name in settings and name not in _OWN_DRAFTS]
-        if shared:
+        if for_all := [name for name in settings if name in _FOR_ALL]:
             raise SpecConfigError(
-                f"`{shared[0]}` is for all requests. Pass it to the run; a request has single settings."
+                f"`{for_all[0]}` is for all requests. Pass it to the run; a request has single settings."
             )
         _check(settings)
 
-    def _check_of_chat(self, prompt: Any, tools: Any, template: Any) -> None:
-        if not _is_chat(prompt) or self.tokenizer is None:
-            raise SpecConfigError(
-                "`tools` and `chat_template_kwargs` belong to a chat. Pass `messages`, and `tokenizer=` of the model."
-            )
-        if not isinstance(template or {}, Mapping):
-            raise SpecConfigError(f"`chat_template_kwargs` takes a dict, got {shown(template)}.")
-        taken = {*signature(self.tokenizer.apply_chat_template).parameters} - set(_OF_TEMPLATES)
-        wrong = [name for name in template or () if not isinstance(name, str) or name in taken]
-        if wrong:
-            raise SpecConfigError(f"`chat_template_kwargs` cannot have {shown(wrong[0])}. Leave it out.")
-        if tools and "tools" not in self.tokenizer.get_chat_template(tools=tools):
-            raise SpecConfigError(
-                "The chat template of this model has no place for `tools`. Leave them out, or describe them in a "
-                "message."
-            )
-
-    def _tokens(self, prompt: Any, tools: Any = None, template: Mapping[str, Any] | None = None) -> list[int]:
+    def _tokens(self, prompt: Any, tools: Any = None, template: Any = None) -> list[int]:
         if isinstance(prompt, str):
             return self._encode(prompt, special=True)
         if _is_chat(prompt):
@@ -206,10 +162,20 @@ class RequestReader:
             raise SpecConfigError(f"A prompt needs at least one token, all from 0 to {size - 1}, got {shown(tokens)}.")
         return tokens
 
-    def _chat(self, messages: Sequence[Any], tools: Any, template: Mapping[str, Any]) -> str:
+    def _chat(self, messages: Sequence[Any], tools: Any, template: Any) -> str:
         """The text of a chat."""
         if self.tokenizer is None:
             raise SpecConfigError("A chat needs the model's tokenizer. Pass `tokenizer=`.")
+        if not isinstance(template, Mapping):
+            raise SpecConfigError(f"`chat_template_kwargs` takes a dict, got {shown(template)}.")
+        taken = {*signature(self.tokenizer.apply_chat_template).parameters} - _FOR_TEMPLATES
+        if wrong := [name for name in template if not isinstance(name, str) or name in taken]:
+            raise SpecConfigError(f"`chat_template_kwargs` cannot have {shown(wrong[0])}. Leave it out.")
+        if tools and "tools" not in self.tokenizer.get_chat_template(tools=tools):
+            raise SpecConfigError(
+                "The chat template of this model has no place for `tools`. Leave them out, or describe them in a "
+                "message."
+            )
         contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
         parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
         if other := [part for part in parts if isinstance(part, Mapping) and part.get("type", "text") != "text"]:
@@ -242,29 +208,20 @@ class RequestReader:
         return self._tokens(tokens)
 
     def row(self, index: int, tokens: list[int], settings: dict[str, Any]) -> Row:
-        """The row of a request.
-
-        Args:
-            index (`int`): Its number.
-            tokens, settings: What `read` returned.
-
-        Raises:
-            Exception: transformers, or the loop, cannot do what it asks for.
-        """
+        """The row of a request of this number, of what `read` returned."""
         settings = dict(settings)
-        own_seed, own_number = settings.pop("seed", None), settings.pop("seed_row", None) or 0
+        request_seed = settings.pop("seed", None)
+        seed_row = settings.pop("seed_row", None) or 0
         most_draft_tokens = settings.pop("num_speculative_tokens", None)
         if settings.pop("spec_method", None) is not None:
             most_draft_tokens = 0  # nothing else may be asked
-        arguments = {**self.arguments, **settings, **self._own_objects(settings)}
-        top_logprobs, adapter = (
-            arguments.pop("top_logprobs", None),
-            self._adapter(arguments.pop("adapter_names", None)),
-        )
+        arguments = {**self.arguments, **settings, **self._copied_functions(settings)}
+        top_logprobs = arguments.pop("top_logprobs", None)
+        adapter = self._adapter(arguments.pop("adapter_names", None))
         input_ids = torch.tensor([tokens], device=self.model.device)
         arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         # Before transformers encodes images.
-        self._check_inputs(forward_arguments(type(self.model)), arguments)
+        _check_inputs(arguments, forward_arguments(type(self.model)))
         arguments = self._in_one_config({**arguments, "tokenizer": self.tokenizer})
         try:
             request = prepare_request(self.model, arguments, self._stop_criterion)
@@ -276,14 +233,19 @@ class RequestReader:
                 f"transformers cannot prepare a request with the settings {shown(settings)} "
                 f"({type(error).__name__}: {error}). Change them."
             ) from error
-        self._check_prepared(request, arguments)
+        _check_inputs(arguments, request.model_kwargs)
+        if request.batch_size != 1:
+            raise SpecConfigError(f"A request is one row, and this one begins {request.batch_size}. Pass each alone.")
+        first, size = request.generation_config.forced_bos_token_id, vocabulary_size(self.model)
+        if first is not None and first >= size:
+            raise SpecConfigError(f"`forced_bos_token_id`={shown(first)} is no token: those are from 0 to {size - 1}.")
         request.adapters = None if adapter is None else [adapter]
         if "pad_token_id" not in self.arguments and request.generation_config._pad_token_tensor is not None:
             # Otherwise transformers says for each request that it takes another token for it.
             self.arguments["pad_token_id"] = request.pad_token
         seed, number = 0, index
-        if own_seed is not None:
-            seed, number = seed_of(own_seed), own_number
+        if request_seed is not None:
+            seed, number = seed_of(request_seed), seed_row
         elif request.generation_config.do_sample:
             # As a call does, and the same in all processes that hold parts of the target.
             seed = self._seed = request.draw_seed() if self._seed is None else self._seed
@@ -292,24 +254,6 @@ class RequestReader:
         reach = ([1], row.most_tokens - 1) if self._num_places > 1 else ([row.length], row.most_tokens - row.length)
         check_constant_rotary(self.model, *reach)
         return row
-
-    def _check_inputs(self, names: Container[str], arguments: dict[str, Any]) -> None:
-        """Refuses arguments of these names, which are the forward's."""
-        given = [name for name, value in arguments.items() if name in names and value is not None]
-        lost = [name for name in given if name not in _OF_FORWARDS]
-        if lost:
-            raise SpecConfigError(
-                f"`{lost[0]}` would not be read: requests that share a loop are tokens alone. Leave it out, or call "
-                "generate()."
-            )
-
-    def _check_prepared(self, request: Request, arguments: dict[str, Any]) -> None:
-        self._check_inputs(request.model_kwargs, arguments)
-        if request.batch_size != 1:
-            raise SpecConfigError(f"A request is one row, and this one begins {request.batch_size}. Pass each alone.")
-        first, size = request.generation_config.forced_bos_token_id, vocabulary_size(self.model)
-        if first is not None and first >= size:
-            raise SpecConfigError(f"`forced_bos_token_id`={shown(first)} is no token: those are from 0 to {size - 1}.")
 
     def _adapter(self, names: Any) -> int | None:
         """Place of a request's adapter; `None` where all have those that are active."""
@@ -326,7 +270,7 @@ class RequestReader:
         """Lets rows, inside the block, have adapters of their own, where requests name some."""
         return nullcontext() if self._adapters is None else self._adapters.told()
 
-    def _own_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def _copied_functions(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Copies of the processors and criteria of all requests: they may remember what they have seen.
 
         Grammars that are known are read, and not used, so requests may share them.
@@ -348,11 +292,10 @@ class RequestReader:
 
     def _stop_criterion(self, tokenizer: Any, strings: Any) -> StopStringCriteria:
         """The criterion of stop strings, which is made once for equal ones: it reads the whole vocabulary."""
-        key = repr(strings)
-        criterion = self._stop_strings.get(key)
+        criterion = self._stop_strings.get(repr(strings))
         if criterion is None:
             criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
-            self._stop_strings.put(key, criterion)
+            self._stop_strings.put(repr(strings), criterion)
         return criterion
 
     def together(self, rows: list[Row]) -> Request:
@@ -363,7 +306,7 @@ class RequestReader:
         for index, row in enumerate(rows):
             input_ids[index, length - row.length :] = row.sequences.row(0).cpu()
             mask[index, length - row.length :] = 1
-        arguments = {name: self.arguments[name] for name in _SHARED if name in self.arguments}
+        arguments = {name: self.arguments[name] for name in _OF_FORWARDS if name in self.arguments}
         arguments |= {
             "input_ids": input_ids.to(self.model.device),
             "attention_mask": mask.to(self.model.device),
@@ -421,8 +364,14 @@ def check_config(config: Any) -> None:
         raise SpecConfigError(f"`generation_config` takes a GenerationConfig, got a {type(config).__name__}.")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
+def _check_inputs(arguments: Mapping[str, Any], of_forwards: Container[str]) -> None:
+    """Refuses arguments that the forward would read, of whose names `of_forwards` has some."""
+    given = [name for name, value in arguments.items() if name in of_forwards and value is not None]
+    if lost := [name for name in given if name not in _SET_BY_THE_LOOP]:
+        raise SpecConfigError(
+            f"`{lost[0]}` would not be read: requests that share a loop are tokens alone. Leave it out, or call "
+            "generate()."
+        )
 
 
 def _check(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -430,13 +379,13 @@ def _check(arguments: Mapping[str, Any]) -> dict[str, Any]:
     config = arguments.get("generation_config")
     check_config(config)
     for name in arguments:
-        if not isinstance(name, str) or not name or name in _TAKEN:
+        if not isinstance(name, str) or not name or name in _INTERNAL:
             raise SpecConfigError(f"A request has no setting {name!r}. Leave it out.")
     numbers = {
         name: checked(name, arguments.get(name, getattr(config, name, None)), kind | None, bounds)
         for name, (kind, bounds) in _NUMBERS.items()
     }
-    for name in _FUNCTIONS:
+    for name in ("logits_processor", "stopping_criteria"):
         functions = arguments.get(name)
         if functions is not None and not (isinstance(functions, (list, tuple)) and all(map(callable, functions))):
             raise SpecConfigError(f"`{name}` takes a list of functions, got {shown(functions)}.")
@@ -445,7 +394,9 @@ def _check(arguments: Mapping[str, Any]) -> dict[str, Any]:
         raise SpecConfigError(f"`prefix_allowed_tokens_fn` takes a function, got {shown(allowed)}.")
     strings = arguments.get("stop_strings", getattr(config, "stop_strings", None))
     texts = [strings] if isinstance(strings, str) else strings
-    if texts is not None and not (isinstance(texts, (list, tuple)) and texts and all(map(_is_text, texts))):
+    if texts is not None and not (
+        isinstance(texts, (list, tuple)) and texts and all(isinstance(text, str) and text for text in texts)
+    ):
         raise SpecConfigError(f"`stop_strings` takes a text, or a list of them, got {shown(strings)}.")
     check_sharing(arguments)
     return numbers

@@ -64,11 +64,11 @@ def test_results_come_before_the_error_of_the_iterable(model):
         yield from map(prompt, range(3))
         raise KeyError("no more")
 
-    results, seen = generate_many(model, broken(), 2, do_sample=False, max_new_tokens=6, **NGRAM), []
+    results = generate_many(model, broken(), 2, do_sample=False, max_new_tokens=6, **NGRAM)
+    seen = {next(results).index for _ in range(3)}
     with pytest.raises(KeyError, match="no more"):
-        for result in results:
-            seen.append(result)
-    assert sorted(result.index for result in seen) == [0, 1, 2]
+        next(results)
+    assert seen == {0, 1, 2}
     assert list(results) == []
 
 

@@ -1,4 +1,4 @@
-"""Requests that share a loop, from prompts to rows that have ended: an iterator pulls it, a manager has a thread for it."""
+"""Requests that share a loop, from prompts to rows that have ended: an iterator pulls it, a manager lends it a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that share a loop, from prompts to rows that have ended: an iterator pulls it, a manager lends it a thread."""
+"""Requests that share a loop, from prompts to rows that have ended: for an iterator, and for a manager's thread."""
 
 from __future__ import annotations
 

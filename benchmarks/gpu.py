@@ -68,6 +68,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_specdec import Speculator, generate, record
 from hf_specdec.drafts import TokenTree
+from hf_specdec.drafts.static import prior_accuracies
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.kernels._triton import HAS_TRITON, triton
 from hf_specdec.loader import forget_speculators
@@ -461,7 +462,7 @@ def draft_shapes(nodes: Sequence[int]) -> Iterator[tuple[str, TokenTree | None]]
             continue
         yield "chain", TokenTree.chain(count - 1)
         if count >= 8:
-            yield "tree", TokenTree.of_size(count - 1, 7)
+            yield "tree", TokenTree.from_accuracies(prior_accuracies(7, 10), count - 1)
 
 
 def environment(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

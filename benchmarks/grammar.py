@@ -37,8 +37,7 @@ from transformers.generation.logits_process import LogitsProcessor
 import hf_specdec
 from hf_specdec import demo
 from hf_specdec.demo import smollm2
-from hf_specdec.logits.grammar.growth import GrowingMasks
-from hf_specdec.logits.grammar.masks import GrammarMask
+from hf_specdec.logits.grammar.masks import GrammarMask, GrowingMasks
 from hf_specdec.logits.grammar.rows import NodeMasks
 from hf_specdec.logits.sampling import DraftSampler
 from hf_specdec.machine import describe_environment

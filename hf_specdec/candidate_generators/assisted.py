@@ -18,7 +18,7 @@ from transformers.generation.candidate_generator import CandidateGenerator as Hf
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError, UnsupportedModelError
-from ..logits.acceptance import with_successors
+from ..kernels.best import with_successors
 from ..protocol import Commit, DraftStep, Prompt, Session, VerifiedNodes
 from .base import CandidateGenerator
 

@@ -32,7 +32,7 @@ from .base import CandidateGenerator
 
 if TYPE_CHECKING:
     from ..drafts.static import Level
-    from ..logits.grammar.growth import GrowingMasks
+    from ..logits.grammar.masks import GrowingMasks
     from ..settings import SpeculativeConfig
 
 

@@ -40,7 +40,7 @@ from transformers.generation.candidate_generator import CandidateGenerator as Hf
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
-from ..logits.grammar.growth import GrowingMasks
+from ..logits.grammar.masks import GrowingMasks
 from ..logits.randomness import NODES_PER_ANCHOR
 from ..protocol import Commit, DeviceCommit, DraftStep, Lookups, Prompt, Session, VerifiedNodes
 from .options import NoOptions

@@ -24,7 +24,7 @@ from torch import nn
 from ..drafts import DraftTree, TokenTree, renumbered
 from ..drafts.static import Level
 from ..kernels.best import best_log_probs, best_tokens
-from ..logits.grammar.growth import GrowingMasks
+from ..logits.grammar.masks import GrowingMasks
 from ..transfers import kept_tensor
 from .entries import DraftEntries, pick_nodes
 

@@ -17,7 +17,7 @@ import torch
 
 from ..drafts.static import Level
 from ..kernels.best import best_tokens
-from ..logits.grammar.growth import GrowingMasks
+from ..logits.grammar.masks import GrowingMasks
 from .growth import DepthLimits, DraftNodes, DynamicTree, grow
 
 

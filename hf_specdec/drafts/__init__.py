@@ -1,8 +1,4 @@
-"""Drafts: the tokens proposed in one cycle, and the shape of the tree that they form.
-
-`tree` has the drafts of a batch, `topology` what follows from the parents of their nodes, `static` the shapes that are
-decided before anything is generated.
-"""
+"""Drafts (`tree`), what follows from the parents of their nodes (`topology`), and shapes decided before (`static`)."""
 
 from .static import PUBLISHED_TREES, TokenTree, parse_token_tree
 from .topology import TreeTopology, chain_topology, node_depths, renumbered, static_topology

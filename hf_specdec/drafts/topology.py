@@ -16,21 +16,13 @@ from ..transfers import kept_on_device, upload
 
 @dataclass(frozen=True, eq=False)
 class TreeTopology:
-    """Depths and ancestors, which follow from the parents alone. Node 0 is the anchor, node i + 1 is draft node i.
+    """Depths and ancestors of verified nodes: node 0 is the anchor, node i + 1 is draft node i."""
 
-    Attributes:
-        parents (`torch.LongTensor` of shape `(T,)` or `(B, T)`): Parent of each verified node; the anchor's is itself.
-        depths (`torch.LongTensor` of shape `(T,)` or `(B, T)`): Edges to the anchor.
-        ancestors (`torch.BoolTensor` of shape `(T, T)` or `(B, T, T)`): `[i, j]`: j is i or one of its ancestors.
-        max_depth (`int`): Upper bound of the depths.
-        is_chain (`bool`): Node i follows node i - 1.
-    """
-
-    parents: torch.LongTensor
-    depths: torch.LongTensor
-    ancestors: torch.BoolTensor
-    max_depth: int
-    is_chain: bool = False
+    parents: torch.LongTensor  # (T,) or (B, T); the anchor's is itself
+    depths: torch.LongTensor  # (T,) or (B, T): edges to the anchor
+    ancestors: torch.BoolTensor  # (T, T) or (B, T, T); [i, j]: j is i or one of its ancestors
+    max_depth: int  # upper bound of the depths
+    is_chain: bool = False  # node i follows node i - 1
 
     @classmethod
     def from_parents(cls, draft_parents: torch.LongTensor) -> TreeTopology:
@@ -47,12 +39,9 @@ class TreeTopology:
 
 
 def renumbered(parents: torch.LongTensor, nodes: torch.LongTensor, size: int) -> torch.LongTensor:
-    """Parents among nodes that were picked out of more; each node's parent was picked, too, or is the anchor.
+    """Parents `(B, N)` of nodes that were picked out of `size`, in their new numbers.
 
-    Args:
-        parents (`torch.LongTensor` of shape `(B, N)`): The parents of the picked nodes in the old numbers, -1: anchor.
-        nodes (`torch.LongTensor` of shape `(B, N)`): The picked nodes in the old numbers, in their new order.
-        size (`int`): How many there were.
+    Given are the parents `(B, N)`, picked as well or the anchor (-1), and the nodes in their new order.
     """
     # Where each node has gone; entry 0 is the anchor.
     places = nodes.new_full((len(nodes), size + 1), -1)

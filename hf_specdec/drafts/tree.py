@@ -11,8 +11,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -30,17 +30,16 @@ class DraftTree:
     """The drafts of one cycle.
 
     Args:
-        tokens (`torch.LongTensor` of shape `(B, N)`):
-            Draft tokens, parents before their children. Columns from `num_nodes` on are padding.
-        parents (`torch.LongTensor` of shape `(N,)` or `(B, N)`):
-            Index of each node's parent, -1 for a child of the anchor. `parents[i] < i`.
-        num_nodes (`torch.LongTensor` of shape `(B,)`, or `list[int]`):
-            Valid nodes of each row, 0 to N; a list where the host knows them. The attribute is a tensor.
-        probs (`torch.FloatTensor` of shape `(B, N, V)`, *optional*):
-            The distribution each node was sampled from, in the order in which siblings were drawn. `None` if the
-            draft was chosen deterministically (a point mass on the drafted token).
-        node_lists (`list[list[int]]`, *optional*):
-            The valid tokens of each row on the host, where the drafter has them already.
+        tokens (`torch.LongTensor` of shape `(B, N)`): Draft tokens, parents before their children. Columns from
+            `num_nodes` on are padding.
+        parents (`torch.LongTensor` of shape `(N,)` or `(B, N)`): Index of each node's parent, -1 for a child of the
+            anchor. `parents[i] < i`.
+        num_nodes (`torch.LongTensor` of shape `(B,)`, or `list[int]`): Valid nodes of each row, 0 to N; a list where
+            the host knows them. The attribute is a tensor.
+        probs (`torch.FloatTensor` of shape `(B, N, V)`, *optional*): The distribution each node was sampled from, in
+            the order in which siblings were drawn. `None` if the draft was chosen deterministically (a point mass on
+            the drafted token).
+        node_lists (`list[list[int]]`, *optional*): The valid tokens of each row, where the host has them already.
         is_chain (`bool`): Node i is the child of node i - 1.
         shape (`TokenTree`, *optional*): The static tree that all rows share; what follows from it is computed once.
         node_parents (`list[list[int]]`, *optional*): The parents of the valid nodes on the host, like `node_lists`.
@@ -113,16 +112,17 @@ class DraftTree:
                 branches, the drafts are chains all the same, which cost less to verify.
             path_log_probs (`list[list[float]]`, *optional*): Log-probability of the path to each node of a tree.
         """
-        device, counts = torch.device(device), list(map(len, drafts))
+        device = torch.device(device)
+        counts = list(map(len, drafts))
         size = max(counts, default=0)
-        tokens = _flat(_padded(drafts, size, 0))
+        flat_tokens = [token for row in _padded(drafts, size, 0) for token in row]
         if parents is None or all(row == list(range(-1, len(row) - 1)) for row in parents):
-            tokens, num_nodes = upload_together(device, tokens, counts)
+            tokens, num_nodes = upload_together(device, flat_tokens, counts)
             return cls.chain(tokens.view(len(drafts), size), num_nodes, node_lists=drafts)
         # Rows that share their parents, as a single one does, share a topology and its masks.
         shared = all(row == parents[0] for row in parents)
-        padded = parents[0] if shared else _flat(_padded(parents, size, -1))
-        tokens, num_nodes, padded = upload_together(device, tokens, counts, padded)
+        flat_parents = parents[0] if shared else [parent for row in _padded(parents, size, -1) for parent in row]
+        tokens, num_nodes, padded = upload_together(device, flat_tokens, counts, flat_parents)
         padded = padded if shared else padded.view(len(drafts), size)
         draft = cls(tokens.view(len(drafts), size), padded, num_nodes, node_lists=drafts, node_parents=parents)
         if path_log_probs is not None:
@@ -165,9 +165,9 @@ class DraftTree:
         if self.shape is not None:
             return self.shape.topology(self.tokens.device)
         if self.parents.dim() == 1:
-            known = self.node_parents[0] if self.node_parents else []
-            if len(known) == self.size:
-                return static_topology(tuple(known), self.tokens.device)
+            parents = self.node_parents[0] if self.node_parents else []
+            if len(parents) == self.size:
+                return static_topology(tuple(parents), self.tokens.device)
             if self.parents.device.type == "cpu":
                 return static_topology(tuple(self.parents.tolist()), self.tokens.device)
         # Asking a device for the parents would make the host wait.
@@ -175,8 +175,10 @@ class DraftTree:
 
     def of_rows(self, rows: Sequence[int]) -> DraftTree:
         """The drafts of some rows; the host reads the shapes of all of them."""
-        counts, parents = self.counts(), None if self.is_chain or self.shape is not None else self.parent_lists()
-        lists, index = self.node_lists, upload(rows, self.tokens.device)
+        counts = self.counts()
+        parents = None if self.is_chain or self.shape is not None else self.parent_lists()
+        lists = self.node_lists
+        index = upload(rows, self.tokens.device)
         some = DraftTree(
             self.tokens.index_select(0, index),
             self.parents if self.parents.dim() == 1 else self.parents.index_select(0, index),
@@ -200,12 +202,12 @@ class DraftTree:
 
     @property
     def is_rated(self) -> bool:
-        """Tells whether the draft is a tree that rates its nodes, by itself or by its shape."""
+        """Whether the draft is a tree that rates its nodes, by itself or by its shape."""
         return not self.is_chain and self.probs is None and (self.shape is not None or self.path_log_probs is not None)
 
     @property
     def is_rated_chain(self) -> bool:
-        """Tells whether the draft is a chain that foresees how far it is accepted."""
+        """Whether the draft is a chain that foresees how far it is accepted."""
         return self.is_chain and self.path_log_probs is not None
 
     def shortened(self, most: list[int]) -> DraftTree:
@@ -213,7 +215,8 @@ class DraftTree:
         counts = list(map(min, self.counts(), most))
         if counts == self.counts():
             return self
-        size, lists, ratings = max(counts, default=0), self.node_lists, self.path_log_probs
+        size = max(counts, default=0)
+        lists, ratings = self.node_lists, self.path_log_probs
         shorter = DraftTree.chain(
             self.tokens[:, :size],
             counts,
@@ -227,48 +230,41 @@ class DraftTree:
         return shorter
 
     def probs_by_rank(self) -> torch.FloatTensor | None:
-        """Estimated probabilities that the best node of a row is accepted, the next best one, and so on.
+        """Probabilities `(N,)` that a row's best node is accepted, the next best one, and so on; `None` if unknown.
 
-        Returns:
-            `torch.FloatTensor` of shape `(N,)`: Means over the rows, on the host for a tree that all of them share;
-            `None` for a chain, and where nothing says it.
+        They are means over the rows, on the host for a tree that all of them share.
         """
         if not self.is_rated:
             return None
         if self.shape is not None:
-            return _prior_probs_by_rank(self.shape)
+            return self.shape.prior_probs_by_rank
         return self.path_log_probs.exp().sort(dim=1, descending=True).values.mean(0)
 
     def likeliest(self, count: int) -> DraftTree:
         """The likeliest nodes of each row to be accepted, at most `count`; the whole draft if it rates none."""
         if count >= self.size or not self.is_rated:
             return self
-        fewer = self._likeliest_of_shape(count) if self.shape is not None else self._likeliest_by_path(count)
+        if self.shape is not None:
+            shape, nodes = self.shape.likeliest(count)
+            tokens = self.tokens.index_select(1, kept_tensor(nodes, self.tokens.device))
+            # Rows that may not draft so deep have the first nodes only.
+            counts = [bisect_left(nodes, row_count) for row_count in self.counts()]
+            parents = kept_tensor(shape.parents, tokens.device)
+            fewer = DraftTree(tokens, parents, counts, is_chain=shape.is_chain, shape=shape)
+        else:
+            log_probs = self.path_log_probs
+            best = log_probs.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
+            parents = renumbered(self.parents.expand_as(self.tokens).gather(1, best), best, self.size)
+            if self.node_counts is None:
+                counts = self.num_nodes.clamp(max=count)
+            else:
+                counts = [min(row_count, count) for row_count in self.node_counts]
+            fewer = DraftTree(self.tokens.gather(1, best), parents, counts, path_log_probs=log_probs.gather(1, best))
         fewer.drafters = self.drafters
         return fewer
 
-    def _likeliest_by_path(self, count: int) -> DraftTree:
-        best = self.path_log_probs.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
-        parents = renumbered(self.parents.expand_as(self.tokens).gather(1, best), best, self.size)
-        known = self.node_counts
-        counts = self.num_nodes.clamp(max=count) if known is None else [min(own, count) for own in known]
-        return DraftTree(
-            self.tokens.gather(1, best), parents, counts, path_log_probs=self.path_log_probs.gather(1, best)
-        )
-
-    def _likeliest_of_shape(self, count: int) -> DraftTree:
-        tree, nodes = self.shape.likeliest(count)
-        tokens = self.tokens.index_select(1, kept_tensor(nodes, self.tokens.device))
-        # Rows that may not draft so deep have the first nodes only.
-        counts = [bisect_left(nodes, own) for own in self.counts()]
-        return replace(DraftTree.of_shape(tree, tokens), num_nodes=counts)
-
     def unknown_tables(self, tokens: bool = False) -> dict[str, torch.LongTensor]:
-        """Tables that the host lacks of the drafts, for a transfer that is made anyway; [`learn`] takes them.
-
-        Args:
-            tokens (`bool`): Their tokens are wanted, too, and not only their shapes.
-        """
+        """Tables that the host lacks of the drafts, with `tokens` these too; [`learn`] takes them after a transfer."""
         tables = {}
         if self.node_counts is None:
             tables["num_nodes"] = self.num_nodes[:, None]
@@ -279,16 +275,13 @@ class DraftTree:
         return tables
 
     def learn(self, tables: dict[str, list[list[int]]]) -> None:
-        """Takes what was asked for as [`unknown_tables`], now on the host."""
+        """Takes the tables of [`unknown_tables`], now on the host."""
         if "num_nodes" in tables:
             self.node_counts = [row[0] for row in tables["num_nodes"]]
         if "parents" in tables:
-            self.node_parents = self._valid(tables["parents"])
+            self.node_parents = [row[:count] for row, count in zip(tables["parents"], self.node_counts)]
         if "tokens" in tables:
-            self.node_lists = self._valid(tables["tokens"])
-
-    def _valid(self, rows: list[list[int]]) -> list[list[int]]:
-        return [row[:count] for row, count in zip(rows, self.node_counts)]
+            self.node_lists = [row[:count] for row, count in zip(tables["tokens"], self.node_counts)]
 
     def _read(self, tokens: bool = False) -> None:
         """Reads what the host does not know, in one transfer."""
@@ -330,12 +323,3 @@ class DraftTree:
 
 def _padded(rows: list[list[Number]], size: int, filler: Number) -> list[list[Number]]:
     return [row + [filler] * (size - len(row)) for row in rows]
-
-
-def _flat(rows: list[list[int]]) -> list[int]:
-    return [value for row in rows for value in row]
-
-
-@lru_cache(maxsize=256)
-def _prior_probs_by_rank(shape: TokenTree) -> torch.FloatTensor:
-    return torch.tensor(sorted(shape.prior_probs, reverse=True), device="cpu")

@@ -49,6 +49,15 @@ def best_log_probs(logits: torch.Tensor, count: int) -> tuple[torch.FloatTensor,
     return values, tokens
 
 
+def with_successors(tokens: torch.LongTensor, logits: torch.Tensor, count: int) -> torch.LongTensor:
+    """Each node's token `(B, T)`, and after it the ids of the `count` largest logits there: `(B, T, 1 + count)`.
+
+    The best come first; -1 where nothing else is possible.
+    """
+    best = logits.topk(count)
+    return torch.cat([tokens[..., None], best.indices.masked_fill(best.values == -torch.inf, -1)], dim=-1)
+
+
 def _best_triton(scores: torch.Tensor) -> torch.LongTensor:
     rows, vocab_size = as_lines(scores), scores.shape[-1]
     count = len(rows)

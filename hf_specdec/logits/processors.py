@@ -6,7 +6,7 @@ generation would have shown them, so they run along the accepted path, position 
 package does not know may keep state or depend on their place in the batch; they see whole batches of equal length,
 once per position, as in plain generation.
 
-Shapes: R rows, L tokens so far, V vocabulary.
+Shapes: B rows of a call, R rows of it, L tokens so far, M scores, V vocabulary, W words of a grammar's mask.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from transformers.generation import logits_process as hf
-from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 from ..errors import SpecConfigError, shown
+from .grammar.masks import GrammarMask
 from .grammar.rows import RowGrammars
 from .warpers import Warpers, and_then
 
@@ -63,30 +64,33 @@ _IN_GRAPHS = {hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarp
 
 
 class ProcessorStack:
-    """The processors of one `generate()` call, in the host's order.
+    """The processors of one `generate()` call, in the host's order: penalties, user processors, warpers.
 
-    Args:
-        processors (`LogitsProcessorList`): What `generate()` prepared: penalties, user processors, warpers.
-        grammar (`RowGrammars`, *optional*): That of one of the processors, in whose place its masks are applied.
-
-    Attributes:
-        reads_tokens (`bool`): One of them reads the tokens before a position, a grammar included.
-        walks (`bool`): One that is not the grammar does so.
-        knows_all (`bool`): All of them are known, so each row can be processed by itself, at any position.
+    `grammar` is that of one of the processors, in whose place its masks are applied.
     """
+
+    walks: bool  # one that is not the grammar reads the tokens before a position
+    reads_tokens: bool  # one does so, a grammar included
+    knows_all: bool  # all of them are known, so each row can be processed by itself, at any position
 
     def __init__(self, processors: LogitsProcessorList, grammar: RowGrammars | None = None):
         self.processors: LogitsProcessorList = processors
         self.grammar: RowGrammars | None = grammar
-        self._list = LogitsProcessorList if any(map(_wants_more, processors)) else _Processors
+        # Where a processor takes more than tokens and scores, transformers' own list says what is missing.
+        asks_more = any(_num_arguments(type(processor)) > 2 for processor in processors)
+        self._list = LogitsProcessorList if asks_more else _Processors
         self._run = self._list(reduce(and_then, processors, []))
         kinds = [type(processor) for processor in processors if not self._is_grammar(processor)]
-        self.walks: bool = any(kind not in _POSITION_INDEPENDENT for kind in kinds)
-        self.reads_tokens: bool = self.walks or grammar is not None
-        self.knows_all: bool = all(kind in _POSITION_INDEPENDENT or kind in _ROW_WISE for kind in kinds)
+        self.walks = any(kind not in _POSITION_INDEPENDENT for kind in kinds)
+        self.reads_tokens = self.walks or grammar is not None
+        self.knows_all = all(map(self._is_known, processors))
 
-    def _is_grammar(self, processor) -> bool:
+    def _is_grammar(self, processor: Any) -> bool:
         return self.grammar is not None and processor is self.grammar.processor
+
+    def _is_known(self, processor: Any) -> bool:
+        kind = type(processor)
+        return kind in _POSITION_INDEPENDENT or kind in _ROW_WISE or self._is_grammar(processor)
 
     def __bool__(self) -> bool:
         return len(self.processors) > 0
@@ -96,22 +100,19 @@ class ProcessorStack:
         """Types of the processors that this package does not know."""
         return [type(processor).__name__ for processor in self.processors if not self._is_known(processor)]
 
-    def _is_known(self, processor) -> bool:
-        kind = type(processor)
-        return kind in _POSITION_INDEPENDENT or kind in _ROW_WISE or self._is_grammar(processor)
-
     @property
     def signature(self) -> tuple[Any, ...] | None:
         """Equal for stacks that make the same of all scores; `None` where more than the scores is read."""
         if self.reads_tokens:
             return None
         return tuple(
-            (type(one), *((name, _hashable(value)) for name, value in vars(one).items())) for one in self.processors
+            (type(processor), *((name, _hashable(value)) for name, value in vars(processor).items()))
+            for processor in self.processors
         )
 
     @property
     def runs_in_graphs(self) -> bool:
-        """Tells whether a graph can repeat them all; it has their settings built in, see `signature`."""
+        """Whether a graph can repeat them all; it has their settings built in, see `signature`."""
         return all(type(processor) in _IN_GRAPHS for processor in self.processors)
 
     def known_only(self) -> ProcessorStack:
@@ -119,11 +120,9 @@ class ProcessorStack:
         return ProcessorStack(LogitsProcessorList(filter(self._is_known, self.processors)), self.grammar)
 
     def all_nodes(self, logits: torch.Tensor, masks: np.ndarray | None = None) -> torch.Tensor:
-        """Scores of all nodes at once, shape `(..., V)`, float32. Only for stacks that do not walk.
+        """Scores of all nodes at once, in float32, of logits `(..., V)`; only for stacks that do not walk.
 
-        Args:
-            logits (`torch.Tensor` of shape `(..., V)`): Their logits.
-            masks (`np.ndarray` of shape `(..., W)`, *optional*): The masks of all nodes, for a stack with a grammar.
+        A stack with a grammar needs its masks `(..., W)`.
         """
         if not self.processors:
             return logits.float()
@@ -141,19 +140,14 @@ class ProcessorStack:
         rows: list[int],
         masks: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """Scores of one position of each row.
+        """Scores `(R, V)` of one position of each row, of its logits `(R, V)` after the tokens so far, each `(L,)`.
 
-        Args:
-            sequences (`list[torch.LongTensor]`): Each row's tokens so far, padding included, shape `(L,)`.
-            logits (`torch.Tensor` of shape `(R, V)`): Logits of the position after them.
-            rows (`list[int]`): Index of each row in the call's batch.
-            masks (`np.ndarray` of shape `(R, W)`, *optional*): The grammar's masks, where they are known already.
-
-        Returns:
-            `torch.FloatTensor` of shape `(R, V)`.
+        Tokens include the padding; rows are indices in the call's batch. `masks` `(R, W)` are the grammar's, where
+        they are known already.
         """
         if self.grammar is not None and masks is None:
-            masks = self.grammar.masks_after(sequences, rows)
+            texts = [tokens.tolist() for tokens in sequences]
+            masks = np.stack([self.grammar.mask_after(*row, is_drafted=True) for row in zip(rows, texts)])
         if not self.walks:
             return self.all_nodes(logits, masks)
         groups: dict[int, list[int]] = {}
@@ -164,17 +158,15 @@ class ProcessorStack:
         scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         for members in groups.values():
             tokens = torch.stack([sequences[index] for index in members])
-            of_members = None if masks is None else masks[members]
-            processors = self._for([rows[index] for index in members], of_members)
-            scores[members] = processors(tokens, logits[members].float())
+            run = self._for([rows[index] for index in members], None if masks is None else masks[members])
+            scores[members] = run(tokens, logits[members].float())
         return scores
 
     def whole_batch(self, tokens: torch.LongTensor, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """Like `rows`, for stacks with unknown processors: they are called once, with the whole batch.
 
-        Args:
-            tokens (`torch.LongTensor` of shape `(B, L)`): All rows of the call, finished ones padded.
-            logits (`torch.Tensor` of shape `(R, V)`): Logits of the rows `rows`; the others are shown zeros.
+        The tokens `(B, L)` are those of all rows of the call, finished ones padded. Logits `(R, V)` are those of the
+        rows `rows`; the others are shown zeros.
         """
         batch = logits.new_zeros((tokens.shape[0], logits.shape[-1]), dtype=torch.float32)
         batch[rows] = logits.float()
@@ -187,7 +179,7 @@ class ProcessorStack:
 
     def _masking(self, run: LogitsProcessorList, masks: np.ndarray) -> LogitsProcessorList:
         """The processors with masks `(M, W)` in the place of the grammar's."""
-        masking = self.grammar.masking(masks)
+        masking = GrammarMask(masks, self.grammar.grammar.allows_rest)
         return self._list(masking if self._is_grammar(processor) else processor for processor in run)
 
 
@@ -206,21 +198,16 @@ class _Processors(LogitsProcessorList):
         return scores
 
 
-def _wants_more(processor: Any) -> bool:
-    """Tells whether a processor takes more than tokens and scores; transformers' list then says what is missing."""
-    return _num_arguments(type(processor)) > 2
-
-
 @lru_cache(maxsize=256)
 def _num_arguments(kind: type) -> int:
     return len(inspect.signature(kind.__call__).parameters) - 1
 
 
-def _hashable(value):
+def _hashable(value: Any) -> tuple[Any, ...] | str:
     return tuple(value.flatten().tolist()) if torch.is_tensor(value) else repr(value)
 
 
-def _select_rows(processor, rows: list[int]):
+def _select_rows(processor: LogitsProcessor, rows: list[int]) -> LogitsProcessor:
     ignored = getattr(processor, "prompt_ignore_length", None)
     if not torch.is_tensor(ignored):
         return processor

@@ -1,9 +1,16 @@
 """Acceptance rules, of which `rejection_sample_method` chooses the one that judges the drafts of a call.
 
 `standard` decides position by position, so the verifier can also apply it node by node. The others judge a draft as a
-whole: they need the target's processed scores after all of its nodes.
+whole: they need the target's processed scores after all of its nodes. Random numbers come in as tensors and integers
+go out, so another implementation of a rule can be held against this one by equality.
 
-Shapes: R active rows, N draft nodes, T = N + 1 verified nodes, V vocabulary.
+- `standard`: `follow`, `reject_chain` and `reject_tree` of kernels/acceptance.py. Exact.
+- `block`: block verification of drawn chains (Sun et al. 2024, arXiv:2403.10444). Exact.
+- `typical`: typical acceptance (Cai et al. 2024, arXiv:2401.10774, section 2.3.1). Changes the distribution.
+- `synthetic`: given acceptance rates, whatever the tokens are. The text is meaningless.
+
+Shapes: R active rows, N draft nodes, T = N + 1 verified nodes (node 0 is the anchor, node i + 1 is draft node i),
+V vocabulary, D rates. In the equations p is the target's and q the draft's distribution.
 """
 
 from __future__ import annotations
@@ -13,15 +20,25 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from transformers.utils import logging
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
-from ..kernels.acceptance import Acceptance, follow, reject_chain, reject_tree
+from ..kernels.acceptance import (
+    Acceptance,
+    check_probs,
+    family,
+    follow,
+    recovered_probs,
+    reject_chain,
+    reject_tree,
+    tree_path,
+)
 from ..kernels.best import best_tokens
+from ..kernels.indexing import arange, pick, rows_at, widest_float
 from ..kernels.sampling import sample_from_probs
-from .acceptance import accept_synthetic, accept_typical, reject_block
-from .randomness import ACCEPT, TARGET, CapturedUniforms, RowUniforms
+from .randomness import ACCEPT, TARGET, RowUniforms
 
 
 if TYPE_CHECKING:
@@ -32,39 +49,32 @@ logger = logging.get_logger(__name__)
 
 
 class StandardRule:
-    """Follows the target's own choices; rejection sampling for drafts that were drawn. Exact.
+    """Follows the target's own choices; rejection sampling for drafts that were drawn.
 
-    Attributes:
-        name (`str`): The rule's `rejection_sample_method`.
-        judges_whole_drafts (`bool`): A node's fate depends on nodes after or beside it.
-        note (`str`, *optional*): What becomes of the text, if it is not the target's any more.
-
-    Args:
-        uniforms (`RowUniforms`, *optional*): Random numbers of the call; `None` for a greedy target.
+    `uniforms` are the random numbers of the call, `None` for a greedy target, and `stream` those that the rule reads.
     """
 
     name: ClassVar[str] = "standard"
-    judges_whole_drafts: ClassVar[bool] = False
-    note: ClassVar[str | None] = None
+    judges_whole_drafts: ClassVar[bool] = False  # a node's fate depends on nodes after or beside it
+    note: ClassVar[str | None] = None  # what becomes of the text, if it is not the target's any more
 
-    def __init__(self, uniforms: RowUniforms | None):
+    def __init__(self, uniforms: RowUniforms | None, *settings: Any):
         self.uniforms = uniforms
+        self.stream: RowUniforms | None = uniforms
+        self.settings = settings
 
     def check_depth(self, depth: int) -> None:
         """Raises a `SpecConfigError` if drafts of at most `depth` tokens cannot do what was asked."""
 
     def judge(self, draft: DraftTree, scores: torch.Tensor, rows: list[int], positions: list[int]) -> Acceptance:
-        """Judges which nodes of a draft the target accepts.
+        """Judges which nodes of the rows' drafts the target accepts, by its processed scores `(R, T, V)`.
 
-        Args:
-            draft (`DraftTree`): The drafts of the active rows.
-            scores (`torch.Tensor` of shape `(R, T, V)`): The target's processed scores after each node.
-            rows (`list[int]` of length R): Which row of the call each active row is.
-            positions (`list[int]` of length R): Position of the first token to commit, padding not counted.
+        The positions are those of each row's first token to commit, padding not counted.
         """
         if self.uniforms is None or draft.probs is None:
             return follow(draft, self.choices(draft, scores, rows, positions))
-        probs, target_uniforms = scores.softmax(-1), self.target_uniforms(draft, rows, positions)
+        probs = scores.softmax(-1)
+        target_uniforms = self.target_uniforms(draft, rows, positions)
         if draft.is_chain:
             return reject_chain(draft, probs, self.uniforms.at(ACCEPT, rows, positions, draft.size), target_uniforms)
         return reject_tree(draft, probs, self.uniforms.for_nodes(rows, positions, draft.size), target_uniforms)
@@ -82,24 +92,20 @@ class StandardRule:
         return self.uniforms.at_depths(TARGET, rows, positions, draft.topology)
 
     @property
-    def stream(self) -> RowUniforms | None:
-        """The random numbers that it reads; `None` where it reads none."""
-        return self.uniforms
-
-    @property
     def signature(self) -> tuple[Any, ...]:
         """Equal for rules that judge alike, their random numbers apart."""
-        return type(self), self.uniforms is not None
+        return type(self), self.uniforms is not None, *self.settings
 
-    def in_a_graph(self, uniforms: CapturedUniforms | None) -> StandardRule:
+    def in_a_graph(self, uniforms: RowUniforms | None) -> StandardRule:
         """The rule with random numbers that a graph makes, where it reads any."""
         rule = copy(self)
         rule.uniforms = self.uniforms and uniforms
+        rule.stream = self.stream and uniforms
         return rule
 
 
 class BlockRule(StandardRule):
-    """Block verification of drawn chains, see `reject_block`. Exact.
+    """Block verification of drawn chains, see `reject_block`.
 
     All other drafts are judged as `standard` does: of chains that were not drawn no exact rule accepts more, and for
     drawn trees there is no such rule.
@@ -117,48 +123,30 @@ class BlockRule(StandardRule):
 
 
 class TypicalRule(StandardRule):
-    """Typical acceptance, see `accept_typical`. Changes the distribution.
-
-    Args:
-        uniforms (`RowUniforms`): Random numbers of the call; the rule draws none.
-        threshold (`float`): Probability that is always enough.
-        alpha (`float`): Factor of exp(-entropy).
-    """
+    """Typical acceptance, see `accept_typical`. Draws no numbers."""
 
     name = "typical"
     judges_whole_drafts = True
-    note: str = "typical acceptance changes the distribution of the text"
+    note = "typical acceptance changes the distribution of the text"
 
     def __init__(self, uniforms: RowUniforms | None, threshold: float, alpha: float):
-        super().__init__(uniforms)
-        self.threshold = threshold
-        self.alpha = alpha
-
-    @property
-    def stream(self) -> None:
-        return None
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        return *super().signature, self.threshold, self.alpha
+        super().__init__(uniforms, threshold, alpha)
+        self.stream = None
 
     def judge(self, draft: DraftTree, scores: torch.Tensor, rows: list[int], positions: list[int]) -> Acceptance:
-        return accept_typical(draft, scores, self.threshold, self.alpha)
+        return accept_typical(draft, scores, *self.settings)
 
 
 class SyntheticRule(StandardRule):
-    """Accepts at given rates, see `accept_synthetic`, also for a greedy target. The text is meaningless.
+    """Accepts at given rates, see `accept_synthetic`, also for a greedy target.
 
-    Args:
-        uniforms (`RowUniforms`, *optional*): Random numbers of the call; `None` for a greedy target.
-        accept_uniforms (`RowUniforms`): Those of the acceptance.
-        rates (`tuple[float, ...]`): Entry i is the probability that the first i + 1 draft tokens are accepted.
-        least_depth (`int`): Drafts must be able to be this deep.
+    Entry i of `rates` is the probability that the first i + 1 draft tokens are accepted; drafts must be able to be
+    `least_depth` deep.
     """
 
     name = "synthetic"
     judges_whole_drafts = True
-    note: str = "synthetic acceptance: the text is meaningless, only the time counts"
+    note = "synthetic acceptance: the text is meaningless, only the time counts"
 
     def __init__(
         self,
@@ -167,36 +155,10 @@ class SyntheticRule(StandardRule):
         rates: tuple[float, ...],
         least_depth: int = 0,
     ):
-        super().__init__(uniforms)
-        self.accept_uniforms = accept_uniforms
-        self._rates = rates
+        super().__init__(uniforms, rates)
+        self.stream = accept_uniforms
         self.rates: torch.Tensor = torch.tensor(conditional_rates(rates), device=accept_uniforms.device)
         self.least_depth = least_depth
-
-    @classmethod
-    def from_config(
-        cls, config: SpeculativeConfig, uniforms: RowUniforms | None, new_uniforms: Callable[[], RowUniforms]
-    ) -> SyntheticRule:
-        """A rule by the rates or the mean length of the settings; `new_uniforms` serves a greedy target."""
-        accept_uniforms = new_uniforms() if uniforms is None else uniforms
-        rates = config.synthetic_acceptance_rates
-        if rates is not None:
-            return cls(uniforms, accept_uniforms, rates)
-        rates = rates_of_length(config.synthetic_acceptance_length)
-        return cls(uniforms, accept_uniforms, rates, least_depth=len(rates))
-
-    @property
-    def stream(self) -> RowUniforms:
-        return self.accept_uniforms
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        return *super().signature, self._rates
-
-    def in_a_graph(self, uniforms: CapturedUniforms | None) -> SyntheticRule:
-        rule = copy(self)
-        rule.uniforms, rule.accept_uniforms = self.uniforms and uniforms, uniforms
-        return rule
 
     def check_depth(self, depth: int) -> None:
         if depth < self.least_depth:
@@ -207,7 +169,7 @@ class SyntheticRule(StandardRule):
             )
 
     def judge(self, draft: DraftTree, scores: torch.Tensor, rows: list[int], positions: list[int]) -> Acceptance:
-        accept_uniforms = self.accept_uniforms.at(ACCEPT, rows, positions, len(self.rates))
+        accept_uniforms = self.stream.at(ACCEPT, rows, positions, len(self.rates))
         return accept_synthetic(draft, self.rates, accept_uniforms, self.choices(draft, scores, rows, positions))
 
 
@@ -220,17 +182,22 @@ def acceptance_rule(
 ) -> StandardRule:
     """The rule of one call. For a greedy target `block` and `typical` are the standard rule.
 
-    Args:
-        config (`SpeculativeConfig`, *optional*): The settings; `None` for the standard rule.
-        draws (`bool`, *optional*): Drafts are drawn; where they are not, `block` is the standard rule.
-        uniforms (`RowUniforms`, *optional*): Random numbers of the call; `None` for a greedy target.
-        new_uniforms (`Callable`): Makes random numbers where a greedy call needs some.
-        is_training (`bool`): The target is in training mode.
-
-    Raises:
-        SpecConfigError: The text of a target that is trained would not be its own.
+    `draws` says whether drafts are drawn (`None`: they may be); where they are not, `block` is the standard rule.
+    `uniforms` is `None` for a greedy target; `new_uniforms` makes random numbers where a greedy call needs some.
     """
-    rule = _make_rule(config, draws, uniforms, new_uniforms)
+    name = "standard" if config is None else config.rejection_sample_method
+    rule = StandardRule(uniforms)
+    if name == "synthetic":
+        accept_uniforms = new_uniforms() if uniforms is None else uniforms
+        if config.synthetic_acceptance_rates is not None:
+            rule = SyntheticRule(uniforms, accept_uniforms, config.synthetic_acceptance_rates)
+        else:
+            rates = rates_of_length(config.synthetic_acceptance_length)
+            rule = SyntheticRule(uniforms, accept_uniforms, rates, least_depth=len(rates))
+    elif name == "block" and uniforms is not None and draws is not False:
+        rule = BlockRule(uniforms)
+    elif name == "typical" and uniforms is not None:
+        rule = TypicalRule(uniforms, config.posterior_threshold, config.posterior_alpha)
     if rule.note and is_training:
         raise SpecConfigError(
             f"rejection_sample_method='{rule.name}' is not for a model in training mode: its text would be off policy "
@@ -239,17 +206,6 @@ def acceptance_rule(
     if rule.note:
         logger.warning_once(f"rejection_sample_method='{rule.name}': {rule.note}.")
     return rule
-
-
-def _make_rule(config, draws, uniforms, new_uniforms) -> StandardRule:
-    name = "standard" if config is None else config.rejection_sample_method
-    if name == "synthetic":
-        return SyntheticRule.from_config(config, uniforms, new_uniforms)
-    if name == "standard" or uniforms is None:
-        return StandardRule(uniforms)
-    if name == "block":
-        return StandardRule(uniforms) if draws is False else BlockRule(uniforms)
-    return TypicalRule(uniforms, config.posterior_threshold, config.posterior_alpha)
 
 
 def rates_of_length(length: float) -> tuple[float, ...]:
@@ -261,3 +217,126 @@ def rates_of_length(length: float) -> tuple[float, ...]:
 def conditional_rates(rates: tuple[float, ...]) -> list[float]:
     """Acceptance rates of draft tokens whose predecessor is accepted, from rates for the first 1, 2, ... tokens."""
     return [rate / before if before else 0.0 for before, rate in zip((1.0, *rates), rates)]
+
+
+def reject_block(
+    draft: DraftTree,
+    target_probs: torch.FloatTensor,
+    accept_uniforms: torch.FloatTensor,
+    target_uniforms: torch.FloatTensor,
+) -> Acceptance:
+    """Block verification of a chain (Sun et al. 2024, Algorithm 2): accepts at least as much as `reject_chain`.
+
+    With P and h of [`block_thresholds`], the first n draft tokens are accepted for the largest n with u_n < h_n; a
+    test that fails does not end the draft. The new token is drawn from norm(max(P_n p_n - q_n, 0)), and from p_n
+    after the last draft token. A draft may end where its own tokens made the drafter stop.
+
+    All numbers `(R, N)` of the draft tokens' tests are used, so none may be used again; numbers `(R, T)` are those of
+    the draw after each node.
+    """
+    if draft.size == 0:
+        return Acceptance.of_new_tokens(sample_from_probs(target_probs, target_uniforms))
+    check_probs(draft)
+    ratios, thresholds = block_thresholds(draft, target_probs)
+    depths = arange(draft.size + 1, target_probs.device)
+    # Strict: a prefix of target probability 0 is rejected, also by the number 0.
+    num_accepted = ((accept_uniforms < thresholds) * depths[1:]).amax(1)
+    path = torch.minimum(depths, num_accepted[:, None])
+
+    recovered = recovered_probs(draft, target_probs, num_accepted, ratios)
+    new_tokens = sample_from_probs(recovered, pick(target_uniforms, num_accepted))
+    return Acceptance.of_path(draft.tokens.clamp(min=0), num_accepted, path, new_tokens)
+
+
+def block_thresholds(draft: DraftTree, target_probs: torch.FloatTensor) -> tuple[torch.FloatTensor, torch.FloatTensor]:
+    """Ratios and thresholds with which `reject_block` tests a chain's tokens.
+
+    With p_i and q_i the distributions after draft tokens x_1 to x_i, and P_0 = 1:
+
+        P_i = min(1, P_{i-1} p_{i-1}(x_i) / q_{i-1}(x_i))
+        R_i = sum_y max(P_i p_i(y) - q_i(y), 0)
+        h_i = R_i / (R_i + 1 - P_i)               h_i = P_i for the last draft token of a row
+
+    P and h are `(R, N)`, in float64 where the device has it; h is 0 at padding, where P means nothing.
+    """
+    tokens = draft.tokens.clamp(min=0)
+    precision = widest_float(tokens.device)
+    target_prob = target_probs[:, :-1].gather(-1, tokens[..., None]).squeeze(-1).to(precision)
+    assert draft.probs is not None, "chains without probabilities"
+    draft_prob = draft.probs.gather(-1, tokens[..., None]).squeeze(-1).to(precision)
+    # A drawn token has q > 0, but for rounding; the bound keeps 0 / 0 at the 0 of its numerator.
+    steps = target_prob.log() - draft_prob.clamp(min=torch.finfo(precision).tiny).log()
+    total = steps.cumsum(1)
+    # A sum that is cut at 0 after every step is the plain sum less its highest value so far.
+    log_ratios = total - total.cummax(1).values.clamp(min=0)
+    ratios, shortfall = log_ratios.exp(), -log_ratios.expm1()
+
+    inner = ratios[:, :-1, None].to(target_probs.dtype) * target_probs[:, 1:-1] - draft.probs[:, 1:]
+    excess = F.pad(inner.clamp_(min=0).sum(-1), (0, 1)).to(precision)
+    both = excess + shortfall
+    # Where both parts vanish the distributions agree, and the token is right.
+    thresholds = torch.where(both == 0, 1.0, excess / both)
+    depths = arange(draft.size + 1, tokens.device)[1:]
+    thresholds = torch.where(depths == draft.num_nodes[:, None], ratios, thresholds)
+    return ratios, thresholds.masked_fill(depths > draft.num_nodes[:, None], 0.0)
+
+
+def accept_typical(draft: DraftTree, scores: torch.FloatTensor, threshold: float, alpha: float) -> Acceptance:
+    """Typical acceptance (Cai et al. 2024, section 2.3.1).
+
+    Draft token x is accepted iff p(x) > min(threshold, alpha exp(-H)), H = -sum_y p(y) log(p(y) + 1e-5). Of the paths
+    whose tokens are all accepted the longest wins, among equals that of the largest sum of log p, then the first. The
+    new token is the best one of p.
+
+    p is the softmax of the scores `(R, T, V)`.
+    """
+    log_probs = scores.log_softmax(-1)
+    probs = log_probs.exp()
+    best = best_tokens(scores)
+    # Marked as `sample_from_probs` does: a distribution without any token (NaN, or all impossible).
+    best = best.masked_fill(~(probs.gather(-1, best[..., None]).squeeze(-1) > 0), -1)
+    if draft.size == 0:
+        return Acceptance.of_new_tokens(best)
+    entropy = -(probs * (probs + 1e-5).log()).sum(-1)
+    limits = ((-entropy).exp() * alpha).clamp(max=threshold)
+
+    tokens = draft.tokens.clamp(min=0)
+    parents = draft.topology.parents[..., 1:].expand_as(tokens)
+    token_log_probs = log_probs.flatten(1).gather(1, parents * scores.shape[-1] + tokens)
+    valid = arange(draft.size, tokens.device) < draft.num_nodes[:, None]
+    accepted = (token_log_probs.exp() > limits.gather(1, parents)) & valid
+    num_accepted, path = tree_path(draft, _best_path(draft, accepted, token_log_probs))
+    return Acceptance.of_path(tokens, num_accepted, path, pick(best, path[:, -1]))
+
+
+def _best_path(draft: DraftTree, accepted: torch.BoolTensor, log_probs: torch.FloatTensor) -> torch.BoolTensor:
+    """Mask `(R, N)` of the longest path of accepted nodes from the anchor, among equals the likeliest."""
+    ancestors = draft.topology.ancestors[..., 1:, 1:].expand(*accepted.shape, draft.size)
+    reached = ~(ancestors & ~accepted[:, None, :]).any(-1)
+    lengths = draft.topology.depths[..., 1:] * reached
+    summable = log_probs.masked_fill(~accepted, 0.0).to(widest_float(accepted.device))
+    likelihood = torch.where(ancestors, summable[:, None, :], 0.0).sum(-1)
+    last = likelihood.masked_fill(lengths < lengths.amax(1, keepdim=True), -torch.inf).argmax(1)
+    return rows_at(ancestors, last) & reached.gather(1, last[:, None])
+
+
+def accept_synthetic(
+    draft: DraftTree, rates: torch.FloatTensor, accept_uniforms: torch.FloatTensor, node_tokens: torch.LongTensor
+) -> Acceptance:
+    """Accepts at given rates along the path of first children, whatever the tokens are.
+
+    Entry i of the rates `(D,)` is the probability that a draft token at depth i + 1 is accepted if its parent is, 0
+    further down; numbers `(R, D)` are those of the tests, and the tokens `(R, T)` the target's choices.
+    """
+    if draft.size == 0:
+        return Acceptance.of_new_tokens(node_tokens)
+    first_child, _ = family(draft)
+    wanted = (accept_uniforms < rates).cumprod(1).sum(1)
+    node = torch.zeros_like(draft.num_nodes)
+    path = node[:, None].repeat(1, draft.size + 1)
+    for depth in range(min(draft.size, rates.numel())):
+        child = pick(first_child, node)
+        node = torch.where((child > 0) & (depth < wanted), child, node)
+        path[:, depth + 1 :] = node[:, None]
+    num_accepted = (path.diff(dim=1) > 0).sum(1)
+    return Acceptance.of_path(draft.tokens.clamp(min=0), num_accepted, path, pick(node_tokens, node))

@@ -2,7 +2,7 @@
 
 Any distribution may be drafted from; sampling from one that is sharpened like the target's is accepted most often.
 
-Shapes: R rows, V target vocabulary.
+Shapes: R rows, V target vocabulary, W draft logits.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from transformers.generation.logits_process import LogitsProcessorList
 
 from ..drafts import DraftTree
 from ..kernels.sampling import propose_from_probs
-from .grammar.growth import GrowingMasks
+from .grammar.masks import GrowingMasks
 from .grammar.matchers import GrammarMatcher
 from .grammar.rows import constrained
 from .processors import ProcessorStack
-from .randomness import RowUniforms
+from .randomness import DRAFT, RowUniforms
 
 
 if TYPE_CHECKING:
@@ -43,15 +44,11 @@ class DraftSampler:
 
     @property
     def may_mask(self) -> bool:
-        """Tells whether rows have grammars now."""
+        """Whether rows have grammars now."""
         return self.rows is not None and any(group.stack.grammar is not None for group in self.rows.groups)
 
     def matchers(self, rows: list[int]) -> list[GrammarMatcher | None]:
-        """The places of rows in their grammars, after all that was committed; `None` for rows without one.
-
-        Raises:
-            SpecDecError: Something other than the grammar has chosen a token that it forbids.
-        """
+        """The places of rows in their grammars, after all that was committed; `None` for rows without one."""
         if self.rows is None:
             return [None] * len(rows)
         return [self.rows.group(row).matcher(self.rows.index(row)) for row in rows]
@@ -98,10 +95,10 @@ class DraftSampler:
         self, scores: torch.Tensor, rows: list[int], anchor_positions: list[int], depth: int
     ) -> tuple[torch.LongTensor, torch.Tensor]:
         """Samples from `softmax(scores)`: a token of each row `(R,)`, and the distributions `(R, V)` sampled from."""
-        return drawn(scores, self.uniforms.draft_at(rows, anchor_positions, depth))
+        return drawn(scores, self.uniforms.for_nodes(rows, anchor_positions, 1, DRAFT, depth)[:, 0])
 
     def reads_tokens(self, rows: list[int]) -> bool:
-        """Tells whether the scores of these rows depend on the tokens before them."""
+        """Whether the scores of these rows depend on the tokens before them."""
         return self.rows is not None and any(self.rows.group(row).draft_stack.reads_tokens for row in rows)
 
     def in_graphs(self, rows: list[int]) -> ProcessorStack | None:
@@ -117,16 +114,12 @@ _NO_PROCESSORS = ProcessorStack(LogitsProcessorList())
 
 
 class CapturedSampler:
-    """[`DraftSampler`] inside of a graph, of which nothing but the random numbers changes.
-
-    Args:
-        stack (`ProcessorStack`): Processors that run in graphs.
-        uniforms (`torch.FloatTensor` of shape `(R, K)`): The numbers that draw K successive draft tokens of each row.
-        vocab_size (`int`): As of a [`DraftSampler`].
-    """
+    """[`DraftSampler`] inside of a graph: numbers `(R, K)` draw K successive draft tokens of each row."""
 
     def __init__(self, stack: ProcessorStack, uniforms: torch.Tensor, vocab_size: int):
-        self.stack, self.uniforms, self.vocab_size = stack, uniforms, vocab_size
+        self.stack = stack
+        self.uniforms = uniforms
+        self.vocab_size = vocab_size
 
     def scores(self, logits: torch.Tensor, rows: list[int], drafted: list[torch.LongTensor]) -> torch.Tensor:
         return self.stack.all_nodes(fit_width(logits, self.vocab_size))
@@ -148,6 +141,4 @@ def drawn(scores: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.LongTenso
 def fit_width(logits: torch.Tensor, width: int) -> torch.Tensor:
     """Logits `(..., W)` as `(..., width)`: what is missing gets no probability."""
     missing = width - logits.shape[-1]
-    if missing <= 0:
-        return logits[..., :width]
-    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+    return logits[..., :width] if missing <= 0 else F.pad(logits, (0, missing), value=-torch.inf)

@@ -9,6 +9,8 @@ Shapes: R rows, V vocabulary, C tokens that are put in order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessor
@@ -20,74 +22,68 @@ from ..kernels.warpers import Warping, can_warp, warped
 _FIRST = 1024
 
 
-class _FirstTokens:
-    """A warper that looks at the first tokens in its order, and at all of them only in rows where these do not do.
+# The first tokens `(R, C)`, which of them are kept, and rows `(R,)` where that does not say all.
+FirstTokens = tuple[torch.LongTensor, torch.BoolTensor, torch.BoolTensor]
 
-    Args:
-        warper (`LogitsProcessor`): transformers' own.
-    """
 
-    def __init__(self, warper: LogitsProcessor):
+class _WithoutSort:
+    """transformers' warper for the first tokens in its order; others are looked at only in rows that need more."""
+
+    def __init__(self, warper: LogitsProcessor, first: Callable[[LogitsProcessor, torch.FloatTensor], FirstTokens]):
         self.warper = warper
+        self._first = first
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Scores `(R, V)` of which those of tokens that are not kept are the warper's `filter_value`."""
         # On a GPU asking which rows need more would be a wait.
         if scores.device.type != "cpu" or scores.shape[-1] <= _FIRST:
             return self.warper(input_ids, scores)
-        tokens, is_kept, needs_more = self._first(scores)
+        tokens, is_kept, needs_more = self._first(self.warper, scores)
         kept = scores.gather(-1, tokens).masked_fill_(~is_kept, self.warper.filter_value)
         warped = torch.full_like(scores, self.warper.filter_value).scatter_(-1, tokens, kept)
         if needs_more.any():
             warped[needs_more] = self.warper(input_ids[needs_more], scores[needs_more])
         return warped
 
-    def _first(self, scores: torch.FloatTensor) -> tuple[torch.LongTensor, torch.BoolTensor, torch.BoolTensor]:
-        """The first tokens `(R, C)`, which of them are kept, and rows `(R,)` where that does not say all."""
-        raise NotImplementedError
 
-
-class _TopP(_FirstTokens):
+def _most_probable(warper: LogitsProcessor, scores: torch.FloatTensor) -> FirstTokens:
     """Keeps the most probable tokens, until their probability is `top_p`."""
+    first = scores.topk(_FIRST)
+    probs = (first.values - scores.logsumexp(-1, keepdim=True)).exp_()
+    is_kept = probs.cumsum(-1) - probs < warper.top_p
+    is_kept[:, : warper.min_tokens_to_keep] = True
+    # Of equally probable tokens at the border the sort decides which are kept.
+    count = is_kept.sum(-1, keepdim=True)
+    last = first.values.gather(-1, count - 1)
+    next_one = first.values.gather(-1, count.clamp(max=_FIRST - 1))
+    is_tied = (last == next_one) & (last > -torch.inf)
+    return first.indices, is_kept, is_tied[:, 0]
 
-    def _first(self, scores):
-        first = scores.topk(_FIRST)
-        probs = (first.values - scores.logsumexp(-1, keepdim=True)).exp_()
-        is_kept = probs.cumsum(-1) - probs < self.warper.top_p
-        is_kept[:, : self.warper.min_tokens_to_keep] = True
-        # Of equally probable tokens at the border the sort decides which are kept.
-        count = is_kept.sum(-1, keepdim=True)
-        last, next_one = (first.values.gather(-1, place) for place in (count - 1, count.clamp(max=_FIRST - 1)))
-        is_tied = (last == next_one) & (last > -torch.inf)
-        return first.indices, is_kept, is_tied[:, 0]
 
-
-class _Typical(_FirstTokens):
+def _most_typical(warper: LogitsProcessor, scores: torch.FloatTensor) -> FirstTokens:
     """Keeps the tokens whose information is nearest to the entropy, until their probability is `mass`."""
-
-    def _first(self, scores):
-        log_probs = scores.log_softmax(-1)
-        probs = log_probs.exp()
-        entropy = -(log_probs * probs).nansum(-1, keepdim=True)
-        first = (log_probs + entropy).abs_().topk(_FIRST, largest=False)
-        before = (probs.gather(-1, first.indices).cumsum(-1) < self.warper.mass).sum(-1, keepdim=True)
-        # The token with which they reach it, and those that are as near as that one.
-        farthest = first.values.gather(-1, before.clamp_(max=_FIRST - 1))
-        is_kept = first.values <= farthest
-        is_kept[:, : self.warper.min_tokens_to_keep] = True
-        return first.indices, is_kept, is_kept[:, -1]
+    log_probs = scores.log_softmax(-1)
+    probs = log_probs.exp()
+    entropy = -(log_probs * probs).nansum(-1, keepdim=True)
+    first = (log_probs + entropy).abs_().topk(_FIRST, largest=False)
+    before = (probs.gather(-1, first.indices).cumsum(-1) < warper.mass).sum(-1, keepdim=True)
+    # The token with which they reach it, and those that are as near as that one.
+    farthest = first.values.gather(-1, before.clamp_(max=_FIRST - 1))
+    is_kept = first.values <= farthest
+    is_kept[:, : warper.min_tokens_to_keep] = True
+    return first.indices, is_kept, is_kept[:, -1]
 
 
-_WITHOUT_SORT = {hf.TopPLogitsWarper: _TopP, hf.TypicalLogitsWarper: _Typical}
+_FIRST_OF = {hf.TopPLogitsWarper: _most_probable, hf.TypicalLogitsWarper: _most_typical}
 
 
-def without_sort(processor: LogitsProcessor) -> LogitsProcessor | _FirstTokens:
+def without_sort(processor: LogitsProcessor) -> LogitsProcessor | _WithoutSort:
     """The processor itself, or what does the same in less time on a CPU."""
-    make = _WITHOUT_SORT.get(type(processor))
+    first = _FIRST_OF.get(type(processor))
     # Of a whole distribution all tokens are kept, however small.
-    if make is None or (make is _TopP and processor.top_p >= 1):
+    if first is None or (first is _most_probable and processor.top_p >= 1):
         return processor
-    return make(processor)
+    return _WithoutSort(processor, first)
 
 
 # What can be applied together, in this order, and what each of them is told.
@@ -100,16 +96,12 @@ _TOGETHER = {
 
 
 class Warpers:
-    """Warpers that are applied together where there are kernels for them, and else one after the other.
-
-    Args:
-        warpers (`list[LogitsProcessor]`): transformers' own, in the order of a [`Warping`].
-    """
+    """transformers' warpers in the order of a [`Warping`]: applied together where there are kernels for them."""
 
     def __init__(self, warpers: list[LogitsProcessor]):
         self.warpers = warpers
-        names = [_TOGETHER[type(warper)] for warper in warpers]
-        self.warping = Warping(**{name: getattr(warper, name) for name, warper in zip(names, warpers)})
+        settings = {_TOGETHER[type(warper)]: warper for warper in warpers}
+        self.warping = Warping(**{name: getattr(warper, name) for name, warper in settings.items()})
         self._one_by_one = list(map(without_sort, warpers))
 
     def __call__(self, input_ids: torch.LongTensor | None, scores: torch.Tensor) -> torch.FloatTensor:
@@ -121,26 +113,24 @@ class Warpers:
             scores = warper(input_ids, scores)
         return scores
 
-    def goes_before(self, warper: LogitsProcessor) -> bool:
-        """Tells whether one more can be applied together with these."""
-        order = list(_TOGETHER)
-        return order.index(type(self.warpers[-1])) < order.index(type(warper))
 
-
-Run = list[LogitsProcessor | Warpers | _FirstTokens]
+Run = list[LogitsProcessor | Warpers | _WithoutSort]
 
 
 def and_then(run: Run, processor: LogitsProcessor) -> Run:
     """Processors that make of scores what those of a run and one more make of them, in less time."""
     if not _is_plain(processor):
         return [*run, without_sort(processor)]
-    if run and isinstance(run[-1], Warpers) and run[-1].goes_before(processor):
-        return [*run[:-1], Warpers([*run[-1].warpers, processor])]
+    order = list(_TOGETHER)
+    if run and isinstance(run[-1], Warpers):
+        warpers = run[-1].warpers
+        if order.index(type(warpers[-1])) < order.index(type(processor)):
+            return [*run[:-1], Warpers([*warpers, processor])]
     return [*run, Warpers([processor])]
 
 
 def _is_plain(processor: LogitsProcessor) -> bool:
-    """Tells whether a processor is a warper that can be applied together with others."""
+    """Whether a processor is a warper that can be applied together with others."""
     return (
         type(processor) in _TOGETHER
         and getattr(processor, "min_tokens_to_keep", 1) == 1

@@ -18,7 +18,7 @@ import torch
 
 from ..drafts import DraftTree, chain_topology
 from ..errors import SpecConfigError
-from ..logits.acceptance import with_successors
+from ..kernels.best import with_successors
 from ..metrics import SpecDecodingStats
 from ..protocol import Commit, DraftStep, Session, VerifiedNodes
 from ..target.cache import compact

@@ -18,7 +18,7 @@ from ..arguments import ARGUMENTS, is_off
 from ..call.entry import SPELLINGS, prepare_request
 from ..call.refusals import check_sharing, effective
 from ..errors import SpecConfigError, shown
-from ..logits.grammar.recognition import grammar_of
+from ..logits.grammar.rows import grammar_of
 from ..logits.randomness import seed_from_torch
 from ..method import NO_DRAFTS
 from ..patching import original_generate

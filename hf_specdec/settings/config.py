@@ -121,9 +121,8 @@ class SpeculativeConfig:
     )
     speculative_token_tree: tuple[tuple[int, ...], ...] | None = setting(
         None,
-        "Static draft tree: paths of child ranks `[(0,), (1,), (0, 0)]`, parents `[0, 0, 1]` (0: the anchor), "
-        "SGLang's `{'num_steps': 3, 'topk': 4, 'num_draft_tokens': 16}`, text of one of these, or the name of a "
-        "published tree. For the methods that draft static trees.",
+        "Static draft tree: paths of child ranks `[(0,), (1,), (0, 0)]` or their text, or the name of a published "
+        "tree. For the methods that draft static trees.",
         normalize=token_tree,
     )
     draft_tensor_parallel_size: int = setting(

@@ -35,7 +35,7 @@ def torch_name(value: Any) -> Any:
 
 
 def token_tree(value: Any) -> Any:
-    """A static tree as paths of child ranks, from every spelling of [`~drafts.parse_token_tree`]."""
+    """A static tree as paths of child ranks, as [`~drafts.parse_token_tree`] reads it."""
     if value is None:
         return None
     from ..drafts import parse_token_tree

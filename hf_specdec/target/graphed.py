@@ -16,8 +16,8 @@ import torch
 
 from ..drafts import DraftTree, TreeTopology
 from ..drafts.topology import chain_parents
+from ..kernels.best import with_successors
 from ..kernels.cache import move_slots
-from ..logits.acceptance import with_successors
 from ..logits.captured import CapturedJudge
 from ..target_facts import vocabulary_size
 from ..transfers import PackedTables, take_nodes

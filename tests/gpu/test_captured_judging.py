@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_specdec import SpeculativeConfig, Speculator, generate_many, record
-from hf_specdec.logits.randomness import ACCEPT, TARGET, CapturedUniforms, RowKeys, RowUniforms
+from hf_specdec.logits.randomness import ACCEPT, DRAFT, TARGET, CapturedUniforms, RowKeys, RowUniforms
 from hf_specdec.loop.loop import DecodingLoop
 from hf_specdec.target import graphed
 from tests.helpers.levels import full, in_full
@@ -128,5 +128,5 @@ def test_numbers_are_those_of_the_host():
     assert torch.equal(captured.for_nodes([], [], 7), uniforms.for_nodes(rows, positions, 7))
     counts = torch.tensor([1, 3, 8])
     anchors = [position + count - 1 for position, count in zip(positions, counts.tolist())]
-    drawn = [uniforms.draft_at(rows, anchors, depth) for depth in range(5)]
+    drawn = [uniforms.for_nodes(rows, anchors, 1, DRAFT, depth)[:, 0] for depth in range(5)]
     assert torch.equal(keys.drafts_after(counts, 5), torch.stack(drawn, dim=1))

@@ -14,7 +14,6 @@ from hf_specdec import transfers
 from hf_specdec.candidate_generators.medusa import generator as medusa
 from hf_specdec.candidate_generators.mlp_speculator import growth as mlp_speculator
 from hf_specdec.drafts import TokenTree, chain_topology, static_topology
-from hf_specdec.drafts.static import _levels
 from hf_specdec.drafts.topology import chain_parents
 from hf_specdec.kernels import cache, indexing
 from hf_specdec.target import masks
@@ -84,7 +83,7 @@ KEPT = {
     chain_parents: (2,),
     chain_topology: (2,),
     static_topology: ((-1, -1, 0),),
-    _levels: (TREE,),
+    TokenTree.levels: (TREE,),
     medusa._candidate_of_node: (TREE, 4),
     medusa._is_committed: ((1, 2), 3),
     mlp_speculator._depths_of_levels: ((1, 2),),

@@ -20,7 +20,7 @@ from hf_specdec.candidate_generators.dflash import corrections, denoising, gener
 from hf_specdec.candidate_generators.mlp_speculator import generator as mlp_speculator
 from hf_specdec.drafting import chain, growth
 from hf_specdec.kernels import acceptance as kernels_of_acceptance
-from hf_specdec.logits import acceptance, rules
+from hf_specdec.logits import rules
 from hf_specdec.target import following, graphs
 from hf_specdec.target.capture import CannotCaptureError, CaptureBackend, NoWaiting
 from tests.helpers.other_device import Elsewhere, leaves_of, numbers, on_cpu
@@ -167,9 +167,7 @@ def tape_everything(monkeypatch) -> list[TapeBackend]:
         return used[-1]
 
     monkeypatch.setattr(graphs, "capture_backend", backend)
-    for module in (
-        *(corrections, denoising, generator, selector, growth, chain, mlp_speculator, following, rules, acceptance),
-    ):
+    for module in (*(corrections, denoising, generator, selector, growth, chain, mlp_speculator, following, rules),):
         # On a CPU it goes through numpy, which is not on a tape.
         monkeypatch.setattr(module, "best_tokens", lambda scores: scores.argmax(-1))
     # There it asks what a tape would wait for.

@@ -68,7 +68,7 @@ def test_settings_of_the_call_take_precedence(target, tmp_path):
     settings = {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 3, "max_model_len": 100}
     folder = str(load_speculator(target, settings).save_pretrained(tmp_path))
     # Who names the method gets what the call says and no more.
-    lengths = [({}, 3), ({"num_speculative_tokens": 2}, 2), ({"speculative_token_tree": [0, 0, 1]}, None)]
+    lengths = [({}, 3), ({"num_speculative_tokens": 2}, 2), ({"speculative_token_tree": [[0], [1], [0, 0]]}, None)]
     for changes, length in (*lengths, ({"method": "eagle3"}, None)):
         config = load_speculator(target, {"model": folder, **changes}).config
         assert config.num_speculative_tokens == length
@@ -220,7 +220,7 @@ def test_commands_and_texts_of_cards(target, tmp_path):
 
 # Settings that others can use, by method.
 NAMED = {"method": st.sampled_from(["eagle", "eagle3", "mtp", "medusa", "draft_model"]), "model": st.just("user/head")}
-TREES = {"speculative_token_tree": st.sampled_from([[0, 0, 1], [[0], [1], [0, 0]]])}
+TREES = {"speculative_token_tree": st.sampled_from([[[0], [0, 0]], [[0], [1], [0, 0]]])}
 LENGTHS = {"num_speculative_tokens": st.integers(1, 9)}
 CONFIGS = st.one_of(
     st.fixed_dictionaries({"method": st.just("ngram")}, optional={**LENGTHS, "prompt_lookup_max": st.integers(4, 9)}),

@@ -12,9 +12,17 @@ from hf_specdec.drafting.chain import SteeredChain
 from hf_specdec.drafts import DraftTree, TokenTree
 from hf_specdec.kernels.acceptance import follow, reject_chain, reject_tree
 from hf_specdec.kernels.sampling import sample_from_probs
-from hf_specdec.logits.acceptance import accept_synthetic, accept_typical, block_thresholds, reject_block
 from hf_specdec.logits.randomness import RowUniforms
-from hf_specdec.logits.rules import BlockRule, StandardRule, conditional_rates, rates_of_length
+from hf_specdec.logits.rules import (
+    BlockRule,
+    StandardRule,
+    accept_synthetic,
+    accept_typical,
+    block_thresholds,
+    conditional_rates,
+    rates_of_length,
+    reject_block,
+)
 from hf_specdec.logits.sampling import DraftSampler
 from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.levels import in_full, split

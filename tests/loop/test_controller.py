@@ -20,6 +20,7 @@ from hf_specdec.control.controller import SpeculationController
 from hf_specdec.control.plan import batch_tokens
 from hf_specdec.control.tree_size import TreeSize
 from hf_specdec.drafts import DraftTree, TokenTree
+from hf_specdec.drafts.static import prior_accuracies
 from tests.helpers.levels import in_full
 from tests.helpers.methods import demo_inputs, demo_target, settings_of
 
@@ -284,7 +285,7 @@ def test_the_size_is_the_best_one(slope, rate):
 TREES = {
     "eagle3": {"draft_tree_depth": 4, "draft_tree_top_k": 4, "num_draft_nodes": 23},
     "medusa": {"num_draft_nodes": 24},
-    "eagle3 static tree": {"speculative_token_tree": TokenTree.of_size(20, 3)},
+    "eagle3 static tree": {"speculative_token_tree": TokenTree.from_accuracies(prior_accuracies(3, 10), 20)},
 }
 
 

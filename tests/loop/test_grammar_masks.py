@@ -16,8 +16,8 @@ import hf_specdec
 from hf_specdec import MissingDependencyError, SpecConfigError, SpecDecError
 from hf_specdec.candidate_generators.grammar.generator import foreseen
 from hf_specdec.logits.grammar.masks import GrammarMask
-from hf_specdec.logits.grammar.matchers import RowDraft, allowed_tokens, allows
-from hf_specdec.logits.grammar.recognition import grammar_of
+from hf_specdec.logits.grammar.matchers import NodeMasks, allowed_tokens, allows
+from hf_specdec.logits.grammar.rows import grammar_of
 from hf_specdec.validation import MOST_DRAFT_TOKENS
 from tests.helpers.grammars import BACKENDS, LIBRARIES, PROMPT, SCHEMA, matcher_of, own, tokenizer
 from tests.helpers.levels import in_full, split
@@ -36,9 +36,7 @@ def mask(matcher) -> np.ndarray:
 
 def masks_of(matcher, tokens, parents=None) -> np.ndarray:
     """The masks after the tokens of a tree, or a chain."""
-    masks = np.full((len(tokens) + 1, matcher.num_words), -1, dtype=np.int32)
-    type(matcher).fill_drafts([RowDraft(matcher, tokens, parents or list(range(-1, len(tokens) - 1)), masks)])
-    return masks
+    return NodeMasks.all_of([NodeMasks(matcher, tokens, parents or list(range(-1, len(tokens) - 1)))])[0]
 
 
 def followed(matcher, tokens) -> np.ndarray | None:

@@ -51,7 +51,9 @@ def test_numbers_of_nodes_follow_their_anchor_and_a_position_drafted_again_gets_
             assert torch.equal(found[0], expected[anchor, 250:])
     with pytest.raises(ValueError, match="at most 256 nodes, got 257"):
         uniforms.for_nodes([0], [0], 257)
-    first, again = uniforms.draft_at([0, 1], [10, 10], 3), uniforms.draft_at([0, 1], [12, 12], 1)
+    first, again = (
+        uniforms.for_nodes([0, 1], [place] * 2, 1, DRAFT, node)[:, 0] for place, node in ((10, 3), (12, 1))
+    )
     assert first.shape == (2,)
     assert torch.cat([first, again]).unique().numel() == 4
 

@@ -15,7 +15,7 @@ from hf_specdec.drafts import PUBLISHED_TREES, TokenTree
 from hf_specdec.drafts.static import prior_accuracies
 from hf_specdec.kernels.acceptance import follow
 from hf_specdec.kernels.best import best_tokens
-from hf_specdec.logits.acceptance import accept_typical
+from hf_specdec.logits.rules import accept_typical
 from hf_specdec.protocol import Commit, DraftStep, Session
 from hf_specdec.target.cache import SlotCache
 from hf_specdec.target.lean import slot_model

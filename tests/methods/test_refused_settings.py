@@ -27,7 +27,7 @@ def test_settings_that_do_not_fit():
         ("dflash/full", {"num_draft_nodes": 4, "dflash_num_denoising_steps": 2}, "several. Leave one out"),
         ("dflash/domino", {"dflash_num_denoising_steps": 2}, "must be 1 .* positions predict the next token"),
         ("eagle/eagle1", {"num_speculative_tokens": 4, "draft_tree_depth": 3}, "a chain, and `draft_tree_depth` is"),
-        ("eagle/eagle1", {"speculative_token_tree": [0, 0], "num_draft_nodes": 8}, "and `num_draft_nodes` is"),
+        ("eagle/eagle1", {"speculative_token_tree": [[0], [1]], "num_draft_nodes": 8}, "and `num_draft_nodes` is"),
         ("eagle/eagle1", {"speculative_token_tree": [(0,), (0, 40)]}, "rank 40, and the draft knows 40 tokens"),
         ("mtp", {"draft_tree_top_k": 3}, "`draft_tree_top_k`.*3 MTP layers.*mtp_mode='reuse'"),
         ("mtp", {"draft_min_path_prob": 1.0}, "`draft_min_path_prob` must be below 1, got 1"),
@@ -44,7 +44,7 @@ def test_settings_that_do_not_fit():
         with pytest.raises(SpecConfigError, match=match):
             speculator_of(kind, **settings).candidate_generator(Session(1, 100, CPU))
     with pytest.raises(SpecConfigError, match="child of rank 8, and token recycling knows 8 successors"):
-        load_speculator(tiny_llama(), {"method": "recycling", "speculative_token_tree": [0] * 9})
+        load_speculator(tiny_llama(), {"method": "recycling", "speculative_token_tree": [[rank] for rank in range(9)]})
     with pytest.raises(SpecConfigError, match="'pangu_ultra_moe_mtp' cannot be used: transformers has no model"):
         SpeculativeConfig.resolve("suffix+pangu_ultra_moe_mtp")
 

@@ -29,7 +29,7 @@ from ...drafting.slots import Entries, KnownPrompt
 from ...drafts import DraftTree, TokenTree
 from ...errors import SpecConfigError
 from ...kernels.best import best_tokens
-from ...logits.grammar.growth import GrowingMasks
+from ...logits.grammar.masks import GrowingMasks
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...transfers import last_of_each
 from ..base import CandidateGenerator

@@ -18,7 +18,7 @@ from torch import nn
 
 from ...drafting.positions import Positions
 from ...kernels.best import best_tokens
-from ...logits.grammar.growth import GrowingMasks
+from ...logits.grammar.masks import GrowingMasks
 from .config import DFlashConfig
 from .denoising import Denoising
 from .lattice import Lattice

@@ -28,7 +28,7 @@ from ...drafts import DraftTree, TokenTree
 from ...drafts.static import MAX_NODES, prior_accuracies
 from ...errors import SpecConfigError
 from ...layers.draft_network import TargetParts
-from ...logits.grammar.growth import GrowingMasks
+from ...logits.grammar.masks import GrowingMasks
 from ...metrics import LOSSLESS_RULES
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...threads import Lock

@@ -26,7 +26,7 @@ from ...drafts import DraftTree, TokenTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...kernels.best import best_tokens
-from ...logits.grammar.growth import GrowingMasks
+from ...logits.grammar.masks import GrowingMasks
 from ...logits.randomness import RowKeys
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...target_facts import vocabulary_size

@@ -2,7 +2,7 @@
 
 matchers.py               the contract: a row's place in a grammar, masks after all nodes of a draft, forced tokens
 <library>_matcher.py      the libraries, each in its own terms
-recognition.py            whose processor is which grammar
 processor.py              `hf_specdec.grammar()`, a logits processor of any text
-rows.py, masks.py         the grammar of a call's rows, drafts within it, and masks on scores
+rows.py                   the grammar of a call's rows, whose processor it is, and drafts within it
+masks.py                  masks on scores, and on the logits of drafts that grow
 """

@@ -1,7 +1,4 @@
-"""Grammars of llguidance: masks of the chains of many rows in parallel, and forced tokens.
-
-Shapes: N draft nodes of a row, T = N + 1 verified nodes, W words of a mask.
-"""
+"""Grammars of llguidance: masks of the chains of many rows in parallel, and forced tokens."""
 
 from __future__ import annotations
 
@@ -15,17 +12,11 @@ import numpy as np
 import torch
 
 from ...errors import SpecConfigError, SpecDecError
-from .matchers import Grammar, GrammarMatcher, RowDraft
+from .matchers import Grammar, GrammarMatcher, NodeMasks
 
 
 class LLGuidanceMatcher(GrammarMatcher):
-    """A row's place in a grammar of llguidance.
-
-    Args:
-        matcher (`llguidance.LLMatcher`): At its beginning.
-        num_words (`int`): W.
-        tokenizer (`llguidance.LLTokenizer`): Of the target.
-    """
+    """A row's place in a grammar of llguidance, from an `LLMatcher` at its beginning and an `LLTokenizer`."""
 
     def __init__(self, matcher: Any, num_words: int, tokenizer: Any):
         super().__init__(num_words)
@@ -64,23 +55,30 @@ class LLGuidanceMatcher(GrammarMatcher):
         return SpecConfigError(f"The grammar is more than llguidance can follow ({problem}). Make it simpler.")
 
     @classmethod
-    def fill_drafts(cls, drafts: list[RowDraft]) -> None:
+    def fill_drafts(cls, drafts: list[NodeMasks]) -> None:
         """Fills the masks of chains in one parallel call; those of trees, and of texts that end, node by node."""
         chains = []
         for draft in drafts:
-            matcher, is_chain = draft.matcher, list(draft.parents) == list(range(-1, len(draft.parents) - 1))
-            is_plain = (
-                is_chain
-                and not matcher.is_at_end
-                and not matcher.knows_masks
-                and matcher.stop_tokens.isdisjoint(draft.tokens)
-            )
-            if is_plain and matcher.known(draft.tokens):
+            matcher = draft.matcher
+            is_chain = list(draft.parents) == list(range(-1, len(draft.parents) - 1))
+            is_open = not matcher.is_at_end and matcher.stop_tokens.isdisjoint(draft.tokens)
+            if is_chain and is_open and not matcher.knows_masks and matcher.known(draft.tokens):
                 chains.append(draft)
             else:
                 matcher.fill_nodes(draft.tokens, draft.parents, draft.masks)
-        if chains:
-            _fill_chains(chains)
+        if not chains:
+            return
+        from llguidance.torch import fill_next_token_bitmask_par_with_draft_tokens
+
+        ends = list(accumulate(len(chain.tokens) + 1 for chain in chains))
+        begins = [0, *ends[:-1]]
+        masks = np.concatenate([chain.masks for chain in chains])
+        jobs = [
+            (chain.matcher.matcher, begin, chain.matcher.known(chain.tokens)) for chain, begin in zip(chains, begins)
+        ]
+        fill_next_token_bitmask_par_with_draft_tokens(_executor(), jobs, torch.from_numpy(masks))
+        for chain, begin, end in zip(chains, begins, ends):
+            chain.masks = masks[begin:end]
 
     def tokenized(self, text: str) -> list[int]:
         return self._tokenizer.tokenize_str(text)
@@ -95,35 +93,16 @@ class LLGuidanceMatcher(GrammarMatcher):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LLGuidanceGrammar(Grammar):
-    """A grammar of llguidance.
-
-    Args:
-        tokenizer (`llguidance.LLTokenizer`): Of the target.
-        source (`str`): The grammar, as the library's `grammar_from` returns it.
-    """
+    """A grammar of llguidance."""
 
     library: str = "llguidance"
-    tokenizer: Any = None
-    source: str = ""
+    tokenizer: Any = None  # llguidance.LLTokenizer of the target
+    source: str = ""  # the grammar, as the library's `grammar_from` returns it
 
     def matcher(self, row: int) -> LLGuidanceMatcher:
         import llguidance
 
         return LLGuidanceMatcher(llguidance.LLMatcher(self.tokenizer, self.source), self.num_words, self.tokenizer)
-
-
-def _fill_chains(chains: list[RowDraft]) -> None:
-    from llguidance.torch import fill_next_token_bitmask_par_with_draft_tokens
-
-    ends = list(accumulate(len(chain.masks) for chain in chains))
-    masks = np.concatenate([chain.masks for chain in chains])
-    jobs = [
-        (chain.matcher.matcher, end - len(chain.masks), chain.matcher.known(chain.tokens))
-        for chain, end in zip(chains, ends)
-    ]
-    fill_next_token_bitmask_par_with_draft_tokens(_executor(), jobs, torch.from_numpy(masks))
-    for chain, end in zip(chains, ends):
-        chain.masks[:] = masks[end - len(chain.masks) : end]
 
 
 @lru_cache(maxsize=1)

@@ -1,15 +1,14 @@
 """The contract with a grammar library: a grammar, and a row's place in it.
 
-Shapes: N draft nodes of a row, T = N + 1 verified nodes (node 0 is the anchor), W = ceil(V / 32) words of a mask over
-V tokens. Bit i of word w says whether token 32 w + i may come next, which is the libraries' own format.
+Shapes: N draft nodes of a row, T = N + 1 verified nodes (node 0 is the anchor), P paths, W = ceil(V / 32) words of a
+mask over V tokens. Bit i of word w says whether token 32 w + i may come next, which is the libraries' own format.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +24,7 @@ _MOST_FORCED = 64
 
 @dataclass(eq=False)
 class _Place:
-    """What is known after some tokens: the mask, and the places after further ones."""
+    """The mask after some tokens, if it has been made, and the places after further tokens."""
 
     mask: np.ndarray | None = None
     following: dict[int, _Place] = field(default_factory=dict)
@@ -34,18 +33,11 @@ class _Place:
 class GrammarMatcher(ABC):
     """A row's place in a grammar, after the tokens that it has accepted.
 
-    Masks cost more than all else, so that each is made once: those after the text that drafts begin with, and after
-    tokens drafted for it, are kept until the text goes on.
-
-    Args:
-        num_words (`int`): W.
-
-    Attributes:
-        tokens (`list[int]`): The accepted tokens.
+    Masks cost more than all else, so each is made once: those after the text that drafts begin with, and after tokens
+    drafted for it, are kept until the text goes on.
     """
 
-    # Tokens after which the text has ended.
-    stop_tokens: frozenset[int] = frozenset()
+    stop_tokens: frozenset[int] = frozenset()  # tokens after which the text has ended
 
     def __init__(self, num_words: int):
         self.num_words = num_words
@@ -56,7 +48,7 @@ class GrammarMatcher(ABC):
 
     @abstractmethod
     def _accept(self, token: int) -> bool:
-        """Goes on with a token; `False`, and stays, where the grammar forbids it."""
+        """Goes on with a token that the mask allows; `False`, and stays, with another one."""
 
     @abstractmethod
     def _rollback(self, count: int) -> None:
@@ -78,28 +70,19 @@ class GrammarMatcher(ABC):
         elif not self._accept(token):
             return False
         self.tokens.append(token)
-        following = self._places[-1].following
-        if token not in following:
-            following[token] = _Place()
-        self._places.append(following[token])
+        self._places.append(self._places[-1].following.setdefault(token, _Place()))
         return True
 
     def rollback(self, count: int) -> None:
         """Takes back the last tokens."""
-        if count == 0:
-            return
-        del self.tokens[-count:], self._places[-count:]
+        del self.tokens[len(self.tokens) - count :], self._places[len(self._places) - count :]
         after_end = min(count, self._num_after_end)
         self._num_after_end -= after_end
         if count > after_end:
             self._rollback(count - after_end)
 
     def move_to(self, tokens: Sequence[int]) -> None:
-        """Goes to the place after these tokens, from wherever it is.
-
-        Raises:
-            SpecDecError: The grammar forbids one of them.
-        """
+        """Goes to the place after these tokens, from wherever it is; a `SpecDecError` if one of them is forbidden."""
         shared = _num_shared(self.tokens, tokens)
         self.rollback(len(self.tokens) - shared)
         for token in tokens[shared:]:
@@ -114,11 +97,7 @@ class GrammarMatcher(ABC):
         )
 
     def begin_at(self, tokens: Sequence[int]) -> None:
-        """Goes to the place after a text that drafts begin with, and forgets the masks before it.
-
-        Raises:
-            SpecDecError: The grammar forbids one of its tokens.
-        """
+        """Goes to the place after a text that drafts begin with, and forgets the masks before it."""
         self.move_to(tokens)
         for place in self._places[self._num_begun : -1]:
             place.mask = None
@@ -129,9 +108,9 @@ class GrammarMatcher(ABC):
         """Goes to the place after a text and a path; `False`, and stops on its way, where the grammar forbids it."""
         if self.tokens[: len(begin)] != begin:
             self.move_to(begin)
-        here = self.tokens[len(begin) :]
-        shared = _num_shared(here, path)
-        self.rollback(len(here) - shared)
+        drafted = self.tokens[len(begin) :]
+        shared = _num_shared(drafted, path)
+        self.rollback(len(drafted) - shared)
         return all(map(self.accept, path[shared:]))
 
     def mask(self) -> np.ndarray:
@@ -149,7 +128,8 @@ class GrammarMatcher(ABC):
 
     def masks_after(self, paths: Sequence[Sequence[int]]) -> np.ndarray:
         """Masks int32 `(P, W)` after paths from here; zeros where the grammar forbids a path, and after its end."""
-        begin, masks = list(self.tokens), np.zeros((len(paths), self.num_words), dtype=np.int32)
+        begin = list(self.tokens)
+        masks = np.zeros((len(paths), self.num_words), dtype=np.int32)
         # One after the other, so that paths with a common beginning share its steps.
         for place in sorted(range(len(paths)), key=paths.__getitem__):
             if self.stop_tokens.isdisjoint(paths[place]) and self.follow(begin, paths[place]):
@@ -157,59 +137,45 @@ class GrammarMatcher(ABC):
         self.rollback(len(self.tokens) - len(begin))
         return masks
 
-    def allowed_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
-        """Tells of each node whether the grammar allows it from here on, by a path that goes on after no end.
+    def allowed_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> Iterator[int]:
+        """Goes to all verified nodes of a draft that the grammar allows, parents first, and back; yields each.
 
-        Args:
-            tokens, parents (`Sequence[int]` of length N): The draft, parents before their children, -1: the anchor.
+        Nothing is allowed after an end. Draft parents come before their children, and -1 is the anchor.
         """
-        is_allowed, begin = [False] * len(tokens), len(self.tokens)
+        children: list[list[int]] = [[] for _ in range(len(tokens) + 1)]
+        for node, parent in enumerate(parents):
+            children[parent + 1].append(node + 1)
+        begin = len(self.tokens)
         # Nodes to be tried, depth first, and the number of tokens up to their parents.
-        children = _children(parents)
-        ahead = [(child, begin) for child in reversed(children[0])]
+        ahead = [(0, begin)]
         while ahead:
             node, num_before = ahead.pop()
-            token = tokens[node]
             self.rollback(len(self.tokens) - num_before)
-            if (self.is_at_end and not allows(self.mask(), token)) or not self.accept(token):
-                continue
-            is_allowed[node] = True
-            if token not in self.stop_tokens:
-                ahead += [(child, num_before + 1) for child in reversed(children[node + 1])]
+            if node > 0:
+                token = tokens[node - 1]
+                if (self.is_at_end and not allows(self.mask(), token)) or not self.accept(token):
+                    continue
+            yield node
+            if node == 0 or tokens[node - 1] not in self.stop_tokens:
+                ahead += [(child, len(self.tokens)) for child in reversed(children[node])]
         self.rollback(len(self.tokens) - begin)
-        return is_allowed
 
     @classmethod
-    def fill_drafts(cls, drafts: list[RowDraft]) -> None:
+    def fill_drafts(cls, drafts: list[NodeMasks]) -> None:
         """Fills the masks of the drafts of several rows, whose matchers are of this class and at their anchors."""
         for draft in drafts:
             draft.matcher.fill_nodes(draft.tokens, draft.parents, draft.masks)
 
     def fill_nodes(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
-        """Writes which tokens may come after the anchor and after each node that the grammar allows.
-
-        Args:
-            tokens, parents (`Sequence[int]` of length N): The draft, parents before their children, -1: the anchor.
-            masks (`np.ndarray` of shape `(T, W)`): Rows of other nodes stay as they are.
-        """
-        children, begin = _children(parents), len(self.tokens)
-        # Nodes to be filled, depth first, and the number of tokens up to their parents.
-        ahead = [(0, begin)]
-        while ahead:
-            node, num_before = ahead.pop()
-            self.rollback(len(self.tokens) - num_before)
-            if node > 0 and not self.accept(tokens[node - 1]):
-                continue
+        """Writes masks `(T, W)` after the anchor and all allowed nodes of a draft; the others stay as they are."""
+        for node in self.allowed_nodes(tokens, parents):
             masks[node] = self.mask()
-            here = len(self.tokens)
-            ahead += [(child + 1, here) for child in children[node] if allows(masks[node], tokens[child])]
-        self.rollback(len(self.tokens) - begin)
 
     def forced(self) -> list[int]:
         """Tokens that come next as far as can be foreseen. The target may still write their text in other tokens."""
         begin = len(self.tokens)
         while len(self.tokens) - begin < _MOST_FORCED and not self.is_at_end:
-            tokens = self._foreseen() or self._only_token()
+            tokens = self._foreseen() or allowed_tokens(self.mask(), most=1)
             if not tokens or not all(map(self.accept, tokens)) or tokens[-1] in self.stop_tokens:
                 break
         forced = self.tokens[begin:]
@@ -220,9 +186,6 @@ class GrammarMatcher(ABC):
     def _foreseen(self) -> list[int]:
         """Tokens of text that has to come next, as far as the library knows it."""
 
-    def _only_token(self) -> list[int]:
-        return allowed_tokens(self.mask(), most=1)
-
     @abstractmethod
     def tokenized(self, text: str) -> list[int]:
         """Tokens in which a text may come next."""
@@ -232,34 +195,51 @@ class GrammarMatcher(ABC):
         """The text of each token."""
 
 
-class RowDraft(NamedTuple):
-    """The draft of a row, and the masks after its nodes.
+class NodeMasks:
+    """The masks after the anchor and the nodes of a row's draft, each made when it is asked for.
 
-    Attributes:
-        matcher (`GrammarMatcher`): Where the row's text ends, the anchor included.
-        tokens, parents (`Sequence[int]` of length N): The draft, parents before their children, -1: the anchor.
-        masks (`np.ndarray` of shape `(T, W)`): To be filled; rows of nodes that cannot be reached stay as they are.
+    Made when the row's matcher is at the anchor. Draft parents come before their children, and -1 is the anchor.
     """
 
-    matcher: GrammarMatcher
-    tokens: Sequence[int]
-    parents: Sequence[int]
-    masks: np.ndarray
+    def __init__(self, matcher: GrammarMatcher, tokens: Sequence[int], parents: Sequence[int]):
+        self.matcher = matcher
+        self.tokens = tokens
+        self.parents = parents
+        self.masks: np.ndarray | None = None  # int32 (T, W); all ones after nodes that cannot be accepted
+        self._begin = list(matcher.tokens)
+
+    def __getitem__(self, node: int) -> np.ndarray:
+        """The mask int32 `(W,)` after a verified node; everything is allowed after one that cannot be accepted."""
+        if self.masks is not None:
+            return self.masks[node]
+        path: list[int] = []
+        while node > 0:
+            path.append(self.tokens[node - 1])
+            node = self.parents[node - 1] + 1
+        is_reached = self.matcher.follow(self._begin, path[::-1])
+        return self.matcher.mask() if is_reached else np.full(self.matcher.num_words, -1, dtype=np.int32)
+
+    @staticmethod
+    def all_of(rows: Sequence[NodeMasks | None]) -> list[np.ndarray | None]:
+        """All masks of rows, int32 `(T, W)` each; each library makes those of its rows in one call."""
+        by_kind: dict[type[GrammarMatcher], list[NodeMasks]] = {}
+        for row in rows:
+            if row is not None and row.masks is None:
+                row.matcher.move_to(row._begin)
+                row.masks = np.full((len(row.tokens) + 1, row.matcher.num_words), -1, dtype=np.int32)
+                by_kind.setdefault(type(row.matcher), []).append(row)
+        for kind, drafts in by_kind.items():
+            kind.fill_drafts(drafts)
+        return [None if row is None else row.masks for row in rows]
 
 
 @dataclass(frozen=True, eq=False)
 class Grammar(ABC):
-    """A compiled grammar.
+    """A compiled grammar."""
 
-    Args:
-        library (`str`): Its library, as users know it.
-        vocab_size (`int`): Tokens of the vocabulary that it was compiled for.
-        allows_rest (`bool`): Tokens that its masks have no bits for are left as they are; else they are forbidden.
-    """
-
-    library: str
-    vocab_size: int
-    allows_rest: bool = False
+    library: str  # as users know it
+    vocab_size: int  # tokens of the vocabulary that it was compiled for
+    allows_rest: bool = False  # tokens without a bit in its masks are left as they are; else they are forbidden
 
     @property
     def num_words(self) -> int:
@@ -277,12 +257,7 @@ class Grammar(ABC):
 
 
 class RowMatchers:
-    """The places of rows in a grammar.
-
-    Args:
-        grammar (`Grammar`): The grammar.
-        prompt_length (`int`): Columns in front of the text.
-    """
+    """The places of rows in a grammar; `prompt_length` columns are in front of their texts."""
 
     def __init__(self, grammar: Grammar, prompt_length: int):
         self.grammar: Grammar = grammar
@@ -292,12 +267,11 @@ class RowMatchers:
     def at(self, row: int, tokens: Sequence[int], is_drafted: bool = False) -> GrammarMatcher:
         """The place of a row after its tokens, those of the prompt included, of which the last ones may be drafted.
 
-        Raises:
-            SpecDecError: The grammar forbids one of them.
+        Raises a `SpecDecError` where the grammar forbids one of them.
         """
-        matcher = self._matchers.get(row)
-        if matcher is None:
-            matcher = self._matchers[row] = self.grammar.matcher(row)
+        if row not in self._matchers:
+            self._matchers[row] = self.grammar.matcher(row)
+        matcher = self._matchers[row]
         go = matcher.move_to if is_drafted else matcher.begin_at
         go(tokens[self.prompt_length :])
         return matcher
@@ -310,25 +284,16 @@ class RowMatchers:
             return np.full(self.grammar.num_words, -1, dtype=np.int32)
 
 
-def _children(parents: Sequence[int]) -> list[list[int]]:
-    """The children of the anchor and of each node."""
-    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
-    for node, parent in enumerate(parents):
-        children[parent + 1].append(node)
-    return children
-
-
 def _num_shared(tokens: Sequence[int], others: Sequence[int]) -> int:
     """Number of tokens with which both begin."""
     shorter = min(len(tokens), len(others))
     if tokens[:shorter] == others[:shorter]:
         return shorter
-    pairs = enumerate(zip(tokens, others))
-    return next((place for place, (ours, theirs) in pairs if ours != theirs), shorter)
+    return next((place for place in range(shorter) if tokens[place] != others[place]), shorter)
 
 
 def allows(mask: np.ndarray, token: int) -> bool:
-    """Tells whether a mask int32 `(W,)` allows a token."""
+    """Whether a mask int32 `(W,)` allows a token."""
     word = token >> 5
     return word < len(mask) and bool(int(mask[word]) >> (token & 31) & 1)
 

@@ -6,7 +6,8 @@ Shapes: B rows, L tokens so far, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -31,9 +32,6 @@ class GrammarLogitsProcessor(LogitsProcessor):
 
     Plain `generate()` takes it, too, one call at a time, also with beams and transformers' own assisted decoding. It
     can be used again: tokens that are not a part of what it was shown last and one more begin a new text.
-
-    Args:
-        grammar (`Grammar`): The grammar.
     """
 
     def __init__(self, grammar: Grammar):
@@ -47,7 +45,11 @@ class GrammarLogitsProcessor(LogitsProcessor):
         A row that the grammar does not follow, as one that is padded after its end, is left as it is.
         """
         rows = input_ids.tolist()
-        if not self._goes_on(rows):
+        # Rows may have left the batch, beams go on from one of them, and assisted decoding goes back.
+        num_before = input_ids.shape[1] - 1
+        shown = {tuple(row[:num_before]) for row in self._shown}
+        goes_on = num_before >= self._places.prompt_length and all(tuple(row[:num_before]) in shown for row in rows)
+        if not goes_on:
             self._places = RowMatchers(self.grammar, input_ids.shape[1])
         self._shown = rows
         masks = np.stack([self._places.mask_after(index, row) for index, row in enumerate(rows)])
@@ -56,15 +58,6 @@ class GrammarLogitsProcessor(LogitsProcessor):
     def __deepcopy__(self, memo: dict) -> GrammarLogitsProcessor:
         """A processor of the same grammar that has seen nothing."""
         return GrammarLogitsProcessor(self.grammar)
-
-    def _goes_on(self, rows: list[list[int]]) -> bool:
-        """Tells whether every row is a part of one that was shown last, and one token more.
-
-        Rows may have left the batch, beams go on from one of them, and assisted decoding goes back.
-        """
-        num_known = len(rows[0]) - 1
-        known = {tuple(row[:num_known]) for row in self._shown}
-        return num_known >= self._places.prompt_length and all(tuple(row[:num_known]) in known for row in rows)
 
 
 def grammar(
@@ -98,17 +91,17 @@ def grammar(
             not a fast one.
         MissingDependencyError: The library is not installed.
     """
-    given = {"schema": schema, "regex": regex, "lark": lark, "choices": choices}
-    given = {kind: value for kind, value in given.items() if value is not None}
-    if len(given) != 1:
-        found = ", ".join(f"`{kind}`" for kind in given) or "none of them"
-        raise SpecConfigError(f"grammar() takes one of `schema`, `regex`, `lark` and `choices`, got {found}.")
+    choice = {"schema": schema, "regex": regex, "lark": lark, "choices": choices}
+    choice = {kind: value for kind, value in choice.items() if value is not None}
+    if len(choice) != 1:
+        names = ", ".join(f"`{kind}`" for kind in choice) or "none of them"
+        raise SpecConfigError(f"grammar() takes one of `schema`, `regex`, `lark` and `choices`, got {names}.")
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise SpecConfigError(
             f"grammar() needs the target's fast tokenizer as `tokenizer`, got {shown(tokenizer)}. Load it with "
             "AutoTokenizer.from_pretrained()."
         )
-    ((kind, value),) = given.items()
+    ((kind, value),) = choice.items()
     if kind == "schema":
         value = _schema(value)
     elif kind == "choices":
@@ -117,9 +110,7 @@ def grammar(
         raise SpecConfigError(f"`{kind}` must be a text, got {shown(value)}.")
     compile_grammar = _compile_xgrammar if _backend(backend) == "xgrammar" else _compile_llguidance
     compiled = compile_grammar(kind, value, tokenizer, flexible_whitespace)
-    mask = np.full(compiled.num_words, -1, dtype=np.int32)
-    compiled.matcher(0).fill(mask)
-    if not mask.any():
+    if not compiled.matcher(0).mask().any():
         raise SpecConfigError(
             f"The grammar `{kind}` admits nothing. Look for a pattern or schema that no text fits, and for characters "
             "that the tokenizer lacks."
@@ -159,13 +150,13 @@ def _lark_of(choices: Sequence[str]) -> str:
 def _backend(asked: str | None) -> str:
     if asked is not None and asked not in _BACKENDS:
         raise SpecConfigError(f"`backend` must be one of {', '.join(_BACKENDS)}, got {shown(asked)}.")
-    found = next((name for name in ([asked] if asked else _BACKENDS) if find_spec(name) is not None), None)
-    if found is None:
-        raise MissingDependencyError(
-            f"grammar() needs the package {asked or ' or '.join(_BACKENDS)}, which is not installed. Install it with "
-            f"`pip install {asked or _BACKENDS[0]}`."
-        )
-    return found
+    for name in [asked] if asked else _BACKENDS:
+        if find_spec(name) is not None:
+            return name
+    raise MissingDependencyError(
+        f"grammar() needs the package {asked or ' or '.join(_BACKENDS)}, which is not installed. Install it with "
+        f"`pip install {asked or _BACKENDS[0]}`."
+    )
 
 
 def _unreadable(kind: str, library: str, problem: object) -> SpecConfigError:
@@ -188,20 +179,16 @@ def _compile_xgrammar(kind: str, value: str, tokenizer: PreTrainedTokenizerFast,
             compiled = compiler.compile_lark(value)
     except (RuntimeError, ValueError) as error:
         raise _unreadable(kind, "xgrammar", error) from error
-    return XGrammar(vocab_size=len(tokenizer), compiled=(compiled,), tokenize=_continuing(tokenizer))
+    return XGrammar(vocab_size=len(tokenizer), compiled=(compiled,), tokenize=partial(_tokenized, tokenizer))
 
 
-def _continuing(tokenizer: PreTrainedTokenizerFast) -> Callable[[str, int | None], list[int]]:
+def _tokenized(tokenizer: PreTrainedTokenizerFast, text: str, after: int | None) -> list[int]:
     """Token ids of a text after a token, as the tokenizer would have written both."""
-
-    def tokenize(text: str, after: int | None) -> list[int]:
-        if after is not None:
-            both = tokenizer.encode(f"{tokenizer.decode([after])}{text}", add_special_tokens=False)
-            if both[:1] == [after]:
-                return both[1:]
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    return tokenize
+    if after is not None:
+        both = tokenizer.encode(f"{tokenizer.decode([after])}{text}", add_special_tokens=False)
+        if both[:1] == [after]:
+            return both[1:]
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _compile_llguidance(kind: str, value: str, tokenizer: PreTrainedTokenizerFast, is_flexible: bool) -> Grammar:
@@ -216,8 +203,10 @@ def _compile_llguidance(kind: str, value: str, tokenizer: PreTrainedTokenizerFas
     try:
         if kind == "schema":
             source = matcher.grammar_from_json_schema(value, overrides=None if is_flexible else compact)
+        elif kind == "regex":
+            source = matcher.grammar_from_regex(value)
         else:
-            source = matcher.grammar_from_regex(value) if kind == "regex" else matcher.grammar_from_lark(value)
+            source = matcher.grammar_from_lark(value)
     except ValueError as error:
         raise _unreadable(kind, "llguidance", error) from error
     # Ids that no token has are between those of the tokenizer and the end of the vocabulary.

@@ -1,12 +1,9 @@
-"""Grammars of xgrammar: masks of a whole tree in one call, and text that must come next.
-
-Shapes: N draft nodes of a row, T = N + 1 verified nodes, W words of a mask.
-"""
+"""Grammars of xgrammar: masks of a whole tree in one call, and text that must come next."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,16 +14,12 @@ from .matchers import Grammar, GrammarMatcher
 
 
 class XGrammarMatcher(GrammarMatcher):
-    """A row's place in a grammar of xgrammar.
-
-    Args:
-        matcher (`xgrammar.GrammarMatcher`): At its beginning.
-        grammar (`XGrammar`): The grammar.
-    """
+    """A row's place in a grammar of xgrammar, from an `xgrammar.GrammarMatcher` at its beginning."""
 
     def __init__(self, matcher: Any, grammar: XGrammar):
         super().__init__(grammar.num_words)
-        self._matcher, self._grammar = matcher, grammar
+        self._matcher = matcher
+        self._grammar = grammar
         self.stop_tokens: frozenset[int] = frozenset(matcher.stop_token_ids)
 
     @property
@@ -54,7 +47,13 @@ class XGrammarMatcher(GrammarMatcher):
         if self.is_at_end or self.knows_masks or not self.stop_tokens.isdisjoint(tokens):
             super().fill_nodes(tokens, parents, masks)
             return
-        child, sibling = first_children(parents)
+        # First child and next sibling of the anchor (0) and of each node (from 1 on), -1 for none.
+        child = [-1] * (len(tokens) + 1)
+        sibling = list(child)
+        # Backwards, so that the first of siblings comes last and is the parent's child.
+        for node in range(len(tokens), 0, -1):
+            parent = parents[node - 1] + 1
+            child[parent], sibling[node] = node, child[parent]
         tree = torch.tensor([child, sibling, [0, *tokens]], device="cpu")
         self._matcher.traverse_draft_tree(tree[0], tree[1], tree[2], torch.from_numpy(masks))
 
@@ -71,16 +70,12 @@ class XGrammarMatcher(GrammarMatcher):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class XGrammar(Grammar):
-    """A grammar of xgrammar, or one for each row.
-
-    Args:
-        compiled (`Sequence[xgrammar.CompiledGrammar]`): One for all rows, or one for each.
-        tokenize (`Callable`, *optional*): Token ids of a text after a token. Left out, the longest tokens that fit.
-    """
+    """A grammar of xgrammar, or one for each row."""
 
     library: str = "xgrammar"
-    compiled: Sequence[Any] = ()
-    tokenize: Callable[[str, int | None], list[int]] | None = field(default=None)
+    compiled: Sequence[Any] = ()  # xgrammar.CompiledGrammar: one for all rows, or one for each
+    # Token ids of a text after a token; left out, the longest tokens that fit.
+    tokenize: Callable[[str, int | None], list[int]] | None = None
 
     @property
     def num_grammars(self) -> int:
@@ -90,8 +85,8 @@ class XGrammar(Grammar):
     def vocabulary(self) -> list[bytes]:
         """The text of each token."""
         pieces = self.compiled[0].tokenizer_info.decoded_vocab
-        known = [piece if isinstance(piece, bytes) else piece.encode() for piece in pieces]
-        return known + [b""] * (self.vocab_size - len(known))
+        texts = [piece if isinstance(piece, bytes) else piece.encode() for piece in pieces]
+        return texts + [b""] * (self.vocab_size - len(texts))
 
     @cached_property
     def tokenizing(self) -> Callable[[str, int | None], list[int]]:
@@ -99,10 +94,8 @@ class XGrammar(Grammar):
         if self.tokenize is not None:
             return self.tokenize
         special = set(self.compiled[0].tokenizer_info.special_token_ids)
-        return partial(
-            longest_tokens,
-            {piece: token for token, piece in enumerate(self.vocabulary) if piece and token not in special},
-        )
+        ids = {piece: token for token, piece in enumerate(self.vocabulary) if piece and token not in special}
+        return partial(longest_tokens, ids)
 
     def matcher(self, row: int) -> XGrammarMatcher:
         import xgrammar
@@ -111,19 +104,11 @@ class XGrammar(Grammar):
         return XGrammarMatcher(matcher, self)
 
 
-def first_children(parents: Sequence[int]) -> tuple[list[int], list[int]]:
-    """First child and next sibling of the anchor and of each node, by node numbers with the anchor as 0; -1: none."""
-    child, sibling = [-1] * (len(parents) + 1), [-1] * (len(parents) + 1)
-    # Backwards, so that the first of siblings comes last and is the parent's child.
-    for node in range(len(parents), 0, -1):
-        parent = parents[node - 1] + 1
-        child[parent], sibling[node] = node, child[parent]
-    return child, sibling
-
-
 def longest_tokens(ids: dict[bytes, int], text: str, after: int | None) -> list[int]:
     """Token ids of a text by a vocabulary alone: the longest token that fits, again and again."""
-    rest, tokens, longest = text.encode(), [], max(map(len, ids), default=0)
+    rest = text.encode()
+    longest = max(map(len, ids), default=0)
+    tokens = []
     while rest:
         size = next((size for size in range(min(longest, len(rest)), 0, -1) if rest[:size] in ids), None)
         if size is None:

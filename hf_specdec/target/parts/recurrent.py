@@ -22,9 +22,8 @@ from ...transfers import upload
 from ..cache import SlotCache, SlotLayer
 from ..forward import Part, SlotNodes
 from .adapters import RowAdapters
-from .nodes import Nodes
 from .recurrences import over_nodes, reads_nodes
-from .recurrent_state import Reading, RecurrentState
+from .recurrent_state import Nodes, Reading, RecurrentState
 
 
 class RecurrentLayers(Part):
@@ -139,23 +138,37 @@ class _Steps:
         names = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:]
         call = arguments = {**dict(zip(names, args)), **kwargs}
         shape, adapters = arguments["hidden_states"].shape[:2], RowAdapters(module)
-        levels, self._places = self.nodes.levels(shape[0])
-        for level in levels:
+        for rows, nodes, parents in self._levels(shape[0]):
             if self._states:
                 with self._told:
                     self._outputs.append(module.forward(**call))
             before = self.layer.recurrent
-            self.layer.recurrent = before.rows(level.parents) if self._states else before.clone()
+            self.layer.recurrent = before.rows(parents) if self._states else before.clone()
             self._states.append(self.layer.recurrent)
             of_nodes = {
-                name: value[level.rows, level.nodes][:, None]
+                name: value[rows, nodes][:, None]
                 for name, value in arguments.items()
                 if torch.is_tensor(value) and value.shape[:2] == shape
             }
             call = {**arguments, **of_nodes}
             # Adapters of the rows of these nodes.
-            self._told.enter_context(adapters.telling(level.rows.tolist(), of_call=False))
+            self._told.enter_context(adapters.telling(rows.tolist(), of_call=False))
         return (), call
+
+    def _levels(self, num_rows: int) -> Iterator[tuple[torch.LongTensor, ...]]:
+        """Rows and nodes of each depth, and the places of their parents in the one above, each `(N,)`."""
+        depths, parents = (
+            values.cpu().view(-1, self.nodes.count).expand(num_rows, -1)
+            for values in (self.nodes.topology.depths, self.nodes.topology.parents)
+        )
+        self._places = torch.zeros_like(depths)
+        first, next_place = 0, 0
+        for depth in range(int(depths.max()) + 1):
+            rows, nodes = (depths == depth).nonzero().unbind(1)
+            above = self._places[rows, parents[rows, nodes]] - first
+            first, next_place = next_place, next_place + len(rows)
+            self._places[rows, nodes] = torch.arange(first, next_place, device="cpu")
+            yield rows, nodes, above
 
     def _on_leaving(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = None) -> Any:
         if output is None or not self._is_of_call(*kwargs.values()):

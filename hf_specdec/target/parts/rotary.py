@@ -112,15 +112,16 @@ class ChangingRotary(Part):
     def read_again(self, is_known: bool) -> None:
         """Has the text read again where plain generation does; it is known where all of it was given as tokens."""
         target = self._target()
-        code = inspect.unwrap(type(target.model).prepare_inputs_for_generation).__code__
+        model: Any = target.model
+        code = inspect.unwrap(type(model).prepare_inputs_for_generation).__code__
         if "original_max_position_embeddings" not in {*code.co_names, *code.co_consts}:
             return
-        place = target.model.config.original_max_position_embeddings
+        place = model.config.original_max_position_embeddings
         if target.cache.get_seq_length() > place:
             return
         if not is_known:
             raise UnsupportedModelError(
-                f"{type(target.model).__name__} reads the whole text again where its rotary embedding changes, at "
+                f"{type(model).__name__} reads the whole text again where its rotary embedding changes, at "
                 f"{place} tokens, and this call, which may get there, has not given all of it as left-padded tokens. "
                 "Do so, or set `max_new_tokens` so that it stays below."
             )

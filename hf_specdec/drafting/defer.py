@@ -7,24 +7,12 @@ Shapes: L tokens of a text, H hidden size of the target.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from ..protocol import Commit, Prompt
 from ..transfers import upload
-
-
-class TextReader(Protocol):
-    """A candidate generator, as far as it is told of the text."""
-
-    def prefill(self, prompt: Prompt) -> None: ...
-
-    def observe(self, commit: Commit) -> None: ...
-
-    def keep_rows(self, keep: list[int]) -> None: ...
-
-    def join(self, other: Any, numbers: dict[int, int]) -> None: ...
 
 
 class _Text(NamedTuple):
@@ -37,8 +25,8 @@ class _Text(NamedTuple):
 class UnreadText:
     """The prompt and commits that a candidate generator has not been told of, because it was not asked to draft."""
 
-    def __init__(self, reader: TextReader):
-        self.reader = reader
+    def __init__(self, reader: Any):
+        self.reader = reader  # the generator
         self.clear()
 
     def clear(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import copy
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from ..logits.randomness import RowKeys
 from ..protocol import Prompt, Session
 from ..target.attention import takes_trees
-from ..target.cache import SlotCache, SlotLayer
+from ..target.cache import SlotCache
 from ..target.graphs import CallGraphs, GraphInputs
 from ..transfers import RowNumbers, upload
 from .graphs import begin_graphs
@@ -77,10 +76,8 @@ class DraftSlots:
         self.device: torch.device = network.device
         self.graphs = graphs
         self.cache: SlotCache = SlotCache(capacity)
-        store = None if graphs is None else graphs.store
-        layers = range(num_layers or len(network.layers))
-        takes = [None if store is None else partial(store.take, layer) for layer in layers]
-        self.cache.layers = [SlotLayer(capacity, take=take) for take in takes]
+        self.cache.store = None if graphs is None else graphs.store
+        self.cache.layer_at((num_layers or len(network.layers)) - 1)
         self.cache.start_slots(len(starts))
         self._place_rows(starts, leads)
         # Attention takes the content of masks, see [`TreeMask`].

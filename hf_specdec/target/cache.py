@@ -218,7 +218,7 @@ class SlotCache(Cache):
         """
         for index, layer in enumerate(cache.layers):
             if getattr(layer, "conv_states", None):
-                self._layer(index).recurrent = load_state(layer)
+                self.layer_at(index).recurrent = load_state(layer)
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             if keys is None or values is None:
                 continue
@@ -233,7 +233,8 @@ class SlotCache(Cache):
                 self.layers[index].length = length
         self.plan = None
 
-    def _layer(self, layer_idx: int) -> SlotLayer:
+    def layer_at(self, layer_idx: int) -> SlotLayer:
+        """A layer, which is made if there is none yet, with those before it."""
         while len(self.layers) <= layer_idx:
             take = None if self.store is None else partial(self.store.take, len(self.layers))
             self.layers.append(SlotLayer(self.capacity, self.limit, take))
@@ -251,7 +252,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else self._layer(layer_idx)
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else self.layer_at(layer_idx)
         return layer.update(key_states, value_states, self.plan)
 
     @property
@@ -261,7 +262,7 @@ class SlotCache(Cache):
 
     def begin_write(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> SlotWrite:
         """Room for keys and values of the shapes of these, which the caller writes to the slots of the plan."""
-        return self._layer(layer_idx).begin_write(keys, values, self.plan)
+        return self.layer_at(layer_idx).begin_write(keys, values, self.plan)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         if layer_idx > 0:
@@ -300,10 +301,10 @@ class SlotCache(Cache):
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._layer(layer_idx).conv_states.get(state_idx)
+        return self.layer_at(layer_idx).conv_states.get(state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._layer(layer_idx).recurrent_states.get(state_idx)
+        return self.layer_at(layer_idx).recurrent_states.get(state_idx)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: Any = None, **_: Any
@@ -316,7 +317,7 @@ class SlotCache(Cache):
         return self._changing_state(layer_idx).update_recurrent_state(recurrent_states, state_idx)
 
     def _changing_state(self, layer_idx: int) -> RecurrentState:
-        state = self._layer(layer_idx).recurrent
+        state = self.layer_at(layer_idx).recurrent
         if state.is_committed:
             raise UnsupportedModelError(
                 f"Layer {layer_idx} updates a recurrent state in an unknown place, so it cannot be kept while drafts "
@@ -419,7 +420,7 @@ class SlotCache(Cache):
         parts = [slice(start, length) for start, length in zip(starts, other.lengths)]
         for index, layer in enumerate(other.layers):
             # It was that of other rows.
-            self._layer(index).limit = None
+            self.layer_at(index).limit = None
             self.layers[index].join(layer, len(self.lengths), parts)
         self.limit = None
         self.lengths = self.lengths + [part.stop - part.start for part in parts]

@@ -273,9 +273,10 @@ def _visible(topology: TreeTopology, rows: RowState, slots: torch.LongTensor, sp
     if rows.beginning is not None:
         committed |= first_slots(rows.beginning, slots, starts)
     visible = committed[:, None] | among_nodes
-    if span.kind != "full":
-        depths = topology.depths.expand(num_rows, nodes)
-        first = lengths - starts
-        keys = torch.where(is_node, first + depths.gather(1, node_of_slot), slots - starts)
-        visible &= ~span.hidden((first + depths)[:, :, None], keys[:, None])
-    return visible
+    if span.kind == "full":
+        return visible
+    depths = topology.depths.expand(num_rows, nodes)
+    first = lengths - starts
+    keys = torch.where(is_node, first + depths.gather(1, node_of_slot), slots - starts)
+    distant = span.hidden((first + depths)[:, :, None], keys[:, None])
+    return visible if distant is None else visible & ~distant

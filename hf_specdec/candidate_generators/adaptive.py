@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from transformers.utils import logging
 
-from ..control.acceptance import RowOutcome
 from ..control.clock import CycleClock
 from ..control.controller import SpeculationController
+from ..control.rates import RowOutcome
 from ..control.schedule import ScheduledLength
 from ..drafting.defer import UnreadText
 from ..drafts import DraftTree
@@ -62,7 +62,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self._drafted: DraftTree | None = None  # the same before it was cut
         self._limits: list[int] = []
         self._is_resting = False
-        self._cuts_drafts: bool = controller.tree_size is not None  # to what pays
+        self._cuts_drafts: bool = controller.sizes is not None  # to what pays
         self._ahead: tuple[list[int], list[int]] | None = None  # rows of the next cycle, and their limits
         self._longest: list[int] = []  # the largest limit of each cycle
 
@@ -106,7 +106,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         limited = replace(step, max_draft_tokens=self._limits, depth=max(limits))
         self._drafted = self._draft = self.generator.propose(limited)
         if self._cuts_drafts:
-            self._draft = self.controller.tree_size.cut(self._drafted, max(self._limits), self.session.agreed)
+            self._draft = self.controller.sizes.cut(self._drafted, max(self._limits), self.session.agreed)
             if self._drafted.is_rated_chain:
                 # As if the drafter had ended it.
                 self._drafted = self._draft
@@ -163,7 +163,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
             times.draft, times.rest = times.draft + observing, times.rest - observing
             num_nodes, num_drafted, depths = self._draft.size, self._drafted.size, self._drafted_depths()
             if self._cuts_drafts:
-                self.controller.tree_size.observe(self._draft, commit.num_accepted)
+                self.controller.sizes.observe(self._draft, commit.num_accepted)
         outcomes = list(map(RowOutcome, commit.rows, self._limits, depths, commit.num_accepted, commit.counts))
         reading = None if times.reading is None else (self._num_read, times.reading)
         self.controller.observe(outcomes, num_nodes, times.draft, times.rest, reading, num_drafted)

@@ -14,7 +14,6 @@ import typer
 from .. import __version__
 from .advise import advise_command
 from .bench import bench_command
-from .calibrate import calibrate_command
 from .demo import demo_command
 from .discover import discover_command
 from .doctor import doctor_command
@@ -39,7 +38,6 @@ app = typer.Typer(
 )
 app.command("advise")(advise_command)
 app.command("bench")(bench_command)
-app.command("calibrate")(calibrate_command)
 app.command("card")(card_command)
 app.command("demo")(demo_command)
 app.command("discover")(discover_command)

@@ -1,9 +1,9 @@
 """Adaptive speculation: costs of drafts and verifications, rates of acceptance, and the length that pays."""
 
 from .controller import SpeculationController
-from .latency import LatencyModel
 from .profile import ControlProfile
 from .schedule import ScheduledLength
+from .times import LatencyModel
 
 
 __all__ = ["ControlProfile", "LatencyModel", "ScheduledLength", "SpeculationController"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-# Costs: measured seconds (`latency`)
+# Costs: measured seconds (`times`)
 
 # A stall is outvoted, and so is the first run of a size: measurements of which the median is taken.
 LAST_MEASUREMENTS = 7
@@ -24,7 +24,7 @@ FIRST_FIXED_PART = 0.5
 # The nodes of a depth follow the drafter: the part that a new draft has in what is known of them.
 NODES_PART = 0.2
 
-# Acceptance (`acceptance`)
+# Acceptance (`rates`)
 
 # Rates follow the text: outcomes that a rate remembers, for each row that it is fed by.
 WINDOW = 32

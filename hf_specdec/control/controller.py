@@ -2,9 +2,9 @@
 
 [`~control.plan`] values the lengths. What is not tried is not known, so other ones are tried now and then: those that
 may well be better than they are known to be, and those whose last trial is long ago. A trial has a price: its time
-minus the time in which its tokens would have been made otherwise. Trials are paid from a [`~control.budget`] of one
-part in a hundred of all time, which bounds what they can cost; a trial that gains refills it, so that success is
-followed up at once.
+minus the time in which its tokens would have been made otherwise. Trials are paid from a budget of one part in a
+hundred of all time ([`~control.profile`]), which bounds what they can cost; a trial that gains refills it, so that
+success is followed up at once.
 
 Pure Python, some 0.1 ms a cycle for one row; no tensor, no clock.
 """
@@ -16,10 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING
 
-from .acceptance import AcceptanceModel, RowOutcome
-from .budget import TrialBudget
 from .constants import (
     CHEAP,
     CLEARLY_SLOWER,
@@ -32,56 +29,33 @@ from .constants import (
     PLAN_ROWS,
 )
 from .plan import Plan, make_plan
-from .profile import ControlProfile
-from .tree_size import TreeSize
-
-
-if TYPE_CHECKING:
-    from .latency import LatencyModel
+from .profile import ControlProfile, TrialBudget
+from .rates import AcceptanceModel, RowOutcome
+from .sizes import DraftSize
+from .times import LatencyModel
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Limits of a cycle that is yet to be observed.
+    """Limits of a cycle that is yet to be observed."""
 
-    Attributes:
-        limit (`int`): The largest limit of a row.
-        length (`int`): The limit outside of trials, then.
-        row_limits (`dict[int, int]`): Those of rows that have their own.
-        is_trial (`bool`): The limit is tried instead of that length.
-        plan (`Plan`, *optional*): From which it was chosen.
-        reading_price (`float`): Seconds that a trial takes beside it, for reading.
-    """
-
-    limit: int
-    length: int = 0
-    row_limits: dict[int, int] = field(default_factory=dict)
-    is_trial: bool = False
-    plan: Plan | None = None
-    reading_price: float = 0.0
+    limit: int  # the largest one of a row
+    length: int = 0  # the limit outside of trials, then
+    row_limits: dict[int, int] = field(default_factory=dict)  # of rows that have their own
+    is_trial: bool = False  # the limit is tried instead of that length
+    plan: Plan | None = None  # from which it was chosen
+    reading_price: float = 0.0  # seconds that a trial takes beside it, for reading
 
 
 class SpeculationController:
-    """Chooses the limits of one call's cycles.
+    """Chooses the limits of one call's cycles, at most `most`.
 
     The loop asks for `limits` and reports what came of them with `observe`, in turn. It may also ask for those of the
     next cycle before it knows what came of the last one, which then counts a cycle later.
 
-    Args:
-        most (`int`): K, the largest limit.
-        num_rows (`int`): Rows of the call.
-        profile (`ControlProfile`, *optional*): What earlier calls have found; learns from this one when it is closed.
-        usual (`int`, *optional*): The length to begin with where nothing is known; K if not given.
-        most_tokens (`Callable[[int], int]`, *optional*): A rule of the user's that stands above: active rows -> the
-            largest limit.
-
-    Attributes:
-        kind (`str`): Name of the rule, for the statistics.
-        length (`int`): The limit that is used outside of trials.
-        tree_size (`TreeSize`, *optional*): Chooses how many nodes of trees are verified.
-        num_cycles (`int`): Cycles for which limits were asked.
-        is_resting (`bool`): True where the last limits are those of a plan without drafts that still stands. Such
-            cycles need not be observed, and are not where the limits of the next one may have been asked for.
+    `profile` is what earlier calls have found; it learns from this one when it is closed. `usual` is the length to
+    begin with where nothing is known. `most_tokens` is a rule of the user's that stands above: active rows -> the
+    largest limit.
     """
 
     kind = "adaptive length"
@@ -94,26 +68,28 @@ class SpeculationController:
         usual: int | None = None,
         most_tokens: Callable[[int], int] | None = None,
     ):
-        profile = profile or ControlProfile()
-        self.profile: ControlProfile = profile
+        self.profile: ControlProfile = profile or ControlProfile()
         self.most = most
         self.usual: int = most if usual is None else min(usual, most)
         self._most_tokens = most_tokens
         self._cap = most  # of the present number of rows
-        self.latency: LatencyModel = profile.latency.for_another_call()
-        self.acceptance: AcceptanceModel = AcceptanceModel(most, num_rows, profile.accepted, profile.drafted)
-        self.tree_size: TreeSize | None = TreeSize(self.latency, profile.rating_factor)
-        self.length: int = 0
-        self.num_cycles: int = 0
+        self.latency: LatencyModel = self.profile.latency.for_another_call()
+        self.acceptance: AcceptanceModel = AcceptanceModel(most, num_rows, self.profile.accepted, self.profile.drafted)
+        self.sizes: DraftSize | None = DraftSize(self.latency, self.profile.rating_factor)
+        self.length: int = 0  # the limit that is used outside of trials
+        self.num_cycles: int = 0  # for which limits were asked
+        # The last limits are those of a plan without drafts that still stands. Such cycles need not be observed, and
+        # are not where the limits of the next one may have been asked for.
+        self.is_resting: bool = False
+        self._num_rested = 0  # cycles since the last one that was observed
         self._plan: Plan | None = None
         self._row_limits: dict[int, int] = {}
+        self._num_unread = 0
+        self._left: Sequence[float] | None = None
         is_first_call = not self.latency.knows_anything
         # The first run of a size is often a slow one, so both are measured again unless drafting is clearly slower.
         self._first_cycles = [self.usual, 0, self.usual, 0] if is_first_call else []
-        self._budget = TrialBudget(None if is_first_call else profile.budget)
-        self._num_unread, self._left = 0, None
-        self.is_resting: bool = False
-        self._num_rested = 0  # cycles since the last one that was observed
+        self._budget = TrialBudget(None if is_first_call else self.profile.budget)
         self._chosen: deque[Choice] = deque()  # of cycles to be observed
         self._follow_up: int | None = None  # a trial that has just paid
         self._last_used = [0] * (most + 1)
@@ -123,12 +99,11 @@ class SpeculationController:
     def limits(self, rows: list[int], num_unread: int = 0, left: Sequence[float] | None = None) -> list[int]:
         """Depth that each of the active rows may draft in this cycle; 0 for all: decode plainly.
 
-        Args:
-            rows (`list[int]`): Rows of the call.
-            num_unread (`int`): Tokens, of all rows together, that the drafter would read before it drafts.
-            left (`Sequence[float]`, *optional*): Tokens that each of these rows may still get, if that is known.
+        `num_unread` are the tokens, of all rows together, that the drafter would read before it drafts, and `left`
+        those that each of these rows may still get, if that is known.
         """
-        self._num_unread, self._left = num_unread, left
+        self._num_unread = num_unread
+        self._left = left
         if self._most_tokens is not None:
             self._cap = min(self._most_tokens(len(rows)), self.most)
         choice = self._choose(rows)
@@ -151,7 +126,16 @@ class SpeculationController:
         return "does_not_pay" if self._cap else "batch_size"
 
     def _choose(self, rows: list[int]) -> Choice:
-        self.is_resting = self._may_rest(rows)
+        # True if nothing is drafted, and neither a new plan nor a measurement is due.
+        self.is_resting = (
+            not self.length
+            and self._plan is not None
+            and self._plan.rows == rows
+            and not self._first_cycles
+            and self._follow_up is None
+            and self._cap > 0
+            and self.num_cycles % PLAIN_OBSERVE_EVERY != 0
+        )
         self._num_rested += self.is_resting
         if self._cap == 0 or self.is_resting:
             return Choice(0)
@@ -167,22 +151,15 @@ class SpeculationController:
             self._plan = self._planned(rows)
             self.length = self._best_length(self._plan)
             self._row_limits = self._plan.row_limits(self.length) if self.length and len(rows) > 1 else {}
-        plan, trial = self._plan, self._affordable_trial(self._plan, is_new)
-        limit = self.length if trial is None else trial
-        is_trial, price = trial is not None, self._reading_price
-        return Choice(min(limit, self._cap), self.length, self._row_limits, is_trial, plan, price)
-
-    def _may_rest(self, rows: list[int]) -> bool:
-        """True if nothing is drafted, and neither a new plan nor a measurement is due."""
-        if self._cap == 0 or self.length or self._plan is None or self._first_cycles or self._follow_up is not None:
-            return False
-        return self.num_cycles % PLAIN_OBSERVE_EVERY != 0 and self._plan.rows == rows
+        trial = self._affordable_trial(self._plan, is_new)
+        limit = min(self.length if trial is None else trial, self._cap)
+        return Choice(limit, self.length, self._row_limits, trial is not None, self._plan, self._reading_price)
 
     def _planned(self, rows: list[int]) -> Plan:
         return make_plan(self.latency, self.acceptance, rows, self._costs(rows), self._num_unread, self._left)
 
     def _costs(self, rows: list[int]) -> list[float]:
-        most_nodes = None if self.tree_size is None else self.tree_size.size
+        most_nodes = None if self.sizes is None else self.sizes.size
         return self.latency.cycle_seconds_up_to(self._cap, len(rows), most_nodes)
 
     def _is_clearly_slower(self, rows: list[int]) -> bool:
@@ -194,9 +171,9 @@ class SpeculationController:
 
     def _best_length(self, plan: Plan) -> int:
         """The length that promises most, or the present one if that promises hardly less."""
-        best, length = plan.best, self.length
-        if length < len(plan.tokens) and plan.value(best) <= HYSTERESIS * plan.value(length):
-            best = length
+        best = plan.best
+        if self.length < len(plan.tokens) and plan.value(best) <= HYSTERESIS * plan.value(self.length):
+            best = self.length
         return best if plan.value(best) > LEAST_GAIN * plan.value(0) else 0
 
     # Trials
@@ -211,12 +188,12 @@ class SpeculationController:
             return again
         if not is_new_plan or not self._budget.is_due:
             return None
-        chosen = self._optimistic_length(plan)
-        if chosen is None:
-            chosen = self._longest_unused(plan)
-        if chosen is not None:
+        trial = self._optimistic_length(plan)
+        if trial is None:
+            trial = self._longest_unused(plan)
+        if trial is not None:
             self._budget.begin()
-        return chosen
+        return trial
 
     def _optimistic_length(self, plan: Plan) -> int | None:
         """The best affordable length if acceptance were as good as it might be, where that is not the chosen one."""
@@ -237,8 +214,8 @@ class SpeculationController:
     def _longest_unused(self, plan: Plan) -> int | None:
         """Affordable length that has waited longest in relation to its price, of those that are worth knowing: none,
         those around the chosen one, and doubled ones."""
-        length, least = self.length, 0.02 * plan.seconds[0]
-        limits = {0, 1, length - 1, length + 1, 2 * length, self.usual} - {length}
+        least = 0.02 * plan.seconds[0]
+        limits = {0, 1, self.length - 1, self.length + 1, 2 * self.length, self.usual} - {self.length}
         waited = {
             limit: (self.num_cycles - self._last_used[limit]) / (self._price(plan, limit) + least)
             for limit in limits
@@ -270,15 +247,11 @@ class SpeculationController:
         reading: tuple[int, float] | None = None,
         num_drafted: int | None = None,
     ) -> None:
-        """Takes in a cycle.
+        """Takes in a cycle of the active rows.
 
-        Args:
-            outcomes (`list[RowOutcome]`): The active rows.
-            num_nodes (`int`): Draft nodes of a row, padding included.
-            draft_seconds (`float`, *optional*): Of the drafter in the cycle; `None` if it was not asked.
-            verify_seconds (`float`): The rest of the cycle.
-            reading (`tuple[int, float]`, *optional*): As of [`LatencyModel.observe_draft`].
-            num_drafted (`int`, *optional*): Draft nodes of a row before the tree was cut, if it was.
+        `num_nodes` are the draft nodes of a row, padding included, and `num_drafted` those before the tree was cut, if
+        it was. `draft_seconds` are the drafter's, `None` if it was not asked, without those of `reading`, the tokens
+        of all rows that it was told of first and the seconds of that. `verify_seconds` are the rest of the cycle.
         """
         num_rows, deepest = len(outcomes), max(outcome.depth for outcome in outcomes)
         self.latency.observe_verification(num_rows, num_nodes + 1, verify_seconds)
@@ -329,19 +302,19 @@ class SpeculationController:
         if accepted < choice.limit or length <= accepted:
             return min(accepted, length) + 1.0
         # Everything was accepted; how much of more would have been is not known.
-        tokens, num_rows = list(map(sum, plan.row_tokens)), len(plan.rows)
+        tokens = list(map(sum, plan.row_tokens))
         further = tokens[plan.within(length)] - tokens[plan.within(accepted)]
-        reached = tokens[accepted] - tokens[accepted - 1] if 0 < accepted < len(tokens) else num_rows
+        reached = tokens[accepted] - tokens[accepted - 1] if 0 < accepted < len(tokens) else len(plan.rows)
         return accepted + 1 + further / max(reached, NEGLIGIBLE)
 
     def join(self, rows: list[int]) -> None:
         """Forgets what is known of the texts that these rows had before."""
-        self.acceptance.restart(rows)
+        self.acceptance.restart(self.acceptance.rows.keys() & set(rows))
         self._plan = None
 
     def close(self) -> None:
         """Ends the call: its profile learns what was found."""
         if self.num_cycles:
             self.profile.learn(self.latency, self._budget, self.acceptance.accepted, self.acceptance.drafted)
-            if self.tree_size is not None:
-                self.profile.rating_factor = self.tree_size.rating.value
+            if self.sizes is not None:
+                self.profile.rating_factor = self.sizes.rating.value

@@ -3,47 +3,42 @@
     value(k) = tokens(k) / E[T_draft(W) + T_verify(nodes(W))]
 
 For one row tokens(k) = 1 + S_1 + ... + S_k, where S_i is the probability that its token i is accepted. W <= k is how
-deep the deepest draft of the batch gets. The probabilities come from [`~control.acceptance`], the times from
-[`~control.latency`]. k = 0 is plain decoding: nothing is drafted, and one token a row is committed in T_verify(1).
+deep the deepest draft of the batch gets. The probabilities come from [`~control.rates`], the times from
+[`~control.times`]. k = 0 is plain decoding: nothing is drafted, and one token a row is committed in T_verify(1).
+
+A row that gets r tokens a cycle leaves the batch after n = left / r cycles. Of a cycle's time a part f is the same for
+any number of rows, and is paid until the slowest row has ended; the rest falls with the rows. So the call takes as
+long as f max(n) + (1 - f) mean(n) cycles of all rows, and each of them has the value
+
+    tokens(k) = sum(left) / (f max(n) + (1 - f) mean(n))
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
-from math import sqrt
 from operator import add, mul, truediv
-from statistics import NormalDist
 
-from .acceptance import AcceptanceModel
 from .constants import NEGLIGIBLE
-from .latency import LatencyModel
+from .rates import AcceptanceModel
+from .times import LatencyModel
 
 
 @dataclass
 class Plan:
     """Expected tokens and seconds of a cycle by limit, for some rows.
 
-    Attributes:
-        rows (`list[int]`): Rows of the call.
-        tokens (`list[float]`): The value of a cycle in tokens, see [`batch_tokens`]. Limits whose last position is
-            hardly ever reached are left out.
-        seconds (`list[float]`): Its time.
-        row_tokens (`list[list[float]]`): Tokens of each row, for each limit.
-        costs (`list[float]`): Seconds of a cycle whose deepest draft has each of the depths up to the largest.
-        accepted, depths (`list[list[float]]`): For each of these limits the probability of each row that so many
-            tokens are accepted, and that its draft gets so deep.
+    Limits whose last position is hardly ever reached are left out of `tokens`, `seconds` and `row_tokens`.
     """
 
-    rows: list[int]
-    tokens: list[float]
+    rows: list[int]  # of the call
+    tokens: list[float]  # value of a cycle, in tokens
     seconds: list[float]
-    row_tokens: list[list[float]]
-    costs: list[float]
-    accepted: list[list[float]]
-    depths: list[list[float]]
+    row_tokens: list[list[float]]  # of each row, for each limit
+    costs: list[float]  # seconds of a cycle whose deepest draft has each of the depths up to the largest limit
+    accepted: list[list[float]]  # by position and row: the probability that so many tokens are accepted
+    depths: list[list[float]]  # by position and row: the probability that the draft gets so deep
 
     def value(self, limit: int) -> float:
         """Tokens per second."""
@@ -64,9 +59,9 @@ class Plan:
 
     def token_value(self, limit: int, other: int) -> float:
         """Value of an additional token of one of two limits over the other, on average."""
-        one, two = self.within(limit), self.within(other)
-        more = sum(self.row_tokens[one]) - sum(self.row_tokens[two])
-        return (self.tokens[one] - self.tokens[two]) / more if more else 1.0
+        first, second = self.within(limit), self.within(other)
+        more = sum(self.row_tokens[first]) - sum(self.row_tokens[second])
+        return (self.tokens[first] - self.tokens[second]) / more if more else 1.0
 
     def row_limits(self, length: int) -> dict[int, int]:
         """The limit of each row, at most `length`.
@@ -94,30 +89,26 @@ def make_plan(
     num_unread: int = 0,
     left: Sequence[float] | None = None,
 ) -> Plan:
-    """Values all lengths.
+    """Values all lengths for the active rows.
 
-    Args:
-        latency (`LatencyModel`): Times.
-        acceptance (`AcceptanceModel`): Rates.
-        rows (`list[int]`): Active rows of the call.
-        costs (`list[float]`): Seconds of a cycle whose deepest draft has each of the depths up to the largest limit.
-        num_unread (`int`): Tokens, of all rows together, that the drafter would read before it drafts.
-        left (`Sequence[float]`, *optional*): Tokens that each of these rows may still get, if that is known.
+    `costs` are those of the plan, `num_unread` the tokens of all rows together that the drafter would read before it
+    drafts, and `left` the tokens that each row may still get, if that is known.
     """
     num_rows = len(rows)
-    fixed, room = latency.fixed_part(num_rows), left or [1.0] * num_rows
-    row_tokens, squares = [[1.0] * num_rows], [0.0] * num_rows
-    tokens, seconds = [batch_tokens(row_tokens[0], room, fixed)], [latency.verify_seconds(1, num_rows)]
-    accepted, depths = [], []
-    spent, deeper = 0.0, 1.0
+    room = left or [1.0] * num_rows
     # What the drafter must read first is spread over the tokens that are left.
     reading = latency.reading_seconds(num_unread) / sum(left) if left else 0.0
+    row_tokens = [[1.0] * num_rows]
+    fixed = latency.fixed_part(num_rows)
+    tokens = [batch_tokens(row_tokens[0], room, fixed)]
+    seconds = [latency.verify_seconds(1, num_rows)]
+    accepted, depths = [], []
+    spent, deeper = 0.0, 1.0
     for position, (gains, reach) in zip(range(len(costs) - 1), acceptance.path_probabilities(rows)):
         if sum(gains) < NEGLIGIBLE * num_rows:
             break
         row_tokens.append(list(map(add, row_tokens[-1], gains)))
-        squares = [square + (2 * position + 1) * gain for square, gain in zip(squares, gains)]
-        tokens.append(batch_tokens(row_tokens[-1], room, fixed, squares if left else None))
+        tokens.append(batch_tokens(row_tokens[-1], room, fixed))
         accepted.append(gains)
         depths.append(reach)
         reached = _at_least_one(reach)
@@ -127,47 +118,12 @@ def make_plan(
     return Plan(list(rows), tokens, seconds, row_tokens, costs, accepted, depths)
 
 
-def batch_tokens(
-    row_tokens: Sequence[float], left: Sequence[float], fixed: float, squares: Sequence[float] | None = None
-) -> float:
-    """Value of a cycle of a batch, in tokens: their sum if all rows are equal and nothing is random.
-
-    A row that gets r tokens a cycle leaves the batch after n = left / r cycles. Of a cycle's time a part f is the same
-    for any number of rows, and is paid until the slowest row has ended; the rest falls with the rows. So the call
-    takes as long as f E[max(n)] + (1 - f) mean(n) cycles of all rows, and each of them has the value
-
-        sum(left) / (f E[max(n)] + (1 - f) mean(n))
-
-    Even of equal rows one is the slowest: acceptance is random. Where a row's tokens of a cycle have the
-    variance v, n has the standard deviation sqrt(n v) / r. The largest of m such numbers is expected to be z(m)
-    standard deviations above their mean, m counting the rows that come within one of them of the slowest. No row
-    needs more cycles than it has tokens left.
-
-    Args:
-        row_tokens (`Sequence[float]`): r of each row.
-        left (`Sequence[float]`): Tokens that each of them may still get; only their proportions matter if there are
-            no squares.
-        fixed (`float`): f.
-        squares (`Sequence[float]`, *optional*): Mean square of each row's accepted tokens of a cycle, which are
-            r - 1 on average; without them v is 0.
-    """
+def batch_tokens(row_tokens: Sequence[float], left: Sequence[float], fixed: float) -> float:
+    """Value of a cycle of a batch, in tokens, given f: their sum if all rows are equal."""
     if len(row_tokens) == 1:
         return row_tokens[0]
     cycles = list(map(truediv, left, row_tokens))
-    slowest = max(cycles)
-    if squares is not None:
-        row = cycles.index(slowest)
-        variance = max(squares[row] - (row_tokens[row] - 1) ** 2, 0.0)
-        deviation = sqrt(slowest * variance) / row_tokens[row]
-        num_slow = sum(number >= slowest - deviation for number in cycles)
-        slowest = min(slowest + _largest_of(num_slow) * deviation, max(left))
-    return sum(left) / (fixed * slowest + (1 - fixed) * sum(cycles) / len(cycles))
-
-
-@cache
-def _largest_of(count: int) -> float:
-    """Expected largest of so many standard normal numbers (Blom, 1958)."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+    return sum(left) / (fixed * max(cycles) + (1 - fixed) * sum(cycles) / len(cycles))
 
 
 def _none_of_the_others(probabilities: Sequence[float]) -> list[float]:

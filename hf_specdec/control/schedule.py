@@ -8,19 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .acceptance import RowOutcome
+from .rates import RowOutcome
 
 
 class ScheduledLength:
-    """Chooses the limits of one call's cycles by the number of rows alone.
-
-    Args:
-        most_tokens (`Callable[[int], int]`): Active rows -> k, 0 for no drafts.
-    """
+    """Chooses the limits of one call's cycles by the number of rows alone, with the interface of a controller."""
 
     kind = "length by batch size"
     why_none = "batch_size"
-    tree_size = None  # trees stay whole
+    sizes = None  # trees stay whole
     is_resting = False
 
     def __init__(self, most_tokens: Callable[[int], int]):
@@ -30,14 +26,10 @@ class ScheduledLength:
         """Depth that each of the active rows may draft in this cycle."""
         return [self.most_tokens(len(rows))] * len(rows)
 
-    def take_back(self) -> None:
-        """Nothing is kept of limits."""
+    def take_back(self) -> None: ...
 
-    def join(self, rows: list[int]) -> None:
-        """Nothing is known of any row."""
+    def join(self, rows: list[int]) -> None: ...
 
-    def observe(self, outcomes: list[RowOutcome], *costs: Any) -> None:
-        """Learns nothing."""
+    def observe(self, outcomes: list[RowOutcome], *costs: Any) -> None: ...
 
-    def close(self) -> None:
-        """Leaves nothing to the next call."""
+    def close(self) -> None: ...

@@ -341,7 +341,6 @@ class _Watching(Speculator):
         config = speculator.config.replace(
             num_speculative_tokens=speculator.config.fixed_length or FIXED,
             disable_by_batch_size=None,
-            control_profile=None,
         )
         if hasattr(config.options, "draft_sample_method"):
             # Sampled tokens are accepted by their probabilities, not by being the target's.

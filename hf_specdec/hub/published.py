@@ -37,7 +37,7 @@ CARD_KEY = "speculative"
 IN_GENERATION_CONFIG = "`speculative` in the generation config"
 
 # About the machine, the account or the code; never written down for others.
-PRIVATE = ("device", "cache_dir", "local_files_only", "token", "trust_remote_code", "code_revision", "control_profile")
+PRIVATE = ("device", "cache_dir", "local_files_only", "token", "trust_remote_code", "code_revision")
 
 # Settings that say which shape drafts have, each in its own way: a chain, a static tree, a dynamic one.
 _SHAPES = {

@@ -191,12 +191,6 @@ class SpeculativeConfig:
     enforce_eager: bool = setting(
         False, "Launch every forward from Python, and capture nothing in CUDA graphs. Nothing is captured on a CPU."
     )
-    control_profile: str | None = setting(
-        None,
-        "For lengths that are chosen by what pays: file of `hf-specdec calibrate` to begin with. Left out, that of "
-        "the cache folder, if there is one.",
-        normalize=plain_path,
-    )
     disable_by_batch_size: int | None = setting(
         None, "Generate without drafts where the batch has more rows than this.", least=1
     )

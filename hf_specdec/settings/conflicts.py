@@ -70,11 +70,6 @@ def _check_model_settings(config: SpeculativeConfig) -> None:
 
 
 def _check_lengths(config: SpeculativeConfig) -> None:
-    if config.control_profile is not None and not config.may_adapt:
-        raise SpecConfigError(
-            f"`control_profile`={shown(config.control_profile)} is for num_speculative_tokens='auto', got "
-            f"{shown(config.num_speculative_tokens)}. Leave it out, or set 'auto'."
-        )
     k, lengths = config.fixed_length, config.num_speculative_tokens_per_batch_size
     if lengths is None or k is None or config.speculative_token_tree is not None:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import copy
 
 import pytest
 import torch
@@ -120,13 +121,14 @@ def test_nothing_is_remembered(target, caplog):
     speculator = load_speculator(target, settings_of("medusa", num_speculative_tokens="auto"))
     retrieval = load_speculator(target, "suffix")
     pair = load_speculator(target, settings_of("ngram+medusa"))
-    before, of_pair = speculator.profile.to_dict(), pair.resources.profile.to_dict()
+    profiles = speculator.profile, pair.resources.profile
+    before = list(map(vars, map(copy, profiles)))
     with caplog.at_level("WARNING", logger="hf_specdec"):
         warm_up(target, speculator, batch_sizes=[16], **CALLS)
         for other in (retrieval, pair):
             warm_up(target, other, **CALLS)
         warm_up(target, settings_of("eagle3"), batch_sizes=[64], prompt_length=8, max_new_tokens=8, sampling=False)
-    assert speculator.profile.to_dict() == before
-    assert pair.resources.profile.to_dict() == of_pair
+    assert list(map(vars, profiles)) == before
+    assert (speculator.profile, pair.resources.profile) == profiles
     assert retrieval.resources.num_cached_tokens == 0
     assert "hardly pays" not in caplog.text

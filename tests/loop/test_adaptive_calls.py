@@ -1,9 +1,8 @@
-"""Lengths that adapt in generate(), by what pays and by the number of rows, and the profiles that calls leave."""
+"""Lengths that adapt in generate(), by what pays and by the number of rows."""
 
 from __future__ import annotations
 
 import json
-import os
 from math import isnan
 
 import pytest
@@ -12,20 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from hf_specdec import SpecConfigError, SpeculativeConfig, forget_speculators, load_speculator, record
+from hf_specdec import SpecConfigError, SpeculativeConfig, load_speculator, record
 from hf_specdec.candidate_generators.adaptive import AdaptiveCandidateGenerator
 from hf_specdec.candidate_generators.base import CandidateGenerator
 from hf_specdec.cli import app
-from hf_specdec.control import ControlProfile, LatencyModel, SpeculationController
-from hf_specdec.control.acceptance import PastRates
+from hf_specdec.control import LatencyModel, SpeculationController
 from hf_specdec.control.clock import CycleClock
-from hf_specdec.control.store import find_profile, load_profile, profile_identity, profile_path, save_profile
-from hf_specdec.diagnosis.calibration import calibrate
 from hf_specdec.drafts import DraftTree
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
-from hf_specdec.reading import MAX_SETTINGS_BYTES
 from hf_specdec.target.graphs import CallGraphs
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import in_full
 from tests.helpers.methods import demo_inputs, demo_target, settings_of
 from tests.helpers.models import prompts, tiny_llama
 
@@ -72,7 +67,7 @@ def test_sampled_text_does_not_depend_on_what_is_chosen(monkeypatch):
 
 def test_a_given_tree_is_cut_at_the_chosen_depth(monkeypatch):
     settings = {**demo_inputs(1), "max_new_tokens": 24, "do_sample": False}
-    monkeypatch.setattr("hf_specdec.control.tree_size.TreeSize.cut", lambda trees, draft, *given: draft)
+    monkeypatch.setattr("hf_specdec.control.sizes.DraftSize.cut", lambda trees, draft, *given: draft)
     follow(monkeypatch, [1, 0, 2])
     tree = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
     with record(trace=True) as r:
@@ -143,6 +138,9 @@ def test_the_setting_is_a_number_or_auto():
     assert config.fixed_length is None
     assert SpeculativeConfig.from_dict(config.to_dict()) == config
     assert config.replace(num_speculative_tokens=3).fixed_length == 3
+    with pytest.raises(SpecConfigError, match="control_profile"):
+        SpeculativeConfig(method="ngram", control_profile="profile.json")
+    assert CliRunner().invoke(app, ["calibrate"]).exit_code == 2
     for wrong in ("atuo", 0):
         with pytest.raises(SpecConfigError, match="num_speculative_tokens"):
             SpeculativeConfig(method="ngram", num_speculative_tokens=wrong)
@@ -160,10 +158,6 @@ def test_lengths_adapt_by_default_where_that_changes_no_text(model, monkeypatch)
     assert load_speculator(model, "draft_model", **draft).is_adaptive
     speculator = load_speculator(model, "ngram")
     assert load_speculator(model, "ngram", num_speculative_tokens="auto").profile is speculator.profile
-    SpeculativeConfig("eagle3", "a/b", control_profile="x")
-    for fixed in ({"speculative_token_tree": [[0], [1]]}, {"num_speculative_tokens": 3}):
-        with pytest.raises(SpecConfigError, match="control_profile"):
-            SpeculativeConfig("eagle3", "a/b", control_profile="x", **fixed)
     # Decided when it was made.
     monkeypatch.setenv("HF_SPECDEC_ADAPTIVE", "0")
     assert speculator.is_adaptive
@@ -230,58 +224,6 @@ def test_cycles_follow_the_lengths_by_batch_size_as_rows_leave(length):
     assert r.calls[0].stats.num_draft_tokens == 0
 
 
-# Profiles, which are files and may hold anything
-
-
-# Profiles, which are files and may hold anything
-
-
-SECONDS, RATES = st.floats(1e-6, 1e3), st.lists(st.floats(0, 1), max_size=4)
-SIZES = st.integers(1, 64).map(str)
-TABLES = st.dictionaries(SIZES, st.dictionaries(SIZES, SECONDS, min_size=1, max_size=5), max_size=3)
-PROFILES = st.fixed_dictionaries(
-    {
-        **{"draft_seconds": TABLES, "verify_seconds": TABLES, "accepted": RATES, "drafted": RATES},
-        "reading_seconds": st.dictionaries(SIZES, SECONDS, max_size=3),
-    }
-)
-
-
-@given(PROFILES)
-def test_a_profile_comes_back_from_json(values):
-    profile = ControlProfile.from_dict(json.loads(json.dumps(values)))
-    again = profile.to_dict()
-    assert again.pop("draft_seconds").keys() == values["draft_seconds"].keys()
-    for rows, times in values["verify_seconds"].items():
-        assert again["verify_seconds"][rows] == pytest.approx(times)
-    assert again["reading_seconds"] == pytest.approx(values["reading_seconds"])
-    assert all(again[name] == values[name] for name in ("accepted", "drafted"))
-    assert len(again["accepted_weights"]) == len(values["accepted"])
-    assert ControlProfile.from_dict(again | {"draft_seconds": {}}).accepted == profile.accepted
-
-
-DAMAGED = [
-    ({"verify_seconds": None}, "holds `draft_seconds` and `verify_seconds`"),
-    ({"verify_seconds": {"1": {"1": -2.0}}}, "positive numbers of seconds, got -2.0"),
-    ({"verify_seconds": {"0": {"1": 2.0}}}, "integers of at least 1, got '0'"),
-    ({"draft_seconds": {"1": {"x": 2.0}}}, "integers of at least 0, got 'x'"),
-    ({"reading_seconds": [1.0]}, "`reading_seconds`, {tokens: seconds}"),
-    ({"accepted": [0.5], "accepted_weights": [1.0, 1.0]}, "`accepted_weights` .* must be a list of 1 num"),
-    ({"rating_factor": -1}, "rating_factor"),
-]
-
-
-def test_a_damaged_profile_is_refused():
-    for change, message in DAMAGED:
-        with pytest.raises(SpecConfigError, match=message):
-            ControlProfile.from_dict(ControlProfile().to_dict() | change)
-    assert ControlProfile.from_dict(ControlProfile(rating_factor=0.25).to_dict()).rating_factor == 0.25
-    # Depths that nobody drafts cost nothing to know.
-    stored = {**ControlProfile().to_dict(), "draft_seconds": {"1": {"2": 1.0, "1000000000": 5.0}}}
-    model = ControlProfile.from_dict(stored).latency
-    assert model.draft_seconds_up_to(4, 1) == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0], abs=1e-6)
-
-
 # The clock of cycles
 
 
@@ -296,7 +238,6 @@ def test_a_cycle_with_a_capture_has_no_times(monkeypatch):
     for spoilt in (times.draft, 0.0, -1.0, float("inf")):
         latency.observe_draft(1, 3, spoilt, (8, times.reading))
         latency.observe_verification(1, 4, spoilt)
-        latency.observe_reading(1, spoilt)
     assert not any((latency.draft, latency.verify, latency.reading.sizes))
     # A capture for the next draft, which ran ahead, spoils both cycles.
     for is_ahead, is_spoilt in ((True, True), (False, True), (False, False)):
@@ -310,95 +251,6 @@ def test_a_cycle_with_a_capture_has_no_times(monkeypatch):
         assert is_ahead or isnan(times.draft) == is_spoilt
 
 
-# Profiles in files
-
-
-AUTO = {"method": "ngram", "num_speculative_tokens": "auto"}
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_SPECDEC_PROFILES", str(tmp_path / "profiles"))
-    return tmp_path / "profiles"
-
-
 @pytest.fixture(scope="module")
 def model():
     return tiny_llama()
-
-
-@pytest.fixture
-def identity(model):
-    return profile_identity(model, SpeculativeConfig(**AUTO), None)
-
-
-def test_all_batch_sizes_are_measured_and_the_next_process_begins_with_it(model, folder, identity):
-    speculator = load_speculator(model, AUTO)
-    profile = calibrate(model, speculator, [prompts(1), prompts(2)], max_new_tokens=32, rounds=1)
-    assert {1, 2} <= set(profile.latency.verify)
-    assert profile.latency.knows_anything
-    assert profile.accepted.means
-    assert save_profile(profile, identity).parent == folder
-    forget_speculators(model)
-    assert load_speculator(model, AUTO).profile.to_dict().keys() == profile.to_dict().keys()
-    assert load_speculator(model, AUTO).profile.accepted == profile.accepted
-    forget_speculators(model)
-    # A file of other versions is left alone.
-    save_profile(profile, {**identity, "torch": "1.0"})
-    assert find_profile(model, SpeculativeConfig(**AUTO), None).accepted == PastRates()
-    with pytest.raises(SpecConfigError, match="A fixed length needs no profile"):
-        calibrate(model, load_speculator(model, "ngram", num_speculative_tokens=3), [prompts(1)])
-
-
-@full
-def test_the_command_stores_what_calls_find(folder):
-    arguments = ["--spec", "ngram", "-n", "8", "--rounds", "1", "--prompts", "a = 1; a = 1; a =", "--json"]
-    result = CliRunner().invoke(app, ["calibrate", *arguments])
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["file"].startswith(str(folder))
-
-
-def test_another_drafter_or_target_has_a_file_of_its_own(model, identity, tmp_path):
-    other = profile_identity(model, SpeculativeConfig(**AUTO, prompt_lookup_max=3), None)
-    with_draft = profile_identity(model, SpeculativeConfig(**AUTO), model)
-    smaller = profile_identity(tiny_llama(num_hidden_layers=1), SpeculativeConfig(**AUTO), None)
-    assert len({profile_path(one) for one in (identity, other, with_draft, smaller)}) == 4
-    path = save_profile(ControlProfile(), other, tmp_path / "other.json")
-    for name, words in ((path, "was measured with the drafter .*prompt_lookup_max.*calibrate"), ("no", "be read")):
-        with pytest.raises(SpecConfigError, match=words):
-            load_speculator(model, AUTO, control_profile=str(name))
-    named = SpeculativeConfig(**AUTO, control_profile=path)
-    assert SpeculativeConfig.from_dict(named.to_dict()) == named
-
-
-NO_PROFILES = ["", "[]", "{}", '{"format": 1, "profile": 3}', '{"format": 99, "profile": {}}', "[" * 10**5, "9" * 5000]
-HUGE = [
-    {"accepted": "x" * 10**5},
-    {"draft_seconds": {"9" * 5000: {"1": 1.0}}},
-    {"draft_seconds": {"1": {"1": 10**400}}},
-]
-
-
-def test_damaged_files_are_refused_by_name(identity, tmp_path):
-    path = tmp_path / "profile.json"
-    for text in NO_PROFILES:
-        path.write_text(text)
-        with pytest.raises(SpecConfigError, match="again"):
-            load_profile(path, identity)
-    save_profile(ControlProfile(), identity, path)
-    content = json.loads(path.read_text())
-    for changed in HUGE:
-        path.write_text(json.dumps(content | {"profile": content["profile"] | changed}))
-        with pytest.raises(SpecConfigError, match=str(path)) as caught:
-            load_profile(path, identity)
-        assert len(str(caught.value)) < 700
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
-def test_pipes_devices_and_large_files_are_not_read(model, tmp_path):
-    pipe, large = tmp_path / "pipe", tmp_path / "large.json"
-    os.mkfifo(pipe)
-    large.write_bytes(b" " * (MAX_SETTINGS_BYTES + 1))
-    for path, why in ((pipe, "no regular file"), ("/dev/zero", "no regular file"), (large, "more than")):
-        with pytest.raises(SpecConfigError, match=why):
-            model.generate(**prompts(1), speculative={**AUTO, "control_profile": str(path)}, max_new_tokens=2)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from hf_specdec import forget_speculators, load_speculator, record
 from hf_specdec.control import ControlProfile, LatencyModel, theory
-from hf_specdec.control.acceptance import AcceptanceModel, PastRates, RowOutcome
 from hf_specdec.control.controller import SpeculationController
 from hf_specdec.control.plan import batch_tokens
-from hf_specdec.control.tree_size import TreeSize
+from hf_specdec.control.rates import AcceptanceModel, PastRates, RowOutcome
+from hf_specdec.control.sizes import DraftSize
 from hf_specdec.drafts import DraftTree, TokenTree
 from hf_specdec.drafts.static import prior_accuracies
 from tests.helpers.levels import in_full
@@ -182,12 +182,11 @@ def test_drafting_stops_where_the_text_changes_and_begins_again():
 
 def test_a_profile_spares_the_next_call_the_search():
     world = world_of("flat", 0.9, 0.05, noise=0.05)
-    again = ControlProfile.from_dict(taught(world).to_dict())
-    assert world.loss(world.run(world.controller(MOST, profile=again), 20), MOST) < 0.06
+    assert world.loss(world.run(world.controller(MOST, profile=taught(world)), 20), MOST) < 0.06
     # A call that never drafts teaches nothing.
     profile = ControlProfile(accepted=PastRates([0.5], [4.0]))
     SpeculationController(4, 1, profile).close()
-    assert profile.to_dict() == ControlProfile(accepted=PastRates([0.5], [4.0])).to_dict()
+    assert (profile.accepted, profile.budget) == (PastRates([0.5], [4.0]), 0.0)
 
 
 # Limits and rates
@@ -237,7 +236,7 @@ def test_positions_and_rows_have_rates_of_their_own():
             found.append([next(model.path_probabilities([row]))[0][0] for row in (0, 1)])
     means = [statistics.mean(column) for column in zip(*found)]
     assert means == pytest.approx([0.9, 0.0], abs=0.1)
-    assert next(model.path_probabilities([2]))[0][0] == pytest.approx(model.expected()[0][0])
+    assert next(model.path_probabilities([2]))[0][0] == pytest.approx(model.accepted.expected()[0])
 
 
 # Trees: the number of nodes that pays, found from ratings, outcomes and times
@@ -250,7 +249,7 @@ def trees_with(verify, rows=1, draft=0.0):
         for nodes in (1, 2, 4, 8, 16, 24, 32, 33):
             model.observe_verification(rows, nodes, verify(nodes))
         model.observe_draft(rows, 4, max(draft, 1e-9))
-    return TreeSize(model)
+    return DraftSize(model)
 
 
 def rated(probs, rows=1):
@@ -303,7 +302,7 @@ def test_the_text_does_not_depend_on_the_size(name, batch_size, do_sample, monke
     )
 
     def run(size):
-        monkeypatch.setattr(TreeSize, "_plan", lambda trees, *given: setattr(trees, "size", size))
+        monkeypatch.setattr(DraftSize, "_plan", lambda trees, *given: setattr(trees, "size", size))
         torch.manual_seed(3)
         call = {**demo_inputs(batch_size), "max_new_tokens": 12, "do_sample": do_sample}
         with record() as r:

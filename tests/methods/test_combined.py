@@ -26,7 +26,7 @@ from hf_specdec.candidate_generators.combined.combination import part_configs
 from hf_specdec.candidate_generators.combined.merge import merged
 from hf_specdec.candidate_generators.combined.policy import DrafterChoice
 from hf_specdec.control import ControlProfile
-from hf_specdec.control.acceptance import RowOutcome
+from hf_specdec.control.rates import RowOutcome
 from hf_specdec.drafts import DraftTree
 from hf_specdec.protocol import Commit, Session
 from tests.helpers.distribution import V

@@ -6,8 +6,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import load_speculator
 from hf_specdec.candidate_generators.draft_model.target_states import TargetStates
-from hf_specdec.control.chain_size import ChainSize
 from hf_specdec.control.controller import SpeculationController
+from hf_specdec.control.sizes import DraftSize
+from hf_specdec.drafts import DraftTree
 from tests.helpers.block_networks import draft
 from tests.helpers.by_hand import speculator_for
 from tests.helpers.chi_square import chi_square_pvalue
@@ -102,10 +103,10 @@ def test_drawn_drafts_cut_by_threshold(rule):
 @pytest.mark.parametrize("rule", ["standard", *in_full("block")])
 def test_drawn_drafts_cut_by_price(rule, monkeypatch):
     """Of drafts that some rows of a batch do not have."""
-    widths, width_of = [], ChainSize._width
-    monkeypatch.setattr(ChainSize, "_plan", lambda chains, *given: setattr(chains, "price", 0.3))
+    widths, shortened = [], DraftTree.shortened
+    monkeypatch.setattr(DraftSize, "_plan", lambda sizes, *given: setattr(sizes, "price", 0.3))
     monkeypatch.setattr(
-        ChainSize, "_width", lambda chains, found: widths.append(width_of(chains, found)) or widths[-1]
+        DraftTree, "shortened", lambda draft, counts: widths.append(counts[0]) or shortened(draft, counts)
     )
     monkeypatch.setattr(SpeculationController, "limits", lambda self, rows, *more: [self.most] * len(rows))
     check("confident", rejection_sample_method=rule, num_speculative_tokens="auto")

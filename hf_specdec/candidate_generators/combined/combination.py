@@ -182,8 +182,8 @@ def part_configs(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Speculat
     length = config.options.retrieval_num_speculative_tokens
     # Measured times decide who is asked, so with sampled drafts they would decide the text.
     return (
-        config.for_method(retrieval).replace(num_speculative_tokens=length, control_profile=None),
-        config.for_method(model).replace(control_profile=None).with_greedy_drafts(),
+        config.for_method(retrieval).replace(num_speculative_tokens=length),
+        config.for_method(model).with_greedy_drafts(),
     )
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...control import ControlProfile
-from ...control.acceptance import RowOutcome
 from ...control.clock import CycleClock
+from ...control.rates import RowOutcome
 from ...drafting.defer import UnreadText
 from ...drafts import DraftTree
 from ...protocol import Commit, DraftStep, Lookups, Prompt, Session, VerifiedNodes

@@ -15,8 +15,6 @@ from operator import mul
 from typing import TYPE_CHECKING
 
 from ...control import ControlProfile
-from ...control.acceptance import PositionRates, RatingFactor, RowOutcome
-from ...control.budget import TrialBudget
 from ...control.constants import (
     CALLS_WEIGHT,
     FIRST_DRAFTS,
@@ -27,10 +25,12 @@ from ...control.constants import (
     ROW_RATING_WEIGHT,
     WINDOW,
 )
+from ...control.profile import TrialBudget
+from ...control.rates import PositionRates, RatingFactor, RowOutcome
 
 
 if TYPE_CHECKING:
-    from ...control.latency import LatencyModel
+    from ...control.times import LatencyModel
 
 
 @dataclass

@@ -41,21 +41,13 @@ from .constants import (
 
 @dataclass
 class RowOutcome:
-    """Outcome of a cycle for one row.
+    """Outcome of a cycle for one row."""
 
-    Attributes:
-        row (`int`): Row of the call.
-        limit (`int`): How deep it was allowed to draft.
-        depth (`int`): How deep its draft was.
-        num_accepted (`int`): Draft tokens that were committed.
-        num_committed (`int`): All tokens that were committed.
-    """
-
-    row: int
-    limit: int
-    depth: int
-    num_accepted: int
-    num_committed: int
+    row: int  # of the call
+    limit: int  # how deep it was allowed to draft
+    depth: int  # how deep its draft was
+    num_accepted: int  # draft tokens that were committed
+    num_committed: int  # all tokens that were committed
 
     @property
     def num_known(self) -> int:
@@ -65,26 +57,18 @@ class RowOutcome:
 
 
 class Rate:
-    """A running mean of outcomes.
-
-    Args:
-        mean, weight (`float`): Where it begins.
-
-    Attributes:
-        mean (`float`): From 0 to 1.
-        weight (`float`): Outcomes it stands for, at most the window.
-        count, num_successes (`int`): All outcomes that were added, and those that were successes.
-    """
+    """A running mean of outcomes, from 0 to 1; it begins as one that stands for `weight` outcomes."""
 
     __slots__ = ("_last", "_recent", "_run", "count", "mean", "num_successes", "weight")
 
     def __init__(self, mean: float = 0.0, weight: float = 0.0):
         self.mean: float = mean
-        self._recent = mean
         self.weight: float = weight
-        self.count: int = 0
+        self.count: int = 0  # of all outcomes that were added
         self.num_successes: int = 0
-        self._last, self._run = False, 0
+        self._recent = mean
+        self._last = False
+        self._run = 0
 
     def observe(self, outcome: bool, window: int) -> bool:
         """Adds an outcome. Returns whether it shows that the rate has changed."""
@@ -94,13 +78,15 @@ class Rate:
         self._last = outcome
         if not self.weight:
             self._recent = float(outcome)
-        is_known = self.weight > WEIGHT_OF_RECENT
-        is_change = is_known and (self.mean if outcome else 1 - self.mean) ** self._run < IMPROBABLE
+        chance_of_one = self.mean if outcome else 1 - self.mean
+        is_change = self.weight > WEIGHT_OF_RECENT and chance_of_one**self._run < IMPROBABLE
         self._recent += RECENT_PART * (outcome - self._recent)
         self.weight = min(self.weight + 1, window)
         self.mean += (outcome - self.mean) / self.weight
         if is_change:
-            self.mean, self.weight, self._run = self._recent, WEIGHT_OF_RECENT, 0
+            self.mean = self._recent
+            self.weight = WEIGHT_OF_RECENT
+            self._run = 0
         return is_change
 
     def expected(self, prior: float, prior_weight: float) -> float:
@@ -111,25 +97,20 @@ class Rate:
 
 def _expected(rates: Iterable[Rate], prior: float) -> list[float]:
     """Expected rates of successive positions; one that is little known is expected to be like the one before it."""
-    found, weight = [], FIRST_WEIGHT
+    means, weight = [], FIRST_WEIGHT
     for rate in rates:
         prior = rate.expected(prior, weight)
-        found.append(prior)
+        means.append(prior)
         weight = PRIOR_WEIGHT
-    return found
+    return means
 
 
 @dataclass(frozen=True)
 class PastRates:
-    """Rates of positions over calls; never changed, since calls that run at the same time share them.
-
-    Attributes:
-        means (`list[float]`): Of the positions that anything is known of.
-        weights (`list[float]`): Outcomes that each of them stands for.
-    """
+    """Rates of positions over calls; never changed, since calls that run at the same time share them."""
 
     means: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)  # outcomes that each of them stands for
 
     def with_call(self, rates: Sequence[Rate]) -> PastRates:
         """Combines these rates with what one more call has seen of each position."""
@@ -140,9 +121,9 @@ class PastRates:
             if position == len(means):
                 means.append(0.0)
                 weights.append(0.0)
-            mean, weight = rate.num_successes / rate.count, min(rate.count, WEIGHT_OF_CALL)
+            weight = min(rate.count, WEIGHT_OF_CALL)
             total = weights[position] + weight
-            means[position] += (mean - means[position]) * weight / total
+            means[position] += (rate.num_successes / rate.count - means[position]) * weight / total
             weights[position] = min(total, MEMORY)
         return PastRates(means, weights)
 
@@ -150,12 +131,8 @@ class PastRates:
 class PositionRates:
     """Rates of positions 1 to K in one call.
 
-    Args:
-        most (`int`): K.
-        window (`int`): Outcomes to remember.
-        prior (`float`): What is expected of the first position before anything is known.
-        past (`PastRates`): The rates of earlier calls.
-        most_weight (`float`): Outcomes that these count for at most.
+    `window` outcomes are remembered, `prior` is expected of the first position before anything is known, and the rates
+    of earlier calls count for at most `most_weight` outcomes.
     """
 
     def __init__(
@@ -181,19 +158,9 @@ class PositionRates:
         """The rate of each position."""
         return _expected(self.rates, self.prior)
 
-    def like(self, position: int, other: float) -> float:
-        """The rate of a position of one row; as far as it is not known, that of all rows."""
-        return self.rates[position].expected(other, ROW_PRIOR_WEIGHT)
-
 
 class AcceptanceModel:
-    """Expected acceptance of the drafts of a call.
-
-    Args:
-        most (`int`): K, the deepest position.
-        num_rows (`int`): Rows of the call.
-        accepted_before, drafted_before (`PastRates`): The rates of earlier calls.
-    """
+    """Expected acceptance of the drafts of a call, up to position `most`."""
 
     def __init__(
         self,
@@ -203,18 +170,17 @@ class AcceptanceModel:
         drafted_before: PastRates = PastRates(),
     ):
         window, most_weight = WINDOW * num_rows, CALLS_WEIGHT * num_rows
+        self.most = most
         self.accepted: PositionRates = PositionRates(most, window, FIRST_RATE, accepted_before, most_weight)
         self.drafted: PositionRates = PositionRates(most, window, 1.0, drafted_before, most_weight)
-        own_rows = range(num_rows) if num_rows > 1 else ()
-        self.rows: dict[int, tuple[PositionRates, PositionRates]] = {
-            row: (PositionRates(most, WINDOW), PositionRates(most, WINDOW)) for row in own_rows
-        }
+        self.rows: dict[int, tuple[PositionRates, PositionRates]] = {}
+        if num_rows > 1:
+            self.restart(range(num_rows))
 
-    def restart(self, rows: Sequence[int]) -> None:
-        """Forgets the own rates of rows whose texts begin."""
-        most = len(self.accepted.rates)
-        for row in self.rows.keys() & set(rows):
-            self.rows[row] = PositionRates(most, WINDOW), PositionRates(most, WINDOW)
+    def restart(self, rows: Iterable[int]) -> None:
+        """Begins anew with rows whose texts begin."""
+        for row in rows:
+            self.rows[row] = PositionRates(self.most, WINDOW), PositionRates(self.most, WINDOW)
 
     def observe(self, outcome: RowOutcome) -> None:
         """Adds one row's draft; its limit is at least 1."""
@@ -222,23 +188,22 @@ class AcceptanceModel:
             accepted.observe(outcome.num_accepted, outcome.num_known)
             drafted.observe(outcome.depth, min(outcome.depth + 1, outcome.limit))
 
-    def expected(self) -> tuple[list[float], list[float]]:
-        """Rates of all rows together: of acceptance, and of being drafted at all, by position."""
-        return self.accepted.expected(), self.drafted.expected()
-
     def path_probabilities(self, rows: Sequence[int]) -> Iterator[tuple[list[float], list[float]]]:
         """Probabilities of each of the rows, position after position: that so many tokens are accepted, and that its
         draft gets so deep. One row is taken to be like all of them where little is known of it.
         """
-        own = [self.rows[row] for row in rows] if self.rows else None
         accepted, drafted = [1.0] * len(rows), [1.0] * len(rows)
-        for position, (one, other) in enumerate(zip(*self.expected())):
-            if own is None:
-                accepted, drafted = [one * before for before in accepted], [other * before for before in drafted]
-            else:
-                accepted = [rates.like(position, one) * before for (rates, _), before in zip(own, accepted)]
-                drafted = [rates.like(position, other) * before for (_, rates), before in zip(own, drafted)]
-            yield accepted, drafted
+        for position, common in enumerate(zip(self.accepted.expected(), self.drafted.expected())):
+            for index, row in enumerate(rows):
+                accepted_rate, drafted_rate = common
+                if row in self.rows:
+                    accepted_rate, drafted_rate = (
+                        rates.rates[position].expected(mean, ROW_PRIOR_WEIGHT)
+                        for rates, mean in zip(self.rows[row], common)
+                    )
+                accepted[index] *= accepted_rate
+                drafted[index] *= drafted_rate
+            yield list(accepted), list(drafted)
 
     def optimistic(self) -> list[float]:
         """Rates of acceptance of all rows together, plus their uncertainty."""
@@ -251,13 +216,12 @@ class AcceptanceModel:
 class RatingFactor:
     """Accepted over expected tokens: what comes of the ratings that a drafter gives its own drafts.
 
-    Args:
-        factor (`float`): What it begins with.
-        weight (`float`): Expected tokens that this counts for.
+    It begins with a factor that counts for `weight` expected tokens.
     """
 
     def __init__(self, factor: float = 1.0, weight: float = RATING_WEIGHT):
-        self._expected, self._accepted = weight, weight * factor
+        self._expected = weight
+        self._accepted = weight * factor
 
     @property
     def value(self) -> float:

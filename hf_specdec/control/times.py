@@ -34,48 +34,44 @@ from .constants import (
 
 
 class TimeTable:
-    """Seconds by size.
-
-    Attributes:
-        sizes (`list[int]`): Sizes that have been measured, in increasing order.
-        levels (`dict[int, float]`): The seconds of each.
-    """
+    """Seconds by size."""
 
     def __init__(self):
-        self.sizes: list[int] = []
+        self.sizes: list[int] = []  # those that have been measured, in increasing order
         self.levels: dict[int, float] = {}
-        self._measured: dict[int, deque[float]] = {}
-        self._last: dict[int, int] = {}
+        self._last: dict[int, deque[float]] = {}
         self._weights: dict[int, int] = {}  # measurements that a level stands for
+        self._times: dict[int, int] = {}  # number of the last measurement of each
         self._num_measurements = 0
 
     def observe(self, size: int, seconds: float) -> None:
         """Adds a measurement."""
-        if size not in self._measured:
-            self._measured[size] = deque(maxlen=LAST_MEASUREMENTS)
+        if size not in self._last:
+            self._last[size] = deque(maxlen=LAST_MEASUREMENTS)
+            self._weights[size] = 0
             insort(self.sizes, size)
-        measured = self._measured[size]
-        if len(measured) > 1 and max(measured[-1], seconds) * FAR < self.levels[size]:
+        last = self._last[size]
+        if len(last) > 1 and max(last[-1], seconds) * FAR < self.levels[size]:
             # A low outlier is real, a high one is usually a stall: two short ones in a row are believed.
-            measured.clear()
-            measured.append(seconds)
-        is_seldom = self._num_measurements - self._last.get(size, 0) > SELDOM
+            last.clear()
+        is_seldom = self._num_measurements - self._times.get(size, 0) > SELDOM
         self._num_measurements += 1
-        self._last[size] = self._num_measurements
-        measured.append(seconds)
+        self._times[size] = self._num_measurements
+        last.append(seconds)
         # The lower median: the first run of a size is often a slow one.
-        median = sorted(measured)[(len(measured) - 1) // 2]
+        median = sorted(last)[(len(last) - 1) // 2]
         level = self.levels.get(size, median)
-        if is_seldom or len(measured) < LAST_MEASUREMENTS or not level / FAR < median < level * FAR:
-            self.levels[size], self._weights[size] = median, len(measured)
-            return
-        ratio = min(max(seconds / level, 1 / LARGEST_SURPRISE), LARGEST_SURPRISE)
         self._weights[size] += 1
-        self.levels[size] = level * ratio ** max(1 / self._weights[size], LEVEL_PART)
+        if is_seldom or len(last) < LAST_MEASUREMENTS or not level / FAR < median < level * FAR:
+            self.levels[size] = median
+            self._weights[size] = len(last)
+        else:
+            ratio = min(max(seconds / level, 1 / LARGEST_SURPRISE), LARGEST_SURPRISE)
+            self.levels[size] = level * ratio ** max(1 / self._weights[size], LEVEL_PART)
 
     def knows(self, size: int) -> bool:
         """Tells sizes with enough measurements."""
-        return len(self._measured.get(size, ())) >= KNOWN
+        return len(self._last.get(size, ())) >= KNOWN
 
     def predict(self, size: float) -> float:
         """Seconds of a size: measured, between its neighbours, or beyond the largest size on the mean slope.
@@ -101,11 +97,11 @@ class TimeTable:
         slope = (above - below) / (high - low) if low < high else 0.0
         return below + slope * (size - low) if is_inside else above + max(slope, 0.0) * (size - high)
 
-    def aged(self) -> TimeTable:
+    def for_another_call(self) -> TimeTable:
         """A copy in which the sizes are known by few measurements, which newer ones soon outweigh."""
         table = TimeTable()
         for size in self.sizes:
-            for _ in range(min(len(self._measured[size]), KNOWN)):
+            for _ in range(min(len(self._last[size]), KNOWN)):
                 table.observe(size, self.levels[size])
         return table
 
@@ -114,13 +110,7 @@ class Pace:
     """Factor by which everything takes longer than its level: the median of the last measurements.
 
     It falls at once: a low outlier is real, a high one is usually a stall. Else what is measured when a stall is over
-    would be taken for much faster than it is.
-
-    Args:
-        factor (`float`): What it begins with, as if it had been measured: one stall must not set it.
-
-    Attributes:
-        factor (`float`): The pace.
+    would be taken for much faster than it is. It begins as if it had been measured: one stall must not set it.
     """
 
     def __init__(self, factor: float = 1.0):
@@ -136,53 +126,49 @@ class Pace:
 class LatencyModel:
     """Costs of a drafter and a target on one device, learnt from the cycles of generate() calls.
 
-    Attributes:
-        draft, verify (`dict[int, TimeTable]`): For each number of rows the seconds at a pace of 1: of drafts by
-            depth, and of verifications by nodes, the anchor included.
-        pace (`Pace`): Of everything.
-        draft_pace (`Pace`): Of drafts, on top of that.
-        reading (`TimeTable`): Seconds in which the drafter reads text that it was not told of, such as the prompts, by
-            tokens of all rows together.
-        nodes (`dict[int, float]`): Nodes of a row's draft, by its depth.
+    The tables have seconds at a pace of 1, `draft` and `verify` by the number of rows: drafts by depth, verifications
+    by nodes with the anchor included, and `reading`, in which the drafter reads text that it was not told of, such as
+    the prompts, by tokens of all rows together.
     """
 
     def __init__(self):
         self.draft: dict[int, TimeTable] = {}
         self.verify: dict[int, TimeTable] = {}
-        self.pace: Pace = Pace()
-        self.draft_pace: Pace = Pace()
         self.reading: TimeTable = TimeTable()
-        self.nodes: dict[int, float] = {}
+        self.nodes: dict[int, float] = {}  # of a row's draft, by its depth
+        self.pace: Pace = Pace()
+        self.draft_pace: Pace = Pace()  # of drafts, on top of the other
         self._draft_levels: dict[tuple[int, int], list[float]] = {}  # of rows and largest depths, until the next draft
 
     def for_another_call(self) -> LatencyModel:
         """A copy whose measurements count little: the call may have another context, and the machine other work."""
         model = LatencyModel()
-        model.draft = {rows: table.aged() for rows, table in self.draft.items()}
-        model.verify = {rows: table.aged() for rows, table in self.verify.items()}
-        model.pace, model.draft_pace = Pace(self.pace.factor), Pace(self.draft_pace.factor)
-        model.reading, model.nodes = self.reading.aged(), dict(self.nodes)
+        model.draft = {rows: table.for_another_call() for rows, table in self.draft.items()}
+        model.verify = {rows: table.for_another_call() for rows, table in self.verify.items()}
+        model.reading = self.reading.for_another_call()
+        model.nodes = dict(self.nodes)
+        model.pace = Pace(self.pace.factor)
+        model.draft_pace = Pace(self.draft_pace.factor)
         return model
+
+    @property
+    def knows_anything(self) -> bool:
+        """True once drafts and verifications with and without drafts have been timed."""
+        return bool(self.draft) and any(1 in table.levels for table in self.verify.values())
 
     def observe_draft(
         self, num_rows: int, depth: int, seconds: float, reading: tuple[int, float] | None = None
     ) -> None:
-        """Adds the time of a draft.
-
-        Args:
-            num_rows (`int`): Rows that were drafted for.
-            depth (`int`): Depth of the deepest draft, 0 where nothing was found to draft.
-            seconds (`float`): Everything that the drafter did in the cycle, `reading` excluded.
-            reading (`tuple[int, float]`, *optional*): Tokens of all rows that the drafter was told of first, and the
-                seconds that this took. It may have read them in the time of the draft only.
-        """
+        """Adds the time of a draft, and before it that of reading so many tokens of all rows (in this time or later,
+        when the draft was made)."""
         if reading is not None:
             num_tokens, reading_seconds = reading
-            if num_rows in self.draft and depth in self.draft[num_rows].levels:
-                late = max(seconds - self.draft_seconds(depth, num_rows), 0.0)
-                self.observe_reading(num_tokens, reading_seconds + late)
+            is_known = num_rows in self.draft and depth in self.draft[num_rows].levels
+            late = max(seconds - self.draft_seconds(depth, num_rows), 0.0) if is_known else 0.0
+            if is_time(reading_seconds + late):
+                self.reading.observe(_power_of_two(num_tokens), (reading_seconds + late) / self.pace.factor)
+            if is_known:
                 return
-            self.observe_reading(num_tokens, reading_seconds)
         if not is_time(seconds):
             return
         table = self.draft.setdefault(num_rows, TimeTable())
@@ -193,13 +179,7 @@ class LatencyModel:
         self._draft_levels.clear()
 
     def observe_verification(self, num_rows: int, num_nodes: int, seconds: float) -> None:
-        """Adds the time of a verification.
-
-        Args:
-            num_rows (`int`): Active rows.
-            num_nodes (`int`): Nodes of a row, the anchor and padding included.
-            seconds (`float`): Of the cycle without drafting.
-        """
+        """Adds the time of a cycle without drafting; nodes of a row, the anchor and padding included."""
         if not is_time(seconds):
             return
         table = self.verify.setdefault(num_rows, TimeTable())
@@ -209,37 +189,26 @@ class LatencyModel:
 
     def observe_nodes(self, depth: int, num_nodes: int) -> None:
         """Adds a draft of so many nodes a row, before it was cut."""
-        known = self.nodes.get(depth, num_nodes)
-        self.nodes[depth] = known + NODES_PART * (num_nodes - known)
+        nodes = self.nodes.get(depth, num_nodes)
+        self.nodes[depth] = nodes + NODES_PART * (num_nodes - nodes)
 
     def nodes_of_depth(self, depth: int) -> int:
         """Draft nodes of a row; those of a depth that was not seen are in proportion to the nearest that was."""
-        known = self.nodes.get(depth, depth)
+        nodes = self.nodes.get(depth, depth)
         if depth and self.nodes and depth not in self.nodes:
-            nearest = min(self.nodes, key=lambda seen: abs(seen - depth))
-            known = max(self.nodes[nearest] * depth / nearest, depth)
-        return round(known)
-
-    def observe_reading(self, num_tokens: int, seconds: float) -> None:
-        """Adds the time in which the drafter has read text.
-
-        Args:
-            num_tokens (`int`): Tokens of all rows together.
-            seconds (`float`): What that took.
-        """
-        if is_time(seconds):
-            self.reading.observe(_power_of_two(num_tokens), seconds / self.pace.factor)
+            nearest = min(self.nodes, key=lambda other: abs(other - depth))
+            nodes = max(self.nodes[nearest] * depth / nearest, depth)
+        return round(nodes)
 
     def reading_seconds(self, num_tokens: int) -> float:
         """Seconds in which the drafter would read so many tokens; 0 for none, and as long as nothing was measured.
 
-        More than was ever measured is taken for as cheap: what it takes is known once it was read, and a slope
-        between a few tokens says nothing of a thousand.
+        Beyond the largest measured size it is that size's time: a slope between a few tokens says nothing of a
+        thousand, and the first real reading corrects it.
         """
         if not num_tokens or not self.reading.sizes:
             return 0.0
-        size = min(_power_of_two(num_tokens), self.reading.sizes[-1])
-        return self.pace.factor * self.reading.levels.get(size, self.reading.predict(size))
+        return self.pace.factor * self.reading.predict(min(_power_of_two(num_tokens), self.reading.sizes[-1]))
 
     def draft_seconds(self, depth: int, num_rows: int) -> float:
         """Seconds of a draft of this depth; 0 as long as none was measured.
@@ -253,19 +222,13 @@ class LatencyModel:
         """Seconds of drafts of all depths from 0 to `most`."""
         if not self.draft:
             return [0.0] * (most + 1)
-        rows, pace = _nearest(self.draft, num_rows), self.pace.factor * self.draft_pace.factor
+        rows = _nearest(self.draft, num_rows)
         if (rows, most) not in self._draft_levels:
             self._draft_levels[rows, most] = _draft_levels(self.draft[rows], most)
-        return [pace * level for level in self._draft_levels[rows, most]]
+        return [self.pace.factor * self.draft_pace.factor * level for level in self._draft_levels[rows, most]]
 
     def cycle_seconds_up_to(self, most: int, num_rows: int, most_nodes: int | None = None) -> list[float]:
-        """Seconds of cycles whose deepest draft has each of the depths from 0 to `most`.
-
-        Args:
-            most (`int`): The largest depth.
-            num_rows (`int`): Active rows.
-            most_nodes (`int`, *optional*): Nodes of a row to which trees are cut.
-        """
+        """Seconds of cycles whose deepest draft has each of the depths from 0 to `most`, trees cut to `most_nodes`."""
         seconds = []
         for depth, drafting in enumerate(self.draft_seconds_up_to(most, num_rows)):
             nodes = self.nodes_of_depth(depth)
@@ -275,25 +238,21 @@ class LatencyModel:
 
     def verify_seconds(self, num_nodes: float, num_rows: int) -> float:
         """Seconds of a verification of so many nodes a row; 1 as long as none was measured."""
-        own = self.verify.get(num_rows)
-        if own is not None:
-            return self.pace.factor * self._verify_level(own, num_nodes, num_rows)
         if not self.verify:
             return 1.0
-        # With other numbers of rows: what as many tokens took.
-        others = _nearest(self.verify, num_rows)
-        return self.pace.factor * self.verify[others].predict(num_nodes * num_rows / others)
-
-    def _verify_level(self, own: TimeTable, num_nodes: float, num_rows: int) -> float:
-        """Seconds for a number of rows. Fewer nodes than were measured take less, as for other numbers of rows."""
-        level, smallest = own.predict(num_nodes), own.sizes[0]
-        if num_nodes >= smallest:
-            return level
-        others = [rows for rows, table in self.verify.items() if table.sizes[0] <= num_nodes]
-        if not others:
-            return level
-        table = self.verify[_nearest(others, num_rows)]
-        return level * min(table.predict(num_nodes) / table.predict(smallest), 1.0)
+        rows = _nearest(self.verify, num_rows)
+        table = self.verify[rows]
+        if rows != num_rows:
+            # With other numbers of rows: what as many tokens took.
+            return self.pace.factor * table.predict(num_nodes * num_rows / rows)
+        seconds = self.pace.factor * table.predict(num_nodes)
+        if num_nodes < table.sizes[0]:
+            # Fewer nodes than were measured take less, as with other numbers of rows.
+            others = [rows for rows, table in self.verify.items() if table.sizes[0] <= num_nodes]
+            if others:
+                other = self.verify[_nearest(others, num_rows)]
+                seconds *= min(other.predict(num_nodes) / other.predict(table.sizes[0]), 1.0)
+        return seconds
 
     def fixed_part(self, num_rows: int) -> float:
         """The part of a plain cycle's time that is the same for any number of rows, from 0 to 1."""
@@ -304,11 +263,6 @@ class LatencyModel:
         of_a_row = max((seconds[many] - seconds[few]) / (many - few), 0.0)
         fixed = max(seconds[few] - of_a_row * few, 0.0)
         return fixed / (fixed + of_a_row * num_rows)
-
-    @property
-    def knows_anything(self) -> bool:
-        """True once drafts and verifications with and without drafts have been timed."""
-        return bool(self.draft) and any(1 in table.levels for table in self.verify.values())
 
 
 def _draft_levels(table: TimeTable, most: int) -> list[float]:
@@ -335,7 +289,6 @@ def _nearest(numbers: Collection[int], num_rows: int) -> int:
 
 
 def _power_of_two(num_tokens: int) -> int:
-    """The size that stands for so many tokens."""
     return 1 << max(num_tokens - 1, 0).bit_length()
 
 

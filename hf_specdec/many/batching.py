@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from ..arguments import ARGUMENTS, is_off
+from ..arguments import ARGUMENTS, SpeculativeArguments
 from ..errors import SpecConfigError, shown
 from ..metrics import SpecDecodingStats
 from ..target_facts import no_target
@@ -26,9 +26,6 @@ _PLACES = 8
 
 # Arguments of generate_many() that are set here.
 _OF_MANY = ("in_order", "progress", "requests", "shard")
-
-# Settings of transformers' paged cache that concern what is generated, and not how.
-_UNSUPPORTED = {"return_logprobs": "Pass `top_logprobs=0`: log-probabilities here are those of the model itself."}
 
 
 @dataclass
@@ -85,9 +82,11 @@ def generate_batch(
     """
     if record_timestamps:
         raise SpecConfigError("`record_timestamps`: tokens come several at a time and are not timed. Leave it out.")
-    for name, remedy in _UNSUPPORTED.items():
-        if getattr(continuous_batching_config, name, None):
-            raise SpecConfigError(f"`{name}` of the continuous batching config: {remedy}")
+    if getattr(continuous_batching_config, "return_logprobs", None):
+        raise SpecConfigError(
+            "`return_logprobs` of the continuous batching config: Pass `top_logprobs=0`: log-probabilities here are "
+            "those of the model itself."
+        )
     if not isinstance(model, GenerationMixin):
         raise no_target(model)
     if foreign := [name for name in _OF_MANY if name in kwargs]:
@@ -102,7 +101,8 @@ def generate_batch(
     if batch_size is None:
         batch_size = getattr(continuous_batching_config, "max_requests_per_batch", None) or _PLACES
     checked("batch_size", batch_size, int, Bounds(least=1))
-    names = [_name(number, place, copies) for number in range(len(prompts)) for place in range(copies)]
+    of_copies = [*(f"__child#{place}" for place in range(copies - 1)), ""]
+    names = [f"req_{number}{of_copy}" for number in range(len(prompts)) for of_copy in of_copies]
     requests: list[Any] = [prompt for prompt in prompts for _ in range(copies)]
     adapters = kwargs.pop("adapter_names", None)
     if adapters is not None:
@@ -116,13 +116,14 @@ def generate_batch(
         kwargs["adapter_names"] = named[0]
     # More rows than requests would only cost memory.
     places = min(batch_size, len(requests))
-    kwargs, began = {"seed": getattr(continuous_batching_config, "seed", None), **kwargs}, perf_counter()
+    kwargs = {"seed": getattr(continuous_batching_config, "seed", None), **kwargs}
+    began = perf_counter()
     results = generate_many(model, requests, places, progress=progress_bar, in_order=True, **kwargs)
     outputs = {}
     for number, (name, result) in enumerate(zip(names, results)):
-        output = output_of(name, prompts[number // copies], result)
-        output.created_time, output.lifespan = began, (began, perf_counter())
-        outputs[name] = output
+        outputs[name] = output_of(name, prompts[number // copies], result)
+        outputs[name].created_time = began
+        outputs[name].lifespan = (began, perf_counter())
     return outputs
 
 
@@ -155,7 +156,8 @@ def output_of(name: str, prompt: list[int], result: RequestResult) -> Speculativ
 
 def _without_copies(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """The arguments without `num_return_sequences`, and that number."""
-    kwargs, config = dict(kwargs), kwargs.get("generation_config")
+    kwargs = dict(kwargs)
+    config = kwargs.get("generation_config")
     count = kwargs.pop("num_return_sequences", None)
     for source in (config, model.generation_config):
         count = getattr(source, "num_return_sequences", None) if count is None else count
@@ -167,22 +169,10 @@ def _without_copies(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[dic
     return kwargs, checked("num_return_sequences", count, int | None, Bounds(least=1)) or 1
 
 
-def _name(number: int, place: int, copies: int) -> str:
-    return f"req_{number}" if place == copies - 1 else f"req_{number}__child#{place}"
-
-
 def generate_batch_as_asked(
     model: PreTrainedModel, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`model.generate_batch()` where speculative arguments are given, or are objects on a generation config.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        original (`Callable`): transformers' own `generate_batch` function.
-        args, kwargs: The arguments of the call, the speculative ones among them.
-    """
-    given = {name: value for name in ARGUMENTS if (value := kwargs.get(name)) is not None}
+    """`model.generate_batch()` with the speculative arguments; `original` is transformers' own, where they switch it off."""
     others = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
-    if is_off(given.get("spec_method")) or is_off(given.get("speculative")):
-        return original(model, *args, **others)
-    return generate_batch(model, *args, **others, **given)
+    asked = SpeculativeArguments(**{name: kwargs.get(name) for name in ARGUMENTS})
+    return original(model, *args, **others) if asked.is_off else generate_batch(model, *args, **others, **asked.given)

@@ -23,14 +23,7 @@ _MOST_WAITING = timedelta(days=30)
 
 
 def read_requests(path: Path) -> tuple[list[Any], list[Any]]:
-    """The requests of a file, and what their lines have under `id`.
-
-    Args:
-        path (`Path`): JSON lines, each a request as [`~many.generate.generate_many`] takes them.
-
-    Raises:
-        SpecConfigError: The file cannot be read, or a line is no request.
-    """
+    """The requests of a file, one a line as [`~many.generate.generate_many`] takes them, and their `id`s."""
     try:
         lines = read_bytes(path).decode("utf-8").split("\n")
     except (OSError, ValueError) as error:
@@ -59,25 +52,19 @@ def read_requests(path: Path) -> tuple[list[Any], list[Any]]:
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run: those that torchrun, `accelerate launch` or mpirun have started, or this one.
-
-    Attributes:
-        rank (`int`): Number of this process.
-        size (`int`): Number of processes.
-        local_rank (`int`): Number of this process on its machine, which names its GPU.
-    """
+    """The processes of a run: those that torchrun, `accelerate launch` or mpirun have started, or this one."""
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # on this machine; names the GPU
 
     @classmethod
     def of_environment(cls) -> Processes:
         # Knows the names of all launchers, those of MPI among them.
         from accelerate.utils.environment import get_cpu_distributed_information
 
-        found = get_cpu_distributed_information()
-        return cls(found.rank, found.world_size, found.local_rank)
+        information = get_cpu_distributed_information()
+        return cls(information.rank, information.world_size, information.local_rank)
 
     def wait(self) -> None:
         """Returns when all processes have come here."""
@@ -91,14 +78,7 @@ class Processes:
 
 
 class Output:
-    """The file of results, and the journals beside it.
-
-    Args:
-        path (`Path`): The file. It appears when all requests have ended.
-
-    Raises:
-        SpecConfigError: It is there already, or there is no place for it.
-    """
+    """The file of results, which appears when all requests have ended, and the journals beside it."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -122,22 +102,13 @@ class Output:
 
     def journal(self, rank: int) -> Journal:
         """The journal of a process, which knows what all processes of an earlier run have done."""
-        own = self.path.with_name(f"{self.path.name}.part-{rank}")
-        return Journal(own, [part for part in self.parts if part != own])
+        path = self.path.with_name(f"{self.path.name}.part-{rank}")
+        return Journal(path, [part for part in self.parts if part != path])
 
     def merge(self, ids: list[Any]) -> dict[str, int]:
-        """Writes the file from the journals, in the order of the requests.
+        """Writes the file from the journals, in the order of the requests, with their `ids`; returns counts.
 
         The journals are removed, unless a request has failed: then another run tries those again.
-
-        Args:
-            ids (`list`): What each result gets as `id`, unless that is `None`.
-
-        Returns:
-            `dict[str, int]`: Numbers of requests, of those that have failed, and of tokens.
-
-        Raises:
-            SpecConfigError: A journal has been changed or removed, or the file cannot be written.
         """
         entries: dict[int, dict[str, Any]] = {}
         parts = self._written()
@@ -159,23 +130,23 @@ class Output:
             temporary.unlink(missing_ok=True)
             # What UTF-8 cannot write, halves of characters, is written as JSON does.
             with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
-                for index, own_id in enumerate(ids):
-                    entry = {name: value for name, value in entries[index].items() if name != "key"}
-                    named = {} if own_id is None else {"id": own_id}
-                    file.write(json.dumps({**named, **entry}, ensure_ascii=False) + "\n")
+                for index, request_id in enumerate(ids):
+                    entry = {} if request_id is None else {"id": request_id}
+                    entry |= {name: value for name, value in entries[index].items() if name != "key"}
+                    file.write(json.dumps(entry, ensure_ascii=False) + "\n")
             os.replace(temporary, self.path)
         except OSError as error:
             raise SpecConfigError(
                 f"The results cannot be written to '{self.path}': {error}. They are in the journals beside it. Mend "
                 "that, and run the same command again."
             ) from error
-        counts = [entry["stats"] for entry in entries.values()]
         report = {
             "num_requests": len(ids),
             "num_failed": sum(entry["error"] is not None for entry in entries.values()),
             "num_tokens": sum(len(entry["tokens"]) for entry in entries.values()),
-            **{name: sum(one[name] for one in counts) for name in ("num_draft_tokens", "num_accepted_tokens")},
         }
+        for name in ("num_draft_tokens", "num_accepted_tokens"):
+            report[name] = sum(entry["stats"][name] for entry in entries.values())
         if not report["num_failed"]:
             for part in parts:
                 part.unlink()

@@ -28,21 +28,12 @@ from .row import TokenLogprobs
 # What is kept of a result's statistics.
 _COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_committed_tokens", "num_row_cycles")
 _ENTRY = ("index", "key", "num_prompt_tokens", "tokens", "text", "finish_reason", "error", "stats")
-# Those that only some entries have.
-_ASKED = ("logprobs",)
 
 
 class Journal:
-    """Results of earlier runs of the same requests, and of this one.
+    """Results of earlier runs of the same requests, and of this one; `others` are further files, which are only read.
 
-    Requests that have failed are not done: they are tried again.
-
-    Args:
-        path (`str` or `os.PathLike`): The file, made if needed. A last line that was cut off is taken out.
-        others (`Iterable[str | os.PathLike]`): Further files, such as those of other processes, that are only read.
-
-    Raises:
-        SpecConfigError: A file is something else.
+    The file is made if needed. A last line that was cut off is taken out. Requests that have failed are tried again.
     """
 
     def __init__(self, path: str | os.PathLike[str], others: Iterable[str | os.PathLike[str]] = ()):
@@ -65,11 +56,7 @@ class Journal:
             self._file.truncate(end)
 
     def find(self, index: int, key: str) -> RequestResult | None:
-        """The result of a request, if it is there.
-
-        Raises:
-            SpecConfigError: That of another request is.
-        """
+        """The result of a request, if it is there; that of another one in its place is an error."""
         entry = self._known.get(index)
         if entry is None or entry["error"] is not None:
             return None
@@ -102,11 +89,7 @@ class Journal:
 
 
 def read_entries(path: str | os.PathLike[str]) -> tuple[dict[int, dict[str, Any]], int]:
-    """The whole lines of a journal by index, and the number of bytes that they take.
-
-    Raises:
-        SpecConfigError: The file is something else.
-    """
+    """The whole lines of a journal by index, and the number of bytes that they take."""
     entries, end = {}, 0
     try:
         content = read_bytes(path)
@@ -117,8 +100,8 @@ def read_entries(path: str | os.PathLike[str]) -> tuple[dict[int, dict[str, Any]
             break
         try:
             entry = json.loads(line)
-            asked = [name for name in _ASKED if name in entry]
-            entry = {name: entry[name] for name in (*_ENTRY, *asked)}
+            names = (*_ENTRY, "logprobs") if "logprobs" in entry else _ENTRY
+            entry = {name: entry[name] for name in names}
             # What could not be returned is no result.
             entries[_result_of(entry).index] = entry
         except (ValueError, ArithmeticError, KeyError, TypeError, RecursionError) as error:
@@ -131,16 +114,14 @@ def read_entries(path: str | os.PathLike[str]) -> tuple[dict[int, dict[str, Any]
 
 
 def _result_of(entry: dict[str, Any]) -> RequestResult:
-    """The result that an entry holds, without its error.
-
-    Raises:
-        ValueError, ArithmeticError, KeyError, TypeError: It holds none.
-    """
-    tokens, counts = entry["tokens"], {name: entry["stats"][name] for name in _COUNTS}
+    """The result that an entry holds, without its error; errors of Python's own tell that it holds none."""
+    tokens = entry["tokens"]
+    counts = {name: entry["stats"][name] for name in _COUNTS}
     for name, kinds in (("tokens", list), ("text", str | None), ("finish_reason", str), ("error", str | None)):
         if not isinstance(entry[name], kinds):
             raise ValueError(f"`{name}` is {shown(entry[name])}")
-    numbers, logprobs = [entry["index"], entry["num_prompt_tokens"], *tokens, *counts.values()], None
+    numbers = [entry["index"], entry["num_prompt_tokens"], *tokens, *counts.values()]
+    logprobs = None
     if entry.get("logprobs") is not None:
         logprobs = [
             TokenLogprobs(float(own), [(t, float(value)) for t, value in top]) for own, top in entry["logprobs"]
@@ -151,25 +132,31 @@ def _result_of(entry: dict[str, Any]) -> RequestResult:
             raise ValueError(f"{len(logprobs)} log-probabilities of {len(tokens)} tokens")
     if wrong := [number for number in numbers if type(number) is not int]:
         raise ValueError(f"{shown(wrong[0])} is no whole number")
-    given = (tokens, entry["text"], entry["finish_reason"], None, entry["num_prompt_tokens"])
-    return RequestResult(entry["index"], *given, SpecDecodingStats(batch_size=1, **counts), logprobs)
+    return RequestResult(
+        index=entry["index"],
+        tokens=tokens,
+        text=entry["text"],
+        finish_reason=entry["finish_reason"],
+        num_prompt_tokens=entry["num_prompt_tokens"],
+        stats=SpecDecodingStats(batch_size=1, **counts),
+        logprobs=logprobs,
+    )
 
 
 def key_of(tokens: list[int], settings: dict[str, Any]) -> str:
     """Tells requests apart: by the prompt, and by the settings that can be written down."""
-    text = json.dumps([tokens, _with_names(settings)], sort_keys=True, default=_written)
+    text = json.dumps([tokens, _written(settings)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _with_names(value: Any) -> Any:
-    """A setting with texts for the keys of its dicts, which JSON cannot all write, nor sort."""
+def _written(value: Any) -> Any:
+    """A setting as JSON writes and sorts it; of other kinds the content of tensors and arrays, or the type alone."""
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else repr(key): _with_names(item) for key, item in value.items()}
-    return list(map(_with_names, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _written(value: Any) -> str:
-    """The content of tensors and arrays, and the type of all else."""
+        return {key if isinstance(key, str) else repr(key): _written(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(_written, value))
+    if value is None or isinstance(value, (str, int, float)):
+        return value
     if torch.is_tensor(value) or isinstance(value, np.ndarray):
         return f"{value.dtype} {value.tolist()}"
     return type(value).__name__

@@ -172,7 +172,7 @@ def _without_copies(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[dic
 def generate_batch_as_asked(
     model: PreTrainedModel, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`model.generate_batch()` with the speculative arguments; `original` is transformers' own, where they switch it off."""
+    """`model.generate_batch()` as its arguments ask for it, by transformers' `original` where speculation is off."""
     others = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
     asked = SpeculativeArguments(**{name: kwargs.get(name) for name in ARGUMENTS})
     return original(model, *args, **others) if asked.is_off else generate_batch(model, *args, **others, **asked.given)

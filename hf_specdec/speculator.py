@@ -258,7 +258,6 @@ def _longest_drafts(
         if schedule is not None and not has_length:
             return config.replace(num_speculative_tokens=max(k for _, k in schedule) or None)
         return config.replace(num_speculative_tokens=None) if config.num_speculative_tokens == FIXED else config
-    # The profile is for the controller, and only beside "auto".
     changes: dict[str, Any] = {"num_speculative_tokens": None}
     most = generator_class.most_speculative_tokens
     if most is not None and not config.speculative_token_tree:

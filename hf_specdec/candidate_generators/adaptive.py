@@ -38,12 +38,7 @@ _MOST_HELD = 256
 
 
 class AdaptiveCandidateGenerator(CandidateGenerator):
-    """Drives a method's candidate generator.
-
-    Args:
-        generator (`CandidateGenerator`): The method's, for this call.
-        controller (`SpeculationController` or `ScheduledLength`): Chooses the lengths.
-    """
+    """Drives a method's candidate generator in one call, with lengths that a controller or a schedule chooses."""
 
     def __init__(self, generator: CandidateGenerator, controller: SpeculationController | ScheduledLength):
         self.generator = generator

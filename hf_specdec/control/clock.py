@@ -32,25 +32,15 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
 @dataclass
 class CycleTimes:
-    """Seconds of a cycle. They are no numbers (NaN) where a CUDA graph was captured, which no other cycle pays for.
+    """Seconds of a cycle. They are no numbers (NaN) where a CUDA graph was captured, which no other cycle pays for."""
 
-    Attributes:
-        rest (`float`): All but the draft, and the reading before it.
-        draft (`float`, *optional*): Of the draft; `None` without one.
-        reading (`float`, *optional*): Of handing over to the drafter what it has not read; `None` if that was nothing.
-    """
-
-    rest: float
+    rest: float  # all but the draft, and the reading before it
     draft: float | None = None
-    reading: float | None = None
+    reading: float | None = None  # of handing over to the drafter what it has not read
 
 
 class CycleClock:
-    """Times one cycle after the other: `begin`, then `read` and `drafted` as far as there was both, then `end`.
-
-    Attributes:
-        now (`Callable`): Seconds on the clock that is used.
-    """
+    """Times one cycle after the other: `begin`, then `read` and `drafted` as far as there was both, then `end`."""
 
     def __init__(self, device: torch.device):
         is_cuda = device.type == "cuda"

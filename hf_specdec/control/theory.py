@@ -14,17 +14,7 @@ from ..validation import Bounds, checked
 def expected_tokens(acceptance_rate: float, num_draft_tokens: int) -> float:
     """Tokens committed per cycle by chains of k tokens, each accepted with probability a: Leviathan et al., eq. 1.
 
-        tau = 1 + a + a^2 + ... + a^k = (1 - a^(k + 1)) / (1 - a)
-
-    Args:
-        acceptance_rate (`float`): a, from 0 to 1, of a token whose predecessors were accepted.
-        num_draft_tokens (`int`): k.
-
-    Returns:
-        `float`: Tokens, from 1 to k + 1.
-
-    Raises:
-        SpecConfigError: The rate is out of range.
+    tau = 1 + a + a^2 + ... + a^k = (1 - a^(k + 1)) / (1 - a)
     """
     checked("acceptance_rate", acceptance_rate, float, Bounds(0, 1))
     if acceptance_rate == 1:
@@ -39,13 +29,7 @@ def break_even_acceptance(
 
         (1 - a^(k + 1)) / (1 - a) = (T_draft + T_verify) / T_plain
 
-    Args:
-        num_draft_tokens (`int`): k, at least 1.
-        draft_seconds, verify_seconds (`float`): Of a cycle with k draft tokens.
-        plain_seconds (`float`): Of one token in plain decoding.
-
-    Returns:
-        `float`: The rate; `None` if not even a = 1 is enough.
+    `None` if not even a = 1 is enough.
     """
     needed = (draft_seconds + verify_seconds) / plain_seconds
     if needed > num_draft_tokens + 1:
@@ -69,13 +53,9 @@ def optimal_length(
 ) -> int:
     """The speculation length with the most committed tokens per second, 0 included.
 
-        argmax over k of (1 - a^(k + 1)) / ((1 - a) (T_draft(k) + T_verify(k)))
+        argmax over k <= most of (1 - a^(k + 1)) / ((1 - a) (T_draft(k) + T_verify(k)))
 
-    Args:
-        acceptance_rate (`float`): a.
-        draft_seconds (`Callable`): T_draft: k -> seconds; T_d k for a drafter that writes one token after the other.
-        verify_seconds (`Callable`): T_verify: k -> seconds of the forward over anchor and k draft tokens.
-        most (`int`): Largest k to consider. Of equally good ones the smallest is returned.
+    Of equally good ones it is the smallest.
     """
 
     def tokens_per_second(k: int) -> float:

@@ -11,10 +11,10 @@ from ..logits.rules import StandardRule, acceptance_rule
 from ..logits.sampling import DraftSampler
 from ..loop.judging import WAITING, Judging, Verifier
 from ..loop.loop import DecodingLoop
-from ..loop.observers import ColumnStreamer, Listeners, Observer, OutputRecorder, Statistics
+from ..loop.observers import AcceptanceWatch, ColumnStreamer, Listeners, Observer, OutputRecorder, Statistics
 from ..loop.rows import Group, Rows
 from ..loop.tracing import Tracer
-from ..metrics import SpecDecodingStats
+from ..metrics import SpecDecodingStats, begin_call
 from ..protocol import DrafterSource, Session
 from ..target.cache import SlotCache
 from ..target.facts import model_profile
@@ -42,7 +42,8 @@ def decode(request: Request, speculator: DrafterSource) -> torch.LongTensor | Sp
     """Decodes one call: token ids `(B, L)`, or a `SpeculativeOutput` if its config asks for a dict."""
     recorder = OutputRecorder(request.batch_size, request.generation_config)
     group = Group(request, recorder.scores)
-    with closing(build(request, speculator, Rows(request.batch_size), [group], [recorder])) as loop:
+    observers: list[Observer] = [recorder] if recorder.reads_logits else []
+    with closing(build(request, speculator, Rows(request.batch_size), [group], observers)) as loop:
         loop.run()
         loop.end()
         if group.stop.num_cut_back:
@@ -151,10 +152,15 @@ def build(
         observers.append(KeptCache(groups[0], target))
     if is_first and is_reported:
         is_adaptive = getattr(speculator, "is_adaptive", False)
-        listeners = Listeners(stats, model, None if is_adaptive else config)
-        if listeners.traces:
-            observers.append(Tracer(listeners.traces, stats.method, is_joint=not is_one_call))
-        observers.append(listeners)
+        # A model that was made from a config alone has no name but its class.
+        progress = begin_call(stats, model.config._name_or_path or type(model).__name__)
+        if progress.traces:
+            observers.append(Tracer(progress.traces, stats.method, is_joint=not is_one_call))
+        if progress.observers:
+            observers.append(Listeners(progress))
+        # With an adaptive length, drafts that do not pay are not made for long.
+        if config is not None and not is_adaptive:
+            observers.append(AcceptanceWatch(stats, model, config))
     if request.streamer is not None:
         observers.append(ColumnStreamer(request.streamer, groups[0]))
     judging.reads_drafts = any(observer.reads_drafts for observer in observers)

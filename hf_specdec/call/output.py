@@ -58,7 +58,8 @@ def returned(
 ) -> torch.LongTensor | SpeculativeOutput | SpeculativeEncoderDecoderOutput:
     """Token ids `(B, L)` of a loop that has ended, or the output that the config asks for."""
     kept = next((observer for observer in loop.observers if isinstance(observer, KeptCache)), None)
-    recorder.cut(group.sequences.num_generated)
+    if recorder.reads_logits:
+        recorder.cut(group.sequences.num_generated)
     cache = None if kept is None else kept.cache(loop.rows.active)
     sequences = group.sequences.output()
     if not group.request.generation_config.return_dict_in_generate:

@@ -51,7 +51,7 @@ class DraftSampler:
         """The places of rows in their grammars, after all that was committed; `None` for rows without one."""
         if self.rows is None:
             return [None] * len(rows)
-        return [self.rows.group(row).matcher(self.rows.index(row)) for row in rows]
+        return [group.matcher(index) for group, index in map(self.rows.at, rows)]
 
     def growing(self, rows: list[int], limits: list[int]) -> GrowingMasks | None:
         """Masks for drafts that grow level by level, to depths `limits`; `None` where no row has a grammar."""
@@ -80,10 +80,10 @@ class DraftSampler:
         tail = torch.stack(drafted, dim=1) if drafted else logits.new_zeros((len(rows), 0), dtype=torch.long)
         texts = [torch.cat([text, new.to(text)]) for text, new in zip(map(self.rows.row, rows), tail)]
         if stack is not None:
-            return stack.rows(texts, logits, [self.rows.index(row) for row in rows])
+            return stack.rows(texts, logits, [self.rows.at(row)[1] for row in rows])
         scores = [
-            self.rows.group(row).draft_stack.rows([text], logits[i : i + 1], [self.rows.index(row)])[0]
-            for i, (row, text) in enumerate(zip(rows, texts))
+            group.draft_stack.rows([text], logits[i : i + 1], [index])[0]
+            for i, ((group, index), text) in enumerate(zip(map(self.rows.at, rows), texts))
         ]
         return torch.stack(scores)
 

@@ -122,7 +122,7 @@ class OfRequests:
     ):
         self._table, self._draft, self._output = table, draft, output
         self._rows, self._positions, self._reads_drafts = rows, positions, reads_drafts
-        self._lengths: list[int] = [table.length(row) for row in rows]
+        self._lengths: list[int] = _lengths(table, rows)
         self._parts = [places for _, places in parts_of(table, rows)]
         self._error: Exception | None = None
         self.acceptance: Acceptance | None = None
@@ -146,7 +146,7 @@ class OfRequests:
 
     def _after(self, error: Exception) -> Verdict:
         """Judges each row alone after an error for all of them; of a single one it is the row's."""
-        if len(self._rows) > 1 and self._lengths == [self._table.length(row) for row in self._rows]:
+        if len(self._rows) > 1 and self._lengths == _lengths(self._table, self._rows):
             return self._in_parts([[index] for index in range(len(self._rows))])
         for row in self._rows:
             # What has failed before is the cause.
@@ -179,6 +179,10 @@ class OfRequests:
 
         lists = (in_order(name) for name in ("token_lists", "counts", "num_accepted"))
         return Verdict(*lists, stacked("path"), stacked("tokens"))
+
+
+def _lengths(table: Rows, rows: list[int]) -> list[int]:
+    return [group.sequences.lengths[index] for group, index in map(table.at, rows)]
 
 
 class Verifier:
@@ -265,7 +269,7 @@ class Verifier:
             for tokens, paths in zip(map(self.rows.row, rows), _node_paths(draft))
             for path in paths
         ]
-        indices = [self.rows.index(row) for row in rows for _ in range(logits.shape[1])]
+        indices = [self.rows.at(row)[1] for row in rows for _ in range(logits.shape[1])]
         masks = None if masks is None else masks.reshape(-1, masks.shape[-1])
         return self.stack.rows(sequences, logits.flatten(0, 1), indices, masks).view(logits.shape)
 

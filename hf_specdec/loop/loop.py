@@ -11,6 +11,7 @@ Shapes: R active rows, N draft nodes, T = N + 1 verified nodes, V vocabulary.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -137,8 +138,7 @@ class DecodingLoop:
         self.commit(Cycle(step.rows, draft, output, verdict))
         self.stats.draft_seconds += drafted - began
         self.stats.verify_seconds += verified - drafted
-        for observer in self.observers:
-            self.ahead.later(observer.end_cycle)
+        self.ahead.later(self._end_cycle)
 
     def propose(self, step: DraftStep) -> DraftTree:
         draft = self.ahead.propose(step)
@@ -170,9 +170,7 @@ class DecodingLoop:
         self.target.commit(verdict.counts, None if draft.is_chain or output.outcome is not None else verdict.path)
         for observer in self.observers:
             observer.see(cycle)
-        told = cycle.without_logits()
-        for observer in self.observers:
-            self.ahead.later(lambda observer=observer: observer.tell(told))
+        self.ahead.later(partial(self._tell, cycle.without_logits()))
         began = perf_counter()
         if output.successors is not None:
             # Drafts that are judged part by part, or node by node, are read here.
@@ -191,6 +189,14 @@ class DecodingLoop:
         self.stats.draft_seconds += perf_counter() - began
         if not self.rows.all_finished:
             self.drop_finished()
+
+    def _tell(self, cycle: Cycle) -> None:
+        for observer in self.observers:
+            observer.tell(cycle)
+
+    def _end_cycle(self) -> None:
+        for observer in self.observers:
+            observer.end_cycle()
 
     def _observe(self, verdict: Verdict, states: dict[int | str, torch.Tensor]) -> None:
         self.drafter.observe(

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..drafts import DraftTree
-from ..metrics import SpecDecodingStats, begin_call, watch_acceptance
+from ..metrics import SpecDecodingStats, watch_acceptance
+from ..metrics.listeners import CallProgress
 from ..protocol import DraftStep, Prompt
 from ..target.attention import describe_layers
 from ..target.forward import SlotOutput
@@ -162,35 +163,35 @@ class ColumnStreamer(Observer):
 
 
 class Listeners(Observer):
-    """Tells those who listen to the calls of this process, and users of drafts that are hardly ever accepted.
+    """Tells those who listen to the calls of this process."""
 
-    The latter by `config`, where the length of drafts is not adaptive: then drafts that do not pay are not made for
-    long.
-    """
-
-    def __init__(self, stats: SpecDecodingStats, model: torch.nn.Module, config: SpeculativeConfig | None):
-        # A model that was made from a config alone has no name but its class.
-        self._progress = begin_call(stats, model.config._name_or_path or type(model).__name__)
-        self._stats, self._model, self._config = stats, model, config
+    def __init__(self, progress: CallProgress):
+        self._progress = progress
         self._has_ended = False
-        self.traces = self._progress.traces
 
     def end_prefill(self) -> None:
         self._progress.end_prefill()
 
     def end_cycle(self) -> None:
-        if self._progress.observers:
-            self._progress.end_cycle()
+        self._progress.end_cycle()
 
     def end(self) -> None:
         self.close()
-        if self._config is not None:
-            watch_acceptance(self._model, self._config.compute_hash(), self._stats)
 
     def close(self) -> None:
         if not self._has_ended:
             self._has_ended = True
             self._progress.end_call()
+
+
+class AcceptanceWatch(Observer):
+    """Tells users of drafts that are hardly ever accepted, call after call with these settings."""
+
+    def __init__(self, stats: SpecDecodingStats, model: torch.nn.Module, config: SpeculativeConfig):
+        self._stats, self._model, self._config = stats, model, config
+
+    def end(self) -> None:
+        watch_acceptance(self._model, self._config.compute_hash(), self._stats)
 
 
 class OutputRecorder(Observer):

@@ -342,8 +342,8 @@ class Rows:
 
     def start(self, positions: list[int]) -> None:
         """Says at which position the next token of each active row is, masked tokens not counted."""
-        for row, position in zip(self.active, positions):
-            self._offsets[row] = position - self.length(row)
+        for row, (group, index), position in zip(self.active, self.members, positions):
+            self._offsets[row] = position - group.sequences.lengths[index]
 
     def keep(self, keep: list[int]) -> None:
         """Goes on with these rows of the batch."""
@@ -364,25 +364,19 @@ class Rows:
 
     # Of one row
 
+    def at(self, row: int) -> tuple[Group, int]:
+        """The row's group, and its index there."""
+        place = self.places[row]
+        assert place is not None, f"row {row} has left"
+        return place
+
     def group(self, row: int) -> Group:
-        place = self.places[row]
-        assert place is not None, f"row {row} has left"
-        return place[0]
-
-    def index(self, row: int) -> int:
-        """Index of the row in its group."""
-        place = self.places[row]
-        assert place is not None, f"row {row} has left"
-        return place[1]
-
-    def length(self, row: int) -> int:
-        """Columns of the row's text, left padding included."""
-        group, index = self.places[row]
-        return group.sequences.lengths[index]
+        return self.at(row)[0]
 
     def row(self, row: int) -> torch.LongTensor:
         """As [`Sequences.row`]."""
-        return self.group(row).sequences.row(self.index(row))
+        group, index = self.at(row)
+        return group.sequences.row(index)
 
     def has_left(self, row: int) -> bool:
         """Tells whether the row takes no more tokens, of a batch in which others may."""
@@ -394,21 +388,27 @@ class Rows:
     # Of several rows
 
     @property
+    def members(self) -> list[tuple[Group, int]]:
+        """The groups of the active rows, and their indices there."""
+        return [self.at(row) for row in self.active]
+
+    @property
     def all_finished(self) -> bool:
         return all(place is None or place[0].has_ended for place in self.places)
 
     @property
     def positions(self) -> list[int]:
         """Position of the next token of each active row, masked tokens not counted."""
-        return [self.length(row) + self._offsets[row] for row in self.active]
+        offsets = [self._offsets[row] for row in self.active]
+        return [group.sequences.lengths[index] + offset for (group, index), offset in zip(self.members, offsets)]
 
     def depths(self, depth: int, more: int = 0) -> list[int]:
         """Largest depth of each active row's next draft, of a drafter's, once it has `more` tokens."""
-        return [self.group(row).depth(self.index(row), depth, more) for row in self.active]
+        return [group.depth(index, depth, more) for group, index in self.members]
 
     def may_end_within(self, more: int) -> bool:
         """Tells whether an active row is as long as it may get, once it has `more` tokens."""
-        return any(self.length(row) + more >= self.group(row).stop.max_length for row in self.active)
+        return any(group.sequences.lengths[index] + more >= group.stop.max_length for group, index in self.members)
 
     def prefix(self, length: int, places: list[int]) -> torch.LongTensor:
         """The first tokens `(len(places), length)` of the active rows at these places of the batch."""
@@ -427,7 +427,8 @@ class Rows:
 
     def append(self, rows: list[int], token_lists: list[list[int]]) -> list[list[int]]:
         """Appends to each row what its stopping rules keep of some tokens, and returns that."""
-        group = self.group(rows[0])
-        if all(self.group(row) is group for row in rows):
-            return group.append([self.index(row) for row in rows], token_lists)
-        return [self.group(row).append([self.index(row)], [tokens])[0] for row, tokens in zip(rows, token_lists)]
+        members = [self.at(row) for row in rows]
+        first = members[0][0]
+        if all(group is first for group, _ in members):
+            return first.append([index for _, index in members], token_lists)
+        return [group.append([index], [tokens])[0] for (group, index), tokens in zip(members, token_lists)]

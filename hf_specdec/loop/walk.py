@@ -66,7 +66,7 @@ class Walk:
         if not stack.walks:
             return stack.all_nodes(logits, masks)
         numbers = [self.rows[i] for i in active]
-        indices = [rows.index(number) for number in numbers]
+        indices = [rows.at(number)[1] for number in numbers]
         sequences = rows.group(numbers[0]).sequences
         if stack.knows_all or len(sequences.lengths) == 1:
             return stack.rows([rows.row(number) for number in numbers], logits, indices, masks)

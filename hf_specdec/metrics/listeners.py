@@ -54,7 +54,7 @@ class Listener:
 
 
 class CallProgress:
-    """Tells the observers of one call how it gets on.
+    """Tells the observers of one call how it gets on. As a context it also tells them that the call has ended.
 
     Args:
         stats (`SpecDecodingStats`): The call's, which the loop fills.
@@ -69,6 +69,12 @@ class CallProgress:
         self.traces: list[CallTrace] = [observer.trace for observer in observers if observer.trace is not None]
         self._reader = StatsReader(stats) if observers else None
         self._cycle_began = 0.0
+
+    def __enter__(self) -> CallProgress:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.end_call()
 
     def end_prefill(self) -> None:
         self._cycle_began = perf_counter()

@@ -180,10 +180,12 @@ class DecodingLoop:
         if output.outcome is None:
             states = {key: take_nodes(value, verdict.path) for key, value in output.hidden_states.items()}
         else:
+            # A graph has taken them along the path.
             states = {key: value[:, : verdict.path.shape[1]] for key, value in output.hidden_states.items()}
-        is_on_device = output.outcome is not None and verdict.is_whole
-        anchors = output.outcome["anchor"][:, 0] if is_on_device else last_of_each(verdict.tokens, verdict.counts)
-        self.rows.anchors = anchors
+        if output.outcome is not None and verdict.is_whole:
+            self.rows.anchors = output.outcome["anchor"][:, 0]
+        else:
+            self.rows.anchors = last_of_each(verdict.tokens, verdict.counts)
         self.ahead.check(output, verdict)
         self._observe(verdict, states)
         self.stats.draft_seconds += perf_counter() - began

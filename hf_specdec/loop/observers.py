@@ -214,12 +214,13 @@ class OutputRecorder(Observer):
             self.logits.add(cycle.rows, take_nodes(cycle.output.logits, path).float(), counts)
         if not self.wants_states:
             return
+        all_states = cycle.output.all_hidden_states or ()
         if self.prompt_states is None:
             # The first token comes from the prompt's states, which are returned whole.
-            self.prompt_states = cycle.output.all_hidden_states
-            self._states = [StepRecorder(self._batch_size) for _ in self.prompt_states]
+            self.prompt_states = all_states
+            self._states = [StepRecorder(self._batch_size) for _ in all_states]
             return
-        for recorder, states in zip(self._states, cycle.output.all_hidden_states):
+        for recorder, states in zip(self._states, all_states):
             recorder.add(cycle.rows, take_nodes(states, path), counts)
 
     def cut(self, lengths: list[int]) -> None:

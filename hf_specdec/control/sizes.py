@@ -60,7 +60,7 @@ class DraftSize:
         is_chain = draft.is_rated_chain
         if self._is_of_chains is None and (is_chain or draft.is_rated):
             self._is_of_chains = is_chain
-        if not (is_chain or draft.is_rated) or is_chain != self._is_of_chains:
+        if not self._can_cut(draft):
             return draft
         phase = self._num_drafts % SIZE_EVERY
         self._num_drafts += 1
@@ -86,6 +86,11 @@ class DraftSize:
         (width,) = agreed([[*pays, False].index(False)])
         self._expected = sum(probabilities[:width])
         return draft.shortened([width] * draft.batch_size)
+
+    def _can_cut(self, draft: DraftTree) -> bool:
+        """`True` for rated drafts of the method's kind: where methods are combined, others may rate drafts, too."""
+        is_chain = draft.is_rated_chain
+        return (is_chain or draft.is_rated) and is_chain == self._is_of_chains
 
     def _learn(self, new: list[float]) -> None:
         if len(new) != len(self._probabilities) and not self._is_of_chains:
@@ -122,7 +127,7 @@ class DraftSize:
     def observe(self, draft: DraftTree, num_accepted: Iterable[int]) -> None:
         """Takes in how many draft tokens of each row were accepted of what was verified."""
         expected = self._expected
-        if not (draft.is_rated_chain or draft.is_rated) or (expected is None and not self._probabilities):
+        if not self._can_cut(draft) or (expected is None and not self._probabilities):
             return
         if expected is None:
             totals = list(accumulate(self._probabilities, initial=0.0))

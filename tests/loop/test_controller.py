@@ -260,6 +260,22 @@ def rated(probs, rows=1):
     return DraftTree(tokens, torch.full_like(tokens[0], -1), [len(probs)] * rows, path_log_probs=ratings)
 
 
+def test_drafts_of_another_kind_teach_nothing():
+    """A tree between chains that are cut, as of combined methods, is no outcome of the chains' ratings."""
+    sizes = trees_with(lambda nodes: 1e-3 * nodes, draft=0.2e-3)
+    chain = DraftTree.chain(torch.zeros((1, 4), dtype=torch.long))
+    chain.path_log_probs = torch.tensor([[0.9, 0.8, 0.1, 0.01]]).log()
+    for _ in range(4):
+        cut = sizes.cut(chain, 4)
+        sizes.observe(cut, [cut.size])
+    assert cut.size < 4
+    rating = sizes.rating.value
+    tree = sizes.cut(rated([0.5, 0.3]), 1)
+    sizes.observe(tree, [0])
+    assert tree.size == 2
+    assert sizes.rating.value == rating
+
+
 @pytest.mark.parametrize(("slope", "rate"), [(0.03, 0.6), *in_full((0.1, 1.0), (0.0, 1.0), (1.0, 0.6))])
 def test_the_size_is_the_best_one(slope, rate):
     """Ratings that are right by a factor: what is kept is the analytic optimum over all sizes, or nearly so."""

@@ -80,6 +80,7 @@ class DraftEntries(DraftSlots):
         self._ends: torch.Tensor = self.cache.plan.starts(self.device)
         self._is_chain = True  # so far
         self._bits: torch.Tensor | None = None
+        self._mask: torch.Tensor | None = None  # (R, F, columns), of the last level
         self._depths: tuple[int, ...] = ()  # of the nodes
         self._depth = self.num_read = 0
 
@@ -101,8 +102,13 @@ class DraftEntries(DraftSlots):
         reading = self._draft._replace(
             slots=self._draft.slots[:, places], positions=self._draft.positions[:, places], columns=plan.columns
         )
-        # The nodes of a chain that have been read are as good as kept.
-        mask = self.causal_mask(reading) if self._is_chain else self._mask_of(self._tree(first, parents))
+        if self._is_chain and (self.has_kernel or self._draft.is_uniform):
+            # The nodes of a chain that have been read are as good as kept.
+            mask = self.causal_mask(reading)
+        elif self.has_kernel or self.span != FULL:
+            mask = self._mask_of(self._tree(first, parents))
+        else:
+            mask = self._grown_mask(first, parents)
         return self.network(tokens.to(self.device), hidden, reading.positions, mask, self.cache, bound=reading.bound)
 
     # Chains whose tokens are chosen one by one, each read as an entry that the caller takes back later
@@ -138,6 +144,16 @@ class DraftEntries(DraftSlots):
         """Content of a mask for the kernel, and elsewhere the additive mask `(R, 1, F, columns)`."""
         mask = TreeMask(tree, self.span)
         return mask if self.has_kernel else mask.additive(self.cache.plan.columns, self.dtype)
+
+    def _grown_mask(self, first: int, parents: torch.LongTensor | slice) -> torch.Tensor:
+        """Additive mask `(R, 1, F, columns)` of the last level, from node `first` on: its parents' one and itself."""
+        slots = self._draft.slots[:, first : self.num_read]
+        if self._mask is None:
+            # At first what the last entry of each row sees, and a chain after it.
+            last = SlotTree(slots[:, 0] - 1, self.first_slots[:, 0], num_queries=1)
+            self._mask = TreeMask(last, FULL).additive(self._draft.columns, self.dtype)[:, 0]
+        self._mask = pick_nodes(self._mask, parents).scatter_(2, slots[..., None], 0.0)
+        return self._mask[:, None, :, : self.cache.plan.columns]
 
     def _tree(self, first: int, parents: torch.LongTensor | slice) -> SlotTree:
         """The nodes of the draft as the last level, from node `first` on, sees them: its parents' nodes and itself."""

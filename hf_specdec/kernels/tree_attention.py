@@ -156,32 +156,31 @@ def _tree_attention_torch(query, key, value, tree, scale, window, chunk, softcap
     return output.transpose(1, 2).contiguous().to(value.dtype)
 
 
-def visible_slots(tree: SlotTree, slots: int, window: int = 0, chunk: int = 0, first: int = 0) -> torch.BoolTensor:
-    """Mask `(B, T, slots - first)` of the slots from `first` up to `slots` that each node sees."""
+def visible_slots(tree: SlotTree, slots: int, window: int = 0, chunk: int = 0) -> torch.BoolTensor:
+    """Mask `(B, T, slots)` of the first slots that each node sees."""
     count, nodes, rows, device = tree.num_queries, tree.num_nodes, len(tree.lengths), tree.lengths.device
     lengths, starts = tree.lengths[:, None], tree.starts[:, None]
-    slot = torch.arange(slots, device=device)
+    slot, places = torch.arange(slots, device=device), lengths + torch.arange(nodes, device=device)
     if tree.ancestors is None:
-        node_slots = lengths + torch.arange(count, device=device)
-        itself = slot == node_slots[..., None]  # padding in front of a chain sees itself alone
-        visible = (slot >= starts)[:, None] & (slot <= node_slots[..., None])
-        positions, of_nodes = slot - starts, node_slots - starts
+        # Padding in front of a chain sees itself alone.
+        itself = slot == places[..., None]
+        visible = (slot >= starts)[:, None] & (slot <= places[..., None])
     else:
         itself = None
-        depths = (torch.arange(nodes, device=device) if tree.depths is None else tree.depths).expand(rows, nodes)
-        node = slot - lengths
-        is_node = (node >= 0) & (node < nodes)
-        node = node.clamp(0, nodes - 1)
-        words = tree.words(rows).gather(2, (node // 64)[:, None].expand(-1, count, -1))
-        seen = (words >> (node % 64)[:, None] & 1).bool()
-        visible = ((slot >= starts) & (slot < lengths))[:, None] | (is_node[:, None] & seen)
-        positions = torch.where(is_node, lengths + depths.gather(1, node), slot) - starts
-        of_nodes = lengths - starts + depths[:, nodes - count :]
-    if window or chunk:
-        visible &= positions[:, None] >= _oldest_position(of_nodes, window, chunk)[..., None]
-    if tree.beginning is not None and not chunk:
-        is_near = (of_nodes[..., None] - positions[:, None] < window) if window else True
-        visible |= first_slots(tree.beginning, slot, starts)[:, None] & is_near
+        node = torch.arange(nodes, device=device)
+        seen = (tree.words(rows)[..., node // 64] >> node % 64 & 1).bool()
+        visible = ((slot >= starts) & (slot < lengths))[:, None].repeat(1, count, 1)
+        visible.scatter_(2, places[:, None].expand(-1, count, -1), seen)
+    if window or chunk or tree.beginning is not None:
+        depths = torch.arange(nodes, device=device) if tree.depths is None else tree.depths
+        positions = (lengths - starts + depths).expand(rows, -1)
+        of_nodes = positions[:, nodes - count :]
+        positions = (slot - starts).scatter_(1, places, positions)
+        if window or chunk:
+            visible &= positions[:, None] >= _oldest_position(of_nodes, window, chunk)[..., None]
+        if tree.beginning is not None and not chunk:
+            is_near = (of_nodes[..., None] - positions[:, None] < window) if window else True
+            visible |= first_slots(tree.beginning, slot, starts)[:, None] & is_near
     return visible if itself is None else visible | itself
 
 

@@ -1,7 +1,6 @@
 """What is kept for a target: drafters that were loaded, which one was chosen, what calls have learnt.
 
-The record is an attribute of the target, so that the garbage collector frees both together, also where a draft model
-holds the target. A copy of the target, or its pickle, has no record.
+The record lives as long as the target, and nothing of it is written to the target.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 _MOST_LOADED = 4
 _MOST_CHOSEN = 16
 _MOST_LEARNT = 64
-
-_RECORD = "_hf_specdec_record"
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +54,6 @@ class TargetRecord:
         self.searching: Lock = Lock()  # held while drafters are looked for: threads that begin together search once
         self.lock: Lock = Lock()  # held for short updates
         self._loading: WeakValueDictionary[Hashable, Lock] = WeakValueDictionary()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles of the target have None in its place.
-        return type(None), ()
 
     @property
     def loaded(self) -> list[Loaded]:
@@ -100,25 +93,23 @@ class TargetRecord:
             return entry.resources
 
 
-_targets: WeakSet[torch.nn.Module] = WeakSet()
+_records: WeakKeyDictionary[torch.nn.Module, TargetRecord] = WeakKeyDictionary()
 _lock = Lock()
 
 
 def record_of(target_model: torch.nn.Module) -> TargetRecord:
     """The one record of a target."""
     with _lock:
-        record = vars(target_model).get(_RECORD)
-        if record is None:
-            record = vars(target_model)[_RECORD] = TargetRecord()
-            _targets.add(target_model)
-        return record
+        if target_model not in _records:
+            _records[target_model] = TargetRecord()
+        return _records[target_model]
 
 
 def forget_records(target_model: torch.nn.Module | None = None) -> list[TargetRecord]:
     """Takes away the record of one target, or all, and returns what it took."""
     with _lock:
-        targets = list(_targets) if target_model is None else [target_model]
-        records = [vars(target).pop(_RECORD, None) for target in targets]
+        targets = list(_records) if target_model is None else [target_model]
+        records = [_records.pop(target, None) for target in targets]
     return [record for record in records if record is not None]
 
 
@@ -135,8 +126,8 @@ def num_bytes(entries: Iterable[Loaded]) -> int:
 
 def _all_loaded() -> list[Loaded]:
     with _lock:
-        records = [vars(target).get(_RECORD) for target in list(_targets)]
-    return [entry for record in records if record is not None for entry in record.loaded]
+        records = list(_records.values())
+    return [entry for record in records for entry in record.loaded]
 
 
 def loaded_drafters() -> int:

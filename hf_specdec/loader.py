@@ -240,6 +240,9 @@ def _resources(
     key = (config.method, draft_model is not None, config.written(generator_class.loaded_by), *pair)
     source = generator_class.loaded_from(config, target_model) if draft_model is None else None
     files = None if source is None else RepoFiles.of(source)
+    if draft_model is not None and any(module is target_model for module in draft_model.modules()):
+        # What is kept for the target must not keep it alive.
+        return load()
     return record_of(target_model).load_once(key, generator_class, load, files, draft_model)
 
 

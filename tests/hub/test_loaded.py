@@ -244,3 +244,14 @@ def test_tensors_that_are_kept_for_all_are_forgotten_with_all():
     assert _picture.cache_info().currsize
     forget_speculators()
     assert not any(keeper.cache_info().currsize for keeper in keepers)
+
+
+def test_a_draft_model_that_holds_the_target_does_not_keep_it_alive():
+    target, draft = tiny_llama(), tiny_llama(1)
+    draft.teacher = target
+    load_speculator(target, draft_model=draft)
+    assert not record_of(target).loaded
+    reference = weakref.ref(target)
+    del target, draft
+    gc.collect()
+    assert reference() is None

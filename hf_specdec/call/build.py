@@ -131,9 +131,11 @@ def build(
                 judging.enter(group, number)
                 rows.enter(group, [number])
         target = _target(request, drafter, room, recorder is not None and recorder.wants_states)
+        if row_inputs := request.row_inputs():
+            target.parts.append(RowInputs(model, row_inputs))
         if_it_fails.callback(target.close)
         session.target_ref = ref(target)
-        if ADAPTED_ROW in target.row_inputs:
+        if ADAPTED_ROW in row_inputs:
             drafter = OutsideOfAdapters(drafter, model)
         config = getattr(speculator, "config", None)
         if is_first:
@@ -142,7 +144,7 @@ def build(
                 largest=drafter.num_draft_nodes + 1,
                 enforce_eager=getattr(config, "enforce_eager", False),
                 all_hidden_states=recorder is not None and recorder.wants_states,
-                row_inputs=tuple(target.row_inputs),
+                row_inputs=tuple(row_inputs),
             )
             target.use_graphs(graphs)
         judging.rule.check_depth(drafter.num_speculative_tokens)
@@ -187,6 +189,4 @@ def _target(request: Request, drafter: CandidateGenerator, room: int, wants_stat
     target = slot_model(request.model, cache, drafter.target_hidden_states, forward_kwargs)
     target.most_committed = drafter.num_speculative_tokens + 1
     target.num_successors = min(drafter.num_best_tokens, vocabulary_size(request.model))
-    if row_inputs := request.row_inputs():
-        target.parts.append(RowInputs(request.model, row_inputs))
     return target

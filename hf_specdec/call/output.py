@@ -23,6 +23,7 @@ from ..target.cache import fill_cache
 from ..target.model import SlotModel
 from ..target.parts.recurrent import RecurrentLayers
 from ..target.parts.recurrent_state import RecurrentState, store_states
+from ..target.parts.source import Source
 from ..target_facts import cache_name_among
 
 
@@ -71,7 +72,7 @@ def returned(
         CACHE_FIELD: cache,
     }
     states = recorder.hidden_states()
-    if loop.target.source is None:
+    if loop.target.find(Source) is None:
         return SpeculativeOutput(hidden_states=states, speculative=loop.stats, **shared)
     if states is not None:
         encoded = group.request.model_kwargs["encoder_outputs"]
@@ -94,7 +95,7 @@ class KeptCache(Observer):
 
     def begin(self, prompt: Any) -> None:
         # Of all rows: those that leave are left out in a copy.
-        source = self._target.source
+        source = self._target.find(Source)
         self._crossed = None if source is None else source.keys.cross_attention_cache
         # The slots may begin before the given tokens: a continued cache, or embeddings.
         self._num_unknown: int = self._target.cache.get_seq_length() - self._group.request.input_ids.shape[1]

@@ -83,7 +83,7 @@ class DecodingLoop:
     def begin(self) -> None:
         """The target reads the prompts and gives each row its first token; then the drafter reads them."""
         began, rows, request = perf_counter(), self.rows, self.request
-        prefill, states, continuation = read_prompts(request, self.target, self.session.max_length)
+        prefill, prompt, continuation = read_prompts(request, self.target, self.session.max_length)
         self.stats.num_target_forwards += 1
         for part in self.target.parts:
             if part.why_equal is not None and len(rows.active) > 1:
@@ -92,8 +92,6 @@ class DecodingLoop:
             if part.note is not None:
                 self.stats.notes.append(part.note)
         rows.start([length - other for length, other in zip(self.target.cache.lengths, continuation.num_others)])
-        source = self.target.source and self.target.source.without_keys()
-        prompt = continuation.prompt(request.input_ids, states, source)
         for observer in self.observers:
             observer.begin(prompt)
         # The first token is committed like every other: a verification without drafts, of the prompt's last node.

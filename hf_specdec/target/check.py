@@ -56,11 +56,9 @@ class ContinuationCheck(Part):
     ) -> ContinuationCheck | None:
         """Reads the first tokens `(B,)`, of `most` that follow the prompts, as plain generation does.
 
-        The target gets the part that checks its verification; `None` where there is nothing to check before rows of
-        other calls join.
+        The target gets the part that checks its verification; `None` where there is nothing to check.
         """
         model, check = target.model, cls(target.model)
-        target.parts.append(check)
         if model not in _known:
             forwards = (type(module).forward for module in model.modules() if module._modules)
             _known[model] = model.config.to_json_string(), not all(map(_is_compared, forwards))
@@ -83,6 +81,7 @@ class ContinuationCheck(Part):
                 check._judge(target.forward(read, chain_topology(count - 1, read.device)).logits, expected)
             finally:
                 target.graphs = graphs
+        target.parts.append(check)
         return check
 
     def verified(self, output: SlotOutput) -> None:
@@ -92,6 +91,10 @@ class ContinuationCheck(Part):
                 self._judge(output.logits[list(rows), :1], first)
                 _checked[key] = max(_checked.get(key, 0), min(map(len, rows.values())))
         self.expected = {}
+        self.is_done = True
+
+    def without_rows(self) -> ContinuationCheck:
+        return ContinuationCheck(self.model)
 
     def keep_rows(self, keep: list[int]) -> None:
         for key, rows in self.expected.items():

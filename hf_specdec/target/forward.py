@@ -71,6 +71,7 @@ class Part:
     why_eager: ClassVar[str | None] = None  # why forwards with this part cannot run as graphs
     why_equal: ClassVar[str | None] = None  # what makes all rows advance by the same number of tokens
     note: str | None = None  # a limit of the call, for its statistics
+    is_done: bool = False  # it has nothing more to do, and leaves
 
     def reading(self, nodes: SlotNodes) -> AbstractContextManager[Any]:
         """The context of a forward that reads the nodes; may change the nodes and the inputs of the forward."""
@@ -87,6 +88,10 @@ class Part:
 
     def join(self, other: Any, num_rows: int) -> None:
         """Takes over the rows of the same part of another call after the `num_rows` that there are."""
+
+    def without_rows(self) -> Any:
+        """The same part of a call that has none, for rows of this one to join."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Ends the call."""

@@ -32,8 +32,6 @@ from .forward import Part, SlotNodes, SlotOutput
 from .graphed import Graphed
 from .graphs import CallGraphs
 from .masks import RowState, node_masks, slot_tree
-from .parts.adapters import RowInputs
-from .parts.source import Source
 from .states import StateTaps
 
 
@@ -91,22 +89,6 @@ class SlotModel:
     def find(self, kind: type[AnyPart]) -> AnyPart | None:
         """The part of this kind, if there is one."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
-
-    @property
-    def source(self) -> Source | None:
-        """What the rows have in the encoder, of a model that has one."""
-        return self.find(Source)
-
-    @property
-    def row_inputs(self) -> dict[str, torch.Tensor]:
-        """What forwards read of each row beside its tokens, each `(R, 1)`."""
-        part = self.find(RowInputs)
-        return {} if part is None else part.values
-
-    def see(self, source: Source) -> None:
-        """Lets the decoder attend to these sources, one for each row, from now on."""
-        self.parts.append(source)
-        self.forward_cache = source.with_slots(self.cache)
 
     def use_graphs(self, graphs: CallGraphs | None) -> None:
         """Lets forwards whose shapes repeat run as graphs from now on. To be called in front of the prefill."""
@@ -202,8 +184,10 @@ class SlotModel:
         if output is None:
             tokens = anchors[:, None] if draft.size == 0 else torch.cat([anchors[:, None], draft.tokens], dim=1)
             output = self.forward(tokens, draft.topology)
-        for part in self.parts:
-            part.verified(output)
+        if self.parts:
+            for part in self.parts:
+                part.verified(output)
+            self.parts = [part for part in self.parts if not part.is_done]
         return output
 
     def verify_ahead(
@@ -317,9 +301,12 @@ class SlotModel:
                 "masked at their beginning only. Pass batch_size=1."
             )
         self.cache.join(other.cache, other.starts)
-        for part in self.parts:
-            if (same_part := other.find(type(part))) is not None:
-                part.join(same_part, len(self.starts))
+        for part in other.parts:
+            own = self.find(type(part))
+            if own is None:
+                own = part.without_rows()
+                self.parts.append(own)
+            own.join(part, len(self.starts))
         self.starts = self.starts + [0] * len(other.starts)
         self.leads = self.leads + [lead + start for lead, start in zip(other.leads, other.starts)]
         if self.max_position is not None:

@@ -36,13 +36,11 @@ from .request import Request
 _MOST_ASKED = 4096
 
 
-def read_prompts(
-    request: Request, target: SlotModel, max_length: int
-) -> tuple[Any, dict[Any, torch.Tensor], Continuation]:
+def read_prompts(request: Request, target: SlotModel, max_length: int) -> tuple[Any, Prompt, Continuation]:
     """Lets the target read the prompts into its slots, by transformers' own prefill, and starts the slots.
 
-    A row may hold `max_length` tokens, the prompt included. Returns what the forward has returned, the states that the
-    drafter asked for, each `(B, P, H)`, and where the rows go on.
+    A row may hold `max_length` tokens, the prompt included. Returns what the forward has returned, the prompts for a
+    drafter, and where the rows go on.
     """
     model, input_ids, profile = request.model, request.input_ids, target.profile
     kwargs, length = dict(request.model_kwargs), input_ids.shape[1]
@@ -54,7 +52,7 @@ def read_prompts(
     rotary_changes(model, [num_given] if mask is None else mask.ne(0).sum(1).tolist(), room)
     check_room(kwargs.get(profile.cache_name), request.batch_size, num_given + room)
     if profile.has_encoder:
-        target.see(Source.of_call(model, kwargs, request.source_inputs))
+        Source.of_call(model, kwargs, request.source_inputs).attach(target)
     kwargs[profile.cache_name] = target.forward_cache
     ends = [length]
     if request.between_chunks is not None:
@@ -99,11 +97,9 @@ def read_prompts(
     target.start_slots(continuation.starts, continuation.offsets, continuation.hidden, parts)
     # The last token is never read.
     target.max_position = max(continuation.next_positions) + room - 2
-    return (
-        output,
-        {key: torch.cat(parts, dim=1) if parts[1:] else parts[0] for key, parts in chunks.items()},
-        continuation,
-    )
+    states = {key: torch.cat(parts, dim=1) if parts[1:] else parts[0] for key, parts in chunks.items()}
+    source = target.find(Source)
+    return output, continuation.prompt(input_ids, states, source and source.without_keys()), continuation
 
 
 class _Received:

@@ -41,6 +41,7 @@ from ...target.graphs import call_graphs
 from ...target.lean import slot_model
 from ...target.model import SlotModel
 from ...target.parts.recurrent import RecurrentLayers
+from ...target.parts.source import Source
 from ...transfers import PendingRead, last_of_each, upload
 from ...validation import Options, draft_sample_method_field, parallel_drafting_field, setting
 from ..base import CandidateGenerator
@@ -287,11 +288,11 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             return
         self.texts = [texts[row] for row in self.rows]
         if (source := self._sources.source(prompt.source, self.rows)) is not None:
-            self.model.see(source)
+            source.attach(self.model)
         ahead = 2 * self.num_speculative_tokens + 1
         self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + ahead
         most_fed = _MOST_PENDING if self.mask_token is None else 2 * self.num_speculative_tokens
-        eager = self.config.enforce_eager or self.model.source is not None
+        eager = self.config.enforce_eager or self.model.find(Source) is not None
         graphs = call_graphs(self.model.model, largest=most_fed, enforce_eager=eager)
         self.model.use_graphs(graphs)
         if graphs is not None:

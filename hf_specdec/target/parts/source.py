@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
@@ -17,6 +17,10 @@ from transformers.utils import ModelOutput
 from ...transfers import select_rows
 from ..cache import SlotCache
 from ..forward import Part, SlotNodes
+
+
+if TYPE_CHECKING:
+    from ..model import SlotModel
 
 
 @dataclass
@@ -56,6 +60,11 @@ class Source(Part):
         """The cache of the whole decoder, with self-attention in these slots."""
         self.keys = EncoderDecoderCache(slots, DynamicCache())
         return self.keys
+
+    def attach(self, slots: SlotModel) -> None:
+        """Lets the decoder attend to the sources, one for each row, from now on."""
+        slots.parts.append(self)
+        slots.forward_cache = self.with_slots(slots.cache)
 
     def without_keys(self) -> Source:
         """The same for others than the target itself."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .errors import SpecConfigError, did_you_mean, shown
+from .threads import cached_property
 
 
 # Between the two methods of a combination.

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
 import torch
 
+from .threads import cached_property
 from .transfers import last_of_each, select_rows, take_nodes, upload, widened
 
 

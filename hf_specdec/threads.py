@@ -1,5 +1,5 @@
-"""Tools for threads: locks that survive a fork, maps that evict the least recently used, and forwards in the place of
-modules' own that several calls share.
+"""Tools for threads: locks that survive a fork, attributes that are computed once, maps that evict the least recently
+used, and forwards in the place of modules' own that several calls share.
 """
 
 from __future__ import annotations
@@ -39,6 +39,23 @@ def _open_locks_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_open_locks_in_child)
+
+
+class cached_property:
+    """That of functools, which before Python 3.12 holds one lock of all instances while it computes."""
+
+    def __init__(self, function: Callable[[Any], Any]):
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        value = vars(instance)[self._name] = self._function(instance)
+        return value
 
 
 class Recent(Generic[Value]):

@@ -9,7 +9,6 @@ Shapes: L tokens of the text, P of the prompt, N draft tokens, H hidden size.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import cached_property
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from ..drafts import DraftTree
 from ..errors import SpecConfigError, UnsupportedModelError
 from ..kernels.best import with_successors
 from ..protocol import Commit, DraftStep, Prompt, Session, VerifiedNodes
+from ..threads import cached_property
 from .base import CandidateGenerator
 
 

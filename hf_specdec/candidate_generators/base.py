@@ -32,7 +32,6 @@ The data that the two hand to each other are in [`~protocol`].
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -43,6 +42,7 @@ from ..errors import SpecConfigError
 from ..logits.grammar.masks import GrowingMasks
 from ..logits.randomness import NODES_PER_ANCHOR
 from ..protocol import Commit, DeviceCommit, DraftStep, Lookups, Prompt, Session, VerifiedNodes
+from ..threads import cached_property
 from .options import NoOptions
 
 

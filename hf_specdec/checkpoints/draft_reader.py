@@ -10,13 +10,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from ..errors import shown
+from ..threads import cached_property
 from .header import TargetNeeds, TargetSizes
 from .reader import CheckpointReader
 from .settings import ACTIVATION, COUNT, MAPPING, NAMES, NUMBER, POSITIVE

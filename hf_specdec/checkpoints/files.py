@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
-from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +42,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from ..errors import CheckpointAccessError, CheckpointFormatError
-from ..threads import Recent
+from ..threads import Recent, cached_property
 from .access_errors import is_missing_file, is_outage, reason_of
 from .pickles import Inflated, Unreadable, check_archive, is_archive, tensors_in
 from .weight_headers import BLOCK_BYTES, RemoteFile, StoredTensor, TensorTable, num_bytes_of

@@ -15,10 +15,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError
+from ..threads import cached_property
 from .header import unwrapped
 
 

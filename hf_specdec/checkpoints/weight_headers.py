@@ -8,10 +8,10 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError
+from ..threads import cached_property
 
 
 if TYPE_CHECKING:

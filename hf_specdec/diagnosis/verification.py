@@ -22,7 +22,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from ..machine import free_bytes
 from ..patching import original_generate
 from ..target.facts import model_profile
 from ..target_facts import quantisation
+from ..threads import cached_property
 
 
 logger = logging.get_logger(__name__)

@@ -14,13 +14,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import SpecConfigError, shown
+from ..threads import cached_property
 from ..transfers import kept_on_device, upload
 from ..validation import MOST_DRAFT_TOKENS
 from .topology import TreeTopology, chain_topology, static_topology

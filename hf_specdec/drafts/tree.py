@@ -12,11 +12,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 
+from ..threads import cached_property
 from ..transfers import kept_tensor, read_together, upload, upload_together
 from .static import TokenTree
 from .topology import TreeTopology, chain_parents, chain_topology, node_depths, renumbered, static_topology

@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
@@ -46,6 +45,7 @@ from ..method import (
     preferred_methods,
 )
 from ..settings import AUTO, SpeculativeConfig
+from ..threads import cached_property
 from .candidate import FOUND, RELATIONS, Candidate, rank, without
 from .detect import Detection, detect, known_formats
 from .inspect import (

@@ -6,7 +6,6 @@ import copy
 import operator
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cached_property
 from inspect import signature
 from typing import Any
 
@@ -26,7 +25,7 @@ from ..target.parts.adapters import AdapterChoice
 from ..target.parts.rotary import check_constant_rotary
 from ..target.request import Request
 from ..target_facts import forward_arguments, num_embeddings, vocabulary_size
-from ..threads import Recent
+from ..threads import Recent, cached_property
 from ..validation import Bounds, checked
 from .row import Row
 

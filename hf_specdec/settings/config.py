@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple
@@ -21,6 +21,7 @@ from ..environment import is_switched_on
 from ..errors import SpecConfigError, is_access_token, shown
 from ..method import NO_DRAFTS, drafting_method, methods, takes_model
 from ..reading import reading_settings
+from ..threads import cached_property
 from ..validation import (
     MOST_DRAFT_TOKENS,
     Bounds,

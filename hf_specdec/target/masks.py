@@ -10,7 +10,7 @@ Shapes: R rows, T nodes, S slots.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from ..drafts import TreeTopology
 from ..kernels.ancestors import grow_ancestors
 from ..kernels.tree_attention import Beginning, SlotTree, first_slots, pack_ancestors, unpack_ancestors
+from ..threads import cached_property
 from ..transfers import keepers, kept_on_device, kept_tensor, upload
 
 

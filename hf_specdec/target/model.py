@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +23,7 @@ from ..kernels._triton import use_triton
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import MAX_NODES, Beginning
 from ..logits.captured import CapturedJudge
+from ..threads import cached_property
 from ..transfers import upload
 from .attention import TREE_KERNEL, AttentionSwitch, TreeMask, VerificationForward, attention_switch
 from .cache import SlotCache

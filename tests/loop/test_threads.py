@@ -23,7 +23,7 @@ from hf_specdec.loaded import record_of
 from hf_specdec.metrics.log_line import IntervalLog
 from hf_specdec.target.attention import attention_switch
 from hf_specdec.target.graphs import ModelGraphs
-from hf_specdec.threads import Lock, OwnForwards
+from hf_specdec.threads import Lock, OwnForwards, cached_property
 from tests.helpers.architectures import tiny_model
 from tests.helpers.interruptions import interrupted_everywhere
 from tests.helpers.levels import full, slow
@@ -39,6 +39,18 @@ def pool():
     """Threads; `submit(...).result(PATIENCE)` raises what a call raises."""
     with ThreadPoolExecutor(4) as pool:
         yield pool
+
+
+def test_cached_properties_of_two_objects_do_not_wait_for_each_other(pool):
+    both = threading.Barrier(2)
+
+    class Repository:
+        @cached_property
+        def place(self):
+            return both.wait(PATIENCE)
+
+    places = [pool.submit(lambda: Repository().place) for _ in range(2)]
+    assert sorted(place.result(PATIENCE) for place in places) == [0, 1]
 
 
 class SlowMethod:

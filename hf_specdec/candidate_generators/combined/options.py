@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
-from functools import cached_property
 from typing import Any
 
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
+from ...threads import cached_property
 from ...validation import Options, hints_of, setting
 
 

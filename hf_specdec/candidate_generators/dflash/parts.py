@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...checkpoints.draft_reader import FIRST_LAYER, DraftReader
 from ...checkpoints.format import architecture, is_marked
 from ...checkpoints.settings import COUNT, FLAG, INDEX, NUMBER, POSITIVE, count_up_to
 from ...errors import shown
+from ...threads import cached_property
 from .config import OF_DFLASH2, SCALES, DominoConfig, LiLiCorrConfig, XPressConfig
 
 

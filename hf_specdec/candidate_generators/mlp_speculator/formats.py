@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 
 from ...checkpoints.format import Format, Unsupported
 from ...checkpoints.header import TargetNeeds
 from ...checkpoints.reader import CheckpointReader
 from ...checkpoints.settings import COUNT, FLAG, INDEX, Kind, count_up_to
+from ...threads import cached_property
 
 
 # Stages, and candidates that are kept: published ones have at most 5.

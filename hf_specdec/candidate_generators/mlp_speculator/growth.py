@@ -6,13 +6,13 @@ Shapes: B active rows, N draft nodes, S nodes that were looked at.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from ...drafting.growth import most_probable
 from ...drafts import DraftTree, renumbered
+from ...threads import cached_property
 from ...transfers import kept_on_device, upload
 
 

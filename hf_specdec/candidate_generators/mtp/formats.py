@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -30,6 +30,7 @@ from ...checkpoints.reader import CheckpointReader
 from ...checkpoints.settings import COUNT
 from ...errors import CheckpointFormatError, shown
 from ...target_facts import CACHE_READERS
+from ...threads import cached_property
 
 
 if TYPE_CHECKING:

@@ -114,7 +114,7 @@ def build(
                 model.training,
             )
 
-        judging = Judging(rows, make_rule, uniforms)
+        judging = Judging(rows, make_rule, uniforms, samples)
         stats.rejection_sample_method = judging.rule.name
         if judging.rule.note:
             stats.notes.append(judging.rule.note)

@@ -50,15 +50,20 @@ class Judging:
     """Judges the drafts of a loop, those of each group of rows as its request wants it.
 
     `make_rule` makes an acceptance rule for some random numbers, or for none where a group is greedy; `rule` is that
-    of most groups. `reads_drafts`: draft tokens come with the verdict, also where the host need not know them.
+    of most groups, which may sample. `reads_drafts`: draft tokens come with the verdict, also where the host need not
+    know them.
     """
 
     reads_drafts: bool = False
 
     def __init__(
-        self, rows: Rows, make_rule: Callable[[RowUniforms | None], StandardRule], uniforms: RowUniforms | None
+        self,
+        rows: Rows,
+        make_rule: Callable[[RowUniforms | None], StandardRule],
+        uniforms: RowUniforms | None,
+        samples: bool,
     ):
-        self.rule: StandardRule = make_rule(uniforms)
+        self.rule: StandardRule = make_rule(uniforms if samples else None)
         self._rows, self._make_rule, self._uniforms = rows, make_rule, uniforms
         self._shared: dict[tuple, Verifier] = {}
 
@@ -88,10 +93,10 @@ class Judging:
 
     def begin(self, draft: DraftTree, output: SlotOutput, step: DraftStep) -> Pending:
         """Begins to judge drafts; `step.lengths` are the positions of the first tokens to commit."""
-        if any(self._rows.group(row).fails_alone for row in step.rows):
+        group = self._rows.group(step.rows[0])
+        if group.fails_alone:
             return OfRequests(self._rows, draft, output, step.rows, step.lengths, self.reads_drafts)
-        verifier = self._rows.group(step.rows[0]).verifier
-        return verifier.begin(draft, output, step.rows, step.lengths, self.reads_drafts)
+        return group.verifier.begin(draft, output, step.rows, step.lengths, self.reads_drafts)
 
     def for_graph(self, draft: DraftTree, rows: list[int], positions: list[int]) -> CapturedJudge | None:
         """Judges drafts in the graph that verifies them; `None` where that takes the host, or several verifiers."""
@@ -287,11 +292,13 @@ class AllNodes:
         reads_drafts: bool,
     ):
         self._verifier, self._draft, self._output, self._rows = verifier, draft, output, rows
-        self._scores = verifier.scores(draft, output, rows)
+        scores = verifier.scores(draft, output, rows)
+        # Of all nodes; the memory is free for others as soon as they are judged.
+        self._scores = None if verifier.recorder is None else scores
         # Whatever the host does not know of the draft comes with the verdict.
         self._unknown = draft.unknown_tables(reads_drafts)
         if output.outcome is None:
-            self.acceptance: Acceptance = verifier.rule.judge(draft, self._scores, rows, positions)
+            self.acceptance: Acceptance = verifier.rule.judge(draft, scores, rows, positions)
             committed = {"accepted": self.acceptance.num_accepted[:, None], "committed": self.acceptance.tokens}
             tables = {**committed, **self._unknown}
             if output.successors is not None:

@@ -67,14 +67,14 @@ class DecodingLoop:
         self.device: torch.device = session.device
         self.ahead = Ahead(rows, drafter, target, judging, session, stats, observers)
         self.began: float = perf_counter()
-        stats.setup_seconds = self.began - request.began
 
     def run(self) -> None:
         """Decodes rows that all begin together."""
+        self.stats.setup_seconds = self.began - self.request.began
         self.begin()
         model, synced_gpus = self.request.model, self.request.synced_gpus
-        while model._has_unfinished_sequences(self.rows.all_finished, synced_gpus, self.device):
-            if self.rows.all_finished:
+        while model._has_unfinished_sequences(is_over := self.rows.all_finished, synced_gpus, self.device):
+            if is_over:
                 # A forward whose result is not used: other ranks still need this one's shards.
                 self.target.forward(self.rows.anchors[:, None], chain_topology(0, self.device))
             else:
@@ -187,8 +187,7 @@ class DecodingLoop:
         self.ahead.check(output, verdict)
         self._observe(verdict, states)
         self.stats.draft_seconds += perf_counter() - began
-        if not self.rows.all_finished:
-            self.drop_finished()
+        self.drop_finished()
 
     def _tell(self, cycle: Cycle) -> None:
         for observer in self.observers:
@@ -204,7 +203,7 @@ class DecodingLoop:
         )
 
     def drop_finished(self) -> None:
-        """Finished rows leave the batch, so that they cost no more compute."""
+        """Finished rows leave the batch, unless all have finished, so that they cost no more compute."""
         finished = [self.rows.has_left(row) for row in self.rows.active]
         if not any(finished) or all(finished):
             return
@@ -222,8 +221,7 @@ class DecodingLoop:
         ended = [group for group in self.rows.groups if group.has_ended]
         if ended:
             self.read()
-        if not self.rows.all_finished:
-            self.drop_finished()
+        self.drop_finished()
         self.rows.leave(ended)
         return ended
 
@@ -263,6 +261,8 @@ class DecodingLoop:
     def close(self) -> None:
         """Ends the loop, with the rows that it still has."""
         with ExitStack() as parts:
+            # Groups hold their verifiers, and these the rows: without that a call would be garbage to be collected.
+            parts.callback(self.rows.leave, self.rows.groups)
             parts.callback(self.target.close)
             parts.callback(self.drafter.close)
             for observer in self.observers:

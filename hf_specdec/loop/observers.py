@@ -8,7 +8,7 @@ Shapes: R active rows, B rows of the call, N draft nodes, T = N + 1 verified nod
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +48,7 @@ class Cycle:
 
     def without_logits(self) -> Cycle:
         """What can be told later, without memory that graphs write again."""
-        return replace(self, draft=self.draft.without_probs(), output=_NO_OUTPUT)
+        return Cycle(self.rows, self.draft.without_probs(), _NO_OUTPUT, self.verdict)
 
 
 _NO_OUTPUT = SlotOutput(torch.empty(0))

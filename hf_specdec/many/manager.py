@@ -193,23 +193,26 @@ class SpeculativeBatchingManager:
         try:
             self._run.reader.check_settings(settings)
             tokens, in_request = self._run.reader.read(input_ids)
+            return self._open_request(request_id, tokens, {**in_request, **settings}, streaming)
         except Exception:
             with self._news:
                 # Nothing will come for it.
                 self._handlers.pop(request_id, None)
             raise
+
+    def _open_request(self, name: str | None, tokens: list[int], settings: dict[str, Any], streaming: bool) -> str:
         with self._news:
-            handler = self._handlers.pop(request_id, None)
             if self._is_stopping:
                 raise SpecConfigError("The manager is stopping and takes no more requests. Start it anew.")
             number = self._num_added
             self._num_added += 1
-            name = f"req_{number}" if request_id is None else request_id
+            name = f"req_{number}" if name is None else name
             if name in self._open:
                 raise SpecConfigError(f"There is a request of the id {shown(name)}. Choose another one.")
             streamed = [] if streaming else None
-            self._open[name] = _Request(name, number, tokens, {**in_request, **settings}, handler, streamed)
-            self._added.append(self._open[name])
+            request = _Request(name, number, tokens, settings, self._handlers.pop(name, None), streamed)
+            self._open[name] = request
+            self._added.append(request)
             if not self._is_preparing:
                 self._is_preparing = True
                 threading.Thread(target=self._prepare, name="hf_specdec preparation", daemon=True).start()

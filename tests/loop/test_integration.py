@@ -2,11 +2,13 @@
 
 import copy
 import functools
+import gc
 import inspect
 import os
 import subprocess
 import sys
 import warnings
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -255,6 +257,19 @@ def test_contradictory_and_wrong_arguments(model, inputs):
     for given in (torch.nn.DataParallel(model), torch.compile(model), None, torch.nn.Linear(2, 2)):
         with pytest.raises(SpecConfigError):
             hf_specdec.generate(given, inputs["input_ids"], spec_method="ngram")
+
+
+def test_targets_are_freed_without_the_garbage_collector(inputs):
+    gc.disable()
+    try:
+        target = tiny_llama()
+        hf_specdec.generate(target, **inputs, **NGRAM)
+        forget_speculators(target)
+        reference = weakref.ref(target)
+        del target
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_loaded_drafters_are_remembered():

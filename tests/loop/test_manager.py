@@ -103,7 +103,7 @@ def test_late_cancellation_concerns_no_later_request(model, manager):
 
 def test_results_for_an_event_loop(model, manager):
     async def listen() -> dict[str, list]:
-        heard = {name: [] for name in ("streaming", "whole", "cancelled", "given up")}
+        heard = {name: [] for name in ("streaming", "whole", "cancelled", "given up", "numbered")}
         ended = asyncio.Queue()
 
         def hear(name, output):
@@ -111,13 +111,17 @@ def test_results_for_an_event_loop(model, manager):
             if output is None or output.is_finished():
                 ended.put_nowait(name)
 
-        for number, name in enumerate(heard):
+        for number, name in enumerate([*heard][:4]):
             manager.register_result_handler(name, partial(hear, name))
             length = 8 if number < 2 else ENDLESS
             manager.add_request(prompt(number), name, length, streaming=name == "streaming", eos_token_id=-1)
         await ended.get(), await ended.get()
         manager.cancel_request("cancelled")
         assert await ended.get() == "cancelled"
+        # Ids that the manager chooses are known beforehand.
+        manager.register_result_handler("req_4", partial(hear, "numbered"))
+        assert manager.add_request(prompt(2)) == "req_4"
+        assert await ended.get() == "numbered"
         manager.stop(hard_stop=True)
         assert await ended.get() == "given up"
         return heard

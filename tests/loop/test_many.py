@@ -193,6 +193,15 @@ def test_no_rows_tensors_and_hooks_are_left_behind(model):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_rules_for_samples_leave_greedy_runs_alone(model, monkeypatch):
+    monkeypatch.setattr(model, "training", True)
+    speculative = {"method": "ngram", "rejection_sample_method": "typical"}
+    results = generate_many(model, [prompt(0)], 2, do_sample=False, max_new_tokens=3, speculative=speculative)
+    (result,) = results
+    assert (result.error, result.stats.rejection_sample_method) == (None, "standard")
+    assert results.stats.setup_seconds == 0
+
+
 def test_listeners_are_told(model):
     with record(trace=True) as made:
         results = run_many(model, [prompt(index) for index in range(5)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from transformers import (
 )
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, UnsupportedModelError, load_speculator
+from hf_specdec.candidate_generators.draft_model import generator
+from hf_specdec.candidate_generators.draft_model.vocabulary import is_one_tokenizer
 from hf_specdec.checkpoints import quantised
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, nothing_runs, prompts, tiny_llama
@@ -96,6 +100,17 @@ def test_tokenizers_that_are_the_same(folders, load, target, draft, settings):
     assert not any("tokens are in both" in note for note in stats.notes)
     # A model that was loaded before knows its tokenizer, too.
     with_draft_model(target, load(draft), prompts(2), settings, max_new_tokens=12)
+
+
+def test_files_tell_equal_tokenizers(folders, load, monkeypatch):
+    """Nothing of a large vocabulary is loaded where its files are the same, but for the template of chats."""
+    assert not any(is_one_tokenizer(folders["target"], folders[name]) for name in ("special", "other", "bare"))
+    assert not is_one_tokenizer("no/such-repository", folders["target"])
+    settings = Path(folders["same"], "tokenizer_config.json")
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": "{{ messages }}"}))
+    monkeypatch.setattr(generator, "load_tokenizer", lambda *args: pytest.fail("it was loaded"))
+    monkeypatch.setattr(generator, "draft_tokenizer", lambda *args: pytest.fail("it was loaded"))
+    assert drafted(load("target"), folders["same"]).num_draft_tokens > 0
 
 
 def test_different_tokenizers_are_noticed(folders, load):

@@ -49,7 +49,7 @@ from .network import checkpoint_location, draft_tokenizer, load_draft_model, mas
 from .source import SourceReader
 from .target_states import TargetStates, load_target_states
 from .vocabularies import RowText, SameTokens, match_vocabularies
-from .vocabulary import load_tokenizer
+from .vocabulary import is_one_tokenizer, load_tokenizer
 
 
 if TYPE_CHECKING:
@@ -210,12 +210,12 @@ class DraftModelCandidateGenerator(CandidateGenerator):
                 with torch.inference_mode():
                     draft_model(torch.zeros((1, 2), dtype=torch.long, device=draft_model.device))
             sources = SourceReader(draft_model, target_model)
-            if tokenizers is None and not config.options.same_tokenizer:
-                beside = draft_model.config.name_or_path
-                tokenizers = (
-                    load_tokenizer(target_model.config.name_or_path),
-                    draft_tokenizer(config, beside, location),
-                )
+            names = target_model.config.name_or_path, draft_model.config.name_or_path
+            is_same = config.options.same_tokenizer or (
+                config.options.draft_tokenizer is None and is_one_tokenizer(*names)
+            )
+            if tokenizers is None and not is_same:
+                tokenizers = load_tokenizer(names[0]), draft_tokenizer(config, names[1], location)
             vocabularies = match_vocabularies(draft_model, target_model, config.options.draft_vocabulary, tokenizers)
             mask_token, states, unread = mask_token_of(draft_model, config.options.parallel_drafting), None, None
             if mask_token is not None:

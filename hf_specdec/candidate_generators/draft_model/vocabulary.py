@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -48,6 +49,21 @@ def load_tokenizer(name: str | None, location: dict[str, Any] | None = None) -> 
         logger.debug(f"No tokenizer for '{name}': {error}")
         return None
     return tokenizer if len(ordinary) > 1 else None
+
+
+def is_one_tokenizer(first: str | None, second: str | None) -> bool:
+    """Tells whether two folders hold the same tokenizer, by its files: large ones take seconds to load and compare."""
+    if not first or not second:
+        return False
+    folders = Path(first), Path(second)
+    tokens = [folder / "tokenizer.json" for folder in folders]
+    settings = [folder / "tokenizer_config.json" for folder in folders]
+    try:
+        # Templates of chats say nothing of tokens.
+        one, other = ({**json.loads(file.read_bytes()), "chat_template": None} for file in settings)
+        return one == other and tokens[0].read_bytes() == tokens[1].read_bytes()
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 class Vocabulary:

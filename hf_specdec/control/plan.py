@@ -8,17 +8,25 @@ deep the deepest draft of the batch gets. The probabilities come from [`~control
 
 A row that gets r tokens a cycle leaves the batch after n = left / r cycles. Of a cycle's time a part f is the same for
 any number of rows, and is paid until the slowest row has ended; the rest falls with the rows. So the call takes as
-long as f max(n) + (1 - f) mean(n) cycles of all rows, and each of them has the value
+long as f E[max(n)] + (1 - f) mean(n) cycles of all rows, and each of them has the value
 
-    tokens(k) = sum(left) / (f max(n) + (1 - f) mean(n))
+    tokens(k) = sum(left) / (f E[max(n)] + (1 - f) mean(n))
+
+Even of equal rows one is the slowest: acceptance is random. Where a row's tokens of a cycle have the variance v, n has
+the standard deviation sqrt(n v) / r. The largest of m such numbers is expected to be z(m) standard deviations above
+their mean, m counting the rows that come within one of them of the slowest. No row needs more cycles than it has
+tokens left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
+from math import sqrt
 from operator import add, mul, truediv
+from statistics import NormalDist
 
 from .constants import NEGLIGIBLE
 from .rates import AcceptanceModel
@@ -98,7 +106,7 @@ def make_plan(
     room = left or [1.0] * num_rows
     # What the drafter must read first is spread over the tokens that are left.
     reading = latency.reading_seconds(num_unread) / sum(left) if left else 0.0
-    row_tokens = [[1.0] * num_rows]
+    row_tokens, squares = [[1.0] * num_rows], [0.0] * num_rows
     fixed = latency.fixed_part(num_rows)
     tokens = [batch_tokens(row_tokens[0], room, fixed)]
     seconds = [latency.verify_seconds(1, num_rows)]
@@ -108,7 +116,8 @@ def make_plan(
         if sum(gains) < NEGLIGIBLE * num_rows:
             break
         row_tokens.append(list(map(add, row_tokens[-1], gains)))
-        tokens.append(batch_tokens(row_tokens[-1], room, fixed))
+        squares = [square + (2 * position + 1) * gain for square, gain in zip(squares, gains)]
+        tokens.append(batch_tokens(row_tokens[-1], room, fixed, squares if left else None))
         accepted.append(gains)
         depths.append(reach)
         reached = _at_least_one(reach)
@@ -118,12 +127,30 @@ def make_plan(
     return Plan(list(rows), tokens, seconds, row_tokens, costs, accepted, depths)
 
 
-def batch_tokens(row_tokens: Sequence[float], left: Sequence[float], fixed: float) -> float:
-    """Value of a cycle of a batch, in tokens, given f: their sum if all rows are equal."""
+def batch_tokens(
+    row_tokens: Sequence[float], left: Sequence[float], fixed: float, squares: Sequence[float] | None = None
+) -> float:
+    """Value of a cycle of a batch, in tokens, given f: their sum if all rows are equal and nothing is random.
+
+    The squares are the mean squares of each row's accepted tokens of a cycle, which are r - 1 on average.
+    """
     if len(row_tokens) == 1:
         return row_tokens[0]
     cycles = list(map(truediv, left, row_tokens))
-    return sum(left) / (fixed * max(cycles) + (1 - fixed) * sum(cycles) / len(cycles))
+    slowest = max(cycles)
+    if squares is not None:
+        row = cycles.index(slowest)
+        variance = max(squares[row] - (row_tokens[row] - 1) ** 2, 0.0)
+        deviation = sqrt(slowest * variance) / row_tokens[row]
+        num_slow = sum(number >= slowest - deviation for number in cycles)
+        slowest = min(slowest + _largest_of(num_slow) * deviation, max(left))
+    return sum(left) / (fixed * slowest + (1 - fixed) * sum(cycles) / len(cycles))
+
+
+@cache
+def _largest_of(count: int) -> float:
+    """Expected largest of so many standard normal numbers (Blom, 1958)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def _none_of_the_others(probabilities: Sequence[float]) -> list[float]:

@@ -105,6 +105,15 @@ def record_of(target_model: torch.nn.Module) -> TargetRecord:
         return _records[target_model]
 
 
+def holds(model: torch.nn.Module, target_model: torch.nn.Module) -> bool:
+    """Tells whether a model, or a draft model that is kept for it, has the target inside, and so keeps it alive."""
+    if any(module is target_model for module in model.modules()):
+        return True
+    record = _records.get(model)
+    drafts = [] if record is None else [entry.draft_model for entry in record.loaded]
+    return any(draft is not None and holds(draft, target_model) for draft in drafts)
+
+
 def forget_records(target_model: torch.nn.Module | None = None) -> list[TargetRecord]:
     """Takes away the record of one target, or all, and returns what it took."""
     with _lock:

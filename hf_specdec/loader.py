@@ -27,7 +27,7 @@ from .hub.discover import Search
 from .hub.target import Access, Target
 from .hub.trust import one_line, restrictions, warn_of
 from .kernels.products import prepare_products
-from .loaded import forget_records, record_of
+from .loaded import forget_records, holds, record_of
 from .method import (
     drafting_method,
     is_language_model,
@@ -240,7 +240,7 @@ def _resources(
     key = (config.method, draft_model is not None, config.written(generator_class.loaded_by), *pair)
     source = generator_class.loaded_from(config, target_model) if draft_model is None else None
     files = None if source is None else RepoFiles.of(source)
-    if draft_model is not None and any(module is target_model for module in draft_model.modules()):
+    if draft_model is not None and holds(draft_model, target_model):
         # What is kept for the target must not keep it alive.
         return load()
     return record_of(target_model).load_once(key, generator_class, load, files, draft_model)

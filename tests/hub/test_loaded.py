@@ -246,12 +246,16 @@ def test_tensors_that_are_kept_for_all_are_forgotten_with_all():
     assert not any(keeper.cache_info().currsize for keeper in keepers)
 
 
-def test_a_draft_model_that_holds_the_target_does_not_keep_it_alive():
-    target, draft = tiny_llama(), tiny_llama(1)
-    draft.teacher = target
-    load_speculator(target, draft_model=draft)
-    assert not record_of(target).loaded
-    reference = weakref.ref(target)
-    del target, draft
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_models_that_hold_each_other_are_freed(is_inside):
+    first, second = tiny_llama(), tiny_llama(1)
+    if is_inside:
+        second.teacher = first
+    else:
+        load_speculator(second, draft_model=first)
+    load_speculator(first, draft_model=second)
+    assert not record_of(first).loaded
+    references = [weakref.ref(first), weakref.ref(second)]
+    del first, second
     gc.collect()
-    assert reference() is None
+    assert [reference() for reference in references] == [None, None]

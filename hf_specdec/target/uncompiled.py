@@ -29,6 +29,7 @@ class Uncompiled(Part):
     """Has the modules of a model uncompiled until it is closed or forgotten; several calls share them."""
 
     def __init__(self, model: nn.Module):
+        self._model = model
         self._modules: list[nn.Module] = []
         with _lock:
             for module in modules_of(model):
@@ -43,6 +44,9 @@ class Uncompiled(Part):
     def has_modules(self) -> bool:
         """Tells whether there are compiled modules."""
         return bool(self._modules)
+
+    def without_rows(self) -> Uncompiled:
+        return Uncompiled(self._model)
 
     def close(self) -> None:
         """Has them compiled again. Where it is interrupted, it can be called again."""

@@ -149,6 +149,21 @@ def test_calls_share_what_is_set_aside():
     assert model.forward is print
 
 
+def test_requests_join_that_come_after_the_model_was_compiled():
+    model = tiny_llama()
+    prompt = torch.tensor([3, 4, 5])
+
+    def requests():
+        yield {"input_ids": prompt, "max_new_tokens": 30}
+        yield {"input_ids": prompt, "max_new_tokens": 4}
+        model.compile(**WHOLE)
+        yield {"input_ids": prompt, "max_new_tokens": 8}
+
+    outputs = list(generate_many(model, requests(), batch_size=2, spec_method="ngram"))
+    assert [output.error for output in outputs] == [None] * 3
+    assert not _set_aside
+
+
 def test_copies_of_attributes_are_not_followed():
     """accelerate's hooks put a function around the forward that has all attributes of it."""
     model = compiled(tiny_llama(), "forward", **WHOLE)

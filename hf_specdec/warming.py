@@ -134,7 +134,14 @@ def _call(
     made: list[SpecDecodingStats] = []
 
     # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
-    def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+    def decode(
+        model: Any,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> torch.LongTensor:
         # Rows end at the maximum length only.
         criteria = StoppingCriteriaList(each for each in stopping_criteria if isinstance(each, MaxLengthCriteria))
         request = Request(model, input_ids, logits_processor, criteria, generation_config, model_kwargs)

@@ -19,27 +19,19 @@ from .rules import StandardRule
 
 @dataclass(frozen=True)
 class CapturedJudge:
-    """Judges drafts of one kind as [`Verifier.verify`] does.
-
-    Args:
-        rule (`StandardRule`): The acceptance rule.
-        stack (`ProcessorStack`): Processors that run in graphs.
-        is_drawn (`bool`): The drafts come with the distributions that they were drawn from.
-        is_chain (`bool`): They are chains; which it is matters to drawn ones.
-        keys (`RowKeys`, *optional*): Of the rows that are judged now, for a rule that reads random numbers.
-    """
+    """Judges drafts of one kind as [`Verifier`] does."""
 
     rule: StandardRule
-    stack: ProcessorStack
-    is_drawn: bool = False
-    is_chain: bool = False
-    keys: RowKeys | None = None
+    stack: ProcessorStack  # processors that run in graphs
+    is_drawn: bool = False  # drafts come with the distributions that they were drawn from
+    is_chain: bool = False  # drafts are chains; told of drawn ones alone, to which it matters
+    keys: RowKeys | None = None  # of the rows that are judged now, for a rule that reads random numbers
 
     @classmethod
     def of(
         cls, rule: StandardRule, stack: ProcessorStack, draft: DraftTree, rows: list[int], positions: list[int]
     ) -> CapturedJudge:
-        """The judge of drafts; rows and positions are those of [`Verifier.verify`]."""
+        """The judge of drafts; rows and positions are those of [`Verifier.begin`]."""
         is_drawn = draft.probs is not None and rule.uniforms is not None
         keys = None if rule.stream is None else rule.stream.keys(rows, positions)
         return cls(rule, stack, is_drawn, is_drawn and draft.is_chain, keys)

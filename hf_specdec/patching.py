@@ -17,7 +17,7 @@ class Patch:
     def __init__(self, owner: type, name: str, wrap: Callable[[Callable, Patch], Callable]):
         self.owner = owner
         self.name = name
-        self.is_active = True
+        self.is_active: bool = True
         self._is_inherited = name not in vars(owner)
         self.original: Any = getattr(owner, name)
         self.function: Any = functools.wraps(self.original)(wrap(self.original, self))

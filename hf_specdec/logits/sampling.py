@@ -45,7 +45,7 @@ class DraftSampler:
     @property
     def may_mask(self) -> bool:
         """Whether rows have grammars now."""
-        return self.rows is not None and any(group.stack.grammar is not None for group in self.rows.groups)
+        return self.rows is not None and self.rows.has_grammar
 
     def matchers(self, rows: list[int]) -> list[GrammarMatcher | None]:
         """The places of rows in their grammars, after all that was committed; `None` for rows without one."""

@@ -210,7 +210,10 @@ class Verifier:
         why_equal: str | None = None,
         num_rows: int = 1,
     ):
-        self.stack, self.rows, self.rule, self.recorder = stack, rows, rule, recorder
+        self.stack: ProcessorStack = stack
+        self.rows: Rows = rows
+        self.rule: StandardRule = rule
+        self.recorder: StepRecorder | None = recorder
         self.why_equal: str | None = None
         self.walks: bool = stack.walks and not rule.judges_whole_drafts
         if not stack.knows_all:

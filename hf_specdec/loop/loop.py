@@ -62,10 +62,16 @@ class DecodingLoop:
         observers: list[Observer],
         stats: SpecDecodingStats,
     ):
-        self.request, self.session, self.rows, self.drafter = request, session, rows, drafter
-        self.target, self.judging, self.observers, self.stats = target, judging, observers, stats
+        self.request: Request = request
+        self.session: Session = session
+        self.rows: Rows = rows
+        self.drafter: CandidateGenerator = drafter
+        self.target: SlotModel = target
+        self.judging: Judging = judging
+        self.observers: list[Observer] = observers
+        self.stats: SpecDecodingStats = stats
         self.device: torch.device = session.device
-        self.ahead = Ahead(rows, drafter, target, judging, session, stats, observers)
+        self.ahead: Ahead = Ahead(rows, drafter, target, judging, session, stats, observers)
         self.began: float = perf_counter()
 
     def run(self) -> None:

@@ -100,7 +100,8 @@ class Statistics(Observer):
     """Counts drafts and tokens, and at the end what ran as graphs."""
 
     def __init__(self, stats: SpecDecodingStats, drafter: CandidateGenerator, target: SlotModel):
-        self.stats, self._drafter, self._target = stats, drafter, target
+        self.stats: SpecDecodingStats = stats
+        self._drafter, self._target = drafter, target
 
     def see_first(self, cycle: Cycle) -> None:
         self.stats.num_committed_tokens += len(cycle.rows)

@@ -327,6 +327,10 @@ class Rows:
         return list(dict.fromkeys(place[0] for place in self.places if place is not None))
 
     @property
+    def has_grammar(self) -> bool:
+        return any(place is not None and place[0].stack.grammar is not None for place in self.places)
+
+    @property
     def free_numbers(self) -> list[int]:
         return [number for number, place in enumerate(self.places) if place is None and number not in self.active]
 

@@ -31,12 +31,17 @@ class Walk:
     def __init__(
         self, verifier: Verifier, draft: DraftTree, logits: torch.Tensor, rows: list[int], positions: list[int]
     ):
-        self.verifier, self.draft, self.logits = verifier, draft, logits
-        self.rows, self.positions = rows, positions
+        self.verifier: Verifier = verifier
+        self.draft: DraftTree = draft
+        self.logits: torch.Tensor = logits
+        self.rows: list[int] = rows
+        self.positions: list[int] = positions
 
     def wait(self) -> Verdict:
         draft, rows, recorder = self.draft, self.verifier.rows, self.verifier.recorder
-        self.children = [_children(*row) for row in zip(draft.token_lists(), draft.parent_lists())]
+        self.children: list[dict[int, int]] = [
+            _children(*row) for row in zip(draft.token_lists(), draft.parent_lists())
+        ]
         self.nodes: list[int] = [0] * len(self.rows)
         self.token_lists: list[list[int]] = [[] for _ in self.rows]
         self.paths: list[list[int]] = [[] for _ in self.rows]

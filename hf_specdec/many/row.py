@@ -47,7 +47,8 @@ class Row(Group):
         most_draft_tokens: int | None = None,
         top_logprobs: int | None = None,
     ):
-        self.seed, self.seed_row = seed, number
+        self.seed: int = seed
+        self.seed_row: int = number
         self.top_logprobs = top_logprobs
         super().__init__(request, most_draft_tokens=most_draft_tokens)
 

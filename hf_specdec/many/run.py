@@ -28,10 +28,10 @@ class Run:
     ):
         check_run(model, batch_size, max_tokens)
         asked = SpeculativeArguments(**{name: arguments.pop(name, None) for name in ARGUMENTS})
-        self.reader = RequestReader(model, arguments, tokenizer, seed, batch_size)
+        self.reader: RequestReader = RequestReader(model, arguments, tokenizer, seed, batch_size)
         speculator = speculator_of_many(model, self.reader.arguments, asked, tokenizer)
         self.reader.check()
-        self.engine = Engine(model, speculator, self.reader, batch_size, max_tokens, gathers=gathers)
+        self.engine: Engine = Engine(model, speculator, self.reader, batch_size, max_tokens, gathers=gathers)
         self.owners: dict[Row, Any] = {}
 
     def add(self, owner: Any, row: Row) -> None:

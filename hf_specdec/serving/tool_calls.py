@@ -58,7 +58,7 @@ class ToolCallReader:
         self._held = ""
         self._space = ""  # after a call, until text follows
         self._may_be_bare = True
-        self.num_calls = 0
+        self.num_calls: int = 0
 
     def add(self, text: str, is_last: bool) -> tuple[str, list[ToolCall]]:
         """Returns what is certain of the text, and the calls that have become complete.

@@ -178,7 +178,9 @@ class LeanModel(SlotModel):
         if entered is not None and entered.fits(tokens, nodes.topology):
             tokens, first_layer = self._entering(entered, tokens), entered.num_layers
         rows, spans, num_nodes = nodes.rows, self.profile.spans, tokens.shape[1]
-        self.attention_layers = Counter() if nodes.tree is None else Counter({TREE_KERNEL: len(self._layers)})
+        self.attention_layers: Counter[str] = (
+            Counter() if nodes.tree is None else Counter({TREE_KERNEL: len(self._layers)})
+        )
         masks: list[Any]
         if nodes.tree is not None:
             masks = [TreeMask(nodes.tree, span) for span in spans]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -220,7 +220,7 @@ class SlotModel:
         fits_kernel = self._fits_kernel and tokens.shape[1] <= MAX_NODES and rows.hidden is None
         tree = slot_tree(topology, rows) if fits_kernel and use_triton(tokens) else None
         nodes = SlotNodes(tokens, topology, rows, plan.columns, tree, self.max_position)
-        with self.reading(nodes):
+        with self.reading(nodes) if self.parts else nullcontext():
             return self.run(nodes, logits_from)
 
     def run(self, nodes: SlotNodes, logits_from: int) -> SlotOutput:

@@ -56,7 +56,9 @@ class OwnDrafts:
     """
 
     def __init__(self, num_layers: int | None = None, num_sinks: int = 0, window: int | None = None):
-        self.num_layers, self.num_sinks, self.window = num_layers, num_sinks, window
+        self.num_layers: int | None = num_layers
+        self.num_sinks: int = num_sinks
+        self.window: int | None = window
         self._lean: LeanModel | None = None
         self._following: Following | None = None
 

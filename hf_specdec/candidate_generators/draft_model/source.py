@@ -35,7 +35,7 @@ class SourceReader:
 
     def __init__(self, draft_model: Any, target_model: Any):
         self.model = draft_model
-        self.has_encoder = model_profile(draft_model).has_encoder
+        self.has_encoder: bool = model_profile(draft_model).has_encoder
         has_sources = model_profile(target_model).has_encoder
         if self.has_encoder and not has_sources:
             raise UnsupportedModelError(

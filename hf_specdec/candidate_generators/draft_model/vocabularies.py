@@ -140,7 +140,9 @@ class OtherTokens(SameTokens):
         shared: dict[int, int],
     ):
         super().__init__(target_size, draft_size, readable)
-        self.target, self.draft_side, self.shared = target, draft, shared
+        self.target: Vocabulary = target
+        self.draft_side: Vocabulary = draft
+        self.shared: dict[int, int] = shared
 
     @property
     def extent(self) -> str:

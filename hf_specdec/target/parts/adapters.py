@@ -66,7 +66,7 @@ class RowInputs(Part):
 
     def __init__(self, model: torch.nn.Module, values: dict[str, torch.Tensor]):
         self.model = model
-        self.values = values
+        self.values: dict[str, torch.Tensor] = values
 
     def reading(self, nodes: SlotNodes) -> AbstractContextManager[None]:
         if nodes.topology is not None:

@@ -17,7 +17,7 @@ from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,7 +30,7 @@ from ..forward import Part, SlotNodes
 class PositionCounter(Part):
     """Positions that an embedding counts itself, by transformers' `create_position_ids_from_input_ids`."""
 
-    why_eager = "its positions depend on the tokens"
+    why_eager: ClassVar[str | None] = "its positions depend on the tokens"
 
     def __init__(self, embedding: torch.nn.Module):
         self.embedding = embedding

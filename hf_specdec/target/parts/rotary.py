@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
 import torch
@@ -91,8 +91,8 @@ def _embeddings(model: nn.Module) -> list[nn.Module]:
 class ChangingRotary(Part):
     """The embeddings of a target whose prompts have been read, up to `position` in the longest row."""
 
-    why_eager = "its rotary embedding changes with the length of the text"
-    why_equal = "the target's rotary embedding changes with the length of the longest row"
+    why_eager: ClassVar[str | None] = "its rotary embedding changes with the length of the text"
+    why_equal: ClassVar[str | None] = "the target's rotary embedding changes with the length of the longest row"
 
     def __init__(self, target: SlotModel, position: int, changes: set[tuple[str, int]]):
         self._target = ref(target)
@@ -102,7 +102,7 @@ class ChangingRotary(Part):
         dynamic = [limit for kind, limit in changes if kind == "dynamic"]
         self.longest_drafted: int | None = min(dynamic, default=None)
         if dynamic:
-            self.note = (
+            self.note: str | None = (
                 f"Nothing is drafted above {self.longest_drafted} tokens, where each changes the target's rotary "
                 "embedding."
             )

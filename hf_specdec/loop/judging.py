@@ -142,9 +142,9 @@ class OfRequests:
     def wait(self) -> Verdict:
         if len(self._parts) > 1:
             return self._in_parts(self._parts)
+        if self._error is not None:
+            return self._after(self._error)
         try:
-            if self._error is not None:
-                raise self._error
             return self._pending.wait()
         except Exception as error:  # noqa: BLE001 - as above
             return self._after(error)

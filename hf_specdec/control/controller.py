@@ -31,7 +31,7 @@ from .constants import (
 from .plan import Plan, make_plan
 from .profile import ControlProfile, TrialBudget
 from .rates import AcceptanceModel, RowOutcome
-from .sizes import DraftSize
+from .sizes import DraftSizes
 from .times import LatencyModel
 
 
@@ -75,7 +75,7 @@ class SpeculationController:
         self._cap = most  # of the present number of rows
         self.latency: LatencyModel = self.profile.latency.for_another_call()
         self.acceptance: AcceptanceModel = AcceptanceModel(most, num_rows, self.profile.accepted, self.profile.drafted)
-        self.sizes: DraftSize | None = DraftSize(self.latency, self.profile.rating_factor)
+        self.sizes: DraftSizes | None = DraftSizes(self.latency, self.profile.rating_factor)
         self.length: int = 0  # the limit that is used outside of trials
         self.num_cycles: int = 0  # for which limits were asked
         # The last limits are those of a plan without drafts that still stands. Such cycles need not be observed, and
@@ -159,7 +159,7 @@ class SpeculationController:
         return make_plan(self.latency, self.acceptance, rows, self._costs(rows), self._num_unread, self._left)
 
     def _costs(self, rows: list[int]) -> list[float]:
-        most_nodes = None if self.sizes is None else self.sizes.size
+        most_nodes = None if self.sizes is None else self.sizes.trees.size
         return self.latency.cycle_seconds_up_to(self._cap, len(rows), most_nodes)
 
     def _is_clearly_slower(self, rows: list[int]) -> bool:

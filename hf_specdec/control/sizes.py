@@ -32,11 +32,29 @@ from .rates import RatingFactor
 from .times import LatencyModel
 
 
-class DraftSize:
-    """Cuts the drafts of one call that rate their nodes.
+class DraftSizes:
+    """Cuts the drafts of one call that rate their nodes: combined methods may draft trees and chains."""
 
-    The first one tells whether the method drafts trees or chains.
-    """
+    def __init__(self, latency: LatencyModel, factor: float = 1.0):
+        self.trees: DraftSize = DraftSize(latency, factor)
+        self.chains: DraftSize = DraftSize(latency, factor)
+        # c, which begins as earlier calls have found it, is one for both.
+        self.rating: RatingFactor = self.trees.rating
+        self.chains.rating = self.rating
+
+    def cut(
+        self, draft: DraftTree, depth: int, agreed: Callable[[list[int]], list[int]] = lambda numbers: numbers
+    ) -> DraftTree:
+        """As [`DraftSize.cut`]."""
+        return (self.chains if draft.is_rated_chain else self.trees).cut(draft, depth, agreed)
+
+    def observe(self, draft: DraftTree, num_accepted: Iterable[int]) -> None:
+        """As [`DraftSize.observe`]."""
+        (self.chains if draft.is_rated_chain else self.trees).observe(draft, num_accepted)
+
+
+class DraftSize:
+    """Cuts rated drafts of one kind; the first one tells whether these are trees or chains."""
 
     def __init__(self, latency: LatencyModel, factor: float = 1.0):
         self.latency = latency

@@ -18,7 +18,7 @@ from hf_specdec.control import ControlProfile, LatencyModel, theory
 from hf_specdec.control.controller import SpeculationController
 from hf_specdec.control.plan import batch_tokens
 from hf_specdec.control.rates import AcceptanceModel, PastRates, RowOutcome
-from hf_specdec.control.sizes import DraftSize
+from hf_specdec.control.sizes import DraftSize, DraftSizes
 from hf_specdec.drafts import DraftTree, TokenTree
 from hf_specdec.drafts.static import prior_accuracies
 from tests.helpers.levels import in_full
@@ -274,6 +274,18 @@ def test_drafts_of_another_kind_teach_nothing():
     sizes.observe(tree, [0])
     assert tree.size == 2
     assert sizes.rating.value == rating
+
+
+def test_combined_methods_have_trees_and_chains_cut():
+    sizes = DraftSizes(trees_with(lambda nodes: 1e-3 * nodes, draft=0.2e-3).latency)
+    for _ in range(4):
+        chain = DraftTree.chain(torch.zeros((1, 4), dtype=torch.long))
+        chain.path_log_probs = torch.tensor([[0.9, 0.8, 0.1, 0.01]]).log()
+        drafts = sizes.cut(chain, 4), sizes.cut(rated([0.9, *[0.01] * 7]), 1)
+        for draft in drafts:
+            sizes.observe(draft, [1])
+    assert drafts[0].size < 4
+    assert drafts[1].size < 8
 
 
 @pytest.mark.parametrize(("slope", "rate"), [(0.03, 0.6), *in_full((0.1, 1.0), (0.0, 1.0), (1.0, 0.6))])

@@ -82,9 +82,10 @@ def build(
     is_one_call = not groups[0].fails_alone
     samples = bool(request.generation_config.do_sample)
     # Requests bring random numbers of their own.
-    uniforms = RowUniforms(0, request.device) if not is_one_call else None
-    if is_one_call and samples:
-        uniforms = RowUniforms(request.draw_seed(), request.device)
+    if not is_one_call:
+        uniforms = RowUniforms(0, request.device)
+    else:
+        uniforms = RowUniforms(request.draw_seed(), request.device) if samples else None
     # Tokens that a row may still get.
     room = max(group.stop.max_length - group.sequences.lengths[0] for group in groups)
     stats = SpecDecodingStats(
@@ -104,6 +105,7 @@ def build(
     with ExitStack() as if_it_fails:
         if_it_fails.callback(drafter.close)
         recorder = next((observer for observer in observers if isinstance(observer, OutputRecorder)), None)
+        wants_states = recorder is not None and recorder.wants_states
 
         def make_rule(of_rows: RowUniforms | None) -> StandardRule:
             return acceptance_rule(
@@ -130,7 +132,7 @@ def build(
             for number, group in enumerate(groups):
                 judging.enter(group, number)
                 rows.enter(group, [number])
-        target = _target(request, drafter, room, recorder is not None and recorder.wants_states)
+        target = _target(request, drafter, room, wants_states)
         if row_inputs := request.row_inputs():
             target.parts.append(RowInputs(model, row_inputs))
         if_it_fails.callback(target.close)
@@ -143,7 +145,7 @@ def build(
                 model,
                 largest=drafter.num_draft_nodes + 1,
                 enforce_eager=getattr(config, "enforce_eager", False),
-                all_hidden_states=recorder is not None and recorder.wants_states,
+                all_hidden_states=wants_states,
                 row_inputs=tuple(row_inputs),
             )
             target.use_graphs(graphs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
+from contextlib import closing, suppress
 from operator import attrgetter
 from traceback import clear_frames
 
@@ -190,11 +190,11 @@ class Engine:
             self._end(loop)
 
     def _end(self, loop: DecodingLoop) -> None:
-        """Ends a loop that went on by itself, and adds its account."""
+        """Ends a loop that went on by itself, and adds its account, also where something fails."""
         try:
-            loop.end()
+            with closing(loop):
+                loop.end()
         finally:
-            loop.close()
             self.stats.add(loop.stats)
 
     # Who comes in

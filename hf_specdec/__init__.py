@@ -8,27 +8,26 @@ back. `hf_specdec.generate(model, ...)` does the same without a patched method.
 from typing import TYPE_CHECKING, Any
 
 from .environment import is_switched_on, kernel_choice
-from .errors import (
-    CheckpointFormatError,
-    MissingDependencyError,
-    SpecConfigError,
-    SpecDecError,
-    UnsupportedModelError,
-)
 from .version import __version__ as __version__
 
 
-_LAZY = {
+# The modules of all public names, which are imported when they are first asked for.
+_MODULES = {
     "CandidateGenerator": "candidate_generators.base",
-    "Commit": "candidate_generators.base",
-    "DraftStep": "candidate_generators.base",
+    "CheckpointFormatError": "errors",
+    "Commit": "protocol",
+    "DraftStep": "protocol",
     "DraftTree": "drafts",
-    "Prompt": "candidate_generators.base",
-    "Session": "candidate_generators.base",
-    "SpeculativeBatchingManager": "many.manager",
+    "MissingDependencyError": "errors",
+    "Prompt": "protocol",
+    "Session": "protocol",
+    "SpecConfigError": "errors",
+    "SpecDecError": "errors",
     "SpecDecodingStats": "metrics",
+    "SpeculativeBatchingManager": "many.manager",
     "SpeculativeConfig": "settings",
     "Speculator": "speculator",
+    "UnsupportedModelError": "errors",
     "forget_speculators": "loader",
     "generate": "call.entry",
     "generate_batch": "many.batching",
@@ -43,54 +42,37 @@ _LAZY = {
     "warm_up": "warming",
 }
 
-__all__ = [
-    "CandidateGenerator",
-    "CheckpointFormatError",
-    "Commit",
-    "DraftStep",
-    "DraftTree",
-    "MissingDependencyError",
-    "Prompt",
-    "Session",
-    "SpecConfigError",
-    "SpecDecError",
-    "SpecDecodingStats",
-    "SpeculativeBatchingManager",
-    "SpeculativeConfig",
-    "Speculator",
-    "UnsupportedModelError",
-    "forget_speculators",
-    "generate",
-    "generate_batch",
-    "generate_many",
-    "grammar",
-    "install",
-    "load_speculator",
-    "metrics",
-    "record",
-    "register_candidate_generator",
-    "store_settings",
-    "uninstall",
-    "warm_up",
-]
+__all__ = [*_MODULES, "metrics"]
 
 if TYPE_CHECKING:
-    from . import metrics
-    from .call.entry import generate
-    from .candidate_generators import register_candidate_generator
-    from .candidate_generators.base import CandidateGenerator
-    from .drafts import DraftTree
-    from .hook import install, uninstall
-    from .hub.published import store_settings
-    from .loader import forget_speculators, load_speculator
-    from .logits.grammar.processor import grammar
-    from .many.batching import generate_batch
-    from .many.generate import generate_many
-    from .many.manager import SpeculativeBatchingManager
-    from .metrics import SpecDecodingStats, record
-    from .protocol import Commit, DraftStep, Prompt, Session
-    from .settings import SpeculativeConfig
-    from .speculator import Speculator
+    from . import metrics as metrics
+    from .call.entry import generate as generate
+    from .candidate_generators import register_candidate_generator as register_candidate_generator
+    from .candidate_generators.base import CandidateGenerator as CandidateGenerator
+    from .drafts import DraftTree as DraftTree
+    from .errors import CheckpointFormatError as CheckpointFormatError
+    from .errors import MissingDependencyError as MissingDependencyError
+    from .errors import SpecConfigError as SpecConfigError
+    from .errors import SpecDecError as SpecDecError
+    from .errors import UnsupportedModelError as UnsupportedModelError
+    from .hook import install as install
+    from .hook import uninstall as uninstall
+    from .hub.published import store_settings as store_settings
+    from .loader import forget_speculators as forget_speculators
+    from .loader import load_speculator as load_speculator
+    from .logits.grammar.processor import grammar as grammar
+    from .many.batching import generate_batch as generate_batch
+    from .many.generate import generate_many as generate_many
+    from .many.manager import SpeculativeBatchingManager as SpeculativeBatchingManager
+    from .metrics import SpecDecodingStats as SpecDecodingStats
+    from .metrics import record as record
+    from .protocol import Commit as Commit
+    from .protocol import DraftStep as DraftStep
+    from .protocol import Prompt as Prompt
+    from .protocol import Session as Session
+    from .settings import SpeculativeConfig as SpeculativeConfig
+    from .speculator import Speculator as Speculator
+    from .warming import warm_up as warm_up
 
 
 def __getattr__(name: str) -> Any:
@@ -98,9 +80,9 @@ def __getattr__(name: str) -> Any:
 
     if name == "metrics":
         return import_module(".metrics", __name__)
-    if name not in _LAZY:
+    if name not in _MODULES:
         raise AttributeError(f"module 'hf_specdec' has no attribute '{name}'")
-    return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
 
 
 kernel_choice()

@@ -5,20 +5,24 @@ Nothing heavy is imported here: every call of `generate()` comes by, plain ones 
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-    from transformers.generation.candidate_generator import CandidateGenerator
-
-    from .settings import SpeculativeConfig
-    from .speculator import Speculator
+# Those beyond transformers' own, with their types; [`~call.entry.generate`] says what each means.
+ARGUMENTS = {
+    "spec_method": "str | None",
+    "spec_model": "str | os.PathLike[str] | PreTrainedModel | None",
+    "num_speculative_tokens": "int | str | None",
+    "speculative": "SpeculativeConfig | dict[str, Any] | str | None",
+    "assistant": "Speculator | PreTrainedModel | CandidateGenerator | None",
+}
 
 # In place of a method: transformers' own generation.
 OFF = "off"
+
+# Functions in the place of GenerationMixin's, by name; each has the original as its `__wrapped__`.
+patched: dict[str, Any] = {}
 
 # Values that a file or a client can write.
 _WRITTEN = (type(None), str, int, float, list, tuple, dict)
@@ -29,32 +33,29 @@ def is_off(value: Any) -> bool:
     return value is False or (isinstance(value, str) and str.__str__(value) == OFF)
 
 
-@dataclass(frozen=True, eq=False)
-class SpeculativeArguments:
-    """The arguments of `generate()` beyond transformers' own; [`~call.entry.generate`] says what each means."""
-
-    spec_method: str | None = None
-    spec_model: str | os.PathLike[str] | PreTrainedModel | None = None
-    num_speculative_tokens: int | str | None = None
-    speculative: SpeculativeConfig | dict[str, Any] | str | None = None
-    assistant: Speculator | PreTrainedModel | CandidateGenerator | None = None
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """Arguments that are not `None`, by name."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-    @property
-    def choose_drafter(self) -> bool:
-        """`True` where one of them says who drafts; a length alone leaves that to an object on the config."""
-        return not self.given.keys() <= {"num_speculative_tokens"}
-
-    @property
-    def is_off(self) -> bool:
-        return is_off(self.spec_method) or is_off(self.speculative)
+def take_asked(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Takes out of a call's arguments what it asks of speculation: those of ours that are not `None`."""
+    values = {name: kwargs.pop(name, None) for name in ARGUMENTS}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-ARGUMENTS = {item.name: item.type for item in fields(SpeculativeArguments)}
+def asks_for_off(asked: Mapping[str, Any]) -> bool:
+    return is_off(asked.get("spec_method")) or is_off(asked.get("speculative"))
+
+
+def names_drafter(asked: Mapping[str, Any]) -> bool:
+    """`True` where one argument says who drafts; a length alone leaves that to an object on a generation config."""
+    return not asked.keys() <= {"num_speculative_tokens"}
+
+
+def with_objects(
+    asked: dict[str, Any], model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a call asks for; where it names no drafter, objects on its generation config or the model's do."""
+    if names_drafter(asked):
+        return asked
+    call_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    return {**(objects_on(call_config) or objects_on(getattr(model, "generation_config", None))), **asked}
 
 
 def objects_on(config: Any) -> dict[str, Any]:
@@ -66,12 +67,8 @@ def objects_on(config: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not isinstance(value, _WRITTEN)}
 
 
-def asked_for(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: SpeculativeArguments
-) -> SpeculativeArguments:
-    """What a call asks for; where it names no drafter, objects on its generation config or the model's do."""
-    if asked.choose_drafter:
-        return asked
-    call_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    objects = objects_on(call_config) or objects_on(getattr(model, "generation_config", None))
-    return SpeculativeArguments(**{**objects, **asked.given}) if objects else asked
+def original_generate(model_class: type) -> Callable[..., Any]:
+    """The `generate` of a model class without the speculative arguments."""
+    generate = model_class.generate
+    # Asked by identity: functions around ours have copies of its attributes.
+    return generate.__wrapped__ if generate is patched.get("generate") else generate

@@ -83,9 +83,9 @@ class _Shown(reprlib.Repr):
 _shown = _Shown()
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns " Did you mean 'eagle3'?" where one of the known names is close, else nothing."""
-    close = difflib.get_close_matches(name[:100], known, n=1)
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Returns " Did you mean 'eagle3'?" where one of the names is close, else nothing."""
+    close = difflib.get_close_matches(name[:100], names, n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 

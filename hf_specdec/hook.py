@@ -6,16 +6,16 @@ is; the decoding loop is imported by the first speculative call.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from .arguments import ARGUMENTS, SpeculativeArguments, asked_for
-from .patching import Patch
+from .arguments import ARGUMENTS, asks_for_off, patched, take_asked, with_objects
 
 
 _MODULE = "transformers.generation.utils"
@@ -40,7 +40,8 @@ _DOCUMENTATION = """
 """
 
 
-_patches: dict[str, Patch] = {}
+# Where another package has put a function around ours it stays there, and only calls the original while this is false.
+_is_installed = False
 
 
 def install() -> None:
@@ -54,45 +55,47 @@ def install() -> None:
 
 def uninstall() -> None:
     """Takes back what `install()` did. Wrappers that other packages have put around it since then stay."""
+    global _is_installed
+    _is_installed = False
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
-    for name, patch in list(_patches.items()):
-        if patch.take_back():
-            del _patches[name]
+    for name, function in patched.items():
+        mixin = sys.modules[_MODULE].GenerationMixin
+        if getattr(mixin, name) is function:
+            delattr(mixin, name)
+            if getattr(mixin, name, None) is not function.__wrapped__:
+                setattr(mixin, name, function.__wrapped__)
 
 
 def _patch(mixin: type) -> None:
+    global _is_installed
+    _is_installed = True
     for name, wrap in (("generate", _speculating), ("generate_batch", _batching)):
-        patch = _patches.get(name)
-        if patch is None or getattr(mixin, name) is patch.original:
-            if not hasattr(mixin, name):
-                continue
-            patch = _patches[name] = Patch(mixin, name, wrap)
-        patch.is_active = True
-    generate = _patches["generate"]
-    generate.function.__signature__ = _with_arguments(inspect.signature(generate.original))
-    generate.function.__doc__ = (generate.original.__doc__ or "").rstrip() + _DOCUMENTATION
+        original = getattr(mixin, name, None)
+        if original is not None and (name not in patched or original is patched[name].__wrapped__):
+            patched[name] = functools.wraps(original)(wrap(original))
+            setattr(mixin, name, patched[name])
+    generate = patched["generate"]
+    signature = inspect.signature(generate.__wrapped__)
+    *parameters, kwargs = signature.parameters.values()
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in ARGUMENTS.items()
+        if name not in signature.parameters
+    ]
+    generate.__signature__ = signature.replace(parameters=[*parameters, *added, kwargs])
+    generate.__doc__ = (generate.__wrapped__.__doc__ or "").rstrip() + _DOCUMENTATION
 
 
-def _with_arguments(signature: inspect.Signature) -> inspect.Signature:
-    """The signature with the speculative arguments in front of its `**kwargs`."""
-    kwargs = [item for item in signature.parameters.values() if item.kind is inspect.Parameter.VAR_KEYWORD]
-    parameters = {name: item for name, item in signature.parameters.items() if item not in kwargs}
-    for name, annotation in ARGUMENTS.items():
-        added = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        parameters.setdefault(name, added)
-    return signature.replace(parameters=[*parameters.values(), *kwargs])
-
-
-def _speculating(original: Callable, patch: Patch) -> Callable:
+def _speculating(original: Callable) -> Callable:
     """`generate()` with the speculative arguments."""
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = SpeculativeArguments(**{name: kwargs.pop(name, None) for name in ARGUMENTS})
-        if not patch.is_active:
-            return original(self, *args, **kwargs, **asked.given)
-        asked = asked_for(self, args, kwargs, asked)
-        if not asked.given:
+        asked = take_asked(kwargs)
+        if not _is_installed:
+            return original(self, *args, **kwargs, **asked)
+        asked = with_objects(asked, self, args, kwargs)
+        if not asked:
             return original(self, *args, **kwargs)
         from .call.entry import generate_speculatively
 
@@ -101,16 +104,18 @@ def _speculating(original: Callable, patch: Patch) -> Callable:
     return generate
 
 
-def _batching(original: Callable, patch: Patch) -> Callable:
+def _batching(original: Callable) -> Callable:
     """`generate_batch()` with the speculative arguments; without them transformers' own continuous batching."""
 
     def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = SpeculativeArguments(**{name: kwargs.get(name) for name in ARGUMENTS})
-        if patch.is_active and asked_for(self, args, kwargs, asked).given:
-            from .many.batching import generate_batch_as_asked
+        asked = take_asked(kwargs)
+        if not (_is_installed and with_objects(asked, self, args, kwargs)):
+            return original(self, *args, **kwargs, **asked)
+        if asks_for_off(asked):
+            return original(self, *args, **kwargs)
+        from .many.batching import generate_batch
 
-            return generate_batch_as_asked(self, original, args, kwargs)
-        return original(self, *args, **kwargs)
+        return generate_batch(self, *args, **kwargs, **asked)
 
     return generate_batch
 
@@ -122,9 +127,7 @@ class _PatchOnImport(MetaPathFinder):
         if name != _MODULE:
             return None
         # It stays among the finders: whoever looks for a module need not load it.
-        finders = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
-        specs = (finder.find_spec(name, path, target) for finder in finders)
-        spec = next((spec for spec in specs if spec is not None), None)
+        spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 

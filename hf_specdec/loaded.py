@@ -6,16 +6,16 @@ The record lives as long as the target, and nothing of it is written to the targ
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
-
-import torch
 
 from .threads import Lock, Recent
 
 
 if TYPE_CHECKING:
+    import torch
+
     from .checkpoints.files import RepoFiles
 
 
@@ -31,8 +31,10 @@ class Loaded:
 
     generator_class: type
     resources: Any
-    draft_model: torch.nn.Module | None  # that was passed
-    identity: Hashable  # of the files that were read
+    draft_model: torch.nn.Module | None = None  # that was passed
+    identity: Hashable = None  # of the files that were read
+    # Hashes of the settings that it has been checked with.
+    checked: Recent[bool] = field(default_factory=lambda: Recent(_MOST_LEARNT))
 
     @property
     def network(self) -> torch.nn.Module | None:
@@ -50,7 +52,7 @@ class TargetRecord:
         self.drafters: Recent[Loaded] = Recent(_MOST_LOADED)
         self.chosen: Recent[Any] = Recent(_MOST_CHOSEN)  # the drafter and why, by the settings of the search
         self.learnt: Recent[Any] = Recent(_MOST_LEARNT)  # profiles, each beside a weak reference to its draft network
-        self.checked: Recent[Any] = Recent(_MOST_LEARNT)  # identity of the resources that settings were checked with
+        self.accepted: Recent[Any] = Recent(_MOST_LEARNT)  # sums of the last drafts, by settings
         self.searching: Lock = Lock()  # held while drafters are looked for: threads that begin together search once
         self.lock: Lock = Lock()  # held for short updates
         self._loading: WeakValueDictionary[Hashable, Lock] = WeakValueDictionary()
@@ -67,7 +69,7 @@ class TargetRecord:
         load: Callable[[], Any],
         files: RepoFiles | None = None,
         draft_model: torch.nn.Module | None = None,
-    ) -> Any:
+    ) -> Loaded:
         """Returns what is loaded under a key, and loads it if nothing is yet or its files have changed.
 
         Threads that need the same wait for the one that loads it; other keys are loaded meanwhile. The draft model
@@ -90,7 +92,7 @@ class TargetRecord:
                     identity = files.identity()
                 entry = Loaded(generator_class, resources, draft_model, identity)
                 self.drafters.put(key, entry)
-            return entry.resources
+            return entry
 
 
 _records: WeakKeyDictionary[torch.nn.Module, TargetRecord] = WeakKeyDictionary()
@@ -122,6 +124,13 @@ def forget_records(target_model: torch.nn.Module | None = None) -> list[TargetRe
     return [record for record in records if record is not None]
 
 
+def all_loaded() -> list[Loaded]:
+    """What is loaded in this process, of all targets."""
+    with _lock:
+        records = list(_records.values())
+    return [entry for record in records for entry in record.loaded]
+
+
 def num_bytes(entries: Iterable[Loaded]) -> int:
     """Bytes of weights, those that several have counted once, and of remembered texts."""
     tensors: dict[int, int] = {}
@@ -131,19 +140,3 @@ def num_bytes(entries: Iterable[Loaded]) -> int:
             tensors |= {id(tensor): tensor.nbytes for tensor in (*network.parameters(), *network.buffers())}
         text_bytes += entry.text_bytes
     return sum(tensors.values()) + text_bytes
-
-
-def _all_loaded() -> list[Loaded]:
-    with _lock:
-        records = list(_records.values())
-    return [entry for record in records for entry in record.loaded]
-
-
-def loaded_drafters() -> int:
-    """Drafters that are loaded in this process, of all targets."""
-    return len(_all_loaded())
-
-
-def loaded_bytes() -> int:
-    """Bytes of their weights and of the texts that they remember."""
-    return num_bytes(_all_loaded())

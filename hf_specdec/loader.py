@@ -26,12 +26,11 @@ from .hub.detect import detect_method
 from .hub.discover import Search
 from .hub.target import Access, Target
 from .hub.trust import one_line, restrictions, warn_of
-from .kernels.products import prepare_products
-from .loaded import forget_records, holds, record_of
+from .loaded import Loaded, forget_records, holds, record_of
 from .method import (
+    built_in_methods,
     drafting_method,
     is_language_model,
-    language_model_method,
     own_layers_method,
     parts_of,
     resolve_candidate_generator,
@@ -105,10 +104,15 @@ def _load(
         )
     if draft_model is not None:
         _check_takes(generator_class, config.method, draft_model)
-    if config.draft_tensor_parallel_size != 1:
-        _check_processes(config.draft_tensor_parallel_size, draft_model)
+    asked, size = config.draft_tensor_parallel_size, getattr(draft_model, "tp_size", None) or 1
+    if asked not in (1, size):
+        kind = "a draft model that is loaded by name" if draft_model is None else f"this {type(draft_model).__name__}"
+        raise SpecConfigError(
+            f"`draft_tensor_parallel_size`={asked}, and {kind} is held by {size} process{'es' * (size > 1)}. Leave "
+            "it out, or load the draft model itself with a tensor-parallel plan and pass it as `assistant`."
+        )
     try:
-        resources = _resources(generator_class, config, target_model, draft_model, tokenizers)
+        loaded = _loaded(generator_class, config, target_model, draft_model, tokenizers)
     except CheckpointAccessError:
         raise
     except CheckpointFormatError as error:
@@ -119,22 +123,11 @@ def _load(
         if detected is not None and not is_language_model(detected) and detected not in parts_of(config.method):
             raise CheckpointFormatError(f"{error} It is a checkpoint for spec_method='{detected}'.") from error
         raise
-    network = generator_class.network(resources)
-    for model in filter(None, (target_model, network)):
-        prepare_products(model)
-    speculator = Speculator(
-        config,
-        generator_class,
-        resources,
-        target_name=getattr(target_model.config, "_name_or_path", None) or None,
-        target_revision=getattr(target_model.config, "_commit_hash", None) or None,
-        profile=_profile(target_model, config, network) if config.is_adaptive else None,
-        target=target_model,
-    )
-    checked = record_of(target_model).checked
-    if checked.get(config.compute_hash()) != id(resources):
+    profile = _profile(target_model, config, loaded.network) if config.is_adaptive else None
+    speculator = Speculator(config, generator_class, loaded.resources, profile, target_model)
+    if config.compute_hash() not in loaded.checked:
         speculator.check(target_model)
-        checked.put(config.compute_hash(), id(resources))
+        loaded.checked.put(config.compute_hash(), True)
     return speculator
 
 
@@ -171,6 +164,7 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Spe
                 logger.warning(f"method='{config.method}' passes over {failure}")
                 continue
             record.chosen.put(key, (candidate, reason))
+            search.keep_card(candidate)
             logger.info(f"Speculation: {speculator.note}.")
             warn_of(candidate.left_out, f"The settings of {candidate}")
             return speculator
@@ -220,18 +214,18 @@ def _why_without_weights(search: Search, failures: Mapping[str, Exception]) -> s
     return "no drafter with weights was found" + (f" ({limits})" if limits else "")
 
 
-def _resources(
+def _loaded(
     generator_class: type[CandidateGenerator],
     config: SpeculativeConfig,
     target_model: torch.nn.Module,
     draft_model: torch.nn.Module | None,
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
-) -> Any:
+) -> Loaded:
     """Everything that a method loads, shared by all configurations that load the same."""
     arguments: dict[str, Any] = {} if draft_model is None else {"draft_model": draft_model}
     if generator_class.parts:
         # Weights are shared with calls that use that part alone.
-        arguments["load_part"] = partial(_resources, tokenizers=tokenizers)
+        arguments["load_part"] = lambda *part: _loaded(*part, tokenizers=tokenizers).resources
     elif tokenizers is not None:
         arguments["tokenizers"] = tokenizers
     load = partial(generator_class.load, config, target_model, **arguments)
@@ -242,7 +236,7 @@ def _resources(
     files = None if source is None else RepoFiles.of(source)
     if draft_model is not None and holds(draft_model, target_model):
         # What is kept for the target must not keep it alive.
-        return load()
+        return Loaded(generator_class, load())
     return record_of(target_model).load_once(key, generator_class, load, files, draft_model)
 
 
@@ -253,12 +247,12 @@ def _profile(
     record = record_of(target_model)
     key = (_with_auto_length(config), target_model.device, target_model.dtype)
     with record.lock:
-        known = record.learnt.get(key)
+        learnt = record.learnt.get(key)
         # Only the latest network with these settings is kept, as with loaded draft models.
-        if known is None or known[0]() is not network:
-            known = (lambda: None) if network is None else ref(network), ControlProfile()
-            record.learnt.put(key, known)
-        return known[1]
+        if learnt is None or learnt[0]() is not network:
+            learnt = (lambda: None) if network is None else ref(network), ControlProfile()
+            record.learnt.put(key, learnt)
+        return learnt[1]
 
 
 @lru_cache(maxsize=64)
@@ -271,7 +265,8 @@ def _method_of(draft_model: torch.nn.Module) -> str:
     """The method of a loaded network: this package's own say it, those of transformers are known by their type."""
     if reads_target_cache(draft_model):
         return own_layers_method().name
-    return getattr(draft_model, "spec_method", language_model_method().name)
+    language_model = next(method.name for method in built_in_methods() if method.is_language_model)
+    return getattr(draft_model, "spec_method", language_model)
 
 
 def _check_takes(generator_class: type[CandidateGenerator], method: str, draft_model: torch.nn.Module) -> None:
@@ -288,16 +283,6 @@ def _check_takes(generator_class: type[CandidateGenerator], method: str, draft_m
         raise SpecConfigError(f"method='{method}' cannot draft with a {kind}, which is for method='{made_for}'.")
     if is_language_model(method) and not hasattr(draft_model, "config"):
         raise SpecConfigError(f"A {kind} is no draft model. Pass a causal language model, or name the method.")
-
-
-def _check_processes(asked: int, draft_model: torch.nn.Module | None) -> None:
-    size = getattr(draft_model, "tp_size", None) or 1
-    if asked != size:
-        what = "a draft model that is loaded by name" if draft_model is None else f"this {type(draft_model).__name__}"
-        raise SpecConfigError(
-            f"`draft_tensor_parallel_size`={asked}, and {what} is held by {size} process{'es' * (size > 1)}. Leave "
-            "it out, or load the draft model itself with a tensor-parallel plan and pass it as `assistant`."
-        )
 
 
 def age_texts(target_model: torch.nn.Module, most_age: int) -> int:

@@ -1,4 +1,4 @@
-"""The machine: processor, data types, threads, memory."""
+"""The machine: processor, data types, threads, memory, and the folder for what the package has fetched."""
 
 from __future__ import annotations
 
@@ -7,30 +7,44 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from huggingface_hub import constants
 from transformers import __version__ as transformers_version
 
 from .version import __version__
 
 
-# Instructions with which a CPU multiplies bfloat16 matrices itself, as Linux names them.
-_BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+# Instructions with which a CPU multiplies matrices of 16 bits itself, as Linux names them.
+_FLAGS = {
+    torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
+    torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
+
+
+def home_folder() -> Path:
+    """Folder of all that the package keeps: `hf_specdec` in the home of the Hub's files."""
+    return Path(constants.HF_HOME) / "hf_specdec"
 
 
 def suitable_dtype(device: torch.device | str) -> torch.dtype:
     """bfloat16 where the device computes in it, else float32."""
     if torch.device(device).type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    return torch.bfloat16 if multiplies_bfloat16() else torch.float32
+    return torch.bfloat16 if multiplies() else torch.float32
 
 
-def multiplies_bfloat16() -> bool | None:
-    """`True` if the CPU multiplies bfloat16 matrices itself; `None` where the system does not say."""
+def multiplies(dtype: torch.dtype = torch.bfloat16) -> bool | None:
+    """`True` if the CPU multiplies matrices of 16 bits itself; `None` where the system does not say."""
     flags = set(f"{_cpuinfo('flags')} {_cpuinfo('Features')}".split())
-    return bool(flags & _BFLOAT16_FLAGS) if flags else None
+    return bool(flags & _FLAGS[dtype]) if flags else None
+
+
+def is_intel() -> bool:
+    return _cpuinfo("vendor_id") == "GenuineIntel"
 
 
 @contextmanager

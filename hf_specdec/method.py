@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
@@ -36,7 +36,7 @@ class Method:
     noun: str  # what drafts, in titles: "EAGLE-3 head"
     drafts_from: str = ""  # source of its drafts, in tables
     generator: str | type  # reference to its candidate generator, or a registered class
-    folder: str = ""  # package of its modules
+    folder: str = ""  # package of its modules, where it is found
     weights: str | None = None  # what has to be loaded, with its article: "a head"
     takes_model: bool = True  # settings about a draft model can be given
     needs_grammar: bool = False  # drafts only where a grammar constrains the text
@@ -135,11 +135,6 @@ def own_layers_method() -> Method:
     return next(method for method in built_in_methods() if method.in_target_checkpoint)
 
 
-def language_model_method() -> Method:
-    """The method that drafts with a whole language model."""
-    return next(method for method in built_in_methods() if method.is_language_model)
-
-
 def parts_of(name: str) -> tuple[str, ...]:
     """The methods that a name combines, without aliases: "suffix+eagle3" gives both, and "eagle3" itself alone."""
     aliases = _aliases()
@@ -206,7 +201,9 @@ _WITHOUT_MODELS = {"pangu_ultra_moe_mtp": "transformers has no model of the type
 def _all_methods() -> dict[str, Method]:
     modules = pkgutil.iter_modules(import_module(_FOLDER).__path__)
     packages = [import_module(f"{_FOLDER}.{module.name}") for module in modules if module.ispkg]
-    every = [method for package in packages for method in getattr(package, "METHODS", ())]
+    every = [
+        replace(method, folder=package.__name__) for package in packages for method in getattr(package, "METHODS", ())
+    ]
     return {method.name: method for method in sorted(every, key=lambda method: -method.preference)}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -20,7 +20,6 @@ from .transfers import last_of_each, select_rows, take_nodes, upload, widened
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .candidate_generators.base import CandidateGenerator
     from .logits.sampling import DraftSampler
     from .target.graphs import CallGraphs
     from .target.model import SlotModel
@@ -35,9 +34,10 @@ class Session:
         batch_size (`int`): Rows at the start; row indices 0 to `batch_size - 1` name them for the whole call.
         max_length (`int`): Tokens a row may hold, prompt included (padding not counted for the longest prompt).
         device (`torch.device`): Where draft tokens are expected.
-        sampler (`DraftSampler`, *optional*): Samples draft tokens from draft logits, processed as the target's are.
+        sampler (`DraftSampler`, *optional*): Processes draft logits as the target's are.
         supports_trees (`bool`): The target can verify branches; if not, drafts must be chains.
         notes (`list[str]`): Limits of this call, and the reasons for them; part of the statistics.
+        adapts (`bool`): The length of drafts is chosen from cycle to cycle.
         draft_graphs (`list[CallGraphs]`): The CUDA graphs of draft networks in this call; part of the statistics.
         group (`ProcessGroup`, *optional*): The processes that hold parts of one target, see `agreed`.
         target_ref (`ref`, *optional*): To `target`; a generator that outlives its call must not keep the slots alive.
@@ -49,6 +49,7 @@ class Session:
     sampler: DraftSampler | None = None
     supports_trees: bool = True
     notes: list[str] = field(default_factory=list)
+    adapts: bool = False
     draft_graphs: list[CallGraphs] = field(default_factory=list)
     group: ProcessGroup | None = None
     target_ref: ref[SlotModel] | None = None
@@ -163,6 +164,7 @@ class Commit:
         num_accepted (`list[int]`): Draft tokens among them.
         hidden_states (`dict[int | str, torch.Tensor]`): The states the method asked for, each `(B, M, H)`: entry j is
             the state from which the target predicted committed token j.
+        counts (`list[int]`): Committed tokens of each row.
     """
 
     rows: list[int]
@@ -170,17 +172,16 @@ class Commit:
     token_lists: list[list[int]]
     num_accepted: list[int]
     hidden_states: dict[int | str, torch.Tensor] = field(default_factory=dict)
+    counts: list[int] = field(init=False, repr=False)
 
-    @property
-    def counts(self) -> list[int]:
-        """Committed tokens of each row."""
-        return list(map(len, self.token_lists))
+    def __post_init__(self) -> None:
+        self.counts = list(map(len, self.token_lists))
 
     def anchor_states(self, key: int | str) -> torch.Tensor:
         """States `(B, H)` from which each row's last committed token, the next anchor, was predicted."""
         return last_of_each(self.hidden_states[key], self.counts)
 
-    def of_rows(self, keep: list[int]) -> Commit:
+    def select(self, keep: list[int]) -> Commit:
         """The active rows at these positions, in this order."""
         return Commit(
             [self.rows[index] for index in keep],
@@ -190,19 +191,19 @@ class Commit:
             {key: select_rows(states, keep) for key, states in self.hidden_states.items()},
         )
 
-    @classmethod
-    def side_by_side(cls, commits: list[Commit]) -> Commit:
-        """Joins commits of different rows."""
-        width = max(commit.tokens.shape[1] for commit in commits)
-        return cls(
-            [row for commit in commits for row in commit.rows],
-            torch.cat([widened(commit.tokens, width) for commit in commits]),
-            [tokens for commit in commits for tokens in commit.token_lists],
-            [count for commit in commits for count in commit.num_accepted],
-            {
-                key: torch.cat([widened(commit.hidden_states[key], width) for commit in commits])
-                for key in commits[0].hidden_states
-            },
+    def cat(self, other: Commit) -> Commit:
+        """This commit, and that of other rows after it."""
+        width = max(self.tokens.shape[1], other.tokens.shape[1])
+        states = {
+            key: torch.cat([widened(mine, width), widened(other.hidden_states[key], width)])
+            for key, mine in self.hidden_states.items()
+        }
+        return Commit(
+            self.rows + other.rows,
+            torch.cat([widened(self.tokens, width), widened(other.tokens, width)]),
+            self.token_lists + other.token_lists,
+            self.num_accepted + other.num_accepted,
+            states,
         )
 
     @classmethod
@@ -278,12 +279,3 @@ class Lookups:
         self.num_rows += sum(room > 0 for room in rooms)
         self.num_hits += sum(map(bool, counts))
         self.num_tokens, self.num_bytes = num_tokens, num_bytes
-
-
-class DrafterSource(Protocol):
-    """The part of a speculator that the decoding loop uses: it makes a drafter for each call."""
-
-    @property
-    def method(self) -> str: ...
-
-    def candidate_generator(self, session: Session) -> CandidateGenerator: ...

@@ -21,7 +21,7 @@ _MOST_VALUES = 1_000_000
 _MOST_LEVELS = 8
 
 
-def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_SETTINGS_BYTES) -> str:
+def read_text(path: str | os.PathLike[str], max_bytes: int | None = MAX_SETTINGS_BYTES) -> str:
     """The text of a regular file; raises `OSError`, or `ValueError` as [`read_bytes`] or if it is no UTF-8."""
     return read_bytes(path, max_bytes).decode("utf-8")
 

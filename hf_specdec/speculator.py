@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers.utils import logging
 from .candidate_generators.adaptive import AdaptiveCandidateGenerator
 from .candidate_generators.assisted import StockCandidateGenerator, UnboundCandidateGenerator
 from .candidate_generators.base import CandidateGenerator
-from .candidate_generators.combined.combination import part_configs
+from .candidate_generators.combined.generator import part_configs
 from .candidate_generators.none.generator import NoDrafts
 from .control import ControlProfile, ScheduledLength, SpeculationController
 from .control.constants import LARGEST_FIRST_LENGTH
@@ -45,14 +46,13 @@ class Speculator:
         config (`SpeculativeConfig`): The settings.
         generator_class (`type`): The method's candidate generator.
         resources (`Any`): What the method loaded for its target: weights, caches.
-        note (`str`, *optional*): Goes into the statistics of every call, such as why this drafter was chosen.
-        target_name (`str`, *optional*): Repo id or folder of the target, as far as it has one.
-        target_revision (`str`, *optional*): Its commit.
-        profile (`ControlProfile`, *optional*): Costs and acceptance that earlier calls with
-            adaptive lengths have found; each call learns from it and adds to it.
+        profile (`ControlProfile`, *optional*): Costs and acceptance that earlier calls with adaptive lengths have
+            found; each call learns from it and adds to it.
         target (`PreTrainedModel`, *optional*): The target, which is not kept alive.
 
     Attributes:
+        target_name, target_revision (`str`, *optional*): Repo id or folder of the target, and its commit.
+        note (`str`, *optional*): Goes into the statistics of every call, such as why this drafter was chosen.
         origin (`dict`): Of a drafter that no call has named: what was taken and from whom, for the statistics.
     """
 
@@ -61,28 +61,23 @@ class Speculator:
         config: SpeculativeConfig,
         generator_class: type[CandidateGenerator],
         resources: Any,
-        note: str | None = None,
-        target_name: str | None = None,
-        target_revision: str | None = None,
         profile: ControlProfile | None = None,
         target: torch.nn.Module | None = None,
     ):
         self.config = config
+        self.method: str = config.method
         self.generator_class = generator_class
         self.resources = resources
-        self.note = note
-        self.target_name = target_name
-        self.target_revision = target_revision
         # A method of the user's may draw its drafts always: then their lengths would decide the text.
         asks = config.num_speculative_tokens == AUTO
         self.is_adaptive: bool = config.is_adaptive and (asks or generator_class.samples_drafts is not True)
         self.profile: ControlProfile | None = ControlProfile() if profile is None and self.is_adaptive else profile
         self._target = None if target is None else ref(target)
+        target_config = getattr(target, "config", None)
+        self.target_name: str | None = getattr(target_config, "_name_or_path", None) or None
+        self.target_revision: str | None = getattr(target_config, "_commit_hash", None) or None
+        self.note: str | None = None
         self.origin: dict[str, str | None] = {}
-
-    @property
-    def method(self) -> str:
-        return self.config.method
 
     @property
     def target(self) -> torch.nn.Module | None:
@@ -117,16 +112,29 @@ class Speculator:
             session.notes.append(self.note)
         limit = self.config.disable_by_batch_size
         schedule = self.config.num_speculative_tokens_per_batch_size
-        if limit is not None and session.batch_size > limit:
+        is_too_large = limit is not None and session.batch_size > limit
+        if is_too_large:
             session.notes.append(f"no drafts: {session.batch_size} rows are more than disable_by_batch_size={limit}")
             logger.info(f"Speculation is off for this call: {session.notes[-1]}.")
-            schedule = _NEVER
-        if schedule == _NEVER:
+        if is_too_large or schedule == _NEVER:
             return NoDrafts(self.config, None, session, "batch_size")
+        session.adapts = self.is_adaptive
         generator = self.generator_class(self._longest_drafts, self.resources, session)
         if not self.is_adaptive and schedule is None:
             return generator
-        controller = self.controller(generator) if self.is_adaptive else ScheduledLength(self.config.most_tokens)
+        if not self.is_adaptive:
+            return AdaptiveCandidateGenerator(generator, ScheduledLength(self.config.most_tokens))
+        usual, target = self.generator_class.default_length(self.config.options), self.target
+        is_known = target is None or self.profile.latency.knows_anything
+        cost = None if is_known else self.generator_class.draft_cost(self.resources, target)
+        controller = SpeculationController(
+            generator.num_speculative_tokens,
+            session.batch_size,
+            self.profile,
+            min(usual, LARGEST_FIRST_LENGTH.get(session.device.type, usual)),
+            None if schedule is None else self.config.most_tokens,
+            cost or 0.0,
+        )
         return AdaptiveCandidateGenerator(generator, controller)
 
     def check(self, target_model: torch.nn.Module) -> None:
@@ -143,16 +151,6 @@ class Speculator:
                     "batch_size=1."
                 )
 
-    def controller(self, generator: CandidateGenerator) -> SpeculationController:
-        """The controller that chooses the lengths of one call."""
-        session = generator.session
-        most_tokens = self.config.most_tokens if self.config.num_speculative_tokens_per_batch_size else None
-        usual = self.generator_class.default_length(self.config.options)
-        usual = min(usual, LARGEST_FIRST_LENGTH.get(session.device.type, usual))
-        return SpeculationController(
-            generator.num_speculative_tokens, session.batch_size, self.profile, usual, most_tokens
-        )
-
     @property
     def _longest_drafts(self) -> SpeculativeConfig:
         """The settings with the largest length that is drafted in a cycle."""
@@ -164,25 +162,16 @@ class Speculator:
             return self
         longest = self._longest_drafts
         config = longest.replace(num_speculative_tokens=longest.num_speculative_tokens or FIXED)
-        return self._with(config, self.resources, self.target)
+        return self._changed(config=config, is_adaptive=False)
 
     def without_texts(self, target_model: torch.nn.Module) -> Speculator:
         """A speculator like this one without what it remembers of texts. Weights and learnt costs are shared."""
         resources = _without_texts(self.generator_class, self.config, self.resources, target_model)
-        return self._with(self.config, resources, target_model)
+        return self._changed(resources=resources, _target=ref(target_model))
 
-    def _with(self, config: SpeculativeConfig, resources: Any, target: torch.nn.Module | None) -> Speculator:
-        speculator = Speculator(
-            config,
-            self.generator_class,
-            resources,
-            note=self.note,
-            target_name=self.target_name,
-            target_revision=self.target_revision,
-            profile=self.profile,
-            target=target,
-        )
-        speculator.origin = self.origin
+    def _changed(self, **attributes: Any) -> Speculator:
+        speculator = copy(self)
+        vars(speculator).update({"_target": self._target, **attributes})
         return speculator
 
     def save_pretrained(self, folder: str | os.PathLike[str], **card: Any) -> Path:
@@ -222,6 +211,8 @@ class GivenCandidateGenerator:
 
     One of this package drafts for any call, one that only knows transformers' own protocol for batch size 1.
     """
+
+    origin: ClassVar[dict[str, str | None]] = {}
 
     def __init__(self, generator: HfCandidateGenerator):
         is_of_ours = isinstance(generator, CandidateGenerator)

@@ -1,5 +1,5 @@
 """Tools for threads: locks that survive a fork, attributes that are computed once, maps that evict the least recently
-used, and forwards in the place of modules' own that several calls share.
+used, and changes of a model that several calls share.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakSet
 
 
@@ -57,6 +57,10 @@ class cached_property:
         value = vars(instance)[self._name] = self._function(instance)
         return value
 
+    if TYPE_CHECKING:
+        # Not there when it runs: whoever knows the value sets it beforehand.
+        def __set__(self, instance: Any, value: Any) -> None: ...
+
 
 class Recent(Generic[Value]):
     """A map of at most `most` values, which evicts the least recently used one."""
@@ -96,24 +100,29 @@ class Recent(Generic[Value]):
             return key in self._values
 
 
-class OwnForwards:
-    """Forwards that take the place of modules' own while calls need them; calls of several threads share them.
+class StandIns:
+    """Attributes of objects that hold others than their own while somebody needs that: one thread, or several at once.
 
-    A forward that a module has of the user's stays. `name` is the method, if it is another one than the forward; or
-    where another forward keeps the class's.
+    They are put in their places for the first, and what was there comes back after the last. A place is an object, the
+    name of an attribute, and what stands in, `None` for nothing. `may_replace` tells whether what an object has there
+    may make way for it.
     """
 
-    def __init__(self, pairs: Iterable[tuple[Any, Callable[..., Any]]], name: str = "forward"):
-        self.name = name
-        self.pairs: tuple[tuple[Any, Callable[..., Any]], ...] = tuple(pairs)
+    def __init__(
+        self,
+        places: Iterable[tuple[Any, str, Any]],
+        may_replace: Callable[[Any, Any], bool] = lambda owner, value: True,
+    ):
+        self.places: tuple[tuple[Any, str, Any], ...] = tuple(places)
+        self._may_replace = may_replace
+        self._before: dict[int, Any] = {}  # what has made way, by the number of the place
         self._users: set[object] = set()
         self._lock = Lock()
-        self._before: dict[Any, Any] = {}  # the class's own, of modules that keep it under the name
 
     @property
     def are_in_place(self) -> bool:
-        """`True` if all modules have them, and none one of the user's."""
-        return all(vars(module).get(self.name) is forward for module, forward in self.pairs)
+        """`True` if all objects have them, and none one of the user's."""
+        return all(vars(owner).get(name) is stand_in for owner, name, stand_in in self.places)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -123,13 +132,11 @@ class OwnForwards:
             try:
                 with self._lock:
                     self._users.add(user)
-                    for module, forward in self.pairs:
-                        current = vars(module).get(self.name)
-                        if is_of_class(current, module):
-                            self._before[module] = current
-                            vars(module)[self.name] = forward
-                        else:
-                            vars(module).setdefault(self.name, forward)
+                    for number, (owner, name, stand_in) in enumerate(self.places):
+                        value = vars(owner).get(name)
+                        if value is not stand_in and self._may_replace(owner, value):
+                            self._before[number] = value
+                            _put(owner, name, stand_in)
                 yield
             finally:
                 self._leave(user)
@@ -142,13 +149,29 @@ class OwnForwards:
             self._users.discard(user)
             if self._users:
                 return
-            for module, forward in self.pairs:
-                if vars(module).get(self.name) is forward:
-                    if module in self._before:
-                        vars(module)[self.name] = self._before[module]
-                    else:
-                        del vars(module)[self.name]
-                self._before.pop(module, None)
+            for number, value in list(self._before.items()):
+                owner, name, stand_in = self.places[number]
+                if vars(owner).get(name) is stand_in:
+                    _put(owner, name, value)
+                self._before.pop(number)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if value is None:
+        vars(owner).pop(name, None)
+    else:
+        vars(owner)[name] = value
+
+
+class OwnForwards(StandIns):
+    """Forwards in the places of modules' own; one that a module has of the user's stays.
+
+    `name` is the method, if it is another one than the forward; or where another forward keeps the class's.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Any, Callable[..., Any]]], name: str = "forward"):
+        places = [(module, name, forward) for module, forward in pairs]
+        super().__init__(places, lambda module, value: value is None or is_of_class(value, module))
 
 
 def is_of_class(forward: Any, module: Any) -> bool:

@@ -136,15 +136,10 @@ def upload_together(device: torch.device, *tables: Sequence[int]) -> list[torch.
 
 @dataclass(frozen=True)
 class PackedTables:
-    """Tables of integers side by side in one tensor, to be read by the host in one copy.
+    """Tables of integers side by side in one tensor, to be read by the host in one copy."""
 
-    Attributes:
-        values (`torch.LongTensor` of shape `(B, X)`): The tables.
-        places (`dict[str, slice]`): The columns of each, by name.
-    """
-
-    values: torch.LongTensor
-    places: dict[str, slice]
+    values: torch.LongTensor  # (B, X)
+    places: dict[str, slice]  # the columns of each table, by name
 
     @classmethod
     def of(cls, tables: Mapping[str, torch.LongTensor]) -> PackedTables:
@@ -174,11 +169,7 @@ def read_together(tables: Mapping[str, torch.LongTensor]) -> dict[str, list[list
 
 
 class PendingRead:
-    """Values on their way to the host, while the device goes on with what is launched after them.
-
-    Args:
-        values (`torch.Tensor`): Of any shape.
-    """
+    """Values on their way to the host, while the device goes on with what is launched after them."""
 
     def __init__(self, values: torch.Tensor):
         self._values, self._arrival = values, None

@@ -143,7 +143,7 @@ def draft_sample_method_field(default: Literal["greedy", "probabilistic"]) -> An
     return setting(
         None,
         "How draft tokens are chosen when the target samples: `greedy` takes the best ones, `probabilistic` draws a "
-        f"chain from the draft's distribution. Left out, {left_out}. A greedy target gets the best tokens always.",
+        f"chain from the draft's distribution. Default: {left_out}. A greedy target gets the best tokens always.",
     )
 
 
@@ -151,7 +151,7 @@ def parallel_drafting_field() -> Any:
     """The option `parallel_drafting` of a method some of whose checkpoints draft with mask tokens."""
     return setting(
         None,
-        "All tokens of a draft come from one forward with mask tokens (PARD, P-EAGLE). Left out, what the checkpoint "
+        "All tokens of a draft come from one forward with mask tokens (PARD, P-EAGLE). Default: what the checkpoint "
         "was trained for.",
     )
 

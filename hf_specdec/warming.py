@@ -18,18 +18,15 @@ from transformers import MaxLengthCriteria
 from transformers.generation import StoppingCriteriaList
 
 from .call.build import build
-from .candidate_generators.draft_model.generator import DraftModelCandidateGenerator
+from .call.entry import prepare_request
 from .control import ControlProfile
-from .drafts import DraftTree, chain_topology
+from .drafts import DraftTree
 from .loader import load_speculator
 from .loop.loop import DecodingLoop
 from .loop.rows import Group, Rows
 from .metrics import SpecDecodingStats
-from .patching import original_generate
 from .speculator import Speculator
 from .target.facts import model_profile
-from .target.model import SlotModel
-from .target.request import Request
 from .target.store import row_sizes
 from .target_facts import vocabulary_size
 from .validation import Bounds, checked
@@ -131,39 +128,19 @@ def _call(
     model: Any, speculator: Speculator, prompts: torch.LongTensor, max_new_tokens: int, do_sample: bool
 ) -> SpecDecodingStats:
     """The statistics of a call that goes through all sizes."""
-    made: list[SpecDecodingStats] = []
-
-    # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
-    def decode(
-        model: Any,
-        input_ids: torch.LongTensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **model_kwargs: Any,
-    ) -> torch.LongTensor:
+    settings = {"max_new_tokens": max_new_tokens, "do_sample": do_sample}
+    # The user's random state stays as it was.
+    with torch.random.fork_rng(devices=[]):
+        request = prepare_request(model, {"inputs": prompts, "attention_mask": torch.ones_like(prompts), **settings})
         # Rows end at the maximum length only.
-        criteria = StoppingCriteriaList(each for each in stopping_criteria if isinstance(each, MaxLengthCriteria))
-        request = Request(model, input_ids, logits_processor, criteria, generation_config, model_kwargs)
+        criteria = (each for each in request.stopping_criteria if isinstance(each, MaxLengthCriteria))
+        request.stopping_criteria = StoppingCriteriaList(criteria)
         group = Group(request)
-        loop = build(request, speculator, Rows(request.batch_size), [group], [], is_reported=False)
+        loop = build(request, speculator, Rows(request.batch_size), [group], is_reported=False)
         with closing(loop):
             _go_through_sizes(loop, group)
             loop.end()
-        made.append(loop.stats)
-        return group.sequences.output()
-
-    # The user's random state stays as it was.
-    with torch.random.fork_rng(devices=[]):
-        original_generate(type(model))(
-            model,
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=max_new_tokens,
-            do_sample=do_sample,
-            custom_generate=decode,
-        )
-    return made[0]
+    return loop.stats
 
 
 def _go_through_sizes(loop: DecodingLoop, group: Group) -> None:
@@ -171,18 +148,9 @@ def _go_through_sizes(loop: DecodingLoop, group: Group) -> None:
     loop.begin()
     rows = loop.rows
     # A verification without a draft, of which nothing is kept.
-    step = rows.step([0] * len(rows.active))
+    step = rows.step(0)
     loop.verify(step, DraftTree.empty(len(rows.active), loop.device))
     for depth in range(loop.drafter.num_speculative_tokens, 0, -1):
         group.most_draft_tokens = depth
         if not rows.all_finished:
             loop.cycle()
-    if isinstance(loop.drafter, DraftModelCandidateGenerator):
-        _read_few_tokens(loop.drafter.model, rows.anchors)
-
-
-def _read_few_tokens(model: SlotModel, tokens: torch.LongTensor) -> None:
-    """Forwards over one token and over two, of which nothing is kept, where they are captured."""
-    if model.graphs is not None and model.graphs.why_eager is None:
-        for count in (2, 1):
-            model.forward(tokens[:, None].expand(-1, count).contiguous(), chain_topology(count - 1, tokens.device))

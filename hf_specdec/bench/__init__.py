@@ -3,8 +3,6 @@
 prompts     files of prompts, Spec-Bench's questions, and batches of them
 decoders    the ways of decoding that are compared
 engine      timed calls, in rounds
-machine     hardware and versions that figures hold for
-figures     medians, percentiles and spreads
+figures     medians, ranges and percentiles
 report      the figures as JSON
-plots       the figures as charts
 """

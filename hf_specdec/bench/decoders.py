@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MissingDependencyError, SpecConfigError, shown
 from ..loader import load_speculator
-from ..method import COMBINING, NO_DRAFTS, methods
-from ..reading import parse_json
-from ..settings import SpeculativeConfig, describe_settings
+from ..method import NO_DRAFTS, methods
+from ..settings import SpeculativeConfig
 from ..speculator import Speculator
 
 
@@ -67,13 +64,6 @@ class Decoder:
             self.speculator = self.speculator.without_texts(model)
             self.arguments = {"assistant": self.speculator}
 
-    def at_full_length(self) -> Decoder:
-        """A copy with the most draft tokens in every cycle, so that those that would not pay are verified, too."""
-        if self.speculator is None:
-            return self
-        speculator = self.speculator.at_full_length()
-        return replace(self, speculator=speculator, arguments={"assistant": speculator})
-
     def draft_bytes(self, model: PreTrainedModel) -> int | None:
         """Bytes of the drafter's weights that are not the target's own; `None` where that is not known."""
         if self.network is None:
@@ -96,40 +86,25 @@ def with_baselines(model: PreTrainedModel, decoders: Sequence[Decoder], stock: b
         decoders (`Sequence[Decoder]`): Methods, from [`load_decoders`].
         stock (`bool`): Also [`stock_decoders`].
     """
-    (undrafted,), _ = load_decoders(model, [NO_DRAFTS])
+    (undrafted,) = load_decoders(model, [NO_DRAFTS])
     others = [decoder for decoder in decoders if decoder.settings != undrafted.settings]
     return [plain_decoder(), undrafted, *(stock_decoders(others) if stock else []), *others]
 
 
-def load_decoders(
-    model: PreTrainedModel, specs: Sequence[Any], *, names: Sequence[str | None] = (), skip_missing: bool = False
-) -> tuple[list[Decoder], dict[str, str]]:
-    """Loads the methods, all before the first forward.
+def load_decoders(model: PreTrainedModel, specs: Sequence[Any], *, names: Sequence[str | None] = ()) -> list[Decoder]:
+    """Loads the methods, all before the first forward, under distinct names.
 
     Args:
         model (`PreTrainedModel`): The target.
-        specs (`Sequence[Any]`): What `load_speculator` takes, such as settings from [`read_spec`].
+        specs (`Sequence[Any]`): What `load_speculator` takes, such as flat settings.
         names (`Sequence[str]`, *optional*): Names of the rows; without one the method's.
-        skip_missing (`bool`): Leave out methods whose optional package is missing.
-
-    Returns:
-        The methods, with distinct names, and for each one left out the reason.
 
     Raises:
         SpecConfigError: Settings are wrong, or do not fit the target.
-        MissingDependencyError: An optional package is missing, and must not be.
+        MissingDependencyError: An optional package is missing.
     """
-    loaded, missing = [], {}
-    for spec, title in zip_longest(specs, names):
-        try:
-            speculator = load_speculator(model, spec)
-        except MissingDependencyError as error:
-            if not skip_missing:
-                raise
-            missing[title or str(spec.get("method") if isinstance(spec, Mapping) else spec)] = str(error)
-        else:
-            loaded.append((title or speculator.method, speculator))
-    distinct = _distinct([title for title, _ in loaded], [speculator.config for _, speculator in loaded])
+    loaded = [load_speculator(model, spec) for spec in specs]
+    titles = [title or speculator.method for title, speculator in zip_longest(names, loaded)]
     return [
         Decoder(
             name,
@@ -138,18 +113,19 @@ def load_decoders(
             speculator,
             speculator.generator_class.network(speculator.resources),
         )
-        for name, (_, speculator) in zip(distinct, loaded)
-    ], missing
+        for name, speculator in zip(_distinct(titles, [speculator.config for speculator in loaded]), loaded)
+    ]
 
 
 def stock_decoders(decoders: Sequence[Decoder]) -> list[Decoder]:
-    """Lists transformers' own assisted generation: prompt lookup, and the counterparts of the methods with the same k.
+    """Lists transformers' own ways: a static cache, prompt lookup, and counterparts of the methods with the same k.
 
-    All of them take one row. Some cannot run, which shows in the warm-up.
+    Those that draft take one row. Some cannot run, which shows in the warm-up.
     """
     lengths = [decoder.speculator.config.fixed_length for decoder in decoders if decoder.counterpart == _LOOKUP]
     count = next((length for length in lengths if length is not None), _PROMPT_LOOKUP_TOKENS)
-    found = [_stock("prompt_lookup", {_LOOKUP: count})]
+    static = replace(_stock("static", {"cache_implementation": "static"}), max_batch_size=None)
+    found = [static, _stock("prompt_lookup", {_LOOKUP: count})]
     for decoder in decoders:
         if decoder.counterpart == _ASSISTED:
             found.append(_assisted(decoder))
@@ -183,65 +159,6 @@ def _assisted(decoder: Decoder) -> Decoder:
 
 def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-# ------------------------------------------------------------------------------------------------------------ `--spec`
-
-
-def read_spec(text: str, named: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any] | str:
-    """Reads the text of a `--spec` as settings that `load_speculator` takes.
-
-    Args:
-        text (`str`): A method, a repo id, a folder, JSON, or any of the first three followed by settings:
-            `eagle3,model=user/head,k=4`, where `k` is `num_speculative_tokens`.
-        named (`Mapping`, *optional*): Settings that have a name, or hold for a method without a `model`.
-
-    Returns:
-        `dict` of flat settings, or the text itself where it is a name.
-    """
-    named = named or {}
-    if text in named:
-        return {**named[text]}
-    if text.startswith("{"):
-        try:
-            settings = parse_json(text)
-        except ValueError as error:
-            raise SpecConfigError(f"--spec {shown(text)} is no JSON: {error}.") from error
-    elif ("=" in text or "," in text) and not os.path.exists(text):
-        settings = _pairs(text)
-    else:
-        settings = {"method": text}
-    # Of a combination the last method has the model.
-    own = {} if "model" in settings else named.get(str(settings.get("method")).rpartition(COMBINING)[2], {})
-    return text if settings == {"method": text} and not own else {**own, **settings}
-
-
-def _pairs(text: str) -> dict[str, Any]:
-    first, *rest = text.split(",")
-    texts = {setting.key for setting in describe_settings() if setting.type == "str | None"}
-    settings: dict[str, Any] = {}
-    if "=" in first:
-        rest = [first, *rest]
-    else:
-        settings["model" if "/" in first or os.path.exists(first) else "method"] = first.strip()
-    for part in rest:
-        key, equals, value = map(str.strip, part.partition("="))
-        if not equals or not key:
-            raise SpecConfigError(
-                f"--spec '{text}': '{part}' is no key=value. Write lists and texts with commas as JSON: "
-                "'{\"method\": ..., ...}'."
-            )
-        key = "num_speculative_tokens" if key == "k" else key
-        settings[key] = value if key in texts and value != "null" else _value(value)
-    return settings
-
-
-def _value(text: str) -> Any:
-    """Reads numbers, true, false and null as in JSON, everything else as text."""
-    try:
-        return parse_json(text)
-    except ValueError:
-        return text
 
 
 def _distinct(titles: Sequence[str], configs: Sequence[SpeculativeConfig]) -> list[str]:

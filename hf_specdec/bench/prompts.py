@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import re
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import demo
 from ..demo import Prompt
-from ..errors import SpecConfigError
-from ..folders import home_folder
+from ..errors import SpecConfigError, shown
+from ..machine import home_folder
+from ..prompts import PROMPT_FIELDS, WHOLE_FIELDS, is_chat, json_records, prompts_in
 from ..validation import is_int
 
 
@@ -39,8 +39,8 @@ _DOWNLOAD_SECONDS = 60
 # Spec-Bench's tables have these, the categories of MT-Bench, in one column.
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
-# Keys of a record for its text, its name and its sort of text.
-_TEXT_KEYS = ("prompt", "text", "turns", "question", "instruction")
+_FIELDS = (*PROMPT_FIELDS, *WHOLE_FIELDS)
+# Keys of a record for its name and its sort of text.
 _NAME_KEYS = ("name", "question_id", "id")
 _KIND_KEYS = ("category", "kind", "task")
 
@@ -66,10 +66,10 @@ def read_prompts(source: str, max_new_tokens: int = 256, per_kind: int | None = 
     """The prompts that `--prompts` names.
 
     Args:
-        source (`str`): "demo", "spec-bench", or a file. A file of JSON (an object a line, or one list) has records
-            with a text under `prompt`, `text`, `turns` (the first turn), `question` or `instruction`, and optionally
-            `name` or `question_id`, `category`, and `max_new_tokens`; strings are texts. Any other file is text: its
-            paragraphs, or where no line is empty its lines.
+        source (`str`): "demo", "spec-bench", or a file. A file of JSON (an object a line, or in a `.json` file one
+            list) has records with a text in one of the fields of `hf_specdec.prompts`, or a chat, of which the user's
+            first message is taken, and optionally `name` or `question_id`, `category`, and `max_new_tokens`; strings
+            are texts. Any other file is text: its paragraphs, or where no line is empty its lines.
         max_new_tokens (`int`): How many tokens to generate; a record's own number holds where it is smaller.
         per_kind (`int`, *optional*): Only so many of each kind, the first ones.
 
@@ -85,6 +85,11 @@ def read_prompts(source: str, max_new_tokens: int = 256, per_kind: int | None = 
         ]
     else:
         prompts = _read_file(Path(source), max_new_tokens)
+    return first_of_kinds(prompts, max_new_tokens, per_kind)
+
+
+def first_of_kinds(prompts: Sequence[Prompt], max_new_tokens: int, per_kind: int | None) -> list[Prompt]:
+    """The first prompts of each kind, or all, with at most so many tokens to generate."""
     prompts = [replace(prompt, max_new_tokens=min(prompt.max_new_tokens, max_new_tokens)) for prompt in prompts]
     if per_kind is None:
         return prompts
@@ -203,9 +208,9 @@ def _read_file(path: Path, max_new_tokens: int) -> list[Prompt]:
             f"The prompts in '{path}' cannot be read: {error}. Pass a file, '{SPEC_BENCH}' or '{DEMO}'."
         ) from error
     if path.suffix in (".json", ".jsonl") or content.lstrip()[:1] == "{":
-        records = list(_records(content, str(path)))
+        records = json_records(content, path, 'Write an object such as {"prompt": ...}.')
     else:
-        records = [(f"{path}, {index}", text) for index, text in enumerate(_texts(content), start=1)]
+        records = [(f"Text {number} of '{path}'", text) for number, text in enumerate(_texts(content), start=1)]
     if not records:
         raise SpecConfigError(f"'{path}' has no prompts. Put one in each line, as text or as JSON with a `prompt`.")
     width = len(str(len(records)))
@@ -226,32 +231,15 @@ def _texts(content: str) -> list[str]:
     return [text for text in texts if text.strip()]
 
 
-def _records(content: str, path: str) -> Iterator[tuple[str, Any]]:
-    """The records of one list, or of one object a line, each with the place where it stands."""
-    if content.lstrip()[:1] == "[":
-        for number, record in enumerate(_parsed(content, path), start=1):
-            yield f"{path}, entry {number}", record
-        return
-    for number, line in enumerate(content.splitlines(), start=1):
-        if line.strip():
-            yield f"{path}, line {number}", _parsed(line, f"{path}, line {number}")
-
-
-def _parsed(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SpecConfigError(f'{place}: no JSON: {error}. Write an object such as {{"prompt": ...}}.') from error
-
-
 def _prompt(record: Any, place: str, name: str, max_new_tokens: int) -> Prompt:
     record = record if isinstance(record, dict) else {"prompt": record}
-    text = _first(record, _TEXT_KEYS)
-    if isinstance(text, list) and text:
-        text = text[0]
+    text: Any = next(iter(prompts_in(record, _FIELDS).values()), None)
+    if is_chat(text):
+        messages = [message for message in text if isinstance(message, Mapping)]
+        text = next((message.get("content") for message in messages if message.get("role") == "user"), None)
     if not isinstance(text, str) or not text.strip():
         raise SpecConfigError(
-            f"{place}: a prompt is a text, or an object with one of {', '.join(_TEXT_KEYS)}; got {record!r:.80}."
+            f"{place} is no prompt: a text, or an object with one of {', '.join(_FIELDS)}; got {shown(record)}."
         )
     longest = record.get("max_new_tokens", max_new_tokens)
     if not is_int(longest) or longest < 2:

@@ -1,6 +1,6 @@
 """Reports a measurement as plain JSON types: the figures of every way of decoding at every batch size.
 
-`rows` have a figure under its name, and under `spread` of the same name low, high and n.
+`rows` have a figure under its name, and those of several values under `spread` of the same name low, high and n.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..machine import describe_environment
 from ..method import NO_DRAFTS
 from .decoders import PLAIN, Decoder
 from .engine import Call, Measurement, Round, find_differences
-from .figures import Figure, median_and_quartiles, median_and_range, percentiles, pooled
+from .figures import median_and_range, percentiles, pooled
 from .prompts import Batch
 
 
@@ -138,17 +138,17 @@ def _figures(rounds: Sequence[Round], name: str, indices: Sequence[int], greedy:
     figures = {
         "tokens_per_second": median_and_range(speeds),
         **{key: median_and_range([a / b for a, b in zip(speeds, pace)]) for key, pace in paces.items()},
-        "first_token_seconds": median_and_quartiles([call.first_token_seconds for call in calls], "calls"),
-        "mean_acceptance_length": _acceptance_length(texts),
-        # Among those that were compared, and among all; `None` where nothing is known of drafts.
-        "acceptance_rate": pooled(accepted, [one.num_reached_tokens for one in stats], "draft tokens"),
-        "draft_acceptance_rate": pooled(accepted, [one.num_draft_tokens for one in stats], "draft tokens"),
-        "draft_share": pooled(*zip(*drafting)) if drafting else None,
+        "first_token_seconds": median_and_range([call.first_token_seconds for call in calls]),
     }
     return {
-        **{key: None if figure is None else figure.value for key, figure in figures.items()},
+        **{key: figure.value for key, figure in figures.items()},
+        "mean_acceptance_length": _acceptance_length(texts),
+        # Among those that were compared, and among all; `None` where nothing is known of drafts.
+        "acceptance_rate": pooled(accepted, [one.num_reached_tokens for one in stats]),
+        "draft_acceptance_rate": pooled(accepted, [one.num_draft_tokens for one in stats]),
+        "draft_share": pooled(*zip(*drafting)) if drafting else None,
         "num_tokens": sum(rounds[-1][name][index].num_tokens for index in indices),
-        "spread": {key: figure.spread_to_dict() for key, figure in figures.items() if figure is not None},
+        "spread": {key: figure.spread_to_dict() for key, figure in figures.items()},
     }
 
 
@@ -161,25 +161,23 @@ def _tokens_per_second(calls: Sequence[Call], indices: Sequence[int]) -> float:
     return sum(calls[index].num_tokens for index in indices) / sum(calls[index].seconds for index in indices)
 
 
-def _acceptance_length(calls: Sequence[Call]) -> Figure:
+def _acceptance_length(calls: Sequence[Call]) -> float:
     """Over all cycles of rows, the first token of each row apart."""
     cycles = [len(call.cycle_seconds) if call.stats is None else call.stats.num_row_cycles for call in calls]
-    if not any(cycles):
-        return Figure(1.0, 1.0, 1.0, 0, "cycles", "bootstrap")
-    return pooled([call.mean_acceptance_length * n for call, n in zip(calls, cycles)], cycles, "cycles")
+    return pooled([call.mean_acceptance_length * n for call, n in zip(calls, cycles)], cycles) or 1.0
 
 
 def _details(rounds: Sequence[Round], name: str, greedy: bool) -> dict[str, Any]:
     """Times of cycles, acceptance by position, and memory, over all batches."""
     calls = [call for one in rounds for call in one[name]]
     cycles = np.concatenate([call.cycle_seconds for call in calls])
-    positions = _accepted_per_position([call for one in _with_own_texts(rounds, greedy) for call in one[name]])
     stats = [call.stats for call in calls if call.stats is not None]
     memory = [call.memory_bytes for call in calls if call.memory_bytes is not None]
     return {
-        "cycle_seconds": {**percentiles(cycles), "n": len(cycles), "over": "cycles"} if len(cycles) else None,
-        "accepted_per_position": [figure.value for figure in positions],
-        "accepted_per_position_spread": [figure.spread_to_dict() for figure in positions],
+        "cycle_seconds": {**percentiles(cycles), "n": len(cycles)} if len(cycles) else None,
+        "accepted_per_position": _accepted_per_position(
+            [call for one in _with_own_texts(rounds, greedy) for call in one[name]]
+        ),
         "peak_memory_bytes": max(memory, default=None),
         "is_lossless": all(one.is_lossless for one in stats),
         "notes": _distinct([note for one in stats for note in one.notes]),
@@ -196,13 +194,13 @@ def _distinct(notes: Sequence[str]) -> list[str]:
     ]
 
 
-def _accepted_per_position(calls: Sequence[Call]) -> list[Figure]:
+def _accepted_per_position(calls: Sequence[Call]) -> list[float]:
     """Share of the drafts of which at least 1, 2, ... tokens were accepted."""
     stats = [call.stats for call in calls if call.stats is not None and call.stats.num_drafts]
     depth = max((len(one.num_accepted_tokens_per_pos) for one in stats), default=0)
     counts = [[*one.num_accepted_tokens_per_pos, *[0] * depth][:depth] for one in stats]
     drafts = [one.num_drafts for one in stats]
-    return [pooled(accepted, drafts, "drafts") for accepted in zip(*counts)]
+    return [sum(accepted) / sum(drafts) for accepted in zip(*counts)]
 
 
 def _same_texts(rounds: Sequence[Round], name: str, batches: Sequence[Batch]) -> dict[str, Any]:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import ref
 
 from ..logits.randomness import RowUniforms
-from ..logits.rules import StandardRule, acceptance_rule
+from ..logits.rules import acceptance_rule
 from ..logits.sampling import DraftSampler
-from ..loop.judging import WAITING, Judging, Verifier
+from ..loop.judging import Judging
 from ..loop.loop import DecodingLoop
-from ..loop.observers import AcceptanceWatch, ColumnStreamer, Listeners, Observer, OutputRecorder, Statistics
+from ..loop.observers import AcceptanceWatch, ColumnStreamer, Listeners, Observer, Observers, Statistics
+from ..loop.recorder import OutputRecorder
 from ..loop.rows import Group, Rows
 from ..loop.tracing import Tracer
 from ..metrics import SpecDecodingStats, begin_call
-from ..protocol import DrafterSource, Session
+from ..protocol import Session
+from ..speculator import GivenCandidateGenerator, Speculator
 from ..target.cache import SlotCache
 from ..target.facts import model_profile
 from ..target.graphs import call_graphs
 from ..target.lean import slot_model
 from ..target.parts.adapters import ADAPTED_ROW, OutsideOfAdapters, RowInputs
-from ..target_facts import vocabulary_size
+from ..target_facts import model_name, vocabulary_size
 from .output import KeptCache, returned
 
 
@@ -38,17 +41,16 @@ if TYPE_CHECKING:
 _MOST_ROOM = 1024
 
 
-def decode(request: Request, speculator: DrafterSource) -> torch.LongTensor | SpeculativeOutput:
+def decode(request: Request, speculator: Speculator | GivenCandidateGenerator) -> torch.LongTensor | SpeculativeOutput:
     """Decodes one call: token ids `(B, L)`, or a `SpeculativeOutput` if its config asks for a dict."""
     recorder = OutputRecorder(request.batch_size, request.generation_config)
     group = Group(request, recorder.scores)
-    observers: list[Observer] = [recorder] if recorder.reads_logits else []
-    with closing(build(request, speculator, Rows(request.batch_size), [group], observers)) as loop:
+    with closing(build(request, speculator, Rows(request.batch_size), [group], recorder)) as loop:
         loop.run()
         loop.end()
-        if group.stop.num_cut_back:
+        if num_cut_back := group.texts.num_cut_back:
             loop.stats.notes.append(
-                f"{group.stop.num_cut_back} tokens after the ends of rows have been generated and cut off: a stopping "
+                f"{num_cut_back} tokens after the ends of rows have been generated and cut off: a stopping "
                 "criterion is shown a column when all rows have reached it."
             )
         return returned(loop, group, recorder)
@@ -56,47 +58,35 @@ def decode(request: Request, speculator: DrafterSource) -> torch.LongTensor | Sp
 
 def build(
     request: Request,
-    speculator: DrafterSource,
+    speculator: Speculator | GivenCandidateGenerator,
     rows: Rows,
     groups: list[Group],
-    observers: list[Observer],
+    recorder: OutputRecorder | None = None,
+    observers: list[Observer] | None = None,
     is_first: bool = True,
     is_reported: bool = True,
 ) -> DecodingLoop:
     """The loop of a call of `generate()`, which is one group, or of many requests.
 
-    Args:
-        request (`Request`): All prompts as one batch, for the forward that reads them.
-        speculator (`DrafterSource`): Makes the candidate generator.
-        rows (`Rows`): Places for the rows that it may come to have at a time.
-        groups (`list[Group]`): Those that it begins with, in the order of the batch.
-        observers (`list[Observer]`): Those of the caller.
-        is_first (`bool`): There is no other loop that it will join, so it has graphs, and listeners are told of it.
-        is_reported (`bool`): Listeners are told of loops.
-
-    Raises:
-        SpecConfigError: The acceptance rule cannot do what a request wants.
-        UnsupportedModelError: The target's attention cannot take masks of a draft.
+    The request has all prompts as one batch, for the forward that reads them; `rows` has places for all that may come.
+    A loop that is not the first one will join another: it has no graphs, and listeners are not told of it.
     """
-    model, profile = request.model, model_profile(request.model)
-    is_one_call = not groups[0].fails_alone
+    model = request.model
     samples = bool(request.generation_config.do_sample)
-    # Requests bring random numbers of their own.
-    if not is_one_call:
+    if groups[0].fails_alone:
+        # Requests bring random numbers of their own.
         uniforms = RowUniforms(0, request.device)
     else:
         uniforms = RowUniforms(request.draw_seed(), request.device) if samples else None
     # Tokens that a row may still get.
-    room = max(group.stop.max_length - group.sequences.lengths[0] for group in groups)
-    stats = SpecDecodingStats(
-        method=speculator.method, batch_size=request.batch_size, drafter=dict(getattr(speculator, "origin", {}))
-    )
+    room = max(group.texts.max_length - group.texts.lengths[0] for group in groups)
+    stats = SpecDecodingStats(method=speculator.method, batch_size=request.batch_size, drafter=dict(speculator.origin))
     session = Session(
         batch_size=len(rows.places),
         max_length=request.input_ids.shape[1] + room,
         device=request.device,
         sampler=DraftSampler(rows, uniforms if samples else None, vocabulary_size(model)),
-        supports_trees=profile.supports_trees,
+        supports_trees=model_profile(model).supports_trees,
         notes=stats.notes,
         group=request.processes,
     )
@@ -104,71 +94,50 @@ def build(
     stats.num_spec_tokens = drafter.num_speculative_tokens
     with ExitStack() as if_it_fails:
         if_it_fails.callback(drafter.close)
-        recorder = next((observer for observer in observers if isinstance(observer, OutputRecorder)), None)
-        wants_states = recorder is not None and recorder.wants_states
-
-        def make_rule(of_rows: RowUniforms | None) -> StandardRule:
-            return acceptance_rule(
-                drafter.config,
-                drafter.samples_drafts,
-                of_rows,
-                lambda: uniforms or RowUniforms(request.draw_seed(), request.device),
-                model.training,
-            )
-
-        judging = Judging(rows, make_rule, uniforms, samples)
+        make_rule = partial(
+            acceptance_rule,
+            *(drafter.config, drafter.num_speculative_tokens, drafter.samples_drafts),
+            new_uniforms=lambda: uniforms or RowUniforms(request.draw_seed(), request.device),
+            is_training=model.training,
+        )
+        judging = Judging(rows, make_rule, uniforms, samples, stats.notes)
         stats.rejection_sample_method = judging.rule.name
         if judging.rule.note:
             stats.notes.append(judging.rule.note)
-        if is_one_call:
-            (group,) = groups
-            scores = None if recorder is None else recorder.scores
-            verifier = Verifier(group.stack, rows, judging.rule, scores, _why_equal(group), request.batch_size)
-            if verifier.why_equal:
-                stats.notes.append(WAITING.format(verifier.why_equal))
-            group.verifier = verifier
-            rows.enter(group, list(range(request.batch_size)))
-        else:
-            for number, group in enumerate(groups):
-                judging.enter(group, number)
-                rows.enter(group, [number])
+        for group in groups:
+            rows.enter(group)
+            judging.enter(group, len(rows.active) - 1, None if recorder is None else recorder.scores)
+            if why := group.verifier.why_equal or _why_equal(group):
+                judging.keep_equal(why)
+        wants_states = recorder is not None and recorder.wants_states
         target = _target(request, drafter, room, wants_states)
-        if row_inputs := request.row_inputs():
+        row_inputs = request.row_inputs()
+        if row_inputs:
             target.parts.append(RowInputs(model, row_inputs))
         if_it_fails.callback(target.close)
         session.target_ref = ref(target)
         if ADAPTED_ROW in row_inputs:
             drafter = OutsideOfAdapters(drafter, model)
-        config = getattr(speculator, "config", None)
         if is_first:
             graphs = call_graphs(
                 model,
                 largest=drafter.num_draft_nodes + 1,
-                enforce_eager=getattr(config, "enforce_eager", False),
+                enforce_eager=speculator.config is not None and speculator.config.enforce_eager,
                 all_hidden_states=wants_states,
                 row_inputs=tuple(row_inputs),
             )
             target.use_graphs(graphs)
-        judging.rule.check_depth(drafter.num_speculative_tokens)
         if_it_fails.pop_all()
-    observers = [Statistics(stats, drafter, target), *observers]
-    if is_one_call and request.keeps_cache:
-        observers.append(KeptCache(groups[0], target))
+    watching: list[Observer] = [Statistics(stats, rows, drafter, target), *(observers or [])]
+    if recorder is not None and recorder.reads_logits:
+        watching.append(recorder)
+    if request.keeps_cache:
+        watching.append(KeptCache(groups[0], target))
     if is_first and is_reported:
-        is_adaptive = getattr(speculator, "is_adaptive", False)
-        # A model that was made from a config alone has no name but its class.
-        progress = begin_call(stats, model.config._name_or_path or type(model).__name__)
-        if progress.traces:
-            observers.append(Tracer(progress.traces, stats.method, is_joint=not is_one_call))
-        if progress.observers:
-            observers.append(Listeners(progress))
-        # With an adaptive length, drafts that do not pay are not made for long.
-        if config is not None and not is_adaptive:
-            observers.append(AcceptanceWatch(stats, model, config))
+        watching += _reports(request, speculator, stats, is_joint=groups[0].fails_alone)
     if request.streamer is not None:
-        observers.append(ColumnStreamer(request.streamer, groups[0]))
-    judging.reads_drafts = any(observer.reads_drafts for observer in observers)
-    return DecodingLoop(request, session, rows, drafter, target, judging, observers, stats)
+        watching.append(ColumnStreamer(request.streamer, groups[0]))
+    return DecodingLoop(request, session, rows, drafter, target, judging, Observers(watching), stats)
 
 
 def _why_equal(group: Group) -> str | None:
@@ -176,7 +145,7 @@ def _why_equal(group: Group) -> str | None:
     request, profile = group.request, model_profile(group.request.model)
     if request.batch_size > 1 and profile.counts_slots:
         return "the target model tells positions from the order of its cache"
-    if request.keeps_cache and profile.is_recurrent and group.stop.may_cut_back:
+    if request.keeps_cache and profile.is_recurrent and group.texts.may_cut_back:
         return (
             "stopping criteria may end a row before its last tokens, and the cache to be returned has a recurrent "
             "state, which cannot be cut back"
@@ -192,3 +161,19 @@ def _target(request: Request, drafter: CandidateGenerator, room: int, wants_stat
     target.most_committed = drafter.num_speculative_tokens + 1
     target.num_successors = min(drafter.num_best_tokens, vocabulary_size(request.model))
     return target
+
+
+def _reports(
+    request: Request, speculator: Speculator | GivenCandidateGenerator, stats: SpecDecodingStats, is_joint: bool
+) -> list[Observer]:
+    """Those who are told of the calls of this process."""
+    model, config, observers = request.model, speculator.config, []
+    progress = begin_call(stats, model_name(model))
+    if progress.traces:
+        observers.append(Tracer(progress.traces, stats.method, is_joint))
+    if progress.observers:
+        observers.append(Listeners(progress))
+    # With an adaptive length, drafts that do not pay are not made for long.
+    if config is not None and not speculator.is_adaptive:
+        observers.append(AcceptanceWatch(stats, model, config))
+    return observers

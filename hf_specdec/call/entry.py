@@ -11,6 +11,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -21,16 +22,15 @@ from transformers.generation.candidate_generator import CandidateGenerator as Hf
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
-from ..arguments import ARGUMENTS, SpeculativeArguments, asked_for, objects_on
+from ..arguments import ARGUMENTS, asks_for_off, names_drafter, objects_on, original_generate, take_asked, with_objects
 from ..errors import SpecConfigError, shown
 from ..loader import load_speculator
 from ..method import NO_DRAFTS
-from ..patching import original_generate
 from ..speculator import GivenCandidateGenerator, Speculator
 from ..target.facts import model_profile
 from ..target.request import Request
 from ..target_facts import CACHE_NAMES, device_of, no_target
-from .build import decode as decode_call
+from .build import decode
 from .refusals import check_call, check_forward_inputs, effective
 
 
@@ -74,9 +74,9 @@ def generate(
     if not isinstance(model, GenerationMixin):
         raise no_target(model)
     original = original_generate(type(model))
-    asked = SpeculativeArguments(spec_method, spec_model, num_speculative_tokens, speculative, assistant)
-    asked = asked_for(model, args, kwargs, asked)
-    if not asked.given:
+    values = spec_method, spec_model, num_speculative_tokens, speculative, assistant
+    asked = with_objects(take_asked(dict(zip(ARGUMENTS, values))), model, args, kwargs)
+    if not asked:
         return original(model, *args, **kwargs)
     return generate_speculatively(model, original, args, kwargs, asked)
 
@@ -86,21 +86,14 @@ def generate_speculatively(
     original: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    asked: SpeculativeArguments,
+    asked: dict[str, Any],
 ) -> Any:
     """Runs [`generate`] where speculation is asked for; `original` is transformers' own function."""
     arguments = _by_name(original, model, args, kwargs)
-    if isinstance(arguments.get("custom_generate"), str) and _repository_speculates(model, arguments):
-        return original(model, **arguments, **asked.given)
-    if asked.is_off:
+    if asks_for_off(asked):
         return original(model, *args, **kwargs)
-    _hide_objects(model, arguments)
-    spelled = _spelled_settings(arguments)
-    call = _Call(model, arguments)
-    model_profile(model)
-    # Last, because it may load weights.
-    speculator = _load(model, asked, spelled)
-    return call.run(original, lambda request: decode_call(request, speculator))
+    settings = _settings_of_drafters(model, arguments)
+    return _run(model, original, arguments, lambda: partial(decode, speculator=_load(model, asked, settings)))
 
 
 def prepare_request(
@@ -117,7 +110,7 @@ def prepare_request(
         raise _IsPreparedError
 
     with suppress(_IsPreparedError):
-        _Call(model, dict(arguments), make_criterion).run(original_generate(type(model)), keep)
+        _run(model, original_generate(type(model)), dict(arguments), lambda: keep, make_criterion)
     return prepared[0]
 
 
@@ -126,132 +119,127 @@ class _IsPreparedError(Exception):
 
 
 def speculator_of_many(
-    model: PreTrainedModel, arguments: dict[str, Any], asked: SpeculativeArguments, tokenizer: Any = None
+    model: PreTrainedModel, arguments: dict[str, Any], asked: dict[str, Any], tokenizer: Any = None
 ) -> Speculator:
     """The drafter of a run of many requests; without one, and where it is off, that which drafts nothing.
 
     Settings of drafters are taken out of the run's `arguments`.
     """
-    asked = asked_for(model, (), arguments, asked)
-    _hide_objects(model, arguments)
+    asked = with_objects(asked, model, (), arguments)
     name = next((name for name in SPELLINGS if arguments.get(name) is not None), None)
-    spelled = _spelled_settings(arguments, tokenizer)
-    model_profile(model)
-    if asked.is_off:
-        return load_speculator(model, NO_DRAFTS)
-    if name is not None and not asked.choose_drafter:
+    settings = _settings_of_drafters(model, arguments, tokenizer)
+    if name is not None and not names_drafter(asked):
         raise SpecConfigError(
             f"`{name}` is about a drafter that the run names, and it names none. Pass `spec_method` or `assistant` as "
             "well, or leave it out."
         )
-    if not asked.given:
+    if asks_for_off(asked) or not asked:
         return load_speculator(model, NO_DRAFTS)
-    speculator = _load(model, asked, spelled)
+    speculator = _load(model, asked, settings)
     if not isinstance(speculator, Speculator):
         raise SpecConfigError(
-            f"A {type(asked.assistant).__name__} serves one call, and requests that join later need their own. Pass "
-            "the speculator, or name a `spec_method`."
+            f"A {type(asked['assistant']).__name__} serves one call, and requests that join later need their own. "
+            "Pass the speculator, or name a `spec_method`."
         )
     return speculator
 
 
-class _Call:
-    """A call of `generate()` that the loop can do, with its `arguments` by name, which are changed for it."""
+def _run(
+    model: PreTrainedModel,
+    original: Callable[..., Any],
+    arguments: dict[str, Any],
+    make_loop: Callable[[], Callable[[Request], Any]],
+    make_criterion: Callable[[Any, Any], StoppingCriteria] = StopStringCriteria,
+) -> Any:
+    """The output of transformers' `generate()` with another loop in the place of its own.
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        arguments: dict[str, Any],
-        make_criterion: Callable[[Any, Any], StoppingCriteria] = StopStringCriteria,
-    ):
-        self.began = perf_counter()
-        self.model = model
-        self.arguments = arguments
-        use_cache = arguments.get("use_cache", getattr(arguments.get("generation_config"), "use_cache", None))
-        if use_cache is None and model.generation_config.use_cache is False:
-            # A checkpoint that was saved so is still decoded with a cache; the user's own word counts.
-            arguments["use_cache"] = True
-        check_call(model, arguments)
-        caches = [arguments.pop(name, None) for name in CACHE_NAMES]
-        self.user_cache = next((cache for cache in caches if cache is not None), None)
-        tokenizer = arguments.pop("tokenizer", None)
-        if (strings := effective(model, arguments, "stop_strings")) is not None:
-            self._make_stop_criterion(strings, tokenizer, make_criterion)
-
-    def _make_stop_criterion(
-        self, strings: Any, tokenizer: Any, make_criterion: Callable[[Any, Any], StoppingCriteria]
-    ) -> None:
-        """Makes the stopping criterion of stop strings here: the way through `custom_generate` loses the tokenizer."""
+    `make_loop` is called last, because it may load weights; `arguments` are changed for the call.
+    """
+    began = perf_counter()
+    use_cache = arguments.get("use_cache", getattr(arguments.get("generation_config"), "use_cache", None))
+    if use_cache is None and model.generation_config.use_cache is False:
+        # A checkpoint that was saved so is still decoded with a cache; the user's own word counts.
+        arguments["use_cache"] = True
+    profile = model_profile(model)
+    check_call(model, arguments)
+    caches = [arguments.pop(name, None) for name in CACHE_NAMES]
+    user_cache = next((cache for cache in caches if cache is not None), None)
+    tokenizer = arguments.pop("tokenizer", None)
+    if (strings := effective(model, arguments, "stop_strings")) is not None:
+        # Their criterion is made here: the way through `custom_generate` loses the tokenizer. As in transformers, the
+        # user's own criterion of this kind takes the place of the argument.
         if tokenizer is None:
             raise SpecConfigError(
                 f"stop_strings={shown(strings)} needs the model's tokenizer. Pass `tokenizer=` as well."
             )
-        criteria = StoppingCriteriaList(self.arguments.get("stopping_criteria") or [])
-        # As in transformers, the user's own criterion of this kind takes the place of the argument.
+        criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
         if not any(type(criterion) is StopStringCriteria for criterion in criteria):
             criteria.append(make_criterion(tokenizer, strings))
-        self.arguments["stopping_criteria"] = criteria
-        self.arguments.pop("stop_strings", None)
-        config = self.arguments.get("generation_config")
-        if getattr(config, "stop_strings", None) is not None:
-            self.arguments["generation_config"] = config = copy.copy(config)
-            config.stop_strings = None
-        if getattr(self.model.generation_config, "stop_strings", None) is not None:
+        arguments["stopping_criteria"] = criteria
+        arguments.pop("stop_strings", None)
+        if getattr(model.generation_config, "stop_strings", None) is not None:
             # As an argument it overrides the model's own, which would otherwise be filled in.
-            self.arguments["stop_strings"] = None
+            arguments["stop_strings"] = None
+        if getattr(arguments.get("generation_config"), "stop_strings", None) is not None:
+            arguments["generation_config"] = copy.copy(arguments["generation_config"])
+            arguments["generation_config"].stop_strings = None
+    streamer = arguments.pop("streamer", None)
+    synced_gpus = arguments.pop("synced_gpus", None)
+    if synced_gpus is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+        synced_gpus = is_sharded and torch.distributed.get_world_size() > 1
+    source_inputs = _source_inputs(model, arguments) if model.config.is_encoder_decoder else {}
+    loop = make_loop()
 
-    def run(self, original: Callable[..., Any], use: Callable[[Request], Any]) -> Any:
-        """The output of transformers' `generate()` with `use` in the place of its loop."""
-        streamer = self.arguments.pop("streamer", None)
-        synced_gpus = self.arguments.pop("synced_gpus", None)
-        if synced_gpus is None and torch.distributed.is_available() and torch.distributed.is_initialized():
-            is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self.model)
-            synced_gpus = is_sharded and torch.distributed.get_world_size() > 1
-        source_inputs = _source_inputs(self.model, self.arguments) if self.model.config.is_encoder_decoder else {}
+    # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
+    def custom_generate(
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        check_forward_inputs(model, model_kwargs)
+        request = Request(
+            model=model,
+            input_ids=input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            model_kwargs=model_kwargs,
+            streamer=streamer,
+            synced_gpus=bool(synced_gpus),
+            user_cache=user_cache,
+            source_inputs=source_inputs,
+            began=began,
+        )
+        return loop(request)
 
-        # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
-        def decode(
-            model: PreTrainedModel,
-            input_ids: torch.LongTensor,
-            logits_processor: Any,
-            stopping_criteria: Any,
-            generation_config: Any,
-            **model_kwargs: Any,
-        ) -> Any:
-            check_forward_inputs(self.model, model_kwargs)
-            return use(
-                Request(
-                    model=self.model,
-                    input_ids=input_ids,
-                    logits_processor=logits_processor,
-                    stopping_criteria=stopping_criteria,
-                    generation_config=generation_config,
-                    model_kwargs=model_kwargs,
-                    streamer=streamer,
-                    synced_gpus=bool(synced_gpus),
-                    user_cache=self.user_cache,
-                    source_inputs=source_inputs,
-                    began=self.began,
-                )
-            )
-
-        original_device = _move_to_model(self.model, self.arguments)
-        cache = {} if self.user_cache is None else {model_profile(self.model).cache_name: self.user_cache}
-        output = original(self.model, **{**self.arguments, **cache, "custom_generate": decode})
-        if original_device is None:
-            return output
-        # Token ids go where the prompt came from, as in plain generation.
-        if torch.is_tensor(output):
-            return output.to(original_device)
-        output.sequences = output.sequences.to(original_device)
+    original_device = _move_to_model(model, arguments)
+    if user_cache is not None:
+        arguments[profile.cache_name] = user_cache
+    output = original(model, **{**arguments, "custom_generate": custom_generate})
+    if original_device is None:
         return output
+    # Token ids go where the prompt came from, as in plain generation.
+    if torch.is_tensor(output):
+        return output.to(original_device)
+    output.sequences = output.sequences.to(original_device)
+    return output
 
 
-def _spelled_settings(arguments: dict[str, Any], tokenizer: Any = None) -> dict[str, Any]:
-    """Takes the arguments of transformers' own assisted decoding that are settings of a drafter out of a call's.
+def _settings_of_drafters(model: PreTrainedModel, arguments: dict[str, Any], tokenizer: Any = None) -> dict[str, Any]:
+    """Takes what is about drafters out of a call's arguments: settings spelled as transformers' own are returned.
 
-    `tokenizer` is the target's, where the arguments have none.
+    Objects on its generation config go, in a copy, because transformers would copy what they hold. `tokenizer` is the
+    target's, where the arguments have none.
     """
+    config = arguments.get("generation_config") or model.generation_config
+    if objects_on(config) or objects_on(model.generation_config):
+        arguments["generation_config"] = config = copy.copy(config)
+        for name in ARGUMENTS:
+            vars(config).pop(name, None)
     early_exit, draft_tokenizer = (arguments.pop(name, None) for name in SPELLINGS)
     settings = {} if early_exit is None else {"assistant_early_exit": early_exit}
     if draft_tokenizer is not None:
@@ -266,11 +254,10 @@ def _spelled_settings(arguments: dict[str, Any], tokenizer: Any = None) -> dict[
 
 
 def _load(
-    model: PreTrainedModel, asked: SpeculativeArguments, spelled: dict[str, Any]
+    model: PreTrainedModel, asked: dict[str, Any], spelled: dict[str, Any]
 ) -> Speculator | GivenCandidateGenerator:
     """The drafter that a call asks for, with the settings that are spelled as transformers' own."""
-    assistant = asked.assistant
-    draft_model = asked.spec_model
+    assistant, draft_model = asked.get("assistant"), asked.get("spec_model")
     if assistant is not None:
         kind = type(assistant).__name__
         is_loaded = isinstance(assistant, (Speculator, HfCandidateGenerator))
@@ -284,33 +271,25 @@ def _load(
                 f"`assistant_early_exit` belongs to spec_method='early_exit', and `assistant` is a loaded {kind}. "
                 "Leave one of them out."
             )
-        if is_loaded and asked.given.keys() == {"assistant"}:
+        if is_loaded and asked.keys() == {"assistant"}:
             return assistant if isinstance(assistant, Speculator) else GivenCandidateGenerator(assistant)
         if not isinstance(assistant, torch.nn.Module):
-            found = f"{kind}. Use `spec_model` for a name."
+            got = f"{kind}. Use `spec_model` for a name."
             if isinstance(assistant, type):
                 name = assistant.__name__
-                found = f"the class {name}. Pass an instance, such as {name}(), or register it and name `spec_method`."
+                got = f"the class {name}. Pass an instance, such as {name}(), or register it and name `spec_method`."
             elif is_loaded:
-                found = f"{kind} together with other speculative arguments. Load the speculator with these settings."
+                got = f"{kind} together with other speculative arguments. Load the speculator with these settings."
             raise SpecConfigError(
-                f"`assistant` takes a loaded speculator, a draft model or a candidate generator, got {found}"
+                f"`assistant` takes a loaded speculator, a draft model or a candidate generator, got {got}"
             )
         if draft_model is not None:
             raise SpecConfigError("`assistant` and `spec_model` both name a draft model. Pass one of them.")
         draft_model = assistant
-    settings = {"method": asked.spec_method, "num_speculative_tokens": asked.num_speculative_tokens, **spelled}
+    length = asked.get("num_speculative_tokens")
+    settings = {"method": asked.get("spec_method"), "num_speculative_tokens": length, **spelled}
     settings["draft_model" if isinstance(draft_model, torch.nn.Module) else "model"] = draft_model
-    return load_speculator(model, asked.speculative, **settings)
-
-
-def _hide_objects(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """Takes drafters off the call's generation config, in a copy: transformers would copy what they hold."""
-    config = arguments.get("generation_config") or model.generation_config
-    if objects_on(config) or objects_on(model.generation_config):
-        arguments["generation_config"] = config = copy.copy(config)
-        for name in ARGUMENTS:
-            vars(config).pop(name, None)
+    return load_speculator(model, asked.get("speculative"), **settings)
 
 
 def _move_to_model(model: PreTrainedModel, arguments: dict[str, Any]) -> torch.device | None:
@@ -349,15 +328,3 @@ def _by_name(
     names = {parameter.kind: name for name, parameter in signature.parameters.items()}
     by_name = dict(arguments)
     return {**by_name.pop(names.get(inspect.Parameter.VAR_KEYWORD), {}), **by_name}
-
-
-def _repository_speculates(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
-    """`True` where `custom_generate` names an exported repository, whose function takes the speculative arguments.
-
-    It is loaded for that, which needs `trust_remote_code` as ever.
-    """
-    if not arguments.get("trust_remote_code"):
-        return False
-    others = {name: value for name, value in arguments.items() if name not in ("custom_generate", "model")}
-    function = model.load_custom_generate(arguments["custom_generate"], **others)
-    return getattr(function, "takes_speculative_arguments", False)

@@ -7,7 +7,7 @@ Shapes: B rows, H key/value heads, S slots, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,7 +16,8 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, S
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ..loop.loop import DecodingLoop
-from ..loop.observers import Observer, OutputRecorder
+from ..loop.observers import Observer
+from ..loop.recorder import OutputRecorder
 from ..loop.rows import Group
 from ..metrics import SpecDecodingStats
 from ..target.cache import fill_cache
@@ -59,26 +60,19 @@ def returned(
 ) -> torch.LongTensor | SpeculativeOutput | SpeculativeEncoderDecoderOutput:
     """Token ids `(B, L)` of a loop that has ended, or the output that the config asks for."""
     kept = next((observer for observer in loop.observers if isinstance(observer, KeptCache)), None)
-    if recorder.reads_logits:
-        recorder.cut(group.sequences.num_generated)
     cache = None if kept is None else kept.cache(loop.rows.active)
-    sequences = group.sequences.output()
-    if not group.request.generation_config.return_dict_in_generate:
+    sequences, request = group.texts.output(), group.request
+    if not request.generation_config.return_dict_in_generate:
         return sequences
-    shared = {
-        "sequences": sequences,
-        "scores": recorder.scores and recorder.scores.steps(),
-        "logits": recorder.logits and recorder.logits.steps(),
-        CACHE_FIELD: cache,
-    }
-    states = recorder.hidden_states()
+    lengths = [length - group.texts.prompt_length for length in group.texts.lengths]
+    fields = {"sequences": sequences, CACHE_FIELD: cache, **recorder.fields(lengths)}
     if loop.target.find(Source) is None:
-        return SpeculativeOutput(hidden_states=states, speculative=loop.stats, **shared)
+        return SpeculativeOutput(speculative=loop.stats, **fields)
+    states = fields.pop("hidden_states")
     if states is not None:
-        encoded = group.request.model_kwargs["encoder_outputs"]
-        shared["decoder_hidden_states"] = states
-        shared["encoder_hidden_states"] = getattr(encoded, "hidden_states", None)
-    output = SpeculativeEncoderDecoderOutput(**shared)
+        encoder_states = getattr(request.model_kwargs["encoder_outputs"], "hidden_states", None)
+        fields |= {"decoder_hidden_states": states, "encoder_hidden_states": encoder_states}
+    output = SpeculativeEncoderDecoderOutput(**fields)
     vars(output)["_speculative"] = loop.stats
     return output
 
@@ -91,27 +85,25 @@ class KeptCache(Observer):
         # Rows whose slots lie behind those of the active rows, in this order, and copies of those that would not stay.
         self._behind: list[int] = []
         self._copies: dict[int, list[tuple[torch.Tensor, ...]]] = {}
-        self._recurrent: dict[int, dict[int, RecurrentState]] = {}
+        self._states: dict[int, dict[int, RecurrentState]] = {}
 
     def begin(self, prompt: Any) -> None:
         # Of all rows: those that leave are left out in a copy.
         source = self._target.find(Source)
         self._crossed = None if source is None else source.keys.cross_attention_cache
+        self._recurrent = self._target.find(RecurrentLayers)
         # The slots may begin before the given tokens: a continued cache, or embeddings.
         self._num_unknown: int = self._target.cache.get_seq_length() - self._group.request.input_ids.shape[1]
 
     def leave(self, rows: list[int], indices: list[int]) -> list[int]:
-        self._keep_states(rows, indices)
+        if self._recurrent is not None:
+            self._states |= {rows[index]: self._recurrent.of_rows([index]) for index in indices}
         if self._target.cache.store is not None:
             # Graphs write to the slots of rows that they do not need.
             self._copies |= {rows[index]: self._target.cache.row_states(index) for index in indices}
             return []
         self._behind = [rows[index] for index in indices] + self._behind
         return indices
-
-    def _keep_states(self, rows: list[int], indices: Iterable[int]) -> None:
-        if (recurrent := self._target.find(RecurrentLayers)) is not None:
-            self._recurrent |= {rows[index]: recurrent.row_states(index) for index in indices}
 
     def cache(self, rows: list[int]) -> Any:
         """Keys and values of all rows, without those of their last tokens; `rows` are the active ones.
@@ -120,8 +112,8 @@ class KeptCache(Observer):
         it called the loop.
         """
         request = self._group.request
-        self._keep_states(rows, range(len(rows)))
-        states = [self._recurrent.get(row, {}) for row in range(request.batch_size)]
+        if self._recurrent is not None:
+            self._states |= {row: self._recurrent.of_rows([index]) for index, row in enumerate(rows)}
         prepared = request.model_kwargs.get(self._target.profile.cache_name)
         is_static = type(prepared) is StaticCache
         if is_static:
@@ -130,7 +122,7 @@ class KeptCache(Observer):
         config = request.model.config.get_text_config(decoder=True)
         cache: Cache = prepared if is_static else DynamicCache(config=config)
         fill_cache(cache, self._layers(rows + self._behind))
-        store_states(cache, states)
+        store_states(cache, [self._states.get(row, {}) for row in range(request.batch_size)])
         if self._crossed is not None:
             return EncoderDecoderCache(cache, self._crossed)
         if request.user_cache is None or is_static:
@@ -141,7 +133,7 @@ class KeptCache(Observer):
     def _layers(self, places: list[int]) -> Iterator[list[torch.Tensor]]:
         """What each layer has in its slots, `(B, H, S, D)`. The call's own are given up, one layer after the other."""
         # Of rows that were cut back, more has been read than is left.
-        ends = [self._num_unknown + length - 1 for length in self._group.sequences.lengths]
+        ends = [self._num_unknown + length - 1 for length in self._group.texts.lengths]
         is_whole = places == sorted(places) and len(places) == len(ends) and min(ends) == max(ends)
         for number, layer in enumerate(self._target.cache.layers):
             buffers = []

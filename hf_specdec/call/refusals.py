@@ -15,50 +15,42 @@ from ..target.facts import REPEATED_INPUTS, is_text_only
 from ..target_facts import CACHE_NAMES
 
 
-_EVERYWHERE = "every call"
-_SHARED = "requests that share a loop"
-
-# Arguments and settings of the generation config: where they are refused, values that ask for nothing, the remedy.
-_REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
-    "assistant_model": (_EVERYWHERE, (None,), "Pass the draft model as `assistant` or `spec_model` instead."),
-    "custom_generate": (_EVERYWHERE, (None,), "It replaces the decoding loop, and so does speculation."),
-    "num_beams": (_EVERYWHERE, (None, 1), "Beam search does not verify drafts; use num_beams=1."),
-    "use_cache": (_EVERYWHERE, (None, True), "Speculation keeps keys and values; leave `use_cache` out."),
-    "output_attentions": (
-        _EVERYWHERE,
-        (None, False),
-        "Attention weights of verified drafts are not kept; leave it out.",
-    ),
-    "penalty_alpha": (_EVERYWHERE, (None, 0, 0.0), "Contrastive search cannot be combined with speculation."),
-    "dola_layers": (_EVERYWHERE, (None,), "DoLa decoding cannot be combined with speculation."),
-    "constraints": (_EVERYWHERE, (None,), "Constrained beam search cannot be combined with speculation."),
-    "force_words_ids": (_EVERYWHERE, (None,), "Constrained beam search cannot be combined with speculation."),
-    "token_healing": (_EVERYWHERE, (None, False), "Heal the prompt beforehand, with `model.heal_tokens()`."),
-    "prompt_lookup_num_tokens": (_EVERYWHERE, (None,), "Use spec_method='ngram' instead of it, not together with it."),
-    "assistant_early_exit": (_EVERYWHERE, (None,), "Pass it to generate() itself, with spec_method='early_exit'."),
-    "use_mtp": (_EVERYWHERE, (None, False), "Leave out transformers' own assisted generation."),
-    "speculation_type": (_EVERYWHERE, (None,), "Leave out transformers' own assisted generation."),
+# Arguments and settings of the generation config: values that ask for nothing, and the remedy for all others.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "assistant_model": ((None,), "Pass the draft model as `assistant` or `spec_model` instead."),
+    "custom_generate": ((None,), "It replaces the decoding loop, and so does speculation."),
+    "num_beams": ((None, 1), "Beam search does not verify drafts; use num_beams=1."),
+    "use_cache": ((None, True), "Speculation keeps keys and values; leave `use_cache` out."),
+    "output_attentions": ((None, False), "Attention weights of verified drafts are not kept; leave it out."),
+    "penalty_alpha": ((None, 0, 0.0), "Contrastive search cannot be combined with speculation."),
+    "dola_layers": ((None,), "DoLa decoding cannot be combined with speculation."),
+    "constraints": ((None,), "Constrained beam search cannot be combined with speculation."),
+    "force_words_ids": ((None,), "Constrained beam search cannot be combined with speculation."),
+    "token_healing": ((None, False), "Heal the prompt beforehand, with `model.heal_tokens()`."),
+    "prompt_lookup_num_tokens": ((None,), "Use spec_method='ngram' instead of it, not together with it."),
+    "assistant_early_exit": ((None,), "Pass it to generate() itself, with spec_method='early_exit'."),
+    "use_mtp": ((None, False), "Leave out transformers' own assisted generation."),
+    "speculation_type": ((None,), "Leave out transformers' own assisted generation."),
     "cache_implementation": (
-        _EVERYWHERE,
         (None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window"),
         "Keys and values are kept in slots of the model's dtype on its device.",
     ),
-    "streamer": (_SHARED, (None,), "Results arrive as they end; for single tokens call generate()."),
+}
+
+# As well, where requests share a loop.
+_REFUSED_TOGETHER: dict[str, tuple[tuple[Any, ...], str]] = {
+    "streamer": ((None,), "Results arrive as they end; for single tokens call generate()."),
     **dict.fromkeys(
-        CACHE_NAMES, (_SHARED, (None,), "Each request begins with its prompt; for a continued cache call generate().")
+        CACHE_NAMES, ((None,), "Each request begins with its prompt; for a continued cache call generate().")
     ),
-    "inputs_embeds": (_SHARED, (None,), "Requests are tokens, texts or chats; for embeddings call generate()."),
-    "num_return_sequences": (_SHARED, (None, 1), "Pass the request several times."),
-    "output_scores": (_SHARED, (None, False), "Scores are not kept; call generate()."),
-    "output_logits": (_SHARED, (None, False), "Logits are not kept; call generate()."),
-    "output_hidden_states": (_SHARED, (None, False), "Hidden states are not kept; call generate()."),
-    "is_assistant": (_SHARED, (None, False), "Drafters draft inside of the loop. Leave it out."),
-    "synced_gpus": (
-        _SHARED,
-        (None, False),
-        "Processes that wait for each other must make the same forwards; call generate().",
-    ),
-    "attention_mask": (_SHARED, (None,), "Prompts have no padding; leave it out."),
+    "inputs_embeds": ((None,), "Requests are tokens, texts or chats; for embeddings call generate()."),
+    "num_return_sequences": ((None, 1), "Pass the request several times."),
+    "output_scores": ((None, False), "Scores are not kept; call generate()."),
+    "output_logits": ((None, False), "Logits are not kept; call generate()."),
+    "output_hidden_states": ((None, False), "Hidden states are not kept; call generate()."),
+    "is_assistant": ((None, False), "Drafters draft inside of the loop. Leave it out."),
+    "synced_gpus": ((None, False), "Processes that wait for each other must make the same forwards; call generate()."),
+    "attention_mask": ((None,), "Prompts have no padding; leave it out."),
 }
 
 # Arguments of the target's forward that the loop sets itself, or that only concern its output.
@@ -80,8 +72,8 @@ def effective(model: PreTrainedModel, arguments: Mapping[str, Any], name: str) -
 def check_call(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
     """Refuses a call of which speculation excludes a part, and names all such parts with their remedies."""
     problems = []
-    for name, (where, harmless, remedy) in _REFUSED.items():
-        value = effective(model, arguments, name) if where == _EVERYWHERE else None
+    for name, (harmless, remedy) in _REFUSED.items():
+        value = effective(model, arguments, name)
         if value is not None and _asks(value, harmless):
             problems.append(f"`{name}`{_said(value)}: {remedy}")
     seconds = effective(model, arguments, "max_time")
@@ -107,9 +99,9 @@ def check_call(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
 def check_sharing(arguments: Mapping[str, Any]) -> None:
     """Refuses what the rows of one loop cannot have."""
     config = arguments.get("generation_config")
-    for name, (where, harmless, remedy) in _REFUSED.items():
+    for name, (harmless, remedy) in _REFUSED_TOGETHER.items():
         value = arguments.get(name, getattr(config, name, None))
-        if where == _SHARED and _asks(value, harmless):
+        if _asks(value, harmless):
             raise SpecConfigError(f"`{name}`{_said(value)} is not for requests that share a loop. {remedy}")
 
 

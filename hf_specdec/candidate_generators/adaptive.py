@@ -12,23 +12,17 @@ Where the next draft is launched before the verdict on the one before is read, i
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from transformers.utils import logging
 
 from ..control.clock import CycleClock
-from ..control.controller import SpeculationController
+from ..control.controller import ScheduledLength, SpeculationController
 from ..control.rates import RowOutcome
-from ..control.schedule import ScheduledLength
 from ..drafting.defer import UnreadText
 from ..drafts import DraftTree
-from ..protocol import Commit, DeviceCommit, DraftStep, Lookups, Prompt, VerifiedNodes
+from ..protocol import Commit, DeviceCommit, DraftStep, Prompt
 from .base import CandidateGenerator
-
-
-if TYPE_CHECKING:
-    from ..protocol import Session
-    from ..settings.config import SpeculativeConfig
+from .wrapper import Wrapper
 
 
 logger = logging.get_logger(__name__)
@@ -37,20 +31,15 @@ logger = logging.get_logger(__name__)
 _MOST_HELD = 256
 
 
-class AdaptiveCandidateGenerator(CandidateGenerator):
+class AdaptiveCandidateGenerator(Wrapper):
     """Drives a method's candidate generator in one call, with lengths that a controller or a schedule chooses."""
 
     def __init__(self, generator: CandidateGenerator, controller: SpeculationController | ScheduledLength):
         self.generator = generator
         self.controller = controller
-        self.session: Session | None = generator.session
-        self.config: SpeculativeConfig | None = generator.config
-        self.num_speculative_tokens: int = generator.num_speculative_tokens
-        self.target_hidden_states: tuple[int | str, ...] = generator.target_hidden_states
-        self.num_best_tokens: int = generator.num_best_tokens
-        self.samples_drafts: bool | None = generator.samples_drafts
-        self._clock = CycleClock(self.session.device)
         self._unread = UnreadText(generator)
+        super().__init__(generator.config, generator.session, (generator,), (self._unread,))
+        self._clock = CycleClock(self.session.device)
         self._num_read = 0
         self._left = [self.session.max_length] * self.session.batch_size  # tokens that each row may still get
         self._draft: DraftTree | None = None  # of this cycle, if the method was asked for one
@@ -61,20 +50,8 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self._ahead: tuple[list[int], list[int]] | None = None  # rows of the next cycle, and their limits
         self._longest: list[int] = []  # the largest limit of each cycle
 
-    @property
-    def longest_row(self) -> tuple[int, str] | None:
-        return self.generator.longest_row
-
-    @property
-    def lookups(self) -> Lookups | None:
-        return self.generator.lookups
-
-    @property
-    def num_draft_nodes(self) -> int:
-        return self.generator.num_draft_nodes
-
     def prefill(self, prompt: Prompt) -> None:
-        self._unread.begin(prompt)
+        super().prefill(prompt)
         self._left = [left - prompt.input_ids.shape[1] for left in self._left]
         target = self.session.target
         if target is not None and target.graphs is not None and target.graphs.pads_drafts:
@@ -97,20 +74,21 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self._num_read = self._unread.num_tokens
         if self._num_read:
             self._unread.hand_over()
-            self._clock.read()
+            self._clock.mark()
         limited = replace(step, max_draft_tokens=self._limits, depth=max(limits))
         self._drafted = self._draft = self.generator.propose(limited)
         if self._cuts_drafts:
             self._draft = self.controller.sizes.cut(self._drafted, max(self._limits), self.session.agreed)
-            if self._drafted.is_rated_chain:
+            if self._drafted.is_chain:
                 # As if the drafter had ended it.
                 self._drafted = self._draft
-        self._clock.drafted()
+        self._clock.mark()
         return self._draft
 
     def _choose(self, rows: list[int]) -> list[int]:
         left = [max(self._left[row], 1) for row in rows]
-        return self.session.agreed(self.controller.limits(rows, self._unread.num_tokens, left))
+        limits = self.controller.limits(rows, self._unread.num_tokens, left)
+        return limits if self.session.group is None else self.session.agreed(limits)
 
     @property
     def drafts_ahead(self) -> bool:
@@ -131,22 +109,20 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
             draft = self.generator.draft_ahead(replace(commit, max_draft_tokens=limits))
         return None if self._cuts_drafts else draft
 
-    def learn(self, nodes: VerifiedNodes) -> None:
-        self.generator.learn(nodes)
-
     def observe(self, commit: Commit) -> None:
         for row, count in zip(commit.rows, commit.counts):
             self._left[row] -= count
+        observing = 0.0
+        if self._draft is not None:
+            began = self._clock.now()
+            self.generator.observe(commit)
+            observing = self._clock.now() - began
+        if self._longest and not self._is_resting:
+            self._count(commit, observing)
         if self._draft is None:
-            if self._longest and not self._is_resting:
-                self._count(commit, 0.0)
-            self._unread.add(commit)
-            if self._unread.num_commits >= _MOST_HELD:
+            self._unread.observe(commit)
+            if len(self._unread.commits) >= _MOST_HELD:
                 self._unread.hand_over()
-            return
-        began = self._clock.now()
-        self.generator.observe(commit)
-        self._count(commit, self._clock.now() - began)
 
     def _count(self, commit: Commit, observing: float) -> None:
         times = self._clock.end()
@@ -156,36 +132,28 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
             assert times.draft is not None, "the draft was not timed"
             # Observing is a part of drafting.
             times.draft, times.rest = times.draft + observing, times.rest - observing
-            num_nodes, num_drafted, depths = self._draft.size, self._drafted.size, self._drafted_depths()
+            num_nodes, num_drafted = self._draft.size, self._drafted.size
+            # It took as long as the drafter went deep, however few nodes are left. Asking a GPU would be a wait.
+            is_known = self._drafted is self._draft or self.session.device.type == "cpu"
+            depths = self._drafted.max_depths() if is_known else self._limits
             if self._cuts_drafts:
                 self.controller.sizes.observe(self._draft, commit.num_accepted)
         outcomes = list(map(RowOutcome, commit.rows, self._limits, depths, commit.num_accepted, commit.counts))
         reading = None if times.reading is None else (self._num_read, times.reading)
+        if times.draft is not None and self.generator.late_reading is not None:
+            num_late, seconds = self.generator.late_reading
+            times.draft -= seconds
+            reading = (self._num_read + num_late, (times.reading or 0.0) + seconds)
         self.controller.observe(outcomes, num_nodes, times.draft, times.rest, reading, num_drafted)
-
-    def _drafted_depths(self) -> list[int]:
-        """Depth to which the drafter went in each row, which is what it took, however few of the nodes are left."""
-        if self._drafted is self._draft or self.session.device.type == "cpu":
-            return self._drafted.max_depths()
-        # Asking a GPU would be a wait of its own.
-        return self._limits
-
-    def keep_rows(self, keep: list[int]) -> None:
-        self._unread.keep_rows(keep)
-
-    @property
-    def takes_rows(self) -> bool:
-        return self.generator.takes_rows
 
     def join(self, other: AdaptiveCandidateGenerator, numbers: dict[int, int]) -> None:
         self.controller.join(list(numbers.values()))
         for theirs, number in numbers.items():
             self._left[number] = other._left[theirs]
-        self._unread.join(other._unread, numbers)
+        super().join(other, numbers)
 
     def close(self) -> None:
-        self.generator.close()
-        self._unread.clear()
+        super().close()
         if self._longest:
             self.controller.close()
             note = (

@@ -19,12 +19,13 @@ from ..drafts import DraftTree
 from ..errors import SpecConfigError, UnsupportedModelError
 from ..kernels.best import with_successors
 from ..protocol import Commit, DraftStep, Prompt, Session, VerifiedNodes
+from ..settings.config import SpeculativeConfig
 from ..threads import cached_property
 from .base import CandidateGenerator
+from .row_trees import first_path
 
 
 if TYPE_CHECKING:
-    from ..settings.config import SpeculativeConfig
     from ..speculator import Speculator
 
 
@@ -36,20 +37,12 @@ class AssistedSide:
     """Tells a candidate generator as prefill and commits what transformers only shows as a text that grows.
 
     Nothing is drafted before the target has read the prompt, as in this package's loop, so that both have the same
-    cycles.
-
-    Args:
-        generator (`CandidateGenerator`): Without a session it is bound to its call by the first request.
-        target (`PreTrainedModel`, *optional*): The model that is decoded. Hidden states are captured in its forwards,
-            by hooks that leave with each of them; without it they are those that the host hands over, which lack what
-            enters the final norm.
-
-    Attributes:
-        num_matches (`int`): Draft tokens that were accepted last.
+    cycles. Hidden states are captured in forwards of the `target`, by hooks that leave with each of them; without it
+    they are those that the host hands over, which lack what enters the final norm.
     """
 
     def __init__(self, generator: CandidateGenerator, target: torch.nn.Module | None = None):
-        self.given = generator
+        self.unbound = generator
         self.target = target
         self.generator: CandidateGenerator | None = None  # what drafts, once the call has begun
         self.num_matches = 0
@@ -67,19 +60,7 @@ class AssistedSide:
         model_kwargs: dict[str, Any] | None = None,
         **others: Any,
     ) -> torch.LongTensor:
-        """Text and draft of shape `(1, L + N)`.
-
-        Args:
-            input_ids (`torch.LongTensor` of shape `(1, L)`): The text so far.
-            model_outputs (`ModelOutput`, *optional*): Of the target's last forward.
-            is_first_iteration (`bool`): The target has not read the prompt.
-            model_kwargs (`dict`, *optional*): Arguments of the target's forwards; of interest is the mask.
-            others: What the host says beside that.
-
-        Raises:
-            SpecConfigError: The generator has had its call, or the text has several rows.
-            UnsupportedModelError: The hidden states that it needs are not to be had.
-        """
+        """Text and draft `(1, L + N)` after a text `(1, L)`; the arguments are those of transformers' protocol."""
         if self.generator is None or is_first_iteration or input_ids.shape[1] < self._seen_length:
             self._begin(input_ids, model_kwargs or {})
         if is_first_iteration:
@@ -93,9 +74,11 @@ class AssistedSide:
         length = input_ids.shape[1]
         room = max(generator.session.max_length - length - 1, 0)
         depth = min(room, generator.num_speculative_tokens)
-        draft = first_path(generator.propose(DraftStep([0], input_ids[:, -1], [length - self._start], [depth])))
-        self._nodes = [*input_ids[0, -1:].tolist(), *draft.tolist()]
-        return torch.cat([input_ids, draft.to(input_ids)[None]], dim=1)
+        draft = generator.propose(DraftStep([0], input_ids[:, -1], [length - self._start], [depth]))
+        # The chain for those who can only verify chains.
+        path = first_path(draft.token_lists()[0], draft.parent_lists()[0])
+        self._nodes = [*input_ids[0, -1:].tolist(), *path]
+        return torch.cat([input_ids, input_ids.new_tensor([path])], dim=1)
 
     def _begin(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> None:
         if len(input_ids) != 1:
@@ -103,8 +86,8 @@ class AssistedSide:
                 f"transformers' assisted decoding takes one row, and the batch has {len(input_ids)}. Pass the "
                 "candidate generator as generate(assistant=...), which takes batches."
             )
-        session = self.given.session or Session(1, _UNKNOWN_LENGTH, input_ids.device, supports_trees=False)
-        self.generator, self._nodes = self.given.bind(session), []
+        session = self.unbound.session or Session(1, _UNKNOWN_LENGTH, input_ids.device, supports_trees=False)
+        self.generator, self._nodes = self.unbound.bind(session), []
         mask = model_kwargs.get("attention_mask")
         if torch.is_tensor(mask) and mask.dim() == 2:
             self._start = int(mask[0].ne(0).int().argmax())
@@ -195,25 +178,11 @@ class AssistedSide:
         return {key: states[-1] if key == "last" else states[key] for key in keys}
 
 
-def first_path(draft: DraftTree) -> torch.LongTensor:
-    """The path of the first row that always takes the first child: the chain for those who can only verify chains."""
-    tokens, parents = draft.token_lists()[0], draft.parent_lists()[0]
-    path, node = [], -1
-    for index, parent in enumerate(parents):
-        if parent == node:
-            path.append(tokens[index])
-            node = index
-    return torch.tensor(path, dtype=torch.long, device=draft.tokens.device)
-
-
 class UnboundCandidateGenerator(CandidateGenerator):
     """A candidate generator for one call that is not known yet: what [`Speculator.candidate_generator`] gives.
 
     `generate(assistant=...)` binds it to its call, and so does the first request of transformers' own assisted
     decoding, where `close()` ends it.
-
-    Args:
-        speculator (`Speculator`): Makes the method's generator once the call is known.
     """
 
     def __init__(self, speculator: Speculator):
@@ -236,9 +205,6 @@ class StockCandidateGenerator(CandidateGenerator):
     """Lets a candidate generator of transformers' own protocol draft for the loop, at batch size 1.
 
     Its drafts are verified as point masses, whatever they were drawn from, which keeps the target's distribution.
-
-    Args:
-        generator (`HfCandidateGenerator`): Of the user's.
     """
 
     # Upper bound only; stock generators choose their own length.

@@ -32,26 +32,31 @@ The data that the two hand to each other are in [`~protocol`].
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
 
+from ..drafting.state import RowState
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..logits.grammar.masks import GrowingMasks
-from ..logits.randomness import NODES_PER_ANCHOR
 from ..protocol import Commit, DeviceCommit, DraftStep, Lookups, Prompt, Session, VerifiedNodes
+from ..settings import SpeculativeConfig
 from ..threads import cached_property
-from .options import NoOptions
 
 
 if TYPE_CHECKING:
-    from ..settings import SpeculativeConfig
     from .assisted import AssistedSide
 
 
 _LEAST_SHARED_LENGTH = 4
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Options of a method that has none."""
 
 
 class CandidateGenerator(HfCandidateGenerator):
@@ -71,6 +76,7 @@ class CandidateGenerator(HfCandidateGenerator):
             share what was loaded; `None`: in all of them.
         samples_drafts (`bool`, *optional*): Draft tokens are sampled, and their distributions handed over. `None`: not
             known.
+        default_sample_method (`str`): What `draft_sample_method` is where the options leave it out.
         estimates_acceptance (`bool`): `acceptance_probs` says how good the last drafts are, as the first part of a
             combination must.
         leads (`bool`): In a combination its draft comes first, and that of a method which `continues_leads` after it.
@@ -89,6 +95,7 @@ class CandidateGenerator(HfCandidateGenerator):
     default_num_speculative_tokens: ClassVar[int] = 5
     most_speculative_tokens: ClassVar[int | None] = None
 
+    default_sample_method: ClassVar[str] = "greedy"
     estimates_acceptance: ClassVar[bool] = False
     leads: ClassVar[bool] = False
     continues_leads: ClassVar[bool] = False
@@ -100,6 +107,10 @@ class CandidateGenerator(HfCandidateGenerator):
     loaded_by: ClassVar[tuple[str, ...] | None] = None
     # Lookups in texts until now; `None` for methods that look nothing up.
     lookups: Lookups | None = None
+    # Tokens of all rows that a part read late, in the last draft, and the seconds of that.
+    late_reading: tuple[int, float] | None = None
+    # What is kept of the active rows.
+    state: RowState | None = None
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> Any:
@@ -164,10 +175,10 @@ class CandidateGenerator(HfCandidateGenerator):
         Raises:
             SpecConfigError: It has had its call, or was made for another number of rows.
         """
-        own, name, mark = self.session, type(self).__name__, "_CandidateGenerator__call"
-        if own is not None and own.batch_size != session.batch_size and mark not in vars(self):
+        earlier, name, mark = self.session, type(self).__name__, "_CandidateGenerator__call"
+        if earlier is not None and earlier.batch_size != session.batch_size and mark not in vars(self):
             raise SpecConfigError(
-                f"This {name} was made for {own.batch_size} rows, and the batch has {session.batch_size}. Make it "
+                f"This {name} was made for {earlier.batch_size} rows, and the batch has {session.batch_size}. Make it "
                 "without a session: the call brings its own."
             )
         # Of threads that come at once one is first.
@@ -177,10 +188,10 @@ class CandidateGenerator(HfCandidateGenerator):
                 f"This {name} has been used. A candidate generator belongs to one call: make another one for each, or "
                 "pass the speculator itself, which any number of calls may share."
             )
-        if own is None:
+        if earlier is None:
             self.session = session
-        elif own is not session:
-            own.join(session)
+        elif earlier is not session:
+            earlier.join(session)
         if not hasattr(self, "num_speculative_tokens"):
             # Of a class whose own `__init__` does without this one's.
             self.num_speculative_tokens = self.default_num_speculative_tokens
@@ -211,6 +222,11 @@ class CandidateGenerator(HfCandidateGenerator):
     def acceptance_probs(self) -> list[list[float]]:
         """Estimated probabilities, for each row of the last drafts, that 1, 2, ... draft tokens are accepted."""
         raise NotImplementedError(f"{type(self).__name__} does not estimate what is accepted of its drafts.")
+
+    @classmethod
+    def draft_cost(cls, resources: Any, target_model: torch.nn.Module) -> float | None:
+        """The time of a draft token in plain cycles, as sizes tell it; `None` where tokens do not cost alike."""
+        return None
 
     @classmethod
     def default_length(cls, options: Any) -> int:
@@ -250,14 +266,15 @@ class CandidateGenerator(HfCandidateGenerator):
     def may_mask(self) -> bool:
         """Tells whether rows have grammars, whose masks are made on the host; others may join."""
         sampler = None if self.session is None else self.session.sampler
-        return sampler is not None and sampler.may_mask
+        return sampler is not None and sampler.rows is not None and sampler.rows.has_grammar
 
     @property
     def asks_to_sample(self) -> bool:
         """The target samples, and the options ask for draft tokens that are sampled from their distributions."""
         sampler = self.session.sampler
-        samples = sampler is not None and not sampler.is_greedy
-        return samples and self.options.draft_sample_method == "probabilistic"
+        samples = sampler is not None and sampler.uniforms is not None
+        asked = getattr(self.options, "draft_sample_method", None) or self.default_sample_method
+        return samples and asked == "probabilistic"
 
     @property
     def chain_only_reason(self) -> str | None:
@@ -265,14 +282,6 @@ class CandidateGenerator(HfCandidateGenerator):
         if self.samples_drafts:
             return "draft_sample_method='probabilistic' draws chains"
         return None if self.session.supports_trees else "the target tells positions from the order of its cache"
-
-    def check_sampled_length(self) -> None:
-        """Refuses more draft tokens than a cycle has random numbers for."""
-        if self.samples_drafts and self.num_speculative_tokens > NODES_PER_ANCHOR:
-            raise SpecConfigError(
-                f"`num_speculative_tokens` must be at most {NODES_PER_ANCHOR} where draft tokens are sampled, got "
-                f"{self.num_speculative_tokens}. Draft fewer, or set draft_sample_method='greedy'."
-            )
 
     def prefill(self, prompt: Prompt) -> None:
         """Takes in the prompts."""
@@ -305,13 +314,17 @@ class CandidateGenerator(HfCandidateGenerator):
 
     def keep_rows(self, keep: list[int]) -> None:
         """Drops finished rows: the active rows at these positions remain, in this order, which may be another."""
+        if self.state is not None:
+            self.state.select(keep)
 
     @property
     def takes_rows(self) -> bool:
-        """Tells whether rows may join the call: `join` is implemented, or nothing is kept of a row."""
-        own, base = type(self), CandidateGenerator
-        keeps_rows = any(getattr(own, name) is not getattr(base, name) for name in ("prefill", "observe", "keep_rows"))
-        return own.join is not base.join or not keeps_rows
+        """Tells whether rows may join: `state` has what is kept of them, `join` is implemented, or nothing is kept."""
+        cls, base = type(self), CandidateGenerator
+        if self.state is not None:
+            return True
+        keeps_rows = any(getattr(cls, name) is not getattr(base, name) for name in ("prefill", "observe", "keep_rows"))
+        return cls.join is not base.join or not keeps_rows
 
     def join(self, other: CandidateGenerator, numbers: dict[int, int]) -> None:
         """Takes over the active rows of another call after its own; the counterpart of `keep_rows`.
@@ -321,9 +334,13 @@ class CandidateGenerator(HfCandidateGenerator):
                 prompts, and of what was committed. It is closed next, so what it has may be taken from it.
             numbers (`dict[int, int]`): By the number of each of its active rows, in their order, its number here.
         """
+        if self.state is not None:
+            self.state.cat(other.state)
 
     def close(self) -> None:
         """Releases what belongs to the call. Called exactly once."""
+        if self.state is not None:
+            self.state.close()
 
     # The protocol of transformers' own assisted decoding, for batch size 1 and drafts without branches.
 

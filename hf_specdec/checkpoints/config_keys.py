@@ -88,14 +88,9 @@ _OWN_KEYS = re.compile(
 )
 
 
-def refused_key(config: Mapping[str, Any], known: Iterable[str]) -> str | None:
-    """Reason why a config describes another computation than the one done here; `None`: there is none.
-
-    Args:
-        config (`Mapping`): `config.json`.
-        known (`Iterable[str]`): Keys that the format's reader reads or that change nothing, as shell patterns.
-    """
-    for name, key, value, _ in _unread(config, known):
+def refused_key(config: Mapping[str, Any], read_keys: Iterable[str]) -> str | None:
+    """Reason why a config describes another computation than the one done here; `known` keys are read."""
+    for name, key, value, _ in _unread(config, read_keys):
         allowed = _COMPUTED.get(key)
         if allowed is not None and not any(value == one for one in allowed) and (value or True in allowed):
             return (
@@ -105,20 +100,24 @@ def refused_key(config: Mapping[str, Any], known: Iterable[str]) -> str | None:
     return None
 
 
-def unknown_keys(config: Mapping[str, Any], known: Iterable[str]) -> list[str]:
+def unknown_keys(config: Mapping[str, Any], read_keys: Iterable[str]) -> list[str]:
     """Names of the keys about the drafter alone that nobody here knows. What is empty or switched off says nothing."""
     return [
         name
-        for name, key, value, is_own in _unread(config, known)
+        for name, key, value, is_own in _unread(config, read_keys)
         if value and is_own and key not in _COMPUTED and not _fits(_HARMLESS, key)
     ]
 
 
-def _unread(config: Mapping[str, Any], known: Iterable[str]) -> Iterator[tuple[str, str, Any, bool]]:
+def _unread(config: Mapping[str, Any], read_keys: Iterable[str]) -> Iterator[tuple[str, str, Any, bool]]:
     """Full name, key and value of what no reader reads, and whether only the drafter can be meant."""
-    known = frozenset(known)
-    for place, key, value, is_own in _entries(config):
-        if value is not None and not _fits(known, key):
+    read_keys = frozenset(read_keys)
+    is_about_it = "speculators_model_type" in config or config.get("model_type") in _OWN_TYPES
+    # Original Medusa heads have no type of a model.
+    is_about_it |= "medusa_num_heads" in config and "model_type" not in config
+    inner = [*_BLOCKS, "model"] if config.get("model_type") == "eagle" else _BLOCKS
+    for place, key, value, is_own in _entries(config, "", inner, is_about_it):
+        if value is not None and not _fits(read_keys, key):
             yield f"{place}{key}", key, value, is_own
 
 
@@ -131,33 +130,14 @@ def _compiled(patterns: frozenset[str]) -> re.Pattern:
     return re.compile("|".join(map(translate, patterns)))
 
 
-def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
-    """Place, key and value of all that a config says, and whether only the drafter can be meant."""
-    is_own = "speculators_model_type" in config or config.get("model_type") in _OWN_TYPES
-    # Original Medusa heads have no type of a model.
-    is_own |= "medusa_num_heads" in config and "model_type" not in config
-    inner = [*_BLOCKS, "model"] if config.get("model_type") == "eagle" else _BLOCKS
-    for key, value in config.items():
-        if key in inner and isinstance(value, Mapping):
-            yield from _inside(f"{key}.", value)
-        elif key in _ROPE_BLOCKS and isinstance(value, Mapping):
-            yield from _rope(f"{key}.", value)
-        else:
-            yield "", key, value, is_own or _OWN_KEYS.fullmatch(key) is not None
-
-
-def _inside(place: str, block: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
+def _entries(
+    block: Mapping[str, Any], place: str, inner: Iterable[str], is_own: bool, is_rope: bool = False
+) -> Iterator[tuple[str, str, Any, bool]]:
+    """Place, key and value of all that is said, also in `inner` objects, and whether only the drafter can be meant."""
     for key, value in block.items():
-        if key in _ROPE_BLOCKS and isinstance(value, Mapping):
-            yield from _rope(f"{place}{key}.", value)
-        else:
-            yield place, key, value, True
-
-
-def _rope(place: str, block: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
-    for key, value in block.items():
-        if isinstance(value, Mapping):
-            # One set for each kind of layer.
-            yield from _rope(f"{place}{key}.", value)
-        elif key not in _ROPE:
-            yield place, key, value, True
+        # Rotary embeddings may have a set of settings for each kind of layer.
+        is_rope_block = is_rope or key in _ROPE_BLOCKS
+        if isinstance(value, Mapping) and (is_rope_block or key in inner):
+            yield from _entries(value, f"{place}{key}.", (), True, is_rope_block)
+        elif not (is_rope and key in _ROPE):
+            yield place, key, value, is_own or _OWN_KEYS.fullmatch(key) is not None

@@ -6,25 +6,18 @@ th hidden sizes of draft and target.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from ..errors import shown
-from ..threads import cached_property
 from .header import TargetNeeds, TargetSizes
 from .reader import CheckpointReader
-from .settings import ACTIVATION, COUNT, MAPPING, NAMES, NUMBER, POSITIVE
-
-
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
-    from .settings import Kind
+from .schema import ACTIVATION, COUNT, MAPPING, NAMES, NUMBER, POSITIVE, Key, Kind, Tensor, keys
 
 
 # The rotary embeddings that drafts have, and what each needs; some configs have other names for them.
@@ -45,40 +38,24 @@ FIRST_LAYER = "layers.0"
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """Record of a draft with layers of its own.
+    """Record of a draft with layers of its own."""
 
-    Args:
-        hidden_size (`int`): h.
-        target_hidden_size (`int`): th.
-        vocab_size (`int`): V.
-        draft_vocab_size (`int`): U.
-        num_hidden_layers (`int`): L.
-        num_attention_heads, num_key_value_heads, head_dim, intermediate_size (`int`): Of the layers; the query heads
-            need not have h elements together.
-        rope_parameters (`Mapping`): `rope_type`, `rope_theta` and what the type needs, as in transformers. They are
-            the draft's own, never the target's.
-        hidden_act (`str`): Of the MLPs.
-        rms_norm_eps (`float`): Of all norms.
-        max_position_embeddings (`int`): Only rotary embeddings that depend on the length of the text look at it.
-        own_head, has_token_ids (`bool`): The draft has these; it shares the lm_head with the target
-            otherwise, and a draft id is the target's id otherwise.
-    """
-
-    hidden_size: int
-    target_hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
+    hidden_size: int  # h
+    target_hidden_size: int  # th
+    vocab_size: int  # V
+    draft_vocab_size: int  # U
+    num_hidden_layers: int  # L
+    num_attention_heads: int  # which need not have h elements together
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
+    # `rope_type`, `rope_theta` and what the type needs, as in transformers: the draft's own, never the target's.
     rope_parameters: Mapping[str, Any]
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 2048
-    own_head: bool = False
-    has_token_ids: bool = False
+    max_position_embeddings: int = 2048  # only rotary embeddings that depend on the length of the text look at it
+    own_head: bool = False  # else the lm_head is the target's
+    has_token_ids: bool = False  # else a draft id is the target's id
 
     @property
     def needs(self) -> TargetNeeds:
@@ -101,57 +78,95 @@ _STORED_AS_THEY_ARE = (
 ).split()
 
 
+# The tensors of layers of the Llama and Qwen3 kind: q and k values of queries and keys, d of a head, m inside of MLPs.
+LAYERS = (
+    Tensor("layers.{layer}.self_attn.o_proj.weight", "h q"),
+    Tensor("layers.{layer}.self_attn.q_proj.weight", "q h"),
+    Tensor("layers.{layer}.self_attn.(k|v)_proj.weight", "k h"),
+    Tensor("layers.{layer}.self_attn.(q|k)_norm.weight", "d", needed=False),
+    Tensor("layers.{layer}.self_attn.q_proj.bias", "q", needed=False),
+    Tensor("layers.{layer}.self_attn.(k|v)_proj.bias", "k", needed=False),
+    Tensor("layers.{layer}.self_attn.o_proj.bias", "h", needed=False),
+    Tensor("layers.{layer}.mlp.(gate|up)_proj.weight", "m h"),
+    Tensor("layers.{layer}.mlp.down_proj.weight", "h m"),
+    Tensor("layers.{layer}.mlp.(gate|up)_proj.bias", "m", needed=False),
+    Tensor("layers.{layer}.mlp.down_proj.bias", "h", needed=False),
+    Tensor("layers.{layer}.(input|post_attention)_layernorm.weight", "h"),
+)
+
+
 class DraftReader(CheckpointReader):
-    """A checkpoint of a draft with layers of its own.
-
-    Beside those of [`CheckpointReader`] formats set these class attributes:
-
-    - `kinds` (`tuple[str, ...]`): What configs call drafts of this method, under the keys of `kind_keys`.
-    - `unused` (`re.Pattern`): Tensors that files may hold and drafting has no use for.
-    - `token_tables` (`tuple[str, ...]`): Tensors with a row for every token.
-    - `usual` (`Mapping`): Settings where a config leaves them out: `rope_theta`, `rms_norm_eps`,
-      `max_position_embeddings`.
-    """
+    """A checkpoint of a draft with layers of its own; formats have defaults for its norm and rotary embedding."""
 
     noun = "draft"
-    kinds: ClassVar[tuple[str, ...]]
+    reads_layers = True
+    record_class: ClassVar[type[DraftConfig]]
+    kinds: ClassVar[tuple[str, ...]]  # what configs call drafts of this method, under the keys of `kind_keys`
     kind_keys: ClassVar[tuple[str, ...]] = ("speculators_model_type",)
-    settings: ClassVar[dict[str, Kind]] = CheckpointReader.settings | {
-        "hidden_act": ACTIVATION,
-        "layer_types": NAMES,
-        "max_position_embeddings": COUNT,
-        "num_attention_heads": COUNT,
-        "rms_norm_eps": POSITIVE,
-        "rope_parameters": MAPPING,
-        "rope_scaling": MAPPING,
-        "rope_theta": POSITIVE,
-        "sliding_window": COUNT,
-        "target_hidden_size": COUNT,
-    }
-    unused: ClassVar[re.Pattern[str]]
-    token_tables: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "lm_head.weight")
-    usual: Mapping[str, float]
+    token_tables: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "lm_head.weight")  # a row for every token
+    keys: tuple[Key, ...] = (
+        *CheckpointReader.keys,
+        *keys("num_attention_heads sliding_window target_hidden_size", COUNT),
+        *keys("rope_parameters rope_scaling", MAPPING),
+        Key("hidden_act", ACTIVATION, "silu"),
+        Key("layer_types", NAMES),
+    )
 
     def check(self) -> None:
         super().check()
         for key in self.kind_keys:
             if (kind := self.stated(key)) not in (None, *self.kinds):
                 raise self.wrong(f"is of the kind {shown(kind)} (`{key}`), which is not known", self.instead)
+        self.own_fields()
 
-    @property
-    def token_ids(self) -> torch.LongTensor | None:
-        """The target's id of each draft id, `None` where they are equal; known once the vocabulary has been read."""
-        return self.tables.get("token_ids")
+    def check_target(self, target: TargetSizes) -> None:
+        self.target_fields(target)
+
+    def record(self, target: TargetSizes) -> DraftConfig:
+        """The record of the draft for a target, whose table of ids it keeps."""
+        fields = {**self.own_fields(), **self.target_fields(target)}
+        if (token_ids := self.read_token_ids(target)) is not None:
+            self.tables["token_ids"] = token_ids
+        # Rows of an lm_head after the target's vocabulary are padding.
+        sizes = [target.vocab_size, len(token_ids) if token_ids is not None else None, self._num_head_rows()]
+        size = min(count for count in sizes if count is not None)
+        return self.record_class(**fields, draft_vocab_size=size, has_token_ids=token_ids is not None)
+
+    def own_fields(self) -> dict[str, Any]:
+        """The fields of the record that need no target."""
+        return {
+            "hidden_size": self.sizes["h"],
+            "num_hidden_layers": self.sizes["layer"],
+            **self._attention_sizes(),
+            "intermediate_size": self.sizes["m"],
+            "rope_parameters": self.rope_parameters(),
+            **{key: self.setting(key) for key in ("hidden_act", "rms_norm_eps", "max_position_embeddings")},
+            "own_head": self.own_head,
+        }
+
+    def target_fields(self, target: TargetSizes) -> dict[str, Any]:
+        """The fields of the record that follow the target's sizes, all of which are known."""
+        super().check_target(target)
+        has = {"embed_tokens": "embed_tokens.weight" in self.stored, "lm_head": self.own_head}
+        for part, is_own in has.items():
+            if not is_own and self.sizes["h"] != target.hidden_size:
+                raise self.wrong(
+                    f"has no `{part}.weight`, and its hidden size {self.sizes['h']} does not fit that of "
+                    f"{target.name} ({target.hidden_size})",
+                    self.for_target,
+                )
+        rows = self._num_head_rows()
+        if not ({"d2t", "t2d"} & self.stored.keys() or self._is_whole(rows, target)):
+            raise self.wrong(
+                f"drafts {rows} of {target.vocab_size} tokens and does not say which: it has neither `d2t` nor `t2d`",
+                "Pass a complete checkpoint.",
+            )
+        return {"target_hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
 
     @property
     def own_head(self) -> bool:
         """True where the draft has an lm_head."""
         return "lm_head.weight" in self.stored
-
-    @cached_property
-    def hidden_size(self) -> int:
-        """h."""
-        return self.linear(f"{FIRST_LAYER}.self_attn.o_proj")[0]
 
     @property
     def stated_vocab_size(self) -> int | None:
@@ -160,20 +175,10 @@ class DraftReader(CheckpointReader):
         rows = next((shape[0] for shape in shapes if shape), None)
         return self.setting("vocab_size") if rows is None else rows
 
-    def linear(self, name: str) -> tuple[int, int]:
-        """Outputs and inputs of a linear layer, by its weight."""
-        return self.matrix(f"{name}.weight")
-
     def check_states(self, boundaries: Sequence[int], target: TargetSizes, todo: str) -> None:
-        """Checks the target's states that are read against the width of `fc`.
-
-        Args:
-            boundaries (`Sequence[int]`): i is what enters decoder layer i of the target, N what enters its final norm.
-            target (`TargetSizes`): The target.
-            todo (`str`): What to do where they do not fit.
-        """
-        width, hidden_size, layers = self.linear("fc")[1], target.hidden_size, target.num_hidden_layers
-        assert hidden_size is not None, "sizes of a target that is not loaded"
+        """Checks the states at these boundaries of the target against the width of `fc`; `todo` if they do not fit."""
+        width, hidden_size, layers = self.shape("fc.weight")[1], target.hidden_size, target.num_hidden_layers
+        assert hidden_size is not None, "sizes of a target that is not known"
         assert layers is not None, "sizes of a target without its layers"
         if width != len(boundaries) * hidden_size:
             raise self.wrong(
@@ -186,74 +191,29 @@ class DraftReader(CheckpointReader):
                 f"reads the states at the layers {list(boundaries)}, and {target.name} has {layers} layers", todo
             )
 
-    def check_shared_parts(self, target: TargetSizes) -> None:
-        """Checks that a draft without embedding or lm_head is as wide as the target, whose are used then."""
-        has = {"embed_tokens": "embed_tokens.weight" in self.stored, "lm_head": self.own_head}
-        for part, is_own in has.items():
-            if not is_own and self.hidden_size != target.hidden_size:
-                raise self.wrong(
-                    f"has no `{part}.weight`, and its hidden size {self.hidden_size} does not fit that of "
-                    f"{target.name} ({target.hidden_size})",
-                    self.for_target,
-                )
-
-    # The record
-
-    def common_settings(self, checkpoint: Checkpoint, target: TargetSizes) -> dict[str, Any]:
-        """The fields of a [`DraftConfig`], and as `token_ids` the table that they speak of."""
-        if (token_ids := self.read_token_ids(checkpoint, target)) is not None:
-            self.tables["token_ids"] = token_ids
-        return {
-            "hidden_size": self.hidden_size,
-            "target_hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
-            "draft_vocab_size": self._draft_vocab_size(target),
-            "num_hidden_layers": self.num_layers,
-            **self._attention_sizes(),
-            "intermediate_size": self.linear(f"{FIRST_LAYER}.mlp.gate_proj")[0],
-            "rope_parameters": self.rope_parameters(),
-            "hidden_act": self.setting("hidden_act") or "silu",
-            **{key: self.setting(key) or self.usual[key] for key in ("rms_norm_eps", "max_position_embeddings")},
-            "own_head": self.own_head,
-            "has_token_ids": token_ids is not None,
-        }
-
-    @cached_property
-    def num_layers(self) -> int:
-        """L."""
-        layers = {int(found[1]) for found in map(re.compile(r"layers\.(\d+)\.").match, self.stored) if found}
-        if layers != set(range(len(layers))):
-            raise self.wrong(f"has the layers {sorted(layers)}, not all from 0 on", "Pass a complete checkpoint.")
-        return len(layers)
-
     def _attention_sizes(self) -> dict[str, int]:
-        queries, keys = (self.linear(f"{FIRST_LAYER}.self_attn.{part}_proj")[0] for part in "qk")
-        norm = self.shape(f"{FIRST_LAYER}.self_attn.q_norm.weight")
-        if norm is not None:
-            size = math.prod(norm)
-            heads = queries // size if size else 0
-        else:
-            heads = self.setting("num_attention_heads")
-            if not heads:
-                raise self.wrong("does not say `num_attention_heads` in its config.json", "Add it there.")
+        queries, values, size = self.sizes["q"], self.sizes["k"], self.sizes.get("d")
+        if size is None:
+            heads = self.value("num_attention_heads")
             size = queries // heads
-        if not size or size % 2 or queries != heads * size or keys < size or keys % size or queries % keys:
+        else:
+            heads = queries // size if size else 0
+        if not size or size % 2 or queries != heads * size or values < size or values % size or queries % values:
             raise self.wrong(
-                f"has {queries} rows of q_proj and {keys} of k_proj, which do not fit {heads} query heads of {size} "
+                f"has {queries} rows of q_proj and {values} of k_proj, which do not fit {heads} query heads of {size} "
                 "elements",
                 "Pass a checkpoint whose config fits its weights.",
             )
-        return {"num_attention_heads": heads, "num_key_value_heads": keys // size, "head_dim": size}
+        return {"num_attention_heads": heads, "num_key_value_heads": values // size, "head_dim": size}
 
     def rope_parameters(self) -> dict[str, Any]:
         """The rotary embedding in transformers' notation, of a type that is known, with what the type needs."""
-        given = self.setting("rope_parameters") or self.setting("rope_scaling") or {}
-        parameters = dict(self._rope_of_layers(given))
+        stated = self.setting("rope_parameters") or self.setting("rope_scaling") or {}
+        parameters = dict(self._rope_of_layers(stated))
         kind = parameters.pop("type", None)
         kind = str(parameters.get("rope_type") or kind or "default")
         kind = parameters["rope_type"] = _ROPE_NAMES.get(kind, kind)
-        theta = parameters.get("rope_theta") or self.setting("rope_theta")
-        parameters["rope_theta"] = theta or self.usual["rope_theta"]
+        parameters["rope_theta"] = parameters.get("rope_theta") or self.setting("rope_theta")
         # For text, three axes are one.
         parameters.pop("mrope_section", None)
         missing = [name for name in _ROPE_NEEDS.get(kind, ()) if parameters.get(name) is None]
@@ -263,30 +223,28 @@ class DraftReader(CheckpointReader):
                 f"has a rotary embedding of rope_type '{kind}'{lacking}",
                 f"Pass one of the types {', '.join(_ROPE_NEEDS)}.",
             )
-        for name in _ROPE_NUMBERS:
-            if (value := parameters.get(name)) is not None and not NUMBER.is_valid(value):
-                raise self.wrong(
-                    f"has `{name}`={shown(value)} in its config.json, which must be {NUMBER.what}", "Correct it."
-                )
+        kinds = dict.fromkeys(_ROPE_NUMBERS, NUMBER)
         if kind == "longrope":
             # One of the two is looked at in long texts only.
             half = self._attention_sizes()["head_dim"] // 2
-            for name in _ROPE_NEEDS[kind]:
-                value = parameters[name]
-                if not (isinstance(value, list) and len(value) == half and all(map(POSITIVE.is_valid, value))):
-                    raise self.wrong(
-                        f"has `{name}`={shown(value)} in its config.json, which must be {half} positive numbers",
-                        "Correct it.",
-                    )
+            kinds |= dict.fromkeys(_ROPE_NEEDS[kind], Kind(partial(_are_factors, half), f"{half} positive numbers"))
+        for name, one in kinds.items():
+            if (value := parameters.get(name)) is not None and not one.is_valid(value):
+                raise self.wrong(
+                    f"has `{name}`={shown(value)} in its config.json, which must be {one.what}", "Correct it."
+                )
         return parameters
 
-    def _rope_of_layers(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _rope_of_layers(self, stated: Mapping[str, Any]) -> Mapping[str, Any]:
         """The one set of parameters for the layers there are, where a config has one for each kind of layer."""
         kinds = self.setting("layer_types") or ["full_attention"]
-        sets = {kind: given[kind] for kind in kinds[: self.num_layers] if isinstance(given.get(kind), Mapping)}
+        if "speculators_model_type" in self.header.config:
+            # That library turns all layers like those with a window.
+            kinds = ["sliding_attention"] * self.sizes["layer"]
+        sets = {kind: stated[kind] for kind in kinds[: self.sizes["layer"]] if isinstance(stated.get(kind), Mapping)}
         if not sets:
-            full = given.get("full_attention")
-            return full if isinstance(full, Mapping) else given
+            full = stated.get("full_attention")
+            return full if isinstance(full, Mapping) else stated
         one, *others = sets.values()
         if any(other != one for other in others):
             raise self.wrong(
@@ -296,21 +254,15 @@ class DraftReader(CheckpointReader):
 
     # Vocabulary
 
-    def read_token_ids(self, checkpoint: Checkpoint, target: TargetSizes) -> torch.LongTensor | None:
+    def read_token_ids(self, target: TargetSizes) -> torch.LongTensor | None:
         """The target's id of each draft id, of shape `(U,)`; `None` where they are the same."""
         rows, vocab_size = self._num_head_rows(), target.vocab_size
-        assert vocab_size is not None, "sizes of a target that is not loaded"
         if "d2t" in self.stored:
-            ids = self.absolute_ids(checkpoint.read(self.stored["d2t"]).long(), vocab_size)
-        elif rows is None or rows == self.setting("vocab_size") or rows >= vocab_size:
+            ids = self.absolute_ids(self.read("d2t").long(), vocab_size)
+        elif self._is_whole(rows, target):
             return None
-        elif "t2d" in self.stored:
-            ids = checkpoint.read(self.stored["t2d"]).bool().flatten().nonzero()[:, 0]
         else:
-            raise self.wrong(
-                f"drafts {rows} of {vocab_size} tokens and does not say which: it has neither `d2t` nor `t2d`",
-                "Pass a complete checkpoint.",
-            )
+            ids = self.read("t2d").bool().flatten().nonzero()[:, 0]
         if not is_selection(ids, vocab_size):
             raise self.wrong(
                 f"has a table (`d2t` or `t2d`) that selects no rising ids below {vocab_size}, the vocabulary of "
@@ -330,14 +282,11 @@ class DraftReader(CheckpointReader):
         return table + torch.arange(table.numel()) if table.dim() == 1 else table
 
     def _num_head_rows(self) -> int | None:
-        return self.linear("lm_head")[0] if "lm_head.weight" in self.stored else None
+        return self.shape("lm_head.weight")[0] if self.own_head else None
 
-    def _draft_vocab_size(self, target: TargetSizes) -> int:
-        """U."""
-        if self.token_ids is not None:
-            return len(self.token_ids)
-        # Rows after the target's vocabulary are padding.
-        return min(self._num_head_rows(), target.vocab_size) if self.own_head else target.vocab_size
+    def _is_whole(self, rows: int | None, target: TargetSizes) -> bool:
+        """True for an lm_head with a row for each of the target's tokens, or none."""
+        return rows is None or rows == self.setting("vocab_size") or rows >= (target.vocab_size or 0)
 
     # Tensors
 
@@ -348,13 +297,9 @@ class DraftReader(CheckpointReader):
             return F.pad(tensor, (0, 0, 0, missing)) if missing > 0 else tensor[: shape[0]]
         return tensor
 
-    def judge_left_over(self, names: Sequence[str]) -> None:
-        if unknown := [name for name in names if not self.unused.fullmatch(name)]:
-            self.judge_unknown(unknown)
 
-    def judge_unknown(self, names: Sequence[str]) -> None:
-        """Warns of tensors that the network does not have and that are not among the unused, or refuses them."""
-        raise NotImplementedError(f"{type(self).__name__} must implement judge_unknown().")
+def _are_factors(count: int, value: Any) -> bool:
+    return isinstance(value, list) and len(value) == count and all(map(POSITIVE.is_valid, value))
 
 
 def share_of(columns: int, states: int) -> int | None:
@@ -369,20 +314,8 @@ def is_selection(ids: torch.LongTensor, vocab_size: int) -> bool:
     return bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size
 
 
-def projections(*parts: str) -> tuple[str, ...]:
-    """Names of the weights of the first layer's projections, and of its other parts."""
-    attention = tuple(f"self_attn.{part}_proj" for part in "qkvo")
-    mlp = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
-    return tuple(f"{FIRST_LAYER}.{part}.weight" for part in (*parts, *attention, *mlp))
-
-
 def stored_vocabulary(tensors: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
-    """Returns a network's tensors as files store them: with `d2t` and `t2d` in place of its table of ids.
-
-    Args:
-        tensors (`Mapping[str, torch.Tensor]`): Its state dict.
-        vocab_size (`int`): V.
-    """
+    """A network's state dict as files store it: with `d2t` and `t2d` in place of its table of ids."""
     stored = {name: tensor.contiguous() for name, tensor in tensors.items() if name != "token_ids"}
     if "token_ids" in tensors:
         ids = tensors["token_ids"]

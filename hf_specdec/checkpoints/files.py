@@ -6,7 +6,6 @@ from a stranger: names of files cannot lead out of it, and what is parsed is lim
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -15,15 +14,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import (
     HfApi,
     ModelInfo,
     constants,
-    get_session,
     hf_hub_download,
-    hf_hub_url,
     is_offline_mode,
     metadata_load,
     try_to_load_from_cache,
@@ -34,22 +31,14 @@ from huggingface_hub.errors import (
     EntryNotFoundError,
     HFValidationError,
     HTTPError,
-    SafetensorsParsingError,
 )
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
-from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from ..errors import CheckpointAccessError, CheckpointFormatError
+from ..settings import SpeculativeConfig
 from ..threads import Recent, cached_property
 from .access_errors import is_missing_file, is_outage, reason_of
-from .pickles import Inflated, Unreadable, check_archive, is_archive, tensors_in
-from .weight_headers import BLOCK_BYTES, RemoteFile, StoredTensor, TensorTable, num_bytes_of
-
-
-if TYPE_CHECKING:
-    from ..settings import SpeculativeConfig
 
 
 logger = logging.get_logger(__name__)
@@ -72,9 +61,8 @@ def is_pickled(name: str) -> bool:
     return name.endswith((".pt", ".pth", ".bin", ".bin.index.json"))
 
 
-# Bytes. Real configs have some thousand, the index of a model with a hundred thousand tensors some ten million.
+# Bytes. Real configs have some thousand.
 MAX_CONFIG_BYTES = 4 * 2**20
-MAX_INDEX_BYTES = 64 * 2**20
 
 # Metadata of a card, which are read at about 100 kB a second.
 _MAX_CARD_CHARACTERS = 128 * 2**10
@@ -97,49 +85,36 @@ class ReadOfRepositories(Recent[Any]):
     def __init__(self):
         super().__init__(most=256)
 
-    def find(self, files: RepoFiles, default: Any = None) -> Any:
-        commit, (known_commit, value) = files.identity(), self.get(_key(files), (None, default))
-        if known_commit is None and commit is not None and _key(files) in self:
-            # It was read before anything was downloaded.
-            self.put(_key(files), (commit, value))
-        return value if known_commit in (None, commit) or commit is None else default
+    def recall(self, fact: str, files: RepoFiles, read: Callable[[], Any]) -> Any:
+        """What `read` tells about the checkpoint; of a repository it is asked once."""
+        if files.folder is not None:
+            return read()
+        key = fact, constants.ENDPOINT, files.name, files.revision, files.subfolder
+        commit = files.identity()
+        known_commit, value = self.get(key, (None, None))
+        if key not in self or None not in (known_commit, commit) and known_commit != commit:
+            value, commit = read(), files.identity()
+        if commit is not None or key not in self:
+            # It may have been read before anything was downloaded.
+            self.put(key, (commit, value))
+        return value
 
-    def keep(self, files: RepoFiles, value: Any) -> None:
-        self.put(_key(files), (files.identity(), value))
 
-    def forget_name(self, name: str) -> None:
-        """Forgets what has been read of a repository, which has changed."""
-        self.forget(lambda key: key[1] == name)
-
-
-def _key(files: RepoFiles) -> tuple:
-    return constants.ENDPOINT, files.name, files.revision, files.subfolder
+read_of_repositories = ReadOfRepositories()
 
 
 def file_identity(path: str | os.PathLike[str] | None) -> tuple[int, int] | None:
     """Size and time of the last change of a file; `None` where there is none."""
     try:
-        found = os.stat(path) if path is not None else None
+        stat = os.stat(path) if path is not None else None
     except (OSError, ValueError):
         return None
     # Numbers of files are not always the same on network file systems.
-    return None if found is None else (found.st_size, found.st_mtime_ns)
+    return None if stat is None else (stat.st_size, stat.st_mtime_ns)
 
 
 class RepoFiles:
-    """The files of one checkpoint.
-
-    Args:
-        name (`str`): Folder, or repo id on the Hub.
-        revision (`str`, *optional*): Branch, tag or commit of the repository.
-        subfolder (`str`, *optional*): Folder inside of it; names of files are relative to it.
-        cache_dir (`str`, *optional*): Where downloads are kept. `None`: the Hub's cache.
-        token (`str` or `bool`, *optional*): For private and gated repositories. `None`: that of the login.
-        local_files_only (`bool`, defaults to `False`): Nothing is asked of the Hub, as with `HF_HUB_OFFLINE`.
-
-    Attributes:
-        folder (`Path`, *optional*): The folder of a checkpoint that is not on the Hub.
-        is_offline (`bool`): Only the cache is looked at, by request or because the Hub cannot be reached.
+    """The files of one checkpoint: of a folder, or of a repository on the Hub, relative to a `subfolder` of it.
 
     All methods raise `CheckpointAccessError` where the checkpoint cannot be reached, and `CheckpointFormatError` where
     a file is damaged, too large, or outside of the checkpoint.
@@ -160,6 +135,7 @@ class RepoFiles:
         self.subfolder: str = subfolder or ""
         self.cache_dir = cache_dir
         self.token = token
+        # `None`: it is on the Hub.
         self.folder: Path | None = Path(self.name, self.subfolder) if os.path.isdir(self.name) else None
         self.is_offline: bool = local_files_only or is_offline_mode()
         # Once a file has come from a commit, all others come from the same.
@@ -181,7 +157,7 @@ class RepoFiles:
         cache. `None` where there is nothing to look at.
         """
         if self.folder is None:
-            config = self._cached("config.json")
+            config = self.cached("config.json")
             return None if config is None else str(config.parent)
         try:
             names = sorted(name for name in os.listdir(self.folder) if name.endswith(_PARTS_OF_CHECKPOINTS))
@@ -207,14 +183,11 @@ class RepoFiles:
         return name in self.sizes or (self.folder is not None and (self.folder / name).is_file())
 
     def first_of(self, names: Sequence[str]) -> str | None:
-        """The file with the first of some names, which may be shell patterns; `None` where there is none.
-
-        Pickled ones are not taken inside of [`only_safetensors`].
-        """
-        own = [file for file in sorted(self.sizes) if "/" not in file]
+        """The file with the first of some names or shell patterns; `None` where there is none that may be read."""
+        at_top = [file for file in sorted(self.sizes) if "/" not in file]
         if _only_safetensors.get():
-            own = [file for file in own if not is_pickled(file)]
-        return next((file for name in names for file in own if fnmatchcase(file, name)), None)
+            at_top = [file for file in at_top if not is_pickled(file)]
+        return next((file for name in names for file in at_top if fnmatchcase(file, name)), None)
 
     @cached_property
     def card(self) -> dict[str, Any]:
@@ -229,11 +202,11 @@ class RepoFiles:
             end = _END_OF_METADATA.search(path.read_text(encoding="utf-8", errors="replace").lstrip(), 3)
             if end and end.start() > _MAX_CARD_CHARACTERS:
                 raise ValueError(f"its metadata have more than {_MAX_CARD_CHARACTERS} characters")
-            found = metadata_load(path)
+            metadata = metadata_load(path)
         except Exception as error:  # noqa: BLE001 - whatever a parser makes of a stranger's text
             logger.debug(f"The card of '{self.name}' cannot be read: {error!r}")
             return {}
-        return found if isinstance(found, dict) else {}
+        return metadata if isinstance(metadata, dict) else {}
 
     @cached_property
     def _info(self) -> ModelInfo | None:
@@ -242,23 +215,27 @@ class RepoFiles:
             return None
         api = HfApi(endpoint=constants.ENDPOINT, token=self.token)
         try:
-            with self._explained("its list of files"):
+            with self.explained("its list of files"):
                 timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-                return api.model_info(self.name, revision=self._asked_revision, files_metadata=True, timeout=timeout)
+                return api.model_info(self.name, revision=self.asked_revision, files_metadata=True, timeout=timeout)
         except CheckpointAccessError as error:
-            if not is_outage(error.__cause__) or self._cached("config.json") is None:
+            if not is_outage(error.__cause__) or self.cached("config.json") is None:
                 raise
             logger.warning(f"{error} What is in the cache is used.")
             self.is_offline = True
             return None
 
+    def in_repository(self, name: str) -> str:
+        """The name of a file from the top of the repository on."""
+        return f"{self.subfolder.strip('/')}/{name}" if self.subfolder else name
+
     @property
-    def _asked_revision(self) -> str | None:
+    def asked_revision(self) -> str | None:
         return self._commit or self.revision
 
     def _cached_folder(self) -> Path:
         """The folder of the cache that has the files of this revision."""
-        config = self._cached("config.json")
+        config = self.cached("config.json")
         if config is None:
             raise CheckpointAccessError(
                 f"'{self.name}' is no local folder, and not in the cache"
@@ -268,19 +245,19 @@ class RepoFiles:
             )
         return config.parent
 
-    def _cached(self, name: str) -> Path | None:
-        file = _joined(self.subfolder, name)
+    def cached(self, name: str) -> Path | None:
+        file = self.in_repository(name)
         try:
-            found = try_to_load_from_cache(self.name, file, cache_dir=self.cache_dir, revision=self._asked_revision)
+            path = try_to_load_from_cache(self.name, file, cache_dir=self.cache_dir, revision=self.asked_revision)
         except HFValidationError:
             return None
-        return Path(found) if isinstance(found, str) else None
+        return Path(path) if isinstance(path, str) else None
 
     # Contents
 
     def path(self, name: str) -> Path:
         """The local path of a file, which is downloaded if need be."""
-        _check_is_inside(self.name, name)
+        check_is_inside(self.name, name)
         if self.folder is None:
             return self._downloaded(name)
         path = self.folder / name
@@ -311,12 +288,12 @@ class RepoFiles:
                 "checkpoint."
             )
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise self.damaged(name, f"is no JSON: {error}", path) from error
-        if not isinstance(found, dict):
-            raise self.damaged(name, f"must hold an object, and holds a {type(found).__name__}", path)
-        return found
+        if not isinstance(content, dict):
+            raise self.damaged(name, f"must hold an object, and holds a {type(content).__name__}", path)
+        return content
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -332,136 +309,23 @@ class RepoFiles:
                 "checkpoint, such as 'ngram'."
             ) from error
 
-    def header(self, name: str) -> dict[str, StoredTensor] | None:
-        """The tensors of a weight file by name; `None` of a pickled one where only reading it whole would tell.
-
-        Of a file on the Hub only the parts that name its tensors are downloaded, and nothing is unpickled.
-        """
-        _check_is_inside(self.name, name)
-        path = self._local(name)
-        if name.endswith(".safetensors"):
-            return self._remote_header(name) if path is None else self._local_header(name, path)
-        if path is not None:
-            with path.open("rb") as file:
-                return self._pickled_header(name, file)
-        if (size := self.sizes.get(name)) is None:
-            return None
-        with self._explained(name), io.BufferedReader(RemoteFile(self._get_range(name), size), BLOCK_BYTES) as file:
-            return self._pickled_header(name, file)
-
-    def _pickled_header(self, name: str, file: io.BufferedIOBase) -> dict[str, StoredTensor] | None:
-        if not is_archive(file):
-            return None
-        try:
-            found = tensors_in(file)
-        except Inflated as error:
-            raise self.damaged(name, f"{error}, so it is not read") from error
-        except Unreadable as error:
-            logger.debug(f"Names of tensors cannot be read: {error}")
-            return None
-        return {key: StoredTensor(*tensor) for key, tensor in found.items()}
-
-    def pickled_path(self, name: str) -> Path:
-        """The local path of a file of `torch.save` that can be unpickled within its own size."""
-        path = self.path(name)
-        with path.open("rb") as file:
-            if is_archive(file):
-                try:
-                    check_archive(file)
-                except Unreadable as error:
-                    raise self.damaged(name, f"{error}, so it is not read", path) from error
-        return path
-
-    def tensors(self, name: str) -> TensorTable | None:
-        """The tensors of a weight file or of the shards of an index; `None` where only reading it whole would tell."""
-        if name.endswith(".json"):
-            return TensorTable(self, name, self._weight_map(name))
-        header = self.header(name)
-        return None if header is None else TensorTable(self, name, dict.fromkeys(header, name), {name: header})
-
-    def parts(self, name: str) -> list[str]:
-        """A weight file itself, or the shards of an index."""
-        return sorted(set(self._weight_map(name).values())) if name.endswith(".json") else [name]
-
-    def _weight_map(self, index: str) -> dict[str, str]:
-        """File of each tensor by an index, all of them there."""
-        kind = f".{index.split('.')[1]}"
-        try:
-            found = self.read_json(index, MAX_INDEX_BYTES).get("weight_map")
-            if not isinstance(found, dict) or not all(str(file).endswith(kind) for file in found.values()):
-                raise self.damaged(index, f"needs a `weight_map` from names of tensors to names of {kind} files")
-        except CheckpointAccessError:
-            raise
-        except CheckpointFormatError as error:
-            reason = str(error).removeprefix(f"'{self.name}': ")
-            raise CheckpointFormatError(f"'{self.name}' has a damaged index: {reason}") from error
-        files = sorted(set(found.values()))
-        for file in files:
-            _check_is_inside(self.name, file)
-        # Of a repository that is only in the cache, what is there may be all that was needed.
-        missing = [] if self._is_partial else [file for file in files if file not in self]
-        if missing:
-            raise CheckpointFormatError(
-                f"'{self.name}' lacks {', '.join(missing)}, which {index} names. Pass a complete checkpoint."
-            )
-        return found
-
     @property
-    def _is_partial(self) -> bool:
+    def is_partial(self) -> bool:
+        """True where only a part of a repository may be here."""
         return self.folder is None and self._info is None
 
-    def _local(self, name: str) -> Path | None:
+    def local(self, name: str) -> Path | None:
         """The path of a file that need not be downloaded."""
         if self.folder is not None or self.is_offline:
             return self.path(name)
         # The cache may have an older commit of a branch.
-        return self._cached(name) if self._commit else None
-
-    def _local_header(self, name: str, path: Path) -> dict[str, StoredTensor]:
-        try:
-            with safe_open(path, framework="np") as tensors:
-                slices = {key: tensors.get_slice(key) for key in tensors.keys()}
-                found = {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
-        except (SafetensorError, OSError) as error:
-            raise self.damaged(name, f"is damaged: {error}", path) from error
-        return {key: StoredTensor(dtype, shape, num_bytes_of(dtype, shape)) for key, (dtype, shape) in found.items()}
-
-    def _remote_header(self, name: str) -> dict[str, StoredTensor]:
-        api = HfApi(endpoint=constants.ENDPOINT, token=self.token)
-        file = _joined(self.subfolder, name)
-        try:
-            with self._explained(name):
-                found = api.parse_safetensors_file_metadata(self.name, file, revision=self._asked_revision)
-        except SafetensorsParsingError as error:
-            raise self.damaged(name, f"is damaged: {error}") from error
-        spans = {key: tensor.data_offsets for key, tensor in found.tensors.items()}
-        size = self.sizes.get(name)
-        if size is not None and max((end for _, end in spans.values()), default=0) > size:
-            raise self.damaged(name, f"is damaged: it has {size} bytes, and its tensors need more")
-        return {
-            key: StoredTensor(tensor.dtype, tuple(tensor.shape), tensor.data_offsets[1] - tensor.data_offsets[0])
-            for key, tensor in found.tensors.items()
-        }
-
-    def _get_range(self, name: str) -> Callable[[int, int], bytes]:
-        """Reads bytes of a file on the Hub: from a position, so many."""
-        url = hf_hub_url(self.name, _joined(self.subfolder, name), revision=self._asked_revision)
-        headers = build_hf_headers(token=self.token)
-
-        def get(start: int, count: int) -> bytes:
-            span = {"range": f"bytes={start}-{start + count - 1}"}
-            timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-            response = get_session().get(url, headers=headers | span, timeout=timeout, follow_redirects=True)
-            hf_raise_for_status(response)
-            return response.content[:count]
-
-        return get
+        return self.cached(name) if self._commit else None
 
     # Downloads
 
     def _downloaded(self, name: str) -> Path:
-        cached = self._cached(name)
-        with self._explained(name):
+        cached = self.cached(name)
+        with self.explained(name):
             path = self._download(name)
             if path != cached and not _is_intact(path):
                 logger.warning(f"'{self.name}': {name} has arrived damaged. It is downloaded again.")
@@ -476,20 +340,20 @@ class RepoFiles:
         return path
 
     def _download(self, name: str, **options) -> Path:
-        found = hf_hub_download(
+        path = hf_hub_download(
             self.name,
-            _joined(self.subfolder, name),
-            revision=self._asked_revision,
+            self.in_repository(name),
+            revision=self.asked_revision,
             cache_dir=self.cache_dir,
             token=self.token,
             local_files_only=self.is_offline,
             library_name="hf_specdec",
             **options,
         )
-        return Path(found)
+        return Path(path)
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def explained(self, what: str) -> Iterator[None]:
         """The errors of the Hub's client as errors of this package, which say what to do."""
         try:
             yield
@@ -512,7 +376,7 @@ class RepoFiles:
 # Names
 
 
-def _check_is_inside(checkpoint: str, name: str) -> None:
+def check_is_inside(checkpoint: str, name: str) -> None:
     """Refuses names that lead out of a checkpoint."""
     path = PurePosixPath(name)
     is_plain = name and not path.is_absolute() and not {"..", ".", ""} & set(name.split("/"))
@@ -521,10 +385,6 @@ def _check_is_inside(checkpoint: str, name: str) -> None:
             f"'{checkpoint}' names the file {name!r}, which is no plain name inside of it, so it is not read. Pass a "
             "checkpoint that you trust."
         )
-
-
-def _joined(subfolder: str, name: str) -> str:
-    return f"{subfolder.strip('/')}/{name}" if subfolder else name
 
 
 def _outermost(folder: Path) -> Path:

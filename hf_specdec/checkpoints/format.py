@@ -28,29 +28,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Format:
-    """A published format.
+    """A published format."""
 
-    Args:
-        name (`str`): Short and stable.
-        producer (`str`): Who publishes or writes it.
-        config (`tuple[str, ...]`): Marks in the config, of which one suffices.
-        tensors (`tuple[str, ...]`): Names that all must be there, `|` between spellings. `x.` is the beginning of a
-            name, `.x` the end of one. The wrappers that files put around a head (`model.`, ...) are left out.
-        without (`tuple[str, ...]`): Names that must not be there.
-        is_hint (`bool`): The marks also fit other checkpoints: they count where nothing else is known.
-        method (`str`): What drafts with it.
-        reader (`type`): A [`CheckpointReader`], which knows what its settings and tensors mean.
-    """
-
-    name: str
-    producer: str
-    config: tuple[str, ...] = ()
+    name: str  # short and stable
+    producer: str  # who publishes or writes it
+    config: tuple[str, ...] = ()  # marks in the config, of which one suffices
+    # Names that all must be there, `|` between spellings. `x.` is the beginning of a name, `.x` the end of one. The
+    # wrappers that files put around a head (`model.`, ...) are left out.
     tensors: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-    is_hint: bool = False
+    without: tuple[str, ...] = ()  # names that must not be there
+    is_hint: bool = False  # the marks also fit other checkpoints: they count where nothing else is known
     _: KW_ONLY
-    method: str
-    reader: type[CheckpointReader]
+    method: str  # what drafts with it
+    reader: type[CheckpointReader]  # knows what its settings and tensors mean
 
     def is_marked(self, config: Mapping[str, Any]) -> bool:
         """True where a config has one of the marks."""
@@ -63,19 +53,12 @@ class Format:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A kind of drafter that is known and not supported; one mark or one tensor suffices to recognise it.
+    """A kind of drafter that is known and not supported; one mark or one tensor suffices to recognise it."""
 
-    Args:
-        what (`str`): What such a drafter is or has; the subject is left out.
-        config (`tuple[str, ...]`): Marks in the config.
-        tensors (`tuple[str, ...]`): Shell patterns of names of tensors.
-        instead (`str`, *optional*): What to pass instead, where it is not what the method says for all kinds.
-    """
-
-    what: str
-    config: tuple[str, ...] = ()
-    tensors: tuple[str, ...] = ()
-    instead: str | None = None
+    what: str  # such a drafter is or has; the subject is left out
+    config: tuple[str, ...] = ()  # marks in the config
+    tensors: tuple[str, ...] = ()  # shell patterns of names of tensors
+    instead: str | None = None  # what to pass, where it is not what the method says for all kinds
 
     def is_there(self, places: Iterable[Mapping[str, Any]], names: Collection[str]) -> bool:
         """True where a config, spread over `places`, has a mark, or one of the tensors is such a one."""
@@ -134,18 +117,7 @@ class TensorNames:
 def format_of(
     formats: Sequence[Format], name: str, config: Mapping[str, Any], tensors: Iterable[str] | None
 ) -> Format:
-    """The format of a checkpoint.
-
-    Args:
-        formats (`Sequence[Format]`): Of all methods, in each method the special before the usual: the first counts
-            that config and tensors agree in, else the last that the tensors show.
-        name (`str`): What messages call the checkpoint.
-        config (`Mapping`): `config.json`.
-        tensors (`Iterable[str]`, *optional*): Names of its tensors; `None` where they are not known.
-
-    Raises:
-        CheckpointFormatError: It has none of the formats, or is said to be for two methods.
-    """
+    """The format of a checkpoint called `name`, by its config and the names of its tensors, if these are known."""
     names = None if tensors is None else TensorNames(tensors)
     marked = [row for row in formats if row.is_marked(config)]
     shown = [] if names is None else [row for row in formats if row.is_shown(names)]
@@ -184,7 +156,7 @@ def _near(formats: Sequence[Format], config: Mapping[str, Any], names: TensorNam
     """Formats that have something in common with a checkpoint that has none of them."""
     shown = [row for row in formats if names and any(map(names.has, row.tensors))]
     words = [str(value) for value in (architecture(config), config.get("model_type")) if value]
-    known = {re.sub(r"\W|[.]", "", mark.partition("=")[2]): row for row in formats for mark in row.config}
-    close = [match for word in words for match in difflib.get_close_matches(word, known, n=2)]
-    rows = dict.fromkeys([*(known[match] for match in close), *_one_each(shown)])
+    formats_by_mark = {re.sub(r"\W|[.]", "", mark.partition("=")[2]): row for row in formats for mark in row.config}
+    close = [match for word in words for match in difflib.get_close_matches(word, formats_by_mark, n=2)]
+    rows = dict.fromkeys([*(formats_by_mark[match] for match in close), *_one_each(shown)])
     return ", ".join(f"{row.name} (method '{row.method}')" for row in list(rows)[:3])

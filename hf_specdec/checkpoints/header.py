@@ -2,63 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from ..errors import CheckpointFormatError
+from ..settings import SpeculativeConfig
 from ..target_facts import MAX_VOCABULARY_GAP, decoder_layers, hidden_size, vocabulary_size
+from .files import RepoFiles, is_pickled
+from .weights import WEIGHT_FILES, TensorTable, shards_of
 
-
-# Files in which a checkpoint keeps its tensors, the safe formats first.
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 
 _WRAPPERS = ("model.", "eagle.", "draft_model.", "eagle_module.", "medusa_heads.", "speculator.", "language_model.")
 
 
 @dataclass(frozen=True)
 class Header:
-    """All that is known of a checkpoint without its weights.
+    """All that is known of a checkpoint before its weights are read."""
 
-    Args:
-        name (`str`): Folder or repo id.
-        config (`Mapping`): `config.json`.
-        shapes (`Mapping[str, tuple[int, ...]]`, *optional*): Shape of every tensor by its name in the file, maybe read
-            when it is asked for; `None` where only loading the weights would tell.
-        file (`str`, *optional*): The weight file, or its index.
-    """
+    name: str  # folder or repo id
+    config: Mapping[str, Any]  # `config.json`
+    tensors: Mapping[str, tuple[int, ...]]  # their shapes by their names in the file; a `TensorTable` reads them, too
+    file: str | None = None  # the weight file, or its index
 
-    name: str
-    config: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]] | None
-    file: str | None = None
+    @classmethod
+    def of(cls, config: SpeculativeConfig, weight_files: Sequence[str] = WEIGHT_FILES) -> Header:
+        """That of the checkpoint `config.model`, whose weights have one of these names, the preferred first."""
+        files = RepoFiles.of(config)
+        settings = files.config
+        file = files.first_of(weight_files)
+        if file is None:
+            raise CheckpointFormatError(
+                f"'{files.name}' has none of the weight files of this format: {', '.join(weight_files)}. Pass the "
+                "folder or repo id of a complete checkpoint."
+            )
+        if is_pickled(file):
+            # All of it will be read.
+            for part in shards_of(files, file):
+                files.path(part)
+        return cls(files.name, settings, TensorTable(files, file), file)
 
 
 @dataclass(frozen=True)
 class TargetNeeds:
-    """Target that a checkpoint was made for; `None` where it says nothing.
+    """Target that a checkpoint was made for; `None` where it says nothing."""
 
-    Args:
-        name (`str`, *optional*): Repo id or folder, by the config or the card.
-        hidden_size (`int`, *optional*): Of the states that the drafter reads.
-        vocab_size (`int`, *optional*): Of its tokens; padding may differ.
-        num_hidden_layers (`int`, *optional*): Decoder layers.
-        min_hidden_layers (`int`, *optional*): Decoder layers that it must have for the states that are read.
-        model_type (`str`, *optional*): Of a drafter that has the target's own layers.
-    """
-
-    name: str | None = None
-    hidden_size: int | None = None
-    vocab_size: int | None = None
+    name: str | None = None  # repo id or folder, by the config or the card
+    hidden_size: int | None = None  # of the states that the drafter reads
+    vocab_size: int | None = None  # padding may differ
     num_hidden_layers: int | None = None
-    min_hidden_layers: int | None = None
-    model_type: str | None = None
+    min_hidden_layers: int | None = None  # that it must have for the states that are read
+    model_type: str | None = None  # of a drafter that has the target's own layers
 
 
 @dataclass(frozen=True)
@@ -79,10 +75,7 @@ class TargetSizes:
 
 
 def misfits(needs: TargetNeeds, target: TargetSizes, most_gap: float = MAX_VOCABULARY_GAP) -> Iterator[str]:
-    """Reasons why a drafter cannot draft for a target, as sentences without subject and full stop.
-
-    Vocabularies may differ by padding, at most by the share `most_gap`.
-    """
+    """Reasons why a drafter cannot draft for a target, without subject; padding may differ by `most_gap`."""
     width, size, layers = target.hidden_size, target.vocab_size, target.num_hidden_layers
     if needs.hidden_size is not None and width is not None and needs.hidden_size != width:
         yield f"reads states of hidden size {needs.hidden_size}, and {target.name} has {width}"

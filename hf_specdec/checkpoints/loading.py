@@ -1,31 +1,34 @@
-"""The boundary of all loaders: whatever is wrong with a stranger's checkpoint ends in an error of this package."""
+"""Loading and saving of networks. Whatever is wrong with a stranger's checkpoint ends in an error of this package."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import logging
 
 from ..errors import MOST_SHOWN, CheckpointAccessError, CheckpointFormatError, SpecConfigError, SpecDecError
 from ..method import drafting_method
-from ..target_facts import MAX_VOCABULARY_GAP
-from .checkpoint import WEIGHT_DTYPES, Checkpoint, tensor_shapes
-from .header import TargetNeeds, TargetSizes, misfits
+from ..settings import SpeculativeConfig
+from ..target_facts import MAX_VOCABULARY_GAP, draft_device
+from .header import Header, TargetNeeds, TargetSizes, misfits
 from .reader import CheckpointReader
-
-
-if TYPE_CHECKING:
-    from ..settings import SpeculativeConfig
+from .weights import WEIGHT_DTYPES, WEIGHT_FILES
 
 
 logger = logging.get_logger(__name__)
+
+# Settings that [`load`] reads, whatever the method.
+LOADED_BY = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
 
 # Stacked biases, and adapters that have not been trained.
 _MAY_BE_ZERO = re.compile(r"bias|lora_")
@@ -36,11 +39,7 @@ _PASSED_ON = (SpecDecError, MemoryError, torch.OutOfMemoryError, getattr(torch, 
 
 @contextmanager
 def checkpoint_errors(name: str) -> Iterator[None]:
-    """Turns what reading the checkpoint `name` trips over into a [`CheckpointFormatError`].
-
-    What this package says itself, and what is for the machine to answer for, such as too little memory, stays as it
-    is; a network that fails is a [`CheckpointAccessError`].
-    """
+    """Turns what reading the checkpoint `name` trips over into errors of this package."""
     try:
         yield
     except _PASSED_ON:
@@ -60,77 +59,80 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {text}".rstrip(".") if text else type(error).__name__
 
 
-Network = TypeVar("Network", bound=nn.Module)
+class LoadedNetwork(nn.Module):
+    """Network of a draft that [`load`] makes of a checkpoint."""
+
+    reader_class: ClassVar[type[CheckpointReader]]
+    most_gap: ClassVar[float] = MAX_VOCABULARY_GAP  # share by which its vocabulary may differ from the target's
+    needs: TargetNeeds
+
+    @classmethod
+    def of_record(cls, record: Any, target_model: nn.Module) -> LoadedNetwork:
+        """The network that a reader's record describes, with weights of any values."""
+        return cls(record)
+
+    def fitted(
+        self, config: SpeculativeConfig, target_model: nn.Module, reader: CheckpointReader | None = None
+    ) -> LoadedNetwork:
+        """The network as it drafts for this target and these settings; without a `reader` it was made elsewhere."""
+        return self
 
 
-def loads_checkpoint(load: Callable[[Any, nn.Module], Network]) -> Callable[[Any, nn.Module], Network]:
-    """Puts a loader, called with the settings and the target, inside of the boundary, and looks at what it loads.
+def load(
+    network_class: type[LoadedNetwork],
+    config: SpeculativeConfig,
+    target_model: nn.Module,
+    given: nn.Module | None = None,
+) -> Any:
+    """Loads the network of `config.model`, in the target's dtype and on its device unless the settings differ.
 
-    Its errors include a [`SpecConfigError`] where no checkpoint is named and the target's own cannot be meant.
+    One that is `given` was made elsewhere, such as one in training, and is checked in its place.
     """
+    if given is not None:
+        check_given(given, network_class, config, target_model)
+        return given.fitted(config, target_model)
+    name = named_checkpoint(config)
+    with checkpoint_errors(name):
+        placement, reader_class = head_placement(config, target_model), network_class.reader_class
+        reader = reader_class.for_loading(Header.of(config, reader_class.weight_files), config, target_model)
+        reader.check()
+        record = reader.record(TargetSizes.of(target_model, with_layers=reader.reads_layers))
+        # Its own weights take no memory.
+        with torch.device("meta"):
+            network = network_class.of_record(record, target_model)
+        tensors = reader.tensors(tensor_shapes(network), *placement)
+        network.load_state_dict(tensors, assign=True)
+        network = network.eval().requires_grad_(False).fitted(config, target_model, reader)
+    warn_of_dead_weights(name, network)
+    return network
 
-    @wraps(load)
-    def loaded(config: Any, target_model: nn.Module) -> Network:
-        method = drafting_method(config.method)
-        if config.model is None and method is not None and not method.in_target_checkpoint:
-            raise SpecConfigError(
-                f"spec_method='{config.method}' needs {method.weights}. Pass the folder or repo id of a checkpoint, "
-                "or the loaded network, as `spec_model`."
-            )
-        name = config.model or f"the checkpoint of the {type(target_model).__name__}"
-        with checkpoint_errors(name):
-            network = load(config, target_model)
-        _warn_of_dead_weights(name, network)
-        return network
 
-    return loaded
-
-
-def filled(
-    make: Callable[[], Network],
-    reader: CheckpointReader,
-    checkpoint: Checkpoint,
-    placement: tuple[torch.dtype | None, torch.device],
-) -> Network:
-    """Makes a network and puts the tensors of a checkpoint into it.
-
-    Args:
-        make (`Callable`): Makes the network; its own weights take no memory.
-        reader (`CheckpointReader`): What knows the tensors.
-        checkpoint (`Checkpoint`): Where they are.
-        placement (`tuple`): Dtype (`None`: as stored) and device.
-    """
-    with torch.device("meta"):
-        network = make()
-    network.load_state_dict(reader.tensors(checkpoint, tensor_shapes(network), *placement), assign=True)
-    return network.eval().requires_grad_(False)
+def named_checkpoint(config: SpeculativeConfig) -> str:
+    """The checkpoint that the settings name."""
+    if config.model is None:
+        raise SpecConfigError(
+            f"spec_method='{config.method}' needs {drafting_method(config.method).weights}. Pass the folder or repo "
+            "id of a checkpoint, or the loaded network, as `spec_model`."
+        )
+    return config.model
 
 
 def check_given(
-    network: Any,
-    expected: type[nn.Module],
-    config: SpeculativeConfig,
-    target_model: nn.Module,
-    most_gap: float = MAX_VOCABULARY_GAP,
+    network: Any, expected: type[LoadedNetwork], config: SpeculativeConfig, target_model: nn.Module
 ) -> None:
-    """Checks a network that was not loaded here, such as one in training; it says what it `needs` of a target.
-
-    Raises:
-        SpecConfigError: It is no network of this class, or was made for a target of other sizes. Vocabularies may
-            differ by the share `most_gap`.
-    """
+    """Checks a network that was not loaded here against the target."""
     if not isinstance(network, expected):
         raise SpecConfigError(
             f"spec_method='{config.method}' drafts with a network of the class {expected.__name__}, got a "
             f"{type(network).__name__}. Pass one, or the folder or repo id of its checkpoint as `spec_model`."
         )
-    needs: TargetNeeds = network.needs
-    has_layers = (needs.num_hidden_layers, needs.min_hidden_layers) != (None, None)
-    for reason in misfits(needs, TargetSizes.of(target_model, with_layers=has_layers), most_gap):
+    has_layers = (network.needs.num_hidden_layers, network.needs.min_hidden_layers) != (None, None)
+    sizes = TargetSizes.of(target_model, with_layers=has_layers)
+    for reason in misfits(network.needs, sizes, network.most_gap):
         raise SpecConfigError(f"The {type(network).__name__} {reason}. Pass one that was trained for this target.")
 
 
-def _warn_of_dead_weights(name: str, network: nn.Module) -> None:
+def warn_of_dead_weights(name: str, network: nn.Module) -> None:
     """Says what can draft nothing: numbers that are none, and matrices of zeros."""
     broken, empty = [], []
     for key, weight in network.named_parameters():
@@ -143,13 +145,44 @@ def _warn_of_dead_weights(name: str, network: nn.Module) -> None:
             broken.append(key)
         elif least == most == 0 and weight.dim() > 1 and not _MAY_BE_ZERO.search(key):
             empty.append(key)
-    found = [
+    problems = [
         f"{len(keys)} {what} ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})"
         for keys, what in ((broken, "tensors with NaN or infinite values"), (empty, "matrices of zeros alone"))
         if keys
     ]
-    if found:
+    if problems:
         logger.warning(
-            f"'{name}' has {' and '.join(found)}: few of its drafts will be accepted, if any. Pass an "
+            f"'{name}' has {' and '.join(problems)}: few of its drafts will be accepted, if any. Pass an "
             "intact checkpoint."
         )
+
+
+def tensor_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in the state dict of a module."""
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    weight_file: str = WEIGHT_FILES[0],
+) -> None:
+    """Writes `config.json` and a safetensors file of contiguous tensors into a folder, which is made if needed."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(dict(tensors), folder / weight_file, metadata={"format": "pt"})
+
+
+def head_placement(config: SpeculativeConfig, target_model: nn.Module) -> tuple[torch.dtype | None, torch.device]:
+    """Dtype (`None`: as stored) and device of heads: the target's, unless the settings say otherwise."""
+    if config.quantization is not None:
+        raise SpecConfigError(
+            f"`quantization`='{config.quantization}' is for draft models; the heads of method='{config.method}' are "
+            "small and stay in a floating-point type. Leave it out, or use `dtype`."
+        )
+    device = draft_device(config, target_model, target_model.get_output_embeddings())
+    if config.dtype is None:
+        return target_model.dtype, device
+    return None if config.dtype == "auto" else getattr(torch, config.dtype), device

@@ -1,4 +1,4 @@
-"""Quantised weights of draft heads: stored ones that are read, and layers that bitsandbytes packs on loading.
+"""Quantised weights: stored ones of heads, and the settings with which bitsandbytes packs draft models.
 
 Of stored weights those of 8 bits with factors are read: one factor for the matrix, for each row, or for each block.
 They are multiplied when they are read, since a head is small and computes in the type of its target's states.
@@ -22,7 +22,7 @@ from transformers import BitsAndBytesConfig
 from transformers.utils.import_utils import is_bitsandbytes_available
 
 from ..errors import CheckpointFormatError, MissingDependencyError, SpecConfigError, shown
-from .settings import INDICES
+from .schema import INDICES
 
 
 if TYPE_CHECKING:
@@ -51,29 +51,15 @@ def is_about_quantisation(name: str, stored: Mapping[str, Any]) -> bool:
 
 
 def packed_weight(stored: Mapping[str, str]) -> str | None:
-    """The first tensor of weights that are packed in a way that is not read, by its name in the file.
-
-    Configs are no evidence: a head keeps plain weights beside a quantised target, and copies what is said of that.
-    """
-    found = (stored[name] for name in stored if any(fnmatchcase(name, pattern) for pattern in _PACKED))
-    return next(found, None)
+    """The first tensor, by its name in the file, of weights that are packed in a way that is not read."""
+    packed = (stored[name] for name in stored if any(fnmatchcase(name, pattern) for pattern in _PACKED))
+    return next(packed, None)
 
 
 def scaled(
     reader: CheckpointReader, name: str, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """8-bit weights `(O, I)` times their factors, in `dtype` (`None`: bfloat16).
-
-    Args:
-        reader (`CheckpointReader`): What messages are about; its config may state `weight_block_size`.
-        name (`str`): Of the weight, in messages.
-        weight (`torch.Tensor` of shape `(O, I)`): As stored.
-        scales (`torch.Tensor`): One number; or of shape `(O,)`; or `(o, i)`, one for each block, where the last blocks
-            may be cut off.
-
-    Raises:
-        CheckpointFormatError: The weights are not of 8 bits, or the factors are no numbers or do not fit them.
-    """
+    """8-bit weights `(O, I)` times factors: one, `(O,)`, or `(o, i)` by blocks, the last of which may be cut."""
     if weight.dtype not in _BYTES or not scales.is_floating_point():
         kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (weight, scales)]
         raise reader.wrong(
@@ -129,11 +115,7 @@ _ON_CPU = f"inputs must be a multiple of {_INPUTS_ON_CPU} there, and outputs of 
 
 
 def quantization_config(name: str, dtype: Any) -> BitsAndBytesConfig:
-    """The settings of bitsandbytes for `quantization`, with the type that four-bit layers compute in.
-
-    Raises:
-        MissingDependencyError: bitsandbytes is not installed.
-    """
+    """The settings of bitsandbytes for `quantization`, with the type that four-bit layers compute in."""
     if not is_bitsandbytes_available():
         raise MissingDependencyError(
             f"quantization='{name}' needs bitsandbytes. Install it with: pip install bitsandbytes"
@@ -152,11 +134,7 @@ def _is_no_cast_message(record: python_logging.LogRecord) -> bool:
 
 
 def check_four_bits(model: nn.Module, name: str) -> None:
-    """Refuses four-bit layers that cannot run on a CPU.
-
-    Raises:
-        SpecConfigError: Which they are.
-    """
+    """Refuses four-bit layers that cannot run on a CPU."""
     for path, module in model.named_modules():
         # Where the processor cannot multiply bfloat16, bitsandbytes widens layers of any size.
         has_kernel = getattr(module, "support_avx512bf16_for_cpu", False)
@@ -169,48 +147,3 @@ def check_four_bits(model: nn.Module, name: str) -> None:
 
 def _fits(linear: Any, device: torch.device) -> bool:
     return device.type != "cpu" or not (linear.in_features % _INPUTS_ON_CPU or linear.out_features % _OUTPUTS_ON_CPU)
-
-
-def quantise_layers(parts: Sequence[nn.Module], name: str) -> None:
-    """Puts layers of bitsandbytes in the place of the linear layers within some parts of a loaded head.
-
-    Args:
-        parts (`Sequence[nn.Module]`): The parts; norms, embeddings and lm_heads stay as they are.
-        name (`str`): The setting `quantization`. Layers of sizes that four bits do not fit on a CPU stay as they are.
-
-    Raises:
-        MissingDependencyError: bitsandbytes is not installed.
-        SpecConfigError: None of the layers can be packed.
-    """
-    config, count = quantization_config(name, None), 0
-    for part in parts:
-        for parent in list(part.modules()):
-            for key, linear in parent._modules.items():
-                if type(linear) is nn.Linear and (config.load_in_8bit or _fits(linear, linear.weight.device)):
-                    parent._modules[key] = _packed(linear, config)
-                    count += 1
-    if not count:
-        raise SpecConfigError(
-            f"`quantization`='{name}' can pack none of the layers of this head on a CPU: {_ON_CPU}. Use "
-            "'bitsandbytes_8bit', or leave it out."
-        )
-
-
-def _packed(linear: nn.Linear, config: BitsAndBytesConfig) -> nn.Module:
-    import bitsandbytes
-
-    weight, has_bias, layers = linear.weight, linear.bias is not None, bitsandbytes.nn
-    sizes = linear.in_features, linear.out_features
-    with torch.device("meta"):
-        if config.load_in_8bit:
-            made: Any = layers.Linear8bitLt(*sizes, has_bias, has_fp16_weights=False, threshold=6.0)
-        else:
-            kind = config.bnb_4bit_quant_type
-            made = layers.Linear4bit(*sizes, has_bias, compute_dtype=weight.dtype, quant_type=kind)
-    if config.load_in_8bit:
-        made.weight = layers.Int8Params(weight.data, requires_grad=False, has_fp16_weights=False)
-    else:
-        made.weight = layers.Params4bit(weight.data, requires_grad=False, quant_type=config.bnb_4bit_quant_type)
-    made.bias = linear.bias
-    # The weights are packed on their way.
-    return made.to(weight.device).eval()

@@ -1,27 +1,29 @@
 """Reader of a checkpoint's header: one place that knows what its settings and tensors mean.
 
-Detection, inspection and loading ask the same reader, so that they say the same of every checkpoint.
+Detection, inspection and loading ask the same reader, so that they say the same of every checkpoint. Whatever is wrong
+with one raises a [`CheckpointFormatError`].
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from transformers.utils import logging
 
 from ..errors import CheckpointFormatError, shown
+from ..settings import SpeculativeConfig
+from ..threads import cached_property
 from .config_keys import refused_key, unknown_keys
 from .format import Unsupported
-from .header import WEIGHT_FILES, Header, TargetNeeds, TargetSizes, listed, misfits, unwrapped
+from .header import Header, TargetNeeds, TargetSizes, listed, misfits, unwrapped
 from .quantised import is_about_quantisation, packed_weight, scale_of, scaled
-from .settings import COUNT, MAPPING, Kind, count_up_to
-
-
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
+from .schema import COUNT, MAPPING, Key, Kind, Tensor, count_up_to, dimensions, keys, numbered, pattern_of, renamed
+from .weights import WEIGHT_FILES, TensorTable
 
 
 logger = logging.get_logger(__name__)
@@ -31,57 +33,39 @@ _DRAFT_TOKENS = count_up_to(256)
 
 
 class CheckpointReader:
-    """Reading of a drafter's header.
+    """Reading of a drafter's header by the tables of its format. A method subclasses it for its formats."""
 
-    A method subclasses it for its formats. Class attributes:
-
-    - `noun` (`str`): What messages call the drafter.
-    - `blocks` (`tuple[str, ...]`): Parts of a config that may state a setting, the first to be asked first; the empty
-      name is the config itself.
-    - `settings` (`dict[str, Kind]`): Settings that are read, each with its kind.
-    - `notes` (`str`): Other keys of its configs that change nothing here, as shell patterns with spaces between.
-    - `renamed` (`Mapping[str, str]`): Beginnings of names of tensors in files, and what they are called here.
-    - `unsupported` (`tuple[Unsupported, ...]`): Kinds that are refused; `instead` says what to pass then.
-    - `sizes_by`, `fitting` (`str`): What asks for the shapes of its tensors, and what to pass where they differ.
-    - `weight_files` (`tuple[str, ...]`): Names that its weights may have, the preferred first.
-    - `target_files` (`str`, *optional*): Pattern of files that lie beside the weights of whole models and hold layers
-      for this method.
-
-    Args:
-        header (`Header`): Of a checkpoint of one of the formats.
-
-    Attributes:
-        places (`Sequence[Mapping]`): Where the config may say something; the first that does counts.
-        stored (`Mapping[str, str]`): The name in the file of each tensor by its name here.
-        tables (`dict[str, torch.Tensor]`): Tensors of the network that are not stored as they are.
-
-    Raises:
-        CheckpointFormatError: Two tensors have one name here.
-    """
-
-    noun: ClassVar[str] = "drafter"
+    noun: ClassVar[str] = "drafter"  # what messages call it
+    # Parts of a config that may state a setting, the first to be asked first; the empty name is the config itself.
     blocks: ClassVar[tuple[str, ...]] = ("",)
-    settings: ClassVar[dict[str, Kind]] = {
-        "hidden_size": COUNT,
-        "quantization_config": MAPPING,
-        "vocab_size": COUNT,
-    }
-    notes: ClassVar[str] = ""
+    keys: tuple[Key, ...] = (*keys("hidden_size vocab_size", COUNT), Key("quantization_config", MAPPING))
+    notes: ClassVar[str] = ""  # keys of its configs that change nothing, as shell patterns with spaces between
+    table: tuple[Tensor, ...] = ()  # a property where it depends on what the checkpoint says
+    # Beginnings of names of tensors in files, and what they are here; `{layer}` in both is a number.
     renamed: ClassVar[Mapping[str, str]] = {}
-    unsupported: ClassVar[tuple[Unsupported, ...]] = ()
-    instead: ClassVar[str] = "Pass another drafter."
-    sizes_by: ClassVar[str] = "its other tensors ask"
-    fitting: ClassVar[str] = "Pass an intact checkpoint."
-    weight_files: ClassVar[tuple[str, ...]] = WEIGHT_FILES
+    unused: ClassVar[re.Pattern[str]] = re.compile(r".*")  # tensors that files may hold and drafting has no use for
+    unsupported: ClassVar[tuple[Unsupported, ...]] = ()  # kinds that are refused
+    instead: ClassVar[str] = "Pass another drafter."  # of these
+    sizes_by: ClassVar[str] = "its other tensors ask"  # for the shapes of its tensors
+    fitting: ClassVar[str] = "Pass an intact checkpoint."  # where they differ
+    reads_layers: ClassVar[bool] = False  # it matters how many layers a target has
+    weight_files: ClassVar[tuple[str, ...]] = WEIGHT_FILES  # the preferred first
+    # Pattern of files that lie beside the weights of whole models and hold layers for this method.
     target_files: ClassVar[str | None] = None
 
     def __init__(self, header: Header):
         self.header = header
         self.name: str = header.name
         blocks = (header.config.get(key) if key else header.config for key in self.blocks)
+        # Where the config may say something; the first that does counts.
         self.places: tuple[Mapping[str, Any], ...] = tuple(block for block in blocks if isinstance(block, Mapping))
-        self.stored: dict[str, str] = self._stored_names()
-        self.tables: dict[str, torch.Tensor] = {}
+        self.stored: dict[str, str] = self._stored_names()  # names in the file by those here
+        self.tables: dict[str, torch.Tensor] = {}  # of the network, that are not stored as they are
+
+    @classmethod
+    def for_loading(cls, header: Header, config: SpeculativeConfig, target_model: nn.Module) -> CheckpointReader:
+        """The reader of a checkpoint that is loaded with these settings for this target."""
+        return cls(header)
 
     # What detection and inspection ask
 
@@ -91,26 +75,15 @@ class CheckpointReader:
         return TargetNeeds()
 
     @property
-    def target_name(self) -> str | None:
-        """Repo id or folder of the target, `None` where the config does not name it."""
-        verifier = _inner(_inner(self.header.config, "speculators_config"), "verifier")
-        names = (self.header.config.get("base_model_name_or_path"), verifier.get("name_or_path"))
-        return next((name for name in names if isinstance(name, str) and name), None)
-
-    @property
     def num_draft_tokens(self) -> int | None:
         """Tokens of a draft that it was made for; `None`: any number, or it does not say."""
         proposals = _inner(self.header.config, "speculators_config").get("proposal_methods")
         first = proposals[0] if isinstance(proposals, list) and proposals else None
-        found = first.get("speculative_tokens") if isinstance(first, Mapping) else None
-        return found if _DRAFT_TOKENS.is_valid(found) else None
+        count = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+        return count if _DRAFT_TOKENS.is_valid(count) else None
 
     def check(self) -> None:
-        """Checks what can be known without a target.
-
-        Raises:
-            CheckpointFormatError: It is of a kind that is not supported, is incomplete, or contradicts itself.
-        """
+        """Checks what can be known without a target."""
         if (packed := packed_weight(self.stored)) is not None:
             raise self.wrong(
                 f"holds quantised weights in a form ({packed}) which is not supported",
@@ -118,30 +91,36 @@ class CheckpointReader:
             )
         for kind in self.unsupported:
             if kind.is_there(self.places, self.stored):
-                raise self.not_supported(kind)
+                raise self.wrong(f"{kind.what}, which is not supported", kind.instead or self.instead)
         if reason := refused_key(self.header.config, self._known_keys):
             raise CheckpointFormatError(f"'{self.name}' {reason}")
-
-    @property
-    def _known_keys(self) -> set[str]:
-        return {*self.settings, *self.notes.split()}
+        _ = self.sizes
 
     def check_target(self, target: TargetSizes) -> None:
-        """Raises a [`CheckpointFormatError`] where it was made for another target, and warns of unknown settings."""
+        """Checks what can be known by the sizes of a target, and warns of settings that nobody here knows."""
+        for reason in misfits(self.needs, target):
+            raise self.wrong(reason, self.for_target)
         if unknown := unknown_keys(self.header.config, self._known_keys):
             names = listed(f"`{name[:100]}`" for name in unknown)
             logger.warning_once(
                 f"'{self.name}' has {names} in its config.json, which is not known here. If it changes what "
                 "is computed, fewer drafts are accepted; the text stays right."
             )
-        for reason in misfits(self.needs, target):
-            raise self.wrong(reason, self.for_target)
+
+    @property
+    def _known_keys(self) -> set[str]:
+        return {*self.notes.split(), *(name for key in self.keys for name in key.names.split())}
+
+    def record(self, target: TargetSizes) -> Any:
+        """What a network for a target is made of, of which all is checked; tables of tokens go to `tables`."""
+        raise NotImplementedError(f"{type(self).__name__} must implement record().")
 
     @property
     def for_target(self) -> str:
         """Advice about a drafter of another target."""
-        own = f", not for '{self.target_name}'" if self.target_name else ""
-        return f"Pass the {self.noun} trained for this target{own}."
+        named = target_name(self.header.config)
+        other = f", not for '{named}'" if named else ""
+        return f"Pass the {self.noun} trained for this target{other}."
 
     # Of methods that draft with the layers of a target
 
@@ -161,50 +140,128 @@ class CheckpointReader:
         """A setting of any kind from the first place that states it, `None` where it is left out."""
         return next((place[key] for place in self.places if place.get(key) is not None), None)
 
-    def setting(self, key: str, kind: Kind | None = None) -> Any:
-        """A setting, `None` where it is left out; its `kind` is by default that of the table.
+    def setting(self, name: str, kind: Kind | None = None) -> Any:
+        """A setting of the table; also one that is not there, if its kind is given."""
+        key = Key(name, kind) if kind else self._keys[name]
+        for spelling in key.names.split():
+            value = self.stated(spelling)
+            if value is not None and not key.kind.is_valid(value):
+                raise self.wrong(
+                    f"has `{spelling}`={shown(value)} in its config.json, which must be {key.kind.what}",
+                    "Correct it or leave it out.",
+                )
+            # An empty list says nothing.
+            if value not in (None, []):
+                return value
+        return key.default
 
-        Raises:
-            CheckpointFormatError: It is of another kind.
-        """
-        value, kind = self.stated(key), kind or self.settings[key]
-        if value is not None and not kind.is_valid(value):
+    def value(self, name: str) -> Any:
+        """A setting of the table that must be there, or the size of the tensors that it tells."""
+        size = self._keys[name].size
+        setting = self.sizes[size] if size in self.sizes else self.setting(name)
+        if setting is None:
+            raise self.wrong(f"does not say `{name}` in its config.json", "Add it there.")
+        return setting
+
+    @cached_property
+    def _keys(self) -> dict[str, Key]:
+        return {key.names.partition(" ")[0]: key for key in self.keys}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, empty where there is none of this name."""
+        return self.header.tensors[self.stored[name]] if name in self.stored else ()
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """What the symbols of the table stand for, and how many numbers there are in the names of its tensors."""
+        described = self._described()
+        spellings = [(row, spelling) for row in self.table for spelling in row.spellings]
+        if spellings and not described:
+            such = f" such as {listed(self.stored.values())}" if self.stored else ""
             raise self.wrong(
-                f"has `{key}`={shown(value)} in its config.json, which must be {kind.what}",
-                "Correct it or leave it out.",
+                f"holds no {self.noun}: {self.header.file} has {len(self.stored)} tensors{such}, none of them named "
+                f"like '{re.sub('{.*?}', '0', spellings[0][1])}'",
+                "Pass a checkpoint of this kind, or name the method that this one is for.",
             )
-        return value
+        numbers: dict[str, set[int]] = {
+            symbol: set() for _, spelling in spellings for symbol in pattern_of(spelling).groupindex
+        }
+        for _, match in described.values():
+            for symbol, number in match.groupdict().items():
+                numbers[symbol].add(int(number))
+        for symbol, those in numbers.items():
+            if those and len(those) <= max(those):
+                raise self.wrong(
+                    f"has the {symbol}s {shown(sorted(those))}, not all from 0 on", "Pass a complete checkpoint."
+                )
+        sizes = {symbol: len(those) for symbol, those in numbers.items()}
+        self._require_rows(spellings, sizes)
+        sizes |= self.stated_sizes
+        for name, (row, _) in described.items():
+            if row.shape:
+                self._measure(row, name, sizes)
+        for name, key in self._keys.items():
+            if key.size in sizes and self.setting(name) not in (None, sizes[key.size]):
+                raise self.wrong(
+                    f"has `{name}`={self.setting(name)} in its config.json, and its tensors have {sizes[key.size]}",
+                    "Correct it.",
+                )
+        return sizes
 
-    def first_setting(self, *keys: str) -> Any:
-        """The first of these settings that is given and is not an empty list, `None` where none is."""
-        return next((value for value in map(self.setting, keys) if value not in (None, [])), None)
+    @property
+    def stated_sizes(self) -> dict[str, int]:
+        """Sizes that the config decides, not the tensors."""
+        return {}
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of a tensor, `None` where there is none of this name."""
-        shapes = self.header.shapes
-        return shapes[self.stored[name]] if shapes is not None and name in self.stored else None
+    def _described(self) -> dict[str, tuple[Tensor, re.Match[str]]]:
+        """The first row that fits each tensor, in the order of the rows and their numbers."""
+        described: dict[str, tuple[Tensor, re.Match[str]]] = {}
+        for row in self.table:
+            for spelling in row.spellings:
+                fitting = [match for match in map(pattern_of(spelling).fullmatch, self.stored) if match]
+                for match in sorted(fitting, key=lambda match: [*map(int, match.groups())]):
+                    described.setdefault(match[0], (row, match))
+        return described
 
-    def matrix(self, name: str) -> tuple[int, int]:
-        """Rows and columns of a tensor.
+    def _require_rows(self, spellings: Sequence[tuple[Tensor, str]], counts: Mapping[str, int]) -> None:
+        """Checks that what the table needs is there. Of what there is nothing of, the first is missed."""
+        described: set[str] = set()
+        missing: dict[str, list[str]] = {}
+        for row, spelling in spellings:
+            symbols = pattern_of(spelling).groupindex
+            count, whose = math.prod(max(counts[symbol], 1) for symbol in symbols), row.needed
+            if count > max(len(self.stored), 1):
+                # Their names are not spelled out.
+                if whose:
+                    raise self.wrong(
+                        f"has {len(self.stored)} tensors in {self.header.file}, and needs at least {count}",
+                        "Pass a complete checkpoint.",
+                    )
+                continue
+            names = set(numbered(spelling, {symbol: max(counts[symbol], 1) for symbol in symbols})) - described
+            described |= names
+            if whose:
+                missing.setdefault(whose if isinstance(whose, str) else f"the {self.noun}", []).extend(sorted(names))
+        for whose, names in missing.items():
+            self.require(names, whose)
 
-        Raises:
-            CheckpointFormatError: There is none of this name, or it has another number of dimensions.
-        """
-        self.require([name], f"the {self.noun}")
-        shape = self.shape(name)
-        if len(shape) != 2:
+    def _measure(self, row: Tensor, name: str, sizes: dict[str, int]) -> None:
+        """Takes the sizes of a tensor that are not known yet, and checks the others."""
+        shape, symbols = self.shape(name), dimensions(row.shape)
+        if len(shape) != len(symbols):
+            what = "a matrix" if len(symbols) == 2 else f"of {len(symbols)} dimension{'s' if len(symbols) > 1 else ''}"
             raise CheckpointFormatError(
-                f"'{self.name}': {self.stored[name]} must be a matrix, and has the shape {list(shape)}. Pass an "
-                "intact checkpoint."
+                f"'{self.name}': {self.stored[name]} must be {what}, and has the shape {list(shape)}. {self.fitting}"
             )
-        return shape
+        for size, (factor, symbol) in zip(shape, symbols):
+            if symbol != "*":
+                sizes.setdefault(symbol, size // factor)
+        asked = tuple(size if one[1] == "*" else one[0] * sizes[one[1]] for size, one in zip(shape, symbols))
+        if shape != asked:
+            raise self.wrong_shape(name, asked)
 
     def require(self, names: Iterable[str], of: str) -> None:
-        """Checks that tensors are there.
-
-        Raises:
-            CheckpointFormatError: Some are missing; `of` says whose they are.
-        """
+        """Checks that tensors are there; `of` says whose they are."""
         missing = [self.name_in_file(name) for name in names if name not in self.stored]
         if missing:
             raise CheckpointFormatError(
@@ -212,68 +269,46 @@ class CheckpointReader:
                 f"{self.header.file}). Pass a complete checkpoint."
             )
 
-    def check_count(self, count: int, of: str) -> None:
-        """Checks that there are that many tensors at all, before their names are spelled out.
-
-        Raises:
-            CheckpointFormatError: There are fewer; `of` says whose they are.
-        """
-        if count > len(self.stored):
-            raise CheckpointFormatError(
-                f"'{self.name}' has {len(self.stored)} tensors in {self.header.file}, and {of} need at least {count}. "
-                "Pass a complete checkpoint, with nothing missing between the numbers in the names."
-            )
-
     # Tensors
 
     def rename(self, stored: str) -> str:
         """The name used here of a tensor in a file."""
         bare = unwrapped(stored)
-        old = next(filter(bare.startswith, self.renamed), "")
-        return self.renamed.get(old, "") + bare.removeprefix(old)
+        return renamed(bare, self.renamed) or bare
 
     def name_in_file(self, name: str) -> str:
-        """The name that messages call a missing tensor by."""
-        return name
+        """The name that a missing tensor would have in the file, by the spellings that it has for others."""
+        bare = [unwrapped(stored) for stored in self.stored.values()]
+        used = {new: old for old, new in self.renamed.items() if any(map(pattern_of(old).match, bare))}
+        return renamed(name, used) or name
 
     def tensors(
         self,
-        checkpoint: Checkpoint,
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype | None,
         device: torch.device | str,
     ) -> dict[str, torch.Tensor]:
-        """The tensors of a network.
-
-        Args:
-            checkpoint (`Checkpoint`): The one that the header is of.
-            shapes (`Mapping[str, tuple[int, ...]]`): What the network's state dict holds.
-            dtype (`torch.dtype`, *optional*): Of the floating-point ones; `None`: as stored.
-            device (`torch.device`): Where to.
-
-        Raises:
-            CheckpointFormatError: Some are missing, have other shapes, are not of real numbers, or are not known.
-        """
+        """The tensors of a network whose state dict has these `shapes`, in a dtype (`None`: as stored)."""
         plan = {name: self.sources(name, shape) for name, shape in shapes.items() if name not in self.tables}
         used = dict.fromkeys(source for rows in plan.values() for row in rows for source in row)
         self.require(used, f"the {self.noun}")
-        self.judge_left_over(
-            [name for name in self.stored if name not in used and not is_about_quantisation(name, used)]
-        )
+        left_over = [name for name in self.stored if name not in used and not is_about_quantisation(name, used)]
+        if unknown := [name for name in left_over if not self.unused.fullmatch(name)]:
+            self.judge_unknown(unknown)
         self._check_room(plan, shapes)
-        found = {name: table.to(device) for name, table in self.tables.items() if name in shapes}
+        read = {name: table.to(device) for name, table in self.tables.items() if name in shapes}
         for name, rows in plan.items():
             if rows == [[name]]:
-                found[name] = self._row(checkpoint, name, rows[0], shapes[name], dtype, device)
+                read[name] = self._row(name, rows[0], shapes[name], dtype, device)
                 continue
             whole = None
             # One at a time: those of large targets are gigabytes.
             for index, row in enumerate(rows):
-                tensor = self._row(checkpoint, name, row, shapes[name][1:], dtype, device)
+                tensor = self._row(name, row, shapes[name][1:], dtype, device)
                 whole = tensor.new_empty(shapes[name]) if whole is None else whole
                 whole[index] = tensor
-            found[name] = whole
-        return found
+            read[name] = whole
+        return read
 
     def _check_room(self, plan: Mapping[str, Sequence[Sequence[str]]], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuses to stack tensors into more numbers than the files hold, before any is read."""
@@ -288,22 +323,29 @@ class CheckpointReader:
         """Tensors that one of the network is stacked from, each of one or several with their rows side by side."""
         return [[name]]
 
-    def weight(
-        self, checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: torch.device | str
-    ) -> torch.Tensor:
+    @property
+    def _weights(self) -> TensorTable:
+        assert isinstance(self.header.tensors, TensorTable), "a header without its files"
+        return self.header.tensors
+
+    def read(self, name: str) -> torch.Tensor:
+        """One of the stored tensors as it is, on the CPU."""
+        return self._weights.read(self.stored[name])
+
+    def weight(self, name: str, dtype: torch.dtype | None, device: torch.device | str) -> torch.Tensor:
         """One of the stored tensors, as it is multiplied with; 8-bit weights are multiplied with their factors."""
         scales = scale_of(name, self.stored)
         if scales is None:
-            return checkpoint.read_weight(self.stored[name], dtype, device)
-        parts = (checkpoint.read(self.stored[part], None, device) for part in (name, scales))
+            return self._weights.read_weight(self.stored[name], dtype, device)
+        parts = (self._weights.read(self.stored[part], None, device) for part in (name, scales))
         return scaled(self, self.stored[name], *parts, dtype)
 
     def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """The part of a tensor that the network uses, where it has this `name` and this `shape`."""
         return tensor
 
-    def judge_left_over(self, names: Sequence[str]) -> None:
-        """Warns of tensors that the network does not have, or refuses them."""
+    def judge_unknown(self, names: Sequence[str]) -> None:
+        """Warns of tensors that the network does not have and that are not among the unused, or refuses them."""
 
     def wrong(self, what: str, todo: str) -> CheckpointFormatError:
         """The error that something is wrong with the checkpoint, and what to do about it."""
@@ -311,43 +353,45 @@ class CheckpointReader:
 
     def wrong_shape(self, name: str, shape: tuple[int, ...]) -> CheckpointFormatError:
         """The error that a tensor has another shape than this one."""
-        found = list(self.shape(name) or ())
+        stored = list(self.shape(name) or ())
         return self.wrong(
-            f"has {self.stored[name]} of the shape {found}, where {self.sizes_by} for {list(shape)}", self.fitting
+            f"has {self.stored[name]} of the shape {stored}, where {self.sizes_by} for {list(shape)}", self.fitting
         )
-
-    def not_supported(self, kind: Unsupported) -> CheckpointFormatError:
-        """The error that it is of a known kind that cannot be used."""
-        return self.wrong(f"{kind.what}, which is not supported", kind.instead or self.instead)
 
     def _row(
         self,
-        checkpoint: Checkpoint,
         name: str,
         sources: Sequence[str],
         shape: tuple[int, ...],
         dtype: torch.dtype | None,
         device: torch.device | str,
     ) -> torch.Tensor:
-        parts = [self.weight(checkpoint, source, dtype, device) for source in sources]
+        parts = [self.weight(source, dtype, device) for source in sources]
         tensor = self.fitted(name, torch.cat(parts) if len(parts) > 1 else parts[0], shape)
         if tuple(tensor.shape) != shape:
             raise self.wrong_shape(sources[0], shape)
         return tensor
 
     def _stored_names(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for stored in self.header.shapes or ():
+        names: dict[str, str] = {}
+        for stored in self.header.tensors:
             name = self.rename(stored)
-            if name in found:
+            if name in names:
                 raise self.wrong(
-                    f"has {stored} and {found[name]}, which are two writings of one tensor",
+                    f"has {stored} and {names[name]}, which are two writings of one tensor",
                     "Pass a checkpoint with one of them.",
                 )
-            found[name] = stored
-        return found
+            names[name] = stored
+        return names
+
+
+def target_name(config: Mapping[str, Any]) -> str | None:
+    """Repo id or folder of a drafter's target, `None` where the config does not name it."""
+    verifier = _inner(_inner(config, "speculators_config"), "verifier")
+    names = (config.get("base_model_name_or_path"), verifier.get("name_or_path"))
+    return next((name for name in names if isinstance(name, str) and name), None)
 
 
 def _inner(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = config.get(key)
-    return found if isinstance(found, Mapping) else {}
+    block = config.get(key)
+    return block if isinstance(block, Mapping) else {}

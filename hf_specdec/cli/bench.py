@@ -1,12 +1,10 @@
-"""`hf-specdec bench`: measures methods beside plain generation and transformers' own, on any model and prompts."""
+"""`hf-specdec bench`: drafters beside plain generation, transformers' own ways and our loop without drafts."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,152 +13,193 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import SpecConfigError, counted
-from .common import EXIT_INTERRUPTED, JsonOption, new_table, print_notes, progress_bars, say, show
-from .generate import SampleOption, TemperatureOption, TopKOption, TopPOption, sampling_arguments
-from .target import (
-    EMBEDDED,
-    BatchSizesOption,
-    MaxSecondsOption,
-    Place,
-    RawOption,
-    RoundsOption,
-    has_template,
-    on_target,
-    read_batch_sizes,
-    tokenised,
-)
+from . import options
+from .drafters import read_drafter
+from .output import EXIT_DIFFERENT, EXIT_INTERRUPTED, new_table, print_notes, progress_bars, say, show
+from .target import EMBEDDED, Target, has_template, tokenised
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..bench.prompts import Batch, Prompt
+    from ..bench.prompts import Batch
+    from ..diagnosis import Advice, Choices
 
 
-_prompt_option = partial(typer.Option, rich_help_panel="Prompts")
-_sampling_option = partial(typer.Option, rich_help_panel="Sampling")
-_output_option = partial(typer.Option, rich_help_panel="Output")
-
-_MOST_POSITIONS = 8
 _WIDTH_OF_FILES = 120
 
+# Without a model, what is shown of the embedded one is to end soon.
+_SECONDS_OF_EMBEDDED = 60.0
 
-@on_target
+
 def bench_command(
-    place: Place,
-    specs: Annotated[
-        list[str] | None,
+    model: options.OptionalModel = None,
+    drafters: options.Drafters = None,
+    num_speculative_tokens: options.Length = None,
+    settings: options.Settings = None,
+    recommend: Annotated[
+        bool,
         typer.Option(
-            "--spec",
-            "-s",
-            help="A method or a drafter (repo id, folder), also with settings (eagle3,model=user/head,k=4), or JSON. "
-            "May be repeated. Left out: the methods without weights; for the embedded target all methods of the demo.",
+            "--recommend", help="Also measure drafters that are found for the model, and say which one pays, and why."
         ),
-    ] = None,
-    prompts: Annotated[
-        str | None,
-        _prompt_option(
-            "--prompts",
-            "-p",
-            help="A file (JSON lines, or text), 'spec-bench', or 'demo'. Left out: demo for the embedded target.",
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Compare the greedy texts with plain generation, instead of timing; judge each difference."
         ),
+    ] = False,
+    prompts: options.Prompts = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of each kind. Default: all.")] = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    raw: options.Raw = False,
+    batch_sizes: Annotated[
+        list[int] | None,
+        typer.Option("--batch-size", "-b", min=1, help="Prompts generated together. May be repeated. [default: 1]"),
     ] = None,
-    num_prompts: Annotated[
-        int | None, _prompt_option(min=1, help="Take so many prompts of each kind. Left out: all.")
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is timed.")] = 3,
+    max_seconds: Annotated[
+        float | None,
+        typer.Option(min=0, help="Time limit in seconds: begin no round that is likely to exceed it."),
     ] = None,
-    max_new_tokens: Annotated[
-        int, _prompt_option("--max-new-tokens", "-n", min=2, help="Most tokens to generate per prompt.")
-    ] = 256,
-    raw: RawOption = False,
-    batch_sizes: BatchSizesOption = "1",
-    rounds: RoundsOption = 3,
-    max_seconds: MaxSecondsOption = None,
-    stock: Annotated[
-        bool, typer.Option("--stock/--no-stock", help="Also time transformers' own assisted generation.")
-    ] = True,
-    sample: SampleOption = False,
-    temperature: TemperatureOption = None,
-    top_p: TopPOption = None,
-    top_k: TopKOption = None,
-    seed: Annotated[int, _sampling_option(help="Seed of the first round; each round has its own.")] = 0,
-    plot: Annotated[Path | None, _output_option(help="Folder for charts (PNG). Needs matplotlib.")] = None,
-    output: Annotated[Path | None, _output_option("--output", "-o", help="Also write the JSON to this file.")] = None,
-    as_json: JsonOption = False,
+    sample: options.Sample = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = options.AUTO,
+    device: options.Device = None,
+    trust_remote_code: options.Trust = False,
+    offline: options.Offline = False,
+    yes: options.Yes = False,
+    output: options.Output = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
-    """Compare methods with plain generation, this loop without drafts and transformers' assisted generation.
+    """Measure drafters on your model and prompts.
 
-    All on your model and prompts. In every round each batch is generated in all ways, one after the other. Ctrl-C
-    ends after the rounds that are complete.
+    Beside them plain generation, transformers' own ways and this package's loop without drafts generate every batch,
+    one after the other, in every round; greedily unless a sampling option says otherwise. Ctrl-C ends after the rounds
+    that are complete. Exit code 1: a text is not that of plain generation, in float32 or as --check judges it.
     """
-    # All that can be checked without the target is checked before it is loaded.
-    sizes, sampling = read_batch_sizes(batch_sizes), sampling_arguments(temperature, top_p, top_k, sample)
-    chosen, names = _read_specs(place, specs)
-    texts = _read_prompts(place, prompts, max_new_tokens, num_prompts)
-    if plot is not None:
-        from ..bench.plots import check_can_draw
-
-        check_can_draw(plot)
+    # All that can be checked without the model is checked before it is loaded.
+    if recommend and check:
+        raise SpecConfigError("--recommend times and --check does not. Leave one of them out.")
+    sampling = options.sampling(sample, temperature, top_p, top_k) or {"do_sample": False}
+    if check and sampling["do_sample"]:
+        raise SpecConfigError("--check compares greedy texts. Leave out what samples.")
     if output is not None and not output.absolute().parent.is_dir():
         raise SpecConfigError(f"--output '{output}': there is no folder '{output.absolute().parent}'. Make it first.")
-    from ..bench.decoders import load_decoders, with_baselines
-    from ..bench.engine import measure
-    from ..bench.report import make_report
+    if model is None:
+        max_seconds = _SECONDS_OF_EMBEDDED if max_seconds is None else max_seconds
+        if not as_json:
+            say(f"No MODEL is given: this is the embedded toy model '{EMBEDDED}' of 3.9 M parameters.", "bold")
+    target = Target(model or EMBEDDED, dtype, device, trust_remote_code, offline, yes)
+    packaged = target.drafters
+    specs = {
+        text: read_drafter(text, num_speculative_tokens, settings, packaged, offline) for text in drafters or packaged
+    }
+    texts = target.prompts(prompts, max_new_tokens, num_prompts)
+    sizes = sorted({*(batch_sizes or [1])})
+    asked = {
+        "target": target.name,
+        "prompts_source": ", ".join(prompts or ["default"]),
+        "max_new_tokens": max_new_tokens,
+        "rounds_asked": rounds,
+    }
+    with target.loaded() as (loaded, tokenizer):
+        asked["chat_template"] = has_template(tokenizer, raw)
+        batches = {size: tokenised(texts, loaded, tokenizer, size, raw, fill=not check) for size in sizes}
+        _check_lengths(loaded, [batch for group in batches.values() for batch in group])
+        choices = _choices(loaded, specs, packaged if drafters else None, recommend, offline)
+        if check:
+            report = _checked(loaded, tokenizer, choices, batches, asked)
+        else:
+            report = _measured(loaded, choices, batches, asked, sampling, rounds, max_seconds, seed)
+    advice = None
+    if recommend:
+        from ..diagnosis import recommend as recommended
 
-    with place.loaded() as (model, tokenizer):
-        batches = {size: tokenised(texts, model, tokenizer, size, raw, fill=True) for size in sizes}
-        _check_lengths(model, [batch for group in batches.values() for batch in group])
-        # Methods that were not asked for by name may be missing.
-        methods, missing = load_decoders(model, chosen, names=names, skip_missing=not specs)
-        decoders = with_baselines(model, methods, stock)
-        with progress_bars() as begin:
-            found = measure(
-                model, decoders, batches, rounds, sampling, seed=seed, max_seconds=max_seconds, begin=begin
-            )
-        asked = {
-            "target": place.target,
-            "prompts_source": prompts or EMBEDDED,
-            "chat_template": has_template(tokenizer, raw),
-            "max_new_tokens": max_new_tokens,
-            "rounds_asked": rounds,
-        }
-        report = make_report(model, decoders, found, missing, asked, sampling=sampling, seed=seed)
+        advice = recommended(report, choices, sizes[0])
+        report["recommendation"] = advice.to_dict()
     if output is not None:
         try:
             output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise SpecConfigError(f"--output '{output}' cannot be written: {error}") from error
-    show(report, as_json, lambda: _print_bench(report))
-    if plot is not None:
-        from ..bench.plots import draw
-
-        for path in draw(report, plot):
-            say(f"Wrote {path}.", "dim", stderr=True)
-    if found.interrupted:
+    show(report, as_json, lambda: _print_check(report) if check else _print_bench(report, advice))
+    if report.get("settings", {}).get("interrupted"):
         raise typer.Exit(EXIT_INTERRUPTED)
+    if any(row["num_bugs"] for row in report["methods"]) if check else _differs_in_float32(report):
+        raise typer.Exit(EXIT_DIFFERENT)
 
 
-# ------------------------------------------------------------------------------------------------------------ options
+def _choices(
+    model: PreTrainedModel,
+    specs: Mapping[str, Mapping[str, Any]],
+    packaged: Mapping[str, Any] | None,
+    recommend: bool,
+    offline: bool,
+) -> Choices:
+    """What is measured: what was named, beside the drafters that are `packaged`; else these, or what is found."""
+    from ..bench.decoders import load_decoders
+    from ..diagnosis import Choices
+
+    choices = Choices(model)
+    if packaged is not None:
+        # What is wrong with them is the user's to correct.
+        names = [text if text in packaged else None for text in specs]
+        choices.add_named(load_decoders(model, [*specs.values()], names=names))
+    else:
+        for name, settings in specs.items():
+            choices.add(name, settings, "comes with the model")
+    if recommend or not specs:
+        choices.search(local_files_only=offline or not recommend)
+    return choices
 
 
-def _read_specs(place: Place, specs: list[str] | None) -> tuple[list[Any], list[str | None]]:
-    """Settings of every `--spec`, and the names of those that are rows of the demo."""
-    from .. import demo
-    from ..bench.decoders import read_spec
-    from ..method import names_without_weights
+def _measured(
+    model: PreTrainedModel,
+    choices: Choices,
+    batches: dict[int, list[Batch]],
+    asked: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    rounds: int,
+    max_seconds: float | None,
+    seed: int,
+) -> dict[str, Any]:
+    from ..bench.decoders import with_baselines
+    from ..bench.engine import measure
+    from ..bench.report import make_report
 
-    named = demo.settings() if place.is_embedded else {}
-    specs = specs or list(named) or names_without_weights()
-    return [read_spec(text, named) for text in specs], [text if text in named else None for text in specs]
+    decoders = with_baselines(model, choices.decoders, stock=True)
+    with progress_bars() as begin:
+        found = measure(model, decoders, batches, rounds, sampling, seed=seed, max_seconds=max_seconds, begin=begin)
+    missing = {item.name: item.reason for item in choices.rejected}
+    return make_report(model, decoders, found, missing, asked, sampling=sampling, seed=seed)
 
 
-def _read_prompts(place: Place, source: str | None, max_new_tokens: int, num_prompts: int | None) -> list[Prompt]:
-    from ..bench.prompts import DEMO, SPEC_BENCH, read_prompts
+def _checked(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    choices: Choices,
+    batches: Mapping[int, list[Batch]],
+    asked: Mapping[str, Any],
+) -> dict[str, Any]:
+    from ..diagnosis import verify
 
-    if source is None and not place.is_embedded:
-        raise SpecConfigError(
-            f"--prompts is missing. Pass a file with prompts such as those you will generate from, or '{SPEC_BENCH}'."
-        )
-    return read_prompts(source or DEMO, max_new_tokens, num_prompts)
+    every = [batch for group in batches.values() for batch in group]
+    methods = {decoder.name: decoder.speculator.at_full_length() for decoder in choices.decoders}
+    with progress_bars() as begin:
+        found = verify(model, methods, every, on_step=begin("Comparing the outputs", len(every) * (len(methods) + 1)))
+    rows = [item.to_dict() for item in found]
+    for item in (item for row in rows for item in row["differences"]):
+        for key in ("plain", "speculative"):
+            token = item[f"{key}_token"]
+            item[f"{key}_text"] = None if token is None else tokenizer.decode([token])
+    about = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device), "batch_sizes": [*batches]}
+    missing = {item.name: item.reason for item in choices.rejected}
+    return {**asked, **about, "methods": rows, "unavailable": missing}
 
 
 def _check_lengths(model: PreTrainedModel, batches: Iterable[Batch]) -> None:
@@ -175,87 +214,79 @@ def _check_lengths(model: PreTrainedModel, batches: Iterable[Batch]) -> None:
                 )
 
 
+def _differs_in_float32(report: Mapping[str, Any]) -> bool:
+    """Where no rounding of a narrow type explains a difference, greedy texts are those of plain generation."""
+    from ..bench.decoders import STOCK
+
+    is_exact = report["environment"]["dtype"] in ("float32", "float64")
+    own = [row for row in report["rows"] if not row["method"].startswith(STOCK)]
+    return is_exact and any(row["identical"] is False and row["is_lossless"] for row in own)
+
+
 # ------------------------------------------------------------------------------------------------------------ printing
 
 
-def _print_bench(report: Mapping[str, Any]) -> None:
+def _print_bench(report: Mapping[str, Any], advice: Advice | None) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH_OF_FILES)
     settings = report["settings"]
+    kinds = list(dict.fromkeys(settings["prompts"].values()))
     for size in settings["batch_sizes"]:
-        rows, refused = rows_at(report, size)
+        rows = [row for row in report["rows"] if row["batch_size"] == size]
+        refused = [row["method"] for row in report["unavailable"] if row["batch_size"] in (size, None)]
         say(f"\nBatch size {size}", "bold")
-        console.print(_speed_table(rows, refused))
-        if len({*settings["prompts"].values()}) > 1:
-            console.print(_kind_table(rows))
-        if any(row["accepted_per_position"] for row in rows):
-            console.print(_draft_table(rows))
-    print_notes(_notes(report))
+        console.print(_table("way of decoding", _COLUMNS, rows, refused))
+        if len(kinds) > 1:
+            of_kinds = {kind: lambda row, kind=kind: _with_range(row["kinds"][kind], "speedup", 2) for kind in kinds}
+            console.print(_table("over plain, by kind", of_kinds, rows[1:]))
+    if advice is not None:
+        _print_advice(advice)
+    print_notes(_notes(report, kinds))
 
 
-def rows_at(report: Mapping[str, Any], size: int) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Rows of a batch size: what was measured, and what could not run."""
-    measured = [row for row in report["rows"] if row["batch_size"] == size]
-    return measured, [row for row in report["unavailable"] if row["batch_size"] in (size, None)]
-
-
-def _speed_table(rows: list[Mapping[str, Any]], refused: list[Mapping[str, Any]]) -> Table:
-    headings = ("tokens/s\n(range)", "speed-up\n(range)", "first token\nms", "cycle ms\np50 p95 p99", "same\ntexts")
-    table = _table("way of decoding", headings)
-    for row in rows:
-        is_plain, cycles = row["method"] == "plain", row["cycle_seconds"]
-        same: Text | str = "-"
-        if row["identical"] is not None and not is_plain:
-            same = Text(f"{row['same_texts']}/{row['num_texts']}", style="green" if row["identical"] else "red")
-        table.add_row(
-            row["method"],
-            _with_range(row, "tokens_per_second", 0),
-            "1" if is_plain else _with_range(row, "speedup", 2),
-            f"{1000 * row['first_token_seconds']:.1f}",
-            " ".join(f"{1000 * cycles[key]:.1f}" for key in ("p50", "p95", "p99")) if cycles else "-",
-            same,
+def _print_advice(advice: Advice) -> None:
+    best = advice.best
+    if best is None:
+        say("Use plain generation: nothing that was measured is surely faster.", "bold")
+    elif not best.has_drafts:
+        say(f"Use this loop without drafts: {best.speedup:.2f}x plain generation. Drafts add nothing sure.", "bold")
+    else:
+        low, high = best.speedup_range
+        say(
+            f"Use {best.name}: {best.speedup:.2f}x plain generation ({low:.2f}-{high:.2f} by round), "
+            f"{best.over_none:.2f}x this loop without drafts.",
+            "bold",
         )
-    for row in refused:
-        table.add_row(row["method"], *["-"] * len(headings), style="dim")
-    return table
+    if best is not None:
+        say(f"\n  {advice.snippets['python']}\n")
+        say(f"As JSON: {advice.snippets['json']}")
+    for option in advice.options:
+        say(f"{option.name} ({option.origin}): {option.verdict}")
+    print_notes(advice.notes)
 
 
-def _kind_table(rows: list[Mapping[str, Any]]) -> Table:
-    kinds = list(rows[0]["kinds"])
-    table = _table("speed-up by kind", kinds)
-    for row in rows[1:]:
-        table.add_row(row["method"], *(_with_range(row["kinds"][kind], "speedup", 2) for kind in kinds))
-    return table
-
-
-def _draft_table(rows: list[Mapping[str, Any]]) -> Table:
-    positions = max(min(len(row["accepted_per_position"]), _MOST_POSITIONS) for row in rows)
-    accepted = f"drafts (%) with\n1 to {positions} accepted"
-    table = _table("drafts", ("accept.\nlength", "accept.\nrate", accepted, "draft\ntime", "weights\nMB"))
-    for row in rows[1:]:
-        shares = row["accepted_per_position"][:_MOST_POSITIONS]
-        table.add_row(
-            row["method"],
-            f"{row['mean_acceptance_length']:.2f}",
-            _percent(row["acceptance_rate"]),
-            " ".join(f"{100 * share:.0f}" for share in shares) or "-",
-            _percent(row["draft_share"]),
-            "-" if row["draft_bytes"] is None else f"{row['draft_bytes'] / 1e6:.1f}",
-        )
-    return table
-
-
-def _table(first: str, headings: Iterable[str]) -> Table:
+def _table(
+    first: str,
+    columns: Mapping[str, Callable[[Mapping[str, Any]], str]],
+    rows: Iterable[Mapping[str, Any]],
+    refused: Iterable[str] = (),
+) -> Table:
     # Where there is little room, a range goes below its figure, and no name is broken.
-    table = new_table(first, numbers=headings, padding=0)
+    table = new_table(first, numbers=columns, padding=0)
     table.columns[0].no_wrap = True
+    for row in rows:
+        table.add_row(row["method"], *(shown(row) for shown in columns.values()))
+    for method in refused:
+        table.add_row(method, *["-"] * len(columns), style="dim")
     return table
 
 
 def _with_range(row: Mapping[str, Any], key: str, digits: int) -> str:
+    if key not in row:
+        return "-"
     spread = row["spread"][key]
-    if spread["n"] == 1:
+    if spread["low"] == spread["high"]:
         return f"{row[key]:.{digits}f}"
     return f"{row[key]:.{digits}f} ({spread['low']:.{digits}f}-{spread['high']:.{digits}f})"
 
@@ -264,61 +295,73 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f} %"
 
 
-def _notes(report: Mapping[str, Any]) -> list[str]:
+def _same_texts(row: Mapping[str, Any]) -> str:
+    if row["identical"] is None or row["method"] == "plain":
+        return "-"
+    return f"[{'green' if row['identical'] else 'red'}]{row['same_texts']}/{row['num_texts']}[/]"
+
+
+# What stands of a row under each heading.
+_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "tokens/s": lambda row: _with_range(row, "tokens_per_second", 0),
+    "speed-up\nover plain": lambda row: _with_range(row, "speedup", 2),
+    "speed-up\nover none": lambda row: _with_range(row, "speedup_over_none", 2),
+    "accept.\nlength": lambda row: f"{row['mean_acceptance_length']:.2f}",
+    "accept.\nrate": lambda row: _percent(row["acceptance_rate"]),
+    "draft\ntime": lambda row: _percent(row["draft_share"]),
+    "first token\nms": lambda row: f"{1000 * row['first_token_seconds']:.1f}",
+    "same\ntexts": _same_texts,
+}
+
+
+def _notes(report: Mapping[str, Any], kinds: list[str]) -> list[str]:
     from ..bench.decoders import STOCK
     from ..bench.report import described_machine
 
     settings, rows = report["settings"], report["rows"]
-    kinds = list(dict.fromkeys(settings["prompts"].values()))
     notes = [
         f"{settings['target']} in {report['environment']['dtype']}; {counted(len(settings['prompts']), 'prompt')} "
         f"({', '.join(kinds)}), at most {settings['max_new_tokens']} new tokens, {settings['decoding']}"
         f"{', chat template' if settings['chat_template'] else ''}; {described_machine(report['environment'])}.",
-        f"Speeds: median (smallest-largest) of {counted(settings['rounds'], 'round')}, all ways in turn. First token: "
-        "median of all calls. Cycle: draft and verification; for plain generation a token. n and the spread of every "
-        "figure are in the JSON (--json, --output).",
+        f"Speeds: median (smallest-largest) of {counted(settings['rounds'], 'round')}, all ways in turn, as multiples "
+        "of plain generation and of none, this package's loop without drafts. The JSON (--json, --output) has more.",
     ]
     if settings["rounds"] < settings["rounds_asked"]:
-        reason = "interrupted" if settings["interrupted"] else "--max-seconds"
+        reason = "interrupted" if settings["interrupted"] else "the time limit"
         notes.append(f"{settings['rounds']} of {counted(settings['rounds_asked'], 'round')}: {reason}.")
-    if any(row["method"].startswith(STOCK) for row in (*rows, *report["unavailable"])):
-        notes.append(f"{STOCK}*: transformers' own assisted generation.")
-    notes += repetitions(settings)
+    for size in settings["batch_sizes"]:
+        stock = [row for row in rows if row["method"].startswith(STOCK) and row["batch_size"] == size]
+        if stock:
+            best = max(stock, key=lambda row: row["speedup"])
+            notes.append(
+                f"{STOCK}*: transformers' own ways; the fastest at batch size {size} is {best['method']}, "
+                f"{best['speedup']:.2f} times plain generation."
+            )
+    repeated = [f"{count} at batch size {size}" for size, count in settings["repeated_prompts"].items() if count]
+    if repeated:
+        favoured = "That favours methods that remember texts (suffix)."
+        notes.append(f"Prompts repeated to fill batches: {', '.join(repeated)}. {favoured}")
     peaks = [
-        f"{row['method']} {row['peak_memory_bytes'] / 1e6:.0f} (batch {row['batch_size']})"
-        for row in rows
-        if row["peak_memory_bytes"] is not None
+        f"{_where(row)} {row['peak_memory_bytes'] / 1e6:.0f}" for row in rows if row["peak_memory_bytes"] is not None
     ]
     if peaks:
         notes.append(f"Most GPU memory of a call beyond all loaded weights, MB: {', '.join(peaks)}.")
-    notes += [f"{where(row)}: {note}." for row in rows for note in row["notes"]]
+    # How lengths have adapted is in the JSON.
+    own = [(row, note) for row in rows for note in row["notes"] if not note.startswith("adaptive length")]
+    notes += [f"{_where(row)}: {note}." for row, note in own]
     notes += [_difference(row) for row in rows if row["identical"] is False]
-    return notes + refusals(report["unavailable"])
+    return notes + _refusals(report["unavailable"])
 
 
-def repetitions(settings: Mapping[str, Any]) -> list[str]:
-    """A line about prompts that are in their batches twice, if there are any."""
-    repeated = {size: count for size, count in settings["repeated_prompts"].items() if count}
-    shown = ", ".join(f"{count} at batch size {size}" for size, count in repeated.items())
-    favoured = "That favours methods that remember texts (suffix)."
-    return [f"Prompts repeated to fill batches: {shown}. {favoured}"] if repeated else []
-
-
-def refusals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A line for each reason and the methods that have it at the same batch sizes."""
-    sizes: dict[tuple[str, str], list[int]] = defaultdict(list)
+def _refusals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each reason, with the ways that have it."""
+    of_reasons: dict[str, list[str]] = defaultdict(list)
     for row in rows:
-        sizes[row["method"], row["reason"].rstrip(".")] += [row["batch_size"]] if row["batch_size"] else []
-    methods: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
-    for (method, reason), at in sizes.items():
-        methods[reason, tuple(at)].append(method)
-    return [
-        f"{', '.join(names)} cannot run{' at batch size ' if at else ''}{' and '.join(map(str, at))}: {reason}."
-        for (reason, at), names in methods.items()
-    ]
+        of_reasons[row["reason"].rstrip(".")].append(row["method"] if row["batch_size"] is None else _where(row))
+    return [f"Not measured: {', '.join(names)}. {reason}." for reason, names in of_reasons.items()]
 
 
-def where(row: Mapping[str, Any]) -> str:
+def _where(row: Mapping[str, Any]) -> str:
     return f"{row['method']} at batch size {row['batch_size']}"
 
 
@@ -327,11 +370,40 @@ def _difference(row: Mapping[str, Any]) -> str:
     others = len(row["first_differences"]) - 1
     why = "Its acceptance rule is not lossless."
     if row["is_lossless"]:
-        why = (
-            "Where two tokens are equally likely up to rounding, either may win; `hf-specdec verify` tells such ties "
-            "from errors."
-        )
+        why = "Where two tokens are equally likely up to rounding, either may win; --check tells ties from errors."
     return (
-        f"{where(row)} differs from plain generation on '{prompt}' from new token {index + 1} on"
+        f"{_where(row)} differs from plain generation on '{prompt}' from new token {index + 1} on"
         f"{f', and on {others} more' if others else ''}. {why}"
+    )
+
+
+def _print_check(report: Mapping[str, Any]) -> None:
+    table = new_table("method", numbers=("texts", "equal", "numerical ties", "bugs"))
+    for row in report["methods"]:
+        bugs = Text(str(row["num_bugs"]), style="bold red" if row["num_bugs"] else "green")
+        table.add_row(row["method"], *(str(row[key]) for key in ("num_texts", "num_equal", "num_ties")), bugs)
+    Console().print(table)
+    for row in report["methods"]:
+        for item in row["differences"]:
+            say(f"{row['method']}, {_sentence(item)}")
+    for name, reason in report["unavailable"].items():
+        say(f"Not compared: {name}. {reason}", "dim")
+    sizes = " and ".join(map(str, report["batch_sizes"]))
+    say(
+        f"Greedy, at most {counted(report['max_new_tokens'], 'token')}, batch size {sizes}, {report['dtype']} on "
+        f"{report['device']}.",
+        "dim",
+    )
+
+
+def _sentence(item: Mapping[str, Any]) -> str:
+    where = f"'{item['prompt']}', new token {item['index'] + 1}"
+    if item["margin"] is None:
+        one, other = ("plain", "speculative") if item["plain_token"] is None else ("speculative", "plain")
+        return f"{where}: the {one} text has ended and the {other} one goes on. This is a bug."
+    return (
+        f"{where}: plain {item['plain_text']!r} with logit {item['plain_logit']:.6g}, speculative "
+        f"{item['speculative_text']!r} with {item['speculative_logit']:.6g}. The margin {item['margin']:.3g} is "
+        f"{'within' if item['verdict'] == 'numerical tie' else 'beyond'} the tolerance {item['tolerance']:.3g}, twice "
+        f"the rounding error: {item['verdict']}."
     )

@@ -1,15 +1,17 @@
-"""`hf-specdec doctor`: examines whether a drafter fits a target, and why few of its drafts are accepted."""
+"""`hf-specdec doctor`: why speculation with a drafter is not faster."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from .common import EXIT_DIFFERENT, JsonOption, say, show
-from .target import EMBEDDED_SPEC, Place, PromptsOption, SpecOption, on_target
+from . import options
+from .drafters import read_drafter
+from .output import EXIT_DIFFERENT, say, show
+from .target import Target
 
 
 if TYPE_CHECKING:
@@ -18,26 +20,34 @@ if TYPE_CHECKING:
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
-@on_target
 def doctor_command(
-    place: Place,
-    spec: SpecOption = EMBEDDED_SPEC,
-    prompts: PromptsOption = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=2, help="Tokens per prompt.")] = 64,
-    quick: Annotated[bool, typer.Option("--quick", help="Do not try other wirings of the drafter.")] = False,
-    as_json: JsonOption = False,
+    model: options.Model,
+    drafter: options.Drafter = None,
+    num_speculative_tokens: options.Length = None,
+    settings: options.Settings = None,
+    prompts: options.Prompts = None,
+    max_new_tokens: options.MaxNewTokens = 64,
+    dtype: options.Dtype = options.AUTO,
+    device: options.Device = None,
+    trust_remote_code: options.Trust = False,
+    offline: options.Offline = False,
+    yes: options.Yes = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
-    """Check that target and drafter fit; name the cause if few drafts are accepted.
+    """Find out why speculation is not faster, and what the machine has.
 
-    Looks at checkpoint, tokenizer, chat template, layers, vocabulary and data types, then generates from a few prompts
-    and counts what is accepted by position. Exits with 1 if there is an error; warnings leave it at 0.
+    Five checks, each of which names a cause and what to do: does the drafter fit the model; data types; vocabularies;
+    the chat template, with and without it; the acceptance by position. Exit code 1: there is an error.
     """
     from ..diagnosis import diagnose
 
-    chosen, settings = place.prompts(prompts, max_new_tokens), place.settings(spec)
-    with place.loaded() as (model, tokenizer):
+    target = Target(model, dtype, device, trust_remote_code, offline, yes)
+    spec = read_drafter(drafter or "auto", num_speculative_tokens, settings, target.drafters, offline)
+    chosen = target.prompts(prompts, max_new_tokens)
+    with target.loaded() as (loaded, tokenizer):
         with Console(stderr=True).status("Checking", spinner="dots") as status:
-            found = diagnose(model, settings, tokenizer, prompts=chosen, try_variants=not quick, on_step=status.update)
+            found = diagnose(loaded, spec, tokenizer, prompts=chosen, on_step=status.update)
     show(found.to_dict(), as_json, lambda: _print(found))
     if found.status == "error":
         raise typer.Exit(EXIT_DIFFERENT)

@@ -1,4 +1,4 @@
-"""`hf-specdec inspect`: describes a checkpoint, and tells whether it fits a target."""
+"""`hf-specdec inspect`: what a drafter is and whether it fits a model, or which drafters there are for a model."""
 
 from __future__ import annotations
 
@@ -10,46 +10,80 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import counted
-from .common import EXIT_DIFFERENT, JsonOption, OfflineOption, reporting, show, shown_size
+from ..errors import SpecConfigError, counted
+from . import options
+from .output import EXIT_DIFFERENT, new_table, say, show, shown_size
+from .target import Target
 
 
 if TYPE_CHECKING:
+    from ..hub.candidate import Candidate
     from ..hub.detect import TargetNeeds
     from ..hub.inspect import Inspection
 
 
-@reporting
 def inspect_command(
-    checkpoint: Annotated[str, typer.Argument(help="The drafter: a repo id or a folder.")],
-    target: Annotated[
-        str | None, typer.Option(help="Does it fit this target? A repo id, a folder, or 'demo' for the embedded one.")
+    checkpoint: Annotated[
+        str | None, typer.Argument(help="The drafter: a repository or a folder.", show_default=False)
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the drafter's repository.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", metavar="MODEL", help="Does it fit this model? Alone: which drafters are there?"),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of the drafter's repository, or alone the model's.")
+    ] = None,
     subfolder: Annotated[str | None, typer.Option(help="Folder inside of it that holds the drafter.")] = None,
-    target_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the target's.")] = None,
-    cache_dir: Annotated[str | None, typer.Option(help="Folder where downloads are kept.")] = None,
-    offline: OfflineOption = False,
-    as_json: JsonOption = False,
+    offline: options.Offline = False,
+    yes: options.Yes = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
-    """Tell what a checkpoint is: method, format, size, and the target it was made for.
+    """Tell what a drafter is (method, format, size, the model it was made for), and whether it fits.
 
-    Weights are not downloaded. The exit code is 1 if it does not fit the target, or cannot be used with any.
+    With --target alone: list the drafters for that model, in the order in which 'auto' would take them: those of its
+    own checkpoint, generation config and card, and of the Hub, offline of its local cache. Weights are not downloaded.
+    Exit code 1: it does not fit the model, or cannot be used with any.
     """
+    path = None if target is None else Target(target, yes=yes).path()
+    if checkpoint is None:
+        if path is None:
+            raise SpecConfigError("There is nothing to inspect. Name a drafter, a model with --target, or both.")
+        if subfolder is not None:
+            raise SpecConfigError("--subfolder is of a drafter, and none is named.")
+        _list_drafters(path, revision, offline, as_json)
+        return
     from ..hub.inspect import inspect_checkpoint
 
-    found = inspect_checkpoint(
-        checkpoint,
-        target,
-        revision=revision,
-        subfolder=subfolder,
-        target_revision=target_revision,
-        cache_dir=cache_dir,
-        local_files_only=offline,
-    )
+    found = inspect_checkpoint(checkpoint, path, revision=revision, subfolder=subfolder, local_files_only=offline)
     show(found.to_dict(), as_json, lambda: Console().print(_table(found, target)))
     if found.problems:
         raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _list_drafters(name: str, revision: str | None, offline: bool, as_json: bool) -> None:
+    from ..hub import target as hub
+    from ..hub.discover import Search
+
+    access = hub.Access(local_files_only=offline)
+    search = Search(hub.Target.of_name(name, access, revision), access)
+    candidates = search.all()
+    report = {"target": name, "candidates": [item.to_dict() for item in candidates], "notes": search.notes}
+    show(report, as_json, lambda: _print_drafters(candidates, search.notes))
+
+
+def _print_drafters(candidates: list[Candidate], notes: list[str]) -> None:
+    table = new_table("method", "model", "why", numbers=("size", "downloads"))
+    for item in candidates:
+        if not item.problems:
+            downloads = str(item.downloads or "")
+            table.add_row(item.method, Text(item.model or ""), item.reason, shown_size(item.num_bytes), downloads)
+    Console().print(table)
+    for item in candidates:
+        if item.problems:
+            say(f"Not usable: {item}, {item.reason}. {' '.join(item.problems)}")
+    for note in notes:
+        say(f"Less may have been found {note}.", "dim", stderr=True)
 
 
 def _table(inspection: Inspection, target: str | None) -> Table:

@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 
 from ..errors import MissingDependencyError, SpecConfigError
-from .common import reporting, say
-from .drafter import ConfigOption, LengthOption, MethodOption, SpecModelOption, load_drafter
-from .generate_many import RowsOption, TokensInFlightOption
-from .target import EMBEDDED, DeviceOption, Dtype, DtypeOption, Place, ThreadsOption, TrustOption
+from . import options
+from .drafters import load_drafter, read_drafter
+from .output import say
+from .target import Target
 
 
 API_KEY_VARIABLE = "HF_SPECDEC_API_KEY"
@@ -23,19 +23,15 @@ API_KEY_VARIABLE = "HF_SPECDEC_API_KEY"
 _PANEL = "Limits"
 
 
-@reporting
 def serve_command(
-    model: Annotated[
-        str, typer.Argument(help="Target model: a repo id or a folder; 'demo' is the embedded one.")
-    ] = EMBEDDED,
-    method: MethodOption = None,
-    spec_model: SpecModelOption = None,
-    num_speculative_tokens: LengthOption = None,
-    config: ConfigOption = None,
+    model: options.Model,
+    drafter: options.Drafter = None,
+    num_speculative_tokens: options.Length = None,
+    settings: options.Settings = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8000,
     name: Annotated[
-        str | None, typer.Option("--served-model-name", help="Name of the model for clients. Left out: MODEL.")
+        str | None, typer.Option("--served-model-name", help="Name of the model for clients. Default: MODEL.")
     ] = None,
     api_key: Annotated[
         str | None,
@@ -48,18 +44,16 @@ def serve_command(
         list[str] | None,
         typer.Option(help="Origin of pages that may ask the server from a browser; '*' for all. May be repeated."),
     ] = None,
-    batch_size: RowsOption = 8,
-    max_tokens_in_flight: TokensInFlightOption = None,
+    batch_size: options.BatchSize = 8,
+    max_tokens_in_flight: options.TokensInFlight = None,
+    max_new_tokens: options.MaxNewTokens = 1024,
     max_waiting: Annotated[
         int,
         typer.Option(min=0, rich_help_panel=_PANEL, help="Requests that may wait; others are refused with 429."),
     ] = 64,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_PANEL, help="Tokens of a prompt. Left out: the model's.")
+        int | None, typer.Option(min=1, rich_help_panel=_PANEL, help="Tokens of a prompt. Default: the model's.")
     ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", min=1, rich_help_panel=_PANEL, help="Most tokens of an answer.")
-    ] = 1024,
     max_body_bytes: Annotated[int, typer.Option(min=1, rich_help_panel=_PANEL, help="Bytes of a request's body.")] = 1
     << 20,
     timeout: Annotated[
@@ -68,10 +62,12 @@ def serve_command(
     grace: Annotated[
         int, typer.Option(min=0, rich_help_panel=_PANEL, help="Seconds for open answers when the server is stopped.")
     ] = 30,
-    dtype: DtypeOption = Dtype.auto,
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    trust_remote_code: TrustOption = False,
+    dtype: options.Dtype = options.AUTO,
+    device: options.Device = None,
+    trust_remote_code: options.Trust = False,
+    offline: options.Offline = False,
+    yes: options.Yes = False,
+    debug: options.Debug = False,
 ) -> None:
     """Serve a model with speculation: /v1/chat/completions, /v1/completions, /metrics, /health.
 
@@ -94,12 +90,13 @@ def serve_command(
     if api_key is not None and not api_key.strip():
         raise SpecConfigError(f"The API key is empty. Give --api-key or {API_KEY_VARIABLE} a text, or neither.")
     limits = Limits(max_waiting, max_prompt_tokens, max_new_tokens, max_body_bytes, timeout)
-    place = Place(model, dtype, device, threads, trust_remote_code)
-    with _bound(host, port) as listening, num_threads(place.num_threads):
-        target, tokenizer = place.load()
-        speculator = load_drafter(target, place.is_embedded, method, spec_model, num_speculative_tokens, config)
+    target = Target(model, dtype, device, trust_remote_code, offline, yes)
+    spec = read_drafter(drafter or "auto", num_speculative_tokens, settings, target.drafters, offline)
+    with _bound(host, port) as listening, num_threads(target.num_threads):
+        loaded, tokenizer = target.load()
+        speculator = load_drafter(loaded, spec)
         manager = SpeculativeBatchingManager(
-            target,
+            loaded,
             batch_size=batch_size,
             max_tokens_in_flight=max_tokens_in_flight,
             tokenizer=tokenizer,

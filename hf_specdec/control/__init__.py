@@ -1,8 +1,6 @@
 """Adaptive speculation: costs of drafts and verifications, rates of acceptance, and the length that pays."""
 
-from .controller import SpeculationController
-from .profile import ControlProfile
-from .schedule import ScheduledLength
+from .controller import ControlProfile, ScheduledLength, SpeculationController
 from .times import LatencyModel
 
 

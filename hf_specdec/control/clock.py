@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from math import nan
 from time import get_clock_info, perf_counter, thread_time
 
@@ -22,6 +23,9 @@ from ..target.graphs import CallGraphs
 
 # Seconds; a cycle must be told from another one.
 _FINE = 1e-4
+
+# Seconds of the host, and an event of the device.
+_Mark = tuple[float, torch.cuda.Event | None]
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
@@ -40,85 +44,63 @@ class CycleTimes:
 
 
 class CycleClock:
-    """Times one cycle after the other: `begin`, then `read` and `drafted` as far as there was both, then `end`."""
+    """Times one cycle after the other: `begin`, then a `mark` after reading, if there was any, and after the draft."""
 
     def __init__(self, device: torch.device):
-        is_cuda = device.type == "cuda"
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if is_cuda else None
-        # Two pairs, since a cycle ends when the draft of the next one has begun.
-        pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(2)] if is_cuda else None
-        self._pairs: list[tuple[torch.cuda.Event, ...]] | None = pairs
-        # Seconds on the clock of the draft of this cycle that ran ahead, and of that of the next one.
-        self._ahead = self._next_ahead = 0.0
-        self._device = device
         self.now: Callable[[], float] = clock_of(device)
-        self._marks: list[float] = []
-        self._has_read = False
-        self._captures: int | None = 0
-        self._captures_ahead = False  # for the draft of the next cycle
+        self._device = device
+        self._marks: list[_Mark] = []
+        self._num_captures: float = 0
+        # What ran ahead: the draft of this cycle, and that of the next one.
+        self._ahead: tuple[_Mark, _Mark] | None = None
+        self._next_ahead: tuple[_Mark, _Mark] | None = None
+        self._captures_ahead = False
 
     def begin(self) -> None:
-        self._captures = None if self._captures_ahead else CallGraphs.all_captures
+        # No number of captures equals NaN.
+        self._num_captures = nan if self._captures_ahead else CallGraphs.all_captures
         self._captures_ahead = False
-        self._marks, self._has_read = [], False
-        self._ahead, self._next_ahead = self._next_ahead, 0.0
-        if self._pairs is not None:
-            self._pairs.reverse()
-        self._mark()
+        self._ahead, self._next_ahead = self._next_ahead, None
+        self._marks = [self._now()]
 
-    def read(self) -> None:
-        self._has_read = True
-        self._mark()
+    def mark(self) -> None:
+        self._marks.append(self._now())
 
-    def drafted(self) -> None:
-        self._mark()
+    def _now(self) -> _Mark:
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+        return self.now(), event
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
         """Times what is drafted inside of the block for the next cycle."""
-        began, captures = self.now(), CallGraphs.all_captures
-        stream = None if self._pairs is None else torch.cuda.current_stream(self._device)
-        if self._pairs is not None:
-            self._pairs[1][0].record(stream)
+        began, num_captures = self._now(), CallGraphs.all_captures
         yield
-        if self._pairs is not None:
-            self._pairs[1][1].record(stream)
-        self._next_ahead = self.now() - began
-        self._captures_ahead = captures != CallGraphs.all_captures
-
-    def _mark(self) -> None:
-        if self._events is not None:
-            self._events[len(self._marks)].record(torch.cuda.current_stream(self._device))
-        self._marks.append(self.now())
+        self._next_ahead = began, self._now()
+        self._captures_ahead = num_captures != CallGraphs.all_captures
 
     def end(self) -> CycleTimes:
         """The times since `begin`."""
-        marks = self._marks
-        parts = [self._between(index) for index in range(len(marks) - 1)]
-        rest, has_device = self.now() - marks[0] - sum(parts), self._pairs is not None
-        if self._ahead and parts:
-            ahead = self._ahead_seconds()
-            parts[-1] += ahead
-            # The device has drafted after the mark, the host before it.
-            rest -= ahead if has_device else 0.0
-        # A device verifies while the host launches the next draft.
-        rest -= 0.0 if has_device else self._next_ahead
-        rest = max(rest, 0.0)
-        if self._captures != CallGraphs.all_captures:
-            rest, parts = nan, [nan] * len(parts)
-        return CycleTimes(rest, parts[-1] if parts else None, parts[0] if self._has_read else None)
+        parts = [_seconds(*marks) for marks in pairwise(self._marks)]
+        rest = self.now() - self._marks[0][0] - sum(parts)
+        has_device = self._device.type == "cuda"
+        if self._ahead is not None:
+            ahead = _seconds(*self._ahead)
+            rest -= has_device * ahead  # the device has drafted after the mark, the host before it
+            if parts:
+                parts[-1] += ahead
+        if self._next_ahead is not None and not has_device:
+            # A device verifies while the host launches the next draft.
+            rest -= _seconds(*self._next_ahead)
+        if self._num_captures != CallGraphs.all_captures:
+            return CycleTimes(nan, *[nan] * len(parts))
+        return CycleTimes(max(rest, 0.0), *reversed(parts))
 
-    def _ahead_seconds(self) -> float:
-        if self._pairs is not None:
-            first, second = self._pairs[0]
-            if first.query() and second.query():
-                return first.elapsed_time(second) / 1000
-        return self._ahead
 
-    def _between(self, index: int) -> float:
-        """Seconds from one mark to the next."""
-        if self._events is not None:
-            first, second = self._events[index : index + 2]
-            if first.query() and second.query():
-                return first.elapsed_time(second) / 1000
-        return self._marks[index + 1] - self._marks[index]
+def _seconds(first: _Mark, second: _Mark) -> float:
+    """From one mark to the next: on the device, if it has got there."""
+    if first[1] is not None and first[1].query() and second[1].query():
+        return first[1].elapsed_time(second[1]) / 1000
+    return second[0] - first[0]

@@ -6,23 +6,15 @@ from __future__ import annotations
 # Costs: measured seconds (`times`)
 
 # A stall is outvoted, and so is the first run of a size: measurements of which the median is taken.
-LAST_MEASUREMENTS = 7
-# Old measurements count no more than new ones: a size that was not among so many measurements is judged anew.
-SELDOM = 6
-# Noise does not carry a level away: the part by which a measurement moves one that is known well.
-LEVEL_PART = 0.02
-# A real change does: a level this many times away from the median follows it.
+LAST_MEASUREMENTS = 9
+# Two measurements in a row that are this many times shorter than the level are believed.
 FAR = 1.3
 # A size tells the pace only once it is known itself: measurements that this takes.
 KNOWN = 3
 # No measurement makes a pace of nothing or of forever: the largest one, and the smallest is its inverse.
 LARGEST_PACE = 1000.0
-# One stall does not rule a size out: a single measurement counts as at most so many times longer or shorter.
-LARGEST_SURPRISE = 2.0
-# A first batch is neither all overhead nor all rows: the part of a cycle that is taken to be the same for any number.
-FIRST_FIXED_PART = 0.5
-# The nodes of a depth follow the drafter: the part that a new draft has in what is known of them.
-NODES_PART = 0.2
+# A batch is neither all overhead nor all rows: the part of a cycle that is taken to be the same for any number.
+FIXED_PART = 0.5
 
 # Acceptance (`rates`)
 
@@ -70,7 +62,7 @@ PLAN_ROWS = 8
 PLAIN_OBSERVE_EVERY = 4
 SIZE_EVERY = 8
 # A useless drafter costs the first call little: one this many times slower than none is measured once only.
-CLEARLY_SLOWER = 2.0
+CLEARLY_SLOWER = 1.5
 # A first call begins where nodes are cheap: the largest length to begin with, by device type. On a CPU the time of
 # 16 nodes is that of arithmetic rather than of reading the weights, and more nodes take longer in proportion.
 LARGEST_FIRST_LENGTH = {"cpu": 15}
@@ -88,7 +80,7 @@ RATE_MEMORY = 0.97
 # A useless drafter costs at most two parts in a hundred: trials get one of all time, the noise takes the rest.
 TRIAL_SHARE = 0.01
 # A short first call learns something, and a long one does not save up for a spree: budgets in plain cycles.
-FIRST_BUDGET = 4.0
+FIRST_BUDGET = 2.0
 LARGEST_BUDGET = 8.0
 # One trial's outcome is known before the next: cycles between two.
 TRIAL_EVERY = 8

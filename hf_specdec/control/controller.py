@@ -1,10 +1,21 @@
 """The speculation length of each cycle: that with the most expected tokens per second, plain decoding included.
 
-[`~control.plan`] values the lengths. What is not tried is not known, so other ones are tried now and then: those that
-may well be better than they are known to be, and those whose last trial is long ago. A trial has a price: its time
-minus the time in which its tokens would have been made otherwise. Trials are paid from a budget of one part in a
-hundred of all time ([`~control.profile`]), which bounds what they can cost; a trial that gains refills it, so that
-success is followed up at once.
+    value(k) = tokens(k) / E[T_draft(W) + T_verify(nodes(W))]
+
+For one row tokens(k) = 1 + S_1 + ... + S_k, where S_i is the probability that its token i is accepted. W <= k is how
+deep the deepest draft of the batch gets. The probabilities come from [`~control.rates`], the times from
+[`~control.times`]. k = 0 is plain decoding: nothing is drafted, and one token a row is committed in T_verify(1).
+
+A row that gets r tokens a cycle leaves the batch after n = left / r cycles. Of a cycle's time a part f is the same for
+any number of rows, and is paid until the slowest row has ended; the rest falls with the rows. So the call takes as
+long as f max(n) + (1 - f) mean(n) cycles of all rows, and each of them has the value
+
+    tokens(k) = sum(left) / (f max(n) + (1 - f) mean(n))
+
+What is not tried is not known, so other lengths are tried now and then: those that may well be better than they are
+known to be, and those whose last trial is long ago. A trial has a price: its time minus the time in which its tokens
+would have been made otherwise. Trials are paid from a budget of one part in a hundred of all time, which bounds what
+they can cost; a trial that gains refills it, so that success is followed up at once.
 
 Pure Python, some 0.1 ms a cycle for one row; no tensor, no clock.
 """
@@ -15,22 +26,28 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import mul
+from math import prod
+from operator import add, mul, truediv
+from typing import Any
 
 from .constants import (
     CHEAP,
     CLEARLY_SLOWER,
+    FIRST_BUDGET,
+    FIRST_RATE,
+    FIXED_PART,
     HYSTERESIS,
+    LARGEST_BUDGET,
     LEAST_GAIN,
     NEGLIGIBLE,
     PLAIN_OBSERVE_EVERY,
     PLAIN_PLAN_EVERY,
     PLAN_EVERY,
     PLAN_ROWS,
+    TRIAL_EVERY,
+    TRIAL_SHARE,
 )
-from .plan import Plan, make_plan
-from .profile import ControlProfile, TrialBudget
-from .rates import AcceptanceModel, RowOutcome
+from .rates import AcceptanceModel, PositionRates, Rate, RowOutcome, with_call
 from .sizes import DraftSizes
 from .times import LatencyModel
 
@@ -40,11 +57,10 @@ class Choice:
     """Limits of a cycle that is yet to be observed."""
 
     limit: int  # the largest one of a row
-    length: int = 0  # the limit outside of trials, then
     row_limits: dict[int, int] = field(default_factory=dict)  # of rows that have their own
-    is_trial: bool = False  # the limit is tried instead of that length
-    plan: Plan | None = None  # from which it was chosen
-    reading_price: float = 0.0  # seconds that a trial takes beside it, for reading
+    plan: Plan | None = None  # of a trial: the plan that it is measured by,
+    length: int = 0  # the length in whose place it stands,
+    reading: float = 0.0  # and the seconds that it takes besides, for reading
 
 
 class SpeculationController:
@@ -55,7 +71,8 @@ class SpeculationController:
 
     `profile` is what earlier calls have found; it learns from this one when it is closed. `usual` is the length to
     begin with where nothing is known. `most_tokens` is a rule of the user's that stands above: active rows -> the
-    largest limit.
+    largest limit. `draft_cost` is the time of a draft token in plain cycles, as far as it is known before anything has
+    been measured.
     """
 
     kind = "adaptive length"
@@ -67,6 +84,7 @@ class SpeculationController:
         profile: ControlProfile | None = None,
         usual: int | None = None,
         most_tokens: Callable[[int], int] | None = None,
+        draft_cost: float = 0.0,
     ):
         self.profile: ControlProfile = profile or ControlProfile()
         self.most = most
@@ -84,11 +102,13 @@ class SpeculationController:
         self._num_rested = 0  # cycles since the last one that was observed
         self._plan: Plan | None = None
         self._row_limits: dict[int, int] = {}
-        self._num_unread = 0
-        self._left: Sequence[float] | None = None
         is_first_call = not self.latency.knows_anything
-        # The first run of a size is often a slow one, so both are measured again unless drafting is clearly slower.
-        self._first_cycles = [self.usual, 0, self.usual, 0] if is_first_call else []
+        self._first_cycles: list[int] = []
+        if is_first_call:
+            # Where no length pays at the first expectation, one token tells enough. Else it and none are measured
+            # twice, since the first run of a size is often a slow one, unless it is clearly slower.
+            self.usual = first_length(self.usual, draft_cost)
+            self._first_cycles = [self.usual, 0, self.usual, 0] if self.usual else [0, 1, 0]
         self._budget = TrialBudget(None if is_first_call else self.profile.budget)
         self._chosen: deque[Choice] = deque()  # of cycles to be observed
         self._follow_up: int | None = None  # a trial that has just paid
@@ -102,18 +122,14 @@ class SpeculationController:
         `num_unread` are the tokens, of all rows together, that the drafter would read before it drafts, and `left`
         those that each of these rows may still get, if that is known.
         """
-        self._num_unread = num_unread
-        self._left = left
         if self._most_tokens is not None:
             self._cap = min(self._most_tokens(len(rows)), self.most)
-        choice = self._choose(rows)
+        choice = self._choose(rows, num_unread, left)
         if not self.is_resting:
             self._chosen.append(choice)
         self._last_used[choice.limit] = self.num_cycles
         self.num_cycles += 1
-        if choice.limit == choice.length and not choice.is_trial:
-            return [choice.row_limits.get(row, choice.limit) for row in rows]
-        return [choice.limit] * len(rows)
+        return [choice.row_limits.get(row, choice.limit) for row in rows]
 
     def take_back(self) -> None:
         """Forgets the last limits: other rows than theirs have come to be in the cycle."""
@@ -125,7 +141,7 @@ class SpeculationController:
         """Reason why the last cycle had no drafts, if it had none."""
         return "does_not_pay" if self._cap else "batch_size"
 
-    def _choose(self, rows: list[int]) -> Choice:
+    def _choose(self, rows: list[int], num_unread: int, left: Sequence[float] | None) -> Choice:
         # True if nothing is drafted, and neither a new plan nor a measurement is due.
         self.is_resting = (
             not self.length
@@ -139,102 +155,74 @@ class SpeculationController:
         self._num_rested += self.is_resting
         if self._cap == 0 or self.is_resting:
             return Choice(0)
-        if len(self._first_cycles) == 2 and self._is_clearly_slower(rows):
-            self._first_cycles = []
-        if self._first_cycles:
-            return Choice(min(self._first_cycles.pop(0), self._cap), self.length)
-        if not self.latency.knows_anything:
-            return Choice(0 if self.latency.draft else min(self.usual, self._cap), self.length)
+        if self._plan is None and not self.latency.knows_anything:
+            is_measured = not self._first_cycles and self.latency.draft
+            usual = self._first_cycles.pop(0) if self._first_cycles else 0 if is_measured else self.usual
+            return Choice(min(usual, self._cap))
+        plan = self._plan
         every = (PLAN_EVERY if self.length else PLAIN_PLAN_EVERY) * (1 + len(rows) // PLAN_ROWS)
-        is_new = self._plan is None or self._plan.rows != rows or self.num_cycles % every == 0
+        is_new = plan is None or plan.rows != rows or self.num_cycles % every == 0 or bool(self._first_cycles)
         if is_new:
-            self._plan = self._planned(rows)
-            self.length = self._best_length(self._plan)
-            self._row_limits = self._plan.row_limits(self.length) if self.length and len(rows) > 1 else {}
-        trial = self._affordable_trial(self._plan, is_new)
-        limit = min(self.length if trial is None else trial, self._cap)
-        return Choice(limit, self.length, self._row_limits, trial is not None, self._plan, self._reading_price)
+            most_nodes = None if self.sizes is None else self.sizes.trees.size
+            costs = [self.latency.cycle_seconds(depth, len(rows), most_nodes) for depth in range(self._cap + 1)]
+            plan = Plan(self.latency, self.acceptance, rows, costs, num_unread, left)
+        if self._first_cycles:
+            # Measured once: far slower than plain decoding?
+            usual = min(self.usual, len(plan.values) - 1)
+            if len(self._first_cycles) != 2 or CLEARLY_SLOWER * plan.values[usual] >= plan.values[0]:
+                return Choice(min(self._first_cycles.pop(0), self._cap))
+            self._first_cycles = []
+        if is_new:
+            self._plan = plan
+            values = plan.values
+            best = max(range(len(values)), key=values.__getitem__)
+            # The present length stays if another one promises hardly more.
+            if self.length < len(values) and values[best] <= HYSTERESIS * values[self.length]:
+                best = self.length
+            self.length = best if values[best] > LEAST_GAIN * values[0] else 0
+            self._row_limits = plan.row_limits(self.length) if self.length and len(rows) > 1 else {}
+        # What the drafter need not read otherwise.
+        reading = 0.0 if self.length else self.latency.reading_seconds(num_unread)
+        trial = self._affordable_trial(plan, is_new, reading)
+        if trial is None:
+            return Choice(self.length, self._row_limits)
+        return Choice(trial, {}, plan, self.length, reading if trial else 0.0)
 
-    def _planned(self, rows: list[int]) -> Plan:
-        return make_plan(self.latency, self.acceptance, rows, self._costs(rows), self._num_unread, self._left)
-
-    def _costs(self, rows: list[int]) -> list[float]:
-        most_nodes = None if self.sizes is None else self.sizes.trees.size
-        return self.latency.cycle_seconds_up_to(self._cap, len(rows), most_nodes)
-
-    def _is_clearly_slower(self, rows: list[int]) -> bool:
-        """True if the usual length has been measured once and is far slower than plain decoding."""
-        if not self.latency.knows_anything:
-            return False
-        plan = self._planned(rows)
-        return CLEARLY_SLOWER * plan.value(plan.within(self.usual)) < plan.value(0)
-
-    def _best_length(self, plan: Plan) -> int:
-        """The length that promises most, or the present one if that promises hardly less."""
-        best = plan.best
-        if self.length < len(plan.tokens) and plan.value(best) <= HYSTERESIS * plan.value(self.length):
-            best = self.length
-        return best if plan.value(best) > LEAST_GAIN * plan.value(0) else 0
-
-    # Trials
-
-    def _affordable_trial(self, plan: Plan, is_new_plan: bool) -> int | None:
+    def _affordable_trial(self, plan: Plan, is_new_plan: bool, reading: float) -> int | None:
         """A length to try instead of the chosen one, if there is one that the budget pays for."""
         again, self._follow_up = self._follow_up, None
         cycles, self._num_rested = 1 + self._num_rested, 0
-        self._budget.earn(plan.seconds[self.length], plan.seconds[0], self._reading_price, cycles)
-        # Rows that have ended since may allow less.
-        if again is not None and again <= self._cap and again != self.length and self._is_affordable(plan, again):
-            return again
-        if not is_new_plan or not self._budget.is_due:
+        self._budget.earn(plan.seconds[self.length], plan.seconds[0], reading, cycles)
+        is_due = is_new_plan and self._budget.is_due
+        if again is None and not is_due:
             return None
-        trial = self._optimistic_length(plan)
-        if trial is None:
-            trial = self._longest_unused(plan)
-        if trial is not None:
-            self._budget.begin()
-        return trial
-
-    def _optimistic_length(self, plan: Plan) -> int | None:
-        """The best affordable length if acceptance were as good as it might be, where that is not the chosen one."""
-        best, limit, tokens = plan.value(self.length), None, 1.0
+        # Rows that have ended since the plan was made may allow less.
+        prices = dict(enumerate(plan.prices(self.length, reading)[: self._cap + 1]))
+        prices = {limit: price for limit, price in prices.items() if self._budget.pays(price) and limit != self.length}
+        if again in prices:
+            return again
+        if not is_due:
+            return None
+        # The best length if acceptance were as good as it might be, for rows that are alike,
+        best, trial, tokens = plan.values[self.length], None, 1.0
         furthest = min(max(2 * self.length, self.usual), self._cap)
         for depth, probability in enumerate(accumulate(self.acceptance.optimistic()[:furthest], mul), start=1):
             tokens += probability
             if probability < NEGLIGIBLE:
                 break
-            # If the rows were alike. The value of their tokens depends on what each still gets.
-            planned = plan.within(depth)
-            token_value = plan.tokens[planned] / sum(plan.row_tokens[planned])
-            value = tokens * len(plan.rows) * token_value / plan.seconds_of(depth)
-            if depth != self.length and value > best and self._is_affordable(plan, depth):
-                best, limit = value, depth
-        return limit
-
-    def _longest_unused(self, plan: Plan) -> int | None:
-        """Affordable length that has waited longest in relation to its price, of those that are worth knowing: none,
-        those around the chosen one, and doubled ones."""
-        least = 0.02 * plan.seconds[0]
-        limits = {0, 1, self.length - 1, self.length + 1, 2 * self.length, self.usual} - {self.length}
-        waited = {
-            limit: (self.num_cycles - self._last_used[limit]) / (self._price(plan, limit) + least)
-            for limit in limits
-            if 0 <= limit <= self._cap and self._is_affordable(plan, limit)
-        }
-        return max(waited, key=waited.__getitem__, default=None)
-
-    def _is_affordable(self, plan: Plan, limit: int) -> bool:
-        return self._budget.pays(self._price(plan, limit))
-
-    def _price(self, plan: Plan, limit: int) -> float:
-        """Expected seconds that a trial costs."""
-        instead = plan.tokens[plan.within(limit)] / plan.value(self.length)
-        return max(plan.seconds_of(limit) - instead, 0.0) + (self._reading_price if limit else 0.0)
-
-    @property
-    def _reading_price(self) -> float:
-        """Seconds in which the drafter would read text that it need not know otherwise."""
-        return 0.0 if self.length else self.latency.reading_seconds(self._num_unread)
+            value = plan.value_of(tokens * len(plan.rows), depth) / plan.seconds[depth]
+            if depth in prices and value > best:
+                best, trial = value, depth
+        if trial is None:
+            # or what has waited longest in relation to its price, of lengths that are worth knowing: none, those
+            # around the chosen one, and doubled ones.
+            limits = {0, 1, self.length - 1, self.length + 1, 2 * self.length, self.usual} & prices.keys()
+            least = 0.02 * plan.seconds[0]
+            waited = {limit: (self.num_cycles - self._last_used[limit]) / (prices[limit] + least) for limit in limits}
+            trial = max(waited, key=waited.__getitem__, default=None)
+        if trial is not None:
+            self._budget.num_cycles = 0
+        return trial
 
     # Learning
 
@@ -256,56 +244,26 @@ class SpeculationController:
         num_rows, deepest = len(outcomes), max(outcome.depth for outcome in outcomes)
         self.latency.observe_verification(num_rows, num_nodes + 1, verify_seconds)
         if draft_seconds is not None:
-            self.latency.observe_draft(num_rows, deepest, draft_seconds, reading)
-        if deepest > 0:
-            self.latency.observe_nodes(deepest, num_nodes if num_drafted is None else num_drafted)
+            num_drafted = num_nodes if num_drafted is None else num_drafted
+            self.latency.observe_draft(num_rows, deepest, num_drafted, draft_seconds, reading)
         for outcome in outcomes:
             if outcome.limit > 0:
                 self.acceptance.observe(outcome)
         choice = self._chosen.popleft() if self._chosen else None
-        if choice is not None and choice.is_trial:
-            self._pay(choice, outcomes, deepest, (draft_seconds or 0.0) + verify_seconds)
-
-    def _pay(self, choice: Choice, outcomes: list[RowOutcome], deepest: int, measured: float) -> None:
-        """Takes from the budget what the trial has cost, or gives it what it has gained.
-
-        It is compared with what the chosen length would have made of the same drafts: where a text is easy, every
-        length gains, and it shall not be the trial's merit.
-        """
-        plan, trial = choice.plan, choice.limit
-        assert plan is not None, "a trial without a plan"
-        costs = self._costs(plan.rows)
-        expected = costs[deepest] if trial else self.latency.verify_seconds(1, len(outcomes))
+        if choice is None or choice.plan is None:
+            return
+        # The trial costs its time without that in which the chosen length makes as many tokens.
+        drafting = 0.0 if draft_seconds is None else self.latency.draft_seconds(deepest, num_rows)
+        expected = drafting + self.latency.verify_seconds(num_nodes + 1, num_rows)
+        measured = (draft_seconds or 0.0) + verify_seconds
         # Noise is not the trial's, nor a stall of the machine.
         seconds = measured if measured < CHEAP * expected else expected
-        more = sum(outcome.num_committed - self._tokens_instead(choice, plan, outcome) for outcome in outcomes)
-        gained = more * plan.token_value(trial, choice.length)
-        loss = seconds - self._seconds_instead(choice, plan, costs, outcomes) - gained / plan.value(choice.length)
-        self._budget.spend(loss + (choice.reading_price if trial else 0.0))
+        tokens = choice.plan.value_of(sum(outcome.num_committed for outcome in outcomes), choice.limit)
+        loss = seconds - tokens / choice.plan.values[choice.length]
+        self._budget.spend(loss + choice.reading)
         if loss < 0 or seconds < expected:
-            self._follow_up = trial
+            self._follow_up = choice.limit
             self._plan = None
-
-    @staticmethod
-    def _seconds_instead(choice: Choice, plan: Plan, costs: list[float], outcomes: list[RowOutcome]) -> float:
-        """Expected seconds of the chosen length where the drafts of the trial got so deep."""
-        length, limits = choice.length, choice.row_limits
-        if length == 0 or length > max(outcome.depth for outcome in outcomes) >= choice.limit:
-            # How deep the drafts would have become is not known.
-            return plan.seconds[length]
-        return costs[max(min(outcome.depth, limits.get(outcome.row, length)) for outcome in outcomes)]
-
-    @staticmethod
-    def _tokens_instead(choice: Choice, plan: Plan, outcome: RowOutcome) -> float:
-        """Expected tokens of the chosen length where the trial had this outcome."""
-        accepted, length = outcome.num_accepted, choice.row_limits.get(outcome.row, choice.length)
-        if accepted < choice.limit or length <= accepted:
-            return min(accepted, length) + 1.0
-        # Everything was accepted; how much of more would have been is not known.
-        tokens = list(map(sum, plan.row_tokens))
-        further = tokens[plan.within(length)] - tokens[plan.within(accepted)]
-        reached = tokens[accepted] - tokens[accepted - 1] if 0 < accepted < len(tokens) else len(plan.rows)
-        return accepted + 1 + further / max(reached, NEGLIGIBLE)
 
     def join(self, rows: list[int]) -> None:
         """Forgets what is known of the texts that these rows had before."""
@@ -318,3 +276,194 @@ class SpeculationController:
             self.profile.learn(self.latency, self._budget, self.acceptance.accepted, self.acceptance.drafted)
             if self.sizes is not None:
                 self.profile.rating_factor = self.sizes.rating.value
+
+
+class ScheduledLength:
+    """Lengths by the number of active rows, as serving engines have them: a rule of the user's, nothing is measured.
+
+    The loop drops rows that have finished, so the number of rows falls in a call, and the length may rise.
+    """
+
+    kind = "length by batch size"
+    why_none = "batch_size"
+    sizes = None  # trees stay whole
+    is_resting = False
+
+    def __init__(self, most_tokens: Callable[[int], int]):
+        self.most_tokens = most_tokens
+
+    def limits(self, rows: list[int], num_unread: int = 0, left: Sequence[float] | None = None) -> list[int]:
+        """Depth that each of the active rows may draft in this cycle."""
+        return [self.most_tokens(len(rows))] * len(rows)
+
+    def take_back(self) -> None: ...
+
+    def join(self, rows: list[int]) -> None: ...
+
+    def observe(self, outcomes: list[RowOutcome], *costs: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class ControlProfile:
+    """Costs and acceptance that earlier calls with one target and one drafter on one device have found."""
+
+    latency: LatencyModel = field(default_factory=LatencyModel)
+    accepted: Sequence[Rate] = ()
+    drafted: Sequence[Rate] = ()
+    budget: float = 0.0  # seconds that trials may cost, saved up by earlier calls
+    rating_factor: float = 1.0  # accepted over expected tokens of rated drafts, see `control.sizes`
+    # The time of a draft token in plain cycles, before anything was measured; `None` where drafts are no chains whose
+    # tokens cost alike.
+    draft_cost: float | None = None
+
+    def learn(
+        self, latency: LatencyModel, budget: TrialBudget, accepted: PositionRates, drafted: PositionRates | None = None
+    ) -> None:
+        """Takes in the findings of a call."""
+        self.latency = latency
+        self.budget = max(budget.seconds or 0.0, 0.0)
+        self.accepted = with_call(self.accepted, accepted.rates)
+        if drafted is not None:
+            self.drafted = with_call(self.drafted, drafted.rates)
+
+
+class TrialBudget:
+    """Seconds that trials may cost: earned with every cycle, spent by trials that lose, refilled by those that gain.
+
+    A trial whose drafter has to read text first is paid for by as many cycles as that takes, so nothing bounds what it
+    may cost beside its share. `saved` is what earlier calls have left; `None` if there were none.
+    """
+
+    def __init__(self, saved: float | None):
+        self.seconds: float | None = saved
+        self.num_cycles: int = 0  # since the last trial
+
+    def earn(self, cycle_seconds: float, plain_seconds: float, reading_seconds: float, num_cycles: int = 1) -> None:
+        """Adds the share of equal cycles, given the seconds of one without drafts and of reading what is unread."""
+        seconds = FIRST_BUDGET * plain_seconds if self.seconds is None else self.seconds
+        most = LARGEST_BUDGET * plain_seconds + reading_seconds
+        self.seconds = min(seconds + TRIAL_SHARE * num_cycles * cycle_seconds, most)
+        self.num_cycles += num_cycles
+
+    def pays(self, price: float) -> bool:
+        """`True` if a trial that costs so many seconds may be made."""
+        return self.seconds is not None and price <= self.seconds
+
+    @property
+    def is_due(self) -> bool:
+        """Tells if there is something to spend, and the last trial is some time ago."""
+        return (self.seconds or 0.0) > 0 and self.num_cycles >= TRIAL_EVERY
+
+    def spend(self, seconds: float) -> None:
+        """Takes what a trial has cost, or adds what it has gained, if that is negative."""
+        self.seconds = (self.seconds or 0.0) - seconds
+
+
+class Plan:
+    """Expected tokens and seconds of a cycle by limit, for some rows.
+
+    `costs` are the seconds of a cycle whose deepest draft has each of the depths up to the largest limit, `num_unread`
+    the tokens of all rows together that the drafter would read before it drafts, and `left` the tokens that each row
+    may still get, if that is known. Limits whose last position is hardly ever reached have no value.
+    """
+
+    def __init__(
+        self,
+        latency: LatencyModel,
+        acceptance: AcceptanceModel,
+        rows: list[int],
+        costs: list[float],
+        num_unread: int = 0,
+        left: Sequence[float] | None = None,
+    ):
+        self.rows: list[int] = list(rows)
+        self.costs: list[float] = costs
+        num_rows, room = len(rows), left or [1.0] * len(rows)
+        # What the drafter must read first is spread over the tokens that are left.
+        reading = latency.reading_seconds(num_unread) / sum(left) if left else 0.0
+        row_tokens = [1.0] * num_rows
+        self.tokens: list[float] = [batch_tokens(row_tokens, room)]  # value of a cycle, in tokens
+        self.sums: list[float] = [float(num_rows)]  # tokens of all rows
+        self.seconds: list[float] = [latency.verify_seconds(1, num_rows)]
+        # By position and row: probabilities that so many tokens are accepted, and that the draft gets so deep.
+        self.accepted: list[list[float]] = []
+        self.depths: list[list[float]] = []
+        spent, deeper = 0.0, 1.0
+        gains, reach = [1.0] * num_rows, [1.0] * num_rows
+        for position, rates in zip(range(len(costs) - 1), acceptance.of_rows(rows)):
+            gains = [gain * rate for gain, (rate, _) in zip(gains, rates)]
+            reach = [probability * rate for probability, (_, rate) in zip(reach, rates)]
+            if sum(gains) < NEGLIGIBLE * num_rows:
+                break
+            row_tokens = list(map(add, row_tokens, gains))
+            self.tokens.append(batch_tokens(row_tokens, room))
+            self.sums.append(sum(row_tokens))
+            self.accepted.append(gains)
+            self.depths.append(reach)
+            reached = 1 - prod(1 - probability for probability in reach)
+            spent += (deeper - reached) * costs[position]
+            deeper = reached
+            self.seconds.append(spent + deeper * costs[position + 1] + reading * self.tokens[-1])
+        self.values: list[float] = list(map(truediv, self.tokens, self.seconds))  # tokens per second
+        # Where drafts hardly ever get so deep, a cycle brings no more, and takes as long as one in which they do.
+        missing = len(costs) - len(self.tokens)
+        self.tokens += [self.tokens[-1]] * missing
+        self.sums += [self.sums[-1]] * missing
+        self.seconds += costs[len(self.seconds) :]
+
+    def value_of(self, sum_of_tokens: float, limit: int) -> float:
+        """What so many tokens of all rows are worth to a batch that drafts so deep, in tokens."""
+        return sum_of_tokens * self.tokens[limit] / self.sums[limit]
+
+    def prices(self, instead: int, reading: float) -> list[float]:
+        """Expected seconds, by limit, that a cycle costs beyond those in which another limit makes its tokens.
+
+        `reading` are those of what is only read where something is drafted.
+        """
+        value = self.values[instead]
+        prices = [max(seconds - tokens / value, 0.0) + reading for tokens, seconds in zip(self.tokens, self.seconds)]
+        prices[0] -= reading
+        return prices
+
+    def row_limits(self, length: int) -> dict[int, int]:
+        """The limit of each row, at most `length`.
+
+        A verification is as wide as its widest row, so a token is free for a row where others go as deep anyway. One
+        that makes the cycle longer must bring more tokens than the batch makes in that time.
+        """
+        more = self.sums[length] - self.sums[0]
+        token_value = (self.tokens[length] - self.tokens[0]) / more if more else 1.0
+        best, gains, limits = [0.0] * len(self.rows), [0.0] * len(self.rows), [0] * len(self.rows)
+        for position in range(length):
+            depths, more_seconds = self.depths[position], self.costs[position + 1] - self.costs[position]
+            for index, alone in enumerate(_none_of_the_others(depths)):
+                longer = alone * depths[index] * more_seconds
+                gains[index] += token_value * self.accepted[position][index] - self.values[length] * longer
+                if gains[index] >= best[index]:
+                    best[index], limits[index] = gains[index], position + 1
+        return dict(zip(self.rows, limits))
+
+
+def first_length(most: int, draft_cost: float) -> int:
+    """The length that pays most before anything is known but the time of a draft token, in plain cycles."""
+    tokens = accumulate(FIRST_RATE**depth for depth in range(most + 1))
+    values = [sum_of_tokens / (1 + draft_cost * length) for length, sum_of_tokens in enumerate(tokens)]
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def batch_tokens(row_tokens: Sequence[float], left: Sequence[float], fixed: float = FIXED_PART) -> float:
+    """Value of a cycle of a batch, in tokens: their sum if all rows are equal."""
+    if len(row_tokens) == 1:
+        return row_tokens[0]
+    cycles = list(map(truediv, left, row_tokens))
+    return sum(left) / (fixed * max(cycles) + (1 - fixed) * sum(cycles) / len(cycles))
+
+
+def _none_of_the_others(probabilities: Sequence[float]) -> list[float]:
+    """Probability, for each of several independent events, that none of the others happens."""
+    nones = [1 - probability for probability in probabilities]
+    before = accumulate(nones[:-1], mul, initial=1.0)
+    after = list(accumulate(nones[:0:-1], mul, initial=1.0))
+    return list(map(mul, before, reversed(after)))

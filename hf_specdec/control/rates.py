@@ -17,8 +17,8 @@ a change of the text, and all before it is forgotten at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import sqrt
 
 from .constants import (
@@ -105,27 +105,18 @@ def _expected(rates: Iterable[Rate], prior: float) -> list[float]:
     return means
 
 
-@dataclass(frozen=True)
-class PastRates:
-    """Rates of positions over calls; never changed, since calls that run at the same time share them."""
-
-    means: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)  # outcomes that each of them stands for
-
-    def with_call(self, rates: Sequence[Rate]) -> PastRates:
-        """Combines these rates with what one more call has seen of each position."""
-        means, weights = list(self.means), list(self.weights)
-        for position, rate in enumerate(rates):
-            if not rate.count:
-                break
-            if position == len(means):
-                means.append(0.0)
-                weights.append(0.0)
-            weight = min(rate.count, WEIGHT_OF_CALL)
-            total = weights[position] + weight
-            means[position] += (rate.num_successes / rate.count - means[position]) * weight / total
-            weights[position] = min(total, MEMORY)
-        return PastRates(means, weights)
+def with_call(past: Sequence[Rate], rates: Sequence[Rate]) -> list[Rate]:
+    """Rates of positions over calls, with what one more call has seen; calls that run at once share the past ones."""
+    combined = list(past)
+    for position, rate in enumerate(rates):
+        if not rate.count:
+            break
+        before = past[position] if position < len(past) else Rate()
+        weight = min(rate.count, WEIGHT_OF_CALL)
+        total = before.weight + weight
+        mean = before.mean + (rate.num_successes / rate.count - before.mean) * weight / total
+        combined[position : position + 1] = [Rate(mean, min(total, MEMORY))]
+    return combined
 
 
 class PositionRates:
@@ -136,13 +127,13 @@ class PositionRates:
     """
 
     def __init__(
-        self, most: int, window: int, prior: float = 0.0, past: PastRates = PastRates(), most_weight: float = 0.0
+        self, most: int, window: int, prior: float = 0.0, past: Sequence[Rate] = (), most_weight: float = 0.0
     ):
         self.window = window
-        means = _expected(map(Rate, past.means, past.weights), prior)
+        means = _expected(past, prior)
         self.prior: float = means[0] if means else prior
         self.rates: list[Rate] = [
-            Rate(mean, min(weight, most_weight)) for mean, weight in zip(means[:most], past.weights)
+            Rate(mean, min(before.weight, most_weight)) for mean, before in zip(means[:most], past)
         ]
         self.rates += [Rate() for _ in range(most - len(self.rates))]
 
@@ -166,8 +157,8 @@ class AcceptanceModel:
         self,
         most: int,
         num_rows: int,
-        accepted_before: PastRates = PastRates(),
-        drafted_before: PastRates = PastRates(),
+        accepted_before: Sequence[Rate] = (),
+        drafted_before: Sequence[Rate] = (),
     ):
         window, most_weight = WINDOW * num_rows, CALLS_WEIGHT * num_rows
         self.most = most
@@ -188,22 +179,19 @@ class AcceptanceModel:
             accepted.observe(outcome.num_accepted, outcome.num_known)
             drafted.observe(outcome.depth, min(outcome.depth + 1, outcome.limit))
 
-    def path_probabilities(self, rows: Sequence[int]) -> Iterator[tuple[list[float], list[float]]]:
-        """Probabilities of each of the rows, position after position: that so many tokens are accepted, and that its
-        draft gets so deep. One row is taken to be like all of them where little is known of it.
+    def of_rows(self, rows: Sequence[int]) -> list[list[tuple[float, float]]]:
+        """Rates of each of the rows by position: of tokens that are accepted, and of drafts that go on. One row is
+        taken to be like all of them where little is known of it.
         """
-        accepted, drafted = [1.0] * len(rows), [1.0] * len(rows)
+        by_position = []
         for position, common in enumerate(zip(self.accepted.expected(), self.drafted.expected())):
+            rates = [common] * len(rows)
             for index, row in enumerate(rows):
-                accepted_rate, drafted_rate = common
                 if row in self.rows:
-                    accepted_rate, drafted_rate = (
-                        rates.rates[position].expected(mean, ROW_PRIOR_WEIGHT)
-                        for rates, mean in zip(self.rows[row], common)
-                    )
-                accepted[index] *= accepted_rate
-                drafted[index] *= drafted_rate
-            yield list(accepted), list(drafted)
+                    of_row = (known.rates[position] for known in self.rows[row])
+                    rates[index] = tuple(rate.expected(mean, ROW_PRIOR_WEIGHT) for rate, mean in zip(of_row, common))
+            by_position.append(rates)
+        return by_position
 
     def optimistic(self) -> list[float]:
         """Rates of acceptance of all rows together, plus their uncertainty."""

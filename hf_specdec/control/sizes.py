@@ -24,6 +24,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from itertools import accumulate
+from typing import ClassVar
+
+import torch
 
 from ..drafts import DraftTree
 from ..transfers import PendingRead
@@ -32,125 +35,127 @@ from .rates import RatingFactor
 from .times import LatencyModel
 
 
+# What all processes with parts of the target decide, as `Session.agreed`.
+Agreed = Callable[[list[int]], list[int]]
+
+
 class DraftSizes:
     """Cuts the drafts of one call that rate their nodes: combined methods may draft trees and chains."""
 
     def __init__(self, latency: LatencyModel, factor: float = 1.0):
-        self.trees: DraftSize = DraftSize(latency, factor)
-        self.chains: DraftSize = DraftSize(latency, factor)
         # c, which begins as earlier calls have found it, is one for both.
-        self.rating: RatingFactor = self.trees.rating
-        self.chains.rating = self.rating
+        self.rating: RatingFactor = RatingFactor(factor)
+        self.trees: TreeSize = TreeSize(latency, self.rating)
+        self.chains: ChainLength = ChainLength(latency, self.rating)
+        self._present: TreeSize | ChainLength | None = None  # for the draft of this cycle
 
-    def cut(
-        self, draft: DraftTree, depth: int, agreed: Callable[[list[int]], list[int]] = lambda numbers: numbers
-    ) -> DraftTree:
-        """As [`DraftSize.cut`]."""
-        return (self.chains if draft.is_rated_chain else self.trees).cut(draft, depth, agreed)
-
-    def observe(self, draft: DraftTree, num_accepted: Iterable[int]) -> None:
-        """As [`DraftSize.observe`]."""
-        (self.chains if draft.is_rated_chain else self.trees).observe(draft, num_accepted)
-
-
-class DraftSize:
-    """Cuts rated drafts of one kind; the first one tells whether these are trees or chains."""
-
-    def __init__(self, latency: LatencyModel, factor: float = 1.0):
-        self.latency = latency
-        self.rating: RatingFactor = RatingFactor(factor)  # c, which begins as earlier calls have found it
-        self.size: int | None = None  # nodes of trees that are kept; all of them before anything is known
-        self.price: float = 0.0  # tokens of a row that a position of chains must bring; 0: all are verified
-        self._is_of_chains: bool | None = None
-        self._probabilities: list[float] = []  # running means: q_r of trees, s_k of chains
-        self._expected: float | None = None  # tokens of a row of the present chains, where they were read
-        self._arriving: PendingRead | None = None
-        self._depth = 0  # of the draft whose probabilities arrive
-        self._num_drafts = 0
-
-    def cut(
-        self, draft: DraftTree, depth: int, agreed: Callable[[list[int]], list[int]] = lambda numbers: numbers
-    ) -> DraftTree:
-        """The draft with the nodes that pay, one that was meant to be so deep.
-
-        `agreed` gives what all processes with parts of the target decide, as `Session.agreed`.
-        """
-        is_chain = draft.is_rated_chain
-        if self._is_of_chains is None and (is_chain or draft.is_rated):
-            self._is_of_chains = is_chain
-        if not self._can_cut(draft):
-            return draft
-        phase = self._num_drafts % SIZE_EVERY
-        self._num_drafts += 1
-        survival = draft.path_log_probs.exp().mean(0) if is_chain else None
-        if phase == 0:
-            self._arriving = PendingRead(survival if is_chain else draft.probs_by_rank())
-            self._depth = depth
-        elif phase == 1:
-            # They have long arrived.
-            self._learn(self._arriving.get().tolist())
-            self._plan(draft.batch_size, self._depth)
-            if not is_chain:
-                (size,) = agreed([self.size or 0])
-                self.size = size or None
-        if not is_chain:
-            return draft if self.size is None else draft.likeliest(self.size)
-        self._expected = None
-        # Where positions are free, a GPU is not made to wait.
-        if not any(agreed([int(self.price > NEGLIGIBLE)])):
-            return draft
-        probabilities = survival.tolist()
-        pays = [self.rating.value * value >= self.price for value in probabilities]
-        (width,) = agreed([[*pays, False].index(False)])
-        self._expected = sum(probabilities[:width])
-        return draft.shortened([width] * draft.batch_size)
-
-    def _can_cut(self, draft: DraftTree) -> bool:
-        """`True` for rated drafts of the method's kind: where methods are combined, others may rate drafts, too."""
-        is_chain = draft.is_rated_chain
-        return (is_chain or draft.is_rated) and is_chain == self._is_of_chains
-
-    def _learn(self, new: list[float]) -> None:
-        if len(new) != len(self._probabilities) and not self._is_of_chains:
-            # Trees of another depth have other nodes.
-            self._probabilities = new
-            return
-        known = len(self._probabilities)
-        self._probabilities += new[known:]
-        for rank, value in enumerate(new[:known]):
-            self._probabilities[rank] += RANK_PART * (value - self._probabilities[rank])
-
-    def _plan(self, num_rows: int, depth: int) -> None:
-        most = len(self._probabilities)
-        if not most:
-            # The drafter itself has ended all chains before their first token.
-            return
-        expected = list(accumulate(self._probabilities, initial=0.0))
-        drafting = self.latency.draft_seconds(depth, num_rows)
-
-        def value(size: int) -> float:
-            seconds = drafting + self.latency.verify_seconds(size + 1, num_rows)
-            return (1 + self.rating.value * expected[size]) / seconds
-
-        if self._is_of_chains:
-            longer = self.latency.verify_seconds(most + 1, num_rows) - self.latency.verify_seconds(1, num_rows)
-            self.price = max(map(value, range(most + 1))) * max(longer, 0.0) / most
-            return
-        present = most if self.size is None else min(self.size, most)
-        best = max([*TREE_SIZES[: bisect_left(TREE_SIZES, most)], most], key=value)
-        if value(best) > HYSTERESIS * value(present):
-            present = best
-        self.size = None if present == most else present
+    def cut(self, draft: DraftTree, depth: int, agreed: Agreed = lambda numbers: numbers) -> DraftTree:
+        """The draft with the nodes that pay, one that was meant to be so deep."""
+        self._present = None
+        if draft.is_chain and draft.path_log_probs is not None:
+            self._present = self.chains
+        elif not draft.is_chain and draft.is_rated:
+            self._present = self.trees
+        return draft if self._present is None else self._present.cut(draft, depth, agreed)
 
     def observe(self, draft: DraftTree, num_accepted: Iterable[int]) -> None:
         """Takes in how many draft tokens of each row were accepted of what was verified."""
-        expected = self._expected
-        if not self._can_cut(draft) or (expected is None and not self._probabilities):
-            return
-        if expected is None:
-            totals = list(accumulate(self._probabilities, initial=0.0))
-            counts = [draft.size] if self._is_of_chains else draft.counts()
-            # On average over the rows: a batch is one outcome.
-            expected = sum(totals[min(count, len(self._probabilities))] for count in counts) / len(counts)
+        expected = 0.0 if self._present is None else self._present.expected(draft)
         if expected > 0:
+            # On average over the rows: a batch is one outcome.
             self.rating.observe(expected, sum(num_accepted) / draft.batch_size)
+
+
+class _RatedDrafts:
+    """Drafts of one kind: what their drafter foresees of them, of which one draft in a few is read."""
+
+    keeps_places: ClassVar[bool]  # a probability has the same meaning in a draft of another size
+
+    def __init__(self, latency: LatencyModel, rating: RatingFactor):
+        self.latency = latency
+        self.rating = rating
+        self.probabilities: list[float] = []  # running means
+        self._num_drafts = 0
+        self._arriving: PendingRead | None = None
+        self._depth = 0  # of the draft whose probabilities arrive
+
+    def _learns(self, foreseen: Callable[[], torch.Tensor], depth: int) -> bool:
+        """Reads the probabilities of a draft while the device goes on, and tells whether means have changed."""
+        phase = self._num_drafts % SIZE_EVERY
+        self._num_drafts += 1
+        if phase == 0:
+            self._arriving, self._depth = PendingRead(foreseen()), depth
+        if phase != 1:
+            return False
+        arrived = self._arriving.get().tolist()
+        if len(arrived) != len(self.probabilities) and not self.keeps_places:
+            self.probabilities = []
+        for rank, (mean, value) in enumerate(zip(self.probabilities, arrived)):
+            self.probabilities[rank] += RANK_PART * (value - mean)
+        self.probabilities += arrived[len(self.probabilities) :]
+        return True
+
+    def _values(self, num_rows: int) -> list[float]:
+        """Expected tokens per second of a row by size, from 0 on."""
+        drafting = self.latency.draft_seconds(self._depth, num_rows)
+        return [
+            (1 + self.rating.value * total) / (drafting + self.latency.verify_seconds(size + 1, num_rows))
+            for size, total in enumerate(accumulate(self.probabilities, initial=0.0))
+        ]
+
+
+class TreeSize(_RatedDrafts):
+    """How many nodes of trees are kept; the probabilities are those by rank."""
+
+    keeps_places = False
+    size: int | None = None  # all of them before anything is known
+
+    def cut(self, draft: DraftTree, depth: int, agreed: Agreed) -> DraftTree:
+        if self._learns(draft.probs_by_rank, depth):
+            self._plan(draft.batch_size)
+            (size,) = agreed([self.size or 0])
+            self.size = size or None
+        return draft if self.size is None else draft.likeliest(self.size)
+
+    def _plan(self, num_rows: int) -> None:
+        values, most = self._values(num_rows), len(self.probabilities)
+        present = most if self.size is None else min(self.size, most)
+        best = max([*TREE_SIZES[: bisect_left(TREE_SIZES, most)], most], key=values.__getitem__)
+        if values[best] > HYSTERESIS * values[present]:
+            present = best
+        self.size = None if present == most else present
+
+    def expected(self, draft: DraftTree) -> float:
+        """Tokens of a row that the drafter expects to be accepted, on average."""
+        totals = list(accumulate(self.probabilities, initial=0.0))
+        counts = draft.counts()
+        return sum(totals[min(count, len(self.probabilities))] for count in counts) / len(counts)
+
+
+class ChainLength(_RatedDrafts):
+    """How long chains are; the probabilities are s_k."""
+
+    keeps_places = True
+    price: float = 0.0  # tokens of a row that a position must bring; 0: all are verified
+
+    def cut(self, draft: DraftTree, depth: int, agreed: Agreed) -> DraftTree:
+        survival = draft.path_log_probs.exp().mean(0)
+        if self._learns(lambda: survival, depth) and self.probabilities:
+            self._plan(draft.batch_size)
+        self._foreseen = self.probabilities
+        # Where positions are free, a GPU is not made to wait.
+        if not any(agreed([int(self.price > NEGLIGIBLE)])):
+            return draft
+        self._foreseen = survival.tolist()
+        pays = [self.rating.value * value >= self.price for value in self._foreseen]
+        (width,) = agreed([[*pays, False].index(False)])
+        return draft.shortened([width] * draft.batch_size)
+
+    def _plan(self, num_rows: int) -> None:
+        most = len(self.probabilities)
+        longer = self.latency.verify_seconds(most + 1, num_rows) - self.latency.verify_seconds(1, num_rows)
+        self.price = max(self._values(num_rows)) * max(longer, 0.0) / most
+
+    def expected(self, draft: DraftTree) -> float:
+        """Tokens of a row that the drafter expects to be accepted, on average."""
+        return sum(self._foreseen[: draft.size])

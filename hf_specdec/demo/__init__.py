@@ -6,38 +6,30 @@ are made by `python -m tools.build_demo` in the repository.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from importlib import resources
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError, SpecConfigError
 from ..method import built_in_methods, methods
+from .packaged import qwen2_5_coder, smollm2
+from .shared import FOLDER, Prompt, loaded_model, loaded_tokenizer, read_prompts
 
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["Prompt", "drafter_path", "load_target", "load_tokenizer", "prompts", "settings", "target_path"]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt.
-
-    Attributes:
-        name (`str`): Unique among those it is used with.
-        text (`str`): What the model reads.
-        kind (`str`): Kind of text it asks for; figures are also given by kind.
-        max_new_tokens (`int`): How many tokens to generate at most.
-    """
-
-    name: str
-    text: str
-    kind: str = "prompt"
-    max_new_tokens: int = 256
+__all__ = [
+    "Prompt",
+    "drafter_path",
+    "load_target",
+    "load_tokenizer",
+    "prompts",
+    "qwen2_5_coder",
+    "settings",
+    "smollm2",
+    "target_path",
+]
 
 
 def target_path() -> str:
@@ -98,44 +90,8 @@ def prompts() -> list[Prompt]:
     ]
 
 
-# ------------------------------------------------------------------------------------ shared by the models of the demo
-
-
-def read_prompts(folder: str, kinds: Mapping[str, int]) -> list[Prompt]:
-    """Reads the prompts `<kind>_<name>.txt` of a folder, by kind and name.
-
-    Args:
-        folder (`str`): A folder of this package.
-        kinds (`Mapping[str, int]`): For each kind how many tokens to generate.
-    """
-    return [
-        Prompt(path.stem.removeprefix(f"{kind}_"), path.read_text(encoding="utf-8"), kind, max_new_tokens)
-        for kind, max_new_tokens in kinds.items()
-        for path in sorted((_folder() / folder).glob(f"{kind}_*.txt"))
-    ]
-
-
-def loaded_model(folder: str, dtype: torch.dtype | str | None) -> PreTrainedModel:
-    """Loads a model in evaluation mode, by default in `torch.float32`."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32 if dtype is None else dtype).eval()
-
-
-def loaded_tokenizer(folder: str) -> PreTrainedTokenizerFast:
-    """Loads the tokenizer of a model."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def _folder() -> Path:
-    return Path(str(resources.files(__name__)))
-
-
 def _checkpoint_folder(name: str) -> str:
-    folder = _folder() / name
+    folder = FOLDER / name
     wanted = {"config.json": "config.json", "model.safetensors": "*.safetensors"}
     missing = [file for file, pattern in wanted.items() if not any(folder.glob(pattern))]
     if missing:

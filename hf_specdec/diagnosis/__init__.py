@@ -1,12 +1,12 @@
 """Diagnoses speculation: tells whether it writes the right text, whether a drafter fits, and which one pays.
 
 verify      greedy texts beside those of plain generation; each difference is a numerical tie or a bug
-doctor      target and drafter: what fits, what does not, and why few drafts are accepted
+diagnose    target and drafter: what fits, what does not, and why few drafts are accepted
 advise      the fastest way of speculating on the user's own prompts
 """
 
 from ..bench.prompts import Batch, make_batches
-from .advice import Advice, Option, Rejection, advise
+from .advice import Advice, Choices, Option, Rejection, advise, recommend
 from .checks import Finding
 from .doctor import Diagnosis, diagnose
 from .prompts import general_prompts
@@ -18,6 +18,7 @@ __all__ = [
     "TIE",
     "Advice",
     "Batch",
+    "Choices",
     "Diagnosis",
     "Difference",
     "Finding",
@@ -28,5 +29,6 @@ __all__ = [
     "diagnose",
     "general_prompts",
     "make_batches",
+    "recommend",
     "verify",
 ]

@@ -1,4 +1,4 @@
-"""Checks a pair without generating: its files, its tables of tokens, its weights."""
+"""Checks a pair without generating: does it fit, in which data types, with which vocabularies and templates."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..candidate_generators.draft_model.network import checkpoint_location, draft_tokenizer
-from ..candidate_generators.draft_model.vocabularies import difference, relation
-from ..candidate_generators.draft_model.vocabulary import Vocabulary
+from ..candidate_generators.draft_model.vocabularies import Vocabulary, difference, relation
 from ..checkpoints.files import RepoFiles
-from ..errors import CheckpointFormatError, SpecConfigError, SpecDecError, shown
+from ..errors import CheckpointFormatError, SpecConfigError, SpecDecError, counted, shown
 from ..hub.detect import Detection, detect
 from ..hub.inspect import target_problems
-from ..kernels import products
 from ..kernels.few_rows import has_kernel
-from ..machine import multiplies_bfloat16
+from ..machine import describe_environment, free_bytes, multiplies
 from ..method import drafting_method, is_language_model
 from ..settings import SpeculativeConfig
 from ..speculator import Speculator
@@ -35,7 +33,7 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        check (`str`): What was looked at.
+        check (`str`): What was looked at: "fit", "dtype", "vocabulary", "chat template", "acceptance" or "machine".
         status (`str`): "ok", "warning" or "error".
         found (`str`): What was found, in sentences.
         remedy (`str`): What to do; empty where there is nothing to do.
@@ -53,24 +51,22 @@ class Finding:
 def checkpoint_findings(
     files: RepoFiles, config: SpeculativeConfig, target_model: PreTrainedModel
 ) -> Iterator[Finding]:
-    """Findings about the checkpoint of `config.model`: what it is, and whether configs and shapes fit the target's."""
+    """Does the checkpoint of `config.model` fit: what it is, and whether configs and shapes are the target's."""
     try:
         found = detect(files)
     except CheckpointFormatError as error:
-        yield Finding("checkpoint", "error", str(error), "Pass a drafter of a known format.")
+        yield Finding("fit", "error", str(error), "Pass a drafter of a known format.")
         return
     size = f", {found.num_bytes / 1e6:.1f} MB" if found.num_bytes else ""
-    yield Finding("checkpoint", "ok", f"{found.method} in the format {found.format} ({found.producer}){size}.")
+    yield Finding("fit", "ok", f"{found.method} in the format {found.format} ({found.producer}){size}.")
     for problem in found.problems:
-        yield Finding("checkpoint", "error", problem, "Choose another drafter: `hf-specdec discover` lists some.")
+        yield Finding("fit", "error", problem, "Choose another: `hf-specdec inspect --target MODEL` lists some.")
     drafting = drafting_method(config.method)
     method = config.method if drafting is None else drafting.name
     in_target = drafting is not None and drafting.in_target_checkpoint
-    if method == found.method or (found.mtp_layers and in_target):
-        yield Finding("method", "ok", f"The method '{method}' is the checkpoint's.")
-    else:
+    if method != found.method and not (found.mtp_layers and in_target):
         yield Finding(
-            "method",
+            "fit",
             "error",
             f"The checkpoint is for '{found.method}', and the method '{method}' was asked for.",
             "Leave the method out: it is read from the checkpoint.",
@@ -78,12 +74,12 @@ def checkpoint_findings(
     # Layers in the target's own checkpoint fit by being its own.
     is_own = in_target and is_language_model(found.method)
     for problem in [] if is_own else target_problems(found, target_model.config.to_dict()):
-        yield Finding("sizes", "error", problem, "Choose a drafter that was made for this target.")
+        yield Finding("fit", "error", problem, "Choose a drafter that was made for this target.")
     yield from _base_findings(found, target_model)
     most, k = found.num_draft_tokens, config.fixed_length
     if most and k and k > most:
         yield Finding(
-            "draft length",
+            "fit",
             "warning",
             f"num_speculative_tokens={k}, and the checkpoint was made for {most}.",
             f"Use {most}, or leave it out.",
@@ -97,10 +93,10 @@ def _base_findings(found: Detection, target_model: PreTrainedModel) -> Iterator[
     # By the ends of the names: folders have paths, snapshots of the cache the repo id as a part of it.
     end = made_for.rstrip("/").rpartition("/")[2].lower()
     if end in name.lower().replace("--", "/").split("/"):
-        yield Finding("made for", "ok", f"It was made for '{made_for}'.")
+        yield Finding("fit", "ok", f"It was made for '{made_for}'.")
         return
     yield Finding(
-        "made for",
+        "fit",
         "warning",
         f"It was made for '{made_for}', and the target is '{name or 'not loaded from a checkpoint'}'.",
         "Use it with that model, or with one that differs little from it, such as a light fine-tune.",
@@ -108,19 +104,19 @@ def _base_findings(found: Detection, target_model: PreTrainedModel) -> Iterator[
 
 
 def tokenizer_findings(config: SpeculativeConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
-    """Findings about the tokenizer and the chat template beside the drafter, against the target's."""
+    """Findings about the vocabulary and the chat template beside the drafter, against the target's."""
     if config.model is None:
         return
     try:
         theirs = draft_tokenizer(config, config.model, checkpoint_location(config))
     except SpecConfigError as error:
-        yield Finding("tokenizer", "error", str(error), "Correct `draft_tokenizer`.")
+        yield Finding("vocabulary", "error", str(error), "Correct `draft_tokenizer`.")
         return
-    is_whole = is_language_model(config.method)
+    is_mapped = is_language_model(config.method) and not getattr(config.options, "same_tokenizer", False)
     if theirs is None:
-        if is_whole and not getattr(config.options, "same_tokenizer", False):
+        if is_mapped:
             yield Finding(
-                "tokenizer",
+                "vocabulary",
                 "warning",
                 "The draft model has no tokenizer beside it, so that the tables cannot be compared.",
                 "Name its tokenizer as `draft_tokenizer`, or say by same_tokenizer=True that it is the target's.",
@@ -128,40 +124,19 @@ def tokenizer_findings(config: SpeculativeConfig, tokenizer: PreTrainedTokenizer
         return
     differs = difference(tokenizer.get_vocab(), theirs.get_vocab())
     if differs is None:
-        yield Finding("tokenizer", "ok", f"Both tokenizers have the same {len(theirs.get_vocab())} tokens.")
-    elif is_whole and not getattr(config.options, "same_tokenizer", False):
+        yield Finding("vocabulary", "ok", f"Both tokenizers have the same {len(theirs.get_vocab())} tokens.")
+    elif is_mapped:
         yield _mapping_finding(config, tokenizer, theirs)
     else:
-        remedy = "Use a drafter with the target's tokenizer" + (
-            ", or leave out `same_tokenizer`." if is_whole else "."
+        is_whole = is_language_model(config.method)
+        yield Finding(
+            "vocabulary",
+            "error" if is_whole else "warning",
+            f"Target and drafter have different tokenizers: {differs}.",
+            f"Use a drafter with the target's tokenizer{', or leave out `same_tokenizer`' if is_whole else ''}.",
         )
-        note = f"Target and drafter have different tokenizers: {differs}."
-        yield Finding("tokenizer", "error" if is_whole else "warning", note, remedy)
-    yield from _template_findings(theirs, tokenizer)
-
-
-def _mapping_finding(
-    config: SpeculativeConfig, tokenizer: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase
-) -> Finding:
-    """Findings about a draft model with another tokenizer."""
-    target, draft = Vocabulary(tokenizer), Vocabulary(theirs)
-    sizes = (max(target.texts) + 1, max(draft.texts) + 1, max(draft.texts) + 1)
-    try:
-        found = relation(target, draft, sizes, config.options.draft_vocabulary, ["target", config.model])
-    except CheckpointFormatError as error:
-        return Finding("tokenizer", "error", str(error), "Use a draft model with the target's tokenizer.")
-    note = found.note or ""
-    note = f"{note[:1].upper()}{note[1:]}."
-    return Finding("tokenizer", "ok", note, "A draft model with the target's tokenizer has more drafts accepted.")
-
-
-def _template_findings(theirs: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
-    own = getattr(theirs, "chat_template", None)
-    if own is None or tokenizer.chat_template is None:
-        return
-    if own == tokenizer.chat_template:
-        yield Finding("chat template", "ok", "Both have the same chat template.")
-    else:
+    templates = getattr(theirs, "chat_template", None), tokenizer.chat_template
+    if None not in templates and templates[0] != templates[1]:
         yield Finding(
             "chat template",
             "warning",
@@ -170,26 +145,46 @@ def _template_findings(theirs: PreTrainedTokenizerBase, tokenizer: PreTrainedTok
         )
 
 
+def _mapping_finding(
+    config: SpeculativeConfig, tokenizer: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase
+) -> Finding:
+    """What a draft model with another tokenizer shares with the target."""
+    target, draft = Vocabulary(tokenizer), Vocabulary(theirs)
+    sizes = (max(target.texts) + 1, max(draft.texts) + 1, max(draft.texts) + 1)
+    try:
+        found = relation(target, draft, sizes, config.options.draft_vocabulary, ["target", config.model])
+    except CheckpointFormatError as error:
+        return Finding("vocabulary", "error", str(error), "Use a draft model with the target's tokenizer.")
+    note = found.note or ""
+    note = f"{note[:1].upper()}{note[1:]}."
+    return Finding("vocabulary", "ok", note, "A draft model with the target's tokenizer has more drafts accepted.")
+
+
 # ------------------------------------------------------------------------------------------------- what was loaded
 
 
 def network_findings(
     speculator: Speculator, target_model: PreTrainedModel, files: RepoFiles | None
 ) -> Iterator[Finding]:
-    """Findings about the loaded draft network: weights, data types, states that it reads, vocabulary, context."""
+    """Findings about the loaded draft network: weights, data types, vocabulary."""
     network = speculator.generator_class.network(speculator.resources)
     if network is None:
         return
     yield from _weight_findings(network)
-    yield from _dtype_findings(network, target_model)
-    yield from _quantisation_findings(network, target_model, files)
-    yield from _adapter_findings(network, target_model)
-    yield from _layer_findings(network, files)
+    yield from _dtype_findings(network, target_model, files)
+    names = active_adapters(target_model)
+    if names and getattr(network, "target_hidden_states", ()):
+        yield Finding(
+            "fit",
+            "warning",
+            f"The target has active adapters ({', '.join(names)}), and drafters read its states, which these change.",
+            "Compare the acceptance with that of the target without them; train the drafter on the adapted target if "
+            "it is much lower.",
+        )
     ids = token_ids(network)
     if ids is not None:
         size = vocabulary_size(target_model)
-        yield Finding("draft vocabulary", "ok", f"{len(ids)} of the target's {size} tokens can be drafted.")
-    yield from _context_findings(speculator, network, target_model)
+        yield Finding("vocabulary", "ok", f"{len(ids)} of the target's {size} tokens can be drafted.")
 
 
 def _weight_findings(network: nn.Module) -> Iterator[Finding]:
@@ -197,17 +192,16 @@ def _weight_findings(network: nn.Module) -> Iterator[Finding]:
     broken = [name for name, tensor in matrices.items() if not bool(tensor.isfinite().all())]
     empty = [name for name, tensor in matrices.items() if tensor.dim() > 1 and not bool(tensor.any())]
     if broken:
-        yield Finding(
-            "weights", "error", f"NaN or infinite values in {_few(broken)}.", "Pass an undamaged checkpoint."
-        )
+        yield Finding("fit", "error", f"NaN or infinite values in {_few(broken)}.", "Pass an undamaged checkpoint.")
     if empty:
-        yield Finding("weights", "warning", f"Nothing but zeros in {_few(empty)}.", "Is it trained to the end?")
+        yield Finding("fit", "warning", f"Nothing but zeros in {_few(empty)}.", "Is it trained to the end?")
     if not broken and not empty:
         count = sum(tensor.numel() for tensor in matrices.values())
-        yield Finding("weights", "ok", f"{count / 1e6:.2f} M parameters, all finite.")
+        yield Finding("fit", "ok", f"{count / 1e6:.2f} M parameters, all finite.")
 
 
-def _dtype_findings(network: nn.Module, target_model: PreTrainedModel) -> Iterator[Finding]:
+def _dtype_findings(network: nn.Module, target_model: PreTrainedModel, files: RepoFiles | None) -> Iterator[Finding]:
+    """Findings about data types and quantised weights: the target's, the drafter's, and those it was trained on."""
     own = next((tensor.dtype for tensor in network.parameters() if tensor.is_floating_point()), None)
     names = [str(dtype).removeprefix("torch.") for dtype in (own, target_model.dtype)]
     if own is torch.float16 and target_model.dtype is torch.bfloat16:
@@ -219,75 +213,37 @@ def _dtype_findings(network: nn.Module, target_model: PreTrainedModel) -> Iterat
         )
     else:
         yield Finding("dtype", "ok", f"The drafter computes in {names[0]}, the target in {names[1]}.")
-
-
-def _quantisation_findings(
-    network: nn.Module, target_model: PreTrainedModel, files: RepoFiles | None
-) -> Iterator[Finding]:
-    """Findings about weights that are quantised: the target's, the drafter's, and those that it was trained on."""
     theirs, own = quantisation(target_model), quantisation(network)
-    if getattr(network, "target_hidden_states", ()):
-        try:
-            about = files.read_json(RESULT_FILE) if files is not None and RESULT_FILE in files else {}
-        except (SpecDecError, OSError) as error:
-            yield Finding("quantisation", "warning", str(error))
-            return
-        trained_on = about.get("target_quantization")
-        if not isinstance(trained_on, str):
-            trained_on = None
-        if trained_on != theirs:
-            yield Finding(
-                "quantisation",
-                "warning",
-                f"The target's weights are {_kind(theirs)}, and the drafter was trained on the states of one whose "
-                f"weights are {_kind(trained_on and shown(trained_on))}, as far as its files say.",
-                "Compare the acceptance with that of such a target if it is low; `hf-specdec train` takes a quantised "
-                "target, too.",
+    if not getattr(network, "target_hidden_states", ()):
+        if own != theirs:
+            note = (
+                f"The target's weights are {_kind(theirs)}, the drafter's {_kind(own)}: that costs acceptance at most."
             )
-        elif theirs is not None:
-            yield Finding("quantisation", "ok", f"It was trained on a target whose weights are {_kind(theirs)}, too.")
-    elif own != theirs:
+            yield Finding("dtype", "ok", note)
+        return
+    try:
+        about = files.read_json(RESULT_FILE) if files is not None and RESULT_FILE in files else {}
+    except (SpecDecError, OSError) as error:
+        yield Finding("dtype", "warning", str(error))
+        return
+    trained_on = about.get("target_quantization")
+    if not isinstance(trained_on, str):
+        trained_on = None
+    if trained_on != theirs:
         yield Finding(
-            "quantisation",
-            "ok",
-            f"The target's weights are {_kind(theirs)}, the drafter's {_kind(own)}: that costs acceptance at most.",
+            "dtype",
+            "warning",
+            f"The target's weights are {_kind(theirs)}, and the drafter was trained on the states of one whose "
+            f"weights are {_kind(trained_on and shown(trained_on))}, as far as its files say.",
+            "Compare the acceptance with that of such a target if it is low; `hf-specdec train` takes a quantised "
+            "target, too.",
         )
+    elif theirs is not None:
+        yield Finding("dtype", "ok", f"It was trained on a target whose weights are {_kind(theirs)}, too.")
 
 
 def _kind(quantised: str | None) -> str:
     return "not quantised" if quantised is None else f"quantised ({quantised})"
-
-
-def _adapter_findings(network: nn.Module, target_model: PreTrainedModel) -> Iterator[Finding]:
-    """Findings about heads of a target whose states an adapter has changed since."""
-    names = active_adapters(target_model)
-    if names and getattr(network, "target_hidden_states", ()):
-        yield Finding(
-            "adapters",
-            "warning",
-            f"The target has active adapters ({', '.join(names)}), and drafters read its states, which these change.",
-            "Compare the acceptance with that of the target without them; train the drafter on the adapted target if "
-            "it is much lower.",
-        )
-
-
-def _layer_findings(network: nn.Module, files: RepoFiles | None) -> Iterator[Finding]:
-    keys = getattr(network, "target_hidden_states", ())
-    if not keys or keys == ("last",) or files is None:
-        return
-    listed = ", ".join(map(str, keys))
-    stated = getattr(network, "states_keys", ())
-    # At the top of the config or one level below.
-    places = [files.config, *(value for value in files.config.values() if isinstance(value, dict))]
-    if not stated or any(place.get(key) is not None for place in places for key in stated):
-        yield Finding("layers", "ok", f"It reads the target's states {listed} (i enters decoder layer i).")
-        return
-    yield Finding(
-        "layers",
-        "warning",
-        f"Its config does not say which states of the target it reads; the usual ones were taken: {listed}.",
-        f"Make sure that it was trained on these; `{network.states_setting or stated[0]}` names others.",
-    )
 
 
 def token_ids(network: nn.Module) -> torch.LongTensor | None:
@@ -296,43 +252,29 @@ def token_ids(network: nn.Module) -> torch.LongTensor | None:
     return getattr(network, "token_map", None) if ids is None else ids
 
 
-def _context_findings(speculator: Speculator, network: nn.Module, target_model: PreTrainedModel) -> Iterator[Finding]:
-    if not is_language_model(speculator.method):
-        return
-    drafts, targets = (
-        getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        for model in (network, target_model)
+def machine_findings(target_model: PreTrainedModel) -> Iterator[Finding]:
+    """What the machine has: processor or GPU, memory, versions, kernels."""
+    about = describe_environment(target_model.device, target_model.dtype)
+    machine = about["gpu"] or f"{about['cpu']}, {counted(about['threads'], 'thread')}"
+    yield Finding(
+        "machine",
+        "ok",
+        f"{machine}, {free_bytes(target_model.device) / 1e9:.1f} GB free; torch {about['torch']}, transformers "
+        f"{about['transformers']}.",
     )
-    if drafts is not None and targets is not None and drafts < targets:
-        yield Finding(
-            "context",
-            "warning",
-            f"The draft model reads at most {drafts} tokens, the target {targets}.",
-            f"Beyond that nothing is drafted. `max_model_len={drafts}` says so explicitly.",
-        )
-
-
-def product_findings(target_model: PreTrainedModel) -> Iterator[Finding]:
-    """Findings about the matrix products of a target on a CPU."""
     if target_model.device.type != "cpu":
         return
-    if target_model.dtype is torch.bfloat16 and multiplies_bfloat16() is False:
+    if target_model.dtype is torch.bfloat16 and multiplies() is False:
         yield Finding(
-            "products",
+            "machine",
             "warning",
             "This processor has no instructions for products in bfloat16: prompts and batches take several times as "
             "long as in float32.",
             "Load the target with `dtype=torch.float32`, which takes twice the memory.",
         )
     if not has_kernel():
-        remedy = "`pip install numba` brings a kernel, which is used where it is measured to be faster."
-        yield Finding("products", "ok", "Products of few rows are torch's: numba cannot be imported.", remedy)
-    elif products.measures:
-        products.prepare_products(target_model)
-        num_faster, num_shapes = products.count_wins(target_model)
-        if num_shapes:
-            found = f"Products faster than torch's are used for {num_faster} of {num_shapes} shapes of matrices."
-            yield Finding("products", "ok", found)
+        remedy = "`pip install numba` brings a kernel, which is faster over few rows."
+        yield Finding("machine", "ok", "Products of few rows are torch's: numba cannot be imported.", remedy)
 
 
 def _few(names: Sequence[str]) -> str:

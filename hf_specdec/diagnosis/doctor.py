@@ -1,24 +1,28 @@
-"""Examines whether a drafter fits its target, and why few of its drafts are accepted.
+"""Examines why speculation with a drafter is not faster, by five checks.
 
-First what configs, tables and tensors say, then whether it loads, then a probe: the target goes on from a few prompts,
-and what the drafter drafts at every token is compared with that. Nothing here raises for what is wrong with the pair;
-it becomes a finding, with what was found and what to do.
+fit             what configs and tensors say, and whether it loads
+dtype           data types and quantised weights of the two
+vocabulary      tokenizers, and the tokens that can be drafted
+chat template   acceptance with and without it
+acceptance      by position, where the target goes on from a few prompts and the drafter drafts at every token
+
+Nothing here raises for what is wrong with the pair; it becomes a finding, with what was found and what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..bench.prompts import Batch, Prompt, make_batches
+from ..bench.prompts import Batch, Prompt, as_chat, make_batches
 from ..checkpoints.files import RepoFiles
 from ..errors import SpecDecError
 from ..loader import load_speculator
-from ..method import methods, takes_model
+from ..method import methods
 from ..settings import SpeculativeConfig
 from ..speculator import Speculator
 from ..target_facts import model_name, num_embeddings
@@ -26,13 +30,13 @@ from .checks import (
     Finding,
     Status,
     checkpoint_findings,
+    machine_findings,
     network_findings,
-    product_findings,
     token_ids,
     tokenizer_findings,
 )
-from .probe import Acceptance, consistent_meaning, measure_acceptance, variants
-from .prompts import chat_forms, general_prompts
+from .probe import FEWEST_DRAFTS, Acceptance, measure_acceptance
+from .prompts import general_prompts
 
 
 # Below this share acceptance is no better than guessing.
@@ -44,12 +48,6 @@ _FALL = 0.5
 # Prompts of the probe that are generated together.
 _BATCH_SIZE = 4
 
-# Drafts below which no share of them is worth a word.
-_FEWEST = 20
-
-# Share of the target's text that a table of what each draft token stands for must explain.
-_MEANT = 0.2
-
 # Of what the target writes, tokens that a draft vocabulary may lack.
 _MOST_MISSING = 0.1
 
@@ -60,7 +58,7 @@ class Diagnosis:
 
     Attributes:
         target, drafter (`str`): Their names.
-        findings (`list[Finding]`): In the order of the checks; the causes of a low acceptance last.
+        findings (`list[Finding]`): In the order of the checks.
         acceptance (`dict[str, Acceptance]`): As measured, by the form of the prompts: "raw" and, where the target has
             a template, "chat" and "chat, no thinking"; "sampled" where its generation config samples.
     """
@@ -78,8 +76,8 @@ class Diagnosis:
 
     @property
     def causes(self) -> list[Finding]:
-        """Reasons for a low acceptance, as far as a probe has shown them."""
-        return [finding for finding in self.findings if finding.check == "cause"]
+        """What is wrong."""
+        return [finding for finding in self.findings if finding.status != "ok"]
 
     def to_dict(self) -> dict[str, Any]:
         """Converts to plain Python and JSON types."""
@@ -99,7 +97,6 @@ def diagnose(
     *,
     prompts: Sequence[Prompt] | None = None,
     max_new_tokens: int = 64,
-    try_variants: bool = True,
     on_step: Callable[[str], None] | None = None,
 ) -> Diagnosis:
     """Checks a drafter against a target, and probes what is accepted.
@@ -111,18 +108,18 @@ def diagnose(
         prompts (`Sequence[Prompt]`, *optional*): What to probe with, without a chat template. `None`: a few general
             ones, of `max_new_tokens` tokens.
         max_new_tokens (`int`): See there.
-        try_variants (`bool`): Also probe the drafter with other wirings, each about as long as the first probe.
         on_step (`Callable`, *optional*): Called with the name of each step as it begins.
     """
     say = on_step or (lambda step: None)
     found = Diagnosis(model_name(target_model), str(spec))
+    found.findings += machine_findings(target_model)
     add = found.findings.append
     say("Checking the checkpoint")
     try:
         # Without the target's limits: those are for loading to refuse.
         config = SpeculativeConfig.resolve(spec)
     except (SpecDecError, OSError) as error:
-        add(Finding("settings", "error", str(error)))
+        add(Finding("fit", "error", str(error)))
         return found
     found.drafter = config.model or config.method
     files = None
@@ -134,16 +131,16 @@ def diagnose(
     try:
         speculator = load_speculator(target_model, config)
     except (SpecDecError, OSError, torch.OutOfMemoryError) as error:
-        add(Finding("loading", "error", " ".join(str(error).split())))
+        add(Finding("fit", "error", " ".join(str(error).split())))
         return found
-    add(Finding("loading", "ok", f"It loads as '{speculator.method}'."))
+    found.drafter = speculator.config.model or speculator.method
+    add(Finding("fit", "ok", f"It loads as '{speculator.method}'."))
     found.findings += network_findings(speculator, target_model, files)
-    found.findings += product_findings(target_model)
     prompts = general_prompts(max_new_tokens) if prompts is None else prompts
     try:
-        _Examination(found, speculator, target_model, tokenizer, prompts, say).run(try_variants)
+        _Examination(found, speculator, target_model, tokenizer, prompts, say).run()
     except SpecDecError as error:
-        add(Finding("generate", "error", str(error)))
+        add(Finding("acceptance", "error", str(error)))
     return found
 
 
@@ -170,7 +167,8 @@ class _Examination:
         # Of one kind, so that they can be generated together.
         prompts = [replace(prompt, kind="") for prompt in prompts]
         self.batches: dict[str, list[Batch]] = {"raw": make_batches(tokenizer, prompts, size, device=model.device)}
-        for form, chats in chat_forms(prompts, tokenizer).items():
+        for form, mode in _template_modes(tokenizer).items():
+            chats = as_chat(prompts, tokenizer, **mode)
             self.batches[form] = make_batches(tokenizer, chats, size, device=model.device, add_special_tokens=False)
         self.largest_id: int = max(
             int(batch.inputs["input_ids"].max()) for batches in self.batches.values() for batch in batches
@@ -182,12 +180,12 @@ class _Examination:
     def _measure(self, form: str, **sampling: Any) -> Acceptance:
         return measure_acceptance(self.model, self.speculator, self.batches[form], **sampling)
 
-    def run(self, try_variants: bool) -> None:
-        """Measures, judges, and looks for causes."""
+    def run(self) -> None:
+        """Measures and judges."""
         num_tokens = num_embeddings(self.model.get_input_embeddings())
         if self.largest_id >= num_tokens:
             self._add(
-                "tokenizer",
+                "vocabulary",
                 "error",
                 f"The tokenizer writes a prompt with the token {self.largest_id}, and the target knows the tokens 0 "
                 f"to {num_tokens - 1}.",
@@ -199,9 +197,9 @@ class _Examination:
             self.diagnosis.acceptance[form] = self._measure(form)
         found = self.diagnosis.acceptance
         # Where one form of prompts is worse, the other tells more about the pair.
-        form = max(found, key=lambda name: (found[name].num_drafts >= _FEWEST, found[name].first_rate))
+        form = max(found, key=lambda name: (found[name].num_drafts >= FEWEST_DRAFTS, found[name].first_rate))
         best = found[form]
-        if best.num_drafts < _FEWEST:
+        if best.num_drafts < FEWEST_DRAFTS:
             self._add(
                 "acceptance",
                 "warning",
@@ -209,92 +207,81 @@ class _Examination:
                 "Probe with more or longer prompts.",
             )
             return
-        is_healthy = self._judge(best)
-        if self.speculator.config.model is None and not takes_model(self.speculator.method):
-            return
-        causes = [*self._template(), *self._vocabulary(best), *self._meaning(best), *self._temperature(form, best)]
-        if try_variants:
-            causes += self._wirings(form, best)
-        if not is_healthy and not causes:
-            causes = [self._unexplained(best)]
-        for cause, remedy in causes:
-            self._add("cause", "warning", cause, remedy)
+        self._judge_vocabulary(best)
+        self._judge_template()
+        self._judge_acceptance(best)
+        self._judge_sampling(form, best)
 
-    def _judge(self, found: Acceptance) -> bool:
-        """Adds the acceptance to the findings; `False` if it is lower than that of a drafter in order."""
+    def _judge_acceptance(self, found: Acceptance) -> None:
         first, healthy, rates = found.first_rate, self.healthy_rate, found.rates
         shown = (
             f"{found.acceptance_length:.2f} tokens a cycle; accepted by position: "
             f"{', '.join(f'{100 * rate:.0f}' for rate in rates[:8])} %."
         )
+        complaint, remedy = "", ""
         if healthy is None:
             remedy = "" if first >= _GUESSING else "These prompts repeat little. Try a method with a drafter."
-            self._add("acceptance", "warning" if remedy else "ok", shown, remedy)
-            return True
-        complaint = ""
-        if first < _GUESSING:
-            complaint = " The first position is hardly better than guessing."
         elif first < healthy:
             complaint = f" Healthy drafters of this method have at least {100 * healthy:.0f} % at the first position."
-        elif len(rates) > 1 and found.reached[1] >= _FEWEST and rates[1] < _FALL * rates[0]:
+            if first < _GUESSING:
+                complaint = " The first position is hardly better than guessing."
+            remedy = (
+                "Most likely it was trained for another model, another version of this one or another kind of text, "
+                "or reads other states of the target than in its training. Compare the target, its revision and the "
+                "layers in the drafter's config with its card."
+            )
+        elif len(rates) > 1 and found.reached[1] >= FEWEST_DRAFTS and rates[1] < _FALL * rates[0]:
             complaint = " It is high at the first position and falls at once."
-        self._add("acceptance", "warning" if complaint else "ok", shown + complaint)
-        return not complaint
-
-    # Causes, each with a remedy
-
-    def _template(self) -> Iterator[tuple[str, str]]:
-        found = self.diagnosis.acceptance
-        raw, chat, silent = (found.get(form) for form in ("raw", "chat", "chat, no thinking"))
-        if chat is None:
-            return
-        figures = f"{raw.acceptance_length:.2f} tokens a cycle without, {chat.acceptance_length:.2f} with it"
-        if silent is not None and (silent.is_above(chat) or chat.is_above(silent)):
-            better, worse = ("without", "with") if silent.is_above(chat) else ("with", "without")
-            yield (
-                f"Answers {worse} thinking are drafted for less well: {chat.acceptance_length:.2f} tokens a cycle "
-                f"with it, {silent.acceptance_length:.2f} without. The drafter was trained on answers {better} it.",
-                f"Pass enable_thinking={better == 'with'} to the chat template where the task allows it.",
+            remedy = (
+                "The drafter was trained for one step only, or its positions or its recurrence are not those of its "
+                "training. Draft one token (num_speculative_tokens=1), or train it to draft several."
             )
-        elif chat.is_above(raw):
-            yield (
-                f"Prompts without the chat template are drafted for less well: {figures}.",
-                "Put prompts into the chat template, as in the drafter's training.",
-            )
-        elif raw.is_above(chat):
-            yield (
-                f"Prompts in the target's chat template are drafted for less well: {figures}. The drafter was trained "
-                "on text without it, or with another one.",
-                "Use a drafter that was trained on chats with this template.",
-            )
+        self._add("acceptance", "warning" if remedy else "ok", shown + complaint, remedy)
 
-    def _vocabulary(self, found: Acceptance) -> Iterator[tuple[str, str]]:
+    def _judge_vocabulary(self, found: Acceptance) -> None:
         if self.draft_ids is None:
             return
         known = set(self.draft_ids.tolist())
         missing = sum(token not in known for token in found.tokens) / max(len(found.tokens), 1)
         shown = f"{100 * missing:.1f} % of the tokens that the target wrote are not in the draft vocabulary"
         if missing > _MOST_MISSING:
-            yield (
+            self._add(
+                "vocabulary",
+                "warning",
                 f"{shown} ({len(known)} tokens): each of them ends a draft.",
                 "Use a drafter whose vocabulary was chosen on text of this kind, or has all tokens.",
             )
         else:
             self._add("vocabulary", "ok", f"{shown}.")
 
-    def _meaning(self, found: Acceptance) -> Iterator[tuple[str, str]]:
-        consistent, commonest = consistent_meaning(found.first_tokens)
-        pairs = found.first_tokens
-        direct = sum(drafted == meant for drafted, meant in pairs) / len(pairs)
-        if consistent > max(_MEANT, 2 * direct, 2 * commonest):
-            yield (
-                f"Draft tokens stand for other tokens, always the same ones: {100 * direct:.0f} % of the first ones "
-                f"are right as they are, {100 * consistent:.0f} % once each is taken for what the target wrote there "
-                "before. The table of draft ids, or the tokenizer, is another one.",
-                "Pass the `d2t` that belongs to the rows of the draft's lm_head, or a drafter with this tokenizer.",
+    def _judge_template(self) -> None:
+        found = self.diagnosis.acceptance
+        raw, chat, silent = (found.get(form) for form in ("raw", "chat", "chat, no thinking"))
+        if chat is None:
+            return
+        figures = f"{chat.acceptance_length:.2f} tokens a cycle with it, {raw.acceptance_length:.2f} without"
+        cause, remedy = "", ""
+        if silent is not None and (silent.is_above(chat) or chat.is_above(silent)):
+            better, worse = ("without", "with") if silent.is_above(chat) else ("with", "without")
+            cause = (
+                f"Answers {worse} thinking are drafted for less well: {chat.acceptance_length:.2f} tokens a cycle "
+                f"with it, {silent.acceptance_length:.2f} without. The drafter was trained on answers {better} it."
             )
+            remedy = f"Pass enable_thinking={better == 'with'} to the chat template where the task allows it."
+        elif chat.is_above(raw):
+            cause = f"Prompts without the chat template are drafted for less well: {figures}."
+            remedy = "Put prompts into the chat template, as in the drafter's training."
+        elif raw.is_above(chat):
+            cause = (
+                f"Prompts in the target's chat template are drafted for less well: {figures}. The drafter was trained "
+                "on text without it, or with another one."
+            )
+            remedy = "Use a drafter that was trained on chats with this template."
+        self._add(
+            "chat template", "warning" if cause else "ok", cause or f"It makes no difference: {figures}.", remedy
+        )
 
-    def _temperature(self, form: str, greedy: Acceptance) -> Iterator[tuple[str, str]]:
+    def _judge_sampling(self, form: str, greedy: Acceptance) -> None:
         settings = self.model.generation_config
         if not settings.do_sample:
             return
@@ -305,44 +292,19 @@ class _Examination:
         self.diagnosis.acceptance["sampled"] = sampled
         if greedy.is_above(sampled):
             temperature = 1.0 if settings.temperature is None else settings.temperature
-            yield (
+            self._add(
+                "acceptance",
+                "warning",
                 f"The target's generation config samples (temperature {temperature:g}): "
                 f"{sampled.acceptance_length:.2f} tokens a cycle, and {greedy.acceptance_length:.2f} for "
                 "greedy text. What is drawn at random is hard to foresee.",
                 "Lower the temperature if the task allows it, and speculate fewer tokens.",
             )
 
-    def _wirings(self, form: str, base: Acceptance) -> Iterator[tuple[str, str]]:
-        """Finds the wiring with which the most is accepted, if that is more than with the drafter's own."""
-        best = None
-        for variant in variants(self.model, self.speculator):
-            self.say("Probing other wirings")
-            found = measure_acceptance(self.model, variant.speculator, self.batches[form], variant.wiring)
-            if found.is_better_than(base) and (best is None or found.is_better_than(best[1])):
-                best = (variant, found)
-        if best is not None:
-            variant, found = best
-            yield (
-                f"{variant.cause} Wired so, {found.acceptance_length:.2f} tokens a cycle instead of "
-                f"{base.acceptance_length:.2f}.",
-                variant.remedy,
-            )
 
-    def _unexplained(self, found: Acceptance) -> tuple[str, str]:
-        """Explains a low acceptance for which no probe has found a cause."""
-        if found.first_rate >= (self.healthy_rate or 0.0):
-            return (
-                "The first draft token is good and those after it are not: the drafter was trained for one step only "
-                "(no training-time test, or no masks after the first), or its positions or its recurrence are not "
-                "those of its training.",
-                "Draft one token (num_speculative_tokens=1), or train it to draft several.",
-            )
-        for finding in self.diagnosis.findings:
-            if finding.check in ("made for", "tokenizer") and finding.status != "ok":
-                return f"Most likely it belongs to another model. {finding.found}", finding.remedy
-        return (
-            "No other wiring helps: the weights were most likely trained for another model, another version of this "
-            "one or a very different kind of text, or are not trained to the end.",
-            "Compare the name and the revision of the target with those in the drafter's card, and the prompts with "
-            "what it was trained on.",
-        )
+def _template_modes(tokenizer: PreTrainedTokenizerBase) -> dict[str, dict[str, Any]]:
+    """Arguments of the chat template for each of its modes, if there is one."""
+    template = tokenizer.chat_template
+    if template is None:
+        return {}
+    return {"chat": {}} | ({"chat, no thinking": {"enable_thinking": False}} if "enable_thinking" in template else {})

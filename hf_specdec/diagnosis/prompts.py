@@ -1,15 +1,8 @@
-"""Prompts for those who name none, and the forms that a chat template gives them."""
+"""Prompts for those who name none."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from ..bench.prompts import Prompt, as_chat
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from ..bench.prompts import Prompt
 
 
 # New prose, new code, a text to repeat with changes, and a list.
@@ -26,17 +19,3 @@ _GENERAL = {
 def general_prompts(max_new_tokens: int = 128) -> list[Prompt]:
     """A few prompts that any language model can go on from, each of its own kind."""
     return [Prompt(name, text, name, max_new_tokens) for name, text in _GENERAL.items()]
-
-
-def chat_forms(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Prompt]]:
-    """The prompts in the chat template, once for each of its modes; to be tokenised without special tokens.
-
-    Returns:
-        "chat": the mode that the template has by itself. "chat, no thinking": where it can be told not to think.
-        Empty without a template.
-    """
-    template = tokenizer.chat_template
-    if template is None:
-        return {}
-    modes = {"chat": {}} | ({"chat, no thinking": {"enable_thinking": False}} if "enable_thinking" in template else {})
-    return {name: as_chat(prompts, tokenizer, **mode) for name, mode in modes.items()}

@@ -3,16 +3,16 @@
 Two ways to compute the same logits round differently, in bfloat16 visibly so. Where two tokens are equally likely up
 to that error, either may win, and from there on the texts are different ones. A wrong token wins by more.
 
-The first token that differs is judged by reference logits z of the text before it, from plain forwards that know
-nothing of speculation:
+The first token that differs is judged by logits z of the text before it, from one plain forward of the target in
+float32, which knows nothing of speculation:
 
     margin = max z - min(z[plain token], z[speculative token])
     numerical tie: margin <= 2 e,  bug: margin > 2 e
 
-where e is the rounding error as measured on this text: the largest difference from z, over all positions from the
-prompt's end to the token in question and the likeliest tokens of each, of the model's own logits, once computed token
-by token and once for the whole text at once. z is computed in the next wider data type if the memory allows it, else
-for the whole text at once in the model's own. Logits are those after the logits processors of the call.
+where e is the rounding error of the target's own data type: the largest difference from z, over all places from the
+prompt's end on and the likeliest tokens of each, of the logits of one forward in that type, and at least the error of
+numbers of their size. Where there is no room for a copy in float32, z is in the target's own type. Logits are those
+after the logits processors of the call.
 
 Shapes: P tokens of the prompt, N generated ones in common, V vocabulary.
 """
@@ -25,17 +25,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
+from ..arguments import original_generate
 from ..bench.engine import first_difference, greedy_texts
 from ..bench.prompts import Batch
 from ..loader import load_speculator
 from ..machine import free_bytes
-from ..patching import original_generate
 from ..target.facts import model_profile
 from ..target_facts import quantisation
-from ..threads import cached_property
 
 
 logger = logging.get_logger(__name__)
@@ -45,8 +44,8 @@ TIE, BUG = "numerical tie", "bug"
 # Rounding errors are looked at where they matter: at the likeliest tokens.
 _LIKELY_TOKENS = 8
 
-# The reference for each data type.
-_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+# Least rounding error of float32, in units of the last place of the largest logit: it adds up over the layers.
+_LEAST_ERROR = 512
 
 # Of a copy's bytes, what its forward needs beside it.
 _ROOM = 1.2
@@ -60,10 +59,9 @@ class Difference:
         prompt (`str`): Name of the prompt.
         index (`int`): Of the generated token, from 0.
         plain_token, speculative_token (`int`, *optional*): The two; `None` where that text has ended before.
-        plain_logit, speculative_logit (`float`, *optional*): Their reference logits.
+        plain_logit, speculative_logit (`float`, *optional*): Their logits in float32.
         margin (`float`, *optional*): What the less likely of them lacks to the likeliest token.
-        rounding_error (`float`, *optional*): e, as measured.
-        reference_dtype (`str`, *optional*): Data type of the reference.
+        tolerance (`float`, *optional*): The largest margin of a tie: 2 e.
         verdict (`str`): "numerical tie" or "bug".
     """
 
@@ -71,17 +69,11 @@ class Difference:
     index: int
     plain_token: int | None
     speculative_token: int | None
-    plain_logit: float | None
-    speculative_logit: float | None
-    margin: float | None
-    rounding_error: float | None
-    reference_dtype: str | None
-    verdict: str
-
-    @property
-    def tolerance(self) -> float | None:
-        """The largest margin of a tie: 2 e."""
-        return None if self.rounding_error is None else 2 * self.rounding_error
+    plain_logit: float | None = None
+    speculative_logit: float | None = None
+    margin: float | None = None
+    tolerance: float | None = None
+    verdict: str = BUG
 
 
 @dataclass
@@ -114,7 +106,7 @@ class Verification:
             "num_equal": self.num_texts - len(self.differences),
             "num_ties": len(self.differences) - len(self.bugs),
             "num_bugs": len(self.bugs),
-            "differences": [{**asdict(item), "tolerance": item.tolerance} for item in self.differences],
+            "differences": [asdict(item) for item in self.differences],
         }
 
 
@@ -146,7 +138,7 @@ def verify(
         for name, spec in methods.items()
     }
     results = {name: Verification(name) for name in speculators}
-    reference = _Reference(target_model)
+    judge = _Judge(target_model)
     for batch in batches:
         # The settings of a generation config must not speed up what the others are compared with.
         plain = greedy_texts(target_model, batch, spec_method="off")
@@ -159,19 +151,19 @@ def verify(
             for row, (expected, tokens) in enumerate(zip(plain, found)):
                 if tokens != expected:
                     prompt = batch.inputs["input_ids"][row, batch.inputs["attention_mask"][row].bool()][None]
-                    judged = reference.judge(batch.names[row], prompt, expected, tokens, batch.max_new_tokens)
-                    result.differences.append(judged)
+                    result.differences.append(judge(batch.names[row], prompt, expected, tokens, batch.max_new_tokens))
             on_step()
     return list(results.values())
 
 
-class _Reference:
-    """Judges texts by plain forwards of a model; its wider copy is made when it is needed, and once."""
+class _Judge:
+    """Judges texts by plain forwards of a model; its float32 copy is made when it is needed, and once."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
+        self.reference: PreTrainedModel | None = None
 
-    def judge(
+    def __call__(
         self, name: str, prompt: torch.LongTensor, plain: list[int], speculative: list[int], max_new_tokens: int
     ) -> Difference:
         """Judges two texts `plain` and `speculative` that follow a prompt `(1, P)`."""
@@ -180,63 +172,42 @@ class _Reference:
         tokens = [text[index] if index < len(text) else None for text in (plain, speculative)]
         if None in tokens:
             # The same tokens, and one of them goes on: no logit decides that.
-            return Difference(name, index, *tokens, None, None, None, None, None, BUG)
-        common, dtype = plain[:index], self.model.dtype
-        processors = _processors(self.model, prompt, max_new_tokens)
-        others = [_stepwise_scores(self.model, prompt, common, max_new_tokens)]
-        reference = _scores_at_once(self.model, processors, prompt, common)
-        wide = self._wide_scores(processors, prompt, common)
-        if wide is not None:
-            others, reference, dtype = [*others, reference], wide, _WIDER[dtype]
-        last = reference[-1]
-        plain_logit, speculative_logit = last[tokens].tolist()
-        margin = (last.max() - last[tokens].min()).item()
-        error = max(_largest_error(other, reference, tokens) for other in others)
-        # Logits themselves are numbers of the data type.
-        error = max(error, torch.finfo(self.model.dtype).eps * max(abs(plain_logit), abs(speculative_logit)))
-        return Difference(
-            name,
-            index,
-            *tokens,
-            plain_logit,
-            speculative_logit,
-            margin,
-            error,
-            str(dtype).removeprefix("torch."),
-            TIE if margin <= 2 * error else BUG,
-        )
-
-    @cached_property
-    def _wide(self) -> PreTrainedModel | None:
-        return _wider_copy(self.model)
-
-    def _wide_scores(
-        self, processors: LogitsProcessorList, prompt: torch.LongTensor, common: list[int]
-    ) -> torch.Tensor | None:
-        if self._wide is None:
-            return None
-        try:
-            return _scores_at_once(self._wide, processors, prompt, common)
-        except (RuntimeError, TypeError) as error:
-            logger.warning(f"{type(self.model).__name__} does not run in {self._wide.dtype}: {error}")
-            self._wide = None
-            return None
+            return Difference(name, index, *tokens)
+        text = torch.cat([prompt, prompt.new_tensor([plain[:index]])], dim=1)
+        self.reference = self.reference or _in_float32(self.model) or self.model
+        logits = _logits(self.reference, text, index + 1)
+        scores = _processors(self.model, prompt, max_new_tokens)(text, logits[-1:])[0]
+        plain_logit, speculative_logit = scores[tokens].tolist()
+        error = torch.finfo(self.model.dtype).eps * scores.max().abs().item()
+        if self.model.dtype.itemsize >= 4:
+            error *= _LEAST_ERROR
+        elif self.reference is not self.model:
+            error = max(error, _largest_error(_logits(self.model, text, index + 1), logits))
+        margin = scores.max().item() - min(plain_logit, speculative_logit)
+        verdict = TIE if margin <= 2 * error else BUG
+        return Difference(name, index, *tokens, plain_logit, speculative_logit, margin, 2 * error, verdict)
 
 
-def _wider_copy(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The model in the next wider data type, `None` where there is none, or no room."""
-    wider = _WIDER.get(model.dtype)
+def _in_float32(model: PreTrainedModel) -> PreTrainedModel | None:
+    """A copy of a model of a narrower type in float32; `None` for others, or where there is no room."""
     parameters = list(model.parameters())
-    is_whole = len({parameter.device for parameter in parameters}) == 1 and all(
-        map(torch.is_floating_point, parameters)
-    )
-    if wider is None or not is_whole or quantisation(model) is not None:
+    is_whole = len({parameter.device for parameter in parameters}) == 1
+    if model.dtype.itemsize >= 4 or not is_whole or quantisation(model) is not None:
         return None
-    size = sum(parameter.numel() for parameter in parameters) * wider.itemsize
+    size = sum(parameter.numel() for parameter in parameters) * 4
     if size * _ROOM > free_bytes(model.device):
-        logger.info(f"No reference in {wider}: {size / 1e9:.1f} GB do not fit beside the model.")
+        logger.info(f"No copy in float32: {size / 1e9:.1f} GB do not fit beside the model.")
         return None
-    return copy.deepcopy(model).to(wider)
+    return copy.deepcopy(model).float()
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, text: torch.LongTensor, length: int) -> torch.Tensor:
+    """Logits `(length, V)` of one forward over a text `(1, T)`, those at its end, in float32 or wider."""
+    kept = {"logits_to_keep": length} if model_profile(model).takes_logits_to_keep else {}
+    output = model(input_ids=text, attention_mask=torch.ones_like(text), use_cache=False, **kept)
+    logits = output.logits[0, -length:]
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _processors(model: PreTrainedModel, prompt: torch.LongTensor, max_new_tokens: int) -> LogitsProcessorList:
@@ -247,80 +218,12 @@ def _processors(model: PreTrainedModel, prompt: torch.LongTensor, max_new_tokens
         prepared.append(logits_processor)
         return input_ids
 
-    _plainly(model, prompt, max_new_tokens, custom_generate=decode)
+    call = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": max_new_tokens}
+    original_generate(type(model))(model, input_ids=prompt, **call, custom_generate=decode)
     return prepared[0]
 
 
-class _Followed(LogitsProcessor):
-    """Makes a call write given tokens, and keeps the scores at each of them and after the last one."""
-
-    def __init__(self, tokens: list[int]):
-        self.tokens, self.scores = tokens, []
-
-    def __call__(self, input_ids, scores):
-        index = len(self.scores)
-        self.scores.append(scores[0].float().cpu())
-        if index == len(self.tokens):
-            return scores
-        return torch.full_like(scores, -torch.inf).index_fill_(1, input_ids.new_tensor(self.tokens[index]), 0.0)
-
-
-class _HasFollowed(StoppingCriteria):
-    """Ends the call one token after the given ones; processors may look at its maximal length."""
-
-    def __init__(self, followed: _Followed):
-        self.followed = followed
-
-    def __call__(self, input_ids, scores, **kwargs):
-        is_done = len(self.followed.scores) > len(self.followed.tokens)
-        return torch.full((input_ids.shape[0],), is_done, dtype=torch.bool, device=input_ids.device)
-
-
-def _stepwise_scores(
-    model: PreTrainedModel, prompt: torch.LongTensor, tokens: list[int], max_new_tokens: int
-) -> torch.Tensor:
-    """Scores `(N + 1, V)` of plain generation, which reads one token after the other."""
-    followed = _Followed(tokens)
-    _plainly(
-        model,
-        prompt,
-        max_new_tokens,
-        logits_processor=LogitsProcessorList([followed]),
-        stopping_criteria=StoppingCriteriaList([_HasFollowed(followed)]),
-    )
-    return torch.stack(followed.scores)
-
-
-def _plainly(model: PreTrainedModel, prompt: torch.LongTensor, max_new_tokens: int, **arguments: Any) -> None:
-    """Calls transformers' own greedy `generate()`."""
-    original_generate(type(model))(
-        model,
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        **arguments,
-    )
-
-
-@torch.no_grad()
-def _scores_at_once(
-    model: PreTrainedModel, processors: LogitsProcessorList, prompt: torch.LongTensor, tokens: list[int]
-) -> torch.Tensor:
-    """Scores `(N + 1, V)` of one forward over the whole text, in float32 or wider."""
-    text, length = torch.cat([prompt, prompt.new_tensor([tokens])], dim=1), len(tokens) + 1
-    kept = {"logits_to_keep": length} if model_profile(model).takes_logits_to_keep else {}
-    output = model(input_ids=text, attention_mask=torch.ones_like(text), use_cache=False, **kept)
-    logits = output.logits[:, -length:]
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    first = prompt.shape[1]
-    return torch.cat([processors(text[:, : first + n], logits[:, n]) for n in range(length)]).cpu()
-
-
-def _largest_error(scores: torch.Tensor, reference: torch.Tensor, tokens: list[int]) -> float:
-    """The largest difference of the scores `(N + 1, V)` of likely tokens, and of `tokens` at the last position."""
+def _largest_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest difference of the logits `(N + 1, V)` of likely tokens."""
     likely = reference.topk(min(_LIKELY_TOKENS, reference.shape[1]), dim=1).indices
-    differences = (scores.to(reference) - reference).abs()
-    found = torch.cat([differences.gather(1, likely).flatten(), differences[-1, tokens]])
-    # Tokens that processors forbid have none.
-    return found[found.isfinite()].max().item() if bool(found.isfinite().any()) else 0.0
+    return (logits.to(reference) - reference).abs().gather(1, likely).max().item()

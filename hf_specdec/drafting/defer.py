@@ -30,30 +30,25 @@ class UnreadText:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all of it."""
         self._prompt: Prompt | None = None
         self._rows: list[int] = []  # those of the prompt's rows that are left
-        self._commits: list[Commit] = []
+        self.commits: list[Commit] = []
         self.num_tokens: int = 0  # of all rows, padding included
 
-    @property
-    def num_commits(self) -> int:
-        return len(self._commits)
-
-    def begin(self, prompt: Prompt) -> None:
+    def prefill(self, prompt: Prompt) -> None:
         """Holds the prompt."""
         self._prompt = prompt
         self._rows = list(range(len(prompt.starts)))
         self.num_tokens += prompt.input_ids.numel()
 
-    def add(self, commit: Commit) -> None:
+    def observe(self, commit: Commit) -> None:
         """Holds a commit that has no tokens of the reader's drafts."""
-        self._commits.append(commit)
+        self.commits.append(commit)
         self.num_tokens += commit.tokens.numel()
 
     def hand_over(self) -> None:
         """Tells the reader of all of it."""
-        prompt, rows, commits = self._prompt, self._rows, self._commits
+        prompt, rows, commits = self._prompt, self._rows, self.commits
         self.clear()
         if prompt is not None:
             self.reader.prefill(prompt)
@@ -63,16 +58,13 @@ class UnreadText:
             self.reader.observe(Commit.joined(commits))
 
     def join(self, other: UnreadText, numbers: dict[int, int]) -> None:
-        """Takes over the rows of another call, and what their reader has not been told of.
-
-        Where neither of the readers has been told anything, there is one text to be told of later.
-        """
+        """Takes over the rows of another call, to be told of later where neither reader was told anything."""
         if not (self._is_whole and other._is_whole):
             self.hand_over()
             other.hand_over()
             self.reader.join(other.reader, numbers)
             return
-        device = self._commits[0].tokens.device
+        device = self.commits[0].tokens.device
         texts = self._texts() | {numbers[row]: text for row, text in other._texts().items()}
         self.clear()
         self._begin_with(texts, device)
@@ -81,14 +73,14 @@ class UnreadText:
     @property
     def _is_whole(self) -> bool:
         """All of the text is here, with the states of all of its tokens."""
-        if self._prompt is None or not self._commits:
+        if self._prompt is None or not self.commits:
             return False
         length = self._prompt.input_ids.shape[1]
         return all(value.shape[1] >= length for value in self._prompt.hidden_states.values())
 
     def _texts(self) -> dict[int, _Text]:
         """The text of each active row by its number."""
-        commit, prompt, texts = Commit.joined(self._commits), self._prompt, {}
+        commit, prompt, texts = Commit.joined(self.commits), self._prompt, {}
         for place, (row, source) in enumerate(zip(commit.rows, self._rows)):
             old, new = prompt.token_lists[source], commit.token_lists[place]
             # The first state of a commit is that of the prompt's last token.
@@ -111,16 +103,21 @@ class UnreadText:
             tokens[row][starts[row] :] = text.tokens[:-1]
             for key, value in text.states.items():
                 states[key][row, starts[row] :] = value
-        self.begin(Prompt(upload(tokens, device), starts, states))
+        self.prefill(Prompt(upload(tokens, device), starts, states))
         self._rows = list(texts)
         last = [text.tokens[-1:] for text in texts.values()]
         last_states = {key: torch.stack([text.states[key][-1:] for text in texts.values()]) for key in keys}
-        self.add(Commit(list(texts), upload(last, device), last, [0] * len(last), last_states))
+        self.observe(Commit(list(texts), upload(last, device), last, [0] * len(last), last_states))
 
     def keep_rows(self, keep: list[int]) -> None:
         """Drops finished rows, those of the reader among them."""
-        self._commits = [commit.of_rows(keep) for commit in self._commits]
+        self.commits = [commit.select(keep) for commit in self.commits]
         if self._prompt is None:
             self.reader.keep_rows(keep)
         else:
             self._rows = [self._rows[index] for index in keep]
+
+    def close(self) -> None:
+        """Ends the reader's call."""
+        self.reader.close()
+        self.clear()

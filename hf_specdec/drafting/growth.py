@@ -1,65 +1,84 @@
 """Growing drafts level by level: chains, static trees and dynamic trees.
 
-A network reads the nodes of a level, each a token and the state that its parent has left, and says what follows them.
-A static tree takes the candidates of given ranks. A dynamic tree follows the network's confidence: the best nodes of
-a level are expanded, and the most probable of all candidates are drafted (EAGLE-2, arXiv:2406.16858, section 4).
+A step of the network reads the nodes of a level, each a token and the state that its parent has left, and says what
+follows them; a draw chooses among that. A static tree takes the candidates of given ranks. A dynamic tree follows the
+network's confidence: the best nodes of a level are expanded, and the most probable of all candidates are drafted
+(EAGLE-2, arXiv:2406.16858, section 4), or those of the most probable sequences.
 
 The log-probability of a node or candidate is that of the path to it. The sizes of a dynamic tree are the numbers of
 candidates in its first 0, 1, ... levels together.
 
+Where positions were predicted at once, their logits are those of all nodes of a level: what a network predicts there
+does not depend on the tokens before, but what the grammar of a row allows does. Where the tokens of a block are chosen
+together, [`allowed_first`] ranks them.
+
 Shapes: R active rows, F nodes of a level that are read, W candidates of each, C candidates of a whole tree, N nodes of
-the draft, h hidden size of the network, U its vocabulary.
+the draft, h hidden size of the network, U its vocabulary, of which `token_ids` `(U,)` are the target's where these are
+others; K positions.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from ..drafts import DraftTree, TokenTree, renumbered
-from ..drafts.static import Level
-from ..kernels.best import best_log_probs, best_tokens
+from ..kernels.best import best_tokens
 from ..logits.grammar.masks import GrowingMasks
-from ..transfers import kept_tensor
-from .entries import DraftEntries, pick_nodes
+from ..transfers import kept_tensor, upload
+from .draw import DepthLimits, Draw
+from .state import Entries
+
+
+# Reads the next level: tokens (R, F) after states (R, F, h) that their parents have handed on, and the parents, nodes
+# (F,) or (R, F) of the level before or a slice of them. Returns states (R, F, h) to hand on, and logits (R, F, U).
+Step = Callable[[torch.LongTensor, torch.Tensor, torch.LongTensor | slice], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class DynamicTree:
     """Shape of a tree that follows the confidence of the network."""
 
-    depth: int  # how often the best nodes of a level are expanded
-    top_k: int  # candidates of each node, and nodes of a level that are expanded
-    total_tokens: int  # verified tokens, the anchor included
+    widths: tuple[int, ...]  # candidates of each node that is expanded, by depth
+    expanded: tuple[int, ...]  # best nodes of each level that are expanded, of all levels but the last
+    num_nodes: int  # most that are drafted
+    num_sequences: int | None = None  # draft the nodes of the most probable sequences of full depth instead
+    # A row of less room than others has what is not too deep of the nodes that are chosen for these; else nodes are
+    # chosen among those that it has room for.
+    cuts_chosen: bool = False
 
     is_chain = False
 
+    @classmethod
+    def of(cls, depth: int, top_k: int, total_tokens: int) -> DynamicTree:
+        """A tree whose best nodes are expanded `depth` times, all alike; the anchor is one of the `total_tokens`."""
+        # A deeper node would need more nodes above it than there are.
+        depth = min(depth, total_tokens - 2)
+        return cls((top_k,) * (depth + 1), (top_k,) * depth, total_tokens - 1)
+
     @property
     def max_depth(self) -> int:
-        # A deeper node would need more nodes above it than there are.
-        return min(self.depth + 1, self.total_tokens - 1)
+        return len(self.widths)
+
+    @property
+    def level_sizes(self) -> tuple[int, ...]:
+        """Most candidates of each level."""
+        return tuple(count * width for count, width in zip((1, *self.expanded), self.widths))
 
     def __len__(self) -> int:
         """Most nodes that are drafted."""
-        return min(self.total_tokens - 1, self.top_k + (self.max_depth - 1) * self.top_k**2)
-
-    def up_to(self, depth: int) -> DynamicTree:
-        """The shape of trees that are no deeper, 1 at least."""
-        return self if depth >= self.max_depth else replace(self, depth=depth - 1)
-
-    def levels(self, device: torch.device) -> DynamicTree:
-        """The shape itself, where that of a static tree has its levels."""
-        return self
+        if self.num_sequences is not None:
+            return sum(min(size, self.num_sequences) for size in self.level_sizes)
+        return min(self.num_nodes, sum(self.level_sizes))
 
     @property
     def num_reads(self) -> int:
         """Most nodes that are expanded; many of them need not be drafted."""
-        return (self.max_depth - 1) * self.top_k
+        return sum(self.expanded)
 
 
 class DraftNodes(NamedTuple):
@@ -70,140 +89,158 @@ class DraftNodes(NamedTuple):
     parents: torch.LongTensor | None = None  # (R, N)
     sizes: list[int] | None = None
     log_probs: torch.FloatTensor | None = None  # (R, N)
+    places: torch.LongTensor | None = None  # (R, N): among the candidates, where what was chosen is to be cut
+    counts: torch.LongTensor | None = None  # (R,): valid nodes, where not all are
+    # Of a chain that was drawn.
+    probs: torch.FloatTensor | None = None  # (R, N, V): what its tokens were sampled from
+    # Where rows may end before their limits.
+    depths: torch.LongTensor | None = None  # (R,)
 
-    def draft(self, plan: TokenTree | DynamicTree, depths: list[int], device: torch.device) -> DraftTree:
-        """The draft in the shape that was grown, each row cut to its depth."""
-        if self.sizes is None:
+    def draft(self, plan: TokenTree | DynamicTree, limits: list[int], device: torch.device) -> DraftTree:
+        """The draft in the shape that was grown, each row cut to its limit; waits for the depths, where there are."""
+        depths = limits if self.depths is None else self.depths.tolist()
+        if self.parents is None:
+            if self.probs is not None:
+                return DraftTree.chain(self.tokens.to(device), probs=self.probs).shortened(depths)
             return DraftTree.of_shape(plan, self.tokens.to(device), depths)
-        assert self.parents is not None, "nodes of a dynamic tree without parents"
+        assert self.sizes is not None, "nodes of a dynamic tree without sizes"
         assert self.log_probs is not None, "nodes of a dynamic tree without log-probabilities"
-        deepest = len(self.sizes) - 1
-        counts = [min(self.sizes[min(depth, deepest)], plan.total_tokens - 1) for depth in depths]
-        tokens, parents, log_probs = (
-            values[:, : max(counts)].to(device) for values in (self.tokens, self.parents, self.log_probs)
-        )
+        parts = self.tokens, self.parents, self.log_probs
+        ends = [self.sizes[min(depth, len(self.sizes) - 1)] for depth in depths]
+        counts, widest = self._cut(ends), self.tokens.shape[1]
+        if counts is None:
+            counts = [min(end, widest) for end in ends]
+            widest = max(counts)
+        elif counts.device.type == "cpu":
+            # A GPU is not asked how many there are: padding costs it less.
+            widest = int(counts.max())
+        tokens, parents, log_probs = (values[:, :widest].to(device) for values in parts)
+        if isinstance(counts, torch.Tensor):
+            counts = counts.to(device)
+            padding = torch.arange(widest, device=device) >= counts[:, None]
+            log_probs = log_probs.masked_fill(padding, -math.inf)
         return DraftTree(tokens, parents, counts, path_log_probs=log_probs)
 
-
-class DepthLimits:
-    """Largest depth of each row's draft, `(R,)`; on the host, if `deepest` is left out.
-
-    Nodes are expanded while the probability of their path exceeds `threshold`; 0 for any. With `deepest` drafts are
-    grown to this depth whatever the limits are, as in a graph. Without, the host waits for the device to learn which
-    rows end, and forwards that no row needs are not launched.
-    """
-
-    def __init__(self, depths: torch.LongTensor, threshold: float = 0.0, deepest: int | None = None):
-        self.depths: torch.Tensor = depths
-        self.threshold = threshold
-        self.waits: bool = deepest is None
-        self.deepest: int = int(depths.max()) if deepest is None else deepest
-
-    def stop_low_confidence(self, log_probs: torch.FloatTensor, depth: int) -> None:
-        """Ends rows at `depth` where no node that would be expanded is probable enough by its `(R, F)`."""
-        if not self.threshold:
-            return
-        is_probable = (log_probs.amax(1) > math.log(self.threshold)).to(self.depths.device)
-        self.depths = torch.where(is_probable, self.depths, self.depths.clamp(max=depth))
-        if self.waits:
-            self.deepest = int(self.depths.max())
-
-    def within(self, log_probs: torch.FloatTensor, sizes: list[int]) -> torch.FloatTensor:
-        """Log-probabilities `(R, C)` of candidates level by level, -inf for those too deep for their row."""
-        if self.waits and int(self.depths.min()) == self.deepest:
-            return log_probs
-        depths = self.depths.to(log_probs.device, non_blocking=True)
-        ends = kept_tensor(tuple(sizes), depths.device)[depths.clamp(0, len(sizes) - 1)]
-        places = torch.arange(log_probs.shape[1], device=log_probs.device)
-        return log_probs.masked_fill(places >= ends[:, None], -math.inf)
+    def _cut(self, ends: list[int]) -> torch.LongTensor | None:
+        """Number of each row's nodes `(R,)` among the first `ends[r]` candidates; `None` where the host knows it."""
+        if self.places is None or self.sizes is None or min(ends) >= self.sizes[-1]:
+            return self.counts
+        is_drafted = self.places < upload(ends, self.places.device)[:, None]
+        if self.counts is not None:
+            is_drafted &= torch.arange(self.places.shape[1], device=self.places.device) < self.counts[:, None]
+        return is_drafted.sum(1)
 
 
 def grow(
-    shape: DynamicTree | tuple[Level, ...],
-    entries: DraftEntries,
+    plan: TokenTree | DynamicTree,
+    step: Step,
     hidden: torch.Tensor,
     logits: torch.Tensor,
     limits: DepthLimits,
-    masks: GrowingMasks | None = None,
+    draw: Draw,
 ) -> DraftNodes:
-    """Grows a draft in a shape, or in the levels of a static one, after the last entry of each row.
+    """Grows a draft in a shape after the last entry of each row, which hands on states `(R, h)`, with logits `(R, U)`.
 
-    The entries are prepared for a draft; the last ones hand on states `(R, h)`, with logits `(R, U)` after them.
-    Limits are at most the depth of the shape, masks those of the rows' grammars, outside of graphs.
+    Limits are at most the depth of the shape.
     """
-    grow_shape = _grow_dynamic if isinstance(shape, DynamicTree) else _grow_static
-    return grow_shape(shape, entries, hidden[:, None], logits[:, None], limits, masks)
-
-
-def _grow_static(
-    levels: tuple[Level, ...],
-    entries: DraftEntries,
-    hidden: torch.Tensor,
-    logits: torch.Tensor,
-    limits: DepthLimits,
-    masks: GrowingMasks | None,
-) -> DraftNodes:
-    """Takes the candidates of the given ranks; only nodes that have children are read."""
-    network = entries.network
+    hidden, logits = hidden[:, None], logits[:, None]
+    if isinstance(plan, DynamicTree):
+        return _grow_dynamic(plan, step, hidden, logits, limits, draw)
+    # Of a static tree candidates of given ranks are taken, and only nodes that have children are read.
     log_probs = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32) if limits.threshold else None
-    drafted = []
+    levels, drafted, nodes = plan.levels(logits.device), [], None
     for depth, level in enumerate(levels, start=1):
-        tokens, log_probs = _candidates(network, logits, level.width, log_probs, masks)
+        tokens, log_probs = draw.candidates(logits, level.width, log_probs, nodes)
         drafted.append(tokens[:, level.picks])
         if depth < limits.deepest and log_probs is not None:
             log_probs = log_probs[:, level.read_picks]
             limits.stop_low_confidence(log_probs, depth)
-        if depth == limits.deepest:
+            log_probs = torch.zeros_like(log_probs) if limits.by_token else log_probs
+        if depth >= min(limits.deepest, len(levels)):
             break
-        read, parents = tokens[:, level.read_picks], level.read_parents
-        if masks is not None:
-            masks.follow(read, parents)
-        hidden, output = entries.read_nodes(read, hidden[:, parents], parents)
-        logits = network.logits(output)
-    return DraftNodes(torch.cat(drafted, dim=1))
+        nodes = read, parents = tokens[:, level.read_picks], level.read_parents
+        hidden, logits = step(read, hidden[:, parents], parents)
+    tokens = torch.cat(drafted, dim=1)
+    return DraftNodes(tokens, probs=draw.all_probs, depths=limits.depths if limits.threshold else None)
 
 
 def _grow_dynamic(
     plan: DynamicTree,
-    entries: DraftEntries,
+    step: Step,
     hidden: torch.Tensor,
     logits: torch.Tensor,
     limits: DepthLimits,
-    masks: GrowingMasks | None,
+    draw: Draw,
 ) -> DraftNodes:
     """Expands the best nodes of each level, and takes the most probable of all candidates."""
-    network, width = entries.network, plan.top_k
-    log_probs = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32)
-    # Nodes that each W successive candidates follow: places among the candidates, -1 for the anchor.
+    log_probs: Any = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32)
+    # Nodes that the candidates of a level follow, each as many as its width: their places, -1 for the anchor.
     read = [torch.full_like(log_probs, -1, dtype=torch.long)]
     levels: list[tuple[torch.Tensor, torch.Tensor]] = []
-    sizes = [0]
+    sizes, nodes = [0], None
     while True:
-        tokens, log_probs = _candidates(network, logits, width, log_probs, masks)
+        depth, width = len(levels), plan.widths[len(levels)]
+        tokens, log_probs = draw.candidates(logits, width, log_probs, nodes)
         levels.append((tokens, log_probs))
         sizes.append(sizes[-1] + tokens.shape[1])
-        # Stable: of equally probable nodes the first one counts, so that a parent comes before its child.
-        log_probs, order = log_probs.sort(dim=1, descending=True, stable=True)
-        if len(levels) < limits.deepest:
-            limits.stop_low_confidence(log_probs, len(levels))
-        if len(levels) == limits.deepest:
+        if depth + 1 < limits.deepest:
+            limits.stop_low_confidence(log_probs, depth + 1)
+        if depth + 1 == limits.deepest:
             break
-        count = num_expandable(plan, levels, log_probs[:, :width]) if limits.waits else width
-        if not count:
-            break
+        count = plan.expanded[depth]
+        # The candidates of a single node come in their order, and where all are expanded it does not matter.
+        is_sorted = depth == 0
+        if is_sorted or count == plan.level_sizes[depth]:
+            order = kept_tensor(tuple(range(tokens.shape[1])), tokens.device).expand_as(tokens)
+        else:
+            # Stable: of equally probable nodes the first one counts, so that a parent comes before its child.
+            log_probs, order = log_probs.sort(dim=1, descending=True, stable=True)
+            is_sorted = True
+        if limits.waits and is_sorted and plan.num_sequences is None:
+            count = num_expandable(plan, levels, log_probs[:, :count])
+            if not count:
+                break
         best, log_probs = order[:, :count], log_probs[:, :count]
         parents = best // width
         read.append(best + sizes[-2])
-        best = tokens.gather(1, best)
-        if masks is not None:
-            masks.follow(best, parents)
-        hidden, output = entries.read_nodes(best, pick_nodes(hidden, parents), parents)
-        logits = network.logits(output)
-    tokens, log_probs, read = (torch.cat(parts, dim=1) for parts in (*zip(*levels), read))
-    log_probs = limits.within(log_probs, sizes)
-    chosen = most_probable(log_probs, min(sizes[-1], plan.total_tokens - 1))
-    parents = renumbered(read.gather(1, chosen // width), chosen, tokens.shape[1])
-    return DraftNodes(tokens.gather(1, chosen), parents, sizes, log_probs.gather(1, chosen))
+        nodes = tokens.gather(1, best), parents
+        hidden, logits = step(nodes[0], pick_nodes(hidden, parents), parents)
+    tokens, log_probs = (torch.cat(parts, dim=1) for parts in zip(*levels))
+    counts = None
+    if plan.num_sequences is not None:
+        chosen, counts = _of_best_sequences(log_probs, sizes, plan.num_sequences)
+    else:
+        log_probs = log_probs if plan.cuts_chosen else limits.within(log_probs, sizes)
+        # Stable: of equally probable ones the first count, so that a parent is chosen before its child.
+        order = log_probs.sort(dim=1, descending=True, stable=True).indices
+        chosen = order[:, : min(sizes[-1], plan.num_nodes)].sort(dim=1).values
+    if len(set(plan.widths)) == 1:
+        parents = torch.cat(read, dim=1).gather(1, chosen // plan.widths[0])
+    else:
+        above = [places[..., None].expand(-1, -1, width).flatten(1) for places, width in zip(read, plan.widths)]
+        parents = torch.cat(above, dim=1).gather(1, chosen)
+    parents = renumbered(parents, chosen, tokens.shape[1])
+    depths, places = limits.depths if limits.threshold else None, chosen if plan.cuts_chosen else None
+    return DraftNodes(
+        tokens.gather(1, chosen), parents, sizes, log_probs.gather(1, chosen), places, counts, depths=depths
+    )
+
+
+def _of_best_sequences(
+    log_probs: torch.FloatTensor, sizes: list[int], num_sequences: int
+) -> tuple[torch.LongTensor, torch.LongTensor]:
+    """Places `(R, N)` of the nodes of the best sequences among all candidates `(R, C)`, and how many are valid."""
+    leaves = log_probs[:, sizes[-2] :]
+    best = leaves.topk(min(num_sequences, leaves.shape[1])).indices
+    chosen = torch.zeros_like(leaves, dtype=torch.bool).scatter_(1, best, True)
+    levels = [chosen]
+    for begin, end in zip(sizes[-3::-1], sizes[-2:0:-1]):
+        chosen = chosen.unflatten(1, (end - begin, -1)).any(-1)
+        levels.insert(0, chosen)
+    is_chosen = torch.cat(levels, dim=1)
+    most = sum(min(end - begin, num_sequences) for begin, end in zip(sizes, sizes[1:]))
+    order = is_chosen.byte().sort(dim=1, descending=True, stable=True).indices
+    return order[:, :most], is_chosen.sum(1)
 
 
 def num_expandable(
@@ -215,7 +252,9 @@ def num_expandable(
     of all candidates so far, one place of the draft being the child's own. The nodes come in decreasing order; levels
     are tokens and log-probabilities of candidates.
     """
-    places = plan.total_tokens - 2
+    places = plan.num_nodes - 1
+    if not places:
+        return 0
     so_far = torch.cat([values for _, values in levels], dim=1)
     # On other devices asking costs more than reading the nodes.
     if so_far.device.type != "cpu" or so_far.shape[1] <= places:
@@ -224,40 +263,84 @@ def num_expandable(
     return int(((log_probs >= least) & (log_probs > -math.inf)).sum(1).max())
 
 
-def most_probable(log_probs: torch.FloatTensor, count: int) -> torch.LongTensor:
-    """Places `(R, count)` of the most probable candidates of each row, in their order."""
-    # Stable: of equally probable ones the first count, so that a parent is chosen before its child.
-    order = log_probs.sort(dim=1, descending=True, stable=True).indices
-    return order[:, :count].sort(dim=1).values
+def pick_nodes(values: torch.Tensor, nodes: torch.LongTensor | slice) -> torch.Tensor:
+    """Picks nodes `(F,)` or `(R, F)` from each row's values `(R | 1, F', X)`: `(R | 1, F, X)`."""
+    if isinstance(nodes, slice):
+        return values[:, nodes]
+    if nodes.dim() == 1:
+        return values.index_select(1, nodes)
+    values = values.expand(len(nodes), -1, -1)
+    return values.gather(1, nodes[..., None].expand(-1, -1, values.shape[-1]))
 
 
-def _candidates(
-    network: nn.Module,
+# What forbidden tokens lose: all others come before them, and no sum of logits becomes infinite.
+_FORBIDDEN = 1e4
+
+
+class Positions:
+    """Positions with logits `(R, K, U)`, through which a draft grows as through the steps of a network."""
+
+    def __init__(self, logits: torch.Tensor):
+        self.position_logits: torch.Tensor = logits
+        self.position: int = 0
+
+    def step(
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor | slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Goes on to the next position, after tokens `(R, F)`."""
+        self.position += 1
+        return hidden, self.logits(tokens.to(self.position_logits.device))
+
+    def logits(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """Logits `(R, F, U)` of the position after tokens `(R, F)`."""
+        return self.position_logits[:, self.position, None].expand(-1, tokens.shape[1], -1)
+
+    def grow(
+        self, plan: TokenTree | DynamicTree, anchors: torch.LongTensor, limits: DepthLimits, draw: Draw
+    ) -> DraftNodes:
+        """Grows a draft after anchors `(R,)`; the other arguments are those of [`~drafting.growth.grow`]."""
+        # There is no state that nodes would hand on.
+        hidden = self.position_logits.new_empty((len(anchors), 0), dtype=torch.float32)
+        return grow(plan, self.step, hidden, self.logits(anchors[:, None])[:, 0], limits, draw)
+
+
+def draft_chain(
+    plan: TokenTree | DynamicTree, logits: torch.Tensor, new: Entries, limits: DepthLimits, draw: Draw
+) -> DraftNodes:
+    """Chains after new entries by logits `(R, K, U)`: the best tokens at once by a plain draw."""
+    if not draw.is_plain:
+        return Positions(logits).grow(plan, new.last(new.tokens), limits, draw)
+    tokens = best_tokens(logits)
+    if limits.threshold:
+        paths = logits.log_softmax(-1, dtype=torch.float32).max(-1).values
+        paths = paths if limits.by_token else paths.cumsum(1)
+        for depth in range(1, limits.deepest):
+            limits.stop_low_confidence(paths[:, depth - 1 : depth], depth)
+    tokens = tokens if draw.token_ids is None else draw.token_ids[tokens]
+    return DraftNodes(tokens, depths=limits.depths if limits.threshold else None)
+
+
+def allowed_first(
     logits: torch.Tensor,
-    width: int,
-    log_probs: torch.FloatTensor | None,
-    masks: GrowingMasks | None,
-) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
-    """The target's ids `(R, F * W)` of the best continuations by logits `(R, F, U)` after the nodes.
+    masks: GrowingMasks,
+    token_ids: torch.LongTensor | None = None,
+    settled: torch.BoolTensor | None = None,
+    tokens: torch.LongTensor | None = None,
+) -> torch.Tensor:
+    """Logits `(R, K, U)` in which all tokens that grammars allow at a position come before the forbidden ones.
 
-    The second result are their log-probabilities, if those of the nodes, `(R, F)`, are given.
+    What is allowed depends on the tokens before: the best ones that are allowed, or the target's `tokens` `(R, K)`
+    where they are `settled` `(R, K)`. The masks are at the anchors.
     """
-    if masks is not None:
-        logits = masks.apply(logits, network.token_ids)
-    if width == 1 and log_probs is None:
-        tokens = best_tokens(logits)
-    else:
-        if log_probs is None:
-            values, tokens = logits.topk(width)
-        elif logits.is_cpu:
-            values, tokens = F.log_softmax(logits, -1, dtype=torch.float32).topk(width)
-        else:
-            values, tokens = best_log_probs(logits, width)
-        if masks is not None:
-            # Where nothing may follow there is no distribution.
-            values = values.nan_to_num(nan=-math.inf, neginf=-math.inf)
-        tokens = tokens.flatten(1)
-        log_probs = None if log_probs is None else (log_probs[..., None] + values).flatten(1)
-    # Where they differ, the network has the target's id of each of its tokens.
-    token_ids = network.token_ids
-    return tokens if token_ids is None else token_ids[tokens], log_probs
+    levels = []
+    for position in range(logits.shape[1]):
+        level = logits[:, position, None]
+        masked = masks.apply(level, token_ids)
+        levels.append(torch.where(masked == -torch.inf, level - _FORBIDDEN, level))
+        best = best_tokens(levels[-1])
+        best = best if token_ids is None else token_ids[best]
+        if settled is not None and tokens is not None:
+            column = slice(position, position + 1)
+            best = torch.where(settled[:, column], tokens[:, column], best)
+        masks.follow(best, slice(None))
+    return torch.cat(levels, dim=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -11,41 +11,32 @@ from ..drafts import TokenTree
 from ..drafts.static import MAX_NODES
 from ..errors import SpecConfigError
 from ..protocol import Session
+from ..settings import SpeculativeConfig
 from ..validation import Options, draft_sample_method_field, setting
 from .growth import DynamicTree
 
 
-if TYPE_CHECKING:
-    from ..settings import SpeculativeConfig
+# Options of a dynamic tree where the settings name none, by device type: the published one needs a device where nodes
+# cost little.
+_TREE = {"draft_tree_depth": 8, "draft_tree_top_k": 10, "num_draft_nodes": 59}
+_TREES = {"cpu": {"draft_tree_depth": 5, "draft_tree_top_k": 4, "num_draft_nodes": 11}}
 
-
-# Trees where the settings name none, by device type: the published one needs a device where nodes cost little.
-_TREE = DynamicTree(depth=7, top_k=10, total_tokens=60)
-_TREES = {"cpu": DynamicTree(depth=4, top_k=4, total_tokens=12)}
-
-# Most rows whose default is a tree, in general and by device type.
+# Most rows whose default is a tree, in general and by device type: nodes must ride along with the weights.
 _TREE_BATCH_SIZE = 4
 _TREE_BATCH_SIZES = {"cpu": 0}
 
 # Default path probability below which drafting stops, by device type, if the settings name no shape.
 _THRESHOLDS = {"cpu": 0.2}
 
-# Options of a dynamic tree.
-_GROWTH_OPTIONS = ("draft_tree_depth", "draft_tree_top_k", "num_draft_nodes")
-
 
 @dataclass(frozen=True)
 class ExtrapolationOptions(Options):
-    """Options of drafts that a network grows from states of its own.
-
-    Raises:
-        SpecConfigError: A value is out of range.
-    """
+    """Options of drafts that a network grows from states of its own."""
 
     draft_tree_depth: int | None = setting(
         None,
-        "For the dynamic tree: levels that are grown, so tokens of the longest path. Left out, "
-        f"{_TREE.depth + 1}, on a CPU {_TREES['cpu'].depth + 1}.",
+        "For the dynamic tree: levels that are grown, so tokens of the longest path. Default: "
+        f"{_TREE['draft_tree_depth']}, on a CPU {_TREES['cpu']['draft_tree_depth']}.",
         least=1,
         most=129,
         published=True,
@@ -54,7 +45,7 @@ class ExtrapolationOptions(Options):
     draft_tree_top_k: int | None = setting(
         None,
         "For the dynamic tree: continuations of each node, and nodes of a level that are continued. Left "
-        f"out, {_TREE.top_k}, on a CPU {_TREES['cpu'].top_k}.",
+        f"out, {_TREE['draft_tree_top_k']}, on a CPU {_TREES['cpu']['draft_tree_top_k']}.",
         least=1,
         most=64,
         published=True,
@@ -62,8 +53,8 @@ class ExtrapolationOptions(Options):
     )
     num_draft_nodes: int | None = setting(
         None,
-        "For the dynamic tree: nodes that are drafted, the most probable ones of those grown. Left out, "
-        f"{_TREE.total_tokens - 1}, on a CPU {_TREES['cpu'].total_tokens - 1}.",
+        "For the dynamic tree: nodes that are drafted, the most probable ones of those grown. Default: "
+        f"{_TREE['num_draft_nodes']}, on a CPU {_TREES['cpu']['num_draft_nodes']}.",
         least=1,
         most=MAX_NODES,
         published=True,
@@ -72,7 +63,7 @@ class ExtrapolationOptions(Options):
     draft_min_path_prob: float | None = setting(
         None,
         "A row's draft is not continued after nodes whose probability, along the whole path, is at most "
-        "this. 0 always drafts the full depth. Left out, 0; on a CPU, where no shape is asked for, "
+        "this. 0 always drafts the full depth. Default: 0; on a CPU, where no shape is asked for, "
         f"{_THRESHOLDS['cpu']}.",
         least=0,
         most=1,
@@ -100,14 +91,13 @@ def draft_shape(
     is one of `chain_length`, or a tree for a small batch if the method `prefers_trees`. Settings that contradict each
     other, or ask for more candidates than the `vocab_size` tokens that the draft knows, are refused.
     """
-    # A small batch: nodes must ride along with the weights.
     most_rows = _TREE_BATCH_SIZES.get(session.device.type, _TREE_BATCH_SIZE)
     paths, length, growth = config.speculative_token_tree, config.num_speculative_tokens, growth_option(config)
     if growth and (paths or length):
         name, shape = ("speculative_token_tree", "a static tree") if paths else ("num_speculative_tokens", "a chain")
         raise SpecConfigError(f"`{name}` asks for {shape}, and `{growth}` is about a dynamic one. Leave one out.")
     if paths:
-        plan = _static_tree(paths, vocab_size)
+        plan = static_tree(paths, vocab_size)
     elif length or not (growth or (prefers_trees and session.batch_size <= most_rows)):
         return TokenTree.chain(length or chain_length)
     else:
@@ -120,7 +110,7 @@ def draft_shape(
 
 def growth_option(config: SpeculativeConfig) -> str | None:
     """An option of a dynamic tree that the settings name, if there is one."""
-    return next((name for name in _GROWTH_OPTIONS if getattr(config.options, name) is not None), None)
+    return next((name for name in _TREE if getattr(config.options, name) is not None), None)
 
 
 def confidence_threshold(config: SpeculativeConfig, session: Session) -> float:
@@ -132,8 +122,13 @@ def confidence_threshold(config: SpeculativeConfig, session: Session) -> float:
     return 0.0 if names_shape else _THRESHOLDS.get(session.device.type, 0.0)
 
 
-def _static_tree(paths: tuple[tuple[int, ...], ...], vocab_size: int) -> TokenTree:
+def static_tree(paths: tuple[tuple[int, ...], ...], vocab_size: int, num_heads: int | None = None) -> TokenTree:
+    """The tree of these paths, of tokens that the draft knows, and no deeper than there are heads for its tokens."""
     tree = TokenTree(paths)
+    if num_heads is not None and tree.max_depth > num_heads:
+        raise SpecConfigError(
+            f"`speculative_token_tree` is {tree.max_depth} deep, and the draft has {num_heads} heads. Cut the tree."
+        )
     if max(tree.widths) > vocab_size:
         raise SpecConfigError(
             f"`speculative_token_tree` has the rank {max(tree.widths) - 1}, and the draft knows {vocab_size} tokens. "
@@ -143,9 +138,8 @@ def _static_tree(paths: tuple[tuple[int, ...], ...], vocab_size: int) -> TokenTr
 
 
 def _dynamic_tree(options: ExtrapolationOptions, vocab_size: int, device: torch.device) -> TokenTree | DynamicTree:
-    default = _TREES.get(device.type, _TREE)
-    depth = default.depth if options.draft_tree_depth is None else options.draft_tree_depth - 1
-    top_k = default.top_k if options.draft_tree_top_k is None else options.draft_tree_top_k
-    num_nodes = default.total_tokens - 1 if options.num_draft_nodes is None else options.num_draft_nodes
-    tree = DynamicTree(depth, min(top_k, vocab_size), num_nodes + 1)
-    return TokenTree.chain(tree.max_depth) if tree.top_k == 1 else tree
+    usual = _TREES.get(device.type, _TREE)
+    depth, top_k, num_nodes = (getattr(options, name) or usual[name] for name in _TREE)
+    top_k = min(top_k, vocab_size)
+    tree = DynamicTree.of(depth - 1, top_k, num_nodes + 1)
+    return TokenTree.chain(tree.max_depth) if top_k == 1 else tree

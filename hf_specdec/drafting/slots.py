@@ -1,82 +1,68 @@
-"""Slots of drafts that read the target's states: their keys and values, from the prompt on.
+"""Slots of draft networks: their keys and values of each row's text, from the prompt on, and of the current draft.
 
-Slots and positions follow each other alike, so a row's positions are its slots plus a number, its lead.
+Networks read entries, each a token and a state. Those with states of the target are kept. Those of drafted nodes,
+which have states of the network itself, are forgotten at the end of the cycle. The last kept entry is the anchor's;
+its logits propose the first drafted tokens. Slots and positions follow each other alike, so a row's positions are its
+slots plus a number, its lead.
 
-Shapes: R active rows (of a graph: with those of padding), T tokens of a forward, C tokens of a chunk, X size of a
-state, th hidden size of the target.
+Shapes: R active rows (of a graph: with those of padding), T entries of a forward, F nodes of a level that are read,
+h hidden size of the network, U its vocabulary, C tokens of a chunk, X size of a state, th hidden size of the target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from ..logits.randomness import RowKeys
-from ..protocol import Prompt, Session
+from ..kernels.cache import WritePlan
+from ..kernels.tree_attention import SlotTree, own_bits
+from ..protocol import Prompt
 from ..target.attention import takes_trees
 from ..target.cache import SlotCache
-from ..target.graphs import CallGraphs, GraphInputs
-from ..transfers import RowNumbers, upload
-from .graphs import begin_graphs
-
-
-if TYPE_CHECKING:
-    from ..settings import SpeculativeConfig
+from ..target.masks import FULL, Span, TreeMask, uniform_causal_mask
+from ..target.store import SlotStore
+from ..transfers import RowNumbers, kept_tensor, last_of_each, upload
+from .growth import pick_nodes
+from .state import Entries
 
 
 # Positions of a prompt that one forward reads.
 _CHUNK_SIZE = 1024
 
-
-class Entries(NamedTuple):
-    """Inputs of one draft forward; in a graph all of them are tensors."""
-
-    tokens: torch.LongTensor  # (R, T), padded on the right
-    states: dict[Any, torch.Tensor]  # that belong to them, each (R, T, X)
-    counts: RowNumbers  # (R,): valid entries of each row
-    keys: RowKeys | None = None  # of the numbers that draw a draft; positions are those of the first entries' tokens
-    limits: RowNumbers | None = None  # (R,): largest depth of each row's draft
-
-
-# Integers of the rows that graphs read, and what rows of padding have: an entry in an empty text.
-_NUMBERS = dict.fromkeys(("ends", "starts", "leads", "counts", "limits", "seeds", "row_numbers", "positions"), 0)
-_NUMBERS["counts"] = 1
+# Key of a state that the network itself has handed on, in place of the target's states.
+DRAFT_STATE = "draft"
 
 
 class Reading(NamedTuple):
     """Places of the entries that are read next."""
 
+    plan: WritePlan
     slots: torch.LongTensor  # (R, T): where their keys and values go
     positions: torch.LongTensor  # (R, T)
-    columns: int  # slots that attention reads
     bound: int | None  # above the size of all positions; unknown in a graph
     is_uniform: bool  # all rows are known to see the same slots
 
 
 class DraftSlots:
-    """A draft's keys and values of each row.
-
-    The network has `layers`, `device`, `dtype` and `head_size`. `starts` are the slots of the rows' first entries,
-    after padding.
-    """
+    """A draft's keys and values of each row, whose first entries are in the slots `starts`, after padding."""
 
     def __init__(
         self,
-        network: torch.nn.Module,
+        network: nn.Module,
         starts: list[int],
         leads: list[int],
         capacity: int,
-        graphs: CallGraphs | None = None,
+        store: SlotStore | None = None,
         num_layers: int | None = None,
     ):
         self.network = network
         self.device: torch.device = network.device
-        self.graphs = graphs
         self.cache: SlotCache = SlotCache(capacity)
-        self.cache.store = None if graphs is None else graphs.store
+        self.cache.store = store
         self.cache.layer_at((num_layers or len(network.layers)) - 1)
         self.cache.start_slots(len(starts))
         self._place_rows(starts, leads)
@@ -91,85 +77,175 @@ class DraftSlots:
         self._leads: torch.Tensor
         self.first_slots, self._leads = upload([starts, leads], self.device)[..., None]
 
-    @property
-    def runs_graphs(self) -> bool:
-        return self.graphs is not None and self.graphs.why_eager is None
-
     def plan_read(self, count: int) -> Reading:
         """Plans a forward of `count` entries after those of each row; it stays in force until the next plan."""
         plan = self.cache.plan_write(count)
-        slots = plan.starts(self.device)[:, None] + torch.arange(count, device=self.device)
+        if plan.offset is None:
+            slots = plan.starts(self.device)[:, None] + torch.arange(count, device=self.device)
+        else:
+            slots = torch.arange(plan.offset, plan.columns, device=self.device).expand(len(self.starts), -1)
         # Positions of padding count downwards from 0.
         bound = plan.columns + max(map(abs, self.leads)) if self.cache.columns is None else None
         is_uniform = plan.offset is not None and not any(self.starts)
-        return Reading(slots, slots + self._leads, plan.columns, bound, is_uniform)
+        return Reading(plan, slots, slots + self._leads, bound, is_uniform)
 
-    def replay(
-        self, key: tuple[Any, ...], new: Entries, width: int, ahead: int, read: Callable[[Any, Entries], Any]
-    ) -> Any:
-        """Reads entries, and maybe drafts after them, as a graph; `None` where there is none to run.
+    # What a graph reads of them
 
-        New entries are padded to `width`, read first and kept; where the host does not know how many, by whoever
-        learns it. At most `ahead` slots are written after them. `read` does it, with slots and entries whose numbers
-        are tensors, and returns tensors `(R, ...)`, nested or not, to be used before the next graph runs. The key has
-        what is built into the graph beside the shapes.
-        """
-        # A layer has its buffers when it has read for the first time.
-        is_allocated = all(layer.is_initialized for layer in self.cache.layers)
-        if self.graphs is None or not is_allocated or new.tokens.shape[1] > width:
-            return None
-        limits = new.limits or [0] * len(new.tokens)
-        tensors = {"tokens": new.tokens, **new.states}
+    @property
+    def numbers(self) -> dict[str, RowNumbers]:
+        """Integers of the rows."""
+        return {"ends": self.cache.lengths, "starts": self.starts, "leads": self.leads}
 
-        def fill(inputs: GraphInputs, count: int) -> None:
-            keys = new.keys or ([0] * count,) * 3
-            numbers = (self.cache.lengths, self.starts, self.leads, new.counts, limits, *keys)
-            inputs.fill(count, dict(zip(_NUMBERS, numbers)), tensors)
+    @property
+    def is_allocated(self) -> bool:
+        """Layers have their buffers when they have read for the first time."""
+        return all(layer.is_initialized for layer in self.cache.layers)
 
-        captured = self.graphs.run(
-            (type(self), width, *new.states, *key),
-            len(new.tokens),
-            lambda rows: GraphInputs(rows, self.device, _NUMBERS, tensors, width),
-            fill,
-            lambda inputs, columns: read(*self._in_a_graph(inputs, columns)),
-            self.cache,
-            width + ahead,
-            tuple(limits),
-        )
-        if captured is None:
-            return None
-        if isinstance(new.counts, list):
-            self.skip(new.counts)
-        return captured.of_rows(len(limits))
+    def in_a_graph(self, numbers: dict[str, torch.LongTensor], columns: int) -> DraftSlots:
+        """The slots as a graph sees them that reads `columns` of them, those in use among them."""
+        slots = copy(self)
+        slots.cache = self.cache.in_a_graph(numbers["ends"], columns)
+        slots.first_slots, slots._leads = numbers["starts"][:, None], numbers["leads"][:, None]
+        return slots
 
     def skip(self, counts: list[int]) -> None:
         """Keeps entries that a graph has read."""
         self.cache.commit(counts)
 
-    def _in_a_graph(self, inputs: GraphInputs, columns: int) -> tuple[DraftSlots, Entries]:
-        """The slots as a graph sees them that reads `columns` of them, those in use among them, and the entries."""
-        ends, starts, leads, counts, limits, *keys = inputs.numbers.values()
-        slots = copy(self)
-        slots.graphs = None
-        slots.cache = self.cache.in_a_graph(ends, columns)
-        slots.first_slots, slots._leads = starts[:, None], leads[:, None]
-        states = {name: values for name, values in inputs.tensors.items() if name != "tokens"}
-        return slots, Entries(inputs.tensors["tokens"], states, counts, RowKeys(*keys), limits)
+    # The rows
 
-    def keep_rows(self, keep: list[int]) -> None:
+    def select(self, keep: list[int]) -> DraftSlots:
         self.cache.keep_rows(keep)
         self._place_rows([self.starts[row] for row in keep], [self.leads[row] for row in keep])
+        return self
 
-    def join(self, other: DraftSlots) -> None:
+    def cat(self, other: DraftSlots) -> DraftSlots:
         """Takes over the rows of another call after its own, without the padding in front of them."""
         self.cache.join(other.cache, other.starts)
         leads = [lead + start for lead, start in zip(other.leads, other.starts)]
         self._place_rows(self.starts + [0] * len(other.starts), self.leads + leads)
+        return self
 
-    def close(self) -> None:
-        """Ends the call; its graphs are free for the next one."""
-        if self.graphs is not None:
-            self.graphs.close()
+
+class DraftEntries(DraftSlots):
+    """Slots of a network that hands on a state of its own: kept entries, and after them nodes of the current draft.
+
+    Beside what [`DraftSlots`] needs the network has `spans`, those of its layers, `fuse` and `logits`. Of a draft at
+    most `num_nodes` nodes are read.
+    """
+
+    def __init__(self, network: nn.Module, *, num_nodes: int = 0, **places: Any):
+        super().__init__(network, **places)
+        self.dtype: torch.dtype = network.dtype
+        self.spans: tuple[Span, ...] = network.spans
+        self.num_nodes = num_nodes
+        self.num_read: int = 0  # nodes of the current draft that have been read
+
+    # Kept entries
+
+    def read_last(self, new: Entries) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads and keeps new entries; the states `(R, h)` that the last ones hand on, and the logits `(R, U)`."""
+        hidden, output = self.read(new.tokens, self.states_of(new), new.counts)
+        output = last_of_each(output, new.counts)
+        return last_of_each(hidden, new.counts), self.network.logits(output, self.cache)
+
+    def states_of(self, new: Entries) -> torch.Tensor:
+        """States `(R, T, h)` as the network takes them: made from the target's, or its own."""
+        return new.states[DRAFT_STATE] if DRAFT_STATE in new.states else self.network.fuse(new.states)
+
+    def read(
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: RowNumbers
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads entries `(R, T)` and `(R, T, h)`, keeps `counts[r]` of them; returns both outputs of the network."""
+        reading, tokens = self.plan_read(tokens.shape[1]), tokens.to(self.device)
+        mask = self.causal_mask(reading)
+        outputs = self.network(tokens, hidden, reading.positions, mask, self.cache, bound=reading.bound)
+        self.cache.commit(counts)
+        self.num_read = 0
+        return outputs
+
+    def causal_mask(self, reading: Reading) -> Any:
+        """Mask of entries that see those before them, by the span where layers differ; `None` for none."""
+        count = reading.slots.shape[1]
+        if not self._is_plain(reading):
+            return self._chain_mask(reading.plan, count)
+        return None if count == 1 else uniform_causal_mask(count, reading.plan.columns, self.dtype, self.device)
+
+    def _is_plain(self, reading: Reading) -> bool:
+        """All that is before an entry is seen, in the same slots of all rows."""
+        return reading.is_uniform and not self.has_kernel and self.spans == (FULL,)
+
+    # Nodes of a draft
+
+    def step(
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor | slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads the next level of a draft, see [`~drafting.growth.Step`]; the first one follows the anchor."""
+        if not self.num_read:
+            self._begin_draft()
+        first, count = self.num_read, tokens.shape[1]
+        self.num_read += count
+        positions = self._draft.positions[:, self._depth : self._depth + 1]
+        self._depths += (self._depth,) * count
+        self._depth += 1
+        self._is_chain = self._is_chain and count == 1
+        self.cache.plan_write(count, ahead=first)
+        mask = None if self._is_chain and self._draft_is_plain else self._level_mask(first, parents)
+        outputs = self.network(tokens.to(self.device), hidden, positions, mask, self.cache, bound=self._draft.bound)
+        return outputs[0], self.network.logits(outputs[1], self.cache)
+
+    def _begin_draft(self) -> None:
+        self._draft = self.plan_read(self.num_nodes)  # a chain of all nodes
+        self._draft_is_plain = self._is_plain(self._draft)
+        self._is_chain = True  # so far
+        self._bits: torch.Tensor | None = None
+        self._mask: torch.Tensor | None = None  # (R, F, columns), of the last level
+        self._depths: tuple[int, ...] = ()  # of the nodes
+        self._depth = 0
+
+    # Masks
+
+    def _level_mask(self, first: int, parents: torch.LongTensor | slice) -> Any:
+        """Mask of the last level, from node `first` on, whose parents are nodes of the level before."""
+        if self._is_chain and (self.has_kernel or self._draft.is_uniform):
+            # The nodes of a chain that have been read are as good as kept.
+            return self._chain_mask(self.cache.plan, 1)
+        if self.has_kernel or self.spans != (FULL,):
+            return self._mask_of(self._tree(first, parents))
+        return self._grown_mask(first, parents)
+
+    def _chain_mask(self, plan: WritePlan, count: int) -> Any:
+        """Mask of `count` planned entries that see those before them."""
+        return self._mask_of(SlotTree(plan.starts(self.device), self.first_slots[:, 0], num_queries=count))
+
+    def _mask_of(self, tree: SlotTree) -> Any:
+        """Content of a mask for the kernel, and elsewhere the additive mask `(R, 1, F, columns)`; for each span."""
+        masks: Any = {span: TreeMask(tree, span) for span in self.spans}
+        if not self.has_kernel:
+            masks = {span: mask.additive(self.cache.plan.columns, self.dtype) for span, mask in masks.items()}
+        return masks if len(masks) > 1 else masks[self.spans[0]]
+
+    def _grown_mask(self, first: int, parents: torch.LongTensor | slice) -> torch.Tensor:
+        """Additive mask `(R, 1, F, columns)` of the last level, from node `first` on: its parents' one and itself."""
+        slots = self._draft.slots[:, first : self.num_read]
+        if self._mask is None:
+            # At first what the last entry of each row sees, and a chain after it.
+            last = SlotTree(slots[:, 0] - 1, self.first_slots[:, 0], num_queries=1)
+            self._mask = TreeMask(last, FULL).additive(self._draft.plan.columns, self.dtype)[:, 0]
+        self._mask = pick_nodes(self._mask, parents).scatter_(2, slots[..., None], 0.0)
+        return self._mask[:, None, :, : self.cache.plan.columns]
+
+    def _tree(self, first: int, parents: torch.LongTensor | slice) -> SlotTree:
+        """The nodes of the draft as the last level, from node `first` on, sees them: its parents' nodes and itself."""
+        itself = own_bits(self._draft.slots.shape[1], self.device)
+        bits = itself[None, first : self.num_read]
+        if first:
+            # The last node of what has been a chain so far sees all of it.
+            before = itself[:first].sum(0)[None, None] if self._bits is None else self._bits
+            bits = bits | pick_nodes(before, parents)
+        self._bits = bits
+        starts, depths = self._draft.plan.starts(self.device), kept_tensor(self._depths, self.device)
+        return SlotTree(starts, self.first_slots[:, 0], bits, depths)
 
 
 class KnownPrompt:
@@ -186,27 +262,19 @@ class KnownPrompt:
         self.starts: list[int] = [max(start - first, 0) for start in prompt.starts]
         self.leads: list[int] = [first - start for start in prompt.starts]
 
-    def slots(
-        self, network: torch.nn.Module, config: SpeculativeConfig, session: Session, num_ahead: int
-    ) -> dict[str, Any]:
-        """Arguments of a network's [`DraftSlots`], whose drafts take up to `num_ahead` slots after the committed ones.
+    def places(self, max_length: int, num_ahead: int) -> dict[str, Any]:
+        """Arguments of [`DraftSlots`] for rows of that length, whose drafts take up to `num_ahead` slots after it."""
+        room = max_length - self.prompt.input_ids.shape[1]
+        capacity = self.count + min(room, 1024) + num_ahead + 1
+        return {"starts": self.starts, "leads": self.leads, "capacity": capacity}
 
-        The network also has `shared_modules`, those of the target that it goes through.
-        """
-        room = session.max_length - self.prompt.input_ids.shape[1]
-        return {
-            "starts": self.starts,
-            "leads": self.leads,
-            "capacity": self.count + min(room, 1024) + num_ahead + 1,
-            "graphs": begin_graphs(network, network.shared_modules, config, session),
-        }
-
-    def chunks(self) -> Iterator[tuple[dict[Any, torch.Tensor], torch.LongTensor, list[int]]]:
-        """States `(R, C, th)`, the tokens `(R, C)` after them, and C for each row; as many as one forward reads."""
+    def chunks(self) -> Iterator[Entries]:
+        """As many entries as one forward reads: tokens `(R, C)`, and the states `(R, C, th)` before them."""
         tokens, states = self.prompt.input_ids, self.prompt.hidden_states
         first_token = tokens.shape[1] - self.count
         first_state = self.prompt.num_states - 1 - self.count
         for begin in range(0, self.count, _CHUNK_SIZE):
             end = min(begin + _CHUNK_SIZE, self.count)
             chunk = {key: value[:, first_state + begin : first_state + end] for key, value in states.items()}
-            yield chunk, tokens[:, first_token + begin : first_token + end], [end - begin] * len(self.starts)
+            counts = [end - begin] * len(self.starts)
+            yield Entries(tokens[:, first_token + begin : first_token + end], chunk, counts)

@@ -179,9 +179,10 @@ class TokenTree:
         """Nodes of at most this depth; they come first."""
         return bisect_right(self.depths, depth)
 
+    @lru_cache(maxsize=256)  # noqa: B019 - trees are small, and equal ones share what follows
     def up_to(self, depth: int) -> TokenTree:
         """The tree without what lies deeper."""
-        return self if depth >= self.max_depth else _prefix(self, max(depth, 0))
+        return self if depth >= self.max_depth else replace(self, paths=self.paths[: self.num_nodes_to(depth)])
 
     @cached_property
     def prior_probs(self) -> tuple[float, ...]:
@@ -193,9 +194,13 @@ class TokenTree:
     def prior_probs_by_rank(self) -> torch.FloatTensor:
         return torch.tensor(sorted(self.prior_probs, reverse=True), device="cpu")
 
+    @lru_cache(maxsize=256)  # noqa: B019 - as above
     def likeliest(self, count: int) -> tuple[TokenTree, tuple[int, ...]]:
         """The tree of the `count` nodes with the largest `prior_probs`, and which nodes they are."""
-        return _likeliest(self, count)
+        # Of equal ones the first: parents come before their children.
+        order = sorted(range(len(self)), key=lambda node: -self.prior_probs[node])
+        nodes = tuple(sorted(order[:count]))
+        return replace(self, paths=tuple(self.paths[node] for node in nodes)), nodes
 
     def topology(self, device: torch.device) -> TreeTopology:
         """Depths and ancestors, computed once per device."""
@@ -227,19 +232,6 @@ class TokenTree:
     @cached_property
     def is_chain(self) -> bool:
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
-
-
-@lru_cache(maxsize=256)
-def _prefix(tree: TokenTree, depth: int) -> TokenTree:
-    return replace(tree, paths=tree.paths[: tree.num_nodes_to(depth)])
-
-
-@lru_cache(maxsize=256)
-def _likeliest(tree: TokenTree, count: int) -> tuple[TokenTree, tuple[int, ...]]:
-    # Of equal ones the first: parents come before their children.
-    order = sorted(range(len(tree)), key=lambda node: -tree.prior_probs[node])
-    nodes = tuple(sorted(order[:count]))
-    return replace(tree, paths=tuple(tree.paths[node] for node in nodes)), nodes
 
 
 def _index(places: list[int], size: int, device: torch.device) -> torch.LongTensor | slice:

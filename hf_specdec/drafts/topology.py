@@ -18,6 +18,7 @@ from ..transfers import kept_on_device, upload
 class TreeTopology:
     """Depths and ancestors of verified nodes: node 0 is the anchor, node i + 1 is draft node i."""
 
+    draft_parents: torch.LongTensor  # (N,) or (B, N): those of [`DraftTree`]
     parents: torch.LongTensor  # (T,) or (B, T); the anchor's is itself
     depths: torch.LongTensor  # (T,) or (B, T): edges to the anchor
     ancestors: torch.BoolTensor  # (T, T) or (B, T, T); [i, j]: j is i or one of its ancestors
@@ -35,7 +36,7 @@ class TreeTopology:
         # takes the diagonal to be 1, whatever it holds.
         step = itself.new_zeros((*parents.shape, size)).scatter_(-1, parents[..., None], -1.0)
         reach = torch.linalg.solve_triangular(step, itself.expand_as(step), upper=False, unitriangular=True)
-        return cls(parents, reach.sum(-1).long() - 1, reach.bool(), size - 1)
+        return cls(draft_parents, parents, reach.sum(-1).long() - 1, reach.bool(), size - 1)
 
 
 def renumbered(parents: torch.LongTensor, nodes: torch.LongTensor, size: int) -> torch.LongTensor:
@@ -58,16 +59,12 @@ def node_depths(parents: Sequence[int]) -> list[int]:
 
 
 @kept_on_device
-def chain_parents(size: int, device: torch.device) -> torch.LongTensor:
-    """Parents of a chain of `size` draft nodes: -1, 0, 1, ..."""
-    return torch.arange(-1, size - 1, device=device)
-
-
-@kept_on_device
 def chain_topology(size: int, device: torch.device) -> TreeTopology:
     depths = torch.arange(size + 1, device=device)
-    ancestors = depths[None, :] <= depths[:, None]
-    return TreeTopology((depths - 1).clamp_(min=0), depths, ancestors, size, is_chain=True)
+    parents, ancestors = (depths - 1).clamp_(min=0), depths[None, :] <= depths[:, None]
+    # Graphs read them where they are, from the beginning of their memory on.
+    draft_parents = torch.arange(-1, size - 1, device=device)
+    return TreeTopology(draft_parents, parents, depths, ancestors, size, is_chain=True)
 
 
 @kept_on_device

@@ -19,7 +19,7 @@ import torch
 from ..threads import cached_property
 from ..transfers import kept_tensor, read_together, upload, upload_together
 from .static import TokenTree
-from .topology import TreeTopology, chain_parents, chain_topology, node_depths, renumbered, static_topology
+from .topology import TreeTopology, chain_topology, node_depths, renumbered, static_topology
 
 
 Number = TypeVar("Number", int, float)
@@ -93,7 +93,10 @@ class DraftTree:
         batch_size, size = tokens.shape
         if num_nodes is None:
             num_nodes = [size] * batch_size
-        return cls(tokens, chain_parents(size, tokens.device), num_nodes, probs, node_lists, is_chain=True)
+        topology = chain_topology(size, tokens.device)
+        draft = cls(tokens, topology.draft_parents, num_nodes, probs, node_lists, is_chain=True)
+        draft.topology = topology
+        return draft
 
     @classmethod
     def from_lists(
@@ -146,8 +149,10 @@ class DraftTree:
             shape = shape.up_to(max(max_depths))
             counts = [shape.num_nodes_to(depth) for depth in max_depths]
             tokens = tokens[:, : len(shape)]
-        parents = kept_tensor(shape.parents, tokens.device)
-        return cls(tokens, parents, counts, is_chain=shape.is_chain, shape=shape)
+        topology = shape.topology(tokens.device)
+        draft = cls(tokens, topology.draft_parents, counts, is_chain=shape.is_chain, shape=shape)
+        draft.topology = topology
+        return draft
 
     @classmethod
     def empty(cls, batch_size: int, device: torch.device | str = "cpu", why: str = "nothing_found") -> DraftTree:
@@ -164,12 +169,10 @@ class DraftTree:
             return chain_topology(self.size, self.tokens.device)
         if self.shape is not None:
             return self.shape.topology(self.tokens.device)
-        if self.parents.dim() == 1:
-            parents = self.node_parents[0] if self.node_parents else []
-            if len(parents) == self.size:
-                return static_topology(tuple(parents), self.tokens.device)
-            if self.parents.device.type == "cpu":
-                return static_topology(tuple(self.parents.tolist()), self.tokens.device)
+        if self.parents.dim() == 1 and self.node_parents and len(self.node_parents[0]) == self.size:
+            return static_topology(tuple(self.node_parents[0]), self.tokens.device)
+        if self.parents.dim() == 1 and self.parents.device.type == "cpu":
+            return static_topology(tuple(self.parents.tolist()), self.tokens.device)
         # Asking a device for the parents would make the host wait.
         return TreeTopology.from_parents(self.parents)
 
@@ -204,11 +207,6 @@ class DraftTree:
     def is_rated(self) -> bool:
         """Whether the draft is a tree that rates its nodes, by itself or by its shape."""
         return not self.is_chain and self.probs is None and (self.shape is not None or self.path_log_probs is not None)
-
-    @property
-    def is_rated_chain(self) -> bool:
-        """Whether the draft is a chain that foresees how far it is accepted."""
-        return self.is_chain and self.path_log_probs is not None
 
     def shortened(self, most: list[int]) -> DraftTree:
         """Chains of at most so many tokens of each row, as narrow as the longest."""
@@ -249,7 +247,7 @@ class DraftTree:
             tokens = self.tokens.index_select(1, kept_tensor(nodes, self.tokens.device))
             # Rows that may not draft so deep have the first nodes only.
             counts = [bisect_left(nodes, row_count) for row_count in self.counts()]
-            parents = kept_tensor(shape.parents, tokens.device)
+            parents = shape.topology(tokens.device).draft_parents
             fewer = DraftTree(tokens, parents, counts, is_chain=shape.is_chain, shape=shape)
         else:
             log_probs = self.path_log_probs
@@ -263,14 +261,14 @@ class DraftTree:
         fewer.drafters = self.drafters
         return fewer
 
-    def unknown_tables(self, tokens: bool = False) -> dict[str, torch.LongTensor]:
-        """Tables that the host lacks of the drafts, with `tokens` these too; [`learn`] takes them after a transfer."""
+    def unknown_tables(self) -> dict[str, torch.LongTensor]:
+        """Tables that the host lacks of the drafts; [`learn`] takes them after a transfer."""
         tables = {}
         if self.node_counts is None:
             tables["num_nodes"] = self.num_nodes[:, None]
         if self.node_parents is None and self.shape is None and not self.is_chain:
             tables["parents"] = self.parents.expand(self.tokens.shape)
-        if tokens and self.node_lists is None:
+        if self.node_lists is None:
             tables["tokens"] = self.tokens
         return tables
 
@@ -283,25 +281,23 @@ class DraftTree:
         if "tokens" in tables:
             self.node_lists = [row[:count] for row, count in zip(tables["tokens"], self.node_counts)]
 
-    def _read(self, tokens: bool = False) -> None:
+    def _read(self) -> None:
         """Reads what the host does not know, in one transfer."""
-        unknown = self.unknown_tables(tokens)
-        if unknown:
-            self.learn(read_together(unknown))
+        self.learn(read_together(self.unknown_tables()))
 
     def token_lists(self) -> list[list[int]]:
         """The valid tokens of each row as lists of ints (one transfer to the host if the drafter gave none)."""
-        self._read(tokens=True)
+        if self.node_lists is None:
+            self._read()
         return self.node_lists
 
     def parent_lists(self) -> list[list[int]]:
         """The parents of each row's valid nodes as lists of ints."""
-        if self.node_parents is None:
-            self._read()
-        if self.node_parents is None:
-            assert self.node_counts is not None, "just read"
+        if self.node_parents is None and (self.is_chain or self.shape is not None):
             parents = range(-1, self.size - 1) if self.is_chain else self.shape.parents
-            self.node_parents = [list(parents[:count]) for count in self.node_counts]
+            self.node_parents = [list(parents[:count]) for count in self.counts()]
+        elif self.node_parents is None:
+            self._read()
         return self.node_parents
 
     def counts(self) -> list[int]:

@@ -3,7 +3,6 @@
 from ..checkpoints.files import RepoFiles
 from .candidate import Candidate
 from .card import add_to_target_card, make_card, read_card, read_target_card
-from .custom_generate import export_custom_generate
 from .detect import Detection, detect_checkpoint
 from .discover import discover_drafters
 from .inspect import Inspection, inspect_checkpoint
@@ -17,7 +16,6 @@ __all__ = [
     "add_to_target_card",
     "detect_checkpoint",
     "discover_drafters",
-    "export_custom_generate",
     "inspect_checkpoint",
     "make_card",
     "read_card",

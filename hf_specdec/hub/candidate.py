@@ -13,10 +13,6 @@ from ..settings import AUTO, SpeculativeConfig, describe_settings
 from .trust import one_line, owner_of
 
 
-# Relations of a drafter to the target, the closest first: made for it; made for the model that it is based on; of its
-# sizes, and nothing is said; or made for none in particular.
-RELATIONS = ("exact", "derived", "sizes", "any")
-
 PLACES = ("target", "entry", "cache", "hub", "none")
 
 
@@ -28,7 +24,6 @@ class Candidate:
         method (`str`, *optional*): Its method; `None` where that could not be read.
         model (`str`, *optional*): Repo id or folder of its weights. `None`: none, or the target's own.
         place (`str`): Where it was found, one of `PLACES`.
-        relation (`str`): How closely it belongs to the target, one of `RELATIONS`.
         settings (`dict`): Further settings that come with it, such as its revision.
         format (`str`, *optional*): Layout of its checkpoint.
         num_bytes (`int`, *optional*): Size of its weights.
@@ -43,7 +38,6 @@ class Candidate:
     method: str | None
     model: str | None = None
     place: str = "none"
-    relation: str = "any"
     settings: Mapping[str, Any] = field(default_factory=dict)
     format: str | None = None
     num_bytes: int | None = None
@@ -73,11 +67,6 @@ class Candidate:
         return self.place in ("entry", "hub") and self.origin["owner"] is not None
 
     @property
-    def is_near(self) -> bool:
-        """Nothing that is found later comes before it."""
-        return self.relation == "exact" and self.is_trusted
-
-    @property
     def title(self) -> str:
         """The name with owner and revision."""
         of = {"owner": self.origin["owner"], "revision": self.origin["revision"]}
@@ -86,8 +75,8 @@ class Candidate:
 
     @property
     def reason(self) -> str:
-        """Place and relation to the target, for people."""
-        return _REASONS.get((self.place, self.relation)) or f"{FOUND[self.place]}, {_BELONGS[self.relation]}"
+        """Where it was found, and what it was made for, for people."""
+        return _REASONS[self.place]
 
     def configured(self, asked: SpeculativeConfig) -> SpeculativeConfig:
         """The settings of a call for this drafter: its own, and over them those of the call that its method has.
@@ -122,15 +111,10 @@ FOUND = {
     "hub": "on the Hub",
     "none": "without weights",
 }
-_BELONGS = {
-    "exact": "made for the target",
-    "derived": "made for the model that the target is based on",
-    "sizes": "of the target's sizes",
-}
 _REASONS = {
-    ("target", "exact"): FOUND["target"],
-    ("entry", "exact"): FOUND["entry"],
-    ("none", "any"): "needs no weights",
+    **{place: FOUND[place] for place in ("target", "entry")},
+    **{place: f"{FOUND[place]}, made for the target" for place in ("cache", "hub")},
+    "none": "needs no weights",
 }
 
 
@@ -138,8 +122,6 @@ def rank(candidate: Candidate) -> tuple[Any, ...]:
     """Sort key of candidates, the best first; unusable ones come last."""
     return (
         bool(candidate.problems),
-        not (candidate.is_trusted and candidate.relation in ("exact", "derived")),
-        RELATIONS.index(candidate.relation),
         not candidate.is_trusted,
         PLACES.index(candidate.place),
         _preferences(candidate.method),

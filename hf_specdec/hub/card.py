@@ -28,10 +28,9 @@ from ..validation import is_number
 from ..version import INSTALLATION
 from .engines import sglang_command, vllm_command
 from .inspect import is_repo_id
-from .published import CARD_KEY, published_config, settings_to_publish, target_entry
+from .published import CARD_KEY, CARD_NAME, published_config, settings_to_publish, target_entry
+from .trust import texts_in
 
-
-CARD_NAME = "README.md"
 
 # Name of a card's settings in messages.
 _SOURCE = "`speculative` in the card of '{}'"
@@ -104,7 +103,7 @@ def make_card(
         license (`str`, *optional*): Identifier of the license. None is invented.
         tags (`Iterable[str]`): Beside those that say what it is.
         num_draft_tokens (`int`, *optional*): Draft tokens that it was made for, where the settings name none.
-        report (`Mapping`, *optional*): What `hf-specdec demo --json` or `bench --json` has printed.
+        report (`Mapping`, *optional*): What `hf-specdec bench --json` has printed.
         existing (`ModelCard`, *optional*): Its text, but for the figures, and its other metadata are kept.
         source (`tuple[str, str]`, *optional*): Repository and revision that the weights come from.
 
@@ -126,7 +125,7 @@ def make_card(
     commands = {"vllm": vllm_command(engines, name, target), "sglang": sglang_command(engines, name, target)}
     is_whole_model = is_language_model(config.method)
     # A whole model has a base of its own.
-    bases = as_list(data.get("base_model")) if is_whole_model else []
+    bases = texts_in(data.get("base_model")) if is_whole_model else []
     bases += [] if target is None else [target]
     if bases:
         data["base_model"] = list(dict.fromkeys(bases))
@@ -138,7 +137,7 @@ def make_card(
     data["pipeline_tag"] = "text-generation"
     kind = ["draft-model"] if takes_model(config.method) else []
     own_tags = ["speculative-decoding", *kind, *parts_of(config.method), *filter(commands.get, commands)]
-    data["tags"] = list(dict.fromkeys([*as_list(data.get("tags")), *own_tags, *tags]))
+    data["tags"] = list(dict.fromkeys([*texts_in(data.get("tags")), *own_tags, *tags]))
     if license is not None:
         data["license"] = license
     # At the end, where it is found.
@@ -153,11 +152,6 @@ def make_card(
         text = _text(config.method, rows, commands, name, target)
     if report is not None:
         text = _with_measurements(text, _measurements(report, config.method))
-    return card_of(data, text)
-
-
-def card_of(data: dict[str, Any], text: str) -> ModelCard:
-    """A card of metadata, in their order, and a text."""
     return ModelCard(f"---\n{ModelCardData(**data).to_yaml(original_order=list(data))}\n---\n{text}")
 
 
@@ -280,7 +274,7 @@ def _measurements(report: Mapping[str, Any], method: str) -> str:
     rows = report.get("rows") if isinstance(report, Mapping) else None
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) and "method" in row for row in rows):
         raise SpecConfigError(
-            "The report has no `rows` with a `method`. Pass what `hf-specdec bench --json` has printed, or the demo."
+            "The report has no `rows` with a `method`. Pass what `hf-specdec bench --json` has printed."
         )
     names = [str(row["method"]) for row in rows]
     # Variants of a method are named `method_variant`.
@@ -322,7 +316,3 @@ def _with_measurements(text: str, section: str) -> str:
 def _cell(value: Any) -> str:
     """Text that cannot end a cell of a table, or begin something new in it."""
     return " ".join(str(value).split()).replace("|", "\\|").replace("`", "'").replace("<", "&lt;")
-
-
-def as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]

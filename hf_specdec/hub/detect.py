@@ -14,21 +14,19 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.files import ReadOfRepositories, RepoFiles, is_pickled
+from ..checkpoints.files import RepoFiles, is_pickled, read_of_repositories
 from ..checkpoints.format import Format, format_of
-from ..checkpoints.header import WEIGHT_FILES, Header, TargetNeeds
+from ..checkpoints.header import Header, TargetNeeds
 from ..checkpoints.loading import checkpoint_errors
-from ..checkpoints.reader import CheckpointReader
-from ..checkpoints.weight_headers import TensorTable
+from ..checkpoints.reader import CheckpointReader, target_name
+from ..checkpoints.weights import WEIGHT_FILES, TensorTable
 from ..errors import CheckpointAccessError, CheckpointFormatError
 from ..method import built_in_methods, is_language_model
+from .trust import texts_in
 
 
 if TYPE_CHECKING:
     from ..settings import SpeculativeConfig
-
-
-_methods_on_the_hub = ReadOfRepositories()
 
 
 @dataclass(frozen=True)
@@ -41,11 +39,12 @@ class Detection:
         producer (`str`): Who publishes or writes that format.
         target (`TargetNeeds`): The target it was made for.
         num_draft_tokens (`int`, *optional*): Tokens of a draft that it was made for; `None`: it does not say, or any.
-        num_tensors (`int`, *optional*): In its weight files; `None` where only reading them whole would tell.
+        num_tensors (`int`, *optional*): In its weight files; `None` where these were not read.
         num_bytes (`int`, *optional*): Of its weights.
         weight_file (`str`, *optional*): The file that the weights are read from, or its index.
         mtp_layers (`int`): Multi-token-prediction layers that lie beside the layers of a whole model.
         problems (`tuple[str, ...]`): Why it cannot be used with any target; empty where it can.
+        reader (`CheckpointReader`, *optional*): What its loader reads it with; `None` where its tensors are not known.
     """
 
     method: str
@@ -58,6 +57,7 @@ class Detection:
     weight_file: str | None = None
     mtp_layers: int = 0
     problems: tuple[str, ...] = ()
+    reader: CheckpointReader | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_pickled(self) -> bool:
@@ -66,7 +66,9 @@ class Detection:
 
     def to_dict(self) -> dict[str, Any]:
         """Converts to plain Python and JSON types."""
-        return {**asdict(self), "problems": list(self.problems)}
+        found = asdict(replace(self, reader=None)) | {"problems": list(self.problems)}
+        del found["reader"]
+        return found
 
 
 @cache
@@ -76,29 +78,35 @@ def known_formats() -> tuple[Format, ...]:
     return tuple(dict.fromkeys(row for method in with_formats for row in method.load(method.formats).FORMATS))
 
 
-def detect(files: RepoFiles) -> Detection:
+def detect(files: RepoFiles, *, reads_pickles: bool = True) -> Detection:
     """Detects what the checkpoint with these files is.
+
+    Args:
+        files (`RepoFiles`): Its files.
+        reads_pickles (`bool`): Pickled weights are downloaded and unpickled to see their tensors; otherwise its config
+            alone tells what it is.
 
     Raises:
         CheckpointAccessError: It cannot be reached.
         CheckpointFormatError: There is no readable `config.json`, it has no known format, or is ambiguous.
     """
     with checkpoint_errors(files.name):
-        return _detected(files)
+        return _detected(files, reads_pickles)
 
 
-def _detected(files: RepoFiles) -> Detection:
-    row, weight_file, tensors, problems = _read(files)
+def _detected(files: RepoFiles, reads_pickles: bool) -> Detection:
+    row, weight_file, tensors, problems = _read(files, reads_pickles)
     is_whole_model = is_language_model(row.method)
-    needs, num_draft_tokens = TargetNeeds(), None
+    needs, num_draft_tokens = TargetNeeds(_target_name(files, is_whole_model)), None
+    reader = None
     faults: list[str] = []
-    with _gathered(faults, files.name):
-        reader = row.reader(Header(files.name, files.config, tensors, weight_file))
-        needs = TargetNeeds(_target_name(reader, files, is_whole_model))
-        with _gathered(faults, files.name):
-            reader.check()
-        needs = replace(reader.needs, name=needs.name)
-        num_draft_tokens = reader.num_draft_tokens
+    if tensors is not None:
+        with gathered(faults, files.name):
+            reader = row.reader(Header(files.name, files.config, tensors, weight_file))
+            with gathered(faults, files.name):
+                reader.check()
+            needs = replace(reader.needs, name=needs.name)
+            num_draft_tokens = reader.num_draft_tokens
     return Detection(
         row.method,
         row.name,
@@ -111,11 +119,12 @@ def _detected(files: RepoFiles) -> Detection:
         _layers_in_target(files, tensors) if is_whole_model else 0,
         # Further ones follow from the first.
         (*problems, *faults[:1]),
+        reader,
     )
 
 
 @contextmanager
-def _gathered(problems: list[str], name: str) -> Iterator[None]:
+def gathered(problems: list[str], name: str) -> Iterator[None]:
     """Turns the error that something is wrong with the checkpoint `name` into one of the problems."""
     try:
         yield
@@ -144,34 +153,23 @@ def detect_method(config: SpeculativeConfig, target_config: Any = None) -> str:
         CheckpointFormatError: There is no readable `config.json`, or it has no known format.
     """
     files = RepoFiles.of(config)
-    known = None if files.folder is not None else _methods_on_the_hub.find(files)
-    if known is not None:
-        return known
     # What else is wrong with it is for its loader to say.
     with checkpoint_errors(files.name):
-        row, *_ = _read(files)
-    if files.folder is None:
-        _methods_on_the_hub.keep(files, row.method)
-    return row.method
+        return read_of_repositories.recall("method", files, lambda: _read(files)[0].method)
 
 
-def forget_method(name: str) -> None:
-    """Forgets what has been read of a repository, which has changed."""
-    _methods_on_the_hub.forget_name(name)
-
-
-def _read(files: RepoFiles) -> tuple[Format, str | None, TensorTable | None, list[str]]:
+def _read(files: RepoFiles, reads_pickles: bool = True) -> tuple[Format, str | None, TensorTable | None, list[str]]:
     """The format, the weight file that its loader takes, the tensors in it, and what is wrong with the files.
 
     Where several files lie side by side, those that the loader does not look at are no evidence.
     """
     seen = files.first_of(_all_weight_files())
-    tensors, problems = _tensors(files, seen)
+    tensors, problems = _tensors(files, seen, reads_pickles)
     row = format_of(known_formats(), files.name, files.config, tensors)
     taken = files.first_of(row.reader.weight_files)
     if taken == seen:
         return row, seen, tensors, problems
-    tensors, problems = _tensors(files, taken)
+    tensors, problems = _tensors(files, taken, reads_pickles)
     own = format_of(known_formats(), files.name, files.config, tensors)
     if own.method != row.method:
         raise CheckpointFormatError(
@@ -181,12 +179,16 @@ def _read(files: RepoFiles) -> tuple[Format, str | None, TensorTable | None, lis
     return own, taken, tensors, problems
 
 
-def _tensors(files: RepoFiles, weight_file: str | None) -> tuple[TensorTable | None, list[str]]:
+def _tensors(
+    files: RepoFiles, weight_file: str | None, reads_pickles: bool = True
+) -> tuple[TensorTable | None, list[str]]:
     """Names and shapes of the tensors where they can be had, and what is wrong with the files."""
     if weight_file is None:
         return None, [f"'{files.name}' has no weights of a known name, such as {', '.join(WEIGHT_FILES[:2])}."]
+    if is_pickled(weight_file) and not reads_pickles:
+        return None, []
     try:
-        return files.tensors(weight_file), []
+        return TensorTable(files, weight_file), []
     except CheckpointAccessError:
         raise
     except CheckpointFormatError as error:
@@ -217,10 +219,14 @@ def _all_weight_files() -> list[str]:
     return [*own, *WEIGHT_FILES, *beside]
 
 
-def _target_name(reader: CheckpointReader, files: RepoFiles, is_whole_model: bool) -> str | None:
-    """The target by the config, else by the card, where a drafter's base model mostly is its target."""
-    own = files.card.get("speculative")
-    names = [reader.target_name, own.get("target") if isinstance(own, Mapping) else None]
-    base = None if is_whole_model else files.card.get("base_model")
-    names += base if isinstance(base, list) else [base]
-    return next((name for name in names if isinstance(name, str) and name), None)
+def _target_name(files: RepoFiles, is_whole_model: bool) -> str | None:
+    """The target by the config, else by the card."""
+    return target_name(files.config) or target_in_card(files.card, is_whole_model)
+
+
+def target_in_card(card: Mapping[str, Any], is_whole_model: bool) -> str | None:
+    """The target that a drafter's card names; its base model mostly is its target, but for a whole model."""
+    own = card.get("speculative")
+    names = texts_in(own.get("target")) if isinstance(own, Mapping) else []
+    names += [] if is_whole_model else texts_in(card.get("base_model"))
+    return next(filter(None, names), None)

@@ -1,11 +1,11 @@
 """Discovery: which drafters there are for a target, and which of them is the best choice.
 
-Four places are searched, in this order:
+Three places are searched, in this order:
 
     target   the target's own checkpoint, for multi-token-prediction layers
     entry    `speculative` in the target's generation config or in its model card
-    cache    the repositories in the local cache of the Hub
-    hub      the repositories of the Hub whose card says that they are based on the target
+    hub      the repositories whose card says that they are based on the target: those of the Hub, and offline those in
+             its local cache
 
 followed by the methods that need no weights. A search may be for the drafters of one method only. Only configs, cards
 and the headers of weights are read. A place that cannot be reached, or that is too slow, offers less: a search never
@@ -16,8 +16,9 @@ weights, no code, no more bytes than the target has, and of allowed owners.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
@@ -29,10 +30,9 @@ from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
 from ..arguments import is_off
-from ..candidate_generators.draft_model.vocabularies import difference
-from ..candidate_generators.draft_model.vocabulary import load_tokenizer
-from ..checkpoints.files import RepoFiles
-from ..errors import SpecConfigError
+from ..checkpoints.files import MAX_CONFIG_BYTES, RepoFiles
+from ..checkpoints.weights import shards_of
+from ..errors import CheckpointFormatError, SpecConfigError
 from ..method import (
     NO_DRAFTS,
     built_in_methods,
@@ -46,7 +46,7 @@ from ..method import (
 )
 from ..settings import AUTO, SpeculativeConfig
 from ..threads import cached_property
-from .candidate import FOUND, RELATIONS, Candidate, rank, without
+from .candidate import FOUND, Candidate, rank, without
 from .detect import Detection, detect, known_formats
 from .inspect import (
     cached_repo_id,
@@ -56,13 +56,14 @@ from .inspect import (
     own_layer_problems,
     target_problems,
 )
-from .published import CARD_KEY, config_of, saved_settings, settings_in_entry, target_entry
+from .published import CARD_KEY, CARD_NAME, config_of, saved_settings, settings_in_entry, target_entry
 from .target import WEIGHTS, Access, Target, work
 from .trust import (
     PLACE_SETTINGS,
     one_line,
     owner_of,
     sifted,
+    texts_in,
     trusted_owners_of,
     why_not_unasked,
 )
@@ -73,7 +74,7 @@ logger = logging.get_logger(__name__)
 # After so many seconds nothing more is begun in a place; a single request has the time that the Hub's client gives it.
 SECONDS_PER_PLACE = 15.0
 
-# Repositories of the Hub that are looked into for each name of the target.
+# Repositories of the Hub that are looked into.
 DEFAULT_LIMIT = 8
 
 # Each token of a draft model costs about this share of a target's; beyond the last one it cannot pay.
@@ -102,7 +103,7 @@ class Search:
     Args:
         target (`Target`): The target.
         access (`Access`): How files are reached.
-        limit (`int`): Repositories of the Hub that are looked into for each name of the target.
+        limit (`int`): Repositories of the Hub that are looked into.
         method (`str`, *optional*): Search for drafters of this method alone.
         trusted_owners (`Sequence[str]`, *optional*): Take only what belongs to these owners. `None`: no matter whose;
             the environment may restrict it further.
@@ -129,19 +130,17 @@ class Search:
         self.trusted_owners = trusted_owners
         self.notes: list[str] = []
         self.rejected: list[str] = []
-        # Names of the target, each with the relation of the drafters made for it; more are found during the search.
-        self.names: dict[str, str] = {target.repo_id: "exact"} if target.repo_id else {}
         self.owners: dict[str, str] = trusted_owners_of(target.repo_id, trusted_owners)
         self._seen: set[tuple[Any, ...]] = set()
 
     def usable(self) -> Iterator[Candidate]:
         """Yields usable drafters in the order of `rank`; a place is searched once those before it are exhausted."""
-        distant = []
+        others = []
         for place in _SEARCHES:
             found = self._fit(self._found_in(place))
-            yield from sorted((candidate for candidate in found if candidate.is_near), key=rank)
-            distant += [candidate for candidate in found if not candidate.is_near]
-        yield from sorted(distant, key=rank)
+            yield from sorted((candidate for candidate in found if candidate.is_trusted), key=rank)
+            others += [candidate for candidate in found if not candidate.is_trusted]
+        yield from sorted(others, key=rank)
 
     def _fit(self, found: list[Candidate]) -> list[Candidate]:
         """Keeps usable drafters and notes why the others are not."""
@@ -171,7 +170,7 @@ class Search:
             for candidate in _SEARCHES[place](self):
                 key = (candidate.method, candidate.model, candidate.settings.get("subfolder"))
                 # What always works is never left out, whatever has failed before.
-                if key not in self._seen or candidate.relation == "any":
+                if key not in self._seen or candidate.place == "none":
                     self._seen.add(key)
                     found.append(candidate)
                 if monotonic() - began > SECONDS_PER_PLACE:
@@ -188,22 +187,23 @@ class Search:
         """Files of the target."""
         return self.access.files(self.target.name, revision=self.target.revision)
 
-    def examined(
-        self, name: str, place: str, *, relation: str | None = None, downloads: int = 0, **location: Any
-    ) -> Candidate | None:
-        """A checkpoint as a candidate, `None` for one that has nothing to do with the target.
+    @property
+    def is_offline(self) -> bool:
+        """Nothing can be asked of the Hub."""
+        return self.access.is_offline or (bool(self.target.name) and self.target_files.is_offline)
+
+    def examined(self, name: str, place: str, *, downloads: int = 0, **location: Any) -> Candidate:
+        """A checkpoint that is said to be made for the target, as a candidate.
 
         Args:
             name (`str`): Repo id or folder.
             place (`str`): Where it was found.
-            relation (`str`, *optional*): To the target, where it is known. `None`: as far as the checkpoint tells.
             downloads (`int`): From the Hub.
             location: `revision`, `subfolder`.
         """
         location = {key: value for key, value in location.items() if value}
-        candidate = Candidate(None, name, place, relation or "sizes", location, downloads=downloads)
         is_trusted = place == "entry" or owner_of(name).lower() in self.owners
-        candidate = replace(candidate, is_trusted=is_trusted)
+        candidate = Candidate(None, name, place, location, downloads=downloads, is_trusted=is_trusted)
         # Of one in the cache nothing is asked of the Hub.
         access = self.access.offline if place == "cache" else self.access
         is_folder = os.path.isdir(name)
@@ -214,27 +214,15 @@ class Search:
             reason = None if is_folder else why_not_unasked(name, self.trusted_owners)
             if reason is not None:
                 raise SpecConfigError(reason)
-            return self._judged(candidate, access.files(name, **location), is_sure=relation is not None)
+            return self._judged(candidate, access.files(name, **location))
         except Exception as error:  # noqa: BLE001 - configs and weights of strangers may raise anything
-            return None if relation is None else replace(candidate, problems=(one_line(error, 500),))
+            return replace(candidate, problems=(one_line(error, 500),))
 
-    def _judged(self, candidate: Candidate, files: RepoFiles, is_sure: bool) -> Candidate | None:
-        """The candidate with what its files say; `is_sure` where its relation is known."""
-        found = detect(files)
+    def _judged(self, candidate: Candidate, files: RepoFiles) -> Candidate:
+        """The candidate with what its files say."""
+        found = detect(files, reads_pickles=False)
         problems = [*found.problems, *target_problems(found, self.target.config)]
         problems += self._reasons_not_to_choose(files, found, candidate)
-        if not is_sure:
-            made_for = self._made_for(found)
-            shows_sizes = made_for in RELATIONS or self._shows_the_same_sizes(found, candidate)
-            if made_for in RELATIONS:
-                candidate = replace(candidate, relation=made_for)
-            elif found.method != self.method and (problems or not shows_sizes):
-                # One of the many models of other kinds and sizes.
-                return None
-            elif made_for is not None:
-                problems.append(f"It was made for '{made_for}'.")
-            elif not (problems or shows_sizes):
-                problems.append("Nothing shows that it belongs to the target.")
         settings, left_out = _own_settings(files, found.method)
         return replace(
             candidate,
@@ -247,37 +235,13 @@ class Search:
             left_out=left_out,
         )
 
-    def _made_for(self, found: Detection) -> str | None:
-        """The relation to the target of a drafter that names its own, else that name; `None`: it names none."""
-        name = found.target.name
-        if name is None:
-            return None
-        names = {known.lower(): relation for known, relation in self.names.items()}
-        if "/" in name and is_repo_id(name):
-            return names.get(name.lower(), name)
-        # A folder of whoever trained it: of its path only the end tells.
-        ends = {known.rpartition("/")[2]: relation for known, relation in names.items()}
-        return ends.get(Path(name).name.lower())
-
-    def _shows_the_same_sizes(self, found: Detection, candidate: Candidate) -> bool:
-        """Tells a drafter whose sizes or tokens match the target from one that merely contradicts nothing."""
-        if not is_language_model(found.method):
-            return found.target.hidden_size is not None and found.target.vocab_size is not None
-        named = [
-            (self.target.name, self.target.revision),
-            (candidate.model, candidate.settings.get("revision")),
-        ]
-        access = asdict(self.access.offline)
-        tokenizers = [load_tokenizer(name, {**access, "revision": revision}) for name, revision in named]
-        return None not in tokenizers and difference(*(tokenizer.get_vocab() for tokenizer in tokenizers)) is None
-
     def _reasons_not_to_choose(self, files: RepoFiles, found: Detection, candidate: Candidate) -> Iterator[str]:
         """Reasons against choosing a loadable drafter that nobody has named."""
         if found.is_pickled:
             yield "Its weights are pickled: name it as `model` if you trust it."
         most, is_whole_model = self.target.most_draft_bytes, is_language_model(found.method)
         if most is not None and found.weight_file is not None:
-            names = files.parts(found.weight_file)
+            names = shards_of(files, found.weight_file)
             if is_whole_model:
                 names += [name for name in files.sizes if "/" not in name and name.endswith(_BESIDE_WEIGHTS)]
             sizes = [files.sizes.get(name) for name in names]
@@ -304,7 +268,7 @@ class Search:
         """The drafter that an entry of the target names, with the settings that it states; empty if it names none."""
         if entry is None or is_off(entry):
             return []
-        named = Candidate(None, place="entry", relation="exact", is_trusted=True)
+        named = Candidate(None, place="entry", is_trusted=True)
         try:
             settings, left_out = settings_in_entry(entry, _ENTRY)
             config = config_of(settings, _ENTRY)
@@ -321,7 +285,7 @@ class Search:
                     f"{_ENTRY} names the target itself. Its own layers are method='{own_layers_method().name}'."
                 )
             location = {"revision": config.revision, "subfolder": config.subfolder}
-            found = self.examined(self._path_of(config.model), "entry", relation="exact", **location)
+            found = self.examined(self._path_of(config.model), "entry", **location)
             if found.method is None:
                 return [found]
             if config.method is not None and parts_of(config.method)[-1] != found.method:
@@ -347,6 +311,14 @@ class Search:
             f"{_ENTRY} names the model '{one_line(name)}', which is no id of a repository and no folder inside of the "
             "target's. Name folders of this machine in the call."
         )
+
+    def keep_card(self, candidate: Candidate) -> None:
+        """Downloads the card of a drafter that was taken from the Hub: offline it is found by that."""
+        if candidate.place == "hub":
+            with suppress(CheckpointFormatError, OSError):
+                files = self.access.files(candidate.model, revision=candidate.settings.get("revision"))
+                if (files.sizes.get(CARD_NAME) or MAX_CONFIG_BYTES) < MAX_CONFIG_BYTES:
+                    files.path(CARD_NAME)
 
 
 _ENTRY = "The target's entry `speculative`"
@@ -383,7 +355,7 @@ def discover_drafters(
     Args:
         target (`str` or `os.PathLike`): Repo id or folder of the target.
         revision (`str`, *optional*): Branch, tag or commit of its repository.
-        limit (`int`): Repositories of the Hub that are looked into for each name of the target.
+        limit (`int`): Repositories of the Hub that are looked into.
         token, cache_dir, local_files_only: As in [`SpeculativeConfig`].
 
     Raises:
@@ -402,42 +374,38 @@ def _in_target(search: Search) -> Iterator[Candidate]:
     own = own_layers_method().name
     if search.method == own:
         # Who asks for them hears from their loader what is wrong with them.
-        yield Candidate(own, None, "target", "exact", is_trusted=True)
+        yield Candidate(own, None, "target", is_trusted=True)
     elif target.name:
         files = search.target_files
-        found = detect(files)
+        found = detect(files, reads_pickles=False)
         if has_mtp_layers(files, found):
             length = found.mtp_layers if found.mtp_layers > 1 else None
             problems = tuple(own_layer_problems(found, target.config))
             about = {"format": found.format, "num_draft_tokens": length, "problems": problems}
-            yield Candidate(own, None, "target", "exact", is_trusted=True, **about)
+            yield Candidate(own, None, "target", is_trusted=True, **about)
 
 
 def _named_by_target(search: Search) -> Iterator[Candidate]:
     """The drafters of the entries `speculative` of the target's generation config and of its card."""
-    target = search.target
-    yield from search.from_entry(target.entry)
-    if target.name:
-        card = search.target_files.card
-        bases = card.get("base_model")
-        bases = bases if isinstance(bases, list) else [bases]
-        # A model with several bases is merged from them, and like none of them.
-        if len(bases) == 1 and isinstance(bases[0], str) and is_repo_id(bases[0]):
-            search.names.setdefault(bases[0], "derived")
-        yield from search.from_entry(target_entry(card))
+    yield from search.from_entry(search.target.entry)
+    if search.target.name:
+        yield from search.from_entry(target_entry(search.target_files.card))
 
 
 def _in_cache(search: Search) -> Iterator[Candidate]:
-    """Checkpoints in the local cache that were made for the target, or have its sizes."""
+    """Offline: repositories in the local cache that say they are based on the target, and are drafters."""
+    if search.target.repo_id is None or not search.is_offline:
+        return
     cache = Path(search.access.cache_dir or constants.HF_HUB_CACHE)
     for folder in sorted(cache.glob("models--*")):
         repo_id, commit = cached_repo_id(folder), _cached_commit(folder)
-        if commit is None or repo_id is None or repo_id == search.target.repo_id:
+        if commit is None or repo_id is None:
             continue
-        # By its commit, so that no newer one is downloaded.
-        candidate = search.examined(repo_id, "cache", revision=commit)
-        if candidate is not None:
-            yield candidate
+        files = search.access.offline.files(repo_id, revision=commit)
+        with suppress(CheckpointFormatError):
+            bases = {name.lower() for name in texts_in(files.card.get("base_model"))}
+            if search.target.repo_id.lower() in bases and _is_drafter(texts_in(files.card.get("tags")), files.config):
+                yield search.examined(repo_id, "cache", revision=commit)
 
 
 def _cached_commit(folder: Path) -> str | None:
@@ -456,16 +424,11 @@ def _cached_commit(folder: Path) -> str | None:
 
 def _on_hub(search: Search) -> Iterator[Candidate]:
     """Repositories of the Hub that say they are based on the target, and by tags or config are drafters."""
-    if search.access.is_offline or (search.target.name and search.target_files.is_offline):
+    if search.is_offline:
         search.notes.append(f"{FOUND['hub']}: it is offline")
-        return
-    for name, relation in list(search.names.items()):
-        for listed in _listed_drafters(search, name):
-            candidate = search.examined(
-                listed.id, "hub", relation=relation, downloads=listed.downloads or 0, revision=listed.sha
-            )
-            if candidate is not None:
-                yield candidate
+    elif search.target.repo_id is not None:
+        for listed in _listed_drafters(search, search.target.repo_id):
+            yield search.examined(listed.id, "hub", downloads=listed.downloads or 0, revision=listed.sha)
 
 
 def _listed_drafters(search: Search, base_model: str) -> list[ModelInfo]:
@@ -499,12 +462,13 @@ def _listed(tags: list[str], owner: str | None, token: str | bool | None) -> lis
 
 
 def _looks_like_drafter(info: ModelInfo, base_model: str) -> bool:
-    tags = set(info.tags or ())
-    if f"base_model:quantized:{base_model}" in tags:
-        return False
-    return not tags.isdisjoint(_TAGS) or any(
-        row.is_marked(info.config or {}) for row in known_formats() if not row.is_hint
-    )
+    tags = info.tags or ()
+    return f"base_model:quantized:{base_model}" not in tags and _is_drafter(tags, info.config or {})
+
+
+def _is_drafter(tags: Iterable[str], config: Mapping[str, Any]) -> bool:
+    """Tells a drafter by the tags of its card, or by its config."""
+    return not _TAGS.isdisjoint(tags) or any(row.is_marked(config) for row in known_formats() if not row.is_hint)
 
 
 def _without_weights(search: Search) -> Iterator[Candidate]:

@@ -17,7 +17,7 @@ from ..checkpoints.header import TargetNeeds, TargetSizes, misfits
 from ..errors import SpecConfigError, SpecDecError
 from ..method import is_language_model, own_layers_method, resolve_candidate_generator
 from ..settings import SpeculativeConfig
-from .detect import Detection, about_it, detect, file_of_target_layers, known_formats
+from .detect import Detection, about_it, detect, file_of_target_layers, gathered, known_formats
 from .trust import one_line
 
 
@@ -25,9 +25,9 @@ from .trust import one_line
 EMBEDDED = "demo"
 
 # Keys of transformers' configs for what a drafter must share with its target.
-_HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
-_VOCAB_SIZE = ("vocab_size",)
-_NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
+VOCAB_SIZE = ("vocab_size",)
+NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ _MOST_LAYERS = 1000
 
 def _loading_problems(settings: SpeculativeConfig, target_config: Mapping[str, Any], target: str) -> list[str]:
     """What the loader of a head in a folder says, in a sentence; the weights take no memory."""
-    if (_first(text_config(target_config), _NUM_LAYERS) or 0) > _MOST_LAYERS:
+    if first_count(text_config(target_config), NUM_LAYERS) > _MOST_LAYERS:
         return []
     try:
         config = AutoConfig.for_model(**target_config)
@@ -221,11 +221,18 @@ def target_problems(found: Detection, config: Mapping[str, Any]) -> list[str]:
     text, problems = text_config(config), []
     if config.get("is_encoder_decoder") and found.target.hidden_size is not None:
         problems.append("The target is an encoder-decoder model, and it reads the states of decoder-only ones.")
-    sizes = TargetSizes("the target", *(_first(text, keys) for keys in (_HIDDEN_SIZE, _VOCAB_SIZE, _NUM_LAYERS)))
+    sizes = TargetSizes(
+        "the target", *(first_count(text, keys) or None for keys in (HIDDEN_SIZE, VOCAB_SIZE, NUM_LAYERS))
+    )
     problems += [f"It {reason}." for reason in misfits(found.target, sizes)]
     rows = [row for row in known_formats() if row.method == found.method]
     row = next((row for row in rows if row.name == found.format), rows[0])
-    return [*problems, *row.reader.family_misfits(found.target, text)]
+    problems += row.reader.family_misfits(found.target, text)
+    is_known = None not in (sizes.hidden_size, sizes.vocab_size, sizes.num_hidden_layers)
+    if found.reader is not None and is_known and not (problems or found.problems):
+        with gathered(problems, found.reader.name):
+            found.reader.check_target(sizes)
+    return problems
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -234,5 +241,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, Mapping) else config
 
 
-def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
-    return next((config[key] for key in keys if isinstance(config.get(key), int)), None)
+def first_count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    """The first positive integer under one of these keys, 0 where there is none."""
+    values = map(config.get, keys)
+    return next((value for value in values if isinstance(value, int) and 0 < value < 2**40), 0)

@@ -19,15 +19,16 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoTokenizer, PreTrainedModel
 
-from ..checkpoints.files import RepoFiles
+from ..checkpoints.files import RepoFiles, read_of_repositories
+from ..checkpoints.weights import shards_of
 from ..errors import SpecConfigError
 from ..method import drafting_method, is_language_model
 from ..settings import CONFIG_NAME, SpeculativeConfig
 from ..version import __version__
-from .card import CARD_NAME, load_card, make_card, repository_name
-from .detect import detect, forget_method
+from .card import load_card, make_card, repository_name
+from .detect import detect, target_in_card
 from .inspect import repo_id_of
-from .published import forget_saved, settings_to_publish
+from .published import CARD_NAME, settings_to_publish
 
 
 if TYPE_CHECKING:
@@ -109,28 +110,95 @@ def push_speculator(
         SpecConfigError: As `save_speculator`, or `repo_id` is no valid id.
         huggingface_hub.errors.HfHubHTTPError: The Hub refuses: no login, no rights.
     """
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise SpecConfigError(f"'{repo_id}' cannot be the id of a repository: {error}") from error
-    api = HfApi(endpoint=constants.ENDPOINT, token=token, library_name="hf_specdec", library_version=__version__)
+    upload = _Upload(repo_id, token)
     with TemporaryDirectory() as folder:
         # Whether the repository can be written to is found out in time.
         with suppress(EntryNotFoundError, HfHubHTTPError):
-            shutil.copyfile(api.hf_hub_download(repo_id, CARD_NAME, revision=revision), Path(folder, CARD_NAME))
+            shutil.copyfile(upload.api.hf_hub_download(repo_id, CARD_NAME, revision=revision), Path(folder, CARD_NAME))
         # What can be wrong here is found before anything is made there.
         save_speculator(speculator, folder, name=repo_id, **card)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            revision=revision,
-            create_pr=create_pr,
-            commit_message=commit_message or f"Upload a drafter (method '{speculator.config.method}')",
+        message = commit_message or f"Upload a drafter (method '{speculator.config.method}')"
+        return upload(folder, private, revision=revision, create_pr=create_pr, commit_message=message)
+
+
+def push_folder(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    **card: Any,
+) -> str:
+    """Writes the card of a folder that holds a drafter, and uploads all of it.
+
+    Args:
+        folder (`str` or `os.PathLike`): A saved folder or a checkpoint.
+        repo_id (`str`): The repository, made if needed.
+        private (`bool`, *optional*): Of a new repository; `None`: the default of the account.
+        token (`str` or `bool`, *optional*): Access token; `None`: that of the login.
+        card: As of [`write_card`].
+
+    Returns:
+        `str`: The address of the commit.
+
+    Raises:
+        SpecConfigError: `repo_id` is no valid id, or the card cannot be made.
+        huggingface_hub.errors.HfHubHTTPError: The Hub refuses: no login, no rights.
+    """
+    upload = _Upload(repo_id, token)
+    write_card(folder, name=repo_id, **card)
+    return upload(folder, private, commit_message="Upload a drafter")
+
+
+class _Upload:
+    """An upload to a repository, whose id is checked before anything is made."""
+
+    def __init__(self, repo_id: str, token: str | bool | None):
+        try:
+            validate_repo_id(repo_id)
+        except HFValidationError as error:
+            raise SpecConfigError(f"'{repo_id}' cannot be the id of a repository: {error}") from error
+        self.repo_id = repo_id
+        self.api = HfApi(
+            endpoint=constants.ENDPOINT, token=token, library_name="hf_specdec", library_version=__version__
         )
-    forget_method(repo_id)
-    forget_saved(repo_id)
-    return commit.commit_url
+
+    def __call__(self, folder: str | os.PathLike[str], private: bool | None, **options: Any) -> str:
+        """Makes the repository if needed, uploads a folder and returns the address of the commit."""
+        repo_id = self.api.create_repo(self.repo_id, private=private, exist_ok=True).repo_id
+        commit = self.api.upload_folder(repo_id=repo_id, folder_path=folder, **options)
+        # It has changed.
+        read_of_repositories.forget(lambda key: repo_id in key)
+        return commit.commit_url
+
+
+def write_card(folder: str | os.PathLike[str], *, name: str | None = None, **card: Any) -> Path:
+    """Writes the card of a folder that holds a drafter; one that is there keeps its text and its other metadata.
+
+    Args:
+        folder (`str` or `os.PathLike`): A saved folder or a checkpoint.
+        name (`str`, *optional*): Repo id of the drafter; `None`: the name of the folder.
+        card: `target` (`None`: as the checkpoint or the card says), `license`, `tags`, `base_model_relation`, `report`
+            of [`make_card`].
+
+    Returns:
+        `Path` of the card.
+
+    Raises:
+        SpecConfigError: The folder is none, or the card cannot be made.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise SpecConfigError(
+            f"'{folder}' is no folder. Pass the folder of a drafter, such as one of save_pretrained()."
+        )
+    config = SpeculativeConfig.resolve(folder)
+    if card.get("target") is None:
+        card["target"] = target_in_card(RepoFiles(folder).card, is_language_model(config.method))
+        if card["target"] is None and (folder / "config.json").is_file():
+            card["target"] = detect(RepoFiles(folder)).target.name
+    card_of_folder(folder, config, name=name, **card).save(folder / CARD_NAME)
+    return folder / CARD_NAME
 
 
 def card_of_folder(folder: Path, config: SpeculativeConfig, *, name: str | None = None, **options: Any) -> ModelCard:
@@ -156,7 +224,7 @@ def _save_weights(speculator: Speculator, folder: Path) -> None:
         if config.trust_remote_code:
             names |= {name for name in files.sizes if name.endswith(".py")}
         if found.weight_file is not None:
-            names |= {found.weight_file, *files.parts(found.weight_file)}
+            names |= {found.weight_file, *shards_of(files, found.weight_file)}
         for name in sorted(names):
             source, copy = files.path(name), folder / name
             if not (copy.exists() and copy.samefile(source)):
@@ -172,7 +240,7 @@ def _save_weights(speculator: Speculator, folder: Path) -> None:
     else:
         raise SpecConfigError(
             f"A {type(network).__name__} cannot be saved: it has neither save() nor save_pretrained(). Save its "
-            "weights yourself, and make the card with `hf-specdec card`."
+            "weights yourself, and publish the folder with `hf-specdec publish`."
         )
 
 

@@ -7,18 +7,14 @@ read was written by a stranger: no more of it is believed.
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from transformers.utils import logging
 
 from ..arguments import is_off
-from ..checkpoints.files import MAX_CONFIG_BYTES, ReadOfRepositories, RepoFiles, is_pickled
+from ..checkpoints.files import RepoFiles, is_pickled, read_of_repositories
 from ..errors import CheckpointAccessError, CheckpointFormatError, SpecConfigError
 from ..method import is_method_name, takes_model
 from ..settings import CONFIG_NAME, SpeculativeConfig
@@ -30,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 logger = logging.get_logger(__name__)
+
+CARD_NAME = "README.md"
 
 # Of the metadata of a card.
 CARD_KEY = "speculative"
@@ -45,9 +43,6 @@ _SHAPES = {
     "speculative_token_tree": "tree",
     **dict.fromkeys(("draft_tree_depth", "draft_tree_top_k", "num_draft_nodes"), "growth"),
 }
-
-_saved_on_the_hub = ReadOfRepositories()
-_UNKNOWN = object()
 
 
 def settings_to_publish(config: SpeculativeConfig, *, with_place: bool) -> dict[str, Any]:
@@ -200,22 +195,11 @@ def _shapes(settings: Mapping[str, Any]) -> set[str]:
 
 def _saved_beside(files: RepoFiles) -> dict[str, Any] | None:
     """`saved_settings`, asked of the Hub once; `None` also where nothing can be reached."""
-    known = _UNKNOWN if files.folder is not None else _saved_on_the_hub.find(files, _UNKNOWN)
-    if known is not _UNKNOWN:
-        return copy.deepcopy(known)
     try:
-        found = saved_settings(files)
+        return copy.deepcopy(read_of_repositories.recall("settings", files, lambda: saved_settings(files)))
     except CheckpointFormatError:
         # Whoever reads the checkpoint itself says what is wrong.
         return None
-    if files.folder is None:
-        _saved_on_the_hub.keep(files, copy.deepcopy(found))
-    return found
-
-
-def forget_saved(name: str) -> None:
-    """Forgets what has been read of a repository, which has changed."""
-    _saved_on_the_hub.forget_name(name)
 
 
 def saved_settings(files: RepoFiles) -> dict[str, Any] | None:
@@ -226,21 +210,11 @@ def saved_settings(files: RepoFiles) -> dict[str, Any] | None:
         CheckpointFormatError: The folder or repository cannot be reached.
     """
     try:
-        if files.folder is not None or not files.is_offline:
-            return files.read_json(CONFIG_NAME) if CONFIG_NAME in files else None
-        # Offline there is no list of a repository's files.
-        name = f"{files.subfolder.strip('/')}/{CONFIG_NAME}" if files.subfolder else CONFIG_NAME
-        path = try_to_load_from_cache(files.name, name, cache_dir=files.cache_dir, revision=files.revision)
-        if not isinstance(path, str):
-            return None
-        if os.path.getsize(path) > MAX_CONFIG_BYTES:
-            raise ValueError(f"it is larger than {MAX_CONFIG_BYTES} bytes")
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__} and not an object")
-        return found
-    except HFValidationError:
-        return None
+        if files.folder is None and files.is_offline:
+            # There is no list of a repository's files.
+            path = files.cached(CONFIG_NAME)
+            return None if path is None else RepoFiles(path.parent).read_json(CONFIG_NAME)
+        return files.read_json(CONFIG_NAME) if CONFIG_NAME in files else None
     except CheckpointAccessError:
         raise
     except (OSError, ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ from huggingface_hub import is_offline_mode
 
 from ..checkpoints.files import RepoFiles
 from ..settings import SpeculativeConfig
-from .inspect import repo_id_of, text_config
+from .inspect import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, first_count, repo_id_of, text_config
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
@@ -106,23 +106,13 @@ class Target:
         if self.num_bytes is None:
             return None
         # Of a target that is spread over processes each knows its own part; its config knows the whole.
-        vocabulary = _first_count(text_config(self.config), ("vocab_size",))
-        width = _first_count(text_config(self.config), _WIDTHS)
+        vocabulary = first_count(text_config(self.config), VOCAB_SIZE)
+        width = first_count(text_config(self.config), HIDDEN_SIZE)
         by_config = 2 * (12 * work(self.config) + 2 * vocabulary * width)
         return max(int(max(self.num_bytes, by_config) * _MOST_SHARE), _LEAST_BOUND)
-
-
-_WIDTHS = ("hidden_size", "n_embd", "d_model")
-_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 def work(config: Mapping[str, Any]) -> int:
     """Work of a model per token, up to factors that most models have in common."""
     sizes = text_config(config)
-    return _first_count(sizes, _DEPTHS) * _first_count(sizes, _WIDTHS) ** 2
-
-
-def _first_count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    """The first positive integer under one of these keys, 0 where there is none."""
-    values = map(config.get, keys)
-    return next((value for value in values if isinstance(value, int) and 0 < value < 2**40), 0)
+    return first_count(sizes, NUM_LAYERS) * first_count(sizes, HIDDEN_SIZE) ** 2

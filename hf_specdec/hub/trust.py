@@ -188,3 +188,8 @@ def one_line(text: Any, most: int = 200) -> str:
     short = " ".join(text[: 2 * most].split())
     short = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in short)
     return short if len(short) <= most and len(text) <= 2 * most else short[: most - 3] + "..."
+
+
+def texts_in(value: Any) -> list[str]:
+    """The texts in an entry of a card, which has one or a list."""
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]

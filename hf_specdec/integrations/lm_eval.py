@@ -71,8 +71,7 @@ class SpecHFLM(HFLM):
         if not is_off(spec_method) and not is_off(speculative):
             method = "auto" if spec_method is None and spec_model is None and speculative is None else spec_method
             settings = {"method": method, "model": spec_model, "num_speculative_tokens": num_speculative_tokens}
-            given = {name: value for name, value in settings.items() if value is not None}
-            self._drafter = {"assistant": load_speculator(self.model, speculative, **given)}
+            self._drafter = {"assistant": load_speculator(self.model, speculative, **settings)}
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
         # The harness's own criterion looks at the whole batch, so each row would wait for the slowest. Texts are cut

@@ -14,13 +14,19 @@ from typing import Any
 
 from ..errors import MissingDependencyError, SpecConfigError, shown
 from ..many.generate import generate_many
-from ..many.results import RequestResult, error_text
+from ..many.row import RequestResult, error_text
 from ..settings import SpeculativeConfig
 from ..validation import Bounds, checked
 
 
 # How a row names its prompt: the first of these columns that it has.
 _PROMPTS = ("messages", "prompt", "input_ids")
+
+# Arguments of [`SpecGenerate`] in the configuration of a processor.
+_OF_ACTORS = (
+    *("model_source", "speculative", "num_places", "max_tokens_in_flight"),
+    *("seed", "id_column", "model_kwargs"),
+)
 
 
 class SpecGenerate:
@@ -103,10 +109,10 @@ class SpecGenerate:
         """The request of a row; one without a prompt is refused there like all that are wrong."""
         named = next((name for name in _PROMPTS if row.get(name) is not None), None)
         # Where rows have different settings, tables have all names in all rows.
-        own = {name: value for name, value in (row.get("sampling_params") or {}).items() if value is not None}
+        settings = {name: value for name, value in (row.get("sampling_params") or {}).items() if value is not None}
         if self._seed is not None:
-            own.setdefault("seed", _seed_of(self._seed, row[self._id_column]))
-        return own if named is None else {named: row[named], **own}
+            settings.setdefault("seed", _seed_of(self._seed, row[self._id_column]))
+        return settings if named is None else {named: row[named], **settings}
 
 
 @dataclass
@@ -167,24 +173,15 @@ def build_processor(
         ) from error
     actors = config.concurrency
     least, most = (actors, actors) if isinstance(actors, int) else actors
-    settings = {item: getattr(config, item) for item in ("num_cpus", "num_gpus", "runtime_env")}
-    own = {
-        "model_source": config.model_source,
-        "speculative": config.speculative,
-        "num_places": config.num_places,
-        "max_tokens_in_flight": config.max_tokens_in_flight,
-        "seed": config.seed,
-        "id_column": config.id_column,
-        "model_kwargs": config.model_kwargs,
-        **config.generate_arguments,
-    }
+    settings = {name: getattr(config, name) for name in ("num_cpus", "num_gpus", "runtime_env")}
+    arguments = {name: getattr(config, name) for name in _OF_ACTORS} | config.generate_arguments
 
     def process(dataset: Any) -> Any:
         if preprocess is not None:
             dataset = dataset.map(partial(_with_columns, preprocess))
         dataset = dataset.map_batches(
             SpecGenerate,
-            fn_constructor_kwargs=own,
+            fn_constructor_kwargs=arguments,
             batch_size=config.batch_size,
             compute=ActorPoolStrategy(min_size=least, max_size=most),
             **{name: value for name, value in settings.items() if value is not None},
@@ -217,8 +214,8 @@ def _plain(values: Any) -> Any:
     return values
 
 
-def _seed_of(seed: int, own: Any) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {own!r}".encode()).digest()[:7], "big")
+def _seed_of(seed: int, row_id: Any) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {row_id!r}".encode()).digest()[:7], "big")
 
 
 def _columns(results: list[RequestResult]) -> dict[str, list[Any]]:

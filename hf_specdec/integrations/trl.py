@@ -176,11 +176,11 @@ class SpeculationCallback(TrainerCallback):
         if length >= least:
             return
         self._steps.clear()
-        found = f"The drafter has grown stale: {length:.2f} tokens per verification over {self._window} steps"
+        finding = f"The drafter has grown stale: {length:.2f} tokens per verification over {self._window} steps"
         if self._refresh is None:
-            logger.warning(f"{found}. Speculation is switched off.")
+            logger.warning(f"{finding}. Speculation is switched off.")
             self._switch_off(self._trainer.generation_config)
             return
-        logger.warning(f"{found}. It is refreshed.")
+        logger.warning(f"{finding}. It is refreshed.")
         self._refresh(model)
         forget_speculators(model)

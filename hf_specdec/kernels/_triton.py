@@ -75,19 +75,14 @@ def use_triton(*tensors: torch.Tensor | None) -> bool:
     return True
 
 
-def fuses(*tensors: torch.Tensor | None) -> bool:
-    """Decides whether operations of a layer run as one Triton kernel: where `use_triton` says so, for one dtype.
+def fuses(stream: torch.Tensor) -> bool:
+    """Decides whether operations of layers over a stream run as kernels: where `use_triton` says so.
 
     Kernels have no gradients, and under autocast the tensors of a layer differ in their dtypes.
-
-    Args:
-        tensors (`torch.Tensor`, *optional*): Those of all the operations; ones that are `None` do not count.
     """
-    first = tensors[0]
-    # Asked of every layer of a small model on a CPU.
-    if not (first.is_cuda or CHOICE == "triton") or torch.is_grad_enabled() or first.dtype not in FUSED_DTYPES:
+    if torch.is_grad_enabled() or stream.dtype not in FUSED_DTYPES or not use_triton(stream):
         return False
-    return all(tensor is None or tensor.dtype == first.dtype for tensor in tensors) and use_triton(*tensors)
+    return not torch.is_autocast_enabled(stream.device.type)
 
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

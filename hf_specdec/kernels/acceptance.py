@@ -5,9 +5,10 @@ accepted child, and on, until a node accepts none. That node adds the new token.
 
 - `follow`: a node accepts the child that carries the target's choice at this node. Exact for every draft that does not
   depend on these choices.
-- `reject_chain` (Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1), `reject_tree` (recursive rejection sampling:
-  Jeon et al. 2024, arXiv:2402.14160; Chen et al. 2024, arXiv:2402.12374, Algorithm 2): a node tries its children x_1,
-  x_2, ... in turn. With p the target's distribution after the node and q that which its children were drawn from,
+- `reject`, for chains that of Leviathan et al. 2023 (arXiv:2211.17192, Algorithm 1), for trees recursive rejection
+  sampling (Jeon et al. 2024, arXiv:2402.14160; Chen et al. 2024, arXiv:2402.12374, Algorithm 2): a node tries its
+  children x_1, x_2, ... in turn. With p the target's distribution after the node and q that which its children were
+  drawn from,
 
       accept x_k  iff  u_k q_k(x_k) < p_k(x_k),      p_1 = p,  q_1 = q
       p_{k+1} = norm(max(p_k - q_k, 0)),             q_{k+1} = norm(q_k without x_k)
@@ -45,21 +46,14 @@ IDS_PER_STEP = 4096
 
 @dataclass
 class Acceptance:
-    """The outcome of one verification; a row commits `num_accepted + 1` tokens.
+    """The outcome of one verification; a row commits `num_accepted + 1` tokens."""
 
-    Attributes:
-        num_accepted (`torch.LongTensor` of shape `(B,)`):
-            Accepted draft tokens, without the recovered or bonus token.
-        path (`torch.LongTensor` of shape `(B, T)`):
-            Verified nodes from the anchor (entry 0, node 0) along the accepted draft nodes (entries 1 to
-            `num_accepted`); further entries repeat the last one.
-        tokens (`torch.LongTensor` of shape `(B, T)`):
-            Committed tokens: the accepted draft tokens, then the target's new token at index `num_accepted`, then
-            zeros.
-    """
-
-    num_accepted: torch.LongTensor
+    num_accepted: torch.LongTensor  # (B,): accepted draft tokens, without the recovered or bonus token
+    # (B, T): verified nodes from the anchor (entry 0, node 0) along the accepted draft nodes (entries 1 to
+    # `num_accepted`); further entries repeat the last one.
     path: torch.LongTensor
+    # (B, T): committed tokens: the accepted draft tokens, then the target's new token at index `num_accepted`, then
+    # zeros.
     tokens: torch.LongTensor
 
     @classmethod
@@ -79,16 +73,9 @@ class Acceptance:
 def follow(draft: DraftTree, node_tokens: torch.LongTensor) -> Acceptance:
     """Follows the target's own choices: from each node to the child that carries the node's token, while there is one.
 
-    Greedy decoding with argmax choices. With one draw per node from the target's processed distribution, exact
-    sampling for every draft that was made without looking at these draws: the committed tokens are the draws
-    themselves. Of siblings with the same token the first is followed, whatever is below the others.
-
-    Args:
-        draft (`DraftTree`): The drafts; `probs` are not used.
-        node_tokens (`torch.LongTensor` of shape `(B, T)`): The target's choice after each verified node.
-
-    Returns:
-        `Acceptance`: The accepted path and the committed tokens.
+    The choices `(B, T)` are greedy, or one draw per node from the target's processed distribution: exact sampling for
+    every draft that was made without looking at these draws, which are the committed tokens themselves. Of siblings
+    with the same token the first is followed, whatever is below the others.
     """
     if draft.size == 0:
         return Acceptance.of_new_tokens(node_tokens)
@@ -96,61 +83,26 @@ def follow(draft: DraftTree, node_tokens: torch.LongTensor) -> Acceptance:
     return run(draft, node_tokens)
 
 
-def reject_chain(
+def reject(
     draft: DraftTree,
     target_probs: torch.FloatTensor,
     accept_uniforms: torch.FloatTensor,
     target_uniforms: torch.FloatTensor,
 ) -> Acceptance:
-    """Rejection sampling of a chain (Leviathan et al. 2023, Algorithm 1).
+    """Recursive rejection sampling of draft tokens that were drawn from `draft.probs`, siblings without replacement.
 
-    Draft token x is accepted iff u q(x) < p(x). The new token is drawn from norm(max(p - q, 0)) after a rejection and
-    from p after the last draft token.
-
-    Args:
-        draft (`DraftTree`): Chains with `probs`, the distributions the tokens were drawn from.
-        target_probs (`torch.FloatTensor` of shape `(B, T, V)`): The target's processed distribution after each node.
-        accept_uniforms (`torch.FloatTensor` of shape `(B, N)`): Number in [0, 1) of each draft token's test.
-        target_uniforms (`torch.FloatTensor` of shape `(B, T)`): Number in [0, 1) of the draw after each node.
-
-    Returns:
-        `Acceptance`: The accepted path and the committed tokens.
+    From the anchor on, the children x of a node are tried in index order: x is accepted iff u q(x) < p(x), for p
+    `(B, T, V)` and u `(B, N)` in [0, 1); else p <- norm(max(p - q, 0)) and q <- norm(q without x), and the next
+    sibling is tried. The new token is drawn, by the numbers `(B, T)`, from what p is when no child is left. Siblings
+    hold equal rows of `draft.probs`: what the first was drawn from.
     """
     if draft.size == 0:
         return Acceptance.of_new_tokens(sample_from_probs(target_probs, target_uniforms))
     check_probs(draft)
-    run = _reject_triton if use_triton(draft.tokens, target_probs) else _reject_chain_torch
-    return run(draft, target_probs, accept_uniforms, target_uniforms)
-
-
-def reject_tree(
-    draft: DraftTree,
-    target_probs: torch.FloatTensor,
-    accept_uniforms: torch.FloatTensor,
-    target_uniforms: torch.FloatTensor,
-) -> Acceptance:
-    """Recursive rejection sampling of trees whose siblings, in index order, were drawn without replacement.
-
-    From the anchor on, the children x of a node are tried in turn: x is accepted iff u q(x) < p(x); else
-    p <- norm(max(p - q, 0)) and q <- norm(q without x), and the next sibling is tried. The new token is drawn from
-    what p is when no child is left.
-
-    Args:
-        draft (`DraftTree`):
-            Trees with `probs`: entry i is the distribution that node i was drawn from before its earlier siblings
-            were removed, so siblings hold equal rows.
-        target_probs (`torch.FloatTensor` of shape `(B, T, V)`): The target's processed distribution after each node.
-        accept_uniforms (`torch.FloatTensor` of shape `(B, N)`):
-            Number in [0, 1) of each draft token's test, a separate one for each sibling.
-        target_uniforms (`torch.FloatTensor` of shape `(B, T)`): Number in [0, 1) of the draw after each node.
-
-    Returns:
-        `Acceptance`: The accepted path and the committed tokens.
-    """
-    if draft.size == 0:
-        return Acceptance.of_new_tokens(sample_from_probs(target_probs, target_uniforms))
-    check_probs(draft)
-    run = _reject_triton if use_triton(draft.tokens, target_probs) else _reject_tree_torch
+    if use_triton(draft.tokens, target_probs):
+        run = _reject_triton
+    else:
+        run = _reject_chain_torch if draft.is_chain else _reject_tree_torch
     return run(draft, target_probs, accept_uniforms, target_uniforms)
 
 
@@ -191,16 +143,9 @@ def recovered_probs(
     num_accepted: torch.LongTensor,
     ratios: torch.FloatTensor | None = None,
 ) -> torch.FloatTensor:
-    """Unnormalised distribution of the token that follows the accepted part of a chain.
+    """Unnormalised distribution `(B, V)` of the token that follows the accepted part of a chain.
 
-    Args:
-        draft (`DraftTree`): Chains with `probs`.
-        target_probs (`torch.FloatTensor` of shape `(B, T, V)`): The target's processed distribution after each node.
-        num_accepted (`torch.LongTensor` of shape `(B,)`): Draft tokens that are accepted.
-        ratios (`torch.FloatTensor` of shape `(B, N)`, *optional*): Factor of p after each draft token, 1 by default.
-
-    Returns:
-        `torch.FloatTensor` of shape `(B, V)`: max(ratio p - q, 0) after a rejection, p after the last draft token.
+    max(ratio p - q, 0) after a rejection, with ratios `(B, N)` of 1 by default, and p after the last draft token.
     """
     rejected = num_accepted < draft.num_nodes
     target = distributions_at(target_probs, num_accepted)

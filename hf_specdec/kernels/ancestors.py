@@ -14,14 +14,9 @@ from ._triton import tl, triton, use_triton
 
 
 def grow_ancestors(parents: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
-    """Ancestors of the nodes in trees of any shapes.
+    """Ancestors and depths `(R, T)` of a [`~kernels.tree_attention.SlotTree`], of trees of any shapes.
 
-    Args:
-        parents (`torch.LongTensor` of shape `(R, N)`): Parents of the draft nodes, -1 for children of the anchor. They
-            come before their children.
-
-    Returns:
-        `tuple`: Ancestors and depths `(R, T)` of a [`~kernels.tree_attention.SlotTree`].
+    The parents `(R, N)` of the draft nodes, -1 for children of the anchor, come before their children.
     """
     run = _grow_triton if use_triton(parents) else _grow_torch
     return run(parents)

@@ -11,18 +11,29 @@ from ._triton import tl, triton
 from .early import begin_early, early_launch
 
 
-def rotary_angles(
+def signed_angles(
+    cosine: torch.Tensor, sine: torch.Tensor, is_interleaved: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and signed sine `(..., T, 1, A)` from those of transformers `(..., T, A)`."""
+    half = sine.shape[-1] // 2
+    if is_interleaved:
+        sine = torch.stack((-sine[..., :half], sine[..., :half]), dim=-1).flatten(-2)
+        return cosine[..., :half].repeat_interleave(2, dim=-1)[..., None, :], sine[..., None, :]
+    return cosine[..., None, :], torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)[..., None, :]
+
+
+def rotary_angles_torch(
     positions: torch.LongTensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype, is_interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine `(R, T, 1, A)` on a GPU.
+    turns = positions[..., None].float() * frequencies.float()
+    cosine, sine = (torch.cat((part, part), dim=-1) * factor for part in (turns.cos(), turns.sin()))
+    return signed_angles(cosine.to(dtype), sine.to(dtype), is_interleaved)
 
-    Args:
-        positions (`torch.LongTensor` of shape `(R, T)`): Of the tokens.
-        frequencies (`torch.Tensor` of shape `(A / 2,)`): By which they turn from one position to the next.
-        factor (`float`): Of both.
-        dtype (`torch.dtype`): Of both. They are computed in float32.
-        is_interleaved (`bool`): Neighbours turn together, and not halves.
-    """
+
+def rotary_angles_triton(
+    positions: torch.LongTensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype, is_interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and signed sine `(R, T, 1, A)` of positions `(R, T)`, by frequencies `(A / 2,)` in float32, on a GPU."""
     rows, tokens = positions.shape
     half = len(frequencies)
     cosine, sine = positions.new_empty((2, rows, tokens, 1, 2 * half), dtype=dtype)

@@ -34,15 +34,7 @@ def best_tokens(scores: torch.Tensor) -> torch.LongTensor:
 
 
 def best_log_probs(logits: torch.Tensor, count: int) -> tuple[torch.FloatTensor, torch.LongTensor]:
-    """The best tokens of each row, best first.
-
-    Args:
-        logits (`torch.Tensor` of shape `(..., V)`): Of any distribution.
-        count (`int`): K, at most V.
-
-    Returns:
-        `tuple`: Log-probabilities `(..., K)` in float32, and the tokens `(..., K)`.
-    """
+    """The K best tokens `(..., K)` of logits `(..., V)`, best first, after their log-probabilities in float32."""
     if count <= MOST_BEST and logits.dtype in FUSED_DTYPES and use_triton(logits):
         return _ranked_triton(logits, count)
     values, tokens = F.log_softmax(logits, -1, dtype=torch.float32).topk(count)

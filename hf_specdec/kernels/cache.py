@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -21,21 +22,14 @@ from ._triton import tl, triton, use_triton
 
 @dataclass
 class WritePlan:
-    """Slots that the next forward writes, the same for all layers.
+    """Slots that the next forward writes, the same for all layers."""
 
-    Attributes:
-        columns (`int`): Slots that attention reads: the longest row with its new nodes.
-        offset (`int`, *optional*): First slot, when it is the same for all rows, up to `columns`.
-        firsts (`list[int]` or `torch.LongTensor` of shape `(R,)`, *optional*): First slot of each row; `None` in a
-            prefill.
-        nodes (`int`): T, where `firsts` are given.
-        device_starts (`dict`): `firsts` on devices, as far as they have been asked for.
-    """
-
-    columns: int
-    offset: int | None
-    firsts: RowNumbers | None = None
-    nodes: int = 0
+    columns: int  # slots that attention reads: the longest row with its new nodes
+    offset: int | None  # first slot, when it is the same for all rows, up to `columns`
+    firsts: RowNumbers | None = None  # (R,): first slot of each row; `None` in a prefill
+    nodes: int = 0  # T, where `firsts` are given
+    layers: Sequence[Any] = ()  # those of the cache, with room for the slots, once all of them have buffers
+    # `firsts` on devices, as far as they have been asked for.
     device_starts: dict[torch.device, torch.LongTensor] = field(default_factory=dict)
     _flat_indices: dict = field(default_factory=dict)
 
@@ -62,13 +56,7 @@ def flat_slots(slots: torch.LongTensor, heads: int, capacity: int) -> torch.Long
 
 
 def write_slots(buffers: Sequence[torch.Tensor], states: Sequence[torch.Tensor], plan: WritePlan) -> None:
-    """Writes a layer's states of the new tokens, such as keys and values, to their slots.
-
-    Args:
-        buffers (`Sequence[torch.Tensor]`): One or two, such as keys and values, each `(B, H, C, D)` and contiguous.
-        states (`Sequence[torch.Tensor]`): For each buffer `(R, H, T, D)`.
-        plan (`WritePlan`): The first slot of each row.
-    """
+    """Writes states `(R, H, T, D)` of a layer, one or two such as keys and values, to their slots in its buffers."""
     run = _write_triton if use_triton(*states) else _write_torch
     run(buffers, states, plan)
 
@@ -157,12 +145,9 @@ def _write_triton(buffers, states, plan):
 
 
 def move_slots(buffers: Sequence[torch.Tensor], starts: torch.LongTensor, path: torch.LongTensor) -> None:
-    """Copies the nodes of a path to the front of a row's new slots. All are read before one is written.
+    """Copies the nodes of a path `(R, M)` to the front of a row's new slots. All are read before one is written.
 
-    Args:
-        buffers (`Sequence[torch.Tensor]`): Keys and values of all layers, each `(B, H, C, D)` and contiguous.
-        starts (`torch.LongTensor` of shape `(R,)`): Slot of each row's node 0.
-        path (`torch.LongTensor` of shape `(R, M)`): Node of each row that goes to the slot `starts + m`.
+    The contiguous buffers are keys and values of all layers; the slot of each row's node 0 is in `starts` `(R,)`.
     """
     run = _move_triton if use_triton(path, *buffers) else _move_torch
     run(buffers, starts, path)

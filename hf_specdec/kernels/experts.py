@@ -15,9 +15,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ._triton import needs_upcast, tl, triton
-from .gates import SILU, activated
+from .gates import SILU, activated, gated_torch
 
 
 # Tokens above which products are bound by arithmetic, so that libraries are faster.
@@ -25,32 +26,21 @@ MOST_TOKENS = 512
 
 
 class Routing(NamedTuple):
-    """The way from logits to the weights of the chosen experts.
+    """The way from logits to the weights of the chosen experts."""
 
-    Attributes:
-        top_k (`int`): k.
-        normalizes (`bool`): Weights are divided by their sum.
-        rounds (`bool`): Then they are rounded to the dtype of the logits; otherwise they stay in float32.
-    """
-
-    top_k: int
-    normalizes: bool = True
-    rounds: bool = False
+    top_k: int  # k
+    normalizes: bool = True  # weights are divided by their sum
+    rounds: bool = False  # then they are rounded to the dtype of the logits; otherwise they stay in float32
 
 
 class Shared(NamedTuple):
-    """An expert that every token goes through, by a gate of its own.
+    """An expert that every token goes through, by a gate of its own."""
 
-    Attributes:
-        output (`torch.Tensor` of shape `(M, H)`): Of the expert, before the gate.
-        gate (`torch.Tensor` of shape `(1, H)`): g, the weights of the gate.
-    """
-
-    output: torch.Tensor
-    gate: torch.Tensor
+    output: torch.Tensor  # (M, H): of the expert, before the gate
+    gate: torch.Tensor  # (1, H): g, the weights of the gate
 
 
-def mixture(
+def mixture_torch(
     hidden: torch.Tensor,
     logits: torch.Tensor,
     gate_up: torch.Tensor,
@@ -59,19 +49,30 @@ def mixture(
     kind: str = SILU,
     shared: Shared | None = None,
 ) -> torch.Tensor:
-    """The outputs of the experts for at most `MOST_TOKENS` tokens, on a GPU.
+    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(routing.top_k, dim=-1)
+    if routing.normalizes:
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights.to(logits.dtype) if routing.rounds else weights
+    gate, up = torch.einsum("mh,mknh->mkn", hidden, gate_up[experts]).chunk(2, dim=-1)
+    products = torch.einsum("mkn,mkhn->mkh", gated_torch(gate, up, kind), down[experts])
+    output = (products * weights[..., None]).sum(1).to(hidden.dtype)
+    return output if shared is None else output + F.linear(hidden, shared.gate).sigmoid() * shared.output
 
-    Args:
-        hidden (`torch.Tensor` of shape `(M, H)`): What the experts read.
-        logits (`torch.Tensor` of shape `(M, E)`): Of the router. Of equal ones the first expert is chosen.
-        gate_up (`torch.Tensor` of shape `(E, 2 I, H)`), down (`torch.Tensor` of shape `(E, H, I)`): The weights.
-        routing (`Routing`): How experts are chosen and weighted.
-        kind (`str`): The activation, as for [`~kernels.gates.gated`].
-        shared (`Shared`, *optional*): A shared expert.
 
-    Returns:
-        `torch.Tensor` of shape `(M, H)`: Rounded to the dtype after each product, after the activation, and after the
-        sum, which is taken in float32; what a shared expert adds wherever torch rounds.
+def mixture_triton(
+    hidden: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    routing: Routing,
+    kind: str = SILU,
+    shared: Shared | None = None,
+) -> torch.Tensor:
+    """The outputs `(M, H)` of the experts for at most `MOST_TOKENS` tokens, on a GPU.
+
+    The logits `(M, E)` are the router's; of equal ones the first expert is chosen. Weights are `(E, 2 I, H)` and
+    `(E, H, I)`. Outputs are rounded to the dtype after each product, after the activation, and after the sum, which is
+    taken in float32; what a shared expert adds wherever torch rounds.
     """
     (num_tokens, size), (num_experts, _, inner), top_k = hidden.shape, down.shape, routing.top_k
     num_pairs = num_tokens * top_k

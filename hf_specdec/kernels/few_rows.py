@@ -50,12 +50,6 @@ def has_kernel(dtype: torch.dtype = torch.float32) -> bool:
     return module is not None and (dtype != torch.float16 or module.CONVERTS_HALVES)
 
 
-def machine_name() -> str:
-    """The CPU and its features, as numba compiles for them."""
-    _, name, features = _module().TARGET
-    return f"{name} {features}"
-
-
 @cache
 def _module() -> ModuleType | None:
     """The kernel's module; `None` where numba does not compile."""
@@ -75,7 +69,7 @@ def _kernel(dtype: torch.dtype) -> tuple[Any, int]:
 
 def takes_weight(weight: torch.Tensor) -> bool:
     """Tells whether the kernel can read a matrix: plain numbers in the memory of this process, row by row."""
-    if weight.device.type != "cpu" or weight.dtype not in DTYPES or weight.dim() != 2:
+    if not weight.is_cpu or weight.dtype not in DTYPES or weight.dim() != 2:
         return False
     if weight.layout is not torch.strided or _is_wrapper(weight):
         return False
@@ -86,27 +80,21 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(tensor)
 
 
-def takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Tells whether `linear` can compute this product.
-
-    Args:
-        x (`torch.Tensor` of shape `(..., I)`): At least one row.
-        weight (`torch.Tensor` of shape `(O, I)`): One for which `takes_weight` holds.
-        bias (`torch.Tensor` of shape `(O,)`, *optional*): In the dtype of the weights.
-    """
-    if not takes_weight(weight):
+def takes(x: torch.Tensor, matrices: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:
+    """Tells whether the kernel can multiply at least one row `(..., I)` with weights `(O, I)` and biases `(O,)`."""
+    if type(x) is not torch.Tensor or not x.is_cpu or not x.numel() or torch.is_autocast_enabled("cpu"):
         return False
-    if type(x) is not torch.Tensor or x.dtype != weight.dtype or x.device != weight.device:
-        return False
-    if not x.numel() or x.shape[-1] != weight.shape[-1]:
-        return False
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return False
-    if bias is not None:
-        alike = (bias.shape, bias.dtype, bias.device) == (weight.shape[:1], weight.dtype, weight.device)
-        if not alike or bias.stride(0) != 1 or _is_wrapper(bias):
+    dtype, inputs, tracks = x.dtype, x.shape[-1], torch.is_grad_enabled()
+    for weight, bias in matrices:
+        if weight.dtype != dtype or not takes_weight(weight) or weight.shape[1] != inputs:
             return False
-    return not torch.is_autocast_enabled("cpu")
+        if tracks and (x.requires_grad or weight.requires_grad):
+            return False
+        if bias is not None:
+            is_alike = bias.shape == weight.shape[:1] and bias.dtype == dtype and bias.is_cpu
+            if not is_alike or bias.stride(0) != 1 or _is_wrapper(bias):
+                return False
+    return True
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -115,15 +103,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def linears(x: torch.Tensor, matrices: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
-    """Products with several matrices of one dtype, side by side.
-
-    Args:
-        x (`torch.Tensor` of shape `(..., I)`): As for `takes`.
-        matrices (`Sequence[tuple]`): Weights `(O, I)` and bias `(O,)` or `None` of each, as for `takes`.
-
-    Returns:
-        `torch.Tensor` of shape `(..., sum of all O)`.
-    """
+    """Products `(..., sum of all O)` with several matrices of one dtype, side by side; all are as for `takes`."""
     first = matrices[0][0]
     inputs, size = first.shape[1], first.element_size()
     rows = x.numel() // inputs

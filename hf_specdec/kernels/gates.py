@@ -1,13 +1,12 @@
 """The activated gate of an MLP times its other half: `act(gate) * up`.
 
-[`~layers.llama`] has the same in torch.
-
 Shapes: I width of each half; all others are rows.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from ._triton import tl, triton
 from .early import begin_early, early_launch
@@ -18,13 +17,12 @@ from .launching import as_lines
 SILU, GELU_TANH = "silu", "gelu_tanh"
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    """The product `(..., I)` on a GPU, rounded to the dtype after the activation and after the product.
+def gated_torch(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    return (F.silu(gate) if kind == SILU else F.gelu(gate, approximate="tanh")) * up
 
-    Args:
-        gate, up (`torch.Tensor` of shape `(..., I)`): The halves; parts of one tensor, or two.
-        kind (`str`): The activation, `SILU` or `GELU_TANH`.
-    """
+
+def gated_triton(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """The product `(..., I)` on a GPU, rounded to the dtype after the activation and after the product."""
     size = gate.shape[-1]
     halves = [as_lines(half) for half in (gate, up)]
     output = gate.new_empty(gate.shape)

@@ -3,7 +3,7 @@
     turned[i] = x[i] * cosine[i] + x[partner(i)] * sine[i]      for the first A of a head's D numbers
 
 Partners are the two halves of the turned part, or its neighbours. Sines have the sign that they have there, see
-[`~layers.rope`]. [`~layers.llama`] has the same in torch.
+[`~layers.rope`].
 
 Shapes: R rows, T tokens, Q query heads, K key/value heads, D head size, A numbers that turn, B allocated rows, C slots
 of a buffer, S slots that are seen.
@@ -11,11 +11,13 @@ of a buffer, S slots that are seen.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from ._triton import tl, triton
+from .cache import WritePlan
 from .early import begin_early, early_launch
 from .norms import Norm
 
@@ -23,39 +25,17 @@ from .norms import Norm
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
-class SlotWrite(NamedTuple):
-    """Slots to which keys and values of a layer go.
-
-    Attributes:
-        keys, values (`torch.Tensor` of shape `(B, K, C, D)`): Contiguous buffers.
-        starts (`torch.LongTensor` of shape `(R,)`): First slot of each row.
-        seen (`slice`): The slots that attention reads.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    starts: torch.LongTensor
-    seen: slice
-
-
 class KeyValueCache(Protocol):
-    """Storage of keys and values, such as a [`SlotCache`].
+    """Storage of keys and values, such as a [`SlotCache`]."""
 
-    Attributes:
-        writes_slots (`bool`): The next keys and values of each row go to slots of its own.
-    """
-
-    writes_slots: bool
+    plan: WritePlan | None  # where the next keys and values go, and the layers that have room for them
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, /) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `(R, K, S, D)` that a layer sees once the new ones `(R, K, T, D)` are stored."""
 
-    def begin_write(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, /) -> SlotWrite:
-        """Makes room for keys and values of these shapes, where `writes_slots` holds."""
 
-
-def place_heads(
-    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+def place_heads_triton(
+    heads: Sequence[torch.Tensor],
     angles: Angles,
     norms: tuple[Norm, Norm] | None,
     cache: KeyValueCache,
@@ -64,18 +44,11 @@ def place_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Norms and turns queries and keys, and writes keys and values to their slots, on a GPU.
 
-    Args:
-        heads (`tuple`): Queries `(R, T, Q, D)`, keys and values `(R, T, K, D)`.
-        angles (`tuple`): Cosine and signed sine, each of a shape that broadcasts to `(R, T, 1, A)`.
-        norms (`tuple[Norm, Norm]`, *optional*): Of each head of the queries, and of the keys.
-        cache (`KeyValueCache`): Where keys and values go; `writes_slots` holds.
-        layer_idx (`int`): Which layer of the cache it is.
-        is_interleaved (`bool`): Partners are neighbours.
-
-    Returns:
-        `tuple`: Queries `(R, Q, T, D)`, and the keys and values `(R, K, S, D)` that they see.
+    Heads are `(R, T, Q, D)` and twice `(R, T, K, D)`; angles broadcast to `(R, T, 1, A)`. Returns the queries
+    `(R, Q, T, D)`, and the keys and values `(R, K, S, D)` that they see.
     """
-    write = cache.begin_write(*(part.transpose(1, 2) for part in heads[1:]), layer_idx)
+    plan = cache.plan
+    slots, seen = plan.layers[layer_idx], slice(plan.columns)
     # Heads lie side by side.
     query, key, value = (part if part.stride()[2:] == (part.shape[3], 1) else part.contiguous() for part in heads)
     rows, tokens, query_heads, size = query.shape
@@ -88,16 +61,16 @@ def place_heads(
     kv_heads, block_t = key.shape[2], min(4, triton.next_power_of_2(tokens))
     with torch.cuda.device_of(query):
         _place_kernel[(rows, triton.cdiv(tokens, block_t), query_heads + 2 * kv_heads)](
-            query, key, value, cosine, sine, query_norm.weight, key_norm.weight, write.starts,
-            turned, write.keys, write.values,
+            query, key, value, cosine, sine, query_norm.weight, key_norm.weight,
+            plan.starts(query.device), turned, slots.keys, slots.values,
             *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *cosine.stride()[:2],
-            query_norm.eps, key_norm.eps, tokens, write.keys.shape[2],
+            query_norm.eps, key_norm.eps, tokens, slots.keys.shape[2],
             QUERY_HEADS=query_heads, KV_HEADS=kv_heads, SIZE=size, TURNED_SIZE=cosine.shape[-1],
             BLOCK_T=block_t, BLOCK_D=triton.next_power_of_2(size),
             HAS_NORMS=norms is not None, OFFSET=query_norm.offset, ROUNDS_LAST=query_norm.rounds_last,
             IS_INTERLEAVED=is_interleaved, num_warps=2, **early_launch(query),
         )  # fmt: skip
-    return turned, write.keys[:rows, :, write.seen], write.values[:rows, :, write.seen]
+    return turned, slots.keys[:rows, :, seen], slots.values[:rows, :, seen]
 
 
 @triton.jit(do_not_specialize=["num_tokens", "angles_stride_b"])

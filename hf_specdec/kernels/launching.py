@@ -23,17 +23,9 @@ def as_lines(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parts_of_lines(count: int, width: int, block: int, device: torch.device, least_blocks: int = 1) -> tuple[int, int]:
-    """In how many parts lines are read, so that a GPU has two programs for each of its processors.
+    """Width of the parts in which lines are read, a multiple of `block`, and how many there are of a line.
 
-    Args:
-        count (`int`): Lines.
-        width (`int`): X.
-        block (`int`): Numbers that a program reads at a time.
-        device (`torch.device`): Where they are.
-        least_blocks (`int`): Of each part.
-
-    Returns:
-        `tuple`: Width of a part, a multiple of `block`, and how many there are.
+    A GPU then has two programs for each of its processors, and each reads so many blocks at least.
     """
     wanted = triton.cdiv(2 * gpu_of(device).processors, max(count, 1))
     blocks = triton.cdiv(width, block)

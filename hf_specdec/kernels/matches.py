@@ -15,17 +15,10 @@ _BLOCK = 256
 
 
 def match_lengths(texts: torch.LongTensor, lengths: torch.LongTensor, most: int) -> torch.LongTensor:
-    """Number of last tokens up to each place that equal the last tokens of the row.
+    """Number of last tokens `(R, L)` up to each place that equal the last tokens of the row, at most so many.
 
-    Args:
-        texts (`torch.LongTensor` of shape `(R, L)`): Token ids, at least 0. Whatever lies after the rows' tokens is
-            not looked at.
-        lengths (`torch.LongTensor` of shape `(R,)`): Tokens of each row; 0 for a row of padding.
-        most (`int`): Longer matches count as this long.
-
-    Returns:
-        `torch.LongTensor` of shape `(R, L)`: The lengths of the matches that end with the token at each place; 0 at
-        the last token itself, and after it.
+    Whatever lies in the texts `(R, L)` after the rows' tokens, of which there may be none, is not looked at; the
+    numbers there, and at the last token itself, are 0.
     """
     run = _lengths_triton if use_triton(texts) else _lengths_torch
     return run(texts, lengths, most)

@@ -3,8 +3,6 @@
     sum    = stream + update                                  update may be normed itself before it is added
     normed = (w + offset) * sum / sqrt(mean(sum^2) + eps)
 
-[`~layers.llama`] has the same in torch.
-
 Shapes: H size of the last dimension; all others are rows.
 """
 
@@ -13,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ._triton import tl, triton
 from .early import begin_early, early_launch
@@ -20,21 +19,26 @@ from .launching import as_lines
 
 
 class Norm(NamedTuple):
-    """A root mean square norm (Zhang and Sennrich 2019, arXiv:1910.07467), computed in float32.
+    """A root mean square norm (Zhang and Sennrich 2019, arXiv:1910.07467), computed in float32."""
 
-    Attributes:
-        weight (`torch.Tensor` of shape `(H,)`): w.
-        eps (`float`): Added to the mean square.
-        offset (`float`): Added to the weights: 1 in Gemma, whose weights are stored as what they differ from it.
-        rounds_last (`bool`): The weights are multiplied in float32 as well, in front of the rounding to the dtype.
-        is_centered (`bool`): It is a layer norm without weights: the mean is subtracted first.
-    """
+    weight: torch.Tensor | None  # (H,): w
+    eps: float  # added to the mean square
+    offset: float = 0.0  # added to the weights: 1 in Gemma, whose weights are stored as what they differ from it
+    rounds_last: bool = False  # the weights are multiplied in float32 as well, in front of the rounding to the dtype
+    is_centered: bool = False  # it is a layer norm without weights: the mean is subtracted first
 
-    weight: torch.Tensor | None
-    eps: float
-    offset: float = 0.0
-    rounds_last: bool = False
-    is_centered: bool = False
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The normed `hidden` `(..., H)`, in torch."""
+        if self.is_centered:
+            return F.layer_norm(hidden.float(), hidden.shape[-1:], None, None, self.eps).to(hidden.dtype)
+        weight, shape = self.weight, hidden.shape[-1:]
+        assert weight is not None, "only layer norms have no weights"
+        if self.rounds_last:
+            wide = weight.float() + self.offset if self.offset else weight.float()
+            return (torch.rms_norm(hidden.float(), shape, None, self.eps) * wide).to(hidden.dtype)
+        if hidden.dtype == torch.float32:
+            return torch.rms_norm(hidden, shape, weight, self.eps)
+        return weight * torch.rms_norm(hidden, shape, None, self.eps)
 
 
 class Scale(NamedTuple):
@@ -46,21 +50,22 @@ class Scale(NamedTuple):
     def weight(self) -> None:
         """It has none."""
 
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.factor
 
-def add_norm(
+
+def add_norm_torch(
     stream: torch.Tensor, update: torch.Tensor | None, update_norm: Norm | Scale | None, norm: Norm | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds what a layer has computed to the stream, and norms the sum, on a GPU.
+    if update is not None:
+        stream = stream + (update if update_norm is None else update_norm(update))
+    return stream, stream if norm is None else norm(stream)
 
-    Args:
-        stream (`torch.Tensor` of shape `(..., H)`): The stream.
-        update (`torch.Tensor` of shape `(..., H)`, *optional*): What is added.
-        update_norm (`Norm` or `Scale`, *optional*): Norm of it.
-        norm (`Norm`, *optional*): Norm of the sum.
 
-    Returns:
-        `tuple`: The sum, and the normed sum; twice the sum where there is no norm. Sums are rounded to the dtype.
-    """
+def add_norm_triton(
+    stream: torch.Tensor, update: torch.Tensor | None, update_norm: Norm | Scale | None, norm: Norm | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds an update, normed itself or not, to the stream, and norms the sum, on a GPU; returns the sum and that."""
     size = stream.shape[-1]
     rows = as_lines(stream)
     updates = rows if update is None else as_lines(update)

@@ -30,15 +30,10 @@ _KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 def uniforms_at(
     seeds: torch.LongTensor, numbers: torch.LongTensor, indices: torch.LongTensor, purpose: int, space: int
 ) -> torch.DoubleTensor:
-    """Numbers in [0, 1) that stay below 1 in float32 too.
+    """Numbers `(R, X)` in [0, 1) that stay below 1 in float32 too.
 
-    Args:
-        seeds, numbers (`torch.LongTensor` of shape `(R,)`): The bits of each row's seed, and its number in the call.
-        indices (`torch.LongTensor` of shape `(R, X)`): Which numbers of each row's stream, from 0 on.
-        purpose, space (`int`): The other words that choose a stream.
-
-    Returns:
-        `torch.DoubleTensor` of shape `(R, X)`.
+    Seeds and numbers of the rows `(R,)`, a purpose and a space choose a stream for each row, and indices `(R, X)` the
+    numbers in it.
     """
     run = _uniforms_triton if use_triton(seeds, numbers, indices) else _uniforms_torch
     return run(seeds, numbers, indices, purpose, space)

@@ -1,9 +1,8 @@
 """Linear layers that read the same few tokens, on a GPU, as one launch over all of their weights.
 
 Over the tokens of a draft a layer takes as long as its weights are read, and a matrix of its own does not keep the
-memory of a GPU busy. Each program multiplies a few rows of one of the matrices with all tokens. What is as small as
-the tokens goes along: the norm of what is read, and the stream that the product is added to. [`~layers.llama`] has the
-same in torch.
+memory of a GPU busy. Each program multiplies a few rows of one of the matrices with all tokens. The norm in front of a
+product and the residual addition after it, which are as small as the tokens, are fused in.
 
 Shapes: M tokens, K width of what is read, N width of what is written, P programs.
 """
@@ -11,16 +10,17 @@ Shapes: M tokens, K width of what is read, N width of what is written, P program
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from ._triton import fuses, needs_upcast, tl, triton
+from ._triton import needs_upcast, tl, triton
 from .early import early_launch, launch_next, wait_for_previous
-from .gates import SILU, activated
+from .gates import SILU, activated, gated_torch
 from .launching import as_lines
-from .norms import Norm, Scale, add_norm
+from .norms import Norm
 from .tiles import gpu_of
 
 
@@ -48,44 +48,31 @@ _LINES_AHEAD = 1
 
 
 class Unnormed(NamedTuple):
-    """A stream whose norm is left to the products that read it.
+    """A stream whose norm is left to the products that read it."""
 
-    Attributes:
-        stream (`torch.Tensor` of shape `(..., K)`): Before the norm.
-        squares (`torch.Tensor` of shape `(P, M)`): Sums of the squares of parts of the width, in float32.
-        norm (`Norm`): One for which [`goes_along`] holds.
-    """
-
-    stream: torch.Tensor
-    squares: torch.Tensor
-    norm: Norm
+    stream: torch.Tensor  # (..., K): before the norm
+    squares: torch.Tensor  # (P, M): sums of the squares of parts of the width, in float32
+    norm: Norm  # one that [`can_norm`]
 
     @property
     def shape(self) -> torch.Size:
         """That of the stream."""
         return self.stream.shape
 
-    @property
-    def is_cpu(self) -> bool:
-        """As of the stream."""
-        return self.stream.is_cpu
 
-    def normed(self) -> torch.Tensor:
-        """The norm as a kernel of its own, for whoever is no product."""
-        return add_norm(self.stream, None, None, self.norm)[1]
-
-
-def goes_along(norm: Norm | Scale | None) -> bool:
+def can_norm(norm: Any) -> bool:
     """Tells whether products compute a norm of what they read."""
     return isinstance(norm, Norm) and norm.weight is not None and not norm.is_centered
 
 
-def takes(x: torch.Tensor | Unnormed, linears: Sequence[Linear]) -> bool:
-    """Tells whether up to three linear layers run as one kernel over `x` `(..., K)`."""
-    read = x.stream if isinstance(x, Unnormed) else x
-    size = read.shape[-1]
-    if read.dtype == torch.float32 or read.numel() > MAX_TOKENS * size or size % _DEPTHS[-1] or torch.version.hip:
-        return False
+def takes_tokens(x: torch.Tensor) -> bool:
+    """Tells whether tokens `(..., K)` are few enough, and of a dtype, for the kernel."""
+    is_short = x.dtype != torch.float32 and not torch.version.hip
+    return is_short and x.numel() <= MAX_TOKENS * x.shape[-1]
+
+
+def takes_linears(linears: Sequence[Linear]) -> bool:
+    """Tells whether up to three linear layers run as one kernel."""
     weights, biases = zip(*linears)
     if len(weights) == 1 and len(weights[0]) < _LEAST_ALONE:
         return False
@@ -94,43 +81,38 @@ def takes(x: torch.Tensor | Unnormed, linears: Sequence[Linear]) -> bool:
         all(type(weight) in (nn.Parameter, torch.Tensor) for weight in weights)
         and len({bias is None for bias in biases}) == 1
         and all(weight.is_contiguous() and not len(weight) % _ROWS[-1] for weight in weights)
-        and fuses(read, *weights, *biases)
+        and not weights[0].shape[1] % _DEPTHS[-1]
+        and len({part.dtype for part in (*weights, *biases) if part is not None}) == 1
     )
 
 
-def products(x: torch.Tensor | Unnormed, linears: Sequence[Linear]) -> Sequence[torch.Tensor]:
-    """The products `(..., N)` of linear layers, parts of one tensor.
+def products_torch(x: torch.Tensor | Unnormed, linears: Sequence[Linear]) -> Sequence[torch.Tensor]:
+    hidden = x.norm(x.stream) if isinstance(x, Unnormed) else x
+    return [F.linear(hidden, weight, bias) for weight, bias in linears]
 
-    Args:
-        x (`torch.Tensor` or `Unnormed` of shape `(..., K)`): What they read; bfloat16 or float16.
-        linears (`Sequence`): Up to three layers for which `takes` holds.
-    """
+
+def gated_product_torch(x: torch.Tensor | Unnormed, gate: Linear, up: Linear, kind: str) -> torch.Tensor:
+    return gated_torch(*products_torch(x, (gate, up)), kind)
+
+
+def added_product_torch(x: torch.Tensor, linear: Linear, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total = stream + F.linear(x, *linear)
+    return total, total.flatten(0, -2).float().square().sum(-1)[None]
+
+
+def products_triton(x: torch.Tensor | Unnormed, linears: Sequence[Linear]) -> Sequence[torch.Tensor]:
+    """The products `(..., N)` of up to three linear layers, parts of one tensor."""
     sizes = [len(weight) for weight, _ in linears]
     return _launch(x, linears, sum(sizes))[0].split(sizes, dim=-1)
 
 
-def gated_product(x: torch.Tensor | Unnormed, gate: Linear, up: Linear, kind: str) -> torch.Tensor:
-    """The product `(..., N)` of an activated gate and its other half, see [`~kernels.gates.gated`].
-
-    Args:
-        x (`torch.Tensor` or `Unnormed` of shape `(..., K)`): What they read; bfloat16 or float16.
-        gate, up (`Linear`): Layers of one size for which `takes` holds.
-        kind (`str`): The activation.
-    """
+def gated_product_triton(x: torch.Tensor | Unnormed, gate: Linear, up: Linear, kind: str) -> torch.Tensor:
+    """The product `(..., N)` of an activated gate and its other half, see [`~kernels.gates.gated_triton`]."""
     return _launch(x, (gate, up), len(gate[0]), kind)[0]
 
 
-def added_product(x: torch.Tensor, linear: Linear, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum `(..., N)` of a stream and the product of a linear layer, rounded one after the other.
-
-    Args:
-        x (`torch.Tensor` of shape `(..., K)`): What it reads; bfloat16 or float16.
-        linear (`Linear`): The layer, for which `takes` holds.
-        stream (`torch.Tensor` of shape `(..., N)`): What the product is added to, of the same dtype.
-
-    Returns:
-        `tuple`: The sum, and the squares `(P, M)` of [`Unnormed`].
-    """
+def added_product_triton(x: torch.Tensor, linear: Linear, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum `(..., N)` of a stream and a product, rounded one after the other, and the squares of [`Unnormed`]."""
     return _launch(x, (linear,), len(linear[0]), None, stream)
 
 

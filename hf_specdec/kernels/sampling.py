@@ -24,35 +24,19 @@ BLOCKS_PER_PROGRAM = 16
 
 
 def sample_from_probs(probs: torch.FloatTensor, uniform: torch.FloatTensor) -> torch.LongTensor:
-    """Draws one id per distribution by its inverse CDF: the smallest id whose cumulative sum exceeds uniform * total.
+    """Draws one id per distribution `(..., V)` by its inverse CDF: the smallest whose cumulative sum exceeds u total.
 
-    An id of probability 0 is never returned. A row's id does not depend on the rows around it. Cumulative sums are
-    taken in float64 over blocks of the vocabulary, then inside one block, so that the tail of a vocabulary of any
-    size is drawn with its own probabilities.
-
-    Args:
-        probs (`torch.FloatTensor` of shape `(..., V)`): Probabilities, or weights with any positive sum.
-        uniform (`torch.FloatTensor` of shape `(...)`): Numbers in [0, 1), best in float64.
-
-    Returns:
-        `torch.LongTensor` of shape `(...)`: The ids; -1 for a row without a positive finite sum (all zero, or with
-        NaN or infinity), which no embedding accepts as a token.
+    Weights may have any positive sum; an id of weight 0 is never returned, and of a row without a positive finite sum
+    -1, which no embedding accepts. A row's id does not depend on the rows around it. Cumulative sums are taken in
+    float64 over blocks of the vocabulary, then inside one block, so that the tail of a vocabulary of any size is drawn
+    with its own probabilities.
     """
     sample = _sample_triton if use_triton(probs, uniform) else sample_torch
     return sample(probs, uniform)
 
 
 def propose_from_probs(probs: torch.FloatTensor, uniform: torch.FloatTensor) -> torch.LongTensor:
-    """Draws one id per distribution, and where nothing can be drawn proposes id 0.
-
-    Args:
-        probs (`torch.FloatTensor` of shape `(R, V)`): As of `sample_from_probs`, contiguous. Those of a row from which
-            nothing can be drawn are changed to 1 for id 0 and 0 for all others.
-        uniform (`torch.FloatTensor` of shape `(R,)`): As of `sample_from_probs`.
-
-    Returns:
-        `torch.LongTensor` of shape `(R,)`: The ids.
-    """
+    """Draws one id per distribution `(R, V)`; where nothing can be drawn it proposes id 0, and makes that certain."""
     sample = _sample_triton if use_triton(probs, uniform) else sample_torch
     return sample(probs, uniform, True)
 

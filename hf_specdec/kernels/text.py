@@ -12,17 +12,9 @@ from .compiled import compiled
 
 
 def best_matches(text: np.ndarray, count: int, limit: int, first: bool) -> list[tuple[int, int]]:
-    """Finds the places where the end of a text occurred before, each with the longest match it allows.
+    """Lengths of the longest matches of a text's end with what came before, and where they go on, the best first.
 
-    Args:
-        text (`np.ndarray` of shape `(L,)`, int32): The tokens.
-        count (`int`): Most matches to return.
-        limit (`int`): Longest match to look for; longer ones count as this long.
-        first (`bool`): Of equally long matches the first are the best, not the last.
-
-    Returns:
-        `list[tuple[int, int]]` of length M: Length of each match and index of the token that followed it, the best
-        first.
+    Of equally long matches the last, or the first, are the best; those beyond the limit count as this long.
     """
     if not len(text):
         return []
@@ -66,13 +58,7 @@ def _longest(text: np.ndarray, ends: np.ndarray, count: int, limit: int, first: 
 
 @compiled("void(int32[:, ::1], int64[::1])")
 def learn_text(successors: np.ndarray, tokens: np.ndarray) -> None:
-    """Moves what follows each token of a text to the front of its successors.
-
-    Args:
-        successors (`np.ndarray` of shape `(V, S)`, int32): Best first, each once; -1 where nothing is known.
-        tokens (`np.ndarray` of shape `(L,)`, int64): The text. Ids outside of the vocabulary have no successors and
-            are none.
-    """
+    """Moves what follows each token of a text to the front of its successors `(V, S)`, best first, -1 for none."""
     vocab_size, most = successors.shape
     for index in range(len(tokens) - 1):
         token, successor = tokens[index], tokens[index + 1]
@@ -88,17 +74,10 @@ def learn_text(successors: np.ndarray, tokens: np.ndarray) -> None:
 
 @compiled("int64[:, :](int32[:, ::1], int64[::1], int64[::1], int64)")
 def fill_tree(successors: np.ndarray, parents: np.ndarray, ranks: np.ndarray, anchor: int) -> np.ndarray:
-    """Fills a tree of ranks with tokens.
+    """Fills a tree, by the parents `(N,)` of its nodes and their ranks among their siblings, with successors.
 
-    Args:
-        successors (`np.ndarray` of shape `(V, S)`, int32): As for [`learn_text`].
-        parents, ranks (`np.ndarray` of shape `(N,)`, int64): Each node's parent, -1 for the anchor, and its place
-            among the successors of its parent.
-        anchor (`int`): Token of the root.
-
-    Returns:
-        `np.ndarray` of shape `(3, M)`, int64: Tokens, parents (-1: the anchor) and nodes of the tree of those M that
-        have a token, which those below others without one have not.
+    Returns tokens, parents (-1: the anchor) and nodes `(3, M)` of those that have a token, which those below others
+    without one have not.
     """
     vocab_size, most = successors.shape
     filled = np.empty((3, len(parents)), dtype=np.int64)

@@ -64,13 +64,7 @@ _CACHED_BYTES = 64 << 20
 
 
 def attention_tile(gpu: Gpu, item_size: int, head_size: int, lines: int, bytes_read: int) -> Tile:
-    """The smallest tile that has room for so many lines, or of which the keys are not read too often.
-
-    Args:
-        gpu, item_size, head_size: What the table goes by.
-        lines (`int`): Queries of a row and key/value head.
-        bytes_read (`int`): Keys and values of all rows and heads, which every tile of their queries reads.
-    """
+    """The smallest tile that has room for so many queries, or of which the keys are not read too often."""
     table = next((table for memory, table in TILES.items() if gpu.shared_memory >= memory), TILES[64 << 10])
     tiles = table[item_size][max(64, head_size)]
     for tile in tiles:
@@ -90,13 +84,10 @@ _ADDING_SPEED = 0.5
 
 
 def count_splits(programs: int, slots: int, written: float, tile: Tile, processors: int) -> int:
-    """Parts of the keys, so that every processor of the GPU has its programs.
+    """Parts of the keys, so that every processor of the GPU has its programs, tiles of all rows and heads.
 
-    Args:
-        programs (`int`): Tiles of all rows and heads.
-        slots (`int`): Slots that a tile reads, at most.
-        written (`float`): Slots whose keys and values are as large as the numbers that a part leaves to be added, by
-            one program for all parts: so many parts that both take as long are enough.
+    A tile reads so many slots at most. As large as the keys and values of `written` slots are the numbers that a part
+    leaves to be added, by one program for all parts: so many parts that both take as long are enough.
     """
     busy = max(tile.residents * processors // programs, 1)
     enough = math.ceil(math.sqrt(_ADDING_SPEED * slots / written))

@@ -33,42 +33,27 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Beginning:
-    """The first slots of texts that are seen from a later slot on only, beside these.
+    """The first slots of texts that are seen from a later slot on only, beside these."""
 
-    Attributes:
-        starts (`torch.LongTensor` of shape `(B,)`): Where the texts begin.
-        count (`int`): How many slots of each are seen, as far as windows reach; not by layers that see chunks.
-        most_seen (`int`): Committed slots of a row that are seen at most, these included.
-    """
-
-    starts: torch.LongTensor
-    count: int
-    most_seen: int
+    starts: torch.LongTensor  # (B,): where the texts begin
+    count: int  # how many slots of each are seen, as far as windows reach; not by layers that see chunks
+    most_seen: int  # committed slots of a row that are seen at most, these included
 
 
 @dataclass(frozen=True)
 class SlotTree:
-    """Visibility among the nodes, without a mask. Node j of a row lies in slot `length + j`.
+    """Visibility among the nodes, without a mask. Node j of a row lies in slot `length + j`."""
 
-    Attributes:
-        lengths (`torch.LongTensor` of shape `(B,)`): Committed slots of each row, its padding included.
-        starts (`torch.LongTensor` of shape `(B,)`): First slot of each row that is not padding, or the first one that
-            is seen.
-        ancestors (`torch.LongTensor` of shape `(T,)`, `(B, T)` or `(B | 1, T, W)`, *optional*): Bit `j % 64` of word
-            `j // 64` of entry i: node j is seen by the i-th of the nodes that look, such as itself and its ancestors.
-            `None`: the nodes are a chain of any length, in which padding sees itself alone.
-        depths (`torch.LongTensor` of shape `(N,)` or `(B, N)`, *optional*): Edges to the first node, which has depth
-            0. `None`: those of a chain.
-        num_queries (`int`): T, the last of the nodes, which look; not 0 in a chain.
-        beginning (`Beginning`, *optional*): Slots in front of `starts` that are seen as well.
-    """
-
-    lengths: torch.LongTensor
-    starts: torch.LongTensor
+    lengths: torch.LongTensor  # (B,): committed slots of each row, its padding included
+    starts: torch.LongTensor  # (B,): first slot of each row that is not padding, or the first one that is seen
+    # (T,), (B, T) or (B | 1, T, W): bit `j % 64` of word `j // 64` of entry i: node j is seen by the i-th of the nodes
+    # that look, such as itself and its ancestors. `None`: the nodes are a chain of any length, in which padding sees
+    # itself alone.
     ancestors: torch.LongTensor | None = None
+    # (N,) or (B, N): edges to the first node, which has depth 0. `None`: those of a chain.
     depths: torch.LongTensor | None = None
-    num_queries: int = 0
-    beginning: Beginning | None = None
+    num_queries: int = 0  # T, the last of the nodes, which look; not 0 in a chain
+    beginning: Beginning | None = None  # slots in front of `starts` that are seen as well
 
     def __post_init__(self) -> None:
         if self.ancestors is not None:
@@ -120,21 +105,12 @@ def tree_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the nodes over the slots.
+    """Attention `(B, T, H, V)` of the nodes, queries `(B, H, T, D)`, over slots `(B, K, S, D)` and `(B, K, S, V)`.
 
-    Args:
-        query (`torch.Tensor` of shape `(B, H, T, D)`): Of each node; bfloat16, float16 or float32.
-        key (`torch.Tensor` of shape `(B, K, S, D)`): Slots of each row, those of its nodes included.
-        value (`torch.Tensor` of shape `(B, K, S, V)`): Likewise.
-        tree (`SlotTree`): Which slots a node sees.
-        scale (`float`, *optional*): Factor of the scores, 1 / sqrt(D) if not given.
-        window (`int`): A node sees its own position and the `window - 1` before it. 0: all.
-        chunk (`int`): A node sees the positions of its own chunk of this size. 0: all.
-        softcap (`float`): Bound of the scores. 0: none.
-        sinks (`torch.Tensor` of shape `(H,)`, *optional*): Scores that take part in each sum and have no value.
-
-    Returns:
-        `torch.Tensor` of shape `(B, T, H, V)`. Sums are made in float32.
+    The slots of a row include those of its nodes. Scores are multiplied with `scale`, by default 1 / sqrt(D), and have
+    the bound `softcap`; `sinks` `(H,)` take part in each sum and have no value. With a `window` a node sees its own
+    position and the `window - 1` before it, with a `chunk` the positions of its own chunk of this size; 0 is none.
+    Sums are made in float32.
     """
     run = _tree_attention_triton if use_triton(query, key, value) else _tree_attention_torch
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -32,19 +32,12 @@ _RANKS = {torch.bfloat16: (16, 16), torch.float16: (13, 20), torch.float32: (0, 
 
 
 class Warping(NamedTuple):
-    """What is done to logits before a token is drawn, in this order; `None` leaves a step out.
+    """What is done to logits before a token is drawn, in this order; `None` leaves a step out."""
 
-    Attributes:
-        temperature (`float`): Divides them. 1 leaves them as they are.
-        top_k (`int`, *optional*): Tokens that are kept, and all that are as probable as the last of them.
-        top_p (`float`, *optional*): Probability of the tokens that are kept, below 1.
-        min_p (`float`, *optional*): Part of the highest probability that a token must have.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
+    temperature: float = 1.0  # divides them. 1 leaves them as they are
+    top_k: int | None = None  # tokens that are kept, and all that are as probable as the last of them
+    top_p: float | None = None  # probability of the tokens that are kept, below 1
+    min_p: float | None = None  # part of the highest probability that a token must have
 
 
 def can_warp(logits: torch.Tensor) -> bool:

@@ -5,9 +5,8 @@ Shapes: R rows, T tokens, h hidden size, V vocabulary of the target, U that of t
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Container
-from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -18,15 +17,15 @@ from transformers import Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.draft_reader import DraftConfig, DraftReader
+from ..checkpoints.draft_reader import DraftConfig
 from ..checkpoints.header import TargetNeeds
-from ..checkpoints.loading import filled
-from ..checkpoints.quantised import quantise_layers
-from ..errors import CheckpointFormatError, shown
+from ..checkpoints.loading import LoadedNetwork
+from ..checkpoints.reader import CheckpointReader
+from ..errors import CheckpointFormatError
+from ..settings import SpeculativeConfig
 from ..target_facts import device_of, is_packed, numbers_of
-from .llama import DirectModule, GatedMLP, RMSNorm, RotaryAttention, is_hooked, project
-from .protocols import LayerSizes
+from .llama import GatedMLP, RMSNorm, RotaryAttention
+from .plan import Way, bind_linears, is_hooked, project, way_of
 from .rope import RotaryAngles
 
 
@@ -35,25 +34,23 @@ class TargetParts:
 
     They are looked up when they are used, because adapters and new vocabularies put others in their place. The target
     is not kept alive; once it is gone, the last ones that it had remain.
-
-    Attributes:
-        finders (`dict[str, Callable]`): For the name of each part what finds it in a target.
     """
 
+    # What finds each part in a target, by its name.
     finders: ClassVar[dict[str, Callable[[nn.Module], Any]]] = {
         "embedding": lambda target: target.get_input_embeddings(),
         "head": lambda target: target.get_output_embeddings(),
     }
 
     def __init__(self, target_model: nn.Module):
-        self._target: Callable[[], nn.Module | None] = ref(target_model)
+        self._target: Callable[[], nn.Module | None] | None = ref(target_model)
         self._last = {name: find(target_model) for name, find in self.finders.items()}
 
     def __getattr__(self, name: str) -> Any:
         find = self.finders.get(name)
         if find is None:
             raise AttributeError(f"{type(self).__name__} has no part '{name}'.")
-        target = self._target()
+        target = None if self._target is None else self._target()
         if target is not None:
             self._last[name] = find(target)
         return self._last[name]
@@ -62,48 +59,52 @@ class TargetParts:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
+        # In another process the last parts are left.
         return {**vars(self), "_target": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _target=_gone)
-
-    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
-        """Rows `(R, T, h)` of the embedding; what some targets do after it, such as scaling, is left out."""
-        embedding = self.embedding
-        tokens = on_device_of(embedding, tokens)
+    def bind_embedding(self) -> Callable[[torch.LongTensor], torch.Tensor]:
+        """What gives rows `(R, T, h)` of the embedding that the target has now, without scaling after it."""
+        embedding = find_rows = self.embedding
         if isinstance(embedding, nn.Embedding):
             weight = embedding.weight
             # Rows that are packed into integers are known to their own module alone.
             is_plain = type(embedding).forward is nn.Embedding.forward or not weight.is_floating_point()
             if is_distributed(weight):
                 # Hooks of the table may collect its rows.
-                return embedding(tokens) if is_plain and is_hooked(embedding) else _distributed_rows(weight, tokens)
-            return embedding(tokens) if is_plain else F.embedding(tokens, weight)
-        # Of an adapter, which also scales what the embedding inside of it does.
-        scale = getattr(getattr(embedding, "base_layer", None), "embed_scale", None)
-        rows = embedding(tokens)
-        return rows if scale is None else rows / scale
+                find_rows = embedding if is_plain and is_hooked(embedding) else partial(_distributed_rows, weight)
+            elif not is_plain:
+                find_rows = partial(F.embedding, weight=weight)
+        else:
+            # Of an adapter, which also scales what the embedding inside of it does.
+            scale = getattr(getattr(embedding, "base_layer", None), "embed_scale", None)
+            find_rows = embedding if scale is None else lambda tokens: embedding(tokens) / scale
+        device = embedding_device(embedding)
+        return lambda tokens: find_rows(tokens.to(device))
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
-        """Logits `(..., V)` that the target's lm_head computes from an output `(..., h)`."""
+        """Logits `(..., V)` of an output `(..., h)`, for networks of one's own."""
+        return self.bind_head(way_of(output), output)(output)
+
+    def bind_head(self, way: Way, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Logits `(..., V)` by the lm_head that the target has now, of outputs `(..., h)` like a tensor."""
         head = self.head
         weight = getattr(head, "weight", None)
         if not torch.is_tensor(weight):
             # Packed for torch's own integer kernels.
-            return head(output.to("cpu", torch.float32))
+            return lambda output: head(output.to("cpu", torch.float32))
+        device = _device_of(head, weight)
         # Other packed weights are of integers, and take states as they are.
         dtype = weight.dtype if weight.is_floating_point() else None
-        return project(head, output.to(_device_of(head, weight), dtype))
+        if (weight.device.type, weight.dtype) != (like.device.type, like.dtype):
+            return lambda output: project(head, output.to(device, dtype))
+        run, _ = bind_linears(way, weight.dtype, [head])
+        return lambda output: run(output.to(device))[0]
 
 
-def _gone() -> None:
-    """Stands in the place of a weak reference whose target is in another process."""
-
-
-def on_device_of(embedding: nn.Module, tokens: torch.LongTensor) -> torch.LongTensor:
-    """Tokens where an embedding computes; one without weights of its own, such as a packed one, says nothing of it."""
+def embedding_device(embedding: nn.Module) -> torch.device | None:
+    """Where an embedding computes; one without weights of its own, such as a packed one, says nothing of it."""
     weight = getattr(embedding, "weight", None)
-    return tokens.to(_device_of(embedding, weight)) if torch.is_tensor(weight) else tokens
+    return _device_of(embedding, weight) if torch.is_tensor(weight) else None
 
 
 def _device_of(module: nn.Module, weight: torch.Tensor) -> torch.device:
@@ -125,12 +126,12 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def is_copy(own: torch.Tensor, given: Any) -> bool:
+def is_copy(weight: torch.Tensor, of_target: Any) -> bool:
     """Tells whether a tensor of a draft is a copy of one of the target's, of its dtype and on its device."""
-    if not torch.is_tensor(given) or is_distributed(given) or is_packed(given):
+    if not torch.is_tensor(of_target) or is_distributed(of_target) or is_packed(of_target):
         return False
-    alike = (own.shape, own.dtype, own.device) == (given.shape, given.dtype, given.device)
-    return alike and torch.equal(own, given)
+    alike = (weight.shape, weight.dtype, weight.device) == (of_target.shape, of_target.dtype, of_target.device)
+    return alike and torch.equal(weight, of_target)
 
 
 def rotary_embedding(config: DraftConfig) -> LlamaRotaryEmbedding:
@@ -146,10 +147,14 @@ def rotary_embedding(config: DraftConfig) -> LlamaRotaryEmbedding:
         return LlamaRotaryEmbedding(sizes)
 
 
-class DraftModule(DirectModule):
-    """Network whose dtype and device are those of one of its weights."""
+class DraftModule(LoadedNetwork):
+    """Network whose dtype and device are those of one of its weights, and that may share embedding and lm_head."""
 
     _weight: torch.Tensor
+    _target: Any  # its [`TargetParts`]
+    token_ids: torch.LongTensor | None  # (U,): the target's ids of draft ids, where they are others
+    embed_tokens: Any
+    lm_head: Any
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,46 +164,72 @@ class DraftModule(DirectModule):
     def device(self) -> torch.device:
         return self._weight.device
 
+    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """Embeddings `(R, T, h)` of the target's tokens `(R, T)`, in the dtype and on the device of the draft."""
+        return self.bind_embedding()(tokens)
+
+    def bind_embedding(self) -> Callable[[torch.LongTensor], torch.Tensor]:
+        """`embed` by the draft's own embedding, or the one that the target has now."""
+        embedding, like = self.embed_tokens, self._weight
+        if embedding is not None:
+            return lambda tokens: embedding(tokens.to(like.device))
+        embed = self._target.bind_embedding()
+        return lambda tokens: embed(tokens).to(like)
+
+    def bind_head(self, way: Way, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Logits by the draft's own lm_head, or the one that the target has now."""
+        if self.lm_head is not None:
+            project, _ = bind_linears(way, dtype, [self.lm_head])
+            return lambda output: project(output)[0]
+        head = self._target.bind_head(way, self._weight)
+        return lambda output: head(output).to(output)
+
+    @property
+    def shared_modules(self) -> tuple[nn.Module, ...]:
+        """Modules of the target that the draft goes through: its embedding and lm_head, unless it has its own."""
+        shared = {"embedding": self.embed_tokens, "head": self.lm_head}
+        return tuple(getattr(self._target, name) for name, own in shared.items() if own is None)
+
+    def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
+        """The target's ids of draft ids, of any shape."""
+        return draft_ids if self.token_ids is None else self.token_ids[draft_ids]
+
 
 class DraftNetwork(DraftModule):
-    """A draft with layers, and maybe a vocabulary, of its own.
+    """A draft with layers, and maybe a vocabulary, of its own."""
 
-    Args:
-        config (`DraftConfig`): What it consists of.
-
-    Attributes:
-        token_ids (`torch.LongTensor` of shape `(U,)`): The target's id of each draft id; `None` where they are equal.
-        head_size (`int`): Size of an attention head.
-        rotary_emb (`nn.Module`): Its rotary embedding, whose frequencies are in no checkpoint.
-        angles (`RotaryAngles`): Those of that embedding.
-        unreliable_flags (`tuple[str, ...]`): Flags of the config that checkpoints are known to have the wrong way.
-        states_keys (`tuple[str, ...]`): Keys with which configs name the states of the target that it reads.
-        states_setting (`str`, *optional*): Setting that names them.
-        has_targets_embedding (`bool`): Its embedding is the target's, also where it was stored again.
-    """
-
+    # The tables of a draft are as long as the vocabulary.
+    most_gap: ClassVar[float] = 0
     config: DraftConfig
-    token_ids: torch.LongTensor | None
-    unreliable_flags: tuple[str, ...] = ()
-    states_keys: tuple[str, ...] = ()
-    states_setting: str | None = None
-    has_targets_embedding: bool = False
+    has_targets_embedding: bool = False  # also where it was stored again
 
     def __init__(self, config: DraftConfig):
         super().__init__()
         self.config = config
         self.head_size: int = config.head_dim
+        # Its frequencies are in no checkpoint.
         self.rotary_emb: LlamaRotaryEmbedding = rotary_embedding(config)
         self.angles: RotaryAngles = RotaryAngles(self.rotary_emb)
 
-    def with_settings(self, **settings: Any) -> DraftNetwork:
-        """Copies the network with other settings in its config; the copy shares its weights."""
-        changed = copy.copy(self)
-        changed.config = replace(self.config, **settings)
-        if "rope_parameters" in settings:
-            made = rotary_embedding(changed.config).to(self.rotary_emb.inv_freq.device)
-            changed._modules, changed.angles = {**self._modules, "rotary_emb": made}, RotaryAngles(made)
-        return changed
+    def fitted(
+        self, config: SpeculativeConfig, target_model: nn.Module, reader: CheckpointReader | None = None
+    ) -> DraftNetwork:
+        self.rotary_emb.to(self.device)
+        self.attach(target_model)
+        if reader is not None and reader.stated("tie_word_embeddings"):
+            self._check_tied(reader.name, target_model)
+        return self
+
+    def _check_tied(self, name: str, target_model: nn.Module) -> None:
+        """Refuses a draft whose lm_head is its own embedding: without an lm_head in the file, the target's is used."""
+        embedding, of_target = self.embed_tokens, target_model.get_input_embeddings().weight
+        # Configs are copied from targets, and what is said of these is no news; so is what EAGLE-1 has of the target.
+        is_targets = embedding is None or self.has_targets_embedding or is_close(embedding.weight, of_target)
+        if self.lm_head is None and not is_targets:
+            raise CheckpointFormatError(
+                f"'{name}' has `tie_word_embeddings`=true in its config.json, an embedding of its own, and no "
+                "`lm_head.weight`: a draft with its embedding as lm_head is not supported. Pass one with an lm_head."
+            )
 
     def attach(self, target_model: nn.Module) -> DraftNetwork:
         """Reads from `target_model` what the draft has not itself."""
@@ -215,117 +246,36 @@ class DraftNetwork(DraftModule):
         first = next(iter(self._modules["layers"]))
         return first.post_attention_layernorm.weight
 
-    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
-        """Embeddings `(R, T, h)` of the target's tokens `(R, T)`, in the dtype and on the device of the draft."""
-        if self.embed_tokens is not None:
-            return self.embed_tokens(tokens.to(self.device))
-        return self._target.embed(tokens).to(self._weight)
-
-    @property
-    def shared_modules(self) -> tuple[nn.Module, ...]:
-        """Modules of the target that the draft goes through: its embedding and lm_head, unless it has its own."""
-        shared = {"embedding": self.embed_tokens, "head": self.lm_head}
-        return tuple(getattr(self._target, name) for name, own in shared.items() if own is None)
-
-    def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
-        """The target's ids of draft ids, of any shape."""
-        return draft_ids if self.token_ids is None else self.token_ids[draft_ids]
-
     def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits `(..., V)` over the target's vocabulary, -inf for what the draft lacks, from those of `logits`."""
-        size = self.config.vocab_size
-        if self.token_ids is None and logits.shape[-1] == size:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], size), -torch.inf)
-        if self.token_ids is None:
-            full[..., : logits.shape[-1]] = logits
-            return full
-        return full.index_copy_(-1, self.token_ids, logits)
+        return over_vocabulary(logits, self.token_ids, self.config.vocab_size)
 
 
-def loaded_network(
-    make: Callable[[], DraftNetwork],
-    reader: DraftReader,
-    checkpoint: Checkpoint,
-    target_model: nn.Module,
-    placement: tuple[torch.dtype | None, torch.device],
-    quantization: str | None = None,
-) -> DraftNetwork:
-    """Loads the network of a checkpoint and attaches it to the target.
-
-    Args:
-        make (`Callable`): Makes the network from its record.
-        reader (`DraftReader`): What has made the record, and knows the tensors.
-        checkpoint (`Checkpoint`): Where they are.
-        target_model (`PreTrainedModel`): The target.
-        placement (`tuple`): Dtype of the weights (`None`: as stored) and device.
-        quantization (`str`, *optional*): The setting, for its decoder layers.
-
-    Raises:
-        SpecConfigError: The layers do not fit the quantisation.
-        CheckpointFormatError: The settings of its rotary embedding make no sense, or tensors are missing, not known
-            or of other shapes.
-    """
-
-    def made() -> DraftNetwork:
-        try:
-            return make()
-        except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointFormatError(
-                f"'{reader.name}': no rotary embedding can be made of {shown(reader.rope_parameters())}: "
-                f"{shown(error)}. Correct `rope_parameters` or `rope_scaling` in its config.json."
-            ) from error
-
-    network = filled(made, reader, checkpoint, placement)
-    network.rotary_emb.to(placement[1])
-    network.attach(target_model)
-    _check_tied(reader, network, target_model)
-    if quantization is not None:
-        quantise_layers((network.layers,), quantization)
-    return network
+def over_vocabulary(logits: torch.Tensor, ids: torch.LongTensor | None, size: int) -> torch.Tensor:
+    """Logits `(..., size)` from those of the tokens `ids`, by default the first ones; -inf for the others."""
+    missing = size - logits.shape[-1]
+    if ids is None:
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+    return logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy_(-1, ids, logits)
 
 
-def _check_tied(reader: DraftReader, network: DraftNetwork, target_model: nn.Module) -> None:
-    """Refuses a draft whose lm_head is its own embedding: without an lm_head in the file, the target's is used."""
-    if not reader.stated("tie_word_embeddings") or network.lm_head is not None:
-        return
-    own = network.embed_tokens
-    given = target_model.get_input_embeddings().weight
-    # Configs are copied from targets, and what is said of these is no news; so is what EAGLE-1 has of the target.
-    if own is None or network.has_targets_embedding or is_close(own.weight, given):
-        return
-    raise CheckpointFormatError(
-        f"'{reader.name}' has `tie_word_embeddings`=true in its config.json, an embedding of its own, and no "
-        "`lm_head.weight`: a draft with its embedding as lm_head is not supported. Pass one with an lm_head."
-    )
-
-
-def is_close(own: torch.Tensor, given: Any) -> bool:
+def is_close(weight: torch.Tensor, of_target: Any) -> bool:
     """Tells whether a tensor of a draft is one of the target's but for rounding."""
-    if given.is_meta or (given := numbers_of(given)) is None or own.shape[1:] != given.shape[1:]:
+    if of_target.is_meta or (of_target := numbers_of(of_target)) is None or weight.shape[1:] != of_target.shape[1:]:
         return False
-    rows = min(len(own), len(given))
-    return torch.allclose(own[:rows].float(), given[:rows].to(own.device).float(), rtol=2e-2, atol=1e-3)
+    rows = min(len(weight), len(of_target))
+    return torch.allclose(weight[:rows].float(), of_target[:rows].to(weight.device).float(), rtol=2e-2, atol=1e-3)
 
 
 def new_attention(
-    config: LayerSizes,
+    config: DraftConfig,
     layer_idx: int,
     biases: Container[str] = (),
     has_head_norms: bool = False,
     width: int | None = None,
     is_causal: bool = True,
 ) -> RotaryAttention:
-    """Attention with random weights.
-
-    Args:
-        config (`LayerSizes`): Has the sizes.
-        layer_idx (`int`): Which layer of the cache it is.
-        biases (`Container[str]`): Names of the linear layers that have a bias.
-        has_head_norms (`bool`): Queries and keys are normed.
-        width (`int`, *optional*): Of what it reads, by default the hidden size.
-        is_causal (`bool`): See the class.
-    """
+    """Attention with random weights over states of a width; `biases` names the linear layers that have a bias."""
     size, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     shapes = {name: (width or size, keys) for name in ("k_proj", "v_proj")}
@@ -341,7 +291,7 @@ def new_attention(
     )
 
 
-def new_mlp(config: LayerSizes, biases: Container[str] = ()) -> GatedMLP:
+def new_mlp(config: DraftConfig, biases: Container[str] = ()) -> GatedMLP:
     """An MLP with random weights; `biases` names the linear layers that have a bias."""
     outer, inner = config.hidden_size, config.intermediate_size
     shapes = {"gate_proj": (outer, inner), "up_proj": (outer, inner), "down_proj": (inner, outer)}

@@ -13,31 +13,27 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.integrations import moe
 
-from ..kernels._triton import fuses
-from ..kernels.experts import MOST_TOKENS, Routing, Shared, mixture
-from .llama import DirectModule, GatedMLP, activation_kind, is_hooked, is_plain, may_fuse
+from ..kernels import experts as kernels
+from ..kernels.experts import MOST_TOKENS, Routing, Shared
+from .llama import GatedMLP, activation_kind, sharing
+from .plan import PartPlan, Way, is_hooked, matrix_of, way_of
 from .structure import form_of, same_code
 
 
 # Implementations of transformers' that compute the same; others were chosen by somebody.
 _USUAL = (None, "eager", "batched_mm", "grouped_mm")
 
-
 # How the weights of experts lie, in the words of transformers.
 _LAYOUT = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_bias": False}
 
 
-class MixtureOfExperts(DirectModule):
-    """A block of experts that is known, see [`~layers.structure.MixtureForm`].
-
-    Args:
-        block (`nn.Module`): transformers' own.
-    """
+class MixtureOfExperts(nn.Module):
+    """A block of transformers' experts that is known."""
 
     def __init__(self, block: nn.Module):
         super().__init__()
         self.block = block
-        self.form: Any = form_of(block, "mixture")
+        self.has_shared_expert: Any = form_of(block, "mixture")
         router = form_of(block.gate, "router")
         normalizes = (
             router.normalizes if isinstance(router.normalizes, bool) else getattr(block.gate, router.normalizes)
@@ -55,42 +51,47 @@ class MixtureOfExperts(DirectModule):
         is_known = form_of(experts, "experts") and same_code(*gates) and layout == list(_LAYOUT.values())
         return cls(block) if is_known else block
 
+    def plan(self, way: Way, dtype: torch.dtype) -> PartPlan:
+        """What it computes with: kernels where they do what the modules would do, else those."""
+        block: Any = self._modules["block"]
+        experts, shared, shared_gate = block.experts, None, None
+        kind = None if way is Way.TORCH else activation_kind(experts.act_fn)
+        weights = [block.gate.weight, experts.gate_up_proj, experts.down_proj]
+        if self.has_shared_expert:
+            expert, matrix = block.shared_expert, matrix_of(block.shared_expert_gate)
+            is_known = form_of(expert, "mlp") is not None and not is_hooked(expert)
+            shared = sharing(GatedMLP, expert) if is_known else expert
+            shared_gate = None if matrix is None or matrix[1] is not None else matrix[0]
+            weights.append(shared_gate)
+        if kind is None or not (_is_usual(block) and all(_is_dense(weight, dtype) for weight in weights)):
+            return PartPlan(block)
+
+        def routed(hidden: torch.Tensor) -> torch.Tensor:
+            if hidden.shape[:-1].numel() > MOST_TOKENS:
+                return block(hidden)
+            states, (router, gate_up, down, *_) = hidden.reshape(-1, hidden.shape[-1]), weights
+            added = None if shared is None else Shared(shared(states), shared_gate)
+            logits = F.linear(states, router)
+            return kernels.mixture_triton(states, logits, gate_up, down, self.routing, kind, added).view(hidden.shape)
+
+        return PartPlan(routed)
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the experts add to the stream, `(R, T, H)`."""
-        block: Any = self._modules["block"]
-        if may_fuse(hidden) and hidden.shape[:-1].numel() <= MOST_TOKENS and self._may_run(block, hidden):
-            return self._mixture(block, hidden.reshape(-1, hidden.shape[-1])).view(hidden.shape)
-        return block(hidden)
-
-    def _may_run(self, block: Any, hidden: torch.Tensor) -> bool:
-        """Tells whether kernels do what the modules would do."""
-        experts, gate = block.experts, block.gate
-        weights = (gate.weight, experts.gate_up_proj, experts.down_proj)
-        is_hooked_anywhere = any(map(is_hooked, (block, gate, experts)))
-        # transformers 5.17 has no such attribute.
-        is_parallel = getattr(experts, "_is_expert_parallel", False)
-        if is_hooked_anywhere or is_parallel or not all(map(_is_dense, weights)):
-            return False
-        if block.training and getattr(block, "jitter_noise", 0):
-            return False
-        is_usual = getattr(experts.config, "_experts_implementation", None) in _USUAL
-        return is_usual and activation_kind(experts.act_fn) is not None and fuses(hidden, *weights)
-
-    def _mixture(self, block: Any, hidden: torch.Tensor) -> torch.Tensor:
-        experts, logits = block.experts, F.linear(hidden, block.gate.weight)
-        given = hidden, logits, experts.gate_up_proj, experts.down_proj, self.routing, activation_kind(experts.act_fn)
-        if not self.form.has_shared_expert:
-            return mixture(*given)
-        shared, gate = _shared(block.shared_expert, hidden), block.shared_expert_gate
-        if is_plain(gate) and gate.bias is None and _is_dense(gate.weight) and fuses(hidden, shared, gate.weight):
-            return mixture(*given, Shared(shared, gate.weight))
-        return mixture(*given) + F.sigmoid(gate(hidden)) * shared
+        return self.plan(way_of(hidden), hidden.dtype).run(hidden)
 
 
-def _shared(expert: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    is_known = form_of(expert, "mlp") is not None and not is_hooked(expert)
-    return GatedMLP.sharing(expert)(hidden) if is_known else expert(hidden)
+def _is_usual(block: Any) -> bool:
+    """Tells whether nobody has changed how the experts of a block are chosen and run."""
+    experts = block.experts
+    # transformers 5.17 has no such attribute.
+    is_parallel = getattr(experts, "_is_expert_parallel", False)
+    has_noise = block.training and getattr(block, "jitter_noise", 0)
+    if is_parallel or has_noise or any(map(is_hooked, (block, block.gate, experts))):
+        return False
+    return getattr(experts.config, "_experts_implementation", None) in _USUAL
 
 
-def _is_dense(weight: torch.Tensor) -> bool:
-    return weight.is_contiguous() and not is_traceable_wrapper_subclass(weight)
+def _is_dense(weight: torch.Tensor | None, dtype: torch.dtype) -> bool:
+    is_plain = weight is not None and weight.dtype == dtype and weight.is_contiguous()
+    return is_plain and not is_traceable_wrapper_subclass(weight)

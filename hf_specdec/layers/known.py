@@ -9,15 +9,13 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .llama import HEAD_NORMS, DecoderLayer, is_hooked
+from .llama import HEAD_NORMS, DecoderLayer
+from .plan import is_hooked
 from .structure import AttentionForm, NormForm, form_of
 
 
 def is_known_layer(layer: nn.Module) -> bool:
-    """Tells whether [`DecoderLayer`] computes what this decoder layer of transformers does in evaluation.
-
-    Modules in it may have been changed, see [`is_untouched`].
-    """
+    """Tells whether [`DecoderLayer`] computes what this decoder layer does, if its modules are unchanged."""
     form, attention = form_of(layer, "layer"), getattr(layer, "self_attn", None)
     if form is None or attention is None or None in (form_of(attention, "attention"), form_of(attention, "rotation")):
         return False
@@ -66,15 +64,11 @@ def _only_captures_outputs(module: nn.Module) -> bool:
 
 
 def modules_of(model: nn.Module, left_out: Container[int] = ()) -> list[nn.Module]:
-    """The model and all modules in it, in less time than `modules()`, and shared ones more than once.
-
-    Args:
-        left_out (`Container[int]`): Ids of modules that are left out, with all in them.
-    """
-    found = [model]
-    for module in found:
-        found += [part for part in module._modules.values() if part is not None and id(part) not in left_out]
-    return found
+    """The model and all modules in it but `left_out` ids, shared ones repeatedly, in less time than `modules()`."""
+    modules = [model]
+    for module in modules:
+        modules += [part for part in module._modules.values() if part is not None and id(part) not in left_out]
+    return modules
 
 
 @lru_cache(maxsize=256)

@@ -34,13 +34,9 @@ def mask_token_in(tokenizer: PreTrainedTokenizerBase | None, spelling: str | Non
 
 
 def mask_token_for(target: PreTrainedModel, wanted: int | None = None) -> int:
-    """
-    Chooses the token of the masks of a new draft: the one that is wanted, or the tokenizer's mask token, or else the
-    first id after those of the tokenizer. Where the embedding has no such row, it is the end-of-sequence token, which
-    is rarely an anchor and never in between.
+    """The token of the masks of a new draft: the one wanted, the tokenizer's, or the first id after its tokens.
 
-    Raises:
-        SpecConfigError: The target's embedding has no row for the one that is wanted.
+    Where the embedding has no such row, it is the end-of-sequence token, rarely an anchor and never in between.
     """
     num_tokens = num_embeddings(target.get_input_embeddings())
     if wanted is not None:
@@ -51,10 +47,10 @@ def mask_token_for(target: PreTrainedModel, wanted: int | None = None) -> int:
             )
         return wanted
     tokenizer = tokenizer_of(target)
-    found = mask_token_in(tokenizer)
-    if found is None and tokenizer is not None:
-        found = max(tokenizer.get_vocab().values()) + 1
-    if found is None or found >= num_tokens:
+    token = mask_token_in(tokenizer)
+    if token is None and tokenizer is not None:
+        token = max(tokenizer.get_vocab().values()) + 1
+    if token is None or token >= num_tokens:
         ends = target.generation_config.eos_token_id
-        found = ends[0] if isinstance(ends, Sequence) else ends
-    return found or 0
+        token = ends[0] if isinstance(ends, Sequence) else ends
+    return token or 0

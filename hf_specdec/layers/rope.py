@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels import _triton
-from ..kernels._triton import fuses
-from ..kernels.angles import rotary_angles
-from .llama import is_hooked
-from .structure import RotaryForm, form_of
+from ..kernels import angles
+from ..kernels.angles import signed_angles
+from .plan import Way, is_hooked, way_of
+from .structure import form_of
 
 
 # Kinds whose frequencies do not depend on the length of the text.
@@ -31,24 +30,10 @@ def has_static_frequencies(parameters: Mapping[str, Any] | None) -> bool:
     return (parameters or {}).get("rope_type", "default") in _STATIC_KINDS
 
 
-def signed_angles(
-    cosine: torch.Tensor, sine: torch.Tensor, is_interleaved: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine `(..., T, 1, A)` from those of transformers `(..., T, A)`."""
-    half = sine.shape[-1] // 2
-    if is_interleaved:
-        sine = torch.stack((-sine[..., :half], sine[..., :half]), dim=-1).flatten(-2)
-        return cosine[..., :half].repeat_interleave(2, dim=-1)[..., None, :], sine[..., None, :]
-    return cosine[..., None, :], torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)[..., None, :]
-
-
 class RotaryAngles:
     """Angles of positions, looked up in tables where frequencies are static and a bound is known.
 
-    Args:
-        embedding (`nn.Module`): transformers' rotary embedding.
-        layer_type (`str`, *optional*): The type of layer whose angles these are, where each has its own.
-        is_interleaved (`bool`): Neighbours turn together, and not halves.
+    Made of transformers' rotary embedding, and of a type of layer where each has its own angles.
     """
 
     def __init__(self, embedding: nn.Module, layer_type: str | None = None, is_interleaved: bool = False):
@@ -58,20 +43,17 @@ class RotaryAngles:
         parameters = embedding.config.rope_parameters
         self._is_static = has_static_frequencies(parameters if layer_type is None else parameters[layer_type])
         is_plain = self._is_static and not is_hooked(embedding)
-        self._form: RotaryForm | None = form_of(embedding, "rotary") if is_plain else None
+        # Whether angles have the dtype of what turns, and not float32; `None` where others than kernels know it.
+        self._rounds: bool | None = form_of(embedding, "rotary") if is_plain else None
         self._tables: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(
         self, positions: torch.LongTensor | slice, like: torch.Tensor, bound: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and signed sine `(R | 1, T, 1, A)`, of a slice `(T, 1, A)`.
+        """Cosine and signed sine `(R | 1, T, 1, A)` of position ids `(R | 1, T)`, of a slice `(T, 1, A)`.
 
-        Args:
-            positions (`torch.LongTensor` of shape `(R | 1, T)` or `slice`): Position ids; a slice needs a bound.
-            like (`torch.Tensor`): Has the dtype and the device of the angles.
-            bound (`int`, *optional*): Above the size of all position ids; those of padding may be negative, and get
-                the angles of others. `None`: nothing is looked up; a graph must not read a table that a later call
-                replaces.
+        The bound is above the size of all positions; those of padding may be negative, and get the angles of others.
+        Without one nothing is looked up: a graph must not read a table that a later call replaces.
         """
         if isinstance(positions, torch.Tensor):
             positions = positions.to(like.device)
@@ -88,10 +70,9 @@ class RotaryAngles:
         return table[0][positions], table[1][positions]
 
     def _angles(self, like: torch.Tensor, positions: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # Calls on a CPU are spared the question.
-        if self._form is None or (like.is_cpu and _triton.CHOICE != "triton") or not fuses(like):
+        if self._rounds is None or way_of(like) is Way.TORCH:
             return signed_angles(*self.embedding(like, positions, *self._type), self._is_interleaved)
         frequencies = getattr(self.embedding, f"{self._prefix}inv_freq").to(like.device)
         factor = getattr(self.embedding, f"{self._prefix}attention_scaling")
-        dtype = like.dtype if self._form.rounds else torch.float32
-        return rotary_angles(positions, frequencies, factor, dtype, self._is_interleaved)
+        dtype = like.dtype if self._rounds else torch.float32
+        return angles.rotary_angles_triton(positions, frequencies, factor, dtype, self._is_interleaved)

@@ -27,10 +27,7 @@ class NormForm(NamedTuple):
 
 
 class LayerForm(NamedTuple):
-    """Names of a decoder layer's norms: of what attention and MLP read, and of what they add to the stream.
-
-    And of the number that both are multiplied by before they are added, if there is one.
-    """
+    """Names of a decoder layer's norms, and of the number that what it adds to the stream is multiplied by."""
 
     before_attention: str | None
     after_attention: str | None
@@ -40,21 +37,12 @@ class LayerForm(NamedTuple):
 
 
 class AttentionForm(NamedTuple):
-    """Attributes: whether one product makes queries, keys and values, and norms are of all heads together.
+    """How attention is made up, and attributes of the module."""
 
-    And where the module says whether heads turn, and the bound of the scores, if it does.
-    """
-
-    is_packed: bool = False
-    norms_whole: bool = False
-    turns: str | None = None
-    softcap: str | None = None
-
-
-class RotaryForm(NamedTuple):
-    """Attributes: whether angles have the dtype of what turns, and not float32."""
-
-    rounds: bool = True
+    is_packed: bool = False  # one product makes queries, keys and values
+    norms_whole: bool = False  # norms are of all heads together
+    turns: str | None = None  # attribute: heads turn
+    softcap: str | None = None  # attribute: bound of the scores
 
 
 class DecoderForm(NamedTuple):
@@ -69,12 +57,6 @@ class ModelForm(NamedTuple):
 
     softcap: str | None = None
     divisor: str | None = None
-
-
-class MixtureForm(NamedTuple):
-    """Attributes: whether every token goes through a shared expert as well, by a gate of its own."""
-
-    has_shared_expert: bool = False
 
 
 class RouterForm(NamedTuple):
@@ -130,24 +112,25 @@ _ATTENTIONS = {
 # By file alone: whether neighbours turn together.
 _ROTATIONS = {"llama": False, "phi3": False, "olmo2": False, "glm4": True}
 
-# Their frequencies may depend on the type of layer.
+# Whether angles have the dtype of what turns, and not float32. Frequencies may depend on the type of layer.
 _ROTARY_EMBEDDINGS = {
-    "llama.LlamaRotaryEmbedding": RotaryForm(),
+    "llama.LlamaRotaryEmbedding": True,
     # Written in other words up to transformers 5.17.
-    "gemma2.Gemma2RotaryEmbedding": RotaryForm(),
-    "gemma3.Gemma3RotaryEmbedding": RotaryForm(),
-    "olmo.OlmoRotaryEmbedding": RotaryForm(rounds=False),
-    "olmo3.Olmo3RotaryEmbedding": RotaryForm(rounds=False),
+    "gemma2.Gemma2RotaryEmbedding": True,
+    "gemma3.Gemma3RotaryEmbedding": True,
+    "olmo.OlmoRotaryEmbedding": False,
+    "olmo3.Olmo3RotaryEmbedding": False,
 }
 
 # Whether one product makes both halves.
 _MLPS = {"llama.LlamaMLP": False, "phi3.Phi3MLP": True, "seed_oss.SeedOssMLP": False}
 
+# Whether every token goes through a shared expert as well, by a gate of its own.
 _MIXTURES = {
-    "mixtral.MixtralSparseMoeBlock": MixtureForm(),
-    "qwen3_moe.Qwen3MoeSparseMoeBlock": MixtureForm(),
-    "olmoe.OlmoeSparseMoeBlock": MixtureForm(),
-    "qwen2_moe.Qwen2MoeSparseMoeBlock": MixtureForm(has_shared_expert=True),
+    "mixtral.MixtralSparseMoeBlock": False,
+    "qwen3_moe.Qwen3MoeSparseMoeBlock": False,
+    "olmoe.OlmoeSparseMoeBlock": False,
+    "qwen2_moe.Qwen2MoeSparseMoeBlock": True,
 }
 
 _ROUTERS = {
@@ -195,15 +178,7 @@ _TABLES: dict[str, Mapping] = {
 
 
 def form_of(module: Any, kind: str) -> Any:
-    """The form of a module, `None` where it is not of this kind or computes something else.
-
-    Args:
-        module (`nn.Module`): The module.
-        kind (`str`): "norm" gives a [`NormForm`], "layer" a [`LayerForm`], "attention" an [`AttentionForm`], "rotary"
-            a [`RotaryForm`], "decoder" a [`DecoderForm`], "model" a [`ModelForm`], "mixture" a [`MixtureForm`],
-            "router" a [`RouterForm`], and "experts" tells that they are the usual ones; "rotation" of attention tells
-            whether neighbours of a head turn together, and "mlp" whether one product makes both halves.
-    """
+    """The entry of a module in the table of a kind; `None` where it is not of this kind or computes something else."""
     return _form_of(type(module).forward, kind)
 
 
@@ -212,12 +187,13 @@ def _form_of(forward: Callable, kind: str) -> Any:
     # Files of other models are read only where none before is alike.
     for path, form in _TABLES[kind].items():
         file, _, name = path.partition(".")
-        known = _modeling(file)
+        modeling = _modeling(file)
         if kind == "rotation":
-            own = inspect.unwrap(forward).__globals__
-            pairs = [(own.get(part), getattr(known, part, None)) for part in ("apply_rotary_pos_emb", "rotate_half")]
+            globals_of = inspect.unwrap(forward).__globals__
+            names = ("apply_rotary_pos_emb", "rotate_half")
+            pairs = [(globals_of.get(part), getattr(modeling, part, None)) for part in names]
         else:
-            pairs = [(forward, getattr(getattr(known, name, None), "forward", None))]
+            pairs = [(forward, getattr(getattr(modeling, name, None), "forward", None))]
         if all(same_code(*pair) for pair in pairs):
             return form
     return None

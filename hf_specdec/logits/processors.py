@@ -24,7 +24,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from ..errors import SpecConfigError, shown
 from .grammar.masks import GrammarMask
 from .grammar.rows import RowGrammars
-from .warpers import Warpers, and_then
+from .warpers import TOGETHER, Warpers, and_then
 
 
 # Read the scores alone.
@@ -59,10 +59,6 @@ _ROW_WISE = {
 }
 
 
-# Those of them that ask nothing of the host, so that graphs repeat them.
-_IN_GRAPHS = {hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper}
-
-
 class ProcessorStack:
     """The processors of one `generate()` call, in the host's order: penalties, user processors, warpers.
 
@@ -71,7 +67,7 @@ class ProcessorStack:
 
     walks: bool  # one that is not the grammar reads the tokens before a position
     reads_tokens: bool  # one does so, a grammar included
-    knows_all: bool  # all of them are known, so each row can be processed by itself, at any position
+    unknown_names: list[str]  # types of those that are not known; without, rows are processed one by one
 
     def __init__(self, processors: LogitsProcessorList, grammar: RowGrammars | None = None):
         self.processors: LogitsProcessorList = processors
@@ -83,7 +79,7 @@ class ProcessorStack:
         kinds = [type(processor) for processor in processors if not self._is_grammar(processor)]
         self.walks = any(kind not in _POSITION_INDEPENDENT for kind in kinds)
         self.reads_tokens = self.walks or grammar is not None
-        self.knows_all = all(map(self._is_known, processors))
+        self.unknown_names = [type(processor).__name__ for processor in processors if not self._is_known(processor)]
 
     def _is_grammar(self, processor: Any) -> bool:
         return self.grammar is not None and processor is self.grammar.processor
@@ -94,11 +90,6 @@ class ProcessorStack:
 
     def __bool__(self) -> bool:
         return len(self.processors) > 0
-
-    @property
-    def unknown_names(self) -> list[str]:
-        """Types of the processors that this package does not know."""
-        return [type(processor).__name__ for processor in self.processors if not self._is_known(processor)]
 
     @property
     def signature(self) -> tuple[Any, ...] | None:
@@ -112,8 +103,8 @@ class ProcessorStack:
 
     @property
     def runs_in_graphs(self) -> bool:
-        """Whether a graph can repeat them all; it has their settings built in, see `signature`."""
-        return all(type(processor) in _IN_GRAPHS for processor in self.processors)
+        """Whether none asks anything of the host, so that a graph can repeat them with their settings."""
+        return all(type(processor) in TOGETHER for processor in self.processors)
 
     def known_only(self) -> ProcessorStack:
         """Leaves out the unknown ones: what a draft model may apply to its own logits without anyone noticing."""

@@ -5,12 +5,13 @@ numbers: as easy as 1, 2, 3"), keyed by seed and purpose, with the row in the co
 which rows stand beside it, nor on how many tokens were drafted, nor on what has been drawn before. The host makes
 blocks of them, and a graph's kernel makes the same ones.
 
-Shapes: B active rows.
+Shapes: R active rows, T verified nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -44,7 +45,29 @@ _BLOCK = 16 * NODES_PER_ANCHOR
 class RowUniforms:
     """Uniform numbers in [0, 1) for the rows of one `generate()` call; they stay below 1 in float32 too.
 
-    A position is an index into a row's own tokens, padding excluded; rows are named by their index in the call.
+    Rows are named by their index in the call, or by [`RowUniforms.name`].
+    """
+
+    def __init__(self, seed: int, device: torch.device | str = "cpu"):
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"The seed must be from 0 to 2**64 - 1, got {seed}.")
+        self.seed = seed
+        self.device: torch.device = torch.device(device)
+        self._names: dict[int, tuple[int, int]] = {}
+
+    def name(self, row: int, seed: int, number: int) -> None:
+        """Gives a row the numbers that row `number` of a call with this seed has."""
+        self._names[row] = seed, number
+
+    def keys(self, rows: Sequence[int], positions: Sequence[int]) -> RowKeys:
+        """The keys of rows that stand at some positions: indices into their own tokens, padding excluded."""
+        names = [self._names.get(row, (self.seed, row)) for row in rows]
+        seeds = [seed - (1 << 64) if seed >> 63 else seed for seed, _ in names]
+        return RowKeys(seeds, [number for _, number in names], list(positions), self.device)
+
+
+class RowKeys(NamedTuple):
+    """Integers from which the numbers of rows follow: lists, or in a graph tensors `(R,)`.
 
     Two ways to address a number:
 
@@ -57,75 +80,53 @@ class RowUniforms:
       position is its own. Trees also need a number for each of the siblings at one position.
     """
 
-    def __init__(self, seed: int, device: torch.device | str = "cpu"):
-        if not 0 <= seed < 2**64:
-            raise ValueError(f"The seed must be from 0 to 2**64 - 1, got {seed}.")
-        self.seed = seed
-        self.device: torch.device = torch.device(device)
-        self._names: dict[int, tuple[int, int]] = {}
-        # By purpose and space, of each row the block that was read last, and which one it is.
-        self._blocks: dict[tuple[int, int], dict[int, tuple[int, np.ndarray]]] = {}
+    seeds: RowNumbers  # their bits, as signed numbers
+    numbers: RowNumbers  # of the rows in their calls
+    positions: RowNumbers
+    device: torch.device | None = None  # where numbers go that the host makes
 
-    def name(self, row: int, seed: int, number: int) -> None:
-        """Gives a row the numbers that row `number` of a call with this seed has."""
-        self._names[row] = seed, number
-        for blocks in self._blocks.values():
-            blocks.pop(row, None)
+    def at(self, purpose: int, count: int) -> torch.FloatTensor:
+        """The numbers `(R, count)` of consecutive positions of each row."""
+        return self._numbers(purpose, _BY_POSITION, 0, count)
 
-    def keys(self, rows: Sequence[int], positions: Sequence[int]) -> RowKeys:
-        """Integers from which a graph makes the numbers of rows that stand at some positions."""
-        names = [self._names.get(row, (self.seed, row)) for row in rows]
-        seeds = [seed - (1 << 64) if seed >> 63 else seed for seed, _ in names]
-        return RowKeys(seeds, [number for _, number in names], list(positions))
+    def at_depths(self, purpose: int, topology: TreeTopology) -> torch.FloatTensor:
+        """The numbers of [`RowKeys.at`] for the nodes of a draft, `(R, T)`: those of their depths."""
+        if isinstance(self.positions, torch.Tensor):
+            return self._made_by_device(purpose, _BY_POSITION, topology.depths)
+        drawn = self.at(purpose, topology.max_depth + 1)
+        return drawn.gather(1, topology.depths.expand(len(self.positions), -1))
 
-    def at(self, purpose: int, rows: Sequence[int], first_positions: Sequence[int], count: int) -> torch.FloatTensor:
-        """The numbers `(B, count)` of consecutive positions of each row."""
-        return self._numbers(purpose, _BY_POSITION, rows, first_positions, 0, count)
+    def for_nodes(self, count: int, purpose: int = ACCEPT, first_node: int = 0) -> torch.FloatTensor:
+        """The numbers `(R, count)` of draft nodes, from `first_node` on, of the tree after each anchor.
 
-    def at_depths(
-        self, purpose: int, rows: Sequence[int], first_positions: Sequence[int], topology: TreeTopology
-    ) -> torch.FloatTensor:
-        """The numbers of [`RowUniforms.at`] for the nodes of a draft, `(B, T)`: those of their depths."""
-        drawn = self.at(purpose, rows, first_positions, topology.max_depth + 1)
-        return drawn.gather(1, topology.depths.expand(len(rows), -1))
-
-    def for_nodes(
-        self,
-        rows: Sequence[int],
-        anchor_positions: Sequence[int],
-        count: int,
-        purpose: int = ACCEPT,
-        first_node: int = 0,
-    ) -> torch.FloatTensor:
-        """The numbers `(B, count)` of draft nodes, from `first_node` on, of the tree after each anchor.
-
-        An anchor's position must belong to this cycle alone.
+        Positions are those of the anchors, and must belong to this cycle alone.
         """
         if first_node + count > NODES_PER_ANCHOR:
             raise ValueError(
                 f"A sampled draft tree has at most {NODES_PER_ANCHOR} nodes, got {first_node + count}. "
                 "Use a smaller tree."
             )
-        return self._numbers(purpose, _BY_NODE, rows, anchor_positions, first_node, count)
+        return self._numbers(purpose, _BY_NODE, first_node, count)
 
-    def _numbers(
-        self, purpose: int, space: int, rows: Sequence[int], positions: Sequence[int], offset: int, count: int
-    ) -> torch.FloatTensor:
-        """The numbers `(B, count)` of a purpose and a space, from an offset after the positions on, on the device."""
-        values = np.empty((len(rows), count))
-        blocks = self._blocks.setdefault((purpose, space), {})
-        for row, position, line in zip(rows, positions, values):
-            first = position * _STEPS[space] + offset
+    def drafts_after(self, counts: torch.LongTensor, depth: int) -> torch.FloatTensor:
+        """The numbers `(R, depth)` that draw drafts in a graph, after `counts` tokens `(R,)` from the positions on."""
+        assert isinstance(self.positions, torch.Tensor), "outside of graphs the numbers are read"
+        return self._replace(positions=self.positions + counts - 1).for_nodes(depth, DRAFT)
+
+    def _numbers(self, purpose: int, space: int, offset: int, count: int) -> torch.FloatTensor:
+        """The numbers `(R, count)` of a purpose and a space, from an offset after the positions on, on the device."""
+        if isinstance(self.positions, torch.Tensor):
+            return self._made_by_device(purpose, space, arange(offset + count, self.positions.device)[offset:])
+        values = np.empty((len(self.positions), count))
+        for seed, number, position, line in zip(self.seeds, self.numbers, self.positions, values):
             filled = 0
             while filled < count:
-                index, begin = divmod(first + filled, _BLOCK)
-                if row not in blocks or blocks[row][0] != index:
-                    blocks[row] = index, self._block(row, purpose, space, index)
-                part = blocks[row][1][begin : begin + count - filled]
+                index, begin = divmod(position * _STEPS[space] + offset + filled, _BLOCK)
+                part = _block(seed % 2**64, number, purpose, space, index)[begin : begin + count - filled]
                 line[filled : filled + len(part)] = part
                 filled += len(part)
         uniforms = torch.from_numpy(values)
-        if self.device.type == "cpu":
+        if self.device is None or self.device.type == "cpu":
             return uniforms
         if self.device.type == "cuda":
             # Copies of more than a few numbers would wait.
@@ -133,50 +134,20 @@ class RowUniforms:
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         return uniforms.to(self.device, dtype, non_blocking=True)
 
-    def _block(self, row: int, purpose: int, space: int, index: int) -> np.ndarray:
-        """The numbers `index * _BLOCK` to `(index + 1) * _BLOCK - 1` of a row's stream."""
-        seed, number = self._names.get(row, (self.seed, row))
-        key = np.array([seed, purpose], dtype=np.uint64)
-        # A step of the counter gives four numbers.
-        counter = np.array([index * _BLOCK // 4, space, number, 0], dtype=np.uint64)
-        generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
-        return np.minimum(generator.random(_BLOCK), LARGEST_UNIFORM)
+    def _made_by_device(self, purpose: int, space: int, offsets: torch.LongTensor) -> torch.FloatTensor:
+        """The numbers at offsets `(O,)` or `(R, O)` after the positions, made by the device."""
+        places = (self.positions * _STEPS[space])[:, None] + offsets
+        return uniforms_at(self.seeds, self.numbers, places, purpose, space)
 
 
-class RowKeys(NamedTuple):
-    """Integers of each row: lists, or in a graph tensors `(R,)`."""
-
-    seeds: RowNumbers  # their bits, as signed numbers
-    numbers: RowNumbers  # of the rows in their calls
-    positions: RowNumbers  # where the rows stand, padding not counted
-
-    def drafts_after(self, counts: torch.LongTensor, depth: int) -> torch.FloatTensor:
-        """The numbers `(R, depth)` that draw drafts in a graph, after `counts` tokens `(R,)` from the positions on."""
-        assert isinstance(self.positions, torch.Tensor), "outside of graphs the numbers are read"
-        anchors = self._replace(positions=self.positions + counts - 1)
-        return CapturedUniforms(anchors).for_nodes([], [], depth, DRAFT)
-
-
-class CapturedUniforms(RowUniforms):
-    """The same numbers inside of a graph, made by the device. Rows and positions are those of the keys."""
-
-    def __init__(self, keys: RowKeys):
-        self.keys: RowKeys = keys
-
-    def at_depths(
-        self, purpose: int, rows: Sequence[int], first_positions: Sequence[int], topology: TreeTopology
-    ) -> torch.FloatTensor:
-        return self._uniforms(purpose, _BY_POSITION, topology.depths)
-
-    def _numbers(
-        self, purpose: int, space: int, rows: Sequence[int], positions: Sequence[int], offset: int, count: int
-    ) -> torch.FloatTensor:
-        assert offset == 0, "graphs read all nodes of a draft at once"
-        return self._uniforms(purpose, space, arange(count, self.keys.positions.device))
-
-    def _uniforms(self, purpose: int, space: int, offsets: torch.LongTensor) -> torch.FloatTensor:
-        seeds, numbers, positions = self.keys
-        return uniforms_at(seeds, numbers, (positions * _STEPS[space])[:, None] + offsets, purpose, space)
+@lru_cache(maxsize=1024)
+def _block(seed: int, number: int, purpose: int, space: int, index: int) -> np.ndarray:
+    """The numbers `index * _BLOCK` to `(index + 1) * _BLOCK - 1` of a row's stream."""
+    key = np.array([seed, purpose], dtype=np.uint64)
+    # A step of the counter gives four numbers.
+    counter = np.array([index * _BLOCK // 4, space, number, 0], dtype=np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
+    return np.minimum(generator.random(_BLOCK), LARGEST_UNIFORM)
 
 
 def seed_from_torch(generator: torch.Generator | None = None) -> int:

@@ -4,7 +4,7 @@
 whole: they need the target's processed scores after all of its nodes. Random numbers come in as tensors and integers
 go out, so another implementation of a rule can be held against this one by equality.
 
-- `standard`: `follow`, `reject_chain` and `reject_tree` of kernels/acceptance.py. Exact.
+- `standard`: `follow` and `reject` of kernels/acceptance.py. Exact.
 - `block`: block verification of drawn chains (Sun et al. 2024, arXiv:2403.10444). Exact.
 - `typical`: typical acceptance (Cai et al. 2024, arXiv:2401.10774, section 2.3.1). Changes the distribution.
 - `synthetic`: given acceptance rates, whatever the tokens are. The text is meaningless.
@@ -16,7 +16,6 @@ V vocabulary, D rates. In the equations p is the target's and q the draft's dist
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -31,14 +30,13 @@ from ..kernels.acceptance import (
     family,
     follow,
     recovered_probs,
-    reject_chain,
-    reject_tree,
+    reject,
     tree_path,
 )
 from ..kernels.best import best_tokens
 from ..kernels.indexing import arange, pick, rows_at, widest_float
 from ..kernels.sampling import sample_from_probs
-from .randomness import ACCEPT, TARGET, RowUniforms
+from .randomness import ACCEPT, TARGET, RowKeys, RowUniforms
 
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ logger = logging.get_logger(__name__)
 class StandardRule:
     """Follows the target's own choices; rejection sampling for drafts that were drawn.
 
-    `uniforms` are the random numbers of the call, `None` for a greedy target, and `stream` those that the rule reads.
+    `uniforms` are the random numbers of the call, `None` for a greedy target.
     """
 
     name: ClassVar[str] = "standard"
@@ -59,49 +57,35 @@ class StandardRule:
     note: ClassVar[str | None] = None  # what becomes of the text, if it is not the target's any more
 
     def __init__(self, uniforms: RowUniforms | None, *settings: Any):
-        self.uniforms = uniforms
-        self.stream: RowUniforms | None = uniforms
+        self.samples: bool = uniforms is not None
+        self.uniforms = uniforms  # those that the rule reads
         self.settings = settings
-
-    def check_depth(self, depth: int) -> None:
-        """Raises a `SpecConfigError` if drafts of at most `depth` tokens cannot do what was asked."""
-
-    def judge(self, draft: DraftTree, scores: torch.Tensor, rows: list[int], positions: list[int]) -> Acceptance:
-        """Judges which nodes of the rows' drafts the target accepts, by its processed scores `(R, T, V)`.
-
-        The positions are those of each row's first token to commit, padding not counted.
-        """
-        if self.uniforms is None or draft.probs is None:
-            return follow(draft, self.choices(draft, scores, rows, positions))
-        probs = scores.softmax(-1)
-        target_uniforms = self.target_uniforms(draft, rows, positions)
-        if draft.is_chain:
-            return reject_chain(draft, probs, self.uniforms.at(ACCEPT, rows, positions, draft.size), target_uniforms)
-        return reject_tree(draft, probs, self.uniforms.for_nodes(rows, positions, draft.size), target_uniforms)
-
-    def choices(
-        self, draft: DraftTree, scores: torch.Tensor, rows: list[int], positions: list[int]
-    ) -> torch.LongTensor:
-        """The target's own token after each node, `(R, T)`."""
-        if self.uniforms is None:
-            return best_tokens(scores)
-        return sample_from_probs(scores.softmax(-1), self.target_uniforms(draft, rows, positions))
-
-    def target_uniforms(self, draft: DraftTree, rows: list[int], positions: list[int]) -> torch.FloatTensor:
-        """The number of each node's draw, `(R, T)`: that of the position after it."""
-        return self.uniforms.at_depths(TARGET, rows, positions, draft.topology)
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """Equal for rules that judge alike, their random numbers apart."""
-        return type(self), self.uniforms is not None, *self.settings
+        return type(self), self.samples, *self.settings
 
-    def in_a_graph(self, uniforms: RowUniforms | None) -> StandardRule:
-        """The rule with random numbers that a graph makes, where it reads any."""
-        rule = copy(self)
-        rule.uniforms = self.uniforms and uniforms
-        rule.stream = self.stream and uniforms
-        return rule
+    def keys(self, rows: list[int], positions: list[int]) -> RowKeys | None:
+        """The keys of the rows' random numbers, if the rule reads any.
+
+        The positions are those of each row's first token to commit, padding not counted.
+        """
+        return None if self.uniforms is None else self.uniforms.keys(rows, positions)
+
+    def judge(self, draft: DraftTree, scores: torch.Tensor, keys: RowKeys | None) -> Acceptance:
+        """Judges which nodes of the rows' drafts the target accepts, by its processed scores `(R, T, V)`."""
+        if not self.samples or draft.probs is None:
+            return follow(draft, self.choices(draft, scores, keys))
+        # A chain has one test at a position, which is not tested again before it is committed.
+        accept_uniforms = keys.at(ACCEPT, draft.size) if draft.is_chain else keys.for_nodes(draft.size)
+        return reject(draft, scores.softmax(-1), accept_uniforms, keys.at_depths(TARGET, draft.topology))
+
+    def choices(self, draft: DraftTree, scores: torch.Tensor, keys: RowKeys | None) -> torch.LongTensor:
+        """The target's own token after each node, `(R, T)`."""
+        if not self.samples:
+            return best_tokens(scores)
+        return sample_from_probs(scores.softmax(-1), keys.at_depths(TARGET, draft.topology))
 
 
 class BlockRule(StandardRule):
@@ -114,67 +98,74 @@ class BlockRule(StandardRule):
     name = "block"
     judges_whole_drafts = True
 
-    def judge(self, draft: DraftTree, scores: torch.Tensor, rows: list[int], positions: list[int]) -> Acceptance:
+    def judge(self, draft: DraftTree, scores: torch.Tensor, keys: RowKeys | None) -> Acceptance:
         if draft.probs is None or not draft.is_chain:
-            return super().judge(draft, scores, rows, positions)
+            return super().judge(draft, scores, keys)
         # By node and not by position: a position that a later test gave up is judged again in the next cycle.
-        accept_uniforms = self.uniforms.for_nodes(rows, positions, draft.size)
-        return reject_block(draft, scores.softmax(-1), accept_uniforms, self.target_uniforms(draft, rows, positions))
+        accept_uniforms, target_uniforms = keys.for_nodes(draft.size), keys.at_depths(TARGET, draft.topology)
+        return reject_block(draft, scores.softmax(-1), accept_uniforms, target_uniforms)
 
 
 class TypicalRule(StandardRule):
-    """Typical acceptance, see `accept_typical`. Draws no numbers."""
+    """Typical acceptance (Cai et al. 2024, section 2.3.1). Draws no numbers.
+
+    Draft token x is accepted iff p(x) > min(threshold, alpha exp(-H)), H = -sum_y p(y) log(p(y) + 1e-5). Of the paths
+    whose tokens are all accepted the longest wins, among equals that of the largest sum of log p, then the first. The
+    new token is the best one of p.
+    """
 
     name = "typical"
     judges_whole_drafts = True
-    note = "typical acceptance changes the distribution of the text"
+    note: ClassVar[str | None] = "typical acceptance changes the distribution of the text"
 
     def __init__(self, uniforms: RowUniforms | None, threshold: float, alpha: float):
         super().__init__(uniforms, threshold, alpha)
-        self.stream = None
+        self.uniforms = None
 
-    def judge(self, draft: DraftTree, scores: torch.Tensor, rows: list[int], positions: list[int]) -> Acceptance:
-        return accept_typical(draft, scores, *self.settings)
+    def judge(self, draft: DraftTree, scores: torch.Tensor, keys: RowKeys | None) -> Acceptance:
+        threshold, alpha = self.settings
+        log_probs = scores.log_softmax(-1)
+        probs = log_probs.exp()
+        best = best_tokens(scores)
+        # Marked as `sample_from_probs` does: a distribution without any token (NaN, or all impossible).
+        best = best.masked_fill(~(probs.gather(-1, best[..., None]).squeeze(-1) > 0), -1)
+        if draft.size == 0:
+            return Acceptance.of_new_tokens(best)
+        entropy = -(probs * (probs + 1e-5).log()).sum(-1)
+        limits = ((-entropy).exp() * alpha).clamp(max=threshold)
+
+        tokens = draft.tokens.clamp(min=0)
+        parents = draft.topology.parents[..., 1:].expand_as(tokens)
+        token_log_probs = log_probs.flatten(1).gather(1, parents * scores.shape[-1] + tokens)
+        valid = arange(draft.size, tokens.device) < draft.num_nodes[:, None]
+        accepted = (token_log_probs.exp() > limits.gather(1, parents)) & valid
+        num_accepted, path = tree_path(draft, _best_path(draft, accepted, token_log_probs))
+        return Acceptance.of_path(tokens, num_accepted, path, pick(best, path[:, -1]))
 
 
 class SyntheticRule(StandardRule):
     """Accepts at given rates, see `accept_synthetic`, also for a greedy target.
 
-    Entry i of `rates` is the probability that the first i + 1 draft tokens are accepted; drafts must be able to be
-    `least_depth` deep.
+    Entry i of `rates` is the probability that the first i + 1 draft tokens are accepted.
     """
 
     name = "synthetic"
     judges_whole_drafts = True
-    note = "synthetic acceptance: the text is meaningless, only the time counts"
+    note: ClassVar[str | None] = "synthetic acceptance: the text is meaningless, only the time counts"
 
-    def __init__(
-        self,
-        uniforms: RowUniforms | None,
-        accept_uniforms: RowUniforms,
-        rates: tuple[float, ...],
-        least_depth: int = 0,
-    ):
+    def __init__(self, uniforms: RowUniforms | None, accept_uniforms: RowUniforms, rates: tuple[float, ...]):
         super().__init__(uniforms, rates)
-        self.stream = accept_uniforms
+        self.uniforms = accept_uniforms
         self.rates: torch.Tensor = torch.tensor(conditional_rates(rates), device=accept_uniforms.device)
-        self.least_depth = least_depth
 
-    def check_depth(self, depth: int) -> None:
-        if depth < self.least_depth:
-            raise SpecConfigError(
-                f"`synthetic_acceptance_length` needs drafts of at least {self.least_depth} tokens, got drafts of at "
-                f"most {depth}. Raise `num_speculative_tokens`, or set `synthetic_acceptance_length` to at most "
-                f"{depth + 1}."
-            )
-
-    def judge(self, draft: DraftTree, scores: torch.Tensor, rows: list[int], positions: list[int]) -> Acceptance:
-        accept_uniforms = self.stream.at(ACCEPT, rows, positions, len(self.rates))
-        return accept_synthetic(draft, self.rates, accept_uniforms, self.choices(draft, scores, rows, positions))
+    def judge(self, draft: DraftTree, scores: torch.Tensor, keys: RowKeys | None) -> Acceptance:
+        accept_uniforms = keys.at(ACCEPT, len(self.rates))
+        return accept_synthetic(draft, self.rates, accept_uniforms, self.choices(draft, scores, keys))
 
 
 def acceptance_rule(
     config: SpeculativeConfig | None,
+    depth: int,
     draws: bool | None,
     uniforms: RowUniforms | None,
     new_uniforms: Callable[[], RowUniforms],
@@ -182,18 +173,23 @@ def acceptance_rule(
 ) -> StandardRule:
     """The rule of one call. For a greedy target `block` and `typical` are the standard rule.
 
-    `draws` says whether drafts are drawn (`None`: they may be); where they are not, `block` is the standard rule.
-    `uniforms` is `None` for a greedy target; `new_uniforms` makes random numbers where a greedy call needs some.
+    Drafts have at most `depth` tokens, and `draws` says whether they are drawn (`None`: they may be); where they are
+    not, `block` is the standard rule. `uniforms` is `None` for a greedy target; `new_uniforms` makes random numbers
+    where a greedy call needs some.
     """
     name = "standard" if config is None else config.rejection_sample_method
     rule = StandardRule(uniforms)
     if name == "synthetic":
-        accept_uniforms = new_uniforms() if uniforms is None else uniforms
-        if config.synthetic_acceptance_rates is not None:
-            rule = SyntheticRule(uniforms, accept_uniforms, config.synthetic_acceptance_rates)
-        else:
+        rates = config.synthetic_acceptance_rates
+        if rates is None:
             rates = rates_of_length(config.synthetic_acceptance_length)
-            rule = SyntheticRule(uniforms, accept_uniforms, rates, least_depth=len(rates))
+            if depth < len(rates):
+                raise SpecConfigError(
+                    f"`synthetic_acceptance_length` needs drafts of at least {len(rates)} tokens, got drafts of at "
+                    f"most {depth}. Raise `num_speculative_tokens`, or set `synthetic_acceptance_length` to at most "
+                    f"{depth + 1}."
+                )
+        rule = SyntheticRule(uniforms, uniforms or new_uniforms(), rates)
     elif name == "block" and uniforms is not None and draws is not False:
         rule = BlockRule(uniforms)
     elif name == "typical" and uniforms is not None:
@@ -225,7 +221,7 @@ def reject_block(
     accept_uniforms: torch.FloatTensor,
     target_uniforms: torch.FloatTensor,
 ) -> Acceptance:
-    """Block verification of a chain (Sun et al. 2024, Algorithm 2): accepts at least as much as `reject_chain`.
+    """Block verification of a chain (Sun et al. 2024, Algorithm 2): accepts at least as much as `reject`.
 
     With P and h of [`block_thresholds`], the first n draft tokens are accepted for the largest n with u_n < h_n; a
     test that fails does not end the draft. The new token is drawn from norm(max(P_n p_n - q_n, 0)), and from p_n
@@ -279,34 +275,6 @@ def block_thresholds(draft: DraftTree, target_probs: torch.FloatTensor) -> tuple
     depths = arange(draft.size + 1, tokens.device)[1:]
     thresholds = torch.where(depths == draft.num_nodes[:, None], ratios, thresholds)
     return ratios, thresholds.masked_fill(depths > draft.num_nodes[:, None], 0.0)
-
-
-def accept_typical(draft: DraftTree, scores: torch.FloatTensor, threshold: float, alpha: float) -> Acceptance:
-    """Typical acceptance (Cai et al. 2024, section 2.3.1).
-
-    Draft token x is accepted iff p(x) > min(threshold, alpha exp(-H)), H = -sum_y p(y) log(p(y) + 1e-5). Of the paths
-    whose tokens are all accepted the longest wins, among equals that of the largest sum of log p, then the first. The
-    new token is the best one of p.
-
-    p is the softmax of the scores `(R, T, V)`.
-    """
-    log_probs = scores.log_softmax(-1)
-    probs = log_probs.exp()
-    best = best_tokens(scores)
-    # Marked as `sample_from_probs` does: a distribution without any token (NaN, or all impossible).
-    best = best.masked_fill(~(probs.gather(-1, best[..., None]).squeeze(-1) > 0), -1)
-    if draft.size == 0:
-        return Acceptance.of_new_tokens(best)
-    entropy = -(probs * (probs + 1e-5).log()).sum(-1)
-    limits = ((-entropy).exp() * alpha).clamp(max=threshold)
-
-    tokens = draft.tokens.clamp(min=0)
-    parents = draft.topology.parents[..., 1:].expand_as(tokens)
-    token_log_probs = log_probs.flatten(1).gather(1, parents * scores.shape[-1] + tokens)
-    valid = arange(draft.size, tokens.device) < draft.num_nodes[:, None]
-    accepted = (token_log_probs.exp() > limits.gather(1, parents)) & valid
-    num_accepted, path = tree_path(draft, _best_path(draft, accepted, token_log_probs))
-    return Acceptance.of_path(tokens, num_accepted, path, pick(best, path[:, -1]))
 
 
 def _best_path(draft: DraftTree, accepted: torch.BoolTensor, log_probs: torch.FloatTensor) -> torch.BoolTensor:

@@ -1,4 +1,4 @@
-"""Sampling of draft tokens from the drafter's logits, processed as the target's, with random numbers of the call.
+"""Sampling of draft tokens from the drafter's logits, processed as the target's.
 
 Any distribution may be drafted from; sampling from one that is sharpened like the target's is accepted most often.
 
@@ -7,7 +7,7 @@ Shapes: R rows, V target vocabulary, W draft logits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,25 +27,16 @@ if TYPE_CHECKING:
 
 
 class DraftSampler:
-    """Draws draft tokens for the rows of a loop, each from what the processors of its request leave.
+    """What the rows of a loop draw draft tokens by: the processors of their requests, grammars and random numbers.
 
     Only processors that are known to be free of state are applied. Without `rows` there are none; without `uniforms`,
     the random numbers, the target decodes greedily. V is `vocab_size`.
     """
 
     def __init__(self, rows: Rows | None, uniforms: RowUniforms | None, vocab_size: int):
-        self.rows = rows
+        self.rows: Rows | None = rows
         self.uniforms: RowUniforms | None = uniforms
         self.vocab_size: int = vocab_size
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.uniforms is None
-
-    @property
-    def may_mask(self) -> bool:
-        """Whether rows have grammars now."""
-        return self.rows is not None and self.rows.has_grammar
 
     def matchers(self, rows: list[int]) -> list[GrammarMatcher | None]:
         """The places of rows in their grammars, after all that was committed; `None` for rows without one."""
@@ -54,26 +45,33 @@ class DraftSampler:
         return [group.matcher(index) for group, index in map(self.rows.at, rows)]
 
     def growing(self, rows: list[int], limits: list[int]) -> GrowingMasks | None:
-        """Masks for drafts that grow level by level, to depths `limits`; `None` where no row has a grammar."""
-        return GrowingMasks.of(self.matchers(rows), limits, self.vocab_size) if self.may_mask else None
+        """Masks for drafts that grow level by level, to depths `limits`; `None` where no row needs some."""
+        matchers = [matcher if limit > 0 else None for matcher, limit in zip(self.matchers(rows), limits)]
+        return GrowingMasks(matchers, self.vocab_size) if any(matchers) else None
 
     def constrained(self, draft: DraftTree, rows: list[int]) -> DraftTree:
         """The drafts of rows as far as their grammars allow them, with the masks after all nodes."""
-        if not self.may_mask:
-            return draft
         matchers = self.matchers(rows)
         return constrained(draft, matchers) if any(matchers) else draft
 
-    def scores(self, logits: torch.Tensor, rows: list[int], drafted: list[torch.LongTensor]) -> torch.Tensor:
+    def numbers(self, rows: list[int], lengths: list[int], depth: int) -> torch.FloatTensor:
+        """Random numbers `(R, depth)` that draw the drafts of rows with so many committed tokens."""
+        return self.uniforms.keys(rows, [length - 1 for length in lengths]).for_nodes(depth, DRAFT)
+
+    def scores_by(self, stack: ProcessorStack, logits: torch.Tensor, drafted: Any = ()) -> torch.Tensor:
+        """As `scores`, by a stack that reads no tokens."""
+        return stack.all_nodes(fit_width(logits, self.vocab_size))
+
+    def scores(self, rows: list[int], logits: torch.Tensor, drafted: list[torch.LongTensor]) -> torch.Tensor:
         """Processed draft scores `(R, V)` in float32, from logits `(R, W)`.
 
         Where the widths differ, ids that one of the two models lacks get no probability: they are padding rows of the
         larger vocabulary. `drafted` are the draft tokens before this one, each `(R,)`.
         """
-        logits = fit_width(logits, self.vocab_size)
         stack = self._stack(rows)
         if stack is not None and not stack.reads_tokens:
-            return stack.all_nodes(logits)
+            return self.scores_by(stack, logits)
+        logits = fit_width(logits, self.vocab_size)
         if logits.dim() > 2:
             # Of several positions at once the tokens in between are not known.
             return torch.stack([self._without_tokens(row, scores) for row, scores in zip(rows, logits.float())])
@@ -91,12 +89,6 @@ class DraftSampler:
         stack = self.rows.group(row).draft_stack
         return scores if stack.reads_tokens else stack.all_nodes(scores)
 
-    def draw(
-        self, scores: torch.Tensor, rows: list[int], anchor_positions: list[int], depth: int
-    ) -> tuple[torch.LongTensor, torch.Tensor]:
-        """Samples from `softmax(scores)`: a token of each row `(R,)`, and the distributions `(R, V)` sampled from."""
-        return drawn(scores, self.uniforms.for_nodes(rows, anchor_positions, 1, DRAFT, depth)[:, 0])
-
     def reads_tokens(self, rows: list[int]) -> bool:
         """Whether the scores of these rows depend on the tokens before them."""
         return self.rows is not None and any(self.rows.group(row).draft_stack.reads_tokens for row in rows)
@@ -111,23 +103,6 @@ class DraftSampler:
 
 
 _NO_PROCESSORS = ProcessorStack(LogitsProcessorList())
-
-
-class CapturedSampler:
-    """[`DraftSampler`] inside of a graph: numbers `(R, K)` draw K successive draft tokens of each row."""
-
-    def __init__(self, stack: ProcessorStack, uniforms: torch.Tensor, vocab_size: int):
-        self.stack = stack
-        self.uniforms = uniforms
-        self.vocab_size = vocab_size
-
-    def scores(self, logits: torch.Tensor, rows: list[int], drafted: list[torch.LongTensor]) -> torch.Tensor:
-        return self.stack.all_nodes(fit_width(logits, self.vocab_size))
-
-    def draw(
-        self, scores: torch.Tensor, rows: list[int], anchor_positions: list[int], depth: int
-    ) -> tuple[torch.LongTensor, torch.Tensor]:
-        return drawn(scores, self.uniforms[:, depth])
 
 
 def drawn(scores: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:

@@ -87,7 +87,7 @@ def without_sort(processor: LogitsProcessor) -> LogitsProcessor | _WithoutSort:
 
 
 # What can be applied together, in this order, and what each of them is told.
-_TOGETHER = {
+TOGETHER = {
     hf.TemperatureLogitsWarper: "temperature",
     hf.TopKLogitsWarper: "top_k",
     hf.TopPLogitsWarper: "top_p",
@@ -100,8 +100,8 @@ class Warpers:
 
     def __init__(self, warpers: list[LogitsProcessor]):
         self.warpers = warpers
-        settings = {_TOGETHER[type(warper)]: warper for warper in warpers}
-        self.warping = Warping(**{name: getattr(warper, name) for name, warper in settings.items()})
+        settings = {TOGETHER[type(warper)]: warper for warper in warpers}
+        self.warping: Warping = Warping(**{name: getattr(warper, name) for name, warper in settings.items()})
         self._one_by_one = list(map(without_sort, warpers))
 
     def __call__(self, input_ids: torch.LongTensor | None, scores: torch.Tensor) -> torch.FloatTensor:
@@ -121,7 +121,7 @@ def and_then(run: Run, processor: LogitsProcessor) -> Run:
     """Processors that make of scores what those of a run and one more make of them, in less time."""
     if not _is_plain(processor):
         return [*run, without_sort(processor)]
-    order = list(_TOGETHER)
+    order = list(TOGETHER)
     if run and isinstance(run[-1], Warpers):
         warpers = run[-1].warpers
         if order.index(type(warpers[-1])) < order.index(type(processor)):
@@ -132,7 +132,7 @@ def and_then(run: Run, processor: LogitsProcessor) -> Run:
 def _is_plain(processor: LogitsProcessor) -> bool:
     """Whether a processor is a warper that can be applied together with others."""
     return (
-        type(processor) in _TOGETHER
+        type(processor) in TOGETHER
         and getattr(processor, "min_tokens_to_keep", 1) == 1
         and getattr(processor, "filter_value", -torch.inf) == -torch.inf
         and getattr(processor, "top_p", 0.0) < 1

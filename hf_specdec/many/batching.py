@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -12,17 +11,15 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from ..arguments import ARGUMENTS, SpeculativeArguments
+from ..call.refusals import effective
 from ..errors import SpecConfigError, shown
 from ..metrics import SpecDecodingStats
 from ..target_facts import no_target
 from ..validation import Bounds, checked
 from .generate import generate_many
 from .requests import check_config
-from .results import RequestResult, error_text
+from .row import RequestResult, error_text
 
-
-_PLACES = 8
 
 # Arguments of generate_many() that are set here.
 _OF_MANY = ("in_order", "progress", "requests", "shard")
@@ -97,9 +94,12 @@ def generate_batch(
     check_config(generation_config)
     if generation_config is not None:
         kwargs["generation_config"] = generation_config
-    kwargs, copies = _without_copies(model, kwargs)
+    copies = effective(model, kwargs, "num_return_sequences")
+    copies = checked("num_return_sequences", copies, int | None, Bounds(least=1)) or 1
+    # A request has one text.
+    kwargs["num_return_sequences"] = 1
     if batch_size is None:
-        batch_size = getattr(continuous_batching_config, "max_requests_per_batch", None) or _PLACES
+        batch_size = getattr(continuous_batching_config, "max_requests_per_batch", None) or 8
     checked("batch_size", batch_size, int, Bounds(least=1))
     of_copies = [*(f"__child#{place}" for place in range(copies - 1)), ""]
     names = [f"req_{number}{of_copy}" for number in range(len(prompts)) for of_copy in of_copies]
@@ -152,27 +152,3 @@ def output_of(name: str, prompt: list[int], result: RequestResult) -> Speculativ
         speculative=result.stats,
         finish_reason=result.finish_reason,
     )
-
-
-def _without_copies(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The arguments without `num_return_sequences`, and that number."""
-    kwargs = dict(kwargs)
-    config = kwargs.get("generation_config")
-    count = kwargs.pop("num_return_sequences", None)
-    for source in (config, model.generation_config):
-        count = getattr(source, "num_return_sequences", None) if count is None else count
-    if config is not None and (config.num_return_sequences or 1) > 1:
-        kwargs["generation_config"] = config = copy.deepcopy(config)
-        config.num_return_sequences = 1
-    elif (model.generation_config.num_return_sequences or 1) > 1:
-        kwargs["num_return_sequences"] = 1
-    return kwargs, checked("num_return_sequences", count, int | None, Bounds(least=1)) or 1
-
-
-def generate_batch_as_asked(
-    model: PreTrainedModel, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """`model.generate_batch()` as its arguments ask for it, by transformers' `original` where speculation is off."""
-    others = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
-    asked = SpeculativeArguments(**{name: kwargs.get(name) for name in ARGUMENTS})
-    return original(model, *args, **others) if asked.is_off else generate_batch(model, *args, **others, **asked.given)

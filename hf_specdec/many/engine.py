@@ -6,12 +6,15 @@ from collections import deque
 from contextlib import closing, suppress
 from operator import attrgetter
 from traceback import clear_frames
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
+from ..arguments import take_asked
 from ..call.build import build
+from ..call.entry import speculator_of_many
 from ..errors import SpecConfigError, UnsupportedModelError
 from ..loop.loop import DecodingLoop
 from ..loop.rows import Rows
@@ -22,26 +25,26 @@ from ..target.facts import ModelProfile, model_profile
 from ..target_facts import no_target, vocabulary_size
 from ..validation import Bounds, checked
 from .requests import RequestReader
-from .row import Row, RowLogprobs, RowStatistics
+from .row import Row, RowLogprobs
 
 
 # Newcomers that are gathered are read together, as soon as this part of the places is free.
 _FREE_PART = 4
 
-_arrival = attrgetter("arrival")
-
 # Tokens of prompts that are read before the rows that are being decoded get a turn.
 _CHUNK_SIZE = 512
 
 
-def check_run(model: PreTrainedModel, batch_size: int, max_tokens_in_flight: int | None) -> None:
-    """Checks the target and the limits of a run.
-
-    Raises:
-        SpecConfigError: It is no model, a limit is no whole number from 1 on, or there is not the memory for so many
-            rows.
-        UnsupportedModelError: The target has an encoder.
-    """
+def engine_of_run(
+    model: PreTrainedModel,
+    arguments: dict[str, Any],
+    tokenizer: Any,
+    seed: int | None,
+    batch_size: int,
+    max_tokens: int | None,
+    gathers: bool = False,
+) -> Engine:
+    """The engine of a run with these arguments of `generate()` for all requests, the speculative ones among them."""
     if not isinstance(model, GenerationMixin):
         raise no_target(model)
     if model.config.is_encoder_decoder:
@@ -50,47 +53,39 @@ def check_run(model: PreTrainedModel, batch_size: int, max_tokens_in_flight: int
             "generate() with batches of sources."
         )
     checked("batch_size", batch_size, int, Bounds(least=1))
-    checked("max_tokens_in_flight", max_tokens_in_flight, int | None, Bounds(least=1))
+    checked("max_tokens_in_flight", max_tokens, int | None, Bounds(least=1))
     # The least that a row takes, before its keys and values: scores of all tokens, in float32.
     most = free_bytes(model.device) // (4 * vocabulary_size(model))
     if batch_size > max(most, 1):
         raise SpecConfigError(
             f"`batch_size`={batch_size}: there is memory for the scores of {most} rows at most. Pass fewer."
         )
+    asked = take_asked(arguments)
+    reader = RequestReader(model, arguments, tokenizer, seed, batch_size)
+    speculator = speculator_of_many(model, reader.arguments, asked, tokenizer)
+    reader.check()
+    return Engine(speculator, reader, max_tokens, gathers=gathers)
 
 
 class Engine:
-    """Decodes rows in a limited number of places.
+    """Decodes rows in the reader's number of places, which may come to `max_tokens` together.
 
-    Args:
-        model (`PreTrainedModel`): The target.
-        speculator (`Speculator`): Its drafter.
-        reader (`RequestReader`): Makes batches of prompts.
-        batch_size (`int`): Places.
-        max_tokens (`int`, *optional*): Tokens that the rows in them may come to together.
-        chunk_size (`int`): Tokens of prompts that are read at a time.
-        gathers (`bool`): Newcomers wait for each other and are read together, which saves forwards where nobody waits
-            for one of them.
-
-    Attributes:
-        stats (`SpecDecodingStats`): Those of all loops that have ended.
-
-    Raises:
-        SpecConfigError: The drafter does not take rows that join others.
-        UnsupportedModelError: The target cannot have rows of different lengths.
+    Of prompts `chunk_size` tokens are read at a time while others are decoded. Where it `gathers`, newcomers wait for
+    each other and are read together, which saves forwards where nobody waits for one of them. `stats` are those of all
+    loops that have ended.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
         speculator: Speculator,
         reader: RequestReader,
-        batch_size: int,
         max_tokens: int | None = None,
         chunk_size: int = _CHUNK_SIZE,
         gathers: bool = False,
     ):
-        self._model, self._speculator, self._reader = model, speculator, reader
+        model, batch_size = reader.model, reader.num_places
+        self._speculator = speculator
+        self.reader: RequestReader = reader
         self._profile: ModelProfile = model_profile(model)
         if batch_size > 1 and self._profile.counts_slots:
             raise UnsupportedModelError(
@@ -108,8 +103,8 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is decoded, and nobody waits."""
-        return self._loop is None and not self._waiting
+        """Nothing is decoded, and nobody waits, or has ended unnoticed."""
+        return self._loop is None and not self._waiting and not self._ended
 
     @property
     def num_wanted(self) -> int:
@@ -121,16 +116,15 @@ class Engine:
         return self._batch_size if self._loop is None else len(self._loop.rows.free_numbers)
 
     def add(self, row: Row) -> None:
-        """Lets a row wait for a place.
-
-        Raises:
-            SpecConfigError: There can never be room for it.
-        """
-        if self._max_tokens is not None and (most := row.most_tokens) > self._max_tokens:
-            raise SpecConfigError(
-                f"A prompt of {len(row.prompt)} tokens that may grow to {most} does not fit into "
+        """Lets a row wait for a place; one that can never have room ends with an error."""
+        if self._max_tokens is not None and row.most_tokens > self._max_tokens:
+            row.error = SpecConfigError(
+                f"A prompt of {row.length} tokens that may grow to {row.most_tokens} does not fit into "
                 f"max_tokens_in_flight={self._max_tokens}. Lower its `max_new_tokens`, or raise the limit."
             )
+            row.stats.num_committed_tokens = 0
+            self._ended.append(row)
+            return
         row.arrival, self._num_added = self._num_added, self._num_added + 1
         self._waiting.append(row)
 
@@ -146,35 +140,55 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[Row]:
         """Takes in who waits, and makes one cycle; returns the rows that have ended."""
-        with self._reader.telling_adapters():
-            self._admit()
-            if self._loop is not None:
-                self._cycle()
-                self._end_empty_loop()
+        with self.reader.telling_adapters():
+            if rows := self._next_rows():
+                self._read(rows)
+            self._cycle()
+            self._end_empty_loop()
         ended, self._ended = self._ended, []
         return ended
 
+    def close(self) -> None:
+        """Gives up what is being decoded."""
+        self._waiting.clear()
+        self._ended.clear()
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            self._end(loop)
+
     def _cycle(self) -> None:
+        # A loop whose rows have all ended waits for newcomers: it has the graphs, and the listeners.
+        if self._loop is None or not self._loop.rows.groups:
+            return
         try:
             self._loop.cycle()
-            self._ended += self._loop.drop_ended()
+            self._drop_ended(self._loop)
         except Exception as error:  # noqa: BLE001 - of any kind: it is that of some request
             clear_frames(error.__traceback__)
             loop, self._loop = self._loop, None
             rows = self._break_up(loop)
-            if rows:
-                # It may be the cause, and its memory helps the others where there was too little.
-                newest = rows.pop()
-                newest.error = error
-                self._ended.append(newest)
-            self._waiting.extendleft(reversed(rows))
+            # The newest may be the cause, and its memory helps the others where there was too little.
+            failed = rows[-1:]
+            for row in failed:
+                row.error = error
+            self._ended += failed
+            self._waiting.extendleft(row for row in reversed(rows) if row not in failed)
+
+    def _drop_ended(self, loop: DecodingLoop) -> None:
+        """Lets rows leave that have ended, or were cancelled. Not between a draft and its commit."""
+        ended = [row for row in loop.rows.groups if row.has_ended]
+        if ended:
+            loop.observers.read()
+        loop.drop_finished()
+        loop.rows.leave(ended)
+        self._ended += ended
 
     def _break_up(self, loop: DecodingLoop) -> list[Row]:
         """Ends a loop that cannot go on; returns its rows that have not ended, in the order in which they came.
 
         What they have said so far is their prompt in the next loop.
         """
-        rows = sorted(loop.rows.groups, key=_arrival)
+        rows = sorted(loop.rows.groups, key=attrgetter("arrival"))
         # Why it cannot go on is known.
         with suppress(Exception):
             self._end(loop)
@@ -199,17 +213,11 @@ class Engine:
 
     # Who comes in
 
-    def _admit(self) -> None:
-        if not self._waiting:
-            return
-        if self._gathers and self._loop is not None and self._num_free * _FREE_PART < self._batch_size:
-            return
-        if rows := self._next_rows():
-            self._read(rows)
-
     def _next_rows(self) -> list[Row]:
         """Those that have waited longest, as many as there is room for."""
         rows: list[Row] = []
+        if self._gathers and self._loop is not None and self._num_free * _FREE_PART < self._batch_size:
+            return rows
         in_flight = 0 if self._loop is None else sum(row.most_tokens for row in self._loop.rows.groups)
         while self._waiting and len(rows) < self._num_free:
             in_flight += self._waiting[0].most_tokens
@@ -227,7 +235,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - of any kind: it is that of some request
             self._read_one_by_one(rows, loop, error)
             return
-        self._ended += loop.drop_ended()
+        self._drop_ended(loop)
         if host is None:
             self._loop = loop
         elif self._loop is not host:
@@ -238,7 +246,7 @@ class Engine:
         else:
             host.stats.add(loop.stats)
             loop.close()
-        self._end_empty_loop()
+        self._end_empty_loop()  # newcomers cannot join a drafter that has read nothing
 
     def _join(self, loop: DecodingLoop) -> None:
         host, newcomers = self._loop, loop.rows.groups
@@ -268,27 +276,13 @@ class Engine:
                 self._read([row])
 
     def _loop_of(self, rows: list[Row]) -> DecodingLoop:
-        request = self._reader.together(rows)
+        request = self.reader.together(rows)
         # Mixers of some recurrent layers begin anew when they read several tokens at once.
         if self._loop is not None and not self._profile.is_recurrent:
-            request.chunk_size, request.between_chunks = self._chunk_size, self._cycle_of_others
-        places = Rows(self._batch_size)
-        observers = [RowStatistics(places), RowLogprobs(places)]
-        loop = build(request, self._speculator, places, rows, observers, is_first=self._loop is None)
+            request.chunk_size, request.between_chunks = self._chunk_size, self._cycle
+        table, is_first = Rows(self._batch_size), self._loop is None
+        loop = build(request, self._speculator, table, rows, observers=[RowLogprobs(table)], is_first=is_first)
         for row in rows:
-            row.stats.method = loop.stats.method
-            row.stats.rejection_sample_method = loop.stats.rejection_sample_method
-            row.stats.num_spec_tokens = loop.stats.num_spec_tokens
+            for name in ("method", "rejection_sample_method", "num_spec_tokens"):
+                setattr(row.stats, name, getattr(loop.stats, name))
         return loop
-
-    def _cycle_of_others(self) -> None:
-        # A loop whose rows have all ended waits for the newcomers: it has the graphs, and the listeners.
-        if self._loop is not None and self._loop.rows.groups:
-            self._cycle()
-
-    def close(self) -> None:
-        """Gives up what is being decoded."""
-        self._waiting.clear()
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            self._end(loop)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecConfigError, shown
-from ..reading import parse_json, read_bytes
+from ..prompts import json_records
+from ..reading import read_text
 from .journal import Journal, read_entries
 
 
@@ -25,22 +26,14 @@ _MOST_WAITING = timedelta(days=30)
 def read_requests(path: Path) -> tuple[list[Any], list[Any]]:
     """The requests of a file, one a line as [`~many.generate.generate_many`] takes them, and their `id`s."""
     try:
-        lines = read_bytes(path).decode("utf-8").split("\n")
+        content = read_text(path, max_bytes=None)
     except (OSError, ValueError) as error:
         raise SpecConfigError(f"The requests in '{path}' cannot be read: {error}") from error
     requests, ids = [], []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            request = parse_json(line)
-        except ValueError as error:
-            raise SpecConfigError(
-                f"Line {number} of '{path}' is no JSON: {error}. Write one request a line."
-            ) from error
+    for place, request in json_records(content, path, "Write one request a line."):
         if not isinstance(request, (str, list, dict)):
             raise SpecConfigError(
-                f"Line {number} of '{path}' is no request but {shown(request)}. Write a text, a list of token ids, a "
+                f"{place} is no request but {shown(request)}. Write a text, a list of token ids, a "
                 'list of messages, or an object such as {"prompt": "...", "max_new_tokens": 64}.'
             )
         ids.append(request.pop("id", None) if isinstance(request, dict) else None)
@@ -83,7 +76,7 @@ class Output:
     def __init__(self, path: Path):
         self.path = path
         try:
-            self.parts = self._written()
+            self.parts: list[Path] = self._written()
             has_place, exists = path.parent.is_dir() and not path.is_dir(), os.path.lexists(path)
         except OSError as error:
             raise SpecConfigError(f"The results cannot be written to '{path}': {error}. Name another file.") from error

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack
+from inspect import GEN_RUNNING, getgeneratorstate
 from itertools import islice
 from typing import Any
 
@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from ..errors import SpecConfigError, SpecDecError, shown
 from ..metrics import SpecDecodingStats
 from ..validation import is_int
+from .engine import Engine, engine_of_run
 from .journal import Journal, key_of
 from .requests import several
-from .results import RequestResult
-from .run import Run
+from .row import RequestResult
 
 
 def generate_many(
@@ -72,17 +72,17 @@ def generate_many(
         raise SpecConfigError(
             f"`shard` takes (rank, num_processes) with 0 <= rank < num_processes, got {shown(shard)}."
         )
-    run = Run(model, generate_arguments, tokenizer, seed, batch_size, max_tokens_in_flight, gathers=True)
+    engine = engine_of_run(model, generate_arguments, tokenizer, seed, batch_size, max_tokens_in_flight, gathers=True)
     if journal is not None and not isinstance(journal, Journal):
         journal = Journal(journal)
     bar = None
     if progress:
         from tqdm.auto import tqdm
 
-        rank, num_processes = shard
-        size = len(range(rank, len(requests), num_processes)) if hasattr(requests, "__len__") else None
+        size = len(range(shard[0], len(requests), shard[1])) if hasattr(requests, "__len__") else None
         bar = tqdm(total=size, unit="request")
-    return ManyResults(run, all_requests, tuple(shard), in_order, journal, bar)
+    run = _Run(engine, all_requests, shard, in_order, journal, bar)
+    return ManyResults(engine, run.results())
 
 
 class ManyResults(Iterator[RequestResult]):
@@ -92,78 +92,91 @@ class ManyResults(Iterator[RequestResult]):
         stats (`SpecDecodingStats`): Of all requests together, complete when the run has ended.
     """
 
+    def __init__(self, engine: Engine, results: Generator[Any, None, None]):
+        self._engine, self._results = engine, results
+        # Begun, it ends what it has opened when it is closed, or when nobody holds it.
+        next(results)
+
+    @property
+    def stats(self) -> SpecDecodingStats:
+        return self._engine.stats
+
+    def __next__(self) -> RequestResult:
+        if getgeneratorstate(self._results) == GEN_RUNNING:
+            raise SpecDecError("A result is being made already: ask for the next one in one thread, when it has come.")
+        return next(self._results)
+
+    def close(self) -> None:
+        """Ends the run; requests that have not ended are given up, and results that were not asked for."""
+        self._results.close()
+
+
+class _Run:
+    """Takes requests where there is room, from the journal or to be decoded, and gives their results."""
+
     def __init__(
         self,
-        run: Run,
+        engine: Engine,
         requests: Iterator[Any],
         shard: tuple[int, int],
         in_order: bool,
         journal: Journal | None,
         bar: Any,
     ):
-        self._run = run
-        self._journal = journal
-        self._bar = bar
+        self._engine, self._journal, self._bar = engine, journal, bar
         self._next_index, self._num_processes = shard
         self._requests = islice(enumerate(requests), self._next_index, None, self._num_processes)
         self._has_more = True
         self._error: Exception | None = None  # that of the iterable: results of requests before it come first
         self._ready: deque[RequestResult] = deque()
         self._early: dict[int, RequestResult] | None = {} if in_order else None
-        self._turn = threading.Lock()  # held while a result is made
 
-    @property
-    def stats(self) -> SpecDecodingStats:
-        return self._run.engine.stats
-
-    def __next__(self) -> RequestResult:
-        if not self._turn.acquire(blocking=False):
-            raise SpecDecError("A result is being made already: ask for the next one in one thread, when it has come.")
-        try:
-            while not self._ready:
-                self._take()
-                if self._ready:
-                    break
-                if self._run.engine.is_idle and not self._has_more:
-                    error, self._error = self._error, None
-                    raise StopIteration if error is None else error
-                for (index, key), row in self._run.step():
-                    self._end(RequestResult.of_row(index, row, self._run.reader.tokenizer), key)
-            return self._ready.popleft()
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            self._turn.release()
+    def results(self) -> Generator[Any, None, None]:
+        """The results, after a `None`."""
+        with ExitStack() as parts:
+            for part in (self._bar, self._journal, self._engine):
+                if part is not None:
+                    parts.callback(part.close)
+            yield None
+            while self._has_more or not self._engine.is_idle:
+                # As many as there are places for, at most: some may need none.
+                for _ in range(self._engine.num_wanted):
+                    self._take()
+                if not self._ready:
+                    for row in self._engine.step():
+                        self._end(RequestResult.of_row(row, self._engine.reader.tokenizer), row.owner)
+                while self._ready:
+                    yield self._ready.popleft()
+            if self._error is not None:
+                raise self._error
 
     def _take(self) -> None:
-        """Takes as many requests as there are places for, at most: some may need none."""
-        for _ in range(self._run.engine.num_wanted if self._has_more else 0):
-            try:
-                index, request = next(self._requests)
-            except Exception as error:  # noqa: BLE001 - of any kind: the iterable is the user's
-                self._has_more = False
-                self._error = None if isinstance(error, StopIteration) else error
-                return
-            self._begin(index, request)
-
-    def _begin(self, index: int, request: Any) -> None:
-        reader = self._run.reader
-        key = None
+        """Takes the next request, if there is one."""
+        if not self._has_more:
+            return
+        try:
+            index, request = next(self._requests)
+        except Exception as error:  # noqa: BLE001 - of any kind: the iterable is the user's
+            self._has_more = False
+            self._error = None if isinstance(error, StopIteration) else error
+            return
+        reader, key = self._engine.reader, None
         try:
             tokens, settings = reader.read(request)
             key = key_of(tokens, {**reader.written_settings, **settings})
         except Exception as error:  # noqa: BLE001 - of any kind: it is this request's
-            self._end(RequestResult.failed(index, error), key)
+            self._end(RequestResult(index, error=error), key)
             return
-        known = None if self._journal is None else self._journal.find(index, key)
-        if known is not None:
-            self._give(known)
+        if self._journal is not None and (earlier := self._journal.find(index, key)) is not None:
+            self._give(earlier)
             return
         try:
-            self._run.add((index, key), reader.row(index, tokens, settings))
+            row = reader.row(index, tokens, settings)
         except Exception as error:  # noqa: BLE001 - as above
-            self._end(RequestResult.failed(index, error), key)
+            self._end(RequestResult(index, error=error), key)
+            return
+        row.owner = key
+        self._engine.add(row)
 
     def _end(self, result: RequestResult, key: str | None) -> None:
         if self._journal is not None:
@@ -180,17 +193,3 @@ class ManyResults(Iterator[RequestResult]):
         while self._next_index in self._early:
             self._ready.append(self._early.pop(self._next_index))
             self._next_index += self._num_processes
-
-    def close(self) -> None:
-        """Ends the run; requests that have not ended are given up, and results that were not asked for."""
-        with ExitStack() as parts:
-            self._has_more = False
-            self._ready.clear()
-            for part in (self._bar, self._journal, self._run):
-                if part is not None:
-                    parts.callback(part.close)
-
-    def __del__(self) -> None:
-        run = getattr(self, "_run", None)
-        if run is not None and not run.engine.is_idle:
-            self.close()

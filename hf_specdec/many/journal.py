@@ -21,13 +21,11 @@ import torch
 from ..errors import SpecConfigError, shown
 from ..metrics import SpecDecodingStats
 from ..reading import read_bytes
-from .results import RequestResult, error_text
-from .row import TokenLogprobs
+from .row import RequestResult, TokenLogprobs, error_text
 
 
 # What is kept of a result's statistics.
 _COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_committed_tokens", "num_row_cycles")
-_ENTRY = ("index", "key", "num_prompt_tokens", "tokens", "text", "finish_reason", "error", "stats")
 
 
 class Journal:
@@ -43,8 +41,8 @@ class Journal:
         self._known: dict[int, dict[str, Any]] = {}
         for other in others:
             self._known |= read_entries(other)[0]
-        known, end = read_entries(self.path) if os.path.lexists(self.path) else ({}, 0)
-        self._known |= known
+        entries, end = read_entries(self.path) if os.path.lexists(self.path) else ({}, 0)
+        self._known |= entries
         try:
             # Appending keeps every line whole, even where a run is started twice.
             self._file = self.path.open("ab")
@@ -90,18 +88,14 @@ class Journal:
 
 def read_entries(path: str | os.PathLike[str]) -> tuple[dict[int, dict[str, Any]], int]:
     """The whole lines of a journal by index, and the number of bytes that they take."""
-    entries, end = {}, 0
     try:
         content = read_bytes(path)
     except (OSError, ValueError) as error:
         raise SpecConfigError(f"The journal '{path}' cannot be read: {error}. Name another file.") from error
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            break
+    entries, end = {}, content.rfind(b"\n") + 1  # of a line that was cut off there is no end
+    for number, line in enumerate(content[:end].splitlines(), start=1):
         try:
             entry = json.loads(line)
-            names = (*_ENTRY, "logprobs") if "logprobs" in entry else _ENTRY
-            entry = {name: entry[name] for name in names}
             # What could not be returned is no result.
             entries[_result_of(entry).index] = entry
         except (ValueError, ArithmeticError, KeyError, TypeError, RecursionError) as error:
@@ -109,22 +103,21 @@ def read_entries(path: str | os.PathLike[str]) -> tuple[dict[int, dict[str, Any]
                 f"Line {number} of {path} is no result of a request ({type(error).__name__}: {error}). Pass the "
                 "journal of an earlier run, or a file that does not exist."
             ) from error
-        end += len(line)
     return entries, end
 
 
 def _result_of(entry: dict[str, Any]) -> RequestResult:
     """The result that an entry holds, without its error; errors of Python's own tell that it holds none."""
-    tokens = entry["tokens"]
-    counts = {name: entry["stats"][name] for name in _COUNTS}
-    for name, kinds in (("tokens", list), ("text", str | None), ("finish_reason", str), ("error", str | None)):
+    texts = [(name, str | None) for name in ("key", "text", "error")]
+    for name, kinds in (("tokens", list), ("finish_reason", str), *texts):
         if not isinstance(entry[name], kinds):
             raise ValueError(f"`{name}` is {shown(entry[name])}")
+    tokens, counts = entry["tokens"], {name: entry["stats"][name] for name in _COUNTS}
     numbers = [entry["index"], entry["num_prompt_tokens"], *tokens, *counts.values()]
     logprobs = None
     if entry.get("logprobs") is not None:
         logprobs = [
-            TokenLogprobs(float(own), [(t, float(value)) for t, value in top]) for own, top in entry["logprobs"]
+            TokenLogprobs(float(value), [(t, float(other)) for t, other in top]) for value, top in entry["logprobs"]
         ]
         numbers += [token for one in logprobs for token, _ in one.top]
         # Of a request that has failed some may be missing.

@@ -1,17 +1,18 @@
 """Requests that come and go while others are decoded, with the method names of transformers' continuous batching.
 
 Three threads meet here: those who add requests and wait for results, one that prepares what was added, and one that
-decodes. `_news` guards what they share, and tells them of changes.
+decodes, between whose steps `_to_do` is done. `_news` guards what they share, and tells them of changes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -20,10 +21,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..errors import SpecConfigError, shown
 from ..validation import Bounds, checked
 from .batching import SpeculativeGenerationOutput, output_of
+from .engine import engine_of_run
 from .requests import several
-from .results import RequestResult
-from .row import Row
-from .run import Run
+from .row import RequestResult, Row
 
 
 # Seconds after which who waits looks whether anything can still come.
@@ -44,7 +44,8 @@ class _Request:
     tokens: list[int]
     settings: dict[str, Any]
     handler: _Handler | None
-    streamed: list[int] | None  # tokens that have been given out on the way; None without streaming
+    num_streamed: int | None  # tokens that have been given out on the way; None without streaming
+    row: Row | None = None  # once it is decoded, or waits for a place
     is_cancelled: bool = False
 
 
@@ -87,24 +88,24 @@ class SpeculativeBatchingManager:
     ):
         if generation_config is not None:
             arguments["generation_config"] = generation_config
-        self._run = Run(model, arguments, tokenizer, seed, batch_size, max_tokens_in_flight)
+        self._engine = engine_of_run(model, arguments, tokenizer, seed, batch_size, max_tokens_in_flight)
         self.model: PreTrainedModel = model
         self.tokenizer: Any = tokenizer
         self.batch_size: int = batch_size
-        self.arguments: dict[str, Any] = self._run.reader.arguments
+        self.arguments: dict[str, Any] = self._engine.reader.arguments
         self.error: Exception | None = None
         # Held during a step, and while a row is prepared; and by those who pause.
         self._turn, self._reading = threading.RLock(), threading.RLock()
         self._starting = threading.Lock()
+        self._preparing = ThreadPoolExecutor(1, "hf_specdec preparation")
         self._thread: threading.Thread | None = None
         self._news = threading.Condition()  # guards what follows
         self._open: dict[str, _Request] = {}
-        self._added: deque[_Request] = deque()
-        self._prepared: deque[tuple[_Request, Row]] = deque()
+        self._to_do: list[Callable[[], None]] = []
         self._results: list[SpeculativeGenerationOutput] = []
         self._handlers: dict[str, _Handler] = {}  # of requests that are still to be added
         self._num_added = 0
-        self._is_preparing = self._is_stopping = self._gives_up = False
+        self._is_stopping = self._gives_up = False
 
     # The thread's life
 
@@ -165,7 +166,7 @@ class SpeculativeBatchingManager:
         Raises:
             SpecConfigError: It cannot be read.
         """
-        return self._run.reader.read(prompt)[0]
+        return self._engine.reader.read(prompt)[0]
 
     def add_request(
         self,
@@ -191,32 +192,26 @@ class SpeculativeBatchingManager:
         named = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         settings |= {name: value for name, value in named.items() if value is not None}
         try:
-            self._run.reader.check_settings(settings)
-            tokens, in_request = self._run.reader.read(input_ids)
-            return self._open_request(request_id, tokens, {**in_request, **settings}, streaming)
+            self._engine.reader.check_settings(settings)
+            tokens, in_request = self._engine.reader.read(input_ids)
+            with self._news:
+                if self._is_stopping:
+                    raise SpecConfigError("The manager is stopping and takes no more requests. Start it anew.")
+                number = self._num_added
+                self._num_added += 1
+                name = f"req_{number}" if request_id is None else request_id
+                if name in self._open:
+                    raise SpecConfigError(f"There is a request of the id {shown(name)}. Choose another one.")
+                handler = self._handlers.pop(name, None)
+                request = _Request(name, number, tokens, {**in_request, **settings}, handler, 0 if streaming else None)
+                self._open[name] = request
+                self._preparing.submit(self._prepare, request)
+                return name
         except Exception:
             with self._news:
                 # Nothing will come for it.
                 self._handlers.pop(request_id, None)
             raise
-
-    def _open_request(self, name: str | None, tokens: list[int], settings: dict[str, Any], streaming: bool) -> str:
-        with self._news:
-            if self._is_stopping:
-                raise SpecConfigError("The manager is stopping and takes no more requests. Start it anew.")
-            number = self._num_added
-            self._num_added += 1
-            name = f"req_{number}" if name is None else name
-            if name in self._open:
-                raise SpecConfigError(f"There is a request of the id {shown(name)}. Choose another one.")
-            streamed = [] if streaming else None
-            request = _Request(name, number, tokens, settings, self._handlers.pop(name, None), streamed)
-            self._open[name] = request
-            self._added.append(request)
-            if not self._is_preparing:
-                self._is_preparing = True
-                threading.Thread(target=self._prepare, name="hf_specdec preparation", daemon=True).start()
-        return name
 
     def add_requests(self, inputs: list[Any], max_new_tokens: int | None = None, **settings: Any) -> list[str]:
         """Adds several requests with the same settings; returns their ids."""
@@ -226,9 +221,9 @@ class SpeculativeBatchingManager:
         """Gives up a request, whose place is free for others. It has no result, unless it has ended already."""
         checked("request_id", request_id, str)
         with self._news:
-            if request_id in self._open:
-                self._open[request_id].is_cancelled = True
-                self._news.notify_all()
+            if (request := self._open.get(request_id)) is not None:
+                request.is_cancelled = True
+                self._tell(partial(self._cancel, request))
 
     # Results
 
@@ -243,18 +238,16 @@ class SpeculativeBatchingManager:
         checked("request_id", request_id, str | None)
         timeout = checked("timeout", timeout, float | None, _SECONDS)
 
-        def place() -> int | None:
-            places = (i for i, output in enumerate(self._results) if request_id in (None, output.request_id))
-            return next(places, None)
+        def places() -> list[int]:
+            return [place for place, output in enumerate(self._results) if request_id in (None, output.request_id)]
 
         def may_come() -> bool:
-            if not self.is_running():
-                return False
-            return request_id in self._open if request_id is not None else bool(self._open) or not self._is_stopping
+            is_wanted = request_id in self._open if request_id is not None else self._open or not self._is_stopping
+            return self.is_running() and bool(is_wanted)
 
         with self._news:
-            self._news.wait_for(lambda: place() is not None or not may_come(), timeout)
-            return None if (index := place()) is None else self._results.pop(index)
+            self._news.wait_for(lambda: places() or not may_come(), timeout)
+            return self._results.pop(places()[0]) if places() else None
 
     def __iter__(self) -> Iterator[SpeculativeGenerationOutput]:
         """Results as they come, until the manager has been stopped."""
@@ -300,32 +293,26 @@ class SpeculativeBatchingManager:
 
     # In threads of its own
 
-    def _prepare(self) -> None:
-        """Makes rows of what has been added, while others are decoded."""
-        while True:
-            with self._news:
-                if not self._added:
-                    self._is_preparing = False
-                    return
-                request = self._added.popleft()
-                if request.is_cancelled:
-                    self._end_request(request)
-                    continue
-            try:
-                with self._reading:
-                    row = self._run.reader.row(request.number, request.tokens, request.settings)
-            except Exception as error:  # noqa: BLE001 - of any kind: it is this request's
-                self._refuse(request, error)
-                continue
-            with self._news:
-                # Unless all has ended in the meantime.
-                if self._open.get(request.name) is request:
-                    self._prepared.append((request, row))
-                    self._news.notify_all()
+    def _prepare(self, request: _Request) -> None:
+        """Makes the row of what has been added, while others are decoded."""
+        try:
+            with self._reading:
+                if not request.is_cancelled:
+                    request.row = self._engine.reader.row(request.number, request.tokens, request.settings)
+        except Exception as error:  # noqa: BLE001 - of any kind: it is this request's
+            self._end_request(request, RequestResult(request.number, error=error), is_refused=True)
+        else:
+            self._tell(partial(self._begin, request))
+
+    def _tell(self, do: Callable[[], None]) -> None:
+        """Has the thread that decodes do something before its next step."""
+        with self._news:
+            self._to_do.append(do)
+            self._news.notify_all()
 
     @property
     def _has_work(self) -> bool:
-        return not self._gives_up and bool(self._prepared or not self._run.engine.is_idle)
+        return not self._gives_up and bool(self._to_do or not self._engine.is_idle)
 
     @property
     def _is_done(self) -> bool:
@@ -337,70 +324,63 @@ class SpeculativeBatchingManager:
         try:
             while self._has_work:
                 with self._turn:
-                    self._take()
-                    ended = self._run.step()
-                self._publish(ended)
+                    with self._news:
+                        to_do, self._to_do = self._to_do, []
+                    for do in to_do:
+                        do()
+                    ended = self._engine.step()
+                for row in ended:
+                    is_given_up = row.is_cancelled and row.error is None
+                    result = None if is_given_up else RequestResult.of_row(row)
+                    self._end_request(row.owner, result, is_refused=isinstance(row.error, SpecConfigError))
+                self._stream()
             with self._news:
                 goes_on = not self._is_done
         except Exception as error:  # noqa: BLE001 - of any kind: those who wait have to hear of it
             with self._news:
                 self.error, self._is_stopping = error, True
-            rows = {request: row for row, request in self._run.owners.items()}
-            for request in list(self._open.values()):
-                result = RequestResult.failed(request.number, error)
-                if request in rows:
-                    rows[request].error = error
-                    result = RequestResult.of_row(request.number, rows[request])
-                self._end_request(request, output_of(request.name, request.tokens, result))
+                for request in list(self._open.values()):
+                    result = RequestResult(request.number, error=error)
+                    if request.row is not None:
+                        request.row.error = error
+                        result = RequestResult.of_row(request.row)
+                    self._end_request(request, result)
         finally:
             if not goes_on:
                 self._close()
         return goes_on
 
-    def _take(self) -> None:
-        """Hands over to the engine what has been prepared, and what was cancelled."""
+    def _begin(self, request: _Request) -> None:
+        """Lets a request wait for a place, unless all has ended since it was prepared."""
+        if request.row is None or request.is_cancelled:
+            self._end_request(request)
+        elif self._open.get(request.name) is request:
+            request.row.owner = request
+            self._engine.add(request.row)
+
+    def _cancel(self, request: _Request) -> None:
+        if request.row is not None:
+            self._engine.cancel(request.row)
+
+    def _stream(self) -> None:
+        """Gives out what has come for requests that stream."""
         with self._news:
-            prepared = list(self._prepared)
-            self._prepared.clear()
-        for request, row in prepared:
-            if request.is_cancelled:
-                self._end_request(request)
-                continue
-            try:
-                self._run.add(request, row)
-            except Exception as error:  # noqa: BLE001 - of any kind: it is this request's
-                self._refuse(request, error)
-        for row, request in self._run.owners.items():
-            if request.is_cancelled:
-                self._run.engine.cancel(row)
+            streaming = [(request, request.row, request.num_streamed) for request in self._open.values()]
+        for request, row, num_streamed in streaming:
+            if row is not None and num_streamed is not None and num_streamed < row.num_tokens:
+                request.num_streamed = row.num_tokens
+                self._hand_over(request, output_of(request.name, request.tokens, RequestResult.of_row(row)))
 
-    def _publish(self, ended: list[tuple[_Request, Row]]) -> None:
-        for request, row in ended:
-            if row.is_cancelled and row.error is None:
-                self._end_request(request)
-            else:
-                output = output_of(request.name, request.tokens, RequestResult.of_row(request.number, row))
-                output.is_refused = isinstance(row.error, SpecConfigError)
-                self._end_request(request, output)
-        for row, request in self._run.owners.items():
-            if request.streamed is not None and (new := row.tokens_from(len(request.streamed))):
-                request.streamed += new
-                tokens = list(request.streamed)
-                logprobs = row.logprobs[: len(tokens)]
-                result = RequestResult(request.number, tokens, None, None, stats=row.stats.copy(), logprobs=logprobs)
-                self._hand_over(request, output_of(request.name, request.tokens, result))
-
-    def _refuse(self, request: _Request, error: Exception) -> None:
-        """Ends a request that was wrong as it came."""
-        output = output_of(request.name, request.tokens, RequestResult.failed(request.number, error))
-        self._end_request(request, replace(output, is_refused=True))
-
-    def _end_request(self, request: _Request, output: SpeculativeGenerationOutput | None = None) -> None:
-        """Closes a request with its last output; without one, nothing comes for it any more."""
+    def _end_request(self, request: _Request, result: RequestResult | None = None, is_refused: bool = False) -> None:
+        """Closes a request with its last output; without a result, nothing comes for it any more."""
         with self._news:
             if self._open.get(request.name) is request:
                 # Another request may have the id from now on.
                 del self._open[request.name]
+                output = None
+                if result is not None:
+                    output = output_of(request.name, request.tokens, result)
+                    output.is_refused = is_refused
                 self._hand_over(request, output)
 
     def _hand_over(self, request: _Request, output: SpeculativeGenerationOutput | None) -> None:
@@ -413,12 +393,11 @@ class SpeculativeBatchingManager:
 
     def _close(self) -> None:
         try:
-            self._run.close()
+            self._engine.close()
         finally:
             with self._news:
                 self._is_stopping = True
-                self._added.clear()
-                self._prepared.clear()
+                self._to_do.clear()
                 for request in list(self._open.values()):
                     self._end_request(request)
                 for handler in self._handlers.values():

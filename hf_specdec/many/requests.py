@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from inspect import signature
 from typing import Any
@@ -13,25 +13,25 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from ..arguments import ARGUMENTS, is_off
+from ..arguments import ARGUMENTS, is_off, original_generate
 from ..call.entry import SPELLINGS, prepare_request
 from ..call.refusals import check_sharing, effective
-from ..errors import SpecConfigError, shown
+from ..errors import SpecConfigError, SpecDecError, shown
 from ..logits.grammar.rows import grammar_of
 from ..logits.randomness import seed_from_torch
 from ..method import NO_DRAFTS
-from ..patching import original_generate
+from ..prompts import PROMPT_FIELDS, TOKENS_FIELD, WHOLE_FIELDS, is_chat, prompts_in
 from ..target.parts.adapters import AdapterChoice
 from ..target.parts.rotary import check_constant_rotary
 from ..target.request import Request
 from ..target_facts import forward_arguments, num_embeddings, vocabulary_size
 from ..threads import Recent, cached_property
-from ..validation import Bounds, checked
+from ..validation import MOST_INTEGER, Bounds, checked
 from .row import Row
 
 
 # How a dict names its prompt.
-_PROMPTS = ("input_ids", "text", "prompt", "messages")
+_PROMPTS = (TOKENS_FIELD, *PROMPT_FIELDS, *WHOLE_FIELDS)
 
 # Settings of all requests; of the speculative ones a request may switch its drafts off, or bound their length.
 _FOR_ALL = ({*ARGUMENTS} - {"spec_method", "num_speculative_tokens"}) | {*SPELLINGS, "generation_config"}
@@ -48,6 +48,18 @@ _NUMBERS = {
     "seed": (int, Bounds(-(2**63), 2**64 - 1)),
     "seed_row": (int, Bounds(least=0)),
     "top_logprobs": (int, Bounds(least=0)),
+}
+
+# Of other settings: what fits, and what an error calls it.
+_FUNCTIONS = (lambda value: _is_list(value, callable)), "a list of functions"
+_FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "logits_processor": _FUNCTIONS,
+    "stopping_criteria": _FUNCTIONS,
+    "prefix_allowed_tokens_fn": (callable, "a function"),
+    "stop_strings": (
+        lambda value: _is_text(value) or (value and _is_list(value, _is_text)),
+        "a text, or a list of them",
+    ),
 }
 
 # Of what tokenizers apply templates with, what `chat_template_kwargs` may say beside names of the template.
@@ -83,13 +95,13 @@ class RequestReader:
         self.tokenizer = tokenizer
         self._given_seed = seed
         self._seed = None if seed is None else seed_of(seed)
-        self._num_places = num_places
+        self.num_places: int = num_places
         numbers = _check({**arguments, "seed": seed})
         self.arguments: dict[str, Any] = {name: numbers.get(name, value) for name, value in arguments.items()}
         self.arguments["return_dict_in_generate"] = False
         has_adapters = self.arguments.get("adapter_names") is not None
         self._adapters: AdapterChoice | None = AdapterChoice(model) if has_adapters else None
-        self._stop_strings: Recent[StopStringCriteria] = Recent(64)
+        self._stop_criteria: Recent[StopStringCriteria] = Recent(64)
 
     @cached_property
     def written_settings(self) -> dict[str, Any]:
@@ -110,7 +122,7 @@ class RequestReader:
         """Tokens of a request, and its own settings."""
         if not isinstance(request, Mapping):
             return self._tokens(request), {}
-        prompts = [request[name] for name in _PROMPTS if request.get(name) is not None]
+        prompts = [*prompts_in(request, _PROMPTS).values()]
         if len(prompts) != 1:
             names = ", ".join(f"`{name}`" for name in _PROMPTS)
             raise SpecConfigError(f"A request needs one of {names}, got {shown(list(request))}.")
@@ -118,7 +130,7 @@ class RequestReader:
         tools = settings.pop("tools", None)
         template = settings.pop("chat_template_kwargs", None)
         self.check_settings(settings)
-        if (tools or template) and not (_is_chat(prompts[0]) and self.tokenizer is not None):
+        if (tools or template) and not (is_chat(prompts[0]) and self.tokenizer is not None):
             raise SpecConfigError(
                 "`tools` and `chat_template_kwargs` belong to a chat. Pass `messages`, and `tokenizer=` of the model."
             )
@@ -140,7 +152,7 @@ class RequestReader:
     def _tokens(self, prompt: Any, tools: Any = None, template: Any = None) -> list[int]:
         if isinstance(prompt, str):
             return self._encode(prompt, special=True)
-        if _is_chat(prompt):
+        if is_chat(prompt):
             return self._encode(self._chat(prompt, tools, template or {}), special=False)
         if not isinstance(prompt, Sequence) and hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
@@ -162,7 +174,6 @@ class RequestReader:
         return tokens
 
     def _chat(self, messages: Sequence[Any], tools: Any, template: Any) -> str:
-        """The text of a chat."""
         if self.tokenizer is None:
             raise SpecConfigError("A chat needs the model's tokenizer. Pass `tokenizer=`.")
         if not isinstance(template, Mapping):
@@ -212,11 +223,17 @@ class RequestReader:
         request_seed = settings.pop("seed", None)
         seed_row = settings.pop("seed_row", None) or 0
         most_draft_tokens = settings.pop("num_speculative_tokens", None)
+        most_draft_tokens = MOST_INTEGER if most_draft_tokens is None else most_draft_tokens
         if settings.pop("spec_method", None) is not None:
             most_draft_tokens = 0  # nothing else may be asked
         arguments = {**self.arguments, **settings, **self._copied_functions(settings)}
         top_logprobs = arguments.pop("top_logprobs", None)
-        adapter = self._adapter(arguments.pop("adapter_names", None))
+        adapters = arguments.pop("adapter_names", None)
+        if self._adapters is None and adapters is not None:
+            raise SpecConfigError(
+                f"`adapter_names`={shown(adapters)} of a request needs one of the run, for requests that name none. "
+                "Pass adapter_names=['__base__'] to the run as well, for no adapter."
+            )
         input_ids = torch.tensor([tokens], device=self.model.device)
         arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         # Before transformers encodes images.
@@ -224,7 +241,7 @@ class RequestReader:
         arguments = self._in_one_config({**arguments, "tokenizer": self.tokenizer})
         try:
             request = prepare_request(self.model, arguments, self._stop_criterion)
-        except ValueError:
+        except (SpecDecError, ValueError):
             raise
         except Exception as error:
             # transformers finds some wrong types where it uses them.
@@ -238,7 +255,9 @@ class RequestReader:
         first, size = request.generation_config.forced_bos_token_id, vocabulary_size(self.model)
         if first is not None and first >= size:
             raise SpecConfigError(f"`forced_bos_token_id`={shown(first)} is no token: those are from 0 to {size - 1}.")
-        request.adapters = None if adapter is None else [adapter]
+        if self._adapters is not None:
+            adapters = self.arguments["adapter_names"] if adapters is None else adapters
+            request.adapters = [self._adapters.place(adapters)]
         if "pad_token_id" not in self.arguments and request.generation_config._pad_token_tensor is not None:
             # Otherwise transformers says for each request that it takes another token for it.
             self.arguments["pad_token_id"] = request.pad_token
@@ -249,21 +268,11 @@ class RequestReader:
             # As a call does, and the same in all processes that hold parts of the target.
             seed = self._seed = request.draw_seed() if self._seed is None else self._seed
         row = Row(request, seed, number, most_draft_tokens, top_logprobs)
+        row.index = index
         # A loop of several rows may read any of them beside the others.
-        reach = ([1], row.most_tokens - 1) if self._num_places > 1 else ([row.length], row.most_tokens - row.length)
+        reach = ([1], row.most_tokens - 1) if self.num_places > 1 else ([row.length], row.most_tokens - row.length)
         check_constant_rotary(self.model, *reach)
         return row
-
-    def _adapter(self, names: Any) -> int | None:
-        """Place of a request's adapter; `None` where all have those that are active."""
-        if self._adapters is not None:
-            return self._adapters.place(self.arguments["adapter_names"] if names is None else names)
-        if names is not None:
-            raise SpecConfigError(
-                f"`adapter_names`={shown(names)} of a request needs one of the run, for requests that name none. Pass "
-                "adapter_names=['__base__'] to the run as well, for no adapter."
-            )
-        return None
 
     def telling_adapters(self) -> AbstractContextManager[None]:
         """Lets rows, inside the block, have adapters of their own, where requests name some."""
@@ -291,10 +300,9 @@ class RequestReader:
 
     def _stop_criterion(self, tokenizer: Any, strings: Any) -> StopStringCriteria:
         """The criterion of stop strings, which is made once for equal ones: it reads the whole vocabulary."""
-        criterion = self._stop_strings.get(repr(strings))
-        if criterion is None:
+        if (criterion := self._stop_criteria.get(repr(strings))) is None:
             criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
-            self._stop_strings.put(repr(strings), criterion)
+            self._stop_criteria.put(repr(strings), criterion)
         return criterion
 
     def together(self, rows: list[Row]) -> Request:
@@ -303,7 +311,7 @@ class RequestReader:
         input_ids = torch.zeros((len(rows), length), dtype=torch.long, device="cpu")
         mask = torch.zeros_like(input_ids)
         for index, row in enumerate(rows):
-            input_ids[index, length - row.length :] = row.sequences.row(0).cpu()
+            input_ids[index, length - row.length :] = row.texts.row(0).cpu()
             mask[index, length - row.length :] = 1
         arguments = {name: self.arguments[name] for name in _OF_FORWARDS if name in self.arguments}
         arguments |= {
@@ -317,7 +325,7 @@ class RequestReader:
         }
         request = prepare_request(self.model, self._in_one_config(arguments))
         if self._adapters is not None:
-            request.adapters = [row.request.adapters[0] for row in rows if row.request.adapters is not None]
+            request.adapters = [name for row in rows for name in row.request.adapters or ()]
         return request
 
     def _in_one_config(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -328,8 +336,8 @@ class RequestReader:
             return arguments
         config = copy.copy(config)
         # Some models have a generate() of their own, which reads its arguments and not the config.
-        own = signature(original_generate(type(self.model))).parameters
-        settings = {name: value for name, value in arguments.items() if name in vars(config) and name not in own}
+        named = signature(original_generate(type(self.model))).parameters
+        settings = {name: value for name, value in arguments.items() if name in vars(config) and name not in named}
         if "max_new_tokens" in settings:
             config.max_length = None
         if getattr(self.model.generation_config, "stop_strings", None) is not None:
@@ -348,8 +356,12 @@ def several(requests: Any) -> Iterator[Any]:
     raise SpecConfigError(f"`requests` takes several requests, such as a list, got {shown(requests)}.")
 
 
-def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(fits, value))
 
 
 def seed_of(seed: int) -> int:
@@ -365,8 +377,8 @@ def check_config(config: Any) -> None:
 
 def _check_inputs(arguments: Mapping[str, Any], of_forwards: Container[str]) -> None:
     """Refuses arguments that the forward would read, of whose names `of_forwards` has some."""
-    given = [name for name, value in arguments.items() if name in of_forwards and value is not None]
-    if lost := [name for name in given if name not in _SET_BY_THE_LOOP]:
+    read = [name for name, value in arguments.items() if name in of_forwards and value is not None]
+    if lost := [name for name in read if name not in _SET_BY_THE_LOOP]:
         raise SpecConfigError(
             f"`{lost[0]}` would not be read: requests that share a loop are tokens alone. Leave it out, or call "
             "generate()."
@@ -384,18 +396,9 @@ def _check(arguments: Mapping[str, Any]) -> dict[str, Any]:
         name: checked(name, arguments.get(name, getattr(config, name, None)), kind | None, bounds)
         for name, (kind, bounds) in _NUMBERS.items()
     }
-    for name in ("logits_processor", "stopping_criteria"):
-        functions = arguments.get(name)
-        if functions is not None and not (isinstance(functions, (list, tuple)) and all(map(callable, functions))):
-            raise SpecConfigError(f"`{name}` takes a list of functions, got {shown(functions)}.")
-    allowed = arguments.get("prefix_allowed_tokens_fn")
-    if allowed is not None and not callable(allowed):
-        raise SpecConfigError(f"`prefix_allowed_tokens_fn` takes a function, got {shown(allowed)}.")
-    strings = arguments.get("stop_strings", getattr(config, "stop_strings", None))
-    texts = [strings] if isinstance(strings, str) else strings
-    if texts is not None and not (
-        isinstance(texts, (list, tuple)) and texts and all(isinstance(text, str) and text for text in texts)
-    ):
-        raise SpecConfigError(f"`stop_strings` takes a text, or a list of them, got {shown(strings)}.")
+    for name, (fits, form) in _FORMS.items():
+        value = arguments.get(name, getattr(config, name, None))
+        if value is not None and not fits(value):
+            raise SpecConfigError(f"`{name}` takes {form}, got {shown(value)}.")
     check_sharing(arguments)
     return numbers

@@ -1,19 +1,22 @@
-"""A request while it is decoded: a group of one row, with what is told of it alone.
+"""A request while it is decoded: a group of one row, with what is told of it alone; and its result.
 
 Shapes: R active rows, M committed tokens, V vocabulary, K most probable tokens.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-from ..loop.observers import Cycle, Observer
+from ..loop.cycle import Cycle
+from ..loop.observers import Observer
 from ..loop.rows import Group, Rows
 from ..metrics import SpecDecodingStats
 from ..target.request import Request
 from ..transfers import take_nodes, upload
+from ..validation import MOST_INTEGER
 
 
 class TokenLogprobs(NamedTuple):
@@ -36,15 +39,16 @@ class Row(Group):
     """
 
     fails_alone = True
-    # How many have come before it.
-    arrival: int = 0
+    index: int = 0  # of its request
+    arrival: int = 0  # how many have come before it
+    owner: Any = None  # what it is decoded for
 
     def __init__(
         self,
         request: Request,
         seed: int,
         number: int,
-        most_draft_tokens: int | None = None,
+        most_draft_tokens: int = MOST_INTEGER,
         top_logprobs: int | None = None,
     ):
         self.seed: int = seed
@@ -68,51 +72,31 @@ class Row(Group):
 
     @property
     def length(self) -> int:
-        return self.sequences.lengths[0]
+        return self.texts.lengths[0]
 
     @property
     def most_tokens(self) -> int:
         """Tokens that it may come to, the prompt included."""
-        return self.stop.max_length
+        return self.texts.max_length
+
+    @property
+    def num_tokens(self) -> int:
+        return self.length - self.texts.prompt_length
 
     @property
     def tokens(self) -> list[int]:
         """The generated tokens."""
-        return self.tokens_from(0)
-
-    def tokens_from(self, first: int) -> list[int]:
-        """The generated tokens without so many of the first ones."""
-        return self.sequences.tokens(0, self.sequences.prompt_length + first)
+        return self.texts.tokens(0, self.texts.prompt_length)
 
     @property
-    def prompt(self) -> list[int]:
-        return self.sequences.tokens(0)[: self.sequences.prompt_length]
-
-    @property
-    def finish_reason(self) -> str:
-        """Why it has ended: "stop", "length", "error" or "cancelled"."""
+    def finish_reason(self) -> str | None:
+        """Why it has ended, "stop", "length", "error" or "cancelled"; `None` while it goes on."""
         if self.error is not None:
             return "error"
-        if self.stop.all_finished:
-            is_full = self.length >= self.stop.max_length and self.tokens[-1] not in self.stop.eos_tokens
-            return "length" if is_full else "stop"
-        return "cancelled"
-
-
-class RowStatistics(Observer):
-    """Counts drafts and tokens for each request."""
-
-    def __init__(self, rows: Rows):
-        self._rows = rows
-
-    def see_first(self, cycle: Cycle) -> None:
-        """Those of the prompts count as soon as a request begins."""
-
-    def tell(self, cycle: Cycle) -> None:
-        draft, verdict = cycle.draft, cycle.verdict
-        counts = zip(draft.counts(), draft.max_depths(), verdict.num_accepted, verdict.counts)
-        for number, row_counts in zip(cycle.rows, counts):
-            self._rows.group(number).stats.count(*row_counts)
+        if not self.texts.all_finished:
+            return "cancelled" if self.is_cancelled else None
+        is_full = self.length >= self.texts.max_length and self.tokens[-1] not in self.texts.eos_tokens
+        return "length" if is_full else "stop"
 
 
 class RowLogprobs(Observer):
@@ -123,35 +107,70 @@ class RowLogprobs(Observer):
 
     @property
     def reads_logits(self) -> bool:
-        return any(self._rows.group(number).top_logprobs is not None for number in self._rows.active)
+        return any(row.top_logprobs is not None for row, _ in self._rows.members)
 
     def see(self, cycle: Cycle) -> None:
-        rows = [self._rows.group(number) for number in cycle.rows]
-        asking = [index for index, row in enumerate(rows) if row.top_logprobs is not None]
+        rows = [row for row, _ in self._rows.members]
+        asking = [place for place, row in enumerate(rows) if row.top_logprobs is not None]
         if not asking:
             return
         logits, verdict = cycle.output.logits, cycle.verdict
-        most = max(rows[index].top_logprobs for index in asking)
-        places = upload(asking, logits.device)
-        nodes, tokens = (values.to(logits.device)[places] for values in (verdict.path, verdict.tokens))
+        most = min(max(rows[place].top_logprobs for place in asking), logits.shape[-1])
+        index = upload(asking, logits.device)
+        nodes, tokens = (values.to(logits.device)[index] for values in (verdict.path, verdict.tokens))
+        # Of the tokens `(R, M, 1)` and of the best ones, then these `(R, M, K)`; doubles hold both.
+        logs = take_nodes(logits[index], nodes).float().log_softmax(-1)
+        tables = logs.gather(-1, tokens[..., None]), *logs.topk(most, dim=-1)
         # A wait of its own, for those who ask: the device has nothing else to do here.
-        values = _log_probs(take_nodes(logits[places], nodes), tokens, most).tolist()
-        for index, positions in zip(asking, values):
-            row = rows[index]
-            for own, *top in positions[: verdict.counts[index]]:
-                pairs = [(int(token), value) for value, token in zip(top, top[len(top) // 2 :])]
-                row.logprobs.append(TokenLogprobs(own, pairs[: row.top_logprobs]))
+        values = torch.cat([table.double() for table in tables], dim=-1).tolist()
+        for place, positions in zip(asking, values):
+            row = rows[place]
+            for value, *top in positions[: verdict.counts[place]]:
+                pairs = [(int(token), log) for log, token in zip(top, top[most:])]
+                row.logprobs.append(TokenLogprobs(value, pairs[: row.top_logprobs]))
 
 
-def _log_probs(logits: torch.Tensor, tokens: torch.LongTensor, most: int) -> torch.DoubleTensor:
-    """Log-probabilities of tokens `(R, M)` and of the K best, then the K best: `(R, M, 1 + 2 K)`.
+@dataclass
+class RequestResult:
+    """The end of one request.
 
-    Args:
-        logits (`torch.Tensor` of shape `(R, M, V)`): The target's.
-        tokens (`torch.LongTensor` of shape `(R, M)`): The tokens.
-        most (`int`): K, or more than there are tokens.
+    Attributes:
+        index (`int`): Its number: requests are counted as they are taken from the iterable.
+        tokens (`list[int]`): The generated tokens, an end token included.
+        text (`str`, *optional*): The same as text, where there is a tokenizer.
+        finish_reason (`str`): "stop" (an end token, a stop string or another criterion), "length", or "error".
+        error (`Exception`, *optional*): Why it has failed. What was generated before is in `tokens`.
+        num_prompt_tokens (`int`): Tokens of the prompt; 0 if it could not be read.
+        stats (`SpecDecodingStats`): What was drafted and accepted for it. Forwards and seconds are shared, and 0 here.
+        logprobs (`list[TokenLogprobs]`, *optional*): Of the generated tokens, where `top_logprobs` asks for them.
     """
-    logs = logits.float().log_softmax(-1)
-    best = logs.topk(min(most, logs.shape[-1]), dim=-1)
-    # Doubles hold both.
-    return torch.cat([values.double() for values in (logs.gather(-1, tokens[..., None]), *best)], dim=-1)
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    text: str | None = None
+    finish_reason: str | None = "error"
+    error: Exception | None = None
+    num_prompt_tokens: int = 0
+    stats: SpecDecodingStats = field(default_factory=lambda: SpecDecodingStats(batch_size=1), repr=False)
+    logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of_row(cls, row: Row, tokenizer: Any = None) -> RequestResult:
+        """What has become of a row so far."""
+        tokens = row.tokens
+        return cls(
+            row.index,
+            tokens,
+            text=None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True),
+            finish_reason=row.finish_reason,
+            error=row.error,
+            num_prompt_tokens=row.texts.prompt_length,
+            # Of a row that goes on they are still counted.
+            stats=row.stats.copy(),
+            logprobs=None if row.top_logprobs is None else row.logprobs[: len(tokens)],
+        )
+
+
+def error_text(error: Exception | None) -> str | None:
+    """A request's error as it is written down: its message or, where it has none, its kind."""
+    return None if error is None else str(error) or type(error).__name__

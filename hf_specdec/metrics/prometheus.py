@@ -91,7 +91,7 @@ class PrometheusMetrics(Listener):
     def _register(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
-        from ..loaded import loaded_bytes, loaded_drafters
+        from ..loaded import all_loaded, num_bytes
 
         def add(kind: type, name: str, help: str, *labels: str, **options: Any) -> Any:
             metric = kind(f"hf_specdec_{name}", help, labels, registry=self.registry, **options)
@@ -118,8 +118,8 @@ class PrometheusMetrics(Listener):
         }
         bytes_help = "Bytes of their weights and of the texts that they remember."
         self.loaded: list[tuple[Any, Callable[[], int]]] = [
-            (add(Gauge, "loaded_drafters", "Drafters that stay loaded in this process."), loaded_drafters),
-            (add(Gauge, "loaded_bytes", bytes_help), loaded_bytes),
+            (add(Gauge, "loaded_drafters", "Drafters that stay loaded in this process."), lambda: len(all_loaded())),
+            (add(Gauge, "loaded_bytes", bytes_help), lambda: num_bytes(all_loaded())),
         ]
         for gauge, function in self.loaded:
             gauge.set(function()) if _FOLDER in os.environ else gauge.set_function(function)
@@ -278,7 +278,7 @@ def start_http_server(
     addr = _LOOPBACK if addr is None else addr
     if not (isinstance(addr, str) and addr.strip()):
         raise SpecConfigError(f"`addr` must be an address such as {_LOOPBACK!r}, got {shown(addr)}.")
-    own = served = _checked(registry, model_name)
+    enabled = served = _checked(registry, model_name)
     import prometheus_client
     from prometheus_client import multiprocess
 
@@ -294,7 +294,7 @@ def start_http_server(
             "`addr` of this machine."
         ) from error
     try:
-        enable(own, model_name)
+        enable(enabled, model_name)
     except SpecConfigError:
         server[0].shutdown()
         server[0].server_close()

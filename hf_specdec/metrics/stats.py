@@ -182,12 +182,12 @@ class SpecDecodingStats:
     @classmethod
     def total(cls, calls: Iterable[SpecDecodingStats]) -> SpecDecodingStats:
         """Sums several calls of one method; the notes of all of them, each once."""
-        found = cls()
+        total = cls()
         for call in calls:
-            found.add(call)
-            found.method, found.rejection_sample_method = call.method, call.rejection_sample_method
-            found.notes += [note for note in call.notes if note not in found.notes]
-        return found
+            total.add(call)
+            total.method, total.rejection_sample_method = call.method, call.rejection_sample_method
+            total.notes += [note for note in call.notes if note not in total.notes]
+        return total
 
     def to_dict(self) -> dict[str, Any]:
         """All counts and rates as plain values, for JSON."""
@@ -242,13 +242,13 @@ class StatsReader:
             new[name] = now[name] - before[name]
             before[name] = now[name]
         for name in _LISTS:
-            new[name] = [count - known for count, known in zip_longest(now[name], before[name], fillvalue=0)]
+            new[name] = [count - earlier for count, earlier in zip_longest(now[name], before[name], fillvalue=0)]
             before[name] = now[name][:]
-        known = self._read.num_cycles_without_drafts
+        counted = self._read.num_cycles_without_drafts
         for reason, count in self.stats.num_cycles_without_drafts.items():
-            if count != known.get(reason, 0):
-                difference.count_without_drafts(reason, count - known.get(reason, 0))
-                known[reason] = count
+            if count != counted.get(reason, 0):
+                difference.count_without_drafts(reason, count - counted.get(reason, 0))
+                counted[reason] = count
         return difference
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ..metrics import SpecDecodingStats
@@ -16,31 +17,26 @@ _LEAST_LOGPROB = -9999.0
 
 
 class ScoredToken(NamedTuple):
-    """A token of an answer, where its text begins in that of the answer, and log-probabilities.
-
-    Attributes:
-        own (`float`): Its own.
-        top (`list[tuple[int, float]]`): The most probable tokens in its place, and theirs.
-    """
+    """A token of an answer, with log-probabilities."""
 
     token: int
-    offset: int
+    offset: int  # of its text in that of the answer
     own: float
-    top: list[tuple[int, float]]
+    top: list[tuple[int, float]]  # the most probable tokens in its place, and theirs
 
 
 class Part(NamedTuple):
     """A part of a text, its tokens where log-probabilities are wanted, and calls of tools that it has completed."""
 
     text: str
-    tokens: list[ScoredToken]
-    calls: list[ToolCall]
+    tokens: Sequence[ScoredToken] = ()
+    calls: Sequence[ToolCall] = ()
 
 
 def joined(parts: list[Part]) -> Part:
     """Several parts as one."""
-    lists = ([one for part in parts for one in getattr(part, name)] for name in ("tokens", "calls"))
-    return Part("".join(part.text for part in parts), *lists)
+    texts, tokens, calls = zip(*parts) if parts else ((), (), ())
+    return Part("".join(texts), [*chain(*tokens)], [*chain(*calls)])
 
 
 def usage_of(num_prompt_tokens: int, num_tokens: int, stats: SpecDecodingStats) -> dict[str, Any]:
@@ -59,11 +55,7 @@ def usage_of(num_prompt_tokens: int, num_tokens: int, stats: SpecDecodingStats) 
 class Form:
     """The form of the answers to one request, whole or in chunks.
 
-    Args:
-        name (`str`): Id of the answer.
-        model (`str`): Name of the model.
-        is_chat (`bool`): Answers a chat.
-        text_of (`Callable[[int], str]`, *optional*): Text of a token, where log-probabilities are wanted.
+    `text_of` gives the text of a token, where log-probabilities are wanted.
     """
 
     def __init__(self, name: str, model: str, is_chat: bool, text_of: Callable[[int], str] | None = None):
@@ -71,12 +63,7 @@ class Form:
         self._head = {"id": name, "created": int(time.time()), "model": model}
 
     def whole(self, choices: list[tuple[Part, str]], usage: dict[str, Any]) -> dict[str, Any]:
-        """All of an answer.
-
-        Args:
-            choices (`list[tuple[Part, str]]`): Text of each choice, and why it has ended.
-            usage (`dict`): Of all of them.
-        """
+        """All choices, each a text and why it has ended."""
         listed = []
         for index, (part, reason) in enumerate(choices):
             message: dict[str, Any] = {"role": "assistant", "content": part.text}
@@ -107,7 +94,7 @@ class Form:
             logprobs = (self._chat_logprobs if self._is_chat else self._logprobs)(part.tokens)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
-    def _chat_logprobs(self, tokens: list[ScoredToken]) -> dict[str, Any]:
+    def _chat_logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
         content = [
             {**self._named(one.token, one.own), "top_logprobs": [self._named(*pair) for pair in one.top]}
             for one in tokens
@@ -120,7 +107,7 @@ class Form:
         known = None if UNFINISHED in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": known}
 
-    def _logprobs(self, tokens: list[ScoredToken]) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
         tops = [{self._text_of(token): max(value, _LEAST_LOGPROB) for token, value in one.top} for one in tokens]
         return {
             "tokens": [self._text_of(one.token) for one in tokens],

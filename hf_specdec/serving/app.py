@@ -7,7 +7,7 @@ import hmac
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ import prometheus_client
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from transformers.utils import logging
@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ..metrics import prometheus
 from .answers import Form, Part, joined
 from .bodies import ChatBody, CompletionBody, GenerationBody
-from .service import RETRY_AFTER, UNAVAILABLE, Answer, RefusedError, Reply, Service
+from .service import RETRY_AFTER, UNAVAILABLE, Answer, RefusedError, Reply, Service, internal_error
 
 
 logger = logging.get_logger(__name__)
@@ -80,24 +80,24 @@ def build_app(
 
     @app.exception_handler(RefusedError)
     async def refuse(request: Request, error: RefusedError) -> JSONResponse:
-        return _error(error.status, error.message, error.code)
+        return _error(error)
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> JSONResponse:
         service.outcomes["refused"] += 1
-        return _error(400, _first_mistake(error), "invalid_request")
+        return _error(RefusedError(400, _first_mistake(error), "invalid_request"))
 
     @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> JSONResponse:
-        return _error(error.status_code, str(error.detail), "invalid_request")
+        return _error(RefusedError(error.status_code, str(error.detail), "invalid_request"))
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> JSONResponse | StreamingResponse:
-        return await _respond(service, request, body, is_chat=True)
+        return await _respond(service, request, body)
 
     @app.post("/v1/completions", response_model=None)
     async def complete(body: CompletionBody, request: Request) -> JSONResponse | StreamingResponse:
-        return await _respond(service, request, body, is_chat=False)
+        return await _respond(service, request, body)
 
     known = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "hf_specdec"}
 
@@ -127,12 +127,10 @@ def build_app(
 # Answers
 
 
-async def _respond(
-    service: Service, request: Request, body: GenerationBody, is_chat: bool
-) -> JSONResponse | StreamingResponse:
+async def _respond(service: Service, request: Request, body: GenerationBody) -> JSONResponse | StreamingResponse:
     reply, response = service.admit(body), None
     try:
-        response = await _unless_left(request, _answer(service, reply, body, is_chat))
+        response = await _unless_left(request, _answer(service, reply, body))
         # Who has left reads nothing.
         return response or JSONResponse(None)
     finally:
@@ -140,26 +138,20 @@ async def _respond(
             reply.close()
 
 
-async def _answer(
-    service: Service, reply: Reply, body: GenerationBody, is_chat: bool
-) -> JSONResponse | StreamingResponse:
+async def _answer(service: Service, reply: Reply, body: GenerationBody) -> JSONResponse | StreamingResponse:
     await reply.begin()
+    is_chat = isinstance(body, ChatBody)
     text_of = None if body.num_top_logprobs is None else lambda token: service.manager.tokenizer.decode([token])
     form = Form(f"{'chatcmpl' if is_chat else 'cmpl'}-{reply.id}", service.name, is_chat, text_of)
     if body.stream:
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         return _ReplyResponse(reply, _events(reply, form, with_usage))
-    texts = await _texts_of(reply)
-    reasons = (answer.finish_reason for answer in reply.answers)
-    return JSONResponse(form.whole(list(zip(texts, reasons)), reply.usage()))
-
-
-async def _texts_of(reply: Reply) -> list[Part]:
     parts: dict[Answer, list[Part]] = {answer: [] for answer in reply.answers}
     async for answer, part in reply.parts():
         if part is not None:
             parts[answer].append(part)
-    return list(map(joined, parts.values()))
+    choices = [(joined(of_answer), answer.finish_reason) for answer, of_answer in parts.items()]
+    return JSONResponse(form.whole(choices, reply.usage()))
 
 
 async def _unless_left(request: Request, coroutine: Any) -> Any:
@@ -189,7 +181,7 @@ async def _events(reply: Reply, form: Form, with_usage: bool) -> AsyncIterator[s
         if with_usage:
             yield _event(form.usage_chunk(reply.usage()))
     except RefusedError as error:
-        yield _event(_error_body(error.status, error.message, error.code))
+        yield _event(_error_body(error))
     yield "data: [DONE]\n\n"
 
 
@@ -216,14 +208,14 @@ class _ReplyResponse(StreamingResponse):
 # Errors
 
 
-def _error(status: int, message: str, code: str) -> JSONResponse:
-    headers = {429: {"Retry-After": str(RETRY_AFTER)}, 401: {"WWW-Authenticate": "Bearer"}}.get(status)
-    return JSONResponse(_error_body(status, message, code), status, headers)
+def _error(error: RefusedError) -> JSONResponse:
+    headers = {429: {"Retry-After": str(RETRY_AFTER)}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
+    return JSONResponse(_error_body(error), error.status, headers)
 
 
-def _error_body(status: int, message: str, code: str) -> dict[str, Any]:
-    kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+def _error_body(error: RefusedError) -> dict[str, Any]:
+    kind = _KINDS.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
 
 
 def _first_mistake(error: RequestValidationError) -> str:
@@ -260,8 +252,7 @@ class _Failures:
             if has_begun or scope["type"] != "http":
                 raise
             logger.exception("A request has failed.")
-            failure = _error(500, "The server has failed at this request. See its log.", "internal_error")
-            await failure(scope, receive, send)
+            await _error(internal_error())(scope, receive, send)
 
 
 class _Guard:
@@ -276,26 +267,13 @@ class _Guard:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers = dict(scope["headers"])
-        if self._hosts is not None:
-            host = _HOST.fullmatch(headers.get(b"host", b"").decode("latin-1").lower())
-            if host is None or host[1] not in self._hosts:
-                refusal = _error(400, "The server is not asked by this name.", "invalid_host")
-                return await refusal(scope, receive, send)
-        if self._expected is not None and scope["path"] != "/health":
-            if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
-                refusal = _error(401, "The API key is missing or wrong.", "invalid_api_key")
-                return await refusal(scope, receive, send)
         try:
-            with anyio.fail_after(_BODY_SECONDS):
-                body = await self._read(receive)
-        except TimeoutError:
-            return await _error(408, "The body has not arrived in time.", "timeout")(scope, receive, send)
+            self._check(scope)
+            body = await self._read(receive)
+        except RefusedError as error:
+            return await _error(error)(scope, receive, send)
         if body is None:
             return None
-        if len(body) > self._max_body_bytes:
-            refusal = _error(413, f"A body has at most {self._max_body_bytes} bytes.", "body_too_large")
-            return await refusal(scope, receive, send)
         message: dict[str, Any] | None = {"type": "http.request", "body": body, "more_body": False}
 
         async def replay() -> Any:
@@ -305,13 +283,29 @@ class _Guard:
 
         return await self._app(scope, replay, send)
 
+    def _check(self, scope: Any) -> None:
+        headers = dict(scope["headers"])
+        if self._hosts is not None:
+            host = _HOST.fullmatch(headers.get(b"host", b"").decode("latin-1").lower())
+            if host is None or host[1] not in self._hosts:
+                raise RefusedError(400, "The server is not asked by this name.", "invalid_host")
+        if self._expected is not None and scope["path"] != "/health":
+            if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+                raise RefusedError(401, "The API key is missing or wrong.", "invalid_api_key")
+
     async def _read(self, receive: Any) -> bytes | None:
-        """The body, or more of it than is allowed; `None` if the client leaves before its end."""
+        """The body; `None` if the client leaves before its end."""
         body = bytearray()
-        while (message := await receive())["type"] != "http.disconnect":
-            body += message.get("body", b"")
-            if len(body) > self._max_body_bytes or not message.get("more_body", False):
-                return bytes(body)
+        try:
+            with anyio.fail_after(_BODY_SECONDS):
+                while (message := await receive())["type"] != "http.disconnect":
+                    body += message.get("body", b"")
+                    if len(body) > self._max_body_bytes:
+                        raise RefusedError(413, f"A body has at most {self._max_body_bytes} bytes.", "body_too_large")
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise RefusedError(408, "The body has not arrived in time.", "timeout") from None
         return None
 
 
@@ -321,7 +315,7 @@ class _ServiceMetrics:
     def __init__(self, service: Service):
         self._service = service
 
-    def collect(self):
+    def collect(self) -> Iterator[Metric]:
         service = self._service
         running = GaugeMetricFamily("hf_specdec_server_open_requests", "Requests that are decoded or wait.")
         running.add_metric([], service.num_open)

@@ -1,6 +1,7 @@
 """Bodies of requests, in OpenAI's form, with vLLM's additions.
 
-Fields without a meaning here are ignored, and the log says so once. Those of `refused` ask for what cannot be done.
+Fields of a model are accepted. Those of its table `refused` ask for what cannot be done, unless they are empty. All
+others have no meaning here and are ignored; the log says so once.
 """
 
 from __future__ import annotations
@@ -25,11 +26,7 @@ _MOST_IGNORED = 100
 
 
 class _Body(BaseModel):
-    """What a client sends.
-
-    Attributes:
-        refused (`dict`): Fields that ask for what cannot be done, unless they are empty, and what to do instead.
-    """
+    """What a client sends; `refused` are names of fields that cannot be honoured, and what to do instead."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     refused: ClassVar[dict[str, str]] = {}
@@ -98,9 +95,10 @@ class ResponseFormat(_Body):
         return self
 
     @property
-    def grammar(self) -> dict[str, Any]:
-        schemas = {"json_object": {"type": "object"}, "json_schema": self.json_schema and self.json_schema.content}
-        return {"schema": schemas[self.type]} if self.type in schemas else {}
+    def forms(self) -> list[dict[str, Any]]:
+        if self.type == "text":
+            return []
+        return [{"schema": self.json_schema.content if self.type == "json_schema" else {"type": "object"}}]
 
 
 class StructuredOutputs(_Body):
@@ -115,16 +113,10 @@ class StructuredOutputs(_Body):
     json_object: bool | None = None
 
     @property
-    def given(self) -> list[dict[str, Any]]:
-        schema = {"type": "object"} if self.json_object else None
-        grammars = (
-            {"schema": self.content},
-            {"regex": self.regex},
-            {"choices": self.choice},
-            {"lark": self.grammar},
-            {"schema": schema},
-        )
-        return [one for one in grammars if None not in one.values()]
+    def forms(self) -> list[dict[str, Any]]:
+        schemas = [self.content, {"type": "object"} if self.json_object else None]
+        forms = [*({"schema": schema} for schema in schemas), {"regex": self.regex}, {"choices": self.choice}]
+        return [form for form in (*forms, {"lark": self.grammar}) if None not in form.values()]
 
 
 _THE_DRAFTER = 'The drafter is chosen when the server starts; a request may say `spec_method`: "off".'
@@ -180,7 +172,7 @@ class GenerationBody(_Body):
     def check_settings(self) -> GenerationBody:
         if not all(token.isascii() and token.isdigit() and len(token) < 10 for token in self.logit_bias or ()):
             raise ValueError("`logit_bias` needs token ids as keys")
-        if len(self._grammars) > 1:
+        if len(self._forms) > 1:
             raise ValueError(
                 "one form of the answer may be asked for, by `response_format`, `guided_*` or another field"
             )
@@ -192,6 +184,11 @@ class GenerationBody(_Body):
         raise NotImplementedError
 
     @property
+    def num_top_logprobs(self) -> int | None:
+        """Most probable tokens whose log-probabilities are wanted; `None` if none at all are."""
+        raise NotImplementedError
+
+    @property
     def num_answers(self) -> int:
         """Answers to all prompts together."""
         return (self.n or 1) * len(self.prompts)
@@ -199,11 +196,6 @@ class GenerationBody(_Body):
     @property
     def asked_length(self) -> int | None:
         return self.max_tokens
-
-    @property
-    def num_top_logprobs(self) -> int | None:
-        """Most probable tokens whose log-probabilities are wanted; `None` if none at all are."""
-        raise NotImplementedError
 
     @property
     def told_tools(self) -> list[dict[str, Any]]:
@@ -221,45 +213,39 @@ class GenerationBody(_Body):
         return False
 
     @property
-    def _grammars(self) -> list[dict[str, Any]]:
+    def _forms(self) -> list[dict[str, Any]]:
         guided = StructuredOutputs(
             json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
         )
-        return [
-            *filter(None, [self.response_format and self.response_format.grammar]),
-            *(self.structured_outputs.given if self.structured_outputs else ()),
-            *guided.given,
-        ]
+        asked = (self.response_format, self.structured_outputs, guided)
+        return [form for one in asked if one is not None for form in one.forms]
 
     @property
     def grammar(self) -> dict[str, Any] | None:
         """What the answer has to fit, as [`grammar`] takes it."""
-        return next(iter(self._grammars), None)
+        return next(iter(self._forms), None)
 
     def settings(self) -> dict[str, Any]:
         """Settings of the request, as [`~many.generate.generate_many`] takes them; without its length."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "num_speculative_tokens")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        is_sampling = [name for name in names[:4] if name in given]
-        if given.get("temperature", 1) < _LEAST_TEMPERATURE or self.top_p == 0:
+        settings = self.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_none=True)
+        if settings.get("temperature", 1) < _LEAST_TEMPERATURE or self.top_p == 0:
             # Filters leave the most likely token.
-            given = {name: given[name] for name in names[4:] if name in given} | {"do_sample": False}
-        elif is_sampling:
-            given["do_sample"] = True
-        if self.top_k == -1 and "top_k" in given:
-            given["top_k"] = 0
-        if self.seed == -1:
-            # vLLM's word for none.
-            del given["seed"]
-        if self.min_tokens:
-            given["min_new_tokens"] = self.min_tokens
-        if self.logit_bias:
-            given["sequence_bias"] = [[[int(token)], float(bias)] for token, bias in self.logit_bias.items()]
-        if self.spec_method is not None:
-            given["spec_method"] = "off"
-        if self.num_top_logprobs is not None:
-            given["top_logprobs"] = self.num_top_logprobs
-        return given
+            settings = {"do_sample": False}
+        elif settings:
+            settings["do_sample"] = True
+        if settings.get("top_k") == -1:
+            settings["top_k"] = 0
+        biases = [[[int(token)], float(bias)] for token, bias in (self.logit_bias or {}).items()]
+        others = {
+            "repetition_penalty": self.repetition_penalty,
+            "seed": None if self.seed == -1 else self.seed,  # as in vLLM
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "min_new_tokens": self.min_tokens or None,
+            "sequence_bias": biases or None,
+            "spec_method": None if self.spec_method is None else "off",
+            "top_logprobs": self.num_top_logprobs,
+        }
+        return settings | {name: value for name, value in others.items() if value is not None}
 
 
 class TextPart(_Body):
@@ -284,28 +270,24 @@ class Tool(_Body):
     type: Literal["function"]
     function: Function
 
-    def as_dict(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True)
+
+def _arguments(value: Any) -> Any:
+    """The arguments of a call as an object: templates write them as JSON themselves."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "{}")
+        except RecursionError as error:
+            raise ValueError("they are nested too deep") from error
+        if isinstance(value, dict):
+            return value
+    raise ValueError("they must be an object as JSON, in a string")
 
 
 class FunctionCall(_Body):
-    """A call that an earlier answer has made; `arguments` is an object as JSON."""
+    """A call that an earlier answer has made."""
 
     name: str
-    arguments: str
-
-    @model_validator(mode="after")
-    def check(self) -> FunctionCall:
-        if not isinstance(self.as_dict()["arguments"], dict):
-            raise ValueError("`arguments` of a tool call must be an object as JSON")
-        return self
-
-    def as_dict(self) -> dict[str, Any]:
-        # Templates write the arguments as JSON themselves.
-        try:
-            return {"name": self.name, "arguments": json.loads(self.arguments or "{}")}
-        except RecursionError as error:
-            raise ValueError("`arguments` of a tool call are nested too deep") from error
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)]
 
 
 class EarlierCall(_Body):
@@ -314,9 +296,6 @@ class EarlierCall(_Body):
     id: str
     type: Literal["function"]
     function: FunctionCall
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"id": self.id, "type": self.type, "function": self.function.as_dict()}
 
 
 def _parts(value: Any) -> Any:
@@ -347,29 +326,19 @@ class Message(_Body):
 
     def as_dict(self) -> dict[str, Any]:
         text = "".join(part.text for part in self.content or ()) or self.refusal or ""
-        message: dict[str, Any] = {"role": self.role, "content": text}
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
-        if self.tool_calls:
-            message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
+        further = self.model_dump(include={"reasoning_content", "tool_calls", "tool_call_id"}, exclude_none=True)
+        if not self.tool_calls:
+            further.pop("tool_calls", None)
         if self.role == "tool" and self.name is not None:
-            message["name"] = self.name
-        return message
-
-
-class NamedFunction(_Body):
-    """A function by its name."""
-
-    name: str
+            further["name"] = self.name
+        return {"role": self.role, "content": text, **further}
 
 
 class ToolChoice(_Body):
     """Which tool is called: OpenAI's words, or a function by name."""
 
     type: Literal["auto", "none", "required", "function"]
-    function: NamedFunction | None = None
+    function: Function | None = None
 
     @model_validator(mode="after")
     def check(self) -> ToolChoice:
@@ -379,6 +348,8 @@ class ToolChoice(_Body):
 
 
 def _as_choice(value: Any) -> Any:
+    if value is None:
+        return {"type": "auto"}
     return {"type": value} if isinstance(value, str) else value
 
 
@@ -402,7 +373,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = Field(None, max_length=128)
-    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_as_choice)] = None
+    tool_choice: Annotated[ToolChoice, BeforeValidator(_as_choice)] = ToolChoice(type="auto")
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -415,17 +386,20 @@ class ChatBody(GenerationBody):
         if self._must_call:
             if not self._callable:
                 raise ValueError("`tool_choice` needs `tools`, and a name that one of them has")
-            if self._grammars:
+            if self._forms:
                 raise ValueError("a form of the answer and a `tool_choice` that demands a call exclude each other")
             _ = self.grammar  # says what is wrong with the tools
-        elif any(tool.function.strict for tool in self.tools or ()) and self._choice != "none":
+        elif self.tool_choice.type != "none" and any(tool.function.strict for tool in self.tools or ()):
             _tell_ignored("strict", 'without the `tool_choice` "required", or a function by name, ')
         return self
 
     @property
     def prompts(self) -> list[Any]:
         messages = [message.as_dict() for message in self.messages]
-        return [{"messages": messages, "tools": self.told_tools, "chat_template_kwargs": self._template_arguments}]
+        told = {"reasoning_effort": self.reasoning_effort, "add_generation_prompt": self.add_generation_prompt}
+        told = {name: value for name, value in told.items() if value is not None}
+        template = {**told, **(self.chat_template_kwargs or {})}
+        return [{"messages": messages, "tools": self.told_tools, "chat_template_kwargs": template}]
 
     @property
     def asked_length(self) -> int | None:
@@ -436,29 +410,19 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def _choice(self) -> str:
-        return "auto" if self.tool_choice is None else self.tool_choice.type
-
-    @property
     def _must_call(self) -> bool:
-        return self._choice in ("required", "function")
-
-    @property
-    def _template_arguments(self) -> dict[str, Any]:
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        prompt = {} if self.add_generation_prompt is None else {"add_generation_prompt": self.add_generation_prompt}
-        return {**effort, **prompt, **(self.chat_template_kwargs or {})}
+        return self.tool_choice.type in ("required", "function")
 
     @property
     def _callable(self) -> list[Function]:
         """Functions of which one is called."""
-        functions = [tool.function for tool in self.tools or ()]
-        named = self.tool_choice and self.tool_choice.function
-        return [one for one in functions if named is None or one.name == named.name]
+        named = self.tool_choice.function
+        return [tool.function for tool in self.tools or () if named is None or tool.function.name == named.name]
 
     @property
     def told_tools(self) -> list[dict[str, Any]]:
-        return [] if self._choice == "none" else [tool.as_dict() for tool in self.tools or ()]
+        tools = () if self.tool_choice.type == "none" else self.tools or ()
+        return [tool.model_dump(exclude_none=True) for tool in tools]
 
     @property
     def most_calls(self) -> int | None:
@@ -466,24 +430,26 @@ class ChatBody(GenerationBody):
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        if not self._must_call:
-            return super().grammar
-        calls, definitions = [], dict[str, Any]()
-        for one in self._callable:
-            # Arguments that no parameter has would be of no use.
-            closed = {} if one.parameters and "properties" not in one.parameters else _CLOSED
-            parameters = {"type": "object", **closed, **(one.parameters or {})}
-            # References are to the root of a schema.
-            for key in ("$defs", "definitions"):
-                own, known = parameters.pop(key, {}), definitions.setdefault(key, {})
-                if not isinstance(own, dict) or any(known.get(name, schema) != schema for name, schema in own.items()):
-                    raise ValueError(
-                        f"`{key}` of tools must be objects, of which no two mean different things by a name"
-                    )
-                known.update(own)
-            properties = {"name": {"const": one.name}, "arguments": parameters}
-            calls.append({"type": "object", "properties": properties, "required": [*properties], **_CLOSED})
-        return {"schema": {"anyOf": calls, **definitions}}
+        return _form_of_calls(self._callable) if self._must_call else super().grammar
+
+
+def _form_of_calls(functions: list[Function]) -> dict[str, Any]:
+    """The form of an answer that calls one of these functions."""
+    calls, definitions = [], dict[str, Any]()
+    for function in functions:
+        # Arguments that no parameter has would be of no use.
+        closed = {} if function.parameters and "properties" not in function.parameters else _CLOSED
+        parameters = {"type": "object", **closed, **(function.parameters or {})}
+        # References are to the root of a schema.
+        for key in ("$defs", "definitions"):
+            schemas, earlier = parameters.pop(key, {}), definitions.setdefault(key, {})
+            is_object = isinstance(schemas, dict)
+            if not is_object or any(earlier.get(name, schema) != schema for name, schema in schemas.items()):
+                raise ValueError(f"`{key}` of tools must be objects, of which no two mean different things by a name")
+            earlier.update(schemas)
+        properties = {"name": {"const": function.name}, "arguments": parameters}
+        calls.append({"type": "object", "properties": properties, "required": [*properties], **_CLOSED})
+    return {"schema": {"anyOf": calls, **definitions}}
 
 
 class CompletionBody(GenerationBody):

@@ -10,16 +10,12 @@ from transformers.generation.logits_process import LogitsProcessor
 
 
 class PenaltiesLogitsProcessor(LogitsProcessor):
-    """Takes from each token's score what its occurrences in the generated text cost; the prompt costs nothing.
-
-    Args:
-        frequency (`float`): For each occurrence.
-        presence (`float`): For the first one.
-        prompt_length (`int`): Tokens of the prompt.
-    """
+    """Takes from each token's score what its occurrences in the generated text cost, and the first one in addition."""
 
     def __init__(self, frequency: float, presence: float, prompt_length: int):
-        self.frequency, self.presence, self.prompt_length = frequency, presence, prompt_length
+        self.frequency = frequency
+        self.presence = presence
+        self.prompt_length = prompt_length
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Scores `(B, V)` after `input_ids` `(B, L)`."""

@@ -6,12 +6,13 @@ import asyncio
 import json
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
@@ -24,7 +25,7 @@ from ..many.manager import SpeculativeBatchingManager
 from ..metrics import SpecDecodingStats
 from ..target_facts import vocabulary_size
 from ..threads import Recent
-from ..validation import Bounds, checked
+from ..validation import Options, setting
 from .answers import Part, ScoredToken, usage_of
 from .bodies import GenerationBody
 from .penalties import PenaltiesLogitsProcessor
@@ -49,15 +50,11 @@ _MOST_OF_A_GRAMMAR = 1 << 16
 # N-grams are found in it, so that drafts are verified.
 _WARM_UP, _WARM_UP_LENGTH = "1 2 3 4 5 6 7 8 " * 4, 16
 
+Result = TypeVar("Result")
+
 
 class RefusedError(Exception):
-    """A request that gets no answer.
-
-    Args:
-        status (`int`): HTTP status.
-        message (`str`): For the client.
-        code (`str`): The same as a word.
-    """
+    """A request that gets no answer: the HTTP status, a message for the client, and the same as a word."""
 
     def __init__(self, status: int, message: str, code: str):
         super().__init__(message)
@@ -66,8 +63,13 @@ class RefusedError(Exception):
         self.code: str = code
 
 
+def internal_error() -> RefusedError:
+    """The answer where the log has the reason."""
+    return RefusedError(500, "The server has failed at this request. See its log.", "internal_error")
+
+
 @dataclass(frozen=True)
-class Limits:
+class Limits(Options):
     """Bounds of a server.
 
     Attributes:
@@ -78,19 +80,11 @@ class Limits:
         timeout (`float`): Seconds from a request's arrival to the end of its answer.
     """
 
-    max_waiting: int = 64
-    max_prompt_tokens: int | None = None
-    max_new_tokens: int = 1024
-    max_body_bytes: int = 1 << 20
-    timeout: float = 600.0
-
-    def __post_init__(self) -> None:
-        checked("max_waiting", self.max_waiting, int, Bounds(least=0))
-        checked("max_prompt_tokens", self.max_prompt_tokens, int | None, Bounds(least=1))
-        checked("max_new_tokens", self.max_new_tokens, int, Bounds(least=1))
-        checked("max_body_bytes", self.max_body_bytes, int, Bounds(least=1))
-        if not self.timeout > 0:
-            raise SpecConfigError(f"`timeout` must be more than 0 seconds, got {self.timeout}.")
+    max_waiting: int = setting(64, least=0)
+    max_prompt_tokens: int | None = setting(None, least=1)
+    max_new_tokens: int = setting(1024, least=1)
+    max_body_bytes: int = setting(1 << 20, least=1)
+    timeout: float = setting(600.0, least=0, inclusive=False)
 
 
 class Service:
@@ -106,8 +100,8 @@ class Service:
         self.manager: SpeculativeBatchingManager = manager
         self.name: str = name
         self.limits: Limits = limits
-        positions = getattr(manager.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self._positions: int | None = positions
+        config = manager.model.config.get_text_config(decoder=True)
+        self._positions: int | None = getattr(config, "max_position_embeddings", None)
         # Long prompts keep nobody waiting, and the tokenizer belongs to one thread.
         self._encoder = ThreadPoolExecutor(1, "hf_specdec encoder")
         self._compiler = ThreadPoolExecutor(1, "hf_specdec compiler")
@@ -122,14 +116,7 @@ class Service:
         return self.manager.batch_size
 
     def admit(self, body: GenerationBody) -> Reply:
-        """Takes places for a request. Whoever gets the reply closes it, whatever happens.
-
-        Args:
-            body (`GenerationBody`): The request.
-
-        Raises:
-            RefusedError: There is no place, or it cannot be answered.
-        """
+        """Takes places for a request, or raises `RefusedError`. Whoever gets the reply closes it, whatever happens."""
         try:
             self._check(body)
         except RefusedError:
@@ -138,11 +125,7 @@ class Service:
         return Reply(self, body)
 
     def check_name(self, model: str) -> None:
-        """Refuses names of other models.
-
-        Raises:
-            RefusedError: It is another one's.
-        """
+        """Refuses names of other models."""
         if model != self.name:
             message = f"This server has '{self.name}' alone, as GET /v1/models says."
             raise RefusedError(404, message, "model_not_found")
@@ -158,11 +141,7 @@ class Service:
             raise RefusedError(429, "All places are taken. Try again later.", "overloaded")
 
     def start(self) -> None:
-        """Starts the manager, and decodes until kernels are compiled and graphs captured.
-
-        Raises:
-            SpecDecError: It cannot decode.
-        """
+        """Starts the manager, and decodes until kernels are compiled and graphs captured, or raises `SpecDecError`."""
         self.manager.start()
         tokens = self.manager.encode(_WARM_UP)
         room = (self._positions or self.limits.max_new_tokens) - len(tokens)
@@ -200,23 +179,20 @@ class Service:
         return "ok" if self.manager.is_running() else "stopped"
 
     async def prepare(self, body: GenerationBody) -> Prepared:
-        """What a request's answers have in common.
-
-        Raises:
-            RefusedError: It cannot be read, or there is no room for its answers.
-        """
+        """What a request's answers have in common; `RefusedError` where it cannot be read, or has no room for them."""
         loop = asyncio.get_running_loop()
-        prepared = await loop.run_in_executor(self._encoder, self._prepare, body)
-        if body.grammar is None:
-            return prepared
-        return prepared._replace(grammar=await loop.run_in_executor(self._compiler, self._grammar, body.grammar))
+        prompts, lengths, echoes = await loop.run_in_executor(self._encoder, self._encode, body)
+        form = body.grammar
+        compiled = None if form is None else await loop.run_in_executor(self._compiler, self._grammar, form)
+        return Prepared(prompts, lengths, echoes, compiled)
 
-    def _prepare(self, body: GenerationBody) -> Prepared:
+    def _encode(self, body: GenerationBody) -> tuple[list[list[int]], list[int], list[str]]:
+        """Tokens of the prompts, most tokens of their answers, and their texts where answers begin with them."""
         try:
             prompts = [self.manager.encode(prompt) for prompt in body.prompts]
         except SpecConfigError as error:
             raise RefusedError(400, f"The prompt cannot be read: {error}", "invalid_prompt") from error
-        lengths = [self.length(len(prompt), body.asked_length) for prompt in prompts]
+        lengths = [self._length(len(prompt), body.asked_length) for prompt in prompts]
         if body.min_tokens is not None and body.min_tokens > min(lengths):
             message = f"At most {min(lengths)} tokens are generated, and at least {body.min_tokens} are asked for."
             raise RefusedError(400, message, "too_long")
@@ -228,34 +204,29 @@ class Service:
         if size > _MOST_OF_A_GRAMMAR:
             message = f"The form of an answer has at most {_MOST_OF_A_GRAMMAR} characters, got {size}."
             raise RefusedError(400, message, "invalid_request")
-        echoes = [self._text(prompt, tokens) for prompt, tokens in zip(body.prompts, prompts)] if body.echoes else None
-        return Prepared(prompts, lengths, echoes)
+        if not body.echoes:
+            return prompts, lengths, [""] * len(prompts)
+        decode = partial(self.manager.tokenizer.decode, skip_special_tokens=True)
+        given = zip(body.prompts, prompts)
+        return prompts, lengths, [prompt if isinstance(prompt, str) else decode(tokens) for prompt, tokens in given]
 
-    def _text(self, prompt: Any, tokens: list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self.manager.tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def _grammar(self, wanted: dict[str, Any]) -> LogitsProcessor:
+    def _grammar(self, form: dict[str, Any]) -> LogitsProcessor:
         """The processor of a grammar, which requests share."""
-        key = json.dumps(wanted)
-        found = self._grammars.get(key)
-        if found is None:
+        key = json.dumps(form)
+        processor = self._grammars.get(key)
+        if processor is None:
             try:
                 # Of the two libraries this one bounds what a form may cost, while it is compiled and later.
                 backend = "llguidance" if find_spec("llguidance") else None
-                found = grammar(**wanted, tokenizer=self.manager.tokenizer, backend=backend)
+                processor = grammar(**form, tokenizer=self.manager.tokenizer, backend=backend)
             except (SpecConfigError, MissingDependencyError) as error:
-                raise RefusedError(
-                    400, f"The form of the answer cannot be kept: {error}", "invalid_request"
-                ) from error
-            self._grammars.put(key, found)
-        return found
+                message = f"The form of the answer cannot be kept: {error}"
+                raise RefusedError(400, message, "invalid_request") from error
+            self._grammars.put(key, processor)
+        return processor
 
-    def length(self, num_prompt_tokens: int, asked: int | None) -> int:
-        """Tokens that an answer may have; of one that asks for more, the rest is cut off.
-
-        Raises:
-            RefusedError: The prompt leaves no room for it.
-        """
+    def _length(self, num_prompt_tokens: int, asked: int | None) -> int:
+        """Tokens that an answer may have: of one that asks for more, the rest is cut off."""
         most_prompt, most = self.limits.max_prompt_tokens, self.limits.max_new_tokens
         if most_prompt is not None and num_prompt_tokens > most_prompt:
             message = f"The prompt has {num_prompt_tokens} tokens, more than the {most_prompt} that are taken."
@@ -270,98 +241,74 @@ class Service:
 
 
 class Prepared(NamedTuple):
-    """What the answers to a request have in common.
-
-    Attributes:
-        prompts (`list[list[int]]`): Tokens of each prompt.
-        lengths (`list[int]`): Most tokens of the answers to each.
-        echoes (`list[str]`, *optional*): Texts of the prompts, where answers begin with them.
-        grammar (`LogitsProcessor`, *optional*): Keeps the answers in their form.
-    """
+    """What the answers to a request have in common."""
 
     prompts: list[list[int]]
-    lengths: list[int]
-    echoes: list[str] | None
-    grammar: LogitsProcessor | None = None
+    lengths: list[int]  # most tokens of the answers to each prompt
+    echoes: list[str]  # texts of the prompts, where answers begin with them, and empty ones elsewhere
+    grammar: LogitsProcessor | None  # keeps the answers in their form
 
 
 class Reply:
-    """The answer to a request, or several answers to each of its prompts.
-
-    Attributes:
-        id (`str`): Its name.
-        answers (`list[Answer]`): As many as the request wants.
-    """
+    """The answer to a request, or several answers to each of its prompts."""
 
     def __init__(self, service: Service, body: GenerationBody):
         self._service, self._body = service, body
         self._deadline = monotonic() + service.limits.timeout
+        self._news = asyncio.Event()  # an output has come, of any answer
+        self._outcome: str | None = None  # "timeout" or "failed", once that is known
         self._is_closed, self._num_prompt_tokens = False, 0
         self.id: str = uuid.uuid4().hex
-        self.answers: list[Answer] = [Answer(self, service, body, index) for index in range(body.num_answers)]
+        self.answers = [Answer(service, body, self.id, index, self._news) for index in range(body.num_answers)]
         service.num_open += len(self.answers)
 
     async def begin(self) -> None:
-        """Adds the answers, and waits for their first tokens, or for all where they are not wanted in parts.
-
-        Raises:
-            RefusedError: It cannot be answered.
-        """
+        """Adds the answers, and waits for their first tokens, or for all where they are not wanted in parts."""
         try:
-            prepared = await self.in_time(self._service.prepare(self._body))
+            prepared = await self._in_time(self._service.prepare(self._body))
             self._num_prompt_tokens = sum(map(len, prepared.prompts))
             for answer in self.answers:
                 answer.add(prepared)
-            for answer in self.answers:
-                await answer.hear_more()
+            while any(answer.latest is None for answer in self.answers):
+                await self._hear_more()
         except RefusedError:
             self.close("refused")
             raise
 
     async def parts(self) -> AsyncIterator[tuple[Answer, Part | None]]:
-        """Parts of all answers as they come, and `None` for the end of each.
-
-        Raises:
-            RefusedError: One of them does not come to an end.
-        """
-        come: asyncio.Queue[tuple[Answer, Part | None | Exception]] = asyncio.Queue()
-
-        async def take(answer: Answer) -> None:
-            try:
-                async for part in answer.parts():
-                    come.put_nowait((answer, part))
-                come.put_nowait((answer, None))
-            except Exception as error:  # noqa: BLE001 - of any kind: it is raised below
-                come.put_nowait((answer, error))
-
-        tasks, num_open = [asyncio.ensure_future(take(answer)) for answer in self.answers], len(self.answers)
-        try:
-            while num_open:
-                answer, part = await come.get()
-                if isinstance(part, Exception):
-                    raise part
-                num_open -= part is None
-                yield answer, part
-        finally:
-            for task in tasks:
-                task.cancel()
+        """Parts of all answers as they come, and `None` for the end of each; `RefusedError` where one fails."""
+        unfinished = self.answers
+        while unfinished:
+            for answer in unfinished:
+                for part in answer.read():
+                    yield answer, part
+                if answer.finish_reason is not None:
+                    yield answer, None
+            unfinished = [answer for answer in unfinished if answer.finish_reason is None]
+            if unfinished:
+                await self._hear_more()
 
     @property
     def seconds_left(self) -> float:
         return max(self._deadline - monotonic(), 0.0)
 
-    async def in_time(self, waiting: Any) -> Any:
-        """Result of what is waited for.
+    async def _hear_more(self) -> None:
+        """Waits for the next output of any answer; `RefusedError` where one has failed."""
+        await self._in_time(self._news.wait())
+        self._news.clear()
+        for answer in self.answers:
+            if (failure := answer.failure()) is not None:
+                self._outcome = "failed"
+                raise failure
 
-        Raises:
-            RefusedError: It takes too long.
-        """
+    async def _in_time(self, waiting: Awaitable[Result]) -> Result:
+        """Result of what is waited for; `RefusedError` where it takes too long."""
         try:
             # Before Python 3.12 asyncio.wait_for() swallows a cancellation that comes with the result.
             with anyio.fail_after(self.seconds_left):
                 return await waiting
         except TimeoutError:
-            self.answers[0].outcome = "timeout"
+            self._outcome = "timeout"
             message = f"The answer has taken more than {self._service.limits.timeout:g} seconds."
             raise RefusedError(504, message, "timeout") from None
 
@@ -372,59 +319,42 @@ class Reply:
         stats = SpecDecodingStats.total(output.speculative for output in outputs)
         return usage_of(self._num_prompt_tokens, num_tokens, stats)
 
-    def close(self, outcome: str | None = None) -> None:
-        """Gives the places to others. Answers that have not ended are given up.
-
-        Args:
-            outcome (`str`, *optional*): What has become of the request, if the answers themselves do not know.
-        """
+    def close(self, outcome: str = "left") -> None:
+        """Gives the places to others. Answers that have not ended are given up: then it counts under `outcome`."""
         if self._is_closed:
             return
         self._is_closed = True
         self._service.num_open -= len(self.answers)
-        outcomes = [answer.outcome for answer in self.answers]
-        failed = next((found for found in outcomes if found not in (None, "answered")), None)
-        self._service.outcomes[failed or (outcomes[0] if None not in outcomes else outcome or "left")] += 1
+        if all(answer.finish_reason is not None for answer in self.answers):
+            outcome = "answered"
+        self._service.outcomes[self._outcome or outcome] += 1
         for answer in self.answers:
             answer.give_up()
 
 
 class Answer:
-    """One answer, while it grows.
+    """One answer, while it grows: number `index` of the reply of this id; it tells of `news`."""
 
-    Attributes:
-        index (`int`): Its number in the reply.
-        latest (`SpeculativeGenerationOutput`, *optional*): What is known of it. Outputs hold all tokens so far: of a
-            slow reader's the last one is enough.
-        outcome (`str`, *optional*): "answered", "timeout" or "failed", once that is known.
-        finish_reason (`str`, *optional*): "stop", "tool_calls" or "length", once it has ended.
-    """
-
-    def __init__(self, reply: Reply, service: Service, body: GenerationBody, index: int):
-        self._reply, self._service, self._body = reply, service, body
-        self._name = f"{reply.id}-{index}"
+    def __init__(self, service: Service, body: GenerationBody, reply_id: str, index: int, news: asyncio.Event):
+        self._service, self._body, self._news = service, body, news
+        self._name = f"{reply_id}-{index}"
         self._shows_special = body.skip_special_tokens is False
         self._text = GrowingText(service.manager.tokenizer, body.stop or [], self._shows_special)
         self._echo = ""
         self._calls = ToolCallReader(body.told_tools) if body.told_tools else None
         self._num_scored, self._scored = 0, list[ScoredToken]()  # those whose text has not been shown
-        self._news = asyncio.Event()
-        self._has_ended = self._is_added = False
+        self._has_news = self._is_added = False
+        self._is_decoded = False  # no more outputs come
         self.index = index
+        # Outputs hold all tokens so far: of a slow reader's the last one is enough.
         self.latest: SpeculativeGenerationOutput | None = None
-        self.outcome: str | None = None
-        self.finish_reason: str | None = None
+        self.finish_reason: str | None = None  # "stop", "tool_calls" or "length", once all has been read
 
     def add(self, prepared: Prepared) -> None:
-        """Adds it to those that are decoded.
-
-        Raises:
-            RefusedError: The settings of the request are wrong.
-        """
+        """Adds it to those that are decoded; `RefusedError` where the settings of the request are wrong."""
         manager, body = self._service.manager, self._body
         prompt, row = divmod(self.index, body.n or 1)
-        tokens, length = prepared.prompts[prompt], prepared.lengths[prompt]
-        self._echo = prepared.echoes[prompt] if prepared.echoes else ""
+        tokens, length, self._echo = (values[prompt] for values in prepared[:3])
         settings = body.settings()
         if "seed" in settings:
             # Answers to one prompt are the rows of one call.
@@ -432,13 +362,13 @@ class Answer:
         if body.ignore_eos:
             settings |= self._service.endless
         penalties = body.frequency_penalty or 0.0, body.presence_penalty or 0.0
-        own = [PenaltiesLogitsProcessor(*penalties, len(tokens))] if any(penalties) else []
-        own += [] if prepared.grammar is None else [prepared.grammar]
-        if own and manager.arguments.get("logits_processor"):
+        processors = [PenaltiesLogitsProcessor(*penalties, len(tokens))] if any(penalties) else []
+        processors += [] if prepared.grammar is None else [prepared.grammar]
+        if processors and manager.arguments.get("logits_processor"):
             message = "This server has logits processors of its own, beside which no penalty and no form can be kept."
             raise RefusedError(400, message, "invalid_request")
-        if own:
-            settings["logits_processor"] = LogitsProcessorList(own)
+        if processors:
+            settings["logits_processor"] = LogitsProcessorList(processors)
         manager.register_result_handler(self._name, self._hear)
         # Stop strings are looked for in the text: transformers' own criterion compares each new one with the whole
         # vocabulary first, while all others would wait.
@@ -450,68 +380,61 @@ class Answer:
 
     def _hear(self, output: SpeculativeGenerationOutput | None) -> None:
         if output is None:
-            self._has_ended = True
+            self._is_decoded = True
         else:
-            self.latest, self._has_ended = output, output.is_finished()
+            self.latest, self._is_decoded = output, output.is_finished()
+        self._has_news = True
         self._news.set()
 
-    async def hear_more(self) -> None:
-        """Waits for the next output.
-
-        Raises:
-            RefusedError: There is none, or it says that the request has failed.
-        """
-        await self._reply.in_time(self._news.wait())
-        self._news.clear()
-        if self.latest is None or (self._has_ended and not self.latest.is_finished()):
-            self.outcome = "failed"
-            raise RefusedError(503, UNAVAILABLE["stopped"], "unavailable")
-        if self.latest.error is None:
-            return
-        self.outcome = "failed"
+    def failure(self) -> RefusedError | None:
+        """Why it cannot be answered, where that is so."""
+        latest = self.latest
+        if self.finish_reason is not None:
+            return None
+        if self._is_decoded and (latest is None or not latest.is_finished()):
+            return RefusedError(503, UNAVAILABLE["stopped"], "unavailable")
+        if latest is None or latest.error is None:
+            return None
         if self._service.status == "failed":
-            raise RefusedError(503, UNAVAILABLE["failed"], "unavailable")
-        if self.latest.is_refused:
-            raise RefusedError(400, self.latest.error, "invalid_request")
-        logger.error(f"Request {self._name} has failed: {self.latest.error}")
-        raise RefusedError(500, "The server has failed at this request. See its log.", "internal_error")
+            return RefusedError(503, UNAVAILABLE["failed"], "unavailable")
+        if latest.is_refused:
+            return RefusedError(400, latest.error, "invalid_request")
+        logger.error(f"Request {self._name} has failed: {latest.error}")
+        return internal_error()
 
-    async def parts(self) -> AsyncIterator[Part]:
-        """The text as it comes.
-
-        Raises:
-            RefusedError: It does not come to an end.
-        """
+    def read(self) -> Iterator[Part]:
+        """What has come of the text since the last time."""
+        if not self._has_news:
+            return
+        self._has_news = False
         if self._echo:
-            yield Part(self._echo, [], [])
-        while True:
-            latest, is_last = self.latest, self._has_ended
-            part = self._read(latest, is_last)
-            ends = is_last or self._text.has_stopped
-            if self._calls is not None:
-                text, calls = self._calls.add(part.text, ends)
-                part = Part(text, part.tokens, calls[: self._body.most_calls])
-                ends = ends or (bool(calls) and self._body.most_calls is not None)
-            if any(part):
-                yield part
-            if ends:
-                self.outcome = "answered"
-                # Others to the same prompt may go on for long.
-                self.give_up()
-                self.finish_reason = "stop" if self._text.has_stopped or not is_last else latest.finish_reason
-                if self.finish_reason == "stop" and self._calls is not None and self._calls.num_calls:
-                    self.finish_reason = "tool_calls"
-                return
-            await self.hear_more()
+            yield Part(self._echo)
+            self._echo = ""
+        part = self._next_part()
+        ends = self._is_decoded or self._text.has_stopped
+        if self._calls is not None:
+            text, calls = self._calls.add(part.text, ends)
+            part = Part(text, part.tokens, calls[: self._body.most_calls])
+            ends = ends or (bool(calls) and self._body.most_calls is not None)
+        if any(part):
+            yield part
+        if ends:
+            # Others to the same prompt may go on for long.
+            self.give_up()
+            is_cut = self._text.has_stopped or not self._is_decoded
+            self.finish_reason = "stop" if is_cut else self.latest.finish_reason
+            if self.finish_reason == "stop" and self._calls is not None and self._calls.num_calls:
+                self.finish_reason = "tool_calls"
 
-    def _read(self, latest: SpeculativeGenerationOutput, is_last: bool) -> Part:
-        """Adds an output. Where log-probabilities are wanted, the text is read token by token."""
+    def _next_part(self) -> Part:
+        """Reads the latest output. Where log-probabilities are wanted, the text is read token by token."""
+        latest, is_last = self.latest, self._is_decoded
         tokens, texts = latest.generated_tokens, []
         if self._shows_special and is_last and latest.finish_reason == "stop":
             # That which ends the answer is none of its text.
             tokens = tokens[:-1]
         if self._body.num_top_logprobs is None:
-            return Part(self._text.add(tokens, is_last), [], [])
+            return Part(self._text.add(tokens, is_last))
         for number in range(self._num_scored, len(tokens)):
             if self._text.has_stopped:
                 break
@@ -521,12 +444,12 @@ class Answer:
         self._num_scored = len(tokens)
         if is_last and not self._text.has_stopped:
             texts.append(self._text.add(tokens, is_last=True))
-        ended = is_last and not self._text.has_stopped
-        shown = [one for one in self._scored if ended or one.offset < self._text.num_shown]
+        is_whole = is_last and not self._text.has_stopped
+        shown = [one for one in self._scored if is_whole or one.offset < self._text.num_shown]
         self._scored = self._scored[len(shown) :]
-        return Part("".join(texts), shown, [])
+        return Part("".join(texts), shown)
 
     def give_up(self) -> None:
         """Gives the place to others, if it has not ended."""
-        if self._is_added and not self._has_ended:
+        if self._is_added and not self._is_decoded:
             self._service.manager.cancel_request(self._name)

@@ -10,16 +10,7 @@ UNFINISHED = "\ufffd"
 
 
 class GrowingText:
-    """Decodes tokens that arrive in parts, up to the stop string that is complete first.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): Of the model.
-        stop (`list[str]`): The text ends before one of these.
-        shows_special (`bool`): Special tokens are a part of the text.
-
-    Attributes:
-        has_stopped (`bool`): There was one.
-    """
+    """Decodes tokens that arrive in parts, up to the one of the strings `stop` that is complete first."""
 
     def __init__(self, tokenizer: Any, stop: list[str], shows_special: bool = False):
         self._tokenizer, self._skips_special = tokenizer, not shows_special
@@ -27,7 +18,7 @@ class GrowingText:
         self._text, self._num_shown = "", 0
         # Tokens from `_first` on are decoded; those in front of `_read` have been before, and are only the context.
         self._first = self._read = 0
-        self.has_stopped: bool = False
+        self.has_stopped: bool = False  # there was a stop string
 
     @property
     def num_read(self) -> int:
@@ -40,12 +31,7 @@ class GrowingText:
         return self._num_shown
 
     def add(self, tokens: list[int], is_last: bool) -> str:
-        """Returns what is certain of the text and has not been returned.
-
-        Args:
-            tokens (`list[int]`): All tokens so far.
-            is_last (`bool`): No more come.
-        """
+        """Returns what is certain of the text of all `tokens` so far, and has not been returned."""
         before, now = self._decode(tokens[self._first : self._read]), self._decode(tokens[self._first :])
         if is_last or (len(now) > len(before) and not now.endswith(UNFINISHED)):
             self._text += now[len(before) :]

@@ -24,33 +24,19 @@ _BARE = ('{"', "[{")
 
 
 class ToolCall(NamedTuple):
-    """A call in OpenAI's form.
+    """A call in OpenAI's form."""
 
-    Attributes:
-        index (`int`): Its number in the answer.
-        id (`str`): A name by which its result can refer to it.
-        name (`str`): The tool's.
-        arguments (`str`): An object as JSON.
-    """
-
-    index: int
-    id: str
+    index: int  # in the answer
+    id: str  # by which its result can refer to it
     name: str
-    arguments: str
+    arguments: str  # an object as JSON
 
     def as_dict(self) -> dict[str, Any]:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class ToolCallReader:
-    """Takes the calls out of a text that grows.
-
-    Args:
-        tools (`list[dict]`): Those of the request, in OpenAI's form.
-
-    Attributes:
-        num_calls (`int`): Calls so far.
-    """
+    """Takes the calls of a request's tools, in OpenAI's form, out of a text that grows."""
 
     def __init__(self, tools: list[dict[str, Any]]):
         functions = [tool["function"] for tool in tools]
@@ -61,12 +47,7 @@ class ToolCallReader:
         self.num_calls: int = 0
 
     def add(self, text: str, is_last: bool) -> tuple[str, list[ToolCall]]:
-        """Returns what is certain of the text, and the calls that have become complete.
-
-        Args:
-            text (`str`): The next part.
-            is_last (`bool`): No more come.
-        """
+        """Takes the next part; returns what is certain of the text, and the calls that have become complete."""
         self._held += text
         head = "".join(self._held.split())[:2]
         self._may_be_bare = self._may_be_bare and any(begin.startswith(head) for begin in _BARE)

@@ -99,7 +99,7 @@ class SpeculativeConfig:
 
     method: str | None = setting(
         None,
-        "Name of the method. Left out, it is read from the checkpoint of `model`. `auto` finds a drafter for the "
+        "Name of the method. Default: read from the checkpoint of `model`. `auto` finds a drafter for the "
         "target. `suffix+eagle3` combines one that retrieves (`suffix`, `ngram`) with one that drafts everywhere.",
     )
     model: str | None = setting(
@@ -107,8 +107,8 @@ class SpeculativeConfig:
     )
     num_speculative_tokens: int | Literal["auto", "fixed"] | None = setting(
         None,
-        "Speculation length k: draft tokens of a chain per cycle, from 1 to 1024. `auto`: in each cycle the length "
-        "that pays, down to plain decoding; `fixed`: the method's own in every cycle. Left out, `auto`, unless a "
+        "Speculation length k: draft tokens of a chain per cycle, from 1 to 1024. `auto`: in each cycle the fastest "
+        "length, down to plain decoding; `fixed`: the method's own in every cycle. Default: `auto`, unless a "
         "tree, lengths by batch size, drawn drafts or another rule than `standard` are set.",
         least=1,
         most=MOST_DRAFT_TOKENS,
@@ -134,28 +134,27 @@ class SpeculativeConfig:
     )
     quantization: Literal["bitsandbytes_4bit", "bitsandbytes_fp4", "bitsandbytes_8bit"] | None = setting(
         None,
-        "Quantise the draft model, or a head's layers, on loading: `bitsandbytes_4bit` (NF4; also `bitsandbytes`, "
-        "`4bit`, `nf4`), "
+        "Quantise the draft model on loading: `bitsandbytes_4bit` (NF4; also `bitsandbytes`, `4bit`, `nf4`), "
         "`bitsandbytes_fp4` (`fp4`) or `bitsandbytes_8bit` (`8bit`, `int8`).",
         aliases=QUANTIZATION_ALIASES,
         describes_model=True,
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = setting(
         None,
-        "Data type of the draft model; `auto` takes the checkpoint's. Left out, the target's.",
+        "Data type of the draft model; `auto` takes the checkpoint's. Default: the target's.",
         normalize=torch_name,
         describes_model=True,
     )
     device: str | None = setting(
         None,
-        "Device of the draft model, e.g. `cuda:1`. Left out, the target's.",
+        "Device of the draft model, e.g. `cuda:1`. Default: the target's.",
         normalize=torch_name,
         describes_model=True,
     )
     max_model_len: int | None = setting(
         None,
         "Longest sequence in tokens that is drafted for; a longer row goes on without drafts. "
-        "Left out, the limits of the models.",
+        "Default: the limits of the models.",
         least=1,
     )
     revision: str | None = setting(
@@ -170,14 +169,14 @@ class SpeculativeConfig:
         None, "Folder inside the repository that holds the draft model.", describes_model=True
     )
     cache_dir: str | None = setting(
-        None, "Folder where downloads are kept. Left out, the Hub's cache.", normalize=plain_path, describes_model=True
+        None, "Folder where downloads are kept. Default: the Hub's cache.", normalize=plain_path, describes_model=True
     )
     local_files_only: bool = setting(
         False, "Take the draft model from the cache, and ask nothing of the Hub.", describes_model=True
     )
     token: str | bool | None = setting(
         None,
-        "Access token for private and gated repositories. Left out, that of the login. It is never saved.",
+        "Access token for private and gated repositories. Default: that of the login. It is never saved.",
         describes_model=True,
         is_secret=True,
     )
@@ -289,23 +288,17 @@ class SpeculativeConfig:
 
     @property
     def is_adaptive(self) -> bool:
-        """The length is chosen in each cycle, by what pays.
+        """The length is chosen in each cycle, by what pays, where nothing fixes it and the text does not depend on it.
 
         The environment variable HF_SPECDEC_ADAPTIVE=0 leaves that to `num_speculative_tokens="auto"`.
         """
-        is_asked = self.num_speculative_tokens == AUTO
-        adapts = is_asked or (self.may_adapt and is_switched_on("ADAPTIVE", default=True))
-        return adapts and self.method != NO_DRAFTS
-
-    @property
-    def may_adapt(self) -> bool:
-        """`True` if nothing fixes the length, and the text does not depend on it."""
-        if self.num_speculative_tokens is not None:
-            return self.num_speculative_tokens == AUTO
+        if self.method == NO_DRAFTS or self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens == AUTO and self.method != NO_DRAFTS
         is_shaped = self.speculative_token_tree or self.num_speculative_tokens_per_batch_size
         # The text of drawn drafts, and under other rules, depends on what is drafted. It must not depend on a clock.
         is_drawn = getattr(self.options, "draft_sample_method", None) == "probabilistic"
-        return not (is_shaped or is_drawn) and self.rejection_sample_method == "standard"
+        may_adapt = not (is_shaped or is_drawn) and self.rejection_sample_method == "standard"
+        return may_adapt and is_switched_on("ADAPTIVE", default=True)
 
     def most_tokens(self, num_rows: int) -> int | None:
         """Most draft tokens with so many active rows, by `num_speculative_tokens_per_batch_size` if it is set."""

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,9 +25,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
-from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE, SlotTree, tree_attention, visible_slots
-from ..threads import Lock
-from .masks import Span, additive_mask
+from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE, SlotTree
+from ..threads import Lock, StandIns
+from .forward import SlotForward, running
+from .masks import FULL, Span, TreeMask
 
 
 # The stand-ins, by what they do with layers that the tree attention kernel cannot express.
@@ -44,123 +42,20 @@ _BEYOND_PLAIN = ("softcap", "s_aux", "position_bias", "cache")
 TREE_KERNEL = "tree kernel"
 
 
-@dataclass(frozen=True)
-class TreeMask:
-    """Content of an additive mask, for attention that needs none: the nodes of a forward, and a layer's span."""
-
-    tree: SlotTree
-    span: Span
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attention of shape `(R, T, H, D)`; the arguments are those of [`tree_attention`]."""
-        return tree_attention(
-            query, key, value, self.tree, scale, softcap=softcap or 0.0, sinks=sinks, **self.span.limits
-        )
-
-    def additive(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """The mask `(R, 1, T, columns)`, made of nothing but the tensors of the tree."""
-        return additive_mask(~visible_slots(self.tree, columns, **self.span.limits), dtype)[:, None]
-
-    def stand_in(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """A mask without numbers, to be handed over where all attention goes by the tree; reading it raises."""
-        shape = (len(self.tree.lengths), 1, self.tree.num_queries, columns)
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def in_a_forward(self, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, VerificationForward]:
-        """The additive mask, and a forward that knows what it stands for."""
-        mask, forward = self.additive(columns, dtype), VerificationForward(self.tree, columns)
-        forward.name_masks([mask], (self.span,))
-        return mask, forward
-
-
 def takes_trees(tensor: torch.Tensor, dtype: torch.dtype, head_size: int) -> bool:
     """Tells whether the tree attention kernel runs where a tensor lies, for states of a dtype and heads of a size."""
     return dtype in DTYPES and head_size <= MAX_HEAD_SIZE and use_triton(tensor)
 
 
-@dataclass
-class VerificationForward:
-    """Knowledge that the attention of a forward has beside its masks."""
-
-    tree: SlotTree | None = None  # the nodes, for the tree attention kernel; `None`: all attention is masked
-    columns: int = 0  # S
-    layers: Counter[str] = field(default_factory=Counter)  # attention layers by what computed them, if there is a tree
-    reads_prompts: bool = False  # of a model whose layers hand all masks on to the kernel: they need no numbers
-    _spans: dict[Any, tuple[Span, torch.Tensor]] = field(default_factory=dict)
-    _folded: dict[Any, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-
-    def name_masks(self, masks: list[torch.Tensor], spans: tuple[Span, ...]) -> None:
-        """Says which span each mask of the forward stands for."""
-        # With the mask, whose memory must not come to another one.
-        self._spans |= {_memory(mask): (span, mask) for mask, span in zip(masks, spans)}
-
-    def tree_mask(self, mask: torch.Tensor | None) -> TreeMask | None:
-        """Content of a mask of this forward; `None` for others, which the model has made, changed or copied."""
-        named = None if mask is None else self._spans.get(_memory(mask))
-        return None if named is None else TreeMask(self.tree, named[0])
-
-    def prompt_mask(self, padding: torch.Tensor | None, how: dict[str, Any]) -> torch.Tensor | None:
-        """A mask without numbers for prompts; `None` where they need none, or are more than padded on the left.
-
-        Tokens that are not padding are `True` in the mask `(R, S)`; `how` has the other arguments of transformers'
-        mask functions.
-        """
-        # Users' own functions, and those that pack several texts into a row, forbid to leave masks out.
-        is_causal = how.get("allow_is_causal_skip", True) and not how.get("use_vmap") and not how.get("kv_offset")
-        has_sizes = {"batch_size", "q_length", "kv_length", "device"} <= how.keys()
-        if not (self.reads_prompts and is_causal and has_sizes and isinstance(how.get("q_offset"), int)):
-            return None
-        window, rows, columns = how.get("local_size"), how["batch_size"], how["kv_length"]
-        if padding is not None:
-            if padding.shape != (rows, columns) or bool((padding[:, 1:] < padding[:, :-1]).any()):
-                return None
-            padding = None if bool(padding[:, 0].all()) else padding
-        if padding is None and (window is None or columns < window):
-            return None
-        lengths = torch.full((rows,), how["q_offset"], device=how["device"])
-        starts = torch.zeros_like(lengths) if padding is None else columns - padding.sum(1)
-        self.tree = SlotTree(lengths, starts, num_queries=how["q_length"])
-        self.columns = columns
-        span = Span() if window is None else Span("sliding", window)
-        mask = TreeMask(self.tree, span).stand_in(columns, torch.bool)
-        self.name_masks([mask], (span,))
-        return mask
-
-    def fold(self, mask: torch.Tensor, groups: int) -> torch.Tensor:
-        """The mask repeated for query heads that are further query positions; once for all layers."""
-        key = (id(mask), groups)
-        if key not in self._folded:
-            # The mask is kept beside its folded form, so that its id cannot be reused while the entry lives.
-            shared = mask[:1] if mask.stride(0) == 0 else mask
-            self._folded[key] = (mask, shared.repeat(1, 1, groups, 1))
-        return self._folded[key][1]
+def name_masks(forward: SlotForward, masks: list[torch.Tensor], spans: tuple[Span, ...]) -> None:
+    """Says which span each mask of the forward stands for."""
+    # With the mask, whose memory must not come to another one.
+    forward.spans |= {_memory(mask): (span, mask) for mask, span in zip(masks, spans)}
 
 
 def _memory(mask: torch.Tensor) -> tuple[Any, ...]:
     # Not the address: what only stands for a mask has none.
     return mask.untyped_storage()._cdata, mask.storage_offset(), mask.shape
-
-
-# The running forward. Unset outside of one.
-_running: ContextVar[VerificationForward | None] = ContextVar("hf_specdec_verification_forward", default=None)
-
-
-@contextmanager
-def running(forward: VerificationForward) -> Iterator[None]:
-    """Lets `slot_attention` work for this forward, inside of the block."""
-    token = _running.set(forward)
-    try:
-        yield
-    finally:
-        _running.reset(token)
 
 
 def slot_attention(
@@ -181,11 +76,12 @@ def slot_attention(
     the model's own function, as does all outside of a verification forward (another thread runs plain `generate` on
     the same model).
     """
-    forward = _running.get()
+    forward = running.get()
     if forward is not None and forward.tree is not None:
-        tree_mask = forward.tree_mask(attention_mask)
+        # Masks that the model has made, changed or copied have no span.
+        span, _ = (None, None) if attention_mask is None else forward.spans.get(_memory(attention_mask), (None, None))
         beyond_kernel = {
-            "a mask of the model's own": tree_mask is None,
+            "a mask of the model's own": span is None,
             "dropout": dropout > 0,
             "a position bias": kwargs.get("position_bias") is not None,
             "a paged cache": kwargs.get("cache") is not None,
@@ -195,9 +91,10 @@ def slot_attention(
         }
         reason = next((why for why, holds in beyond_kernel.items() if holds), None)
         forward.layers[TREE_KERNEL if reason is None else f"masked: {reason}"] += 1
-        if reason is None and tree_mask is not None:
+        if reason is None and span is not None:
             # Older transformers let sdpa leave soft caps out, so plain generation has none either.
             softcap = kwargs.get("softcap") if is_eager else None
+            tree_mask = TreeMask(forward.tree, span)
             return tree_mask.attend(query, key, value, scaling, softcap, kwargs.get("s_aux")), None
     if is_eager:
         attend = _eager_attention_of(type(module))
@@ -212,7 +109,12 @@ def slot_attention(
     if groups > 1:
         query = query.reshape(rows, key.shape[1], groups * nodes, size)
         if nodes > 1 and attention_mask is not None:
-            attention_mask = forward.fold(attention_mask, groups)
+            # Once for all layers. The mask is kept beside, so that its id stays its own while the entry lives.
+            key_of_mask = id(attention_mask), groups
+            if key_of_mask not in forward.folded:
+                shared = attention_mask[:1] if attention_mask.stride(0) == 0 else attention_mask
+                forward.folded[key_of_mask] = attention_mask, shared.repeat(1, 1, groups, 1)
+            attention_mask = forward.folded[key_of_mask][1]
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
     )
@@ -235,15 +137,30 @@ def slot_mask(
     *args: Any,
     attention_mask: torch.Tensor | None = None,
     of_transformers: Callable[..., Any] | None = None,
-    **kwargs: Any,
+    **how: Any,
 ) -> torch.Tensor | None:
-    """Mask of a forward that is not given any: transformers' own, or one without numbers where the kernel runs."""
-    forward = _running.get()
-    if forward is not None and not args:
-        mask = forward.prompt_mask(attention_mask, kwargs)
-        if mask is not None:
+    """Mask of a forward that is not given any: transformers' own, or one without numbers where the kernel runs.
+
+    Tokens that are not padding are `True` in `attention_mask` `(R, S)`; all else is as for transformers' functions.
+    """
+    forward = running.get()
+    # Users' own functions, and those that pack several texts into a row, forbid to leave masks out.
+    is_causal = how.get("allow_is_causal_skip", True) and not how.get("use_vmap") and not how.get("kv_offset")
+    has_sizes = {"batch_size", "q_length", "kv_length", "device"} <= how.keys()
+    by_kernel = forward is not None and forward.reads_by_kernel and not args and is_causal and has_sizes
+    if by_kernel and isinstance(how.get("q_offset"), int):
+        rows, columns, window = how["batch_size"], how["kv_length"], how.get("local_size")
+        is_padded = attention_mask is not None and not bool(attention_mask[:, 0].all())
+        is_limited = window is not None and columns >= window
+        if (is_padded or is_limited) and (attention_mask is None or attention_mask.shape == (rows, columns)):
+            lengths = torch.full((rows,), how["q_offset"], device=how["device"])
+            starts = columns - attention_mask.sum(1) if is_padded else torch.zeros_like(lengths)
+            forward.tree, forward.columns = SlotTree(lengths, starts, num_queries=how["q_length"]), columns
+            span = FULL if window is None else Span("sliding", window)
+            mask = TreeMask(forward.tree, span).stand_in(columns, torch.bool)
+            name_masks(forward, [mask], (span,))
             return mask
-    return (of_transformers or sdpa_mask)(*args, attention_mask=attention_mask, **kwargs)
+    return (of_transformers or sdpa_mask)(*args, attention_mask=attention_mask, **how)
 
 
 AttentionInterface.register(NAME, slot_attention)
@@ -252,72 +169,32 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, slot_mask)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME_EAGER, partial(slot_mask, of_transformers=eager_mask))
 
 
-class AttentionSwitch:
-    """Puts another attention in the place of a model's own while a verification forward runs.
-
-    The implementation's name lives in the model's configs. Entering changes the names, leaving restores them, also
-    after an error; several threads may be inside at once, the last one out restores.
-    """
-
-    def __init__(self, model: torch.nn.Module):
-        self._changes = _changes(model)
-        self._lock = Lock()
-        self._num_inside = 0
-
-    @contextmanager
-    def __call__(self, forward: VerificationForward | None = None) -> Iterator[None]:
-        if not self._changes:
-            yield
-            return
-        has_entered = False
-        try:
-            with self._lock:
-                self._num_inside, has_entered = self._num_inside + 1, True
-                for config, _, stand_in in self._changes:
-                    # Not the property: it would also write to sub-configs that have another implementation.
-                    config._attn_implementation_internal = stand_in
-            with running(forward or VerificationForward()):
-                yield
-        finally:
-            with self._lock:
-                self._num_inside -= has_entered
-                if self._num_inside == 0:
-                    for config, name, _ in self._changes:
-                        config._attn_implementation_internal = name
-
-    def fits(self, model: torch.nn.Module) -> bool:
-        """Tells whether the model still has the implementations that this switch was made for."""
-        with self._lock:
-            if self._num_inside > 0:
-                return True  # the configs hold the names of the stand-ins now
-            signatures = [
-                [(id(config), *names) for config, *names in every] for every in (self._changes, _changes(model))
-            ]
-            return signatures[0] == signatures[1]
-
-
-_switches: WeakKeyDictionary[torch.nn.Module, AttentionSwitch] = WeakKeyDictionary()
+_switches: WeakKeyDictionary[torch.nn.Module, StandIns] = WeakKeyDictionary()
 _switches_lock = Lock()
 
 
-def attention_switch(model: torch.nn.Module) -> AttentionSwitch:
-    """The model's one switch, renewed when the user has chosen another implementation since."""
+def attention_switch(model: torch.nn.Module) -> StandIns:
+    """The model's one switch to another attention, renewed when the user has chosen another implementation since."""
     with _switches_lock:
         switch = _switches.get(model)
-        if switch is None or not switch.fits(model):
-            switch = _switches[model] = AttentionSwitch(model)
+        if switch is not None:
+            with switch._lock:
+                # While it is on, the configs hold the names of the stand-ins.
+                if switch._users or list(switch.places) == _stand_ins(model):
+                    return switch
+        switch = _switches[model] = StandIns(_stand_ins(model))
         return switch
 
 
-def _changes(model: torch.nn.Module) -> list[tuple[Any, str, str]]:
-    """Every config that must name another implementation: the config, its own name, and the stand-in's."""
+def _stand_ins(model: torch.nn.Module) -> list[tuple[Any, str, str]]:
+    """Every config that must name another implementation, and that one."""
     has_kernel = use_triton(model.get_input_embeddings().weight)
     reads_text = (id(model.config), id(model.config.get_text_config(decoder=True)))
     owners: dict[int, torch.nn.Module] = {}  # the first model that holds a config
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "_attn_implementation"):
             owners.setdefault(id(module.config), module)
-    changes = []
+    places = []
     for number, owner in owners.items():
         config: Any = owner.config
         name = config._attn_implementation
@@ -330,8 +207,9 @@ def _changes(model: torch.nn.Module) -> list[tuple[Any, str, str]]:
                 "draft. Choose another one with model.set_attn_implementation('sdpa')."
             )
         if stand_in not in (None, name):
-            changes.append((config, name, stand_in))
-    return changes
+            # Not the property: it would also write to sub-configs that have another implementation.
+            places.append((config, "_attn_implementation_internal", stand_in))
+    return places
 
 
 def _stand_in(owner: torch.nn.Module, config: Any, name: str, has_kernel: bool) -> str | None:

@@ -23,7 +23,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 from ..errors import SpecConfigError, UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.cache import WritePlan, move_slots, write_slots
-from ..kernels.heads import SlotWrite
 from ..kernels.indexing import arange
 from ..transfers import RowNumbers, kept_tensor, upload
 from .parts.recurrent_state import RecurrentState, load_state
@@ -36,23 +35,16 @@ class SlotLayer(CacheLayerMixin):
     Sliding-window layers keep all slots as well; their masks limit what is seen, by position. Layers that choose
     their keys by an index have a third buffer, `indexer_keys`, of shape `(B, 1, C, D)`. Recurrent layers have a state
     in the place of slots, or beside them.
-
-    Args:
-        capacity (`int`): Slots to allocate at first.
-        limit (`int`, *optional*): Slots that the call can fill at most.
-        take (`Callable`, *optional*): Gives buffers that outlive the call, which may be larger: what
-            [`SlotStore.take`] is for the layer.
     """
 
-    # From the first write on.
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Any
+    values: Any
 
     def __init__(self, capacity: int, limit: int | None = None, take: Callable | None = None):
         super().__init__()
-        self.capacity: int = capacity
-        self.limit = limit
-        self._take = take
+        self.capacity: int = capacity  # slots to allocate at first
+        self.limit = limit  # slots that the call can fill at most
+        self._take = take  # [`SlotStore.take`] for this layer: buffers that outlive the call, and may be larger
         self.length: int = 0
         self.window: int | None = None  # slots that are returned, the last ones, to a forward that counts on it
         self.indexer_keys: torch.Tensor | None = None
@@ -102,18 +94,7 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, plan: WritePlan | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        seen = self._prepare(key_states, value_states, plan)
-        self._write((self.keys, self.values), (key_states, value_states))
-        rows = key_states.shape[0]
-        return self.keys[:rows, :, seen], self.values[:rows, :, seen]
-
-    def begin_write(self, keys: torch.Tensor, values: torch.Tensor, plan: WritePlan) -> SlotWrite:
-        """Room for keys and values of the shapes of these, which the caller writes."""
-        seen = self._prepare(keys, values, plan)
-        return SlotWrite(self.keys, self.values, plan.starts(keys.device), seen)
-
-    def _prepare(self, key_states: torch.Tensor, value_states: torch.Tensor, plan: WritePlan | None) -> slice:
-        """Makes room where a plan says, or after what is there; returns the slots that are seen."""
+        """Writes where a plan says, or after what is there; returns the slots that are seen."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if plan is None:
@@ -122,7 +103,9 @@ class SlotLayer(CacheLayerMixin):
         if plan.columns > self.capacity:
             self.grow(plan.columns)
         self._plan = plan
-        return slice(self._first(plan.columns), plan.columns)
+        self._write((self.keys, self.values), (key_states, value_states))
+        rows, seen = key_states.shape[0], slice(self._first(plan.columns), plan.columns)
+        return self.keys[:rows, :, seen], self.values[:rows, :, seen]
 
     def _write(self, buffers: tuple[torch.Tensor, ...], states: tuple[torch.Tensor, ...]) -> None:
         """Writes states `(R, H, T, D)` to the slots of the plan; in rows of equal length they are one slice."""
@@ -188,10 +171,6 @@ class SlotCache(Cache):
 
     It starts in prefill mode, where it behaves as a growing cache with one common length (left padding included) and
     serves the model's ordinary forward. `start_slots` ends the prefill and gives every row its own length.
-
-    Args:
-        capacity (`int`): Slots to allocate at first.
-        limit (`int`, *optional*): Slots that the call can fill at most.
     """
 
     # Prefix tuning asks, and makes a cache without limit.
@@ -208,6 +187,7 @@ class SlotCache(Cache):
         self.lengths: Any = []  # (R,): slots in use; a tensor in a graph, empty during the prefill
         self.columns: int | None = None  # slots that attention reads in a graph; else what the longest row needs
         self.plan: WritePlan | None = None
+        self.plans: dict[Any, Any] = {}  # of the layers that write here, see [`~layers.plan.planned`]
         self.last_recurrent_layer = -1
         self.has_slots = True  # some layers attend; else all have recurrent states, whose tokens are counted
 
@@ -252,17 +232,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else self.layer_at(layer_idx)
-        return layer.update(key_states, value_states, self.plan)
-
-    @property
-    def writes_slots(self) -> bool:
-        """Rows have their own lengths: not so in a prefill."""
-        return self.plan is not None and self.plan.firsts is not None
-
-    def begin_write(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> SlotWrite:
-        """Room for keys and values of the shapes of these, which the caller writes to the slots of the plan."""
-        return self.layer_at(layer_idx).begin_write(keys, values, self.plan)
+        return self.layer_at(layer_idx).update(key_states, value_states, self.plan)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         if layer_idx > 0:
@@ -288,10 +258,6 @@ class SlotCache(Cache):
 
     # Recurrent layers, whose mixers come here
 
-    def recurrent_states(self) -> dict[int, RecurrentState]:
-        """The states of all recurrent layers, by the number of the layer."""
-        return {index: layer.recurrent for index, layer in enumerate(self.layers) if layer.recurrent}
-
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         # Asked about the cache as a whole, which its first layers may ask when only they have read something.
         index = self.last_recurrent_layer if layer_idx is None else layer_idx
@@ -301,10 +267,10 @@ class SlotCache(Cache):
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self.layer_at(layer_idx).conv_states.get(state_idx)
+        return self.layer_at(layer_idx).recurrent.conv_states.get(state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self.layer_at(layer_idx).recurrent_states.get(state_idx)
+        return self.layer_at(layer_idx).recurrent.recurrent_states.get(state_idx)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: Any = None, **_: Any
@@ -369,23 +335,27 @@ class SlotCache(Cache):
         same tree have written.
         """
         if self.columns is not None:
-            self.plan = WritePlan(self.columns, None, self.lengths + ahead if ahead else self.lengths, nodes)
-            return self.plan
-        longest = max(self.lengths)
-        offset = longest + ahead if min(self.lengths) == longest else None
-        firsts = [length + ahead for length in self.lengths]
-        self.plan = WritePlan(longest + ahead + nodes, offset, firsts, nodes)
-        for layer in self.layers:
-            layer.length = longest
+            columns, offset = self.columns, None
+            firsts = self.lengths + ahead if ahead else self.lengths
+        else:
+            longest = max(self.lengths)
+            columns = longest + ahead + nodes
+            offset = longest + ahead if min(self.lengths) == longest else None
+            firsts = [length + ahead for length in self.lengths]
+            for layer in self.layers:
+                layer.length = longest
+        # None before all have buffers.
+        layers = list(self.layers) if all([layer.is_initialized for layer in self.layers]) else []
+        for layer in layers:
+            if layer.capacity < columns:
+                layer.grow(columns)
+        self.plan = WritePlan(columns, offset, firsts, nodes, layers)
         return self.plan
 
     def commit(self, counts: RowNumbers, path: torch.LongTensor | None = None) -> None:
-        """Keeps `counts[r]` nodes of the last forward, the anchor included: those of a path, or the first ones.
+        """Keeps `counts[r]` nodes of the last forward, anchor included: those of a path `(R, M)`, or the first ones.
 
-        Args:
-            counts (`list[int]` of length R): In a graph a tensor `(R,)`, or equal ones.
-            path (`torch.LongTensor` of shape `(R, M)`, *optional*): Kept nodes in order, the anchor first; columns
-                past a row's count are ignored.
+        In a graph the counts are a tensor `(R,)`, or equal ones. Columns of the path past a row's count are ignored.
         """
         # The anchor alone lies in place, too.
         moves = path is not None and path.shape[1] > 1
@@ -431,13 +401,11 @@ class SlotCache(Cache):
         return [tuple(buffer[row, :, :length].clone() for buffer in layer.buffers) for layer in self.layers]
 
 
-def check_room(cache: Cache | None, batch_size: int, columns: int) -> None:
+def check_room(cache: StaticCache, batch_size: int, columns: int) -> None:
     """Refuses a user's `StaticCache` of other rows than the call's, or that the call may outgrow.
 
     A row may have `columns` tokens at its end, all of which but the last are read.
     """
-    if type(cache) is not StaticCache:
-        return
     layers = [layer for layer in cache.layers if hasattr(layer, "max_cache_len")]
     rows = {len(layer.keys) for layer in layers if layer.is_initialized}
     if rows - {batch_size}:

@@ -180,10 +180,8 @@ class CudaBackend(CaptureBackend):
         return self._record_at_once(run)
 
     def _record_at_once(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Does not wait for the device and give all free memory back beforehand, as `torch.cuda.graph` does.
-
-        In the middle of a text that would take longer than the capture.
-        """
+        # `torch.cuda.graph` would wait for the device and give all free memory back beforehand, which in the middle of
+        # a text takes longer than the capture.
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on with work of their own.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

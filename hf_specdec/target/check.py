@@ -1,9 +1,8 @@
 """A check that forwards over slots compute what plain generation computes, before anything is shown.
 
-The first verification is compared with plain generation's own forward of the same tokens. That forward runs once in a
-process for a class of models and a config, and once more in the first call that hides slots from a row. Forwards that
-are neither transformers' nor PEFT's may behave differently later: of them several run, and are compared with one over
-all their tokens. None is counted in the statistics.
+After the prompts plain generation's own forward is compared with one over slots, once for a model, and once more where
+rows are padded. Forwards that are neither transformers' nor PEFT's may behave differently later: of them several run,
+and are compared with one over all their tokens. None is counted in the statistics.
 
 Shapes: B rows of the call, N tokens after the prompts, V vocabulary.
 """
@@ -22,7 +21,7 @@ from ..drafts import chain_topology
 from ..environment import is_switched_on
 from ..errors import UnsupportedModelError
 from ..target_facts import quantisation
-from .forward import Part, SlotNodes, SlotOutput
+from .forward import SlotForward
 from .model import SlotModel
 from .parts.rotary import ChangingRotary
 from .prompts import Continuation, following_inputs
@@ -35,89 +34,55 @@ _ROUNDING, _COARSE_ROUNDING = 0.005, 0.1
 _COMPARED = ("torch", "transformers", "peft", "accelerate", "hf_specdec")
 _MOST_TOKENS = 32
 
-# How many tokens models were found to go on for as in plain generation, by class and config, whether slots were
-# hidden, and forwards of others.
-_checked: dict[tuple[Any, ...], int] = {}
-# Config of each model, and whether a part of it is a class of others.
-_known: WeakKeyDictionary[nn.Module, tuple[str, bool]] = WeakKeyDictionary()
+# For how many tokens each model was found to go on as in plain generation, with and without padding, by the forwards
+# of others that it had.
+_checked: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = WeakKeyDictionary()
 
 
-class ContinuationCheck(Part):
-    """Compares the first verification of rows with plain generation."""
+def check_continuation(
+    target: SlotModel, continuation: Continuation, tokens: torch.LongTensor, most_tokens: int
+) -> None:
+    """Refuses a target that goes on after the prompts, with first tokens `(B,)`, in another way than it is driven.
 
-    def __init__(self, model: nn.Module):
-        self.model = model
-        # Logits `(N, V)` by what is checked, as in `_checked`, and by place in the batch.
-        self.expected: dict[tuple[Any, ...], dict[int, torch.Tensor]] = {}
-
-    @classmethod
-    def begin(
-        cls, target: SlotModel, continuation: Continuation, tokens: torch.LongTensor, most: int
-    ) -> ContinuationCheck | None:
-        """Reads the first tokens `(B,)`, of `most` that follow the prompts, as plain generation does.
-
-        The target gets the part that checks its verification; `None` where there is nothing to check.
-        """
-        model, check = target.model, cls(target.model)
-        if model not in _known:
-            forwards = (type(module).forward for module in model.modules() if module._modules)
-            _known[model] = model.config.to_json_string(), not all(map(_is_compared, forwards))
-        config, has_others = _known[model]
-        others = _forwards_of_others(model)
-        key = type(model), config, any(continuation.num_others), others
-        count = min(most, _MOST_TOKENS) if others or has_others else 1
-        rotary = target.find(ChangingRotary)
-        # Dropout makes every forward another one, and plain generation may read the whole text again.
-        is_another = model.training or (rotary is not None and rotary.read_again_at is not None)
-        if _checked.get(key, 0) >= count or is_another or not is_switched_on("CHECK", default=True):
-            return None
-        read, expected = _plainly_read(target, continuation, tokens, count)
-        check.expected[key] = dict(enumerate(expected))
-        if count > 1:
-            # None of these tokens is committed, and their graph would not run again.
-            graphs = target.graphs
-            target.graphs = None
-            try:
-                check._judge(target.forward(read, chain_topology(count - 1, read.device)).logits, expected)
-            finally:
-                target.graphs = graphs
-        target.parts.append(check)
-        return check
-
-    def verified(self, output: SlotOutput) -> None:
-        for key, rows in self.expected.items():
-            if rows:
-                first = torch.stack([expected[:1] for expected in rows.values()])
-                self._judge(output.logits[list(rows), :1], first)
-                _checked[key] = max(_checked.get(key, 0), min(map(len, rows.values())))
-        self.expected = {}
-        self.is_done = True
-
-    def without_rows(self) -> ContinuationCheck:
-        return ContinuationCheck(self.model)
-
-    def keep_rows(self, keep: list[int]) -> None:
-        for key, rows in self.expected.items():
-            self.expected[key] = {place: rows[row] for place, row in enumerate(keep) if row in rows}
-
-    def join(self, other: ContinuationCheck, num_rows: int) -> None:
-        for key, rows in other.expected.items():
-            self.expected.setdefault(key, {}).update({num_rows + row: logits for row, logits in rows.items()})
-
-    def _judge(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
-        differences = _differences(logits, expected.to(logits.device))
-        limit = _ROUNDING if _is_precise(self.model) else _COARSE_ROUNDING
-        if limit == _COARSE_ROUNDING and differences.shape[1] > 1:
-            # A single token may be near a tie of experts.
-            differences = torch.minimum(differences[:, :-1], differences[:, 1:])
-        difference = float(differences.max())
-        if not difference <= limit:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} goes on after the prompt in a way that speculation does not know: the "
-                f"logits of its verification differ from those of plain generation by {difference:.1%} of their "
-                f"spread, and rounding explains {limit:.1%}. The text would not be that of plain generation. Leave "
-                f"the speculative arguments out; HF_SPECDEC_CHECK=0 in the environment switches this check off."
-            )
+    `most_tokens` may follow, the first ones included.
+    """
+    model, most_tokens = target.model, min(most_tokens, _MOST_TOKENS)
+    has_padding = min(continuation.text_lengths) < continuation.num_slots
+    key = has_padding, _forwards_of_others(model)
+    rotary = target.find(ChangingRotary)
+    # Dropout makes every forward another one, and plain generation may read the whole text again.
+    is_another = model.training or (rotary is not None and rotary.read_again_at is not None)
+    is_checked = _checked.get(model, {}).get(key, 0) >= most_tokens
+    if is_checked or is_another or not is_switched_on("CHECK", default=True):
+        return
+    # With known code one token speaks for all.
+    classes = {type(module) for module in model.modules() if module._modules}
+    is_known = not key[1] and all(_is_compared(module_class.forward) for module_class in classes)
+    count = 1 if is_known else most_tokens
+    tokens, expected = _plainly_read(target, continuation, tokens, count)
+    # As in a verification, of several nodes if there is room. None is committed, so no graph of them would run again.
+    nodes = torch.cat([tokens, tokens], dim=1) if count == 1 < most_tokens else tokens
+    graphs = target.graphs
+    target.graphs = None
+    try:
+        # Of the target itself, which remembers whether its layers have looked at masks.
+        logits = target.forward(nodes, chain_topology(nodes.shape[1] - 1, nodes.device)).logits[:, :count]
+    finally:
+        target.graphs = graphs
+    differences = _differences(logits, expected.to(logits.device))
+    limit = _ROUNDING if _is_precise(model) else _COARSE_ROUNDING
+    if limit == _COARSE_ROUNDING and count > 1:
+        # A single token may be near a tie of experts.
+        differences = torch.minimum(differences[:, :-1], differences[:, 1:])
+    difference = float(differences.max())
+    if not difference <= limit:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} goes on after the prompt in a way that speculation does not know: the logits of "
+            f"a verification differ from those of plain generation by {difference:.1%} of their spread, and rounding "
+            f"explains {limit:.1%}. The text would not be that of plain generation. Leave the speculative arguments "
+            "out; HF_SPECDEC_CHECK=0 in the environment switches this check off."
+        )
+    _checked.setdefault(model, {})[key] = _MOST_TOKENS if is_known else most_tokens
 
 
 def _plainly_read(
@@ -126,7 +91,7 @@ def _plainly_read(
     """Tokens `(B, N)` after the prompts, the best ones, and their logits, by forwards of plain generation."""
     model, profile, read, logits = target.model, target.profile, [], []
     like = DynamicCache(config=model.config.get_text_config(decoder=True))
-    with target.cache.kept(like), target.reading(SlotNodes(tokens[:, None])):
+    with target.cache.kept(like), target.reading(SlotForward(tokens[:, None])):
         for number in range(count):
             read.append(tokens[:, None])
             inputs = following_inputs(continuation.inputs, profile, read[-1], number)

@@ -16,8 +16,8 @@ from packaging.version import Version
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
+from ..arguments import original_generate
 from ..errors import MissingDependencyError
-from ..patching import original_generate
 from ..target_facts import cache_name_among
 
 

@@ -90,14 +90,11 @@ class ModelProfile:
     takes_position_ids: bool
     takes_logits_to_keep: bool
     attends: bool = True  # some layers keep keys and values, and read a mask
-    last_recurrent_layer: int = -1  # of those with a recurrent state, which cannot be cut back
+    is_recurrent: bool = False  # some layers have a state that sums up all tokens, and cannot be cut back
+    last_recurrent_layer: int = -1  # the last of these
     cache_name: str = CACHE_NAMES[0]  # the argument of its forward, and of calls that continue a cache
     has_encoder: bool = False  # its decoder attends to the output of an encoder too, which the call reads once
     counted: CountedPositions | None = None  # modules that count positions, and can be told them instead
-
-    @property
-    def is_recurrent(self) -> bool:
-        return self.last_recurrent_layer >= 0
 
     @property
     def supports_trees(self) -> bool:
@@ -183,6 +180,7 @@ def _read_profile(model: Any, role: str) -> ModelProfile:
         takes_position_ids=takes_position_ids,
         takes_logits_to_keep="logits_to_keep" in parameters,
         attends=attends,
+        is_recurrent=bool(recurrent),
         last_recurrent_layer=max(recurrent, default=-1),
         cache_name=cache_name,
         has_encoder=has_encoder,

@@ -6,15 +6,17 @@ a node, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ..threads import cached_property
-from .masks import RowState, node_positions
+from .masks import RowPlaces, Span, node_positions
 
 
 if TYPE_CHECKING:
@@ -24,27 +26,51 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class SlotNodes:
-    """Nodes of a verification that a forward reads; without a topology the tokens of prompts."""
+class SlotForward:
+    """A forward: the nodes of a verification that it reads, or without a topology the tokens of prompts.
+
+    While the model's own forward runs, whatever has taken the place of a function of the model finds it in `running`.
+    """
 
     tokens: torch.Tensor  # (R, T), or embeddings (R, T, H)
     topology: TreeTopology | None = None  # who sees whom among the nodes
-    rows: RowState = field(default_factory=lambda: RowState([], [], []))  # where the rows stand
+    rows: RowPlaces = field(default_factory=lambda: RowPlaces([], [], []))  # where the rows stand
     columns: int = 0  # slots that are read
     tree: SlotTree | None = None  # the nodes, where the tree attention kernel runs
-    max_position: Any = None  # last position id that a node may have
     inputs: dict[str, Any] = field(default_factory=dict)  # further arguments of the model's own forward
+    text_length: int | None = None  # for rotary embeddings that change: tokens of the text, the one read included
+    readings: dict[int, Any] = field(default_factory=dict)  # what recurrent layers become by it, by their numbers
+    reading: Any = None  # that of the layer that runs
+    # What attention knows beside its masks: their spans by their memory, the same masks for more queries, and the
+    # layers by what computed them.
+    spans: dict[Any, tuple[Span, torch.Tensor]] = field(default_factory=dict)
+    folded: dict[Any, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    layers: Counter[str] = field(default_factory=Counter)
+    reads_by_kernel: bool = False  # prompts of a model whose layers hand all masks on to the tree attention kernel
 
     @cached_property
     def positions(self) -> torch.LongTensor:
         """Position ids of the nodes, `(R, T)`; parts may set others."""
-        positions = node_positions(self.topology, self.rows)
-        return positions if self.max_position is None else positions.clamp(max=self.max_position)
+        return node_positions(self.topology, self.rows)
 
     @property
     def slots(self) -> torch.LongTensor:
         """The slot `(R, T)` that each node takes when it is read as text."""
         return self.rows.lengths_on(self.tokens.device)[:, None] + self.topology.depths
+
+
+# What runs in this thread; unset outside of a forward.
+running: ContextVar[SlotForward | None] = ContextVar("hf_specdec_running", default=None)
+
+
+@contextmanager
+def told(forward: SlotForward) -> Iterator[None]:
+    """Has it running inside of the block."""
+    token = running.set(forward)
+    try:
+        yield
+    finally:
+        running.reset(token)
 
 
 @dataclass
@@ -71,14 +97,10 @@ class Part:
     why_eager: ClassVar[str | None] = None  # why forwards with this part cannot run as graphs
     why_equal: ClassVar[str | None] = None  # what makes all rows advance by the same number of tokens
     note: str | None = None  # a limit of the call, for its statistics
-    is_done: bool = False  # it has nothing more to do, and leaves
 
-    def reading(self, nodes: SlotNodes) -> AbstractContextManager[Any]:
+    def reading(self, nodes: SlotForward) -> AbstractContextManager[Any]:
         """The context of a forward that reads the nodes; may change the nodes and the inputs of the forward."""
         return nullcontext()
-
-    def verified(self, output: SlotOutput) -> None:
-        """Looks at what a verification has returned."""
 
     def commit(self, counts: list[int], path: torch.LongTensor | None) -> None:
         """Keeps what was accepted of the last forward; the arguments are those of [`SlotCache.commit`]."""
@@ -86,8 +108,8 @@ class Part:
     def keep_rows(self, keep: list[int]) -> None:
         """Goes on with these rows, in this order."""
 
-    def join(self, other: Any, num_rows: int) -> None:
-        """Takes over the rows of the same part of another call after the `num_rows` that there are."""
+    def join(self, other: Any) -> None:
+        """Takes over the rows of the same part of another call after its own."""
 
     def without_rows(self) -> Any:
         """The same part of a call that has none, for rows of this one to join."""

@@ -1,4 +1,4 @@
-"""Forwards of a model over slots as CUDA graphs.
+"""Forwards of a model over slots as CUDA graphs, and the buffers that these read.
 
 A graph records the same functions that run eagerly, on a copy of the model whose slots, rows and limits are tensors:
 the buffers of the graph. They are padded to more rows and nodes.
@@ -8,27 +8,140 @@ Shapes: R rows and T nodes of a graph, r and t of them in use, N = T - 1 draft n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..drafts import DraftTree, TreeTopology
-from ..drafts.topology import chain_parents
 from ..kernels.best import with_successors
 from ..kernels.cache import move_slots
+from ..kernels.tree_attention import MAX_NODES
 from ..logits.captured import CapturedJudge
+from ..logits.randomness import RowKeys
 from ..target_facts import vocabulary_size
-from ..transfers import PackedTables, take_nodes
+from ..transfers import PackedTables, RowNumbers, take_nodes
 from .forward import SlotOutput
-from .graphs import CallGraphs, Variant
-from .inputs import NewNodes, NodeInputs
-from .masks import RowState
+from .graphs import CallGraphs, GraphInputs, Variant
+from .masks import GrownTopology, RowPlaces
 
 
 if TYPE_CHECKING:
     from .model import SlotModel
+
+
+@dataclass
+class NewNodes:
+    """Nodes that a forward reads after the committed slots, as a graph takes them."""
+
+    tokens: Sequence[torch.LongTensor]  # (r, t), in one or more parts
+    parents: torch.LongTensor  # (t - 1,) or (r, t - 1): those of [`DraftTree`]
+    num_drafted: RowNumbers  # (r,): valid draft nodes of each row
+    probs: torch.FloatTensor | None = None  # (r, t - 1, V): the distributions that they were drawn from
+    keys: RowKeys | None = None  # of the rows' random numbers
+    more: torch.LongTensor | None = None  # (r,): by how many tokens rows are longer than the host knows
+
+    @classmethod
+    def of(
+        cls,
+        anchors: torch.LongTensor,
+        draft: DraftTree,
+        judge: CapturedJudge | None,
+        more: torch.LongTensor | None = None,
+    ) -> NewNodes:
+        """Anchors `(r,)` and drafts after them."""
+        counts = draft.num_nodes if draft.node_counts is None else draft.node_counts
+        keys = None if judge is None else judge.keys
+        return cls([anchors[:, None], draft.tokens], draft.parents, counts, draft.probs, keys, more)
+
+
+# Integers of the rows beside their places.
+_KEYS = ("seeds", "row_numbers", "positions")
+_NUMBERS = (*RowPlaces([], [], []).numbers, "num_drafted", *_KEYS)
+
+
+class NodeInputs(GraphInputs):
+    """The buffers of a forward over slots.
+
+    Rows of padding are empty, and write to slots that no row uses. Nodes of padding are children of the anchor after
+    the nodes in use. A judge may judge the nodes; `probs` `(R, T - 1, V)` is room for the distributions that they were
+    drawn from, in memory that others may write to between two forwards.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        nodes: int,
+        device: torch.device,
+        judge: CapturedJudge | None = None,
+        probs: torch.FloatTensor | None = None,
+    ):
+        super().__init__(rows, device, dict.fromkeys(_NUMBERS, 0), {})
+        self.num_nodes = nodes
+        self.judge: CapturedJudge | None = judge
+        self.probs: torch.FloatTensor | None = probs
+        with torch.inference_mode(False):
+            # The tokens of all nodes, the parents of those that were drafted, and tokens unknown to the host.
+            self._nodes = torch.zeros((rows, 2 * nodes), dtype=torch.long, device=device)
+            self._padding_nodes = torch.zeros((2, 1, nodes), dtype=torch.long, device=device)
+            self._padding_nodes[1] = -1
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return [*super().buffers, self._nodes, *(() if self.probs is None else (self.probs,))]
+
+    def fill_nodes(self, count: int, new: NewNodes, rows: RowPlaces) -> None:
+        """Copies in the nodes of the first rows."""
+        keys = ([0] * count,) * 3 if new.keys is None else new.keys[:3]
+        self.fill(count, {**rows.numbers, "num_drafted": new.num_drafted, **dict(zip(_KEYS, keys))}, {})
+        if self.probs is not None and new.probs is not None:
+            # Those of padding may be any numbers.
+            self.probs[:count, : new.probs.shape[1]].copy_(new.probs[:count])
+        missing = self.num_nodes - 1 - new.parents.shape[-1]
+        zeros, anchors = self._padding_nodes[..., :missing].expand(-1, count, -1)
+        none = self._padding_nodes[0, :, :1]
+        added = none.expand(count, -1) if new.more is None else new.more[:count, None]
+        parents = new.parents if new.parents.dim() == 1 else new.parents[:count]
+        parts = [*(part[:count] for part in new.tokens), zeros, parents.expand(count, -1), anchors, added]
+        torch.cat([part for part in parts if part.shape[1]], dim=1, out=self._nodes[:count])
+        if count < len(self._nodes):
+            self._nodes[count:] = self._nodes[:1]
+            if new.more is not None:
+                self._nodes[count:, -1:] = none
+
+    # What the graph that runs reads
+
+    @property
+    def rows(self) -> RowPlaces:
+        return RowPlaces.in_a_graph(self.numbers, self._nodes[:, -1])
+
+    @property
+    def keys(self) -> RowKeys:
+        """Of the rows' random numbers."""
+        positions = self.numbers["positions"] + self._nodes[:, -1]
+        return RowKeys(self.numbers["seeds"], self.numbers["row_numbers"], positions)
+
+    def read(self) -> tuple[torch.LongTensor, TreeTopology, DraftTree]:
+        """Tokens `(R, T)` of the nodes, who sees whom, and the drafted nodes."""
+        split = self._nodes.tensor_split([self.num_nodes, 2 * self.num_nodes - 1], dim=1)
+        tokens, parents = (part.contiguous() for part in split[:2])
+        topology, draft = GrownTopology(parents), DraftTree(tokens[:, 1:], parents, self.numbers["num_drafted"])
+        if self.judge is not None:
+            draft.probs, draft.is_chain = self.probs, self.judge.is_chain
+            # One of a chain would be that of no padding.
+            draft.topology = topology
+        return tokens, topology, draft
+
+
+def in_a_graph(model: SlotModel, rows: RowPlaces, columns: int) -> SlotModel:
+    """The model as a graph sees it that reads `columns` slots."""
+    model = copy(model)
+    model.graphs = None
+    model.cache = model.forward_cache = model.cache.in_a_graph(rows.lengths, columns)
+    model.starts, model.leads, model.max_position = rows.starts, rows.leads, rows.max_position
+    return model
 
 
 # Scores of all nodes up to which they are judged in a graph, which holds on to the memory that this takes.
@@ -44,54 +157,23 @@ class Graphed:
 
     def verify(self, anchors: torch.LongTensor, draft: DraftTree, judge: CapturedJudge | None) -> SlotOutput | None:
         """The output of [`SlotModel.verify`], of a draft that the graph judges if there is a judge."""
-        return self._output(_new_nodes(anchors, draft, judge), judge)
+        return self._output(NewNodes.of(anchors, draft, judge), judge)
 
     def verify_ahead(
         self, anchors: torch.LongTensor, draft: DraftTree, judge: CapturedJudge, counts: torch.LongTensor
     ) -> None:
-        """As [`SlotModel.verify_ahead`]."""
+        """Launches a verification before the host knows that `counts` `(R,)` nodes of the last one stay."""
         with self.graphs.ahead():
-            self._tensors(_new_nodes(anchors, draft, judge, counts), judge)
+            self._tensors(NewNodes.of(anchors, draft, judge, counts), judge)
 
     def forward(self, tokens: torch.Tensor, topology: TreeTopology, logits_from: int) -> SlotOutput | None:
         """The output of [`SlotModel.forward`]."""
         if tokens.is_floating_point():
             return None
         rows, nodes = tokens.shape
-        parents = chain_parents(nodes - 1, tokens.device) if topology.is_chain else topology.parents[..., 1:] - 1
-        output = self._output(NewNodes([tokens], parents, [nodes - 1] * rows), None)
+        output = self._output(NewNodes([tokens], topology.draft_parents, [nodes - 1] * rows), None)
         if output is not None:
             output.logits = output.logits[:, logits_from:]
-        return output
-
-    def run(
-        self,
-        key: tuple[Any, ...],
-        new: NewNodes,
-        make_inputs: Callable[[int], NodeInputs],
-        read: Callable[[SlotModel, Any], tuple[Any, ...]],
-        width: int,
-    ) -> list[Any] | None:
-        """What `read` returns of a model over the buffers of a graph; all else as for [`CallGraphs.run`]."""
-        slots = self.slots
-
-        def fill(inputs: NodeInputs, count: int) -> None:
-            rows = RowState(slots.cache.lengths, slots.starts, slots.leads)
-            inputs.fill_nodes(count, new, rows, slots.max_position)
-
-        def recorded(inputs: NodeInputs, columns: int) -> tuple[Any, ...]:
-            model, rows = copy(slots), inputs.rows
-            model.graphs = None
-            model.cache = model.forward_cache = slots.cache.in_a_graph(rows.lengths, columns)
-            model.starts, model.leads, model.max_position = rows.starts, rows.leads, inputs.max_positions
-            output = read(model, inputs)
-            slots.attention_layers = model.attention_layers
-            return *output, model.attention_layers
-
-        captured = self.graphs.run(key, len(new.num_drafted), make_inputs, fill, recorded, slots.cache, width)
-        if captured is None:
-            return None
-        *output, slots.attention_layers = captured.output
         return output
 
     def _output(self, new: NewNodes, judge: CapturedJudge | None) -> SlotOutput | None:
@@ -114,8 +196,9 @@ class Graphed:
     def _tensors(self, new: NewNodes, judge: CapturedJudge | None) -> list[Any] | None:
         """Logits, states and outcome of a graph, which may have run ahead."""
         slots, rows, device = self.slots, len(new.num_drafted), new.parents.device
-        size = self.graphs.padded_nodes(new.parents.shape[-1] + 1)
-        if size is None:
+        nodes = new.parents.shape[-1] + 1
+        size = 1 if nodes == 1 else self.graphs.largest
+        if not nodes <= size <= MAX_NODES:
             return None
         vocab_size = vocabulary_size(slots.model)
         if judge is not None and judge.may_fail and rows * size * vocab_size > _MOST_SCORES:
@@ -131,29 +214,32 @@ class Graphed:
             probs = self.graphs.shared_floats(shape, device) if judge is not None and judge.is_drawn else None
             return NodeInputs(rows, size, device, judge=judge, probs=probs)
 
+        def fill(inputs: NodeInputs, count: int) -> None:
+            inputs.fill_nodes(count, new, slots.places)
+
+        def read(inputs: NodeInputs, columns: int) -> tuple[Any, ...]:
+            model = in_a_graph(slots, inputs.rows, columns)
+            tokens, topology, draft = inputs.read()
+            output = model.forward(tokens, topology)
+            # What has computed the attention, which decides about masks.
+            slots.attention_layers = model.attention_layers
+            states, outcome = output.hidden_states, None
+            if judge is not None:
+                states, outcome = _judged(model, inputs, tokens, draft, output)
+            return output.logits, states, outcome, model.attention_layers
+
         width = size if new.more is None else size + slots.most_committed
-        return self.run(key, new, make_inputs, _read_nodes if judge is None else _read_and_judge, width)
+        captured = self.graphs.run(key, rows, make_inputs, fill, read, slots.cache, width)
+        if captured is None:
+            return None
+        *tensors, slots.attention_layers = captured.output
+        return tensors
 
 
-def _new_nodes(
-    anchors: torch.LongTensor,
-    draft: DraftTree,
-    judge: CapturedJudge | None,
-    more: torch.LongTensor | None = None,
-) -> NewNodes:
-    counts = draft.num_nodes if draft.node_counts is None else draft.node_counts
-    keys = None if judge is None else judge.keys
-    return NewNodes([anchors[:, None], draft.tokens], draft.parents, counts, draft.probs, keys, more)
-
-
-def _read_nodes(slots: SlotModel, inputs: NodeInputs) -> tuple[Any, ...]:
-    output = slots.forward(*inputs.read()[:2])
-    return output.logits, output.hidden_states, None
-
-
-def _read_and_judge(slots: SlotModel, inputs: NodeInputs) -> tuple[Any, ...]:
-    tokens, topology, draft = inputs.read()
-    output = slots.forward(tokens, topology)
+def _judged(
+    slots: SlotModel, inputs: NodeInputs, tokens: torch.LongTensor, draft: DraftTree, output: SlotOutput
+) -> tuple[torch.Tensor | None, PackedTables]:
+    """States `(number of states, R, M, H)` along the accepted path, to which the slots are moved, and the outcome."""
     accepted = inputs.judge.judge(draft, output.logits, inputs.keys)
     # Who drafts deeper than announced gets the tokens that there is room for; the last of them are the target's.
     counts = accepted.num_accepted[:, None].clamp(max=slots.most_committed - 1)
@@ -168,4 +254,4 @@ def _read_and_judge(slots: SlotModel, inputs: NodeInputs) -> tuple[Any, ...]:
     if slots.num_successors:
         tables["successors"] = with_successors(tokens, output.logits, slots.num_successors).flatten(1)
     states = [take_nodes(output.hidden_states[key], path) for key in slots.states]
-    return output.logits, torch.stack(states) if states else None, PackedTables.of(tables)
+    return torch.stack(states) if states else None, PackedTables.of(tables)

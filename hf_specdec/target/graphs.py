@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -127,12 +127,11 @@ class ModelGraphs:
 
     def __init__(self):
         # Weak, so that the memory is free as soon as nobody has the graphs.
-        drop_place = weakref.WeakMethod(self._drop_place)
+        owner = weakref.ref(self)
 
         def on_dropped(place: Place) -> None:
-            drop = drop_place()
-            if drop is not None:
-                drop(place)
+            if (graphs := owner()) is not None:
+                graphs.keep_forwards(lambda key: key[0] != place)
 
         self.store: SlotStore = SlotStore(on_dropped)
         self.outputs = SharedOutputs()
@@ -142,29 +141,23 @@ class ModelGraphs:
         self.backend: CaptureBackend | None = None
         self._variants: list[Variant] = []
         self._state: tuple[Any, ...] | None = None
-        self._owner: Callable[[], CallGraphs | None] = lambda: None
-        self._lock = Lock()
+        self.owner: Callable[[], CallGraphs | None] = lambda: None  # the call that has them
+        self.lock: Lock = Lock()
 
     def acquire(self, call: CallGraphs, backend: CaptureBackend, state: tuple[Any, ...]) -> bool:
         """Gives the graphs to a call, unless another one has them; after a change of `state` they are worthless."""
-        with self._lock:
-            if self._owner() is not None:
+        with self.lock:
+            if self.owner() is not None:
                 return False
             # A call that was given up without an end leaves nothing behind but a dead reference.
-            self._owner = weakref.ref(call)
+            self.owner = weakref.ref(call)
+        self.store.place = None
         if state != self._state:
-            self._keep_forwards(lambda key: False)
+            self.keep_forwards(lambda key: False)
             self.store.clear()
             self.backend, self.why_eager, self._state = backend, None, state
-        self.store.begin_call()
         self.backend.begin_call()
         return True
-
-    def release(self, call: CallGraphs) -> None:
-        with self._lock:
-            if self._owner() is call:
-                self.backend.end_call()
-                self._owner = lambda: None
 
     def use(self, key: tuple[Any, ...]) -> None:
         """Keeps the variants of a key, and forgets the one used longest ago where there are too many."""
@@ -173,26 +166,17 @@ class ModelGraphs:
             return
         self._variants = [variant for variant in self._variants if variant not in used] + used
         for old in self._variants[:-_MOST_VARIANTS]:
-            self._keep_forwards(lambda key, old=old: old not in key)
+            self.keep_forwards(lambda key, old=old: old not in key)
         self._variants = self._variants[-_MOST_VARIANTS:]
 
-    def _drop_place(self, place: Place) -> None:
-        self._keep_forwards(lambda key: key[0] != place)
-
-    def _keep_forwards(self, stays: Callable[[tuple[Any, ...]], bool]) -> None:
+    def keep_forwards(self, stays: Callable[[tuple[Any, ...]], bool]) -> None:
+        """Forgets the forwards whose keys do not stay."""
         self.forwards = {key: captured for key, captured in self.forwards.items() if stays(key)}
         if not self.forwards:
             self.outputs: SharedOutputs = SharedOutputs()
             self.floats = None
             if self.backend is not None:
                 self.backend.forget()
-
-    def fail(self, error: Exception, name: str) -> None:
-        """Gives up capturing this model."""
-        reason = next(iter(str(error).splitlines()), "")
-        self.why_eager = f"capturing failed: {type(error).__name__}: {reason}"
-        self._keep_forwards(lambda key: False)
-        logger.warning_once(f"{name} runs without CUDA graphs; {self.why_eager}.")
 
 
 class CallGraphs:
@@ -211,13 +195,14 @@ class CallGraphs:
     ):
         self.num_replays: int = 0
         self.num_captures: int = 0
-        self._largest = largest
+        self.largest = largest  # nodes of a full draft, the anchor included
         self._name = type(model).__name__
         self._why_eager = why_eager
         self._shared: ModelGraphs | None = None
         self._runs_ahead = False
-        # The graph that has run ahead, its rows and their limits.
-        self._ahead: tuple[tuple[Any, ...], int, tuple[int, ...]] | None = None
+        self._copies_output = False
+        # The graph that has run ahead, with what it is found by: its key, its rows and their limits.
+        self._ahead: tuple[tuple[Any, ...], CapturedForward] | None = None
         if why_eager is None:
             with _models_lock:
                 graphs = _models.setdefault(model, ModelGraphs())
@@ -236,15 +221,10 @@ class CallGraphs:
         """The buffers of the slots, where graphs are used."""
         return None if self._shared is None else self._shared.store
 
-    def padded_nodes(self, nodes: int) -> int | None:
-        """Nodes of the graph for this many: one, or those of a full draft; more of them have none."""
-        size = 1 if nodes == 1 else self._largest
-        return size if nodes <= size <= MAX_NODES else None
-
     @property
     def pads_drafts(self) -> bool:
         """Fewer nodes than those of a full draft take as long."""
-        return self.why_eager is None and self._largest <= MAX_NODES
+        return self.why_eager is None and self.largest <= MAX_NODES
 
     def shared_floats(self, shape: tuple[int, ...], device: torch.device) -> torch.FloatTensor:
         """A large input of a graph: memory of float32 numbers, which all graphs share that fill it before they run."""
@@ -267,17 +247,11 @@ class CallGraphs:
     ) -> CapturedForward | None:
         """Runs a forward as a graph; its output is to be read before the next one runs. `None` where there is none.
 
-        To be captured the forward runs several times, so a run must leave nothing that another one would find changed.
-
-        Args:
-            key (`tuple`): What is built into it: its sizes, and whatever else it does not read from its inputs.
-            rows (`int`): r.
-            make_inputs (`Callable`): Makes the buffers of R rows that it reads; they live as long as the graph.
-            fill (`Callable`): Fills them for the first rows, as many as the second argument says, in front of a run.
-            read (`Callable`): The forward. Takes the inputs, and with a cache the number of slots that it is to read;
-                returns tensors.
-            cache (`SlotCache`, *optional*): Slots that it reads, and writes up to `width` after the longest row.
-            limits (`tuple[int, ...]`): Limits of the rows among its inputs; a run ahead with others is of no use.
+        The key has what is built into the graph: sizes, and whatever else it does not read from its inputs, which
+        `make_inputs` makes for R rows and `fill` fills for the first ones. `read` is the forward: it takes them, and
+        with a cache the number of slots that it is to read, and returns tensors. It runs several times to be captured,
+        so a run must leave nothing that another one would find changed. It may write up to `width` slots after the
+        longest row. The limits are those of the rows among the inputs; a run ahead with others is of no use.
         """
         if self.why_eager is not None:
             return None
@@ -299,14 +273,18 @@ class CallGraphs:
                 if captured is None:
                     return None
                 self._shared.forwards[(place, size, *key)] = captured
-        captured = self._shared.forwards[full_key]
         ahead, self._ahead = self._ahead, None
-        if ahead != (full_key, rows, limits):
+        if ahead is not None and ahead[0] == (full_key, rows, limits):
+            captured = ahead[1]
+        else:
+            captured = self._shared.forwards[full_key]
             fill(captured.inputs, rows)
             captured.replay()
             self.num_replays += 1
+            if self._copies_output:
+                captured = replace(captured, output=tree_map_only(torch.Tensor, torch.clone, captured.output))
         if self._runs_ahead:
-            self._ahead = full_key, rows, limits
+            self._ahead = (full_key, rows, limits), captured
         return captured
 
     @contextmanager
@@ -322,14 +300,14 @@ class CallGraphs:
         finally:
             self._runs_ahead = False
 
-    def has_run_ahead(self, key: tuple[Any, ...], rows: int, limits: tuple[int, ...]) -> bool:
-        """The next run with these arguments, without slots, finds that it has been made ahead."""
-        return self._ahead == ((None, padded_rows(rows), *key), rows, limits)
+    @property
+    def has_run_ahead(self) -> bool:
+        """A graph has run ahead, and nothing after it."""
+        return self._ahead is not None
 
     def forget_ahead(self) -> bool:
         """Lets the next run be one of its own; tells whether a graph has run ahead, for nothing then."""
-        has_run = self._ahead is not None
-        self._ahead = None
+        has_run, self._ahead = self.has_run_ahead, None
         return has_run
 
     def _capture(self, inputs: Any, run: Callable[[], Any]) -> CapturedForward | None:
@@ -339,7 +317,10 @@ class CallGraphs:
             with torch.inference_mode(False), torch.no_grad(), holding() as held:
                 repeat, output = self._shared.backend.capture(lambda: outputs.put(run()))
         except Exception as error:  # noqa: BLE001 - of any kind: whatever it was, the forward can run eagerly
-            self._shared.fail(error, self._name)
+            reason = next(iter(str(error).splitlines()), "")
+            self._shared.why_eager = f"capturing failed: {type(error).__name__}: {reason}"
+            self._shared.keep_forwards(lambda key: False)
+            logger.warning_once(f"{self._name} runs without CUDA graphs; {self.why_eager}.")
             return None
         self.num_captures += 1
         return CapturedForward(inputs, output, repeat, held)
@@ -347,9 +328,11 @@ class CallGraphs:
     def beside(self) -> CallGraphs:
         """The same graphs, and the same memory, for another use of the model in this call.
 
-        What has run ahead for one use is not looked for by the other. The call itself ends the graphs of both.
+        What has run ahead for one use is not looked for by the other, which may run before its output is read: that is
+        copied. The call itself ends the graphs of both.
         """
         other = copy(self)
+        other._copies_output = True
         other.num_replays = other.num_captures = 0
         other._runs_ahead = False
         other._ahead = None
@@ -361,8 +344,12 @@ class CallGraphs:
 
     def close(self) -> None:
         """Ends the call; the graphs are free for the next one."""
-        if self._shared is not None:
-            self._shared.release(self)
+        shared = self._shared
+        if shared is not None:
+            with shared.lock:
+                if shared.owner() is self:
+                    shared.backend.end_call()
+                    shared.owner = lambda: None
 
     def __str__(self) -> str:
         return "on" if self.why_eager is None else f"off: {self.why_eager}"
@@ -382,7 +369,20 @@ def graphs_for(
     backend = capture_backend(next(model.parameters()).device)
     if backend is None:
         return None
-    why_eager = next((why for why, holds in (reasons | _eager_reasons((model, *shared))).items() if holds), None)
+    weights, modules = _weights((model, *shared)), [module for part in (model, *shared) for module in part.modules()]
+    # What cannot be captured, or would not follow a change made between two calls.
+    reasons |= {
+        "it is split over several processes": (getattr(model, "tp_size", None) or 1) > 1,
+        "its weights are wrapped tensors, whose addresses are not known": any(
+            map(is_traceable_wrapper_subclass, weights)
+        ),
+        "its weights lie on several devices": len({tensor.device for tensor in weights}) > 1,
+        "it is in training mode": any(part.training for part in (model, *shared)),
+        "it has adapters, which may be switched": any(hasattr(module, "active_adapter") for module in modules),
+        "its modules have hooks, or forwards of their own": any(map(_is_watched, modules)),
+        "autocast is on": torch.is_autocast_enabled(next(model.parameters()).device.type),
+    }
+    why_eager = next((why for why, holds in reasons.items() if holds), None)
     graphs = CallGraphs(model, backend, largest, why_eager, shared)
     if graphs.why_eager is not None:
         logger.info(f"{type(model).__name__} runs without CUDA graphs: {graphs.why_eager}.")
@@ -407,26 +407,6 @@ def call_graphs(
         "it reads an encoder's output": profile.has_encoder,
     }
     return graphs_for(model, reasons, largest=largest)
-
-
-def _eager_reasons(parts: tuple[torch.nn.Module, ...]) -> dict[str, bool]:
-    """Reasons against a capture of a model, and of modules of others that its forward goes through.
-
-    They cannot be captured, or would not follow a change made between two calls.
-    """
-    weights = _weights(parts)
-    modules = [module for part in parts for module in part.modules()]
-    return {
-        "it is split over several processes": (getattr(parts[0], "tp_size", None) or 1) > 1,
-        "its weights are wrapped tensors, whose addresses are not known": any(
-            map(is_traceable_wrapper_subclass, weights)
-        ),
-        "its weights lie on several devices": len({tensor.device for tensor in weights}) > 1,
-        "it is in training mode": any(part.training for part in parts),
-        "it has adapters, which may be switched": any(hasattr(module, "active_adapter") for module in modules),
-        "its modules have hooks, or forwards of their own": any(map(_is_watched, modules)),
-        "autocast is on": torch.is_autocast_enabled(next(parts[0].parameters()).device.type),
-    }
 
 
 def _weights(parts: tuple[torch.nn.Module, ...]) -> list[torch.Tensor]:

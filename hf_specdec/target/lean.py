@@ -13,8 +13,8 @@ Shapes: R rows, T nodes, H hidden size, Q query heads, K key/value heads, D head
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,18 +24,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts import TreeTopology, chain_topology
-from ..kernels._triton import use_triton
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
 from ..layers.experts import MixtureOfExperts
 from ..layers.known import is_known_layer, is_published, is_untouched, modules_of
-from ..layers.llama import DecoderLayer, GatedMLP, RMSNorm, added_and_normed, project
+from ..layers.llama import DecoderLayer, GatedMLP, RMSNorm
+from ..layers.plan import LayerPlan, Read, Way, bind_linears, first_outputs, norm_of, plan_layers, planned, reading
 from ..layers.rope import RotaryAngles, has_static_frequencies
 from ..layers.structure import form_of
-from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch, takes_trees
+from .attention import TREE_KERNEL, attention_switch, takes_trees
 from .cache import SlotCache
-from .forward import SlotNodes, SlotOutput
-from .masks import FULL, node_masks
+from .forward import SlotForward, SlotOutput
+from .masks import FULL, TreeMask, node_masks
 from .model import SlotModel
 from .uncompiled import Uncompiled
 
@@ -120,6 +120,28 @@ class EnteredNodes:
         return topology.is_chain and torch.equal(tokens[:, :count], self.tokens[:, :count])
 
 
+class LayerStack:
+    """A model's layers, its final norm and its lm_head, with the parameters of the model itself."""
+
+    def __init__(self, model: PreTrainedModel):
+        decoder: Any = model.get_decoder()
+        self.modules: Callable[[], Iterator[torch.nn.Module]] = model.modules
+        self.layers: list[DecoderLayer] = [
+            DecoderLayer.of(layer, index, MixtureOfExperts.of) for index, layer in enumerate(decoder.layers)
+        ]
+        self.norm: RMSNorm = RMSNorm.of(decoder.norm)
+        self.head: nn.Module = model.get_output_embeddings()
+
+    def plan(
+        self, way: Way, dtype: torch.dtype, num_layers: int, leaves_norm: bool, num_logits: int | None
+    ) -> tuple[list[LayerPlan], Callable[[Read], Sequence[torch.Tensor]]]:
+        """Plans of the first layers, and the lm_head, which may norm what it reads if nobody else does."""
+        head = self.head if num_logits is None else first_outputs(self.head, num_logits)
+        project, takes_unnormed = bind_linears(way, dtype, [head])
+        following = reading(norm_of(self.norm), leaves_norm and takes_unnormed, dtype)
+        return plan_layers(self.layers[:num_layers], following, way, dtype), project
+
+
 class LeanModel(SlotModel):
     """Drives a model for which `has_lean_forward` holds. Its prompt goes through the model's own forward."""
 
@@ -129,18 +151,14 @@ class LeanModel(SlotModel):
         super().__init__(model, cache, states)
         decoder = model.get_decoder()
         self._embedding = decoder.embed_tokens
-        self._head = model.get_output_embeddings()
-        self._norm = RMSNorm.of(decoder.norm)
-        self._layers = [
-            DecoderLayer.of(layer, index, MixtureOfExperts.of) for index, layer in enumerate(decoder.layers)
-        ]
+        self._stack = LayerStack(model)
+        self._layers = self._stack.layers
         attention = self._layers[0].self_attn
         self._groups = attention.groups
         # That of the head may be packed.
         weight = self._embedding.weight
         self._fits_kernel = weight.dtype in DTYPES and attention.head_dim <= MAX_HEAD_SIZE
-        # The kernel reads prompts that would need a mask, such as padded ones, without any.
-        self._reads_prompts_by_kernel = self._fits_kernel and use_triton(weight)
+        self._reads_prompts_by_kernel = self._fits_kernel and self._has_kernel
         self._has_full_span = all(span == FULL for span in self.profile.spans)
         types = self.profile.layer_types
         kinds = getattr(model.config, "layer_types", None) or [""] * len(self._layers)
@@ -155,13 +173,6 @@ class LeanModel(SlotModel):
         self._divisor: Any = model_form.divisor and getattr(model.config, model_form.divisor)
         self._has_experts = not all(isinstance(layer.mlp, GatedMLP) for layer in self._layers)
 
-    @contextmanager
-    def reading_prompts(self, nodes: SlotNodes) -> Iterator[None]:
-        attention = VerificationForward(reads_prompts=True)
-        by_kernel = self._attention(attention) if self._reads_prompts_by_kernel else nullcontext()
-        with super().reading_prompts(nodes), by_kernel:
-            yield
-
     @property
     def num_layers(self) -> int:
         """Layers that run."""
@@ -171,7 +182,7 @@ class LeanModel(SlotModel):
         """Lets the first layers run alone, in front of norm and head; `None`: all."""
         self._layers = self._layers[:count]
 
-    def run(self, nodes: SlotNodes, logits_from: int) -> SlotOutput:
+    def run(self, nodes: SlotForward, logits_from: int) -> SlotOutput:
         tokens, first_layer = nodes.tokens, 0
         entered = self.entered
         self.entered = None
@@ -192,14 +203,46 @@ class LeanModel(SlotModel):
             repeats = self._groups if num_nodes > 1 else 1
             masks = node_masks(nodes.topology, rows, nodes.columns, spans, self._mask_dtype, repeats)
         positions = None
-        if nodes.topology.is_chain and rows.is_uniform and len(set(self.leads)) == 1:
-            first = rows.lengths[0] + self.leads[0]
-            if self.max_position is None or first + num_nodes <= self.max_position + 1:
+        if nodes.topology.is_chain and rows.is_uniform and len(set(rows.leads)) == 1:
+            first = rows.lengths[0] + rows.leads[0]
+            if rows.max_position is None or first + num_nodes <= rows.max_position + 1:
                 positions = slice(first, first + num_nodes)
         if positions is None:
             positions = nodes.positions
-        bound = nodes.columns + max(self.leads) if rows.are_known else None
-        return self._run_layers(tokens, positions, masks, bound, logits_from, first_layer)
+        bound = nodes.columns + max(rows.leads) if rows.are_known else None
+        if tokens.is_floating_point():
+            stream = tokens
+        elif type(self._embedding) is nn.Embedding:
+            stream = F.embedding(tokens, self._embedding.weight)
+        else:
+            stream = self._embedding(tokens)
+        stream = stream if self._factor is None or first_layer else stream * self._factor
+        last = len(self._layers)
+        # States are of all nodes; where none are asked for, the last layer goes on with the nodes that have logits.
+        wants_all = not {last, "last"}.isdisjoint(self.states) or logits_from >= num_nodes
+        first = 0 if wants_all else logits_from
+        plans, project = planned(self._stack, stream, self.cache, last, not wants_all, self.num_logits)
+        every_angle = {kind: angles(positions, stream, bound) for kind, angles in self._angles.items()}
+        states: dict[int | str, torch.Tensor] = {}
+        read: Any = plans[first_layer].norms[self._layers[first_layer].form.before_attention](stream)
+        with fast_products(self.model) if self._has_experts else nullcontext():
+            for index, layer in enumerate(self._layers[first_layer:], first_layer):
+                if index in self.states:
+                    states[index] = stream
+                mask, angles = masks[self._span_of_layer[index]], every_angle[self._kinds[index]]
+                after = first if index == last - 1 else 0
+                stream, read = layer.advance(plans[index], stream, read, angles, mask, self.cache, after)
+        if last in self.states:
+            states[last] = stream
+        if logits_from >= num_nodes:
+            # The states alone are wanted.
+            return SlotOutput(stream[:, logits_from:], states)
+        if "last" in self.states:
+            states["last"] = read
+        logits = project(read[:, logits_from:] if wants_all else read)[0]
+        logits = logits if self._divisor is None else logits / self._divisor
+        logits = logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        return SlotOutput(logits, states)
 
     def _entering(self, entered: EnteredNodes, tokens: torch.LongTensor) -> torch.Tensor:
         """States `(R, T, H)` of a chain that enter the layers after those that have read its first nodes."""
@@ -218,48 +261,3 @@ class LeanModel(SlotModel):
         finally:
             self.cache.lengths, self._layers, self.states = lengths, layers, states
             self.cache.plan_write(tokens.shape[1])
-
-    def _run_layers(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.LongTensor | slice,
-        masks: list[Any],
-        bound: int | None,
-        logits_from: int,
-        first_layer: int,
-    ) -> SlotOutput:
-        """Reads tokens, embeddings, or states that enter the first layer; positions are those of [`RotaryAngles`]."""
-        if tokens.is_floating_point():
-            stream = tokens
-        elif type(self._embedding) is nn.Embedding:
-            stream = F.embedding(tokens, self._embedding.weight)
-        else:
-            stream = self._embedding(tokens)
-        stream = stream if self._factor is None or first_layer else stream * self._factor
-        every_angle = {kind: angles(positions, stream, bound) for kind, angles in self._angles.items()}
-        states: dict[int | str, torch.Tensor] = {}
-        pending = None
-        with fast_products(self.model) if self._has_experts else nullcontext():
-            for index, layer in enumerate(self._layers[first_layer:], first_layer):
-                if index in self.states:
-                    states[index] = stream = added_and_normed(stream, pending, None)[0]
-                    pending = None
-                mask, angles = masks[self._span_of_layer[index]], every_angle[self._kinds[index]]
-                stream, pending = layer.advance(stream, pending, angles, mask, self.cache)
-        if len(self._layers) in self.states:
-            states[len(self._layers)] = stream = added_and_normed(stream, pending, None)[0]
-            pending = None
-        if logits_from >= stream.shape[1]:
-            # The states alone are wanted.
-            return SlotOutput(stream[:, logits_from:], states)
-        if "last" in self.states:
-            states["last"] = added_and_normed(stream, pending, self._norm)[1]
-            normed = states["last"][:, logits_from:]
-        else:
-            # Sums and norms of nodes without logits are spared.
-            pending = None if pending is None else pending._replace(read=pending.read[:, logits_from:])
-            normed = added_and_normed(stream[:, logits_from:], pending, self._norm, may_wait=True)[1]
-        logits = project(self._head, normed)
-        logits = logits if self._divisor is None else logits / self._divisor
-        logits = logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
-        return SlotOutput(logits, states)

@@ -18,9 +18,18 @@ import torch.nn.functional as F
 
 from ..drafts import TreeTopology
 from ..kernels.ancestors import grow_ancestors
-from ..kernels.tree_attention import Beginning, SlotTree, first_slots, pack_ancestors, unpack_ancestors
+from ..kernels.tree_attention import (
+    MAX_NODES,
+    Beginning,
+    SlotTree,
+    pack_ancestors,
+    pack_words,
+    tree_attention,
+    unpack_ancestors,
+    visible_slots,
+)
 from ..threads import cached_property
-from ..transfers import keepers, kept_on_device, kept_tensor, upload
+from ..transfers import RowNumbers, keepers, kept_tensor, upload
 
 
 @dataclass(frozen=True)
@@ -47,30 +56,38 @@ class Span:
 FULL = Span()
 
 
+_NO_LIMIT = torch.iinfo(torch.long).max
+
+
 @dataclass
-class RowState:
+class RowPlaces:
     """Places of the active rows in the slots: lists, or in a graph tensors `(R,)`, of which the host knows nothing."""
 
     lengths: Any  # slots in use, left padding included
     starts: Any  # first real slot of each row
     leads: Any  # position id of a token less its slot
-    # (R, S'): which of the first slots a row never sees, wherever they lie: masked tokens of the prompt. They count
-    # where windows and chunks count slots.
-    hidden: torch.BoolTensor | None = field(default=None, compare=False)
+    # Last position id that a valid node may have. Padding nodes lie after it in rows that are nearly full, and a table
+    # of positions may end there.
+    max_position: Any = None
     beginning: Beginning | None = field(default=None, compare=False)  # that of [`SlotTree`]
     # The lengths on devices, which may be shared with others that need them there.
     device_lengths: dict[torch.device, torch.LongTensor] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
-    def are_known(self) -> bool:
-        """The host knows where they stand."""
-        return not isinstance(self.lengths, torch.Tensor)
+    def __post_init__(self) -> None:
+        self.are_known: bool = isinstance(self.lengths, list)  # the host knows where they stand
+        self.is_uniform: bool = self.are_known and len(set(self.lengths)) == 1 and not any(self.starts)
 
     @property
-    def is_uniform(self) -> bool:
-        """All are known to see the same slots."""
-        is_alike = isinstance(self.lengths, list) and len(set(self.lengths)) == 1 and not any(self.starts)
-        return is_alike and self.hidden is None
+    def numbers(self) -> dict[str, RowNumbers]:
+        """The integers of the rows, as a graph reads them."""
+        limit = _NO_LIMIT if self.max_position is None else self.max_position
+        limits = [limit] * len(self.lengths)
+        return {"lengths": self.lengths, "starts": self.starts, "leads": self.leads, "max_positions": limits}
+
+    @classmethod
+    def in_a_graph(cls, numbers: dict[str, torch.LongTensor], more: torch.LongTensor | int = 0) -> RowPlaces:
+        """The places by the integers that a graph reads, of rows that are by `more` longer than these say."""
+        return cls(numbers["lengths"] + more, numbers["starts"], numbers["leads"], numbers["max_positions"][:, None])
 
     def lengths_on(self, device: torch.device) -> torch.LongTensor:
         """The lengths `(R,)`, copied to a device once."""
@@ -82,34 +99,22 @@ class RowState:
         """The starts `(R,)`, which stay the same from cycle to cycle."""
         return kept_tensor(tuple(self.starts), device) if self.are_known else self.starts
 
-    def first_positions_on(self, device: torch.device) -> torch.LongTensor:
-        """Position ids `(R,)` of the tokens after the slots in use."""
-        # Only the lengths change from cycle to cycle.
-        leads = kept_tensor(tuple(self.leads), device) if self.are_known else self.leads
-        return self.lengths_on(device) + leads
 
-    def visible(self, slots: torch.LongTensor, end: torch.LongTensor) -> torch.BoolTensor:
-        """Mask `(R, S')` of the slots `(S',)` that each row sees before `end` `(R, 1)`."""
-        visible = (slots >= self.starts_on(slots.device)[:, None]) & (slots < end)
-        if self.hidden is None:
-            return visible
-        width = self.hidden.shape[1]
-        hidden = self.hidden.to(slots.device)[:, slots.clamp(max=width - 1)]
-        return visible & ~(hidden & (slots < width))
-
-
-def node_positions(topology: TreeTopology, rows: RowState) -> torch.LongTensor:
+def node_positions(topology: TreeTopology, rows: RowPlaces) -> torch.LongTensor:
     """Position ids `(R, T)`."""
-    depths = topology.depths
-    if rows.are_known:
-        first = [length + lead for length, lead in zip(rows.lengths, rows.leads)]
-        if len(set(first)) == 1:
-            # The sum lies in memory row by row, as models want their inputs; of a sum they would share one row.
-            return depths.expand(len(first), -1) + first[0]
-    return rows.first_positions_on(depths.device)[:, None] + depths
+    depths, leads = topology.depths, rows.leads
+    firsts = [length + lead for length, lead in zip(rows.lengths, leads)] if rows.are_known else []
+    if len(set(firsts)) == 1:
+        # The sum lies in memory row by row, as models want their inputs; of a sum they would share one row.
+        positions = depths.expand(len(firsts), -1) + firsts[0]
+    else:
+        # Only the lengths change from cycle to cycle.
+        leads = kept_tensor(tuple(leads), depths.device) if rows.are_known else leads
+        positions = (rows.lengths_on(depths.device) + leads)[:, None] + depths
+    return positions if rows.max_position is None else positions.clamp(max=rows.max_position)
 
 
-def slot_tree(topology: TreeTopology, rows: RowState) -> SlotTree:
+def slot_tree(topology: TreeTopology, rows: RowPlaces) -> SlotTree:
     """The nodes of a forward for the tree attention kernel."""
     device = topology.depths.device
     lengths, starts, bits = rows.lengths_on(device), rows.starts_on(device), ancestor_bits(topology)
@@ -142,11 +147,16 @@ class GrownTopology(TreeTopology):
 
 
 def ancestor_bits(topology: TreeTopology) -> torch.LongTensor:
-    """The ancestors of [`SlotTree`], `(T,)` or `(R, T)`."""
+    """The ancestors of [`SlotTree`], `(T,)` or `(R, T)`; as words `(R | 1, T, W)` of more than 64 nodes."""
     bits = vars(topology).get("bits")
     if bits is None:
+        ancestors = topology.ancestors
+        if ancestors.shape[-1] > MAX_NODES:
+            bits = pack_words(ancestors if ancestors.dim() == 3 else ancestors[None])
+        else:
+            bits = pack_ancestors(ancestors)
         # They live as long as the topology, which a graph that reads them holds on to.
-        bits = vars(topology)["bits"] = pack_ancestors(topology.ancestors)
+        vars(topology)["bits"] = bits
     return bits
 
 
@@ -154,6 +164,37 @@ def additive_mask(hidden: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:
     """The lowest number of `dtype` where something is hidden, 0 elsewhere."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+@dataclass(frozen=True)
+class TreeMask:
+    """Content of an additive mask, for attention that needs none: the nodes of a forward, and a layer's span."""
+
+    tree: SlotTree
+    span: Span
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of shape `(R, T, H, D)`; the arguments are those of [`tree_attention`]."""
+        return tree_attention(
+            query, key, value, self.tree, scale, softcap=softcap or 0.0, sinks=sinks, **self.span.limits
+        )
+
+    def additive(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """The mask `(R, 1, T, columns)`, made of nothing but the tensors of the tree."""
+        return additive_mask(~visible_slots(self.tree, columns, **self.span.limits), dtype)[:, None]
+
+    def stand_in(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """A mask without numbers, to be handed over where all attention goes by the tree; reading it raises."""
+        shape = (len(self.tree.lengths), 1, self.tree.num_queries, columns)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def uniform_causal_mask(count: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -166,7 +207,7 @@ def uniform_causal_mask(count: int, columns: int, dtype: torch.dtype, device: to
 
 def node_masks(
     topology: TreeTopology,
-    rows: RowState,
+    rows: RowPlaces,
     columns: int,
     spans: tuple[Span, ...],
     dtype: torch.dtype,
@@ -177,12 +218,58 @@ def node_masks(
     The T rows of a mask follow each other `repeats` times, for query heads that are folded into nodes. Shapes are
     `(1, 1, repeats * T, S)` where all rows are known to be alike, else `(R, 1, repeats * T, S)`.
     """
-    build = _ragged_mask
-    if topology.depths.dim() == 1 and rows.is_uniform:
-        build = _uniform_mask
-    elif topology.depths.dim() == 1 and rows.hidden is None and rows.are_known:
-        build = _shifted_mask
-    return [build(topology, rows, columns, span, dtype, repeats) for span in spans]
+    are_alike = topology.depths.dim() == 1 and rows.is_uniform
+    masks: list[torch.Tensor] = []
+    for span in spans:
+        # Within a whole span all is seen.
+        is_whole = span == FULL or columns <= span.size
+        if are_alike:
+            masks.append(_common_mask(topology, rows.lengths[0], columns, FULL if is_whole else span, dtype, repeats))
+        elif rows.are_known and is_whole:
+            masks.append(_full_mask(topology, rows, columns, dtype, repeats))
+        else:
+            mask = TreeMask(slot_tree(topology, rows), span).additive(columns, dtype)
+            masks.append(mask.repeat(1, 1, repeats, 1) if repeats > 1 else mask)
+    return masks
+
+
+def _common_mask(
+    topology: TreeTopology, length: int, columns: int, span: Span, dtype: torch.dtype, repeats: int
+) -> torch.Tensor:
+    """Of rows that are alike, and have so much text: all of it is seen that lies within the span."""
+    depths = topology.depths
+    mask = torch.zeros((1, 1, repeats * len(depths), columns), dtype=dtype, device=depths.device)
+    mask[..., length:] = _block(topology, dtype, repeats)
+    if span != FULL:
+        positions, keys = depths + length, torch.arange(columns, device=depths.device)
+        keys[length:] = positions
+        hidden = span.hidden(positions[:, None], keys)
+        mask.masked_fill_(hidden.repeat(repeats, 1), torch.finfo(dtype).min)
+    return mask
+
+
+def _full_mask(
+    topology: TreeTopology, rows: RowPlaces, columns: int, dtype: torch.dtype, repeats: int
+) -> torch.Tensor:
+    """Of a long text most slots are seen by every node of every row: those in front of where the first row ends."""
+    device, text_ends = topology.depths.device, min(rows.lengths)
+    shape = (len(rows.lengths), 1, repeats * topology.depths.shape[-1], columns)
+    mask = torch.zeros(shape, dtype=dtype, device=device)
+    lengths, starts = rows.lengths_on(device), rows.starts_on(device)
+    if padding_ends := min(max(rows.starts), text_ends):
+        is_padding = torch.arange(padding_ends, device=device) < starts[:, None]
+        mask[..., :padding_ends].masked_fill_(is_padding[:, None, None], torch.finfo(dtype).min)
+    lengths = lengths - text_ends
+    if topology.depths.dim() == 1 and max(rows.starts) <= text_ends:
+        # One picture in all rows, at the end of each row's text: slots of text, the nodes, and slots after them.
+        width = columns - text_ends
+        picture = F.pad(_block(topology, dtype, repeats), (width, 0))
+        picture = F.pad(picture, (0, width), value=torch.finfo(dtype).min).unfold(1, width, 1)
+        mask[:, 0, :, text_ends:] = picture[:, width - lengths].transpose(0, 1)
+    else:
+        after = SlotTree(lengths, (starts - text_ends).clamp(min=0), ancestor_bits(topology), topology.depths)
+        mask[..., text_ends:] = TreeMask(after, FULL).additive(columns - text_ends, dtype).repeat(1, 1, repeats, 1)
+    return mask
 
 
 @lru_cache(maxsize=256)
@@ -191,93 +278,4 @@ def _block(topology: TreeTopology, dtype: torch.dtype, repeats: int) -> torch.Te
     return additive_mask(~topology.ancestors, dtype).repeat(repeats, 1)
 
 
-def _uniform_mask(
-    topology: TreeTopology, rows: RowState, columns: int, span: Span, dtype: torch.dtype, repeats: int
-) -> torch.Tensor:
-    length, nodes = rows.lengths[0], topology.depths.shape[0]
-    device = topology.depths.device
-    mask = torch.zeros((1, 1, repeats * nodes, columns), dtype=dtype, device=device)
-    mask[..., length:] = _block(topology, dtype, repeats)
-    if span.kind != "full":
-        keys = torch.arange(columns, device=device)
-        keys[length:] = topology.depths + length
-        hidden = span.hidden((topology.depths + length)[:, None], keys)
-        mask.masked_fill_(hidden.repeat(repeats, 1), torch.finfo(dtype).min)
-    return mask
-
-
-def _shifted_mask(
-    topology: TreeTopology, rows: RowState, columns: int, span: Span, dtype: torch.dtype, repeats: int
-) -> torch.Tensor:
-    """Mask of rows that share a topology: one picture in all of them, at the end of each row's text."""
-    padding_ends, text_ends = max(rows.starts), min(rows.lengths)
-    if span.kind != "full" or padding_ends > text_ends:
-        return _ragged_mask(topology, rows, columns, span, dtype, repeats)
-    device, width = topology.depths.device, columns - text_ends
-    num_rows, nodes = len(rows.lengths), topology.depths.shape[0]
-    mask = torch.zeros((num_rows, 1, repeats * nodes, columns), dtype=dtype, device=device)
-    if padding_ends:
-        mask[..., :padding_ends] = _padding_mask(tuple(rows.starts), dtype, device)
-    # A power of two: pictures are kept, and there are few then.
-    margin = 1 << (width - 1).bit_length()
-    shift = text_ends + margin - rows.lengths_on(device)
-    places = shift[:, None] + torch.arange(width, device=device)
-    picture = _picture(topology, dtype, repeats, margin).index_select(1, places.view(-1))
-    mask[:, 0, :, text_ends:] = picture.view(-1, num_rows, width).transpose(0, 1)
-    return mask
-
-
-@lru_cache(maxsize=16)
-def _picture(topology: TreeTopology, dtype: torch.dtype, repeats: int, margin: int) -> torch.Tensor:
-    """`margin` slots of text, the new nodes, and as many slots after them, as the nodes see them."""
-    block = _block(topology, dtype, repeats)
-    text = block.new_zeros((block.shape[0], margin))
-    return torch.cat((text, block, torch.full_like(text, torch.finfo(dtype).min)), dim=1)
-
-
-keepers += [_block, _picture]
-
-
-@kept_on_device
-def _padding_mask(starts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`(R, 1, 1, slots)`: hides what lies in front of each row, for the slots up to the last start."""
-    hidden = torch.arange(max(starts), device=device) < upload(starts, device)[:, None]
-    return additive_mask(hidden, dtype)[:, None, None]
-
-
-def _ragged_mask(
-    topology: TreeTopology, rows: RowState, columns: int, span: Span, dtype: torch.dtype, repeats: int
-) -> torch.Tensor:
-    device = topology.depths.device
-    mask = torch.zeros((len(rows.lengths), topology.depths.shape[-1], columns), dtype=dtype, device=device)
-    # Ranges of slots that not every node of every row sees; of a long text most slots lie outside of them.
-    mixed = [(0, columns)]
-    if span.kind == "full" and rows.are_known:
-        padding_ends = max(rows.starts) if rows.hidden is None else rows.hidden.shape[1]
-        text_ends = min(rows.lengths)
-        mixed = [(0, padding_ends), (text_ends, columns)] if padding_ends < text_ends else mixed
-    for first, last in mixed:
-        visible = _visible(topology, rows, torch.arange(first, last, device=device), span)
-        mask[:, :, first:last].masked_fill_(~visible, torch.finfo(dtype).min)
-    return mask[:, None].repeat(1, 1, repeats, 1) if repeats > 1 else mask[:, None]
-
-
-def _visible(topology: TreeTopology, rows: RowState, slots: torch.LongTensor, span: Span) -> torch.BoolTensor:
-    """Mask `(R, T, slots)` of the given slots that each node sees."""
-    lengths, starts = rows.lengths_on(slots.device)[:, None], rows.starts_on(slots.device)[:, None]
-    num_rows, nodes = len(rows.lengths), topology.depths.shape[-1]
-    committed = rows.visible(slots, lengths)
-    node_of_slot = (slots - lengths).clamp(0, nodes - 1)
-    is_node = (slots >= lengths) & (slots < lengths + nodes)
-    ancestors = topology.ancestors.expand(num_rows, nodes, nodes)
-    among_nodes = ancestors.gather(2, node_of_slot[:, None].expand(-1, nodes, -1)) & is_node[:, None]
-    if rows.beginning is not None:
-        committed |= first_slots(rows.beginning, slots, starts)
-    visible = committed[:, None] | among_nodes
-    if span.kind == "full":
-        return visible
-    depths = topology.depths.expand(num_rows, nodes)
-    first = lengths - starts
-    keys = torch.where(is_node, first + depths.gather(1, node_of_slot), slots - starts)
-    distant = span.hidden((first + depths)[:, :, None], keys[:, None])
-    return visible if distant is None else visible & ~distant
+keepers.append(_block)

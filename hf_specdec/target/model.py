@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -20,19 +20,21 @@ import torch
 from ..drafts import DraftTree, TreeTopology
 from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
+from ..kernels.best import with_successors
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import MAX_NODES, Beginning
 from ..logits.captured import CapturedJudge
-from ..threads import cached_property
+from ..logits.grammar.masks import masked_nodes
+from ..threads import StandIns, cached_property
 from ..transfers import upload
-from .attention import TREE_KERNEL, AttentionSwitch, TreeMask, VerificationForward, attention_switch
+from .attention import TREE_KERNEL, attention_switch, name_masks
 from .cache import SlotCache
 from .facts import ModelProfile, model_profile
-from .forward import Part, SlotNodes, SlotOutput
+from .forward import Part, SlotForward, SlotOutput, told
 from .graphed import Graphed
 from .graphs import CallGraphs
-from .masks import RowState, node_masks, slot_tree
-from .states import StateTaps
+from .masks import RowPlaces, TreeMask, node_masks, slot_tree
+from .states import captured_states, state_taps
 
 
 AnyPart = TypeVar("AnyPart", bound=Part)
@@ -46,6 +48,9 @@ class SlotModel:
 
     # Attention that the tree kernel cannot compute falls back to masks by itself.
     _fits_kernel = True
+    # Where all of it can, prompts that would need a mask, such as padded ones, are read without any.
+    _reads_prompts_by_kernel = False
+    num_logits: int | None = None  # the first ones are enough, where a forward can leave out the others
     beginning: Beginning | None = None  # first slots that nodes of a graph see in front of `starts`
 
     def __init__(
@@ -61,27 +66,25 @@ class SlotModel:
         self.profile: ModelProfile = model_profile(model)
         self.parts: list[Part] = []
         self.graphs: CallGraphs | None = None  # run in the place of forwards whose shapes repeat
-        # Where the rows stand, see `RowState`.
+        # Where the rows stand, see `RowPlaces`.
         self.starts: Any = []
         self.leads: Any = []
-        self.hidden: torch.BoolTensor | None = None
-        # Last position id that a valid node may have. Padding nodes lie after it in rows that are nearly full, and a
-        # table of positions may end there.
         self.max_position: Any = None
         self.most_committed: int = 1  # tokens that a row may commit in a cycle
-        self.num_successors: int = 0  # the best tokens after each node that a graph returns
+        self.num_successors: int = 0  # the best tokens after each node that a verification returns
         self.attention_layers: Counter[str] = Counter()  # what computed the last forward's attention
         self.states = states
-        self.taps: StateTaps = StateTaps(model, states)
+        self._taps = state_taps(model, states)
         self.forward_kwargs: dict[str, Any] = forward_kwargs or {}
         if self.profile.is_recurrent:
             cache.last_recurrent_layer, cache.has_slots = self.profile.last_recurrent_layer, self.profile.attends
         # That of the hidden states; a model's first parameter may belong to a vision tower of another type.
         embedding = model.get_input_embeddings().weight
         self._mask_dtype = embedding.dtype if embedding.is_floating_point() else model.dtype
+        self._has_kernel: bool = use_triton(embedding)
 
     @cached_property
-    def _attention(self) -> AttentionSwitch:
+    def _attention(self) -> StandIns:
         return attention_switch(self.model)
 
     # What a call has
@@ -121,23 +124,15 @@ class SlotModel:
             f"which speculation needs. {remedy}"
         )
 
-    def start_slots(
-        self,
-        starts: list[int],
-        offsets: list[int] | None = None,
-        hidden: torch.BoolTensor | None = None,
-        parts: Sequence[Part] = (),
-    ) -> None:
+    def start_slots(self, starts: list[int], offsets: list[int] | None = None, parts: Sequence[Part] = ()) -> None:
         """Ends the prefill, with each row's first slot that is not padding, and its position id there (0).
 
-        Hidden slots are as in [`RowState`]; the parts come to those that all calls of the model have.
+        The parts come to those that all calls of the model have.
         """
         self.check_prefilled()
         self.starts = list(starts)
         self.leads = [offset - start for start, offset in zip(starts, offsets or [0] * len(starts))]
-        self.hidden = hidden
-        reasons = [] if hidden is None else ["tokens inside of the prompts are masked"]
-        reasons += [part.why_eager for part in parts if part.why_eager is not None]
+        reasons = [part.why_eager for part in parts if part.why_eager is not None]
         if self.graphs is not None and reasons:
             self.graphs.switch_off(reasons[0])
         self.cache.start_slots(len(starts))
@@ -156,25 +151,33 @@ class SlotModel:
             inputs[name("position_ids")] = positions.expand(input_ids.shape[:2]).contiguous()
         if self.profile.takes_logits_to_keep:
             inputs["logits_to_keep"] = 1
-        nodes = SlotNodes(input_ids)
+        nodes = SlotForward(input_ids)
         with self.reading_prompts(nodes):
             self.model(**inputs, **nodes.inputs)
         # Padding is counted where slots are.
         self.start_slots(starts, None if self.profile.counted is None else starts)
 
     @contextmanager
-    def reading_prompts(self, nodes: SlotNodes) -> Iterator[None]:
+    def reading_prompts(self, nodes: SlotForward) -> Iterator[None]:
         """The context of forwards of the model itself that read prompts into the slots."""
-        with fast_products(self.model), self.reading(nodes):
+        with fast_products(self.model), self.reading(nodes), ExitStack() as by_kernel:
+            if self._reads_prompts_by_kernel:
+                nodes.reads_by_kernel = True
+                by_kernel.enter_context(self._attention.in_place())
+                by_kernel.enter_context(told(nodes))
             yield
 
     @contextmanager
-    def reading(self, nodes: SlotNodes) -> Iterator[None]:
+    def reading(self, nodes: SlotForward) -> Iterator[None]:
         """The context of any forward, as the parts want it."""
         with ExitStack() as contexts:
             for part in self.parts:
                 contexts.enter_context(part.reading(nodes))
             yield
+
+    def capturing(self, joined: bool = False) -> AbstractContextManager[dict[int | str, torch.Tensor]]:
+        """The states of the model's own forwards inside of the block, see [`captured_states`]."""
+        return captured_states(self.model, self.states, joined, self._taps)
 
     # Forwards over slots
 
@@ -182,23 +185,13 @@ class SlotModel:
         """Reads anchors `(R,)` and drafts after each row's committed slots; a judge is for graphs."""
         output = None if self.graphs is None else Graphed(self).verify(anchors, draft, judge)
         if output is None:
-            tokens = anchors[:, None] if draft.size == 0 else torch.cat([anchors[:, None], draft.tokens], dim=1)
-            output = self.forward(tokens, draft.topology)
-        if self.parts:
-            for part in self.parts:
-                part.verified(output)
-            self.parts = [part for part in self.parts if not part.is_done]
+            output = self.forward(_with_anchors(anchors, draft), draft.topology)
+        # The last layers may be on another device.
+        output.logits = output.logits.to(anchors.device)
+        if self.num_successors and output.successors is None:
+            logits = output.logits if draft.masks is None else masked_nodes(draft.masks, output.logits)
+            output.successors = with_successors(_with_anchors(anchors, draft), logits, self.num_successors)
         return output
-
-    def verify_ahead(
-        self, anchors: torch.LongTensor, draft: DraftTree, judge: CapturedJudge, counts: torch.LongTensor
-    ) -> None:
-        """Launches the graph of a verification before the host knows how many nodes of the last one stay.
-
-        The verification that is asked for next finds its output, see [`CallGraphs.ahead`]. Of each row `counts` `(R,)`
-        nodes stay, the anchor included.
-        """
-        Graphed(self).verify_ahead(anchors, draft, judge, counts)
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
         """Reads nodes after each row's committed slots: their states, and logits from one node on.
@@ -213,28 +206,26 @@ class SlotModel:
         output = None if self.graphs is None else Graphed(self).forward(tokens, topology, logits_from)
         if output is not None:
             return output
+        rows, plan = self.places, self.cache.plan_write(tokens.shape[1])
         # Nodes go after the committed slots: one copy of the lengths to the device serves both.
-        plan = self.cache.plan_write(tokens.shape[1])
-        places = self.cache.lengths, self.starts, self.leads, self.hidden, self.beginning
-        rows = RowState(*places, plan.device_starts)
-        fits_kernel = self._fits_kernel and tokens.shape[1] <= MAX_NODES and rows.hidden is None
-        tree = slot_tree(topology, rows) if fits_kernel and use_triton(tokens) else None
-        nodes = SlotNodes(tokens, topology, rows, plan.columns, tree, self.max_position)
+        rows.device_lengths = plan.device_starts
+        by_kernel = self._has_kernel and self._fits_kernel and tokens.shape[1] <= MAX_NODES
+        tree = slot_tree(topology, rows) if by_kernel else None
+        nodes = SlotForward(tokens, topology, rows, plan.columns, tree)
         with self.reading(nodes) if self.parts else nullcontext():
             return self.run(nodes, logits_from)
 
-    def run(self, nodes: SlotNodes, logits_from: int) -> SlotOutput:
+    def run(self, nodes: SlotForward, logits_from: int) -> SlotOutput:
         """Runs the model's own forward over placed nodes."""
-        forward, profile = VerificationForward(nodes.tree, nodes.columns), self.profile
-        inputs = self._inputs(nodes.tokens)
-        inputs[profile.of_decoder("attention_mask")] = self._masks(nodes, forward)
+        profile, inputs = self.profile, self._inputs(nodes.tokens)
+        inputs[profile.of_decoder("attention_mask")] = self._masks(nodes)
         if logits_from and profile.takes_logits_to_keep:
             inputs["logits_to_keep"] = nodes.tokens.shape[1] - logits_from
         if profile.takes_position_ids:
             inputs[profile.of_decoder("position_ids")] = nodes.positions.contiguous()
-        with self.taps.captured() as states, self._attention(forward), fast_products(self.model):
+        with self.capturing() as states, self._attention.in_place(), told(nodes), fast_products(self.model):
             output = self.model(**inputs, **nodes.inputs, **self.forward_kwargs)
-        self.attention_layers = forward.layers
+        self.attention_layers = nodes.layers
         num_logits = nodes.tokens.shape[1] - logits_from
         all_states = output.get(profile.of_decoder("hidden_states"))
         return SlotOutput(output.logits[:, -num_logits:], states, all_states)
@@ -244,15 +235,15 @@ class SlotModel:
         name = self.profile.of_decoder("inputs_embeds" if tokens.is_floating_point() else "input_ids")
         return {name: tokens, "use_cache": True, "return_dict": True, self.profile.cache_name: self.forward_cache}
 
-    def _masks(self, nodes: SlotNodes, forward: VerificationForward) -> Any:
+    def _masks(self, nodes: SlotForward) -> Any:
         """The masks of all spans as the model expects them."""
         profile, rows, columns, topology = self.profile, nodes.rows, nodes.columns, nodes.topology
         if not profile.attends:
             return None
         if profile.takes_flat_mask:
             slots = torch.arange(columns, device=topology.depths.device)
-            lengths = rows.lengths_on(slots.device)[:, None]
-            return rows.visible(slots, lengths + topology.depths.shape[-1]).long()
+            starts, lengths = rows.starts_on(slots.device)[:, None], rows.lengths_on(slots.device)[:, None]
+            return ((slots >= starts) & (slots < lengths + topology.depths.shape[-1])).long()
         # Whether a layer looks at masks has been shown by the last forward. One runs before a forward is captured.
         num_layers = sum(layer.is_initialized for layer in self.cache.layers)
         kernel_alone = set(self.attention_layers) == {TREE_KERNEL} and self.attention_layers.total() >= num_layers
@@ -263,10 +254,15 @@ class SlotModel:
         # Some models insist on a mask for every row; one that all rows share is only seen so often, not copied.
         masks = [mask.expand(len(rows.lengths), -1, -1, -1) for mask in masks]
         if nodes.tree is not None:
-            forward.name_masks(masks, profile.spans)
+            name_masks(nodes, masks, profile.spans)
         return profile.named_masks(masks)
 
     # The rows between two forwards
+
+    @property
+    def places(self) -> RowPlaces:
+        """Where the rows stand now."""
+        return RowPlaces(self.cache.lengths, self.starts, self.leads, self.max_position, self.beginning)
 
     def depths(self, depths: list[int], more: int = 0) -> list[int]:
         """How deep the rows may draft, of what they may otherwise, once they have `more` tokens."""
@@ -291,23 +287,22 @@ class SlotModel:
             part.keep_rows(keep)
         self.starts = [self.starts[row] for row in keep]
         self.leads = [self.leads[row] for row in keep]
-        self.hidden = None if self.hidden is None else self.hidden[keep]
 
     def join(self, other: SlotModel) -> None:
         """Takes over the rows of another call of the model after its own, without the padding in front of them."""
-        if self.hidden is not None or other.hidden is not None:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} masks tokens inside of the prompts, and rows that join others can be "
-                "masked at their beginning only. Pass batch_size=1."
-            )
         self.cache.join(other.cache, other.starts)
         for part in other.parts:
-            own = self.find(type(part))
-            if own is None:
-                own = part.without_rows()
-                self.parts.append(own)
-            own.join(part, len(self.starts))
+            joined = self.find(type(part))
+            if joined is None:
+                joined = part.without_rows()
+                self.parts.append(joined)
+            joined.join(part)
         self.starts = self.starts + [0] * len(other.starts)
         self.leads = self.leads + [lead + start for lead, start in zip(other.leads, other.starts)]
         if self.max_position is not None:
             self.max_position = max(self.max_position, other.max_position)
+
+
+def _with_anchors(anchors: torch.LongTensor, draft: DraftTree) -> torch.LongTensor:
+    """Tokens `(R, T)` of the verified nodes."""
+    return anchors[:, None] if draft.size == 0 else torch.cat([anchors[:, None], draft.tokens], dim=1)

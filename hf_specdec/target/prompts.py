@@ -10,21 +10,22 @@ Shapes: B rows of the call, P tokens of the given prompts, S slots that the prom
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers.cache_utils import StaticCache
 from transformers.generation import GenerationMixin
 
-from ..errors import UnsupportedModelError
+from ..errors import SpecConfigError, UnsupportedModelError
 from ..protocol import Prompt
 from ..target_facts import cache_name_among, decoder_layers, forward_arguments, layers_owner
 from .cache import check_room
 from .facts import ModelProfile, model_profile
-from .forward import Part, SlotNodes
+from .forward import Part, SlotForward, SlotOutput
 from .model import SlotModel
 from .parts.positions import PositionCounter
 from .parts.rotary import ChangingRotary, rotary_changes
@@ -36,115 +37,120 @@ from .request import Request
 _MOST_ASKED = 4096
 
 
-def read_prompts(request: Request, target: SlotModel, max_length: int) -> tuple[Any, Prompt, Continuation]:
+def read_prompts(request: Request, target: SlotModel, max_length: int) -> tuple[Prompt, SlotOutput, Continuation]:
     """Lets the target read the prompts into its slots, by transformers' own prefill, and starts the slots.
 
-    A row may hold `max_length` tokens, the prompt included. Returns what the forward has returned, the prompts for a
-    drafter, and where the rows go on.
+    A row may hold `max_length` tokens, the prompt included. Returns the prompts for a drafter, logits and states of
+    their last tokens, and where the rows go on.
     """
     model, input_ids, profile = request.model, request.input_ids, target.profile
     kwargs, length = dict(request.model_kwargs), input_ids.shape[1]
     mask = kwargs.get(profile.of_decoder("attention_mask"))
+    if mask is not None:
+        check_left_padded(mask)
     if request.user_cache is not None:
         target.cache.load(request.user_cache)
     room = max_length - length
     num_given = request.prompt_slots(target.cache.get_seq_length())
     rotary_changes(model, [num_given] if mask is None else mask.ne(0).sum(1).tolist(), room)
-    check_room(kwargs.get(profile.cache_name), request.batch_size, num_given + room)
+    if type(cache := kwargs.get(profile.cache_name)) is StaticCache:
+        check_room(cache, request.batch_size, num_given + room)
     if profile.has_encoder:
         Source.of_call(model, kwargs, request.source_inputs).attach(target)
     kwargs[profile.cache_name] = target.forward_cache
-    ends = [length]
-    if request.between_chunks is not None:
-        ends = [*range(request.chunk_size, length, request.chunk_size), length]
-        if kwargs.get("attention_mask") is None:
-            # How much of the prompt is in the cache is told from it.
-            kwargs["attention_mask"] = torch.ones_like(input_ids)
-    columns = [name for name, value in kwargs.items() if torch.is_tensor(value) and value.shape[-1:] == (length,)]
-    chunks: dict[Any, list[torch.Tensor]] = {key: [] for key in target.states}
-    for end in ends:
-        is_last = end == length
-        part = kwargs if is_last else {**kwargs, **{name: kwargs[name][..., :end] for name in columns}}
-        # The generation config may cut the prompts into chunks, too.
-        with (
-            target.taps.captured(joined=True) as states,
-            _watched_prefill(model) as received,
-            target.reading_prompts(SlotNodes(input_ids)),
-        ):
-            output = model._prefill(input_ids if is_last else input_ids[:, :end], request.generation_config, part)
-        for key, parts in chunks.items():
-            parts.append(states[key])
-        if not is_last and request.between_chunks is not None:
-            request.between_chunks()
-    if received.cache not in (None, target.forward_cache):
+    output, states, received = _prefill(request, target, kwargs)
+    if received.get("cache") not in (None, target.forward_cache):
         # The model has put a beginning of its own in front of the prompts.
-        target.cache.load(received.cache)
+        target.cache.load(received["cache"])
         output[cache_name_among(output.keys())] = target.cache
     target.check_prefilled()
     next_kwargs = model._update_model_kwargs_for_generation(output, dict(kwargs), profile.has_encoder)
     # The tokens that follow are not known yet.
     inputs = _next_inputs(model, F.pad(input_ids, (0, 1)), next_kwargs)
-    continuation = Continuation.read(request, target, inputs, received, num_given)
+    continuation = Continuation.read(request, target, inputs, received.get("positions"), num_given)
     # With the code of transformers and PEFT whole texts are compared in the tests.
     if model.prepare_inputs_for_generation.__module__.partition(".")[0] not in ("transformers", "peft"):
         _ask_for_following(request, target, output, kwargs, inputs, room)
     parts: list[Part] = [] if continuation.counter is None else [continuation.counter]
-    if changes := rotary_changes(model, continuation.next_positions, room):
-        rotary = ChangingRotary(target, max(continuation.next_positions), changes)
-        is_left_padded = continuation.hidden is None and not any(continuation.offsets)
-        rotary.read_again(is_known=continuation.num_slots == length and is_left_padded)
-        parts.append(rotary)
-    target.start_slots(continuation.starts, continuation.offsets, continuation.hidden, parts)
+    if changes := rotary_changes(model, continuation.positions, room):
+        is_known = continuation.num_slots == length and not any(continuation.offsets)
+        parts.append(ChangingRotary(target, max(continuation.positions), changes, is_known))
+    target.start_slots(continuation.starts, continuation.offsets, parts)
     # The last token is never read.
-    target.max_position = max(continuation.next_positions) + room - 2
-    states = {key: torch.cat(parts, dim=1) if parts[1:] else parts[0] for key, parts in chunks.items()}
+    target.max_position = max(continuation.positions) + room - 2
+    # For a drafter each row has a token at least, and the slots may begin before the given ones.
+    num_unknown = continuation.num_slots - length
+    starts = [min(max(start - num_unknown, 0), max(length - 1, 0)) for start in continuation.starts]
     source = target.find(Source)
-    return output, continuation.prompt(input_ids, states, source and source.without_keys()), continuation
+    prompt = Prompt(input_ids, starts, states, source and replace(source, keys=None))
+    last = {key: value[:, -1:] for key, value in states.items()}
+    all_states = output.get(profile.of_decoder("hidden_states"))
+    return prompt, SlotOutput(output.logits[:, -1:].to(input_ids.device), last, all_states), continuation
 
 
-class _Received:
-    """Arguments that the last forward of the prefill received, of models that prepare their inputs themselves."""
+def _prefill(
+    request: Request, target: SlotModel, kwargs: dict[str, Any]
+) -> tuple[Any, dict[Any, torch.Tensor], dict[str, Any]]:
+    """transformers' own prefill, in chunks where others get a turn: the last output, and the states of all slots.
 
-    def __init__(self, cache_name: str):
-        self.cache_name = cache_name
-        self.cache: Any = None
-        self.last_positions: torch.Tensor | None = None  # of the last column, (..., 1), where the decoder reads them
-        self.thread = get_ident()
-
-    # Torch calls hooks without keyword arguments in another thread, while this one takes them back.
-
-    def on_model(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
-        if get_ident() == self.thread:
-            self.cache = kwargs.get(self.cache_name)
-
-    def on_reader(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
-        if get_ident() == self.thread and kwargs is not None:
-            positions = {**dict(zip(forward_arguments(type(module)), args)), **kwargs}.get("position_ids")
-            if torch.is_tensor(positions):
-                self.last_positions = positions[..., -1:]
+    Beside them comes what the last forward has received, see [`_watched_prefill`].
+    """
+    input_ids, length, ends = request.input_ids, request.input_ids.shape[1], []
+    if request.between_chunks is not None:
+        ends = list(range(request.chunk_size, length, request.chunk_size))
+        # How much of the prompt is in the cache is told from it.
+        if kwargs.get("attention_mask") is None:
+            kwargs["attention_mask"] = torch.ones_like(input_ids)
+    columns = [name for name, value in kwargs.items() if torch.is_tensor(value) and value.shape[-1:] == (length,)]
+    chunks: list[dict[Any, torch.Tensor]] = []
+    for end in [*ends, length]:
+        part = kwargs if end == length else {**kwargs, **{name: kwargs[name][..., :end] for name in columns}}
+        # The generation config may cut the prompts into chunks, too.
+        with (
+            target.capturing(joined=True) as states,
+            _watched_prefill(request.model, target.profile) as received,
+            target.reading_prompts(SlotForward(input_ids)),
+        ):
+            output = request.model._prefill(input_ids[:, :end], request.generation_config, part)
+        chunks.append(states)
+        if end != length and request.between_chunks is not None:
+            request.between_chunks()
+    if len(chunks) > 1:
+        states = {key: torch.cat([chunk[key] for chunk in chunks], dim=1) for key in target.states}
+    return output, states, received
 
 
 @contextmanager
-def _watched_prefill(model: torch.nn.Module) -> Iterator[_Received]:
-    """Watches, inside of the block, a model that prepares its inputs itself while it reads the prompts."""
-    received = _Received(model_profile(model).cache_name)
-    name = "prepare_inputs_for_generation"
+def _watched_prefill(model: torch.nn.Module, profile: ModelProfile) -> Iterator[dict[str, Any]]:
+    """Yields what the last forward in the block has of a model that prepares its inputs itself.
+
+    That is its "cache", and the "positions" `(..., 1)` of the last column where its decoder reads them: in its
+    embeddings, or in its first layer.
+    """
+    received: dict[str, Any] = {}
+    thread, name = get_ident(), "prepare_inputs_for_generation"
+
+    def watch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
+        # Torch calls hooks without keyword arguments in another thread, while this one takes them back.
+        if get_ident() != thread:
+            return
+        if module is model:
+            received["cache"] = kwargs.get(profile.cache_name)
+            return
+        positions = {**dict(zip(forward_arguments(type(module)), args)), **kwargs}.get("position_ids")
+        if torch.is_tensor(positions):
+            received["positions"] = positions[..., -1:]
+
     with ExitStack() as hooks:
         if name in vars(model) or getattr(type(model), name) is not getattr(GenerationMixin, name):
-            taps = [(model, received.on_model), *((reader, received.on_reader) for reader in _position_readers(model))]
-            for module, tap in taps:
-                hooks.callback(module.register_forward_pre_hook(tap, with_kwargs=True).remove)
+            readers: list[torch.nn.Module] = []
+            with suppress(UnsupportedModelError):
+                layers = decoder_layers(model)
+                readers = [*layers_owner(model, layers).children(), layers[0]]
+            readers = [reader for reader in readers if "position_ids" in forward_arguments(type(reader))]
+            for module in (model, *readers):
+                hooks.callback(module.register_forward_pre_hook(watch, with_kwargs=True).remove)
         yield received
-
-
-def _position_readers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Modules where the decoder reads positions: its embeddings, or its first layer."""
-    try:
-        layers = decoder_layers(model)
-    except UnsupportedModelError:
-        return []
-    modules = [*layers_owner(model, layers).children(), layers[0]]
-    return [module for module in modules if "position_ids" in forward_arguments(type(module))]
 
 
 def _next_inputs(model: torch.nn.Module, tokens: torch.LongTensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -188,6 +194,12 @@ def _ask_for_following(
     attributes, tokens, past = dict(vars(model)), request.input_ids, target.cache.get_seq_length()
     # Tokens that stand for those that are not known yet, and differ from each other.
     following = torch.arange(room, device=tokens.device).remainder(2).expand(len(tokens), -1)
+
+    def is_same(one: Any, other: Any) -> bool:
+        if torch.is_tensor(one) and torch.is_tensor(other):
+            return torch.equal(one, other)
+        return one is other or (type(one) is type(other) and bool(one == other))
+
     with target.cache.kept():
         for count in range(1, min(room, _MOST_ASKED)):
             kwargs = model._update_model_kwargs_for_generation(output, dict(kwargs), profile.has_encoder)
@@ -195,7 +207,7 @@ def _ask_for_following(
             text = torch.cat([tokens, following[:, :count]], dim=1)
             inputs = _next_inputs(model, text, kwargs)
             expected = following_inputs(first, profile, text[:, -1:], count - 1)
-            changed = [key for key in {**inputs, **expected} if not _same(inputs.get(key), expected.get(key))]
+            changed = [key for key in {**inputs, **expected} if not is_same(inputs.get(key), expected.get(key))]
             if changed or any(vars(model).get(key) is not value for key, value in attributes.items()):
                 what = ", ".join(f"`{key}`" for key in changed) or "attributes of the model"
                 raise UnsupportedModelError(
@@ -205,12 +217,6 @@ def _ask_for_following(
                 )
 
 
-def _same(one: Any, other: Any) -> bool:
-    if torch.is_tensor(one) and torch.is_tensor(other):
-        return torch.equal(one, other)
-    return one is other or (type(one) is type(other) and bool(one == other))
-
-
 @dataclass
 class Continuation:
     """Places where the rows of a call go on."""
@@ -218,28 +224,28 @@ class Continuation:
     inputs: dict[str, Any]  # of plain generation's next forward
     num_slots: int  # S
     starts: list[int]  # each row's first slot that it sees, S if it sees none
-    # How many slots are none of its text: hidden ones, and what the model has put in front. One less where that is
-    # all: a drafter must have a token.
-    num_others: list[int]
+    # How many slots are none of padding, nor of what the model has put in front. One at least: a drafter must have a
+    # token.
+    text_lengths: list[int]
     offsets: list[int]  # what is added to the distance from the start, for position ids
-    hidden: torch.BoolTensor | None = None  # (B, S), slots that a row does not see, if not only those before its start
+    positions: list[int]  # of the first tokens after the prompts
     counter: PositionCounter | None = None  # says the positions, in the place of starts and offsets
 
     @classmethod
     def read(
-        cls, request: Request, target: SlotModel, inputs: dict[str, Any], received: _Received, num_given: int
+        cls, request: Request, target: SlotModel, inputs: dict[str, Any], last: torch.Tensor | None, num_given: int
     ) -> Continuation:
-        """Derives it from the next forward's inputs and what the prefill's forward received.
+        """Derives it from the next forward's inputs, and the `last` positions that the decoder was seen to read.
 
         Of the slots `generate()` knows `num_given`.
         """
-        model, profile, batch_size = request.model, target.profile, request.batch_size
+        model, profile = request.model, target.profile
         num_slots = target.cache.get_seq_length()
         mask = inputs.get(profile.of_decoder("attention_mask"))
         if mask is None and not profile.attends and (mask := request.model_kwargs.get("attention_mask")) is not None:
             # Padding is kept out of a recurrent state while the prompt is read, and no mask is needed after it.
             mask = F.pad(mask, (0, 1), value=1)
-        starts, num_hidden, hidden = [0] * batch_size, [0] * batch_size, None
+        starts = [0] * request.batch_size
         if mask is not None:
             if mask.shape[1] != num_slots + 1:
                 raise UnsupportedModelError(
@@ -247,58 +253,30 @@ class Continuation:
                     f"of the next forward covers {mask.shape[1] - 1}, so it cannot be told which of them a row sees. "
                     "Leave the speculative arguments out to use plain generate()."
                 )
-            hidden = mask[:, :-1].eq(0)
-            count = hidden.sum(1)
-            first = (~hidden).int().argmax(1).where(count < num_slots, num_slots)
-            starts, num_hidden = torch.stack([first, count]).tolist()
-            hidden = None if starts == num_hidden else hidden
-        positions, counter = inputs.get(profile.of_decoder("position_ids")), None
-        if positions is None and received.last_positions is not None:
-            positions = received.last_positions + 1
-        elif positions is None and profile.counted is None:
+            check_left_padded(mask)
+            starts = mask[:, :-1].eq(0).sum(1).tolist()
+        position_ids, counter = inputs.get(profile.of_decoder("position_ids")), None
+        if position_ids is None and last is not None:
+            position_ids = last + 1
+        elif position_ids is None and profile.counted is None:
             counter = PositionCounter.of(model)
         # A model that is given no positions, and shows none, counts slots.
-        offsets = starts if positions is None else position_offsets(positions, num_slots, starts)
-        num_others = [min(number + num_slots - num_given, num_slots - 1) for number in num_hidden]
-        return cls(inputs, num_slots, starts, num_others, offsets, hidden, counter)
-
-    @property
-    def next_positions(self) -> list[int]:
-        """Position of the first token of each row."""
-        return [self.num_slots - start + offset for start, offset in zip(self.starts, self.offsets)]
-
-    def prompt(
-        self, input_ids: torch.LongTensor, states: dict[Any, torch.Tensor], source: Source | None = None
-    ) -> Prompt:
-        """The prompts for a drafter: each row's tokens that it sees, one at least, at the end of the row.
-
-        The slots may begin before the given tokens `(B, P)`; states `(B, S' <= S, H)` are those of the last slots.
-        """
-        length = input_ids.shape[1]
-        num_unknown = self.num_slots - length
-        if self.hidden is None:
-            starts = [min(max(start - num_unknown, 0), max(length - 1, 0)) for start in self.starts]
-            return Prompt(input_ids, starts, states, source)
-        visible = ~self.hidden
-        visible[:, -1] |= ~visible[:, num_unknown:].any(1)
-        shown = visible[:, num_unknown:]
-        starts = (length - shown.sum(1)).tolist()
-        input_ids = input_ids.gather(1, _visible_last(shown))
-        return Prompt(input_ids, starts, {key: _squeezed(state, visible) for key, state in states.items()}, source)
+        offsets = starts if position_ids is None else position_offsets(position_ids, num_slots, starts)
+        text_lengths = [max(num_given - start, 1) for start in starts]
+        positions = [num_slots - start + offset for start, offset in zip(starts, offsets)]
+        return cls(inputs, num_slots, starts, text_lengths, offsets, positions, counter)
 
 
-def _visible_last(visible: torch.BoolTensor) -> torch.LongTensor:
-    """Columns `(B, N)` with those that are visible at the end, in their order."""
-    return visible.int().argsort(dim=1, stable=True)
-
-
-def _squeezed(states: torch.Tensor, visible: torch.BoolTensor) -> torch.Tensor:
-    """The states `(B, N, H)` of the last slots with the visible ones at the end, as far back as all rows have."""
-    with_states = visible[:, -states.shape[1] :].to(states.device)
-    counts = zip(with_states.sum(1).tolist(), visible.sum(1).tolist())
-    size = min((count for count, count_of_row in counts if count < count_of_row), default=states.shape[1])
-    rows = torch.arange(len(states), device=states.device)[:, None]
-    return states[rows, _visible_last(with_states)[:, -max(size, 1) :]]
+def check_left_padded(mask: torch.Tensor) -> None:
+    """Refuses masks `(B, S)` that hide anything but the beginning of a row."""
+    is_hidden_again = mask[:, 1:].eq(0) & mask[:, :-1].ne(0)
+    if bool(is_hidden_again.any()):
+        row, column = is_hidden_again.nonzero()[0].tolist()
+        raise SpecConfigError(
+            f"The attention mask hides tokens behind others that it shows (first in row {row} at token "
+            f"{column + 1}), and speculation masks rows at their beginning only. Pad prompts on the left "
+            "(`padding_side='left'`), or leave the speculative arguments out to use plain generate()."
+        )
 
 
 def position_offsets(position_ids: torch.Tensor, num_slots: int, starts: list[int]) -> list[int]:

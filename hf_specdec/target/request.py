@@ -45,13 +45,17 @@ class Request:
     chunk_size: int = 512  # tokens of the prompts that are read before others get a turn, where there are others
     between_chunks: Callable[[], None] | None = None  # their turn
 
-    @property
-    def batch_size(self) -> int:
-        return self.input_ids.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.input_ids.device
+    def __post_init__(self) -> None:
+        self.batch_size: int = len(self.input_ids)
+        self.device: torch.device = self.input_ids.device
+        # The caller gets the cache of the whole text.
+        self.keeps_cache: bool = bool(self.generation_config.return_dict_in_generate) or self.user_cache is not None
+        pad = getattr(self.generation_config, "_pad_token_tensor", None)
+        # Without an end-of-sequence token no row ends before the others, and padding is never written.
+        self.pad_token: int = 0 if pad is None else int(pad)
+        # Tokens or embeddings of the prompts, padding included; those of a model with an encoder are the encoder's.
+        embeds = None if self.model.config.is_encoder_decoder else self.model_kwargs.get("inputs_embeds")
+        self.prompt_length: int = max(self.input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
 
     @property
     def processes(self) -> ProcessGroup | None:
@@ -74,26 +78,8 @@ class Request:
         """The processors of the call, whose rows these tokens may end."""
         grammars = None
         if self.logits_processor:
-            grammars = RowGrammars.found(self.logits_processor, self.input_ids, vocabulary_size(self.model), ends)
+            grammars = RowGrammars.of_call(self.logits_processor, self.input_ids, vocabulary_size(self.model), ends)
         return ProcessorStack(self.logits_processor, grammars)
-
-    @property
-    def keeps_cache(self) -> bool:
-        """Tells whether the caller gets the cache of the whole text."""
-        return bool(self.generation_config.return_dict_in_generate) or self.user_cache is not None
-
-    @property
-    def pad_token(self) -> int:
-        pad = getattr(self.generation_config, "_pad_token_tensor", None)
-        # Without an end-of-sequence token no row ends before the others, and padding is never written.
-        return 0 if pad is None else int(pad)
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens or embeddings of the prompts, padding included."""
-        # Those of a model with an encoder are the encoder's.
-        embeds = None if self.model.config.is_encoder_decoder else self.model_kwargs.get("inputs_embeds")
-        return max(self.input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
 
     def prompt_slots(self, past_length: int) -> int:
         """Slots that the prompts fill together with the `past_length` of a continued cache."""

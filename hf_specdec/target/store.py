@@ -80,9 +80,6 @@ class SlotStore:
         """Size of all buffers."""
         return sum(buffer.nbytes for buffers in self._places.values() for buffer in buffers.values())
 
-    def begin_call(self) -> None:
-        self.place = None
-
     def clear(self) -> None:
         self._places.clear()
         self.place = None

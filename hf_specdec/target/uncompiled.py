@@ -7,21 +7,23 @@ own ways to be fast, so what is compiled is set aside while it runs.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from torch import nn
 
 from ..layers.known import modules_of
-from ..threads import Lock, is_of_class
+from ..threads import Lock, StandIns, is_of_class
 from .forward import Part
 
 
 # What a call of a module may run: `compile()` leaves the first, accelerate's hooks keep the last.
 _PLACES = ("_compiled_call_impl", "forward", "_old_forward")
 
-# By module: ids of those who need it uncompiled, and at each place the compiled function and what stands in for it.
-_set_aside: WeakKeyDictionary[nn.Module, tuple[set[int], dict[str, tuple[Any, Any]]]] = WeakKeyDictionary()
+
+# Of each module that somebody drives, by its id: what stands in for what is compiled.
+_set_aside: WeakValueDictionary[int, StandIns] = WeakValueDictionary()
 _lock = Lock()
 
 
@@ -30,53 +32,32 @@ class Uncompiled(Part):
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._modules: list[nn.Module] = []
+        self._stack = ExitStack()
+        self.has_modules: bool = False  # there are compiled ones
         with _lock:
             for module in modules_of(model):
                 is_own = not vars(module).keys().isdisjoint(_PLACES[:2])
-                if is_own or module in _set_aside or hasattr(type(module).forward, "_torchdynamo_orig_callable"):
-                    # In front of the first change, so that none stays wherever an exception comes.
-                    self._modules.append(module)
-                    if not _set_it_aside(module, id(self)):
-                        self._modules.pop()
-
-    @property
-    def has_modules(self) -> bool:
-        """Tells whether there are compiled modules."""
-        return bool(self._modules)
+                if is_own or id(module) in _set_aside or hasattr(type(module).forward, "_torchdynamo_orig_callable"):
+                    stand_ins = _set_aside.get(id(module)) or StandIns(_compiled_places(module))
+                    if stand_ins.places:
+                        self._stack.enter_context(stand_ins.in_place())
+                        _set_aside[id(module)] = stand_ins
+                        self.has_modules = True
 
     def without_rows(self) -> Uncompiled:
         return Uncompiled(self._model)
 
     def close(self) -> None:
         """Has them compiled again. Where it is interrupted, it can be called again."""
-        with _lock:
-            for module in vars(self).get("_modules", ()):
-                users, changes = _set_aside.get(module, (set(), {}))
-                users.discard(id(self))
-                if users:
-                    continue
-                for name, (compiled, stand_in) in changes.items():
-                    if vars(module).get(name) is stand_in:
-                        _set(module, name, compiled)
-                _set_aside.pop(module, None)
+        if (stack := vars(self).get("_stack")) is not None:
+            stack.close()
 
     __del__ = close
 
 
-def _set_it_aside(module: nn.Module, user: int) -> bool:
-    """Tells whether there is something of the module to set aside."""
-    if module not in _set_aside:
-        changes = {name: (vars(module).get(name), _before(module, name)) for name in _PLACES}
-        changes = {name: change for name, change in changes.items() if change[0] is not change[1]}
-        if not changes:
-            return False
-        _set_aside[module] = set(), changes
-    users, changes = _set_aside[module]
-    users.add(user)
-    for name, (_, stand_in) in changes.items():
-        _set(module, name, stand_in)
-    return True
+def _compiled_places(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    places = [(module, name, _before(module, name)) for name in _PLACES]
+    return [place for place in places if place[2] is not vars(module).get(place[1])]
 
 
 def _before(module: nn.Module, name: str) -> Any:
@@ -98,10 +79,3 @@ def _before(module: nn.Module, name: str) -> Any:
         # The class's own is compiled.
         return inner.__get__(module)
     return None if name == "forward" and is_of_class(inner, module) else inner
-
-
-def _set(module: nn.Module, name: str, value: Any) -> None:
-    if value is None:
-        vars(module).pop(name, None)
-    else:
-        vars(module)[name] = value

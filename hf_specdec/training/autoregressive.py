@@ -14,75 +14,38 @@ Shapes as in `recipe.py`; U tokens that the draft knows, h its hidden size, C cy
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from ..target.masks import FULL, Span
-from .reading import IGNORED, Reading
-from .recipe import CycleRecipe, best_tokens, no_loss
+from .reading import IGNORED, GrowingCache, Reading
+from .recipe import Recipe, best_tokens, no_loss
 
 
-class AutoregressiveNetwork(Protocol):
-    """A network that goes on from a state of its own, such as an [`EagleNetwork`] or an [`MtpNetwork`]."""
-
-    span: Span
-    token_ids: torch.LongTensor | None
-    config: Any
-
-    def fuse(self, states: dict[Any, torch.Tensor]) -> torch.Tensor: ...
-
-    def __call__(
-        self,
-        tokens: torch.LongTensor,
-        hidden: torch.Tensor,
-        positions: torch.LongTensor,
-        mask: torch.Tensor | None,
-        cache: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def logits(self, output: torch.Tensor) -> torch.Tensor: ...
-
-    def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor: ...
-
-    # Asked of networks with a mask token alone.
-    def mask_state(self) -> torch.Tensor: ...
-
-
-class AutoregressiveRecipe(CycleRecipe):
-    """
-    The loss and measure of an [`AutoregressiveNetwork`] over cycles of `ttt_steps` steps.
-
-    Class attributes:
-        noise (`float`): Width of the range around 0 from which noise is added to the target's states.
-    """
+class AutoregressiveRecipe(Recipe):
+    """The loss and measure of a [`DraftNetwork`] that goes on from a state of its own, in cycles of steps."""
 
     ttt_steps: int
     intermediate_size: int
     head_decay: float
     kl_weight: float
-    noise: float = 0.0
+    noise: float = 0.0  # width of the range around 0 from which noise is added to the target's states
 
     muon = True
     target_hidden_states: ClassVar[tuple[int | str, ...]] = ("last",)
     num_drafts = 4
 
     def step_loss(
-        self, network: AutoregressiveNetwork, fed: torch.Tensor, token_loss: torch.Tensor, states: torch.Tensor
+        self, network: Any, fed: torch.Tensor, token_loss: torch.Tensor, states: torch.Tensor
     ) -> torch.Tensor:
-        """
-        Completes the loss of a step; by default it is the loss of its tokens.
-
-        Args:
-            fed (`torch.Tensor` of shape `(N, h)`): States that the network feeds back, at the places that count.
-            token_loss (`torch.Tensor`): Mean loss of the tokens predicted there.
-            states (`torch.Tensor` of shape `(N, H)`): The target's last states that `fed` stands for.
+        """Completes the mean loss of a step's tokens, by the states `(N, h)` that the network feeds back and the
+        target's last states `(N, H)` that they stand for.
         """
         return token_loss
 
-    def loss(self, network: AutoregressiveNetwork, reading: Reading) -> torch.Tensor:
+    def loss(self, network: Any, reading: Reading) -> torch.Tensor:
         total = no_loss(network)
         anchors = reading.cycle_anchors()
         if not anchors.numel():
@@ -111,48 +74,40 @@ class AutoregressiveRecipe(CycleRecipe):
                 total = total + weights[step] * loss
         return total
 
-    def drafts(self, network: AutoregressiveNetwork, reading: Reading, anchors: torch.LongTensor) -> torch.LongTensor:
+    def drafts(self, network: Any, reading: Reading, anchors: torch.LongTensor) -> torch.LongTensor:
         states = _fused(network, reading, anchors)
         cycles = walk_cycles(network, reading.tokens, states, anchors, self.num_drafts)
-        return network.target_ids(torch.stack([best_tokens(network.logits, output) for _, output in cycles]))
+        best = torch.stack([best_tokens(network.logits, output) for _, output in cycles])
+        return network.target_ids(best)[:, None]
 
 
-def _fused(network: AutoregressiveNetwork, reading: Reading, anchors: torch.LongTensor) -> torch.Tensor:
+def _fused(network: Any, reading: Reading, anchors: torch.LongTensor) -> torch.Tensor:
     """Fuses the target's states up to the last anchor."""
     last = int(anchors.max())
     return network.fuse({key: state[:, : last + 1] for key, state in reading.states.items()})
 
 
 def walk_cycles(
-    network: AutoregressiveNetwork,
+    network: Any,
     tokens: torch.LongTensor,
     states: torch.Tensor,
     anchors: torch.LongTensor,
     num_steps: int,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """
-    Walks through the cycles that begin at the anchors of unpadded rows.
-
-    Args:
-        tokens (`torch.LongTensor` of shape `(B, T)`): Token ids.
-        states (`torch.Tensor` of shape `(B, T, h)`): The target's states, fused by the network.
-        anchors (`torch.LongTensor` of shape `(B, C)`): Places before the last one, at least one.
-        num_steps (`int`): Steps. Those that lead out of a row mean nothing.
-
-    Yields:
-        For each step both outputs of the network at every anchor, of shape `(B, C, h)`.
+    """Walks through the cycles at the anchors `(B, C)` of rows of tokens `(B, T)` with fused states `(B, T, h)`:
+    yields for each step both outputs `(B, C, h)` of the network. Steps that lead out of a row mean nothing.
     """
     # Later entries are seen by no anchor.
     width = int(anchors.max()) + 1
-    cache, seen = _StepCache(), torch.arange(width, device=tokens.device)
+    cache, seen = GrowingCache(), torch.arange(width, device=tokens.device)
     causal = None
-    if network.span != FULL:
-        causal = _within(network.span, seen <= seen[:, None], seen[None], seen[None])
+    if network.spans != (FULL,):
+        causal = _within(network.spans, seen <= seen[:, None], seen[None], seen[None])
     read = network(tokens[:, 1 : width + 1], states[:, :width], seen[None], causal, cache)
     hidden, output = (part.gather(1, anchors[..., None].expand(-1, -1, part.shape[-1])) for part in read)
     yield hidden, output
     earlier = seen <= anchors[..., None]
-    own = torch.eye(anchors.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+    own_cycle = torch.eye(anchors.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
     places = seen.expand(len(tokens), -1)
     mask_token = getattr(network.config, "mask_token_id", None)
     for step in range(1, num_steps):
@@ -161,29 +116,22 @@ def walk_cycles(
         else:
             next_tokens, hidden = torch.full_like(anchors, mask_token), network.mask_state().expand_as(hidden)
         places = torch.cat((places, anchors + step), dim=1)
-        mask = _within(network.span, torch.cat((earlier, *[own] * step), dim=2), anchors + step, places)
+        mask = _within(network.spans, torch.cat((earlier, *[own_cycle] * step), dim=2), anchors + step, places)
         hidden, output = network(next_tokens, hidden, anchors + step, mask, cache)
         yield hidden, output
 
 
-def _within(span: Span, mask: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Limits a mask `(B, T, S)` to the span, by positions `(B, T)` and `(B, S)`: `(B, 1, T, S)`."""
-    far = span.hidden(queries[..., None], keys[:, None])
-    return (mask if far is None else mask & ~far)[:, None]
+def _within(spans: Sequence[Span], mask: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> Any:
+    """Limits a mask `(B, T, S)` to each of the spans, by positions `(B, T)` and `(B, S)`: `(B, 1, T, S)`."""
+
+    def limited(span: Span) -> torch.Tensor:
+        far = span.hidden(queries[..., None], keys[:, None])
+        return (mask if far is None else mask & ~far)[:, None]
+
+    return limited(spans[0]) if len(spans) == 1 else {span: limited(span) for span in spans}
 
 
-class _StepCache:
-    """Keys and values of all steps so far, one after the other."""
-
-    def __init__(self):
-        self._steps: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args, **kwargs):
-        self._steps[layer].append((key, value))
-        return tuple(torch.cat(parts, dim=2) for parts in zip(*self._steps[layer]))
-
-
-def _draft_ids(network: AutoregressiveNetwork, labels: torch.LongTensor) -> torch.LongTensor:
+def _draft_ids(network: Any, labels: torch.LongTensor) -> torch.LongTensor:
     """Returns the draft's ids of tokens, of any shape; -100 for those that it does not know."""
     if network.token_ids is None:
         return labels

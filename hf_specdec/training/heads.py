@@ -18,14 +18,9 @@ from .recipe import Recipe, draft_loss, no_loss, sum_over_chunks
 
 
 class HeadsRecipe(Recipe):
-    """
-    The loss and measure of a network that drafts K tokens from one state.
+    """The loss and measure of a network that drafts K tokens from one state."""
 
-    Class attributes:
-        num_ranks (`int`): Candidate ranks whose accuracy is measured.
-    """
-
-    num_ranks: ClassVar[int] = 1
+    num_ranks: ClassVar[int] = 1  # of candidates, whose accuracy is measured
     target_hidden_states: ClassVar[tuple[int | str, ...]] = ("last",)
 
     head_decay: float
@@ -33,14 +28,10 @@ class HeadsRecipe(Recipe):
 
     @abstractmethod
     def draft_logits(self, network: nn.Module, reading: Reading, positions: torch.LongTensor) -> torch.Tensor:
-        """Computes the logits of all drafts of the cycles that begin at `positions` of the flattened batch.
-
-        Returns:
-            `torch.Tensor` of shape `(K, N, V)`.
-        """
+        """The logits `(K, N, V)` of the cycles that begin at the positions `(N,)` of the flattened batch."""
 
     def loss(self, network: nn.Module, reading: Reading) -> torch.Tensor:
-        labels = self._labels(reading)
+        labels = torch.stack([reading.next_tokens(2 + draft).flatten() for draft in range(self.num_drafts)])
         positions = (labels != IGNORED).any(0).nonzero()[:, 0]
         if not len(positions):
             return no_loss(network)
@@ -61,24 +52,16 @@ class HeadsRecipe(Recipe):
 
         return sum_over_chunks(chunk_loss, len(positions), self.num_drafts * reading.vocab_size)
 
-    def hits(self, network: nn.Module, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
-        labels = self._labels(reading)
+    def drafts(self, network: nn.Module, reading: Reading, anchors: torch.LongTensor) -> torch.LongTensor:
+        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
+        positions = (anchors + rows * reading.tokens.shape[1]).flatten()
         ranks = min(self.num_ranks, reading.vocab_size)
-        parts = []
-        for positions in torch.arange(labels.shape[1], device=labels.device).split(512):
-            best = self.draft_logits(network, reading, positions).topk(ranks, dim=-1).indices
-            parts.append((best == labels[:, positions, None]).transpose(1, 2))
-        hits, known = torch.cat(parts, dim=2), labels != IGNORED
-        return hits.unflatten(2, reading.tokens.shape), known.unflatten(1, reading.tokens.shape)
-
-    def _labels(self, reading: Reading) -> torch.LongTensor:
-        """Returns the drafts' tokens, `(K, B * T)`."""
-        return torch.stack([reading.next_tokens(2 + draft).flatten() for draft in range(self.num_drafts)])
+        parts = [
+            self.draft_logits(network, reading, part).topk(ranks, dim=-1).indices for part in positions.split(512)
+        ]
+        return torch.cat(parts, dim=1).movedim(2, 1).unflatten(2, anchors.shape)
 
     def drafted_from(self, positions: torch.LongTensor, reading: Reading) -> torch.LongTensor:
-        """
-        Returns the positions `(K, N)` at which the target decides each draft's token. Those after the end of the text
-        stand for tokens that do not count.
-        """
+        """Positions `(K, N)` at which the target decides each draft's token; those past the end do not count."""
         offsets = torch.arange(1, self.num_drafts + 1, device=positions.device)[:, None]
         return (positions + offsets).clamp(max=reading.tokens.numel() - 1)

@@ -40,16 +40,15 @@ def layer_sizes(target: PreTrainedModel, size: int, intermediate_size: int, num_
 
 @torch.no_grad()
 def begin_as(own_layer: nn.Module, layer: nn.Module) -> None:
-    """
-    Initialises a draft's layer with one of the target's, as far as names and shapes agree; a narrower MLP takes the
+    """Initialises a draft's layer with one of the target's, as far as names and shapes agree; a narrower MLP takes the
     first part.
     """
-    own = dict(own_layer.named_parameters())
+    mine = dict(own_layer.named_parameters())
     for name, weight in layer.named_parameters():
-        if name in own and (weight := numbers_of(weight)) is not None and weight.dim() == own[name].dim():
-            part = tuple(slice(size) for size in own[name].shape)
-            if weight[part].shape == own[name].shape:
-                own[name].copy_(weight[part])
+        if name in mine and (weight := numbers_of(weight)) is not None and weight.dim() == mine[name].dim():
+            part = tuple(slice(size) for size in mine[name].shape)
+            if weight[part].shape == mine[name].shape:
+                mine[name].copy_(weight[part])
 
 
 @torch.no_grad()
@@ -64,8 +63,7 @@ def begin_near(fusion: nn.Linear, shares: Sequence[float]) -> None:
 def copy_rows(
     table: nn.Embedding | nn.Linear, source: nn.Embedding | nn.Linear, ids: torch.LongTensor | None = None
 ) -> None:
-    """
-    Initialises a draft's embedding or lm_head with rows of the target's, those of `ids` or the first ones; in a
+    """Initialises a draft's embedding or lm_head with rows of the target's, those of `ids` or the first ones; in a
     narrower draft with their coordinates along the main directions of all rows. A wider draft, and one whose target
     has packed weights that only their module can read, keeps its random weights.
     """

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ..errors import SpecConfigError
 from .options import Options
-from .reading import IGNORED, Reading, TargetReader, check_plain_head
+from .reading import IGNORED, Reading, Rows, TargetReader, check_plain_head
 
 
 # Logits of one chunk of positions: small enough for the allocator to reuse their memory.
@@ -37,40 +37,26 @@ KEPT_LOGITS = 2**28
 
 @dataclass(frozen=True)
 class Acceptance:
-    """
-    Acceptance of a draft on held-out text, teacher-forced.
+    """Acceptance of a draft on held-out text, teacher-forced."""
 
-    Attributes:
-        tokens_per_cycle (`float`): Mean number of tokens that a cycle commits: accepted drafts and the target's own.
-        rank_accuracies (`tuple[tuple[float, ...], ...]` of shape `(K, R)`): Share of all positions at which the
-            candidate of each rank was right, at each depth.
-        num_positions (`int`): Positions that were measured.
-    """
-
-    tokens_per_cycle: float
-    rank_accuracies: tuple[tuple[float, ...], ...]
-    num_positions: int
+    tokens_per_cycle: float  # accepted drafts and the target's own token
+    rank_accuracies: tuple[tuple[float, ...], ...]  # (K, R), share of the cycles in which a candidate was right
+    num_positions: int  # that were measured
 
     @property
     def accuracies(self) -> tuple[float, ...]:
-        """Share of positions at which the best candidate was right, at each depth."""
+        """Share of cycles in which the best candidate was right, at each depth."""
         return tuple(ranks[0] for ranks in self.rank_accuracies)
 
 
 class Recipe(Options, ABC):
-    """
-    A method's network, loss and measure. Recipes are dataclasses of their options, which are checked by themselves;
+    """A method's network, loss and measure. Recipes are dataclasses of their options, which are checked by themselves;
     `check` then holds them against a target before anything is trained.
-
-    Class attributes:
-        method (`str`): The method, as `spec_method` names it.
-        weight_decay (`float`): The method's default.
-        muon (`bool`): The method's default: Muon suits whole hidden matrices.
     """
 
-    method: ClassVar[str]
-    weight_decay: ClassVar[float] = 0.0
-    muon: ClassVar[bool] = False
+    method: ClassVar[str]  # as `spec_method` names it
+    weight_decay: ClassVar[float] = 0.0  # by default
+    muon: ClassVar[bool] = False  # by default: it suits whole hidden matrices
 
     kl_weight: float
 
@@ -80,7 +66,7 @@ class Recipe(Options, ABC):
         return ("last",) if self.kl_weight else ()
 
     def states_for(self, network: nn.Module) -> tuple[int | str, ...]:
-        """Returns the hidden states that the loss or the network needs."""
+        """Hidden states that the loss or the network needs."""
         return tuple(dict.fromkeys((*self.target_hidden_states, *getattr(network, "target_hidden_states", ()))))
 
     @property
@@ -89,16 +75,21 @@ class Recipe(Options, ABC):
         """K: drafts of a cycle that the measure assumes."""
 
     def check(self, target: PreTrainedModel) -> None:
-        """
-        Checks the options against a target.
-
-        Raises:
-            SpecDecError: They do not suit it.
-        """
+        """Raises a `SpecDecError` where the options do not suit the target."""
         if target.get_output_embeddings() is None:
             raise SpecConfigError(f"{type(target).__name__} has no lm_head. Pass a causal language model as target.")
         if self.kl_weight:
             check_plain_head(target, "`kl_weight`")
+
+    def check_layers(self, target: PreTrainedModel, name: str, most: int) -> None:
+        """Checks the layers of the target that an option lists by numbers from 0 to `most`, if it is not left out."""
+        layers = getattr(self, name)
+        outside = [layer for layer in layers or () if not 0 <= layer <= most]
+        if outside or layers == ():
+            raise SpecConfigError(
+                f"`{name}` must list at least one layer from 0 to {most} of {type(target).__name__}, got "
+                f"{outside[0] if outside else 'none'}."
+            )
 
     @abstractmethod
     def build(self, target: PreTrainedModel) -> nn.Module:
@@ -109,38 +100,24 @@ class Recipe(Options, ABC):
 
     @abstractmethod
     def loss(self, network: nn.Module, reading: Reading) -> torch.Tensor:
-        """Computes the scalar loss of a batch."""
+        """The scalar loss of a batch, which depends on all trained parameters, see [`no_loss`]."""
 
     @abstractmethod
-    def hits(self, network: nn.Module, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
-        """
-        Compares the candidates of cycles that begin at each position with the text. The cycle of position t knows the
-        tokens up to t + 1 (the target's own) and drafts those at t + 2, t + 3, ...
-
-        Returns:
-            `torch.BoolTensor` of shape `(K, R, B, T)`: whether a depth's candidate of a rank is the token of the text;
-            `torch.BoolTensor` of shape `(K, B, T)`: whether that token is there and counts.
+    def drafts(self, network: Any, reading: Reading, anchors: torch.LongTensor) -> torch.LongTensor:
+        """The candidates `(K, R, B, C)`, the best first and by the target's ids, in the cycles at the anchors `(B,
+        C)`. The cycle of position t knows the tokens up to t + 1 (the target's own) and drafts those at t + 2, t + 3,
+        ... The tokens drafted before one may be the text's: it counts only after right ones.
         """
 
     def save(self, network: nn.Module, folder: Path, dtype: torch.dtype = torch.bfloat16, **about: Any) -> None:
-        """
-        Writes the network in its method's public format; the network itself stays as it is.
-
-        Args:
-            network (`nn.Module`): The network.
-            folder (`Path`): Made if needed.
-            dtype (`torch.dtype`): Of the weights.
-            about: What the checkpoint may tell or hold besides: `target_name`, `tokenizer`, `acceptance`.
+        """Writes the network in its method's public format and the dtype; the network itself stays as it is. `about`
+        is what the checkpoint may tell or hold besides: `target_name`, `tokenizer`, `acceptance`.
         """
         self.write(copy.deepcopy(network).to(dtype), folder, **about)
 
     def write(self, network: Any, folder: Path, **about: Any) -> None:
         """Writes the copy that `save` has made; the other arguments are those of `save`."""
         network.save(folder)
-
-    def objective(self, network: nn.Module, reader: TargetReader) -> Callable[[Any], torch.Tensor]:
-        """Returns the loss as a function of a batch, for [`train`]."""
-        return lambda batch: self.loss(network, reader.read(batch))
 
     def token_loss(
         self,
@@ -153,19 +130,9 @@ class Recipe(Options, ABC):
         weights: torch.Tensor | None = None,
         token_ids: torch.LongTensor | None = None,
     ) -> torch.Tensor:
-        """
-        Computes the weighted mean loss of the tokens that a network predicts at N places.
-
-        Args:
-            logits (`Callable`): Computes the logits of some rows of `output`, `(n, U)`.
-            output (`torch.Tensor` of shape `(N, h)`): The network's output there.
-            labels (`torch.LongTensor` of shape `(N,)`): The tokens, by the draft's ids.
-            places (`torch.LongTensor` of shape `(N,)`): Positions of the flattened batch at which the target predicts
-                them.
-            num_logits (`int`): U.
-            weights (`torch.Tensor` of shape `(N,)`, *optional*): Their weights; by default all are equal.
-            token_ids (`torch.LongTensor` of shape `(U,)`, *optional*): The target's id of each draft id; `None` where
-                they are equal.
+        """The weighted mean loss of the tokens that a network predicts at N places. `logits` computes those `(n, U)`
+        of rows of `output` `(N, h)`. The `labels` `(N,)` are the draft's ids, of which `token_ids` `(U,)` are the
+        target's where they differ, and the `places` `(N,)` where the target predicts them in the flattened batch.
         """
         weights = torch.ones(len(labels), device=labels.device) if weights is None else weights
 
@@ -180,65 +147,31 @@ class Recipe(Options, ABC):
         return sum_over_chunks(chunk_loss, len(labels), num_logits) / weights.sum()
 
     @torch.no_grad()
-    def measure(self, network: nn.Module, reader: TargetReader, batches: Iterable[Any]) -> Acceptance:
+    def measure(self, network: nn.Module, reader: TargetReader, batches: Iterable[Rows]) -> Acceptance:
         """Measures the draft's acceptance on held-out batches."""
         committed = cycles = 0
         right = seen = torch.zeros(())
-        for batch in batches:
-            hits, known = self.hits(network, reader.read(batch))
-            hits = hits & known[:, None]
-            right, seen = right + hits.sum((2, 3)).cpu(), seen + known.sum((1, 2)).cpu()
+        for rows in batches:
+            reading = reader.read(rows)
+            anchors = reading.cycle_anchors()
+            if not anchors.numel():
+                continue
+            labels = reading.labels_at(anchors, self.num_drafts)
+            hits = self.drafts(network, reading, anchors) == labels[:, None]
+            right, seen = right + hits.sum((2, 3)).cpu(), seen + (labels != IGNORED).sum((1, 2)).cpu()
             runs = hits[:, 0].long().cumprod(0).sum(0)
-            for row_runs, row_known in zip(runs.tolist(), known[0].tolist()):
-                row_committed, row_cycles = walk(row_runs, row_known)
-                committed, cycles = committed + row_committed, cycles + row_cycles
+            for row in zip(anchors.tolist(), runs.tolist(), reading.begins_at(anchors).tolist()):
+                end = 0
+                for anchor, run, begins in zip(*row):
+                    if begins and anchor >= end:
+                        committed, cycles, end = committed + run + 1, cycles + 1, anchor + run + 1
         if not cycles:
             raise SpecConfigError(
                 "The held-out text has no position to measure acceptance at. Give more text, longer rows, or a larger "
                 "held-out share."
             )
         shares = right / seen.clamp(min=1)[:, None]
-        ranks = tuple(tuple(row) for row in shares.tolist())
-        return Acceptance(committed / cycles, ranks, int(seen[0]))
-
-
-class CycleRecipe(Recipe):
-    """A recipe whose network drafts from the anchors of cycles, wherever these are."""
-
-    @abstractmethod
-    def drafts(self, network: Any, reading: Reading, anchors: torch.LongTensor) -> torch.LongTensor:
-        """Drafts the tokens `(K, B, C)` of the cycles at the anchors `(B, C)`, by the target's ids."""
-
-    @torch.no_grad()
-    def hits(self, network: nn.Module, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
-        anchors = reading.cycle_anchors()
-        hits, known = reading.tokens.new_zeros((2, self.num_drafts, *reading.tokens.shape), dtype=torch.bool)
-        if anchors.numel():
-            # A draft counts only after right ones, so that the tokens drafted before it are those of the text.
-            labels, index = reading.labels_at(anchors, self.num_drafts), anchors.expand(self.num_drafts, -1, -1)
-            known.scatter_(2, index, labels != IGNORED)
-            hits.scatter_(2, index, self.drafts(network, reading, anchors) == labels)
-        return hits[:, None], known
-
-
-def walk(runs: list[int], known: list[bool]) -> tuple[int, int]:
-    """Walks through a row in cycles.
-
-    Args:
-        runs (`list[int]`): Drafts that a cycle which begins at each position would get accepted.
-        known (`list[bool]`): Positions at which a cycle can begin.
-
-    Returns:
-        Tokens committed, and cycles.
-    """
-    position = committed = cycles = 0
-    while position < len(runs):
-        if known[position]:
-            committed += runs[position] + 1
-            cycles += 1
-            position += runs[position]
-        position += 1
-    return committed, cycles
+        return Acceptance(committed / cycles, tuple(map(tuple, shares.tolist())), int(seen[0]))
 
 
 def sum_over_chunks(chunk_loss: Callable[[slice], torch.Tensor], count: int, logits_per_position: int) -> torch.Tensor:
@@ -253,14 +186,8 @@ def sum_over_chunks(chunk_loss: Callable[[slice], torch.Tensor], count: int, log
 def draft_loss(
     logits: torch.Tensor, labels: torch.LongTensor, target_logits: torch.Tensor | None, kl_weight: float
 ) -> torch.Tensor:
-    """
-    Computes `(1 - kl_weight)` times the cross-entropy of the text's tokens plus `kl_weight` times KL(target || draft),
-    per position.
-
-    Args:
-        logits (`torch.Tensor` of shape `(..., V)`): The draft's.
-        labels (`torch.LongTensor` of shape `(...)`): The tokens of the text; 0 is the loss where they are -100.
-        target_logits (`torch.Tensor` of shape `(..., V)`, *optional*): The target's, unless `kl_weight` is 0.
+    """Computes `(1 - kl_weight)` times the cross-entropy of the labels `(...)` plus `kl_weight` times KL(target ||
+    draft), of logits `(..., V)` each, per position; 0 where a label is -100.
 
     Autocast decides about the dtype: on a GPU it takes the logarithms in float32; on a CPU it leaves them in bfloat16,
     which is twice as fast, and the rounding is small beside the noise of a batch.
@@ -286,8 +213,7 @@ def best_tokens(logits: Callable[[torch.Tensor], torch.Tensor], output: torch.Te
 
 
 def no_loss(network: nn.Module) -> torch.Tensor:
-    """
-    Returns a loss of 0 that depends on all trained parameters: every process must take part in a step, also with rows
-    in which nothing counts.
+    """Returns a loss of 0 that depends on all trained parameters: every process must take part in a step, also with
+    rows in which nothing counts.
     """
     return sum(parameter.sum() for parameter in network.parameters() if parameter.requires_grad) * 0.0

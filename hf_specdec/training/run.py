@@ -1,7 +1,7 @@
 """The way from data to a saved draft: the whole run of `hf-specdec train`, for every method.
 
-    recipe = MedusaRecipe(num_heads=4)
-    result = TrainingRun(recipe, RunOptions(data=("notes/",), self_generate=500), "heads").run(target, tokenizer)
+    text = TextOptions(data=("notes/",), self_generate=500)
+    result = TrainingRun(MedusaRecipe(num_heads=4), text, DraftTrainingArguments("heads")).run(target, tokenizer)
 
 The recipes are those that the methods' descriptors name.
 """
@@ -9,34 +9,32 @@ The recipes are those that the methods' descriptors name.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
-from rich.console import Console
-from rich.progress import Progress
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..errors import SpecConfigError
 from ..method import trainings
 from ..target_facts import quantisation
+from .arguments import DraftTrainingArguments
 from .continuations import continue_prompts, draw_prompts
-from .options import RESULT_FILE, TextOptions, TrainingOptions
-from .reading import Rows, TargetReader
-from .recipe import Acceptance, Recipe
-from .text import Document, find_sources, load_documents, pack
-from .trainer import RunState, check_identity, train
+from .options import RESULT_FILE, TextOptions
+from .reading import TargetReader
+from .recipe import Recipe
+from .text import datasets_library, find_sources, learned_tokens, load_documents, pack, rows_of, split
+from .trainer import DraftTrainer
 
 
-STATE_FOLDER = "training_state"
-CONTINUATIONS_FILE = "continuations.pt"
+if TYPE_CHECKING:
+    from datasets import Dataset
 
-# Settings that a resumed run may change.
-_FREE_SETTINGS = ("epochs", "keep_states", "resume", "save_every")
+# What a resumed run must have in common with the one that it continues.
+SETTINGS_FILE = "training_settings.json"
+CONTINUATIONS_FILE = "continuations.parquet"
 
 
 def recipes() -> dict[str, type[Recipe]]:
@@ -45,76 +43,34 @@ def recipes() -> dict[str, type[Recipe]]:
 
 
 def make_recipe(method: str, options: Mapping[str, Any]) -> Recipe:
-    """
-    Makes the recipe of this name with some of its options.
-
-    Raises:
-        SpecConfigError: There is no such recipe, or the options do not belong to it or contradict each other.
-    """
-    known = recipes()
-    if method not in known:
-        raise SpecConfigError(f"There is no training recipe for '{method}'. There is one for: {', '.join(known)}.")
-    names = {name: {item.name for item in fields(recipe)} for name, recipe in known.items()}
+    """Makes the recipe of this name with some of its options."""
+    by_name = recipes()
+    if method not in by_name:
+        raise SpecConfigError(f"There is no training recipe for '{method}'. There is one for: {', '.join(by_name)}.")
+    names = {name: {item.name for item in fields(recipe)} for name, recipe in by_name.items()}
     for option_name in options:
         if option_name not in names[method]:
-            owners = " and ".join(name for name in known if option_name in names[name])
+            owners = " and ".join(name for name in by_name if option_name in names[name])
             hint = f" It is for {owners}." if owners else ""
             raise SpecConfigError(f"`{option_name}` is no option of the recipe for {method}.{hint}")
-    return known[method](**options)
-
-
-@dataclass(frozen=True)
-class RunOptions(TrainingOptions, TextOptions):
-    """Options that the recipes have in common: the rows of [`TextOptions`], and [`TrainingOptions`]."""
-
-    def completed(self, num_rows: int, recipe: Recipe) -> RunOptions:
-        """Fills in what is left out, for so many rows and a recipe."""
-        steps = self.steps or max(1, round(self.epochs * num_rows / self.batch_size))
-        return replace(
-            self,
-            steps=steps,
-            warmup_steps=min(100, steps // 20) if self.warmup_steps is None else self.warmup_steps,
-            weight_decay=recipe.weight_decay if self.weight_decay is None else self.weight_decay,
-            muon=recipe.muon and hasattr(torch.optim, "Muon") if self.muon is None else self.muon,
-        )
+    return by_name[method](**options)
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """
-    Attributes:
-        folder (`str`): Folder of the draft.
-        method (`str`): Its method.
-        before, after ([`Acceptance`]): Acceptance on the held-out rows before and after training.
-        losses (`list[float]`): The loss of every step.
-        num_tokens (`int`): Tokens of the training rows that counted.
-        num_parameters (`int`): Parameters that were trained.
-        target_quantization (`str`, *optional*): The kind of the target's weights, if they are quantised.
-    """
+    """What `training.json` has beside a trained draft; acceptance is that of the held-out rows."""
 
     folder: str
     method: str
-    before: Acceptance
-    after: Acceptance
-    losses: list[float]
-    num_tokens: int
-    num_parameters: int
-    target_quantization: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "folder": self.folder,
-            "method": self.method,
-            "tokens_per_cycle": self.after.tokens_per_cycle,
-            "accuracies": list(self.after.accuracies),
-            "untrained_tokens_per_cycle": self.before.tokens_per_cycle,
-            "held_out_positions": self.after.num_positions,
-            "steps": len(self.losses),
-            "loss": sum(self.losses[-50:]) / max(1, len(self.losses[-50:])),
-            "training_tokens": self.num_tokens,
-            "parameters": self.num_parameters,
-            "target_quantization": self.target_quantization,
-        }
+    tokens_per_cycle: float
+    accuracies: tuple[float, ...]  # of the drafts at each depth
+    untrained_tokens_per_cycle: float
+    held_out_positions: int
+    steps: int
+    losses: list[float]  # as logged, each the mean of some steps
+    training_tokens: int
+    parameters: int
+    target_quantization: str | None  # kind of the target's weights, if they are quantised
 
 
 class TrainingRun:
@@ -123,38 +79,49 @@ class TrainingRun:
 
     Args:
         recipe ([`Recipe`]): The method and its options.
-        options ([`RunOptions`]): The rest.
-        folder (`str` or `Path`): Folder for the draft and the training state.
-        cpu (`bool`): Train on the CPU although there is a GPU.
+        text ([`TextOptions`]): The rows.
+        arguments ([`DraftTrainingArguments`]): The training, and the folder of the draft.
 
     Raises:
         SpecDecError: The data are not there, or the folder holds something that is not to be written over.
     """
 
-    def __init__(self, recipe: Recipe, options: RunOptions, folder: str | Path, cpu: bool = False):
+    def __init__(self, recipe: Recipe, text: TextOptions, arguments: DraftTrainingArguments):
         self.recipe = recipe
-        self.options = options
-        self.folder: Path = Path(folder)
-        find_sources(options.data)
+        self.text = text
+        self.arguments = arguments
+        self.folder: Path = Path(arguments.output_dir)
+        self.processes: Any = arguments.distributed_state
+        find_sources(text.data)
         self._check_folder()
-        self.accelerator: Accelerator = Accelerator(cpu=cpu)
-        if options.batch_size % self.accelerator.num_processes:
-            raise SpecConfigError(
-                f"`batch_size`={options.batch_size} cannot be divided among {self.accelerator.num_processes} "
-                "processes. Choose a multiple of their number."
-            )
+        # None writes before all have looked.
+        self.processes.wait_for_everyone()
 
     def _check_folder(self) -> None:
         if self.folder.is_file():
             raise SpecConfigError(f"The output '{self.folder}' is a file. Name a folder.")
-        has_state = (self.folder / STATE_FOLDER).is_dir() or (self.folder / CONTINUATIONS_FILE).is_file()
-        if self.options.resume and not has_state:
+        settings = self.folder / SETTINGS_FILE
+        is_begun = settings.is_file() or (self.folder / CONTINUATIONS_FILE).is_file()
+        if not self.arguments.resume:
+            if self.folder.is_dir() and any(self.folder.iterdir()):
+                hint = ", or resume the run in it." if is_begun else "."
+                raise SpecConfigError(f"The output folder '{self.folder}' is not empty. Name another one{hint}")
+        elif not is_begun:
             raise SpecConfigError(f"There is no run to resume in '{self.folder}'. Leave out `resume` to begin one.")
-        if not self.options.resume and self.folder.is_dir() and any(self.folder.iterdir()):
-            raise SpecConfigError(
-                f"The output folder '{self.folder}' is not empty. Name another one"
-                + (", or resume the run in it." if has_state else ".")
-            )
+        elif settings.is_file():
+            was, now = json.loads(settings.read_text(encoding="utf-8")), self._settings()
+            changed = [name for name, value in now.items() if was.get(name) != value]
+            if changed:
+                details = "; ".join(f"{name} was {was.get(name)!r}, is {now[name]!r}" for name in changed)
+                raise SpecConfigError(
+                    f"What is to be resumed is another run: {details}. Resume with the settings it was begun with, or "
+                    "begin a new run in another folder."
+                )
+
+    def _settings(self) -> dict[str, Any]:
+        settings = {"method": self.recipe.method, **asdict(self.recipe), **asdict(self.text)}
+        settings |= {name: getattr(self.arguments, name) for name in ("seed", "max_steps", "learning_rate")}
+        return json.loads(json.dumps(settings))
 
     def run(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target_name: str = "") -> RunResult:
         """
@@ -168,102 +135,87 @@ class TrainingRun:
         Raises:
             SpecDecError: The recipe does not suit the target, or the data have too little text.
         """
+        recipe, arguments = self.recipe, self.arguments
         target = target.requires_grad_(False).eval()
-        self.recipe.check(target)
-        set_seed(self.options.seed)
-        network = self.recipe.build(target)
+        recipe.check(target)
+        set_seed(arguments.seed)
+        network = recipe.build(target)
         if getattr(target, "hf_device_map", None) is None:
-            target.to(self.accelerator.device)
-        rows, held_out = self._rows(target, tokenizer).split(self.options.held_out, self.options.seed)
-        recipe, accelerator = self.recipe, self.accelerator
-        options = self.options.completed(len(rows), recipe)
-        recipe.prepare(network, target, rows.tokens[rows.counted])
-        reader = TargetReader(target, recipe.states_for(network))
-        network.to(accelerator.device)
-        if options.keep_states:
-            reader.keep(rows.once(options.batch_size))
-
-        def measure(rows: Rows) -> Acceptance:
-            """Measures the acceptance on all rows, in every process, so that all know the figure."""
-            network.eval()
-            batches = (batch.to(accelerator.device) for batch in rows.once(options.batch_size))
-            return recipe.measure(network, reader, batches)
-
-        before = measure(held_out)
-        losses = train(
-            network,
-            rows.batches(options.batch_size, options.seed),
-            recipe.objective(network, reader),
-            options,
-            description=recipe.method,
-            measure=lambda: measure(held_out[:32]).tokens_per_cycle,
-            state=RunState(self.folder / STATE_FOLDER, self._identity(options, rows)),
-            accelerator=accelerator,
+            target.to(arguments.device)
+        rows, held_out = split(self._rows(target, tokenizer), self.text.held_out, arguments.seed)
+        rows = rows.add_column("index", range(len(rows)))
+        learned = learned_tokens(rows)
+        recipe.prepare(network, target, learned)
+        reader = TargetReader(target, recipe.states_for(network), keeps=arguments.keep_states)
+        trainer = DraftTrainer(recipe, network, reader, arguments, rows, held_out)
+        before = trainer.measure(held_out)
+        self._write(SETTINGS_FILE, self._settings())
+        trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint or self._last_checkpoint())
+        after = trainer.measure(held_out)
+        result = RunResult(
+            folder=str(self.folder),
+            method=recipe.method,
+            tokens_per_cycle=after.tokens_per_cycle,
+            accuracies=after.accuracies,
+            untrained_tokens_per_cycle=before.tokens_per_cycle,
+            held_out_positions=after.num_positions,
+            steps=trainer.state.global_step,
+            losses=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+            training_tokens=len(learned),
+            parameters=sum(part.numel() for part in network.parameters() if part.requires_grad),
+            target_quantization=quantisation(target),
         )
-        after = measure(held_out)
-        trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-        count, kind = int(rows.counted.sum()), quantisation(target)
-        result = RunResult(str(self.folder), recipe.method, before, after, losses, count, trained, kind)
-        if accelerator.is_main_process:
-            dtype = torch.bfloat16 if options.bf16 else torch.float32
+        if self.processes.is_main_process:
             about = {"target_name": target_name, "tokenizer": tokenizer, "acceptance": after}
-            recipe.save(network, self.folder, dtype, **about)
-            report = json.dumps(result.to_dict(), indent=2) + "\n"
-            (self.folder / RESULT_FILE).write_text(report, encoding="utf-8")
-        accelerator.wait_for_everyone()
+            recipe.save(network, self.folder, arguments.saved_dtype, **about)
+        self._write(RESULT_FILE, asdict(result))
+        self.processes.wait_for_everyone()
         return result
 
-    def _rows(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Rows:
-        options = self.options
-        documents = list(load_documents(options.data, tokenizer, options.column, options.max_tokens))
-        if not options.self_generate:
-            return pack(documents, options.seq_length, tokenizer.eos_token_id, options.max_tokens)
-        if not documents:
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        if self.processes.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    def _last_checkpoint(self) -> str | None:
+        """The last checkpoint of a run to resume that was written to its end."""
+        whole = [path.parent for path in self.folder.glob("checkpoint-*/trainer_state.json")]
+        return str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else None
+
+    def _rows(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+        text = self.text
+        with self.arguments.main_process_first(desc="reading text"):
+            takes_prompts = text.self_generate > 0 and not text.keep_text
+            documents = load_documents(text.data, tokenizer, text.column, text.max_tokens, takes_prompts)
+        if not text.self_generate:
+            return pack(documents, text.seq_length, tokenizer.eos_token_id, text.max_tokens)
+        if not len(documents):
             raise SpecConfigError("The data have no text to make prompts of.")
         rows = self._continuations(target, documents)
-        if options.keep_text:
-            rows += pack(documents, options.seq_length, tokenizer.eos_token_id, options.max_tokens)
+        if text.keep_text:
+            packed = pack(documents, text.seq_length, tokenizer.eos_token_id, text.max_tokens)
+            rows = datasets_library().concatenate_datasets([rows, packed])
         return rows
 
-    def _continuations(self, target: PreTrainedModel, documents: Sequence[Document]) -> Rows:
-        """Returns the target's continuations, every process writing its share of them; kept for a resumed run."""
-        options, accelerator = self.options, self.accelerator
-        kept = self.folder / CONTINUATIONS_FILE
-        names = ("self_generate", "seq_length", "temperature", "seed", "max_tokens", "max_new_tokens")
-        settings = {name: getattr(options, name) for name in names} | {"data": list(options.data)}
-        if options.resume and kept.is_file():
-            found = torch.load(kept, weights_only=True)
-            check_identity(settings, found["settings"])
-            return Rows(found["tokens"], found["counted"])
-        prompts = draw_prompts(documents, options.self_generate, options.seq_length, options.seed)
-        share = prompts[accelerator.process_index :: accelerator.num_processes]
-        set_seed(options.seed + accelerator.process_index)
-        with Progress(console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
-            task = bar.add_task("target's continuations", total=len(share))
-            rows = continue_prompts(
-                target,
-                share,
-                options.seq_length,
-                temperature=options.temperature,
-                max_new_tokens=options.max_new_tokens,
-                on_step=lambda done: bar.update(task, completed=done),
-            )
-        if accelerator.num_processes > 1:
-            parts = gather_object([(rows.tokens, rows.counted)])
-            rows = Rows(*(torch.cat(tensors) for tensors in zip(*parts)))
-        if accelerator.is_main_process:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            torch.save({"tokens": rows.tokens, "counted": rows.counted, "settings": settings}, kept)
+    def _continuations(self, target: PreTrainedModel, documents: Dataset) -> Dataset:
+        """Lets every process write its share of the target's continuations, which are kept for a resumed run."""
+        text, seed, file = self.text, self.arguments.seed, self.folder / CONTINUATIONS_FILE
+        if self.arguments.resume and file.is_file():
+            return datasets_library().Dataset.from_parquet(str(file))
+        prompts = draw_prompts(documents, text.self_generate, text.seq_length, seed)
+        set_seed(seed + self.processes.process_index)
+        share = continue_prompts(
+            target,
+            prompts[self.processes.process_index :: self.processes.num_processes],
+            text.seq_length,
+            temperature=text.temperature,
+            max_new_tokens=text.max_new_tokens,
+            show_progress=self.processes.is_main_process,
+        )
+        rows = rows_of(gather_object(share))
+        self._write(SETTINGS_FILE, self._settings())
+        if self.processes.is_main_process:
+            rows.to_parquet(str(file))
         # Generation has drawn another number of random numbers in every process.
-        set_seed(options.seed)
+        set_seed(seed)
         return rows
-
-    def _identity(self, options: RunOptions, rows: Rows) -> dict[str, Any]:
-        """Returns the settings that a resumed run must have in common with the one that it continues."""
-        names = [item.name for item in fields(TrainingOptions) if item.name not in _FREE_SETTINGS]
-        return {
-            "method": self.recipe.method,
-            **asdict(self.recipe),
-            **{name: getattr(options, name) for name in names},
-            "rows": [len(rows), int(rows.tokens.sum())],
-        }

@@ -1,40 +1,92 @@
-"""Training rows from a user's text: files, folders or a data set, chats in the chat template.
+"""Text to train on, read by `datasets`: files, folders and data sets of the Hub, chats in the chat template.
 
-Documents are packed one after the other, with the end-of-sequence token between them, into rows of equal length.
+Documents and rows are records of one form: their tokens, and how many of them only lead up to the rest: of a chat what
+comes before its last answer, of a row what no draft has to predict.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+from packaging.version import Version
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import MissingDependencyError, SpecConfigError
-from .reading import Rows
+from ..errors import MissingDependencyError, SpecConfigError, SpecDecError, shown
+from ..prompts import PROMPT_FIELDS, WHOLE_FIELDS, prompts_in
 
 
-SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
-TEXT_COLUMNS = ("text", "content")
-CHAT_COLUMNS = ("messages", "conversations")
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# What reads a kind of file.
+BUILDERS = {
+    **dict.fromkeys((".txt", ".md", ".py"), "text"),
+    **dict.fromkeys((".jsonl", ".json"), "json"),
+    **{".parquet": "parquet", ".csv": "csv"},
+}
 
 
-@dataclass(frozen=True)
-class Document:
-    """
-    A text.
+class Source(NamedTuple):
+    """Files of one kind, or a data set of the Hub."""
 
-    Args:
-        tokens (`list[int]`): Its tokens, without special ones around it.
-        prompt_length (`int`): Number of those before the last answer of a chat; 0 for a text.
-    """
+    name: str
+    arguments: dict[str, Any]  # of `load_dataset`
 
-    tokens: list[int]
-    prompt_length: int = 0
+
+def datasets_library() -> Any:
+    """Imports `datasets`, of a version that runs no code of data sets."""
+    try:
+        import datasets
+
+        if Version(datasets.__version__).major >= 4:
+            return datasets
+        problem = f"found datasets {datasets.__version__}"
+    except ImportError:
+        problem = "it is not installed"
+    raise MissingDependencyError(
+        f"Training reads its text with the datasets library, version 4 or later; {problem}. Install it with: pip "
+        "install 'hf-specdec[train]'"
+    )
+
+
+def rows_of(records: Iterable[Mapping[str, Any]]) -> Dataset:
+    """Makes a data set of documents or rows."""
+    return datasets_library().Dataset.from_list(list(records), features=_features())
+
+
+def _features() -> Any:
+    datasets = datasets_library()
+    return datasets.Features(tokens=[datasets.Value("int32")], prompt_length=datasets.Value("int32"))
+
+
+def find_sources(data: Sequence[str]) -> list[Source]:
+    """Finds the files and data sets that `data` names, without reading any."""
+    datasets_library()
+    if not data:
+        raise SpecConfigError("There is no training data. Name files, folders or data sets.")
+    sources: list[Source] = []
+    for name in data:
+        path, (location, _, split) = Path(name), name.partition(":")
+        if not path.exists():
+            if Path(location).suffix in BUILDERS or location.startswith((".", "/", "~")) or location.count("/") > 1:
+                raise SpecConfigError(f"There is no file or folder '{name}'.")
+            sources.append(Source(name, {"path": location, "split": split or "train"}))
+            continue
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        files = [file for file in files if file.suffix in BUILDERS and file.is_file()]
+        if not files:
+            raise SpecConfigError(f"'{path}' has no files of a known kind: {', '.join(BUILDERS)}.")
+        for builder in dict.fromkeys(BUILDERS[file.suffix] for file in files):
+            of_kind = [str(file) for file in files if BUILDERS[file.suffix] == builder]
+            arguments = {"path": builder, "data_files": of_kind, "split": "train"}
+            # A file of text is one document.
+            sources.append(Source(name, arguments | ({"sample_by": "document"} if builder == "text" else {})))
+    return sources
 
 
 def load_documents(
@@ -42,196 +94,129 @@ def load_documents(
     tokenizer: PreTrainedTokenizerBase,
     column: str | None = None,
     max_tokens: int | None = None,
-) -> Iterator[Document]:
-    """
-    Reads the documents of `data`, one source after the other.
+    takes_prompts: bool = False,
+) -> Dataset:
+    """Reads and tokenises files (.txt, .md, .py: one document each; .jsonl, .json, .parquet, .csv: one per record),
+    folders of such files, and data sets by their ids, whose split may follow a colon (`name:train`). Nothing that they
+    hold is executed.
 
-    Args:
-        data (`Sequence[str]`): Files (.txt, .md, .py: one document each; .jsonl, .parquet: one per record), folders of
-            such files, or ids of the `datasets` library, whose split may follow a colon (`name:train`).
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        column (`str`, *optional*): Column of records to read: text, or a chat as a list of messages. By default the
-            first of messages, conversations, text, content that they have.
-        max_tokens (`int`, *optional*): Stop after the document that reaches so many tokens.
-
-    Raises:
-        SpecConfigError: Something cannot be read: a name that is neither file nor folder nor data set id, a record
-            without text, a chat without a chat template.
-        MissingDependencyError: A data set id or .parquet without the packages that read them.
+    Of records a `column` is read, text, or a chat as a list of messages; by default the first that they have of
+    messages, conversations, text, content, and where it `takes_prompts` of the fields of prompts alone. With
+    `max_tokens` data sets are streamed, up to the document that reaches so many tokens, and not downloaded as a whole.
     """
-    seen = 0
+    datasets = datasets_library()
+    columns = [column] if column else [*WHOLE_FIELDS, *(PROMPT_FIELDS if takes_prompts else ())]
+    parts, room = [], max_tokens
     for source in find_sources(data):
-        for record in _records(source):
-            document = _document(record, str(source), tokenizer, column)
-            if document.tokens:
-                yield document
-            seen += len(document.tokens)
-            if max_tokens is not None and seen >= max_tokens:
-                return
+        how = {"tokenizer": tokenizer, "columns": columns, "name": source.name}
+        with _as_config_error(source.name):
+            if room is None:
+                records = datasets.load_dataset(**source.arguments)
+                how_kept = {"remove_columns": records.column_names, "features": _features()}
+                part = records.map(_tokenised, batched=True, with_indices=True, fn_kwargs=how, **how_kept)
+            else:
+                stream = datasets.load_dataset(**source.arguments, streaming=True)
+                part = _first(stream.map(_tokenised, batched=True, with_indices=True, fn_kwargs=how), room)
+                room -= sum(map(len, part["tokens"]))
+        parts.append(part)
+        if room is not None and room <= 0:
+            break
+    return datasets.concatenate_datasets(parts).filter(bool, input_columns="tokens")
 
 
-def find_sources(data: Sequence[str]) -> list[Path | str]:
-    """
-    Returns the files of `data` and the ids of data sets, without reading any.
-
-    Raises:
-        SpecConfigError: There is no such file or folder, or no file of a known kind.
-        MissingDependencyError: A name seems to be that of a data set, and the library is not there.
-    """
-    if not data:
-        raise SpecConfigError("There is no training data. Name files, folders or data sets.")
-    found: list[Path | str] = []
-    for name in data:
-        path = Path(name)
-        if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-            if not files:
-                raise SpecConfigError(f"The folder '{path}' has no files of a known kind: {', '.join(SUFFIXES)}.")
-            found += files
-        elif path.is_file():
-            if path.suffix not in SUFFIXES:
-                raise SpecConfigError(
-                    f"'{path}' is of no known kind. Training data are files of {', '.join(SUFFIXES)}."
-                )
-            found.append(path)
-        else:
-            _datasets_library(name)
-            found.append(name)
-    return found
-
-
-def _records(source: Path | str) -> Iterator[Any]:
-    """Yields the texts and records of a file or data set."""
-    if isinstance(source, str):
-        location, _, split = source.partition(":")
-        try:
-            yield from _datasets_library(source).load_dataset(location, split=split or "train", streaming=True)
-        except (OSError, ValueError, ConnectionError) as error:
-            raise SpecConfigError(f"The data set '{source}' cannot be read: {error}") from error
-    elif source.suffix == ".parquet":
-        try:
-            from pyarrow import ArrowException, parquet
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"Reading '{source}' needs pyarrow. Install it with: pip install pyarrow"
-            ) from error
-        try:
-            for part in parquet.ParquetFile(source).iter_batches():
-                yield from part.to_pylist()
-        except (OSError, ArrowException) as error:
-            raise SpecConfigError(f"'{source}' cannot be read as parquet: {error}") from error
-    elif source.suffix == ".jsonl":
-        for number, line in enumerate(_read_text(source).splitlines(), 1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise SpecConfigError(f"Line {number} of '{source}' is no JSON: {error}") from error
-    else:
-        yield _read_text(source)
-
-
-def _read_text(path: Path) -> str:
+@contextmanager
+def _as_config_error(name: str) -> Iterator[None]:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecConfigError(f"'{path}' cannot be read: {error}") from error
+        yield
+    except SpecDecError:
+        raise
+    except (OSError, ValueError, RecursionError, datasets_library().exceptions.DatasetsError) as error:
+        raise SpecConfigError(f"'{name}' cannot be read: {error.__cause__ or error}") from error
 
 
-def _datasets_library(name: str) -> Any:
-    """Imports the `datasets` library for a name that is no file and no folder."""
-    location = name.partition(":")[0]
-    looks_like_path = (
-        Path(location).suffix in SUFFIXES or location.startswith((".", "/", "~")) or location.count("/") > 1
-    )
-    if looks_like_path:
-        raise SpecConfigError(f"There is no file or folder '{name}'.")
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"'{name}' is neither a file nor a folder; reading it as a data set needs the datasets library. Install "
-            "it with: pip install datasets"
-        ) from error
-    return datasets
+def _first(documents: Any, max_tokens: int) -> Dataset:
+    """Takes as many of the streamed documents as have `max_tokens` tokens."""
+    taken, count = [], 0
+    for document in documents:
+        taken.append({name: document[name] for name in _features()})
+        count += len(document["tokens"])
+        if count >= max_tokens:
+            break
+    return rows_of(taken)
 
 
-def _document(record: Any, name: str, tokenizer: PreTrainedTokenizerBase, column: str | None) -> Document:
-    """Reads a text, or the text or chat in a column of a record."""
-    content, columns = record, (column,) if column else (*CHAT_COLUMNS, *TEXT_COLUMNS)
-    if isinstance(record, dict):
-        content = next((record[key] for key in columns if record.get(key) is not None), None)
+def _tokenised(
+    batch: Mapping[str, list],
+    indices: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    columns: list[str],
+    name: str,
+) -> dict[str, list]:
+    """Reads the text or chat of every record, and tokenises it."""
+    records = [dict(zip(batch, values)) for values in zip(*batch.values())]
+    places = [f"Record {index + 1} of '{name}'" for index in indices]
+    pairs = zip(*[_text_and_prompt(record, place, tokenizer, columns) for record, place in zip(records, places)])
+    texts, prompts = (tokenizer(list(part), add_special_tokens=False, verbose=False)["input_ids"] for part in pairs)
+    # A prompt whose tokens join those of the answer is none.
+    lengths = [len(prompt) if text[: len(prompt)] == prompt else 0 for text, prompt in zip(texts, prompts)]
+    return {"tokens": texts, "prompt_length": lengths}
+
+
+def _text_and_prompt(
+    record: Mapping[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, columns: list[str]
+) -> tuple[str, str]:
+    """The text of a record, and what of it comes before the last answer of a chat; all of what is a prompt alone."""
+    field, content = next(iter(prompts_in(record, columns).items()), (None, None))
     if isinstance(content, str):
-        return Document(_encode(tokenizer, content))
-    if isinstance(record, dict) and isinstance(content, list):
-        return _chat(content, name, tokenizer)
-    found = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-    raise SpecConfigError(
-        f"A record of '{name}' has no text or chat in {' or '.join(columns)}; it has: {found}. Name the column."
-    )
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
-
-
-def _chat(messages: list[Any], name: str, tokenizer: PreTrainedTokenizerBase) -> Document:
-    """Renders a chat in the tokenizer's template, up to its last answer."""
+        # A column that is named is the text.
+        return content, content if len(columns) > 1 and field in PROMPT_FIELDS else ""
+    if not isinstance(content, list):
+        raise SpecConfigError(
+            f"{place} has no text or chat in {' or '.join(columns)}; it has: {', '.join(record)}. Name the column."
+        )
+    if not all(isinstance(message, Mapping) and message.get("role") is not None for message in content):
+        raise SpecConfigError(f"{place} is no list of messages with role and content: {shown(content)}.")
     if tokenizer.chat_template is None:
         raise SpecConfigError(
-            f"'{name}' holds chats, and the target's tokenizer has no chat template. Give text, or a target that was "
+            f"{place} is a chat, and the target's tokenizer has no chat template. Give text, or a target that was "
             "trained on chats."
         )
-    try:
-        messages = [
-            message
-            if "role" in message
-            else {"role": _ROLES.get(message["from"], message["from"]), "content": message["value"]}
-            for message in messages
-        ]
-    except (TypeError, KeyError) as error:
-        raise SpecConfigError(
-            f"A chat of '{name}' is no list of messages with role and content: {str(messages)[:80]}"
-        ) from error
+    # What some messages of a column have, `datasets` gives all of them.
+    messages = [{key: value for key, value in message.items() if value is not None} for message in content]
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     last = answers[-1] if answers else len(messages)
-    prompt = _encode(
-        tokenizer, tokenizer.apply_chat_template(messages[:last], tokenize=False, add_generation_prompt=True)
-    )
-    if not answers:
-        return Document(prompt, len(prompt))
-    tokens = _encode(tokenizer, tokenizer.apply_chat_template(messages[: last + 1], tokenize=False))
-    return Document(tokens, len(prompt) if tokens[: len(prompt)] == prompt else 0)
+    prompt = tokenizer.apply_chat_template(messages[:last], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(messages[: last + 1], tokenize=False) if answers else prompt
+    return text, prompt
 
 
-def pack(documents: Iterable[Document], length: int, eos_token_id: int | None, max_tokens: int | None = None) -> Rows:
+def pack(documents: Dataset, length: int, eos_token_id: int | None, max_tokens: int | None = None) -> Dataset:
+    """Packs documents into rows of `length` tokens, each followed by `eos_token_id`; the last tokens, too few for a
+    row, are left out.
     """
-    Packs documents into rows; the last tokens, too few for a row, are left out.
-
-    Args:
-        documents (`Iterable[Document]`): Documents, in order.
-        length (`int`): Tokens of a row.
-        eos_token_id (`int`, *optional*): Appended to every document.
-        max_tokens (`int`, *optional*): Stop at so many tokens.
-
-    Raises:
-        SpecConfigError: There is not even one row of text.
-    """
-    stream: list[int] = []
-    for document in documents:
-        stream += document.tokens
-        if eos_token_id is not None:
-            stream.append(eos_token_id)
-        if max_tokens is not None and len(stream) >= max_tokens:
-            del stream[max_tokens:]
-            break
+    end = [] if eos_token_id is None else [eos_token_id]
+    parts = [np.array([*tokens, *end], dtype=np.int32) for tokens in documents["tokens"]]
+    stream = np.concatenate([np.zeros(0, dtype=np.int32), *parts])[:max_tokens]
     count = len(stream) // length
     if not count:
         raise SpecConfigError(
             f"The data have {len(stream)} tokens, fewer than one row of {length}. Give more text, or shorter rows."
         )
-    tokens = torch.tensor(stream[: count * length]).view(count, length)
-    return Rows(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    return rows_of({"tokens": row, "prompt_length": 0} for row in stream[: count * length].reshape(count, length))
+
+
+def split(rows: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
+    """Divides rows at random: the rest to train on, and a share of at least one row to measure on."""
+    if len(rows) < 2:
+        raise SpecConfigError(
+            f"The data fill {len(rows)} row, and training needs at least two, one of them held out. Give more text, "
+            "or shorter rows."
+        )
+    parts = rows.train_test_split(min(max(1, round(share * len(rows))), len(rows) - 1), seed=seed)
+    return parts["train"], parts["test"]
+
+
+def learned_tokens(rows: Dataset) -> torch.LongTensor:
+    """The tokens that count of all rows."""
+    parts = [np.array(row["tokens"][row["prompt_length"] :], dtype=np.int64) for row in rows]
+    return torch.from_numpy(np.concatenate(parts))

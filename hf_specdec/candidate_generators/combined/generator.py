@@ -3,86 +3,131 @@
 Retrieval (`ngram`, `suffix`) drafts long where a text repeats and nothing elsewhere, a drafter with weights a few
 tokens everywhere. Oliaro et al. 2024, "SuffixDecoding" (arXiv:2411.04975), combine the two by the score of the
 retrieved draft: its expected number of accepted tokens. So does this module, for each row and cycle; see
-[`~candidate_generators.combined.policy`].
+[`~candidate_generators.combined.policy`]. After one that leads, "grammar+suffix", the second goes on in one draft.
 
-Shapes: B active rows.
+Shapes: B active rows, N draft nodes, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from operator import mul
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 
 from ...control import ControlProfile
 from ...control.clock import CycleClock
 from ...control.rates import RowOutcome
 from ...drafting.defer import UnreadText
 from ...drafts import DraftTree
-from ...protocol import Commit, DraftStep, Lookups, Prompt, Session, VerifiedNodes
+from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
+from ...settings import SpeculativeConfig
+from ...transfers import upload
 from ..base import CandidateGenerator
-from .merge import merged
+from ..row_trees import first_path
+from ..wrapper import Wrapper
 from .policy import DrafterChoice
-
-
-if TYPE_CHECKING:
-    from ...settings import SpeculativeConfig
 
 
 # Tokens of all rows together that are held at most, with their states, until the second drafter is asked.
 _MOST_UNREAD_TOKENS = 4096
 
 
-class CombinedCandidateGenerator(CandidateGenerator):
-    """Asks two candidate generators.
+@dataclass
+class CombinedResources:
+    """Outlives a call: what the parts have loaded, and what calls have found of the second one."""
 
-    Args:
-        config (`SpeculativeConfig`): The settings of the combination.
-        session (`Session`): The call.
-        retrieval, model (`CandidateGenerator`): The parts, for this call.
-        profile (`ControlProfile`): What earlier calls have found of the second part; learns from this one.
-    """
+    retrieval: Any
+    model: Any
+    profile: ControlProfile = field(default_factory=ControlProfile)
 
-    def __init__(
-        self,
+
+def part_configs(config: SpeculativeConfig) -> tuple[SpeculativeConfig, SpeculativeConfig]:
+    """The settings of each part of a combination."""
+    retrieval, model = config.options.methods
+    length = config.options.retrieval_num_speculative_tokens
+    # Measured times decide who is asked, so with sampled drafts they would decide the text.
+    return (
+        config.for_method(retrieval).replace(num_speculative_tokens=length),
+        config.for_method(model).with_greedy_drafts(),
+    )
+
+
+# Not for loading: equal configurations may have different access tokens.
+_call_configs = lru_cache(part_configs)
+
+
+class Combination(Wrapper):
+    """Two methods as one, the `parts`; [`~candidate_generators.combined.combination`] makes a class of each pair."""
+
+    @classmethod
+    def default_length(cls, options: Any) -> int:
+        """The longest draft of the two."""
+        retrieval, model = cls.parts
+        retrieval_length = options.retrieval_num_speculative_tokens or retrieval.default_length(options.retrieval)
+        return max(retrieval_length, model.default_length(options.model))
+
+    @classmethod
+    def load(
+        cls,
         config: SpeculativeConfig,
-        session: Session,
-        retrieval: CandidateGenerator,
-        model: CandidateGenerator,
-        profile: ControlProfile,
-    ):
-        self.config = config
-        self.options: Any = config.options
-        self.session = session
-        self.retrieval = retrieval
-        self.model = model
-        self.num_speculative_tokens: int = max(
-            self.retrieval.num_speculative_tokens, self.model.num_speculative_tokens
-        )
-        self.target_hidden_states: tuple[int | str, ...] = self.model.target_hidden_states
-        self.num_best_tokens: int = self.model.num_best_tokens
-        self.samples_drafts: bool | None = self.model.samples_drafts
-        self.choice: DrafterChoice = DrafterChoice(profile, session.batch_size, model.num_speculative_tokens)
-        self._clock = CycleClock(session.device)
+        target_model: torch.nn.Module,
+        draft_model: torch.nn.Module | None = None,
+        *,
+        load_part: Callable[..., Any],
+    ) -> CombinedResources:
+        """Loads both parts, the second one by `load_part(part, config, target_model, draft_model)`."""
+        (first, second), (first_config, second_config) = cls.parts, part_configs(config)
+        drafts = load_part(second, second_config, target_model, draft_model)
+        profile = ControlProfile(draft_cost=second.draft_cost(drafts, target_model))
+        return CombinedResources(first.load(first_config, target_model), drafts, profile)
+
+    @classmethod
+    def network(cls, resources: CombinedResources) -> torch.nn.Module | None:
+        return cls.parts[1].network(resources.model)
+
+    @classmethod
+    def loaded_from(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> SpeculativeConfig | None:
+        return cls.parts[1].loaded_from(part_configs(config)[1], target_model)
+
+    @classmethod
+    def text_bytes(cls, resources: CombinedResources) -> int:
+        return cls.parts[0].text_bytes(resources.retrieval) + cls.parts[1].text_bytes(resources.model)
+
+    @classmethod
+    def age_texts(cls, resources: CombinedResources, most_age: int) -> int:
+        # Texts of the second part are kept for calls with it alone, too.
+        return cls.parts[0].age_texts(resources.retrieval, most_age)
+
+    @classmethod
+    def parts_of_a_call(
+        cls, config: SpeculativeConfig, resources: CombinedResources, session: Session
+    ) -> tuple[CandidateGenerator, CandidateGenerator]:
+        """The candidate generators of the two for a call."""
+        (first, second), (first_config, second_config) = cls.parts, _call_configs(config)
+        return first(first_config, resources.retrieval, session), second(second_config, resources.model, session)
+
+
+class CombinedCandidateGenerator(Combination):
+    """Asks one candidate generator that retrieves, and where that pays, a second one."""
+
+    def __init__(self, config: SpeculativeConfig, resources: CombinedResources, session: Session):
+        self.retrieval, self.model = parts = self.parts_of_a_call(config, resources, session)
         self._unread = UnreadText(self.model)
+        super().__init__(config, session, parts, (self.retrieval, self._unread))
+        self.choice: DrafterChoice = DrafterChoice(
+            resources.profile, session.batch_size, self.model.num_speculative_tokens, session.adapts
+        )
+        self._clock = CycleClock(session.device)
         self._cycle: _Cycle | None = None
         self._num_drafts, self._num_accepted = [0, 0], [0, 0]  # of the parts
 
-    @property
-    def longest_row(self) -> tuple[int, str] | None:
-        limits = [part.longest_row for part in (self.retrieval, self.model)]
-        return None if None in limits else max(limits)
-
-    @property
-    def lookups(self) -> Lookups | None:
-        return self.retrieval.lookups
-
-    @property
-    def num_draft_nodes(self) -> int:
-        return max(self.retrieval.num_draft_nodes, self.model.num_draft_nodes)
-
     def prefill(self, prompt: Prompt) -> None:
-        self.retrieval.prefill(prompt)
-        self._unread.begin(prompt)
+        super().prefill(prompt)
         self._bound_unread()
 
     def _bound_unread(self) -> None:
@@ -92,25 +137,36 @@ class CombinedCandidateGenerator(CandidateGenerator):
 
     def propose(self, step: DraftStep) -> DraftTree:
         retrieved, probs = self.retrieval.propose(step), self.retrieval.acceptance_probs
-        lengths, num_unread = self.model.draft_depths(step), self._unread.num_tokens
+        depth, num_unread = self.choice.choose_depth(len(step.rows)), self._unread.num_tokens
+        lengths = [min(length, depth) for length in self.model.draft_depths(step)]
         asked = self.choice.asks(step.rows, probs, retrieved.size, lengths, num_unread)
-        asked = list(map(bool, self.session.agreed(asked)))
-        limits = [length if is_asked else 0 for length, is_asked in zip(lengths, asked)]
+        # The other rows draft along, so that a draft that was launched before this was known is the same one.
+        deepest, *asked = self.session.agreed([max(map(mul, asked, lengths)), *asked])
+        limits, asked = [min(length, deepest) for length in lengths], list(map(bool, asked))
+        self.choice.note_asked(any(asked))
         cycle = self._cycle = _Cycle(retrieved, probs, asked, limits, retrieved)
         self._clock.begin()
         if any(asked):
             if num_unread:
                 self._unread.hand_over()
-                self._clock.read()
-            drafted = self.model.propose(replace(step, max_draft_tokens=limits))
-            self._clock.drafted()
+                self._clock.mark()
+            chosen = None if step.depth is None else min(step.depth, depth)
+            drafted = self.model.propose(replace(step, max_draft_tokens=limits, depth=chosen))
+            self._clock.mark()
             cycle.num_drafted, cycle.num_read = drafted.size, num_unread
             cycle.draft = drafted if all(asked) else merged(retrieved, drafted, asked)
         cycle.draft.drafters = [self.options.methods[is_asked] for is_asked in asked]
         return cycle.draft
 
-    def learn(self, nodes: VerifiedNodes) -> None:
-        self.model.learn(nodes)
+    @property
+    def drafts_ahead(self) -> bool:
+        return self.choice.may_ask_again and self.model.drafts_ahead
+
+    def draft_ahead(self, commit: DeviceCommit) -> None:
+        """Launches the second drafter's graph. Whether its draft is verified depends on what is retrieved."""
+        lengths = [min(most, self.choice.depth) for most in commit.max_draft_tokens]
+        with self._clock.ahead():
+            self.model.draft_ahead(replace(commit, max_draft_tokens=lengths))
 
     def observe(self, commit: Commit) -> None:
         self.retrieval.observe(commit)
@@ -122,76 +178,51 @@ class CombinedCandidateGenerator(CandidateGenerator):
             accepted = [count if is_asked else 0 for count, is_asked in zip(commit.num_accepted, cycle.asked)]
             self.model.observe(replace(commit, num_accepted=accepted))
             return
-        self._unread.add(commit)
+        self._unread.observe(commit)
         self._bound_unread()
 
     def _learn(self, cycle: _Cycle, commit: Commit) -> None:
         times, num_rows = self._clock.end(), len(commit.rows)
         self.choice.observe_cycle(num_rows, cycle.draft.size, times.rest, sum(commit.counts))
+        self.late_reading = None if times.reading is None else (cycle.num_read, times.reading)
         outcomes = list(map(RowOutcome, commit.rows, cycle.limits, cycle.limits, commit.num_accepted, commit.counts))
         if times.draft is not None:
-            reading = None if times.reading is None else (cycle.num_read, times.reading)
             of_asked = [outcome for outcome, is_asked in zip(outcomes, cycle.asked) if is_asked]
-            self.choice.observe_draft(of_asked, num_rows, cycle.num_drafted, times.draft, reading)
+            self.choice.observe_draft(of_asked, num_rows, cycle.num_drafted, times.draft, self.late_reading)
         for index, (outcome, probs, is_asked) in enumerate(zip(outcomes, cycle.acceptance_probs, cycle.asked)):
             if probs:
                 # The tokens that a retrieved draft would have given are known also where it was not verified.
-                known = probs[: outcome.num_committed] if is_asked else probs
+                seen_probs = probs[: outcome.num_committed] if is_asked else probs
                 num_agreeing = cycle.num_agreeing(index, commit.token_lists[index])
-                self.choice.observe_retrieved(outcome.row, known, num_agreeing)
+                self.choice.observe_retrieved(outcome.row, seen_probs, num_agreeing)
             if is_asked or probs:
                 self._num_drafts[is_asked] += 1
                 self._num_accepted[is_asked] += outcome.num_accepted
 
-    def keep_rows(self, keep: list[int]) -> None:
-        self.retrieval.keep_rows(keep)
-        self._unread.keep_rows(keep)
-
-    @property
-    def takes_rows(self) -> bool:
-        return self.retrieval.takes_rows and self.model.takes_rows
-
-    def join(self, other: CombinedCandidateGenerator, numbers: dict[int, int]) -> None:
+    def join(self, other: Wrapper, numbers: dict[int, int]) -> None:
         self.choice.join(list(numbers.values()))
-        self.retrieval.join(other.retrieval, numbers)
-        self._unread.join(other._unread, numbers)
+        super().join(other, numbers)
         self._bound_unread()
 
     def close(self) -> None:
-        try:
-            self.retrieval.close()
-        finally:
-            self.model.close()
-        self._unread.clear()
-        self._cycle = None
+        super().close()
         self.choice.close()
-        self.session.notes += [
-            f"{method}: {num_accepted} tokens accepted from {num_drafts} drafts"
-            for method, num_drafts, num_accepted in zip(self.options.methods, self._num_drafts, self._num_accepted)
-        ]
+        counts = zip(self.options.methods, self._num_drafts, self._num_accepted)
+        notes = [f"{method}: {accepted} tokens accepted from {drafts} drafts" for method, drafts, accepted in counts]
+        self.session.notes += notes
 
 
 @dataclass
 class _Cycle:
-    """The drafts of one cycle.
-
-    Attributes:
-        retrieved (`DraftTree`): Drafts of the first drafter.
-        acceptance_probs (`list[list[float]]`): Its estimates for them.
-        asked (`list[bool]`): The rows whose draft is the second drafter's.
-        limits (`list[int]`): Largest depth of the second drafter's draft for each row.
-        draft (`DraftTree`): The drafts that are verified.
-        num_drafted (`int`): Nodes of a row of the second drafter's drafts.
-        num_read (`int`): Tokens of all rows that it was told of first.
-    """
+    """The drafts of one cycle."""
 
     retrieved: DraftTree
-    acceptance_probs: list[list[float]]
-    asked: list[bool]
-    limits: list[int]
-    draft: DraftTree
-    num_drafted: int = 0
-    num_read: int = 0
+    acceptance_probs: list[list[float]]  # what the first drafter estimates for them
+    asked: list[bool]  # the rows whose draft is the second drafter's
+    limits: list[int]  # largest depth of that for each row
+    draft: DraftTree  # what is verified
+    num_drafted: int = 0  # nodes of a row of the second drafter's drafts
+    num_read: int = 0  # tokens of all rows that it was told of first
 
     def num_agreeing(self, index: int, committed: list[int]) -> int:
         """Number of committed tokens that the retrieved draft of a row has on one path."""
@@ -201,3 +232,121 @@ class _Cycle:
             if parent == node and count < len(committed) and token == committed[count]:
                 node, count = place, count + 1
         return count
+
+
+def merged(retrieved: DraftTree, drafted: DraftTree, from_model: Sequence[bool]) -> DraftTree:
+    """The drafts of rows of which some, those `from_model`, have that of the model, and the others a retrieved one.
+
+    Beside sampled drafts a retrieved one is a chain, sampled from point masses on its tokens, for which rejection
+    sampling is the same as following the target.
+    """
+    if drafted.probs is not None and not retrieved.is_chain:
+        chains = list(map(first_path, retrieved.token_lists(), retrieved.parent_lists()))
+        retrieved = DraftTree.from_lists(chains, drafted.tokens.device)
+    device, size = drafted.tokens.device, max(retrieved.size, drafted.size)
+    is_drafted = upload(from_model, device).bool()
+    column = is_drafted[:, None]
+
+    def widened(values: torch.Tensor, filler: int = 0) -> torch.Tensor:
+        return F.pad(values, (0, size - values.shape[1]), value=filler)
+
+    tokens = torch.where(column, widened(drafted.tokens), widened(retrieved.tokens))
+    if drafted.node_counts is None:
+        # The host does not know how many nodes are valid.
+        num_nodes = torch.where(is_drafted, drafted.num_nodes, retrieved.num_nodes)
+    else:
+        counts = zip(retrieved.counts(), drafted.node_counts, from_model)
+        num_nodes = [theirs if is_drafted else ours for ours, theirs, is_drafted in counts]
+    if not (retrieved.is_chain and drafted.is_chain):
+        both = (widened(tree.parents.expand(len(from_model), -1), -1) for tree in (drafted, retrieved))
+        return DraftTree(tokens, torch.where(column, *both), num_nodes)
+    if drafted.probs is None:
+        return DraftTree.chain(tokens, num_nodes)
+    probs = F.pad(drafted.probs, (0, 0, 0, size - drafted.size))
+    point_masses = torch.zeros_like(probs).scatter_(2, tokens[..., None], 1.0)
+    return DraftTree.chain(tokens, num_nodes, torch.where(column[..., None], probs, point_masses))
+
+
+# Least estimated probability that the first token of a lead is accepted.
+_SURE = 0.5
+
+
+class LedCandidateGenerator(Combination):
+    """Asks a method that leads, and another one for what comes after the tokens that the first is sure of."""
+
+    def __init__(self, config: SpeculativeConfig, resources: CombinedResources, session: Session):
+        self.leading, self.continuing = parts = self.parts_of_a_call(config, resources, session)
+        super().__init__(config, session, parts, parts)
+        self._num_drafts = [0, 0]  # to which each part has added something
+        self._alone: DraftTree | None = None  # the last draft, if nothing has led
+
+    @property
+    def num_draft_nodes(self) -> int:
+        return self.leading.num_draft_nodes + self.continuing.num_draft_nodes
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        first = self.leading.propose(step)
+        if not self.may_mask:
+            self._alone = self.continuing.propose(step)
+            self._alone.drafters = [self.options.methods[1]] * len(step.rows)
+            return self._alone
+        runs = map(run_of, first.token_lists(), first.parent_lists())
+        # After a mere guess the second method drafts from the text itself, beside the guess.
+        is_sure = [probs[:1] > [_SURE] for probs in self.leading.acceptance_probs]
+        leads = [run if sure else [] for run, sure in zip(runs, is_sure)]
+        rooms = [max(room - len(lead), 0) for room, lead in zip(self.draft_depths(step), leads)]
+        second = self.continuing.propose(replace(step, leads=leads, max_draft_tokens=rooms))
+        for part, added in enumerate((first, second)):
+            self._num_drafts[part] += sum(map(bool, added.counts()))
+        rows = zip(first.token_lists(), first.parent_lists(), leads, second.token_lists(), second.parent_lists())
+        tokens, parents = map(list, zip(*(joined(*row) for row in rows)))
+        draft = DraftTree.from_lists(tokens, self.session.device, parents)
+        names = self.options.methods
+        draft.drafters = [names[not ours] for ours in first.counts()]
+        return draft
+
+    @property
+    def drafts_ahead(self) -> bool:
+        # A grammar is walked on the host; without one the second method drafts as it does alone.
+        return not self.may_mask and self.continuing.drafts_ahead
+
+    def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
+        return self.continuing.draft_ahead(commit)
+
+    def observe(self, commit: Commit) -> None:
+        super().observe(commit)
+        alone, self._alone = self._alone, None
+        if alone is not None:
+            self._num_drafts[1] += sum(map(bool, alone.counts()))
+
+    def close(self) -> None:
+        super().close()
+        counts = zip(self.options.methods, self._num_drafts)
+        self.session.notes += [f"{method}: a part of {count} drafts" for method, count in counts]
+
+
+def run_of(tokens: list[int], parents: list[int]) -> list[int]:
+    """The tokens of a row's tree before it branches."""
+    run: list[int] = []
+    for place, (token, parent) in enumerate(zip(tokens, parents)):
+        if parent != place - 1 or parents.count(parent) > 1:
+            break
+        run.append(token)
+    return run
+
+
+def joined(
+    tokens: list[int], parents: list[int], lead: list[int], more_tokens: list[int], more_parents: list[int]
+) -> tuple[list[int], list[int]]:
+    """A row's tree, and another one that goes on after its first tokens `lead`, as one tree without equal siblings."""
+    tokens, parents = list(tokens), list(parents)
+    nodes = {key: node for node, key in reversed(list(enumerate(zip(parents, tokens))))}
+    places: list[int] = []
+    for token, parent in zip(more_tokens, more_parents):
+        below = places[parent] if parent >= 0 else len(lead) - 1
+        node = nodes.setdefault((below, token), len(tokens))
+        if node == len(tokens):
+            tokens.append(token)
+            parents.append(below)
+        places.append(node)
+    return tokens, parents

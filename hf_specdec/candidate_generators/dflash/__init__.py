@@ -16,7 +16,7 @@ class DFlashTraining(Options):
     intermediate_size: int = shared_option("intermediate_size", 0)
     target_layer_ids: tuple[int, ...] | None = setting(
         None,
-        "Target layers whose outputs the draft reads, separated by commas. Left out: as many as the draft has layers, "
+        "Target layers whose outputs the draft reads, separated by commas. Default: as many as the draft has layers, "
         "spread over the depth.",
     )
     causal: bool = setting(
@@ -36,7 +36,7 @@ class DFlashTraining(Options):
         most=1,
     )
     num_denoising_steps: int | None = setting(
-        None, "Forwards for a block that the draft asks for. Left out: 1, or 3 with --reveal-share.", least=1
+        None, "Forwards for a block that the draft asks for. Default: 1, or 3 with --reveal-share.", least=1
     )
 
 
@@ -84,7 +84,6 @@ METHODS = (
         aliases=("dflash2",),
         noun="DFlash draft",
         drafts_from="hidden states of several layers: a whole block in one forward",
-        folder=__name__,
         generator="generator:DFlashCandidateGenerator",
         formats="formats",
         weights="a draft",
@@ -93,9 +92,9 @@ METHODS = (
         recipe="recipe:DFlashRecipe",
         training=DFlashTraining,
         further_recipes={
-            "dflash2": ("DFlash 2 draft", "recipe:DFlash2Recipe", DFlash2Training),
-            "domino": ("Domino draft", "recipe:DominoRecipe", DominoTraining),
-            "lilicorr": ("LiLiCorr draft", "recipe:LiLiCorrRecipe", LiLiCorrTraining),
+            "dflash2": ("DFlash 2 draft", "heads.selector:DFlash2Recipe", DFlash2Training),
+            "domino": ("Domino draft", "heads.domino:DominoRecipe", DominoTraining),
+            "lilicorr": ("LiLiCorr draft", "heads.lilicorr:LiLiCorrRecipe", LiLiCorrTraining),
         },
         vllm="dflash",
         sglang="DFLASH",

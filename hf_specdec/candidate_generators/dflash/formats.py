@@ -8,7 +8,7 @@
 
 The class and the keys of a config decide what a checkpoint is, the shapes of the tensors how large.
 
-Shapes as in [`~candidate_generators.dflash.config`].
+Shapes as in [`~candidate_generators.dflash.network`].
 """
 
 from __future__ import annotations
@@ -16,27 +16,48 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
-from ...checkpoints.draft_reader import FIRST_LAYER, projections, share_of
+from ...checkpoints.draft_reader import FIRST_LAYER, LAYERS, DraftReader, share_of
 from ...checkpoints.format import Format, Unsupported
-from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed
-from ...checkpoints.settings import COUNT, FLAG, INDEX, INDICES, NAME
-from .config import BlockView, DFlashConfig, default_layer_ids
-from .parts import BLOCK, DFLASH2, DOMINO, LATTICE, LILICORR, REFINER, SELECTOR, XPRESS, PartsReader
+from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed, unwrapped
+from ...checkpoints.schema import COUNT, FLAG, INDEX, INDICES, NAME, NUMBER, POSITIVE, Key, Tensor, keys
+from ...errors import shown
+from ...layers.mask_token import mask_token_in, tokenizer_of
+from ...settings import SpeculativeConfig
+from ...threads import cached_property
+from .heads import BLOCK, HEAD, HeadConfig
+from .heads.domino import DominoConfig
+from .heads.lilicorr import LiLiCorrConfig
+from .heads.markov import MarkovConfig
+from .heads.selector import SelectorConfig
+from .heads.xpress import XPressConfig
+from .network import SCALES, BlockView, DFlashConfig, default_layer_ids
 
 
-if TYPE_CHECKING:
-    from ...checkpoints.checkpoint import Checkpoint
-    from ...checkpoints.settings import Kind
-
+# All variants beside the plain one.
+HEADS: list[type[HeadConfig]] = [SelectorConfig, MarkovConfig, DominoConfig, XPressConfig, LiLiCorrConfig]
 
 # Steps of a checkpoint that declares to refine its blocks and does not say how often.
 _DENOISING_STEPS = 3
 
+# Properties of the reader that drafts of a variant may not have.
+_EXCLUDABLE = {
+    "predicts_next": "positions that predict the next token (`sample_from_anchor`)",
+    "has_own_vocabulary": "a vocabulary of its own (`d2t`)",
+}
+
 _GEMMA4 = ("architectures=Gemma4DSpark.*",)
+
+# Keys that change nothing here.
+_NOTES = (
+    "attention_sink_bias attention_value_scale dflash_config partial_rotary_factor projector_type quantization_config "
+    "use_swa *loss* auf dflasher draft_attn_impl draft_vocab_size eagle_aux_hidden_state_layer_ids "
+    "embed_requires_grad lambda_base_* max_anchors num_anchors swa_window_size target_model_type use_aux_hidden_state"
+)
 
 _UNSUPPORTED = (
     Unsupported(
@@ -54,140 +75,207 @@ _UNSUPPORTED = (
 )
 
 
-class DFlashReader(PartsReader):
-    """A checkpoint with a block drafter.
+class DFlashReader(DraftReader):
+    """A checkpoint with a block drafter; a mask token named by the user goes before config and tokenizer."""
 
-    Args:
-        header (`Header`): Of any of the formats.
-    """
-
-    kinds: ClassVar[tuple[str, ...]] = ("dflash", "dflash2", "dspark", "domino", "lilicorr", "xpress")
+    record_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     kind_keys: ClassVar[tuple[str, ...]] = ("speculators_model_type", "projector_type")
     blocks: ClassVar[tuple[str, ...]] = ("dflash_config", "", "transformer_layer_config")
-    settings: ClassVar[dict[str, Kind]] = PartsReader.settings | {
-        **dict.fromkeys(("aux_hidden_state_layer_ids", "target_layer_ids"), INDICES),
-        **dict.fromkeys(("num_denoising_steps", "dflash_num_denoising_steps"), BLOCK),
-        **dict.fromkeys(("causal", "causal_head", "is_causal", "sliding_window_non_causal"), FLAG),
-        **dict.fromkeys(("iterative_denoising", "use_sliding_window"), FLAG),
-        **dict.fromkeys(("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"), INDEX),
-        "mask_token": NAME,
-        "num_target_layers": COUNT,
-    }
-    notes = (
-        "attention_sink_bias attention_value_scale dflash_config markov_head_type partial_rotary_factor "
-        "projector_type quantization_config use_swa "
-        "*confidence_head* *loss* auf dflasher draft_attn_impl draft_vocab_size dspark_target_layer_ids "
-        "eagle_aux_hidden_state_layer_ids embed_requires_grad lambda_base_* max_anchors num_anchors swa_window_size "
-        "target_model_type use_aux_hidden_state lilicorr_mlp_ratio xpress_mlp_ratio xpress_topc"
-    )
-    renamed: ClassVar[Mapping[str, str]] = {
-        "encoder.fc.": "fc.",
-        "encoder.output_norm_enc.": "hidden_norm.",
-        **PartsReader.renamed,
-    }
     unsupported: ClassVar[tuple[Unsupported, ...]] = _UNSUPPORTED
     instead = "Pass a DFlash draft."
-    # Buffers, what only training needs, and a head that the config switches off.
-    unused: ClassVar[re.Pattern[str]] = re.compile(r"d2t|t2d|.*inv_freq|verifier_.*|confidence_head\.proj\..*")
 
-    def __init__(self, header: Header):
-        super().__init__(header)
+    def __init__(self, header: Header, mask_token_id: int | None = None, find_mask_token: Callable | None = None):
         self.is_speculators: bool = "speculators_model_type" in header.config
         # Of transformers' own kind.
         self.is_native: bool = header.config.get("model_type") == "muse_glimmer_assistant"
-        theta, epsilon = (500000.0, 1e-5) if self.is_native else (1000000.0, 1e-6)
-        self.usual: dict[str, float | int] = {
-            "rope_theta": theta,
-            "rms_norm_eps": epsilon,
-            "max_position_embeddings": 32768,
-        }
+        self._named_mask, self._find_mask_token = mask_token_id, find_mask_token
+        super().__init__(header)
+
+    @classmethod
+    def for_loading(cls, header: Header, config: SpeculativeConfig, target_model: nn.Module) -> DFlashReader:
+        def find(spelling: str | None) -> int | None:
+            return mask_token_in(tokenizer_of(target_model), spelling)
+
+        return cls(header, getattr(config.options, "dflash_mask_token_id", None), find)
+
+    # What all drafts have, and what the variants have beside it
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(kind for head in (HeadConfig, *HEADS) for kind in head.kinds)
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        return (
+            *DraftReader.keys,
+            *keys("aux_hidden_state_layer_ids target_layer_ids", INDICES, ()),
+            Key("num_denoising_steps dflash_num_denoising_steps", BLOCK),
+            Key("is_causal causal causal_head", FLAG),
+            *keys("sliding_window_non_causal iterative_denoising use_sliding_window", FLAG),
+            Key("mask_token_id dspark_noise_token_id pard_token ptd_token_id", INDEX),
+            Key("mask_token", NAME),
+            *keys("num_target_layers conv_group_size", COUNT),
+            Key("conv_kernel_size", COUNT, size="w"),
+            *keys("input_embedding_scale output_multiplier", POSITIVE, 1),
+            Key("final_logit_softcapping", NUMBER, 0),
+            Key("rope_theta", POSITIVE, 500000.0 if self.is_native else 1000000.0),
+            Key("rms_norm_eps", POSITIVE, 1e-5 if self.is_native else 1e-6),
+            Key("max_position_embeddings", COUNT, 32768),
+            *(key for head in (HeadConfig, *HEADS) for key in head.keys),
+        )
+
+    @property
+    def notes(self) -> str:
+        return " ".join((_NOTES, *(head.notes for head in HEADS)))
+
+    @cached_property
+    def renamed(self) -> Mapping[str, str]:
+        of_heads = {old: HEAD + new for head in HEADS for old, new in {**head.spellings, **head.names}.items()}
+        return {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", **of_heads}
+
+    @property
+    def token_tables(self) -> tuple[str, ...]:
+        return (*DraftReader.token_tables, *(HEAD + name for name in self.head.token_tables))
+
+    @property
+    def unused(self) -> re.Pattern[str]:
+        # Buffers, and what only training needs.
+        return re.compile(f"d2t|t2d|.*inv_freq|verifier_.*|{self.head.unused}")
+
+    @property
+    def table(self) -> tuple[Tensor, ...]:
+        is_stated = any(map(self.stated, ("conv_kernel_size", "conv_group_size")))
+        of_convolutions = "its convolutions" if is_stated or any("_conv." in name for name in self.stored) else False
+        return (
+            *LAYERS,
+            Tensor("layers.{layer}.self_attn.(q|k)_norm.weight", "d"),
+            Tensor("layers.{layer}.(attention|mlp)_conv.base_kernel", "* w h", of_convolutions),
+            Tensor("layers.{layer}.(attention|mlp)_conv.kernel_projection.weight", "n h", of_convolutions),
+            Tensor("fc.weight", "h f"),
+            Tensor("(hidden_norm|norm).weight", "h"),
+            Tensor("(embed_tokens|lm_head).weight", "* h", needed=False),
+            *(row._replace(name=HEAD + row.name) for row in self.head.table),
+        )
 
     # What it is
 
-    def check(self) -> None:
-        super().check()
-        least = 1 if self.predicts_next else 2
-        if self.block_size < least:
-            raise self.wrong(
-                f"has `block_size`={self.block_size}, and needs at least {least}", "Correct its config.json."
-            )
-        if self.header.shapes is not None:
-            self.require(_EVERY_DRAFT, "a DFlash draft")
-        self.check_parts()
+    @cached_property
+    def head(self) -> type[HeadConfig]:
+        """The variant."""
+        heads = [head for head in HEADS if head.is_there(self)]
+        if len(heads) > 1:
+            raise self.wrong(f"is {heads[0].kind} with {heads[1].what}, which is not supported", self.instead)
+        return heads[0] if heads else HeadConfig
+
+    @cached_property
+    def predicts_next(self) -> bool:
+        """True where the anchor's position predicts the first token."""
+        return self.head.predicts_next(self)
+
+    @property
+    def has_own_vocabulary(self) -> bool:
+        """True where it drafts a part of the target's tokens."""
+        return not {"d2t", "t2d"}.isdisjoint(self.stored)
+
+    @property
+    def block_size(self) -> int:
+        """B as it is stated, else the usual one."""
+        return self.setting(self.head.block_size_key)
+
+    def has_tensors(self, *beginnings: str) -> bool:
+        """True where names of tensors in the file begin so."""
+        return any(unwrapped(name).startswith(beginnings) for name in self.stored.values())
+
+    def name_in_file(self, name: str) -> str:
+        return self.head.name_in_file(name)
 
     @property
     def num_draft_tokens(self) -> int | None:
-        return (self.block_size if self.predicts_next and not self.is_domino else self.block_size - 1) or None
+        uses_all = self.predicts_next and self.head.uses_last_output
+        return (self.block_size if uses_all else self.block_size - 1) or None
 
     @property
     def needs(self) -> TargetNeeds:
         ids, vocab_size = self._stated_layer_ids(), self.stated_vocab_size
-        if self.header.shapes is None:
-            width = self.setting("target_hidden_size") or self.setting("hidden_size")
-        else:
-            # Where z-lab's files name none, there is one state for each layer of the draft.
-            states = len(ids) or (3 if self.is_speculators else self.num_layers)
-            width = share_of(self.linear("fc")[1], states)
+        # Where z-lab's files name none, there is one state for each layer of the draft.
+        states = len(ids) or (3 if self.is_speculators else self.sizes["layer"])
+        width = share_of(self.sizes["f"], states)
         layers = self.setting("num_target_layers")
         return TargetNeeds(None, width, vocab_size, layers, max((index + 1 for index in ids), default=None))
 
     # The record
 
-    def configured(
-        self,
-        checkpoint: Checkpoint,
-        target: TargetSizes,
-        mask_token_id: int | None = None,
-        find_mask_token: Callable[[str | None], int | None] = lambda spelling: None,
-    ) -> DFlashConfig:
-        """The record of the draft for a target.
+    def own_fields(self) -> dict[str, Any]:
+        least = 1 if self.predicts_next else 2
+        if self.block_size < least:
+            raise self.wrong(
+                f"has `block_size`={self.block_size}, and needs at least {least}", "Correct its config.json."
+            )
+        for name in self.head.excludes:
+            if getattr(self, name):
+                raise self.wrong(f"is {self.head.kind} with {_EXCLUDABLE[name]}, which is not supported", self.instead)
+        for key, (_, usual) in SCALES.items():
+            if self.setting(key) != usual and not self.head.has_own_scales:
+                raise self.wrong(
+                    f"has `{key}`={shown(self.setting(key))} in its config.json, which {self.head.kind} does not have",
+                    self.instead,
+                )
+        usual_steps = _DENOISING_STEPS if self.setting("iterative_denoising") else 1
+        return {
+            **super().own_fields(),
+            "block_size": self.block_size,
+            "views": self._views(),
+            "predicts_next": self.predicts_next,
+            "head": self.head.read(self),
+            **self._convolutions(),
+            **{field: max(self.setting(key), 0) for key, (field, _) in SCALES.items()},
+            "num_denoising_steps": self.setting("num_denoising_steps") or usual_steps,
+            "attention_bias": f"{FIRST_LAYER}.self_attn.q_proj.bias" in self.stored,
+        }
 
-        Args:
-            checkpoint (`Checkpoint`): The one that the header is of.
-            target (`TargetSizes`): The target.
-            mask_token_id (`int`, *optional*): Named by the user; it goes before the config's.
-            find_mask_token (`Callable`): Looks for a mask token in the tokenizer, given how the config spells it or
-                `None`; asked only where no id is stated.
-
-        Raises:
-            CheckpointFormatError: The checkpoint is incomplete, contradicts itself, or was made for another target.
-        """
-        self.check()
-        ids = self._target_layer_ids(target)
+    def target_fields(self, target: TargetSizes) -> dict[str, Any]:
+        ids, embedding = self._target_layer_ids(target), self.shape("embed_tokens.weight")
         self.check_states([index + 1 for index in ids], target, self.for_target)
-        self.check_target(target)
-        self.check_shared_parts(target)
-        embedding = self.shape("embed_tokens.weight")
-        return DFlashConfig(
-            **self.common_settings(checkpoint, target),
-            block_size=self.block_size,
-            mask_token_id=self._mask_token_id(mask_token_id, find_mask_token),
-            target_layer_ids=ids,
-            num_target_layers=target.num_hidden_layers,
-            views=self._views(),
-            predicts_next=self.predicts_next,
-            **self.part_settings(),
-            num_denoising_steps=self._num_denoising_steps(),
-            attention_bias=f"{FIRST_LAYER}.self_attn.q_proj.bias" in self.stored,
-            num_embeddings=max(embedding[0], target.vocab_size) if embedding else None,
-        )
+        return {
+            **super().target_fields(target),
+            "target_layer_ids": ids,
+            "num_target_layers": target.num_hidden_layers,
+            "mask_token_id": self._mask_token_id(),
+            "num_embeddings": max(embedding[0], target.vocab_size) if embedding else None,
+        }
 
-    def _num_denoising_steps(self) -> int:
-        found = self.first_setting("num_denoising_steps", "dflash_num_denoising_steps")
-        return found or (_DENOISING_STEPS if self.setting("iterative_denoising") else 1)
+    def _convolutions(self) -> dict[str, int]:
+        taps, rows, size = self.sizes.get("w", 0), self.sizes.get("n", 0), self.sizes["h"]
+        if not (taps or rows):
+            return {}
+        groups = rows // (2 * taps) if taps else 0
+        if not groups or size % groups:
+            raise self.wrong(
+                f"has {taps} taps of `base_kernel` and {rows} rows of `kernel_projection`, which make no groups of "
+                f"{size} channels",
+                "Pass an intact checkpoint.",
+            )
+        channels = size // groups
+        if self.setting("conv_group_size") not in (None, channels):
+            raise self.wrong(
+                f"has `conv_group_size`={self.setting('conv_group_size')} in its config.json, and its tensors have "
+                f"{channels}",
+                "Correct it.",
+            )
+        return {"conv_kernel_size": taps, "conv_group_size": channels}
 
-    def _mask_token_id(self, named: int | None, find_mask_token: Callable) -> int:
-        found = named
-        if found is None:
-            found = self.first_setting("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-        if found is None:
-            found = find_mask_token(self.setting("mask_token"))
-        if found is None:
+    def _mask_token_id(self) -> int | None:
+        """Named by the user, the config, or the tokenizer; `None` where there is no tokenizer to be asked."""
+        token = self.setting("mask_token_id") if self._named_mask is None else self._named_mask
+        if token is not None or self._find_mask_token is None:
+            return token
+        token = self._find_mask_token(self.setting("mask_token"))
+        if token is None:
             raise self.wrong(
                 "does not say which token its masks are, and the tokenizer has none that looks like it",
                 "Name it with `dflash_mask_token_id`.",
             )
-        return found
+        return token
 
     def rope_parameters(self) -> dict[str, Any]:
         # Copied from targets: drafts count along one axis and rotate whole heads.
@@ -196,18 +284,18 @@ class DFlashReader(PartsReader):
 
     def _views(self) -> tuple[BlockView, ...]:
         """Views of the layers. Where nothing is said, layers with a window are causal, and the others are not."""
-        usual = ["sliding_attention" if self.is_native else "full_attention"] * self.num_layers
+        usual = ["sliding_attention" if self.is_native else "full_attention"] * self.sizes["layer"]
         kinds = self.setting("layer_types") or usual
         unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-        if len(kinds) < self.num_layers or unknown:
+        if len(kinds) < self.sizes["layer"] or unknown:
             raise self.wrong(
                 f"has `layer_types`={kinds} in its config.json, which must name full_attention or sliding_attention "
-                f"for each of its {self.num_layers} layers",
+                f"for each of its {self.sizes['layer']} layers",
                 "Correct it.",
             )
         causal, window = self._causal(), self._window(kinds)
         views = []
-        for kind in kinds[: self.num_layers]:
+        for kind in kinds[: self.sizes["layer"]]:
             slides = kind == "sliding_attention"
             views.append(BlockView(window if slides else None, slides if causal is None else causal))
         if self.is_speculators:
@@ -222,19 +310,16 @@ class DFlashReader(PartsReader):
         if self.is_speculators:
             non_causal = self.setting("sliding_window_non_causal")
             # Left out, it stands for what its class has.
-            return not (self.is_dflash2 if non_causal is None else non_causal)
-        return self.first_setting("is_causal", "causal", "causal_head")
+            return not (self.head.looks_ahead_in_windows if non_causal is None else non_causal)
+        return self.setting("is_causal")
 
     def _window(self, kinds: Sequence[str]) -> int | None:
         if "sliding_attention" not in kinds or self.setting("use_sliding_window") is False:
             return None
-        window = self.setting("sliding_window")
-        if window is None and self.is_native:
-            window = 2048
-        if window is None:
-            raise self.wrong("has sliding layers and no `sliding_window` in its config.json", "Add it there.")
-        # transformers counts the distance, the others the positions.
-        return window + 1 if self.is_native else window
+        if self.is_native:
+            # transformers counts the distance, the others the positions.
+            return (self.setting("sliding_window") or 2048) + 1
+        return self.value("sliding_window")
 
     # Captured states
 
@@ -242,15 +327,16 @@ class DFlashReader(PartsReader):
         """Layers whose outputs are read, by the config; empty where it names none."""
         if self.is_speculators:
             # Those say what enters a layer.
-            return tuple(index - 1 for index in self.setting("aux_hidden_state_layer_ids") or ())
+            return tuple(index - 1 for index in self.setting("aux_hidden_state_layer_ids"))
         return tuple(self.setting("target_layer_ids") or ([1, 13, 25, 37, 49] if self.is_native else ()))
 
     def _target_layer_ids(self, target: TargetSizes) -> tuple[int, ...]:
-        if found := self._stated_layer_ids():
-            return found
+        if stated := self._stated_layer_ids():
+            return stated
         layers = target.num_hidden_layers
         assert layers is not None, "sizes of a target without its layers"
-        return (1, layers // 2 - 1, layers - 4) if self.is_speculators else default_layer_ids(self.num_layers, layers)
+        num_draft_layers = self.sizes["layer"]
+        return (1, layers // 2 - 1, layers - 4) if self.is_speculators else default_layer_ids(num_draft_layers, layers)
 
     # Tensors
 
@@ -260,47 +346,26 @@ class DFlashReader(PartsReader):
 
     def judge_unknown(self, names: Sequence[str]) -> None:
         raise self.wrong(
-            f"has {len(names)} tensors that no DFlash draft with this config has: {listed(names)}",
+            f"has {len(names)} tensors that no DFlash draft with this config has: "
+            f"{listed(self.stored[name] for name in names)}",
             "Pass a checkpoint of a published DFlash format.",
         )
 
 
-_EVERY_DRAFT = ("fc.weight", "hidden_norm.weight", "norm.weight")
-_EVERY_DRAFT += projections("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
-_PROJECTOR = "dflash_config.projector_type="
 _SHOWN = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
+_OF_HEADS = tuple(dict.fromkeys(name for head in HEADS for *_, tensors in head.formats for name in tensors))
 
-# Parts that only some kinds have, as files call them.
-_REFINER = f"{REFINER}|refiner_head."
-_CORRECTIONS = "prefix_gru.|logit_head."
-
-_format = partial(Format, method="dflash", reader=DFlashReader, without=(SELECTOR, _CORRECTIONS, LATTICE, _REFINER))
-_format2 = partial(_format, tensors=(*_SHOWN, SELECTOR), without=())
+_format = partial(Format, method="dflash", reader=DFlashReader, without=_OF_HEADS)
 
 # The special before the usual.
 FORMATS = (
-    _format2("dflash2-speculators", "speculators", ("speculators_model_type=dflash2",)),
-    _format2("dflash2", "z-lab, inco, hf_specdec", DFLASH2[:1]),
-    _format("dspark-speculators", "speculators", ("speculators_model_type=dspark",), _SHOWN),
-    _format("dflash-speculators", "speculators", ("speculators_model_type=dflash",), _SHOWN),
     _format("dspark-gemma4", "DeepSpec", _GEMMA4, _SHOWN),
-    _format("dspark-deepspec", "DeepSpec", ("architectures=Qwen3DSpark.*",), _SHOWN),
-    _format("dspark-specforge", "SpecForge", ("architectures=.*DSpark.*", _PROJECTOR + "dspark"), _SHOWN),
-    _format(
-        "domino",
-        "SpecForge, hf_specdec",
-        (*DOMINO, _PROJECTOR + "domino", "projector_type=domino"),
-        (*_SHOWN, _CORRECTIONS),
-        without=(),
+    *(
+        _format(name, producer, marks, (*_SHOWN, *tensors), without=() if tensors else _OF_HEADS)
+        for head in HEADS
+        for name, producer, marks, tensors in head.formats
     ),
-    _format("xpress", "XPress, speculators, hf_specdec", XPRESS, (*_SHOWN, _REFINER), without=()),
-    _format(
-        "lilicorr",
-        "ModelOpt, hf_specdec",
-        (*LILICORR, _PROJECTOR + "lilicorr", "projector_type=lilicorr"),
-        (*_SHOWN, LATTICE),
-        without=(),
-    ),
+    _format("dflash-speculators", "speculators", ("speculators_model_type=dflash",), _SHOWN),
     _format(
         "dflash-laguna",
         "Poolside",

@@ -8,72 +8,164 @@ has added, then one token a draft.
 PARD (An et al. 2025, arXiv:2504.18583) trains such a model to predict several tokens at once: a cycle feeds all tokens
 that the target has added, then K - 1 mask tokens in the same forward, and drafts K tokens from the last K logits. The
 masks are forgotten. Each token has a distribution of its own, whatever is drawn before it. PARD-2 models read states
-of the target beside the tokens, see `target_states.py`.
+of the target beside the tokens, see `TargetStates`.
 
 Shapes: R rows that are drafted for, B active rows of the loop, T tokens fed, K drafted tokens, V vocabulary of the
-target, W width of the draft's logits.
+target, W width of the draft's logits; N tokens or frames of a source, H hidden size of its encoder.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import inspect
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
 from ...checkpoints.loading import checkpoint_errors
-from ...drafting.chain import SteeredChain
-from ...drafting.graphs import graph_depth
-from ...drafts import DraftTree, chain_topology
-from ...errors import SpecConfigError, shown
-from ...logits.sampling import DraftSampler
+from ...drafting.draw import DepthLimits, Draw
+from ...drafting.growth import DraftNodes, draft_chain, grow
+from ...drafting.runner import Runner
+from ...drafting.state import Entries, NetworkState
+from ...drafts import DraftTree, TokenTree
+from ...errors import SpecConfigError, UnsupportedModelError, shown
+from ...kernels.tree_attention import MAX_NODES
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
+from ...settings import SpeculativeConfig
 from ...settings.values import plain_path
-from ...target.cache import SlotCache, compact
+from ...target.cache import SlotCache
 from ...target.facts import model_profile
-from ...target.following import Choose, Continuing, Following
-from ...target.graphs import call_graphs
+from ...target.graphs import CallGraphs, Variant, call_graphs
 from ...target.lean import slot_model
-from ...target.model import SlotModel
-from ...target.parts.recurrent import RecurrentLayers
+from ...target.model_slots import ModelSlots
 from ...target.parts.source import Source
-from ...transfers import PendingRead, last_of_each, upload
+from ...transfers import take_nodes, upload
 from ...validation import Options, draft_sample_method_field, parallel_drafting_field, setting
-from ..base import CandidateGenerator
-from .network import checkpoint_location, draft_tokenizer, load_draft_model, mask_token_of
-from .source import SourceReader
-from .target_states import TargetStates, load_target_states
-from .vocabularies import RowText, SameTokens, match_vocabularies
-from .vocabulary import is_one_tokenizer, load_tokenizer
+from ..networks import NetworkGenerator
+from .network import (
+    TargetStates,
+    checkpoint_location,
+    draft_tokenizer,
+    load_draft_model,
+    load_target_states,
+    mask_token_of,
+)
+from .vocabularies import RowText, SameTokens, is_one_tokenizer, load_tokenizer, match_vocabularies
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+class SourceReader:
+    """Sources of a target with an encoder, as a draft model sees them.
 
-    from ...settings import SpeculativeConfig
+    A draft model with the target's encoder, or a copy of it, takes what the target has read (distil-whisper keeps
+    Whisper's encoder), and so does a decoder that has none of its own (`WhisperForCausalLM`). One with another encoder
+    reads each source once.
+    """
+
+    def __init__(self, draft_model: Any, target_model: Any):
+        self.model = draft_model
+        self.has_encoder: bool = model_profile(draft_model).has_encoder
+        has_sources = model_profile(target_model).has_encoder
+        if self.has_encoder and not has_sources:
+            raise UnsupportedModelError(
+                f"{type(draft_model).__name__} is an encoder-decoder model, and {type(target_model).__name__} has no "
+                "encoder. Use a decoder-only draft model."
+            )
+        self._states_name = _states_name(draft_model) if has_sources and not self.has_encoder else None
+        if self._states_name is not None:
+            size = draft_model.config.get_text_config(decoder=True).hidden_size
+            encoded = target_model.config.get_text_config(encoder=True).hidden_size
+            if size != encoded:
+                raise UnsupportedModelError(
+                    f"{type(draft_model).__name__} has no encoder and reads states of {size} numbers, and the encoder "
+                    f"of {type(target_model).__name__} returns {encoded}. Load the draft model with its own encoder."
+                )
+        self.shares_encoder: bool = self.has_encoder and have_same_encoder(draft_model, target_model)
+
+    def missing(self, source: Source | None) -> str | None:
+        """The argument that the draft model's own encoder reads, where the call does not have it."""
+        if source is None or not self.has_encoder or self.shares_encoder:
+            return None
+        name = getattr(self.model.get_encoder(), "main_input_name", "input_ids")
+        return None if name in source.encoder_inputs else name
+
+    def source(self, of_target: Source | None) -> Source | None:
+        """The sources for the draft model, from the target's; `None` where it reads none."""
+        if of_target is None or not (self.has_encoder or self._states_name):
+            return None
+        if self.has_encoder and not self.shares_encoder:
+            inputs = {"encoder_outputs": BaseModelOutput(self._encoded(of_target.encoder_inputs))}
+            mask = of_target.encoder_inputs.get("attention_mask")
+        else:
+            states, mask = self._moved(of_target.states), of_target.inputs.get("attention_mask")
+            name = self._states_name or "encoder_outputs"
+            inputs = {name: (states,) if name == "encoder_outputs" else states}
+        if mask is not None:
+            inputs["attention_mask" if self.has_encoder else "encoder_attention_mask"] = self._moved(mask)
+        if self._states_name == "encoder_outputs":
+            # Whisper's decoder sees all of its window.
+            inputs.pop("encoder_attention_mask", None)
+        return Source(inputs)
+
+    def _encoded(self, encoder_inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The encoder's output `(B, N, H)`."""
+        encoder = self.model.get_encoder()
+        names = inspect.signature(encoder.forward).parameters
+        inputs = {name: self._moved(value) for name, value in encoder_inputs.items() if name in names}
+        return encoder(**inputs, return_dict=True)[0]
+
+    def _moved(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self.model.device, self.model.dtype if values.is_floating_point() else values.dtype)
+
+
+def have_same_encoder(draft_model: Any, target_model: Any) -> bool:
+    """Tells whether the encoders of two models are one, or copies of each other."""
+    mine, other = draft_model.get_encoder(), target_model.get_encoder()
+    if mine is other:
+        return True
+    weights, others = mine.state_dict(), other.state_dict()
+    is_alike = type(mine) is type(other) and weights.keys() == others.keys()
+    return is_alike and all(_are_equal(weights[name], others[name]) for name in weights)
+
+
+def _are_equal(mine: torch.Tensor, other: torch.Tensor) -> bool:
+    # What is offloaded cannot be compared.
+    are_here = "meta" not in (mine.device.type, other.device.type)
+    return are_here and (mine.shape, mine.dtype) == (other.shape, other.dtype) and mine.equal(other.to(mine.device))
+
+
+def _states_name(model: Any) -> str | None:
+    """The argument through which a decoder without an encoder takes the states of one; `None` where it takes none."""
+    names = inspect.signature(model.forward).parameters
+    if "encoder_outputs" in names:
+        return "encoder_outputs"
+    attends = getattr(model.config, "add_cross_attention", False) or any(
+        name.endswith("encoder_attn") for name, _ in model.named_modules()
+    )
+    return "encoder_hidden_states" if attends and "encoder_hidden_states" in names else None
 
 
 logger = logging.get_logger(__name__)
 
+# Default probability below which drafting stops, by device type: elsewhere the host would wait for every token.
+_THRESHOLDS = {"cpu": 0.5}
+
 
 @dataclass(frozen=True)
 class DraftModelOptions(Options):
-    """Options of `spec_method="draft_model"`.
-
-    Raises:
-        SpecConfigError: A value is out of range.
-    """
+    """Options of `spec_method="draft_model"`."""
 
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("probabilistic")
-    confidence_threshold: float = setting(
-        0.0,
+    confidence_threshold: float | None = setting(
+        None,
         "A row stops drafting after a token that the draft gives less probability than this, in [0, 1]. "
-        "0 drafts always `num_speculative_tokens`.",
+        "0 drafts always `num_speculative_tokens`. By default 0; on a CPU, where drafts are greedy and their length "
+        f"adapts, {_THRESHOLDS['cpu']}.",
         least=0,
         most=1,
         key="draft_confidence_threshold",
@@ -95,6 +187,14 @@ class DraftModelOptions(Options):
         "`text` re-encodes what the draft writes (SLEM, universal assisted generation). `auto` takes the text where "
         "few tokens are shared.",
     )
+    draft_vocabulary_size: int | None = setting(
+        None,
+        "Draft the first so many tokens of the vocabulary alone, such as 32768, which saves most of the time of the "
+        "draft's lm_head. The text stays the target's. Tokenizers number tokens by their frequency, mostly in English "
+        "texts and code: of other texts fewer drafts are accepted. By default all tokens.",
+        least=1,
+        published=True,
+    )
 
 
 # Settings of transformers' assisted decoding about drafts, and those that stand for them here.
@@ -102,9 +202,6 @@ _SETTINGS_HERE = {
     "num_assistant_tokens": "num_speculative_tokens",
     "assistant_confidence_threshold": "draft_confidence_threshold",
 }
-
-# Tokens of a row that a cycle leaves to be fed: one more where it has accepted the whole draft.
-_MOST_PENDING = 2
 
 # Tokens that a model with masks drafts where the settings name no number: published ones were trained with 8 to 16.
 _TOKENS_AT_ONCE = 8
@@ -115,55 +212,40 @@ _LOADING += ("dtype", "device", "quantization")
 
 
 def _check_nothing_to_load(config: SpeculativeConfig) -> None:
-    given = [f"`{name}`={getattr(config, name)!r}" for name in _LOADING if getattr(config, name)]
-    if given:
+    settings = [f"`{name}`={getattr(config, name)!r}" for name in _LOADING if getattr(config, name)]
+    if settings:
         raise SpecConfigError(
-            f"A loaded draft model was passed together with {', '.join(given)}, which is about loading one. Pass the "
-            "model as you want it, or its name."
+            f"A loaded draft model was passed together with {', '.join(settings)}, which is about loading one. Pass "
+            "the model as you want it, or its name."
         )
 
 
 @dataclass
 class DraftModel:
-    """Outlives a call.
-
-    Attributes:
-        model (`PreTrainedModel`): The loaded model.
-        vocabularies (`SameTokens`): Relation of its vocabulary to the target's.
-        mask_token (`int`, *optional*): The token in whose places it drafts all tokens at once; `None`: it drafts one
-            token after the other.
-        sources (`SourceReader`): Its way to the sources of a target with an encoder.
-        states (`TargetStates`, *optional*): Its way to the states of the target, where it reads them.
-        note (`str`, *optional*): For the statistics.
-    """
+    """Outlives a call."""
 
     model: torch.nn.Module
     vocabularies: SameTokens
-    mask_token: int | None
+    mask_token: int | None  # in whose places it drafts all tokens at once; `None`: it drafts one after the other
     sources: SourceReader
-    states: TargetStates | None = None
-    note: str | None = None
+    states: TargetStates | None = None  # of the target, where it reads them
+    note: str | None = None  # for the statistics
 
 
 def _ignored_settings(model: torch.nn.Module, config: SpeculativeConfig) -> str | None:
     """Settings of drafting in the draft model's generation config, which only transformers' own loop goes by."""
-    own = getattr(model, "generation_config", None)
-    given = {name: getattr(own, name, None) for name in _SETTINGS_HERE}
+    generation_config = getattr(model, "generation_config", None)
+    values = {name: getattr(generation_config, name, None) for name in _SETTINGS_HERE}
     # Lengths that adapt have the most of them.
     if config.num_speculative_tokens not in (None, DraftModelCandidateGenerator.most_speculative_tokens):
-        given["num_assistant_tokens"] = None
+        values["num_assistant_tokens"] = None
     if config.options.confidence_threshold:
-        given["assistant_confidence_threshold"] = None
-    ignored = [f"{name}={shown(value)}" for name, value in given.items() if value is not None]
+        values["assistant_confidence_threshold"] = None
+    ignored = [f"{name}={shown(value)}" for name, value in values.items() if value is not None]
     if not ignored:
         return None
-    here = dict.fromkeys(_SETTINGS_HERE[name] for name, value in given.items() if value is not None)
+    here = dict.fromkeys(_SETTINGS_HERE[name] for name, value in values.items() if value is not None)
     return f"the draft model's generation config has {', '.join(ignored)}, which is not read: set {', '.join(here)}"
-
-
-def _plain_sampler(vocab_size: int) -> DraftSampler:
-    """The best token of the draft's own logits."""
-    return DraftSampler(None, None, vocab_size)
 
 
 def _first_token(config: PreTrainedConfig) -> int:
@@ -175,12 +257,15 @@ def _first_token(config: PreTrainedConfig) -> int:
     return first if isinstance(first, int) and 0 <= first < config.vocab_size else 0
 
 
-class DraftModelCandidateGenerator(CandidateGenerator):
+class DraftModelCandidateGenerator(NetworkGenerator):
     """Drafts chains, one token after the other, or with a model that was trained for it all tokens at once."""
 
     options_class = DraftModelOptions
     default_num_speculative_tokens = 5
     most_speculative_tokens: int | None = 12
+    default_sample_method = "probabilistic"
+    steers_chains = True
+    rates_tokens = True
     loaded_by: ClassVar[tuple[str, ...]] = (
         *_LOADING,
         "parallel_drafting",
@@ -220,7 +305,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             mask_token, states, unread = mask_token_of(draft_model, config.options.parallel_drafting), None, None
             if mask_token is not None:
                 states, unread = load_target_states(config, draft_model, target_model)
-            if states is not None and type(vocabularies) is not SameTokens:
+            if states is not None and not vocabularies.is_one:
                 states, unread = None, "its tokens are not the target's"
         note = None
         if unread:
@@ -229,26 +314,31 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         return DraftModel(draft_model, vocabularies, mask_token, sources, states, note)
 
     @classmethod
+    def draft_cost(cls, resources: DraftModel, target_model: torch.nn.Module) -> float | None:
+        models = resources.model, target_model
+        draft_bytes, target_bytes = (sum(weight.nbytes for weight in model.parameters()) for model in models)
+        return draft_bytes / max(target_bytes, 1) if resources.mask_token is None else None
+
+    @classmethod
     def network(cls, resources: DraftModel) -> torch.nn.Module:
         return resources.model
 
     def __init__(self, config: SpeculativeConfig, resources: DraftModel, session: Session):
-        super().__init__(config, resources, session)
         model = resources.model
-        self.device: torch.device = model.device
-        self._tokens_ahead = 0 if session.device.type == "cpu" else 1
-        self.vocabularies: SameTokens = resources.vocabularies
-        self._sources: SourceReader = resources.sources
+        size = config.options.draft_vocabulary_size
+        vocabularies = resources.vocabularies
+        self.vocabularies: SameTokens = vocabularies if size is None else vocabularies.shortened(size)
         self.mask_token: int | None = resources.mask_token
         self.states: TargetStates | None = resources.states
         if self.states is not None:
             self.target_hidden_states: tuple[int | str, ...] = self.states.keys
-        if self.mask_token is not None and config.fixed_length is None:
-            self.num_speculative_tokens = _TOKENS_AT_ONCE
-        # The stock protocol has no sampler; it verifies drafts as point masses.
-        self.sampler: DraftSampler = session.sampler or _plain_sampler(self.vocabularies.target_size)
-        if not self.vocabularies.drafts_target_tokens:
-            self.sampler = _plain_sampler(self.vocabularies.draft_size)
+        self.has_steps: bool = self.mask_token is None
+        self.drafts_whole: bool = self.mask_token is not None
+        super().__init__(config, resources, session)
+        stops = session.adapts and self.mask_token is None and not self.samples_drafts
+        usual, threshold = _THRESHOLDS.get(self.device.type, 0.0) if stops else 0.0, self.options.confidence_threshold
+        self.threshold: float = usual if threshold is None else threshold
+        self._sources: SourceReader = resources.sources
         own_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if own_limit and config.max_model_len and config.max_model_len > own_limit:
             raise SpecConfigError(
@@ -256,337 +346,181 @@ class DraftModelCandidateGenerator(CandidateGenerator):
                 f"tokens. Use at most {own_limit}, or leave it out."
             )
         limits = {"max_model_len": config.max_model_len, "the draft model's max_position_embeddings": own_limit}
-        limits = {name: limit for name, limit in limits.items() if limit} or {"max_length": session.max_length}
+        self._longest: tuple[int, str] | None = min(
+            ((limit, name) for name, limit in limits.items() if limit), default=None
+        )
         for note in filter(None, (_ignored_settings(model, config), self.vocabularies.note, resources.note)):
             self._note(note)
-        self._limiting = min(limits, key=limits.get)
-        self.longest = limits[self._limiting]
-        self.samples_drafts: bool | None = not self.sampler.is_greedy and self.options.draft_sample_method != "greedy"
-        self.check_sampled_length()
-        self.model: SlotModel = slot_model(model, SlotCache(0))
-        self.model.max_position = self.longest - 1
-        self.rows: list[int] = []  # the rows that are drafted for; one leaves when it gets too long
-        self.texts: list[RowText] = []  # what it has of each of them
-        self.mark: tuple[Any, ...] | None = None  # where a recurrent draft model stood before them
-        self._lengths: list[int] = []  # committed tokens of each of them at the last draft
+        slots = slot_model(model, SlotCache(0))
+        slots.num_logits = size
+        slots.max_position = None if self._longest is None else self._longest[0] - 1
+        self.state.slots = ModelSlots(slots)
+        self.state.texts = []  # of the rows, where segmentations differ
+        self._has_stopped = False  # what it would draft from is not to be had
 
-    def prefill(self, prompt: Prompt) -> None:
-        count = len(prompt.starts)
-        if prompt.input_ids.shape[1] == 0:
-            # Of a prompt of embeddings nothing can be read: the draft model begins a text.
-            tokens = prompt.input_ids.new_full((count, 1), _first_token(self.model.model.config))
-            starts, texts = [0] * count, [RowText() for _ in range(count)]
-        else:
-            tokens, starts, texts = self.vocabularies.prompts(prompt)
-        length = tokens.shape[1]
-        # One more: the target's first token.
-        self.rows = [row for row in range(count) if not self._is_too_long(length - starts[row] + 1)]
-        if missing := self._sources.missing(prompt.source):
-            self._note(f"no drafts: the draft model's own encoder reads `{missing}`, which the call does not have")
-            self.rows = []
-        if not self.rows:
-            return
-        self.texts = [texts[row] for row in self.rows]
-        if (source := self._sources.source(prompt.source, self.rows)) is not None:
-            source.attach(self.model)
-        ahead = 2 * self.num_speculative_tokens + 1
-        self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + ahead
-        most_fed = _MOST_PENDING if self.mask_token is None else 2 * self.num_speculative_tokens
-        eager = self.config.enforce_eager or self.model.find(Source) is not None
-        graphs = call_graphs(self.model.model, largest=most_fed, enforce_eager=eager)
-        self.model.use_graphs(graphs)
-        if graphs is not None:
-            self.session.draft_graphs.append(graphs)
-        tokens = (tokens[self.rows] if len(self.rows) < count else tokens).to(self.device)
-        if self.states is not None:
-            added = self.states.of_prompt(prompt.hidden_states, starts, length)
-            tokens = self.states.embed_projected(tokens, added[self.rows])
-        self.model.prefill(tokens, [starts[row] for row in self.rows])
-
-    def _is_too_long(self, length: int) -> bool:
-        """A row of `length` tokens, the anchor included, leaves no room for drafts; noted once."""
-        if length < self.longest:
-            return False
-        self.note_longest_row()
-        return True
+    def shape(self) -> TokenTree:
+        default = self.default_num_speculative_tokens if self.mask_token is None else _TOKENS_AT_ONCE
+        return TokenTree.chain(self.config.fixed_length or default)
 
     @property
-    def longest_row(self) -> tuple[int, str] | None:
-        return self.longest, self._limiting
+    def asks_to_sample(self) -> bool:
+        return self.vocabularies.drafts_target_tokens and super().asks_to_sample
+
+    @property
+    def may_mask(self) -> bool:
+        # Grammars steer its chains, as all processors do.
+        return False
+
+    def _is_steered(self, rows: list[int]) -> bool:
+        return self.vocabularies.drafts_target_tokens and super()._is_steered(rows)
 
     def _note(self, text: str) -> None:
         if text not in self.session.notes:
             self.session.notes.append(text)
             logger.info(f"{text}.")
 
-    def observe(self, commit: Commit) -> None:
-        """Keeps the keys and values of accepted draft tokens and remembers which tokens are still to be fed.
+    # The text
 
-        A recurrent draft model goes back to the anchor, and is fed the accepted tokens again with the next one.
-        """
-        where = {row: index for index, row in enumerate(commit.rows)}
-        # Rows may have finished while nothing was drafted.
-        self._drop([row not in where for row in self.rows])
-        for index, (row, text) in enumerate(zip(self.rows, self.texts)):
-            position, num_fed = where[row], text.num_fed
-            if self.mark is not None:
-                text.num_fed = 0
-            kept = self.vocabularies.commit(text, commit.token_lists[position], commit.num_accepted[position])
-            if self.states is not None:
-                count = len(commit.token_lists[position])
-                text.states.append(
-                    {key: commit.hidden_states[key][position, :count] for key in self.target_hidden_states}
-                )
-            self.model.cache.lengths[index] -= num_fed - kept
-            text.num_fed = 0
-        if self.mark is not None:
-            self.model.find(RecurrentLayers).return_to(self.mark)
-            self.mark = None
-
-    def propose(self, step: DraftStep) -> DraftTree:
-        where = {row: index for index, row in enumerate(step.rows)}
-        self._drop(
-            [
-                row not in where or self._is_too_long(max(step.lengths[where[row]], own))
-                for row, own in zip(self.rows, self._own_lengths())
-            ]
-        )
-        self._drop_rows_out_of_step()
-        order = [where[row] for row in self.rows]
-        most = self.draft_depths(step)
-        depths = [min(most[index], self.longest - own) for index, own in zip(order, self._own_lengths())]
-        if max(depths, default=0) == 0:
-            return DraftTree.empty(len(step.rows), self.session.device)
-        self._lengths = [step.lengths[index] for index in order]
-        following = self._draft_at_once(step.depth)
-        if following is not None:
-            return self._for_all_rows(step, order, self._drafted(following, depths))
-        chain, counts = self._draft(self._lengths, depths)
-        draft = self.vocabularies.draft(Following(*chain.stacked()), counts, depths, self.texts)
-        return self._for_all_rows(step, order, draft)
-
-    def _own_lengths(self) -> list[int]:
-        """Tokens of each row in the draft's segmentation, the anchor included."""
-        places = zip(self.model.cache.lengths, self.model.starts, self.texts)
-        return [length - start + len(text.pending) for length, start, text in places]
-
-    def _draft_at_once(self, depth: int | None) -> Following | None:
-        """A whole draft from one graph, as deep as was chosen; `None` where each token is chosen by itself."""
-        choose = self._choice()
-        if choose is None:
-            return None
-        tokens, counts = self._pending_tokens()
-        before = [length - count for length, count in zip(self._lengths, counts)]
-        states = partial(self._pending_states, tokens.shape[1])
-        following = self._continue(choose, depth, tokens, counts, before, states)
-        if following is not None:
-            for text in self.texts:
-                text.pending, text.states = [], []
-        return following
-
-    def _choice(self) -> Choose | None:
-        """The choice of tokens inside of the graph of a whole draft; `None` where there is no such graph."""
-        graphs, sampler, sizes = self.model.graphs, self.sampler, self.vocabularies
-        if graphs is None or graphs.why_eager is not None or self.options.confidence_threshold:
-            return None
-        stack = sampler.in_graphs(self.rows)
-        if self.samples_drafts:
-            can_choose = stack is not None and self.device == self.session.device
+    def prefill(self, prompt: Prompt) -> None:
+        model, state = self.state.slots.model, self.state
+        if missing := self._sources.missing(prompt.source):
+            self._note(f"no drafts: the draft model's own encoder reads `{missing}`, which the call does not have")
+            self._has_stopped = True
+            return
+        count = len(prompt.starts)
+        if prompt.input_ids.shape[1] == 0:
+            # Of a prompt of embeddings nothing can be read: the draft model begins a text.
+            tokens = prompt.input_ids.new_full((count, 1), _first_token(model.model.config))
+            starts, state.texts = [0] * count, [RowText() for _ in range(count)]
         else:
-            can_choose = sampler.is_greedy and stack is not None and not stack
-        if not can_choose:
-            return None
-        stack = stack if self.samples_drafts else None
-        return Choose(sizes.num_choices, sizes.readable, sampler.vocab_size, stack, sizes.translation(self.device))
+            tokens, starts, state.texts = self.vocabularies.prompts(prompt)
+        length = tokens.shape[1]
+        if (source := self._sources.source(prompt.source)) is not None:
+            source.attach(model)
+        self.runner = Runner.of(self.make_graphs(), self.device, self.session)
+        if self.options.confidence_threshold is None and self.runner is not None and self.runner.has_graphs:
+            # They draft to the full depth, and are not waited for.
+            self.threshold = 0.0
+        model.use_graphs(None if self.runner is None else self.runner.graphs)
+        room = min(self.session.max_length - length, 1024)
+        model.cache.capacity = length + room + 2 * self.num_speculative_tokens + 1
+        tokens = tokens.to(self.device)
+        if self.states is not None:
+            tokens = self.states.embed_projected(tokens, self.states.of_prompt(prompt.hidden_states, starts, length))
+        if self._longest is not None:
+            # Nothing will be drafted for rows that are too long; of these it reads what it can.
+            starts = [max(start, length - self._longest[0]) for start in starts]
+        first = min(starts)
+        model.prefill(tokens[:, first:], [start - first for start in starts])
+        # Drafts are graphs, not single forwards.
+        model.graphs = None
 
-    def _continue(
-        self,
-        choose: Choose,
-        depth: int | None,
-        tokens: torch.LongTensor,
-        counts: list[int] | torch.LongTensor,
-        before: list[int],
-        states: Callable[[], dict[int | str, torch.Tensor]],
-    ) -> Following | None:
-        """Reads tokens that follow `before[r]` others, and drafts.
+    def make_graphs(self) -> CallGraphs | None:
+        is_eager = self.config.enforce_eager or self.state.slots.model.find(Source) is not None
+        return call_graphs(self.network, enforce_eager=is_eager)
 
-        All that a cycle commits is read again: how many drafted tokens may stay is known too late.
-        """
-        keys = None if choose.stack is None else self.sampler.uniforms.keys(self.rows, before)
-        embed = None if self.states is None else self.states.embed
-        most = self.num_speculative_tokens
-        depth = graph_depth(depth, most) if self.mask_token is None else most
-        continuing = Continuing(depth, choose, most + 1, self.mask_token, embed=embed)
-        return continuing.run(self.model, tokens, counts, keys, states)
+    def observe(self, commit: Commit) -> None:
+        if not self._has_stopped:
+            slots = self.state.slots
+            unread, kept = self.vocabularies.commit(commit, self.state.texts, slots.num_read)
+            slots.skip(kept)
+            super().observe(unread)
+
+    def take_in(self, state: NetworkState, new: Entries) -> None:
+        state.slots.read_last(self._embedded(new), new.counts)
+
+    def _embedded(self, new: Entries) -> torch.Tensor:
+        """Tokens as the model reads them: with the states that belong to them, where it reads these."""
+        return new.tokens if self.states is None else self.states.embed(new.tokens, new.states)
+
+    @property
+    def longest_row(self) -> tuple[int, str] | None:
+        return self._longest
+
+    def draft_depths(self, step: DraftStep) -> list[int]:
+        depths, pending = super().draft_depths(step), self.state.pending
+        if pending is None:
+            return depths
+        model = self.state.slots.model
+        ends = [length + count for length, count in zip(model.cache.lengths, pending.counts)]
+        if model.profile.counts_slots and len(set(ends)) > 1:
+            # A draft that takes slots for positions would misread them.
+            name = type(model.model).__name__
+            self._note(f"no drafts once rows differ in length ({name} tells positions from the order of its cache)")
+            self._has_stopped = True
+            return [0] * len(depths)
+        if self._longest is None:
+            return depths
+        # A row's tokens may be more in the draft's own segmentation.
+        longest = self._longest[0]
+        lengths = [max(length, end - start) for length, end, start in zip(step.lengths, ends, model.starts)]
+        if max(lengths) >= longest:
+            self.note_longest_row()
+        return [max(min(depth, longest - length), 0) for depth, length in zip(depths, lengths)]
+
+    # Drafts
+
+    def draft(self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw) -> DraftNodes:
+        if self.mask_token is not None:
+            logits = self._mask_logits(state, new, limits.deepest)
+            return draft_chain(self.plan, logits, new, limits, draw)
+        hidden, logits = self.read(state, new, 0)
+
+        def step(tokens: torch.LongTensor, hidden: torch.Tensor, parents: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden, logits = state.slots.step(self.vocabularies.inputs(tokens), hidden, parents)
+            return hidden, self.vocabularies.logits(logits)
+
+        with state.slots.drafting():
+            return grow(self.plan, step, hidden, logits, limits, draw)
+
+    def read(self, state: NetworkState, new: Entries, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = self._embedded(new) if stage == 0 else self.vocabularies.inputs(new.tokens)
+        logits = self.vocabularies.logits(state.slots.read_last(tokens, new.counts))
+        # Nothing but the tokens is handed on.
+        return logits.new_empty((len(logits), 0)), logits
+
+    def stage(self, depth: int) -> int:
+        return min(depth, 1)
+
+    def _mask_logits(self, state: NetworkState, new: Entries, count: int) -> torch.Tensor:
+        """Logits `(R, count, W)` after the anchors and masks; those that the host looks at may come from a graph."""
+        logits = None
+        if isinstance(new.counts, list) and self.runner is not None and self.can_replay(new):
+            most, key = self.num_speculative_tokens, ("masks", *self.graph_key)
+            logits = self.runner.replay(partial(self._read_masks, most), state, new, key, self._most_new, most - 1)
+        return self._read_masks(count, state, new) if logits is None else logits
+
+    def _read_masks(self, count: int, state: NetworkState, new: Entries) -> torch.Tensor:
+        """Reads what is new, and masks in the places of drafted tokens."""
+        ends = upload(new.counts, self.device)[:, None]
+        tokens = F.pad(new.tokens.to(self.device), (0, count - 1))
+        places = torch.arange(tokens.shape[1], device=self.device)
+        tokens = torch.where(places < ends, tokens, self.mask_token)
+        if self.states is not None:
+            # Masks have the states of the anchor.
+            index = torch.minimum(places, ends - 1)
+            tokens = self.states.embed(tokens, {key: take_nodes(one, index) for key, one in new.states.items()})
+        logits_from = min(new.counts) - 1 if isinstance(new.counts, list) else 0
+        logits = self.vocabularies.logits(state.slots.read(tokens, new.counts, logits_from).logits)
+        return take_nodes(logits, ends - 1 - logits_from + torch.arange(count, device=self.device))
+
+    def can_replay(self, new: Entries) -> bool:
+        num_masks = 0 if self.mask_token is None else self.num_speculative_tokens - 1
+        return self._most_new + num_masks <= MAX_NODES
+
+    @property
+    def graph_key(self) -> tuple[Any, ...]:
+        states = () if self.states is None else (Variant(self.states),)
+        return (*super().graph_key, self.mask_token, *states, *self.vocabularies.key)
+
+    def drafted(self, nodes: DraftNodes, limits: list[int]) -> DraftTree:
+        return self.vocabularies.draft(super().drafted(nodes, limits), limits, self.state.texts)
 
     @property
     def drafts_ahead(self) -> bool:
-        if type(self.vocabularies) is not SameTokens:
-            # The host alone knows the text in the draft's tokens.
-            return False
-        # Drafted tokens that were fed one by one lie where the next draft would begin.
-        is_read = len(self._lengths) == len(self.rows) and not any(text.pending or text.num_fed for text in self.texts)
-        return is_read and self._choice() is not None
+        # Of another vocabulary the host alone knows the text. What was read token by token lies where the next draft
+        # would begin.
+        return super().drafts_ahead and self.vocabularies.is_one and not self.state.slots.num_read
 
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
-        choose = self._choice()
-        if self.rows != commit.rows or choose is None:
-            return None
-        tokens = self.vocabularies.inputs(commit.tokens.to(self.device))
-        states = {key: commit.hidden_states[key] for key in self.target_hidden_states}
-        following = self._continue(choose, commit.depth, tokens, commit.counts, self._lengths, lambda: states)
-        return following and self._drafted(following, commit.max_draft_tokens)
-
-    def _drafted(self, following: Following, depths: list[int]) -> DraftTree:
-        drafted = DraftTree.chain(following.tokens.to(self.session.device), probs=following.probs).shortened(depths)
-        return self.vocabularies.draft(Following(drafted.tokens, drafted.probs), depths, depths, self.texts)
-
-    def _drop_rows_out_of_step(self) -> None:
-        """A draft that takes slots for positions would misread rows of different lengths."""
-        if not self.rows or not self.model.profile.counts_slots:
-            return
-        ends = {length + len(text.pending) for length, text in zip(self.model.cache.lengths, self.texts)}
-        if len(ends) > 1:
-            name = type(self.model.model).__name__
-            self._note(f"no drafts once rows differ in length ({name} tells positions from the order of its cache)")
-            self.rows = []
-
-    def _draft(self, lengths: list[int], depths: list[int]) -> tuple[SteeredChain, list[int] | torch.LongTensor]:
-        """Drafts for rows of these lengths: the chains, and how many of their tokens are valid in each row `(R,)`.
-
-        Waits for the device where rows may stop before their limits, for nothing else.
-        """
-        stops = self.options.confidence_threshold > 0
-        # The host knows the limits; where rows stop by themselves, the device does.
-        counts = upload(depths, self.session.device) if stops else depths
-        chain = SteeredChain(self.sampler, self.rows, lengths, self.samples_drafts)
-        have_stopped: deque[PendingRead] = deque()
-        next_logits = self._logits_at_once(max(depths)) if self.mask_token is not None else self._logits_one_by_one()
-        for depth in range(max(depths)):
-            logits = next_logits(chain.tokens)
-            scores = chain.scores(self.vocabularies.logits(logits.to(self.session.device)))
-            tokens = chain.choose(scores)
-            if stops:
-                counts = self._stop_low_confidence(counts, scores, tokens, depth + 1)
-                have_stopped.append(PendingRead((counts <= depth + 1).all()))
-                # A GPU is asked about the token before, so that it always has one more to work on.
-                if len(have_stopped) > self._tokens_ahead and have_stopped.popleft().get():
-                    break
-        for text in self.texts:
-            text.num_fed = 0 if self.mask_token is not None else len(chain.tokens) - 1
-        return chain, counts
-
-    def _logits_one_by_one(self) -> Callable[[list[torch.LongTensor]], torch.Tensor]:
-        """The logits after drafted tokens, each fed when it has been chosen."""
-
-        def after(tokens: list[torch.LongTensor]) -> torch.Tensor:
-            if not tokens:
-                return self._feed_pending()[:, 0]
-            return self._feed(self.vocabularies.inputs(tokens[-1].to(self.device))[:, None])
-
-        return after
-
-    def _logits_at_once(self, count: int) -> Callable[[list[torch.LongTensor]], torch.Tensor]:
-        """The logits of all positions, from one forward with masks in the places of the drafted tokens."""
-        logits = self._feed_pending(count - 1)
-        return lambda tokens: logits[:, len(tokens)]
-
-    def _stop_low_confidence(
-        self, counts: torch.LongTensor, scores: torch.FloatTensor, tokens: torch.LongTensor, drafted: int
-    ) -> torch.LongTensor:
-        """Ends rows after a token of low probability. The token itself stays: dropping it would bias the output."""
-        confidence = (scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(-1)).exp()
-        is_low = confidence < self.options.confidence_threshold
-        return torch.where(is_low, counts.clamp(max=drafted), counts)
-
-    def _feed_pending(self, num_masks: int = 0) -> torch.Tensor:
-        """Feeds what the target has committed since the last cycle, and masks after it.
-
-        Returns:
-            `torch.Tensor` of shape `(R, num_masks + 1, W)`: Logits after each row's anchor and after the masks.
-        """
-        tokens, counts = self._pending_tokens(num_masks)
-        width = tokens.shape[1]
-        # Logits of what was committed in a pause would cost more than reading it.
-        known = min(counts) - 1
-        if self.states is not None:
-            tokens = self.states.embed(tokens, self._pending_states(width))
-        output = self.model.forward(tokens, chain_topology(width - 1, self.device), logits_from=known)
-        self.model.commit(counts)
-        if (recurrent := self.model.find(RecurrentLayers)) is not None:
-            self.mark = recurrent.mark()
-        for text in self.texts:
-            text.pending, text.states = [], []
-        if not num_masks:
-            return last_of_each(output.logits, [count - known for count in counts])[:, None]
-        places = upload(
-            [[count - known - 1 + index for index in range(num_masks + 1)] for count in counts], self.device
-        )
-        return output.logits.gather(1, places[..., None].expand(-1, -1, output.logits.shape[-1]))
-
-    def _pending_tokens(self, num_masks: int = 0) -> tuple[torch.LongTensor, list[int]]:
-        """Committed tokens that have not been fed, with masks after them `(R, t)`, and how many each row has."""
-        pending, masks = [text.pending for text in self.texts], [self.mask_token] * num_masks
-        counts = list(map(len, pending))
-        width = max(counts) + num_masks
-        # Shorter rows are padded on the right: those slots lie after the row and are written again.
-        rows = [row + (masks or row[-1:]) for row in pending]
-        return upload([(row + row[-1:] * width)[:width] for row in rows], self.device), counts
-
-    def _pending_states(self, width: int) -> dict[int | str, torch.Tensor]:
-        """The states of the pending tokens, and of masks after them, each `(R, width, H)`, where they are read."""
-        found = {}
-        for key in self.target_hidden_states:
-            rows = [torch.cat([states[key] for states in text.states]) for text in self.texts]
-            found[key] = torch.stack([torch.cat([row, row[-1:].expand(width - len(row), -1)]) for row in rows])
-        return found
-
-    def _feed(self, tokens: torch.LongTensor) -> torch.Tensor:
-        """Feeds one token a row; logits `(R, W)` after it."""
-        output = self.model.forward(tokens, chain_topology(0, self.device))
-        self.model.commit([1] * len(self.rows))
-        return output.logits[:, -1]
-
-    def _for_all_rows(self, step: DraftStep, order: list[int], draft: DraftTree) -> DraftTree:
-        """The drafts in the loop's order of rows; rows that are not drafted for get none."""
-        if order == list(range(len(step.rows))):
-            return draft
-        index = upload(order, draft.tokens.device)
-
-        def spread(values: torch.Tensor) -> torch.Tensor:
-            return values.new_zeros((len(step.rows), *values.shape[1:])).index_copy_(0, index, values)
-
-        if draft.node_counts is None:
-            counts = spread(draft.num_nodes)
-        else:
-            known = dict(zip(order, draft.node_counts))
-            counts = [known.get(index, 0) for index in range(len(step.rows))]
-        return DraftTree.chain(spread(draft.tokens), counts, None if draft.probs is None else spread(draft.probs))
-
-    def keep_rows(self, keep: list[int]) -> None:
-        """Waits: the next `propose` names the rows that are left."""
-
-    def _drop(self, gone: list[bool]) -> None:
-        if not any(gone):
-            return
-        keep = compact(gone)
-        self.rows = [self.rows[index] for index in keep]
-        self.texts = [self.texts[index] for index in keep]
-        if keep:
-            self.model.keep_rows(keep)
-
-    def join(self, other: DraftModelCandidateGenerator, numbers: dict[int, int]) -> None:
-        # Rows that have finished may be here still, under numbers that are given anew.
-        self._drop([row in numbers.values() for row in self.rows])
-        other._drop([row not in numbers for row in other.rows])
-        if not self.rows:
-            self.model, other.model = other.model, self.model
-        elif other.rows:
-            self.model.join(other.model)
-        self.longest = max(self.longest, other.longest)
-        self.rows = self.rows + [numbers[row] for row in other.rows]
-        self.texts = self.texts + other.texts
-
-    def close(self) -> None:
-        self.model.close()
-        self.model = None
+        return super().draft_ahead(replace(commit, tokens=self.vocabularies.inputs(commit.tokens)))

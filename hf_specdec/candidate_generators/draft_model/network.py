@@ -1,13 +1,18 @@
-"""Draft models: any causal language model that transformers loads."""
+"""Draft models: any causal language model that transformers loads.
+
+Shapes: B rows, T tokens, h hidden size of the draft, H that of the target.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,15 +24,107 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 from transformers.utils import logging
 
 from ...checkpoints.files import RepoFiles, is_pickled
-from ...checkpoints.header import WEIGHT_FILES
-from ...checkpoints.loading import loads_checkpoint
+from ...checkpoints.format import Format
+from ...checkpoints.header import Header, TargetNeeds
+from ...checkpoints.loading import checkpoint_errors, named_checkpoint, warn_of_dead_weights
 from ...checkpoints.quantised import check_four_bits, quantization_config
-from ...checkpoints.settings import INDEX, MOST, is_int
-from ...checkpoints.weight_headers import TensorTable
+from ...checkpoints.reader import CheckpointReader
+from ...checkpoints.schema import COUNT, FLAG, INDEX, INDICES, MOST, NUMBER, Key, Tensor
+from ...checkpoints.weights import WEIGHT_FILES, TensorTable, read_header, shards_of
 from ...errors import MOST_SHOWN, CheckpointFormatError, SpecConfigError, shown
-from ...target_facts import draft_device, num_embeddings
+from ...settings import SpeculativeConfig
+from ...target_facts import decoder_layers, draft_device, hidden_size, num_embeddings
 from ...threads import Lock
-from .vocabulary import load_tokenizer
+from ...validation import is_int
+from .vocabularies import load_tokenizer
+
+
+# Beside the weights of PARD-2 models, for the target's states.
+PROJECTION_FILE = "warp_model.bin"
+
+
+def reads_target(config: Any) -> bool:
+    """Tells PARD-2 models, which read states of the target, by their config: one of transformers."""
+    return bool(getattr(config, "pard2", False)) or getattr(config, "spd_type", None) == "pard2"
+
+
+class DraftModelReader(CheckpointReader):
+    """A causal language model, or one with an encoder, which transformers loads."""
+
+    noun = "draft model"
+    blocks: ClassVar[tuple[str, ...]] = ("", "text_config")
+    keys: ClassVar[tuple[Key, ...]] = (
+        *CheckpointReader.keys,
+        Key("pard2_target_layers", INDICES),
+        Key("pard2_target_dim", COUNT, size="s"),
+        Key("pard2_proj_bias", FLAG),
+        Key("sliding_window", INDEX),
+        # Factor of the projected states of the target.
+        Key("pard2_scale pard_scale feat_scale", NUMBER, 0.02),
+    )
+
+    def rename(self, stored: str) -> str:
+        return stored
+
+    @property
+    def needs(self) -> TargetNeeds:
+        return TargetNeeds(vocab_size=self.setting("vocab_size"))
+
+    def check(self) -> None:
+        # What it computes is for transformers to know; masks are made here.
+        self.setting("sliding_window")
+        token, size = self.stated("pard_token"), self.setting("vocab_size")
+        if token is not None and not (is_int(token) and -1 <= token < (size or MOST)):
+            raise self.wrong(
+                f"has `pard_token`={shown(token)} in its config.json, and its vocabulary has {size} tokens",
+                "Correct it, or remove it to draft token by token.",
+            )
+        if self.stated("pard2") or self.stated("spd_type") == "pard2":
+            _ = self.target_layers
+
+    @property
+    def target_layers(self) -> list[int]:
+        """States of the target that a PARD-2 model reads, by their indices in transformers' `hidden_states`."""
+        layers = self.setting("pard2_target_layers")
+        if not layers:
+            raise self.wrong(
+                "is a PARD-2 model, and its config.json does not say `pard2_target_layers`",
+                "Add it, or remove `pard2` and `spd_type` to draft from the tokens alone.",
+            )
+        return layers
+
+
+class ProjectionReader(DraftModelReader):
+    """The projection of a PARD-2 model: h its hidden size, s the width of the target's states side by side."""
+
+    noun = "projection"
+
+    @property
+    def table(self) -> tuple[Tensor, ...]:
+        has_bias = bool(self.setting("pard2_proj_bias"))
+        return (Tensor("target_proj.weight", "h s"), Tensor("target_proj.bias", "h", has_bias))
+
+
+_format = partial(Format, method="draft_model", reader=DraftModelReader, is_hint=True)
+
+FORMATS = (
+    _format(
+        "pard2",
+        "AMD",
+        tuple(f"pard_token=.*&{mark}&architectures=.*ForCausalLM" for mark in ("pard2=True", "spd_type=pard2")),
+    ),
+    _format("pard", "AMD", ("pard_token=.*&architectures=.*ForCausalLM",)),
+    _format(
+        "causal-lm",
+        "transformers",
+        ("architectures=.*(ForCausalLM|LMHeadModel)", "architectures=.*ForConditionalGeneration&text_config=.*"),
+    ),
+    _format(
+        "encoder-decoder",
+        "transformers",
+        ("architectures=.*(ForConditionalGeneration|MTModel)&is_encoder_decoder=True",),
+    ),
+)
 
 
 logger = logging.get_logger(__name__)
@@ -37,43 +134,22 @@ logger = logging.get_logger(__name__)
 _building = Lock()
 
 
-@loads_checkpoint
 def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Module:
-    """Loads `config.model` in the target's dtype, on its device, unless the settings say otherwise.
-
-    Args:
-        config (`SpeculativeConfig`): `model`, `revision`, `code_revision`, `subfolder`, `cache_dir`, `token`,
-            `local_files_only`, `trust_remote_code`, `dtype`, `device`, `quantization`.
-        target_model (`PreTrainedModel`): The target.
-
-    Raises:
-        SpecConfigError: No draft model was named, or its layers do not fit the quantisation.
-        CheckpointAccessError: The checkpoint cannot be reached.
-        CheckpointFormatError: The checkpoint cannot be loaded as a causal language model.
-        MissingDependencyError: Quantisation was asked for and bitsandbytes is not installed.
-    """
-    if config.model is None:
-        raise SpecConfigError(
-            "spec_method='draft_model' needs a draft model. Pass its folder, repo id or the loaded model as "
-            "`spec_model`."
-        )
-    weights = _checked_weights(RepoFiles.of(config))
-    arguments = {"use_safetensors": not is_pickled(weights), **_loading_arguments(config, target_model)}
-    device = draft_device(config, target_model)
-    model = _from_pretrained(config.model, weights, checkpoint_location(config), arguments, target_model, device)
-    check_four_bits(model, config.model)
+    """Loads `config.model` in the target's dtype, on its device, unless the settings say otherwise."""
+    with checkpoint_errors(name := named_checkpoint(config)):
+        weights = _checked_weights(RepoFiles.of(config))
+        arguments = {"use_safetensors": not is_pickled(weights), **_loading_arguments(config, target_model)}
+        device = draft_device(config, target_model)
+        model = _from_pretrained(name, weights, checkpoint_location(config), arguments, target_model, device)
+        check_four_bits(model, name)
+    warn_of_dead_weights(name, model)
     return model.eval()
 
 
 def mask_token_of(model: torch.nn.Module, wanted: bool | None = None) -> int | None:
     """The mask token of a PARD model (`pard_token`); `None` for a model that drafts one token after the other.
 
-    Args:
-        wanted (`bool`, *optional*): The settings ask for masks, or for none.
-
-    Raises:
-        CheckpointFormatError: It is no token of the model.
-        SpecConfigError: Masks are asked for, and the model was trained without.
+    The settings may want masks, or none.
     """
     if wanted is False:
         return None
@@ -106,10 +182,10 @@ def _checked_weights(files: RepoFiles) -> str:
                 f"'{files.name}' has none of the weight files that are read: {', '.join(WEIGHT_FILES)}. Pass a "
                 "complete causal language model, and name it as `spec_model` where its weights are pickled."
             )
-        _check_sizes(files, weights, files.tensors(weights))
-        for part in files.parts(weights):
-            files.pickled_path(part) if is_pickled(part) else files.path(part)
-            files.header(part)
+        _check_sizes(files, weights, TensorTable(files, weights))
+        for part in shards_of(files, weights):
+            files.path(part)
+            read_header(files, part)
         if files.folder is None and "adapter_config.json" in files:
             raise CheckpointFormatError(
                 f"'{files.name}' holds an adapter (adapter_config.json), and transformers would load the model "
@@ -131,7 +207,7 @@ _WIDTHS = re.compile(
 
 def _check_sizes(files: RepoFiles, weights: str, tensors: TensorTable | None) -> None:
     """Refuses a config whose model would be far larger than its files, before it is downloaded and built."""
-    sizes = [files.sizes.get(part) for part in files.parts(weights)]
+    sizes = [files.sizes.get(part) for part in shards_of(files, weights)]
     if None in sizes:
         # Not all of it is in the cache, which is said where it is read.
         return
@@ -172,23 +248,14 @@ def _is_read_along(name: str) -> bool:
 def checkpoint_location(config: Any) -> dict[str, Any]:
     """Arguments of `from_pretrained` that say where in a repository a checkpoint and its tokenizer lie."""
     location = {"trust_remote_code": config.trust_remote_code, "local_files_only": config.local_files_only}
-    given = {name: getattr(config, name) for name in ("revision", "code_revision", "subfolder", "cache_dir", "token")}
-    return location | {name: value for name, value in given.items() if value not in (None, "")}
+    places = {name: getattr(config, name) for name in ("revision", "code_revision", "subfolder", "cache_dir", "token")}
+    return location | {name: value for name, value in places.items() if value not in (None, "")}
 
 
 def draft_tokenizer(
     config: Any, beside: str | None, location: dict[str, Any] | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a draft model; `None` where none was named and none lies beside it.
-
-    Args:
-        config (`SpeculativeConfig`): `draft_tokenizer`, and how repositories are reached.
-        beside (`str`, *optional*): Folder or repo id of the draft model.
-        location (`dict`, *optional*): Where in there it lies, from [`checkpoint_location`].
-
-    Raises:
-        SpecConfigError: `draft_tokenizer` names none.
-    """
+    """The draft model's tokenizer: the named one, or that `beside` it, in its `location`; `None` for none."""
     named = getattr(config.options, "draft_tokenizer", None)
     if named is None:
         return load_tokenizer(beside, location)
@@ -277,3 +344,82 @@ def _from_pretrained(
         # Dequantised weights have the type of their factors.
         return model.to(model.dtype)
     return model if is_packed else model.to(device)
+
+
+class TargetStates:
+    """States of the target that a draft model reads beside the tokens (PARD-2, An et al. 2026, arXiv:2605.08632).
+
+    The embedding of each token gets `scale * target_proj(states)` added: the states from which the target predicted
+    the token, those after several layers side by side. The first token of a text has none, zeros in their place. Masks
+    have those of the anchor.
+
+    Checkpoint: a PARD model and beside it `warp_model.bin` with `target_proj.weight` (h, L * H) and, where
+    `pard2_proj_bias` says so, `target_proj.bias` (h,). Its config has `pard2_target_layers`, the L indices of
+    transformers' `hidden_states`; `pard2_scale`; `pard2_target_dim` (L * H).
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[int | str],  # the L states, as candidate generators ask for them
+        weight: torch.Tensor,  # (h, L * H)
+        bias: torch.Tensor | None,  # (h,), added also where a token has no states
+        scale: float,  # factor of the sum of both
+        embedding: torch.nn.Module,
+    ):
+        self.keys: tuple[int | str, ...] = tuple(keys)
+        self._parts: tuple[torch.Tensor, ...] = (weight * scale).chunk(len(keys), dim=1)
+        self._bias: torch.Tensor | None = None if bias is None else bias * scale
+        self._embedding = embedding
+
+    def projected(self, states: Mapping[int | str, torch.Tensor]) -> torch.Tensor:
+        """What the states of tokens `(B, T, H)` add to the embeddings, without the bias: `(B, T, h)`."""
+        parts = zip(self.keys, self._parts)
+        return sum(F.linear(states[key].to(part.device, part.dtype), part) for key, part in parts)
+
+    def of_prompt(self, states: Mapping[int | str, torch.Tensor], starts: Sequence[int], length: int) -> torch.Tensor:
+        """Those of left-padded prompts that begin at `starts`, `(B, length, h)`, by states of their last tokens."""
+        projected = self.projected(states)
+        shifted = F.pad(projected[:, :-1], (0, 0, length + 1 - projected.shape[1], 0))
+        has_none = torch.arange(length, device="cpu") <= torch.tensor(starts, device="cpu")[:, None]
+        return shifted.masked_fill(has_none.to(shifted.device)[..., None], 0)
+
+    def embed(self, tokens: torch.LongTensor, states: Mapping[int | str, torch.Tensor]) -> torch.Tensor:
+        """Embeddings `(B, T, h)` of tokens, with what their states `(B, T, H)` add."""
+        return self.embed_projected(tokens, self.projected(states))
+
+    def embed_projected(self, tokens: torch.LongTensor, projected: torch.Tensor) -> torch.Tensor:
+        """Those with what has been projected `(B, T, h)`."""
+        return self._embedding(tokens) + (projected if self._bias is None else projected + self._bias)
+
+
+def load_target_states(
+    config: SpeculativeConfig, draft_model: Any, target_model: Any
+) -> tuple[TargetStates | None, str | None]:
+    """The projection of a PARD-2 checkpoint, `None` where none fits; and why it is not read, if it should be.
+
+    Without it such a model drafts as PARD does, and fewer of its drafts are accepted.
+    """
+    if not reads_target(draft_model.config):
+        return None, None
+    if config.model is None:
+        return None, f"{PROJECTION_FILE} lies beside models that are passed by their name"
+    if RepoFiles.of(config).first_of([PROJECTION_FILE]) is None:
+        return None, f"there is no {PROJECTION_FILE} that may be read"
+    reader = ProjectionReader(Header.of(config, [PROJECTION_FILE]))
+    layers, width = reader.target_layers, hidden_size(target_model)
+    columns, embedding = reader.sizes["s"], draft_model.get_input_embeddings()
+    table = embedding.weight
+    if reader.sizes["h"] != table.shape[1]:
+        raise reader.wrong_shape("target_proj.weight", (table.shape[1], columns))
+    count = len(decoder_layers(target_model))
+    if columns != len(layers) * width or not -count - 1 <= min(layers) <= max(layers) <= count:
+        return None, (
+            f"it reads {columns} values of the states {list(layers)}, and {type(target_model).__name__} has {count} "
+            f"layers with {width}"
+        )
+    names = [row.name for row in reader.table if row.needed]
+    weight, bias = ([reader.weight(name, table.dtype, table.device) for name in names] + [None])[:2]
+    # Those of transformers begin with the embeddings, and the last ones are after the final norm.
+    ends = [layer % (count + 1) for layer in layers]
+    keys = ["last" if end == count else end for end in ends]
+    return TargetStates(keys, weight, bias, float(reader.setting("pard2_scale")), embedding), None

@@ -21,12 +21,7 @@ from . import DraftModelTraining
 
 
 class DraftModelRecipe(DraftModelTraining, Recipe):
-    """
-    A small causal language model.
-
-    Raises:
-        SpecConfigError: Neither or both of `draft_model` and `from_scratch` are given.
-    """
+    """A small causal language model."""
 
     method = "draft_model"
     weight_decay: ClassVar[float] = 0.1
@@ -36,10 +31,10 @@ class DraftModelRecipe(DraftModelTraining, Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.draft_model is None) == (self.from_scratch is None):
-            found = "neither" if self.draft_model is None else "both"
+            which = "neither" if self.draft_model is None else "both"
             raise SpecConfigError(
                 "Training a draft model needs either `draft_model`, a checkpoint to train on, or `from_scratch`, the "
-                f"sizes of a new one; got {found}."
+                f"sizes of a new one; got {which}."
             )
 
     def check(self, target: PreTrainedModel) -> None:
@@ -59,7 +54,7 @@ class DraftModelRecipe(DraftModelTraining, Recipe):
 
     def _new_model(self, target: PreTrainedModel) -> LlamaForCausalLM:
         text = target.config.get_text_config(decoder=True)
-        given = {
+        of_target = {
             "vocab_size": vocabulary_size(target),
             "max_position_embeddings": getattr(text, "max_position_embeddings", 2048),
             "tie_word_embeddings": True,
@@ -70,7 +65,7 @@ class DraftModelRecipe(DraftModelTraining, Recipe):
         if unknown:
             raise SpecConfigError(f"`from_scratch` names sizes that LlamaConfig does not have: {', '.join(unknown)}.")
         try:
-            network = LlamaForCausalLM(LlamaConfig(**given | dict(self.from_scratch)))
+            network = LlamaForCausalLM(LlamaConfig(**of_target | dict(self.from_scratch)))
         except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
             raise SpecConfigError(f"`from_scratch` gives no model: {error}") from error
         network.generation_config.pad_token_id = target.generation_config.pad_token_id
@@ -98,18 +93,11 @@ class DraftModelRecipe(DraftModelTraining, Recipe):
         tokens = reading.tokens.clamp(max=vocabulary_size(network) - 1)
         return network.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
 
-    def hits(self, network: nn.Module, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
+    def drafts(self, network: nn.Module, reading: Reading, anchors: torch.LongTensor) -> torch.LongTensor:
         best = best_tokens(network.get_output_embeddings(), self._hidden(network, reading))
-        hits, known = [], []
-        for draft in range(self.num_drafts):
-            labels = reading.next_tokens(2 + draft)
-            known.append(labels != IGNORED)
-            drafted = torch.zeros_like(best)
-            # Draft d of a cycle at t is the model's prediction at t + 1 + d, given the text up to there.
-            count = max(best.shape[1] - 1 - draft, 0)
-            drafted[:, :count] = best[:, 1 + draft :]
-            hits.append(drafted == labels)
-        return torch.stack(hits)[:, None], torch.stack(known)
+        # Draft d of a cycle at t is the model's prediction at t + 1 + d, given the text up to there.
+        places = [(anchors + 1 + draft).clamp(max=best.shape[1] - 1) for draft in range(self.num_drafts)]
+        return torch.stack([best.gather(1, place) for place in places])[:, None]
 
     def write(
         self, network: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokenizerBase | None = None, **about: Any

@@ -14,70 +14,246 @@ Shapes: R rows that are drafted for, K drafted tokens, V vocabulary of the targe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
+import torch.nn.functional as F
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging
 
 from ...drafts import DraftTree
-from ...errors import CheckpointFormatError
-from ...protocol import Prompt
-from ...target.following import Following, Translation
+from ...errors import CheckpointFormatError, SpecConfigError
+from ...protocol import Commit, Prompt
+from ...target.graphs import Variant
 from ...target_facts import MAX_VOCABULARY_GAP, num_embeddings, vocabulary_size
-from ...transfers import RowNumbers
-from .vocabulary import CONTEXT_BYTES, Vocabulary
+from ...threads import cached_property
+from ...transfers import upload
+
+
+logger = logging.get_logger(__name__)
+
+_MARKER = "\u2581"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Special tokens that have the same meaning in any tokenizer, whatever they are called.
+_ROLES = ("bos_token_id", "eos_token_id")
+# Bytes of the text before that a tokenizer is shown, so that it segments the new text as inside of a text.
+CONTEXT_BYTES = 32
+
+
+def load_tokenizer(name: str | None, location: dict[str, Any] | None = None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a checkpoint, with arguments of `from_pretrained`; `None` where there is none to be loaded."""
+    if not name:
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **{"trust_remote_code": False, **(location or {})})
+        # Without files transformers makes up a tokenizer of special tokens for some models.
+        ordinary = (
+            tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens) - tokenizer.get_added_vocab().keys()
+        )
+    except Exception as error:  # noqa: BLE001 - a stranger's files may trip anything
+        logger.debug(f"No tokenizer for '{name}': {error}")
+        return None
+    return tokenizer if len(ordinary) > 1 else None
+
+
+def is_one_tokenizer(first: str | None, second: str | None) -> bool:
+    """Tells whether two folders hold the same tokenizer, by its files: large ones take seconds to load and compare."""
+    if not first or not second:
+        return False
+    folders = Path(first), Path(second)
+    tokens = [folder / "tokenizer.json" for folder in folders]
+    settings = [folder / "tokenizer_config.json" for folder in folders]
+    try:
+        # Templates of chats say nothing of tokens.
+        one, other = ({**json.loads(file.read_bytes()), "chat_template": None} for file in settings)
+        return one == other and tokens[0].read_bytes() == tokens[1].read_bytes()
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+class Vocabulary:
+    """The tokens of a tokenizer as the bytes that they stand for, in which those of any two can be compared.
+
+    Byte-level tokenizers have a character for every byte, those of SentencePiece write blanks as U+2581 and rare
+    characters as `<0x0A>`, those of WordPiece mark what goes on: as bytes " the" is the same token in all of them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        table = tokenizer.get_vocab()
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        special = set(tokenizer.all_special_ids) | {index for index, token in added.items() if token.special}
+        spell = _speller(tokenizer, table)
+        self.texts: dict[int, bytes] = {}  # of each token that is no special one
+        # Of several tokens a whole one before a single byte of a fallback, and then the first.
+        self.ids: dict[bytes, int] = {}
+        single_bytes: list[tuple[bytes, int]] = []
+        for token, index in sorted(table.items(), key=lambda item: item[1]):
+            if index in special:
+                continue
+            text = str(added[index]).encode() if index in added else spell(token)
+            if text:
+                self.texts[index] = text
+                if isinstance(token, str) and _BYTE.fullmatch(token):
+                    single_bytes.append((text, index))
+                else:
+                    self.ids.setdefault(text, index)
+        for text, index in single_bytes:
+            self.ids.setdefault(text, index)
+        self.special: dict[str, int] = {str(token): index for token, index in table.items() if index in special}
+        roles = {name: getattr(tokenizer, name, None) for name in _ROLES}
+        self.roles: dict[str, int] = {name: index for name, index in roles.items() if index is not None}
+
+    def __len__(self) -> int:
+        return len(self.texts) + len(self.special)
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """Lengths in bytes of the tokens, the longest first."""
+        return sorted(set(map(len, self.ids)), reverse=True)
+
+    @cached_property
+    def opening(self) -> list[int]:
+        """Tokens that the tokenizer puts in front of every text."""
+        try:
+            tokens = self.tokenizer("")["input_ids"]
+        except Exception as error:  # noqa: BLE001 - remote code may trip over anything
+            logger.debug(f"{type(self.tokenizer).__name__} reads no empty text: {error}")
+            return []
+        begins = self.roles.get("bos_token_id")
+        return [begins] if begins is not None and begins in tokens[:1] else []
+
+    def text(self, tokens: Iterable[int]) -> bytes:
+        """The bytes of tokens; special ones have none."""
+        return b"".join(self.texts.get(token, b"") for token in tokens)
+
+    def encode(self, text: bytes, before: bytes = b"") -> list[int]:
+        """Tokens of a text that follows another one, segmented as the tokenizer does where that is possible.
+
+        A text may begin and end inside of a character; bytes that no token has are left out.
+        """
+        if not text:
+            return []
+        before = before[-CONTEXT_BYTES:]
+        while before and 0x80 <= before[0] < 0xC0:
+            before = before[1:]
+        whole = before + text
+        try:
+            readable = whole.decode()
+        except UnicodeDecodeError as error:
+            # Whole characters are for the tokenizer.
+            count = max(error.start - len(before), 0)
+            return self.encode(text[:count], before) + self._longest(text[count:])
+        tokens = self.tokenizer.encode(readable, add_special_tokens=False)
+        pieces = [self.texts.get(token, b"") for token in tokens]
+        # Some begin every text with a blank.
+        place = len(whole) - len(b"".join(pieces))
+        if not b"".join(pieces).endswith(whole):
+            return self._longest(text)
+        for index, piece in enumerate(pieces):
+            if place == len(before):
+                return tokens[index:]
+            place += len(piece)
+            if place > len(before):
+                # A token that reaches across: what is new of it, then those after it.
+                return self._longest(whole[len(before) : place]) + tokens[index + 1 :]
+        return []
+
+    def _longest(self, text: bytes) -> list[int]:
+        """Tokens of a text, the longest one that fits at each place."""
+        tokens, place = [], 0
+        while place < len(text):
+            fitting = (size for size in self._lengths if text[place : place + size] in self.ids)
+            size = next((size for size in fitting if size <= len(text) - place), 0)
+            if size:
+                tokens.append(self.ids[text[place : place + size]])
+            place += size or 1
+        return tokens
+
+
+def _speller(tokenizer: PreTrainedTokenizerBase, table: dict[Any, int]) -> Callable[[Any], bytes]:
+    """The function from a token as it stands in the table to its bytes."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    parts = list(_decoders(json.loads(decoder.__getstate__()))) if decoder is not None else []
+    kinds = {part.get("type") for part in parts}
+    replaced = {part["pattern"].get("String") for part in parts if part.get("type") == "Replace"}
+    if "ByteLevel" in kinds or (not kinds and "\u0120" in table):
+        spell = _byte_level
+    elif "WordPiece" in kinds:
+        spell = _word_piece
+    elif "BPEDecoder" in kinds:
+        suffix = next(part.get("suffix", "</w>") for part in parts if part.get("type") == "BPEDecoder")
+        spell = partial(_with_ends, suffix=suffix)
+    elif "Metaspace" in kinds or _MARKER in replaced or (not kinds and any(_MARKER in str(token) for token in table)):
+        spell = _marked
+    else:
+        spell = str.encode
+    # Tables of tiktoken have bytes.
+    return lambda token: token if isinstance(token, bytes) else spell(token)
+
+
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+def _byte_level(token: str) -> bytes:
+    return bytes(map(_BYTE_OF.__getitem__, token)) if _BYTE_OF.keys() >= set(token) else token.encode()
+
+
+def _word_piece(token: str) -> bytes:
+    return (token[2:] if token.startswith("##") else f" {token}").encode()
+
+
+def _with_ends(token: str, suffix: str) -> bytes:
+    return token.replace(suffix, " ").encode()
+
+
+def _marked(token: str) -> bytes:
+    byte = _BYTE.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace(_MARKER, " ").encode()
+
+
+def _decoders(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield state
+    for part in state.get("decoders", ()):
+        yield from _decoders(part)
 
 
 logger = logging.get_logger(__name__)
 
 # Part of the target's vocabulary that both must have for drafts among these tokens: of a third of it fewer drafts are
-# accepted than of re-encoded text (benchmarks/vocabularies.py).
+# accepted than of re-encoded text.
 LEAST_SHARED = 0.5
 
 
 @dataclass
 class RowText:
-    """The text of a row as the draft model has it.
+    """What segmentations of a row's text need that differ."""
 
-    Attributes:
-        pending (`list[int]`): Tokens that it has not been fed, the last one for the next logits.
-        num_fed (`int`): Draft tokens of the last cycle in its cache.
-        drafted (`list[int]`): Draft tokens of the last cycle, where they are its own.
-        end (`bytes`): The end of the text, where segmentations differ.
-        states (`list[dict]`): The target's states that belong to the pending tokens, each `(t, H)`, where the draft
-            model reads them.
-    """
-
-    pending: list[int] = field(default_factory=list)
-    num_fed: int = 0
-    drafted: list[int] = field(default_factory=list)
-    end: bytes = b""
-    states: list[dict[int | str, torch.Tensor]] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)  # the last draft in the draft model's own tokens
+    end: bytes = b""  # of the text
 
 
 class SameTokens:
-    """One tokenizer, whose vocabulary may be padded to different widths.
+    """One tokenizer, whose vocabulary may be padded to different widths."""
 
-    Args:
-        target_size (`int`): V.
-        draft_size (`int`): W.
-        readable (`int`): Rows of the draft's embedding: it can read the ids below.
-
-    Attributes:
-        drafts_target_tokens (`bool`): Drafts are chosen from logits in the target's vocabulary.
-        note (`str`, *optional*): For the statistics.
-    """
-
-    drafts_target_tokens = True
-    note: str | None = None
+    is_one = True  # both have the same tokens
+    drafts_target_tokens = True  # drafts are chosen from logits in the target's vocabulary
+    note: str | None = None  # for the statistics
 
     def __init__(self, target_size: int, draft_size: int, readable: int):
-        self.target_size: int = target_size
-        self.draft_size: int = draft_size
-        self.readable: int = readable
+        self.target_size: int = target_size  # V
+        self.num_drafted: int = target_size  # the first so many tokens may be drafted
+        self.draft_size: int = draft_size  # W
+        self.readable: int = readable  # rows of the draft's embedding: it can read the ids below
 
     def prompts(self, prompt: Prompt) -> tuple[torch.LongTensor, list[int], list[RowText]]:
         """Prompts as the draft reads them: left-padded tokens `(B, P)`, the first one of each row, and the rest."""
@@ -89,46 +265,52 @@ class SameTokens:
         return tokens.masked_fill(tokens >= self.readable, 0) if self.readable < self.target_size else tokens
 
     @property
-    def num_choices(self) -> int:
-        """Of the best tokens, those that may be drafted: the first ones of the logits."""
-        return min(self.target_size, self.draft_size)
-
-    def translation(self, device: torch.device) -> Translation | None:
-        """The way of drafts between the two vocabularies, on a device; `None` where the draft chooses its own."""
-        return None
+    def key(self) -> tuple[Any, ...]:
+        """Whatever of it is built into a graph."""
+        return (self.num_drafted, self.target_size, self.readable)
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """The draft's logits `(R, W)`, of which those of the target's tokens are the first V."""
-        return logits
+        """Of the draft's logits `(..., W)` those of tokens that may be drafted."""
+        return logits[..., : self.num_drafted]
 
-    def draft(self, drafted: Following, counts: RowNumbers, depths: list[int], texts: list[RowText]) -> DraftTree:
-        """The drafts of a cycle.
+    def shortened(self, num_drafted: int) -> SameTokens:
+        """The same, of which the first tokens alone are drafted."""
+        if not self.is_one:
+            raise SpecConfigError(
+                f"`draft_vocabulary_size`={num_drafted} is for draft models with the target's tokenizer, and this one "
+                "has another. Leave it out."
+            )
+        vocabularies = copy(self)
+        vocabularies.num_drafted = min(num_drafted, self.target_size)
+        return vocabularies
 
-        Args:
-            drafted (`Following`): Their tokens.
-            counts (`list[int]` or `torch.LongTensor` of length R): Valid tokens of each row.
-            depths (`list[int]`): Most tokens of each row's draft.
-            texts (`list[RowText]`): The rows, which keep what they must know of their drafts.
-        """
-        return DraftTree.chain(drafted.tokens, counts, drafted.probs)
+    def draft(self, draft: DraftTree, depths: list[int], texts: list[RowText]) -> DraftTree:
+        """The drafts of a cycle in the target's tokens, to such depths; the texts keep what they must know of them."""
+        return draft
 
-    def commit(self, text: RowText, committed: list[int], num_accepted: int) -> int:
-        """Adds what the target has committed to a text; returns how many of the fed draft tokens stay."""
-        # The last token is the next anchor. It is fed in any case, for its logits; where rows are held to equal
+    def commit(self, commit: Commit, texts: list[RowText], num_read: int) -> tuple[Commit, list[int]]:
+        """What the draft has still to read of a commit, and how many of `num_read` drafted tokens stay in each row."""
+        if self.is_one and not num_read:
+            return replace(commit, tokens=self.inputs(commit.tokens)), [0] * len(texts)
+        rows = zip(texts, commit.token_lists, commit.num_accepted)
+        kept, lists = zip(*(self.committed(*row, num_read) for row in rows))
+        width = max(map(len, lists))
+        tokens = upload([row + row[-1:] * (width - len(row)) for row in lists], commit.tokens.device)
+        return Commit(commit.rows, tokens, list(lists), commit.num_accepted), list(kept)
+
+    def committed(self, text: RowText, tokens: list[int], num_accepted: int, num_read: int) -> tuple[int, list[int]]:
+        """The same of one row: how many drafted tokens stay, and the tokens that are still to be read."""
+        # The last token is the next anchor. It is read in any case, for its logits; where rows are held to equal
         # lengths, it may be an accepted draft token.
-        kept = min(num_accepted, text.num_fed, len(committed) - 1)
-        text.pending.extend(token if token < self.readable else 0 for token in committed[kept:])
-        return kept
+        kept = min(num_accepted, num_read, len(tokens) - 1)
+        return kept, [token if token < self.readable else 0 for token in tokens[kept:]]
 
 
 class OtherTokens(SameTokens):
-    """Two tokenizers: texts are segmented anew.
+    """Two tokenizers: texts are segmented anew."""
 
-    Args:
-        target_size, draft_size, readable (`int`): As for [`SameTokens`].
-        target, draft (`Vocabulary`): The tokens.
-        shared (`dict[int, int]`): By target token the draft's with the same bytes, or of the same role.
-    """
+    is_one = False
+    drafts_are: ClassVar[str]  # in the note
 
     def __init__(
         self,
@@ -137,19 +319,15 @@ class OtherTokens(SameTokens):
         readable: int,
         target: Vocabulary,
         draft: Vocabulary,
-        shared: dict[int, int],
+        shared: dict[int, int],  # by target token the draft's with the same bytes, or of the same role
     ):
         super().__init__(target_size, draft_size, readable)
         self.target: Vocabulary = target
         self.draft_side: Vocabulary = draft
         self.shared: dict[int, int] = shared
-
-    @property
-    def extent(self) -> str:
-        """The size of the common vocabulary."""
-        return (
-            f"{len(self.shared)} tokens are in both (of the target's {len(self.target)}, the draft's "
-            f"{len(self.draft_side)})"
+        self.note: str | None = (
+            f"draft and target have different tokenizers: drafts are {self.drafts_are}, {len(shared)} tokens are in "
+            f"both (of the target's {len(target)}, the draft's {len(draft)})"
         )
 
     def prompts(self, prompt: Prompt) -> tuple[torch.LongTensor, list[int], list[RowText]]:
@@ -190,69 +368,69 @@ class OtherTokens(SameTokens):
 class SharedTokens(OtherTokens):
     """Drafts among the tokens that both vocabularies have."""
 
+    drafts_are = "of the shared tokens"
+
     def __init__(self, *sizes_and_vocabularies: Any):
         super().__init__(*sizes_and_vocabularies)
         # The draft's logit of each target token; where there is none, one that is added after the last.
         self._sources = torch.full((self.target_size,), self.draft_size)
         self._sources[list(self.shared)] = torch.tensor(list(self.shared.values()))
-        self._on: dict[torch.device, Translation] = {}
-        self.note = f"draft and target have different tokenizers: drafts are of the shared tokens, {self.extent}"
+        self._on: dict[torch.device, torch.LongTensor] = {}
 
     @property
-    def num_choices(self) -> int:
-        return self.target_size
+    def key(self) -> tuple[Any, ...]:
+        return (Variant(self),)
 
-    def translation(self, device: torch.device) -> Translation:
+    def _sources_on(self, device: torch.device) -> torch.LongTensor:
         if device not in self._on:
-            self._on[device] = Translation(self._sources.to(device), self.readable)
+            self._on[device] = self._sources.to(device)
         return self._on[device]
 
     def inputs(self, tokens: torch.LongTensor) -> torch.LongTensor:
         # Those are drafted tokens, which both have.
-        return self.translation(tokens.device).inputs(tokens)
+        return self._sources_on(tokens.device)[tokens].clamp_(max=self.readable - 1)
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """The draft's logits of the target's tokens, `(R, V)`."""
-        return self.translation(logits.device).logits(logits)
+        """The draft's logits of the target's tokens, `(..., V)`; -inf for tokens that it lacks."""
+        return F.pad(logits, (0, 1), value=float("-inf"))[..., self._sources_on(logits.device)]
 
-    def commit(self, text: RowText, committed: list[int], num_accepted: int) -> int:
-        kept = min(num_accepted, text.num_fed, len(committed) - 1)
-        text.end = (text.end + self.target.text(committed[:kept]))[-CONTEXT_BYTES:]
-        new = committed[kept:]
-        if all(token in self.shared for token in new):
-            text.end = (text.end + self.target.text(new))[-CONTEXT_BYTES:]
-            text.pending.extend(self.shared[token] for token in new)
-        else:
-            text.pending.extend(self._read(text, new) or [0])
-        return kept
+    def committed(self, text: RowText, tokens: list[int], num_accepted: int, num_read: int) -> tuple[int, list[int]]:
+        kept = min(num_accepted, num_read, len(tokens) - 1)
+        text.end = (text.end + self.target.text(tokens[:kept]))[-CONTEXT_BYTES:]
+        new = tokens[kept:]
+        if not all(token in self.shared for token in new):
+            return kept, self._read(text, new) or [0]
+        text.end = (text.end + self.target.text(new))[-CONTEXT_BYTES:]
+        return kept, [self.shared[token] for token in new]
 
 
 class ReencodedText(OtherTokens):
     """Drafts in the draft's own tokens, whose text becomes the target's tokens."""
 
     drafts_target_tokens = False
+    drafts_are = "re-encoded as text"
 
     def __init__(self, *sizes_and_vocabularies: Any):
         super().__init__(*sizes_and_vocabularies)
-        self.note = f"draft and target have different tokenizers: drafts are re-encoded as text, {self.extent}"
-        self._ends = {own: token for token, own in self.shared.items() if own not in self.draft_side.texts}
+        self._ends = {drafted: token for token, drafted in self.shared.items() if drafted not in self.draft_side.texts}
 
     @property
-    def num_choices(self) -> int:
-        return self.draft_size
+    def key(self) -> tuple[Any, ...]:
+        return ()
 
     def inputs(self, tokens: torch.LongTensor) -> torch.LongTensor:
         return tokens
 
-    def draft(self, drafted: Following, counts: RowNumbers, depths: list[int], texts: list[RowText]) -> DraftTree:
+    def logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def draft(self, draft: DraftTree, depths: list[int], texts: list[RowText]) -> DraftTree:
         # Waits for the device: the tokenizer is on the host.
-        tokens = drafted.tokens.tolist()
-        counts = counts if isinstance(counts, list) else counts.tolist()
         drafts = []
-        for text, own, count, depth in zip(texts, tokens, counts, depths):
-            text.drafted = own[:count]
+        for text, tokens, depth in zip(texts, draft.token_lists(), depths):
+            text.drafted = tokens
             drafts.append(self._as_target(text)[:depth])
-        return DraftTree.from_lists(drafts, drafted.tokens.device)
+        return DraftTree.from_lists(drafts, draft.tokens.device)
 
     def _as_target(self, text: RowText) -> list[int]:
         """A row's draft in the target's tokens, up to the first special one, which may be an end that both have."""
@@ -268,22 +446,20 @@ class ReencodedText(OtherTokens):
         count = next((index for index, token in enumerate(tokens) if token not in side.texts), len(tokens))
         return tokens[:count]
 
-    def commit(self, text: RowText, committed: list[int], num_accepted: int) -> int:
-        known = self._ordinary(committed, self.target)
-        new, place, kept = self.target.text(known), 0, 0
-        for token in text.drafted[: text.num_fed]:
-            own = self.draft_side.texts.get(token)
-            if own is None or not new.startswith(own, place):
+    def committed(self, text: RowText, tokens: list[int], num_accepted: int, num_read: int) -> tuple[int, list[int]]:
+        ordinary = self._ordinary(tokens, self.target)
+        new, place, kept = self.target.text(ordinary), 0, 0
+        for token in text.drafted[:num_read]:
+            written = self.draft_side.texts.get(token)
+            if written is None or not new.startswith(written, place):
                 break
-            # Something is left to be fed, for its logits.
-            if place + len(own) == len(new) and len(known) == len(committed):
+            # Something is left to be read, for its logits.
+            if place + len(written) == len(new) and len(ordinary) == len(tokens):
                 break
-            place, kept = place + len(own), kept + 1
+            place, kept = place + len(written), kept + 1
         text.end = (text.end + new[:place])[-CONTEXT_BYTES:]
-        pending = self._encoded(text, new[place:]) + self._read(text, committed[len(known) :])
-        text.pending.extend(pending or [0])
         text.drafted = []
-        return kept
+        return kept, (self._encoded(text, new[place:]) + self._read(text, tokens[len(ordinary) :])) or [0]
 
 
 def match_vocabularies(
@@ -292,19 +468,11 @@ def match_vocabularies(
     mapping: str = "auto",
     tokenizers: tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None] | None = None,
 ) -> SameTokens:
-    """The relation of a draft model's vocabulary to the target's.
+    """The relation of a draft model's vocabulary to the target's, by their tokenizers (`None`: they are the same).
 
     The tokenizers are compared where they are known. The sizes alone prove nothing: padded vocabularies of one
-    tokenizer differ in size, and different tokenizers may agree in it.
-
-    Args:
-        draft_model, target_model (`PreTrainedModel`): The two models.
-        mapping (`str`): For different tokenizers: "shared_tokens", "text", or "auto", by the size of what both have.
-        tokenizers (`tuple`, *optional*): The target's and the draft's, as far as there are any. `None`: they are one
-            and the same.
-
-    Raises:
-        CheckpointFormatError: They have no token in common, or nothing shows how they are related.
+    tokenizer differ in size, and different tokenizers may agree in it. Of different ones `mapping` is "shared_tokens",
+    "text", or "auto", by the size of what both have.
     """
     readable = num_embeddings(draft_model.get_input_embeddings())
     sizes = vocabulary_size(target_model), vocabulary_size(draft_model), readable
@@ -333,29 +501,18 @@ def match_vocabularies(
 def relation(
     target: Vocabulary, draft: Vocabulary, sizes: tuple[int, int, int], mapping: str, names: list[str]
 ) -> OtherTokens:
-    """The relation of the vocabularies of two tokenizers.
-
-    Args:
-        target, draft (`Vocabulary`): The two.
-        sizes (`tuple[int, int, int]`): Those of [`SameTokens`].
-        mapping (`str`): As for [`match_vocabularies`].
-        names (`list[str]`): Of the two models.
-
-    Raises:
-        CheckpointFormatError: They have no token in common.
-    """
-    shared = {
-        token: own for token, own in shared_tokens(target, draft).items() if token < sizes[0] and own < min(sizes[1:])
-    }
-    found = len([token for token in shared if token in target.texts])
-    if not found:
+    """The relation of the vocabularies of two tokenizers; the sizes are those of [`SameTokens`]."""
+    pairs = shared_tokens(target, draft).items()
+    shared = {token: drafted for token, drafted in pairs if token < sizes[0] and drafted < min(sizes[1:])}
+    num_shared = len([token for token in shared if token in target.texts])
+    if not num_shared:
         raise CheckpointFormatError(
             f"The target '{names[0]}' ({len(target)} tokens) and the draft model '{names[1]}' ({len(draft)} tokens) "
             "have different tokenizers without a common token. Choose a draft model that writes the target's "
             "language, or pass its own tokenizer as `draft_tokenizer`."
         )
     if mapping == "auto":
-        mapping = "shared_tokens" if found >= LEAST_SHARED * len(target) else "text"
+        mapping = "shared_tokens" if num_shared >= LEAST_SHARED * len(target) else "text"
     kind = SharedTokens if mapping == "shared_tokens" else ReencodedText
     return kind(*sizes, target, draft, shared)
 
@@ -369,10 +526,10 @@ def shared_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
     ]
     shared: dict[int, int] = {}
     taken: set[int] = set()
-    for token, own in pairs:
-        if token not in shared and own not in taken:
-            shared[token] = own
-            taken.add(own)
+    for token, drafted in pairs:
+        if token not in shared and drafted not in taken:
+            shared[token] = drafted
+            taken.add(drafted)
     return shared
 
 

@@ -1,6 +1,7 @@
 """Drafts of EAGLE and EAGLE-3 heads (Li et al. 2024, 2025: arXiv:2401.15077, 2406.16858, 2503.01840)."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from ...method import Method
 from ...training.options import shared_option
@@ -37,7 +38,7 @@ class Eagle3Training(Options):
     aux_layer_ids: tuple[int, ...] | None = setting(
         None,
         "Target layers whose inputs the head reads, separated by commas; N for the output of the last of N layers. "
-        "Left out: 2, N // 2 and N - 3.",
+        "Default: 2, N // 2 and N - 3.",
     )
     head_decay: float = shared_option("head_decay", 0.8)
     kl_weight: float = shared_option("kl_weight", 1.0)
@@ -55,35 +56,32 @@ class PEagleTraining(Eagle3Training):
     )
 
 
+_method = partial(
+    Method,
+    drafts_from="hidden states of one or more layers, extrapolated by a layer of its own; dynamic trees",
+    generator="generator:EagleCandidateGenerator",
+    formats="formats",
+    weights="a head",
+    drafts_static_trees=True,
+    sglang_counts_steps=True,
+    healthy_first_rate=0.4,
+)
+
 METHODS = (
-    Method(
+    _method(
         name="eagle",
         noun="EAGLE head",
-        drafts_from="hidden states of one or more layers, extrapolated by a layer of its own; dynamic trees",
-        folder=__name__,
-        generator="generator:EagleCandidateGenerator",
-        formats="formats",
-        weights="a head",
-        drafts_static_trees=True,
         preference=40,
         preferred_because="one layer that reads the target's last state alone",
         recipe="recipe:Eagle1Recipe",
         training=Eagle1Training,
         vllm="eagle",
         sglang="EAGLE",
-        sglang_counts_steps=True,
-        healthy_first_rate=0.4,
         demo="eagle",
     ),
-    Method(
+    _method(
         name="eagle3",
         noun="EAGLE-3 head",
-        drafts_from="hidden states of one or more layers, extrapolated by a layer of its own; dynamic trees",
-        folder=__name__,
-        generator="generator:EagleCandidateGenerator",
-        formats="formats",
-        weights="a head",
-        drafts_static_trees=True,
         preference=10,
         preferred_because="one layer that reads three depths of the target: long accepted drafts for little work",
         tags=("eagle-3",),
@@ -92,8 +90,6 @@ METHODS = (
         further_recipes={"peagle": ("P-EAGLE head", "recipe:PEagleRecipe", PEagleTraining)},
         vllm="eagle3",
         sglang="EAGLE3",
-        sglang_counts_steps=True,
-        healthy_first_rate=0.4,
         demo="eagle3",
         demo_settings={"": {}, "tree": {"num_draft_nodes": 19}},
     ),

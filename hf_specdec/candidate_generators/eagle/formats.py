@@ -17,33 +17,29 @@ N decoder layers of the target.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from torch import nn
 from transformers.utils import logging
 
 from ...checkpoints.draft_reader import (
     FIRST_LAYER,
+    LAYERS,
     DraftConfig,
     DraftReader,
     is_selection,
-    projections,
     share_of,
     stored_vocabulary,
 )
 from ...checkpoints.format import Format, Unsupported, is_marked
 from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed
-from ...checkpoints.settings import COUNT, FLAG, INDEX, INDICES, POSITIVE
-
-
-if TYPE_CHECKING:
-    from ...checkpoints.checkpoint import Checkpoint
-    from ...checkpoints.settings import Kind
+from ...checkpoints.schema import COUNT, FLAG, INDEX, INDICES, POSITIVE, Key, Tensor, keys, renamed
+from ...settings import SpeculativeConfig
 
 
 logger = logging.get_logger(__name__)
@@ -54,36 +50,23 @@ _MAX_EXTRA_ROWS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(DraftConfig):
-    """Record of an EAGLE head; see also [`DraftConfig`].
+    """Record of an EAGLE head; see also [`DraftConfig`]."""
 
-    Args:
-        method (`str`): "eagle" (EAGLE-1, EAGLE-2, HASS) or "eagle3".
-        sliding_window (`int`, *optional*): How many positions the layers look back.
-        aux_layer_ids (`tuple[int, ...]` of length A): The captured boundaries in increasing order: i is the residual
-            stream that enters decoder layer i of the target, N the one that enters its final norm. Empty: the state
-            after the final norm.
-        norms (`tuple[str, ...]`): Names of the norms there are, such as "layers.0.hidden_norm".
-        biases (`tuple[str, ...]`): Names of the linear layers with a bias, such as "fc".
-        has_fc, own_embedding (`bool`): The head has these; it shares the embedding with the target otherwise.
-        norm_before_residual (`bool`): EAGLE-3's first layer adds to the normed state, not to the state itself.
-        norm_output (`bool`): What is fed back has gone through the final norm.
-        logit_scale (`float`): Factor of the logits.
-        mask_token_id (`int`, *optional*): Token of the masks with which a P-EAGLE head drafts all tokens at once.
-        num_parallel_tokens (`int`): Tokens that it was trained to draft so.
-    """
-
-    method: Literal["eagle", "eagle3"]
-    sliding_window: int | None = None
+    method: Literal["eagle", "eagle3"]  # "eagle": EAGLE-1, EAGLE-2, HASS
+    sliding_window: int | None = None  # how many positions the layers look back, its own included
+    full_layers: tuple[int, ...] = ()  # that look back to the beginning although others have a window
+    # The A captured boundaries in increasing order: i is the residual stream that enters decoder layer i of the
+    # target, N the one that enters its final norm. Empty: the state after the final norm.
     aux_layer_ids: tuple[int, ...] = ()
-    norms: tuple[str, ...] = ()
-    biases: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()  # those there are, such as "layers.0.hidden_norm"
+    biases: tuple[str, ...] = ()  # the linear layers with a bias, such as "fc"
     has_fc: bool = True
-    own_embedding: bool = False
-    norm_before_residual: bool = False
-    norm_output: bool = False
+    own_embedding: bool = False  # else it shares the target's
+    norm_before_residual: bool = False  # EAGLE-3's first layer adds to the normed state, not to the state itself
+    norm_output: bool = False  # what is fed back has gone through the final norm
     logit_scale: float = 1.0
-    mask_token_id: int | None = None
-    num_parallel_tokens: int = 0
+    mask_token_id: int | None = None  # of the masks with which a P-EAGLE head drafts all tokens at once
+    num_parallel_tokens: int = 0  # that it was trained to draft so
 
     @property
     def num_states(self) -> int:
@@ -116,7 +99,8 @@ class EagleConfig(DraftConfig):
             "logit_scale": self.logit_scale,
         }
         if self.sliding_window:
-            config |= {"layer_types": ["sliding_attention"] * self.num_hidden_layers}
+            kinds = ("full" if index in self.full_layers else "sliding" for index in range(self.num_hidden_layers))
+            config |= {"layer_types": [f"{kind}_attention" for kind in kinds]}
         if self.method == "eagle3":
             config |= {
                 "draft_vocab_size": self.draft_vocab_size,
@@ -140,8 +124,7 @@ def stored_tensors(config: EagleConfig, tensors: Mapping[str, torch.Tensor]) -> 
     """The tensors of a network under the names of the first publishers, `d2t` and `t2d` for its table of ids."""
     stored = stored_vocabulary(tensors, config.vocab_size)
     if config.method == "eagle3":
-        first = f"{FIRST_LAYER}."
-        stored = {f"midlayer.{n.removeprefix(first)}" if n.startswith(first) else n: t for n, t in stored.items()}
+        stored = {renamed(name, {f"{FIRST_LAYER}.": "midlayer."}) or name: part for name, part in stored.items()}
     return stored
 
 
@@ -152,9 +135,6 @@ _MINICPM = ("architectures=EagleMiniCPM.*",)
 _MTP = ("architectures=Eagle(DeepSeekMTP|MistralLarge3).*",)
 _PARALLEL = ("architectures=(?i:peagle).*", "speculators_model_type=peagle")
 _MASK = "mask_hidden"
-
-# Keys for the token of its masks.
-_MASK_TOKENS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 
 # Tokens that a head of this kind drafts where its config does not say how many it was trained for.
 _TOKENS_AT_ONCE = 7
@@ -189,28 +169,31 @@ _UNSUPPORTED = (
 
 
 class EagleReader(DraftReader):
-    """A checkpoint with an EAGLE head.
+    """A checkpoint with an EAGLE head; boundaries that the user has named go before the config's."""
 
-    Args:
-        header (`Header`): Of any of the formats.
-        aux_layer_ids (`Sequence[int]`, *optional*): Boundaries that the user has named; they go before the config's.
-    """
-
+    record_class: ClassVar[type[EagleConfig]] = EagleConfig
     noun = "head"
     kinds: ClassVar[tuple[str, ...]] = ("eagle", "eagle3", "peagle")
     # Some formats have the config of a model, that of the layers, inside of it.
     blocks: ClassVar[tuple[str, ...]] = ("dflash_config", "transformer_layer_config", "model", "", "eagle_config")
-    settings: ClassVar[dict[str, Kind]] = DraftReader.settings | {
-        **dict.fromkeys(("aux_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids"), INDICES),
-        **dict.fromkeys(("fc_norm", "use_aux_norm", "norm_before_fc", "norm_before_residual", "norm_output"), FLAG),
-        **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), FLAG),
-        **dict.fromkeys(_MASK_TOKENS, INDEX),
-        "logit_scale": POSITIVE,
-        "original_max_position_embeddings": COUNT,
-        "partial_rotary_factor": POSITIVE,
-    }
+    keys: ClassVar[tuple[Key, ...]] = (
+        *DraftReader.keys,
+        Key("rope_theta", POSITIVE, 10000.0),
+        Key("rms_norm_eps", POSITIVE, 1e-6),
+        Key("max_position_embeddings", COUNT, 2048),
+        Key("logit_scale", POSITIVE, 1),
+        # One of two notations: of the first it is known which.
+        *keys("aux_layer_ids", INDICES, ()),
+        Key("eagle_aux_hidden_state_layer_ids layer_ids", INDICES, ()),
+        *keys("fc_norm use_aux_norm norm_before_fc norm_before_residual norm_output", FLAG, False),
+        *keys("use_input_layernorm_in_first_layer use_last_layernorm", FLAG, True),
+        Key("mask_token_id dspark_noise_token_id pard_token ptd_token_id", INDEX),
+        Key("use_sliding_window", FLAG),
+        Key("original_max_position_embeddings", COUNT),
+        Key("partial_rotary_factor", POSITIVE, 1),
+    )
     notes = (
-        "eagle_config layernorms model parallel_draft_step quantization_config use_sliding_window "
+        "eagle_config layernorms model parallel_draft_step quantization_config "
         "*loss* draft_attn_impl draft_vocab_size eagle_decoder_type eagle_fc_bias eagle_freeze_base_model "
         "dflash_config down_sample_* num_depths para_depths parallel_drafting "
         "embed_requires_grad enable_sp_ulysses fusion_bias has_lm_head hot_vocab_size num_aux_* num_eagle_features "
@@ -229,15 +212,14 @@ class EagleReader(DraftReader):
     instead = "Pass an EAGLE-1, EAGLE-2 or EAGLE-3 head with layers of the Llama kind."
     # Buffers, what only training needs, and EAGLE-1's copy of the target's lm_head.
     unused: ClassVar[re.Pattern[str]] = re.compile(r"d2t|t2d|token_map|.*inv_freq|verifier_.*|lm_head\.weight")
-    usual: ClassVar[dict[str, float | int]] = {
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048,
-    }
 
     def __init__(self, header: Header, aux_layer_ids: Sequence[int] | None = None):
         super().__init__(header)
         self._named_ids = None if aux_layer_ids is None else sorted(set(aux_layer_ids))
+
+    @classmethod
+    def for_loading(cls, header: Header, config: SpeculativeConfig, target_model: nn.Module) -> EagleReader:
+        return cls(header, getattr(config.options, "aux_layer_ids", None))
 
     # What it is
 
@@ -246,43 +228,34 @@ class EagleReader(DraftReader):
         # Not by `fc`: with two captured states it is as wide as that of EAGLE-1.
         if f"{FIRST_LAYER}.hidden_norm.weight" in self.stored:
             return "eagle3"
-        queries = self.shape(f"{FIRST_LAYER}.self_attn.q_proj.weight") or ()
-        return "eagle3" if queries[1:] == (2 * self.hidden_size,) else "eagle"
+        rows, columns = (self.shape(f"{FIRST_LAYER}.self_attn.{part}_proj.weight") or () for part in "oq")
+        return "eagle3" if columns[1:] == (2 * rows[0] if rows else 0,) else "eagle"
 
-    def check(self) -> None:
-        super().check()
-        if self.header.shapes is None:
-            return
-        parts = ("fc.weight", f"{FIRST_LAYER}.self_attn.q_proj.weight")
-        if f"{FIRST_LAYER}.hidden_norm.weight" not in self.stored and not all(part in self.stored for part in parts):
-            raise self.wrong(
-                f"is no EAGLE head: {self.header.file} has neither `fc.weight` nor `hidden_norm.weight` of a first "
-                f"layer (its tensors: {listed(self.stored.values())})",
-                "Pass an EAGLE checkpoint, or name the method that this one is for.",
-            )
-        for name in self.stored:
-            if "norm" in name and name.endswith(".weight") and not self.unused.fullmatch(name):
-                size = math.prod(self.shape(name))
-                if self.shape(name) != (size,):
-                    raise self.wrong_shape(name, (size,))
-        self.require(projections(), "the first layer")
-        if self.is_parallel:
-            self.require([_MASK], "a P-EAGLE head")
-            self._mask_token_id()
+    @property
+    def table(self) -> tuple[Tensor, ...]:
+        """h: hidden size, f: inputs of `fc`, t: width of a captured state; further symbols as in [`LAYERS`]."""
+        is_third, says = self.method == "eagle3", self.setting
+        return (
+            LAYERS[0],
+            Tensor("layers.0.self_attn.q_proj.weight", "q 2h" if is_third else "q h"),
+            Tensor("layers.0.self_attn.(k|v)_proj.weight", "k 2h" if is_third else "k h"),
+            Tensor("layers.0.input_layernorm.weight", "h", is_third and says("use_input_layernorm_in_first_layer")),
+            Tensor("layers.0.hidden_norm.weight", "h", is_third),
+            *LAYERS,
+            # Some have rows after those of the state.
+            Tensor("fc.weight", "* f", needed=not is_third),
+            Tensor("input_norm.weight", "f", says("norm_before_fc")),
+            Tensor("fc_norm.{chunk}.weight", "t", needed=False),
+            Tensor("norm.weight", "h", is_third and says("use_last_layernorm")),
+            Tensor("embed_tokens.weight", "* h", needed=False),
+            *([Tensor("lm_head.weight", "* h")] if self.own_head else []),
+            Tensor(_MASK, needed="a P-EAGLE head" if self.is_parallel else False),
+        )
 
     @property
     def is_parallel(self) -> bool:
         """True where it drafts all tokens at once."""
         return _MASK in self.stored or is_marked(self.header.config, _PARALLEL)
-
-    def _mask_token_id(self) -> int:
-        found = self.first_setting(*_MASK_TOKENS)
-        if found is None:
-            raise self.wrong(
-                f"is a P-EAGLE head (`{_MASK}`) and does not say which token its masks are",
-                "Add `mask_token_id` to its config.json.",
-            )
-        return found
 
     @property
     def num_draft_tokens(self) -> int | None:
@@ -300,49 +273,51 @@ class EagleReader(DraftReader):
     @property
     def needs(self) -> TargetNeeds:
         width, ids = self.setting("target_hidden_size"), self._stated_ids()
-        if self.header.shapes is None:
-            return TargetNeeds(None, width or self.setting("hidden_size"), self.stated_vocab_size)
         if self.reads_last_state:
-            return TargetNeeds(None, width or self.hidden_size, self.stated_vocab_size)
+            return TargetNeeds(None, width or self.sizes["h"], self.stated_vocab_size)
         # Without names of states there are three. In one of two notations they are one less than the layers needed.
-        width = width or share_of(self.linear("fc")[1], len(ids) or 3)
+        width = width or share_of(self.sizes["f"], len(ids) or 3)
         return TargetNeeds(None, width, self.stated_vocab_size, min_hidden_layers=max(ids, default=None))
 
     # The record
 
-    def configured(self, checkpoint: Checkpoint, target: TargetSizes) -> EagleConfig:
-        """The record of the head for a target.
-
-        Raises:
-            CheckpointFormatError: The checkpoint is incomplete, contradicts itself, or was made for another target.
-        """
-        self.check()
-        ids = () if self.reads_last_state else self._boundaries(target)
-        self.check_target(target)
-        self.check_shared_parts(target)
+    def own_fields(self) -> dict[str, Any]:
         norms = tuple(name.removesuffix(".weight") for name in self.stored if self._is_norm(name))
-        config = EagleConfig(
-            method=self.method,
-            **self.common_settings(checkpoint, target),
-            sliding_window=self._sliding_window(),
-            aux_layer_ids=ids,
-            norms=norms,
-            biases=tuple(name.removesuffix(".bias") for name in self.stored if name.endswith(".bias")),
-            has_fc="fc.weight" in self.stored,
-            own_embedding="embed_tokens.weight" in self.stored,
-            norm_before_residual=bool(self.setting("norm_before_residual")),
-            norm_output=self._norm_output("fc_norm.0" in norms),
-            logit_scale=float(self.setting("logit_scale") or 1),
-            mask_token_id=self._mask_token_id() if self.is_parallel else None,
-            num_parallel_tokens=self.num_draft_tokens if self.is_parallel else 0,
-        )
-        self.require([f"{name}.weight" for name in self._required_norms(config)], "its norms")
-        if config.mask_token_id is not None and config.mask_token_id >= config.vocab_size:
+        return {
+            "method": self.method,
+            **super().own_fields(),
+            **self._windows(),
+            "norms": norms,
+            "biases": tuple(name.removesuffix(".bias") for name in self.stored if name.endswith(".bias")),
+            "has_fc": "fc.weight" in self.stored,
+            "own_embedding": "embed_tokens.weight" in self.stored,
+            "norm_before_residual": self.setting("norm_before_residual"),
+            "norm_output": self._norm_output("fc_norm.0" in norms),
+            "logit_scale": float(self.setting("logit_scale")),
+            "mask_token_id": self._mask_token_id() if self.is_parallel else None,
+            "num_parallel_tokens": self.num_draft_tokens if self.is_parallel else 0,
+        }
+
+    def target_fields(self, target: TargetSizes) -> dict[str, Any]:
+        ids = () if self.reads_last_state else self._boundaries(target)
+        fields = super().target_fields(target)
+        norms_states = self.setting("fc_norm") or self.setting("use_aux_norm")
+        if norms_states or any(name.startswith("fc_norm.") for name in self.stored):
+            self.require([f"fc_norm.{index}.weight" for index in range(len(ids) or 1)], "its norms")
+        if self.is_parallel and self._mask_token_id() >= (target.vocab_size or 0):
             raise self.wrong(
-                f"has the mask token {config.mask_token_id}, and its embedding has {config.vocab_size} tokens",
+                f"has the mask token {self._mask_token_id()}, and its embedding has {target.vocab_size} tokens",
                 "Correct its config.json.",
             )
-        return config
+        return {**fields, "aux_layer_ids": ids}
+
+    def _mask_token_id(self) -> int:
+        if (token := self.setting("mask_token_id")) is None:
+            raise self.wrong(
+                f"is a P-EAGLE head (`{_MASK}`) and does not say which token its masks are",
+                "Add `mask_token_id` to its config.json.",
+            )
+        return token
 
     def _is_norm(self, name: str) -> bool:
         return name.endswith(".weight") and len(self.shape(name)) == 1 and not self.unused.fullmatch(name)
@@ -351,7 +326,7 @@ class EagleReader(DraftReader):
         parameters = super().rope_parameters()
         if original := self.setting("original_max_position_embeddings"):
             parameters.setdefault("original_max_position_embeddings", original)
-        partial = parameters.get("partial_rotary_factor") or self.setting("partial_rotary_factor") or 1
+        partial = parameters.get("partial_rotary_factor") or self.setting("partial_rotary_factor")
         if partial != 1:
             raise self.wrong(
                 f"has a rotary embedding with partial_rotary_factor={partial}",
@@ -359,39 +334,24 @@ class EagleReader(DraftReader):
             )
         return parameters
 
-    def _sliding_window(self) -> int | None:
-        kinds = set((self.setting("layer_types") or ())[: self.num_layers])
-        if "sliding_attention" not in kinds:
-            return None
-        if len(kinds) > 1:
-            raise self.wrong("mixes layers with and without a sliding window", "Pass a head with layers of one kind.")
-        return self.setting("sliding_window")
+    def _windows(self) -> dict[str, Any]:
+        """The window of the layers that slide, and the layers that do not; kinds that no head has count as these."""
+        kinds, count = self.setting("layer_types") or (), self.sizes["layer"]
+        window = None if self.setting("use_sliding_window") is False else self.setting("sliding_window")
+        if "sliding_attention" not in kinds[:count] or window is None:
+            return {}
+        if len(kinds) < count:
+            raise self.wrong(f"has `layer_types`={kinds} in its config.json, and {count} layers", "Correct it.")
+        full = (index for index, kind in enumerate(kinds[:count]) if kind != "sliding_attention")
+        return {"sliding_window": window, "full_layers": tuple(full)}
 
     def _norm_output(self, has_chunk_norms: bool) -> bool:
-        given = bool(self.setting("norm_output"))
+        is_stated = self.setting("norm_output")
         # A training framework has the same key for the norm before the lm_head, and feeds back the state before it.
         trusted = has_chunk_norms or not {"speculators_model_type", "aux_layer_ids"}.isdisjoint(self.header.config)
-        if given and not trusted:
+        if is_stated and not trusted:
             logger.info(f"'{self.name}': `norm_output` is read as the norm before the lm_head; its input is fed back.")
-        return given and trusted
-
-    def _required_norms(self, config: EagleConfig) -> list[str]:
-        layers = range(config.num_hidden_layers)
-        names = [f"layers.{index}.post_attention_layernorm" for index in layers]
-        names += [f"layers.{index}.input_layernorm" for index in layers[1:]]
-        if config.method == "eagle":
-            return names
-        names.append(f"{FIRST_LAYER}.hidden_norm")
-        if self.setting("use_input_layernorm_in_first_layer") is not False:
-            names.append(f"{FIRST_LAYER}.input_layernorm")
-        if self.setting("use_last_layernorm") is not False:
-            names.append("norm")
-        if self.setting("norm_before_fc"):
-            names.append("input_norm")
-        chunk_norms = any(self.setting(key) for key in ("fc_norm", "use_aux_norm"))
-        if chunk_norms or any(name.startswith("fc_norm.") for name in config.norms):
-            names += [f"fc_norm.{index}" for index in range(config.num_states)]
-        return names
+        return is_stated and trusted
 
     # Captured states
 
@@ -399,8 +359,7 @@ class EagleReader(DraftReader):
         """Numbers of layers as the user or the config names them, rising."""
         if self._named_ids is not None:
             return self._named_ids
-        stated = self.first_setting("aux_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids")
-        return sorted(set(stated or ()))
+        return sorted(set(self.setting("aux_layer_ids") or self.setting("eagle_aux_hidden_state_layer_ids")))
 
     def _boundaries(self, target: TargetSizes) -> tuple[int, ...]:
         """The boundaries, which configs have in one of two notations without saying which."""
@@ -426,9 +385,9 @@ class EagleReader(DraftReader):
 
     # Tensors
 
-    def read_token_ids(self, checkpoint: Checkpoint, target: TargetSizes) -> torch.LongTensor | None:
+    def read_token_ids(self, target: TargetSizes) -> torch.LongTensor | None:
         # EAGLE-1 has no vocabulary of its own.
-        return None if self.method == "eagle" else super().read_token_ids(checkpoint, target)
+        return None if self.method == "eagle" else super().read_token_ids(target)
 
     def absolute_ids(self, table: torch.LongTensor, vocab_size: int) -> torch.LongTensor:
         ids = super().absolute_ids(table, vocab_size)

@@ -11,9 +11,9 @@ With W the fully connected layer `fc`:
                y = g + Attn([norm(e) ; norm(g)]),     x = y + MLP(norm(y))
                logits = lm_head (norm(x)),            fed back: x, in the place of g
 
-P-EAGLE (arXiv:2602.01469) is an EAGLE-3 head with a trained state for masks, see
-[`~candidate_generators.eagle.parallel`]. Further layers are ordinary ones. A norm or a bias is there if and only if
-its tensor is in the checkpoint; which, and what else a checkpoint says, is in [`EagleConfig`].
+P-EAGLE (arXiv:2602.01469) is an EAGLE-3 head with a trained state for masks. Further layers are ordinary ones. A norm
+or a bias is there if and only if its tensor is in the checkpoint; which, and what else a checkpoint says, is in
+[`EagleConfig`].
 
 Shapes: R rows, T entries, S slots of the draft's cache, h and th hidden sizes of draft and target, A captured states,
 V vocabulary of the target, U that of the draft.
@@ -21,51 +21,61 @@ V vocabulary of the target, U that of the draft.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
-from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint
-from ...checkpoints.header import TargetSizes
-from ...checkpoints.loading import check_given, loads_checkpoint
+from ...checkpoints.draft_reader import DraftConfig
+from ...checkpoints.loading import save_checkpoint
+from ...checkpoints.reader import CheckpointReader
 from ...errors import SpecConfigError
-from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network, new_attention, new_mlp
-from ...layers.llama import DecoderLayer, KeyValueCache, RMSNorm, project, with_query_groups
+from ...kernels.heads import KeyValueCache
+from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, new_attention, new_mlp
+from ...layers.llama import DecoderLayer, RMSNorm, with_query_groups
+from ...layers.plan import LayerPlan, Normed, Way, bind_linears, norm_of, plan_layers, planned
+from ...settings import SpeculativeConfig
 from ...target.masks import FULL, Span
 from .formats import EagleConfig, EagleReader, stored_tensors
 
 
-if TYPE_CHECKING:
-    from ...checkpoints.draft_reader import DraftConfig
-    from ...settings import SpeculativeConfig
+class EaglePlan(NamedTuple):
+    """Bound functions of an EAGLE head."""
+
+    embed: Callable[[torch.LongTensor], torch.Tensor]
+    enter: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # before the first layer
+    layers: list[LayerPlan]
+    head: Callable[[torch.Tensor], torch.Tensor]
 
 
 class EagleNetwork(DraftNetwork):
     """An EAGLE head; `Eagle1Network` or `Eagle3Network`.
 
-    The state dict has the names of the published files, with `layers.0` for EAGLE-3's `midlayer`. What a head shares
-    with the target, embedding and lm_head, is read where the target has it and is not part of the state dict.
-
-    Args:
-        config (`EagleConfig`): What the head consists of.
-
-    Attributes:
-        target_hidden_states (`tuple`): Keys of the target states that `fuse` takes: ("last",), or the boundaries in
-            increasing order, see [`captured_states`].
-        span (`Span`): How far back its layers look.
-        token_ids (`torch.LongTensor` of shape `(U,)`): The target's id of each draft id; `None` where they are equal.
+    The state dict has the names of the published files, with `layers.0` for EAGLE-3's `midlayer`. Embedding and
+    lm_head that a head shares are read where the target has them. `target_hidden_states` are the keys of the states
+    that `fuse` takes, see [`captured_states`], and `spans` how far back its layers look, each once.
     """
+
+    reader_class: ClassVar[type[EagleReader]] = EagleReader
+    feeds_normed: ClassVar[bool] = False  # what is fed back has gone through the final norm, whatever the config says
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
         self.target_hidden_states: tuple[int | str, ...] = config.aux_layer_ids or ("last",)
-        self.span: Span = Span("sliding", config.sliding_window) if config.sliding_window else FULL
+        self._layer_spans = tuple(
+            FULL
+            if config.sliding_window is None or index in config.full_layers
+            else Span("sliding", config.sliding_window)
+            for index in range(config.num_hidden_layers)
+        )
+        self.spans: tuple[Span, ...] = tuple(dict.fromkeys(self._layer_spans))
         size = config.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
+        self.embed_tokens: nn.Embedding | None = (
+            nn.Embedding(config.vocab_size, size) if config.own_embedding else None
+        )
         self.fc: nn.Module = (
             nn.Linear(config.fc_inputs, size, "fc" in config.biases) if config.has_fc else nn.Identity()
         )
@@ -80,15 +90,35 @@ class EagleNetwork(DraftNetwork):
     def _layer(self, index: int) -> DecoderLayer:
         return EagleLayer(self.config, index)
 
+    @classmethod
+    def of_record(cls, record: EagleConfig, target_model: nn.Module) -> EagleNetwork:
+        return {"eagle": Eagle1Network, "eagle3": Eagle3Network}[record.method](record)
+
     @property
     def spec_method(self) -> str:
         return self.config.method
 
-    def attach(self, target_model: nn.Module) -> EagleNetwork:
-        """Reads embedding and lm_head from `target_model` where the head has none of its own.
+    def fitted(
+        self, config: SpeculativeConfig, target_model: nn.Module, reader: CheckpointReader | None = None
+    ) -> EagleNetwork:
+        head = "The head" if reader is None else f"'{reader.name}'"
+        if config.method in ("eagle", "eagle3") and config.method != self.config.method:
+            raise SpecConfigError(
+                f"{head} is for spec_method='{self.config.method}', got '{config.method}'. Change it, or "
+                "leave the method out: it is read from the checkpoint."
+            )
+        # Those of a checkpoint have been read so.
+        asked, states = getattr(config.options, "aux_layer_ids", None), self.config.aux_layer_ids
+        if asked is not None and (not states or (reader is None and tuple(asked) != states)):
+            raise SpecConfigError(
+                f"`aux_layer_ids`={list(asked)} names the states between the target's layers that an EAGLE-3 head "
+                f"reads when it is loaded; {head} reads {list(states) or 'the one after the final norm'}. Leave it "
+                "out."
+            )
+        return super().fitted(config, target_model, reader)
 
-        An embedding that is only a copy of the target's is given up.
-        """
+    def attach(self, target_model: nn.Module) -> EagleNetwork:
+        """Reads from the target what the head has none of its own of; a mere copy of the embedding is given up."""
         self._target = TargetParts(target_model)
         if self.embed_tokens is not None and is_copy(self.embed_tokens.weight, self._target.embedding.weight):
             self.embed_tokens = None
@@ -96,58 +126,48 @@ class EagleNetwork(DraftNetwork):
         return self
 
     def fuse(self, states: dict[int | str, torch.Tensor]) -> torch.Tensor:
-        """Input `hidden` of `forward` for entries with states of the target.
-
-        Args:
-            states (`dict`): For each of `target_hidden_states` a tensor of shape `(R, T, th)`.
-
-        Returns:
-            `torch.Tensor` of shape `(R, T, h)`, in the dtype and on the device of the head.
-        """
+        """Input `hidden` of `forward`, `(R, T, h)`, for entries with states `(R, T, th)` of the target."""
         like = self._weight
         return torch.cat([states[key].to(like) for key in self.target_hidden_states], dim=-1)
 
     def forward(
         self,
-        tokens: torch.LongTensor,
-        hidden: torch.Tensor,
-        positions: torch.LongTensor,
-        mask: torch.Tensor | None,
-        cache: KeyValueCache | None = None,
-        bound: int | None = None,
+        tokens: torch.LongTensor,  # (R, T), in the target's ids
+        hidden: torch.Tensor,  # (R, T, h), from `fuse`, or what an earlier call fed back
+        positions: torch.LongTensor,  # (R | 1, T), those of the states' tokens
+        # (R | 1, 1, T, S), additive in the head's dtype or boolean, one for each of several `spans`. `None`: causal,
+        # or where T is 1 everything.
+        mask: torch.Tensor | Mapping[Span, torch.Tensor] | None,
+        cache: KeyValueCache | None = None,  # keys and values are put there; `None`: the entries see each other alone
+        bound: int | None = None,  # above all positions; with it, angles are looked up
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads entries.
-
-        Args:
-            tokens (`torch.LongTensor` of shape `(R, T)`): The token of each entry, in the target's ids.
-            hidden (`torch.Tensor` of shape `(R, T, h)`): Its state: from `fuse`, or what an earlier call fed back.
-            positions (`torch.LongTensor` of shape `(R, T)` or `(1, T)`): Position ids: those of the states' tokens.
-            mask (`torch.Tensor` of shape `(R | 1, 1, T, S)`, *optional*): Additive, in the head's dtype, or boolean.
-                `None`: causal, or where T is 1 everything.
-            cache (`KeyValueCache`, *optional*): Where keys and values are put; the plan of a `SlotCache` is set.
-                `None`: nowhere, the entries see each other alone.
-            bound (`int`, *optional*): Above all positions; with it, angles are looked up.
-
-        Returns:
-            Two tensors of shape `(R, T, h)`: what is fed back as `hidden` of the next entry, and what `logits` reads.
-        """
+        """What is fed back as `hidden` of the next entry, and what `logits` reads, `(R, T, h)` each."""
+        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        masks = dict(mask) if isinstance(mask, Mapping) else dict.fromkeys(self.spans, mask)
         if mask is not None:
-            mask = with_query_groups(mask, self.config.num_attention_heads // self.config.num_key_value_heads)
+            masks = {span: with_query_groups(one, groups) for span, one in masks.items()}
         angles = self.angles(positions, hidden, bound)
-        return self._read(self.embed(tokens), hidden, (angles, mask, cache))
+        plan = planned(self, hidden, cache)
+        stream, read = plan.enter(plan.embed(tokens), hidden)
+        for layer, layer_plan, span in zip(self._modules["layers"], plan.layers, self._layer_spans):
+            stream, read = layer.advance(layer_plan, stream, read, angles, masks[span], cache)
+        return read if self.feeds_normed or self.config.norm_output else stream, read
 
-    def _read(
-        self, embedded: torch.Tensor, hidden: torch.Tensor, attention: tuple
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both outputs of `forward`; `attention` are the last arguments of [`DecoderLayer`]."""
+    def plan(self, way: Way, dtype: torch.dtype) -> EaglePlan:
+        """What it computes with."""
+        layers = plan_layers(self._modules["layers"], Normed(norm_of(self._modules["norm"])), way, dtype)
+        entrance = self._bind_entrance(layers[0], way, dtype)
+        return EaglePlan(self.bind_embedding(), entrance, layers, self.bind_head(way, dtype))
+
+    def _bind_entrance(
+        self, first: LayerPlan, way: Way, dtype: torch.dtype
+    ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """What makes of embeddings and states the stream that enters the first layer, and what attention reads."""
         raise NotImplementedError
 
-    def logits(self, output: torch.Tensor) -> torch.Tensor:
+    def logits(self, output: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
         """Logits `(..., U)` over the draft's vocabulary, from the second tensor of `forward`, `(..., h)`."""
-        if self.lm_head is not None:
-            logits = project(self.lm_head, output)
-        else:
-            logits = self._target.logits(output).to(output)
+        logits = planned(self, output, cache).head(output)
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
     def save(self, folder: str | Path) -> None:
@@ -159,32 +179,25 @@ class Eagle1Network(EagleNetwork):
     """EAGLE-1, EAGLE-2, HASS: ordinary layers over the fully connected layer; all that is read and fed back is x."""
 
     has_targets_embedding = True
+    feeds_normed: ClassVar[bool] = True
 
-    def _read(self, embedded, hidden, attention):
-        parts = self._modules
-        stream = project(parts["fc"], torch.cat((embedded, hidden), dim=-1))
-        for layer in parts["layers"]:
-            stream = layer(stream, *attention)
-        stream = parts["norm"](stream)
-        return stream, stream
+    def _bind_entrance(self, first, way, dtype):
+        (project, _), norm = bind_linears(way, dtype, [self._modules["fc"]]), first.norms["input_layernorm"]
+
+        def enter(embedded, hidden):
+            (stream,) = project(torch.cat((embedded, hidden), dim=-1))
+            return stream, norm(stream)
+
+        return enter
 
 
 class Eagle3Network(EagleNetwork):
-    """EAGLE-3: the first layer attends over embedding and state side by side.
-
-    Attributes:
-        input_norm (`nn.Module`): Norm over all captured states together, in some variants.
-        fc_norm (`nn.ModuleList`): Norms over each of them, in EAGLE-3.1; empty in others.
-        mask_hidden (`nn.Parameter` of shape `(A * th,)`): State of masks, in P-EAGLE alone.
-    """
-
-    unreliable_flags: ClassVar[tuple[str, ...]] = ("norm_output", "norm_before_residual")
-    states_keys: ClassVar[tuple[str, ...]] = ("aux_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids")
-    states_setting = "aux_layer_ids"
+    """EAGLE-3: the first layer attends over embedding and state side by side."""
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
         size, count = config.target_hidden_size, config.num_states
+        # Over all captured states together in some variants, over each of them in EAGLE-3.1.
         self.input_norm: nn.Module = _norm(config, "input_norm", count * size)
         chunks = range(count) if "fc_norm.0" in config.norms else ()
         self.fc_norm: nn.ModuleList = nn.ModuleList(_norm(config, f"fc_norm.{index}", size) for index in chunks)
@@ -206,29 +219,21 @@ class Eagle3Network(EagleNetwork):
         parts = self.mask_hidden.split(self.config.target_hidden_size)
         return self.fuse({key: part[None, None] for key, part in zip(self.target_hidden_states, parts)})
 
-    def _read(self, embedded, hidden, attention):
-        parts = self._modules
-        first, *others = parts["layers"]
-        norms = first._modules
-        state = norms["hidden_norm"](hidden)
-        both = torch.cat((norms["input_layernorm"](embedded), state), dim=-1)
-        stream = first(state if self.config.norm_before_residual else hidden, *attention, attended=both)
-        for layer in others:
-            stream = layer(stream, *attention)
-        output = parts["norm"](stream)
-        return output if self.config.norm_output else stream, output
+    def _bind_entrance(self, first, way, dtype):
+        norm_embedded, norm_hidden = first.norms["input_layernorm"], first.norms["hidden_norm"]
+        is_normed = self.config.norm_before_residual
+
+        def enter(embedded, hidden):
+            state = norm_hidden(hidden)
+            return state if is_normed else hidden, torch.cat((norm_embedded(embedded), state), dim=-1)
+
+        return enter
 
 
 class EagleLayer(DecoderLayer):
-    """A decoder layer of the Llama or Qwen3 kind, with the norms and biases that its checkpoint has.
+    """A decoder layer of the Llama or Qwen3 kind, with the norms and biases that its checkpoint has."""
 
-    Args:
-        config (`EagleConfig`): The head.
-        index (`int`): Which layer.
-    """
-
-    # Times h: what the projections of queries, keys and values read.
-    widths = 1
+    widths = 1  # times h: what the projections of queries, keys and values read
 
     def __init__(self, config: EagleConfig, index: int):
         name, size = f"layers.{index}", config.hidden_size
@@ -257,57 +262,3 @@ class FirstEagle3Layer(EagleLayer):
 
 def _norm(config: EagleConfig, name: str, size: int) -> nn.Module:
     return RMSNorm(size, config.rms_norm_eps) if name in config.norms else nn.Identity()
-
-
-_NETWORKS = {"eagle": Eagle1Network, "eagle3": Eagle3Network}
-
-
-@loads_checkpoint
-def load_eagle(config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwork:
-    """Loads `config.model`, in any of its formats, in the target's dtype and on its device unless the settings differ.
-
-    Args:
-        config (`SpeculativeConfig`): `model`, `revision`, `subfolder`, `dtype`, `device`, the option `aux_layer_ids`.
-        target_model (`PreTrainedModel`): The target.
-
-    Raises:
-        SpecConfigError: No checkpoint was named, it is of the other method, or its layers do not fit the quantisation.
-        CheckpointFormatError: The checkpoint is incomplete, no EAGLE head that this package knows, or was made for
-            another target.
-    """
-    placement = head_placement(config, target_model, can_be_quantised=True)
-    aux_layer_ids = getattr(config.options, "aux_layer_ids", None)
-    checkpoint = Checkpoint(config)
-    reader = EagleReader(checkpoint.header, aux_layer_ids)
-    found = reader.configured(checkpoint, TargetSizes.of(target_model))
-    if config.method in _NETWORKS and config.method != found.method:
-        raise SpecConfigError(
-            f"'{reader.name}' is a head for spec_method='{found.method}', got '{config.method}'. Change it, or "
-            "leave the method out: it is read from the checkpoint."
-        )
-    if aux_layer_ids is not None and not found.aux_layer_ids:
-        raise SpecConfigError(
-            f"`aux_layer_ids`={list(aux_layer_ids)} is for EAGLE-3 heads that read states between the target's "
-            f"layers; '{reader.name}' reads the one after the final norm. Leave it out."
-        )
-    make = partial(_NETWORKS[found.method], found)
-    return loaded_network(make, reader, checkpoint, target_model, placement, config.quantization)
-
-
-def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwork:
-    """A head that was not loaded here, such as one in training, checked against the target and attached to it.
-
-    Raises:
-        SpecConfigError: It is no EAGLE head, of the other method, or of another size than the target.
-    """
-    # The tables of a head are as long as the vocabulary.
-    check_given(network, EagleNetwork, config, target_model, most_gap=0)
-    found = network.config
-    if config.method != found.method:
-        raise SpecConfigError(f"The head is for spec_method='{found.method}', got '{config.method}'. Change it.")
-    if config.options.aux_layer_ids not in (None, found.aux_layer_ids):
-        raise SpecConfigError(
-            f"`aux_layer_ids`={list(config.options.aux_layer_ids)} is about loading a head, and the one that was "
-            f"passed reads the states {list(found.aux_layer_ids)}. Leave it out."
-        )
-    return network.attach(target_model)

@@ -19,8 +19,7 @@ from .network import Eagle1Network, Eagle3Network, EagleNetwork
 
 
 class Eagle1Recipe(Eagle1Training, AutoregressiveRecipe):
-    """
-    An EAGLE-1 head, which EAGLE-2 drafts with too: regression of the target's next state, and through the target's
+    """An EAGLE-1 head, which EAGLE-2 drafts with too: regression of the target's next state, and through the target's
     lm_head the next token (Li et al. 2024, arXiv:2401.15077, section 4.2). With more than one step it is HASS. Its
     layer begins as the target's last one.
     """
@@ -48,8 +47,7 @@ class Eagle1Recipe(Eagle1Training, AutoregressiveRecipe):
 
 
 class Eagle3Recipe(Eagle3Training, AutoregressiveRecipe):
-    """
-    An EAGLE-3 head, on states from between the target's layers and with an lm_head of its own.
+    """An EAGLE-3 head, on states from between the target's layers and with an lm_head of its own.
 
     It shares the target's embedding, which is frozen, and its lm_head begins as a copy of the target's rows, or is the
     target's; a head of another hidden size begins with the main directions of both, and trains its own embedding.
@@ -64,8 +62,6 @@ class Eagle3Recipe(Eagle3Training, AutoregressiveRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.aux_layer_ids is not None and not self.aux_layer_ids:
-            raise SpecConfigError("`aux_layer_ids` must name at least one state of the target, got none.")
         if not self.own_head and (self.hidden_size or self.draft_vocab_size):
             raise SpecConfigError(
                 "`own_head=False` shares the target's lm_head, so that `hidden_size` and `draft_vocab_size` must be "
@@ -74,16 +70,11 @@ class Eagle3Recipe(Eagle3Training, AutoregressiveRecipe):
 
     def check(self, target: PreTrainedModel) -> None:
         super().check(target)
-        num_layers, vocab_size = len(decoder_layers(target)), vocabulary_size(target)
-        outside = [layer for layer in self.aux_layer_ids or () if not 0 <= layer <= num_layers]
-        if outside:
+        self.check_layers(target, "aux_layer_ids", len(decoder_layers(target)))
+        if self.draft_vocab_size > vocabulary_size(target):
             raise SpecConfigError(
-                f"`aux_layer_ids` must be from 0 to {num_layers}, the number of layers of {type(target).__name__}, "
-                f"got {outside[0]}."
-            )
-        if self.draft_vocab_size > vocab_size:
-            raise SpecConfigError(
-                f"`draft_vocab_size` must be at most {vocab_size}, the target's, got {self.draft_vocab_size}."
+                f"`draft_vocab_size` must be at most {vocabulary_size(target)}, the target's, got "
+                f"{self.draft_vocab_size}."
             )
 
     def build(self, target: PreTrainedModel) -> EagleNetwork:
@@ -119,8 +110,7 @@ class Eagle3Recipe(Eagle3Training, AutoregressiveRecipe):
 
 
 class PEagleRecipe(PEagleTraining, Eagle3Recipe):
-    """
-    A P-EAGLE head: an EAGLE-3 head of several layers that drafts `ttt_steps` tokens in one forward, and learns the
+    """A P-EAGLE head: an EAGLE-3 head of several layers that drafts `ttt_steps` tokens in one forward, and learns the
     state of the masks in the places of those that it does not know (Hui et al. 2026, arXiv:2602.01469).
     """
 

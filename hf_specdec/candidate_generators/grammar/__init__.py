@@ -8,7 +8,6 @@ METHODS = (
         name="grammar",
         noun="grammar drafting",
         drafts_from="what the call's grammar forces, and the few alternatives that it leaves",
-        folder=__name__,
         generator="generator:GrammarCandidateGenerator",
         takes_model=False,
         needs_grammar=True,

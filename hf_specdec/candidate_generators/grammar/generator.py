@@ -11,17 +11,16 @@ import heapq
 import math
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from ...drafts import DraftTree, node_depths
+from ...drafting.state import RowState
+from ...drafts import DraftTree
 from ...logits.grammar.matchers import GrammarMatcher, allows, alternatives
-from ...protocol import Commit, DraftStep, Lookups, Session
+from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
+from ...settings import SpeculativeConfig
 from ...validation import Options, setting
 from ..base import CandidateGenerator
-
-
-if TYPE_CHECKING:
-    from ...settings import SpeculativeConfig
+from ..row_trees import depth_sums
 
 
 # Estimated probability that the target writes forced text in the tokens that are drafted for it.
@@ -35,14 +34,15 @@ _MOST_MISSES = 8
 
 _MAX_ALTERNATIVES = 16
 
+_MISSING = (
+    "grammar drafts nothing: the call has no logits processor of a known grammar library. Pass one, such as "
+    "logits_processor=[hf_specdec.grammar(schema, tokenizer)]."
+)
+
 
 @dataclass(frozen=True)
 class GrammarOptions(Options):
-    """Options of `spec_method="grammar"`.
-
-    Raises:
-        SpecConfigError: A value is out of range.
-    """
+    """Options of `spec_method="grammar"`."""
 
     most_alternatives: int = setting(
         3,
@@ -74,116 +74,81 @@ class GrammarCandidateGenerator(CandidateGenerator):
     def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):
         super().__init__(config, resources, session)
         self.lookups: Lookups = Lookups()
+        self.state: RowState = RowState(misses=[])  # guesses of each row that were wrong, one after the other
         self._drafts: list[RowTree] = []
-        # By row: guesses that were wrong, one after the other; and rows whose last draft is one.
-        self._num_misses: dict[int, int] = {}
-        self._guessed: list[int] = []
+        self._guessed: list[bool] = []  # the rows whose last draft is a guess
         self._most_alternatives = self.options.most_alternatives if session.supports_trees else 1
+
+    def prefill(self, prompt: Prompt) -> None:
+        self.state.misses = [0] * len(prompt.starts)
 
     def propose(self, step: DraftStep) -> DraftTree:
         sampler = self.session.sampler
         matchers = [None] * len(step.rows) if sampler is None else sampler.matchers(step.rows)
         most, rooms = self.shared_length(len(step.rows)), self.draft_depths(step)
-        self._drafts = [
-            RowTree([], [], []) if matcher is None else foreseen(matcher, room, most, self._most_alternatives)
-            for matcher, room in zip(matchers, rooms)
-        ]
-        self._guess(step.rows, matchers, [min(most, room) for room in rooms])
-        if not any(matchers):
-            self._note_missing()
+        self._drafts, self._guessed = [], []
+        for row, (matcher, room) in enumerate(zip(matchers, rooms)):
+            draft = RowTree([], [], []) if matcher is None else foreseen(matcher, room, most, self._most_alternatives)
+            if draft.tokens:
+                self.state.misses[row] = 0
+            is_open = matcher is not None and not draft.tokens and self.state.misses[row] < _MOST_MISSES
+            self._guessed.append(is_open and self.options.guesses_ends)
+            self._drafts.append(guessed_end(matcher, min(most, room)) if self._guessed[-1] else draft)
+        if not any(matchers) and _MISSING not in self.session.notes:
+            self.session.notes.append(_MISSING)
         tokens, parents, log_probs = map(list, zip(*self._drafts))
         self.lookups.count(list(map(len, tokens)), rooms, 0, 0)
         return DraftTree.from_lists(tokens, self.session.device, parents, log_probs)
 
-    def _guess(self, rows: list[int], matchers: list[GrammarMatcher | None], rooms: list[int]) -> None:
-        """Drafts ends of values for rows where nothing is foreseen, unless the last guesses have been wrong."""
-        self._guessed = []
-        for index, (row, matcher, room) in enumerate(zip(rows, matchers, rooms)):
-            if self._drafts[index][0]:
-                self._num_misses[row] = 0
-            elif matcher is not None and self.options.guesses_ends and self._num_misses.get(row, 0) < _MOST_MISSES:
-                tokens = end_of_value(matcher)[:room]
-                log_probs = [math.log(_END_PROB) + place * math.log(_FORCED_PROB) for place in range(len(tokens))]
-                self._drafts[index] = RowTree(tokens, list(range(-1, len(tokens) - 1)), log_probs)
-                self._guessed.append(row)
-
     def observe(self, commit: Commit) -> None:
-        for row, num_accepted in zip(commit.rows, commit.num_accepted):
-            if row in self._guessed:
-                self._num_misses[row] = 0 if num_accepted else self._num_misses.get(row, 0) + 1
-
-    def join(self, other: GrammarCandidateGenerator, numbers: dict[int, int]) -> None:
-        for theirs, number in numbers.items():
-            self._num_misses[number] = other._num_misses.get(theirs, 0)
-
-    def _note_missing(self) -> None:
-        note = (
-            "grammar drafts nothing: the call has no logits processor of a known grammar library. Pass one, such as "
-            "logits_processor=[hf_specdec.grammar(schema, tokenizer)]."
-        )
-        if note not in self.session.notes:
-            self.session.notes.append(note)
+        guessed, self._guessed = self._guessed, []
+        for row, (is_guess, num_accepted) in enumerate(zip(guessed, commit.num_accepted)):
+            if is_guess:
+                self.state.misses[row] = 0 if num_accepted else self.state.misses[row] + 1
 
     @property
     def acceptance_probs(self) -> list[list[float]]:
         """Sums of the nodes' probabilities by depth, if alternatives are equally probable."""
-        return [draft.probs_by_depth() for draft in self._drafts]
+        return [depth_sums(map(math.exp, draft.log_probs), draft.parents) for draft in self._drafts]
 
 
-class RowTree(tuple[list[int], list[int], list[float]]):
+class RowTree(NamedTuple):
     """The draft of a row: tokens, parents (-1: the anchor) and log-probabilities of the paths to them."""
 
-    def __new__(cls, tokens: list[int], parents: list[int], log_probs: list[float]) -> RowTree:
-        return super().__new__(cls, (tokens, parents, log_probs))
-
-    def probs_by_depth(self) -> list[float]:
-        _, parents, log_probs = self
-        sums: list[float] = []
-        for depth, log_prob in zip(node_depths(parents), log_probs):
-            sums += [0.0] * (depth - len(sums))
-            sums[depth - 1] += math.exp(log_prob)
-        return sums
+    tokens: list[int]
+    parents: list[int]
+    log_probs: list[float]
 
 
 def foreseen(matcher: GrammarMatcher, depth: int, most_nodes: int, most_alternatives: int) -> RowTree:
-    """The likeliest nodes of the tree of forced tokens and alternatives after a place in a grammar.
+    """The likeliest nodes of the tree of forced tokens and alternatives after a place in a grammar."""
+    here, order, tree = list(matcher.tokens), count(), RowTree([], [], [])
 
-    Args:
-        matcher (`GrammarMatcher`): The place; it is the same afterwards.
-        depth, most_nodes (`int`): Most tokens of a path, and nodes.
-        most_alternatives (`int`): Most children of a node.
-    """
-    here = list(matcher.tokens)
-    tokens: list[int] = []
-    parents: list[int] = []
-    log_probs: list[float] = []
-    order = count()
+    def add(token: int, parent: int, cost: float) -> int:
+        for values, value in zip(tree, (token, parent, -cost)):
+            values.append(value)
+        return len(tree.tokens) - 1
+
     # Paths that go on: the least negative log-probability first, among equals the oldest.
     open_paths: list[tuple[float, int, int, list[int]]] = [(0.0, next(order), -1, [])]
-    while open_paths and len(tokens) < most_nodes:
+    while open_paths and len(tree.tokens) < most_nodes:
         cost, _, node, path = heapq.heappop(open_paths)
         if path:
-            parents.append(node)
-            node = len(tokens)
-            tokens.append(path[-1])
-            log_probs.append(-cost)
+            node = add(path[-1], node, cost)
         if path and path[-1] in matcher.stop_tokens:
             continue
         matcher.move_to(here + path)
         run, next_tokens = _run_and_choice(matcher, most_alternatives)
-        for token in run[: max(min(depth - len(path), most_nodes - len(tokens)), 0)]:
+        for token in run[: max(min(depth - len(path), most_nodes - len(tree.tokens)), 0)]:
             cost -= math.log(_FORCED_PROB)
-            parents.append(node)
-            node = len(tokens)
-            tokens.append(token)
-            log_probs.append(-cost)
+            node = add(token, node, cost)
             path = [*path, token]
         if len(path) < depth:
             for token in next_tokens:
                 item = (cost + math.log(len(next_tokens)), next(order), node, [*path, token])
                 heapq.heappush(open_paths, item)
     matcher.move_to(here)
-    return RowTree(tokens, parents, log_probs)
+    return tree
 
 
 def _run_and_choice(matcher: GrammarMatcher, most_alternatives: int) -> tuple[list[int], list[int]]:
@@ -205,8 +170,14 @@ def _run_and_choice(matcher: GrammarMatcher, most_alternatives: int) -> tuple[li
     return run, []
 
 
-def end_of_value(matcher: GrammarMatcher) -> list[int]:
-    """Tokens that end a value of JSON here, with the text that is forced then, as a tokenizer would write both."""
+def guessed_end(matcher: GrammarMatcher, most: int) -> RowTree:
+    """At most so many tokens that end a value of JSON here, with the text that is then forced."""
+    tokens = _end_of_value(matcher)[:most]
+    log_probs = [math.log(_END_PROB) + place * math.log(_FORCED_PROB) for place in range(len(tokens))]
+    return RowTree(tokens, list(range(-1, len(tokens) - 1)), log_probs)
+
+
+def _end_of_value(matcher: GrammarMatcher) -> list[int]:
     mask = matcher.mask()
     for end in _ENDS:
         tokens = matcher.tokenized(end)

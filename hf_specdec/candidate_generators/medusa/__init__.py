@@ -28,7 +28,6 @@ METHODS = (
         name="medusa",
         noun="Medusa heads",
         drafts_from="heads on the target's last hidden state, combined into a tree",
-        folder=__name__,
         generator="generator:MedusaCandidateGenerator",
         formats="formats",
         weights="heads",

@@ -12,112 +12,108 @@ Shapes: K heads, L layers, H hidden size, V vocabulary of the target, U rows of 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from ...checkpoints.format import Format
-from ...checkpoints.header import WEIGHT_FILES, Header, TargetNeeds
+from ...checkpoints.header import TargetNeeds, TargetSizes
 from ...checkpoints.reader import CheckpointReader
-from ...checkpoints.settings import COUNT, FLAG, NAME, POSITIVE, Kind, is_number
-
-
-if TYPE_CHECKING:
-    from ...checkpoints.checkpoint import Checkpoint
+from ...checkpoints.schema import COUNT, FLAG, NAME, POSITIVE, Key, Kind, Tensor, pattern_of
+from ...checkpoints.weights import WEIGHT_FILES
+from ...validation import is_number
 
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", *WEIGHT_FILES)
 
-_INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
-
-
-# Names of a block, by head and layer, and of a head's lm_head: in the original format the layer after the last one.
-_NAMES = (
-    ("blocks.{}.layers.{}", "lm_heads.{}.weight"),
-    ("medusa_head.{}.{}.linear", "medusa_head.{}.{}.weight"),
-    ("{}.{}.linear", "{}.{}.weight"),
-)
+# In the original format the lm_head is the layer after the last one.
+_ORIGINAL = {
+    "{head}.{layer}.linear.": "blocks.{head}.layers.{layer}.",
+    "{head}.{layer}.weight": "lm_heads.{head}.weight",
+}
 
 
 class MedusaReader(CheckpointReader):
-    """A checkpoint with Medusa heads.
+    """A checkpoint with Medusa heads."""
 
-    Attributes:
-        num_heads, num_layers (`int`): K and L; 0 where there are no heads.
-        has_bias (`bool`): The blocks have biases.
-        num_lm_heads (`int`): Own lm_heads: one for each head, one for all, or none.
-    """
-
-    noun = "heads"
-    settings: ClassVar[dict[str, Kind]] = CheckpointReader.settings | {
-        "base_model_name_or_path": NAME,
-        "logit_scale": POSITIVE,
-        "medusa_num_heads": COUNT,
-        "num_heads": COUNT,
-        "original_lm_head": FLAG,
-        "truncated_vocab_size": COUNT,
-    }
-    notes = "max_paths max_seq_len medusa_accuracies medusa_fc_bias medusa_num_layers topk"
+    noun = "Medusa heads"
+    keys: ClassVar[tuple[Key, ...]] = (
+        *CheckpointReader.keys,
+        Key("base_model_name_or_path", NAME),
+        Key("logit_scale", POSITIVE, 1),
+        Key("original_lm_head", FLAG, False),
+        Key("truncated_vocab_size", COUNT),
+    )
+    notes = "max_paths max_seq_len medusa_accuracies medusa_fc_bias medusa_num_heads medusa_num_layers num_heads topk"
     weight_files: ClassVar[tuple[str, ...]] = MEDUSA_FILES
 
-    def __init__(self, header: Header):
-        super().__init__(header)
-        self.num_heads = self.num_layers = self.num_lm_heads = 0
-        for self._block, self._lm_head in _NAMES:
-            if blocks := _numbers(f"{self._block}.weight", self.stored):
-                own = _numbers(self._lm_head, self.stored)
-                self.num_heads: int = 1 + max(head for head, *_ in [*blocks, *own])
-                self.num_layers: int = 1 + max(layer for _, layer in blocks)
-                self.has_bias: bool = bool(_numbers(f"{self._block}.bias", self.stored))
-                self.num_lm_heads: int = 0 if not own else 1 if self.setting("original_lm_head") else self.num_heads
-                self.check_count(self.num_heads * self.num_layers, self._what)
-                break
+    renamed: ClassVar[Mapping[str, str]] = {
+        **{f"medusa_head.{old}": new for old, new in _ORIGINAL.items()},
+        **_ORIGINAL,
+    }
 
     @property
-    def _what(self) -> str:
-        return f"{self.num_heads} Medusa heads with {self.num_layers} layers"
+    def table(self) -> tuple[Tensor, ...]:
+        """H: hidden size."""
+        has_bias = any(name.startswith("blocks.") and name.endswith(".bias") for name in self.stored)
+        return (
+            Tensor("blocks.{head}.layers.{layer}.weight", "H H"),
+            Tensor("blocks.{head}.layers.{layer}.bias", "H", has_bias),
+            Tensor(self._lm_head, "* H", self._has_lm_heads),
+            Tensor("token_map", needed="a cut vocabulary" if self.cut_size else False),
+        )
 
-    def check(self) -> None:
-        super().check()
-        if self.num_heads:
-            parts = ("weight", "bias") if self.has_bias else ("weight",)
-            blocks = [self._names_of(part, layer) for layer in range(self.num_layers) for part in parts]
-            self.require([name for names in (*blocks, self._lm_head_names) for name in names], self._what)
-        elif self.header.shapes is not None:
-            names = list(self.header.shapes)
-            such = f" such as {names[0]}" if names else ""
-            raise self.wrong(
-                f"holds no Medusa heads: {self.header.file} has {len(names)} tensors{such}, none of them named like "
-                "'0.0.linear.weight', 'medusa_head.0.0.linear.weight' or 'blocks.0.layers.0.weight'",
-                "Pass a checkpoint of Medusa heads.",
-            )
+    @property
+    def _has_lm_heads(self) -> bool:
+        return any(map(pattern_of("lm_heads.{head}.weight").fullmatch, self.stored))
+
+    @property
+    def _lm_head(self) -> str:
+        """Name of the lm_heads, or of the one for all heads."""
+        return "lm_heads.0.weight" if self.setting("original_lm_head") else "lm_heads.{head}.weight"
 
     @property
     def needs(self) -> TargetNeeds:
-        if not self.num_heads:
-            return TargetNeeds(None, self.setting("hidden_size"), self.setting("vocab_size"))
         # Heads without an lm_head speak the target's tokens, and of a cut one the rows do not tell.
-        size = None if not self.num_lm_heads else self.setting("vocab_size") if self.cut_size else self.num_rows
-        return TargetNeeds(None, self.hidden_size, size)
+        size = self._num_rows
+        if size and self.cut_size:
+            size = self.setting("vocab_size")
+        return TargetNeeds(None, self.sizes["H"], size)
 
     @property
-    def num_draft_tokens(self) -> int | None:
-        return self.num_heads or self.first_setting("medusa_num_heads", "num_heads")
+    def num_draft_tokens(self) -> int:
+        return self.sizes["head"]
 
-    # Settings
+    def record(self, target: TargetSizes) -> dict[str, Any]:
+        """The arguments of a [`MedusaHeads`], and what it remembers beside them."""
+        self.check_target(target)
+        token_map, rows = self.read_token_map(target), None
+        if self._has_lm_heads:
+            # Rows after the target's vocabulary are padding.
+            rows = min(self._num_rows, target.vocab_size) if token_map is None else len(token_map)
+        what = f"a list of numbers from 0 to 1 for each of the {self.sizes['head']} heads"
+        is_table = partial(_is_table, num_rows=self.sizes["head"])
+        return {
+            "hidden_size": self.sizes["H"],
+            "vocab_size": target.vocab_size,
+            "num_heads": self.sizes["head"],
+            "num_layers": self.sizes["layer"],
+            "own_lm_heads": rows is not None,
+            "bias": self.table[1].needed,
+            "one_lm_head": self._has_lm_heads and ("{" not in self._lm_head or self.sizes["head"] == 1),
+            "lm_head_size": rows,
+            "has_token_map": rows is not None and token_map is not None,
+            "logit_scale": float(self.setting("logit_scale")),
+            "accuracies": self.setting("medusa_accuracies", Kind(is_table, what)),
+            "base_model": self.setting("base_model_name_or_path"),
+        }
 
     @property
-    def hidden_size(self) -> int:
-        """H."""
-        return self.matrix(self._names_of("weight", 0)[0])[1]
-
-    @property
-    def num_rows(self) -> int:
-        """U, as stored."""
-        return self.matrix(self._lm_head_names[0])[0]
+    def _num_rows(self) -> int | None:
+        """U, as stored; `None` without an own lm_head."""
+        return self.shape(self._lm_head.format(head=0))[0] if self._has_lm_heads else None
 
     @property
     def cut_size(self) -> int | None:
@@ -125,70 +121,46 @@ class MedusaReader(CheckpointReader):
         size, whole = map(self.setting, ("truncated_vocab_size", "vocab_size"))
         return size if size and whole and size < whole else None
 
-    @property
-    def logit_scale(self) -> float:
-        return float(self.setting("logit_scale") or 1)
-
-    @property
-    def base_model(self) -> str | None:
-        return self.setting("base_model_name_or_path")
-
-    @property
-    def accuracies(self) -> list[list[float]] | None:
-        what = f"a list of numbers from 0 to 1 for each of the {self.num_heads} heads"
-        return self.setting("medusa_accuracies", Kind(lambda value: _is_table(value, self.num_heads), what))
-
-    # Tensors
-
-    def _names_of(self, part: str, layer: int) -> list[str]:
-        """Names of the weights or biases of a layer, one for each head."""
-        return [f"{self._block.format(head, layer)}.{part}" for head in range(self.num_heads)]
-
-    @property
-    def _lm_head_names(self) -> list[str]:
-        return [self._lm_head.format(head, self.num_layers) for head in range(self.num_lm_heads)]
-
-    def read_token_map(self, checkpoint: Checkpoint) -> torch.LongTensor | None:
+    def read_token_map(self, target: TargetSizes) -> torch.LongTensor | None:
         """Tokens of a cut vocabulary, of shape `(U,)`."""
         if self.cut_size is None:
             return None
-        self.require(["token_map"], "a cut vocabulary")
-        tokens = checkpoint.read(self.stored["token_map"])
-        if tokens.shape != (self.cut_size,) or tokens.dtype not in _INTEGERS:
-            found = f"{tokens.dtype} of the shape {list(tokens.shape)}"
+        tokens = self.read("token_map")
+        is_integer = not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
+        if tokens.shape != (self.cut_size,) or not is_integer:
+            what = f"{tokens.dtype} of the shape {list(tokens.shape)}"
         elif tokens.min() < 0 or len(tokens.unique()) < len(tokens):
-            found = f"{len(tokens.unique())}, from {tokens.min()} on"
+            what = f"{len(tokens.unique())}, from {tokens.min()} on"
+        elif (last := int(tokens.max())) >= (target.vocab_size or 0):
+            raise self.wrong(
+                f"drafts the token {last} (`token_map`), and {target.name} has {target.vocab_size} tokens",
+                self.for_target,
+            )
         else:
             self.tables["token_map"] = tokens.long()
             return self.tables["token_map"]
         raise self.wrong(
-            f"has {self.stored['token_map']}, which must hold the ids of {self.cut_size} different tokens, got "
-            f"{found}",
+            f"has {self.stored['token_map']}, which must hold the ids of {self.cut_size} different tokens, got {what}",
             self.fitting,
         )
 
+    # Tensors
+
     def sources(self, name: str, shape: tuple[int, ...]) -> Sequence[Sequence[str]]:
         kind, _, layer = name.partition(".")
-        names = self._lm_head_names
-        if kind != "lm_heads":
-            names = self._names_of("weight" if kind == "weights" else "bias", int(layer))
-        return [[name] for name in names]
+        if kind == "lm_heads":
+            return [[self._lm_head.format(head=head)] for head in range(shape[0])]
+        part = "weight" if kind == "weights" else "bias"
+        return [[f"blocks.{head}.layers.{layer}.{part}"] for head in range(shape[0])]
 
     def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        if name != "lm_heads" or tensor.dim() != 2:
+        if name != "lm_heads":
             return tensor
         tokens = self.tables.get("token_map")
         if tokens is None:
-            # Rows after the target's vocabulary are padding.
-            return tensor[: shape[0]] if len(tensor) == self.num_rows else tensor
+            return tensor[: shape[0]] if len(tensor) == self._num_rows else tensor
         # Not every lm_head is stored cut.
         return tensor[tokens.to(tensor.device)] if len(tensor) > max(shape[0], int(tokens.max())) else tensor
-
-
-def _numbers(template: str, names: Iterable[str]) -> list[tuple[int, ...]]:
-    """Numbers in every name that a template gives."""
-    pattern = re.compile("([0-9]{1,9})".join(map(re.escape, template.split("{}"))))
-    return [tuple(map(int, match.groups())) for match in map(pattern.fullmatch, names) if match]
 
 
 def _is_table(value: Any, num_rows: int) -> bool:

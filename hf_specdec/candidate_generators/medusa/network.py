@@ -15,69 +15,48 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint
-from ...checkpoints.header import TargetNeeds, TargetSizes
-from ...checkpoints.loading import check_given, filled, loads_checkpoint
-from ...errors import CheckpointFormatError, SpecConfigError, SpecDecError
+from ...checkpoints.header import TargetNeeds
+from ...checkpoints.loading import LoadedNetwork, save_checkpoint
+from ...checkpoints.reader import CheckpointReader
+from ...errors import SpecConfigError
+from ...layers.draft_network import over_vocabulary
+from ...settings import SpeculativeConfig
 from ...target_facts import vocabulary_size
 from .formats import MEDUSA_FILES, MedusaReader
-
-
-if TYPE_CHECKING:
-    from ...settings import SpeculativeConfig
 
 
 # Ranks of a head's candidates whose accuracy a checkpoint may tell; no published tree asks for more.
 NUM_RANKS = 10
 
 
-class MedusaHeads(nn.Module):
-    """All heads of a checkpoint, their weights stacked.
-
-    Args:
-        hidden_size (`int`): H.
-        vocab_size (`int`): V, the width of the logits.
-        num_heads (`int`): K.
-        num_layers (`int`, defaults to 1): L, residual blocks of a head.
-        own_lm_heads (`bool`, defaults to `True`): Each head has an lm_head; otherwise `forward` needs the target's.
-        bias (`bool`, defaults to `True`): The blocks have biases.
-        one_lm_head (`bool`, defaults to `False`): All heads share the one lm_head that is stored with them.
-        lm_head_size (`int`, *optional*): U; `None`: V.
-        has_token_map (`bool`, defaults to `False`): Row u of an own lm_head is for token `token_map[u]`, not u.
-        logit_scale (`float`, defaults to 1.0): Factor of the logits.
-
-    Attributes:
-        weights (`ParameterList` of L tensors of shape `(K, H, H)`): The blocks, at first zero, which is the identity.
-        biases (`ParameterList` of L tensors of shape `(K, H)`): Empty without biases.
-        lm_heads (`Parameter` of shape `(K, U, H)`): `(1, U, H)` where all heads share it, `None` for the target's.
-        token_map (`torch.LongTensor` of shape `(U,)`): `None` where row u is for token u.
-        accuracies (`list[list[float]]`, *optional*): `[i][r]`: how often head i's candidate of rank r was right.
-        base_model (`str`, *optional*): The model that the heads were trained for.
-    """
+class MedusaHeads(LoadedNetwork):
+    """All heads of a checkpoint, their weights stacked."""
 
     spec_method = "medusa"
+    reader_class: ClassVar[type[MedusaReader]] = MedusaReader
 
     def __init__(
         self,
-        hidden_size: int,
-        vocab_size: int,
-        num_heads: int,
-        num_layers: int = 1,
-        own_lm_heads: bool = True,
-        bias: bool = True,
+        hidden_size: int,  # H
+        vocab_size: int,  # V, the width of the logits
+        num_heads: int,  # K
+        num_layers: int = 1,  # L, residual blocks of a head
+        own_lm_heads: bool = True,  # otherwise `forward` needs the target's
+        bias: bool = True,  # of the blocks
         *,
-        one_lm_head: bool = False,
-        lm_head_size: int | None = None,
-        has_token_map: bool = False,
+        one_lm_head: bool = False,  # all heads share the one lm_head that is stored with them
+        lm_head_size: int | None = None,  # U; `None`: V
+        has_token_map: bool = False,  # row u of an own lm_head is for token `token_map[u]`, not u
         logit_scale: float = 1.0,
+        accuracies: list[list[float]] | None = None,  # [i][r]: how often head i's candidate of rank r was right
+        base_model: str | None = None,  # that the heads were trained for
     ):
         super().__init__()
         self.hidden_size = hidden_size
@@ -86,6 +65,7 @@ class MedusaHeads(nn.Module):
         self.num_layers = num_layers
         self.lm_head_size: int = lm_head_size or vocab_size
         self.logit_scale = logit_scale
+        # At first zero, which is the identity.
         self.weights: nn.ParameterList = nn.ParameterList(
             torch.zeros(num_heads, hidden_size, hidden_size) for _ in range(num_layers)
         )
@@ -97,8 +77,12 @@ class MedusaHeads(nn.Module):
         self.lm_heads: nn.Parameter | None = nn.Parameter(torch.zeros(shape)) if own_lm_heads else None
         token_map = torch.arange(self.lm_head_size) if has_token_map else None
         self.register_buffer("token_map", token_map)
-        self.accuracies: list[list[float]] | None = None
-        self.base_model: str | None = None
+        self.accuracies = accuracies
+        self.base_model = base_model
+
+    @classmethod
+    def of_record(cls, record: dict[str, Any], target_model: nn.Module) -> MedusaHeads:
+        return cls(**record)
 
     @torch.no_grad()
     def start_from(self, lm_head: torch.Tensor) -> None:
@@ -108,26 +92,11 @@ class MedusaHeads(nn.Module):
     def forward(
         self, hidden: torch.Tensor, lm_head: nn.Module | torch.Tensor | None = None, num_heads: int | None = None
     ) -> torch.Tensor:
-        """Logits of the heads.
-
-        Args:
-            hidden (`torch.Tensor` of shape `(..., H)`): What the target's lm_head reads.
-            lm_head (`nn.Module` or `torch.Tensor` of shape `(V, H)`, *optional*): The target's, for heads without own.
-            num_heads (`int`, *optional*): Only the first heads.
-
-        Returns:
-            `torch.Tensor` of shape `(K, ..., V)`; -inf for tokens that an own lm_head lacks.
-        """
+        """Logits `(K, ..., V)` of the first heads for `(..., H)`; -inf for tokens that an own lm_head lacks."""
         logits = self.short_logits(hidden, lm_head, num_heads)
         if self.logit_scale != 1:
             logits = logits * self.logit_scale
-        if self.lm_heads is None or (self.token_map is None and self.lm_head_size == self.vocab_size):
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
-        if self.token_map is None:
-            full[..., : self.lm_head_size] = logits
-            return full
-        return full.index_copy_(-1, self.token_map, logits)
+        return logits if self.lm_heads is None else over_vocabulary(logits, self.token_map, self.vocab_size)
 
     def top_tokens(
         self,
@@ -169,6 +138,17 @@ class MedusaHeads(nn.Module):
         """The target that they were made for."""
         return TargetNeeds(None, self.hidden_size, None if self.lm_heads is None else self.vocab_size)
 
+    def fitted(
+        self, config: SpeculativeConfig, target_model: nn.Module, reader: CheckpointReader | None = None
+    ) -> MedusaHeads:
+        size, last = vocabulary_size(target_model), 0 if self.token_map is None else int(self.token_map.max())
+        if last >= size:
+            raise SpecConfigError(
+                f"The Medusa heads draft the token {last} (`token_map`), the target has {size} tokens. Pass those "
+                "that were trained for this target."
+            )
+        return self.for_vocabulary(size)
+
     def for_vocabulary(self, vocab_size: int) -> MedusaHeads:
         """Heads with these weights that draft tokens below `vocab_size` only."""
         if vocab_size == self.vocab_size:
@@ -190,17 +170,7 @@ class MedusaHeads(nn.Module):
         base_model: str | None = None,
         accuracies: Sequence[Sequence[float]] | None = None,
     ) -> None:
-        """Writes `config.json` and `medusa_lm_head.safetensors` in the published layout.
-
-        Args:
-            folder (`str` or `os.PathLike`): Made if needed.
-            base_model (`str`, *optional*): Name or folder of the target; `None`: as loaded.
-            accuracies (`Sequence[Sequence[float]]`, *optional*): `[i][r]`: how often head i's candidate of rank r was
-                right, 10 ranks a head; the default draft tree is made from them. `None`: as loaded.
-
-        Raises:
-            SpecConfigError: The heads have a token map, which the layout has no place for.
-        """
+        """Writes `config.json` and weights in the published layout; the name of the target is by default as loaded."""
         if self.token_map is not None:
             raise SpecConfigError(
                 "Medusa heads with a cut vocabulary (`token_map`) cannot be saved: the published layout has no place "
@@ -228,8 +198,8 @@ class MedusaHeads(nn.Module):
                 tensors[f"{head}.{layer}.linear.weight"] = weight[head]
                 tensors[f"{head}.{layer}.linear.bias"] = bias
             if self.lm_heads is not None:
-                own = self.lm_heads[min(head, len(self.lm_heads) - 1)]
-                tensors[f"{head}.{self.num_layers}.weight"] = own if self.logit_scale == 1 else own * self.logit_scale
+                lm_head = self.lm_heads[min(head, len(self.lm_heads) - 1)]
+                tensors[f"{head}.{self.num_layers}.weight"] = lm_head * self.logit_scale
         return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
@@ -240,72 +210,3 @@ def _linear(stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         return flat.unflatten(1, weight.shape[:2]).transpose(0, 1)
     product = stream @ weight.transpose(1, 2)
     return product if bias is None else product + bias[:, None]
-
-
-# Loading
-
-
-@loads_checkpoint
-def load_medusa(config: SpeculativeConfig, target_model: nn.Module) -> MedusaHeads:
-    """Loads the heads of `config.model` in the target's dtype, on its device, unless the settings say otherwise.
-
-    Heads and layers are counted in the weights: published configs are wrong about them. Only the heads' own tensors
-    are read.
-
-    Args:
-        config (`SpeculativeConfig`): `model`, `revision`, `subfolder`, `dtype`, `device`.
-        target_model (`PreTrainedModel`): The target.
-
-    Raises:
-        SpecConfigError: No checkpoint was named, or quantisation was asked for.
-        CheckpointFormatError: The checkpoint holds no Medusa heads, is incomplete, contradicts itself, or belongs to
-            a target of another width or vocabulary.
-    """
-    placement = head_placement(config, target_model)
-    checkpoint = Checkpoint(config, MEDUSA_FILES)
-    reader = MedusaReader(checkpoint.header)
-    reader.check()
-    reader.check_target(TargetSizes.of(target_model, with_layers=False))
-    token_map, vocab_size = reader.read_token_map(checkpoint), vocabulary_size(target_model)
-    _check_tokens(f"'{reader.name}': the Medusa heads", token_map, vocab_size, CheckpointFormatError)
-    rows = None
-    if reader.num_lm_heads:
-        rows = min(reader.num_rows, vocab_size) if token_map is None else len(token_map)
-    make = partial(
-        MedusaHeads,
-        reader.hidden_size,
-        vocab_size,
-        reader.num_heads,
-        reader.num_layers,
-        own_lm_heads=rows is not None,
-        bias=reader.has_bias,
-        one_lm_head=reader.num_lm_heads == 1,
-        lm_head_size=rows,
-        has_token_map=rows is not None and token_map is not None,
-        logit_scale=reader.logit_scale,
-    )
-    heads = filled(make, reader, checkpoint, placement)
-    heads.accuracies, heads.base_model = reader.accuracies, reader.base_model
-    return heads
-
-
-def fitting_heads(heads: nn.Module, config: SpeculativeConfig, target_model: nn.Module) -> MedusaHeads:
-    """Heads that were not loaded here, such as those in training, checked against the target.
-
-    Raises:
-        SpecConfigError: They are no Medusa heads, or for a target of another width or vocabulary.
-    """
-    check_given(heads, MedusaHeads, config, target_model)
-    vocab_size = vocabulary_size(target_model)
-    _check_tokens("The Medusa heads", heads.token_map, vocab_size, SpecConfigError)
-    return heads.for_vocabulary(vocab_size)
-
-
-def _check_tokens(heads: str, token_map: torch.LongTensor | None, vocab_size: int, error: type[SpecDecError]) -> None:
-    """Refuses a token map that leads out of the target's vocabulary."""
-    last = 0 if token_map is None else int(token_map.max())
-    if last >= vocab_size:
-        raise error(
-            f"{heads} draft the token {last} (`token_map`), the target has {vocab_size} tokens. Pass those that were "
-            "trained for this target."
-        )

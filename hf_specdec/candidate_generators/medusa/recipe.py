@@ -36,10 +36,10 @@ class MedusaRecipe(MedusaTraining, HeadsRecipe):
             )
 
     def build(self, target: PreTrainedModel) -> MedusaHeads:
-        own = not self.share_lm_head
+        own_lm_heads = not self.share_lm_head
         sizes = hidden_size(target), vocabulary_size(target), self.num_heads, self.num_layers
-        network = MedusaHeads(*sizes, own_lm_heads=own)
-        if own:
+        network = MedusaHeads(*sizes, own_lm_heads=own_lm_heads)
+        if own_lm_heads:
             network.start_from(numbers_of(target.get_output_embeddings().weight))
         return network
 

@@ -29,7 +29,6 @@ METHODS = (
         name="mlp_speculator",
         noun="MLP speculator",
         drafts_from="the last hidden state and the tokens after it, step by step",
-        folder=__name__,
         generator="generator:MLPSpeculatorCandidateGenerator",
         formats="formats",
         weights="a speculator",

@@ -11,23 +11,21 @@ Shapes: n stages, H hidden size of the target, D inner size, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import math
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint
-from ...checkpoints.header import TargetNeeds, TargetSizes
-from ...checkpoints.loading import filled, loads_checkpoint
+from ...checkpoints.header import TargetNeeds
+from ...checkpoints.loading import LoadedNetwork, save_checkpoint
+from ...checkpoints.reader import CheckpointReader
+from ...settings import SpeculativeConfig
+from ...target_facts import vocabulary_size
 from .formats import MLPSpeculatorConfig, MLPSpeculatorReader
-
-
-if TYPE_CHECKING:
-    from ...settings import SpeculativeConfig
 
 
 _PREFIX = "speculator."
@@ -35,14 +33,11 @@ _PREFIX = "speculator."
 _EPSILON = 1e-6
 
 
-class MLPSpeculator(nn.Module):
-    """The network. Its state dict is the published layout without the prefix, every tied tensor once.
-
-    Args:
-        config (`MLPSpeculatorConfig`): Sizes. The weights are drawn for training.
-    """
+class MLPSpeculator(LoadedNetwork):
+    """The network. Its state dict is the published layout without the prefix, every tied tensor once."""
 
     spec_method = "mlp_speculator"
+    reader_class: ClassVar[type[MLPSpeculatorReader]] = MLPSpeculatorReader
     config: MLPSpeculatorConfig
 
     def __init__(self, config: MLPSpeculatorConfig):
@@ -58,9 +53,7 @@ class MLPSpeculator(nn.Module):
         self.head: nn.ModuleList = nn.ModuleList(nn.Linear(size, vocab_size, bias=False) for _ in range(stages))
         self.ln: nn.ModuleList = nn.ModuleList(_ScaleAndShift(size) for _ in range(stages))
         self._token_weight = config.embedding_weight / config.state_weight
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
+        self.target_size: int = config.vocab_size  # tokens of the target
         for module in (*self.emb, *self.proj, *self.head):
             nn.init.normal_(module.weight, std=self.config.width**-0.5)
 
@@ -69,43 +62,43 @@ class MLPSpeculator(nn.Module):
         """The target that it was made for."""
         return TargetNeeds(hidden_size=self.config.emb_dim, vocab_size=self.config.vocab_size)
 
+    def fitted(
+        self, config: SpeculativeConfig, target_model: nn.Module, reader: CheckpointReader | None = None
+    ) -> MLPSpeculator:
+        return self.for_vocabulary(vocabulary_size(target_model))
+
+    def for_vocabulary(self, target_size: int) -> MLPSpeculator:
+        """The speculator with these weights for a target of so many tokens."""
+        if target_size == self.target_size:
+            return self
+        speculator = copy.copy(self)
+        speculator.target_size = target_size
+        return speculator
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that can be drafted."""
+        return min(self.config.vocab_size, self.target_size)
+
     def start(self, hidden: torch.Tensor) -> torch.Tensor:
         """The state that stage 0 takes, from the target's hidden states `(..., H)`."""
         return _normed(hidden) / math.sqrt(2) if self.config.scale_input else hidden
 
-    def stage(self, index: int, vocab_size: int | None = None) -> MLPStage:
-        """Stage `index`, from 0; for a target of fewer tokens than V with the logits of those below `vocab_size`."""
+    def stage(self, index: int) -> MLPStage:
+        """Stage `index`, from 0, with the logits of tokens that the target has."""
         # Tied stages use the last weights there are.
         emb, proj, head, ln = (
             modules[min(index, len(modules) - 1)] for modules in (self.emb, self.proj, self.head, self.ln)
         )
-        rows = head.weight[:vocab_size]
+        rows = head.weight[: self.num_tokens]
         return MLPStage(emb.weight, proj.weight, ln.weight, ln.bias, rows, self._token_weight)
 
     def step(self, index: int, state: torch.Tensor, tokens: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One stage.
-
-        Args:
-            index (`int`): Which, from 0.
-            state (`torch.Tensor` of shape `(..., H)` for stage 0, else `(..., D)`): From `start`, or the stage before.
-            tokens (`torch.LongTensor` of shape `(...)`): The token after each state.
-
-        Returns:
-            The new states `(..., D)` and the logits `(..., V)` of the tokens after `tokens`.
-        """
+        """New states `(..., D)` and logits `(..., V)` of a stage, from the states before it and tokens `(...)`."""
         return self.stage(index)(state, tokens)
 
     def forward(self, hidden: torch.Tensor, tokens: torch.LongTensor) -> torch.Tensor:
-        """Logits of all stages, teacher-forced.
-
-        Args:
-            hidden (`torch.Tensor` of shape `(..., H)`): States after the final norm of the target.
-            tokens (`torch.LongTensor` of shape `(..., m)`, m at most n): The tokens after each state. Entry 0 is the
-                one that the target predicted from it.
-
-        Returns:
-            `torch.Tensor` of shape `(m, ..., V)`: `[i]` predicts the token after `tokens[..., i]`.
-        """
+        """Logits `(m, ..., V)` of the first m stages after states `(..., H)` and the text's tokens `(..., m)`."""
         state, logits = self.start(hidden), []
         for index in range(tokens.shape[-1]):
             state, of_stage = self.step(index, state, tokens[..., index])
@@ -119,10 +112,7 @@ class MLPSpeculator(nn.Module):
 
 
 class MLPStage(NamedTuple):
-    """A stage as a function over its weights, without module calls, which cost more than a small stage's arithmetic.
-
-    A stage with another recurrence is another such function; whatever it carries on is its state.
-    """
+    """A stage as a function over its weights, without module calls, which cost more than its arithmetic."""
 
     embedding: torch.Tensor
     projection: torch.Tensor
@@ -152,25 +142,3 @@ def _normed(values: torch.Tensor) -> torch.Tensor:
     """N over the last dimension; rounding to half precision in between costs acceptance."""
     wide = values.float()
     return F.rms_norm(wide, wide.shape[-1:], None, _EPSILON).to(values.dtype)
-
-
-@loads_checkpoint
-def load_mlp_speculator(config: SpeculativeConfig, target_model: nn.Module) -> MLPSpeculator:
-    """Loads `config.model` in the target's dtype and on its device, unless the settings say otherwise.
-
-    The weights stay as they are stored, also where the target's vocabulary is padded otherwise.
-
-    Args:
-        config (`SpeculativeConfig`): `model`, `revision`, `subfolder`, `dtype`, `device`.
-        target_model (`PreTrainedModel`): The target.
-
-    Raises:
-        SpecConfigError: No checkpoint was named, or quantisation was asked for.
-        CheckpointFormatError: The checkpoint is incomplete, contradicts itself, or was made for another target.
-    """
-    placement = head_placement(config, target_model)
-    checkpoint = Checkpoint(config)
-    reader = MLPSpeculatorReader(checkpoint.header)
-    reader.check()
-    reader.check_target(TargetSizes.of(target_model, with_layers=False))
-    return filled(partial(MLPSpeculator, reader.config), reader, checkpoint, placement)

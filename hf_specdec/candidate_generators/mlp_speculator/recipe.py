@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from ...checkpoints.settings import COUNT
+from ...checkpoints.schema import COUNT
 from ...errors import SpecConfigError, shown
 from ...target_facts import hidden_size, numbers_of, vocabulary_size
 from ...training.heads import HeadsRecipe
@@ -17,14 +17,7 @@ from .network import MLPSpeculator, MLPSpeculatorConfig
 
 
 class MLPSpeculatorRecipe(MLPSpeculatorTraining, HeadsRecipe):
-    """
-    An MLP speculator.
-
-    Args:
-        top_k_tokens_per_head (`tuple[int, ...]`, *optional*): Candidates of each stage that the checkpoint suggests to
-            its users, by default 4, 3, 2, 2, ...
-        n_candidates (`int`): Candidate sequences that it suggests.
-    """
+    """An MLP speculator; candidates of its stages are what the checkpoint suggests to its users."""
 
     method = "mlp_speculator"
 
@@ -61,14 +54,13 @@ class MLPSpeculatorRecipe(MLPSpeculatorTraining, HeadsRecipe):
         return network
 
     def draft_logits(self, network: MLPSpeculator, reading: Reading, positions: torch.LongTensor) -> torch.Tensor:
-        known = reading.tokens.flatten()[self.drafted_from(positions, reading)]
-        return network(reading.flat_states()[positions].to(network.proj[0].weight.dtype), known.T)
+        tokens = reading.tokens.flatten()[self.drafted_from(positions, reading)]
+        return network(reading.flat_states()[positions].to(network.proj[0].weight.dtype), tokens.T)
 
 
 @torch.no_grad()
 def _begin_with_directions(network: MLPSpeculator, lm_head: torch.Tensor) -> None:
-    """
-    Initialises a speculator with the main directions of the rows `(V, H)` of the target's lm_head: stage 0 projects
+    """Initialises a speculator with the main directions of the rows `(V, H)` of the target's lm_head: stage 0 projects
     the state onto them, and all embeddings and heads are the tokens' coordinates there. A speculator of the target's
     width or more, or for an lm_head that only its module can read, keeps its random weights.
     """

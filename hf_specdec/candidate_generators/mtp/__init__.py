@@ -22,7 +22,6 @@ METHODS = (
         name="mtp",
         noun="multi-token-prediction layers",
         drafts_from="the target's own multi-token-prediction layers",
-        folder=__name__,
         generator="generator:MtpCandidateGenerator",
         formats="formats",
         weights="MTP layers",

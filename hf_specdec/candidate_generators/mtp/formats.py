@@ -19,31 +19,26 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from transformers.utils import logging
 
 from ...checkpoints.format import Format
-from ...checkpoints.header import WEIGHT_FILES, Header, TargetNeeds, TargetSizes, listed, unwrapped
+from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed, unwrapped
 from ...checkpoints.reader import CheckpointReader
-from ...checkpoints.settings import COUNT
-from ...errors import CheckpointFormatError, shown
-from ...target_facts import CACHE_READERS
-from ...threads import cached_property
-
-
-if TYPE_CHECKING:
-    from ...checkpoints.checkpoint import Checkpoint
-    from ...checkpoints.settings import Kind
+from ...checkpoints.schema import COUNT, INDEX, Key, Tensor, renamed
+from ...checkpoints.weights import WEIGHT_FILES
+from ...errors import CheckpointFormatError
+from ...settings import SpeculativeConfig
+from ...target_facts import CACHE_READERS, decoder_layers
 
 
 logger = logging.get_logger(__name__)
 
 # Some targets have their MTP layers in a file that their index does not name.
 MTP_FILES = "*mtp*.safetensors"
-
-_COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 # The model types of targets whose decoder layers have been checked as MTP layers.
 SUPPORTED_MODEL_TYPES = (
@@ -69,60 +64,56 @@ SUPPORTED_MODEL_TYPES = (
 WIDTH_KEY = "mtp_intermediate_size"
 
 
+# What names of copies of the target's own tensors begin with here.
+_COPY = "target."
+
+
 @dataclass(frozen=True)
 class MtpLayout:
-    """Layout of a family's MTP layers, and what is computed around them.
+    """Layout of a family's MTP layers, and what is computed around them."""
 
-    Args:
-        name (`str`): What messages call it.
-        names (`Mapping[str, str]`): Beginnings of stored names, `{}` for the number of the layer, and what they are
-            called here; an empty one is a copy of the target's own. The first that fits counts.
-        follows_target (`bool`): Layers are numbered after those of the target.
-        is_shared (`bool`): All layers have one projection and one set of norms.
-        hidden_first (`bool`): The first columns of the projection read the state, not the embedding.
-        before_norm (`bool`): States are those before the target's final norm, which then serves the MTP layers, too;
-            their own are handed on before it.
-        is_half_layer (`bool`): The target's layers are two in one, and an MTP layer is one: attention and dense MLP.
-    """
-
-    name: str
+    name: str  # what messages call it
+    # Beginnings of names in files, and what they are here, see `CheckpointReader.renamed`.
     names: Mapping[str, str]
-    follows_target: bool = False
-    is_shared: bool = False
-    hidden_first: bool = False
+    follows_target: bool = False  # layers are numbered after those of the target
+    is_shared: bool = False  # all layers have one projection and one set of norms
+    hidden_first: bool = False  # the first columns of the projection read the state, not the embedding
+    # States are those before the target's final norm, which then serves the MTP layers, too; their own are handed on
+    # before it.
     before_norm: bool = False
-    is_half_layer: bool = False
-
-    @cached_property
-    def _patterns(self) -> list[tuple[re.Pattern, str]]:
-        return [(re.compile(re.escape(old).replace(r"\{\}", r"(\d+)")), new) for old, new in self.names.items()]
+    is_half_layer: bool = False  # the target's layers are two in one, and an MTP layer is one: attention and dense MLP
 
     def name_of(self, stored: str, num_target_layers: int) -> str | None:
-        """The name used here of a tensor: empty for a copy of the target's, `None` for what is no MTP layer's."""
-        for pattern, new in self._patterns:
-            if found := pattern.match(stored):
-                number = int(found[1]) if found.groups() else 0
-                if self.follows_target:
-                    number -= num_target_layers
-                if number < 0:
-                    return None
-                return new and new.format(number) + stored[found.end() :]
-        return None
+        """The name used here of a tensor, `None` for what is no MTP layer's."""
+        name = renamed(stored, self.names)
+        if name is None or name.startswith(_COPY):
+            return None
+        if not self.follows_target:
+            return name
+        number = _number(name) - num_target_layers
+        return _numbered(name, number) if number >= 0 else None
 
     def stored_name(self, name: str, num_target_layers: int) -> str:
         """The name in a file of a tensor of this name."""
-        number = re.findall(r"\.(\d+)\.", name)[0]
-        stored_number = int(number) + (num_target_layers if self.follows_target else 0)
-        for old, new in self.names.items():
-            if new and name.startswith(new.format(number)):
-                return old.format(stored_number) + name.removeprefix(new.format(number))
-        return name
+        if self.follows_target:
+            name = _numbered(name, _number(name) + num_target_layers)
+        return renamed(name, {new: old for old, new in self.names.items()}) or name
+
+
+def _number(name: str) -> int:
+    return int(name.split(".")[1])
+
+
+def _numbered(name: str, number: int) -> str:
+    """The name with another number of its layer."""
+    kind, _, *rest = name.split(".")
+    return ".".join((kind, str(number), *rest))
 
 
 def _parts(prefix: str, **parts: str) -> dict[str, str]:
     """Names of a layout whose tensors all begin with the prefix of their layer."""
-    own = {f"{prefix}{stored}.": f"{part}.{{}}." for part, stored in parts.items()}
-    return {**own, prefix: "layers.{}."}
+    names = {f"{prefix}{stored}.": f"{part}.{{layer}}." for part, stored in parts.items()}
+    return {**names, prefix: "layers.{layer}."}
 
 
 _MIMO_PARTS = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj"}
@@ -136,7 +127,7 @@ MTP_LAYOUT = MtpLayout(
         "mtp.pre_fc_norm_hidden.": "hnorm.0.",
         "mtp.fc.": "eh_proj.0.",
         "mtp.norm.": "norm.0.",
-        "mtp.layers.{}.": "layers.{}.",
+        "mtp.layers.{layer}.": "layers.{layer}.",
     },
     is_shared=True,
 )
@@ -147,21 +138,21 @@ _LAYOUTS = (
         "longcat",
         {
             "model.mtp.norm.": "norm.0.",
-            "model.mtp.embed_tokens.": "",
-            "model.mtp.layers.{}.transformer_layer.mlp.": "layers.{}.mlp.",
-            **_parts("model.mtp.layers.{}.", enorm="enorm.m", hnorm="hnorm.m", eh_proj="eh_proj"),
+            "model.mtp.embed_tokens.": _COPY,
+            "model.mtp.layers.{layer}.transformer_layer.mlp.": "layers.{layer}.mlp.",
+            **_parts("model.mtp.layers.{layer}.", enorm="enorm.m", hnorm="hnorm.m", eh_proj="eh_proj"),
         },
         is_half_layer=True,
     ),
-    MtpLayout("mimo", _parts("model.mtp_layers.{}.", **_MIMO_PARTS), hidden_first=True),
-    MtpLayout("speculators", _parts("mtp_layers.{}.", **_MIMO_PARTS)),
+    MtpLayout("mimo", _parts("model.mtp_layers.{layer}.", **_MIMO_PARTS), hidden_first=True),
+    MtpLayout("speculators", _parts("mtp_layers.{layer}.", **_MIMO_PARTS)),
     MtpLayout(
         "ernie",
         {
-            "model.mtp_emb_norm.{}.": "enorm.{}.",
-            "model.mtp_hidden_norm.{}.": "hnorm.{}.",
-            "model.mtp_linear_proj.{}.": "eh_proj.{}.",
-            "model.mtp_block.{}.": "layers.{}.",
+            "model.mtp_emb_norm.{layer}.": "enorm.{layer}.",
+            "model.mtp_hidden_norm.{layer}.": "hnorm.{layer}.",
+            "model.mtp_linear_proj.{layer}.": "eh_proj.{layer}.",
+            "model.mtp_block.{layer}.": "layers.{layer}.",
         },
         before_norm=True,
     ),
@@ -169,13 +160,15 @@ _LAYOUTS = (
     MtpLayout(
         "deepseek",
         {
-            "model.layers.{}.shared_head.head.": "",
-            "model.layers.{}.embed_tokens.": "",
-            "model.layers.{}.final_layernorm.": "norm.{}.",
-            "model.layers.{}.mlp.router.gate.": "layers.{}.mlp.gate.",
-            "model.layers.{}.mlp.expert_bias": "layers.{}.mlp.e_score_correction_bias",
-            "model.layers.{}.mlp.shared_mlp.": "layers.{}.mlp.shared_experts.",
-            **_parts("model.layers.{}.", norm="shared_head.norm", enorm="enorm", hnorm="hnorm", eh_proj="eh_proj"),
+            "model.layers.{layer}.shared_head.head.": _COPY,
+            "model.layers.{layer}.embed_tokens.": _COPY,
+            "model.layers.{layer}.final_layernorm.": "norm.{layer}.",
+            "model.layers.{layer}.mlp.router.gate.": "layers.{layer}.mlp.gate.",
+            "model.layers.{layer}.mlp.expert_bias": "layers.{layer}.mlp.e_score_correction_bias",
+            "model.layers.{layer}.mlp.shared_mlp.": "layers.{layer}.mlp.shared_experts.",
+            **_parts(
+                "model.layers.{layer}.", norm="shared_head.norm", enorm="enorm", hnorm="hnorm", eh_proj="eh_proj"
+            ),
         },
         follows_target=True,
     ),
@@ -184,19 +177,12 @@ _LAYOUTS = (
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """Record of the MTP layers of a target.
+    """Record of the MTP layers of a target."""
 
-    Args:
-        layout (`MtpLayout`): Where they come from, and with it what is computed around them.
-        num_layers (`int`): K.
-        has_bias (`bool`): The projections have a bias.
-        intermediate_size (`int`, *optional*): Width of dense MLPs, where it is not that of the target's.
-    """
-
-    layout: MtpLayout = MTP_LAYOUT
-    num_layers: int = 1
-    has_bias: bool = False
-    intermediate_size: int | None = None
+    layout: MtpLayout = MTP_LAYOUT  # where they come from, and with it what is computed around them
+    num_layers: int = 1  # K
+    has_bias: bool = False  # of the projections
+    intermediate_size: int | None = None  # width of dense MLPs, where it is not that of the target's
 
     @property
     def num_projections(self) -> int:
@@ -205,43 +191,47 @@ class MtpConfig:
 
 
 class MtpReader(CheckpointReader):
-    """MTP layers in a checkpoint of their own, or in that of a whole target.
-
-    Args:
-        header (`Header`): Of any of the layouts.
-        num_target_layers (`int`, *optional*): N; `None`: as its config says.
-        in_float32 (`Iterable[str]`): Parts of the names of tensors that are in float32 whatever the others are in.
-
-    Attributes:
-        layout (`MtpLayout`, *optional*): `None` where it has no MTP layers.
-    """
+    """MTP layers in a checkpoint of their own, or in that of a whole target; N is by default as its config says."""
 
     noun = "MTP layers"
     blocks: ClassVar[tuple[str, ...]] = ("", "text_config", "transformer_layer_config")
-    settings: ClassVar[dict[str, Kind]] = CheckpointReader.settings | {
-        WIDTH_KEY: COUNT,
-    }
-    notes = " ".join(_COUNT_KEYS) + " *loss* num_speculative_steps target_model_type transformer_layer_config"
-    sizes_by, fitting = "the target asks", "Pass the MTP layers of this target."
+    keys: ClassVar[tuple[Key, ...]] = (
+        *CheckpointReader.keys,
+        Key(WIDTH_KEY, COUNT),
+        Key("num_nextn_predict_layers mtp_num_hidden_layers num_mtp_layers", INDEX),
+    )
+    notes = "*loss* num_speculative_steps target_model_type transformer_layer_config"
+    sizes_by = "the target asks"
+    fitting = "Pass the MTP layers of this target."
+    unused: ClassVar[re.Pattern[str]] = re.compile("")
     weight_files: ClassVar[tuple[str, ...]] = (MTP_FILES, *WEIGHT_FILES)
     target_files: ClassVar[str | None] = MTP_FILES
 
-    def __init__(self, header: Header, num_target_layers: int | None = None, in_float32: Iterable[str] = ()):
+    def __init__(self, header: Header, num_target_layers: int | None = None):
         self.num_target_layers = num_target_layers
-        self.layout: MtpLayout | None = None
-        self._in_float32 = tuple(in_float32)
+        self.layout: MtpLayout | None = None  # `None`: it has no MTP layers
+        self._is_targets: bool = False
+        self._in_float32: tuple[str, ...] = ()
         super().__init__(header)
+
+    @classmethod
+    def for_loading(cls, header: Header, config: SpeculativeConfig, target_model: nn.Module) -> MtpReader:
+        reader = cls(header, len(decoder_layers(target_model)))
+        reader._is_targets = header.name == getattr(target_model.config, "_name_or_path", None)
+        # Parts of the names of tensors that are in float32 whatever the others are in.
+        reader._in_float32 = tuple(getattr(target_model, "_keep_in_fp32_modules_strict", None) or ())
+        return reader
 
     def _stored_names(self):
         if self.num_target_layers is None:
             counts = map(self.stated, ("num_hidden_layers", "num_layers", "n_layer"))
             self.num_target_layers = next(filter(COUNT.is_valid, counts), 0)
-        self.layout, stored = _recognised(self.header.shapes or (), self.num_target_layers) or (None, {})
+        self.layout, stored = _recognised(self.header.tensors, self.num_target_layers) or (None, {})
         return stored
 
     @classmethod
     def count_in_target(cls, header: Header) -> int:
-        return len(cls(header).stored_layers)
+        return len(cls(header)._stored_layers)
 
     @classmethod
     def family_misfits(cls, needs: TargetNeeds, target_config: Mapping[str, Any]) -> Iterator[str]:
@@ -253,21 +243,32 @@ class MtpReader(CheckpointReader):
         if not set(kinds) & set(SUPPORTED_MODEL_TYPES):
             yield f"The MTP layers of targets of the model_type '{kind}' are not supported."
 
+    @property
+    def table(self) -> tuple[Tensor, ...]:
+        """h: hidden size. What else a layer has the target's own layers say."""
+        assert self.layout is not None, "no MTP layers"
+        return (
+            # Some files hold it transposed.
+            Tensor("eh_proj.{projection}.weight"),
+            Tensor("eh_proj.{projection}.bias", "h", needed=False),
+            Tensor("(enorm|hnorm).{projection}.weight", "h"),
+            Tensor("norm.{projection}.weight", "h", not self.layout.before_norm),
+            # Layers of LongCat have two of each.
+            Tensor("layers.{layer}.(input|post_attention)_layernorm.weight", "h", needed=False),
+        )
+
     def check(self) -> None:
-        super().check()
-        if self.header.shapes is None:
-            return
         if self.layout is None:
             raise self.wrong(
-                f"has no MTP layers among its {len(self.header.shapes)} tensors in {self.header.file}. Copies of a "
+                f"has no MTP layers among its {len(self.header.tensors)} tensors in {self.header.file}. Copies of a "
                 "model, quantised ones above all, often leave them out",
                 "Pass a checkpoint that has them as `spec_model`, together with spec_method='mtp'.",
             )
-        found, count = self.stored_layers, self.num_layers
-        if not (0 < count <= len(found) and found.issuperset(range(count))):
+        super().check()
+        numbers, count = self._stored_layers, self.num_layers
+        if count > len(numbers) or not numbers.issuperset(range(count)):
             raise self.wrong(
-                f"has {shown(count)} MTP layers by its config.json, and tensors of those with the numbers "
-                f"{sorted(found)}",
+                f"has {count} MTP layers by its config.json, and tensors of those with the numbers {sorted(numbers)}",
                 "Pass a complete checkpoint.",
             )
 
@@ -284,27 +285,16 @@ class MtpReader(CheckpointReader):
         return self.num_layers if self.num_layers > 1 else super().num_draft_tokens
 
     @property
-    def stored_layers(self) -> set[int]:
-        """Numbers of the layers that there are tensors of, from 0 on."""
-        return {_number(name) for name in self.stored if name.startswith("layers.")}
-
-    @property
     def num_layers(self) -> int:
         """K: as the config states it, unless it says nothing or 0, else as many as are stored."""
-        counts = (place.get(key) for place in self.places for key in _COUNT_KEYS)
-        return next((int(count) for count in counts if isinstance(count, int) and count > 0), len(self.stored_layers))
+        return self.setting("num_nextn_predict_layers") or len(self._stored_layers)
 
-    def configured(self, target: TargetSizes | None = None) -> MtpConfig:
-        """The record of the layers.
+    @property
+    def _stored_layers(self) -> set[int]:
+        return {_number(name) for name in self.stored if name.startswith("layers.")}
 
-        Args:
-            target (`TargetSizes`, *optional*): What they must fit; `None`: they are the target's own.
-
-        Raises:
-            CheckpointFormatError: There are none, fewer than the config says, or they are those of another target.
-        """
-        self.check()
-        if target is not None:
+    def record(self, target: TargetSizes) -> MtpConfig:
+        if not self._is_targets:
             self.check_target(target)
         return MtpConfig(self.layout, self.num_layers, "eh_proj.0.bias" in self.stored, self.setting(WIDTH_KEY))
 
@@ -321,32 +311,28 @@ class MtpReader(CheckpointReader):
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
         return [[f"{prefix}.{expert}.{part}.weight" for part in parts] for expert in range(shape[0])]
 
-    def weight(
-        self, checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: torch.device | None
-    ) -> torch.Tensor:
+    def weight(self, name: str, dtype: torch.dtype | None, device: torch.device | str) -> torch.Tensor:
         dtype = torch.float32 if any(part in name for part in self._in_float32) else dtype
-        return super().weight(checkpoint, name, dtype, device)
+        return super().weight(name, dtype, device)
 
     def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         # Some files hold it transposed.
         is_turned = name.startswith("eh_proj.") and tuple(tensor.shape) == shape[::-1]
         return tensor.t().contiguous() if is_turned else tensor
 
-    def judge_left_over(self, names: Sequence[str]) -> None:
-        names = {name: self.stored[name] for name in names if _number(name) < self.num_layers}
-        if unused := list(names.values()):
+    def judge_unknown(self, names: Sequence[str]) -> None:
+        if unused := [self.stored[name] for name in names if _number(name) < self.num_layers]:
             logger.warning(f"'{self.name}': {len(unused)} tensors of MTP layers are not used: {listed(unused)}.")
 
 
 class AssistantReader(CheckpointReader):
     """A small model of transformers that reads the keys and values of its target."""
 
-    settings: ClassVar[dict[str, Kind]] = CheckpointReader.settings | {"backbone_hidden_size": COUNT}
+    keys: ClassVar[tuple[Key, ...]] = (*CheckpointReader.keys, Key("backbone_hidden_size hidden_size", COUNT))
 
     @property
     def needs(self) -> TargetNeeds:
-        width = self.setting("backbone_hidden_size") or self.setting("hidden_size")
-        return TargetNeeds(None, width, self.setting("vocab_size"))
+        return TargetNeeds(None, self.setting("backbone_hidden_size"), self.setting("vocab_size"))
 
     def check(self) -> None:
         # transformers loads and drives it.
@@ -372,11 +358,7 @@ def _without_wrapper(name: str) -> str:
 
 
 def stored_tensors(config: MtpConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a network in the `mtp` layout, which must be able to hold it.
-
-    Raises:
-        CheckpointFormatError: It is not.
-    """
+    """The tensors of a network in the `mtp` layout, if that can hold it."""
     layout = config.layout
     if layout.before_norm or layout.is_half_layer or config.num_projections > 1:
         raise CheckpointFormatError(
@@ -387,10 +369,6 @@ def stored_tensors(config: MtpConfig, tensors: Mapping[str, torch.Tensor]) -> di
     if layout.hidden_first:
         stored["mtp.fc.weight"] = torch.cat(stored["mtp.fc.weight"].chunk(2, dim=1)[::-1], dim=1)
     return stored
-
-
-def _number(name: str) -> int:
-    return int(name.split(".")[1])
 
 
 # The layers of a target, which a checkpoint of MTP layers alone lacks.

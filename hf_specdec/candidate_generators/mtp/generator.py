@@ -4,44 +4,298 @@ DeepSeek-V3 (arXiv:2412.19437, section 2.2) and its successors have them; what a
 [`~candidate_generators.mtp.network`]. Two ways lead to more than one draft token:
 
     reuse   one layer again and again, each time with the token it has drafted and the state it has left. Checkpoints
-            with one layer are run like this; trees can be drafted, see [`~candidate_generators.autoregressive`]
-    chain   layer j drafts token j + 1, as the layers were trained, see [`~candidate_generators.mtp.entries`]
+            with one layer are run like this; trees can be drafted, see [`~candidate_generators.networks`]
+    chain   layer j drafts token j + 1, as the layers were trained, see [`LayerEntries`]
+
+Gemma 4's assistants draft with an [`AssistantCandidateGenerator`].
+
+Shapes: R active rows, T new entries, W entries of the window, h hidden size, X size of a state, K layers, S slots.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 
 from ...checkpoints.files import RepoFiles
-from ...drafting.entries import DraftEntries
-from ...drafting.growth import DynamicTree
+from ...checkpoints.loading import LOADED_BY, load
+from ...drafting.draw import DepthLimits, Draw
+from ...drafting.growth import DraftNodes, DynamicTree, grow
 from ...drafting.shape import ExtrapolationOptions, draft_shape, growth_option
+from ...drafting.slots import DraftEntries, DraftSlots
+from ...drafting.state import Entries, NetworkState
 from ...drafts import TokenTree
-from ...errors import SpecConfigError
-from ...protocol import Session
-from ...target_facts import CACHE_READERS, reads_target_cache
+from ...errors import SpecConfigError, UnsupportedModelError
+from ...kernels.tree_attention import SlotTree
+from ...protocol import Prompt, Session
+from ...settings import SpeculativeConfig
+from ...target.graphs import CallGraphs, Variant, graphs_for
+from ...target.masks import FULL, Span, TreeMask
+from ...target.model import SlotModel
+from ...target_facts import CACHE_READERS, decoder_layers, reads_target_cache
+from ...threads import cached_property
+from ...transfers import RowNumbers, last_of_each, upload
 from ...validation import setting
-from ..autoregressive import AutoregressiveCandidateGenerator
 from ..draft_model.network import load_draft_model
-from .assistant import AssistantCandidateGenerator, lending_layers
-from .entries import LayerEntries
-from .network import fitting_network, load_mtp, placed
+from ..networks import AutoregressiveCandidateGenerator, OverTargetGenerator
+from .network import MtpNetwork, check_family, placed
 
 
-if TYPE_CHECKING:
-    from ...settings import SpeculativeConfig
+def lending_layers(target_model: torch.nn.Module) -> dict[str, int]:
+    """By type of attention the target's layer whose keys and values an assistant reads."""
+    attention = [getattr(layer, "self_attn", None) for layer in decoder_layers(target_model)]
+    lending = {
+        module.layer_type: index
+        for index, module in enumerate(attention)
+        if getattr(module, "store_full_length_kv", False)
+    }
+    if not lending:
+        raise UnsupportedModelError(
+            f"{type(target_model).__name__} has no layers that share their keys and values, which a Gemma 4 assistant "
+            "reads. Use it with the Gemma 4 model that it was made for."
+        )
+    return lending
+
+
+class LentKeys:
+    """Keys and values of a target's layers that an assistant reads, by type of attention; it writes none."""
+
+    is_allocated = True
+    cache = None
+
+    def __init__(self, target: SlotModel, lending: dict[str, int], lengths: RowNumbers):
+        self.layers: dict[str, Any] = {kind: target.cache.layers[index] for kind, index in lending.items()}
+        self.numbers: dict[str, RowNumbers] = {"ends": lengths, "starts": target.starts, "leads": target.leads}
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Where in memory they lie."""
+        buffers = [states for layer in self.layers.values() for states in (layer.keys, layer.values)]
+        return tuple((states.data_ptr(), states.shape, states.stride()) for states in buffers)
+
+    def in_a_graph(self, numbers: dict[str, torch.LongTensor], columns: int) -> LentKeys:
+        keys = copy(self)
+        keys.numbers = dict(numbers)
+        return keys
+
+    def skip(self, counts: list[int]) -> None:
+        """The target has read them."""
+
+    def seen(
+        self, counts: RowNumbers, window: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.LongTensor, dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, torch.Tensor]]:
+        """Of rows with so many new tokens the positions of the anchors `(R, 1)`; then by type of attention keys and
+        values, and the masks `(R, 1, 1, S)` of those that are seen."""
+        starts, leads = (upload(self.numbers[name], device) for name in ("starts", "leads"))
+        ends, columns = self.numbers["ends"], None
+        if isinstance(ends, list) and isinstance(counts, list):
+            ends = [end + count for end, count in zip(ends, counts)]
+            columns, ends = max(ends), upload(ends, device)
+        else:
+            ends = upload(ends, device) + upload(counts, device)
+        last = SlotTree(ends - 1, starts, num_queries=1)
+        keys_and_values, masks = {}, {}
+        for kind, layer in self.layers.items():
+            lent = keys, _ = [states[: len(ends), :, :columns].to(device) for states in (layer.keys, layer.values)]
+            keys_and_values[kind] = tuple(lent)
+            # The distance from the last token that was read may be as long as the window.
+            span = Span("sliding", window + 1) if kind == "sliding_attention" else FULL
+            masks[kind] = TreeMask(last, span).additive(keys.shape[2], dtype)
+        return (ends + leads)[:, None], keys_and_values, masks
+
+
+class AssistantCandidateGenerator(OverTargetGenerator):
+    """Drafts chains with Gemma 4's assistant, a small model over the keys and values of its target.
+
+    It has queries alone: its layers read the keys and values that the target's last layer of each type with some of
+    its own has left in its slots. A draft begins with the embedding of the anchor beside the state from which the
+    target predicted it, and goes on with each drafted token beside the assistant's own last state. All tokens of a
+    draft have the position of the anchor, and see what the target has read, as in transformers' candidate generator
+    for one row, `SinglePositionMultiTokenCandidateGenerator`. Nothing is kept from cycle to cycle but the state.
+    """
+
+    target_hidden_states: ClassVar[tuple[int | str, ...]] = ("last",)
+    default_num_speculative_tokens = 3
+
+    def shape(self) -> TokenTree:
+        branching = "speculative_token_tree" if self.config.speculative_token_tree else growth_option(self.config)
+        if branching:
+            raise SpecConfigError(
+                f"`{branching}` is about trees, and a {type(self.network).__name__} drafts chains. Leave it out."
+            )
+        return super().shape()
+
+    def lent_slots(self, target: SlotModel, lengths: list[int]) -> LentKeys:
+        return LentKeys(target, self._lending, lengths)
+
+    @cached_property
+    def _lending(self) -> dict[str, int]:
+        return lending_layers(self.session.target.model)
+
+    def draft(self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw) -> DraftNodes:
+        assistant, embedding = self.network, self.session.target.model.get_input_embeddings()
+        window, dtype = assistant.config.get_text_config().sliding_window, assistant.pre_projection.weight.dtype
+        positions, keys_and_values, masks = state.slots.seen(new.counts, window, dtype, self.device)
+
+        def step(tokens: torch.LongTensor, hidden: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            embedded = embedding(tokens.to(embedding.weight.device)).to(self.device)
+            states = assistant.model(
+                inputs_embeds=assistant.pre_projection(torch.cat([embedded, hidden.to(embedded)], dim=-1).to(dtype)),
+                attention_mask=masks,
+                position_ids=positions,
+                shared_kv_states=keys_and_values,
+                use_cache=False,
+            ).last_hidden_state
+            if assistant.config.use_ordered_embeddings:
+                logits = assistant.masked_embedding(states, assistant.lm_head.weight)
+            else:
+                logits = assistant.lm_head(states)
+            return assistant.post_projection(states), logits
+
+        hidden, logits = step(new.tokens, new.states["last"], None)
+        return grow(self.plan, step, hidden[:, 0], logits[:, 0], limits, draw)
+
+    # Graphs of the assistant, which read the keys and values where they lie
+
+    def make_graphs(self) -> CallGraphs | None:
+        target, embedding = self.session.target, self.session.target.model.get_input_embeddings()
+        reasons = {
+            "enforce_eager=True": self.config.enforce_eager,
+            "its target runs without graphs": target.graphs is None or target.graphs.why_eager is not None,
+            "its target is on another device": embedding.weight.device != self.device,
+        }
+        return graphs_for(self.network, reasons, (embedding,))
+
+    @property
+    def graph_key(self) -> tuple[Any, ...]:
+        return (*super().graph_key, Variant(self.lent_slots(self.session.target, []).place))
+
+
+TOKENS = "tokens"
+
+
+class LayerEntries(DraftEntries):
+    """Keys and values of a chain of MTP layers, of which layer j drafts token j + 1; K, the `depth`, are used.
+
+    Entry t is made of a state and the token t + 1; layer j reads as its entry t the token t + 1 + j. So the last j
+    entries of layer j have drafted tokens in them: with K = 3 layers, and a text of tokens 0 to 9, entry 8 is the last
+    one, and
+
+        layer 0 reads (state 8, token 9), layer 1 (its state, draft 1), layer 2 (its state, draft 2)
+
+    Where the target accepts a of the drafted tokens, the last K - 1 - a entries of some layer are wrong. They are read
+    again together with the new ones: the window.
+    """
+
+    def __init__(self, network: MtpNetwork, depth: int, **places: Any):
+        super().__init__(network, num_layers=depth, **places)
+        self.depth = depth
+        self.has_drafted: list[bool] = [False] * len(self.starts)  # there was a draft after a row's last entries
+
+    def can_replay(self, added: RowNumbers) -> bool:
+        """Tells whether as many entries are read again as after a draft, which is what graphs count on."""
+        return not isinstance(added, list) or all(
+            count == 1 or drafted for count, drafted in zip(added, self.has_drafted)
+        )
+
+    def read_window(
+        self, new: Entries, kept: dict[Any, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[Any, torch.Tensor]]:
+        """Reads with the first layer what is new, and before it what some layer has read wrongly.
+
+        Kept are the last K entries of each row, tokens `(R, K, 1)` and states `(R, K, X)`, with zeros in front of a
+        shorter text. Returned are both outputs `(R, h)` after the last entries, and what is to be kept.
+        """
+        added: Any = new.counts
+        network: Any = self.network
+        depth = self.depth
+        states = {key: new.states[key] for key in network.target_hidden_states}
+        parts = {key: part.to(self.device) for key, part in {TOKENS: new.tokens.unsqueeze(-1), **states}.items()}
+        both = {key: torch.cat((kept[key], part), dim=1) for key, part in parts.items()}
+        again: Any = self._read_again(added)
+        if isinstance(added, list):
+            first, counts = [depth - count for count in again], [sum(pair) for pair in zip(again, added)]
+            width = max(counts)
+            self.cache.commit([-count for count in again])
+        else:
+            first, counts, width = depth - again, again + added, depth + 1
+            self.cache.commit(-again)
+        window = {key: _columns(values, first, width) for key, values in both.items()}
+        self._tokens, self._counts, self.layer = window.pop(TOKENS)[..., 0], counts, 0
+        self._here = self.plan_read(width)
+        self._mask = self.causal_mask(self._here)
+        hidden, output = self._read_layer(0, self.network.fuse(window))
+        self.cache.commit(counts)
+        self.has_drafted = [False] * len(self.has_drafted)
+        return hidden, output, {key: _columns(values, added, depth) for key, values in both.items()}
+
+    def _read_again(self, added: RowNumbers) -> RowNumbers:
+        """How many entries before the new ones are read again."""
+        if not isinstance(added, list):
+            return torch.minimum(self.depth - added, self.cache.lengths - self.first_slots[:, 0]).clamp(min=0)
+        read = [length - start for length, start in zip(self.cache.lengths, self.starts)]
+        wrong = [self.depth - (count if drafted else 1) for count, drafted in zip(added, self.has_drafted)]
+        return [max(min(pair), 0) for pair in zip(wrong, read)]
+
+    def step(
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor | slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads the window with the next layer, after tokens `(R, 1)`; see [`~drafting.growth.Step`]."""
+        hidden, output = self._read_next(tokens)
+        return hidden[:, None], self.network.logits(output, self.cache)[:, None]
+
+    def read_rest(self, drafted: torch.LongTensor | None = None) -> None:
+        """Reads the window with the layers that have not, after the token `(R, 1)` drafted last, if it is known."""
+        tokens = self._tokens[:, :1] if drafted is None else drafted
+        while self.layer < self.depth - 1:
+            self._read_next(tokens)
+        self.has_drafted = [drafted is not None] * len(self.has_drafted)
+
+    def _read_next(self, tokens: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        last = upload(self._counts, self.device)[:, None] - 1
+        self._tokens = F.pad(self._tokens[:, 1:], (0, 1)).scatter(1, last, tokens.to(self.device))
+        self.layer: int = self.layer + 1
+        return self._read_layer(self.layer, self._handed_on)
+
+    def _read_layer(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both outputs of a layer `(R, h)` after the window."""
+        here = self._here
+        outputs = self.network(self._tokens, hidden, here.positions, self._mask, self.cache, layer, here.bound)
+        self._handed_on = outputs[0]
+        return tuple(last_of_each(output, self._counts) for output in outputs)
+
+    # The rows
+
+    def skip(self, counts: list[int]) -> None:
+        super().skip(counts)
+        self.has_drafted = [True] * len(counts)
+
+    def select(self, keep: list[int]) -> DraftSlots:
+        self.has_drafted = [self.has_drafted[row] for row in keep]
+        return super().select(keep)
+
+    def cat(self, other: LayerEntries) -> DraftSlots:
+        self.has_drafted = self.has_drafted + other.has_drafted
+        return super().cat(other)
+
+
+def _columns(values: torch.Tensor, first: RowNumbers, width: int) -> torch.Tensor:
+    """Columns `first[r]` to `first[r] + width - 1` of each row of `(R, C, X)`; the last one where there are fewer."""
+    if isinstance(first, list):
+        if min(first) == max(first):
+            return values[:, first[0] : first[0] + width]
+        first = upload(first, values.device)
+    columns = first[:, None] + torch.arange(width, device=values.device)
+    return values[torch.arange(len(values), device=values.device)[:, None], columns.clamp(max=values.shape[1] - 1)]
 
 
 @dataclass(frozen=True)
 class MtpOptions(ExtrapolationOptions):
-    """Options of `spec_method="mtp"`.
-
-    Raises:
-        SpecConfigError: A value is out of range.
-    """
+    """Options of `spec_method="mtp"`."""
 
     draft_min_path_prob: float = setting(
         0.0,
@@ -54,7 +308,7 @@ class MtpOptions(ExtrapolationOptions):
     mode: Literal["chain", "reuse"] | None = setting(
         None,
         "`chain` drafts one token with each MTP layer, `reuse` all of them with the first layer, trees "
-        "among them. Left out, `chain` where the checkpoint has several layers.",
+        "among them. Default: `chain` where the checkpoint has several layers.",
         key="mtp_mode",
         published=True,
     )
@@ -65,29 +319,23 @@ class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
 
     options_class = MtpOptions
     default_num_speculative_tokens = 3
-    loaded_by: ClassVar[tuple[str, ...]] = (
-        "model",
-        "revision",
-        "subfolder",
-        "cache_dir",
-        "dtype",
-        "device",
-        "quantization",
-    )
+    loaded_by: ClassVar[tuple[str, ...]] = LOADED_BY
 
     @classmethod
     def load(
         cls, config: SpeculativeConfig, target_model: torch.nn.Module, draft_model: torch.nn.Module | None = None
     ) -> torch.nn.Module:
         if draft_model is not None:
-            if not reads_target_cache(draft_model):
-                return fitting_network(draft_model, config, target_model)
-            lending_layers(target_model)
-            return draft_model
-        if config.model is not None and RepoFiles.of(config).config.get("model_type") in CACHE_READERS:
+            if reads_target_cache(draft_model):
+                lending_layers(target_model)
+                return draft_model
+        elif config.model is not None and RepoFiles.of(config).config.get("model_type") in CACHE_READERS:
             lending_layers(target_model)
             return load_draft_model(config, target_model)
-        return load_mtp(config, target_model)
+        else:
+            check_family(target_model)
+            config = placed(config, target_model)
+        return load(MtpNetwork, config, target_model, draft_model)
 
     @classmethod
     def loaded_from(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> SpeculativeConfig | None:
@@ -100,25 +348,51 @@ class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
             return AssistantCandidateGenerator(config, resources, session)
         return super().__new__(cls)
 
-    def plan_drafts(self) -> TokenTree | DynamicTree:
+    def shape(self) -> TokenTree | DynamicTree:
         num_layers = self.network.config.num_layers
-        self.mode = self.options.mode or ("chain" if num_layers > 1 else "reuse")
-        if self.mode == "chain":
+        self.drafts_by_layer: bool = (self.options.mode or ("chain" if num_layers > 1 else "reuse")) == "chain"
+        self.has_steps: bool = not self.drafts_by_layer
+        self.drafts_whole: bool = self.drafts_by_layer
+        if self.drafts_by_layer:
             return self._layer_chain(num_layers)
         length, vocab_size = self.default_num_speculative_tokens, self.network.needs.vocab_size
         return draft_shape(self.config, vocab_size, self.session, self.chain_only_reason, length)
 
-    def make_entries(self, **slots: Any) -> DraftEntries:
-        if self.mode == "chain":
-            return LayerEntries(self.network, self.plan.max_depth, **slots)
-        return DraftEntries(self.network, **slots, num_layers=1)
+    def make_slots(self, **places: Any) -> DraftEntries:
+        if self.drafts_by_layer:
+            return LayerEntries(self.network, self.plan.max_depth, **places)
+        return DraftEntries(self.network, num_nodes=self.plan.num_reads, num_layers=1, **places)
+
+    def prefill(self, prompt: Prompt) -> None:
+        if self.drafts_by_layer:
+            states = {key: prompt.hidden_states[key] for key in self.network.target_hidden_states}
+            parts = {TOKENS: prompt.input_ids[..., None], **states}
+            size = len(prompt.starts), self.plan.max_depth
+            self.state.kept = {
+                key: part.new_zeros((*size, part.shape[2]), device=self.device) for key, part in parts.items()
+            }
+        super().prefill(prompt)
+
+    def take_in(self, state: NetworkState, new: Entries) -> None:
+        if not self.drafts_by_layer:
+            super().take_in(state, new)
+            return
+        *_, state.kept = state.slots.read_window(new, state.kept)
+        state.slots.read_rest()
+
+    def draft(self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw) -> DraftNodes:
+        if not self.drafts_by_layer:
+            return super().draft(state, new, limits, draw)
+        hidden, output, state.kept = state.slots.read_window(new, state.kept)
+        nodes = grow(self.plan, state.slots.step, hidden, self.network.logits(output, state.slots.cache), limits, draw)
+        state.slots.read_rest(nodes.tokens[:, -1:])
+        return nodes
+
+    def can_replay(self, new: Entries) -> bool:
+        return not self.drafts_by_layer or self.state.slots.can_replay(new.counts)
 
     def _layer_chain(self, num_layers: int) -> TokenTree:
-        """A chain with a token of each layer.
-
-        Raises:
-            SpecConfigError: The settings ask for a tree.
-        """
+        """A chain with a token of each layer; settings that ask for a tree are refused."""
         branching = growth_option(self.config)
         if self.config.speculative_token_tree:
             branching = "speculative_token_tree"

@@ -17,25 +17,29 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
-from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint, tensor_shapes
-from ...checkpoints.header import TargetNeeds, TargetSizes
-from ...checkpoints.loading import check_given, filled, loads_checkpoint
-from ...checkpoints.quantised import quantise_layers
+from ...checkpoints.header import TargetNeeds
+from ...checkpoints.loading import save_checkpoint, tensor_shapes
+from ...checkpoints.reader import CheckpointReader
 from ...errors import SpecConfigError, UnsupportedModelError
+from ...kernels.heads import KeyValueCache
 from ...layers.draft_network import DraftModule, TargetParts
 from ...layers.experts import MixtureOfExperts
 from ...layers.known import is_llama_layer
-from ...layers.llama import DecoderLayer, KeyValueCache, RMSNorm, project, with_query_groups
+from ...layers.llama import DecoderLayer, RMSNorm, with_query_groups
+from ...layers.plan import Way, bind_linears, bind_norm, norm_of, planned
 from ...layers.rope import RotaryAngles
-from ...target.attention import NAME, TreeMask, VerificationForward, running
-from ...target.masks import FULL, Span
+from ...settings import SpeculativeConfig
+from ...target.attention import NAME, name_masks
+from ...target.forward import SlotForward, told
+from ...target.masks import FULL, Span, TreeMask
 from ...target_facts import (
     cache_name_among,
     decoder_layers,
@@ -45,10 +49,6 @@ from ...target_facts import (
     vocabulary_size,
 )
 from .formats import MTP_LAYOUT, SUPPORTED_MODEL_TYPES, WIDTH_KEY, MtpConfig, MtpReader, stored_tensors
-
-
-if TYPE_CHECKING:
-    from ...settings import SpeculativeConfig
 
 
 # Families whose MTP layers look no further back than the window of the target's other layers.
@@ -61,33 +61,40 @@ _LAYER_LISTS = {
 }
 
 
+class MtpPart(NamedTuple):
+    """Bound functions around a layer."""
+
+    project: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+    norm_embedded: Callable[[torch.Tensor], torch.Tensor]
+    norm_hidden: Callable[[torch.Tensor], torch.Tensor]
+    norm: Callable[[torch.Tensor], torch.Tensor] | None = None  # after the layer, if it is not the target's
+
+
+class MtpPlan(NamedTuple):
+    """Bound functions of MTP layers."""
+
+    embed: Callable[[torch.LongTensor], torch.Tensor]
+    parts: list[MtpPart]
+    head: Callable[[torch.Tensor], torch.Tensor]
+
+
 class MtpNetwork(DraftModule):
-    """The MTP layers of a target.
+    """The MTP layers of a target, of weights that are not for use; see [`load`] and [`new_mtp`].
 
-    Embedding, lm_head and rotary embedding are the target's: they are read where it has them, and are no part of the
-    state dict. Its weights are not initialised for use; see `load_mtp` and `new_mtp`.
-
-    Args:
-        config (`MtpConfig`): What it consists of.
-        target_model (`PreTrainedModel`): The target.
-
-    Attributes:
-        needs (`TargetNeeds`): What a target must share with the one that they were made for.
-        target_hidden_states (`tuple`): The key of the target's state that `fuse` takes, see [`captured_states`].
-        span (`Span`): How far back the layers look.
-        head_size (`int`): Size of an attention head, 0 where it does not matter.
-        token_ids (`None`): Draft and target have one vocabulary.
-
-    Raises:
-        UnsupportedModelError: Targets of this model type are not supported.
+    Embedding, lm_head and rotary embedding are read where the target has them. `target_hidden_states` has the key of
+    the target's state that `fuse` takes, see [`captured_states`], and `spans` how far back the layers look.
     """
 
     spec_method = "mtp"
-    token_ids = None
+    reader_class: ClassVar[type[MtpReader]] = MtpReader
+    most_gap: ClassVar[float] = 0
+    token_ids: None = None
 
     def __init__(self, config: MtpConfig, target_model: nn.Module):
         check_family(target_model)
         super().__init__()
+        self.embed_tokens: None = None
+        self.lm_head: None = None
         self.config = config
         sizes = hidden_size(target_model), vocabulary_size(target_model)
         self.needs: TargetNeeds = TargetNeeds(None, *sizes, model_type=_model_type(target_model))
@@ -96,10 +103,14 @@ class MtpNetwork(DraftModule):
             num_target_layers if config.layout.before_norm else "last",
         )
         parts = _layer_config(target_model, config)
-        self.span: Span = _span(parts)
+        self.spans: tuple[Span, ...] = (_span(parts),)
         size, count = parts.hidden_size, config.num_projections
         projections = [nn.Linear(2 * size, size, bias=config.has_bias) for _ in range(count)]
-        layers = [_decoder_layer(target_model, parts, config, index) for index in range(config.num_layers)]
+        # Layers of the target's own class, with random weights.
+        layer_class = type(decoder_layers(target_model)[-1])
+        if config.layout.is_half_layer:
+            layer_class = partial(HalfLayer, target_model)
+        layers = [layer_class(parts, index) for index in range(config.num_layers)]
         self._is_llama = all(map(is_llama_layer, layers))
         # In layers of the target's own class the attention function sees to it.
         self.head_size: int = layers[0].self_attn.head_dim if self._is_llama else 0
@@ -122,6 +133,21 @@ class MtpNetwork(DraftModule):
     def _weight(self) -> torch.Tensor:
         return self._part("enorm", 0).weight
 
+    @classmethod
+    def of_record(cls, record: MtpConfig, target_model: nn.Module) -> MtpNetwork:
+        return cls(record, target_model)
+
+    def fitted(
+        self, config: SpeculativeConfig, target_model: nn.Module, reader: CheckpointReader | None = None
+    ) -> MtpNetwork:
+        made_for, model_type = self.needs.model_type, _model_type(target_model)
+        if made_for != model_type:
+            raise SpecConfigError(
+                f"The MTP layers were made for a target of the model_type '{made_for}', and this one is of "
+                f"'{model_type}'. Pass fitting ones."
+            )
+        return self.attach(target_model)
+
     def attach(self, target_model: nn.Module) -> MtpNetwork:
         """Reads embedding, lm_head, rotary embedding and final norm from `target_model`."""
         self._target = _SharedParts(target_model)
@@ -132,83 +158,54 @@ class MtpNetwork(DraftModule):
     @property
     def shared_modules(self) -> tuple[nn.Module, ...]:
         """Modules of the target that the layers go through."""
-        target = self._target
-        return target.embedding, target.head, target.norm, target.rotary
+        return (*super().shared_modules, self._target.norm, self._target.rotary)
 
     def fuse(self, states: dict[int | str, torch.Tensor]) -> torch.Tensor:
-        """Input `hidden` of `forward` for entries with states of the target.
-
-        Args:
-            states (`dict`): A tensor of shape `(R, T, h)` for the key in `target_hidden_states`.
-
-        Returns:
-            `torch.Tensor` of shape `(R, T, h)`, in the dtype and on the device of the layers.
-        """
+        """Input `hidden` of `forward`, `(R, T, h)`, for entries with states `(R, T, h)` of the target."""
         return states[self.target_hidden_states[0]].to(self._weight)
-
-    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
-        """Embeddings `(R, T, h)` of the tokens `(R, T)`."""
-        return self._target.embed(tokens).to(self._weight)
 
     def forward(
         self,
-        tokens: torch.LongTensor,
-        hidden: torch.Tensor,
-        positions: torch.LongTensor,
+        tokens: torch.LongTensor,  # (R, T); for layer j of a chain, those j + 1 after the tokens of the states
+        hidden: torch.Tensor,  # (R, T, h), from `fuse`, or what an earlier call handed on
+        positions: torch.LongTensor,  # (R | 1, T), those of the states' tokens, the same for all layers
+        # (R | 1, 1, T, S), additive in the layers' dtype or boolean. `None`: causal, or where T is 1 everything.
         mask: torch.Tensor | None,
-        cache: KeyValueCache | None = None,
-        layer: int = 0,
-        bound: int | None = None,
+        cache: KeyValueCache | None = None,  # keys and values are put there; `None`: the entries see each other alone
+        layer: int = 0,  # that reads them
+        bound: int | None = None,  # above all positions; with it, angles may be looked up
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads entries with one of the layers.
-
-        Args:
-            tokens (`torch.LongTensor` of shape `(R, T)`): The token of each entry; for layer j of a chain, the one
-                j + 1 after the token of its state.
-            hidden (`torch.Tensor` of shape `(R, T, h)`): Its state: from `fuse`, or what an earlier call handed on.
-            positions (`torch.LongTensor` of shape `(R, T)` or `(1, T)`): Position ids: those of the states' tokens,
-                the same for all layers.
-            mask (`torch.Tensor` of shape `(R | 1, 1, T, S)`, *optional*): Additive, in the layers' dtype, or boolean.
-                `None`: causal, or where T is 1 everything.
-            cache (`KeyValueCache`, *optional*): Where keys and values are put; the plan of a `SlotCache` is set.
-                `None`: nowhere, the entries see each other alone.
-            layer (`int`): Which layer reads them.
-            bound (`int`, *optional*): Above all positions; with it, angles may be looked up.
-
-        Returns:
-            Two tensors of shape `(R, T, h)`: what is handed on as `hidden`, and what `logits` reads.
-        """
-        part = layer % self.config.num_projections
-        halves = [self._part("enorm", part)(self.embed(tokens)), self._part("hnorm", part)(hidden)]
+        """What is handed on as `hidden`, and what `logits` reads, `(R, T, h)` each."""
+        plan = planned(self, hidden, cache)
+        part = plan.parts[layer % self.config.num_projections]
+        halves = [part.norm_embedded(plan.embed(tokens)), part.norm_hidden(hidden)]
         if self.config.layout.hidden_first:
             halves.reverse()
-        projected = project(self._part("eh_proj", part), torch.cat(halves, dim=-1))
+        (projected,) = part.project(torch.cat(halves, dim=-1))
         if self._is_llama:
-            stream = self._read_as_llama(layer, projected, positions, mask, cache, bound)
+            decoder_layer = self._part("layers", layer)
+            angles = self._angles(positions, projected, bound)
+            stream = decoder_layer(projected, angles, with_query_groups(mask, decoder_layer.self_attn.groups), cache)
         else:
             stream = self._read_as_family(layer, projected, positions, mask, cache)
-        if self.config.layout.before_norm:
+        if part.norm is None:
             return stream, self.final_norm(stream)
-        output = self._part("norm", part)(stream)
+        output = part.norm(stream)
         return output, output
+
+    def plan(self, way: Way, dtype: torch.dtype) -> MtpPlan:
+        """What it computes with around its layers."""
+        norms = ("enorm", "hnorm", "norm") if len(self.norm) else ("enorm", "hnorm")
+        parts = []
+        for index in range(self.config.num_projections):
+            bound = [bind_norm(norm_of(self._part(name, index)), way, dtype) for name in norms]
+            project, _ = bind_linears(way, dtype, [self._part("eh_proj", index)])
+            parts.append(MtpPart(project, *bound))
+        return MtpPlan(self.bind_embedding(), parts, self.bind_head(way, dtype))
 
     def _part(self, name: str, index: int) -> nn.Module:
         """An entry of one of the lists, from where modules keep them: lookups of `nn.ModuleList` take longer."""
         return self._modules[name]._modules[str(index)]
-
-    def _read_as_llama(
-        self,
-        layer: int,
-        projected: torch.Tensor,
-        positions: torch.LongTensor,
-        mask: torch.Tensor | None,
-        cache: KeyValueCache | None,
-        bound: int | None,
-    ) -> torch.Tensor:
-        """The stream `(R, T, h)` after a layer of the Llama family."""
-        own = self._part("layers", layer)
-        angles = self._angles(positions, projected, bound)
-        return own(projected, angles, with_query_groups(mask, own.self_attn.groups), cache)
 
     def _read_as_family(
         self,
@@ -220,18 +217,22 @@ class MtpNetwork(DraftModule):
     ) -> torch.Tensor:
         """The stream `(R, T, h)` after a layer of the target's own class."""
         positions = positions.to(projected.device).expand(len(projected), -1)
-        forward = VerificationForward()
+        forward = SlotForward(projected)
         if isinstance(mask, TreeMask):
-            mask, forward = mask.in_a_forward(cache.plan.columns, projected.dtype)
-        with running(forward):
-            own = self._part("layers", layer)
-            names = *forward_arguments(type(own)), *forward_arguments(type(own.self_attn))
-            stream = own(
+            content, columns = mask, cache.plan.columns
+            mask = content.additive(columns, projected.dtype)
+            forward = SlotForward(projected, columns=columns, tree=content.tree)
+            name_masks(forward, [mask], (content.span,))
+        layer_type = self._layer_types[layer] if self._layer_types else None
+        with told(forward):
+            decoder_layer = self._part("layers", layer)
+            names = *forward_arguments(type(decoder_layer)), *forward_arguments(type(decoder_layer.self_attn))
+            stream = decoder_layer(
                 projected,
                 attention_mask=mask,
                 position_ids=positions,
                 **{cache_name_among(names): cache},
-                position_embeddings=self._target.angles(projected, positions, self._layer_type(layer)),
+                position_embeddings=self._target.angles(projected, positions, layer_type),
             )
         return stream[0] if isinstance(stream, tuple) else stream
 
@@ -245,27 +246,12 @@ class MtpNetwork(DraftModule):
         norm = self._target.norm
         return norm(stream.to(norm.weight.device)).to(stream)
 
-    def _layer_type(self, layer: int) -> str | None:
-        return self._layer_types[layer] if self._layer_types else None
-
-    def logits(self, output: torch.Tensor) -> torch.Tensor:
+    def logits(self, output: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
         """Logits `(..., V)`, from the second tensor of `forward`, `(..., h)`."""
-        return self._target.logits(output).to(output)
-
-    def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
-        """The ids themselves: draft and target have one vocabulary."""
-        return draft_ids
-
-    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits themselves: draft and target have one vocabulary."""
-        return logits
+        return planned(self, output, cache).head(output)
 
     def save(self, folder: str | Path) -> None:
-        """Writes `config.json` and `model.safetensors` with tensors of the names `mtp.*`; makes the folder.
-
-        Raises:
-            CheckpointFormatError: The layers are of a family with another computation around them.
-        """
+        """Writes `config.json` and `model.safetensors` with tensors of the names `mtp.*`; makes the folder."""
         tensors = stored_tensors(self.config, self.state_dict())
         config = {
             "model_type": "mtp",
@@ -279,21 +265,8 @@ class MtpNetwork(DraftModule):
         save_checkpoint(folder, config, tensors)
 
 
-def _decoder_layer(target_model: nn.Module, parts: Any, config: MtpConfig, index: int) -> nn.Module:
-    """A layer of the target's own class, with random weights."""
-    if config.layout.is_half_layer:
-        return HalfLayer(target_model, parts, index)
-    return type(decoder_layers(target_model)[-1])(parts, index)
-
-
 class HalfLayer(nn.Module):
-    """One attention and one dense MLP of a target whose decoder layers have two of each (LongCat-Flash).
-
-    Args:
-        target_model (`PreTrainedModel`): The target.
-        config (`PreTrainedConfig`): Of its layers.
-        index (`int`): Which layer of the cache it is.
-    """
+    """One attention and one dense MLP of a target whose decoder layers have two of each (LongCat-Flash)."""
 
     def __init__(self, target_model: nn.Module, config: Any, index: int):
         super().__init__()
@@ -330,16 +303,13 @@ class _SharedParts(TargetParts):
 
 
 def check_family(target_model: nn.Module) -> None:
-    """Refuses targets whose decoder layers are not known to work as MTP layers.
-
-    Raises:
-        UnsupportedModelError: It is of another model type.
-    """
-    found = _model_type(target_model)
-    if found not in SUPPORTED_MODEL_TYPES:
+    """Refuses targets whose decoder layers are not known to work as MTP layers."""
+    model_type = _model_type(target_model)
+    if model_type not in SUPPORTED_MODEL_TYPES:
         raise UnsupportedModelError(
-            f"spec_method='mtp' does not know the layers of {type(target_model).__name__} (model_type '{found}'). It "
-            f"supports {', '.join(SUPPORTED_MODEL_TYPES)}. Use another method, such as 'ngram', which works with all."
+            f"spec_method='mtp' does not know the layers of {type(target_model).__name__} (model_type "
+            f"'{model_type}'). It supports {', '.join(SUPPORTED_MODEL_TYPES)}. Use another method, such as 'ngram', "
+            "which works with all."
         )
 
 
@@ -350,11 +320,11 @@ def _model_type(target_model: nn.Module) -> str:
 def _layer_config(target_model: nn.Module, mtp: MtpConfig) -> Any:
     """The target's config, with what it says of single layers said of the MTP layers."""
     config = copy.deepcopy(target_model.config.get_text_config(decoder=True))
-    for name, (own, default) in _LAYER_LISTS.items():
+    for name, (mtp_name, default) in _LAYER_LISTS.items():
         if getattr(config, name, None):
             default = "sliding_attention" if name == "layer_types" and config.model_type in _SLIDING else default
-            given = getattr(config, own, None) or [default]
-            setattr(config, name, [given[j % len(given)] for j in range(mtp.num_layers)])
+            kinds = getattr(config, mtp_name, None) or [default]
+            setattr(config, name, [kinds[j % len(kinds)] for j in range(mtp.num_layers)])
     if hasattr(config, "first_k_dense_replace"):
         # MTP layers have experts in every family that has them in most layers.
         config.first_k_dense_replace = 0
@@ -373,16 +343,7 @@ def _span(config: Any) -> Span:
 def new_mtp(target_model: nn.Module, num_layers: int = 1, intermediate_size: int | None = None) -> MtpNetwork:
     """MTP layers to be trained, in the `mtp` layout: copies of the target's last layer after a random projection.
 
-    Args:
-        target_model (`PreTrainedModel`): The target, not quantised. Its random state decides nothing; torch's does.
-        num_layers (`int`): K.
-        intermediate_size (`int`, *optional*): Width of dense MLPs, which then are the first part of the target's.
-
-    Returns:
-        [`MtpNetwork`] in the target's dtype and on its device, its parameters requiring gradients.
-
-    Raises:
-        UnsupportedModelError: Targets of this model type are not supported, or none of its layers can be copied.
+    They are in the target's dtype and on its device. Narrower dense MLPs are the first part of the target's.
     """
     check_family(target_model)
     network = MtpNetwork(MtpConfig(MTP_LAYOUT, num_layers, intermediate_size=intermediate_size), target_model)
@@ -402,38 +363,8 @@ def new_mtp(target_model: nn.Module, num_layers: int = 1, intermediate_size: int
     return network.to(next(source.parameters()).device, target_model.dtype)
 
 
-@loads_checkpoint
-def load_mtp(config: SpeculativeConfig, target_model: nn.Module) -> MtpNetwork:
-    """Loads MTP layers from the target's own checkpoint, or from `config.model` where that is named.
-
-    Args:
-        config (`SpeculativeConfig`): `model`, `revision`, `subfolder`, `dtype`, `device`.
-        target_model (`PreTrainedModel`): The target.
-
-    Raises:
-        UnsupportedModelError: Targets of this model type are not supported.
-        SpecConfigError: The target was not loaded from a checkpoint and none was named, or the layers do not fit the
-            quantisation.
-        CheckpointFormatError: The checkpoint has no MTP layers, is incomplete, or was made for another target.
-    """
-    check_family(target_model)
-    placement = head_placement(config, target_model, can_be_quantised=True)
-    checkpoint = Checkpoint(placed(config, target_model), MtpReader.weight_files)
-    in_float32 = getattr(target_model, "_keep_in_fp32_modules_strict", None) or ()
-    reader = MtpReader(checkpoint.header, len(decoder_layers(target_model)), in_float32)
-    found = reader.configured(None if config.model is None else TargetSizes.of(target_model))
-    network = filled(partial(MtpNetwork, found, target_model), reader, checkpoint, placement)
-    if config.quantization is not None:
-        quantise_layers((network.eh_proj, network.layers), config.quantization)
-    return network
-
-
 def placed(config: SpeculativeConfig, target_model: nn.Module) -> SpeculativeConfig:
-    """The settings with the checkpoint that has the MTP layers: unless another is named that of the target itself.
-
-    Raises:
-        SpecConfigError: The target was not loaded from a checkpoint.
-    """
+    """The settings with the checkpoint that has the MTP layers: unless another is named that of the target itself."""
     if config.model is not None:
         return config
     source = target_model.config
@@ -445,22 +376,6 @@ def placed(config: SpeculativeConfig, target_model: nn.Module) -> SpeculativeCon
         )
     revision = config.revision or getattr(source, "_commit_hash", None)
     return config.replace(model=str(name), revision=revision)
-
-
-def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model: nn.Module) -> MtpNetwork:
-    """MTP layers that were not loaded here, such as those in training, checked against the target and attached to it.
-
-    Raises:
-        SpecConfigError: These are no MTP layers, or those of another target.
-    """
-    check_given(network, MtpNetwork, config, target_model, most_gap=0)
-    made_for, found = network.needs.model_type, _model_type(target_model)
-    if made_for != found:
-        raise SpecConfigError(
-            f"The MTP layers were made for a target of the model_type '{made_for}', and this one is of '{found}'. "
-            "Pass fitting ones."
-        )
-    return network.attach(target_model)
 
 
 def _can_be_cut(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> bool:

@@ -8,7 +8,6 @@ METHODS = (
         name="ngram",
         noun="n-gram speculation",
         drafts_from="the longest earlier match of the end of the text",
-        folder=__name__,
         generator="generator:NgramCandidateGenerator",
         takes_model=False,
         aliases=("prompt_lookup", "prompt_lookup_decoding"),

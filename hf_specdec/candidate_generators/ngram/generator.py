@@ -3,30 +3,24 @@
 Saxena, "Prompt Lookup Decoding" (2023); the rule with `prompt_lookup_max` is that of vLLM's CPU proposer. No weights.
 
 The host scans the text for its end. On a GPU, a graph does it ahead of the verdict, in the tokens alone
-([`~candidate_generators.ngram.on_device`]), and the host where the graph has not.
+([`~candidate_generators.ngram.texts`]), and the host where the graph has not.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import numpy as np
-import torch
-
-from ...drafting.graphs import RowGraphs
+from ...drafting.runner import Runner
+from ...drafting.state import Entries, NetworkState, RowState
 from ...drafts import DraftTree
 from ...errors import SpecConfigError
 from ...protocol import Commit, DeviceCommit, DraftStep, Lookups, Prompt, Session
-from ...transfers import on_host
+from ...settings import SpeculativeConfig
+from ...target.graphs import graphs_for
 from ...validation import Options, setting
 from ..base import CandidateGenerator
-from .on_device import LONGEST_MATCH, CallTexts, FoundTrees, LookupRule, texts_of
-from .text import RowText
-
-
-if TYPE_CHECKING:
-    from ...settings import SpeculativeConfig
+from .texts import LONGEST_MATCH, CallTexts, FoundTrees, LookupRule, RowText, texts_of
 
 
 # Without a fixed n-gram range, a match of l tokens is trusted for so many times l draft tokens.
@@ -46,21 +40,18 @@ class NgramOptions(Options):
     With neither `prompt_lookup_min` nor `prompt_lookup_max`, a match of l tokens is followed by at most 2 l draft
     tokens, and what followed several matches is one tree. With one of the two, the other equals
     it, and the draft is the longest that follows the one best match: vLLM's rule.
-
-    Raises:
-        SpecConfigError: A value is out of range, or `prompt_lookup_min` is above `prompt_lookup_max`.
     """
 
     prompt_lookup_min: int | None = setting(
         None,
-        "Shortest match that is drafted from, in tokens. Left out, `prompt_lookup_max`, or else 1.",
+        "Shortest match that is drafted from, in tokens. Default: `prompt_lookup_max`, or else 1.",
         least=1,
         most=_MAX_INDEXED_TOKENS,
         published=True,
     )
     prompt_lookup_max: int | None = setting(
         None,
-        f"Longest match looked for, in tokens. Left out, `prompt_lookup_min`, or else {LONGEST_MATCH}: what is longer "
+        f"Longest match looked for, in tokens. Default: `prompt_lookup_min`, or else {LONGEST_MATCH}: what is longer "
         "counts as this long.",
         least=1,
         most=_MAX_INDEXED_TOKENS,
@@ -68,7 +59,7 @@ class NgramOptions(Options):
     )
     match: Literal["last", "first"] | None = setting(
         None,
-        "Which occurrence of the longest match counts. Left out, 'first' if `prompt_lookup_min` or "
+        "Which occurrence of the longest match counts. Default: 'first' if `prompt_lookup_min` or "
         "`prompt_lookup_max` is given, as in vLLM, or else 'last'.",
         key="prompt_lookup_match",
         published=True,
@@ -76,7 +67,7 @@ class NgramOptions(Options):
     num_matches: int | None = setting(
         None,
         "Occurrences that are drafted from, the longest matches first; 1 drafts a chain, more a tree. "
-        "Left out, 1 if `prompt_lookup_min` or `prompt_lookup_max` is given, as in vLLM, or else 4.",
+        "Default: 1 if `prompt_lookup_min` or `prompt_lookup_max` is given, as in vLLM, or else 4.",
         least=1,
         most=_MAX_MATCHES,
         key="prompt_lookup_num_matches",
@@ -114,6 +105,11 @@ class NgramOptions(Options):
         return self.prompt_lookup_max or self.prompt_lookup_min or LONGEST_MATCH
 
     @property
+    def tokens_per_matched(self) -> int | None:
+        """Most draft tokens for each token of a match; `None`: any number."""
+        return None if self.has_fixed_range else _DRAFT_TOKENS_PER_MATCHED
+
+    @property
     def takes_first(self) -> bool:
         """The first occurrence of the longest match counts, not the last."""
         return self.match == "first" or (self.match is None and self.has_fixed_range)
@@ -124,16 +120,6 @@ class NgramOptions(Options):
         if self.num_matches is not None:
             return self.num_matches
         return 1 if self.has_fixed_range else _DEFAULT_MATCHES
-
-
-@dataclass(frozen=True)
-class _Ahead:
-    """A draft whose graph has run ahead: for which rows, the graph's key, and how deep each row may draft."""
-
-    rows: list[int]
-    key: tuple[Any, ...]
-    limits: tuple[int, ...]
-    draft: DraftTree
 
 
 class NgramCandidateGenerator(CandidateGenerator):
@@ -153,17 +139,16 @@ class NgramCandidateGenerator(CandidateGenerator):
         super().__init__(config, resources, session)
         self.lookups: Lookups = Lookups()
         self._best_matches = best_matches
-        self._row_texts: dict[int, RowText] = {}
-        self._rows: list[int] = []
+        # Texts of the rows; and on the device, where the target's verifications are graphs.
+        self.state: RowState = RowState(texts=[], on_device=None)
         self._best: list[tuple[int, int]] = []  # of each row's last draft: its longest match, and the tokens from it
         self._num_matches = self.options.most_matches if session.supports_trees else 1
         if self._num_matches < (self.options.num_matches or 1):
             session.notes.append("ngram drafts from one match: the target cannot verify trees.")
-        # On the device, where the target's verifications are graphs.
-        self._texts: CallTexts | None = None
-        self._graphs: RowGraphs | None = None
-        self._ahead: _Ahead | None = None  # the lookup that has run ahead, until its tokens are committed
-        self._found: tuple[DraftTree, list[int]] | None = None  # a draft of a graph, and the rooms that it had
+        self._runner: Runner | None = None
+        # A draft whose graph has run ahead, for which rows and how deep; and one that was taken, and the rooms it had.
+        self._ahead: tuple[DraftTree, list[int], list[int]] | None = None
+        self._taken: tuple[DraftTree, list[int]] | None = None
 
     @property
     def num_draft_nodes(self) -> int:
@@ -178,30 +163,32 @@ class NgramCandidateGenerator(CandidateGenerator):
         # Compared on the device token by token, matches of any length would be too slow.
         is_short = self.options.max_match <= LONGEST_MATCH
         if is_short and target is not None and target.graphs is not None and target.graphs.pads_drafts:
-            self._texts = CallTexts(texts_of(target.model))
-            self._graphs = RowGraphs(self._texts.memory)
-            self._graphs.begin(self.config, self.session)
-        self._rows = list(range(len(prompt.starts)))
+            self.state.on_device = CallTexts(texts_of(target.model))
+            memory = self.state.on_device.memory
+            graphs = graphs_for(memory, {"enforce_eager=True": self.config.enforce_eager})
+            self._runner = Runner.of(graphs, memory.place.device, self.session)
         most = self.options.max_indexed_tokens
-        self._row_texts = {row: RowText(tokens, most) for row, tokens in enumerate(prompt.texts)}
+        self.state.texts = [RowText(tokens, most) for tokens in prompt.texts]
 
     def propose(self, step: DraftStep) -> DraftTree:
         longest, rooms = self.shared_length(len(step.rows)), self.draft_depths(step)
-        draft = None if step.leads else self._taken_ahead(step.rows, longest, rooms)
-        if draft is not None:
-            self._found = draft, rooms
-            return draft
+        limits = [min(longest, room) for room in rooms]
+        ahead, self._ahead = self._ahead, None
+        # The graph is forgotten where rows were cut.
+        if ahead is not None and ahead[1:] == (step.rows, limits) and self._runner.graphs.has_run_ahead:
+            self._taken = ahead[0], rooms
+            return ahead[0]
         self._best = []
         leads = step.leads or [[]] * len(step.rows)
-        drafts = [
-            self._draft(self._row_texts[row], lead, longest, room) for row, lead, room in zip(step.rows, leads, rooms)
-        ]
+        most = self._most_nodes(longest)
+        rows = zip(self.state.texts, leads, limits)
+        drafts = [self._draft(text, lead, depth, most) for text, lead, depth in rows]
         tokens, parents = map(list, zip(*drafts)) if drafts else ([], [])
         self._count_lookups(list(map(len, tokens)), rooms)
         return DraftTree.from_lists(tokens, self.session.device, parents)
 
     def _count_lookups(self, counts: list[int], rooms: list[int]) -> None:
-        texts = self._row_texts.values()
+        texts = self.state.texts
         self.lookups.count(counts, rooms, sum(map(len, texts)), sum(text.num_bytes for text in texts))
 
     # On the device
@@ -209,44 +196,28 @@ class NgramCandidateGenerator(CandidateGenerator):
     @property
     def drafts_ahead(self) -> bool:
         # Under a grammar the host must know the tokens.
-        return self._graphs is not None and self._graphs.are_on and not self.may_mask
+        return self._runner is not None and self._runner.has_graphs and not self.may_mask
 
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
-        longest, texts = self.shared_length(len(commit.rows)), [self._row_texts[row].tokens for row in commit.rows]
-        lengths, width = list(map(len, texts)), commit.tokens.shape[1]
-        if max(lengths) + width > self.options.max_indexed_tokens:
+        longest, texts, width = self.shared_length(len(commit.rows)), self.state.on_device, commit.tokens.shape[1]
+        tokens = [text.tokens for text in self.state.texts]
+        if max(map(len, tokens)) + width > self.options.max_indexed_tokens:
             # The row will forget its beginning, and places are others then.
             return None
-        self._texts.have_room(max(lengths) + width)
-        self._texts.write(commit.rows, texts)
-        limits, device = _limits(commit.max_draft_tokens, longest), commit.tokens.device
-        rule, memory, size = self._rule(longest), self._texts.memory, self._texts.size
+        texts.write(commit.rows, tokens, width)
+        rule, limits = self._rule(longest), [min(room, longest) for room in commit.max_draft_tokens]
 
-        def look_up(tokens: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor) -> FoundTrees:
-            before, most = rows.to(tokens.device).unbind(1)
-            memory.append(tokens, counts, before, size)
-            return rule.draft(memory.of_rows(len(tokens), size), before + counts, most)
+        def look_up(state: NetworkState, new: Entries) -> FoundTrees:
+            return rule.draft(*state.slots.with_new(new), new.limits)
 
-        def values() -> dict[str, torch.Tensor]:
-            rows = on_host(list(zip(lengths, limits)), device)
-            return {"tokens": commit.tokens, "counts": commit.counts, "rows": rows}
-
-        key = (rule, size, width)
-        found = self._graphs.run(key, len(limits), look_up, values, limits=limits)
-        if not self._graphs.are_on:
+        new = Entries(commit.tokens, {}, commit.counts, limits=limits)
+        trees = self._runner.replay(look_up, NetworkState(texts), new, (rule, texts.size), width)
+        if trees is None:
             # Capturing has failed.
             return None
-        self._texts.will_grow = True
-        self._ahead = _Ahead(commit.rows, key, limits, self._drafted(found))
-        return self._ahead.draft
-
-    def _taken_ahead(self, rows: list[int], longest: int, rooms: list[int]) -> DraftTree | None:
-        """The draft of a graph that has run ahead for these rows and limits."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or (ahead.rows, ahead.limits) != (rows, _limits(rooms, longest)):
-            return None
-        # It is forgotten where rows were cut.
-        return ahead.draft if self._graphs.has_run_ahead(ahead.key, len(rows), ahead.limits) else None
+        texts.will_grow = True
+        self._ahead = self._drafted(trees), commit.rows, limits
+        return self._ahead[0]
 
     def _rule(self, longest: int) -> LookupRule:
         options = self.options
@@ -255,16 +226,13 @@ class NgramCandidateGenerator(CandidateGenerator):
             options.min_match,
             options.max_match,
             options.takes_first,
-            None if options.has_fixed_range else _DRAFT_TOKENS_PER_MATCHED,
+            options.tokens_per_matched,
             longest,
             self._most_nodes(longest),
         )
 
-    def _drafted(self, found: FoundTrees) -> DraftTree:
-        tokens, parents, num_nodes = found
-        if self._num_matches == 1:
-            return DraftTree.chain(tokens, num_nodes)
-        return DraftTree(tokens, parents, num_nodes)
+    def _drafted(self, trees: FoundTrees) -> DraftTree:
+        return DraftTree.chain(trees.tokens, trees.num_nodes) if self._num_matches == 1 else DraftTree(*trees)
 
     @property
     def acceptance_probs(self) -> list[list[float]]:
@@ -272,30 +240,18 @@ class NgramCandidateGenerator(CandidateGenerator):
         return [[(match / (match + 1)) ** depth for depth in range(1, count + 1)] for match, count in self._best]
 
     def observe(self, commit: Commit) -> None:
-        for row, tokens in zip(commit.rows, commit.token_lists):
-            self._row_texts[row].extend(tokens)
-        if self._texts is not None and self._texts.will_grow:
-            self._texts.have_grown([len(self._row_texts[row]) for row in commit.rows])
-        found, self._found = self._found, None
-        if found is not None and found[0].node_counts is not None:
-            self._count_lookups(found[0].node_counts, found[1])
-
-    def keep_rows(self, keep: list[int]) -> None:
-        self._rows = [self._rows[position] for position in keep]
-        self._row_texts = {row: self._row_texts[row] for row in self._rows}
-        if self._texts is not None:
-            self._texts.forget()
-
-    def join(self, other: NgramCandidateGenerator, numbers: dict[int, int]) -> None:
-        self._rows = self._rows + list(numbers.values())
-        self._row_texts |= {numbers[row]: text for row, text in other._row_texts.items()}
-        if self._texts is not None:
-            self._texts.forget()
+        for text, tokens in zip(self.state.texts, commit.token_lists):
+            text.extend(tokens)
+        if self.state.on_device is not None and self.state.on_device.will_grow:
+            self.state.on_device.have_grown(list(map(len, self.state.texts)))
+        taken, self._taken = self._taken, None
+        if taken is not None and taken[0].node_counts is not None:
+            self._count_lookups(taken[0].node_counts, taken[1])
 
     def close(self) -> None:
-        if self._graphs is not None:
-            self._graphs.close()
-        self._rows, self._row_texts, self._ahead, self._found = [], {}, None, None
+        super().close()
+        if self._runner is not None:
+            self._runner.close()
 
     @property
     def longest_row(self) -> tuple[int, str] | None:
@@ -303,45 +259,24 @@ class NgramCandidateGenerator(CandidateGenerator):
         limit = self.config.max_model_len
         return None if limit is None else (limit, "max_model_len")
 
-    def _draft(self, text: RowText, lead: list[int], longest: int, room: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of what followed the best matches, none deeper than `longest` and `room`.
-
-        Matches are those of the end of the text with `lead` after it.
-        """
-        depth = min(longest, room)
+    def _draft(self, text: RowText, lead: list[int], depth: int, most: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of what followed the best matches of the text with a lead after it, to a depth."""
+        options, chains = self.options, []
+        self._best.append((0, 0))
         if depth <= 0:
-            self._best.append((0, 0))
             return [], []
-        is_tied = not self.options.has_fixed_range
-        matches = self._matches(text.followed_by(lead))
-        chains = [
-            text.tokens[end : end + (min(depth, _DRAFT_TOKENS_PER_MATCHED * match) if is_tied else depth)].tolist()
-            for match, end in matches
-        ]
-        self._best.append((matches[0][0], len(chains[0])) if matches else (0, 0))
-        return merge(chains, self._most_nodes(longest))
-
-    def _matches(self, text: np.ndarray) -> list[tuple[int, int]]:
-        options = self.options
-        found = self._best_matches(text, self._num_matches, options.max_match, options.takes_first)
-        return [(match, end) for match, end in found if match >= options.min_match]
-
-
-def _limits(rooms: list[int], longest: int) -> tuple[int, ...]:
-    return tuple(min(room, longest) for room in rooms)
+        matches = self._best_matches(text.followed_by(lead), self._num_matches, options.max_match, options.takes_first)
+        for match, end in matches:
+            if match >= options.min_match:
+                longest = min(depth, (options.tokens_per_matched or depth) * match)
+                chains.append(text.tokens[end : end + longest].tolist())
+        if chains:
+            self._best[-1] = matches[0][0], len(chains[0])
+        return merge(chains, most)
 
 
 def merge(chains: list[list[int]], most: int) -> tuple[list[int], list[int]]:
-    """Merges chains of tokens where they begin alike.
-
-    Args:
-        chains (`list[list[int]]`): The chains, the first of at most `most` tokens.
-        most (`int`): Most tokens of the tree; what comes later is left out.
-
-    Returns:
-        `tuple[list[int], list[int]]`: Tokens and parents (-1: the anchor): the first chain, then what the second does
-        not share with it, and so on.
-    """
+    """Merges chains where they begin alike, up to `most` tokens, which the first has at most: tokens and parents."""
     if not chains:
         return [], []
     tokens = list(chains[0])

@@ -8,7 +8,6 @@ METHODS = (
         name=NO_DRAFTS,
         noun="no drafts",
         drafts_from="nothing: plain decoding in the same loop",
-        folder=__name__,
         generator="generator:NoDrafts",
         takes_model=False,
         only_if_named=True,

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...drafts import DraftTree
 from ...protocol import DeviceCommit, DraftStep, Session
+from ...settings import SpeculativeConfig
 from ..base import CandidateGenerator
 
 
-if TYPE_CHECKING:
-    from ...settings import SpeculativeConfig
-
-
 class NoDrafts(CandidateGenerator):
-    """Drafts nothing, by request or because of the number of rows.
-
-    Args:
-        config, resources, session: As for every candidate generator; none of the settings matters.
-        why (`str`): The reason of its empty drafts, for the statistics.
-    """
+    """Drafts nothing, by request or because of the number of rows: `why`, for the statistics."""
 
     default_num_speculative_tokens = 0
-    samples_drafts = False
+    samples_drafts: bool | None = False
     drafts_ahead = True
 
     def __init__(

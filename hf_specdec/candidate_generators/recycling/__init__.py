@@ -8,7 +8,6 @@ METHODS = (
         name="recycling",
         noun="token recycling",
         drafts_from="what the target considered after the same token",
-        folder=__name__,
         generator="generator:RecyclingCandidateGenerator",
         takes_model=False,
         drafts_static_trees=True,

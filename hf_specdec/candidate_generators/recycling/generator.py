@@ -15,25 +15,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from ...drafting.state import RowState
 from ...drafts import DraftTree, TokenTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...logits.grammar.matchers import GrammarMatcher, allows
 from ...protocol import Commit, DraftStep, Prompt, Session, VerifiedNodes
+from ...settings import SpeculativeConfig
 from ...target_facts import vocabulary_size
 from ...threads import Lock
 from ...transfers import upload
 from ...validation import Options, setting
 from ..base import CandidateGenerator
-
-
-if TYPE_CHECKING:
-    from ...settings import SpeculativeConfig
 
 
 # Successors of a token.
@@ -52,15 +50,11 @@ _ACCURACIES = (0.36, 0.083, 0.041, 0.024, 0.018, 0.015, 0.013, 0.008)
 
 @dataclass(frozen=True)
 class RecyclingOptions(Options):
-    """Options of `spec_method="recycling"`.
-
-    Raises:
-        SpecConfigError: A value is out of range.
-    """
+    """Options of `spec_method="recycling"`."""
 
     num_draft_nodes: int | None = setting(
         None,
-        f"Nodes of the default tree. Left out, {_NUM_NODES}, on a CPU {_NUM_NODES_OF['cpu']}.",
+        f"Nodes of the default tree. Default: {_NUM_NODES}, on a CPU {_NUM_NODES_OF['cpu']}.",
         least=1,
         most=MAX_NODES,
         published=True,
@@ -68,40 +62,25 @@ class RecyclingOptions(Options):
 
 
 class SuccessorTable:
-    """The best successors of each token, as the target has last seen them. Threads may share one.
-
-    Args:
-        vocab_size (`int`): V.
-
-    Attributes:
-        successors (`np.ndarray` of shape `(V, 8)`, int32): Best first; -1 where nothing is known.
-    """
+    """The best successors of each token, as the target has last seen them. Threads may share one."""
 
     def __init__(self, vocab_size: int):
         # Numba is imported here, before the cycles, which are timed.
         from ...kernels import text
 
         self._kernels = text
+        # (V, 8), best first; -1 where nothing is known.
         self.successors: np.ndarray[Any, Any] = np.full((vocab_size, NUM_SUCCESSORS), -1, dtype=np.int32)
         self._lock = Lock()
 
     def learn(self, tokens: Sequence[int], best: np.ndarray) -> None:
-        """Takes the successors of nodes.
-
-        Args:
-            tokens (`Sequence[int]` of length T): The nodes' tokens. Of equal ones the last counts.
-            best (`np.ndarray` of shape `(T, K)`): The target's best next tokens at each node, best first; K is at
-                most 8.
-        """
+        """Takes the best successors `(T, K)` of nodes with these T tokens; of equal ones the last counts."""
         with self._lock:
             # The value of the last of equal indices remains, as numpy promises.
             self.successors[np.asarray(tokens, dtype=np.intp), : best.shape[1]] = best
 
     def learn_text(self, tokens: Sequence[int]) -> None:
-        """Takes the successors in a text, of which only one is known each time, in front of those that were known.
-
-        Ids outside of the vocabulary, which stand for images and the like, have none and are none.
-        """
+        """Takes the successors in a text, in front of those known; ids outside of the vocabulary have none."""
         text = np.array(tokens, dtype=np.int64)
         with self._lock:
             self._kernels.learn_text(self.successors, text)
@@ -109,43 +88,30 @@ class SuccessorTable:
     def fill(
         self, tree: TokenTree, anchor: int, matcher: GrammarMatcher | None = None
     ) -> tuple[list[int], list[int], list[int]]:
-        """Fills a tree of ranks with tokens.
+        """Fills a tree of ranks with tokens after an anchor, of those that its place in a grammar allows.
 
-        Args:
-            tree (`TokenTree`): The tree.
-            anchor (`int`): Token of its root.
-            matcher (`GrammarMatcher`, *optional*): The anchor's place in a grammar. Then ranks are those among the
-                successors that it allows.
-
-        Returns:
-            `tuple[list[int], list[int], list[int]]`: Tokens, parents (-1: the anchor) and nodes of `tree` of those
-            that have a token, which with an empty entry also those below it have not.
+        Returned are tokens, parents (-1: the anchor) and nodes of `tree` of those that have a token: below an empty
+        entry there are none.
         """
-        if matcher is not None:
-            return self._fill_allowed(tree, anchor, matcher)
-        tokens, parents, nodes = self._kernels.fill_tree(self.successors, *_arrays(tree), anchor).tolist()
-        return tokens, parents, nodes
-
-    def _fill_allowed(
-        self, tree: TokenTree, anchor: int, matcher: GrammarMatcher
-    ) -> tuple[list[int], list[int], list[int]]:
-        tokens: list[int] = []
-        parents: list[int] = []
-        nodes: list[int] = []
-        places = {-1: -1}
+        if matcher is None:
+            tokens, parents, nodes = self._kernels.fill_tree(self.successors, *_arrays(tree), anchor).tolist()
+            return tokens, parents, nodes
+        tokens, parents, nodes = [], [], []
+        places: dict[int, int] = {-1: -1}
         paths: dict[int, list[int]] = {-1: []}
         allowed: dict[int, list[int]] = {}
         for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks)):
             if parent not in places:
                 continue
+            path = paths[parent]
             if parent not in allowed:
-                found = self.successors[tokens[places[parent]] if paths[parent] else anchor].tolist()
-                (mask,) = matcher.masks_after([paths[parent]])
-                allowed[parent] = [token for token in found if token >= 0 and allows(mask, token)]
+                successors = self.successors[path[-1] if path else anchor].tolist()
+                (mask,) = matcher.masks_after([path])
+                allowed[parent] = [token for token in successors if token >= 0 and allows(mask, token)]
             if rank >= len(allowed[parent]):
                 continue
             token = allowed[parent][rank]
-            places[node], paths[node] = len(tokens), [*paths[parent], token]
+            places[node], paths[node] = len(tokens), [*path, token]
             tokens.append(token)
             parents.append(places[parent])
             nodes.append(node)
@@ -182,7 +148,7 @@ class RecyclingCandidateGenerator(CandidateGenerator):
         self.tree: TokenTree = self._chosen_tree()
         self.num_speculative_tokens: int = self.tree.max_depth
         self._log_probs = list(map(math.log, self.tree.prior_probs))
-        self._anchors: list[int] = []
+        self.state: RowState = RowState(anchors=[])
 
     def _chosen_tree(self) -> TokenTree:
         """The user's tree, or the likeliest nodes of those that are no deeper than k."""
@@ -209,7 +175,7 @@ class RecyclingCandidateGenerator(CandidateGenerator):
         return len(self.tree)
 
     def prefill(self, prompt: Prompt) -> None:
-        self._anchors = [0] * len(prompt.starts)  # until something is committed
+        self.state.anchors = [0] * len(prompt.starts)  # until something is committed
         for tokens in prompt.texts:
             self.table.learn_text(tokens)
 
@@ -223,7 +189,7 @@ class RecyclingCandidateGenerator(CandidateGenerator):
         matchers = [None] * len(step.rows) if sampler is None else sampler.matchers(step.rows)
         filled = [
             self.table.fill(self.tree.up_to(depth), anchor, matcher)
-            for anchor, depth, matcher in zip(self._anchors, self.draft_depths(step), matchers)
+            for anchor, depth, matcher in zip(self.state.anchors, self.draft_depths(step), matchers)
         ]
         tokens, parents, nodes = map(list, zip(*filled))
         if all(len(row) == len(self.tree) for row in tokens):
@@ -234,10 +200,5 @@ class RecyclingCandidateGenerator(CandidateGenerator):
         return DraftTree.from_lists(tokens, self.session.device, parents, log_probs)
 
     def observe(self, commit: Commit) -> None:
-        self._anchors = [tokens[-1] if tokens else anchor for tokens, anchor in zip(commit.token_lists, self._anchors)]
-
-    def keep_rows(self, keep: list[int]) -> None:
-        self._anchors = [self._anchors[position] for position in keep]
-
-    def join(self, other: RecyclingCandidateGenerator, numbers: dict[int, int]) -> None:
-        self._anchors = self._anchors + other._anchors
+        pairs = zip(commit.token_lists, self.state.anchors)
+        self.state.anchors = [tokens[-1] if tokens else anchor for tokens, anchor in pairs]

@@ -14,38 +14,32 @@ Shapes: R rows, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from ...drafting.chain import SteeredChain
-from ...drafting.graphs import graph_depth
+from ...drafting.draw import DepthLimits, Draw
+from ...drafting.growth import DraftNodes, grow
+from ...drafting.state import Entries, NetworkState
 from ...drafts import DraftTree
 from ...errors import SpecConfigError
-from ...protocol import DeviceCommit, DraftStep, Session
-from ...target.following import Choose, Following
-from ...target.own_layers import OwnDrafts, check_can_draft
+from ...protocol import DeviceCommit, Session
+from ...settings import SpeculativeConfig
+from ...target.graphs import CallGraphs
+from ...target.model import SlotModel
 from ...target_facts import decoder_layers
 from ...validation import Options, draft_sample_method_field, setting
-from ..base import CandidateGenerator
-
-
-if TYPE_CHECKING:
-    from ...settings import SpeculativeConfig
-    from ...target.graphs import CallGraphs
+from ..networks import OverTargetGenerator
+from .own_layers import OwnSlots, check_can_draft
 
 
 @dataclass(frozen=True)
 class EarlyExitOptions(Options):
-    """Options of `spec_method="early_exit"`.
-
-    Raises:
-        SpecConfigError: A value is out of range.
-    """
+    """Options of `spec_method="early_exit"`."""
 
     early_exit_layer: int | None = setting(
         None,
-        "Layers that draft, the first ones; also `assistant_early_exit`, as in transformers. Left out, a quarter.",
+        "Layers that draft, the first ones; also `assistant_early_exit`, as in transformers. Default: a quarter.",
         least=1,
         engine_names={"assistant_early_exit": 0},
     )
@@ -54,132 +48,71 @@ class EarlyExitOptions(Options):
 
 @dataclass(frozen=True)
 class SparseKVOptions(Options):
-    """Options of `spec_method="sparse_kv"`.
-
-    Raises:
-        SpecConfigError: A value is out of range.
-    """
+    """Options of `spec_method="sparse_kv"`."""
 
     sparse_kv_window: int = setting(512, "Last tokens of a text that drafts see.", least=1)
     sparse_kv_sinks: int = setting(4, "First tokens of a text that drafts see beside them.", least=0)
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("probabilistic")
 
 
-class SelfSpeculation(CandidateGenerator):
-    """Drafts chains with the target's own layers.
-
-    Attributes:
-        drafts (`OwnDrafts`): Which of them, over which slots.
-    """
+class SelfSpeculation(OverTargetGenerator):
+    """Drafts chains with the target's own layers."""
 
     default_num_speculative_tokens = 4
     most_speculative_tokens: int | None = 12
+    default_sample_method = "probabilistic"
     loaded_by: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> int:
-        """The number of the target's layers.
-
-        Raises:
-            UnsupportedModelError: They cannot be run one by one.
-        """
+        """The number of the target's layers, which must run one by one."""
         check_can_draft(target_model)
         return len(decoder_layers(target_model))
 
     def __init__(self, config: SpeculativeConfig, resources: int, session: Session):
         super().__init__(config, resources, session)
-        sampler = session.sampler
-        is_greedy = sampler is None or sampler.is_greedy or self.options.draft_sample_method == "greedy"
-        self.samples_drafts: bool | None = not is_greedy
-        self.check_sampled_length()
-        self.drafts: OwnDrafts = self.own_drafts(self.options, resources)
-        self._own_graphs: CallGraphs | None = None
-        self._step: DraftStep | None = None  # that of the last draft
+        self.part: tuple[int | None, ...] = self.own_part(self.options, resources)
+        self._slots: OwnSlots | None = None
 
     @staticmethod
-    def own_drafts(options: Any, num_layers: int) -> OwnDrafts:
-        """The layers and slots that draft with these options, of a target with so many layers."""
+    def own_part(options: Any, num_layers: int) -> tuple[int | None, ...]:
+        """The layers and slots that draft with these options, as [`OwnSlots`] takes them; the target has so many."""
         raise NotImplementedError
 
-    def propose(self, step: DraftStep) -> DraftTree:
-        session = self.session
-        if session.target is None:
-            raise SpecConfigError(
-                f"{type(self).__name__} drafts with the keys and values of the target, which transformers' own "
-                "assisted decoding does not hand over. Pass it to generate() as `assistant`, or name `spec_method`."
-            )
-        depths = self.draft_depths(step)
-        count = max(depths, default=0)
-        if count == 0:
-            self._step = None
-            return DraftTree.empty(len(step.rows), session.device)
-        self._step = step
-        depth = graph_depth(step.depth, self.num_speculative_tokens)
-        following = self._draft_at_once(step.rows, step.lengths, step.anchor_tokens, depth)
-        if following is not None:
-            return self._drafted(following, depths)
-        chain = SteeredChain(session.sampler, step.rows, step.lengths, self.samples_drafts)
-        tokens = step.anchor_tokens
-        with self.drafts.begin(session.target, count) as next_logits:
-            for _ in range(count):
-                tokens = chain.choose(chain.scores(next_logits(tokens).to(session.device)))
-        return chain.draft(depths)
+    def lent_slots(self, target: SlotModel, lengths: list[int]) -> OwnSlots:
+        if self._slots is None:
+            self._slots = OwnSlots(target, *self.part)
+        return self._slots.of_rows(lengths)
 
-    @property
-    def drafts_ahead(self) -> bool:
-        return self._step is not None and self._graphs is not None and self._choice(self._step.rows) is not None
+    def close(self) -> None:
+        super().close()
+        self._slots = None
 
-    def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
-        if not commit.target_is_free:
-            return None
-        count = graph_depth(commit.depth, self.num_speculative_tokens)
-        following = self._draft_at_once(commit.rows, self._step.lengths, commit.anchors, count, commit.counts)
-        return following and self._drafted(following, commit.max_draft_tokens)
+    def draft(self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw) -> DraftNodes:
+        slots = state.slots
+        slots.begin(new.counts, limits.deepest)
+        with slots.drafting():
+            logits = slots.read(new.tokens, [1] * len(new.tokens)).logits[:, -1]
+            return grow(self.plan, slots.step, logits.new_empty((len(logits), 0)), logits, limits, draw)
 
-    def _drafted(self, following: Following, depths: list[int]) -> DraftTree:
-        return DraftTree.chain(following.tokens.to(self.session.device), probs=following.probs).shortened(depths)
+    # Graphs of the target, for drafts
 
-    def _draft_at_once(
-        self,
-        rows: list[int],
-        lengths: list[int],
-        anchors: torch.LongTensor,
-        count: int,
-        more: torch.LongTensor | None = None,
-    ) -> Following | None:
-        """A draft of this depth from one graph; `None` where each token is chosen by itself.
-
-        Args:
-            rows, lengths: Those of [`DraftStep`].
-            more (`torch.LongTensor` of shape `(B,)`, *optional*): By how much rows are longer than the host knows.
-        """
-        graphs = self._graphs
-        choose = None if graphs is None else self._choice(rows)
-        if choose is None:
-            return None
-        before = [length - 1 for length in lengths]
-        keys = None if choose.stack is None else self.session.sampler.uniforms.keys(rows, before)
-        return self.drafts.at_once(self.session.target, graphs, anchors, choose, count, keys, more)
-
-    def _choice(self, rows: list[int]) -> Choose | None:
-        """The way in which graphs choose tokens; `None` where they cannot."""
-        sampler = self.session.sampler
-        stack = sampler.in_graphs(rows)
-        if stack is None or not (self.samples_drafts or (sampler.is_greedy and not stack)):
-            return None
-        size = sampler.vocab_size
-        return Choose(size, size, size, stack if self.samples_drafts else None)
-
-    @property
-    def _graphs(self) -> CallGraphs | None:
-        """Those of the target, for drafts; `None` where its forwards run without, or elsewhere."""
+    def make_graphs(self) -> CallGraphs | None:
         target = self.session.target
         if target is None or target.graphs is None or target.graphs.why_eager is not None:
             return None
-        if self._own_graphs is None and target.model.device == self.session.device:
-            self._own_graphs = target.graphs.beside()
-            self.session.draft_graphs.append(self._own_graphs)
-        return self._own_graphs
+        return target.graphs.beside() if target.model.device == self.session.device else None
+
+    @property
+    def graph_key(self) -> tuple[Any, ...]:
+        return (*super().graph_key, *self.part)
+
+    @property
+    def num_ahead(self) -> int:
+        return super().num_ahead + self.session.target.most_committed
+
+    def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
+        return super().draft_ahead(commit) if commit.target_is_free else None
 
 
 class EarlyExitCandidateGenerator(SelfSpeculation):
@@ -188,7 +121,7 @@ class EarlyExitCandidateGenerator(SelfSpeculation):
     options_class = EarlyExitOptions
 
     @staticmethod
-    def own_drafts(options: EarlyExitOptions, num_layers: int) -> OwnDrafts:
+    def own_part(options: EarlyExitOptions, num_layers: int) -> tuple[int | None, ...]:
         layer = options.early_exit_layer
         if layer is None:
             layer = max(num_layers // 4, 1)
@@ -197,7 +130,7 @@ class EarlyExitCandidateGenerator(SelfSpeculation):
                 f"`early_exit_layer`={layer} leaves nothing out of a target with {num_layers} layers. Name one from 1 "
                 f"to {num_layers - 1}."
             )
-        return OwnDrafts(layer)
+        return (layer,)
 
 
 class SparseKVCandidateGenerator(SelfSpeculation):
@@ -206,5 +139,5 @@ class SparseKVCandidateGenerator(SelfSpeculation):
     options_class = SparseKVOptions
 
     @staticmethod
-    def own_drafts(options: SparseKVOptions, num_layers: int) -> OwnDrafts:
-        return OwnDrafts(None, options.sparse_kv_sinks, options.sparse_kv_window)
+    def own_part(options: SparseKVOptions, num_layers: int) -> tuple[int | None, ...]:
+        return (None, options.sparse_kv_sinks, options.sparse_kv_window)

@@ -8,7 +8,6 @@ METHODS = (
         name="suffix",
         noun="suffix decoding",
         drafts_from="suffix trees of the prompt and of past responses",
-        folder=__name__,
         generator="generator:SuffixCandidateGenerator",
         takes_model=False,
         aliases=("suffix_decoding",),

@@ -12,30 +12,31 @@ import itertools
 import os
 import weakref
 from array import array
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import torch
 from packaging.version import Version
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ...drafts import DraftTree, node_depths
+from ...drafting.state import RowState
+from ...drafts import DraftTree
 from ...drafts.static import MAX_NODES
 from ...errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
 from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
+from ...settings import SpeculativeConfig
 from ...threads import Lock
 from ...validation import Bounds, Options, checked, setting
 from ..base import CandidateGenerator
+from ..row_trees import depth_sums, shallow
 
 
 if TYPE_CHECKING:
-    import torch
     from arctic_inference.suffix_decoding import SuffixDecodingCache, SuffixDecodingDraft
-
-    from ...settings import SpeculativeConfig
 
 
 # The first release whose calls are known to be the ones used here; the oldest have no suffix trees at all.
@@ -61,11 +62,7 @@ _ADAPTIVE_SPEC_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class SuffixOptions(Options):
-    """Options of `spec_method="suffix"`.
-
-    Raises:
-        SpecConfigError: A value is out of range.
-    """
+    """Options of `spec_method="suffix"`."""
 
     max_tree_depth: int = setting(
         24,
@@ -85,7 +82,7 @@ class SuffixOptions(Options):
     )
     max_spec_factor: float | None = setting(
         None,
-        "Draft tokens per token of the match. Left out, 2 where lengths adapt, else 1.",
+        "Draft tokens per token of the match. Default: 2 where lengths adapt, else 1.",
         least=0,
         most=MAX_NODES,
         key="suffix_decoding_max_spec_factor",
@@ -114,6 +111,12 @@ class SuffixOptions(Options):
     )
 
 
+@dataclass
+class _Response:
+    born: int  # how old the cache was when it came
+    tokens: array[int] = field(default_factory=partial(array, "i"))
+
+
 class SuffixCache:
     """The suffix trees of active requests and of past responses, shared by all `generate()` calls of a speculator.
 
@@ -125,6 +128,9 @@ class SuffixCache:
         max_cached_requests (`int`): Responses in the global tree, the oldest leave first; 0: no such tree, -1: all.
         max_cached_tokens (`int`): Tokens in the global tree, the oldest responses leave first; 0: no such tree.
         vocab_size (`int`, *optional*): Token ids that the target knows; files with other ids are refused.
+
+    Attributes:
+        num_cached_tokens (`int`): Tokens in the global tree.
 
     Raises:
         MissingDependencyError: arctic-inference is missing or too old.
@@ -148,9 +154,9 @@ class SuffixCache:
         # Both bounds are kept here, in one place, so the library itself gets none.
         library = _import_library()
         self._library: SuffixDecodingCache = library(max_tree_depth, -1 if self._caches_responses else 0)
-        self._responses: OrderedDict[Hashable, array] = OrderedDict()
-        self._num_cached_tokens = 0
-        self._age, self._born = 0, {}  # by response: how old the cache was when it came
+        self._responses: dict[Hashable, _Response] = {}  # the oldest first
+        self.num_cached_tokens: int = 0
+        self._age = 0
         # The garbage collector may stop the requests of a forgotten generator in the thread that holds it.
         self._lock = Lock()
 
@@ -167,26 +173,12 @@ class SuffixCache:
             return list(self._responses)
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Tokens in the global tree."""
-        return self._num_cached_tokens
-
-    @property
     def num_bytes(self) -> int:
-        """Approximate bytes of memory that they take."""
-        return _BYTES_PER_TOKEN * self._num_cached_tokens
+        """Approximate bytes of memory that the tokens in the global tree take."""
+        return _BYTES_PER_TOKEN * self.num_cached_tokens
 
     def start_request(self, req_id: Hashable, prompt_token_ids: Sequence[int] | np.ndarray) -> None:
-        """Makes the tree of a request from its prompt.
-
-        Args:
-            req_id (`Hashable`): A name that no other active request has.
-            prompt_token_ids (`Sequence[int]` or one-dimensional `np.ndarray`): The prompt without padding.
-
-        Raises:
-            SpecConfigError: A token is not an id.
-            ValueError: The request is active.
-        """
+        """Makes the tree of a request, of a name that no other active one has, from its prompt without padding."""
         tokens = _token_array(prompt_token_ids)
         # The trees that are extended piece by piece are the library's own: a later one may not have them.
         first, *others = _pieces(tokens) if hasattr(self._library, "_local_trees") else [tokens]
@@ -202,7 +194,7 @@ class SuffixCache:
                 self.stop_requests([req_id])
                 raise
             if self._caches_responses:
-                self._responses[req_id] = array("i")
+                self._responses[req_id] = _Response(self._age)
                 self._evict_beyond_bounds()
         for piece in others:
             with self._lock:
@@ -210,63 +202,30 @@ class SuffixCache:
                 self._library._local_trees[req_id].extend_ndarray(0, piece)
 
     def add_active_response(self, req_id: Hashable, token_ids: Sequence[int] | np.ndarray) -> None:
-        """Appends tokens to a request's response, in its own tree and in the global one.
-
-        Raises:
-            SpecConfigError: A token is not an id.
-            ValueError: The request is not active.
-        """
+        """Appends tokens to an active request's response, in its own tree and in the global one."""
         for piece in _pieces(_token_array(token_ids)):
             with self._lock:
                 self._library.add_active_response(req_id, piece)
                 # An evicted response is not resumed: its tokens would continue a text that is gone.
                 if req_id in self._responses:
-                    self._responses[req_id].frombytes(piece.tobytes())
-                    self._num_cached_tokens += len(piece)
+                    self._responses[req_id].tokens.frombytes(piece.tobytes())
+                    self.num_cached_tokens += len(piece)
                     self._evict_beyond_bounds()
 
     def speculate(
-        self,
-        req_id: Hashable,
-        context: Sequence[int] | np.ndarray,
-        max_spec_tokens: int,
-        max_spec_factor: float = 1.0,
-        max_spec_offset: float = 0.0,
-        min_token_prob: float = 0.1,
-        use_tree_spec: bool = False,
+        self, req_id: Hashable, context: Sequence[int] | np.ndarray, max_spec_tokens: int, **limits: Any
     ) -> SuffixDecodingDraft:
-        """The better draft of the request's own tree and the global tree.
+        """The better draft of the active request's own tree and the global tree, after the last tokens of its text.
 
-        Args:
-            req_id (`Hashable`): An active request.
-            context (`Sequence[int]` or one-dimensional `np.ndarray`): The last tokens of its text; more than the tree
-                depth are not needed.
-            max_spec_tokens (`int`): Most tokens of the draft; 0 gives an empty one.
-            max_spec_factor (`float`): Draft tokens per token of the match, and
-            max_spec_offset (`float`): this many more.
-            min_token_prob (`float`): Least estimated probability of a draft token.
-            use_tree_spec (`bool`): Draft a tree of likely continuations instead of the likeliest one.
-
-        Returns:
-            `SuffixDecodingDraft` with `token_ids`, `parents` (-1: child of the context), `probs`, `score` (the sum of
-            `probs`) and `match_len`, which may be positive for an empty draft. `probs` are estimates from counts, not
-            a distribution the draft was drawn from.
-
-        Raises:
-            ValueError: The request is not active.
+        The `limits` are those of the library. `probs` of a draft are estimates from counts, not a distribution that it
+        was drawn from, and `score` is their sum; `match_len` may be positive for an empty draft.
         """
         context = _token_array(context)
         with self._lock:
-            return self._library.speculate(
-                req_id, context, max_spec_tokens, max_spec_factor, max_spec_offset, min_token_prob, use_tree_spec
-            )
+            return self._library.speculate(req_id, context, max_spec_tokens, **limits)
 
     def stop_request(self, req_id: Hashable) -> None:
-        """Drops a request's own tree; its response stays in the global one.
-
-        Raises:
-            ValueError: The request is not active.
-        """
+        """Drops an active request's own tree; its response stays in the global one."""
         with self._lock:
             self._library.stop_request(req_id)
 
@@ -278,47 +237,34 @@ class SuffixCache:
                     self._library.stop_request(req_id)
 
     def evict_cached_response(self, req_id: Hashable) -> None:
-        """Takes a response out of the global tree. An active request goes on with its own tree alone.
-
-        Raises:
-            ValueError: The response is not in the global tree.
-        """
+        """Takes a response out of the global tree. An active request goes on with its own tree alone."""
         with self._lock:
-            self._num_cached_tokens -= len(self._responses.pop(req_id, ()))
+            self.num_cached_tokens -= len(self._responses.pop(req_id, _Response(0)).tokens)
             self._library.evict_cached_response(req_id)
 
     def age_responses(self, most_age: int) -> int:
-        """Makes all responses older by one; evicts those that are older than `most_age`.
-
-        Returns:
-            `int`: How many were evicted.
-        """
+        """Makes all responses older by one; evicts those older than `most_age`, and returns how many."""
         checked("most_age", most_age, int, Bounds(least=0))
         with self._lock:
-            self._born = {req_id: self._born.get(req_id, self._age) for req_id in self._responses}
             self._age += 1
-            old = [req_id for req_id, born in self._born.items() if self._age - born > most_age]
+            old = [req_id for req_id, response in self._responses.items() if self._age - response.born > most_age]
             for req_id in old:
                 self.evict_cached_response(req_id)
             return len(old)
 
     def _evict_beyond_bounds(self) -> None:
-        while self._num_cached_tokens > self.max_cached_tokens or 0 < self.max_cached_requests < len(self._responses):
+        while self.num_cached_tokens > self.max_cached_tokens or 0 < self.max_cached_requests < len(self._responses):
             self.evict_cached_response(next(iter(self._responses)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the global tree's responses to a safetensors file: `tokens` (all, int32) and `lengths` (int64)."""
         with self._lock:
-            responses = [np.array(response, dtype=np.int32) for response in self._responses.values() if response]
+            responses = [np.array(one.tokens, dtype=np.int32) for one in self._responses.values() if one.tokens]
         lengths = np.array([len(response) for response in responses], dtype=np.int64)
         save_file({"tokens": np.concatenate([np.empty(0, np.int32), *responses]), "lengths": lengths}, path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Adds the responses of a file written by `save`, about 3 microseconds per token; the bounds hold as ever.
-
-        Raises:
-            CheckpointFormatError: The file is not one of `save`, or its tokens are not in the target's vocabulary.
-        """
+        """Adds the responses of a file written by `save`, about 3 microseconds per token; the bounds hold as ever."""
         for req_id, response in enumerate(_read_responses(path, self.vocab_size)):
             name = (next(_CALLS), req_id)
             try:
@@ -329,11 +275,7 @@ class SuffixCache:
 
 
 class SuffixCandidateGenerator(CandidateGenerator):
-    """Drafts the likeliest continuations of the longest known suffix. See `SuffixOptions` and docs/suffix.md.
-
-    Each row is a request of the shared `SuffixCache`; what it generates can be drafted by other rows, calls and
-    threads at once.
-    """
+    """Drafts the likeliest continuations of the longest known suffix; rows are requests of a [`SuffixCache`]."""
 
     options_class = SuffixOptions
     default_num_speculative_tokens: ClassVar[int] = SuffixOptions.max_tree_depth
@@ -358,11 +300,7 @@ class SuffixCandidateGenerator(CandidateGenerator):
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> SuffixCache:
-        """An empty cache, to be kept between calls: without past responses only the request itself is searched.
-
-        Raises:
-            MissingDependencyError: arctic-inference is missing or too old.
-        """
+        """An empty cache, to be kept between calls: without past responses only the request itself is searched."""
         options = config.options
         vocab_size = target_model.config.get_text_config(decoder=True).vocab_size
         return SuffixCache(
@@ -381,78 +319,36 @@ class SuffixCandidateGenerator(CandidateGenerator):
         super().__init__(config, resources, session)
         self.cache = resources
         self.lookups: Lookups = Lookups()
-        self._call = next(_CALLS)
-        self._requests: list[tuple[int, int]] = []
-        self._contexts: list[list[int]] = []
-        # Of the last drafts: what the cache has found for each row, and how deep the row may draft.
-        self._found: list[SuffixDecodingDraft | None] = []
-        self._rooms: list[int] = []
-        # Hosts of the stock protocol never call close(); then the garbage collector must not leave trees behind.
-        self._stop_all = weakref.finalize(self, resources.stop_requests, self._requests)
-        self._stop_all.atexit = False
-        self._drafts_trees = config.options.use_tree_spec and session.supports_trees
-        if config.options.use_tree_spec and not session.supports_trees:
+        self.state: RowState = RowState(requests=_Requests(resources), contexts=[])
+        # What the cache has found for each row of the last drafts, and how deep the row may draft.
+        self._found: list[tuple[SuffixDecodingDraft, int]] = []
+        self._drafts_trees = self.options.use_tree_spec and session.supports_trees
+        if self.options.use_tree_spec and not session.supports_trees:
             session.notes.append("suffix drafts chains: the target cannot verify trees.")
 
     def prefill(self, prompt: Prompt) -> None:
-        for row, tokens in enumerate(prompt.texts):
-            request = (self._call, row)
-            # Listed before the start, so that close() also finds one that was interrupted half way.
-            self._requests.append(request)
-            self._contexts.append(self._tail(tokens))
-            self.cache.start_request(request, tokens)
+        self.state.contexts = [self._tail(tokens) for tokens in prompt.texts]
+        self.state.requests.start(prompt.texts)
 
     def propose(self, step: DraftStep) -> DraftTree:
-        most_nodes = self.shared_length(len(step.rows))
-        drafts, parents = [], []
-        self._found, self._rooms = [], self.draft_depths(step)
+        most_nodes, rooms = self.shared_length(len(step.rows)), self.draft_depths(step)
         leads = step.leads or [[]] * len(step.rows)
-        for request, context, lead, room in zip(self._requests, self._contexts, leads, self._rooms):
-            draft_tokens, draft_parents = self._draft(request, self._tail(context + lead), room, most_nodes)
-            drafts.append(draft_tokens)
-            parents.append(draft_parents)
-        counts = list(map(len, drafts))
-        self.lookups.count(counts, self._rooms, self.cache.num_cached_tokens, self.cache.num_bytes)
-        return DraftTree.from_lists(drafts, self.session.device, parents)
-
-    @property
-    def acceptance_probs(self) -> list[list[float]]:
-        """Sums of the estimated probabilities by depth; all together they are the paper's score."""
-        return [
-            [] if found is None else _sums_by_depth(found.probs, found.parents)[:room]
-            for found, room in zip(self._found, self._rooms)
+        rows = zip(self.state.requests.ids, self.state.contexts, leads, rooms)
+        self._found = [
+            (self._speculate(request, self._tail(context + lead), room, most_nodes), room)
+            for request, context, lead, room in rows
         ]
+        trees = [shallow(draft.token_ids, draft.parents, room) for draft, room in self._found]
+        tokens, parents = map(list, zip(*trees)) if trees else ([], [])
+        self.lookups.count(list(map(len, tokens)), rooms, self.cache.num_cached_tokens, self.cache.num_bytes)
+        return DraftTree.from_lists(tokens, self.session.device, parents)
 
-    def observe(self, commit: Commit) -> None:
-        for position, (request, tokens) in enumerate(zip(self._requests, commit.token_lists)):
-            self.cache.add_active_response(request, tokens)
-            self._contexts[position] = self._tail(self._contexts[position] + tokens)
-
-    def keep_rows(self, keep: list[int]) -> None:
-        kept = [self._requests[position] for position in keep]
-        self.cache.stop_requests(set(self._requests).difference(kept))
-        self._requests[:] = kept
-        self._contexts = [self._contexts[position] for position in keep]
-
-    def join(self, other: SuffixCandidateGenerator, numbers: dict[int, int]) -> None:
-        # In the lists of those who end them.
-        self._requests += other._requests
-        other._requests.clear()
-        self._contexts += other._contexts
-
-    def close(self) -> None:
-        self._stop_all()
-
-    def _draft(
+    def _speculate(
         self, request: tuple[int, int], context: list[int], room: int, most_nodes: int
-    ) -> tuple[list[int], list[int]]:
-        """A row's tokens and their parents, at most `most_nodes` and none deeper than `room`."""
-        if room <= 0:
-            self._found.append(None)
-            return [], []
+    ) -> SuffixDecodingDraft:
         options = self.options
         limit = most_nodes if self._drafts_trees else min(most_nodes, room)
-        draft = self.cache.speculate(
+        return self.cache.speculate(
             request,
             context,
             max_spec_tokens=limit,
@@ -461,30 +357,51 @@ class SuffixCandidateGenerator(CandidateGenerator):
             min_token_prob=options.min_token_prob,
             use_tree_spec=self._drafts_trees,
         )
-        self._found.append(draft)
-        if len(draft.token_ids) > room:
-            return _cut(draft.token_ids, draft.parents, room)
-        return draft.token_ids, draft.parents
+
+    @property
+    def acceptance_probs(self) -> list[list[float]]:
+        """Sums of the estimated probabilities by depth; all together they are the paper's score."""
+        return [depth_sums(draft.probs, draft.parents)[:room] for draft, room in self._found]
+
+    def observe(self, commit: Commit) -> None:
+        for request, tokens in zip(self.state.requests.ids, commit.token_lists):
+            self.cache.add_active_response(request, tokens)
+        self.state.contexts = [self._tail(row + new) for row, new in zip(self.state.contexts, commit.token_lists)]
 
     def _tail(self, tokens: list[int]) -> list[int]:
         return tokens[-self.options.max_tree_depth :]
 
 
-def _sums_by_depth(values: list[float], parents: list[int]) -> list[float]:
-    """Sums over the nodes at depth 1, 2, ..."""
-    sums: list[float] = []
-    for value, depth in zip(values, node_depths(parents)):
-        if depth > len(sums):
-            sums.append(0.0)
-        sums[depth - 1] += value
-    return sums
+class _Requests:
+    """The requests of the rows, in their order, which have trees in the cache until they are stopped."""
 
+    def __init__(self, cache: SuffixCache):
+        self.ids: list[tuple[int, int]] = []
+        self._cache = cache
+        # Hosts of the stock protocol never call close(); then the garbage collector must not leave trees behind.
+        weakref.finalize(self, cache.stop_requests, self.ids).atexit = False
 
-def _cut(tokens: list[int], parents: list[int], depth: int) -> tuple[list[int], list[int]]:
-    """The tree without what lies deeper."""
-    kept = [node for node, node_depth in enumerate(node_depths(parents)) if node_depth <= depth]
-    place = {node: index for index, node in enumerate(kept)}
-    return [tokens[node] for node in kept], [place.get(parents[node], -1) for node in kept]
+    def start(self, texts: list[list[int]]) -> None:
+        call = next(_CALLS)
+        for row, tokens in enumerate(texts):
+            # Listed before the start, so that close() also finds one that was interrupted half way.
+            self.ids.append((call, row))
+            self._cache.start_request((call, row), tokens)
+
+    def select(self, keep: list[int]) -> _Requests:
+        kept = [self.ids[position] for position in keep]
+        self._cache.stop_requests(set(self.ids).difference(kept))
+        # In the list of whoever ends them, as below.
+        self.ids[:] = kept
+        return self
+
+    def cat(self, other: _Requests) -> _Requests:
+        self.ids += other.ids
+        other.ids.clear()
+        return self
+
+    def close(self) -> None:
+        self._cache.stop_requests(self.ids)
 
 
 def _import_library() -> type[SuffixDecodingCache]:
@@ -497,14 +414,14 @@ def _import_library() -> type[SuffixDecodingCache]:
     try:
         from arctic_inference.suffix_decoding import SuffixDecodingCache
     except ImportError as error:
-        found = f"arctic-inference {version} cannot be imported ({error})" if version else "it is not installed"
-        raise _missing_library(found) from error
+        problem = f"arctic-inference {version} cannot be imported ({error})" if version else "it is not installed"
+        raise _missing_library(problem) from error
     return SuffixDecodingCache
 
 
-def _missing_library(found: str) -> MissingDependencyError:
+def _missing_library(problem: str) -> MissingDependencyError:
     return MissingDependencyError(
-        f"spec_method='suffix' needs the package arctic-inference {MIN_LIBRARY_VERSION} or newer, but {found}. "
+        f"spec_method='suffix' needs the package arctic-inference {MIN_LIBRARY_VERSION} or newer, but {problem}. "
         f"Install it with `pip install 'arctic-inference>={MIN_LIBRARY_VERSION}'`: a source build with a C++20 "
         "compiler and CMake. "
         "spec_method='ngram' drafts from the text of the request alone and needs no such package."
@@ -513,27 +430,13 @@ def _missing_library(found: str) -> MissingDependencyError:
 
 def _token_array(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     """Token ids as the library wants them: one-dimensional, contiguous, int32. None may be negative."""
-    if isinstance(tokens, np.ndarray):
-        return _check_array(tokens).astype(np.int32, order="C")
     try:
-        packed = array("i", tokens)
+        packed = array("i", tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
     except (TypeError, OverflowError) as error:
         raise SpecConfigError(f"Token ids must be integers from 0 to {_MAX_TOKEN_ID}: {error}.") from error
     if packed and min(packed) < 0:
         raise SpecConfigError(f"Token ids must be integers from 0 to {_MAX_TOKEN_ID}, found {min(packed)}.")
     return np.array(packed, dtype=np.int32)
-
-
-def _check_array(tokens: np.ndarray) -> np.ndarray:
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise SpecConfigError(
-            f"Token ids must be a one-dimensional array of integers, got {tokens.dtype} of shape {tokens.shape}."
-        )
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() <= _MAX_TOKEN_ID:
-        raise SpecConfigError(
-            f"Token ids must be integers from 0 to {_MAX_TOKEN_ID}, found {tokens.min()} to {tokens.max()}."
-        )
-    return tokens
 
 
 def _pieces(tokens: np.ndarray) -> Iterator[np.ndarray]:

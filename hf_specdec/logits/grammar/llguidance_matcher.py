@@ -35,9 +35,9 @@ class LLGuidanceMatcher(GrammarMatcher):
             # Only a stop token is left, which the library does not count.
             self._num_uncounted = int(token in self.stop_tokens)
             return token in self.stop_tokens
-        return bool(self.known([token])) and self.matcher.try_consume_tokens([token]) == 1
+        return token < self._tokenizer.vocab_size and self.matcher.try_consume_tokens([token]) == 1
 
-    def known(self, tokens: Sequence[int]) -> list[int]:
+    def within_vocabulary(self, tokens: Sequence[int]) -> list[int]:
         """The tokens before the first that the library's vocabulary lacks, from which it would never recover."""
         return list(takewhile(self._tokenizer.vocab_size.__gt__, tokens))
 
@@ -62,7 +62,7 @@ class LLGuidanceMatcher(GrammarMatcher):
             matcher = draft.matcher
             is_chain = list(draft.parents) == list(range(-1, len(draft.parents) - 1))
             is_open = not matcher.is_at_end and matcher.stop_tokens.isdisjoint(draft.tokens)
-            if is_chain and is_open and not matcher.knows_masks and matcher.known(draft.tokens):
+            if is_chain and is_open and not matcher.knows_masks and matcher.within_vocabulary(draft.tokens):
                 chains.append(draft)
             else:
                 matcher.fill_nodes(draft.tokens, draft.parents, draft.masks)
@@ -74,7 +74,8 @@ class LLGuidanceMatcher(GrammarMatcher):
         begins = [0, *ends[:-1]]
         masks = np.concatenate([chain.masks for chain in chains])
         jobs = [
-            (chain.matcher.matcher, begin, chain.matcher.known(chain.tokens)) for chain, begin in zip(chains, begins)
+            (chain.matcher.matcher, begin, chain.matcher.within_vocabulary(chain.tokens))
+            for chain, begin in zip(chains, begins)
         ]
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), jobs, torch.from_numpy(masks))
         for chain, begin, end in zip(chains, begins, ends):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers.generation.logits_process import LogitsProcessor
 
-from .matchers import GrammarMatcher
+from .matchers import GrammarMatcher, NodeMasks
 
 
 class GrammarMask(LogitsProcessor):
@@ -24,7 +24,6 @@ class GrammarMask(LogitsProcessor):
         self.allows_rest: bool = allows_rest
 
     def __call__(self, input_ids: torch.LongTensor | None, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """The scores with -inf at forbidden tokens."""
         width = min(self.masks.shape[1] * 32, scores.shape[1])
         scores[:, :width].masked_fill_(forbidden_tokens(self.masks, width, scores.device), -torch.inf)
         if not self.allows_rest:
@@ -42,6 +41,12 @@ def forbidden_tokens(masks: np.ndarray, width: int, device: torch.device) -> tor
     return ((words[..., None] >> shifts) & 1).flatten(-2)[..., :width] == 0
 
 
+def masked_nodes(masks: Sequence[NodeMasks | None], logits: torch.Tensor) -> torch.Tensor:
+    """Logits `(R, T, V)` of all nodes of drafts with -inf for what the grammars of their rows forbid."""
+    table = NodeMasks.padded(masks, logits.shape[1], -(-logits.shape[2] // 32))
+    return logits.masked_fill(forbidden_tokens(table, logits.shape[2], logits.device), -torch.inf)
+
+
 class GrowingMasks:
     """Masks after the nodes of a draft whose children are chosen next, so that none is spent on forbidden tokens.
 
@@ -51,17 +56,9 @@ class GrowingMasks:
     def __init__(self, matchers: Sequence[GrammarMatcher | None], vocab_size: int):
         self._matchers = matchers
         # Processors of the call move the same matchers.
-        self._begins = [None if matcher is None else list(matcher.tokens) for matcher in matchers]
+        self._begins = [matcher and list(matcher.tokens) for matcher in matchers]
         self._vocab_size = vocab_size
         self._paths: list[list[tuple[int, ...]]] = [[()] for _ in matchers]
-
-    @classmethod
-    def of(
-        cls, matchers: Sequence[GrammarMatcher | None], limits: Sequence[int], vocab_size: int
-    ) -> GrowingMasks | None:
-        """Those of rows whose drafts have a largest depth; `None` where no row with room for a draft has a grammar."""
-        needed = [matcher if limit > 0 else None for matcher, limit in zip(matchers, limits)]
-        return cls(needed, vocab_size) if any(needed) else None
 
     def apply(self, logits: torch.Tensor, ids: torch.LongTensor | None = None) -> torch.Tensor:
         """Logits `(R, F, U)` after the nodes, with -inf for tokens that may not follow them.

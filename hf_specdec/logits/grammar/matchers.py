@@ -81,13 +81,19 @@ class GrammarMatcher(ABC):
         if count > after_end:
             self._rollback(count - after_end)
 
+    def follow(self, tokens: Sequence[int], begin: int = 0) -> bool:
+        """Goes to the place after the first `begin` tokens of the text and these, from wherever it is.
+
+        `False`, and stops on its way, where the grammar forbids one of them.
+        """
+        num_shared = _num_shared(self.tokens[begin:], tokens)
+        self.rollback(len(self.tokens) - begin - num_shared)
+        return all(map(self.accept, tokens[num_shared:]))
+
     def move_to(self, tokens: Sequence[int]) -> None:
         """Goes to the place after these tokens, from wherever it is; a `SpecDecError` if one of them is forbidden."""
-        shared = _num_shared(self.tokens, tokens)
-        self.rollback(len(self.tokens) - shared)
-        for token in tokens[shared:]:
-            if not self.accept(token):
-                raise self._refusal(token)
+        if not self.follow(tokens):
+            raise self._refusal(tokens[len(self.tokens)])
 
     def _refusal(self, token: int) -> SpecDecError:
         """The error that a token of the text is not accepted."""
@@ -104,15 +110,6 @@ class GrammarMatcher(ABC):
             place.following.clear()
         self._num_begun = len(tokens)
 
-    def follow(self, begin: list[int], path: Sequence[int]) -> bool:
-        """Goes to the place after a text and a path; `False`, and stops on its way, where the grammar forbids it."""
-        if self.tokens[: len(begin)] != begin:
-            self.move_to(begin)
-        drafted = self.tokens[len(begin) :]
-        shared = _num_shared(drafted, path)
-        self.rollback(len(drafted) - shared)
-        return all(map(self.accept, path[shared:]))
-
     def mask(self) -> np.ndarray:
         """Tokens that may come next, int32 `(W,)`, as `fill` writes them; not to be changed."""
         place = self._places[-1]
@@ -128,13 +125,13 @@ class GrammarMatcher(ABC):
 
     def masks_after(self, paths: Sequence[Sequence[int]]) -> np.ndarray:
         """Masks int32 `(P, W)` after paths from here; zeros where the grammar forbids a path, and after its end."""
-        begin = list(self.tokens)
+        begin = len(self.tokens)
         masks = np.zeros((len(paths), self.num_words), dtype=np.int32)
         # One after the other, so that paths with a common beginning share its steps.
         for place in sorted(range(len(paths)), key=paths.__getitem__):
-            if self.stop_tokens.isdisjoint(paths[place]) and self.follow(begin, paths[place]):
+            if self.stop_tokens.isdisjoint(paths[place]) and self.follow(paths[place], begin):
                 masks[place] = self.mask()
-        self.rollback(len(self.tokens) - len(begin))
+        self.rollback(len(self.tokens) - begin)
         return masks
 
     def allowed_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> Iterator[int]:
@@ -216,12 +213,18 @@ class NodeMasks:
         while node > 0:
             path.append(self.tokens[node - 1])
             node = self.parents[node - 1] + 1
-        is_reached = self.matcher.follow(self._begin, path[::-1])
+        begin = len(self._begin)
+        if self.matcher.tokens[:begin] != self._begin:
+            self.matcher.move_to(self._begin)
+        is_reached = self.matcher.follow(path[::-1], begin)
         return self.matcher.mask() if is_reached else np.full(self.matcher.num_words, -1, dtype=np.int32)
 
     @staticmethod
-    def all_of(rows: Sequence[NodeMasks | None]) -> list[np.ndarray | None]:
-        """All masks of rows, int32 `(T, W)` each; each library makes those of its rows in one call."""
+    def padded(rows: Sequence[NodeMasks | None], num_nodes: int, num_words: int) -> np.ndarray:
+        """All masks of rows, int32 `(R, T, W)`; anything may follow padding, and in rows without a grammar.
+
+        Each library makes those of its rows in one call.
+        """
         by_kind: dict[type[GrammarMatcher], list[NodeMasks]] = {}
         for row in rows:
             if row is not None and row.masks is None:
@@ -230,7 +233,12 @@ class NodeMasks:
                 by_kind.setdefault(type(row.matcher), []).append(row)
         for kind, drafts in by_kind.items():
             kind.fill_drafts(drafts)
-        return [None if row is None else row.masks for row in rows]
+        table = np.full((len(rows), num_nodes, num_words), -1, dtype=np.int32)
+        for places, row in zip(table, rows):
+            if row is not None:
+                places[: len(row.masks)] = 0
+                places[: len(row.masks), : row.masks.shape[1]] = row.masks
+        return table
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,34 +262,6 @@ class Grammar(ABC):
     @abstractmethod
     def matcher(self, row: int) -> GrammarMatcher:
         """The beginning of the grammar, for a row of a call."""
-
-
-class RowMatchers:
-    """The places of rows in a grammar; `prompt_length` columns are in front of their texts."""
-
-    def __init__(self, grammar: Grammar, prompt_length: int):
-        self.grammar: Grammar = grammar
-        self.prompt_length: int = prompt_length
-        self._matchers: dict[int, GrammarMatcher] = {}
-
-    def at(self, row: int, tokens: Sequence[int], is_drafted: bool = False) -> GrammarMatcher:
-        """The place of a row after its tokens, those of the prompt included, of which the last ones may be drafted.
-
-        Raises a `SpecDecError` where the grammar forbids one of them.
-        """
-        if row not in self._matchers:
-            self._matchers[row] = self.grammar.matcher(row)
-        matcher = self._matchers[row]
-        go = matcher.move_to if is_drafted else matcher.begin_at
-        go(tokens[self.prompt_length :])
-        return matcher
-
-    def mask_after(self, row: int, tokens: Sequence[int], is_drafted: bool = False) -> np.ndarray:
-        """Tokens that may follow, int32 `(W,)`: all of them where the row has left its grammar, as after its end."""
-        try:
-            return self.at(row, tokens, is_drafted).mask()
-        except SpecDecError:
-            return np.full(self.grammar.num_words, -1, dtype=np.int32)
 
 
 def _num_shared(tokens: Sequence[int], others: Sequence[int]) -> int:

@@ -17,8 +17,11 @@ from transformers import PreTrainedTokenizerFast
 from transformers.generation.logits_process import LogitsProcessor
 
 from ...errors import MissingDependencyError, SpecConfigError, shown
+from .llguidance_matcher import LLGuidanceGrammar
 from .masks import GrammarMask
-from .matchers import Grammar, RowMatchers
+from .matchers import Grammar
+from .rows import RowGrammars
+from .xgrammar_matcher import XGrammar
 
 
 # With one blank after commas and colons, and no other one between tokens of JSON: the text then has no free choice.
@@ -37,7 +40,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
     def __init__(self, grammar: Grammar):
         self.grammar = grammar
         self._shown: list[list[int]] = []
-        self._places = RowMatchers(grammar, 0)
+        self._places = RowGrammars(grammar, 0)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Scores `(B, V)` of which those of tokens that the grammar forbids after `input_ids` `(B, L)` are -inf.
@@ -50,7 +53,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
         shown = {tuple(row[:num_before]) for row in self._shown}
         goes_on = num_before >= self._places.prompt_length and all(tuple(row[:num_before]) in shown for row in rows)
         if not goes_on:
-            self._places = RowMatchers(self.grammar, input_ids.shape[1])
+            self._places = RowGrammars(self.grammar, input_ids.shape[1])
         self._shown = rows
         masks = np.stack([self._places.mask_after(index, row) for index, row in enumerate(rows)])
         return GrammarMask(masks, self.grammar.allows_rest)(input_ids, scores.clone())
@@ -166,17 +169,15 @@ def _unreadable(kind: str, library: str, problem: object) -> SpecConfigError:
 def _compile_xgrammar(kind: str, value: str, tokenizer: PreTrainedTokenizerFast, is_flexible: bool) -> Grammar:
     import xgrammar
 
-    from .xgrammar_matcher import XGrammar
-
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
     compiler = xgrammar.GrammarCompiler(info)
+    compile_as = {
+        "schema": partial(compiler.compile_json_schema, any_whitespace=is_flexible, separators=_SEPARATORS),
+        "regex": compiler.compile_regex,
+        "lark": compiler.compile_lark,
+    }
     try:
-        if kind == "schema":
-            compiled = compiler.compile_json_schema(value, any_whitespace=is_flexible, separators=_SEPARATORS)
-        elif kind == "regex":
-            compiled = compiler.compile_regex(value)
-        else:
-            compiled = compiler.compile_lark(value)
+        compiled = compile_as[kind](value)
     except (RuntimeError, ValueError) as error:
         raise _unreadable(kind, "xgrammar", error) from error
     return XGrammar(vocab_size=len(tokenizer), compiled=(compiled,), tokenize=partial(_tokenized, tokenizer))
@@ -195,18 +196,16 @@ def _compile_llguidance(kind: str, value: str, tokenizer: PreTrainedTokenizerFas
     import llguidance
     from llguidance.hf import from_tokenizer
 
-    from .llguidance_matcher import LLGuidanceGrammar
-
     item, key = _SEPARATORS
     compact = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
     matcher = llguidance.LLMatcher
+    source_as = {
+        "schema": partial(matcher.grammar_from_json_schema, overrides=None if is_flexible else compact),
+        "regex": matcher.grammar_from_regex,
+        "lark": matcher.grammar_from_lark,
+    }
     try:
-        if kind == "schema":
-            source = matcher.grammar_from_json_schema(value, overrides=None if is_flexible else compact)
-        elif kind == "regex":
-            source = matcher.grammar_from_regex(value)
-        else:
-            source = matcher.grammar_from_lark(value)
+        source = source_as[kind](value)
     except ValueError as error:
         raise _unreadable(kind, "llguidance", error) from error
     # Ids that no token has are between those of the tokenizer and the end of the vocabulary.

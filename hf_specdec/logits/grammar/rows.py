@@ -4,7 +4,7 @@ Processors of grammar libraries are recognised without importing these: one whos
 own. Processors of other libraries (lm-format-enforcer, outlines' own automata) are called along the accepted path like
 any unknown one.
 
-Shapes: R rows, P tokens of a prompt, V vocabulary.
+Shapes: R rows, P tokens of a prompt, W words of a mask (see `matchers.py`).
 """
 
 from __future__ import annotations
@@ -14,27 +14,51 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from ...drafts import DraftTree
-from ...errors import SpecConfigError
+from ...errors import SpecConfigError, SpecDecError
 from ...transfers import upload
 from .llguidance_matcher import LLGuidanceGrammar
-from .matchers import Grammar, GrammarMatcher, NodeMasks, RowMatchers
-from .processor import GrammarLogitsProcessor
+from .matchers import Grammar, GrammarMatcher, NodeMasks
 from .xgrammar_matcher import XGrammar
 
 
-class RowGrammars(RowMatchers):
-    """The places of a call's rows in the grammar of the user's processor, which is not touched."""
+class RowGrammars:
+    """The places of rows in a grammar; `prompt_length` columns are in front of their texts.
 
-    def __init__(self, processor: Any, grammar: Grammar, prompt_length: int):
-        super().__init__(grammar, prompt_length)
+    In a call it is the grammar of the user's `processor`, which is not touched.
+    """
+
+    def __init__(self, grammar: Grammar, prompt_length: int, processor: Any = None):
+        self.grammar: Grammar = grammar
+        self.prompt_length: int = prompt_length
         self.processor = processor
+        self._matchers: dict[int, GrammarMatcher] = {}
+
+    def at(self, row: int, tokens: Sequence[int], is_drafted: bool = False) -> GrammarMatcher:
+        """The place of a row after its tokens, those of the prompt included, of which the last ones may be drafted.
+
+        Raises a `SpecDecError` where the grammar forbids one of them.
+        """
+        if row not in self._matchers:
+            self._matchers[row] = self.grammar.matcher(row)
+        matcher = self._matchers[row]
+        go = matcher.move_to if is_drafted else matcher.begin_at
+        go(tokens[self.prompt_length :])
+        return matcher
+
+    def mask_after(self, row: int, tokens: Sequence[int], is_drafted: bool = False) -> np.ndarray:
+        """Tokens that may follow, int32 `(W,)`: all of them where the row has left its grammar, as after its end."""
+        try:
+            return self.at(row, tokens, is_drafted).mask()
+        except SpecDecError:
+            return np.full(self.grammar.num_words, -1, dtype=np.int32)
 
     @classmethod
-    def found(
-        cls, processors: Sequence[Any], prompts: torch.LongTensor, vocab_size: int, ends: Collection[int] = ()
+    def of_call(
+        cls, processors: Sequence[Any], prompts: torch.LongTensor, vocab_size: int, ends: Collection[int]
     ) -> RowGrammars | None:
         """The grammar among the processors of a call; `None` where there is none, or more than one.
 
@@ -56,7 +80,7 @@ class RowGrammars(RowMatchers):
                 f"The logits processor of {grammar.library} has {grammar.num_grammars} grammars, and the batch "
                 f"{len(prompts)} rows. Give it one grammar for all rows, or one for each."
             )
-        rows = cls(processor, grammar, prompts.shape[1])
+        rows = cls(grammar, prompts.shape[1], processor)
         for row, prompt in enumerate(prompts.tolist()):
             if not rows.mask_after(row, prompt).any():
                 raise SpecConfigError(
@@ -135,8 +159,6 @@ _grammars: WeakKeyDictionary[Any, Grammar] = WeakKeyDictionary()
 
 def grammar_of(processor: Any) -> Grammar | None:
     """The grammar of a logits processor; `None` for one that is of no grammar, or of an unknown library."""
-    if type(processor) is GrammarLogitsProcessor:
-        return processor.grammar
     for module, name, read in _READERS:
         if type(processor) is getattr(sys.modules.get(module), name, None):
             if processor not in _grammars:
@@ -165,6 +187,7 @@ def _outlines_llguidance(processor: Any) -> Grammar:
 
 # Module, class, and what reads the grammar out of a processor of this class.
 _READERS: tuple[tuple[str, str, Callable[[Any], Grammar]], ...] = (
+    ("hf_specdec.logits.grammar.processor", "GrammarLogitsProcessor", lambda processor: processor.grammar),
     ("xgrammar.contrib.hf", "LogitsProcessor", _xgrammar),
     ("outlines.backends.xgrammar", "XGrammarLogitsProcessor", _outlines_xgrammar),
     ("outlines.backends.llguidance", "LLGuidanceLogitsProcessor", _outlines_llguidance),

@@ -7,7 +7,7 @@ beside each other, the hooks list all adapters of the model, and each row has a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from ...errors import SpecConfigError, shown
 from ...transfers import select_rows
-from ..forward import Part, SlotNodes
+from ..forward import Part, SlotForward
 
 
 _KEY = "adapter_names"
@@ -26,9 +26,6 @@ _OF_CALL = "of_call"
 
 # Among the inputs that rows repeat, the place of a row's adapter among the names that the hooks have.
 ADAPTED_ROW = "row of adapter_names"
-
-# PEFT's name for none at all.
-_BASE = "__base__"
 
 
 class RowAdapters:
@@ -50,8 +47,9 @@ class RowAdapters:
         before = [hook.keywords[_KEY] for hook in self._hooks]
         try:
             for hook, names in zip(self._hooks, before):
-                known = vars(hook).setdefault(_OF_CALL, names) if of_call else names
-                hook.keywords[_KEY] = None if rows is None or known is None else [known[row] for row in rows]
+                names_of_all = vars(hook).setdefault(_OF_CALL, names) if of_call else names
+                told = None if rows is None or names_of_all is None else [names_of_all[row] for row in rows]
+                hook.keywords[_KEY] = told
             yield
         finally:
             for hook, names in zip(self._hooks, before):
@@ -68,7 +66,7 @@ class RowInputs(Part):
         self.model = model
         self.values: dict[str, torch.Tensor] = values
 
-    def reading(self, nodes: SlotNodes) -> AbstractContextManager[None]:
+    def reading(self, nodes: SlotForward) -> AbstractContextManager[None]:
         if nodes.topology is not None:
             repeated = {name: values for name, values in self.values.items() if name != ADAPTED_ROW}
             nodes.inputs |= {name: values.expand(-1, nodes.tokens.shape[1]) for name, values in repeated.items()}
@@ -79,15 +77,14 @@ class RowInputs(Part):
     def keep_rows(self, keep: list[int]) -> None:
         self.values = {name: select_rows(values, keep) for name, values in self.values.items()}
 
-    def join(self, other: RowInputs, num_rows: int) -> None:
+    def join(self, other: RowInputs) -> None:
         self.values = {name: torch.cat([values, other.values[name]]) for name, values in self.values.items()}
 
 
 class AdapterChoice:
     """All adapters of a model with layers of PEFT, for requests of which each names its own.
 
-    Raises:
-        SpecConfigError: It has none, or some that cannot differ from row to row.
+    Models that have none, or some that cannot differ from row to row, are refused.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -95,21 +92,21 @@ class AdapterChoice:
         tuned = {type(module) for module in model.modules() if hasattr(module, "adapter_layer_names")}
         others = {kind.__name__ for kind in tuned if not hasattr(kind, "_mixed_batch_forward")}
         if others or not self._layers:
-            found = f"layers of PEFT that cannot: {', '.join(sorted(others))}" if others else "no adapters"
+            reason = f"layers of PEFT that cannot: {', '.join(sorted(others))}" if others else "no adapters"
             raise SpecConfigError(
                 f"`adapter_names` needs adapters that can differ from row to row, such as LoRA's, and "
-                f"{type(model).__name__} has {found}. Leave it out."
+                f"{type(model).__name__} has {reason}. Leave it out."
             )
-        self._names: list[str] = [_BASE, *getattr(model, "peft_config", {})]
+        self._names: list[str] = ["__base__", *getattr(model, "peft_config", {})]  # PEFT's name for none, and all
+
+        def name_adapters(layer: Any, args: Any, kwargs: dict[str, Any], adapter_names: list[str] | None) -> Any:
+            return args, {**kwargs, _KEY: adapter_names}
+
         # The same objects each time: who looks for hooks may have found them before.
-        self._hooks = [partial(_name_adapters, **{_KEY: self._names}) for _ in self._layers]
+        self._hooks = [partial(name_adapters, **{_KEY: self._names}) for _ in self._layers]
 
     def place(self, names: Any) -> int:
-        """Place of a request's adapter, a list of one name as a call with one row has it, among all of them.
-
-        Raises:
-            SpecConfigError: That is something else, no adapter of the model, or one that rows cannot have.
-        """
+        """Place among all of them of a request's adapter, which is a list of one name, as for a call with one row."""
         if not isinstance(names, (list, tuple)) or len(names) != 1 or names[0] not in self._names:
             raise SpecConfigError(
                 f"`adapter_names` of a request is a list of one name, one of {', '.join(self._names)}, got "
@@ -131,12 +128,6 @@ class AdapterChoice:
             yield
 
 
-def _name_adapters(
-    layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], adapter_names: list[str] | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, {**kwargs, _KEY: adapter_names}
-
-
 class OutsideOfAdapters:
     """A drafter that shares layers with its target: while it runs, they have their active adapters, not the rows'."""
 
@@ -145,23 +136,15 @@ class OutsideOfAdapters:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.drafter, name)
+        value = getattr(self.drafter, name)
+        if name not in ("prefill", "propose", "observe", "draft_ahead"):
+            return value
 
-    def _outside(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        with RowAdapters(self._model).telling(None):
-            return call(*arguments)
+        def outside(*arguments: Any) -> Any:
+            with RowAdapters(self._model).telling(None):
+                return value(*arguments)
 
-    def prefill(self, prompt: Any) -> None:
-        self._outside(self.drafter.prefill, prompt)
-
-    def propose(self, step: Any) -> Any:
-        return self._outside(self.drafter.propose, step)
-
-    def observe(self, commit: Any) -> None:
-        self._outside(self.drafter.observe, commit)
-
-    def draft_ahead(self, commit: Any) -> Any:
-        return self._outside(self.drafter.draft_ahead, commit)
+        return outside
 
     def join(self, other: OutsideOfAdapters, numbers: dict[int, int]) -> None:
         self.drafter.join(other.drafter, numbers)

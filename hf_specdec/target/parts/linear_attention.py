@@ -13,14 +13,13 @@ Shapes: R rows, H heads, T nodes, K size of keys, V size of values.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .recurrent_state import NodeStates
-
 
 @dataclass
-class DecayedSums(NodeStates):
+class DecayedSums:
     """Values from which the states after all nodes follow, without these states."""
 
     start: torch.Tensor  # the state in front of the nodes, (R, H, K, V)
@@ -30,7 +29,12 @@ class DecayedSums(NodeStates):
     visible: torch.BoolTensor  # of `Nodes`, (1 | R, 1, T, T)
     has_values_first: bool = False  # the model keeps states as (R, H, V, K)
 
+    def to(self, *args: Any) -> DecayedSums:
+        """Itself: what a mixer does with the state after its last token."""
+        return self
+
     def after(self, last: torch.LongTensor) -> torch.Tensor:
+        """The states `(R, ...)` after node `last` `(R,)` of each row and its ancestors."""
         last = last.to(self.keys.device, non_blocking=True)
         rows = torch.arange(len(last), device=last.device)
         decay = self.decays[rows, :, last][:, :, None]

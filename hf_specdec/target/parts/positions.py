@@ -13,10 +13,9 @@ Shapes: R rows, T nodes, S slots, H hidden size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +23,7 @@ import torch
 from ...errors import UnsupportedModelError
 from ...target_facts import forward_arguments
 from ...threads import OwnForwards
-from ..forward import Part, SlotNodes
+from ..forward import Part, SlotForward, running
 
 
 class PositionCounter(Part):
@@ -41,17 +40,13 @@ class PositionCounter(Part):
         modules = (module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids"))
         return next(map(cls, modules), None)
 
-    def reading(self, nodes: SlotNodes) -> AbstractContextManager[None]:
+    def reading(self, nodes: SlotForward) -> AbstractContextManager[None]:
         """Has each node at the position that its token has when it is read alone after the slots in front of it."""
         if nodes.topology is not None:
             count = self.embedding.create_position_ids_from_input_ids
             tokens, slots = nodes.tokens.reshape(-1, 1), nodes.slots.reshape(-1, 1)
             nodes.positions = count(tokens, self.embedding.padding_idx, slots).view(nodes.tokens.shape)
         return nullcontext()
-
-
-# Those that the forward in this thread reads.
-_nodes: ContextVar[SlotNodes | None] = ContextVar("_nodes", default=None)
 
 
 class CountedPositions(Part):
@@ -76,84 +71,69 @@ class CountedPositions(Part):
         return cls(embeddings, biases) if (embeddings or biases) and not has_others else None
 
     @contextmanager
-    def reading(self, nodes: SlotNodes) -> Iterator[None]:
-        """Inside of the block the decoder's forward, in this thread, places these nodes.
-
-        Raises:
-            UnsupportedModelError: A module has got a forward of its own since the model was first seen.
-        """
+    def reading(self, nodes: SlotForward) -> Iterator[None]:
+        """Inside of the block the decoder's forward, in this thread, places these nodes."""
         if nodes.topology is None:
             yield
             return
         is_as_counted = nodes.topology.is_chain and len(set(nodes.rows.lengths)) == 1
-        token = _nodes.set(nodes)
-        try:
-            with self._vectors.in_place(), nullcontext() if is_as_counted else self._biases.in_place():
-                if not self._vectors.are_in_place:
-                    raise UnsupportedModelError(
-                        "The embedding of positions has got a forward of its own since the first speculative call, as "
-                        "offloading gives it, and cannot be told where drafts stand. Offload the model before that."
-                    )
-                yield
-        finally:
-            _nodes.reset(token)
+        with self._vectors.in_place(), nullcontext() if is_as_counted else self._biases.in_place():
+            if not self._vectors.are_in_place:
+                raise UnsupportedModelError(
+                    "The embedding of positions has got a forward of its own since the first speculative call, as "
+                    "offloading gives it, and cannot be told where drafts stand. Offload the model before that."
+                )
+            yield
 
 
-@lru_cache(maxsize=4096)
+# Names of the argument for the number of tokens in the cache: since transformers 5.24, and before.
+_PAST_LENGTHS = ("cache_length", "past_key_values_length")
+
+
 def _counts_from_the_past(module_class: type) -> bool:
-    """Tells embeddings of positions, which take the length of what is in the cache."""
-    names = forward_arguments(module_class)
-    # Modules that embed tokens too have more to say than positions.
-    return _past_length_among(names) is not None and not {"attention_mask", "token_type_ids"}.intersection(names)
-
-
-def _past_length_among(names: Container[str]) -> str | None:
-    """The name of the argument for the number of tokens in the cache: since transformers 5.24, and before."""
-    return next((name for name in ("cache_length", "past_key_values_length") if name in names), None)
+    """Tells embeddings of positions, which take the length of what is in the cache, and embed no tokens."""
+    names = set(forward_arguments(module_class))
+    return not names.isdisjoint(_PAST_LENGTHS) and names.isdisjoint({"attention_mask", "token_type_ids"})
 
 
 def _vectors(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Forward of an embedding of positions: vectors `(R, T, H)` of the nodes that it is told, else its own output."""
-    of_class, nodes = type(module).forward, _nodes.get()
+    of_class, nodes = type(module).forward, running.get()
     if nodes is None:
         return of_class(module, *args, **kwargs)
     arguments = inspect.signature(of_class).bind(module, *args, **kwargs).arguments
-    past_length = _past_length_among(forward_arguments(type(module)))
+    past_length = next(name for name in _PAST_LENGTHS if name in forward_arguments(type(module)))
     # Positions that nodes of as many depths may have, told without waiting for the device.
     firsts = [length + lead for length, lead in zip(nodes.rows.lengths, nodes.rows.leads)]
     first, last = min(firsts), max(firsts) + nodes.tokens.shape[1] - 1
-    if nodes.max_position is not None:
-        first, last = min(first, nodes.max_position), min(last, nodes.max_position)
-    call = {
-        name: _in_a_row(name, value, last + 1 - first, module)
-        for name, value in list(arguments.items())[1:]
-        if name not in ("position_ids", past_length)
-    }
-    table = of_class(module, **call, **{past_length: first})
+    if (limit := nodes.rows.max_position) is not None:
+        first, last = min(first, limit), min(last, limit)
+    width, padding = last + 1 - first, getattr(module, "padding_idx", None)
+    call: dict[str, Any] = {past_length: first}
+    for name, value in list(arguments.items())[1:]:
+        # Arguments that say how many positions are wanted, for one row of them.
+        if name in ("position_ids", past_length):
+            continue
+        if name == "input_ids_shape" or not (value is None or torch.is_tensor(value)):
+            value = torch.Size((1, width))
+        elif value is not None and value.is_floating_point():
+            value = value[:1, :1].expand(1, width, *value.shape[2:])
+        elif value is not None:
+            # No padding, which would have no position.
+            value = value.new_full((1, width), 1 + (padding or 0))
+        call[name] = value
+    table = of_class(module, **call)
     vectors = table.reshape(-1, table.shape[-1])[nodes.positions - first]
-    padding = getattr(module, "padding_idx", None)
     if hasattr(module, "create_position_ids_from_input_ids") and padding is not None:
         # These give padding no position, wherever it stands.
-        call = {name: nodes.tokens.new_full((1, 1), padding) for name in call if name == "input_ids"}
-        vectors = torch.where((nodes.tokens == padding)[..., None], of_class(module, **call), vectors)
+        of_padding = {name: nodes.tokens.new_full((1, 1), padding) for name in call if name == "input_ids"}
+        vectors = torch.where((nodes.tokens == padding)[..., None], of_class(module, **of_padding), vectors)
     return vectors
-
-
-def _in_a_row(name: str, value: Any, width: int, module: torch.nn.Module) -> Any:
-    """An argument that says how many positions are wanted, for one row of `width`."""
-    if value is None:
-        return None
-    if name == "input_ids_shape" or not torch.is_tensor(value):
-        return torch.Size((1, width))
-    if value.is_floating_point():
-        return value[:1, :1].expand(1, width, *value.shape[2:])
-    # No padding, which would have no position.
-    return value.new_full((1, width), 1 + (getattr(module, "padding_idx", None) or 0))
 
 
 def _bias(module: torch.nn.Module, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Bias `(R, heads, T, S)` of T5's attention by the distances of nodes, in the place of its `compute_bias`."""
-    nodes = _nodes.get()
+    nodes = running.get()
     if nodes is None:
         return type(module).compute_bias(module, query_length, key_length, *args, **kwargs)
     # Nodes stand where they would as text, in slots that are filled already and in those of the nodes.
@@ -162,12 +142,12 @@ def _bias(module: torch.nn.Module, query_length: int, key_length: int, *args: An
     node = (slots - lengths).clamp(0, nodes.slots.shape[1] - 1)
     slots = torch.where(slots < lengths, slots, nodes.slots.gather(1, node))
     to_bucket = module._relative_position_bucket
-    known = {
+    settings = {
         "bidirectional": False,
         "num_buckets": module.relative_attention_num_buckets,
         "max_distance": module.relative_attention_max_distance,
     }
     # UMT5 asks itself for these.
-    taken = {name: value for name, value in known.items() if name in inspect.signature(to_bucket).parameters}
-    buckets = to_bucket(slots[:, None] - nodes.slots[..., None], **taken)
+    settings = {name: value for name, value in settings.items() if name in inspect.signature(to_bucket).parameters}
+    buckets = to_bucket(slots[:, None] - nodes.slots[..., None], **settings)
     return module.relative_attention_bias(buckets).permute(0, 3, 1, 2)

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CellType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,13 +25,16 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from ...threads import Lock, OwnForwards
-from ..cache import SlotCache
+from ..forward import running
 from .linear_attention import DecayedSums, read_nodes
 from .recurrent_state import Reading
 
 
-# What the mixer that runs in this thread reads.
-_reading: ContextVar[Reading] = ContextVar("_reading")
+def _reading() -> Reading:
+    """What the mixer that runs in this thread reads."""
+    forward = running.get()
+    assert forward is not None, "mixers have these functions in forwards of the loop alone"
+    return forward.reading
 
 
 def delta_rule(
@@ -58,7 +60,7 @@ def delta_rule(
         values,
         g[..., None] if g.dim() == 3 else g,
         initial_state.float(),
-        _reading.get().nodes.on(query.device),
+        _reading().nodes.on(query.device),
         beta[..., None],
     )
     return output.transpose(1, 2).to(value.dtype).contiguous(), states
@@ -83,7 +85,7 @@ def mamba2_scan(
     inputs = hidden_states.float().transpose(1, 2)
     heads = inputs.shape[1] // B.shape[2]
     key, query = (part.float().transpose(1, 2).repeat_interleave(heads, dim=1) for part in (B, C))
-    decay, visible = step * A.float()[:, None, None], _reading.get().nodes.on(key.device)
+    decay, visible = step * A.float()[:, None, None], _reading().nodes.on(key.device)
     output, states = read_nodes(query, key, inputs * step, decay, initial_states.float().mT, visible)
     states.has_values_first = True
     if D is not None:
@@ -110,7 +112,7 @@ def mamba_scan(
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mamba-1's selective scan, from the state of the cache; with the states of all nodes, `(R, channels, N, T)`."""
-    reading = _reading.get()
+    reading = _reading()
     dt = _time_steps(dt, None if delta_bias is None else delta_bias[..., None], delta_softplus)
     inputs, dt = hidden_states.float(), dt.float()
     start = reading.recurrent_states[0].float()
@@ -140,7 +142,7 @@ def convolution(
     **_: Any,
 ) -> torch.Tensor:
     """A causal convolution of each channel, `(R, channels, T)`."""
-    nodes, size = _reading.get().nodes, weight.shape[-1]
+    nodes, size = _reading().nodes, weight.shape[-1]
     inputs = hidden_states.to(weight.dtype)
     if nodes.is_chain:
         output = F.conv1d(inputs[..., -(nodes.count + size - 1) :], weight[:, None], bias, groups=len(weight))
@@ -166,10 +168,9 @@ _of_models_lock = Lock()
 def reads_nodes(module: nn.Module, has_inputs: bool, has_state: bool) -> bool:
     """Tells a mixer that can read all nodes at once; it keeps inputs of convolutions, a recurrent state, or both."""
     # A forward of the module's own may be anything, unless another call has put it there.
-    if not isinstance(vars(module).get("forward"), (_OverNodes, type(None))):
-        return False
-    forward = inspect.unwrap(type(module).forward)
-    if not isinstance(forward, FunctionType):
+    replaced, forward = vars(module).get("forward"), inspect.unwrap(type(module).forward)
+    is_own = replaced is not None and getattr(replaced, "func", None) is not _over_nodes
+    if is_own or not isinstance(forward, FunctionType):
         return False
     names = {name for name in forward.__code__.co_names if name in forward.__globals__}
     return not (has_inputs and names.isdisjoint(_CONVOLUTIONS)) and not (has_state and names.isdisjoint(_SCANS))
@@ -180,29 +181,19 @@ def over_nodes(model: nn.Module, mixers: list[nn.Module]) -> OwnForwards:
     with _of_models_lock:
         forwards = _of_models.get(model)
         # The user may have put others in their places.
-        if forwards is None or [mixer for mixer, _ in forwards.pairs] != mixers:
-            forwards = _of_models[model] = OwnForwards((mixer, _OverNodes(mixer)) for mixer in mixers)
+        if forwards is None or [mixer for mixer, _, _ in forwards.places] != mixers:
+            forwards = _of_models[model] = OwnForwards((mixer, partial(_over_nodes, mixer)) for mixer in mixers)
         return forwards
 
 
-class _OverNodes:
+def _over_nodes(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of a mixer's forward."""
-
-    def __init__(self, module: nn.Module):
-        self.module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        of_class = type(self.module).forward
-        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, SlotCache)), None)
-        # While prompts are read, it may not have all layers.
-        reading = cache.layers[self.module.layer_idx].recurrent if cache is not None and cache.lengths else None
-        if not isinstance(reading, Reading):
-            return of_class(self.module, *args, **kwargs)
-        token = _reading.set(reading)
-        try:
-            return _with_functions_here(of_class)(self.module, *args, **kwargs)
-        finally:
-            _reading.reset(token)
+    of_class, forward = type(module).forward, running.get()
+    reading = None if forward is None else forward.readings.get(module.layer_idx)
+    if forward is None or not isinstance(reading, Reading):
+        return of_class(module, *args, **kwargs)
+    forward.reading = reading
+    return _with_functions_here(of_class)(module, *args, **kwargs)
 
 
 @lru_cache(maxsize=256)

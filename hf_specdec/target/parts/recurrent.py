@@ -13,14 +13,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from ...transfers import upload
 from ..cache import SlotCache, SlotLayer
-from ..forward import Part, SlotNodes
+from ..forward import Part, SlotForward, running
 from .adapters import RowAdapters
 from .recurrences import over_nodes, reads_nodes
 from .recurrent_state import Nodes, Reading, RecurrentState
@@ -31,49 +30,43 @@ class RecurrentLayers(Part):
 
     def __init__(self, model: torch.nn.Module, cache: SlotCache):
         self.cache = cache
-        # At the last committed token of each row, by the number of the layer.
-        self.states: dict[int, RecurrentState] = cache.recurrent_states()
-        known = {module: number for module, number in mixers(model).items() if number in self.states}
-        self._forwards = over_nodes(model, list(known))
-        self._stepped: dict[int, torch.nn.Module] = {}
-        self._reads_all: set[int] = set()
-        self._reads_chains: set[int] = set()
+        self.put(self.states)
+        self._mixers: dict[int, list[torch.nn.Module]] = {}
+        for module, number in mixers(model).items():
+            if number in self.states:
+                self._mixers.setdefault(number, []).append(module)
+        self._forwards = over_nodes(model, [module for modules in self._mixers.values() for module in modules])
+        self._reads_trees: set[int] = set()
+        self._reads_chains: set[int] = set()  # convolutions that share a layer (Inkling 2), by their own code
         for number, state in self.states.items():
-            state.is_committed = True
-            modules = [module for module, number_of_layer in known.items() if number_of_layer == number]
-            parts = bool(state.conv_states), bool(state.recurrent_states)
+            modules, parts = self._mixers.get(number, []), (bool(state.conv_states), bool(state.recurrent_states))
             if all(reads_nodes(module, *parts) for module in modules):
-                self._reads_all.add(number)
-            elif len(modules) == 1:
-                self._stepped[number] = modules[0]
-            elif not state.recurrent_states:
-                # Convolutions that share a layer (Inkling 2) read chains by their own code.
+                self._reads_trees.add(number)
+            elif len(modules) > 1 and not state.recurrent_states:
                 self._reads_chains.add(number)
-        self._numbers = set(known.values())
-        self._read: dict[int, RecurrentState | _Steps] = {}  # what they have become by the last forward
+        self._read: dict[int, Any] = {}  # what they have become by the last forward
 
     @contextmanager
-    def reading(self, nodes: SlotNodes) -> Iterator[None]:
+    def reading(self, forward: SlotForward) -> Iterator[None]:
         """Gives mixers, inside of the block, other states to change; those of the rows stay where they are."""
-        if nodes.topology is None:
+        if forward.topology is None:
             yield
             return
-        topology, self._read = nodes.topology, {}
+        topology, self._read = forward.topology, forward.readings
         self._device = topology.depths.device
         with ExitStack() as hooks:
             hooks.enter_context(self._forwards.in_place())
-            for number in self._numbers:
-                state, layer = self.states[number], self.cache.layers[number]
+            for number, modules in self._mixers.items():
+                layer = self.cache.layers[number]
+                state = layer.recurrent
                 hooks.callback(setattr, layer, "recurrent", state)
                 if topology.depths.shape[-1] == 1:
                     # Fused kernels write into the states that they are given.
                     self._read[number] = layer.recurrent = state.clone()
-                elif number in self._stepped:
-                    steps = _Steps(self._stepped[number], layer, self.cache, Nodes.of(topology))
-                    steps.hook(hooks)
-                    self._read[number] = steps
-                elif number in self._reads_all or (topology.is_chain and number in self._reads_chains):
+                elif number in self._reads_trees or (topology.is_chain and number in self._reads_chains):
                     self._read[number] = layer.recurrent = Reading(state, Nodes.of(topology))
+                elif len(modules) == 1:
+                    self._read[number] = _Steps(modules[0], layer, forward, Nodes.of(topology), hooks)
             yield
 
     def commit(self, counts: list[int], path: torch.LongTensor | None) -> None:
@@ -81,60 +74,53 @@ class RecurrentLayers(Part):
         last = upload([count - 1 for count in counts], self._device)
         if path is not None:
             last = path.gather(1, last[:, None])[:, 0]
-        for number, read in self._read.items():
-            self.states[number].put(read.after(last))
+        self.put({number: read.after(last) for number, read in self._read.items()})
         self._read = {}
 
     def keep_rows(self, keep: list[int]) -> None:
-        index = torch.tensor(keep, device="cpu")
-        for state in self.states.values():
-            state.put(state.rows(index))
+        self.put(self.of_rows(keep))
 
-    def join(self, other: RecurrentLayers, num_rows: int) -> None:
-        for number, state in self.states.items():
-            state.put(RecurrentState.joined([state, other.states[number]]))
+    def join(self, other: RecurrentLayers) -> None:
+        joined = {number: [state, other.states[number]] for number, state in self.states.items()}
+        self.put({number: RecurrentState.joined(states) for number, states in joined.items()})
 
-    def row_states(self, row: int) -> dict[int, RecurrentState]:
-        """Copies of the states of one row after its last committed token, by the number of the layer."""
-        index = torch.tensor([row], device="cpu")
+    @property
+    def states(self) -> dict[int, RecurrentState]:
+        """At the last committed token of each row, by the number of the layer."""
+        return {index: layer.recurrent for index, layer in enumerate(self.cache.layers) if layer.recurrent}
+
+    def of_rows(self, rows: list[int]) -> dict[int, RecurrentState]:
+        """Copies of the states of some rows after their last committed tokens, by the number of the layer."""
+        index = torch.tensor(rows, device="cpu")
         return {number: state.rows(index) for number, state in self.states.items()}
 
-    def mark(self) -> dict[int, RecurrentState]:
-        """State of the rows, for `return_to`. Tensors are never written to, so none is copied."""
-        return {
-            number: RecurrentState(state.conv_states, state.recurrent_states) for number, state in self.states.items()
-        }
-
-    def return_to(self, mark: dict[int, RecurrentState]) -> None:
-        """Forgets what was read since. The rows must be the same."""
-        for number, state in mark.items():
-            self.states[number].put(state)
+    def put(self, states: dict[int, RecurrentState]) -> None:
+        """Goes on from other states; those before are never written to."""
+        for number, state in states.items():
+            state.is_committed = True
+            self.cache.layers[number].recurrent = state
 
 
 class _Steps:
-    """What a mixer makes of a state by calls for single tokens: the nodes of one depth, in all rows, are a batch."""
+    """What a mixer makes of a state by calls for single tokens: the nodes of one depth, in all rows, are a batch.
 
-    def __init__(self, module: torch.nn.Module, layer: SlotLayer, cache: SlotCache, nodes: Nodes):
-        self.module, self.layer, self.cache, self.nodes = module, layer, cache, nodes
+    The calls are made in front of the module's own, which is left the last of them, until the hooks are removed.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, layer: SlotLayer, forward: SlotForward, nodes: Nodes, hooks: ExitStack
+    ):
+        self.layer, self.forward, self.nodes = layer, forward, nodes
         self._states: list[RecurrentState] = []  # after the nodes of each depth
         self._outputs: list[Any] = []
         self._places = torch.empty(0, device="cpu")  # (R, T), of the nodes in the order of the calls
-
-    def hook(self, hooks: ExitStack) -> None:
-        """Makes the calls in front of the module's own, which is left the last of them, until the stack is closed."""
-        hooks.callback(self.module.register_forward_pre_hook(self._on_entering, with_kwargs=True).remove)
-        hooks.callback(self.module.register_forward_hook(self._on_leaving, with_kwargs=True).remove)
+        hooks.callback(module.register_forward_pre_hook(self._on_entering, with_kwargs=True).remove)
+        hooks.callback(module.register_forward_hook(self._on_leaving).remove)
         self._told = hooks.enter_context(ExitStack())
 
-    # Torch calls hooks without keyword arguments in another thread, while this one takes them back.
-
-    def _is_of_call(self, *arguments: Any) -> bool:
-        # Another thread may run a call of its own on the same model.
-        return any(value is self.cache for value in arguments)
-
     def _on_entering(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
-        if kwargs is None or not self._is_of_call(*args, *kwargs.values()):
-            return None
+        if running.get() is not self.forward:
+            return None  # of another thread
         names = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:]
         call = arguments = {**dict(zip(names, args)), **kwargs}
         shape, adapters = arguments["hidden_states"].shape[:2], RowAdapters(module)
@@ -155,6 +141,15 @@ class _Steps:
             self._told.enter_context(adapters.telling(rows.tolist(), of_call=False))
         return (), call
 
+    def _on_leaving(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if running.get() is not self.forward:
+            return None
+        self._told.close()
+        outputs = [*self._outputs, output]
+        if torch.is_tensor(output):
+            return self._joined(outputs)
+        return tuple(self._joined(parts) if torch.is_tensor(parts[0]) else parts[-1] for parts in zip(*outputs))
+
     def _levels(self, num_rows: int) -> Iterator[tuple[torch.LongTensor, ...]]:
         """Rows and nodes of each depth, and the places of their parents in the one above, each `(N,)`."""
         depths, parents = (
@@ -170,15 +165,6 @@ class _Steps:
             self._places[rows, nodes] = torch.arange(first, next_place, device="cpu")
             yield rows, nodes, above
 
-    def _on_leaving(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = None) -> Any:
-        if output is None or not self._is_of_call(*kwargs.values()):
-            return None
-        self._told.close()
-        outputs = [*self._outputs, output]
-        if torch.is_tensor(output):
-            return self._joined(outputs)
-        return tuple(self._joined(parts) if torch.is_tensor(parts[0]) else parts[-1] for parts in zip(*outputs))
-
     def _joined(self, parts: Any) -> torch.Tensor:
         """Outputs `(nodes of a depth, 1, ...)` of all depths as `(R, T, ...)`."""
         return torch.cat(parts)[:, 0][self._places.to(parts[0].device, non_blocking=True)]
@@ -190,11 +176,10 @@ class _Steps:
 
 def mixers(model: torch.nn.Module) -> dict[torch.nn.Module, int]:
     """The modules of a model that update a recurrent state, in order, with the numbers of their layers in a cache."""
-    known = (module for module in model.modules() if hasattr(module, "layer_idx") and _updates_state(type(module)))
-    return {module: module.layer_idx for module in known}
-
-
-@lru_cache(maxsize=4096)
-def _updates_state(module_class: type) -> bool:
-    code = getattr(inspect.unwrap(module_class.forward), "__code__", None)
-    return code is not None and not {"update_conv_state", "update_recurrent_state"}.isdisjoint(code.co_names)
+    numbers = {}
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+            if code is not None and not {"update_conv_state", "update_recurrent_state"}.isdisjoint(code.co_names):
+                numbers[module] = module.layer_idx
+    return numbers

@@ -8,7 +8,6 @@ Shapes: R rows, T nodes of a verification, W tokens read by a layer, K kernel si
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -64,11 +63,6 @@ class RecurrentState:
         """The states of all rows after node `last` `(R,)` of each and its ancestors; here after a single token."""
         return self
 
-    def put(self, other: RecurrentState) -> None:
-        """Takes over the states of `other` in the place of its own."""
-        self.conv_states.update(other.conv_states)
-        self.recurrent_states.update(other.recurrent_states)
-
     def rows(self, index: torch.Tensor) -> RecurrentState:
         """A copy of some rows."""
         return self._changed(lambda state: state[index.to(state.device, non_blocking=True)])
@@ -109,8 +103,10 @@ class Nodes:
 
     @classmethod
     def of(cls, topology: TreeTopology) -> Nodes:
-        # Topologies that differ from row to row differ from cycle to cycle, too.
-        return _shared_nodes(topology) if topology.depths.dim() == 1 else cls(topology)
+        # Topologies that differ from row to row differ from cycle to cycle, too; others keep their nodes.
+        if topology.depths.dim() > 1:
+            return cls(topology)
+        return vars(topology).get("nodes") or vars(topology).setdefault("nodes", cls(topology))
 
     def on(self, device: torch.device) -> torch.BoolTensor:
         """`visible`, where a layer lies."""
@@ -118,52 +114,43 @@ class Nodes:
 
     def walk(self, start: torch.Tensor, step: Callable[[int, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         """States `(R, ...)` after all nodes, by what a node makes of its parent's; of the root it is `start`."""
-        states: list[torch.Tensor] = []
-        for node in range(self.count):
-            states.append(step(node, start if node == 0 else self._of_parents(states, node)))
+        states = [step(0, start)]
+        for node in range(1, self.count):
+            if self.is_chain:
+                before = states[-1]
+            elif self.parents is not None:
+                before = states[self.parents[node]]
+            else:
+                parents = self.topology.parents[:, node].to(start.device, non_blocking=True)
+                before = torch.stack(states, dim=1)[torch.arange(len(parents), device=start.device), parents]
+            states.append(step(node, before))
         return states
 
-    def _of_parents(self, states: list[torch.Tensor], node: int) -> torch.Tensor:
-        """The states of the parents of a node, which is another one in each row unless they share a topology."""
-        if self.is_chain:
-            return states[-1]
-        if self.parents is not None:
-            return states[self.parents[node]]
-        parents = self.topology.parents[:, node].to(states[0].device, non_blocking=True)
-        return torch.stack(states, dim=1)[torch.arange(len(parents), device=parents.device), parents]
-
-    def _last_columns(self, past: int, size: int, device: torch.device) -> torch.LongTensor:
-        """Places `(1 | R, T, size)` of each node's last inputs, its own being the last, after `past` earlier ones."""
-        key = past, size, device
+    def _last_columns(self, seen: torch.Tensor, size: int) -> torch.LongTensor:
+        """Places `(1 | R, T, size)` of each node's last inputs, its own being the last, among those of `windows`."""
+        past = seen.shape[-1] - self.count
+        key = past, size, seen.device
         if key not in self._columns:
             parents, depths = (values.view(-1, self.count) for values in (self.topology.parents, self.topology.depths))
             node, places = torch.arange(self.count, device=parents.device).expand_as(parents), []
             for distance in range(size):
                 places.append(torch.where(distance <= depths, past + node, past + depths - distance))
                 node = parents.gather(1, node)
-            self._columns[key] = torch.stack(places[::-1], dim=-1).to(device, non_blocking=True)
+            self._columns[key] = torch.stack(places[::-1], dim=-1).to(seen.device, non_blocking=True)
         return self._columns[key]
 
     def windows(self, seen: torch.Tensor, size: int) -> torch.Tensor:
         """The last `size` inputs of every node `(R, channels, T, size)`, of all of them `(R, channels, past + T)`."""
-        columns = self._last_columns(seen.shape[-1] - self.count, size, seen.device)
-        flat = columns.flatten(1)
-        if len(flat) == 1:
-            return seen[..., flat[0]].unflatten(-1, columns.shape[1:])
-        places = flat[:, None].expand(-1, seen.shape[1], -1)
+        columns = self._last_columns(seen, size)
+        places = columns.flatten(1)[:, None].expand(len(seen), seen.shape[1], -1)
         return seen.gather(2, places).unflatten(-1, columns.shape[1:])
 
     def last_inputs(self, seen: torch.Tensor, size: int, last: torch.LongTensor) -> torch.Tensor:
         """The last `size` inputs `(R, channels, size)` up to node `last` `(R,)` of each row."""
-        columns = self._last_columns(seen.shape[-1] - self.count, size, seen.device).expand(len(last), -1, -1)
         last = last.to(seen.device, non_blocking=True)
+        columns = self._last_columns(seen, size).expand(len(last), -1, -1)
         places = columns[torch.arange(len(last), device=seen.device), last]
         return seen.gather(2, places[:, None].expand(-1, seen.shape[1], -1))
-
-
-@lru_cache(maxsize=256)
-def _shared_nodes(topology: TreeTopology) -> Nodes:
-    return Nodes(topology)
 
 
 class Reading(RecurrentState):
@@ -174,44 +161,28 @@ class Reading(RecurrentState):
         self.nodes = nodes
         self.num_scans = 0  # parts of the recurrent state that were read, by mixers that read it in parts
         self._inputs: _States = {}  # of each convolution, (R, channels, K + T)
-        self._after: dict[int, NodeStates] = {}
+        # The states (R, ..., T) after all nodes, or what they follow from by its `after`.
+        self._after: dict[int, Any] = {}
 
     def _keep_inputs(self, state_idx: int, seen: torch.Tensor, size: int) -> None:
         self._inputs[state_idx] = seen
 
     def update_recurrent_state(self, states: Any, state_idx: int = 0) -> Any:
-        self._after[state_idx] = EveryState(states) if torch.is_tensor(states) else states
+        self._after[state_idx] = states
         return states
 
     def after(self, last: torch.LongTensor) -> RecurrentState:
+        recurrent_states = {}
+        for key, states in self._after.items():
+            if torch.is_tensor(states):
+                index = last.to(states.device, non_blocking=True)
+                state = states.movedim(-1, 1)[torch.arange(len(index), device=index.device), index]
+            else:
+                state = states.after(last)
+            recurrent_states[key] = state.to(self.recurrent_states[key])
         sizes = {key: state.shape[-1] for key, state in self.conv_states.items()}
-        return RecurrentState(
-            {key: self.nodes.last_inputs(seen, sizes[key], last) for key, seen in self._inputs.items()},
-            {key: states.after(last).to(self.recurrent_states[key]) for key, states in self._after.items()},
-        )
-
-
-class NodeStates:
-    """The recurrent states of one layer after every node of a verification, or what they follow from."""
-
-    def after(self, last: torch.LongTensor) -> torch.Tensor:
-        """The states `(R, ...)` after node `last` `(R,)` of each row and its ancestors."""
-        raise NotImplementedError
-
-    def to(self, *args: Any) -> NodeStates:
-        """Itself: what a mixer does with the state after its last token."""
-        return self
-
-
-class EveryState(NodeStates):
-    """States `(R, ..., T)` that were kept for all nodes, because they are small."""
-
-    def __init__(self, states: torch.Tensor):
-        self.states = states
-
-    def after(self, last: torch.LongTensor) -> torch.Tensor:
-        last = last.to(self.states.device, non_blocking=True)
-        return self.states.movedim(-1, 1)[torch.arange(len(last), device=last.device), last]
+        conv_states = {key: self.nodes.last_inputs(seen, sizes[key], last) for key, seen in self._inputs.items()}
+        return RecurrentState(conv_states, recurrent_states)
 
 
 def load_state(layer: Any) -> RecurrentState:
@@ -224,7 +195,7 @@ def load_state(layer: Any) -> RecurrentState:
 
 
 def store_states(cache: DynamicCache, rows: list[dict[int, RecurrentState]]) -> None:
-    """Fills the recurrent layers of a cache with what `RecurrentLayers.row_states` returned for each row."""
+    """Fills the recurrent layers of a cache with what `RecurrentLayers.of_rows` returned for each row."""
     for layer_idx in rows[0]:
         joined = RecurrentState.joined([states[layer_idx] for states in rows])
         for key, state in joined.conv_states.items():

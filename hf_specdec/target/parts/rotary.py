@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,7 +26,7 @@ from torch import nn
 from ...errors import UnsupportedModelError
 from ...threads import OwnForwards
 from ..cache import SlotCache
-from ..forward import Part, SlotNodes
+from ..forward import Part, SlotForward, running, told
 from .adapters import RowInputs
 
 
@@ -35,17 +34,11 @@ if TYPE_CHECKING:
     from ..model import SlotModel
 
 _KINDS = {"dynamic", "longrope"}
-
-# Tokens of the text in plain generation when it reads what the forward in this thread reads.
-_length: ContextVar[int | None] = ContextVar("_length", default=None)
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def rotary_changes(model: nn.Module, positions: list[int], max_new_tokens: int) -> set[tuple[str, int]]:
-    """Kinds of embeddings that may change in a call whose rows go on at `positions`, and above which lengths.
-
-    Raises:
-        UnsupportedModelError: Its embeddings cannot be told the lengths.
-    """
+    """Kinds of embeddings that may change in a call whose rows go on at `positions`, and above which lengths."""
     config = model.config.get_text_config(decoder=True)
     # The last token is not read.
     longest, changes = max(positions) + max_new_tokens - 1, set()
@@ -55,8 +48,8 @@ def rotary_changes(model: nn.Module, positions: list[int], max_new_tokens: int) 
         kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
         if kind == "dynamic" and longest > config.max_position_embeddings:
             changes.add((kind, config.max_position_embeddings))
-        if kind == "longrope" and longest > parameters["original_max_position_embeddings"] >= min(positions):
-            changes.add((kind, parameters["original_max_position_embeddings"]))
+        if kind == "longrope" and longest > parameters[_ORIGINAL] >= min(positions):
+            changes.add((kind, parameters[_ORIGINAL]))
     # Another call may have put its own in the place of the class's.
     forwards = [vars(module).get("forward") for module in _embeddings(model)] if changes else [None]
     if not forwards or any(getattr(forward, "func", _at_length) is not _at_length for forward in forwards if forward):
@@ -94,29 +87,25 @@ class ChangingRotary(Part):
     why_eager: ClassVar[str | None] = "its rotary embedding changes with the length of the text"
     why_equal: ClassVar[str | None] = "the target's rotary embedding changes with the length of the longest row"
 
-    def __init__(self, target: SlotModel, position: int, changes: set[tuple[str, int]]):
-        self._target = ref(target)
+    def __init__(self, target: SlotModel, position: int, changes: set[tuple[str, int]], is_known: bool):
+        """Of a text that is known all of it was given as left-padded tokens, so that it can be read again."""
+        self._target, model = ref(target), target.model
         # The longest row may have ended, and there may be padding in front of it.
         self._padding = target.cache.get_seq_length() - position
         self._places = [limit + self._padding for _, limit in changes]  # slots in front of which drafts end
-        dynamic = [limit for kind, limit in changes if kind == "dynamic"]
-        self.longest_drafted: int | None = min(dynamic, default=None)
-        if dynamic:
+        self.longest_drafted: int | None = min((limit for kind, limit in changes if kind == "dynamic"), default=None)
+        if self.longest_drafted is not None:
             self.note: str | None = (
                 f"Nothing is drafted above {self.longest_drafted} tokens, where each changes the target's rotary "
                 "embedding."
             )
+        self._forwards = OwnForwards((module, partial(_at_length, module)) for module in _embeddings(model))
+        # Where plain generation reads the whole text again.
         self.read_again_at: int | None = None
-        self._forwards = OwnForwards((module, partial(_at_length, module)) for module in _embeddings(target.model))
-
-    def read_again(self, is_known: bool) -> None:
-        """Has the text read again where plain generation does; it is known where all of it was given as tokens."""
-        target = self._target()
-        model: Any = target.model
-        code = inspect.unwrap(type(model).prepare_inputs_for_generation).__code__
-        if "original_max_position_embeddings" not in {*code.co_names, *code.co_consts}:
+        name, code = _ORIGINAL, inspect.unwrap(type(model).prepare_inputs_for_generation).__code__
+        if name not in {*code.co_names, *code.co_consts}:
             return
-        place = model.config.original_max_position_embeddings
+        place: int = getattr(model.config, name)
         if target.cache.get_seq_length() > place:
             return
         if not is_known:
@@ -128,17 +117,15 @@ class ChangingRotary(Part):
         self.read_again_at = place
         self._places.append(place)
 
-    def reading(self, nodes: SlotNodes) -> AbstractContextManager[None]:
-        return nullcontext() if nodes.topology is None else self._at_next_token()
-
     @contextmanager
-    def _at_next_token(self) -> Iterator[None]:
-        token = _length.set(max(self._target().cache.lengths) - self._padding + 1)
-        try:
-            with self._forwards.in_place():
-                yield
-        finally:
-            _length.reset(token)
+    def reading(self, nodes: SlotForward) -> Iterator[None]:
+        if not (lengths := self._target().cache.lengths):
+            # Plain generation's own forward.
+            yield
+            return
+        nodes.text_length = max(lengths) - self._padding + 1
+        with told(nodes), self._forwards.in_place():
+            yield
 
     def depths(self, depths: list[int], more: int) -> list[int]:
         length = max(self._target().cache.lengths)
@@ -150,25 +137,24 @@ class ChangingRotary(Part):
 
     def prepare(self, prefix: Callable[[int, list[int]], torch.LongTensor]) -> int:
         target, place = self._target(), self.read_again_at
-        rows = range(len(target.cache.lengths))
         if max(target.cache.lengths) != place:
             return 0
+        num_rows = len(target.cache.lengths)
         again = copy(target)
         again.cache = again.forward_cache = SlotCache(place)
-        again.parts = [part for part in target.parts if isinstance(part, RowInputs)]
-        with self._at_next_token():
-            again.prefill(prefix(place, list(rows)), target.starts)
+        again.parts = [part for part in target.parts if isinstance(part, (RowInputs, ChangingRotary))]
+        again.prefill(prefix(place, list(range(num_rows))), target.starts)
         for layer, layer_again in zip(target.cache.layers, again.cache.layers):
             for buffer, states in zip(layer.buffers, layer_again.buffers):
-                buffer[: len(rows), :, :place] = states[:, :, :place]
+                buffer[:num_rows, :, :place] = states[:, :, :place]
         return 1
 
 
 def _at_length(module: nn.Module, x: torch.Tensor, position_ids: torch.LongTensor, *args: Any, **kwargs: Any) -> Any:
     """Forward of an embedding, with the frequencies of the length that it is told."""
-    of_class, length = type(module).forward, _length.get()
-    if length is None:
+    of_class, forward = type(module).forward, running.get()
+    if forward is None or forward.text_length is None:
         return of_class(module, x, position_ids, *args, **kwargs)
-    of_class(module, x, torch.tensor([[length - 1]], device=x.device), *args, **kwargs)
+    of_class(module, x, torch.tensor([[forward.text_length - 1]], device=x.device), *args, **kwargs)
     # Without its wrapper, which looks at the positions, they stay.
     return inspect.unwrap(of_class)(module, x, position_ids, *args, **kwargs)

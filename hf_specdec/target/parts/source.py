@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +15,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
 from ...transfers import select_rows
-from ..cache import SlotCache
-from ..forward import Part, SlotNodes
+from ..forward import Part, SlotForward
 
 
 if TYPE_CHECKING:
@@ -30,25 +29,25 @@ class Source(Part):
     inputs: dict[str, Any]  # arguments of every forward: the encoder's output (R, N, H) and its mask
     # With the keys and values that cross-attention makes of the encoder's output, once the prompts have been read.
     keys: EncoderDecoderCache | None = None
-    given: dict[str, torch.Tensor] = field(default_factory=dict)  # arguments of the encoder, each (R, N, ...)
+    encoder_inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # arguments of the encoder, each (R, N, ...)
     token_lists: list[list[int]] | None = None  # its tokens, where the decoder writes the same ones
 
     @classmethod
-    def of_call(cls, model: torch.nn.Module, model_kwargs: dict[str, Any], given: dict[str, Any]) -> Source:
-        """That of a prepared call, whose encoder was given fewer rows where there are several sequences of each."""
+    def of_call(cls, model: torch.nn.Module, model_kwargs: dict[str, Any], encoder_inputs: dict[str, Any]) -> Source:
+        """That of a prepared call, whose encoder read fewer rows where there are several sequences of each."""
         inputs = {name: model_kwargs[name] for name in ("encoder_outputs", "attention_mask") if name in model_kwargs}
         num_rows = len(inputs["encoder_outputs"][0])
-        given = {
+        encoder_inputs = {
             name: value.repeat_interleave(num_rows // len(value), dim=0)
-            for name, value in given.items()
+            for name, value in encoder_inputs.items()
             if torch.is_tensor(value)
         }
-        tokens, mask, token_lists = given.get("input_ids"), inputs.get("attention_mask"), None
+        tokens, mask, token_lists = encoder_inputs.get("input_ids"), inputs.get("attention_mask"), None
         if tokens is not None and _shares_tokens(model):
             is_masked = mask is not None and mask.shape == tokens.shape
             seen = mask.bool() if is_masked else torch.ones_like(tokens, dtype=torch.bool)
             token_lists = [row[seen_of_row].tolist() for row, seen_of_row in zip(tokens, seen)]
-        return cls(inputs, given=given, token_lists=token_lists)
+        return cls(inputs, encoder_inputs=encoder_inputs, token_lists=token_lists)
 
     @property
     def states(self) -> torch.Tensor:
@@ -56,36 +55,27 @@ class Source(Part):
         encoded = self.inputs.get("encoder_outputs")
         return self.inputs["encoder_hidden_states"] if encoded is None else encoded[0]
 
-    def with_slots(self, slots: SlotCache) -> EncoderDecoderCache:
-        """The cache of the whole decoder, with self-attention in these slots."""
-        self.keys = EncoderDecoderCache(slots, DynamicCache())
-        return self.keys
-
     def attach(self, slots: SlotModel) -> None:
         """Lets the decoder attend to the sources, one for each row, from now on."""
         slots.parts.append(self)
-        slots.forward_cache = self.with_slots(slots.cache)
-
-    def without_keys(self) -> Source:
-        """The same for others than the target itself."""
-        return replace(self, keys=None)
+        self.keys = slots.forward_cache = EncoderDecoderCache(slots.cache, DynamicCache())
 
     def of_rows(self, rows: Sequence[int]) -> Source:
         """The same of these rows, in this order, for others than the target itself."""
         return Source(
             _rows_of(self.inputs, rows, len(self.states)),
             None,
-            {name: select_rows(value, rows) for name, value in self.given.items()},
+            {name: select_rows(value, rows) for name, value in self.encoder_inputs.items()},
             None if self.token_lists is None else [self.token_lists[row] for row in rows],
         )
 
-    def reading(self, nodes: SlotNodes) -> AbstractContextManager[None]:
+    def reading(self, nodes: SlotForward) -> AbstractContextManager[None]:
         nodes.inputs |= self.inputs
         return nullcontext()
 
     def keep_rows(self, keep: list[int]) -> None:
         chosen = self.of_rows(keep)
-        self.inputs, self.given, self.token_lists = chosen.inputs, chosen.given, chosen.token_lists
+        self.inputs, self.encoder_inputs, self.token_lists = chosen.inputs, chosen.encoder_inputs, chosen.token_lists
         # Rows that leave are left out in a copy, in the cache that the model knows.
         crossed = DynamicCache()
         for index, layer in enumerate(self.keys.cross_attention_cache.layers):

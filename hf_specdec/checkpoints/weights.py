@@ -1,0 +1,282 @@
+"""The tensors of a checkpoint, read safely and only as far as they are asked for: names, shapes, then values.
+
+Files (one, or shards with an index) are mapped and read tensor by tensor. Pickled ones go through
+`torch.load(weights_only=True)`, which runs no code from the file; only those of very old torch are read as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import SafetensorsParsingError
+from safetensors import SafetensorError, safe_open
+from transformers.utils import logging
+
+from ..errors import CheckpointAccessError, CheckpointFormatError
+from ..threads import cached_property
+from .files import RepoFiles, check_is_inside, is_pickled
+
+
+logger = logging.get_logger(__name__)
+
+# Files in which a checkpoint keeps its tensors, the safe formats first.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+# Of those that are multiplied with.
+WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# Bytes. The index of a model with a hundred thousand tensors has some ten million.
+MAX_INDEX_BYTES = 64 * 2**20
+
+# Largest pickled file that is downloaded to see its tensors: heads for targets of 70B have two billion bytes.
+MAX_PICKLE_BYTES = 4 * 2**30
+
+
+class StoredTensor(NamedTuple):
+    """A tensor by its header."""
+
+    dtype: str  # named as in the file's format
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+class TensorTable(Mapping[str, tuple[int, ...]]):
+    """The tensors of a weight file or of the shards of an index: their shapes by name, and they themselves to read."""
+
+    def __init__(self, files: RepoFiles, source: str):
+        self.files = files
+        self.source = source
+        self._headers: dict[str, dict[str, StoredTensor]] = {}
+        self._opened: dict[str, Any] = {}
+        self.file_of: dict[str, str]  # of each tensor
+        if source.endswith(".json"):
+            self.file_of = _weight_map(files, source)
+        else:
+            self.file_of = dict.fromkeys(self._header(source), source)
+
+    def __getitem__(self, name: str) -> tuple[int, ...]:
+        return self._stored(name).shape
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.file_of)
+
+    def __len__(self) -> int:
+        return len(self.file_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.file_of
+
+    @cached_property
+    def num_bytes(self) -> int | None:
+        """Bytes of all tensors, by the headers or the sizes of the files; `None` where they do not tell."""
+        if set(self.file_of.values()) <= self._headers.keys():
+            return sum(self._stored(name).num_bytes for name in self)
+        sizes = [self.files.sizes.get(file) for file in set(self.file_of.values())]
+        return None if None in sizes else sum(sizes)
+
+    def _stored(self, name: str) -> StoredTensor:
+        """Header entry of a tensor."""
+        file = self.file_of[name]
+        header = self._header(file)
+        if name not in header:
+            raise CheckpointFormatError(
+                f"'{self.files.name}': {file} has no tensor {name}, which {self.source} says it has. Pass a complete "
+                "checkpoint."
+            )
+        return header[name]
+
+    def _header(self, file: str) -> dict[str, StoredTensor]:
+        if file not in self._headers:
+            self._headers[file] = read_header(self.files, file)
+        return self._headers[file]
+
+    def read(self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
+        """One of the tensors; if it is floating-point in `dtype` (`None`: as stored), on `device`."""
+        file = self.file_of[name]
+        if is_pickled(file):
+            if file not in self._opened:
+                self._opened[file] = unpickled(self.files, file)
+            tensor = self._opened[file][name]
+        else:
+            if file not in self._opened:
+                path = self.files.path(file)
+                with _damage_told(self.files, file):
+                    self._opened[file] = safe_open(path, framework="pt")
+            with _damage_told(self.files, file):
+                tensor = self._opened[file].get_tensor(name)
+        # A copy: the file is mapped into memory, and may be overwritten.
+        return tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
+
+    def read_weight(
+        self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """Reads as `read` does a tensor that is multiplied with, which must be of real floating-point numbers."""
+        tensor = self.read(name, dtype, device)
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise CheckpointFormatError(
+                f"'{self.files.name}': {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, and draft "
+                "heads need float16, bfloat16, float32 or float64. Pass a checkpoint that is not quantised."
+            )
+        return tensor
+
+
+def shards_of(files: RepoFiles, source: str) -> list[str]:
+    """A weight file itself, or the shards of an index."""
+    return sorted(set(_weight_map(files, source).values())) if source.endswith(".json") else [source]
+
+
+def _weight_map(files: RepoFiles, index: str) -> dict[str, str]:
+    """File of each tensor by an index, all of them there."""
+    kind = f".{index.split('.')[1]}"
+    try:
+        file_of = files.read_json(index, MAX_INDEX_BYTES).get("weight_map")
+        if not isinstance(file_of, dict) or not all(str(file).endswith(kind) for file in file_of.values()):
+            raise files.damaged(index, f"needs a `weight_map` from names of tensors to names of {kind} files")
+    except CheckpointAccessError:
+        raise
+    except CheckpointFormatError as error:
+        reason = str(error).removeprefix(f"'{files.name}': ")
+        raise CheckpointFormatError(f"'{files.name}' has a damaged index: {reason}") from error
+    shards = sorted(set(file_of.values()))
+    for file in shards:
+        check_is_inside(files.name, file)
+    # Of a repository that is only in the cache, what is there may be all that was needed.
+    missing = [] if files.is_partial else [file for file in shards if file not in files]
+    if missing:
+        raise CheckpointFormatError(
+            f"'{files.name}' lacks {', '.join(missing)}, which {index} names. Pass a complete checkpoint."
+        )
+    return file_of
+
+
+def read_header(files: RepoFiles, name: str) -> dict[str, StoredTensor]:
+    """The tensors of a weight file by name.
+
+    Of a safetensors file on the Hub only the header is downloaded. A pickled one has none: all of it is downloaded and
+    unpickled, if it is not too large.
+    """
+    check_is_inside(files.name, name)
+    path = files.local(name)
+    if name.endswith(".safetensors"):
+        return _remote_header(files, name) if path is None else _local_header(files, name, path)
+    if path is None and files.cached(name) is None:
+        size = files.sizes.get(name) or 0
+        if size > MAX_PICKLE_BYTES:
+            raise CheckpointFormatError(
+                f"'{files.name}': {name} is pickled, so that its tensors are known once all of it is here. It has "
+                f"{size} bytes, and at most {MAX_PICKLE_BYTES} are downloaded for that. Download it yourself, or "
+                "pass safetensors."
+            )
+        logger.warning(
+            f"'{files.name}': {name} is pickled, so all of it ({size / 1e6:.0f} MB) is downloaded to see its tensors."
+        )
+    return {
+        key: StoredTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
+        for key, tensor in unpickled(files, name).items()
+    }
+
+
+@contextmanager
+def _damage_told(files: RepoFiles, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise files.damaged(name, f"is damaged: {error}", files.path(name)) from error
+
+
+def _local_header(files: RepoFiles, name: str, path: Path) -> dict[str, StoredTensor]:
+    with _damage_told(files, name), safe_open(path, framework="np") as tensors:
+        slices = {key: tensors.get_slice(key) for key in tensors.keys()}
+        stored = {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
+    return {key: StoredTensor(dtype, shape, _num_bytes(dtype, shape)) for key, (dtype, shape) in stored.items()}
+
+
+_BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+
+
+def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor by the name of its dtype, which ends with its bits: `F32`, `BF16`, `I64`, `F8_E4M3`."""
+    bits = _BITS.get(dtype) or int(re.findall(r"^[A-Z]+(\d+)", dtype)[0])
+    return math.prod(shape) * bits // 8
+
+
+def _remote_header(files: RepoFiles, name: str) -> dict[str, StoredTensor]:
+    api = HfApi(endpoint=constants.ENDPOINT, token=files.token)
+    file = files.in_repository(name)
+    try:
+        with files.explained(name):
+            metadata = api.parse_safetensors_file_metadata(files.name, file, revision=files.asked_revision)
+    except SafetensorsParsingError as error:
+        raise files.damaged(name, f"is damaged: {error}") from error
+    spans = {key: tensor.data_offsets for key, tensor in metadata.tensors.items()}
+    size = files.sizes.get(name)
+    if size is not None and max((end for _, end in spans.values()), default=0) > size:
+        raise files.damaged(name, f"is damaged: it has {size} bytes, and its tensors need more")
+    return {
+        key: StoredTensor(tensor.dtype, tuple(tensor.shape), spans[key][1] - spans[key][0])
+        for key, tensor in metadata.tensors.items()
+    }
+
+
+def unpickled(files: RepoFiles, name: str) -> dict[str, torch.Tensor]:
+    """The tensors of a file of `torch.save`, mapped into memory but for those of very old torch."""
+    path = files.path(name)
+    is_archive = zipfile.is_zipfile(path)
+    try:
+        if is_archive:
+            _check_archive(path)
+        # Names and shapes are read at once, the data when it is looked at.
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+    except pickle.UnpicklingError as error:
+        raise CheckpointFormatError(
+            f"'{files.name}': {name} is a pickle that holds more than tensors (or is no pickle), and loading it "
+            "could run code. Convert it to safetensors where you trust it, and pass that."
+        ) from error
+    except Exception as error:
+        # In a damaged file the unpickler may trip over anything.
+        what = str(error) if isinstance(error, _Inflated) else f"is damaged, or no file of torch.save: {error!r}"
+        raise files.damaged(name, what, path) from error
+    if not isinstance(tensors, dict) or not all(map(_is_named_tensor, tensors.items())):
+        raise CheckpointFormatError(
+            f"'{files.name}': {name} is not a state dict, a dict of dense tensors with their data by name. Save "
+            "the weights of the heads alone."
+        )
+    return tensors
+
+
+class _Inflated(ValueError):
+    """Raised for an archive that would take more memory than its size, which torch never writes."""
+
+
+def _check_archive(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        parts = archive.infolist()
+    total, size = sum(part.file_size for part in parts), path.stat().st_size
+    if total > size or any(part.compress_type != zipfile.ZIP_STORED for part in parts):
+        raise _Inflated(
+            f"holds {total} bytes of compressed or overlapping files in {size}, as torch.save never does, so it is "
+            "not read"
+        )
+
+
+def _is_named_tensor(item: tuple[Any, Any]) -> bool:
+    name, tensor = item
+    if not isinstance(name, str) or not torch.is_tensor(tensor):
+        return False
+    is_dense = tensor.layout == torch.strided and not tensor.is_nested
+    # An expanded tensor of any size fits into a small file.
+    return is_dense and not tensor.is_meta and tensor.untyped_storage().nbytes() >= tensor.nbytes

@@ -1,0 +1,119 @@
+"""`hf-specdec batch`: a file of prompts to a file of results, in one process or several."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import counted
+from . import options
+from .drafters import load_drafter, read_drafter
+from .output import EXIT_DIFFERENT, say, show
+from .target import Target, has_template
+
+
+def batch_command(
+    model: options.Model,
+    input: Annotated[Path, typer.Argument(help="Requests: a file of JSON lines.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Results: JSON lines, too.", show_default=False)],
+    drafter: options.Drafter = None,
+    num_speculative_tokens: options.Length = None,
+    settings: options.Settings = None,
+    batch_size: options.BatchSize = 8,
+    max_tokens_in_flight: options.TokensInFlight = None,
+    max_new_tokens: options.MaxNewTokens = 256,
+    raw: options.Raw = False,
+    sample: options.Sample = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = options.AUTO,
+    device: options.Device = None,
+    trust_remote_code: options.Trust = False,
+    offline: options.Offline = False,
+    yes: options.Yes = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Generate for all prompts of a file.
+
+    A line is a text, a list of token ids, a chat, or an object with one of these as `prompt`, `input_ids` or
+    `messages` and settings of its own. A text is the user's message where the model has a chat template. Under
+    torchrun or accelerate launch each process takes its share. A run that was stopped goes on with the same command.
+    Exit code 1: some requests have failed.
+    """
+    from ..many.files import Output, Processes, read_requests
+
+    processes = Processes.of_environment()
+    target = Target(model, dtype, device, trust_remote_code, offline, yes)
+    sampling = options.sampling(sample, temperature, top_p, top_k)
+    requests, ids = read_requests(input)
+    results = Output(output)
+    spec = read_drafter(drafter or "auto", num_speculative_tokens, settings, target.drafters, offline)
+    if processes.size > 1 and device is None:
+        target = replace(target, device=_own_device(processes.local_rank))
+    # All have looked at what is there before anyone writes.
+    processes.wait()
+    from ..machine import num_threads
+    from ..many.generate import generate_many
+
+    with num_threads(target.num_threads):
+        loaded, tokenizer = target.load()
+        speculator = load_drafter(loaded, spec)
+        run = generate_many(
+            loaded,
+            [*map(_as_chat, requests)] if has_template(tokenizer, raw) else requests,
+            batch_size,
+            max_tokens_in_flight,
+            tokenizer=tokenizer,
+            journal=results.journal(processes.rank),
+            progress=processes.rank == 0 and sys.stderr.isatty(),
+            seed=seed,
+            shard=(processes.rank, processes.size),
+            max_new_tokens=max_new_tokens,
+            **sampling,
+            **({"spec_method": "off"} if speculator is None else {"assistant": speculator}),
+        )
+        for _ in run:
+            pass
+    processes.wait()
+    if processes.rank > 0:
+        return
+    report = {**results.merge(ids), "num_processes": processes.size}
+    show(report, as_json, lambda: _print_report(report, output))
+    if report["num_failed"]:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _as_chat(request: Any) -> Any:
+    """A request whose text is the user's message; others as they are."""
+    settings = {"prompt": request} if isinstance(request, str) else request
+    if not isinstance(settings, dict) or "messages" in settings:
+        return request
+    key = next((key for key in ("prompt", "text") if isinstance(settings.get(key), str)), None)
+    if key is None:
+        return request
+    others = {name: value for name, value in settings.items() if name != key}
+    return {**others, "messages": [{"role": "user", "content": settings[key]}]}
+
+
+def _own_device(local_rank: int) -> str | None:
+    import torch
+
+    return f"cuda:{local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else None
+
+
+def _print_report(report: dict[str, Any], output: Path) -> None:
+    parts = [f"{counted(report['num_requests'], 'request')}, {counted(report['num_tokens'], 'token')} in {output}"]
+    if report["num_processes"] > 1:
+        parts.append(f"{report['num_processes']} processes")
+    if report["num_draft_tokens"]:
+        parts.append(f"{report['num_accepted_tokens']} of {report['num_draft_tokens']} draft tokens accepted")
+    if report["num_failed"]:
+        parts.append(f"{counted(report['num_failed'], 'request')} failed: see `error`. The same command tries again")
+    say("; ".join(parts), "dim", stderr=True)

@@ -1,0 +1,91 @@
+"""`--drafter`, `--set` and `-k`: what they say, as settings of a speculator."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ..arguments import is_off
+from ..errors import SpecConfigError
+from ..method import COMBINING, is_method_name, methods, takes_model
+from ..reading import parse_json
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..speculator import Speculator
+
+
+def read_drafter(
+    text: str,
+    length: str | None = None,
+    pairs: list[str] | None = None,
+    packaged: Mapping[str, Mapping[str, Any]] | None = None,
+    offline: bool = False,
+) -> dict[str, Any]:
+    """Reads a `--drafter` as settings that `load_speculator` takes.
+
+    Args:
+        text (`str`): `METHOD[:MODEL][,key=value...]`, or a folder or repository alone.
+        length (`str`, *optional*): That of `-k`.
+        pairs (`list[str]`, *optional*): Those of `--set`.
+        packaged (`Mapping`, *optional*): Settings of the drafters that come with a packaged model, by name: for such a
+            name, and for a method that is given no model.
+        offline (`bool`): Weights come from this machine only.
+    """
+    packaged = packaged or {}
+    # A comma may stand in a value.
+    name, *own_pairs = [text] if os.path.exists(text) else re.split(r",(?=\s*\w+\s*=)", text)
+    if name in packaged:
+        settings = dict(packaged[name])
+    elif not is_method_name(name) and (os.path.exists(name) or ("/" in name and ":" not in name)):
+        settings = {"model": name}
+    else:
+        method, _, model = name.partition(":")
+        # Of a combination the last method has the model.
+        own = packaged.get(method.rpartition(COMBINING)[2], {})
+        settings = {**own, "method": method, **({"model": model} if model else {})}
+    for pair in (*(pairs or ()), *own_pairs):
+        key, equals, value = map(str.strip, pair.partition("="))
+        if not equals or not key:
+            raise SpecConfigError(f"'{pair}' is no key=value, such as num_speculative_tokens=4.")
+        settings[key] = value if key in _texts() else _value(value)
+    if length is not None:
+        # What is no number is judged with the other settings.
+        settings["num_speculative_tokens"] = int(length) if length.removeprefix("-").isdecimal() else length
+    method = settings.get("method")
+    if offline and (method is None or not is_method_name(method) or takes_model(method)):
+        settings.setdefault("local_files_only", True)
+    return settings
+
+
+def load_drafter(model: PreTrainedModel, settings: Mapping[str, Any]) -> Speculator | None:
+    """The speculator that settings mean; `None` for the generation of transformers."""
+    from ..loader import load_speculator
+
+    if is_off(settings.get("method")):
+        if extra := settings.keys() - {"method", "local_files_only"}:
+            raise SpecConfigError(f"The drafter 'off' generates without drafts. Leave out {' and '.join(extra)}.")
+        return None
+    return load_speculator(model, dict(settings))
+
+
+@cache
+def _texts() -> frozenset[str]:
+    """Settings whose value is a text, whatever it looks like: a revision may be a number."""
+    from ..settings import describe_settings
+
+    every = [setting for method in (None, *methods()) for setting in describe_settings(method)]
+    return frozenset(setting.key for setting in every if setting.type.startswith("str"))
+
+
+def _value(text: str) -> Any:
+    """Reads numbers, true, false, null and lists as in JSON, everything else as text."""
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text

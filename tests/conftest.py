@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
 from hf_specdec.kernels import products
-from hf_specdec.target import attention, lean
+from hf_specdec.target import attention
 from hf_specdec.target import model as target
 from tests.helpers.budget import pytest_addoption, pytest_configure  # noqa: F401 - hooks of pytest
 from tests.helpers.models import letter_tokenizer, tiny_llama, tiny_mistral
@@ -31,8 +31,8 @@ from tests.helpers.models import letter_tokenizer, tiny_llama, tiny_mistral
 # Collected tests stay, and garbage collection would look through them again and again.
 gc.disable()
 
-# What a measurement finds, and so the last bit of logits, would differ from run to run.
-products.measures = False
+# The last bits of logits would differ from machine to machine.
+products.is_used = False
 
 # Small models on a shared machine are slower with more.
 torch.set_num_threads(1)
@@ -90,7 +90,7 @@ def tokenizer():
 @pytest.fixture
 def with_kernel(monkeypatch):
     """Attention from a tree and not from a mask, as on a GPU; the operations themselves run as their references."""
-    for module in (attention, lean, target):
+    for module in (attention, target):
         monkeypatch.setattr(module, "use_triton", lambda *tensors: True)
 
 

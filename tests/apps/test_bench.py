@@ -1,42 +1,48 @@
-"""`hf-specdec bench`: what it measures, the figures of known calls, prompts and settings in all spellings."""
+"""`hf-specdec bench`: what it measures, the figures of known calls, and prompts."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from hashlib import sha256
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import ModelCard, constants
 from typer.testing import CliRunner
 
 from hf_specdec import cli, demo
 from hf_specdec.bench import engine, figures, prompts, report
-from hf_specdec.bench.decoders import Decoder, plain_decoder, read_spec
+from hf_specdec.bench.decoders import Decoder, plain_decoder
 from hf_specdec.bench.engine import Call, Measurement
 from hf_specdec.bench.prompts import Batch, Prompt, read_prompts
 from hf_specdec.errors import SpecConfigError
+from hf_specdec.hub.publish import write_card
 from hf_specdec.metrics import SpecDecodingStats
 from tests.helpers.levels import full
 
 
-def bench(*arguments, code=0):
+def bench(*arguments, code=0, only_stdout=False):
     command = ["bench", "-n", "8", "--num-prompts", "1", *map(str, arguments)]
     result = CliRunner().invoke(cli.app, command, prog_name="hf-specdec")
     assert result.exit_code == code, result.output
-    return " ".join((result.stdout if code == 0 else result.output).split())
+    return " ".join((result.stdout if code == 0 or only_stdout else result.output).split())
 
 
 @full
-def test_every_method_is_measured_beside_both_baselines(tmp_path):
-    out = tmp_path / "out.json"
-    specs = ("--spec", "ngram", "--spec", "draft_model", "--spec", "eagle3,k=2")
-    text = bench(*specs, "--rounds", 2, "--batch-sizes", "2,1", "--plot", tmp_path / "charts", "-o", out)
+def test_every_method_is_measured_beside_the_baselines(tmp_path):
+    out, head = tmp_path / "out.json", tmp_path / "head"
+    drafters = ("-d", "ngram", "-d", "draft_model", "-d", "eagle3,num_speculative_tokens=2")
+    text = bench("demo", *drafters, "--rounds", 2, "-b", 2, "-b", 1, "--max-seconds", 500, "-o", out)
     found = json.loads(out.read_text())
     rows = {(row["batch_size"], row["method"]): row for row in found["rows"]}
     own, stock = ("ngram", "draft_model", "eagle3"), ("stock_prompt_lookup", "stock_draft_model")
     both = ("plain", "none", *own)
-    assert rows.keys() == {*((size, name) for size in (1, 2) for name in both), (1, stock[0]), (1, stock[1])}
+    assert rows.keys() == {
+        *((size, name) for size in (1, 2) for name in (*both, "stock_static")),
+        (1, stock[0]),
+        (1, stock[1]),
+    }
     for (size, name), row in rows.items():
         assert (row["identical"], row["first_differences"]) == (True, {})
         assert row["num_texts"] == row["same_texts"] == 2 * 2 * size  # rounds, kinds, rows
@@ -49,11 +55,36 @@ def test_every_method_is_measured_beside_both_baselines(tmp_path):
     assert rows[1, "none"]["mean_acceptance_length"] == rows[1, "plain"]["mean_acceptance_length"] == 1.0
     assert rows[1, "stock_draft_model"]["mean_acceptance_length"] > 1.0
     assert {(row["method"], row["batch_size"]) for row in found["unavailable"]} == {(name, 2) for name in stock}
-    assert all(part in text for part in ("Batch size 1", "Batch size 2", "eagle3"))
-    # Charts, and a model card that takes the figures.
-    assert len([*(tmp_path / "charts").glob("*.png")]) == 3
-    card = CliRunner().invoke(cli.app, ["card", demo.drafter_path("eagle3"), "--bench", str(out)]).stdout
-    assert card.count("| eagle3 |") == card.count("| plain |") == 2
+    assert all(part in text for part in ("Batch size 1", "Batch size 2", "eagle3", "the fastest at batch size 1 is"))
+    # A model card that takes the figures.
+    shutil.copytree(demo.drafter_path("eagle3"), head)
+    card = ModelCard(write_card(head, report=found).read_text())
+    assert card.text.count("| eagle3 |") == card.text.count("| plain |") == 2
+
+
+@full
+def test_without_a_model_the_toy_and_all_its_drafters():
+    text = bench("--max-seconds", 1, "-n", 4)
+    assert text.startswith("No MODEL is given: this is the embedded toy model 'demo'")
+    assert all(name in text for name in demo.settings())
+
+
+def test_texts_that_differ_are_an_error(monkeypatch):
+    faithful = engine.time_call
+
+    def time_call(model, batch, arguments, seed=0):
+        call = faithful(model, batch, arguments, seed)
+        if "assistant" in arguments:
+            call.tokens[0][3] += 1
+        return call
+
+    monkeypatch.setattr(engine, "time_call", time_call)
+    arguments = ("demo", "-d", "ngram", "-p", "import os\nimport ", "--rounds", 1)
+    rows = json.loads(bench(*arguments, "--json", code=1, only_stdout=True))["rows"]
+    same = {row["method"]: row["identical"] for row in rows}
+    assert {name: same[name] for name in ("plain", "none", "ngram")} == {"plain": True, "none": False, "ngram": False}
+    assert all(same[name] for name in same if name.startswith("stock_"))
+    assert next(row for row in rows if row["method"] == "ngram")["first_differences"] == {"prompt 1": 3}
 
 
 def test_figures_of_known_calls():
@@ -75,41 +106,21 @@ def test_figures_of_known_calls():
     plain, row = report.make_rows(weights, ways, measured, greedy=True)
     assert (plain["tokens_per_second"], plain["mean_acceptance_length"]) == (18 / 9, 1.0)
     assert (row["tokens_per_second"], row["speedup"]) == (18 / 4, 9 / 4)
-    assert row["spread"]["speedup"] == {"low": 1.5, "high": 4.5, "n": 3, "over": "rounds", "spread": "range"}
+    assert row["spread"]["speedup"] == {"low": 1.5, "high": 4.5, "n": 3}
     assert [row["kinds"][kind]["speedup"] for kind in ("edit", "list")] == [3.0, 1.5]
     assert (row["mean_acceptance_length"], row["acceptance_rate"], row["draft_acceptance_rate"]) == (4.0, 6 / 7, 0.75)
     assert row["accepted_per_position"] == [1.0, 1.0, 0.5, 0.5]
     assert row["draft_share"] == pytest.approx(0.5 * 6 / 12)
-    assert row["cycle_seconds"] == {"p50": 0.2, "p95": 0.3, "p99": 0.3, "n": 12, "over": "cycles"}
+    assert row["cycle_seconds"] == {"p50": 0.2, "p95": 0.3, "p99": 0.3, "n": 12}
     assert (row["identical"], row["same_texts"], row["num_texts"]) == (False, 3, 6)
     assert row["first_differences"] == {"two": 8}
-    # Calls weigh by their size, and one of the two may be drawn twice.
-    pooled = figures.pooled([1, 27, 0], [10, 30, 0], "drafts")
-    assert pooled == figures.Figure(0.7, 0.1, 0.9, 40, "drafts", "bootstrap")
-
-
-def test_settings_in_all_spellings():
-    own = {"method": "eagle3", "model": "own"}
-    for text, expected in {
-        "ngram": "ngram",
-        '{"method": "ngram"}': {"method": "ngram"},
-        "ngram,k=4": {"method": "ngram", "num_speculative_tokens": 4},
-        "user/head,revision=1234567,k=auto": {
-            "model": "user/head",
-            "revision": "1234567",
-            "num_speculative_tokens": "auto",
-        },
-        "eagle3": own,
-        "eagle3,k=2": {**own, "num_speculative_tokens": 2},
-        "eagle3, model=user/head": {"method": "eagle3", "model": "user/head"},
-        "suffix+eagle3": {"method": "suffix+eagle3", "model": "own"},
-    }.items():
-        assert read_spec(text, {"eagle3": own}) == expected, text
+    # Calls weigh by their size.
+    assert (figures.pooled([1, 27, 0], [10, 30, 0]), figures.pooled([0], [0])) == (0.7, None)
 
 
 @full
 def test_runs_that_end_early_or_are_refused(monkeypatch, tmp_path):
-    complete, short = engine.run_round, ("--spec", "ngram,disable_by_batch_size=1", "--no-stock")
+    complete, short = engine.run_round, ("demo", "-d", "ngram", "--set", "disable_by_batch_size=1")
 
     def run_round(model, ways, found, *args):
         if found.rounds:
@@ -117,16 +128,19 @@ def test_runs_that_end_early_or_are_refused(monkeypatch, tmp_path):
         return complete(model, ways, found, *args)
 
     monkeypatch.setattr(engine, "run_round", run_round)
-    said = bench(*short, "--rounds", 3, "--batch-sizes", 2, "--temperature", 0.8, code=130)
+    said = bench(*short, "--rounds", 3, "--batch-size", 2, "--temperature", 0.8, "--seed", 1, code=130)
     assert "1 of 3 rounds: interrupted." in said
     assert "ngram at batch size 2: no drafts: 2 rows are more than disable_by_batch_size=1." in said
     (tmp_path / "long.txt").write_text("def f():\n")
     for arguments, message in (
-        (("--batch-sizes", "0,2"), "--batch-sizes must be numbers"),
-        (("--spec", "eagle7"), "Did you mean 'eagle'"),
+        (("-b", "0"), "Invalid value for '--batch-size'"),
+        (("-d", "eagle7"), "Did you mean 'eagle'"),
         (("-n", "3000", "--prompts", tmp_path / "long.txt"), "context of 2048"),
+        (("--check", "--recommend"), "Leave one of them out"),
+        (("--check", "--sample"), "--check compares greedy texts"),
+        (("-o", "nowhere/out.json"), "there is no folder"),
     ):
-        assert message in bench(*arguments, code=2)
+        assert message in bench("demo", *arguments, code=2)
 
 
 @full
@@ -137,7 +151,15 @@ def test_prompts_of_files_and_of_spec_bench(tmp_path, monkeypatch):
 
     assert [prompt.text for prompt in read("a.txt", "\none\n  two\n \n\n  three\n")] == ["one\n  two", "  three"]
     assert read("a.jsonl", '\n{"name": "own", "prompt": "x"}') == [Prompt("own", "x", "prompt", 32)]
-    for content, message in (("", "has no prompts"), ('{"prompt": "a"}\n{"prompt"', "line 2: no JSON")):
+    # A chat, in the form of ShareGPT, and a list of prompts.
+    chat = [{"from": "system", "value": "s"}, {"from": "human", "value": "y"}, {"from": "gpt", "value": "z"}]
+    records = [{"conversations": chat}, {"content": "v", "name": "w"}]
+    assert [prompt.text for prompt in read("a.json", json.dumps(records, indent=1))] == ["y", "v"]
+    for content, message in (
+        ("", "has no prompts"),
+        ('{"prompt": "a"}\n{"prompt"', "Line 2 of .* is no JSON"),
+        ('{"prompt": "a"}\n\n{"messages": [{"role": "assistant", "content": "x"}, 3]}', "Line 3 of .* is no prompt"),
+    ):
         with pytest.raises(SpecConfigError, match=message):
             read("a.jsonl", content)
     # The one that is downloaded, once.

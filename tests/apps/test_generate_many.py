@@ -1,4 +1,4 @@
-"""`hf-specdec generate-many`: a file of requests to a file of results, in one process and in several."""
+"""`hf-specdec batch`: a file of requests to a file of results, in one process and in several."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def written(path: Path, requests: list) -> Path:
 
 
 def options(source: Path, target: Path) -> list[str]:
-    drafting = ("--spec-method", "ngram", "-k", "4")
-    return ["generate-many", "-i", str(source), "-o", str(target), "-n", str(LENGTH), "-b", "2", *drafting]
+    places = ("-b", "2", "--max-tokens-in-flight", "4000")
+    return ["batch", "demo", str(source), "-o", str(target), "-n", str(LENGTH), *places, "-d", "ngram", "-k", "4"]
 
 
 def invoke(source: Path, target: Path, *more: str, code: int = 0):

@@ -164,7 +164,7 @@ def test_reasons_of_cycles_without_drafts(model, monkeypatch):
     text = model.generate(**prompts(1), do_sample=False, max_new_tokens=40)
     right = scripted_for(text, prompts(1), k=3, accuracy=1.0)
     assert reasons(prompts(1), spec_method=None, assistant=right, max_new_tokens=9) == {}
-    monkeypatch.setattr(SpeculationController, "_choose", lambda self, rows: Choice(0))
+    monkeypatch.setattr(SpeculationController, "_choose", lambda *args: Choice(0))
     assert reasons(prompts(1), num_speculative_tokens="auto") == {"does_not_pay": 10, "length_limit": 1}
 
 

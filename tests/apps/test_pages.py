@@ -27,45 +27,47 @@ import hf_specdec
 from hf_specdec import __version__, demo
 from hf_specdec.method import built_in_methods
 from tests.helpers import images
+from tests.helpers.examples import examples, stand_ins, with_stand_ins
 from tests.helpers.levels import full, split
 from tests.helpers.paths import DOCS, ROOT
 from tools import benchmark_pages, command_tables, method_tables
 
 
 # Pages whose readers have a model and its inputs already; examples of the others are pasted from first to last.
-CONTINUED = ["index.md", "picture.md"]
-PAGES = [*CONTINUED, "get_started.md", "reproducibility.md", "troubleshooting.md"]
-PAGES += [f"howto/{path.name}" for path in sorted((DOCS / "howto").glob("*.md"))]
+FROM_NOTHING = ["quickstart.md", "reinforcement.md"]
+# Examples with tests of their own, and those of commands.
+TESTED_ELSEWHERE = ["write_your_own_method.md", "cli.md"]
+PAGES = ["../README.md", *(page.name for page in sorted(DOCS.glob("*.md")) if examples(page))]
 
 
-@pytest.mark.parametrize("page", split(PAGES, ["index.md", "get_started.md", "howto/batches.md"]))
+@pytest.mark.parametrize("page", split(sorted({*PAGES} - {*TESTED_ELSEWHERE}), ["../README.md", "quickstart.md"]))
 def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_SPECDEC_ADAPTIVE", "1")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    if page == "howto/serving.md":
+    if page == "server.md":
         pytest.importorskip("fastapi")
-    elif page == "howto/reinforcement.md":
+    elif page == "grammar.md":
+        pytest.importorskip("xgrammar")
+    elif page == "reinforcement.md":
         pytest.importorskip("trl")
         # The package itself may use what transformers is about to drop.
         warnings.simplefilter("ignore", FutureWarning)
     namespace = {"__name__": "page"}
-    if page in CONTINUED:
+    if page not in ("../README.md", *FROM_NOTHING):
         namespace |= {"hf_specdec": hf_specdec, "model": demo.load_target(), "tokenizer": demo.load_tokenizer()}
         namespace["inputs"] = namespace["tokenizer"]("def read(path):", return_tensors="pt")
-    text = (DOCS / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert blocks
+    places = stand_ins(tmp_path / "stand-ins")
     try:
-        for number, block in enumerate(blocks):
-            exec(compile(block, f"{page}, example {number + 1}", "exec"), namespace)
+        for number, code in enumerate(examples(DOCS / page)):
+            exec(compile(with_stand_ins(code, places), f"{page}, example {number + 1}", "exec"), namespace)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 @full
-@pytest.mark.parametrize("path", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebooks_run_and_are_stored_without_output(path, tmp_path, monkeypatch):
+def test_notebook_runs_and_is_stored_without_output(tmp_path, monkeypatch):
+    path = DOCS / "notebooks" / "first_speed_up.ipynb"
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     # The kernel shall import the package that is tested.
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -74,9 +76,8 @@ def test_notebooks_run_and_are_stored_without_output(path, tmp_path, monkeypatch
     assert all(cell.outputs == [] and cell.execution_count is None for cell in cells)
     resources = {"metadata": {"path": tmp_path}}
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
-    if path.stem != "which_method":
-        pages = [output.data.get("text/html", "") for cell in cells for output in cell.outputs if "data" in output]
-        assert any(page.startswith("<iframe") for page in pages)
+    pages = [output.data.get("text/html", "") for cell in cells for output in cell.outputs if "data" in output]
+    assert any(page.startswith("<iframe") for page in pages)
 
 
 @full
@@ -86,7 +87,7 @@ def test_tables_are_those_of_the_tools():
     for path in method_tables.PAGES:
         page = (ROOT / path).read_text(encoding="utf-8")
         # Its model types are those of one version of transformers.
-        if path != "docs/support.md" or f"transformers {version}" in page:
+        if path != "docs/models.md" or f"transformers {version}" in page:
             assert page == method_tables.with_tables(page), path
     written = {path.name: path.read_text(encoding="utf-8") for path in benchmark_pages.PAGES.glob("*.md")}
     assert written == benchmark_pages.pages()
@@ -94,24 +95,26 @@ def test_tables_are_those_of_the_tools():
 
 @full
 def test_pages_name_what_there_is():
-    for path, phrase in (("README.md", "and {} of them with images"), ("docs/limits.md", "{} types are tested with")):
+    for path, phrase in (("README.md", "and {} of them with images"), ("docs/models.md", "{} types are tested with")):
         text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
         assert phrase.format(len(images.TESTED)) in text
     assert all((DOCS / f"{method_tables.page_of(method)}.md").is_file() for method in built_in_methods())
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     listed = re.findall(r"([\w/]+\.md)$", yaml.safe_dump(navigation, width=1000), re.MULTILINE)
     assert sorted(listed) == sorted([*(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")), "changelog.md"])
-    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text(encoding="utf-8")):
-        assert link.startswith("http") or (ROOT / link).exists(), link
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"):
+        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+            assert link.startswith("http") or (ROOT / link).exists(), (path, link)
     # Commands and their options.
     commands = command_tables.commands()
     text = (DOCS / "cli.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^## `hf-specdec ([\w-]+)`$", text, re.MULTILINE)) == sorted(commands)
-    for path in (ROOT / "README.md", *DOCS.rglob("*.md")):
+    # Those of measurements are of the version that was measured.
+    pages = [path for path in DOCS.rglob("*.md") if path.parent.name != "benchmarks"]
+    for path in (ROOT / "README.md", *pages):
         text = re.sub(r" *\\\n *", " ", path.read_text(encoding="utf-8"))
         for name, arguments in re.findall(r"^(?:.*\| |.*`)?hf-specdec ([\w-]+)([^`\n]*)", text, re.MULTILINE):
-            known = {"--help", "-h", "--debug"}
-            known.update(*([*item.opts, *item.secondary_opts] for item in commands[name].params))
+            known = {"--help", "-h", *command_tables.flags(name)}
             # Values in quotes may hold anything.
             arguments = re.sub(r"'[^']*'|\"[^\"]*\"|#.*", "", arguments)
             options = set(re.findall(r"(?<!\S)(?:--[a-z][\w-]*|-[a-zA-Z](?!\S))", arguments))
@@ -141,8 +144,12 @@ def test_methods_are_named_in_their_own_folders_and_files_are_short():
 @full
 def test_wheel_and_sdist_are_the_package(tmp_path):
     # In a copy: what earlier builds have left beside the package stays out.
-    unwanted = shutil.ignore_patterns(".*", "build", "dist", "heads", "fixtures", "*.egg-info", "__pycache__")
-    copy = shutil.copytree(ROOT, tmp_path / "source", ignore=unwanted)
+    unwanted = shutil.ignore_patterns(".*", "build", "dist", "fixtures", "*.egg-info", "__pycache__")
+
+    def ignore(folder: str, names: list[str]) -> set[str]:
+        return {*unwanted(folder, names), *(["heads"] if folder == str(ROOT) else [])}
+
+    copy = shutil.copytree(ROOT, tmp_path / "source", ignore=ignore)
     for kind in ("wheel", "sdist"):
         code = f"from setuptools import build_meta; build_meta.build_{kind}({str(tmp_path)!r})"
         subprocess.run([sys.executable, "-c", code], cwd=copy, check=True, capture_output=True, timeout=600)
@@ -165,7 +172,7 @@ def test_wheel_and_sdist_are_the_package(tmp_path):
 @full
 def test_versions_and_instructions_to_install():
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"version = {{{__version__}}}," in (ROOT / "docs" / "releases.md").read_text(encoding="utf-8")
+    assert f"version = {{{__version__}}}," in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert f"\n## {__version__} " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     # Nobody is told to install what an index has under the name of this package.
     for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.*"), *(ROOT / "hf_specdec").rglob("*.py")]:

@@ -241,10 +241,10 @@ def test_many_clients_some_of_whom_leave(batch_size, num_rounds, num_clients):
             new = service.outcomes - before
             assert new.keys() <= {"answered", "left", "refused"}
             assert num_clients - num_clients // LEAVING <= new["answered"] <= num_clients - new["left"]
-            wait_until(lambda: manager._run.engine.is_idle and not manager._open)
+            wait_until(lambda: manager._engine.is_idle and not manager._open)
             gc.collect()
             used.append(process.memory_info().rss / 2**20)
-        kept = (manager._results, manager._handlers, manager._open, manager._run.owners)
+        kept = (manager._results, manager._handlers, manager._open, manager._to_do)
         assert list(map(len, kept)) == [0] * len(kept)
         # All places are there.
         most = batch_size + service.limits.max_waiting
@@ -272,7 +272,7 @@ def test_a_server_whose_model_has_failed():
     with serving() as running:
         # Nobody has asked for what the warm-up has generated.
         assert "generation_tokens_total{" not in running.client.get("/metrics").text
-        running.service.manager._run.engine.step = None
+        running.service.manager._engine.step = None
         assert "has failed" in running.error(status=503)
         health = running.client.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": "failed", "message": UNAVAILABLE["failed"]})
@@ -297,7 +297,7 @@ def test_the_first_client_finds_all_warm():
     assert (refused.status_code, refused.json()["error"]["message"]) == (503, "The server is starting.")
     try:
         service.start()
-        stats = manager._run.engine.stats
+        stats = manager._engine.stats
         assert (service.status, stats.num_committed_tokens) == ("ok", 16 + 21 + 26)
         assert stats.num_accepted_tokens > 0
         assert not manager._open
@@ -320,13 +320,13 @@ def test_models_that_cannot_be_served(monkeypatch):
 
 
 def serve(*arguments: str):
-    result = CliRunner().invoke(cli.app, ["serve", *arguments])
+    result = CliRunner().invoke(cli.app, ["serve", "demo", *arguments])
     return result.exit_code, " ".join(result.stderr.split())
 
 
 @full
 def test_signals_end_open_answers_first():
-    command = [sys.executable, "-m", "hf_specdec", "serve", "--port", "0", "--spec-method", "ngram", "-k", "4"]
+    command = [sys.executable, "-m", "hf_specdec", "serve", "demo", "--port", "0", "-d", "ngram", "-k", "4"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     # Whatever happens, nobody waits for ever; on a busy machine the imports alone take minutes.
@@ -372,7 +372,7 @@ def test_hosts(monkeypatch, host):
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
     monkeypatch.setattr(signal, "signal", lambda *args: None)
-    code, text = serve("--host", host, "--port", "0", "--spec-method", "ngram")
+    code, text = serve("--host", host, "--port", "0", "-d", "ngram")
     if code == 2 and host == "::1":
         pytest.skip("This machine has no IPv6.")
     assert code == 0, text

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig
 from hf_specdec.candidate_generators.draft_model.network import load_draft_model
-from hf_specdec.checkpoints.checkpoint import Checkpoint, head_placement
+from hf_specdec.checkpoints.header import Header
+from hf_specdec.checkpoints.loading import head_placement
 from hf_specdec.reading import MAX_SETTINGS_BYTES, parse_json, read_text
 from tests.helpers.levels import in_full
 from tests.helpers.models import tiny_llama
@@ -61,12 +62,12 @@ def test_tensors_are_read_by_name(folder, kind):
         # Which goes before.
         torch.save({"other": torch.zeros(1)}, inner / PICKLE)
     write_as(kind, inner)
-    checkpoint = Checkpoint(settings(folder, subfolder="heads"))
-    assert checkpoint.header.config == {"hidden_size": 8}
-    assert checkpoint.header.shapes == {"a.weight": (3, 4), "b.weight": (5,), "ids": (6,)}
-    assert torch.equal(checkpoint.read("b.weight", torch.float32), TENSORS["b.weight"].float())
-    assert torch.equal(checkpoint.read("ids", torch.float32), TENSORS["ids"])
-    assert checkpoint.read("b.weight").dtype == torch.float16
+    header = Header.of(settings(folder, subfolder="heads"))
+    assert header.config == {"hidden_size": 8}
+    assert header.tensors == {"a.weight": (3, 4), "b.weight": (5,), "ids": (6,)}
+    assert torch.equal(header.tensors.read("b.weight", torch.float32), TENSORS["b.weight"].float())
+    assert torch.equal(header.tensors.read("ids", torch.float32), TENSORS["ids"])
+    assert header.tensors.read("b.weight").dtype == torch.float16
 
 
 def test_code_in_a_pickle_does_not_run(folder, monkeypatch):
@@ -74,7 +75,7 @@ def test_code_in_a_pickle_does_not_run(folder, monkeypatch):
     for dump in (torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))):
         dump({"a": Code()}, folder / PICKLE)
         with pytest.raises(CheckpointFormatError, match="more than tensors.*could run code"):
-            Checkpoint(settings(folder))
+            Header.of(settings(folder))
         assert not (folder / "should_not_exist").exists()
     # Nor is anything else than a dict of dense tensors taken.
     others = [{"a": 3}, {"a": torch.zeros(1).expand(10**6, 10**6)}, [1, 2], torch.zeros(2), {0: torch.zeros(2)}]
@@ -82,7 +83,7 @@ def test_code_in_a_pickle_does_not_run(folder, monkeypatch):
     for content in (*others, {"a": torch.zeros(2, device="meta")}):
         torch.save(content, folder / PICKLE)
         with pytest.raises(CheckpointFormatError, match="not a state dict, a dict of dense tensors"):
-            Checkpoint(settings(folder))
+            Header.of(settings(folder))
 
 
 @pytest.mark.parametrize("seeds", [range(6), *in_full(range(6, 30))])
@@ -95,9 +96,8 @@ def test_damaged_bytes_in_a_pickle(folder, seeds):
             content[numbers.randrange(len(content))] = numbers.randrange(256)
         (folder / PICKLE).write_bytes(content)
         with contextlib.suppress(CheckpointFormatError):
-            checkpoint = Checkpoint(settings(folder))
-            shapes = checkpoint.header.shapes
-            assert {name: tuple(checkpoint.read(name).shape) for name in shapes} == shapes
+            tensors = Header.of(settings(folder)).tensors
+            assert {name: tuple(tensors.read(name).shape) for name in tensors} == tensors
 
 
 DAMAGED = {
@@ -120,13 +120,13 @@ def test_damaged_or_missing_files(folder, file):
         (folder / file).write_bytes(content)
         message = f"{file} is (damaged|a pickle)|damaged index|no readable config.json: .*must hold an object"
         with pytest.raises(CheckpointFormatError, match=message):
-            Checkpoint(settings(folder))
+            Header.of(settings(folder))
     (folder / file).unlink()
     write_as("shards", folder)
     lacked = file if file == "config.json" else "model-1.safetensors"
     (folder / lacked).unlink(missing_ok=True)
     with pytest.raises(CheckpointFormatError, match=f"lacks {lacked}, which {INDEX}|no readable config.json"):
-        Checkpoint(settings(folder), (INDEX,))
+        Header.of(settings(folder), (INDEX,))
 
 
 def test_placement_follows_the_target_unless_it_is_said(tmp_path):

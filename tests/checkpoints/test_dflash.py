@@ -16,11 +16,11 @@ from transformers import (
 )
 
 from hf_specdec import CheckpointFormatError
-from hf_specdec.candidate_generators.dflash.config import BlockView, default_layer_ids
-from hf_specdec.candidate_generators.dflash.corrections import Block
-from hf_specdec.candidate_generators.dflash.network import GivenContext
+from hf_specdec.candidate_generators.dflash.heads import CorrectedWalk
+from hf_specdec.candidate_generators.dflash.network import BlockView, default_layer_ids
 from hf_specdec.hub.detect import detect_checkpoint
 from hf_specdec.target.states import captured_states
+from hf_specdec.training.reading import GrowingCache
 from tests.helpers import heads
 from tests.helpers.block_networks import random_network
 from tests.helpers.caches import CACHE
@@ -68,9 +68,17 @@ def block_output(network, name=RANDOM):
     parts = expected["r0.context_features"].split(network.config.target_hidden_size, dim=-1)
     fused = network.fuse(dict(zip(network.target_hidden_states, parts)))
     length, tokens = fused.shape[1], expected["r0.block_input_ids"]
-    context = GivenContext(network.context(fused, torch.arange(length)[None]))
+    context = GrowingCache(network.context(fused, torch.arange(length)[None]))
     positions = torch.arange(length, length + tokens.shape[1])[None]
     return network(tokens, positions, masks_of(network, length, tokens.shape[1]), context), expected
+
+
+def along(walk, before, count):
+    """Logits of the first positions, each after the token before it."""
+    levels = []
+    for walk.position in range(count):
+        levels.append(walk.logits(before[:, walk.position, None]))
+    return torch.cat(levels, dim=1)
 
 
 @torch.no_grad()
@@ -88,17 +96,18 @@ def check_recorded(name):
     joined = torch.cat([states[key] for key in network.target_hidden_states], dim=-1)
     torch.testing.assert_close(joined, expected["r0.context_features"], **CLOSE)
     torch.testing.assert_close(output, expected["r0.draft_hidden"], **CLOSE)
-    logits = network.logits(network.predicting(output))
+    block = network.block(output, expected["r0.block_input_ids"][:, 0], {})
+    logits = block.logits
     base = expected.get("r0.base_logits", expected["r0.draft_logits"])
     torch.testing.assert_close(logits, base[:, -logits.shape[1] :], **CLOSE)
     config = network.config
     if "block_size" in expected:
         found = [config.block_size, config.mask_token_id, *config.target_layer_ids]
         assert found == [expected["block_size"], expected["mask_token_id"], *expected["target_layer_ids"].tolist()]
-    if config.is_sequential:
-        walk = network.left_to_right(Block(logits, network.predicting(output)))
+    walk = network.block_head.begin(block)
+    if isinstance(walk, CorrectedWalk):
         before = torch.cat((expected["r0.block_input_ids"][:, :1], expected["r0.draft_tokens"]), dim=1)
-        corrected = torch.stack([walk.after(before[:, place]) for place in range(logits.shape[1])], dim=1)
+        corrected = along(walk, before, logits.shape[1])
         torch.testing.assert_close(corrected, expected["r0.draft_logits"], **CLOSE)
         assert not torch.allclose(corrected, logits, atol=1e-2)
 
@@ -107,19 +116,16 @@ def check_recorded(name):
 def test_recorded_selector_of_dflash2():
     for name in DFLASH2:
         network, (output, expected) = published(name), block_output(published(name), name)
-        output, anchors = network.predicting(output), expected["r0.block_input_ids"][:, 0]
-        edges = network.candidate_selector(network.logits(output), output, anchors)
-        assert torch.equal(edges.tokens, expected["r0.candidate_ids"])
-        torch.testing.assert_close(edges.scores, expected["r0.edge_scores"], **CLOSE)
-        assert torch.equal(edges.tokens_at(edges.walk()), expected["r0.draft_tokens"])
+        anchors = expected["r0.block_input_ids"][:, 0]
+        walk = network.block_head.begin(network.block(output, anchors, {}))
+        assert torch.equal(walk.tokens, expected["r0.candidate_ids"])
+        torch.testing.assert_close(walk.scores, expected["r0.edge_scores"], **CLOSE)
+        assert torch.equal(walk.best(), expected["r0.draft_tokens"])
         for index in range(2):
             path, temperature = expected[f"sample{index}.path"], expected[f"sample{index}.temperature"]
-            places = torch.zeros_like(anchors)
-            for position in range(path.shape[1]):
-                logits = edges.logits_after(position, places, network.config.vocab_size)
-                on_candidates = (logits / temperature).softmax(-1).gather(1, edges.tokens[:, position])
-                torch.testing.assert_close(on_candidates, expected[f"sample{index}.q"][:, position], **CLOSE)
-                places = edges.places_of(position, path[:, position])
+            before = torch.cat((anchors[:, None], path), dim=1)
+            on_candidates = (along(walk, before, path.shape[1]) / temperature).softmax(-1).gather(2, walk.tokens)
+            torch.testing.assert_close(on_candidates, expected[f"sample{index}.q"], **CLOSE)
 
 
 def as_speculators(name, folder, known=None, layers=None, **settings):
@@ -196,7 +202,7 @@ def test_dflash2_of_speculators_and_with_scales(tmp_path):
         if not causal:
             same_network(network, plain)
     as_speculators(name, tmp_path, selector_top_k=None)
-    assert load(tmp_path, target).config.selector_top_k == 16
+    assert load(tmp_path, target).config.head.selector_top_k == 16
     scales = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 5.0}
     network = load(copy_of(name, tmp_path / "scaled", scales), target)
     tokens, output = torch.arange(6)[None], torch.randn(1, 3, 48)
@@ -225,7 +231,7 @@ def test_format_of_transformers(tmp_path):
     assert network.config.views == (BlockView(5), ALL, BlockView(5))
     states = {key: torch.randn(1, 9, 32) for key in network.target_hidden_states}
     tokens, positions = torch.tensor([[3, 5, 5, 5, 5, 5]]), torch.arange(15)[None]
-    context = GivenContext(network.context(network.fuse(states), positions[:, :9]))
+    context = GrowingCache(network.context(network.fuse(states), positions[:, :9]))
     ours = network(tokens, positions[:, 9:], masks_of(network, 9, 6), context)
     cache, joined = DFlashCache(config=config), torch.cat([states[1], states[2]], dim=-1)
     cache.set_previous_accepted_tokens(9)

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from hf_specdec import CheckpointFormatError, UnsupportedModelError
 from hf_specdec.drafts import chain_topology
 from hf_specdec.target.cache import SlotCache
-from hf_specdec.target.masks import FULL, RowState, Span, node_masks
+from hf_specdec.target.masks import FULL, RowPlaces, node_masks
 from hf_specdec.target.states import captured_states
 from tests.helpers import heads
 from tests.helpers.heads import (
@@ -54,8 +54,9 @@ def states_of(target, network, tokens):
 def read(network, cache, tokens, hidden):
     topology = chain_topology(tokens.shape[1] - 1, torch.device("cpu"))
     plan = cache.plan_write(tokens.shape[1])
-    rows = RowState(cache.lengths, [0], [0])
-    (mask,) = node_masks(topology, rows, plan.columns, (network.span,), network.dtype)
+    rows = RowPlaces(cache.lengths, [0], [0])
+    masks = node_masks(topology, rows, plan.columns, network.spans, network.dtype)
+    mask = masks[0] if len(masks) == 1 else dict(zip(network.spans, masks))
     return network(tokens, hidden, cache.lengths[0] + topology.depths[None], mask, cache)
 
 
@@ -188,8 +189,8 @@ class Head:
         output = F.scaled_dot_product_attention(query, key, value, seen, enable_gqa=True)
         return self.linear(f"{name}.o_proj", output.transpose(1, 2).flatten(2))
 
-    def forward(self, embedded, hidden, cosine, sine, window=10**6):
-        """Both outputs of a whole text: what is fed back, and what the lm_head reads."""
+    def forward(self, embedded, hidden, cosine, sine, windows=()):
+        """Both outputs of a whole text, with `windows` of layers: what is fed back, and what the lm_head reads."""
         for index in range(self.layers):
             name = f"layers.{index}"
             if index == 0 and self.kind == "eagle3":
@@ -199,7 +200,8 @@ class Head:
             else:
                 stream = self.linear("fc", torch.cat((embedded, hidden), dim=-1)) if index == 0 else stream
                 values = self.norm(f"{name}.input_layernorm", stream)
-            stream = stream + self.attend(f"{name}.self_attn", values, cosine, sine, window)
+            window = windows[index] if windows else None
+            stream = stream + self.attend(f"{name}.self_attn", values, cosine, sine, window or 10**6)
             values = self.norm(f"{name}.post_attention_layernorm", stream)
             gate, up = (self.linear(f"{name}.mlp.{part}_proj", values) for part in ("gate", "up"))
             stream = stream + self.linear(f"{name}.mlp.down_proj", F.silu(gate) * up)
@@ -240,7 +242,7 @@ def test_equations(target, variant, tmp_path):
 
 
 @torch.no_grad()
-def check(head, network, target, window=10**6):
+def check(head, network, target, windows=()):
     """Over a text in pieces, with a cache."""
     tokens = torch.randint(VOCAB_SIZE, (1, 13), generator=torch.Generator().manual_seed(1))
     states = states_of(target, network, tokens[:, :-1])
@@ -248,7 +250,7 @@ def check(head, network, target, window=10**6):
     torch.testing.assert_close(hidden, head.fuse(list(states.values())), atol=1e-5, rtol=1e-5)
     embedding = head.tensors.get("embed_tokens.weight", target.get_input_embeddings().weight)
     cosine, sine = network.rotary_emb(hidden, positions)
-    expected = head.forward(embedding[tokens[:, 1:]], hidden, cosine, sine, window)
+    expected = head.forward(embedding[tokens[:, 1:]], hidden, cosine, sine, windows)
     cache, found = SlotCache(4), []
     cache.start_slots(1)
     for size in (1, 5, 2, 4):
@@ -277,17 +279,29 @@ def test_without_cache_and_mask_it_is_causal_and_has_gradients(target, tmp_path)
     assert scaled.config.norm_output is False
 
 
-def test_sliding_window(target, tmp_path):
-    config = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-    head = Head(config=config)
-    network = load(head.save(tmp_path), target)
-    assert network.span == Span("sliding", 4)
-    check(head, network, target, window=4)
-    Head(layers=2, config=config).save(tmp_path)
-    with pytest.raises(CheckpointFormatError, match="mixes layers with and without a sliding window"):
-        load(tmp_path, target)
-    Head(config={"sliding_window": 4}).save(tmp_path)
-    assert load(tmp_path, target).span == FULL
+SLIDING, EVERYTHING = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+def test_windows_of_layers(target, tmp_path, kind):
+    for number, (kinds, count, windows) in enumerate(
+        (
+            ([SLIDING, EVERYTHING], 1, (4,)),
+            ([SLIDING, EVERYTHING, SLIDING], 3, (4, None, 4)),
+            ([EVERYTHING, SLIDING], 2, (None, 4)),
+        )
+    ):
+        config = {"layer_types": kinds, "sliding_window": 4}
+        head = Head(kind, layers=count, config=config)
+        network = load(head.save(tmp_path / f"{number}"), target, kind)
+        check(head, network, target, windows)
+        network.save(tmp_path / "again")
+        same_network(load(tmp_path / "again", target, kind), network)
+    for without_window in ({"sliding_window": 4}, {**config, "use_sliding_window": False}):
+        assert load(Head(config=without_window).save(tmp_path / "full"), target).spans == (FULL,)
+    Head(layers=3, config={"layer_types": [SLIDING], "sliding_window": 4}).save(tmp_path / "short")
+    with pytest.raises(CheckpointFormatError, match="has `layer_types`=.* in its config.json, and 3 layers"):
+        load(tmp_path / "short", target)
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -297,6 +311,12 @@ YARN = {"factor": 32.0, "original_max_position_embeddings": 16}
 ROPES = [
     ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 5e5}, "llama3", 5e5, LLAMA3),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 9.0}, "default", 7.0, {}),
+    (
+        {"rope_parameters": {SLIDING: {"rope_theta": 7.0}, EVERYTHING: {"rope_theta": 9.0}}, **SPECULATORS},
+        "default",
+        7.0,
+        {},
+    ),
     ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear", 10000.0, {"factor": 4.0}),
     ({"rope_scaling": {"rope_type": "yarn", **YARN}, "rope_theta": 1e6}, "yarn", 1e6, YARN),
     ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "default", 10000.0, {}),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_specdec import SpeculativeConfig
-from hf_specdec.checkpoints.checkpoint import Checkpoint
+from hf_specdec.checkpoints.weights import TensorTable
 from hf_specdec.hub.detect import detect_method
 from hf_specdec.target_facts import decoder_layers
 from tests.helpers.heads import (
@@ -158,8 +158,8 @@ def test_dtypes_and_random_numbers(name):
     "name", ["mtp/glm4_moe", *in_full("medusa/merged_v1", "mtp/qwen3_next", "mtp/ernie4_5_moe", "mtp/longcat_flash")]
 )
 def test_of_a_whole_model_only_what_drafts_is_read(monkeypatch, name):
-    names, read = [], Checkpoint.read
-    monkeypatch.setattr(Checkpoint, "read", lambda self, name, *args: names.append(name) or read(self, name, *args))
+    names, read = [], TensorTable.read
+    monkeypatch.setattr(TensorTable, "read", lambda self, name, *args: names.append(name) or read(self, name, *args))
     load_again(name, folder_of(name))
     number = len(decoder_layers(loaded_target(folder_of(name))))
     own = ("medusa_head.", *(f"model.layers.{number + j}." for j in range(3)))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, UnsupportedModelError
 from hf_specdec.candidate_generators.draft_model.network import load_draft_model
-from hf_specdec.checkpoints.loading import checkpoint_errors, loads_checkpoint
+from hf_specdec.checkpoints.loading import checkpoint_errors
 from hf_specdec.errors import CheckpointAccessError
 from hf_specdec.hub.detect import detect_checkpoint
 from tests.helpers.heads import (
@@ -134,14 +134,11 @@ def test_malformed(tmp_path, name, seeds):
 
 
 def test_errors_of_a_loader():
-    @loads_checkpoint
-    def failing(config, error):
-        raise error
-
     for error in (KeyError("x"), TypeError("y" * 1000), RecursionError(), EOFError()):
         kind = type(error).__name__
         with pytest.raises(CheckpointFormatError, match=f"'user/head' cannot be loaded.*{kind}") as caught:
-            failing(SpeculativeConfig("eagle", "user/head"), error)
+            with checkpoint_errors("user/head"):
+                raise error
         assert caught.value.__cause__ is error
         assert len(str(caught.value)) < 450
     # Not the checkpoint's.

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_specdec import SpecConfigError, SpeculativeConfig
-from hf_specdec.candidate_generators.medusa.network import MedusaHeads, fitting_heads
+from hf_specdec.candidate_generators.medusa.network import MedusaHeads
+from hf_specdec.checkpoints.loading import load as load_network
 from tests.helpers import heads as fixtures
 from tests.helpers.heads import FIXTURES, HEADS, copy_of, loaded_target, tensors_of
 from tests.helpers.levels import in_full
@@ -140,9 +141,9 @@ def test_vocabulary_is_cut_or_padded(target, name):
         before = {key: value.shape for key, value in stored.state_dict().items()}
         if stored.token_map is not None and stored.token_map.max() >= size:
             with pytest.raises(SpecConfigError, match=r"draft the token 25\d \(`token_map`\), the target has 250"):
-                fitting_heads(stored, GIVEN, model)
+                load_network(MedusaHeads, GIVEN, model, stored)
             continue
-        fitted = fitting_heads(stored, GIVEN, model)
+        fitted = load_network(MedusaHeads, GIVEN, model, stored)
         assert (fitted is stored) == (size == 256)
         logits, best = fitted(states), fitted.top_tokens(states, 10)
         assert torch.equal(logits, load(name, model)(states))
@@ -157,8 +158,8 @@ def test_vocabulary_is_cut_or_padded(target, name):
 
 def test_heads_without_own_lm_heads_have_any_vocabulary(tmp_path):
     with pytest.raises(SpecConfigError, match="vocabulary of 68 tokens, and LlamaForCausalLM has 64"):
-        fitting_heads(MedusaHeads(32, 68, 2), GIVEN, tiny_llama())
+        load_network(MedusaHeads, GIVEN, tiny_llama(), MedusaHeads(32, 68, 2))
     heads = MedusaHeads(32, 1000, 2, own_lm_heads=False)
-    assert fitting_heads(heads, GIVEN, tiny_llama()).vocab_size == VOCAB_SIZE
+    assert load_network(MedusaHeads, GIVEN, tiny_llama(), heads).vocab_size == VOCAB_SIZE
     heads.save(tmp_path)
     assert load(tmp_path, tiny_llama())(torch.randn(1, 32), tiny_llama().lm_head).shape == (2, 1, VOCAB_SIZE)

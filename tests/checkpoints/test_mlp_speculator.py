@@ -94,13 +94,13 @@ def test_greedy_with_another_vocabulary_matches_generate(model, tmp_path, vocab_
     # Also the ids that a smaller speculator lacks are read, and drafted where processors choose them.
     inputs["input_ids"][:, -1] = torch.tensor([VOCAB_SIZE - 1, VOCAB_SIZE - 2, 5])
     loaded = load_speculator(model, {"method": "mlp_speculator", "model": str(tmp_path), **shape})
-    assert loaded.resources.vocab_size == min(vocab_size, VOCAB_SIZE)
+    assert loaded.resources.num_tokens == min(vocab_size, VOCAB_SIZE)
     last = VOCAB_SIZE - 1
     for arguments in ({}, {"forced_eos_token_id": last}, {"sequence_bias": {(last,): float("inf")}}):
         arguments = {**inputs, "max_new_tokens": 10, "do_sample": False, **arguments}
         assert torch.equal(model.generate(**arguments, assistant=loaded), model.generate(**arguments))
-    passed = load_speculator(model, "mlp_speculator", draft_model=loaded.resources.speculator)
-    assert passed.resources.speculator is loaded.resources.speculator
+    passed = load_speculator(model, "mlp_speculator", draft_model=loaded.resources)
+    assert passed.resources is loaded.resources
 
 
 def test_vocabularies_that_do_not_fit(model, tmp_path):
@@ -113,5 +113,5 @@ def test_vocabularies_that_do_not_fit(model, tmp_path):
     options = {"model": str(tmp_path), "top_k_tokens_per_head": [64, 2, 2]}
     assert torch.equal(target.generate(**ids, speculative=options), target.generate(**ids))
     options = {"model": str(tmp_path), "speculative_token_tree": [(0,), (62,)]}
-    with pytest.raises(SpecConfigError, match="the rank 62, and speculator and target share .* of 62 tokens"):
+    with pytest.raises(SpecConfigError, match="the rank 62, and the draft knows 62 tokens"):
         target.generate(**ids, speculative=options)

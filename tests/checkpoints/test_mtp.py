@@ -78,7 +78,7 @@ def first_step(target, network, text):
     with captured_states(target, network.target_hidden_states) as states:
         target(text[None, :-1])
     hidden, steps = network.fuse(states), torch.arange(len(text) - 1)
-    far = network.span.hidden(steps[:, None], steps)
+    far = network.spans[0].hidden(steps[:, None], steps)
     visible = (steps <= steps[:, None]) & (True if far is None else ~far)
     mask = torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min)
     return hidden, network(text[None, 1:], hidden, steps[None], mask[None, None])[1][0, -1]

@@ -1,9 +1,8 @@
-"""Heads with quantised weights: stored in 8 bits with factors, or packed by bitsandbytes when they are loaded."""
+"""Heads with quantised weights, stored in 8 bits with factors."""
 
 import pytest
 import torch
 
-from hf_specdec import record
 from hf_specdec.checkpoints.header import Header
 from hf_specdec.checkpoints.quantised import scaled
 from hf_specdec.checkpoints.reader import CheckpointReader
@@ -11,10 +10,6 @@ from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.hub.detect import detect_checkpoint
 from tests.helpers.heads import copy_of, folder_of, load, loaded_target, method_of
 from tests.helpers.levels import in_full
-from tests.helpers.methods import demo_inputs, demo_target, plain_text, settings_of
-
-
-NEW = 12
 
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -105,20 +100,3 @@ def test_factors_that_fit_or_do_not():
     factors = torch.arange(1.0, 9)
     for given in (factors, factors[:, None]):
         assert torch.equal(scaled_by(given, [4, 4], torch.float32), factors[:, None].expand(8, 8))
-
-
-@pytest.mark.parametrize(
-    ("row", "quantization"),
-    [("eagle3", "4bit"), *in_full(("dflash", "4bit"), ("mtp", "8bit"), ("eagle3", "8bit"), ("dflash", "8bit"))],
-)
-def test_packed_on_loading_matches_generate(row, quantization):
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    target, settings = demo_target(), settings_of(row, quantization=quantization)
-    with record() as made:
-        found = target.generate(**demo_inputs(2), max_new_tokens=NEW, do_sample=False, speculative=settings)
-    assert torch.equal(found, plain_text(2, NEW))
-    assert made.calls[0].stats.num_accepted_tokens > 0
-    network = load(row, settings["model"], target, quantization=quantization)
-    kind = bitsandbytes.nn.Linear4bit if quantization == "4bit" else bitsandbytes.nn.Linear8bitLt
-    assert any(type(module) is kind for module in network.modules())
-    assert network.dtype == torch.float32

@@ -9,19 +9,20 @@ import torch
 from transformers import StoppingCriteria
 
 from hf_specdec import generate_many, record
-from hf_specdec.candidate_generators.ngram.on_device import LookupRule
+from hf_specdec.candidate_generators.combined.policy import DrafterChoice
+from hf_specdec.candidate_generators.ngram.texts import LookupRule
 from hf_specdec.control.controller import Choice, SpeculationController
-from hf_specdec.logits.randomness import CapturedUniforms
 from hf_specdec.logits.rules import StandardRule
 from hf_specdec.logits.sampling import DraftSampler
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader, seed_of
 from hf_specdec.target.graphs import CallGraphs
+from hf_specdec.target.model_slots import ModelSlots
 from hf_specdec.transfers import PendingRead
 from tests.helpers.caches import CACHE
 from tests.helpers.levels import full, in_full, split
 from tests.helpers.models import prompts, tiny_llama
-from tests.helpers.tiny_drafters import DRAWN_DRAFTERS, GREEDY_DRAFTERS, SELF_DRAFTERS, tiny_drafter
+from tests.helpers.tiny_drafters import COMBINED_DRAFTERS, DRAWN_DRAFTERS, GREEDY_DRAFTERS, SELF_DRAFTERS, tiny_drafter
 
 
 pytestmark = pytest.mark.usefixtures("tapes")
@@ -100,7 +101,7 @@ def traced(case, inputs, **arguments):
 
 def choose(patch, limits: list[list[int]]) -> None:
     """Lets controllers choose these limits of rows, again and again."""
-    chosen = itertools.cycle(Choice(max(rows), max(rows), dict(enumerate(rows))) for rows in limits)
+    chosen = itertools.cycle(Choice(max(rows), dict(enumerate(rows))) for rows in limits)
     patch.setattr(SpeculationController, "_choose", lambda *args: next(chosen))
 
 
@@ -123,14 +124,14 @@ class TestDraftIsLaunchedBeforeTheVerdictIsRead:
     @pytest.mark.parametrize("case", ["eagle3", *split(DRAWN_DRAFTERS, short=["draft model, drawn"])])
     def test_sampling(self, case, events, monkeypatch):
         """Random numbers are those of the place, which the device picks by what was accepted, inside of graphs."""
-        draws, draw = [], DraftSampler.draw
-        monkeypatch.setattr(DraftSampler, "draw", lambda *given: draws.append(given[-1]) or draw(*given))
+        calls, numbers = [], DraftSampler.numbers
+        monkeypatch.setattr(DraftSampler, "numbers", lambda *given: calls.append(given) or numbers(*given))
         _, cycles, stats = traced(case, prompts(3), **SAMPLED)
         assert stats.num_accepted_tokens > 0
         assert drafted_ahead(events) > 2
         # Those of the call without graphs.
-        drawn = sum(max(len(row.draft_tokens) for row in cycle.rows) for cycle in cycles)
-        assert len(draws) == (drawn if "drawn" in case else 0)
+        num_drafts = sum(any(row.draft_tokens for row in cycle.rows) for cycle in cycles)
+        assert len(calls) == (num_drafts if "drawn" in case else 0)
 
     @pytest.mark.parametrize("case", ["draft model", *in_full("eagle3, dynamic tree", "mtp, layers", "dflash, tree")])
     def test_lengths_that_change_from_cycle_to_cycle(self, case, events):
@@ -164,7 +165,8 @@ class TestDraftIsLaunchedBeforeTheVerdictIsRead:
         """What is fed token by token lies after the text, where a draft that is launched ahead would begin."""
         limits = itertools.cycle([[12, 12], [12, 12], [0, 0]])
         monkeypatch.setattr(SpeculationController, "limits", lambda *args: next(limits))
-        stats = both("the target itself", prompts(2), AUTO, max_new_tokens=96)[0].speculative
+        settings = {**AUTO, "draft_confidence_threshold": 0.0}
+        stats = both("the target itself", prompts(2), settings, max_new_tokens=96)[0].speculative
         assert drafted_ahead(events) > 0
         assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
 
@@ -209,6 +211,67 @@ class TestDraftIsLaunchedBeforeTheVerdictIsRead:
         assert drafted_ahead(events) == verified_ahead(events) == 0
 
 
+def ask(patch, rule) -> None:
+    """Lets combinations ask their second part where `rule(row, cycle)` says so."""
+
+    def asks(choice, rows, *given):
+        cycle = next(vars(choice).setdefault("cycles", itertools.count()))
+        return [rule(row, cycle) for row in rows]
+
+    patch.setattr(DrafterChoice, "asks", asks)
+
+
+COMBINED = split(COMBINED_DRAFTERS, short=["ngram+medusa"])
+
+
+class TestCombinations:
+    """The draft of the part with a network is launched ahead where it is probably the one that is asked for."""
+
+    @pytest.mark.parametrize("case", COMBINED)
+    def test_as_the_part_alone(self, case, events, monkeypatch):
+        ask(monkeypatch, lambda row, cycle: True)
+        output, _ = both(case, prompts(3), max_new_tokens=20)
+        assert output.sequences.tolist() == plain(prompts(3), 20)
+        stats = output.speculative
+        assert stats.num_draft_graph_replays <= stats.num_target_forwards
+        assert drafted_ahead(events) >= stats.num_target_forwards - 2 * stats.num_spec_tokens - 6 > 3
+
+    @pytest.mark.parametrize("case", COMBINED)
+    def test_rows_whose_drafts_are_retrieved(self, case, events, monkeypatch):
+        """The draft that was launched is as good for other rows as for those that were expected to ask."""
+        ask(monkeypatch, lambda row, cycle: (row + cycle) % 3 > 0)
+        _, found, stats = traced(case, prompts(3))
+        assert {row.drafter for cycle in found for row in cycle.rows} == set(stats.method.split("+"))
+        # What is drafted by the target is not launched ahead in a call that is traced.
+        assert (drafted_ahead(events) > 3) == ("early_exit" not in case)
+
+    @pytest.mark.parametrize("case", COMBINED)
+    def test_cycles_whose_drafts_are_retrieved(self, case, events, monkeypatch):
+        """A draft that was launched for nothing leaves no trace; where that is frequent, none is launched."""
+        ask(monkeypatch, lambda row, cycle: cycle % 7 < 5)
+        output, _ = both(case, prompts(2), max_new_tokens=40)
+        assert output.sequences.tolist() == plain(prompts(2), 40)
+        assert drafted_ahead(events) > 3
+        events.clear()
+        ask(monkeypatch, lambda row, cycle: cycle % 2 == 0)
+        both(case, prompts(2), max_new_tokens=40)
+        assert drafted_ahead(events) <= 1
+
+    def test_without_a_grammar_as_the_other_part_alone(self, events):
+        output, eager = both("grammar+ngram", prompts(2), max_new_tokens=48)
+        assert output.sequences.tolist() == plain(prompts(2), 48)
+        assert drafted_ahead(events) > 3
+        for name in ("num_lookups", "num_draft_tokens", "notes"):
+            assert getattr(output.speculative, name) == getattr(eager.speculative, name)
+
+    @full
+    @pytest.mark.parametrize("case", ["ngram+draft model", "suffix+medusa"])
+    def test_lengths_that_change_from_cycle_to_cycle(self, case, events, monkeypatch):
+        ask(monkeypatch, lambda row, cycle: cycle % 9 < 8)
+        both(case, prompts(2), AUTO, [[3, 2], [2, 2], [1, 1]], max_new_tokens=40)
+        assert drafted_ahead(events) > 3
+
+
 def random_requests(count: int) -> list[list[int]]:
     return torch.randint(3, 60, (count, 6), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -236,12 +299,9 @@ class TestRequests:
             for index, tokens in enumerate(random_requests(3))
         ]
 
-        def judge_nothing(self, draft, scores, rows, positions):
-            acceptance = judge(self, draft, scores, rows, positions)
-            if isinstance(self.uniforms, CapturedUniforms):
-                seeds, _, places = self.uniforms.keys
-            else:
-                seeds, _, places = map(torch.tensor, self.uniforms.keys(rows, positions))
+        def judge_nothing(self, draft, scores, keys):
+            acceptance = judge(self, draft, scores, keys)
+            seeds, places = map(torch.as_tensor, (keys.seeds, keys.positions))
             acceptance.tokens.masked_fill_(((seeds == seed_of(0)) & (places > 14))[:, None], -1)
             return acceptance
 
@@ -309,8 +369,8 @@ class TestNextVerificationIsLaunchedBeforeTheVerdictIsRead:
         depths, run = [], CallGraphs.run
 
         def noting(self, key, *args, **more):
-            if key[0] == "continue":
-                depths.append(key[1])
+            if isinstance(key[0], type) and issubclass(key[0], ModelSlots):
+                depths.append(next(part for part in key[2:] if type(part) is int))
             return run(self, key, *args, **more)
 
         monkeypatch.setattr(CallGraphs, "run", noting)
@@ -380,7 +440,7 @@ class TestNextVerificationIsLaunchedBeforeTheVerdictIsRead:
         """And leaves again; the first one was alone before, and is so afterwards."""
         model, prompt, other = tiny_llama(), [5, 9, 7, 11], [8, 3, 14]
         reader = RequestReader(model, {"max_new_tokens": 40, "do_sample": False}, num_places=2)
-        engine = Engine(model, tiny_drafter(model, case), reader, 2)
+        engine = Engine(tiny_drafter(model, case), reader)
         rows = [reader.row(0, prompt, asked), reader.row(1, other, {"max_new_tokens": 7})]
         engine.add(rows[0])
         for _ in range(5):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import operator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,10 +17,9 @@ from hypothesis import strategies as st
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from hf_specdec.logits.randomness import RowKeys
-from hf_specdec.target.attention import TreeMask
 from hf_specdec.target.capture import CannotCaptureError, CudaBackend, NoWaiting
-from hf_specdec.target.inputs import NewNodes, NodeInputs
-from hf_specdec.target.masks import FULL, RowState, Span, node_masks, node_positions, slot_tree
+from hf_specdec.target.graphed import NewNodes, NodeInputs
+from hf_specdec.target.masks import FULL, RowPlaces, Span, TreeMask, node_masks, node_positions, slot_tree
 from hf_specdec.target.store import SlotStore
 from tests.helpers.levels import split
 from tests.helpers.tape import TapeBackend, spoil
@@ -27,8 +27,8 @@ from tests.helpers.tape import TapeBackend, spoil
 
 CPU = torch.device("cpu")
 ROWS = {
-    "equal": RowState([9, 9, 9], [0, 0, 0], [0, 0, 0]),
-    "ragged": RowState([9, 4, 12], [0, 2, 3], [0, 5, 0]),
+    "equal": RowPlaces([9, 9, 9], [0, 0, 0], [0, 0, 0]),
+    "ragged": RowPlaces([9, 4, 12], [0, 2, 3], [0, 5, 0]),
 }
 
 
@@ -40,21 +40,20 @@ TOPOLOGIES = {
 }
 
 
-def filled(rows_of_graph, nodes_of_graph, tokens, topology, rows, **limit) -> SimpleNamespace:
+def filled(rows_of_graph, nodes_of_graph, tokens, topology, rows) -> SimpleNamespace:
     """Nodes as a graph of these sizes reads them."""
     inputs = NodeInputs(rows_of_graph, nodes_of_graph, CPU)
     for buffer in inputs.buffers:
         spoil(buffer)
     nodes = NewNodes([tokens], topology.parents[..., 1:] - 1, [tokens.shape[1] - 1] * len(tokens))
-    inputs.fill_nodes(len(tokens), nodes, rows, **limit)
+    inputs.fill_nodes(len(tokens), nodes, rows)
     return read(inputs)
 
 
 def read(inputs: NodeInputs) -> SimpleNamespace:
     tokens, topology, draft = inputs.read()
     rows = inputs.rows
-    positions = node_positions(topology, rows).clamp(max=inputs.max_positions)
-    tree = slot_tree(topology, rows)
+    positions, tree = node_positions(topology, rows), slot_tree(topology, rows)
     return SimpleNamespace(tokens=tokens, draft=draft, positions=positions, tree=tree, topology=topology, rows=rows)
 
 
@@ -66,7 +65,7 @@ class TestNodeInputs:
         topology, rows = TOPOLOGIES[shape], ROWS[rows]
         num_nodes = topology.depths.shape[-1]
         columns = max(rows.lengths) + num_nodes
-        nodes = filled(4, 8, torch.randint(1, 50, (3, num_nodes)), topology, rows, max_position=13)
+        nodes = filled(4, 8, torch.randint(1, 50, (3, num_nodes)), topology, replace(rows, max_position=13))
         (expected,) = node_masks(topology, rows, columns, (span,), torch.float32)
         mask = TreeMask(nodes.tree, span).additive(24, torch.float32)
         assert torch.equal(mask, node_masks(nodes.topology, nodes.rows, 24, (span,), torch.float32)[0])
@@ -93,7 +92,7 @@ class TestNodeInputs:
         for buffer in inputs.buffers:
             spoil(buffer)
         keys, tokens = RowKeys([5, 6], [0, 1], [11, 12]), torch.ones((2, 2), dtype=torch.long)
-        rows, more = RowState([8, 7], [0, 1], [0, -1]), torch.tensor([3, 1])
+        rows, more = RowPlaces([8, 7], [0, 1], [0, -1]), torch.tensor([3, 1])
         inputs.fill_nodes(2, NewNodes([tokens], torch.tensor([-1]), torch.tensor([1, 0]), None, keys, more), rows)
         assert read(inputs).draft.num_nodes.tolist() == [1, 0, 0, 0]
         assert inputs.rows.lengths.tolist() == [11, 8, 0, 0]
@@ -109,7 +108,7 @@ class TestNodeInputs:
 
     def test_full_size(self):
         """All 64 bits of the ancestors."""
-        topology, rows = chain_topology(MAX_NODES - 2, CPU), RowState([3], [0], [0])
+        topology, rows = chain_topology(MAX_NODES - 2, CPU), RowPlaces([3], [0], [0])
         nodes = filled(1, MAX_NODES, torch.ones((1, MAX_NODES - 1), dtype=torch.long), topology, rows)
         visible = TreeMask(nodes.tree, FULL).additive(3 + MAX_NODES, torch.float32)[0, 0].eq(0)
         # The text, the anchor, and itself.
@@ -131,7 +130,7 @@ class TestSlotStore:
         return store.take(layer, "keys", rows, 2, capacity, torch.empty(1, size))
 
     def call(self, store, rows, capacity, **changes):
-        store.begin_call()
+        store.place = None
         return [self.take(store, rows, capacity, layer=layer, **changes) for layer in range(2)]
 
     def test_buffers_are_kept(self, store, dropped):
@@ -160,7 +159,7 @@ class TestSlotStore:
         known = {}
         store = SlotStore(lambda place: known.pop(place, None))
         for rows, capacities in calls:
-            store.begin_call()
+            store.place = None
             for capacity in capacities:
                 # Layers may grow one by one.
                 found = [self.take(store, rows, capacity, layer=layer) for layer in range(2)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_specdec import SpeculativeConfig, Speculator, generate_many, record
-from hf_specdec.logits.randomness import ACCEPT, DRAFT, TARGET, CapturedUniforms, RowKeys, RowUniforms
+from hf_specdec.logits.randomness import ACCEPT, DRAFT, TARGET, RowKeys, RowUniforms
 from hf_specdec.loop.loop import DecodingLoop
 from hf_specdec.target import graphed
 from tests.helpers.levels import full, in_full
@@ -121,12 +121,12 @@ def test_numbers_are_those_of_the_host():
     uniforms = RowUniforms(2**64 - 5)
     uniforms.name(1, 2**63 + 11, 4)
     rows, positions = [0, 2, 1], [5, 1000, 3]
-    keys = RowKeys(*map(torch.tensor, uniforms.keys(rows, positions)))
-    captured = CapturedUniforms(keys)
+    keys = uniforms.keys(rows, positions)
+    captured = RowKeys(*map(torch.tensor, keys[:3]))
     for purpose in (TARGET, ACCEPT):
-        assert torch.equal(captured.at(purpose, [], [], 9), uniforms.at(purpose, rows, positions, 9))
-    assert torch.equal(captured.for_nodes([], [], 7), uniforms.for_nodes(rows, positions, 7))
+        assert torch.equal(captured.at(purpose, 9), keys.at(purpose, 9))
+    assert torch.equal(captured.for_nodes(7), keys.for_nodes(7))
     counts = torch.tensor([1, 3, 8])
     anchors = [position + count - 1 for position, count in zip(positions, counts.tolist())]
-    drawn = [uniforms.for_nodes(rows, anchors, 1, DRAFT, depth)[:, 0] for depth in range(5)]
-    assert torch.equal(keys.drafts_after(counts, 5), torch.stack(drawn, dim=1))
+    drawn = [uniforms.keys(rows, anchors).for_nodes(1, DRAFT, depth)[:, 0] for depth in range(5)]
+    assert torch.equal(captured.drafts_after(counts, 5), torch.stack(drawn, dim=1))

@@ -12,17 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec import SpeculativeConfig, demo, forget_speculators, load_speculator, record
+from hf_specdec import demo, forget_speculators, load_speculator, record
 from hf_specdec.candidate_generators.eagle.network import Eagle3Network
 from hf_specdec.candidate_generators.medusa import generator as medusa
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPStage
 from hf_specdec.drafting import slots
-from hf_specdec.drafting.graphs import RowGraphs
+from hf_specdec.drafting.runner import Runner
+from hf_specdec.drafting.state import Entries, NetworkState
 from hf_specdec.protocol import Session
 from hf_specdec.target import graphs
-from hf_specdec.target.attention import TreeMask
 from hf_specdec.target.graphs import CallGraphs, GraphInputs, Variant, graphs_for
+from hf_specdec.target.masks import TreeMask
 from tests.helpers.draft_calls import (
     CASES,
     CPU,
@@ -34,8 +35,10 @@ from tests.helpers.draft_calls import (
     network_of,
     run,
 )
+from tests.helpers.gemma4 import tiny_gemma4
 from tests.helpers.levels import full, in_full, split
 from tests.helpers.methods import demo_inputs, settings_of
+from tests.helpers.models import prompts
 from tests.helpers.other_device import DEVICE, move, other_device
 from tests.helpers.tape import spoil, spoil_inputs, tape_everything
 
@@ -253,19 +256,44 @@ class TestNetworksWithoutACache:
 
     def test_only_the_rows_in_use(self, tapes):
         network, session = network_of("mlp_speculator/tied"), Session(3, 60, CPU)
-        row_graphs = RowGraphs(network)
-        row_graphs.begin(SpeculativeConfig("mlp_speculator", "loaded"), session)
+        runner = Runner.of(graphs_for(network, {}), CPU, session)
+        state = NetworkState(kept={"sum": torch.zeros(3)})
 
-        def values():
-            return {"one": torch.arange(3.0), "two": torch.ones(3, 2)}
+        def read(state, new):
+            state.kept["sum"] = state.kept["sum"] + new.last(new.states["two"]).sum(1)
+            return 2 * new.last(new.tokens), (state.kept["sum"] + 1, 7)
 
-        for _ in range(3):
-            double, (total, number) = row_graphs.run((), 3, lambda one, two: (2 * one, (two.sum(1), 7)), values)
+        for index in range(1, 4):
+            new = Entries(torch.arange(3)[:, None], {"two": torch.ones(3, 1, 2)}, [1, 1, 1])
+            double, (total, number) = runner.replay(read, state, new)
             assert double.tolist() == [0, 2, 4]
-            assert (total.tolist(), number) == ([2, 2, 2], 7)
-        row_graphs.close()
+            assert (total.tolist(), number) == ([2 * index + 1] * 3, 7)
+        assert state.kept["sum"].tolist() == [6, 6, 6]
+        runner.close()
         # For three rows, and fewer.
         assert session.draft_graphs[0].num_replays == session.draft_graphs[0].num_captures == 3
+
+
+class TestAssistants:
+    """Assistants of Gemma 4 read the keys and values of the target where they lie."""
+
+    @pytest.mark.parametrize("arguments", [{}, *in_full({"do_sample": True, "temperature": 4.0})])
+    def test_drafts_are_those_without_graphs(self, arguments, tapes):
+        arguments, found = {"do_sample": False, "max_new_tokens": 24, **arguments}, []
+        with tiny_gemma4() as (model, assistant):
+            for enforce_eager in (False, True):
+                torch.manual_seed(0)
+                drafter = load_speculator(
+                    model, draft_model=assistant, num_speculative_tokens=3, enforce_eager=enforce_eager
+                )
+                with record(trace=True) as made:
+                    text = model.generate(**prompts(3), **arguments, assistant=drafter)
+                found.append((text.tolist(), made.calls[0].cycles, made.calls[0].stats))
+        (_, cycles, stats), eager = found
+        assert found[0][:2] == eager[:2]
+        assert stats.draft_graphs == "on"
+        # One for each draft, launched before the verdict is read or after it.
+        assert len(cycles) - 1 <= stats.num_draft_graph_replays <= stats.num_target_forwards
 
 
 class TestGraphInputs:

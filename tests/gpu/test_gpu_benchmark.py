@@ -1,114 +1,125 @@
-"""The GPU benchmark runs as a whole on a CPU, its models write what they must, and it sees what is wrong."""
+"""The GPU benchmark runs on a CPU, its models write what they must, and it sees what is wrong."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import gpu as benchmark
 import gpu_checks
-import gpu_first
 import gpu_models
 import pytest
 
 from hf_specdec import demo
 from hf_specdec.bench.prompts import make_batches
 from tests.helpers.levels import full, slow
-from tests.helpers.paths import BENCHMARKS
 
 
 pytestmark = full
 
 
-def run_program(path, *arguments) -> dict:
+def run_here(monkeypatch: pytest.MonkeyPatch, path: Path, *arguments: Any, device: str = "cpu") -> dict[str, Any]:
     """The report of a run of the tiny models."""
-    command = [sys.executable, BENCHMARKS / "gpu.py", "--sizes", "tiny", "--json", path, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(path.read_text())
+    words = ["--size", "tiny", "--device", device, "--json", path, *arguments]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main()
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert ended.value.code == report["exit_code"]
+    return report
 
 
-def run_here(monkeypatch, *arguments) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", *map(str, arguments)])
-    benchmark.main()
+def table(report: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [row for row in report["rows"] if row["table"] == name]
 
 
-def test_program(tmp_path, monkeypatch):
-    json_file, table_file = tmp_path / "out.json", tmp_path / "out.md"
-    arguments = ["--sections", "verification", "decoding", "--sides", "transformers", "no drafts", "ngram"]
-    arguments += ["eagle3, chain", "--batch-sizes", 1, "--nodes", 1, 8, "--rounds", 1, "--device", "cpu"]
-    report = run_program(json_file, *arguments, "--markdown", table_file)
-    assert not report["failures"]
-    assert not report["not_run"]
-    [verified], [decoded] = report["verification"], report["decoding"]
-    assert [(row["shape"], row["nodes"]) for row in verified["rows"]] == [("none", 1), ("chain", 8), ("tree", 8)]
-    rows = {row["side"]: row for row in decoded["rows"]}
-    assert {name for name, row in rows.items() if row["same_rows"] == 1} == set(rows) - {"ours: eagle3, chain of 3"}
-    assert rows[benchmark.NO_DRAFTS]["tokens_per_cycle"] == 1 < rows["ours: ngram"]["tokens_per_cycle"]
-    assert all(f"| {name} |" in table_file.read_text() for name in rows)
-    run_here(monkeypatch, "--read", json_file, "--markdown", tmp_path / "again.md")
-    assert (tmp_path / "again.md").read_text() == table_file.read_text()
+def test_speeds_beside_the_baselines(tmp_path, tapes, monkeypatch):
+    sides = ("plain", "none", "transformers: assistant model", "eagle3, chain of 3", "ngram")
+    monkeypatch.setattr(benchmark, "FIRST_SIDES", sides)
+    parts = ["batch 1: " + side for side in sides] + ["verification, context 64, batch 1"]
+    report = run_here(monkeypatch, tmp_path / "out.json", "--batch-sizes", 1, "--parts", *parts)
+    assert report["exit_code"] == 0, report["parts"]
+    verified = table(report, "verification")
+    assert [(row["draft"], row["nodes"]) for row in verified] == [
+        ("none", 1),
+        ("chain, 8 nodes", 8),
+        ("tree, 8 nodes", 8),
+    ]
+    assert all(row["cycle_ms"] > row["target_ms"] > 0 and row["to_weights"] > 0 for row in verified)
+    rows = {row["side"]: row for row in table(report, "decoding")}
+    assert set(sides) <= set(rows)
+    assert {side for side, row in rows.items() if row["same_texts"] == 1} == set(rows) - {"eagle3, chain of 3"}
+    assert rows["none"]["tokens_per_cycle"] == 1 < rows["ngram"]["tokens_per_cycle"]
+    # Also of sides that were measured before their baselines.
+    assert rows["plain"]["to_none"] == pytest.approx(1 / rows["none"]["to_plain"])
+    assert rows["none"]["to_fastest_of_transformers"] <= rows["none"]["to_plain"]
+    assert rows["none"]["graphs"] == "on"
+    cycles = {row["side"]: row for row in table(report, "cycles")}
+    assert cycles["none"]["network_ms"] == 0 < cycles["none"]["target_ms"]
+    assert min(cycles["eagle3, chain of 3"][part] for part in ("network_ms", "target_ms", "outside_ms")) > 0
 
 
-@slow
-def test_whole_program(tmp_path):
-    report = run_program(tmp_path / "out.json", "--device", "cpu")
-    found = {check["what"]: check["is_right"] for check in report["checks"]}
-    assert found.pop("kernels", None) is None
-    assert len(found) == 2 * len(gpu_checks.drafts())
-    assert all(found.values())
-    for case in report["decoding"]:
-        ours = {row["side"] for row in case["rows"] if row["side"].startswith("ours")}
-        assert ours == {benchmark.NO_DRAFTS, *(f"ours: {drafter.name}" for drafter in gpu_models.DRAFTERS)}
+def test_what_graphs_consist_of(tmp_path, tapes, monkeypatch):
+    monkeypatch.setattr(benchmark, "WAYS_NODES", (1, 16))
+    # There are no kernels that could.
+    monkeypatch.setattr(benchmark.early, "launches_early", lambda tensor: True)
+    parts = ("kernels of a verification", "ways of", "kernels of a draft: eagle3, chain", "captures", "memory")
+    report = run_here(monkeypatch, tmp_path / "out.json", "--parts", *parts)
+    assert [part["status"] for part in report["parts"]] == ["passed"] * 6, report["parts"]
+    kernels = table(report, "kernels")
+    assert {row["of"] for row in kernels} == {"verification of 16 nodes", "eagle3, chain of 3"}
+    assert all(row["ms"] > 0 for row in kernels)
+    assert {row["nodes"] for row in table(report, "ways of a forward")} == {1, 16}
+    first, *others = table(report, "first calls and captures")
+    assert first["captures"] + others[0]["captures"] > others[-1]["captures"] == 0
+    assert table(report, "memory of graphs")[0]["graphs"] > 0
 
 
-@pytest.mark.gpu
-def test_program_on_a_gpu(tmp_path, gpu):
-    sides = ("transformers", "no drafts", "ngram", "eagle3, tree")
-    report = run_program(tmp_path / "out.json", "--device", gpu, "--sides", *sides)
-    assert all(check["is_right"] is not False for check in report["checks"])
-    assert "tree_attention, bfloat16" in {check["what"] for check in report["checks"]}
+def test_kernels_by_themselves_and_a_run_that_goes_on(tmp_path, monkeypatch):
+    path, parts = tmp_path / "out.json", ["attention", "products", "drawn tokens", "tests, kernels"]
+    late = run_here(monkeypatch, path, "--parts", *parts, "--max-minutes", 0)
+    assert late["exit_code"] == benchmark.EXIT_INCOMPLETE
+    assert {part["detail"] for part in late["parts"]} == {benchmark.LATE}
+    report = run_here(monkeypatch, path, "--parts", *parts, "--resume")
+    assert report["exit_code"] == 0
+    found = {part["part"]: part["status"] for part in report["parts"]}
+    assert found == {"models": "passed", **dict.fromkeys(parts[:3], "passed"), "tests, kernels": "skipped"}
+    assert all(row["torch_us"] > 0 for part in parts[:3] for row in table(report, part))
+    again = run_here(monkeypatch, path, "--parts", *parts, "--resume")
+    assert len(table(again, "products")) == len(table(report, "products"))
 
 
 def test_wrong_texts_are_seen(target):
     batches = make_batches(demo.load_tokenizer(), demo.prompts()[-1:], 1, 8)
     settings = {"method": "medusa", "model": demo.drafter_path("medusa"), "num_speculative_tokens": 3}
-    right = gpu_checks.check_text("right", target, settings, batches)
-    wrong = gpu_checks.check_text("wrong", target, settings | gpu_models.synthetic(4.0), batches)
-    assert right.is_right
-    assert wrong.is_right is False
-    assert "bug in " in wrong.detail
+    assert gpu_checks.check_text("right", target, settings, batches)["ties"] == 0
+    with pytest.raises(AssertionError, match="wrong: bug in "):
+        gpu_checks.check_text("wrong", target, settings | gpu_models.synthetic(4.0), batches)
 
 
 def test_smoke_on_graphs(tmp_path, tapes, monkeypatch):
-    every = gpu_first.one_of_each_method()
-    monkeypatch.setattr(gpu_first, "one_of_each_method", lambda: {name: every[name] for name in ("ngram", "mtp")})
-    with pytest.raises(SystemExit) as ended:
-        run_here(monkeypatch, "--smoke", "--json", tmp_path / "out.json")
-    assert ended.value.code == 0
-    parts = json.loads((tmp_path / "out.json").read_text())["parts"]
-    assert [part["status"] for part in parts] == ["skipped", "passed", "passed", "passed"]
-    cycle = parts[-1]["found"]
-    assert cycle["graphs"] == cycle["draft_graphs"] == "on"
-    assert min(cycle["replays"], cycle["draft_replays"], cycle["captures"][0]) > 0
+    every = gpu_checks.drafts()
+    few = {name: every[name] for name in ("ngram, tree", "mtp, tree")}
+    monkeypatch.setattr(benchmark, "drafts", lambda: few)
+    report = run_here(monkeypatch, tmp_path / "out.json", "--smoke")
+    assert [part["status"] for part in report["parts"]] == ["passed", "passed", "skipped"]
+    assert {row["graphs"] for row in table(report, "texts")} == {"on"}
 
 
-def test_first_figures(tmp_path, tapes, monkeypatch):
-    sides = (benchmark.PLAIN, benchmark.NO_DRAFTS, "ours: eagle3, chain")
-    fewer = {"FIRST_SIDES": sides, "LAST_SIDES": (), "WAYS_NODES": (1, 16), "PROFILED_DRAFTS": sides[2:]}
-    for name, value in fewer.items():
-        monkeypatch.setattr(gpu_first, name, value)
-    # There are no kernels that could.
-    monkeypatch.setattr(gpu_first.early, "launches_early", lambda tensor: True)
-    with pytest.raises(SystemExit) as ended:
-        run_here(monkeypatch, "--first", "--new-tokens", 24, "--json", tmp_path / "out.json")
-    assert ended.value.code == 0
-    report = json.loads((tmp_path / "out.json").read_text())
-    found = {part["part"]: part["found"] for part in report["parts"]}
-    assert len(found) == 12
-    for side in sides[1:]:
-        assert found[f"decoding: {side}"]["to_plain"] > 0
-        assert found[f"decoding: {side}"]["graphs"] == "on"
-    assert found["kernels of a replay"]["num_kernels"] > 20
-    assert found["memory of graphs"]["num_graphs"] > 0
+@slow
+def test_all_ways_of_decoding_and_all_texts(tmp_path, monkeypatch):
+    parts = ("decoding", "texts, lean")
+    report = run_here(monkeypatch, tmp_path / "out.json", "--batch-sizes", 1, "--parts", *parts)
+    assert not [part for part in report["parts"] if part["status"] == "failed"]
+    sides = {row["side"] for row in table(report, "decoding")}
+    assert {drafter.name for drafter in gpu_models.DRAFTERS} <= sides
+    assert len(table(report, "texts")) == len(gpu_checks.drafts())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path, gpu, monkeypatch):
+    parts = ("texts, quick", "decoding, batch 1: ", "kernels of a verification", "attention")
+    report = run_here(monkeypatch, tmp_path / "out.json", "--batch-sizes", 1, "--parts", *parts, device=str(gpu))
+    assert not [part for part in report["parts"] if part["status"] == "failed"]

@@ -9,7 +9,8 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import record
-from hf_specdec.loop import ahead, judging, loop, observers
+from hf_specdec.loop import cycle, loop, observers, rows
+from hf_specdec.loop.ahead import Ahead
 from hf_specdec.target.lean import LeanModel
 from tests.helpers.levels import in_full
 from tests.helpers.models import prompts, scripted_for, tiny_llama
@@ -23,7 +24,14 @@ PROMPT = 7
 @pytest.fixture
 def defer(monkeypatch):
     """Lets the loop believe that forwards run by themselves, or not."""
-    return lambda does: monkeypatch.setattr(ahead, "is_async", lambda device: does)
+    begin = loop.DecodingLoop.__post_init__
+
+    def begin_ahead(self):
+        begin(self)
+        parts = self.rows, self.drafter, self.target, self.judging
+        self.ahead = Ahead(*parts, self.session, self.stats, self.observers)
+
+    return lambda does: monkeypatch.setattr(loop.DecodingLoop, "__post_init__", begin_ahead if does else begin)
 
 
 class Streamer(BaseStreamer):
@@ -56,7 +64,7 @@ def speculate(model, inputs, plain, script=CHAINS, **arguments):
 @pytest.mark.parametrize(
     ("does", "order"),
     [
-        (False, ["verdict", "count", "put", "observe", "forward"]),
+        (False, ["verdict", "observe", "count", "put", "forward"]),
         (True, ["verdict", "observe", "forward", "count", "put"]),
     ],
 )
@@ -69,8 +77,8 @@ def test_order_of_a_cycle(does, order, model, defer, monkeypatch):
 
     note(loop.DecodingLoop, "verify", "forward")
     note(observers.Statistics, "tell", "count")
-    note(loop.DecodingLoop, "_observe", "observe")
-    note(judging, "check_drawn", "verdict")
+    note(cycle.Cycle, "commit", "observe")
+    note(rows.Rows, "append", "verdict")
     defer(does)
     inputs = prompts(1)
     plain = model.generate(**inputs, **GREEDY)

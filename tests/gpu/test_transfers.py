@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 
 from hf_specdec import transfers
 from hf_specdec.candidate_generators.medusa import generator as medusa
-from hf_specdec.candidate_generators.mlp_speculator import growth as mlp_speculator
 from hf_specdec.drafts import TokenTree, chain_topology, static_topology
-from hf_specdec.drafts.topology import chain_parents
 from hf_specdec.kernels import cache, indexing
-from hf_specdec.target import masks
 from hf_specdec.transfers import (
     PackedTables,
     PendingRead,
@@ -79,14 +76,11 @@ TREE = TokenTree.chain(3)
 KEPT = {
     indexing.arange: (3,),
     kept_tensor: ((1, 2),),
-    masks._padding_mask: ((1, 2), torch.float32),
-    chain_parents: (2,),
     chain_topology: (2,),
     static_topology: ((-1, -1, 0),),
     TokenTree.levels: (TREE,),
     medusa._candidate_of_node: (TREE, 4),
     medusa._is_committed: ((1, 2), 3),
-    mlp_speculator._depths_of_levels: ((1, 2),),
     cache._addresses: ((16, 32),),
 }
 

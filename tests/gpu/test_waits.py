@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
 import pytest
 import torch
-from gpu_clocks import noted_waits
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import load_speculator, record
@@ -156,15 +160,44 @@ class TestOneWaitACycle:
         watched.check()
 
     def test_confidence_threshold_reads_every_token(self, watched):
-        """A draft model that may stop early is asked for it, a token later."""
+        """A draft model that may stop early is asked for it."""
         model, inputs = tiny_llama(), prompts(2)
         plain = model.generate(**inputs, **GREEDY)
         early = {"draft_confidence_threshold": 0.5, "num_speculative_tokens": 6}
         ours = watched.generate(model, inputs, lambda model: tiny_drafter(model, "draft model", **early))
         assert ours.tolist() == plain.tolist()
         places = {wait.where.split()[-1] for waits in watched.cycles for wait in waits}
-        assert places == {"wait", "_draft"}
+        assert places == {"wait", "stop_low_confidence"}
         assert min(map(len, watched.cycles)) < 6
+
+
+# What torch warns of; a warning of the mode itself has other words.
+TORCHS_WAITS = "called a synchronizing CUDA operation"
+
+
+@contextmanager
+def noted_waits() -> Iterator[list[str]]:
+    """Yields a list that has, after the block, a message for each time that the host has waited for a GPU.
+
+    Torch tells of its own waits, and nothing of those for an event.
+    """
+    waits: list[str] = []
+    wait_for = torch.cuda.Event.synchronize
+
+    def noted(event: torch.cuda.Event) -> None:
+        waits.append("an event was waited for")
+        wait_for(event)
+
+    with ExitStack() as stack:
+        seen = stack.enter_context(warnings.catch_warnings(record=True))
+        stack.enter_context(patch.object(torch.cuda.Event, "synchronize", noted))
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            waits += [message for message in (str(warning.message) for warning in seen) if TORCHS_WAITS in message]
 
 
 @pytest.mark.gpu
@@ -202,7 +235,7 @@ def test_rows_that_stream(asked, waits_of_a_step):
     with other_device() as waits:
         model = move(model)
         reader = RequestReader(model, GREEDY, num_places=2)
-        engine = Engine(model, load_speculator(model, "ngram", num_speculative_tokens=3), reader, 2)
+        engine = Engine(load_speculator(model, "ngram", num_speculative_tokens=3), reader)
         rows = [reader.row(index, prompt, asked) for index in range(2)]
         for row in rows:
             engine.add(row)

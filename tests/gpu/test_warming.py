@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from copy import copy
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from hf_specdec import SpecConfigError, cli, load_speculator, record, warm_up
+from hf_specdec import SpecConfigError, load_speculator, record, warm_up
 from tests.helpers.levels import full, split
 from tests.helpers.methods import demo_inputs, settings_of
 from tests.helpers.models import prompts, tiny_llama
@@ -97,22 +95,6 @@ def test_on_a_cpu_there_is_nothing_to_capture():
 def test_numbers_that_are_too_small(arguments, message):
     with pytest.raises(SpecConfigError, match=message):
         warm_up(tiny_llama(), **arguments)
-
-
-@full
-def test_warm_up_command():
-    def invoke(*arguments):
-        settings = ["--device", "cpu", "-n", "8", "--prompt-length", "20"]
-        return CliRunner().invoke(cli.app, ["warm-up", *settings, *arguments])
-
-    shown = invoke("--spec", "medusa", "--greedy")
-    assert shown.exit_code == 0, shown.output
-    assert "1 call in" in shown.stdout
-    assert "nothing to capture (not on a CUDA device)" in shown.stdout
-    done = json.loads(invoke("--json", "--batch-size", "2").stdout)
-    assert (done["num_calls"], done["num_graph_captures"]) == (4, 0)
-    assert done["graphs"] == "off: not on a CUDA device"
-    assert invoke("--batch-size", "0").exit_code == 2
 
 
 @full

@@ -12,19 +12,21 @@ from pathlib import Path
 import torch
 
 from hf_specdec import demo, load_speculator
-from hf_specdec.candidate_generators.dflash.config import DominoConfig, LiLiCorrConfig, XPressConfig
+from hf_specdec.candidate_generators.dflash.heads.domino import DominoConfig
+from hf_specdec.candidate_generators.dflash.heads.lilicorr import LiLiCorrConfig
+from hf_specdec.candidate_generators.dflash.heads.markov import MarkovConfig
+from hf_specdec.candidate_generators.dflash.heads.xpress import XPressConfig
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
 
 
-_CONFIDENT = {"markov_rank": 8, "has_confidence": True, "confidence_with_markov": True}
 _LATTICE = LiLiCorrConfig(
     hidden_size=16, candidate_topk=3, num_layers=1, num_heads=2, mlp_size=16, factor_dim=8, logit_scale=4.0
 )
 HEADS = {
-    "confident": ("a DSpark draft with a confidence head", _CONFIDENT),
-    "domino": ("a Domino draft", {"domino": DominoConfig(gru_hidden_dim=8, emb_dim=8)}),
-    "lilicorr": ("a LiLiCorr draft", {"lilicorr": _LATTICE}),
-    "xpress": ("an XPress draft", {"xpress": XPressConfig(rank=8, mlp_hidden=16, num_passes=3)}),
+    "confident": ("a DSpark draft with a confidence head", MarkovConfig(8, "vanilla", True, True)),
+    "domino": ("a Domino draft", DominoConfig(gru_hidden_dim=8, emb_dim=8)),
+    "lilicorr": ("a LiLiCorr draft", _LATTICE),
+    "xpress": ("an XPress draft", XPressConfig(rank=8, mlp_hidden=16, num_passes=3)),
 }
 
 
@@ -37,15 +39,16 @@ def head_path(name: str) -> str:
     plain = load_speculator(target, {"method": "dflash", "model": demo.drafter_path("dflash")}).resources
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        network = DFlashNetwork(replace(plain.config, **HEADS[name][1]))
+        network = DFlashNetwork(replace(plain.config, head=HEADS[name][1]))
         network.load_state_dict(plain.state_dict(), strict=False)
-        if network.confidence_head is not None:
+        head = network.block_head
+        if name == "confident":
             # Corrections that change a draft now and then, and a head that doubts some of them.
-            torch.nn.init.normal_(network.markov_head.markov_w1.weight, std=0.3)
-            torch.nn.init.normal_(network.confidence_head.proj.weight, std=0.02)
-        if network.xpress_head is not None:
+            torch.nn.init.normal_(head.markov_w1.weight, std=0.3)
+            torch.nn.init.normal_(head.confidence_head["proj"].weight, std=0.02)
+        if name == "xpress":
             # A new one changes nothing.
-            for weight in (network.xpress_head.w2.weight, network.xpress_head.mix.L):
+            for weight in (head.w2.weight, head.mix.L):
                 torch.nn.init.normal_(weight, std=0.3)
         network.save(Path(folder))
     return folder

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from hf_specdec.candidate_generators.dflash.config import (
-    BlockView,
-    DFlashConfig,
-    DominoConfig,
-    LiLiCorrConfig,
-    XPressConfig,
-)
-from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
+from hf_specdec.candidate_generators.dflash.heads.domino import DominoConfig
+from hf_specdec.candidate_generators.dflash.heads.lilicorr import LiLiCorrConfig
+from hf_specdec.candidate_generators.dflash.heads.markov import MarkovConfig
+from hf_specdec.candidate_generators.dflash.heads.selector import SelectorConfig
+from hf_specdec.candidate_generators.dflash.heads.xpress import XPressConfig
+from hf_specdec.candidate_generators.dflash.network import BlockView, DFlashConfig, DFlashNetwork
 from tests.helpers.models import tiny_llama
 
 
@@ -44,12 +42,13 @@ def draft(hidden_size, vocab_size, known=None, **settings):
     return network
 
 
-SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 5}
+SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "head": SelectorConfig(4, 5)}
 LATTICE = LiLiCorrConfig(
     hidden_size=16, candidate_topk=5, num_layers=2, num_heads=2, mlp_size=24, factor_dim=6, logit_scale=4.0
 )
 REFINER = XPressConfig(rank=6, mlp_hidden=10, num_passes=3)
-_DSPARK = {"predicts_next": True, "block_size": 6, "markov_rank": 4}
+_NEXT = {"predicts_next": True, "block_size": 6}
+_DSPARK = {**_NEXT, "head": MarkovConfig(4)}
 NETWORKS = {
     "full": {},
     "window_and_full": {"views": (BlockView(4, True), BlockView())},
@@ -66,20 +65,20 @@ NETWORKS = {
         "logit_scale": 1.5,
         "logit_softcap": 6.0,
     },
-    "next_token": {"predicts_next": True, "block_size": 6},
+    "next_token": _NEXT,
     "corrections": _DSPARK,
     "corrections_reduced": {**_DSPARK, "known": list(range(0, 40, 2))},
-    "corrections_gated": {**_DSPARK, "markov_head_type": "gated"},
-    "corrections_rnn": {**_DSPARK, "markov_head_type": "rnn"},
-    "confident": {**_DSPARK, "has_confidence": True, "confidence_with_markov": True},
-    "confident_rnn": {**_DSPARK, "markov_head_type": "rnn", "has_confidence": True, "confidence_with_markov": True},
-    "confident_alone": {"predicts_next": True, "block_size": 6, "has_confidence": True},
-    "lilicorr": {"lilicorr": LATTICE},
-    "lilicorr_convolutions": {"lilicorr": LATTICE, "conv_kernel_size": 2, "conv_group_size": 8},
-    "domino": {"domino": DominoConfig(12, 10, pure_draft_prefix_len=1)},
-    "domino_next_token": {"domino": DominoConfig(12, 10), "predicts_next": True, "known": list(range(0, 40, 2))},
-    "xpress": {"xpress": REFINER},
-    "xpress_reduced": {"xpress": REFINER, "known": list(range(1, 40, 2))},
+    "corrections_gated": {**_NEXT, "head": MarkovConfig(4, "gated")},
+    "corrections_rnn": {**_NEXT, "head": MarkovConfig(4, "rnn")},
+    "confident": {**_NEXT, "head": MarkovConfig(4, "vanilla", True, True)},
+    "confident_rnn": {**_NEXT, "head": MarkovConfig(4, "rnn", True, True)},
+    "confident_alone": {**_NEXT, "head": MarkovConfig(has_confidence=True)},
+    "lilicorr": {"head": LATTICE},
+    "lilicorr_convolutions": {"head": LATTICE, "conv_kernel_size": 2, "conv_group_size": 8},
+    "domino": {"head": DominoConfig(12, 10, pure_draft_prefix_len=1)},
+    "domino_next_token": {"head": DominoConfig(12, 10), "predicts_next": True, "known": list(range(0, 40, 2))},
+    "xpress": {"head": REFINER},
+    "xpress_reduced": {"head": REFINER, "known": list(range(1, 40, 2))},
 }
 
 
@@ -89,9 +88,10 @@ def random_network(seed=0, **settings):
     network = draft(32, 40, num_embeddings=41, mask_token_id=40, num_target_layers=3, **settings)
     if network.lm_head is None:
         network.attach(tiny_llama(vocab_size=40).requires_grad_(False))
+    begins_without_effect = isinstance(network.config.head, (SelectorConfig, DominoConfig, XPressConfig))
     for name, weight in network.named_parameters():
         # Clear choices, and norms and biases that are no constants.
-        if "_conv." in name or "_selector." in name or "logit_head." in name or "xpress_head." in name:
+        if "_conv." in name or ("block_head." in name and begins_without_effect):
             weight.normal_(0.0, 0.3 if "_conv." in name else 1.0)
         else:
             weight.mul_(2.0) if weight.dim() == 2 else weight.add_(0.2 * torch.randn_like(weight))

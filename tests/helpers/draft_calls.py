@@ -11,7 +11,7 @@ import torch
 from hf_specdec import SpeculativeConfig
 from hf_specdec.candidate_generators.medusa.generator import MedusaCandidateGenerator, MedusaResources, RankCounts
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
-from hf_specdec.candidate_generators.mlp_speculator.generator import LoadedSpeculator, MLPSpeculatorCandidateGenerator
+from hf_specdec.candidate_generators.mlp_speculator.generator import MLPSpeculatorCandidateGenerator
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from hf_specdec.speculator import Speculator
@@ -49,17 +49,19 @@ def medusa_speculator(heads: MedusaHeads, lm_head: torch.nn.Module = LM_HEAD, **
 
 
 def mlp_speculator(network: MLPSpeculator, target_size: int = SIZE, **settings) -> Speculator:
-    stages = [network.stage(index, target_size) for index in range(network.config.n_predict)]
-    resources = LoadedSpeculator(network, stages, unknown_tokens=target_size > SIZE)
+    resources = network.for_vocabulary(target_size)
     config = SpeculativeConfig("mlp_speculator", "loaded", **settings)
     return Speculator(config, MLPSpeculatorCandidateGenerator, resources)
 
+
+PARALLEL = {"vocab_size": SIZE, "hidden_size": 32, "mask": 39}
+MIXED = {"sliding_window": 4, "full_layers": (0,)}
 
 # By method: what makes its networks, their settings, and what drafts with one.
 KINDS = {
     "dflash": (block_networks.random_network, block_networks.NETWORKS, speculator_for),
     "eagle": (draft_layers.random_network, draft_layers.NETWORKS, speculator_for),
-    "peagle": (draft_layers.parallel_head, {"": {"vocab_size": SIZE, "hidden_size": 32, "mask": 39}}, speculator_for),
+    "peagle": (draft_layers.parallel_head, {"": PARALLEL, "mixed": PARALLEL | MIXED}, speculator_for),
     "mtp": (draft_layers.random_mtp, {"": {}}, speculator_for),
     "medusa": (
         random_heads,
@@ -99,7 +101,9 @@ CASES = {
     "eagle3 improbable tree": ("eagle/eagle3", {**TREE, "draft_min_path_prob": 0.2}),
     "eagle3 improbable chain": ("eagle/eagle3", {"num_speculative_tokens": 4, "draft_min_path_prob": 0.2}),
     "peagle": ("peagle", {"num_speculative_tokens": 4}),
+    "peagle windows": ("peagle/mixed", {"num_speculative_tokens": 4}),
     "window": ("eagle/window", TREE),
+    "windows of some layers": ("eagle/mixed", TREE),
     "window static tree": ("eagle/window", {"speculative_token_tree": draft_layers.STATIC}),
     "mtp layers": ("mtp", {"mtp_mode": "chain"}),
     "mtp two layers": ("mtp", {"mtp_mode": "chain", "num_speculative_tokens": 2}),
@@ -216,7 +220,7 @@ def run(kind: str, shape: dict, num_rows: int, seed: int, num_cycles: int = 5) -
     for call in calls:
         call.generator.close()
     # The next call may have the graphs.
-    assert graphs._models[network_of(kind)]._owner() is None
+    assert graphs._models[network_of(kind)].owner() is None
     assert calls[1].graphs.num_replays == 0
     return calls[0].graphs.num_replays
 

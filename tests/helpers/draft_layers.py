@@ -47,6 +47,13 @@ NETWORKS = {
     "eagle1": {"method": "eagle"},
     "eagle3": {"method": "eagle3", "aux_layer_ids": (0, 2, 3), "known": list(range(1, 40, 3))},
     "window": {"method": "eagle3", "aux_layer_ids": (1,), "sliding_window": 3},
+    "mixed": {
+        "method": "eagle3",
+        "aux_layer_ids": (1,),
+        "sliding_window": 3,
+        "full_layers": (1,),
+        "num_hidden_layers": 3,
+    },
 }
 
 

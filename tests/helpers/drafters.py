@@ -40,10 +40,10 @@ def saved_with(**settings):
     return {"speculation_config.json": json.dumps(settings)}
 
 
-def without_norm(folder):
-    """Weights that lack a tensor: only the loader knows that it is needed."""
+def with_integers(folder):
+    """Weights of which one is of integers: only the loader looks at that."""
     tensors = load_file(Path(folder, "model.safetensors"))
-    del tensors["norm.weight"]
+    tensors["norm.weight"] = tensors["norm.weight"].long()
     return {"model.safetensors": save(tensors)}
 
 

@@ -1,8 +1,9 @@
 """Records what every drafter drafts, for the checkpoints in `tests/fixtures` and those of the demo.
 
-    python -m tests.helpers.drafting_traces           # writes tests/fixtures/traces/*.json anew
+    python -m tests.helpers.drafting_traces           # writes tests/fixtures/traces/*.json and log_probs.json anew
 
-A cycle is a list of rows, each `[row, draft tokens, parents or null for a chain, accepted, committed tokens]`.
+A cycle is a list of rows, each `[row, draft tokens, parents or null for a chain, accepted, committed tokens]`. Of
+drafts that are rated, the log-probabilities of the paths in the first cycles are recorded, too.
 Combinations are not among them: they choose by measured time.
 """
 
@@ -11,13 +12,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 
+import pytest
 import torch
 from transformers import PreTrainedModel, set_seed
 
-from hf_specdec import demo, forget_speculators, record
+from hf_specdec import DraftTree, Speculator, demo, forget_speculators, record
 from tests.helpers import heads
 from tests.helpers.methods import CHECKPOINTS
 from tests.helpers.paths import FIXTURES
@@ -25,21 +28,38 @@ from tests.helpers.published import target_of
 
 
 TRACES = FIXTURES / "traces"
+LOG_PROBS = FIXTURES / "log_probs.json"
+NUM_RATED_CYCLES = 2
 # Nodes with one and with two children, of three depths.
 STATIC_TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
 SHAPES = {
     "ngram": {"chain": {}},
     "suffix": {"chain": {}, "dynamic": {"suffix_decoding_use_tree_spec": True}},
-    "draft_model": {"chain": {}, "drawn": {"draft_sample_method": "probabilistic"}},
+    "recycling": {"static": {}, "chain": {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"}},
+    "early_exit": {
+        "chain": {"early_exit_layer": 4, "draft_sample_method": "greedy"},
+        "drawn": {"early_exit_layer": 4, "draft_sample_method": "probabilistic"},
+    },
+    "sparse_kv": {
+        "chain": {"sparse_kv_window": 48, "draft_sample_method": "greedy"},
+        "drawn": {"sparse_kv_window": 48, "draft_sample_method": "probabilistic"},
+    },
+    "draft_model": {
+        "chain": {},
+        "drawn": {"draft_sample_method": "probabilistic"},
+        "confident": {"draft_confidence_threshold": 0.5},
+    },
     "medusa": {
         "chain": {"num_speculative_tokens": 2},
         "static": {"speculative_token_tree": "[(0,), (1,), (0, 0), (0, 1), (1, 0)]"},
         "sized": {"num_draft_nodes": 6},
+        "measured": {"medusa_tree": "measured"},
     },
     "mlp_speculator": {
         "chain": {"num_speculative_tokens": 3},
         "static": {"speculative_token_tree": STATIC_TREE},
         "grown": {"num_draft_nodes": 6},
+        "candidates": {"mlp_speculator_num_candidates": 4},
         "drawn": {"draft_sample_method": "probabilistic"},
     },
     "eagle": {
@@ -119,16 +139,38 @@ def _random_prompts(model: PreTrainedModel, batch_size: int) -> dict[str, torch.
     return {"input_ids": input_ids * attention_mask, "attention_mask": attention_mask}
 
 
-def traced(drafter: Drafter) -> dict[str, list]:
-    """The cycles of each case."""
-    model, found = target_of(drafter.target), {}
+def traced(drafter: Drafter) -> tuple[dict[str, list], dict[str, list]]:
+    """The cycles of each case, and the log-probabilities of the first drafts where they are rated."""
+    model, cycles, log_probs = target_of(drafter.target), {}, {}
     forget_speculators(model)
     for name, arguments in cases(drafter):
         set_seed(7)
-        with record(trace=True) as recorded:
+        with record(trace=True) as recorded, _kept_drafts() as drafts:
             model.generate(**arguments)
-        found[name] = [[_row(row) for row in cycle.rows] for cycle in recorded.calls[0].cycles]
-    return found
+        cycles[name] = [[_row(row) for row in cycle.rows] for cycle in recorded.calls[0].cycles]
+        if rated := [draft for draft in drafts if draft.path_log_probs is not None][:NUM_RATED_CYCLES]:
+            log_probs[name] = [
+                [[round(value, 3) for value in row[:count]] for row, count in zip(values, draft.counts())]
+                for draft in rated
+                for values in [draft.path_log_probs.tolist()]
+            ]
+    return cycles, log_probs
+
+
+@contextmanager
+def _kept_drafts() -> Iterator[list[DraftTree]]:
+    """Yields a list of all drafts that are proposed inside."""
+    drafts, make = [], Speculator.candidate_generator
+
+    def making(self, *session):
+        generator = make(self, *session)
+        propose = generator.propose
+        generator.propose = lambda step: drafts.append(propose(step)) or drafts[-1]
+        return generator
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Speculator, "candidate_generator", making)
+        yield drafts
 
 
 def _row(row) -> list:
@@ -138,10 +180,17 @@ def _row(row) -> list:
 
 def _write() -> None:
     TRACES.mkdir(exist_ok=True)
+    all_log_probs = {}
     for name, drafter in drafters().items():
-        traces = traced(drafter).items()
-        lines = [f"{json.dumps(case)}: {json.dumps(cycles, separators=(',', ':'))}" for case, cycles in traces]
-        (TRACES / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        cycles, log_probs = traced(drafter)
+        (TRACES / f"{name}.json").write_text(_lines(cycles))
+        all_log_probs |= {f"{name}, {case}": values for case, values in log_probs.items()}
+    LOG_PROBS.write_text(_lines(all_log_probs))
+
+
+def _lines(cases: dict[str, list]) -> str:
+    lines = [f"{json.dumps(case)}: {json.dumps(values, separators=(',', ':'))}" for case, values in cases.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 if __name__ == "__main__":

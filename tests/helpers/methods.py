@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specdec import Speculator, demo, load_speculator
-from hf_specdec.control.profile import ControlProfile
+from hf_specdec.control import ControlProfile
 from hf_specdec.method import NO_DRAFTS, built_in_methods, parts_of
 from hf_specdec.settings import option_fields
 from tests.helpers.block_drafts import HEADS, head_path
@@ -35,6 +35,7 @@ _SHAPES = {
     "sparse_kv": {"sparse_kv_window": 48},
     "draft_model": {},
     "draft_model confident": {"draft_confidence_threshold": 0.5},
+    "draft_model first tokens": {"draft_vocabulary_size": 2000},
     "draft_model shared tokens": {"draft_vocabulary": "shared_tokens"},
     "draft_model re-encoded": {"draft_vocabulary": "text"},
     "medusa": {},

@@ -6,6 +6,5 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 DOCS = ROOT / "docs"
 FIXTURES = ROOT / "tests" / "fixtures"

@@ -2,13 +2,18 @@
 
 import torch
 
-from hf_specdec.candidate_generators.dflash.recipe import DFlash2Recipe, DFlashRecipe, DominoRecipe, LiLiCorrRecipe
-from hf_specdec.candidate_generators.dflash.text import DraftText
+from hf_specdec.candidate_generators.dflash.generator import DraftText
+from hf_specdec.candidate_generators.dflash.heads.domino import DominoRecipe
+from hf_specdec.candidate_generators.dflash.heads.lilicorr import LiLiCorrRecipe
+from hf_specdec.candidate_generators.dflash.heads.selector import DFlash2Recipe
+from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe, PEagleRecipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
+from hf_specdec.drafting.state import Entries
+from hf_specdec.training.arguments import DraftTrainingArguments
 from hf_specdec.training.reading import Rows, TargetReader
 from tests.helpers.architectures import tiny_model
 from tests.helpers.models import VOCAB_SIZE, tiny_llama, tiny_mistral
@@ -61,6 +66,11 @@ MTP_TARGETS = {
 }
 
 
+def training_arguments(folder, **changed):
+    """Arguments of a training in float32 on the CPU."""
+    return DraftTrainingArguments(str(folder), use_cpu=True, **{"bf16": False, "disable_tqdm": True} | changed)
+
+
 def enlarged(network):
     """Gives a network random weights large enough to tell wrong inputs from right ones."""
     for name, parameter in network.named_parameters():
@@ -83,10 +93,10 @@ def read(recipe, network, target, length=20, uncounted=0):
 
 
 def drafted_block(network, reading, row, place, masked):
-    """The output at the masks, `(K, h)`, of the cached forward of drafting for a block after `place`."""
+    """The network's output for a block after `place`, `(S, h)`, by the cached forward of drafting."""
     text = DraftText(network, starts=[0], leads=[0], capacity=64)
     states = {key: reading.states[key][row, None, : place + 1] for key in network.target_hidden_states}
-    text.extend(states, [place + 1])
+    text.extend(Entries(reading.tokens[row, None, 1 : place + 2], states, [place + 1]))
     text.begin_block(network.config.block_size)
     block = torch.tensor([[int(reading.tokens[row, place + 1]), *masked]])
-    return network.predicting(text.read_block(block))[0]
+    return text.read_block(block)[0]

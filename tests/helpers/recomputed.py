@@ -7,12 +7,22 @@ import math
 import torch
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
+from hf_specdec.candidate_generators.dflash.heads import Block
+from hf_specdec.candidate_generators.dflash.heads.domino import DominoConfig
+from hf_specdec.candidate_generators.dflash.heads.lilicorr import LiLiCorrConfig
+from hf_specdec.candidate_generators.dflash.heads.markov import MarkovConfig
+from hf_specdec.candidate_generators.dflash.heads.selector import SelectorConfig
+from hf_specdec.candidate_generators.dflash.heads.xpress import XPressConfig
+
 
 class RecomputedBlock:
     """One row's drafts by definition: text and block as one sequence, without a cache, with attention spelt out."""
 
     def __init__(self, network, text, states):
         self.network, self.before, self.anchor = network, text[-2].item(), text[-1:]
+        self.head, self.sizes = network.block_head, network.config.head
+        self.has_selector = isinstance(self.sizes, SelectorConfig)
+        self.has_lattice = isinstance(self.sizes, LiLiCorrConfig)
         joined = torch.cat([states[layer + 1] for layer in network.config.target_layer_ids], dim=-1)
         self.fused = norm(network.hidden_norm, joined @ network.fc.weight.T)
 
@@ -49,7 +59,7 @@ class RecomputedBlock:
         output = norm(network.norm, stream)
         logits = network.logits(output)
         self.anchor_output, self.output = output[:1], output if config.predicts_next else output[1:]
-        if network.candidate_selector is not None:
+        if self.has_selector:
             head = network._target.head.weight
             logits = config.logit_scale * (output @ head.T)
             logits = config.logit_softcap * (logits / config.logit_softcap).tanh() if config.logit_softcap else logits
@@ -70,15 +80,16 @@ class RecomputedBlock:
         return result
 
     def candidates(self, row):
-        count = self.network.config.selector_top_k or self.network.config.lilicorr.candidate_topk
+        count = self.sizes.selector_top_k if self.has_selector else self.sizes.candidate_topk
         return row.topk(count).indices.tolist()
 
     def scores(self, rows, position, previous, candidates):
         """Scores of candidates after a token."""
-        selector = self.network.candidate_selector
-        if selector is None:
+        selector = self.head
+        if self.has_lattice:
             # The lattice's, whose own numbers are compared with the official ones.
-            whole = self.network.lilicorr(rows[None], self.output[None], self.fused[-1:], self.network.embed)
+            memory = {"context": self.fused[-1:]}
+            whole = self.head.begin(Block(self.network, self.anchor, self.output[None], rows[None], None, memory))
             place = 0 if position == 0 else whole.tokens[0, position - 1].tolist().index(previous)
             return whole.scores[0, position, place]
         before = selector.predecessor_codebook[previous] * selector.hidden_projection(self.output[position])
@@ -100,13 +111,13 @@ class RecomputedBlock:
         return torch.full((block_size - 1,), self.network.config.mask_token_id)
 
     def chain(self, block_size, count):
-        if self.network.config.xpress:
+        if isinstance(self.sizes, XPressConfig):
             return self.refined(count)
         rows, found = self.logits(self.masks(block_size)), []
-        if self.network.lilicorr:
+        if self.has_lattice:
             # Positions that are not drafted do not count.
             rows, self.output = rows[:count], self.output[:count]
-        if self.network.config.has_edges:
+        if self.has_selector or self.has_lattice:
             return prefixes(self.walk(rows, {})[0][:count])
         for position, row in enumerate(rows[:count]):
             row = row + self.correction(position, [self.anchor.item(), *found])
@@ -115,12 +126,12 @@ class RecomputedBlock:
 
     def refined(self, count):
         """XPress's passes, position by position."""
-        head, config = self.network.xpress_head, self.network.config
+        head, config = self.head, self.network.config
         size = config.block_size
         rows, anchor = self.logits(self.masks(size)), self.anchor.item()
         outputs = torch.cat([self.anchor_output, self.output])
         mean, tokens = head.down_g(outputs.mean(0)), self.network.target_ids(rows.argmax(-1)).tolist()
-        for _ in range(config.xpress.num_passes):
+        for _ in range(self.sizes.num_passes):
             previous, states = [self.before, anchor, *tokens[:-1]], []
             for output, token in zip(outputs, previous):
                 states.append(head.in_proj(torch.cat([head.down_h(output), mean, head.w1.weight[token]])))
@@ -136,32 +147,32 @@ class RecomputedBlock:
     def confidences(self, block_size):
         """Probabilities that tokens are kept, by the head's equation."""
         found = [path[-1] for path in self.chain(block_size, block_size)]
-        head, confidences = self.network.confidence_head, []
+        head, confidences = self.head.confidence_head, []
         for output, before in zip(self.output, [self.anchor.item(), *found]):
-            if self.network.config.confidence_with_markov:
-                output = torch.cat([output, self.network.markov_head.markov_w1.weight[before]])
-            confidences.append(head.proj(output).sigmoid().item())
+            if self.sizes.confidence_with_markov:
+                output = torch.cat([output, self.head.markov_w1.weight[before]])
+            confidences.append(head["proj"](output).sigmoid().item())
         return confidences
 
     def correction(self, position, before):
         """What the tokens of a block before a position, the anchor among them, add to its logits."""
         network, config, output = self.network, self.network.config, self.output[position]
-        if config.domino is not None:
-            head, sizes = network.logit_head, config.domino
+        head, sizes = self.head, self.sizes
+        if isinstance(sizes, DominoConfig):
             gru = torch.nn.GRU(config.hidden_size, sizes.gru_hidden_dim, bias=False, batch_first=True)
             gru.load_state_dict(head.prefix_gru.state_dict())
             state = gru(network.embed(torch.tensor([before])))[1][0, 0]
             first, _, second = head.embed_proj
             inner = first.weight @ torch.cat([output, state])
             return 0 if position < sizes.pure_draft_prefix_len else second.weight @ (inner * inner.sigmoid())
-        if not config.markov_rank:
+        if not isinstance(sizes, MarkovConfig) or not sizes.rank:
             return 0
-        head, state = network.markov_head, torch.zeros(config.markov_rank)
+        state = torch.zeros(sizes.rank)
         for place, token in enumerate(before):
             row = head.markov_w1.weight[token]
-            if config.markov_head_type == "gated":
+            if sizes.type == "gated":
                 row = row * head.gate_proj(torch.cat([output, row])).sigmoid()
-            if config.markov_head_type == "rnn":
+            if sizes.type == "rnn":
                 joint = head.joint_proj(torch.cat([state, row, self.output[place]]))
                 gate, new, row = joint.view(3, -1)
                 state, row = gate.sigmoid() * state + (1 - gate.sigmoid()) * new.tanh(), row.tanh()
@@ -174,7 +185,7 @@ class RecomputedBlock:
         for step in range(num_steps):
             inputs = [tokens[i] if i in known else self.network.config.mask_token_id for i in range(size)]
             rows = self.logits(torch.tensor(inputs))
-            if self.network.candidate_selector is None:
+            if not self.has_selector:
                 best = [self.network.target_ids(row.argmax()).item() for row in rows]
                 sure = [row.max().item() for row in rows.softmax(-1)]
             else:
@@ -202,7 +213,7 @@ class RecomputedBlock:
 
     def log_probs(self, rows, position, previous):
         """Tokens that may follow one, with their log-probabilities."""
-        if not self.network.config.has_edges:
+        if not (self.has_selector or self.has_lattice):
             values, ids = rows[position].double().log_softmax(-1).sort(descending=True)
             return list(zip(self.network.target_ids(ids).tolist(), values.tolist()))
         candidates = self.candidates(rows[position])
@@ -225,15 +236,19 @@ class RecomputedHead:
     def __init__(self, network, text, states):
         self.network, self.tokens = network, text[1:]
         self.hidden = network.fuse({key: value[None] for key, value in states.items()})[0]
-        self.window = getattr(getattr(network, "config", None), "sliding_window", None)
+        self.spans = network.spans
 
     def read(self, tokens, hidden):
         """States handed on and outputs of a whole text."""
         steps = torch.arange(len(tokens))
         distance = steps[:, None] - steps
-        visible = (distance >= 0) & (distance < (self.window or len(tokens)))
-        mask = torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min)
-        return self.network(tokens[None], hidden[None], steps[None], mask[None, None])
+        masks = {}
+        for span in self.spans:
+            visible = (distance >= 0) & (distance < (span.size or len(tokens)))
+            mask = torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min)
+            masks[span] = mask[None, None]
+        masks = masks if len(masks) > 1 else masks[self.spans[0]]
+        return self.network(tokens[None], hidden[None], steps[None], masks)
 
     def log_probs(self, path):
         """The target's tokens that may follow a path of tokens: best first, with their log-probabilities."""

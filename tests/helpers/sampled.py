@@ -60,12 +60,12 @@ class SampledCandidateGenerator(CandidateGenerator):
         """Draws `width` different tokens after `token` in every row: for each `(B,)` and its distribution `(B, V)`."""
         sampler, scores = self.session.sampler, self.table[token]
         if self.options.processed:
-            scores = sampler.scores(scores, step.rows, path)
+            scores = sampler.scores(step.rows, scores, path)
         probs = scores.softmax(-1)
         claimed = torch.full_like(probs, 1 / probs.shape[-1]) if self.options.claim == "uniform" else probs
-        remaining = probs.clone()
+        remaining, keys = probs.clone(), sampler.uniforms.keys(step.rows, step.lengths)
         for sibling in range(width):
-            uniform = sampler.uniforms.for_nodes(step.rows, step.lengths, 1, DRAFT, first_node + sibling)[:, 0]
+            uniform = keys.for_nodes(1, DRAFT, first_node + sibling)[:, 0]
             # With fewer possible tokens than siblings the rest can be any: they are never tried.
             drawn = sample_from_probs(remaining, uniform).clamp(min=0)
             remaining = remaining.scatter(1, drawn[:, None], 0.0)

@@ -75,7 +75,7 @@ class Running:
     @contextmanager
     def steps(self, number: int) -> Iterator[threading.Semaphore]:
         """Inside, the engine makes so many steps, and one more for each release; after it as many as it likes."""
-        engine, allowed = self.service.manager._run.engine, threading.Semaphore(number)
+        engine, allowed = self.service.manager._engine, threading.Semaphore(number)
         step = engine.step
 
         def allowed_step():

@@ -7,6 +7,7 @@ Tapes of one backend share their memory as graphs with one pool do: running one 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +17,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_specdec.candidate_generators.dflash import corrections, denoising, generator, selector
-from hf_specdec.candidate_generators.mlp_speculator import generator as mlp_speculator
-from hf_specdec.drafting import chain, growth
 from hf_specdec.kernels import acceptance as kernels_of_acceptance
-from hf_specdec.logits import rules
-from hf_specdec.target import following, graphs
+from hf_specdec.kernels import best as kernels_of_best
+from hf_specdec.target import graphs
 from hf_specdec.target.capture import CannotCaptureError, CaptureBackend, NoWaiting
 from tests.helpers.other_device import Elsewhere, leaves_of, numbers, on_cpu
 
@@ -167,9 +165,13 @@ def tape_everything(monkeypatch) -> list[TapeBackend]:
         return used[-1]
 
     monkeypatch.setattr(graphs, "capture_backend", backend)
-    for module in (*(corrections, denoising, generator, selector, growth, chain, mlp_speculator, following, rules),):
-        # On a CPU it goes through numpy, which is not on a tape.
-        monkeypatch.setattr(module, "best_tokens", lambda scores: scores.argmax(-1))
+    # On a CPU it goes through numpy, which is not on a tape.
+    best = kernels_of_best.best_tokens
+    # Others' modules may import something for every name that they are asked for.
+    here = [module for name, module in list(sys.modules.items()) if name.startswith("hf_specdec.")]
+    for module in here:
+        if vars(module).get("best_tokens") is best:
+            monkeypatch.setattr(module, "best_tokens", lambda scores: scores.argmax(-1))
     # There it asks what a tape would wait for.
     monkeypatch.setattr(kernels_of_acceptance, "nowhere", lambda mask: False)
     return used

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from hf_specdec import Speculator, load_speculator
-from hf_specdec.candidate_generators.dflash.config import DominoConfig
-from hf_specdec.candidate_generators.draft_model.target_states import TargetStates
+from hf_specdec.candidate_generators.dflash.heads.domino import DominoConfig
+from hf_specdec.candidate_generators.dflash.heads.markov import MarkovConfig
+from hf_specdec.candidate_generators.draft_model.network import TargetStates
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from tests.helpers import block_networks, draft_layers
@@ -40,12 +41,12 @@ def draft_model(model, seed=1, mask_token=None, reads_states=False, **settings):
     return speculator
 
 
-def medusa(model, **settings):
+def medusa(model, method="medusa", **settings):
     torch.manual_seed(0)
     heads = MedusaHeads(model.config.hidden_size, VOCAB_SIZE, 3)
     for weight in (*heads.weights, *heads.lm_heads):
         weight.data.normal_(0, 0.5)
-    return load_speculator(model, "medusa", draft_model=beside(model, heads.eval()), **settings)
+    return load_speculator(model, method, draft_model=beside(model, heads.eval()), **settings)
 
 
 def mlp_speculator(model, **settings):
@@ -56,9 +57,11 @@ def mlp_speculator(model, **settings):
     return load_speculator(model, "mlp_speculator", draft_model=beside(model, network), **settings)
 
 
-def eagle3(model, **settings):
+def eagle3(model, method="eagle3", **settings):
     torch.manual_seed(0)
     network = draft_layers.head("eagle3", model.config.hidden_size, VOCAB_SIZE, aux_layer_ids=(0, 1))
+    if method != "eagle3":
+        return load_speculator(model, method, draft_model=beside(model, network), **settings)
     return attached(model, network, settings)
 
 
@@ -82,8 +85,8 @@ TREE = {"speculative_token_tree": [(0,), (1,), (0, 0), (1, 0)]}
 DYNAMIC = {"draft_tree_depth": 3, "draft_tree_top_k": 2, "num_draft_nodes": 6, **FIXED}
 MASKS = {"mask_token": 3, **K3}
 STATES = {**MASKS, "reads_states": True}
-CORRECTIONS = {"predicts_next": True, "markov_rank": 3}
-CONFIDENT = {**CORRECTIONS, "has_confidence": True, "confidence_with_markov": True}
+CORRECTIONS = {"predicts_next": True, "head": MarkovConfig(3)}
+CONFIDENT = {"predicts_next": True, "head": MarkovConfig(3, "vanilla", True, True)}
 PROBABILISTIC = {"draft_sample_method": "probabilistic"}
 
 # Functions of a model and settings, and the settings.
@@ -110,7 +113,7 @@ GREEDY_DRAFTERS = {
     "dflash, tree": (dflash, {"num_draft_nodes": 6, **FIXED}),
     "dflash, denoising": (dflash, {"dflash_num_denoising_steps": 2, **FIXED}),
     "dflash, corrections": (dflash, {"network": CORRECTIONS, **FIXED}),
-    "dflash, domino": (dflash, {"network": {"domino": DominoConfig(8, 4)}, **FIXED}),
+    "dflash, domino": (dflash, {"network": {"head": DominoConfig(8, 4)}, **FIXED}),
 }
 DRAWN_DRAFTERS = {
     "draft model, drawn": (draft_model, K3),
@@ -124,6 +127,15 @@ DRAWN_DRAFTERS = {
     "dflash, confident, drawn": (dflash, {"network": CONFIDENT, **FIXED, **PROBABILISTIC}),
     "dflash, selector, drawn": (dflash, {"network": block_networks.SELECTOR, **FIXED, **PROBABILISTIC}),
 }
+# Retrieved drafts are as deep as the others, so that these are launched ahead until nearly the end.
+_SHORT = {"num_speculative_tokens": 3, "retrieval_num_speculative_tokens": 3}
+COMBINED_DRAFTERS = {
+    "ngram+draft model": (draft_model, {"method": "ngram+draft_model", **_SHORT}),
+    "ngram+medusa": (medusa, {"method": "ngram+medusa", **_SHORT}),
+    "suffix+medusa": (medusa, {"method": "suffix+medusa", **_SHORT}),
+    "ngram+eagle3": (eagle3, {"method": "ngram+eagle3", **_SHORT}),
+    "ngram+early_exit": (method, {"name": "ngram+early_exit", "early_exit_layer": 1, **_SHORT}),
+}
 # In graphs of the target, which take the memory of its verifications. Not all drafts of `sparse_kv` are accepted.
 SELF_DRAFTERS = {
     "early_exit": (method, {"name": "early_exit", "early_exit_layer": 1, **K3}),
@@ -131,9 +143,10 @@ SELF_DRAFTERS = {
 }
 _OTHERS = {
     "no drafts": (lambda model, **settings: no_drafts(**settings), {}),
+    "grammar+ngram": (method, {"name": "grammar+ngram", **K3}),
     "the target itself": (draft_model, {"seed": 0, **K3}),
 }
-_ALL = {**GREEDY_DRAFTERS, **DRAWN_DRAFTERS, **SELF_DRAFTERS, **_OTHERS}
+_ALL = {**GREEDY_DRAFTERS, **DRAWN_DRAFTERS, **SELF_DRAFTERS, **COMBINED_DRAFTERS, **_OTHERS}
 
 
 def tiny_drafter(model, name: str, **more) -> Speculator:

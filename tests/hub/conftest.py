@@ -9,8 +9,7 @@ from huggingface_hub import constants, hf_api
 from huggingface_hub.utils import _http
 from transformers.utils import hub as transformers_hub
 
-from hf_specdec.checkpoints.files import ReadOfRepositories
-from hf_specdec.hub import detect, published
+from hf_specdec.checkpoints.files import read_of_repositories
 from tests.helpers.drafters import EAGLE
 from tests.helpers.loopback_hub import LoopbackHub
 
@@ -39,8 +38,7 @@ def hub(tmp_path_factory, monkeypatch):
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
             monkeypatch.delenv(name, raising=False)
         # Ports are used again, and with them what is remembered by address.
-        monkeypatch.setattr(detect, "_methods_on_the_hub", ReadOfRepositories())
-        monkeypatch.setattr(published, "_saved_on_the_hub", ReadOfRepositories())
+        read_of_repositories.forget(lambda key: True)
         huggingface_hub.close_session()
         yield hub
         huggingface_hub.close_session()

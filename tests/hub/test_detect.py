@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from hf_specdec import CheckpointFormatError, SpeculativeConfig, demo
 from hf_specdec.checkpoints.files import RepoFiles
 from hf_specdec.checkpoints.format import TensorNames, format_of
+from hf_specdec.checkpoints.weights import TensorTable
 from hf_specdec.hub.detect import TargetNeeds, detect_checkpoint, detect_method, known_formats
 from tests.helpers.drafters import ANYTHING
 from tests.helpers.heads import HEADS, WITH_LAYERS
@@ -115,7 +116,7 @@ EXAMPLES = {
 for path in map(Path, (*DEMO_DRAFTERS.values(), *CHECKPOINTS)):
     found = detect_checkpoint(path)
     files = RepoFiles(path)
-    EXAMPLES.setdefault(found.format, (files.config, list(files.tensors(found.weight_file))))
+    EXAMPLES.setdefault(found.format, (files.config, list(TensorTable(files, found.weight_file))))
 
 
 def write(folder, config, tensors=(), shape=(1,)):

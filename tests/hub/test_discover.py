@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hf_specdec import SpeculativeConfig, cli
 from hf_specdec.hub import discover, discover_drafters
-from hf_specdec.hub.candidate import PLACES, RELATIONS, Candidate, rank
+from hf_specdec.hub.candidate import PLACES, Candidate, rank
 from hf_specdec.hub.discover import Search
 from hf_specdec.hub.target import Access, Target
 from hf_specdec.method import preferred_methods
@@ -68,12 +68,12 @@ def cached(hub, target):
 
 
 def test_ranking():
-    """Of what fits the closest first, then the first of the places, the methods' order, and downloads."""
+    """Of what fits trusted owners' first, then the first of the places, the methods' order, and downloads."""
     items = [
-        *(Candidate("dflash", "a/b", place, "exact", is_trusted=True) for place in PLACES[:4]),
-        *(Candidate("dflash", "a/b", "hub", relation) for relation in RELATIONS[:2]),
-        *(Candidate(name, f"a/{n}", "hub", "sizes", downloads=n) for name in PREFERRED for n in (9, 3)),
-        Candidate("mtp", None, "target", "exact", is_trusted=True, problems=("It does not fit.",)),
+        *(Candidate("dflash", "a/b", place, is_trusted=True) for place in PLACES[:4]),
+        *(Candidate(name, f"a/{n}", "hub", downloads=n) for name in PREFERRED for n in (9, 3)),
+        Candidate("ngram"),
+        Candidate("mtp", None, "target", is_trusted=True, problems=("It does not fit.",)),
     ]
     assert sorted(items[::-1], key=rank) == items
 
@@ -120,24 +120,25 @@ def test_drafters_that_the_target_names(hub):
 
 
 def test_heads_in_the_cache(cached, hub):
-    for card, relation, of in (
-        (card_of("user/target"), "exact", "made for the target"),
-        (None, "sizes", "of the target's sizes"),
-    ):
-        cached("user/head", card=card)
-        first = next(search_for(local_files_only=True).usable())
-        assert (first.method, first.model, first.place) == ("eagle3", "user/head", "cache")
-        assert (first.relation, first.reason) == (relation, f"in the local cache, {of}")
-        assert first.settings["revision"] == hub.repos["user/head"].branches["main"]
+    """Offline, those whose card names the target as their base; online the Hub alone is asked."""
+    cached("user/head", card=card_of("User/Target", "eagle3"))
+    first = next(search_for(local_files_only=True).usable())
+    assert (first.method, first.model, first.place) == ("eagle3", "user/head", "cache")
+    assert first.reason == "in the local cache, made for the target"
+    assert first.settings["revision"] == hub.repos["user/head"].branches["main"]
     assert not hub.requests
-    # Others are not chosen, nor those of which only the config is there.
-    cached("user/head", card=card_of("user/other"))
-    cached("user/large", EAGLE / "target")
-    cached("user/dflash", DFLASH)
-    cached("user/unknown", None, files={"config.json": '{"model_type": "bert"}'})
-    hub.add("user/part", EAGLE)
-    snapshot_download("user/part", allow_patterns="*.json")
+    assert models_found() == []
+    # Not chosen: others' and those that do not say whose, no drafters, misfits, and configs without weights.
+    cached("user/head", card=card_of("user/other", "eagle3"))
+    cached("user/silent")
+    cached("user/finetune", EAGLE / "target", card=card_of("user/target"))
+    cached("user/dflash", DFLASH, card=card_of("user/target", "dflash"))
+    cached("user/unknown", None, files={"config.json": "{"}, card=card_of("user/target"))
+    hub.add("user/part", EAGLE, card=card_of("user/target", "eagle3"))
+    snapshot_download("user/part", allow_patterns=["*.json", "*.md"])
     assert models_found(local_files_only=True) == []
+    seen = search_for(local_files_only=True).all()
+    assert [item.model for item in seen if item.place != "none"] == ["user/dflash"]
 
 
 def test_owner_of_the_target_and_trusted_ones_come_first(add, monkeypatch):
@@ -160,17 +161,19 @@ def test_owner_of_the_target_and_trusted_ones_come_first(add, monkeypatch):
 
 def test_repositories_of_the_hub_are_ranked(add, hub):
     """A tag or the config tells a drafter."""
+    # What was made for the target's own base, or says nothing, is not looked at.
     hub.add("user/target", EAGLE / "target", card=card_of("user/base"))
     add("user/distant", made_for="user/base", downloads=10**4)
+    hub.add("user/silent", EAGLE)
+    snapshot_download("user/silent")
     add("user/eagle", EAGLE1, "eagle", downloads=1000)
     few = add("user/few", EAGLE, "speculative-decoding", downloads=5)
     hub.add("user/many", FIXTURES / "eagle/eagle3_specforge", card=card_of("user/target"), downloads=50)
     hub.add("user/finetune", EAGLE / "target", card=card_of("user/target"), downloads=99)
-    assert models_found() == ["user/many", "user/few", "user/eagle", "user/distant"]
+    assert models_found() == ["user/many", "user/few", "user/eagle"]
     found = list(search_for().usable())
     # The commit that was looked at is the one that is loaded.
     assert found[1].settings == {"revision": few.branches["main"]}
-    assert (found[2].relation, found[3].relation) == ("exact", "derived")
     assert hub.sent("*user/few/*model.safetensors") < (EAGLE / "model.safetensors").stat().st_size
 
 
@@ -211,9 +214,9 @@ def test_any_config_of_a_candidate(tmp_path, value, key):
     (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
     (tmp_path / "model.safetensors").write_bytes((EAGLE / "model.safetensors").read_bytes())
     search = search_for(EAGLE / "target", local_files_only=True)
-    candidate = search.examined(str(tmp_path), "entry", relation="exact")
+    candidate = search.examined(str(tmp_path), "entry")
     assert candidate.method == "eagle3" or candidate.problems
-    assert search.examined(str(tmp_path), "cache") is None or not candidate.problems
+    assert "same name" in search.examined(str(tmp_path), "cache").problems[0]
 
 
 @full
@@ -250,7 +253,7 @@ def test_search_without_network_or_packages(add, target, monkeypatch):
 @full
 def test_command(add, target):
     def run(*arguments):
-        result = CliRunner().invoke(cli.app, ["discover", *arguments], prog_name="hf-specdec")
+        result = CliRunner().invoke(cli.app, ["inspect", "--target", *arguments], prog_name="hf-specdec")
         assert result.exit_code == 0, result.stderr
         return result.stdout
 

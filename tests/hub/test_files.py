@@ -10,7 +10,9 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from hf_specdec import CheckpointFormatError
+from hf_specdec.checkpoints import weights
 from hf_specdec.checkpoints.files import RepoFiles
+from hf_specdec.checkpoints.weights import TensorTable, read_header
 from hf_specdec.errors import CheckpointAccessError
 from tests.helpers.levels import full
 from tests.helpers.loopback_hub import TOKEN
@@ -59,7 +61,7 @@ def test_places_read_alike(place, folder, head, hub):
     assert files.first_of(["none", "model.safetensors", "config.json"]) == "model.safetensors"
     assert (files.first_of(["*.safetensors"]), files.first_of(["none"])) == ("model.safetensors", None)
     assert (files.config, files.card["base_model"]) == ({"model_type": "llama"}, "user/target")
-    header, table = files.header("model.safetensors"), files.tensors("model.safetensors")
+    header, table = read_header(files, "model.safetensors"), TensorTable(files, "model.safetensors")
     assert {name: (part.shape, part.num_bytes) for name, part in header.items()} == {
         name: (SHAPES[name], tensor.nbytes) for name, tensor in TENSORS.items()
     }
@@ -71,28 +73,24 @@ def test_places_read_alike(place, folder, head, hub):
     with pytest.raises(CheckpointAccessError, match=r"none\.json"):
         files.path("none.json")
     with pytest.raises(CheckpointAccessError):
-        files.header("none.safetensors")
+        read_header(files, "none.safetensors")
 
 
-def test_of_a_pickle_only_names_and_shapes_are_sent(hub, tmp_path):
-    dtypes = ("float64", "float16", "bfloat16", "int32", "bool", "float8_e4m3fn")
-    made = {f"{name} {shape}": torch.ones(shape).to(getattr(torch, name)) for name in dtypes for shape in ((3, 4), ())}
-    made |= {"empty": torch.ones(0, 4), "cut": torch.ones(8, 4)[2:4], "parameter": torch.nn.Parameter(torch.ones(2))}
-    made |= {"large": torch.zeros(2_000_000)}
-    torch.save(made, tmp_path / "medusa_lm_head.pt")
+def test_a_pickle_is_downloaded_to_see_its_tensors(hub, tmp_path, monkeypatch, warnings):
+    torch.save(TENSORS, tmp_path / "medusa_lm_head.pt")
     torch.save(TENSORS, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     hub.add("user/head", tmp_path, gated=True)
-    files = RepoFiles("user/head", token=TOKEN)
-    assert {name: part[:] for name, part in files.tensors("medusa_lm_head.pt").items()} == {
-        name: tuple(tensor.shape) for name, tensor in made.items()
-    }
-    for name, part in files.header("medusa_lm_head.pt").items():
-        assert (f"torch.{part.dtype}", part.num_bytes) == (str(made[name].dtype), made[name].nbytes)
-    # Those of an old torch would have to be read whole.
-    assert files.tensors("old.bin") is RepoFiles(tmp_path).tensors("old.bin") is None
-    assert hub.sent() < 1_000_000
+    for name in ("medusa_lm_head.pt", "old.bin"):
+        table = TensorTable(RepoFiles("user/head", token=TOKEN), name)
+        assert (dict(table), table.num_bytes) == (SHAPES, sum(tensor.nbytes for tensor in TENSORS.values()))
+        assert f"{name} is pickled, so all of it" in warnings[-1]
     with pytest.raises(CheckpointAccessError, match="gated"):
-        RepoFiles("user/head").tensors("medusa_lm_head.pt")
+        TensorTable(RepoFiles("user/head", cache_dir=tmp_path), "medusa_lm_head.pt")
+    before = hub.sent()
+    monkeypatch.setattr(weights, "MAX_PICKLE_BYTES", 100)
+    with pytest.raises(CheckpointFormatError, match="medusa_lm_head.pt is pickled.*at most 100 are downloaded"):
+        TensorTable(RepoFiles("user/head", token=TOKEN, cache_dir=tmp_path / "cache"), "medusa_lm_head.pt")
+    assert hub.sent() - before < 100_000
 
 
 def test_shards_are_read_when_they_are_asked_for(hub, folder):
@@ -101,7 +99,7 @@ def test_shards_are_read_when_they_are_asked_for(hub, folder):
         save_file({name: tensor}, folder / f"model-{name}.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {name: f"model-{name}.safetensors" for name in TENSORS}}))
     hub.add("user/head", folder)
-    table = RepoFiles("user/head").tensors(INDEX)
+    table = TensorTable(RepoFiles("user/head"), INDEX)
     assert set(table) == set(TENSORS)
     assert hub.sent("*.safetensors") == 0
     assert table["b.weight"] == (5,)
@@ -109,13 +107,13 @@ def test_shards_are_read_when_they_are_asked_for(hub, folder):
     assert table == SHAPES
     # The cache needs no others.
     download("config.json", INDEX, "model-ids.safetensors")
-    table = RepoFiles("user/head", local_files_only=True).tensors(INDEX)
+    table = TensorTable(RepoFiles("user/head", local_files_only=True), INDEX)
     assert table["ids"] == (6,)
     with pytest.raises(CheckpointAccessError, match="not in the cache"):
         table["b.weight"]
     (folder / INDEX).write_text(json.dumps({"weight_map": {"other": "model-ids.safetensors"}}))
     with pytest.raises(CheckpointFormatError, match="model-ids.safetensors has no tensor other, which .*index"):
-        RepoFiles(folder).tensors(INDEX)["other"]
+        TensorTable(RepoFiles(folder), INDEX)["other"]
 
 
 def test_revisions_and_subfolders(hub):
@@ -141,7 +139,7 @@ def test_files_of_one_commit_whatever_is_pushed_meanwhile(hub, head, folder):
     assert RepoFiles(head).config == {}
     # An older commit in the cache is not taken for the branch.
     hub.add(head, folder)
-    assert RepoFiles(head).tensors("model.safetensors") == {"new": (2,)}
+    assert TensorTable(RepoFiles(head), "model.safetensors") == {"new": (2,)}
 
 
 @full
@@ -165,7 +163,7 @@ def test_offline(hub, head, monkeypatch):
     files = RepoFiles(head, local_files_only=True)
     assert list(files.sizes) == ["config.json"]
     with pytest.raises(CheckpointAccessError, match="it is not in the cache, and nothing may be downloaded"):
-        files.header("model.safetensors")
+        read_header(files, "model.safetensors")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.requests.clear()
     with pytest.raises(CheckpointAccessError, match="HF_HUB_OFFLINE.*Download it once while online"):
@@ -188,7 +186,7 @@ def test_errors_of_the_server(hub, head, folder, no_backoff):
     hub.fault("*", status=500)
     files = RepoFiles(head)
     assert (files.sizes, files.is_offline) == (sizes, True)
-    assert files.tensors("model.safetensors") == SHAPES
+    assert TensorTable(files, "model.safetensors") == SHAPES
     with pytest.raises(CheckpointAccessError, match="answers with the status 500. Try again later"):
         RepoFiles("user/other").sizes  # noqa: B018
 
@@ -200,7 +198,7 @@ def test_header_that_claims_too_much(hub, folder):
         hub.add("user/head", folder)
         for name in (folder, "user/head"):
             with pytest.raises(CheckpointFormatError, match="model.safetensors is damaged|its tensors need more"):
-                RepoFiles(name).header("model.safetensors")
+                read_header(RepoFiles(name), "model.safetensors")
 
 
 @full

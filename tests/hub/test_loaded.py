@@ -22,8 +22,8 @@ from hf_specdec import (
 from hf_specdec.candidate_generators import register_candidate_generator, unregister_candidate_generator
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
 from hf_specdec.drafts import chain_topology
-from hf_specdec.loaded import loaded_bytes, num_bytes, record_of
-from hf_specdec.target.masks import _picture
+from hf_specdec.loaded import all_loaded, num_bytes, record_of
+from hf_specdec.target.masks import _block
 from hf_specdec.transfers import keepers
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import CHECKPOINTS as HEADS
@@ -231,7 +231,7 @@ def test_threads_that_push_each_other_out(target, copied):
             method = f"suffix+{settings['method']}" if turn % 2 else settings["method"]
             texts.append(target.generate(TOKENS, **GREEDY, speculative={**settings, "method": method}).tolist())
             os.utime(path.parent / "config.json", ns=(number, 1000 * number + turn))
-            loaded_bytes()
+            num_bytes(all_loaded())
 
     in_threads(*(partial(generate, number) for number in range(3)))
     assert texts
@@ -240,8 +240,8 @@ def test_threads_that_push_each_other_out(target, copied):
 
 
 def test_tensors_that_are_kept_for_all_are_forgotten_with_all():
-    _picture(chain_topology(2, torch.device("cpu")), torch.float32, 1, 4)
-    assert _picture.cache_info().currsize
+    _block(chain_topology(2, torch.device("cpu")), torch.float32, 1)
+    assert _block.cache_info().currsize
     forget_speculators()
     assert not any(keeper.cache_info().currsize for keeper in keepers)
 

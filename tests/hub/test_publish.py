@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, cli, demo, forget_speculators, load_speculator, record
-from hf_specdec.candidate_generators.eagle.network import load_eagle
-from hf_specdec.checkpoints.files import ReadOfRepositories
+from hf_specdec.candidate_generators.eagle.network import EagleNetwork
+from hf_specdec.checkpoints.files import read_of_repositories
+from hf_specdec.checkpoints.loading import load
 from hf_specdec.hub.card import add_to_target_card, load_card, make_card, read_card, read_target_card, target_entry
 from hf_specdec.hub.published import published_config
 from hf_specdec.method import takes_model
@@ -112,7 +113,7 @@ def test_multi_token_prediction_layers_leave_their_model(name, tmp_path):
 def test_networks_that_were_passed(method, target, tmp_path, inputs):
     path = demo.drafter_path(method)
     if method == "eagle3":
-        network = load_eagle(SpeculativeConfig(method="eagle3", model=path), target)
+        network = load(EagleNetwork, SpeculativeConfig(method="eagle3", model=path), target)
     else:
         # As the saved one will be: in another data type it may draft otherwise.
         network = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
@@ -141,7 +142,7 @@ def test_second_push_is_seen_and_the_last_one_offline(target, hub, monkeypatch):
         load_speculator(target, "ngram", num_speculative_tokens=length).push_to_hub("user/drafter", token=TOKEN)
         assert load_speculator(target, model="user/drafter").config.num_speculative_tokens == length
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("hf_specdec.hub.published._saved_on_the_hub", ReadOfRepositories())
+    read_of_repositories.forget(lambda key: True)
     assert load_speculator(target, model="user/drafter").config.num_speculative_tokens == 5
 
 
@@ -190,29 +191,34 @@ def run(*arguments):
 
 
 @full
-def test_commands_and_texts_of_cards(target, tmp_path):
+def test_the_command_and_texts_of_cards(target, tmp_path, hub, monkeypatch):
     settings = {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 4}
     head = load_speculator(target, settings).save_pretrained(tmp_path / "head")
     (head / "README.md").write_text("---\ntags: [mine]\n---\nMy own words.\n")
     names = ("method", "tokens_per_second", "speedup", "mean_acceptance_length", "acceptance_rate")
     rows = [("plain", 100.0, 1.0), ("eagle3", 250.0, 2.5, 3.25, 0.75), ("ngram", 120.0)]
     (tmp_path / "bench.json").write_text(json.dumps({"rows": [dict(zip(names, row)) for row in rows]}))
-    options = ["--target", "user/target", "--name", "user/head", "--license", "mit"]
-    options += ["--bench", tmp_path / "bench.json"]
+    options = ["--target", "user/target", "--license", "mit", "--tag", "qwen3", "--bench", tmp_path / "bench.json"]
     for _ in range(2):
-        assert run("card", head, *options, "--write").strip() == str(head / "README.md")
-    card = ModelCard(run("card", head))
+        assert run("publish", head, "user/head", *options, "--dry-run").strip() == str(head / "README.md")
+    assert hub.repos == {}
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    # What the card says already need not be said again.
+    assert run("publish", head, "user/head", "--private").startswith(f"{hub.url}/user/head/commit/")
+    assert HfApi(endpoint=hub.url, token=TOKEN).model_info("user/head").private
+    assert load_speculator(target, {"model": "user/head", "token": TOKEN}).method == "eagle3"
+    refused = CliRunner().invoke(cli.app, ["publish", str(head), "other/head"])
+    assert (refused.exit_code, "The Hub refuses 'other/head'" in refused.stderr) == (2, True)
+    card = ModelCard((head / "README.md").read_text())
     assert (card.data.license, card.data.base_model) == ("mit", ["user/target"])
     assert card.text.startswith("My own words.\n")
-    assert {"mine", "eagle3"} <= set(card.data.tags)
+    assert {"mine", "eagle3", "qwen3"} <= set(card.data.tags)
     assert card.text.count("| eagle3 | 250.0 | 2.50 | 3.25 | 75% |") == 1
     text = card_of().text
     vllm = json.loads(text.split("--speculative-config '")[1].split("'")[0])
     assert vllm == {"method": "eagle3", "model": "user/head", "num_speculative_tokens": 4}
     assert "--speculative-algorithm EAGLE3 \\\n    --speculative-draft-model-path user/head" in text
     assert read_card(head) == EAGLE3.replace(model=str(head))
-    run("export-custom-generate", head, "--name", "user/head")
-    assert "SETTINGS = {'method': 'eagle3', " in (head / "custom_generate" / "generate.py").read_text()
     # Which rule accepts drafts is for whoever generates.
     assert str(card_of(EAGLE3.replace(rejection_sample_method="typical"))) == str(card_of())
 

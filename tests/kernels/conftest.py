@@ -145,7 +145,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, *functions: tuple) -> list[str]:
 
     def watch(module, name):
         function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *arguments: names.append(name) or function(*arguments))
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: names.append(name) or function(*args, **kwargs))
 
     for module, name in functions:
         watch(module, name)

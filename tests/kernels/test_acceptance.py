@@ -1,4 +1,4 @@
-"""`follow`, `reject_chain`, `reject_tree`: the kernels give the reference's integers."""
+"""`follow` and `reject`: the kernels give the reference's integers."""
 
 from __future__ import annotations
 

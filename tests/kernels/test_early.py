@@ -1,6 +1,6 @@
 """Kernels that begin before the ones in front of them have ended: compiled ahead of time, they wait before they read.
 
-That they run, and what it gains, takes a GPU to see (`benchmarks/gpu.py --first`).
+That they run, and what it gains, takes a GPU to see (`benchmarks/gpu.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from hf_specdec.kernels import early, projections, tree_attention
-from hf_specdec.kernels.gates import SILU, gated
-from hf_specdec.kernels.heads import place_heads
-from hf_specdec.kernels.norms import Norm, add_norm
+from hf_specdec.kernels.gates import SILU, gated_triton
+from hf_specdec.kernels.heads import place_heads_triton
+from hf_specdec.kernels.norms import Norm, add_norm_triton
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.kernels.tree_attention import SlotTree, _tree_attention_triton
-from tests.helpers.layer_references import Slots
+from tests.helpers.layer_references import slots_of
 from tests.helpers.levels import when_slow
 from tests.kernels.conftest import SHARED_MEMORY
 
@@ -33,14 +33,14 @@ def launch_a_layer() -> None:
     heads = tuple(torch.empty(1, 16, count, 128, **draw) for count in (32, 8, 8))
     buffers = [torch.empty(1, 8, 1024, 128, **draw) for _ in range(2)]
     tree = SlotTree(rows, rows, rows.expand(16), rows.expand(16))
-    add_norm(hidden, hidden, None, Norm(torch.empty(4096, **draw), 1e-5))
-    projections.products(hidden, weights)
-    place_heads(heads, (torch.empty(1, 16, 1, 128, **draw),) * 2, None, Slots(buffers, rows, 1024), 0, False)
+    add_norm_triton(hidden, hidden, None, Norm(torch.empty(4096, **draw), 1e-5))
+    projections.products_triton(hidden, weights)
+    place_heads_triton(heads, (torch.empty(1, 16, 1, 128, **draw),) * 2, None, slots_of(buffers, rows, 1024), 0, False)
     _tree_attention_triton(heads[0].transpose(1, 2), *buffers, tree, 0.1, 0, 0, 0.0, None, num_splits=8)
-    stream, squares = projections.added_product(hidden, weights[0], hidden)
-    projections.products(projections.Unnormed(stream, squares, Norm(torch.empty(4096, **draw), 1e-5)), weights)
-    projections.gated_product(hidden, *weights[1:], SILU)
-    gated(hidden, hidden, SILU)
+    stream, squares = projections.added_product_triton(hidden, weights[0], hidden)
+    projections.products_triton(projections.Unnormed(stream, squares, Norm(torch.empty(4096, **draw), 1e-5)), weights)
+    projections.gated_product_triton(hidden, *weights[1:], SILU)
+    gated_triton(hidden, hidden, SILU)
 
 
 @pytest.mark.parametrize("compile_for", [90, *when_slow(100, 120)], indirect=True)

@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from transformers import Qwen2MoeConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from hf_specdec.kernels import _triton
-from hf_specdec.kernels.experts import Routing, Shared, mixture
+from hf_specdec.kernels import _triton, experts
+from hf_specdec.kernels.experts import Routing, Shared, mixture_torch, mixture_triton
 from hf_specdec.kernels.gates import GELU_TANH, SILU
 from hf_specdec.layers import experts as layers
-from tests.helpers import layer_references as references
 from tests.helpers.layer_references import CLOSE, drawn, to
 from tests.helpers.levels import in_full
 from tests.kernels.conftest import every_gpu, watched
@@ -44,9 +43,9 @@ MIXED = Routing(3, normalizes=False, rounds=True)
 )
 def test_mixtures(routing, kind, tokens, size, inner, dtype, device):
     given = drawn_mixture(dtype, tokens, 6, size, inner)
-    found = mixture(*to(given, device), routing, kind)
+    found = mixture_triton(*to(given, device), routing, kind)
     assert found.dtype == dtype
-    torch.testing.assert_close(found.cpu(), references.mixture(*given, routing, kind), **CLOSE_SUMS[dtype])
+    torch.testing.assert_close(found.cpu(), mixture_torch(*given, routing, kind), **CLOSE_SUMS[dtype])
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(40, BF16), *in_full((1100, F32), (1100, BF16), (40, F16))])
@@ -59,8 +58,8 @@ def test_shared_experts(size, dtype, device):
     gates = F.linear(hidden, shared.gate).flatten()
     assert gates[0] > 1
     assert gates[1] < -1
-    found = mixture(*to(given, device), Routing(1), shared=to(shared, device))
-    expected = references.mixture(*given, Routing(1), shared=shared)
+    found = mixture_triton(*to(given, device), Routing(1), shared=to(shared, device))
+    expected = mixture_torch(*given, Routing(1), shared=shared)
     torch.testing.assert_close(found.cpu(), expected, **CLOSE_SUMS[dtype])
 
 
@@ -69,28 +68,28 @@ def test_experts_without_tokens_equal_logits_and_logits_without_numbers(device):
     """The first of equal experts is chosen; the weights of the others are not read."""
     hidden, logits, gate_up, down = drawn_mixture(torch.float32)
     logits[:] = torch.tensor([0.0, 2.0, 2.0, 2.0, -1.0, 1.0])
-    expected = references.mixture(hidden, logits + torch.arange(6, 0, -1) * 1e-4, gate_up, down, Routing(2))
+    expected = mixture_torch(hidden, logits + torch.arange(6, 0, -1) * 1e-4, gate_up, down, Routing(2))
     for weights in (gate_up, down):
         weights[[0, 3, 4, 5]] = torch.nan
-    found = mixture(*to((hidden, logits, gate_up, down), device), Routing(2))
+    found = mixture_triton(*to((hidden, logits, gate_up, down), device), Routing(2))
     torch.testing.assert_close(found.cpu(), expected, atol=1e-3, rtol=1e-3)
     # Experts that there are get a token that chooses none.
     hidden, logits, gate_up, down = to(drawn_mixture(torch.float32), device)
     logits[1] = torch.nan
-    found = mixture(hidden, logits, gate_up, down, Routing(2)).cpu()
+    found = mixture_triton(hidden, logits, gate_up, down, Routing(2)).cpu()
     assert found[1].isnan().all()
     assert not found[[0, 2, 3, 4]].isnan().any()
 
 
 def test_blocks_with_shared_experts(device, monkeypatch):
-    """Hooks of the shared expert and of its gate run; without any, the gate is part of the last kernel."""
+    """Hooks of the shared expert and of its gate run with the whole block; without any, kernels compute both."""
     monkeypatch.setattr(_triton, "CHOICE", "triton")
     sizes = {"hidden_size": 40, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32, "num_experts": 6}
     block = Qwen2MoeSparseMoeBlock(Qwen2MoeConfig(**sizes, num_experts_per_tok=2)).to(device)
     for seed, weight in enumerate(block.parameters()):
         weight.data = 0.3 * drawn(*weight.shape, seed=seed).to(device)
     hidden = drawn(1, 5, 40).to(device)
-    expected, called, launched = block(hidden), [], watched(monkeypatch, (layers, "mixture"))
+    expected, called, launched = block(hidden), [], watched(monkeypatch, (experts, "mixture_triton"))
     for hooked in ([], [block.shared_expert, block.shared_expert_gate]):
         for part in hooked:
             part.register_forward_hook(lambda part, read, output: called.append(part))
@@ -98,7 +97,7 @@ def test_blocks_with_shared_experts(device, monkeypatch):
             found = layers.MixtureOfExperts.of(block)(hidden)
         assert called == hooked
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
-    assert launched == ["mixture"] * 2
+    assert launched == ["mixture_triton"]
 
 
 @every_gpu
@@ -108,6 +107,6 @@ def test_kernels_compile(compile_for, request):
     gate_up = torch.empty(1, 2 * 768, 2048, dtype=dtype).expand(128, -1, -1)
     down = torch.empty(1, 2048, 768, dtype=dtype).expand(128, -1, -1)
     with compile_for() as kernels:
-        mixture(hidden, logits, gate_up, down, Routing(8, rounds=True))
-        mixture(hidden, logits, gate_up, down, Routing(8, rounds=True), shared=Shared(hidden, hidden[:1]))
+        mixture_triton(hidden, logits, gate_up, down, Routing(8, rounds=True))
+        mixture_triton(hidden, logits, gate_up, down, Routing(8, rounds=True), shared=Shared(hidden, hidden[:1]))
     assert len(kernels) == 10

@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_specdec.kernels import _triton, acceptance, cache, sampling, tree_attention, warpers
-from hf_specdec.layers import experts, llama
+from hf_specdec.kernels import (
+    _triton,
+    acceptance,
+    cache,
+    experts,
+    gates,
+    heads,
+    norms,
+    sampling,
+    tree_attention,
+    warpers,
+)
 from hf_specdec.target.graphs import forget_graphs
 from tests.helpers.architectures import tiny_model
 from tests.helpers.levels import in_full
@@ -65,10 +75,10 @@ def launches(monkeypatch):
         (cache, "_write_triton"),
         (cache, "_move_triton"),
         (tree_attention, "_tree_attention_triton"),
-        (llama, "add_norm"),
-        (llama, "place_heads"),
-        (llama, "gated"),
-        (experts, "mixture"),
+        (norms, "add_norm_triton"),
+        (heads, "place_heads_triton"),
+        (gates, "gated_triton"),
+        (experts, "mixture_triton"),
         (acceptance, "_follow_triton"),
         (acceptance, "_reject_triton"),
         (sampling, "_sample_triton"),
@@ -101,8 +111,9 @@ def test_greedy_trees_match_generate(name, padding, device, launches, monkeypatc
     assert output.speculative.attention == "tree kernel"
     fused = {"_write_triton", "_follow_triton"}
     if name in {**LEAN, **MIXTURES}:
-        mlp = {"mixture", "gated"} if name == "qwen2_moe" else {"mixture"} if name in MIXTURES else {"gated"}
-        fused = {"place_heads", "add_norm", "_follow_triton", *mlp}
+        mlp = {"mixture_triton"} if name in MIXTURES else {"gated_triton"}
+        mlp |= {"gated_triton"} if name == "qwen2_moe" else set()
+        fused = {"place_heads_triton", "add_norm_triton", "_follow_triton", *mlp}
     # What lies in place is not moved on a CPU.
     assert set(launches) - {"_move_triton"} == {"_tree_attention_triton", *fused}
 

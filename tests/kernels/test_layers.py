@@ -7,14 +7,13 @@ import torch
 from transformers.activations import ACT2FN
 
 from hf_specdec.kernels import _triton
-from hf_specdec.kernels.angles import rotary_angles
-from hf_specdec.kernels.gates import GELU_TANH, SILU, gated
-from hf_specdec.kernels.heads import place_heads
-from hf_specdec.kernels.norms import Norm, Scale, add_norm
-from hf_specdec.layers.llama import GatedMLP, Pending, RMSNorm, added_and_normed
-from hf_specdec.layers.rope import signed_angles
-from tests.helpers import layer_references as references
-from tests.helpers.layer_references import CLOSE, Slots, drawn, to
+from hf_specdec.kernels.angles import rotary_angles_torch, rotary_angles_triton, signed_angles
+from hf_specdec.kernels.gates import GELU_TANH, SILU, gated_triton
+from hf_specdec.kernels.heads import place_heads_triton
+from hf_specdec.kernels.norms import Norm, Scale, add_norm_torch, add_norm_triton
+from hf_specdec.layers.llama import GatedMLP, RMSNorm, bind_sum, place_heads
+from hf_specdec.layers.plan import Normed, Way
+from tests.helpers.layer_references import CLOSE, drawn, slots_of, to
 from tests.helpers.levels import in_full
 from tests.kernels.conftest import every_gpu
 
@@ -52,8 +51,8 @@ def test_sums_and_norms(dtype, kind, parts, device):
     update = drawn(2, 3, 2 * size, dtype=dtype, seed=1)[..., size:] if "sum" in parts else None
     update_norm = of_the_kind(2) if "normed sum" in parts else None
     given = stream, update, update_norm, of_the_kind(3) if parts.endswith("norm") else None
-    expected = references.add_norm(*given)
-    for ours, theirs in zip(add_norm(*to(given, device)), expected):
+    expected = add_norm_torch(*given)
+    for ours, theirs in zip(add_norm_triton(*to(given, device)), expected):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.cpu(), theirs, **CLOSE[dtype])
     assert not torch.allclose(expected[1], stream)
@@ -88,25 +87,25 @@ def test_heads_are_normed_turned_and_written(size, turned, is_interleaved, is_pa
         angles = angles_of(rows, 5, turned, dtype, is_interleaved)
         starts, shape = torch.tensor([3, 7]), (3, 2, 16, size)
         reference, slots = (
-            Slots([torch.zeros(shape, dtype=dtype).to(place) for _ in range(2)], starts.to(place), 12)
+            slots_of([torch.zeros(shape, dtype=dtype).to(place) for _ in range(2)], starts.to(place), 12)
             for place in ("cpu", device)
         )
-        expected = references.place_heads(heads, angles, norms, reference, 0, is_interleaved)
-        found = place_heads(*to((heads, angles, norms), device), slots, 0, is_interleaved)
-        for ours, theirs in zip((*found, *slots.buffers), (*expected, *reference.buffers)):
+        expected = place_heads(heads, angles, norms, reference, 0, is_interleaved)
+        found = place_heads_triton(*to((heads, angles, norms), device), slots, 0, is_interleaved)
+        for ours, theirs in zip((*found, *slots.layers[0].buffers), (*expected, *reference.layers[0].buffers)):
             torch.testing.assert_close(ours.cpu(), theirs, **CLOSE[dtype])
-        for buffer in reference.buffers:
+        for buffer in reference.layers[0].buffers:
             assert buffer[:2, :, 3:12].any()
             assert not buffer[2].any()
         # Values pass as they are.
-        assert torch.equal(slots.buffers[1].cpu(), reference.buffers[1])
+        assert torch.equal(slots.layers[0].values.cpu(), reference.layers[0].buffers[1])
 
 
 def test_gates(device):
     for kind, name, is_packed, dtype in ((SILU, "silu", True, BF16), (GELU_TANH, "gelu_pytorch_tanh", False, F32)):
         gate, up = (drawn(2, 3, 2 * 72, dtype=dtype) * 3).chunk(2, -1)
         gate, up = (gate, up) if is_packed else (gate.contiguous(), up.contiguous())
-        found = gated(gate.to(device), up.to(device), kind)
+        found = gated_triton(gate.to(device), up.to(device), kind)
         torch.testing.assert_close(found.cpu(), ACT2FN[name](gate) * up, **CLOSE[dtype])
 
 
@@ -122,10 +121,9 @@ def test_layers_run_in_torch_where_gradients_are_needed_or_dtypes_mixed(monkeypa
     assert stream.grad.any()
     assert norm.weight.grad.any()
     with torch.no_grad():
-        assert _triton.fuses(stream, norm.weight)
-        assert not _triton.fuses(stream, norm.weight.half())
+        assert _triton.fuses(stream)
         assert not _triton.fuses(stream.double())
-        _, mixed = added_and_normed(stream.half(), Pending(stream.half(), None, None), norm)
+        _, mixed = bind_sum(Way.KERNELS, torch.half, None, None, Normed(norm.norm))(stream.half(), stream.half())
     assert mixed.dtype == torch.float32
 
 
@@ -152,10 +150,10 @@ def frequencies_of(numbers: int) -> torch.Tensor:
 )
 def test_rotary_angles(device, positions, numbers, dtype, factor, is_interleaved, stored):
     frequencies = frequencies_of(numbers).to(stored)
-    expected = references.rotary_angles(positions, frequencies, factor, dtype, is_interleaved)
+    expected = rotary_angles_torch(positions, frequencies, factor, dtype, is_interleaved)
     # Expanded there: a copy to another device would have rows of its own.
     there = positions[:1].to(device).expand(4, -1) if positions is SHARED else positions.to(device)
-    found = rotary_angles(there, frequencies.to(device), factor, dtype, is_interleaved)
+    found = rotary_angles_triton(there, frequencies.to(device), factor, dtype, is_interleaved)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.dtype, ours.shape) == (dtype, (*positions.shape, 1, 2 * numbers))
         torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=1e-6 if dtype == F32 else 4e-3)
@@ -170,18 +168,18 @@ def test_kernels_compile(compile_for, size):
     head_norms = (Norm(torch.empty(size, dtype=dtype), 1e-6),) * 2
     heads = tuple(torch.empty(2, 16, count, size, dtype=dtype) for count in (32, 8, 8))
     buffers = [torch.empty(4, 8, 1024, size, dtype=dtype) for _ in range(2)]
-    slots = Slots(buffers, torch.tensor([3, 5]), 1024)
+    slots = slots_of(buffers, torch.tensor([3, 5]), 1024)
     angles = (torch.empty(2, 16, 1, size, dtype=dtype),) * 2
     with compile_for() as kernels:
-        add_norm(stream, None, None, norm)
-        add_norm(stream, stream, None, norm)
-        add_norm(stream, stream, sandwich, sandwich)
-        add_norm(stream, stream, Scale(0.22), CENTERED)
-        place_heads(heads, angles, head_norms, slots, 0, False)
-        place_heads(heads, angles, None, slots, 0, True)
+        add_norm_triton(stream, None, None, norm)
+        add_norm_triton(stream, stream, None, norm)
+        add_norm_triton(stream, stream, sandwich, sandwich)
+        add_norm_triton(stream, stream, Scale(0.22), CENTERED)
+        place_heads_triton(heads, angles, head_norms, slots, 0, False)
+        place_heads_triton(heads, angles, None, slots, 0, True)
         for kind in (SILU, GELU_TANH):
-            gated(*inner.chunk(2, -1), kind)
-        rotary_angles(torch.zeros(1, 16, dtype=torch.long), frequencies_of(64), 1.0, dtype, False)
+            gated_triton(*inner.chunk(2, -1), kind)
+        rotary_angles_triton(torch.zeros(1, 16, dtype=torch.long), frequencies_of(64), 1.0, dtype, False)
     assert len(kernels) == 9
     if "ptx" in kernels[0].asm:
         # Sixteen bytes at a time.

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from hf_specdec.kernels.compiled import compiled
-from tests.helpers.levels import full
+from tests.helpers.levels import full, when_slow
 from tests.helpers.paths import ROOT
 
 
@@ -25,7 +25,7 @@ from hf_specdec.kernels import few_rows
 def check(dtype, rows=5):
     x, weight, bias = torch.randn(rows, 100).to(dtype), torch.randn(70, 100).to(dtype), torch.randn(70).to(dtype)
     exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-    assert few_rows.takes(x, weight, bias)
+    assert few_rows.takes(x, [(weight, bias)])
     torch.testing.assert_close(few_rows.linear(x, weight, bias), exact.to(dtype))
 """
 SCANS = """
@@ -70,14 +70,12 @@ def test_without_numba_torch_and_python_compute_and_one_warning_says_so():
     """It is imported when it is needed, and not before."""
     code = """
 import hf_specdec.loader
-from hf_specdec.kernels.products import prepare_products
-prepare_products(torch.nn.Linear(8, 8))
+from hf_specdec.kernels.products import has_large_matrices
+assert not has_large_matrices(torch.nn.Linear(8, 8))
 assert "numba" not in sys.modules
 sys.modules["numba"] = None
-large = torch.nn.Linear(1000, 1000)
 for _ in range(2):
-    prepare_products(large)
-    assert not few_rows.takes_weight(large.weight)
+    assert not has_large_matrices(torch.nn.Linear(1000, 1000))
 """
     output, errors = output_of(start(PRODUCTS + code + SCANS + "print(answers)"))
     known = {}
@@ -88,7 +86,7 @@ for _ in range(2):
 
 
 @full
-@pytest.mark.parametrize(("lanes", "missing"), [(8, ("avx512", "avx10")), (4, ("avx", "fma", "f16c"))], ids=[8, 4])
+@pytest.mark.parametrize(("lanes", "missing"), [(4, ("avx", "fma", "f16c")), *when_slow((8, ("avx512", "avx10")))])
 def test_vectors_of_the_width_that_numba_compiles_for(lanes, missing):
     features = llvm.get_host_cpu_features()
     if not features.get({8: "avx512f", 4: "avx2"}[lanes]):

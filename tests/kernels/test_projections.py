@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_specdec.kernels import _triton, projections
-from hf_specdec.kernels.gates import GELU_TANH, SILU
+from hf_specdec.kernels import _triton, norms, projections
+from hf_specdec.kernels.gates import GELU_TANH, SILU, gated_torch
 from hf_specdec.kernels.norms import Norm
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.layers import llama
 from hf_specdec.layers.draft_network import new_attention, new_mlp
-from tests.helpers import layer_references as references
+from hf_specdec.layers.plan import Normed, norm_of, plan_layers, way_of
 from tests.helpers.layer_references import CLOSE, drawn, to
 from tests.helpers.levels import in_full
 from tests.kernels.conftest import SHARED_MEMORY, watched
@@ -44,18 +44,18 @@ def test_products(widths, size, has_bias, kind, dtype, device):
     hidden, linears = drawn_linears(dtype, widths, size, has_bias)
     there, given = hidden.to(device), to(linears, device)
     expected = [F.linear(hidden, *linear) for linear in linears]
-    for output, product in zip(projections.products(there, given), expected, strict=True):
+    for output, product in zip(projections.products_triton(there, given), expected, strict=True):
         assert output.dtype == dtype
         torch.testing.assert_close(output.cpu(), product, **CLOSE[dtype])
     # The halves of an MLP.
     weight, bias = linears[0]
     up = weight.flip(0).contiguous(), bias
-    found = projections.gated_product(there, given[0], to(up, device), kind)
-    gates = references.gated(expected[0], F.linear(hidden, *up), kind)
+    found = projections.gated_product_triton(there, given[0], to(up, device), kind)
+    gates = gated_torch(expected[0], F.linear(hidden, *up), kind)
     torch.testing.assert_close(found.cpu(), gates, **CLOSE[dtype])
     # A product is rounded before it is added to the stream; the squares are those of the rounded sum.
     stream = drawn(2, 3, widths[0], dtype=dtype, seed=5)
-    total, squares = projections.added_product(there, given[0], stream.to(device))
+    total, squares = projections.added_product_triton(there, given[0], stream.to(device))
     assert total.dtype == dtype
     torch.testing.assert_close(total.cpu(), stream + expected[0], **CLOSE[dtype])
     found = total.cpu().float().square().sum(-1).flatten()
@@ -76,37 +76,33 @@ def test_products_of_an_unnormed_stream(norm, parts, dtype, device):
     norm = Norm(drawn(128, dtype=dtype, seed=7), 1e-5, **norm)
     squares = drawn(parts, 6, dtype=torch.float32, seed=8).abs()
     squares *= stream.float().square().sum(-1).flatten() / squares.sum(0)
-    expected = llama.normed(stream, norm)
+    expected = norm(stream)
     x = projections.Unnormed(*to((stream, squares, norm), device))
-    for output, linear in zip(projections.products(x, to(linears, device)), linears, strict=True):
+    for output, linear in zip(projections.products_triton(x, to(linears, device)), linears, strict=True):
         torch.testing.assert_close(output.cpu(), F.linear(expected, *linear), **CLOSE[dtype])
     gate, up = linears[0], (linears[0][0].flip(0).contiguous(), None)
-    found = projections.gated_product(x, *to([gate, up], device), SILU)
-    expected_gate = references.gated(F.linear(expected, *gate), F.linear(expected, *up), SILU)
+    found = projections.gated_product_triton(x, *to([gate, up], device), SILU)
+    expected_gate = gated_torch(F.linear(expected, *gate), F.linear(expected, *up), SILU)
     torch.testing.assert_close(found.cpu(), expected_gate, **CLOSE[dtype])
-    torch.testing.assert_close(x.normed().cpu(), expected, **CLOSE[dtype])
 
 
-def test_what_is_taken(device, monkeypatch):
-    monkeypatch.setattr(_triton, "CHOICE", "triton")
-    hidden, linears = drawn_linears(torch.bfloat16, (64, 32), 64, False)
-    hidden, (first, (second, _)) = to((hidden, linears), device)
+def test_what_is_taken(monkeypatch):
+    hidden, (first, (second, _)) = drawn_linears(torch.bfloat16, (64, 32), 64, False)
     left = [
-        (hidden.float(), [(weight.float(), None) for weight in (first[0], second)]),
-        (hidden.repeat(11, 1, 1), [first, (second, None)]),
-        (hidden[..., :40], [(weight[:, :40], None) for weight in (first[0], second)]),
-        (hidden, [first, (second[:20], None)]),
-        (hidden, [first, (second.as_subclass(Wrapped), None)]),
-        (hidden, [first, (second, hidden[0, 0, :32])]),
-        (hidden, [first]),
+        [(weight[:, :40].contiguous(), None) for weight in (first[0], second)],
+        [first, (second[:20], None)],
+        [first, (second.T.contiguous().T, None)],
+        [first, (second.as_subclass(Wrapped), None)],
+        [first, (second, hidden[0, 0, :32])],
+        [first, (second.half(), None)],
+        [first],
     ]
-    with torch.no_grad():
-        assert [projections.takes(*given) for given in left] == [False] * len(left)
-        assert projections.takes(hidden, [first, (second, None)])
-        monkeypatch.setattr(projections, "_LEAST_ALONE", 0)
-        assert projections.takes(hidden, [first])
-        squares = torch.ones(1, 6, device=device)
-        assert projections.takes(projections.Unnormed(hidden, squares, Norm(hidden[0, 0], 1e-5)), [first])
+    assert [projections.takes_linears(linears) for linears in left] == [False] * len(left)
+    assert projections.takes_linears([first, (second, None)])
+    monkeypatch.setattr(projections, "_LEAST_ALONE", 0)
+    assert projections.takes_linears([first])
+    states = hidden, hidden.float(), hidden.repeat(11, 1, 1)
+    assert [projections.takes_tokens(x) for x in states] == [True, False, False]
 
 
 class Sizes:
@@ -122,8 +118,8 @@ def test_layers_of_four_products(hooked, device, monkeypatch):
     torch.manual_seed(0)
     layers = []
     for index in range(2):
-        norms = [llama.RMSNorm(64, 1e-5) for _ in range(2)]
-        layers.append(llama.DecoderLayer(new_attention(Sizes, index), new_mlp(Sizes), *norms))
+        both = [llama.RMSNorm(64, 1e-5) for _ in range(2)]
+        layers.append(llama.DecoderLayer(new_attention(Sizes, index), new_mlp(Sizes), *both))
     hidden, angles = drawn(1, 5, 64, dtype=torch.bfloat16), (drawn(1, 5, 1, 16), drawn(1, 5, 1, 16, seed=3))
     seen = []
     for layer in layers:
@@ -136,19 +132,19 @@ def test_layers_of_four_products(hooked, device, monkeypatch):
             parts[name].register_forward_hook(lambda module, given, output: seen.append(given) or 2 * output)
 
     def run(stream, angles):
-        pending = None
-        for layer in layers:
-            stream, pending = layer.advance(stream, pending, angles, None, None)
-        return llama.added_and_normed(stream, pending, layers[0].input_layernorm)
+        following = layers[0].input_layernorm
+        plans = plan_layers(layers, Normed(norm_of(following)), way_of(stream), stream.dtype)
+        read = plans[0].norms["input_layernorm"](stream)
+        for layer, plan in zip(layers, plans):
+            stream, read = layer.advance(plan, stream, read, angles, None, None)
+        return stream, read
 
     angles = tuple(angle.bfloat16() for angle in angles)
     with torch.no_grad():
         expected = run(hidden, angles)
         for layer in layers:
             layer.to(device)
-        launches = watched(
-            monkeypatch, *((projections, name) for name in ("_launch", "add_norm")), (llama, "add_norm")
-        )
+        launches = watched(monkeypatch, (projections, "_launch"), (norms, "add_norm_triton"))
         monkeypatch.setattr(_triton, "CHOICE", "triton")
         monkeypatch.setattr(projections, "_LEAST_ALONE", 0)
         found = run(hidden.to(device), tuple(angle.to(device) for angle in angles))
@@ -157,7 +153,7 @@ def test_layers_of_four_products(hooked, device, monkeypatch):
     assert len(seen) == (0 if hooked is None else 4)
     if hooked is None:
         # The first norm has no product in front of it, and the last one is asked for by itself.
-        assert (launches.count("_launch"), launches.count("add_norm")) == (8, 2)
+        assert (launches.count("_launch"), launches.count("add_norm_triton")) == (8, 2)
 
 
 @pytest.mark.parametrize(
@@ -169,12 +165,12 @@ def test_kernels_compile(compile_for, tokens, request, monkeypatch):
     x = torch.empty(tokens, 4096, dtype=torch.bfloat16)
     linears = [(torch.empty(width, 4096, dtype=torch.bfloat16), None) for width in (4096, 1024, 1024)]
     with compile_for() as kernels:
-        projections.products(x, linears)
-        projections.gated_product(x, *linears[1:], SILU)
-        stream, squares = projections.added_product(x, linears[0], x)
+        projections.products_triton(x, linears)
+        projections.gated_product_triton(x, *linears[1:], SILU)
+        stream, squares = projections.added_product_triton(x, linears[0], x)
         unnormed = projections.Unnormed(stream, squares, Norm(x[0], 1e-5))
-        projections.products(unnormed, linears)
-        projections.gated_product(unnormed, *linears[1:], SILU)
+        projections.products_triton(unnormed, linears)
+        projections.gated_product_triton(unnormed, *linears[1:], SILU)
     assert len(kernels) == 5
     for kernel in kernels:
         assert "cp.async" in kernel.asm["ptx"]

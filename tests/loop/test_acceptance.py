@@ -1,6 +1,7 @@
 """Acceptance rules: recorded integers, the exact distribution of texts, plain definitions, numeric traps."""
 
 import json
+from copy import copy
 
 import pytest
 import torch
@@ -8,22 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hf_specdec.drafting.chain import SteeredChain
+from hf_specdec.drafting.draw import SteeredDraw
 from hf_specdec.drafts import DraftTree, TokenTree
-from hf_specdec.kernels.acceptance import follow, reject_chain, reject_tree
+from hf_specdec.kernels.acceptance import follow, reject
 from hf_specdec.kernels.sampling import sample_from_probs
-from hf_specdec.logits.randomness import RowUniforms
+from hf_specdec.logits.randomness import DRAFT, RowUniforms
 from hf_specdec.logits.rules import (
     BlockRule,
     StandardRule,
+    TypicalRule,
     accept_synthetic,
-    accept_typical,
     block_thresholds,
     conditional_rates,
     rates_of_length,
     reject_block,
 )
-from hf_specdec.logits.sampling import DraftSampler
 from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.levels import in_full, split
 from tests.helpers.paths import FIXTURES
@@ -40,7 +40,16 @@ from tests.helpers.rule_cases import (
 
 
 PUBLISHED = FIXTURES / "verification"
-RULES = (reject_chain, reject_block, reject_tree)
+
+
+def reject_tree(draft, *arguments):
+    """`reject` of what is not known to be a chain."""
+    draft = copy(draft)
+    draft.is_chain = False
+    return reject(draft, *arguments)
+
+
+RULES = (reject, reject_block, reject_tree)
 
 
 def make_tree(tokens, parents, probs=None, num_nodes=None):
@@ -135,7 +144,7 @@ def test_reference_integers_of_chains():
     acceptance = follow(draft, case["target_probs"].argmax(-1))
     assert torch.equal(acceptance.num_accepted, case["greedy.accepted"])
     assert rows_of(acceptance) == [row[row >= 0].tolist() for row in case["greedy.tokens_invcdf"]]
-    for rule, name in ((reject_chain, "with_q"), (reject_block, "block")):
+    for rule, name in ((reject, "with_q"), (reject_block, "block")):
         acceptance = rule(draft, case["target_probs"], case["uniform"], case["recover_uniform"])
         assert torch.equal(acceptance.num_accepted, case[f"{name}.accepted"])
         assert rows_of(acceptance) == [row[row >= 0].tolist() for row in case[f"{name}.tokens_invcdf"]]
@@ -215,7 +224,7 @@ def judged(draft, generator, rule=None):
     target_probs, numbers = target_probs_of(draft), uniform(generator, SAMPLES, draft.size + 1)
     if draft.probs is None:
         return follow(draft, sample_from_probs(target_probs, numbers))
-    rule = rule or (reject_chain if draft.is_chain else reject_tree)
+    rule = rule or reject
     return rule(draft, target_probs, uniform(generator, SAMPLES, draft.size), numbers)
 
 
@@ -332,7 +341,7 @@ def test_texts_have_the_distribution_of_the_target(name, generator):
 )
 def test_block_verification_has_the_distribution_of_the_target_and_accepts_as_much(make, depth, generator):
     draft = make(generator, depth)
-    block, standard = (judged(draft, generator, rule) for rule in (reject_block, reject_chain))
+    block, standard = (judged(draft, generator, rule) for rule in (reject_block, reject))
     assert text_pvalue(block, generator, depth + 1) > 1e-3
     # Standard deviations of the means are below 4e-3.
     means = [acceptance.num_accepted.double().mean().item() for acceptance in (block, standard)]
@@ -438,7 +447,7 @@ def test_block_never_reads_padding_or_accepts_impossible_tokens_and_judges_one_t
     assert rows_of(again) == rows_of(expected)
     assert (again.num_accepted <= draft.num_nodes).all()
     one = random_chains(generator, batch_size=500, size=1)
-    assert rows_of(reject_block(*one)) == rows_of(reject_chain(*one))
+    assert rows_of(reject_block(*one)) == rows_of(reject(*one))
     # An impossible token is accepted neither at its own place nor by the pass of a later token.
     target_probs, zeros = torch.tensor([[0.0, 0.25, 0.75]]).repeat(1, 4, 1), torch.zeros(1, 4, dtype=torch.float64)
     for draft_prob in (0.0, 0.5):
@@ -457,12 +466,13 @@ def test_drafts_that_run_into_nothing_are_judged_exactly(kind, bad):
     """The first token is drawn, and then the processors leave the draft nothing that it could draw."""
     target, drafted = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.1, 0.2, 0.3, 0.4])
     rows, anchors = list(range(4000)), [4] * 4000
-    sampler = DraftSampler(None, RowUniforms(3, torch.device("cpu")), 4)
-    chain = SteeredChain(sampler, rows, [5] * len(rows))
+    uniforms = RowUniforms(3, torch.device("cpu"))
+    chain = SteeredDraw(lambda logits, tokens: logits, uniforms.keys(rows, anchors).for_nodes(2, DRAFT))
     for scores in (drafted.log(), torch.full((4,), bad)):
         chain.choose(scores.expand(len(rows), 4))
     scores = target.log().expand(len(rows), 3, 4)
-    judged = kind(sampler.uniforms).judge(chain.draft([2] * len(rows)), scores, rows, anchors)
+    draft, rule = DraftTree.chain(torch.stack(chain.tokens, dim=1), [2] * len(rows), chain.all_probs), kind(uniforms)
+    judged = rule.judge(draft, scores, rule.keys(rows, anchors))
     assert chi_square_pvalue(judged.tokens[:, 0].bincount(minlength=4), target) > 1e-3
     goes_on = judged.num_accepted > 0
     assert goes_on.sum() > 1000
@@ -473,6 +483,10 @@ LOSSY = FIXTURES / "verification" / "lossy" / "expected.safetensors"
 
 
 # Typical acceptance
+
+
+def accept_typical(draft, scores, *limits):
+    return TypicalRule(None, *limits).judge(draft, scores, None)
 
 
 @pytest.mark.parametrize("tree", ["mc_sim_7b_63", *in_full("small")])

@@ -67,7 +67,7 @@ def test_sampled_text_does_not_depend_on_what_is_chosen(monkeypatch):
 
 def test_a_given_tree_is_cut_at_the_chosen_depth(monkeypatch):
     settings = {**demo_inputs(1), "max_new_tokens": 24, "do_sample": False}
-    monkeypatch.setattr("hf_specdec.control.sizes.DraftSize.cut", lambda trees, draft, *given: draft)
+    monkeypatch.setattr("hf_specdec.control.sizes.DraftSizes.cut", lambda sizes, draft, *given: draft)
     follow(monkeypatch, [1, 0, 2])
     tree = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
     with record(trace=True) as r:
@@ -140,11 +140,10 @@ def test_the_setting_is_a_number_or_auto():
     assert config.replace(num_speculative_tokens=3).fixed_length == 3
     with pytest.raises(SpecConfigError, match="control_profile"):
         SpeculativeConfig(method="ngram", control_profile="profile.json")
-    assert CliRunner().invoke(app, ["calibrate"]).exit_code == 2
     for wrong in ("atuo", 0):
         with pytest.raises(SpecConfigError, match="num_speculative_tokens"):
             SpeculativeConfig(method="ngram", num_speculative_tokens=wrong)
-    generate = ["generate", "def f(a):", "--method", "ngram", "--max-new-tokens", "8", "--json", "-k"]
+    generate = ["generate", "demo", "def f(a):", "-d", "ngram", "--max-new-tokens", "8", "--json", "-k"]
     for length in ("auto", "3"):
         notes = json.loads(CliRunner().invoke(app, [*generate, length]).stdout)["stats"]["notes"]
         assert any(note.startswith("adaptive length: ") for note in notes) == (length == "auto")
@@ -231,18 +230,18 @@ def test_a_cycle_with_a_capture_has_no_times(monkeypatch):
     monkeypatch.setattr(CallGraphs, "all_captures", CallGraphs.all_captures)
     clock, latency = CycleClock(torch.device("cpu")), LatencyModel()
     clock.begin()
-    clock.read()
-    clock.drafted()
+    clock.mark()
+    clock.mark()
     CallGraphs.all_captures += 1
     times = clock.end()
     for spoilt in (times.draft, 0.0, -1.0, float("inf")):
-        latency.observe_draft(1, 3, spoilt, (8, times.reading))
+        latency.observe_draft(1, 3, 3, spoilt, (8, times.reading))
         latency.observe_verification(1, 4, spoilt)
     assert not any((latency.draft, latency.verify, latency.reading.sizes))
     # A capture for the next draft, which ran ahead, spoils both cycles.
     for is_ahead, is_spoilt in ((True, True), (False, True), (False, False)):
         clock.begin()
-        clock.drafted()
+        clock.mark()
         if is_ahead:
             with clock.ahead():
                 CallGraphs.all_captures += 1

@@ -19,14 +19,13 @@ from hf_specdec.target import attention
 from hf_specdec.target import model as target
 from hf_specdec.target.attention import (
     NAME,
-    TreeMask,
-    VerificationForward,
     attention_switch,
-    running,
+    name_masks,
     slot_attention,
 )
+from hf_specdec.target.forward import SlotForward, told
 from hf_specdec.target.lean import has_lean_forward
-from hf_specdec.target.masks import FULL, RowState, Span, node_masks, slot_tree
+from hf_specdec.target.masks import FULL, RowPlaces, Span, TreeMask, node_masks, slot_tree
 from tests.helpers.architectures import CHAINS_ONLY, tiny_model
 from tests.helpers.families import TREE, Case, implementations
 from tests.helpers.levels import full, in_full
@@ -41,7 +40,7 @@ def test_other_calls_go_to_transformers():
     by_head, plain = torch.randn(2, 4, 3, 5), torch.randn(2, 1, 3, 5)
     for mask, inside in ((by_head, True), (None, True), (plain, False)):
         expected = sdpa_attention_forward(module, *states, mask, scaling=0.5)[0]
-        with attention_switch(tiny_llama())() if inside else contextlib.nullcontext():
+        with attention_switch(tiny_llama()).in_place() if inside else contextlib.nullcontext():
             assert torch.equal(slot_attention(module, *states, mask, scaling=0.5)[0], expected)
 
 
@@ -135,17 +134,17 @@ BEYOND_THE_KERNEL = [
 
 
 def test_calls_beyond_the_kernel():
-    topology, rows = chain_topology(2, torch.device("cpu")), RowState([5, 4], [0, 1], [0, 0])
+    topology, rows = chain_topology(2, torch.device("cpu")), RowPlaces([5, 4], [0, 1], [0, 0])
     spans, size = (FULL, Span("sliding", 3)), torch.zeros(2, 2, 8, 16)
     for change, reason in BEYOND_THE_KERNEL:
-        forward = VerificationForward(slot_tree(topology, rows), columns=8)
+        forward = SlotForward(size, columns=8, tree=slot_tree(topology, rows))
         masks = node_masks(topology, rows, 8, spans, torch.float32)
-        forward.name_masks(masks, spans)
+        name_masks(forward, masks, spans)
         call = {"query": torch.zeros(2, 4, 3, 16), "key": size, "value": size, "attention_mask": masks[1], **change}
         if isinstance(call["attention_mask"], str):
             call["attention_mask"] = masks[1][..., :8]
         # What does not fit together is nothing for the other function either.
-        with running(forward), contextlib.suppress(RuntimeError, AttributeError, TypeError):
+        with told(forward), contextlib.suppress(RuntimeError, AttributeError, TypeError):
             slot_attention(SimpleNamespace(num_key_value_groups=2, is_causal=False), **call)
         assert dict(forward.layers) == {"tree kernel" if reason is None else f"masked: {reason}": 1}, change
 
@@ -157,14 +156,14 @@ def test_the_switch_is_on_until_the_last_thread_is_out():
     inside, leave = threading.Event(), threading.Event()
 
     def stay():
-        with switch():
+        with switch.in_place():
             inside.set()
             leave.wait(60)
 
     thread = threading.Thread(target=stay)
     thread.start()
     assert inside.wait(60)
-    with pytest.raises(KeyboardInterrupt), switch(), switch():
+    with pytest.raises(KeyboardInterrupt), switch.in_place(), switch.in_place():
         raise KeyboardInterrupt
     assert model.config._attn_implementation == NAME
     leave.set()
@@ -175,7 +174,7 @@ def test_the_switch_is_on_until_the_last_thread_is_out():
 @full
 def test_stand_in_for_each_implementation():
     def during(model) -> str:
-        with attention_switch(model)():
+        with attention_switch(model).in_place():
             return model.config._attn_implementation
 
     model = tiny_llama()
@@ -233,6 +232,5 @@ def test_captured_forwards_make_no_masks_that_nothing_reads(name, masks_are_read
     elif has_lean_forward(case.model):
         assert not made
     else:
-        # The first run shows that no layer looks at them.
-        runs = 2 * stats.num_graph_captures - 1
-        assert made == ["additive"] * num_spans + ["stand_in"] * num_spans * runs
+        # That no layer looks at them has been seen where the model's way to go on was checked.
+        assert made == ["stand_in"] * num_spans * 2 * stats.num_graph_captures

@@ -36,7 +36,9 @@ def mask(matcher) -> np.ndarray:
 
 def masks_of(matcher, tokens, parents=None) -> np.ndarray:
     """The masks after the tokens of a tree, or a chain."""
-    return NodeMasks.all_of([NodeMasks(matcher, tokens, parents or list(range(-1, len(tokens) - 1)))])[0]
+    return NodeMasks.padded(
+        [NodeMasks(matcher, tokens, parents or list(range(-1, len(tokens) - 1)))], len(tokens) + 1, matcher.num_words
+    )[0]
 
 
 def followed(matcher, tokens) -> np.ndarray | None:

@@ -27,11 +27,10 @@ from hf_specdec import (
     load_speculator,
     record,
 )
-from hf_specdec.arguments import ARGUMENTS
+from hf_specdec.arguments import ARGUMENTS, original_generate
 from hf_specdec.call import entry
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.loaded import record_of
-from hf_specdec.patching import original_generate
 from hf_specdec.target import lean
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts, tiny_llama

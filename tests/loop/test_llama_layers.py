@@ -9,16 +9,18 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from hf_specdec.kernels import _triton
+from hf_specdec.kernels import angles
+from hf_specdec.kernels.angles import rotary_angles_torch, signed_angles
 from hf_specdec.layers import rope
 from hf_specdec.layers.known import is_llama_layer
 from hf_specdec.layers.llama import DecoderLayer, rotate, with_query_groups
-from hf_specdec.layers.rope import RotaryAngles, signed_angles
-from hf_specdec.target.attention import NAME, VerificationForward, running
+from hf_specdec.layers.plan import Way
+from hf_specdec.layers.rope import RotaryAngles
+from hf_specdec.target.attention import NAME
 from hf_specdec.target.cache import SlotCache
+from hf_specdec.target.forward import SlotForward, told
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
-from tests.helpers.layer_references import rotary_angles
 from tests.helpers.levels import in_full, split
 from tests.helpers.models import VOCAB_SIZE
 
@@ -72,7 +74,7 @@ class Reading:
         positions = torch.arange(first, first + stream.shape[1])[None]
         cosine, sine = self.model.get_decoder().rotary_emb(stream, positions)
         theirs, ours = self.caches if cached else (None, None)
-        with running(VerificationForward()):
+        with told(SlotForward(stream)):
             expected = self.theirs(stream, attention_mask=mask, position_embeddings=(cosine, sine), **{CACHE: theirs})
         mask = with_query_groups(mask, self.ours.self_attn.groups)
         return expected, self.ours(stream, signed_angles(cosine, sine), mask, ours)
@@ -184,6 +186,20 @@ def test_changed_parts_count(change):
         assert not torch.equal(expected[1], unchanged[1]), part
 
 
+@torch.no_grad()
+def test_hooks_count_from_the_next_forward_on_over_the_same_cache_as_well():
+    reading = Reading(make("qwen3"))
+    for part in MODULES:
+        expected, found = reading.read(drawn(2, 1, 32))
+        torch.testing.assert_close(expected, found)
+        handles = [CHANGES["hook"](layer, part) for layer in (reading.theirs, reading.ours)]
+        hooked, found = reading.read(drawn(2, 1, 32))
+        torch.testing.assert_close(hooked, found)
+        for handle in handles:
+            handle.remove()
+    assert not torch.equal(hooked, expected)
+
+
 def test_layers_that_are_changed_drop_out_or_are_of_another_family_are_not_llamas(monkeypatch):
     layers = [first_layer(attention_dropout=0.1), tiny_model("mixtral").get_decoder().layers[0]]
     for change in CHANGES.values():
@@ -245,9 +261,8 @@ def test_angles_are_those_of_the_embedding_looked_up_or_computed():
 def as_on_a_gpu(monkeypatch):
     """Calls of the kernel that computes angles, which torch computes here."""
     calls = []
-    monkeypatch.setattr(_triton, "CHOICE", "triton")
-    monkeypatch.setattr(rope, "fuses", lambda tensor: True)
-    monkeypatch.setattr(rope, "rotary_angles", lambda *given: calls.append(given) or rotary_angles(*given))
+    monkeypatch.setattr(rope, "way_of", lambda tensor: Way.KERNELS)
+    monkeypatch.setattr(angles, "rotary_angles_triton", lambda *args: calls.append(args) or rotary_angles_torch(*args))
     return calls
 
 

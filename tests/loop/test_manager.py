@@ -88,14 +88,14 @@ def test_streams_and_cancelled_requests(model, manager):
 
 
 def test_late_cancellation_concerns_no_later_request(model, manager):
-    step = manager._run.engine.step
+    step = manager._engine.step
 
     def cancelled_as_it_ends():
         if ended := step():
             manager.cancel_request("mine")
         return ended
 
-    manager._run.engine.step = cancelled_as_it_ends
+    manager._engine.step = cancelled_as_it_ends
     for index in range(2):
         manager.add_request(prompt(index), "mine")
         assert manager.get_result("mine", timeout=60).generated_tokens == expected(model, index)
@@ -159,13 +159,13 @@ def test_manager_starts_anew_after_an_error_of_its_own(model, manager):
         raise TypeError("broken")
 
     # Nothing is decoded, so that the thread is outside of a step.
-    manager._run.engine.step = broken
+    manager._engine.step = broken
     manager.add_request(prompt(0), "one")
     assert manager.get_result("one", timeout=60).status == RequestStatus.FAILED
     assert isinstance(manager.error, TypeError)
     with pytest.raises(SpecConfigError, match="stopping"):
         manager.add_request(prompt(0))
-    del manager._run.engine.step
+    del manager._engine.step
     manager.start()
     assert manager.error is None
     assert_works(model, manager)

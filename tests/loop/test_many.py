@@ -53,7 +53,6 @@ def test_requests_are_taken_when_there_is_room(model):
     seen = [next(results) for _ in range(7)]
     assert len(taken) <= 7 + 3
     results.close()
-    assert not results._ready
     assert all(result.tokens == said_alone(model, prompt(result.index), max_new_tokens=6) for result in seen)
     with pytest.raises(StopIteration):
         next(results)
@@ -129,7 +128,7 @@ def test_others_go_on_where_one_fails(model, monkeypatch, name, error, times, sa
     expected = [generate(model, prompt(index), seed=index) for index in range(4)]
     how = {"max_new_tokens": 12, "do_sample": sample, "top_logprobs": 0}
     reader = RequestReader(model, how, seed=3, num_places=3)
-    engine = Engine(model, load_speculator(model, "ngram", num_speculative_tokens=4), reader, 3)
+    engine = Engine(load_speculator(model, "ngram", num_speculative_tokens=4), reader)
     rows = [reader.row(index, prompt(index), {"seed": index}) for index in range(4)]
     trouble, ended = Trouble(monkeypatch, name, error, times), []
     for row in rows[:3]:

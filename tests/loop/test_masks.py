@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import Beginning, visible_slots
-from hf_specdec.target.masks import FULL, GrownTopology, RowState, Span, node_masks, node_positions, slot_tree
+from hf_specdec.target.masks import FULL, GrownTopology, RowPlaces, Span, node_masks, node_positions, slot_tree
 from tests.helpers.levels import in_full
 
 
@@ -22,12 +22,12 @@ def ints(size: int, low: int, high: int):
 
 
 @st.composite
-def nodes(draw) -> tuple[RowState, list[list[int]]]:
+def nodes(draw) -> tuple[RowPlaces, list[list[int]]]:
     """Rows alike, of different lengths or padded, and parents of draft nodes, the same or other ones for each row."""
     count = draw(st.integers(1, 4))
     lengths = [draw(st.integers(1, 9))] * count if draw(st.booleans()) else draw(ints(count, 1, 9))
     starts = [0] * count if draw(st.booleans()) else [draw(st.integers(0, length - 1)) for length in lengths]
-    rows, size = RowState(lengths, starts, draw(ints(count, 0, 2))), draw(st.integers(0, 6))
+    rows, size = RowPlaces(lengths, starts, draw(ints(count, 0, 2))), draw(st.integers(0, 6))
     trees = st.tuples(*(st.integers(-1, node - 1) for node in range(size))).map(list)
     kind = draw(st.sampled_from(["chain", "one tree", "trees"]))
     if kind == "trees":
@@ -60,7 +60,7 @@ def is_seen(span: Span, query: int, key: int) -> bool:
     return True
 
 
-def expected_mask(row: int, rows: RowState, parents: list[int], columns: int, span: Span) -> list[list[bool]]:
+def expected_mask(row: int, rows: RowPlaces, parents: list[int], columns: int, span: Span) -> list[list[bool]]:
     length, start = rows.lengths[row], rows.starts[row]
     lines = []
     for node in range(len(parents) + 1):
@@ -71,7 +71,7 @@ def expected_mask(row: int, rows: RowState, parents: list[int], columns: int, sp
     return lines
 
 
-def check_masks(rows: RowState, parents: list[list[int]], spare_columns: int, repeats: int) -> None:
+def check_masks(rows: RowPlaces, parents: list[list[int]], spare_columns: int, repeats: int) -> None:
     """Masks, trees of the attention kernel, and positions."""
     topology, columns = topology_of(parents), max(rows.lengths) + len(parents[0]) + 1
     columns += 0 if rows.is_uniform else spare_columns
@@ -92,11 +92,11 @@ def check_masks(rows: RowState, parents: list[list[int]], spare_columns: int, re
         assert positions[row].tolist() == [first + depth for depth in depths]
 
 
-def check_masks_of_a_graph(rows: RowState, parents: list[list[int]], repeats: int) -> None:
+def check_masks_of_a_graph(rows: RowPlaces, parents: list[list[int]], repeats: int) -> None:
     """Rows and trees that the device alone knows have the masks and positions of those that the host knows."""
     known = TreeTopology.from_parents(torch.tensor(parents, dtype=torch.long))
     topology = GrownTopology(torch.tensor(parents, dtype=torch.long))
-    unknown = RowState(*map(torch.tensor, (rows.lengths, rows.starts, rows.leads)))
+    unknown = RowPlaces(*map(torch.tensor, (rows.lengths, rows.starts, rows.leads)))
     columns = max(rows.lengths) + len(parents[0]) + 1
     assert torch.equal(topology.parents, known.parents)
     assert torch.equal(topology.ancestors, known.ancestors)
@@ -119,6 +119,14 @@ def test_masks_show_each_node_the_text_it_stands_for(max_examples):
     check()
 
 
+@pytest.mark.parametrize("lengths", [[9, 9], [9, 5]], ids=["equal", "ragged"])
+@pytest.mark.parametrize("num_trees", [1, 2], ids=["shared", "own trees"])
+def test_masks_of_more_nodes_than_an_integer_has_bits(lengths, num_trees):
+    rows, count = RowPlaces(lengths, [0, 0], [0, 0]), 70
+    parents = [[(node - 1) // (2 + tree) for node in range(count)] for tree in range(num_trees)] * (2 // num_trees)
+    check_masks(rows, parents, 0, 1)
+
+
 @given(nodes(), st.integers(0, 3), st.integers(1, 5))
 def test_masks_of_both_ends_of_texts(nodes, count, window):
     """A node sees what it would see of the whole text, but for the slots between its first and its last ones."""
@@ -127,11 +135,11 @@ def test_masks_of_both_ends_of_texts(nodes, count, window):
     lengths, texts, leads = map(torch.tensor, (rows.lengths, rows.starts, rows.leads))
     columns = max(rows.lengths) + topology.depths.shape[1]
     starts = torch.maximum(texts, lengths - window)
-    ends = RowState(lengths, starts, leads, beginning=Beginning(texts, count, count + window))
+    ends = RowPlaces(lengths, starts, leads, beginning=Beginning(texts, count, count + window))
     slots = torch.arange(columns)
     left_out = (slots >= texts[:, None] + count) & (slots < starts[:, None])
     spans = [span for span in SPANS if span.kind != "chunked"]
-    whole = RowState(lengths, texts, leads)
+    whole = RowPlaces(lengths, texts, leads)
     masks = (node_masks(topology, some, columns, spans, torch.float32) for some in (ends, whole))
     for span, mask, of_all in zip(spans, *masks):
         expected = (of_all == 0)[:, 0] & ~left_out[:, None]

@@ -32,7 +32,7 @@ def test_numbers_are_those_of_philox_whatever_is_read_before_and_beside(reads):
     expected = {(purpose, row): numbers_of_row(7, purpose, row, 5000) for purpose in PURPOSES for row in rows}
     answers = []
     for purpose, firsts, count in reads:
-        values = uniforms.at(purpose, rows, firsts, count)
+        values = uniforms.keys(rows, firsts).at(purpose, count)
         assert values.shape == (4, count)
         answers.append((values, purpose, firsts, count))
     # Later reads leave earlier answers alone.
@@ -46,13 +46,13 @@ def test_numbers_of_nodes_follow_their_anchor_and_a_position_drafted_again_gets_
         expected = numbers_of_row(seed, purpose, 3, 40 * NODES_PER_ANCHOR, space=1).view(40, NODES_PER_ANCHOR)
         uniforms = RowUniforms(seed)
         for anchor in (0, 39, 5, 6, 7, 20):
-            assert torch.equal(uniforms.for_nodes([3], [anchor], 9, purpose)[0], expected[anchor, :9])
-            found = uniforms.for_nodes([3], [anchor], 6, purpose, first_node=250)
-            assert torch.equal(found[0], expected[anchor, 250:])
+            keys = uniforms.keys([3], [anchor])
+            assert torch.equal(keys.for_nodes(9, purpose)[0], expected[anchor, :9])
+            assert torch.equal(keys.for_nodes(6, purpose, first_node=250)[0], expected[anchor, 250:])
     with pytest.raises(ValueError, match="at most 256 nodes, got 257"):
-        uniforms.for_nodes([0], [0], 257)
+        uniforms.keys([0], [0]).for_nodes(257)
     first, again = (
-        uniforms.for_nodes([0, 1], [place] * 2, 1, DRAFT, node)[:, 0] for place, node in ((10, 3), (12, 1))
+        uniforms.keys([0, 1], [place] * 2).for_nodes(1, DRAFT, node)[:, 0] for place, node in ((10, 3), (12, 1))
     )
     assert first.shape == (2,)
     assert torch.cat([first, again]).unique().numel() == 4
@@ -72,7 +72,7 @@ def test_no_number_becomes_1_in_float32_and_seeds_come_from_torchs_cpu_generator
     assert torch.tensor(ALMOST_ONE).item() == 1.0
     extreme = SimpleNamespace(random=lambda count: np.full(count, ALMOST_ONE))
     monkeypatch.setattr(np.random, "Generator", lambda bits: extreme)
-    values = RowUniforms(0).at(TARGET, [0], [0], 3)
+    values = RowUniforms(0).keys([0], [0]).at(TARGET, 3)
     assert values.dtype == torch.float64
     assert 0.9999 < values.float().min() <= values.float().max() < 1.0
 

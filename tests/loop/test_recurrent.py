@@ -86,7 +86,7 @@ class Plain:
         return torch.cat([self.read([token]) for token in tokens])
 
     def assert_same_states(self, driver: SlotModel, row: int) -> None:
-        states = driver.find(RecurrentLayers).row_states(row)
+        states = driver.find(RecurrentLayers).of_rows([row])
         assert states
         for layer_idx, state in states.items():
             theirs = self.cache.layers[layer_idx]
@@ -177,11 +177,11 @@ def test_going_back_to_a_mark(models, name):
     driver.commit([3, 1, 2])
     for plain_row, new, count in zip(rows, read, (3, 1, 2)):
         plain_row.step(new[:count])
-    mark = driver.find(RecurrentLayers).mark()
+    mark = dict(driver.find(RecurrentLayers).states)
     for _ in range(3):
         driver.forward(torch.tensor([random_tokens(1, draw) for _ in rows]), chain_topology(0, CPU))
         driver.commit([1, 1, 1])
-    driver.find(RecurrentLayers).return_to(mark)
+    driver.find(RecurrentLayers).put(mark)
     for row, plain_row in enumerate(rows):
         plain_row.assert_same_states(driver, row)
 

@@ -11,8 +11,7 @@ from transformers import GenerationConfig
 
 from hf_specdec import SpecConfigError, SpeculativeBatchingManager, generate_batch, generate_many
 from hf_specdec.many.journal import Journal
-from hf_specdec.many.results import RequestResult
-from hf_specdec.many.row import TokenLogprobs
+from hf_specdec.many.row import RequestResult, TokenLogprobs
 from tests.helpers.arrivals import NGRAM, Raises, prompt, run_many, said_alone
 from tests.helpers.levels import full
 from tests.helpers.models import VOCAB_SIZE, letter_tokenizer, nothing_runs
@@ -34,7 +33,8 @@ def chat_tokenizer():
 def test_texts_ids_chats_and_dicts(model, chat_tokenizer):
     ids, messages = chat_tokenizer("abg")["input_ids"], [{"role": "user", "content": "ab"}]
     forms = ["abg", ids, torch.tensor([ids]), torch.tensor(ids), {"text": "abg"}, {"input_ids": ids}]
-    forms += [messages, {"messages": messages}]
+    forms += [messages, {"messages": messages}, {"conversations": [{"from": "human", "value": "ab"}]}]
+    forms += [{"question": "abg"}, {"turns": ["abg", "b"]}]
     results = run_many(model, forms, tokenizer=chat_tokenizer)
     assert {tuple(result.tokens) for result in results} == {tuple(said_alone(model, ids))}
     text = chat_tokenizer.decode(results[0].tokens, skip_special_tokens=True)

@@ -183,7 +183,7 @@ def test_fork_while_other_threads_load_and_hold_every_lock(slow_method, pool):
     modules = [importlib.import_module(f"hf_specdec.{name}") for name in names]
     locks = [lock for module in modules for lock in vars(module).values() if isinstance(lock, Lock)]
     record, log = record_of(model), IntervalLog(1.0)
-    locks += [record.lock, record.searching, log._lock, ModelGraphs()._lock]
+    locks += [record.lock, record.searching, log._lock, ModelGraphs().lock]
     locks += [owner._lock for owner in (cache, attention_switch(model), record.chosen, record.learnt)]
     assert len(locks) >= 14
     loading, held_here = slow_method.begin(pool, model), Lock()

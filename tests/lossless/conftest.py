@@ -1,12 +1,10 @@
 """Gives every test that takes a `row` the rows of `tests/helpers/methods.py` to which it applies.
 
 `make test` has those of `REPRESENTATIVES`, and of a test that is marked `every_row` all; the others are `full`. A test
-that is marked `as_users_run` has adaptive lengths and measured products, which all other tests switch off.
+that is marked `as_users_run` has adaptive lengths and products of few rows, which all other tests switch off.
 """
 
 from __future__ import annotations
-
-from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -15,10 +13,6 @@ from hf_specdec.kernels import products
 from hf_specdec.target import check
 from tests.helpers.levels import full
 from tests.helpers.methods import EVERYTHING, REPRESENTATIVES, exemption
-
-
-# What has been measured for calls as users run them; it is not for others, whose last bits would depend on it.
-MEASURED = {"measures": True, "ways_of_shapes": {}, "_known": {}, "_prepared": WeakKeyDictionary()}
 
 
 def pytest_generate_tests(metafunc):
@@ -35,15 +29,14 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(autouse=True)
-def settings_of_the_test(request, monkeypatch, tmp_path_factory):
+def settings_of_the_test(request, monkeypatch):
     """What users run where a test asks for it; elsewhere parts of a combination take turns instead of being timed."""
     if request.node.get_closest_marker("as_users_run") is None:
         monkeypatch.setattr(DrafterChoice, "asks", _asks_in_turn)
         return
     monkeypatch.delenv("HF_SPECDEC_ADAPTIVE")
-    monkeypatch.setenv("HF_SPECDEC_PROFILES", str(tmp_path_factory.getbasetemp() / "profiles"))
-    for name, value in MEASURED.items():
-        monkeypatch.setattr(products, name, value)
+    monkeypatch.setattr(products, "is_used", True)
+    monkeypatch.setattr(products, "LEAST_BYTES", 0)
 
 
 @pytest.fixture

@@ -12,11 +12,13 @@ import torch
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec import UnsupportedModelError
+from hf_specdec import UnsupportedModelError, load_speculator
+from hf_specdec.many.engine import Engine
+from hf_specdec.many.requests import RequestReader
 from hf_specdec.target import check
-from hf_specdec.target.forward import SlotOutput
 from hf_specdec.target.prompts import Continuation
 from tests.helpers.architectures import tiny_model
+from tests.helpers.arrivals import prompt, said_alone
 from tests.helpers.caches import CACHE
 from tests.helpers.families import assert_drafts_change_nothing
 from tests.helpers.images import text_model
@@ -176,11 +178,11 @@ def test_longer_calls_and_other_forwards_are_checked_again():
 
 
 @full
-def test_one_forward_for_a_class_and_one_with_padding():
+def test_once_for_a_model_and_once_with_padding():
     model = tiny_mistral()
     # One new token needs no check.
     calls = [(prompts(1), 1), *((inputs, 20) for inputs in (prompts(1), prompts(2, padding=False), prompts(2)))]
-    for (inputs, new_tokens), extra in zip([*calls, calls[-1]], (0, 1, 0, 1, 0)):
+    for (inputs, new_tokens), extra in zip([*calls, calls[-1]], (0, 2, 0, 2, 0)):
         call = {**inputs, "do_sample": False, "max_new_tokens": new_tokens}
         output, widths = forwards_of(model, **call, spec_method="ngram")
         assert len(widths) == output.speculative.num_target_forwards + extra
@@ -254,27 +256,50 @@ def test_neither_cache_nor_random_numbers_show_a_check(name, monkeypatch):
 @full
 def test_rounding_and_dropout_are_no_difference():
     for dtype in (torch.bfloat16, torch.float16):
-        for model in (tiny_llama(), tiny_mistral(), tiny_gpt2(), tiny_model("qwen3_moe")):
+        models = tiny_llama(), tiny_mistral(), tiny_gpt2(), tiny_model("qwen3_moe")
+        for model in models:
             text = prompts(1, length=40)["input_ids"]
             how = scripted_speculator(text, [0], VOCAB_SIZE, num_speculative_tokens=6)
             model.to(dtype).generate(**prompts(1), do_sample=False, max_new_tokens=4, assistant=how)
-        assert len(check._checked) == 4
+        assert set(check._checked) == set(models)
         check._checked.clear()
     model = MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=2, attention_dropout=0.5)).train()
     model.generate(**prompts(1), **SETTINGS, spec_method="ngram")
     assert not check._checked
 
 
-def test_rows_that_join_are_compared_at_their_new_places(monkeypatch):
-    monkeypatch.setattr(check, "_checked", {})
-    part, joining = (check.ContinuationCheck(tiny_llama()) for _ in range(2))
-    logits = torch.randn(2, 1, VOCAB_SIZE)
-    joining.expected["padded"] = dict(enumerate(logits))
-    part.join(joining, 2)
-    part.keep_rows([3, 0])
-    with pytest.raises(UnsupportedModelError, match="differ from those of plain generation"):
-        part.verified(SlotOutput(logits))
-    assert not check._checked
-    part.verified(SlotOutput(logits.flip(0)))
-    assert check._checked == {"padded": 1}
-    part.verified(SlotOutput(logits))
+def test_a_request_that_differs_fails_alone(monkeypatch):
+    """Those that came with it are read again by themselves, and those that are decoded never notice."""
+    model, spoilt = tiny_llama(), []
+    requests = [prompt(index) for index in range(4)]
+    texts = [said_alone(model, tokens) for tokens in requests]
+    assert sum(text[0] == texts[2][0] for text in texts) == 1
+    read = check._plainly_read
+
+    def spoiled(target, continuation, tokens, count):
+        nodes, logits = read(target, continuation, tokens, count)
+        if texts[2][0] in tokens.tolist():
+            row = tokens.tolist().index(texts[2][0])
+            logits[row] = -logits[row]
+            spoilt.append(len(tokens))
+        return nodes, logits
+
+    class Forgetful(dict):
+        def setdefault(self, key, default):
+            return default
+
+    monkeypatch.setattr(check, "_checked", Forgetful())
+    monkeypatch.setattr(check, "_plainly_read", spoiled)
+    reader = RequestReader(model, {"max_new_tokens": 12, "do_sample": False}, num_places=4)
+    engine = Engine(load_speculator(model, "ngram"), reader)
+    rows = [reader.row(index, tokens, {}) for index, tokens in enumerate(requests)]
+    for pair in (rows[:2], rows[2:]):
+        for row in pair:
+            engine.add(row)
+        engine.step()
+    while not engine.is_idle:
+        engine.step()
+    assert spoilt == [2, 1]
+    assert isinstance(rows[2].error, UnsupportedModelError)
+    assert [row.tokens for row in rows if row is not rows[2]] == [*texts[:2], texts[3]]
+    assert not rows[2].tokens

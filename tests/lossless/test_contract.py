@@ -7,7 +7,6 @@ transformers' own loop. `Text` tells a method what the contract allows, in drawn
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import StoppingCriteria
 
 from hf_specdec import Commit, DraftStep, DraftTree, Prompt, Session, Speculator, generate_many, record
-from hf_specdec.candidate_generators.combined.combination import Combination
+from hf_specdec.candidate_generators.combined.generator import Combination
 from hf_specdec.control import SpeculationController
 from hf_specdec.target.states import captured_states
 from tests.helpers.calls import GREEDY, PROMPT, inputs, plain, requests, texts_alone
@@ -98,9 +97,9 @@ class Watch:
 
 def checked(generator_class: type, watches: list[Watch]) -> type:
     """The class, whose instances check the order in which they are called."""
-    if isinstance(generator_class, Combination):
+    if issubclass(generator_class, Combination):
         parts = tuple(checked(part, watches) for part in generator_class.parts)
-        return replace(generator_class, parts=parts, generator_class=checked(generator_class.generator_class, watches))
+        generator_class = type(generator_class.__name__, (generator_class,), {"parts": parts})
 
     class Checked(generator_class):
         def __init__(self, *args):

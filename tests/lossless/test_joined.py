@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 
 from hf_specdec import generate_many
@@ -11,9 +12,11 @@ from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
 from tests.helpers.arrivals import ANY_ORDER, arrivals, check_each_for_itself
 from tests.helpers.calls import GREEDY, LENGTHS, requests, texts_alone
-from tests.helpers.levels import full, slow
+from tests.helpers.levels import full, slow, split
 from tests.helpers.methods import demo_target, fresh_speculator, settings_of
+from tests.helpers.models import tiny_llama
 from tests.helpers.tape import spoil_inputs, tape_everything
+from tests.helpers.tiny_drafters import GREEDY_DRAFTERS, tiny_drafter
 
 
 # Kind of each request, cycles before the next one, and what befalls it.
@@ -51,6 +54,18 @@ def test_as_many_tokens_are_accepted_as_alone(row):
     counts = [[result.stats.num_accepted_tokens for result in results] for results in (together[:6], apart)]
     assert counts[0] == counts[1]
     assert sum(result.stats.num_accepted_tokens for result in together) > 0
+
+
+@pytest.mark.parametrize("case", split(GREEDY_DRAFTERS, short=["mtp, layers", "dflash, corrections"]))
+def test_prompts_of_one_token_join(case):
+    """Nothing has been read of them by then, as drafts with layers, heads and stages of other shapes know."""
+    model, lengths = tiny_llama(), ((5, 20), (1, 12), (4, 20), (1, 12), (1, 20))
+    given = [{"input_ids": torch.arange(3, 3 + length), "max_new_tokens": new} for length, new in lengths]
+    texts = [model.generate(**{**GREEDY, **one, "input_ids": one["input_ids"][None]})[0] for one in given]
+    results = list(generate_many(model, given, 2, in_order=True, assistant=tiny_drafter(model, case), **GREEDY))
+    assert [result.error for result in results] == [None] * len(given)
+    assert [result.tokens for result in results] == [text[-new:].tolist() for text, (_, new) in zip(texts, lengths)]
+    assert sum(result.stats.num_draft_tokens for result in results) > 0
 
 
 @full
@@ -100,7 +115,7 @@ def test_long_prompt_is_read_in_chunks_while_others_end(row, monkeypatch):
     """It joins a loop without rows, where forwards are graphs."""
     tape_everything(monkeypatch)
     reader = RequestReader(demo_target(), dict(GREEDY), num_places=3)
-    engine = Engine(demo_target(), fresh_speculator(settings_of(row)), reader, 3, chunk_size=2)
+    engine = Engine(fresh_speculator(settings_of(row)), reader, chunk_size=2)
     rows = [reader.row(number, *reader.read(requests()[number])) for number in (1, 9, 4)]
     for one in rows:
         engine.add(one)
@@ -137,7 +152,7 @@ def test_others_go_on_where_one_fails(row, monkeypatch, name):
 
 def check_arrivals(row, arrived: list[tuple[int, int, str]], places: int) -> None:
     reader = RequestReader(demo_target(), dict(GREEDY), num_places=places)
-    engine = Engine(demo_target(), fresh_speculator(settings_of(row)), reader, places, chunk_size=16)
+    engine = Engine(fresh_speculator(settings_of(row)), reader, chunk_size=16)
     check_each_for_itself(reader, engine, requests(), texts_alone(), arrived)
 
 

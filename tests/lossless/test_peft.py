@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, demo, generate_many
-from hf_specdec.cli.target import Place
+from hf_specdec.cli.target import Target
 from hf_specdec.many import engine
 from hf_specdec.target.parts.recurrent import mixers
 from tests.helpers.architectures import tiny_model
@@ -84,15 +84,14 @@ PAIRS = [(base, list(VIRTUAL)[number % 3]) for number, base in enumerate(BASES)]
 def test_virtual_tokens(base, adapter):
     model = adapted(base, adapter)
     for batch_size in (1, 3):
-        inputs = prompts(batch_size, length=9)
+        # In front of padding they would be hidden in the middle.
+        inputs = prompts(batch_size, length=9, padding=False)
         plain = check_equals_plain(model, inputs, trees=(None,) if base == "bloom" else (None, TREE))
         assert plain != model.get_base_model().generate(**inputs, **SETTINGS).tolist()
     if base == "llama":
         # A draft model reads the tokens alone.
         output = model.generate(**inputs, **SETTINGS, spec_model=tiny_llama(seed=1))
         assert output.tolist() == plain
-        inputs["attention_mask"][0, 5:7] = 0
-        check_equals_plain(model, inputs)
 
 
 @full
@@ -257,10 +256,10 @@ def test_commands_load_a_folder_with_an_adapter(tmp_path):
     base, folder = LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
     peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(folder)
     demo.load_tokenizer().save_pretrained(folder)
-    model, _ = Place(target=str(folder)).load()
+    model, _ = Target(str(folder)).load()
     assert type(model) is LlamaForCausalLM
     assert list(model.peft_config) == ["default"]
     for content in ("[]", "{}", '{"base_model_name_or_path": 3}', "[" * 100_000):
         (tmp_path / "adapter_config.json").write_text(content)
         with pytest.raises(SpecConfigError, match="adapter"):
-            Place(target=str(tmp_path)).load()
+            Target(str(tmp_path)).load()

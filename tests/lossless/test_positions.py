@@ -1,4 +1,4 @@
-"""Positions: models that count for themselves, masked tokens anywhere, and rotary frequencies that change."""
+"""Positions: models that count for themselves, masked rows, and rotary frequencies that change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, generate_many
 from hf_specdec.target.parts.rotary import ChangingRotary, rotary_changes
-from tests.helpers import methods
 from tests.helpers.architectures import CHAINS_ONLY, tiny_model
 from tests.helpers.caches import CACHE
 from tests.helpers.families import TOKENS, Case, assert_drafts_change_nothing, assert_ragged_acceptance
@@ -49,20 +48,6 @@ def test_positions_of_kosmos():
         assert torch.equal(text.generate(**inputs, **settings, assistant=deepcopy(text)), plain)
 
 
-def masked(kind: str, vocab_size: int = VOCAB_SIZE) -> dict[str, torch.Tensor]:
-    """Three random prompts with a mask of some kind."""
-    generator = torch.Generator().manual_seed(2)
-    input_ids = torch.randint(3, vocab_size, (3, 14), generator=generator)
-    mask = torch.ones_like(input_ids)
-    if kind == "mixed":
-        # Gaps, nothing at all, and a second turn that is padded on the left after an answer.
-        mask[0] = (torch.rand(14, generator=generator) > 0.35).long()
-        mask[0, -1], mask[1], mask[2, :2], mask[2, 6:9] = 1, 0, 0, 0
-    else:
-        mask[0, -3:] = mask[1, -1] = 0
-    return {"input_ids": input_ids, "attention_mask": mask}
-
-
 def scripted_on(plain: torch.LongTensor, inputs: dict, vocab_size: int = VOCAB_SIZE, **script):
     """A scripted speculator whose texts are what each row sees, one token at least."""
     settings = {"num_speculative_tokens": 4, "accuracy": 0.8, **script}
@@ -76,91 +61,53 @@ def scripted_on(plain: torch.LongTensor, inputs: dict, vocab_size: int = VOCAB_S
 
 # Rotary positions, windows, chunks, learned positions counted by the model, biases by distance, recurrent states, and
 # windows by slot.
-SHORT = [("llama", "mixed"), ("gpt2", "mixed"), ("qwen3_next", "mixed"), ("mistral", "after")]
-MIXED = "mistral llama4_text opt bloom mpt gpt_neo gemma3_text".split()
-REST = [*((name, "mixed") for name in MIXED), *((name, "after") for name in ("llama", "gpt2", "bloom"))]
+SHORT = ["llama", "gpt2", "qwen3_next"]
+REST = "mistral llama4_text opt bloom mpt gpt_neo gemma3_text".split()
 
 
-@pytest.mark.parametrize(("name", "kind"), [*SHORT, *in_full(*REST)])
-def test_masked_tokens(name, kind):
-    for attention in {None, "eager" if name == "mistral" else None}:
-        model = tiny_model(name, attn_implementation=attention)
-        vocab_size = model.config.get_text_config().vocab_size
-        inputs = masked(kind, vocab_size=vocab_size)
-        plain = model.generate(**inputs, **SETTINGS)
-        for tree in (None,) if name in CHAINS_ONLY else (None, TREE, "random"):
-            how = scripted_on(plain, inputs, vocab_size, tree=tree)
-            output = model.generate(**inputs, **SETTINGS, assistant=how, return_dict_in_generate=True)
-            assert output.sequences.tolist() == plain.tolist(), (attention, tree)
-            assert_ragged_acceptance(output.speculative, 16)
+@pytest.mark.parametrize("name", [*SHORT, *in_full(*REST)])
+def test_rows_of_padding_alone(name):
+    model = tiny_model(name)
+    vocab_size = model.config.get_text_config().vocab_size
+    input_ids = torch.randint(3, vocab_size, (3, 14), generator=torch.Generator().manual_seed(2))
+    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+    inputs["attention_mask"][1], inputs["attention_mask"][2, :5] = 0, 0
+    plain = model.generate(**inputs, **SETTINGS)
+    for tree in (None,) if name in CHAINS_ONLY else (None, TREE, "random"):
+        how = scripted_on(plain, inputs, vocab_size, tree=tree)
+        output = model.generate(**inputs, **SETTINGS, assistant=how, return_dict_in_generate=True)
+        assert output.sequences.tolist() == plain.tolist(), tree
+        assert_ragged_acceptance(output.speculative, 16)
 
 
-@full
-def test_masked_tokens_beside_other_settings():
-    model, inputs = tiny_llama(), masked("mixed")
-    text = model.generate(**inputs, **SETTINGS)
-    for settings in ({"eos_token_id": [int(text[0, 18]), int(text[2, 24])]}, {"prefill_chunk_size": 4}):
-        settings = {**SETTINGS, **settings}
-        plain = model.generate(**inputs, **settings)
-        for tree in (None, TREE):
-            output = model.generate(**inputs, **settings, assistant=scripted_on(text, inputs, tree=tree))
-            assert output.tolist() == plain.tolist()
-    texts = []
-    for how in ({"spec_method": "ngram"}, {"assistant": scripted_on(text, inputs, tree="random")}):
-        torch.manual_seed(3)
-        texts.append(model.generate(**inputs, do_sample=True, max_new_tokens=20, **how).tolist())
-    assert texts[0] == texts[1]
+def test_masks_that_hide_more_than_the_beginning_are_refused_before_the_first_forward():
+    model, forwards = deepcopy(tiny_llama()), []
+    model.register_forward_pre_hook(lambda *args: forwards.append(args))
+    inputs = prompts(2, length=7, padding=False)
+    for row, token in ((0, 6), (1, 3)):
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[row, token] = 0
+        with pytest.raises(SpecConfigError, match=f"hides.*row {row} at token {token}.*Pad prompts on the left"):
+            model.generate(**{**inputs, "attention_mask": mask}, **SETTINGS, spec_method="ngram")
     with pytest.raises(SpecConfigError, match=r"`attention_mask`.*got the shape \[1, 1, 7, 7\]"):
         model.generate(prompts(1)["input_ids"], attention_mask=torch.ones(1, 1, 7, 7), spec_method="ngram")
-
-
-OTHERS = [method for method in methods.METHODS if method.values != ("eagle3",)]
-
-
-@pytest.mark.parametrize("name", ["eagle3", *in_full(*OTHERS)])
-def test_drafters_see_no_masked_tokens(name):
-    """The text and what is accepted are those of the prompts without the masked tokens."""
-    clean = methods.demo_inputs(3)
-    # Two tokens in a place of its own in every row, the last token always being one of the text.
-    dirty = {}
-    for key, fill in (("input_ids", torch.tensor([7, 30])), ("attention_mask", torch.tensor([0, 0]))):
-        places = [clean[key].shape[1] // 2 + 3 * row for row in range(3)]
-        rows = [torch.cat([row[:place], fill, row[place:]]) for row, place in zip(clean[key], places)]
-        dirty[key] = torch.stack(rows)
-    found = []
-    for inputs in (clean, dirty):
-        # The trees of past responses would remember the first call.
-        how = {"assistant": methods.fresh_speculator(methods.settings_of(name)), "return_dict_in_generate": True}
-        output = methods.demo_target().generate(**inputs, do_sample=False, max_new_tokens=24, **how)
-        width = inputs["input_ids"].shape[1]
-        stats = output.speculative
-        counts = stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_target_forwards
-        # Windows of slots have masked ones, too.
-        found.append((output.sequences[:, width:].tolist(), *(counts if name != "sparse_kv" else ())))
-    assert found[0] == found[1]
+    assert not forwards
 
 
 def test_a_chat_goes_on_from_its_cache():
     model, settings = tiny_llama(), {**SETTINGS, "return_dict_in_generate": True}
-    inputs = prompts(3)
-    text = model.generate(**inputs, **SETTINGS)
-    ends = [int(text[0, 12]), int(text[2, 18])]
-    first = model.generate(**inputs, **settings, eos_token_id=ends)
-    answers = first.sequences[:, 7:]
-    # The returned cache has zeros from the last token of a row on, where others go on.
-    seen = torch.cat([answers[:, 1:], answers[:, -1:]], dim=1) != 0
-    mask = torch.cat([inputs["attention_mask"], seen.long()], dim=1)
-    turn = prompts(3, length=5, seed=3)
+    inputs, turn = prompts(3), prompts(3, length=5, seed=3, padding=False)
+    first = model.generate(**inputs, **settings)
+    answers = torch.ones_like(first.sequences[:, 7:])
     whole = {
         "input_ids": torch.cat([first.sequences, turn["input_ids"]], dim=1),
-        "attention_mask": torch.cat([mask, turn["attention_mask"]], dim=1),
+        "attention_mask": torch.cat([inputs["attention_mask"], answers, turn["attention_mask"]], dim=1),
     }
-    assert bool((whole["attention_mask"].diff(dim=1) < 0).any())
     caches = [deepcopy(first[CACHE]) for _ in range(3)]
     plain = model.generate(**whole, **settings, **{CACHE: caches[0]})
     for tree in (None, TREE):
         how = scripted_for(first.sequences, inputs, accuracy=0.8, tree=tree)
-        ours = model.generate(**inputs, **settings, eos_token_id=ends, assistant=how)
+        ours = model.generate(**inputs, **settings, assistant=how)
         assert ours.sequences.tolist() == first.sequences.tolist()
         caches.append(ours[CACHE])
     for tree, cache in zip((None, TREE, None, TREE), caches[1:]):

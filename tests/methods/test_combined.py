@@ -22,10 +22,10 @@ from hf_specdec import (
 )
 from hf_specdec.candidate_generators import unregister_candidate_generator
 from hf_specdec.candidate_generators.combined import generator as combined
-from hf_specdec.candidate_generators.combined.combination import part_configs
-from hf_specdec.candidate_generators.combined.merge import merged
+from hf_specdec.candidate_generators.combined.generator import merged, part_configs
 from hf_specdec.candidate_generators.combined.policy import DrafterChoice
 from hf_specdec.control import ControlProfile
+from hf_specdec.control.controller import SpeculationController
 from hf_specdec.control.rates import RowOutcome
 from hf_specdec.drafts import DraftTree
 from hf_specdec.protocol import Commit, Session
@@ -66,7 +66,7 @@ def test_statistics_by_part(monkeypatch):
     assert sum(row.num_accepted for cycle in call.cycles[1::2] for row in cycle.rows) == accepted[1] > 0
     # Nothing is read for who is never asked.
     decide(monkeypatch, lambda row, cycle: False)
-    monkeypatch.setattr("hf_specdec.drafting.entries.DraftEntries.read", None)
+    monkeypatch.setattr("hf_specdec.drafting.slots.DraftEntries.read", None)
     assert drafted(1).stats.notes[-1] == "eagle3: 0 tokens accepted from 0 drafts"
 
 
@@ -163,6 +163,45 @@ def test_who_pays_is_asked():
     assert choice.asks([0, 1, 2], [[0.9] * 8, [], [0.1]], 8, [4, 0, 4], 1) == [False, False, True]
 
 
+@pytest.mark.parametrize(
+    ("draft_cost", "first", "rate", "later"),
+    [(0.1, 3, 0.9, range(4, 13)), (0.3, 2, 0.3, range(1, 2)), (0.9, 1, 0.95, range(1, 2))],
+)
+def test_a_draft_model_drafts_as_many_tokens_as_pay(draft_cost, first, rate, later):
+    choice = DrafterChoice(ControlProfile(draft_cost=draft_cost), 1, 12)
+    generator = random.Random(0)
+    assert choice.choose_depth(1) == first
+    for _ in range(100):
+        depth = choice.choose_depth(1)
+        count = next((place for place in range(depth) if generator.random() > rate), depth)
+        choice.observe_cycle(1, depth, 1.0, 1 + count)
+        choice.observe_draft([RowOutcome(0, depth, depth, count, count + 1)], 1, depth, draft_cost * depth, None)
+    assert choice.choose_depth(1) in later
+    # Those of other drafters, and of calls whose lengths do not adapt, are as long as there is room for.
+    assert DrafterChoice(ControlProfile(), 1, 12).choose_depth(1) == 12
+    assert DrafterChoice(ControlProfile(draft_cost=draft_cost), 1, 12, adapts=False).choose_depth(1) == 12
+
+
+def test_reading_late_is_no_time_of_a_draft(monkeypatch):
+    monkeypatch.setenv("HF_SPECDEC_ADAPTIVE", "1")
+    decide(monkeypatch, lambda row, cycle: cycle == 3)
+    readings = []
+    observe = SpeculationController.observe
+
+    def watched(controller, outcomes, num_nodes, draft_seconds, verify_seconds, reading=None, num_drafted=None):
+        readings.append(reading)
+        observe(controller, outcomes, num_nodes, draft_seconds, verify_seconds, reading, num_drafted)
+
+    monkeypatch.setattr(SpeculationController, "observe", watched)
+    call = drafted(1)
+    assert call.stats.num_accepted_tokens > 0
+    # The prompt is read by both, by the second one with what was committed before it was asked.
+    by_retrieval, *_, by_model = (
+        num for num, _ in filter(None, readings) if num > demo_inputs(1)["input_ids"].shape[1]
+    )
+    assert by_retrieval < by_model
+
+
 @full
 def test_wrong_settings():
     class Twin(CandidateGenerator):
@@ -218,4 +257,4 @@ def test_parts_share_what_is_loaded_and_learnt():
     # Calls teach the next one.
     drafted_call(demo_target(), demo_inputs(1), {"assistant": both}, repetition_penalty=1.5)
     known = load().resources.profile
-    assert all((known.accepted.means, known.latency.verify, known.latency.draft, known.latency.reading.sizes))
+    assert all((known.accepted, known.latency.verify, known.latency.draft, known.latency.reading.sizes))

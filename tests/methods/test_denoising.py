@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_specdec.candidate_generators.dflash import denoising
-from hf_specdec.candidate_generators.dflash.denoising import Denoising, confidences, keep_counts
+from hf_specdec.candidate_generators.dflash.heads.denoising import Denoising, keep_counts
+from hf_specdec.drafting import prefixes
+from hf_specdec.drafting.prefixes import confidences
 from tests.helpers.levels import full, in_full
 from tests.helpers.paths import FIXTURES
 from tests.helpers.published import published
@@ -27,7 +28,7 @@ def step(logits: torch.Tensor, keep: int) -> Denoising:
 
 
 def assert_same(state: Denoising, expected: Denoising, rows=slice(None)) -> None:
-    for name in ("tokens", "known", "confidences"):
+    for name in ("tokens", "settled", "confidences"):
         assert torch.equal(getattr(state, name)[rows], getattr(expected, name))
 
 
@@ -54,7 +55,7 @@ def test_schedule_and_known_tokens():
     logits = torch.zeros(1, 4, 6)
     logits[0, 0, MASK], logits[0, 1, 5] = 9.0, 8.0
     state = step(logits, keep=2)
-    assert state.known.tolist() == [[True, True, False, False]]
+    assert state.settled.tolist() == [[True, True, False, False]]
     state.update(torch.eye(6)[None, :4] * 20, keep=4)
     assert state.tokens.tolist() == [[MASK, 5, 2, 3]]
 
@@ -65,7 +66,7 @@ def test_logits_that_are_no_distribution_are_masked_first(dtype):
         logits = random_logits((2, 4, 9), dtype)
         logits[1, 2, 5] = logits[1, 2, 7] = bad
         state = step(logits, keep=3)
-        assert state.known.tolist()[1] == [True, True, False, True]
+        assert state.settled.tolist()[1] == [True, True, False, True]
         assert state.tokens[1, 2] == 5
         assert state.confidences.isfinite().all()
         assert_same(state, step(logits[:1], keep=3), slice(1))
@@ -84,7 +85,7 @@ def test_recorded_steps():
         state.update(logits, keep)
         assert torch.equal(state.tokens, recorded[f"{case}.tokens"])
         assert torch.equal(state.inputs, recorded[name])
-        assert (~state.known).sum(1).tolist() == [num_positions - keep] * rows
+        assert (~state.settled).sum(1).tolist() == [num_positions - keep] * rows
         torch.testing.assert_close(confidences(logits), recorded[f"{case}.confidence"], atol=1e-6, rtol=0)
     assert len(names) > 3
 
@@ -98,7 +99,7 @@ def test_recorded_steps_of_a_trained_draft():
             assert torch.equal(state.inputs, expected[f"{prefix}block_input_ids"][:, 1:])
             state.update(expected[f"{prefix}logits"], keep)
             assert torch.equal(state.tokens, expected[f"{prefix}tokens"])
-            assert torch.equal(state.known, expected[f"{prefix}kept"].bool())
+            assert torch.equal(state.settled, expected[f"{prefix}kept"].bool())
             if keep < 7:
                 wanted = expected[f"{prefix}confidence"]
                 torch.testing.assert_close(state.confidences, wanted, atol=1e-6, rtol=0)
@@ -114,7 +115,7 @@ def test_rows_depend_on_nothing_around_them(dtype, monkeypatch):
     assert torch.equal(step(logits.flip(0), keep=2).confidences.flip(0), state.confidences)
     assert_same(step(logits[:, 1:], keep=2), step(logits[:, 1:].clone(), keep=2))
     for size in (1, 2_500, 7_000):
-        monkeypatch.setitem(denoising._CHUNK_SIZES, "cpu", size)
+        monkeypatch.setitem(prefixes._CHUNK_SIZES, "cpu", size)
         assert_same(step(logits, keep=2), state)
 
 
@@ -122,10 +123,12 @@ def test_rows_depend_on_nothing_around_them(dtype, monkeypatch):
 def test_ties_and_large_logits():
     state = step(torch.zeros(2, 8, 100), keep=3)
     assert state.tokens.eq(0).all()
-    assert state.known.tolist() == [[True] * 3 + [False] * 5] * 2
-    # One distribution at every position, over other ids at each.
-    tied = torch.stack([random_logits((50,)).sort().values.roll(4 * position) for position in range(8)])[None]
-    assert step(tied, keep=4).known.tolist() == [[True] * 4 + [False] * 4]
+    assert state.settled.tolist() == [[True] * 3 + [False] * 5] * 2
+    # Two tokens of half of the probability at every position, other ones at each.
+    tied = torch.full((1, 8, 50), -200.0)
+    for position in range(8):
+        tied[0, position, [position, 49 - position]] = 0.0
+    assert step(tied, keep=4).settled.tolist() == [[True] * 4 + [False] * 4]
     small = random_logits((2, 8, 100)).mul_(64).round_().div_(64)
     assert torch.equal(confidences(small + 1000), confidences(small))
     overflow = step(torch.full((2, 8, 100), 60_000.0, dtype=torch.float16), keep=4)

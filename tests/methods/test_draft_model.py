@@ -9,6 +9,8 @@ import torch
 from transformers import BartForCausalLM, WhisperForCausalLM
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, load_speculator, record
+from hf_specdec.logits.sampling import DraftSampler
+from hf_specdec.protocol import Prompt, Session
 from tests.helpers.architectures import tiny_model
 from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.distribution import (
@@ -199,6 +201,41 @@ def test_joint_distribution(settings, options):
         # Of the target itself all are accepted; ratios computed over other shapes may miss 1 by rounding.
         itself = load_speculator(small_model(), draft_model=small_model(), num_speculative_tokens=3)
         assert sampled_counts(SETTINGS[settings], itself)[1].acceptance_rate > 0.9999
+
+
+def test_the_first_tokens_of_a_vocabulary_alone(model):
+    size, inputs = VOCAB_SIZE // 2, prompts(1)
+    tokens, options = inputs["input_ids"], {"draft_vocabulary_size": size, "num_speculative_tokens": 4}
+    speculator = load_speculator(model, draft_model=model, **options)
+    generator = speculator.candidate_generator(
+        Session(1, 50, torch.device("cpu"), DraftSampler(None, None, VOCAB_SIZE))
+    )
+    generator.prefill(Prompt(tokens[:, :-1], [0], {}))
+    logits = generator.state.slots.read_last(tokens[:, -1:], [1])
+    # Its lm_head computes no others.
+    assert logits.shape == (1, size)
+    torch.testing.assert_close(logits, logits_along(model, tokens[0], [0])[:, :size])
+    with record(trace=True) as calls:
+        model.generate(**inputs, **GREEDY, assistant=speculator)
+    rows = [row for cycle in calls.calls[0].cycles for row in cycle.rows]
+    assert max(token for row in rows for token in row.draft_tokens) < size
+    assert calls.calls[0].stats.num_accepted_tokens > 0
+
+
+def test_lengths_that_adapt_end_with_improbable_tokens(model, monkeypatch):
+    monkeypatch.setenv("HF_SPECDEC_ADAPTIVE", "1")
+
+    def threshold(**settings):
+        speculator = load_speculator(model, draft_model=perturbed(model, 0.2), **settings)
+        session = Session(1, 50, torch.device("cpu"), DraftSampler(None, None, VOCAB_SIZE))
+        generator = speculator.candidate_generator(session)
+        return getattr(generator, "generator", generator).threshold
+
+    assert threshold() == threshold(num_speculative_tokens="auto") == 0.5
+    # Also of as many tokens as lengths that adapt may come to.
+    assert threshold(num_speculative_tokens=12) == 0.0
+    assert threshold(num_speculative_tokens=4) == threshold(draft_confidence_threshold=0.0) == 0.0
+    assert threshold(draft_confidence_threshold=0.3) == 0.3
 
 
 @full

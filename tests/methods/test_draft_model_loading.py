@@ -21,7 +21,7 @@ from transformers import (
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, UnsupportedModelError, load_speculator
 from hf_specdec.candidate_generators.draft_model import generator
-from hf_specdec.candidate_generators.draft_model.vocabulary import is_one_tokenizer
+from hf_specdec.candidate_generators.draft_model.vocabularies import is_one_tokenizer
 from hf_specdec.checkpoints import quantised
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, nothing_runs, prompts, tiny_llama

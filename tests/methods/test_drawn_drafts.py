@@ -5,9 +5,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import load_speculator
-from hf_specdec.candidate_generators.draft_model.target_states import TargetStates
+from hf_specdec.candidate_generators.dflash.heads.markov import MarkovConfig
+from hf_specdec.candidate_generators.draft_model.network import TargetStates
 from hf_specdec.control.controller import SpeculationController
-from hf_specdec.control.sizes import DraftSize
+from hf_specdec.control.sizes import ChainLength
 from hf_specdec.drafts import DraftTree
 from tests.helpers.block_networks import draft
 from tests.helpers.by_hand import speculator_for
@@ -18,10 +19,10 @@ from tests.helpers.levels import in_full
 
 
 # A draft that knows some of the tokens, each of whose tokens depends on those before it.
-DSPARK = {"known": [0, 1, 2, 4], "predicts_next": True, "markov_rank": 3}
+DSPARK = {"known": [0, 1, 2, 4], "predicts_next": True}
 BLOCKS = {
-    "corrections_rnn": {**DSPARK, "markov_head_type": "rnn"},
-    "confident": {**DSPARK, "has_confidence": True, "confidence_with_markov": True},
+    "corrections_rnn": {**DSPARK, "head": MarkovConfig(3, "rnn")},
+    "confident": {**DSPARK, "head": MarkovConfig(3, "vanilla", True, True)},
 }
 
 
@@ -34,7 +35,7 @@ def block_of(name):
     network = draft(target.config.hidden_size, V, mask_token_id=3, block_size=4, **settings)
     network.lm_head.weight.mul_(4.0)
     if name == "confident":
-        network.confidence_head.proj.weight.normal_(0.0, 1.5)
+        network.block_head.confidence_head["proj"].weight.normal_(0.0, 1.5)
     return network.attach(target).requires_grad_(False)
 
 
@@ -104,7 +105,7 @@ def test_drawn_drafts_cut_by_threshold(rule):
 def test_drawn_drafts_cut_by_price(rule, monkeypatch):
     """Of drafts that some rows of a batch do not have."""
     widths, shortened = [], DraftTree.shortened
-    monkeypatch.setattr(DraftSize, "_plan", lambda sizes, *given: setattr(sizes, "price", 0.3))
+    monkeypatch.setattr(ChainLength, "_plan", lambda sizes, *given: setattr(sizes, "price", 0.3))
     monkeypatch.setattr(
         DraftTree, "shortened", lambda draft, counts: widths.append(counts[0]) or shortened(draft, counts)
     )

@@ -37,10 +37,10 @@ def test_shapes_by_default():
         session = Session(batch_size, 100, torch.device(device), **changes)
         return generator_for(network, session=session, **(settings or {})).plan, len(session.notes)
 
-    assert default("cuda") == default("cuda", 4) == (DynamicTree(7, 10, 60), 0)
+    assert default("cuda") == default("cuda", 4) == (DynamicTree.of(7, 10, 60), 0)
     assert default("cuda", 5) == default("cpu") == default("cpu", 2) == (TokenTree.chain(4), 0)
-    assert default("cuda", 5, {"draft_tree_depth": 6}) == (DynamicTree(5, 10, 60), 0)
-    assert default("cpu", settings={"num_draft_nodes": 19}) == (DynamicTree(4, 4, 20), 0)
+    assert default("cuda", 5, {"draft_tree_depth": 6}) == (DynamicTree.of(5, 10, 60), 0)
+    assert default("cpu", settings={"num_draft_nodes": 19}) == (DynamicTree.of(4, 4, 20), 0)
     assert default("cuda", settings={"num_speculative_tokens": 6}) == (TokenTree.chain(6), 0)
     assert default("cuda", supports_trees=False) == (TokenTree.chain(4), 1)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
-from hf_specdec import SpecConfigError, forget_speculators, generate_many, load_speculator, record
-from hf_specdec.candidate_generators import unregister_candidate_generator
+from hf_specdec import SpecConfigError, demo, forget_speculators, generate_many, grammar, load_speculator, record
 from tests.helpers.levels import full, in_full
 from tests.helpers.methods import (
     CHECKPOINTS,
@@ -20,7 +17,7 @@ from tests.helpers.methods import (
     settings_of,
 )
 from tests.helpers.models import tiny_llama
-from tests.helpers.paths import DOCS
+from tests.helpers.own_methods import registered
 
 
 NEW = 24
@@ -92,30 +89,43 @@ def test_greedy_text_and_counts(method):
     assert {cycle.why_empty for cycle in call.cycles} == {why}
 
 
-# The page "Write your own method": its example is run as it is written
-
-PAGE = DOCS / "write_your_own_method.md"
+# The page "Write your own method": its examples are run as they are written
 
 
-@pytest.fixture(scope="module")
-def method():
-    """The class on the page, registered by its last line."""
-    (code,) = re.findall(r"<!-- example -->\n```python\n(.*?)```\n<!-- end -->", PAGE.read_text(), flags=re.DOTALL)
-    assert 30 <= len(code.splitlines()) <= 45
-    names: dict = {}
-    exec(compile(code, str(PAGE), "exec"), names)
-    yield names["Followers"]
-    unregister_candidate_generator("followers")
+@pytest.fixture(params=["followers", "next_states"])
+def own_method(request):
+    with registered(request.param) as own:
+        yield own
 
 
-def test_batches_and_rows_that_join(method):
-    for speculative in ({"assistant": method()}, {"spec_method": "followers", "num_speculative_tokens": 2}):
-        with record() as made:
-            text = demo_target().generate(**demo_inputs(4), max_new_tokens=NEW, do_sample=False, **speculative)
-        assert torch.equal(text, plain_text(4, NEW))
-        assert made.calls[0].stats.num_accepted_tokens > 10
+def test_texts_of_an_own_method_in_batches(own_method):
+    loaded = load_speculator(demo_target(), own_method.name, num_speculative_tokens=2)
+    with record() as made:
+        for settings in ({"spec_method": own_method.name, "num_speculative_tokens": 2}, {"assistant": loaded}):
+            text = demo_target().generate(**demo_inputs(4), **GREEDY, **settings)
+            assert torch.equal(text, plain_text(4, NEW))
+    assert all(call.stats.num_accepted_tokens > 10 for call in made.calls)
+
+
+def test_an_instance_of_an_own_method_serves_a_call():
+    with registered("followers") as own:
+        text = demo_target().generate(**demo_inputs(4), **GREEDY, assistant=own.generator_class())
+    assert torch.equal(text, plain_text(4, NEW))
+
+
+def test_rows_that_join_an_own_method(own_method):
     rows = [row[mask.bool()].tolist() for row, mask in zip(*demo_inputs(4).values())]
-    call = {"max_new_tokens": NEW, "do_sample": False, "spec_method": "followers", "num_speculative_tokens": 2}
+    call = {**GREEDY, "spec_method": own_method.name, "num_speculative_tokens": 2}
     results = list(generate_many(demo_target(), rows, 2, in_order=True, **call))
     assert [result.tokens for result in results] == plain_text(4, NEW)[:, -NEW:].tolist()
     assert sum(result.stats.num_accepted_tokens for result in results) > 10
+
+
+def test_an_own_network_drafts_trees_within_a_grammar():
+    constraint = grammar(regex="(a|b|[0-9]){12}", tokenizer=demo.load_tokenizer())
+    with registered("next_states") as own:
+        arguments = {**demo_inputs(2), **GREEDY, "logits_processor": [constraint]}
+        plain = demo_target().generate(**arguments)
+        output = demo_target().generate(**arguments, spec_method=own.name, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, plain)
+    assert output.speculative.num_draft_tokens > 0

@@ -10,21 +10,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specdec.candidate_generators.dflash import lattice as lattices
-from hf_specdec.candidate_generators.dflash.lattice import Lattice, best_candidates, best_prefixes
+from hf_specdec.drafting.draw import DepthLimits
+from hf_specdec.drafting.growth import DynamicTree
+from hf_specdec.drafting.prefixes import Lattice, best_candidates, best_prefixes
 from hf_specdec.drafts import DraftTree, node_depths
-from tests.helpers.by_hand import paths_of
+from tests.helpers.by_hand import CPU, paths_of
 from tests.helpers.levels import full, in_full
 from tests.helpers.published import published
 
 
 def drafted(lattice: Lattice, budget: int, limits=None, siblings=None) -> DraftTree:
     """The draft that a heap on the host finds, and operations of fixed shapes on a device."""
-    trees = []
-    for host_devices in (("cpu",), ()):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(lattices, "_HOST_DEVICES", host_devices)
-            trees.append(best_prefixes(lattice, budget, limits, siblings))
+    rows, most = lattice.tokens.shape[:2]
+    limits = [min(limit, most) for limit in limits or [most] * rows]
+    if not any(limits):
+        return DraftTree.empty(rows, CPU)
+    plan, trees = DynamicTree.of(most, 1, budget + 1), []
+    for deepest in (None, max(limits)):
+        nodes = best_prefixes(lattice, budget, DepthLimits(torch.tensor(limits), deepest=deepest), siblings)
+        trees.append(nodes.draft(plan, limits, CPU))
     assert paths_of(trees[0]) == paths_of(trees[1])
     return trees[1]
 

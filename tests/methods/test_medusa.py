@@ -15,7 +15,7 @@ from hf_specdec.drafts import PUBLISHED_TREES, TokenTree
 from hf_specdec.drafts.static import prior_accuracies
 from hf_specdec.kernels.acceptance import follow
 from hf_specdec.kernels.best import best_tokens
-from hf_specdec.logits.rules import accept_typical
+from hf_specdec.logits.rules import TypicalRule
 from hf_specdec.protocol import Commit, DraftStep, Session
 from hf_specdec.target.cache import SlotCache
 from hf_specdec.target.lean import slot_model
@@ -65,7 +65,7 @@ class TestRecordedTrees:
             assert torch.allclose(logits, tensors[f"{label}.tree_logits"], rtol=0, atol=1e-4)
             self.check(follow(draft, best_tokens(logits)), root, tensors, f"{label}.greedy")
             for temperature in (0.7, 1.0):
-                typical = accept_typical(draft, logits / temperature, threshold=0.09, alpha=0.3)
+                typical = TypicalRule(None, threshold=0.09, alpha=0.3).judge(draft, logits / temperature, None)
                 self.check(typical, root, tensors, f"{label}.typical_t{temperature}")
 
     def draft(self, target, name, tree, tensors):
@@ -125,14 +125,14 @@ class TestTrees:
         assert max(default_tree(plain_heads(3, 2), accuracies, 9).ranks) == 1
         heads = plain_heads(3)
         heads.accuracies = [[0.6, 0.1]] * 3
-        assert generator_for(heads, num_draft_nodes=4).tree.paths == ((0,), (1,), (0, 0), (0, 0, 0))
+        assert generator_for(heads, num_draft_nodes=4).plan.paths == ((0,), (1,), (0, 0), (0, 0, 0))
         # Rows share the budget that is worth its time; what the user asks for is not priced.
         rows = [Session(size, 100, CPU) for size in (1, 8)]
         sizes = [generator_for(plain_heads(), session).num_draft_nodes for session in rows]
         assert 63 > sizes[0] > sizes[1] >= 1
         assert generator_for(plain_heads(), rows[1], num_draft_nodes=40).num_draft_nodes == 40
         chains_only = Session(1, 100, CPU, supports_trees=False)
-        assert generator_for(plain_heads(), chains_only, num_draft_nodes=12).tree == TokenTree.chain(4)
+        assert generator_for(plain_heads(), chains_only, num_draft_nodes=12).plan == TokenTree.chain(4)
 
 
 class TestMeasuredTree:
@@ -163,7 +163,7 @@ class TestMeasuredTree:
     @full
     def test_the_tree_follows(self):
         generator = generator_for(plain_heads(), medusa_tree="measured", num_draft_nodes=4)
-        assert generator.tree == default_tree(plain_heads(), None, 4)
+        assert generator.plan == default_tree(plain_heads(), None, 4)
         step = DraftStep([0], torch.zeros(1, dtype=torch.long), [9], [4])
         with torch.no_grad():
             commit = Commit([0], torch.zeros(1, 1, dtype=torch.long), [[0]], [0], {"last": torch.randn(1, 1, 4)})
@@ -173,17 +173,17 @@ class TestMeasuredTree:
                 right = generator.candidates[:, 0, 2][None]
                 states = {"last": torch.randn(1, 4, 4)}
                 generator.observe(Commit([0], right, right.tolist(), [3], states))
-        assert set(generator.tree.paths) >= {(0,), (1,), (2,)}
-        assert len(generator.tree) == 4
+        assert set(generator.plan.paths) >= {(0,), (1,), (2,)}
+        assert len(generator.plan) == 4
 
     @full
     def test_calls_share_the_counts(self, model):
         heads = MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False)
         speculator = load_speculator(model, "medusa", draft_model=heads, medusa_tree="measured")
-        first = speculator.candidate_generator(Session(1, 100, CPU)).tree
+        first = speculator.candidate_generator(Session(1, 100, CPU)).plan
         in_threads(*[lambda: model.generate(**prompts(3), **GREEDY, assistant=speculator)] * 4)
         assert speculator.resources.counts.accuracies is not None
-        assert speculator.candidate_generator(Session(1, 100, CPU)).tree != first
+        assert speculator.candidate_generator(Session(1, 100, CPU)).plan != first
 
     @full
     def test_targets_that_verify_chains_only_measure_nothing(self):

@@ -1,14 +1,18 @@
 """The MLP speculator: the published drafts, trees against all paths one by one, and what its settings mean."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec import load_speculator
-from hf_specdec.candidate_generators.mlp_speculator.generator import MLPSpeculatorCandidateGenerator
-from hf_specdec.candidate_generators.mlp_speculator.growth import GrowthPlan
+from hf_specdec.candidate_generators.mlp_speculator.generator import MLPSpeculatorCandidateGenerator, grown_tree
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
+from hf_specdec.drafting.draw import DepthLimits, Draw
+from hf_specdec.drafting.growth import DynamicTree
+from hf_specdec.drafting.state import Entries
 from hf_specdec.drafts import TokenTree
 from hf_specdec.protocol import Commit, DraftStep, Session
 from tests.helpers.by_hand import paths_of
@@ -50,10 +54,10 @@ def test_published_drafts(name):
     assert sum(1 + len(paths) for paths in paths_of(draft)) == len(expected["flat_tokens"])
     # Growing everything: leaves by their score are the published sequences in their order.
     generator = generator_for(target, folder, 3, mlp_speculator_num_candidates=24)
-    tree = generator._grow(generator.speculator.start(hidden[:, 0]), tokens, 3)
-    for row, paths in enumerate(paths_of(tree.chosen(generator.plan).draft([3, 3, 3], CPU))):
+    draft = drafted(generator, hidden, tokens)
+    for row, paths in enumerate(paths_of(draft)):
         leaves = [path for path in paths if len(path) == 3]
-        order = tree.scores[row, -24:].argsort(descending=True)
+        order = draft.path_log_probs[row, -24:].argsort(descending=True)
         assert [list(leaves[leaf]) for leaf in order] == expected["suffixes_all"][row].tolist()
 
 
@@ -66,8 +70,10 @@ class TestTrees:
     def grown(self, network, hidden, tokens, plan):
         """The draft that a plan makes of states and tokens."""
         generator = mlp_speculator(network, network.config.vocab_size).candidate_generator(Session(2, 99, CPU))
-        generator.plan = plan
-        return generator._grow(hidden, tokens, plan.max_depth).chosen(plan).draft([plan.max_depth] * 2, CPU)
+        generator.plan, limits = plan, [plan.max_depth] * 2
+        new = Entries(tokens[:, None], {"last": hidden[:, None]}, [1, 1])
+        nodes = generator.draft(generator.state, new, DepthLimits(torch.tensor(limits)), Draw())
+        return nodes.draft(plan, limits, CPU)
 
     def every_path(self, speculator, hidden, token, widths):
         """All paths of the widths with their log-probabilities, one by one."""
@@ -92,13 +98,17 @@ class TestTrees:
         """Candidates are the best sequences; grown trees hold the best of what was read."""
         speculator = self.random_speculator(seed)
         hidden, tokens = torch.randn(2, 5), torch.tensor([3, 4])
-        plan = GrowthPlan(tuple(widths), num_nodes) if count is None else GrowthPlan(tuple(widths), 8, count)
+        widths = tuple(widths)
+        plan = grown_tree(widths, num_nodes)
+        if count is not None:
+            expanded = tuple(math.prod(widths[:depth]) for depth in range(1, len(widths)))
+            plan = DynamicTree(widths, expanded, 8, count, cuts_chosen=True)
         draft = self.grown(speculator, hidden, tokens, plan)
         for row, paths in enumerate(paths_of(draft)):
             scores = self.every_path(speculator, hidden[row], tokens[row], widths)
             if count is None:
                 front, read = [()], []
-                for depth, reads in enumerate(plan.num_reads, start=1):
+                for depth, reads in enumerate((*plan.expanded, None), start=1):
                     level = [path for path in scores if len(path) == depth and path[:-1] in front]
                     front = sorted(level, key=scores.get, reverse=True)[:reads]
                     read += level
@@ -116,7 +126,7 @@ class TestTrees:
         speculator = self.random_speculator(0)
         for head in speculator.head:
             head.weight.mul_(1e4)
-        plan = GrowthPlan((2, 2, 2), 3)
+        plan = grown_tree((2, 2, 2), 3)
         draft = self.grown(speculator, torch.randn(2, 5), torch.tensor([3, 4]), plan)
         assert draft.parents.tolist() == [[-1, 0, 1]] * 2
 
@@ -130,5 +140,5 @@ def test_shapes_by_default():
         return mlp_speculator(network, 7).candidate_generator(session).plan, session.notes
 
     assert default("cpu") == (TokenTree.chain(3), [])
-    assert default("cuda") == (GrowthPlan((4, 3, 2), 32), [])
+    assert default("cuda") == (grown_tree((4, 3, 2), 32), [])
     assert default("cuda", supports_trees=False) == (TokenTree.chain(3), [])

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
 from hf_specdec import (
     SpecConfigError,
@@ -13,15 +12,16 @@ from hf_specdec import (
     load_speculator,
     record,
 )
-from hf_specdec.candidate_generators.mtp.entries import LayerEntries
+from hf_specdec.candidate_generators.mtp.generator import LayerEntries
 from hf_specdec.candidate_generators.mtp.network import new_mtp
 from hf_specdec.drafting import slots
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.helpers.by_hand import CPU, GREEDY, generator_for, padded
 from tests.helpers.distribution import no_drafts
 from tests.helpers.draft_layers import random_mtp
+from tests.helpers.gemma4 import tiny_gemma4
 from tests.helpers.levels import full, in_full
-from tests.helpers.models import TINY, prompts, tiny_llama, tiny_mistral
+from tests.helpers.models import prompts, tiny_llama, tiny_mistral
 from tests.helpers.own_drafts import drafts_in
 
 
@@ -77,14 +77,14 @@ class LayersByDefinition:
         self.random = torch.Generator().manual_seed(seed)
         self.rows = [Row(network, length, self.random) for length in lengths]
         self.logits, compute = [], network.logits
-        monkeypatch.setattr(network, "logits", lambda output: self.logits.append(compute(output)) or self.logits[-1])
+        monkeypatch.setattr(network, "logits", lambda *read: self.logits.append(compute(*read)) or self.logits[-1])
         self.generator = generator_for(
             network, len(lengths), mtp_mode="chain", num_speculative_tokens=num_layers, draft_min_path_prob=0.0
         )
         starts = [max(lengths) - length for length in lengths]
         states = {"last": padded([row.states for row in self.rows], left=True)}
         self.generator.prefill(Prompt(padded([row.text[:-1] for row in self.rows], left=True), starts, states))
-        assert isinstance(self.generator.entries, LayerEntries)
+        assert isinstance(self.generator.state.slots, LayerEntries)
         self.news = [(row.text[-1:], row.states[-1:]) for row in self.rows]
 
     def below(self, most):
@@ -144,7 +144,7 @@ def test_states_of_layers_whatever_was_accepted(num_layers, lengths, chunk_size,
 def test_modes_and_lengths():
     for num_layers, mode in ((3, "chain"), (1, "reuse")):
         generator = generator_for(random_mtp(num_layers))
-        assert (generator.mode, generator.num_speculative_tokens) == (mode, 3)
+        assert ("chain" if generator.drafts_by_layer else "reuse", generator.num_speculative_tokens) == (mode, 3)
     # A chain is no longer than the layers are many, and is all that some targets take.
     network, chains_only = random_mtp(3), Session(1, 100, CPU, supports_trees=False)
     generator = generator_for(network, num_speculative_tokens=5)
@@ -157,24 +157,8 @@ def test_modes_and_lengths():
 @pytest.fixture(scope="module")
 def pair():
     """A tiny Gemma 4 and an assistant for it."""
-    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    sizes = {**TINY, **layers, "head_dim": 8, "global_head_dim": 8, "sliding_window": 8, "pad_token_id": 0}
-    layers = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 2}
-    torch.manual_seed(0)
-    target = Gemma4ForCausalLM(Gemma4TextConfig(**sizes, **layers)).eval()
-    layers = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 4}
-    text_config = Gemma4TextConfig(**sizes, enable_moe_block=False, **layers)
-    config = Gemma4AssistantConfig(text_config=text_config, backbone_hidden_size=32)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        modes = getattr(Gemma4TextConfig, "kv_sharing_modes", None)
-        if modes is not None:
-            # Some versions of transformers refuse to build any assistant: no layer of its own has keys to share.
-            def shared(config):
-                is_whole = config.num_kv_shared_layers == config.num_hidden_layers
-                return ["reuse"] * config.num_hidden_layers if is_whole else modes.fget(config)
-
-            monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(shared))
-        yield target, Gemma4AssistantForCausalLM(config).eval()
+    with tiny_gemma4() as models:
+        yield models
 
 
 class TestAssistantsThatReadTheCache:

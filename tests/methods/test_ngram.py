@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
-from hf_specdec.candidate_generators.ngram.on_device import LONGEST_MATCH, CallTexts, DeviceTexts
-from hf_specdec.candidate_generators.ngram.text import RowText
+from hf_specdec.candidate_generators.ngram.texts import LONGEST_MATCH, CallTexts, DeviceTexts, RowText
+from hf_specdec.drafting.state import Entries
 from hf_specdec.drafts import DraftTree
 from hf_specdec.kernels.text import best_matches
 from hf_specdec.protocol import DraftStep, Session
@@ -168,7 +168,7 @@ def test_rows_of_a_batch_go_their_own_ways():
     # A second selection counts from the rows that are left, and a finished row is forgotten.
     generator.keep_rows([1])
     assert generator.propose(make_step(texts[1:], rows=[0])).token_lists() == [[1, 2, 3]]
-    assert list(generator._row_texts) == [0]
+    assert len(generator.state.texts) == 1
 
 
 @given(pieces, st.integers(2, 6), st.integers(1, 30), st.sampled_from([{}, {"prompt_lookup_max": 2}]))
@@ -264,18 +264,19 @@ def test_texts_of_a_call_on_the_device():
     """What the host knows is written once, and what a graph has written counts as far as it has been committed."""
     memory = DeviceTexts(CPU)
     texts = CallTexts(memory)
-    texts.have_room(5)
-    texts.write([0, 1], [[1, 2, 3], [4]])
+    texts.write([0, 1], [np.array([1, 2, 3]), np.array([4])], 2)
     buffer = memory.of_rows(2, texts.size)
     assert buffer[:, :4].tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
     tokens, counts = torch.tensor([[5, 6], [7, 8]]), torch.tensor([2, 1])
-    memory.append(tokens, counts, torch.tensor([3, 1]), texts.size)
+    in_a_graph = texts.in_a_graph({"ends": torch.tensor([3, 1])}, 0)
+    _, lengths = in_a_graph.with_new(Entries(tokens, {}, counts))
+    assert lengths.tolist() == [5, 2]
     assert buffer[:, :6].tolist() == [[1, 2, 3, 5, 6, 0], [4, 7, 0, 0, 0, 0]]
     # Of the first row only one token was kept: the text goes on otherwise.
     texts.have_grown([4, 2])
-    texts.write([0, 1], [[1, 2, 3, 5, 9], [4, 7]])
+    texts.write([0, 1], [np.array([1, 2, 3, 5, 9]), np.array([4, 7])], 2)
     assert buffer[:, :5].tolist() == [[1, 2, 3, 5, 9], [4, 7, 0, 0, 0]]
-    for prepare in (texts.forget, lambda: texts.have_room(texts.size + 1)):
-        prepare()
-        texts.write([1], [[4, 7, 7]])
+    for num_more in (0, texts.size + 1):
+        texts.select([0])
+        texts.write([1], [np.array([4, 7, 7])], num_more)
         assert memory.of_rows(1, texts.size)[0, :3].tolist() == [4, 7, 7]

@@ -29,7 +29,8 @@ def layer(name):
     if name == "mtp":
         return draft_layers.random_mtp(1)
     if name.startswith("peagle"):
-        window = {"sliding_window": 4} if name.endswith("window") else {}
+        window = {} if name == "peagle" else {"sliding_window": 4}
+        window |= {"full_layers": (0,)} if name.endswith("mixed") else {}
         return draft_layers.parallel_head(40, 32, mask=39, **window)
     return draft_layers.random_network(**draft_layers.NETWORKS[name])
 
@@ -166,7 +167,7 @@ class TestTokenByToken:
     def check(self, name, settings, expected, **arguments):
         return check(layer(name), settings, expected, make=RecomputedHead, **arguments)
 
-    @pytest.mark.parametrize("name", ["eagle1", "window", "mtp", *in_full("eagle3")])
+    @pytest.mark.parametrize("name", ["eagle1", "mixed", "mtp", *in_full("eagle3", "window")])
     # Parts in which the text after the prompt comes, and entries that are read at once.
     @pytest.mark.parametrize(("parts", "chunk_size"), [(2, 2), *in_full((1, 1024), (3, 3))])
     def test_dynamic_tree(self, name, parts, chunk_size, monkeypatch):
@@ -180,8 +181,8 @@ class TestTokenByToken:
         ("name", "paths"),
         [
             ("eagle3", STATIC),
-            *in_full(*((name, STATIC) for name in ("eagle1", "window", "mtp"))),
-            *in_full(*((name, TokenTree.chain(4).paths) for name in ("eagle1", "window", "mtp"))),
+            *in_full(*((name, STATIC) for name in ("eagle1", "window", "mixed", "mtp"))),
+            *in_full(*((name, TokenTree.chain(4).paths) for name in ("eagle1", "window", "mixed", "mtp"))),
         ],
     )
     def test_static_tree(self, name, paths):
@@ -189,7 +190,7 @@ class TestTokenByToken:
         paths = TokenTree.from_paths(paths).paths
         self.check(name, settings, lambda row, _: row.static(paths), parts=2)
 
-    @pytest.mark.parametrize("name", ["peagle", *in_full("peagle_window")])
+    @pytest.mark.parametrize("name", ["peagle_mixed", *in_full("peagle", "peagle_window")])
     @pytest.mark.parametrize("parts", [2, *in_full(1, 3)])
     def test_parallel_drafts(self, name, parts):
         for limits in ([4, 4, 4], [1, 3, 0]):
@@ -226,8 +227,7 @@ def test_prompts_of_which_a_part_is_unknown(name, num_tokens, num_states):
     last = {key: value[:, -1:] for key, value in known.items()}
     generator.observe(Commit([0], text[None, -1:], [text[-1:].tolist()], [0], last))
     count = min(num_states, num_tokens + 1)
-    read = generator.text if name == "dflash" else generator.entries
-    assert read.leads == [max(num_tokens - count, 0)]
+    assert generator.state.slots.leads == [max(num_tokens - count, 0)]
     # Only distances of positions count.
     text, known = text[8 - count :], {key: value[8 - count :] for key, value in states.items()}
     if name == "dflash":

@@ -41,11 +41,12 @@ def test_first_layers_draft_what_they_would_alone(name, batch_size):
 def test_verification_goes_on_from_the_drafts(monkeypatch):
     """The first layer reads each node once, the last one the whole draft; the drafts and the text stay the same."""
     target, nodes = tiny_llama(), []
+    drafted_call(target, prompts(3), {"speculative": EXIT})  # how the target goes on is checked once
     advance = DecoderLayer.advance
 
-    def watched(self, stream, *arguments):
+    def watched(self, plan, stream, *arguments):
         nodes.append((self.self_attn.layer_idx, stream.shape[1]))
-        return advance(self, stream, *arguments)
+        return advance(self, plan, stream, *arguments)
 
     monkeypatch.setattr(DecoderLayer, "advance", watched)
     _, call = drafted_call(target, prompts(3), {"speculative": EXIT})

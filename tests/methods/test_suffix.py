@@ -17,10 +17,12 @@ from transformers import LlamaConfig
 from hf_specdec.candidate_generators.suffix import generator as suffix
 from hf_specdec.candidate_generators.suffix.generator import SuffixCache, SuffixCandidateGenerator, SuffixOptions
 from hf_specdec.errors import CheckpointFormatError, SpecConfigError
+from hf_specdec.loader import age_texts
 from hf_specdec.protocol import DraftStep, Session
 from hf_specdec.settings import SpeculativeConfig
 from tests.helpers.by_hand import commit_of, paths_of, prompt_of
 from tests.helpers.levels import full, in_full
+from tests.helpers.models import prompts, tiny_llama
 from tests.helpers.paths import FIXTURES
 
 
@@ -262,6 +264,13 @@ def test_responses_grow_old_and_are_replaced():
     respond(cache, "second", [9, 10])
     assert (cache.cached_requests, cache.num_cached_tokens) == (["second"], 2)
     assert not recalls(cache, [11, 12, 13, 14])
+
+
+@pytest.mark.parametrize("method", ["suffix+recycling", *in_full("suffix")])
+def test_responses_to_a_target_grow_old(method):
+    model = tiny_llama()
+    model.generate(**prompts(3), max_new_tokens=4, spec_method=method)
+    assert [age_texts(model, most_age) for most_age in (1, 1, 0)] == [0, 3, 0]
 
 
 @full

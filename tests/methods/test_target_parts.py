@@ -123,7 +123,7 @@ class TestParts:
     def test_held_copied_and_pickled(self, target):
         parts = TargetParts(target)
         assert copy.deepcopy(parts) is parts
-        assert torch.equal(pickle.loads(pickle.dumps(parts)).embed(TOKENS), parts.embed(TOKENS))
+        assert torch.equal(pickle.loads(pickle.dumps(parts)).bind_embedding()(TOKENS), parts.bind_embedding()(TOKENS))
         embedding = target.get_input_embeddings()
         # The last one remains.
         del target
@@ -136,6 +136,6 @@ class TestParts:
         embedding = model.get_input_embeddings()
         rows = F.embedding(TOKENS, embedding.weight)
         assert not torch.allclose(embedding(TOKENS), rows)
-        assert torch.equal(TargetParts(model).embed(TOKENS), rows)
+        assert torch.equal(TargetParts(model).bind_embedding()(TOKENS), rows)
         model.set_input_embeddings(Louder(embedding, 1.0))
-        torch.testing.assert_close(TargetParts(model).embed(TOKENS), rows)
+        torch.testing.assert_close(TargetParts(model).bind_embedding()(TOKENS), rows)

@@ -15,11 +15,11 @@ from hf_specdec.candidate_generators.draft_model.vocabularies import (
     ReencodedText,
     RowText,
     SharedTokens,
+    Vocabulary,
     difference,
     relation,
     shared_tokens,
 )
-from hf_specdec.candidate_generators.draft_model.vocabulary import Vocabulary
 from hf_specdec.target import graphs
 from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.distribution import P_VALUE, SETTINGS, exact_distribution, sampled_counts, small_model
@@ -216,12 +216,12 @@ def test_relations_to_the_targets_tokens(vocabularies):
     # Fed drafts stay as far as the text agrees.
     drafted = draft.encode(b" return self.name\n")
     for num_accepted in (0, 1, 3):
-        text = RowText(drafted=list(drafted), num_fed=len(drafted) - 1)
+        text = RowText(drafted=list(drafted))
         committed = target.encode(b" return self")[:num_accepted] + target.encode(b"!")
-        kept = found.commit(text, committed, num_accepted)
-        assert draft.text(drafted[:kept] + text.pending) == target.text(committed)
+        kept, to_read = found.committed(text, committed, num_accepted, len(drafted) - 1)
+        assert draft.text(drafted[:kept] + to_read) == target.text(committed)
         assert kept == min(num_accepted, 2)
-        assert text.pending
+        assert to_read
 
 
 @full

@@ -1,22 +1,27 @@
-"""Training in these tests runs on the CPU, also where accelerate would find a GPU."""
-
-import os
+"""Training in these tests runs on the CPU, and leaves nothing in the cache of data sets."""
 
 import pytest
 import torch
 
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
-from hf_specdec.training.options import TrainingOptions
+from hf_specdec.training.options import TextOptions
 from hf_specdec.training.reading import TargetReader
-from hf_specdec.training.run import RunOptions
+from hf_specdec.training.run import TrainingRun
 from hf_specdec.training.text import load_documents, pack
-from hf_specdec.training.trainer import train
+from hf_specdec.training.trainer import DraftTrainer
 from tests.helpers.models import VOCAB_SIZE, letter_tokenizer, tiny_llama
+from tests.helpers.recipes import training_arguments
 
-
-os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 LENGTH = 48
+
+
+@pytest.fixture(scope="session", autouse=True)
+def datasets_cache(tmp_path_factory):
+    datasets = pytest.importorskip("datasets")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -34,20 +39,29 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def target(data):
+def target(data, datasets_cache, tmp_path_factory):
     """A tiny model that has learned most of it."""
     model = tiny_llama(3, initializer_range=0.1)
     recipe = DraftModelRecipe(from_scratch={}, kl_weight=0.0)
     rows = pack(load_documents([str(data)], letter_tokenizer()), LENGTH, None)
-    settings = TrainingOptions(steps=60, learning_rate=1e-2, warmup_steps=5, bf16=False)
-    losses = train(model, rows.batches(8, 0), recipe.objective(model, TargetReader(None, ())), settings)
-    assert losses[-1] < 0.5 * losses[0]
-    return model.requires_grad_(False)
+    folder = tmp_path_factory.mktemp("target")
+    arguments = training_arguments(folder, max_steps=60, learning_rate=1e-2, save_strategy="no", logging_steps=1)
+    trainer = DraftTrainer(recipe, model, TargetReader(None, ()), arguments, rows)
+    trainer.train()
+    first, *_, last = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert last < 0.5 * first
+    return model.requires_grad_(False).eval()
 
 
-@pytest.fixture(scope="session")
-def run_options(data):
-    """Options of a small run, with some of them changed."""
-    settings = {"data": (str(data),), "seq_length": LENGTH, "batch_size": 8, "steps": 32, "self_generate": 32}
-    settings |= {"learning_rate": 1e-2, "held_out": 0.2, "bf16": False}
-    return lambda **changed: RunOptions(**settings | changed)
+@pytest.fixture
+def run(data, target):
+    """Runs a recipe on a little text; fields of `TextOptions` and of the arguments can be changed."""
+
+    def run(recipe, folder, **changed):
+        text = {"data": (str(data),), "seq_length": LENGTH, "held_out": 0.2, "self_generate": 32}
+        text |= {name: changed.pop(name) for name in TextOptions.__dataclass_fields__ if name in changed}
+        settings = {"max_steps": 32, "learning_rate": 1e-2, "logging_steps": 1} | changed
+        arguments = training_arguments(folder, **settings)
+        return TrainingRun(recipe, TextOptions(**text), arguments).run(target, letter_tokenizer(), "tiny")
+
+    return run

@@ -3,19 +3,18 @@
 import copy
 import itertools
 import json
-import math
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from hf_specdec import load_speculator
-from hf_specdec.candidate_generators.dflash.config import BlockView
+from hf_specdec.candidate_generators.dflash.network import BlockView
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle3Recipe, PEagleRecipe
@@ -26,40 +25,36 @@ from hf_specdec.hub.detect import detect_checkpoint
 from hf_specdec.layers.known import is_llama_layer
 from hf_specdec.layers.llama import DecoderLayer
 from hf_specdec.layers.mask_token import mask_token_for
-from hf_specdec.training import trainer
-from hf_specdec.training.options import TrainingOptions
-from hf_specdec.training.reading import Rows, TargetReader, check_plain_head
-from hf_specdec.training.run import TrainingRun, make_recipe
-from hf_specdec.training.trainer import train
+from hf_specdec.training import arguments
+from hf_specdec.training.reading import Rows, TargetReader, check_plain_head, collate
+from hf_specdec.training.run import make_recipe
+from hf_specdec.training.text import rows_of
+from hf_specdec.training.trainer import ByLength, DraftTrainer, MuonAndAdamW
 from tests.helpers.architectures import tiny_model
 from tests.helpers.levels import full, in_full, slow, split
 from tests.helpers.models import VOCAB_SIZE, letter_tokenizer, prompts, tiny_gpt2, tiny_llama
 from tests.helpers.paths import ROOT
-from tests.helpers.recipes import MTP_TARGETS, RECIPES, SIZES, built, drafted_block, read
+from tests.helpers.recipes import MTP_TARGETS, RECIPES, SIZES, built, drafted_block, read, training_arguments
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 SHORT = ("medusa", "mlp_speculator", "draft_model, distilled", "eagle", "dflash, lilicorr")
 
 
-def run(recipe, options, folder, target):
-    return TrainingRun(recipe, options, folder).run(target, letter_tokenizer(), "tiny")
-
-
 @pytest.mark.parametrize("name", split(RECIPES, [*SHORT, "eagle3, parallel", "mtp, narrow"]))
-def test_every_parameter_learns_and_two_steps_give_a_usable_draft(name, target, tmp_path, run_options):
+def test_every_parameter_learns_and_two_steps_give_a_usable_draft(name, target, tmp_path, run):
     recipe, tokens = RECIPES[name], torch.randint(1, VOCAB_SIZE, (2, 20))
     network = recipe.build(target)
     reader = TargetReader(target, recipe.states_for(network))
     nothing = recipe.loss(network, reader.read(Rows(tokens, torch.zeros_like(tokens, dtype=torch.bool))))
     assert nothing == 0
     nothing.backward()
-    recipe.loss(network, reader.read(tokens)).backward()
+    recipe.loss(network, reader.read(Rows(tokens))).backward()
     assert not [key for key, parameter in network.named_parameters() if not parameter.grad.abs().sum() > 0]
     before = {key: tensor.clone() for key, tensor in target.state_dict().items()}
-    result = run(recipe, run_options(steps=2, self_generate=8), tmp_path / "out", target)
-    assert json.loads((tmp_path / "out" / "training.json").read_text()) == result.to_dict()
-    assert result.to_dict()["tokens_per_cycle"] == result.after.tokens_per_cycle >= 1
+    result = run(recipe, tmp_path / "out", max_steps=2, self_generate=8)
+    assert json.loads((tmp_path / "out" / "training.json").read_text()) == json.loads(json.dumps(asdict(result)))
+    assert result.tokens_per_cycle >= 1
     assert all(torch.equal(tensor, before[key]) for key, tensor in target.state_dict().items())
     assert all(parameter.grad is None for parameter in target.parameters())
     inputs = prompts(3)
@@ -72,79 +67,91 @@ LEARNING = ("medusa", "mlp_speculator, untied", "draft_model", "eagle", "eagle3,
 
 @full
 @pytest.mark.parametrize("name", [*LEARNING, "dflash", "dflash, selector", "dflash, domino", "mtp, narrow"])
-def test_training_lowers_the_loss_and_raises_the_acceptance(name, target, tmp_path, run_options):
+def test_training_lowers_the_loss_and_raises_the_acceptance(name, tmp_path, run):
     recipe = RECIPES[name]
     rate = 7.5e-3 if recipe.method in ("eagle", "eagle3", "mtp") else 1.5e-2
-    result = run(recipe, run_options(learning_rate=rate, weight_decay=0.0), tmp_path / "out", target)
+    result = run(recipe, tmp_path / "out", learning_rate=rate, weight_decay=0.0)
     assert sum(result.losses[-10:]) < 0.85 * sum(result.losses[:10])
-    assert result.after.tokens_per_cycle > result.before.tokens_per_cycle + 0.2
-    assert result.after.accuracies[0] > result.before.accuracies[0]
+    assert result.tokens_per_cycle > result.untrained_tokens_per_cycle + 0.2
 
 
 # Interruptions
 
 
-@pytest.mark.parametrize("name", ["eagle3, few tokens", *in_full("draft_model, distilled", "dflash, revealed")])
-def test_a_resumed_run_gives_the_weights_of_an_uninterrupted_one(name, target, tmp_path, monkeypatch, run_options):
-    recipe, settings = RECIPES[name], {"steps": 6, "save_every": 2, "self_generate": 16}
-    whole = run(recipe, run_options(**settings), tmp_path / "whole", target)
+def interrupted(whole, parts, step):
+    """Copies a run as if it had ended after a step."""
+    shutil.copytree(whole, parts)
+    for path in parts.iterdir():
+        is_later = path.name.startswith("checkpoint-") and int(path.name.split("-")[1]) > step
+        if is_later:
+            shutil.rmtree(path)
+        elif path.suffix == ".safetensors":
+            path.unlink()
 
-    class InterruptedError(Exception):
-        pass
 
-    def interrupt(step_options, step, progress, original=TrainingOptions.learning_rate_at):
-        if step == 3:
-            raise InterruptedError
-        return original(step_options, step, progress)
+def assert_same_weights(whole, parts):
+    file = next(whole.glob("*.safetensors")).name
+    expected, found = (load_file(folder / file) for folder in (whole, parts))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[key]) for key, tensor in expected.items())
 
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingOptions, "learning_rate_at", interrupt)
-        with pytest.raises(InterruptedError):
-            run(recipe, run_options(**settings), tmp_path / "parts", target)
+
+# With random numbers in the loss, and weights that a network shares.
+@pytest.mark.parametrize("name", ["eagle", *in_full("mlp_speculator", "draft_model, distilled", "dflash, revealed")])
+def test_a_resumed_run_gives_the_weights_of_an_uninterrupted_one(name, tmp_path, run):
+    recipe = RECIPES[name]
+    settings = {"max_steps": 6, "save_steps": 1, "save_total_limit": None, "self_generate": 16, "keep_states": True}
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "lr_scheduler_type": "linear"}
+    whole = run(recipe, tmp_path / "whole", **settings)
+    # In the middle of the second of its epochs of four steps.
+    interrupted(tmp_path / "whole", tmp_path / "parts", 5)
     torch.rand(7)
-    resumed = run(recipe, run_options(**settings, resume=True), tmp_path / "parts", target)
-    assert resumed.losses == whole.losses
-    assert resumed.after == whole.after
-    file = next((tmp_path / "whole").glob("*.safetensors")).name
-    whole, parts = (load_file(tmp_path / folder / file) for folder in ("whole", "parts"))
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(tensor, parts[key]) for key, tensor in whole.items())
+    resumed = run(recipe, tmp_path / "parts", **settings, resume=True)
+    assert len(whole.losses) == 6
+    assert asdict(resumed) == asdict(whole) | {"folder": str(tmp_path / "parts")}
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_resuming_takes_up_what_the_target_has_written_and_refuses_another_run(
-    target, tmp_path, monkeypatch, run_options
-):
-    recipe, settings = MedusaRecipe(num_heads=2), {"steps": 2, "self_generate": 8}
-    whole = run(recipe, run_options(**settings), tmp_path / "out", target)
+def test_resuming_takes_up_what_the_target_has_written_and_refuses_another_run(tmp_path, monkeypatch, run):
+    recipe, settings = MedusaRecipe(num_heads=2), {"max_steps": 2, "self_generate": 8}
+    whole = run(recipe, tmp_path / "out", **settings)
     # The accuracies of all ranks, for trees that are measured.
     ranks = json.loads((tmp_path / "out" / "config.json").read_text())["medusa_accuracies"]
     assert [len(accuracies) for accuracies in ranks] == [10] * 2
-    assert ranks[0] == pytest.approx(whole.after.rank_accuracies[0], abs=1e-4)
-    shutil.rmtree(tmp_path / "out" / "training_state")
+    assert [accuracies[0] for accuracies in ranks] == pytest.approx(whole.accuracies, abs=1e-4)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
     monkeypatch.setattr("hf_specdec.training.run.continue_prompts", None)
-    assert run(recipe, run_options(**settings, resume=True), tmp_path / "out", target) == whole
-    for changed, words in (({"steps": 3}, "steps was 2, is 3"), ({"temperature": 0.5}, "temperature was 0.8, is 0.5")):
+    assert run(recipe, tmp_path / "out", **settings, resume=True) == whole
+    for changed, words in (
+        ({"max_steps": 3}, "max_steps was 2, is 3"),
+        ({"temperature": 0.5}, "temperature was 0.8, is 0.5"),
+    ):
         with pytest.raises(SpecConfigError, match=words):
-            run(recipe, run_options(**settings | changed, resume=True), tmp_path / "out", target)
+            run(recipe, tmp_path / "out", **settings | changed, resume=True)
+    # Another draft learns from the same.
+    (tmp_path / "other").mkdir()
+    shutil.copy(tmp_path / "out" / "continuations.parquet", tmp_path / "other")
+    assert run(RECIPES["mlp_speculator"], tmp_path / "other", **settings, resume=True).steps == 2
 
 
 # Readings and measures
 
 
-def test_kept_states_are_those_of_a_reading_and_padding_is_not_read(target):
-    tokens = torch.randint(1, VOCAB_SIZE, (6, 20))
-    rows = Rows.of(tokens)
-    reader, kept = TargetReader(target, ("last", 0)), TargetReader(target, ("last", 0))
-    kept.keep(rows.once(4))
-    batch = next(rows.batches(3, seed=1))
-    for key, state in reader.read(Rows(batch.tokens, batch.counted)).states.items():
-        torch.testing.assert_close(kept.read(batch).states[key], state)
-    counted = torch.zeros_like(tokens, dtype=torch.bool)
-    counted[0, 5:9], counted[1:, 4:12] = True, True
-    states, whole = reader.read(Rows(tokens, counted)).states["last"], reader.read(tokens).states["last"]
-    assert states.shape == whole.shape
-    torch.testing.assert_close(states[:, :12], whole[:, :12])
-    assert not states[:, 12:].any()
+def test_kept_states_are_those_of_a_reading(target, monkeypatch):
+    rows = [{"tokens": torch.randint(1, VOCAB_SIZE, (size,)), "prompt_length": 3} for size in (20, 12, 9, 15)]
+    rows = [row | {"index": index} for index, row in enumerate(rows)]
+    reader, keeping = TargetReader(target, ("last", 0)), TargetReader(target, ("last", 0), keeps=True)
+    for first in (0, 2):
+        keeping.read(Rows(**collate(rows[first : first + 2])))
+    batch = Rows(**collate([rows[index] for index in (3, 1, 2)]))
+    assert batch.counted.sum(1).tolist() == [12, 9, 6]
+    expected = reader.read(batch).states
+    monkeypatch.setattr("hf_specdec.training.reading.captured_states", None)
+    found = keeping.read(batch).states
+    for row, size in enumerate((15, 12, 9)):
+        for key, state in expected.items():
+            assert found[key].shape == state.shape
+            torch.testing.assert_close(found[key][row, :size], state[row, :size])
 
 
 def test_the_measure_is_the_acceptance_length_of_greedy_generation(target):
@@ -154,7 +161,7 @@ def test_the_measure_is_the_acceptance_length_of_greedy_generation(target):
     counted = (torch.arange(text.shape[1]) >= prompt.shape[1])[None]
     measured = recipe.measure(network, reader, [Rows(text, counted)])
     # Walked by hand: what the heads say after each committed token.
-    best = network(reader.read(text).states["last"], target.lm_head).argmax(-1)[:, 0]
+    best = network(reader.read(Rows(text)).states["last"], target.lm_head).argmax(-1)[:, 0]
     position, cycles, committed = prompt.shape[1] - 2, 0, 0
     while position + 2 < text.shape[1]:
         accepted = 0
@@ -180,7 +187,9 @@ BAD_RECIPES = [
     ("medusa", {"n_predict": 3}, "no option of the recipe for medusa. It is for mlp_speculator"),
     ("mlp_speculator", {"top_k_tokens_per_head": (1, 0, 2)}, "one positive integer for each of the 3 stages"),
     ("draft_model", {}, "either `draft_model`.*got neither"),
-    ("eagle3", {"aux_layer_ids": (1, 3)}, "from 0 to 2, the number of layers of LlamaForCausalLM, got 3"),
+    ("eagle3", {"aux_layer_ids": (1, 3)}, "from 0 to 2 of LlamaForCausalLM, got 3"),
+    ("dflash", {"target_layer_ids": (0, 2)}, "at least one layer from 0 to 1 of LlamaForCausalLM, got 2"),
+    ("dflash", {"target_layer_ids": ()}, "at least one layer from 0 to 1 of LlamaForCausalLM, got none"),
     ("eagle3", {"own_head": False, "hidden_size": 8}, "`own_head=False` shares the target's lm_head"),
     ("mtp", {"intermediate_size": 65}, "`intermediate_size` must be at most 64, that of Llama.*, got 65"),
     ("dflash", {"num_denoising_steps": 3}, "=3 needs a draft that has seen revealed tokens"),
@@ -189,13 +198,10 @@ BAD_RECIPES = [
 ]
 
 
-def test_wrong_recipes_options_and_folders(target, tmp_path, run_options):
+def test_wrong_recipes_options_and_folders(target, tmp_path, run):
     for method, given, message in BAD_RECIPES:
         with pytest.raises(SpecConfigError, match=message):
             make_recipe(method, given).check(target)
-    for changed in ({"batch_size": 0}, {"seq_length": 4}, {"self_generate": 0, "keep_text": True}):
-        with pytest.raises(SpecConfigError, match=f"`{[*changed][-1]}`"):
-            run_options(**changed)
     with pytest.raises(SpecConfigError, match="does not have: depth"):
         DraftModelRecipe(from_scratch={"depth": 3}).build(target)
     capped = copy.deepcopy(target)
@@ -203,82 +209,127 @@ def test_wrong_recipes_options_and_folders(target, tmp_path, run_options):
     with pytest.raises(UnsupportedModelError, match="scales or caps"):
         check_plain_head(capped, "`kl_weight`")
     (tmp_path / "notes.txt").write_text("mine")
-    for folder, options, message in (
+    for folder, changed, message in (
         (tmp_path, {}, "is not empty. Name another one."),
         (tmp_path / "new", {"resume": True}, "no run to resume"),
         (tmp_path / "notes.txt", {}, "is a file"),
+        (tmp_path / "new", {"seq_length": 4}, "`seq_length`"),
+        (tmp_path / "new", {"self_generate": 0, "keep_text": True}, "`keep_text`"),
+        (tmp_path / "new", {"push_to_hub": True}, "`push_to_hub` has no meaning for the training of a draft"),
+        (tmp_path / "new", {"max_minutes": 0}, "`max_minutes` must be above 0"),
+        (tmp_path / "new", {"bf16_full_eval": True, "fp16_full_eval": True}, "do not go together: At most one"),
+        (tmp_path / "new", {"report_to": "nowhere"}, "cannot begin: nowhere is not supported"),
+        (tmp_path / "newer", {"learning_rate": 1e38, "max_grad_norm": 0.0}, "lower `learning_rate`"),
     ):
-        with pytest.raises(SpecConfigError, match=message):
-            TrainingRun(MedusaRecipe(), run_options(**options), folder)
-
-
-@slow
-def test_two_processes_train_one_head(target, data, tmp_path):
-    target.save_pretrained(tmp_path / "target")
-    letter_tokenizer().save_pretrained(tmp_path / "target")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["train", "medusa", "--target", tmp_path / "target", "--data", data, "--output", tmp_path / "out"]
-    arguments += ["--seq-length", 48, "--batch-size", 8, "--steps", 30, "--self-generate", 24, "--num-heads", 2]
-    arguments += ["--held-out", 0.2, "--lr", 0.015, "--no-bf16", "--cpu", "--json"]
-    command = [*launcher, "-m", "hf_specdec", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout)
-    assert report["steps"] == 30
-    assert report["tokens_per_cycle"] > report["untrained_tokens_per_cycle"]
-    assert math.isfinite(report["loss"])
-    inputs = prompts(1, padding=False)
-    drafted = target.generate(**inputs, **GREEDY, spec_method="medusa", spec_model=str(tmp_path / "out"))
-    assert torch.equal(drafted, target.generate(**inputs, **GREEDY))
+        with pytest.raises(SpecDecError, match=message):
+            run(MedusaRecipe(num_heads=1), folder, **{"self_generate": 0} | changed)
 
 
 # The trainer
 
 
-def test_the_schedule_warms_up_decays_and_moves_with_a_time_limit():
-    options = TrainingOptions(steps=100, learning_rate=1.0, warmup_steps=10, final_learning_rate=0.1)
-    rates = [options.learning_rate_at(step, options.progress(step, 0.0)) for step in range(100)]
-    assert (rates[0], max(rates)) == pytest.approx((0.1, rates[9]), abs=0.01)
-    assert all(later < earlier for earlier, later in itertools.pairwise(rates[9:]))
-    assert options.learning_rate_at(100, 1.0) == pytest.approx(0.1)
-    options = TrainingOptions(steps=100, max_minutes=2)
-    assert [options.progress(*at) for at in ((10, 60.0), (70, 60.0), (10, 1000.0))] == [0.5, 0.7, 1.0]
+@slow
+def test_two_processes_train_one_head_and_are_resumed(target, data, tmp_path):
+    target.save_pretrained(tmp_path / "target")
+    letter_tokenizer().save_pretrained(tmp_path / "target")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["train", "eagle", "--target", tmp_path / "target", "--data", data, "--num-layers", 1]
+    arguments += ["--seq-length", 48, "--batch-size", 4, "--steps", 30, "--self-generate", 24, "--held-out", 0.2]
+    arguments += ["--lr", 0.015, "--no-bf16", "--cpu", "--json", "--save-every", 7, "--save-total-limit", 9]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+    def train(folder, *further):
+        command = [*launcher, "-m", "hf_specdec", *map(str, [*arguments, "--output", folder, *further])]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout)
+
+    report = train(tmp_path / "whole")
+    assert report["steps"] == 30
+    assert report["tokens_per_cycle"] > report["untrained_tokens_per_cycle"]
+    interrupted(tmp_path / "whole", tmp_path / "parts", 14)
+    resumed = train(tmp_path / "parts", "--resume")
+    assert resumed["losses"] == report["losses"]
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+    inputs = prompts(1, padding=False)
+    drafted = target.generate(**inputs, **GREEDY, spec_method="eagle", spec_model=str(tmp_path / "parts"))
+    assert torch.equal(drafted, target.generate(**inputs, **GREEDY))
 
 
-@pytest.mark.parametrize("muon", [True, *in_full(False)])
-def test_training_lowers_the_loss_and_is_repeatable(muon):
-    tokens = torch.randint(50, (4, 32), generator=torch.Generator().manual_seed(0))
-    options = TrainingOptions(steps=12, learning_rate=1e-2, warmup_steps=1, bf16=False, muon=muon)
+def test_evaluations_are_logged_and_the_best_weights_kept(target, tmp_path, run):
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
+    settings |= {"metric_for_best_model": "tokens_per_cycle", "save_total_limit": None, "max_steps": 8}
+    result = run(RECIPES["mlp_speculator"], tmp_path / "out", **settings)
+    state = json.loads((tmp_path / "out" / "checkpoint-8" / "trainer_state.json").read_text())
+    measured = [entry["eval_tokens_per_cycle"] for entry in state["log_history"] if "eval_accuracy_3" in entry]
+    assert len(measured) == 4
+    assert result.tokens_per_cycle == max(measured)
+    assert [entry["loss"] for entry in state["log_history"] if "loss" in entry] == result.losses
+
+
+def language_model_trainer(tmp_path, tokens, **changed):
+    """Trains a tiny model with a frozen embedding on one batch again and again."""
+    model = tiny_llama(initializer_range=0.2)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    recipe = DraftModelRecipe(from_scratch={}, kl_weight=0.0)
+    settings = {"max_steps": 12, "learning_rate": 1e-2, "warmup_steps": 1, "save_strategy": "no", "logging_steps": 1}
+    rows = rows_of({"tokens": row, "prompt_length": 0} for row in tokens.tolist())
+    arguments = training_arguments(tmp_path, **settings | changed)
+    return DraftTrainer(recipe, model, TargetReader(None, ()), arguments, rows)
+
+
+@pytest.mark.parametrize("muon", [None, *in_full(False)])
+def test_training_lowers_the_loss_and_is_repeatable(muon, tmp_path):
     runs = []
     for _ in range(2):
-        model = tiny_llama(initializer_range=0.2)
-        frozen = model.model.embed_tokens.weight.requires_grad_(False)
-        before = frozen.clone()
-        objective = DraftModelRecipe(from_scratch={}, kl_weight=0.0).objective(model, TargetReader(None, ()))
-        runs.append(train(model, itertools.repeat(tokens), objective, options))
-        assert torch.equal(frozen, before)
-        assert not model.training
-    assert runs[0] == runs[1]
-    assert len(runs[0]) == 12
-    assert runs[0][-1] < runs[0][0] - 1
+        tokens = torch.randint(50, (8, 32), generator=torch.Generator().manual_seed(0))
+        trainer = language_model_trainer(tmp_path, tokens, muon=muon)
+        frozen = trainer.network.model.embed_tokens.weight.clone()
+        trainer.train()
+        assert isinstance(trainer.optimizer.optimizer, MuonAndAdamW) == (muon is None)
+        runs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+        assert torch.equal(trainer.network.model.embed_tokens.weight, frozen)
+    losses, rates = ([entry[name] for entry in runs[0]] for name in ("loss", "learning_rate"))
+    assert losses == [entry["loss"] for entry in runs[1]]
+    assert losses[-1] < losses[0] - 1
+    assert rates[1] == max(rates) == 1e-2
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[1:]))
+    assert rates[-1] < 1e-3
 
 
-def test_bfloat16_where_the_machine_computes_in_it_and_losses_that_diverge(monkeypatch):
+def test_a_time_limit_ends_the_training_with_its_schedule(tmp_path, monkeypatch):
+    clock = itertools.count(step=12.0)
+    monkeypatch.setattr("hf_specdec.training.trainer.monotonic", lambda: next(clock))
+    trainer = language_model_trainer(tmp_path, torch.ones(8, 8, dtype=torch.long), max_steps=1000, max_minutes=1)
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(rates) == 5
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[1:]))
+    assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(2e-4)
+
+
+def test_bfloat16_where_the_machine_computes_in_it(monkeypatch, tmp_path):
     """Other CPUs take many times as long for it."""
-    network, found = nn.Linear(4, 3), []
-
-    def loss(batch):
-        found.append(network(batch))
-        return found[-1].float().pow(2).sum()
-
+    found = []
     for asked, multiplies in ((True, True), (True, False), (True, None), (False, True)):
-        monkeypatch.setattr(trainer, "multiplies_bfloat16", lambda multiplies=multiplies: multiplies)
-        options = TrainingOptions(steps=1, warmup_steps=1, bf16=asked)
-        train(network, itertools.repeat(torch.ones(2, 4)), loss, options)
-    assert [output.dtype for output in found] == [torch.bfloat16, *[torch.float32] * 3]
-    with pytest.raises(SpecDecError, match="lower `learning_rate`"):
-        train(network, [torch.ones(2, 4)], lambda batch: loss(batch) * math.inf, TrainingOptions(steps=1))
+        monkeypatch.setattr(arguments, "multiplies", lambda multiplies=multiplies: multiplies)
+        tokens = torch.ones(8, 8, dtype=torch.long)
+        trainer = language_model_trainer(tmp_path, tokens, bf16=asked, max_steps=1)
+        layer = trainer.network.model.layers[0].mlp.up_proj
+        layer.register_forward_hook(lambda module, inputs, output: found.append(output.dtype))
+        trainer.train()
+        assert trainer.args.saved_dtype == (torch.bfloat16 if asked else torch.float32)
+    assert found == [torch.bfloat16, *[torch.float32] * 3]
+
+
+def test_rows_of_similar_length_share_a_step_in_every_epoch_in_a_new_order():
+    lengths, epoch = [5, 90, 7, 92, 6, 91, 8, 93, 50], 0
+    sampler = ByLength(lengths, 2, seed=1, epoch=lambda: epoch)
+    orders = []
+    for epoch in (0, 1, 0):  # noqa: B007 - read by the sampler
+        orders.append(list(sampler))
+        assert sorted(orders[-1]) == list(range(9))
+    assert orders[0] == orders[2] != orders[1]
 
 
 # What a recipe builds and saves: sizes and weights from the target, and checkpoints that loading understands
@@ -365,8 +416,8 @@ def test_causal_blocks_stay_causal(target, tmp_path):
     # A token of the block changes nothing before it.
     reading = read(recipe, network, target)
     first, second = (drafted_block(network, reading, 0, 6, masked) for masked in ([0, 1, 2, 3], [0, 1, 2, 9]))
-    assert torch.equal(first[:3], second[:3])
-    assert not torch.equal(first[3], second[3])
+    assert torch.equal(first[:4], second[:4])
+    assert not torch.equal(first[4], second[4])
 
 
 def test_the_mask_token_is_one_that_no_text_has(tmp_path):
@@ -417,9 +468,11 @@ def test_mtp_layers_of_other_kinds_are_trained(kind, tmp_path):
     target.generation_config.pad_token_id = 0
     torch.manual_seed(0)
     network = recipe.build(target)
-    batches = [Rows.of(torch.randint(1, VOCAB_SIZE, (4, 24))) for _ in range(2)] * 10
-    settings = TrainingOptions(steps=20, learning_rate=1e-2, warmup_steps=2, bf16=False, muon=True)
-    losses = train(network, iter(batches), recipe.objective(network, TargetReader(target, ("last",))), settings)
+    rows = rows_of({"tokens": row, "prompt_length": 0} for row in torch.randint(1, VOCAB_SIZE, (8, 24)).tolist())
+    settings = training_arguments(tmp_path, max_steps=20, learning_rate=1e-2, save_strategy="no", logging_steps=1)
+    trainer = DraftTrainer(recipe, network, TargetReader(target, ("last",)), settings, rows)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
     recipe.save(network, tmp_path, dtype=torch.float32)
     loaded = load_speculator(target, "mtp", model=str(tmp_path)).resources.state_dict()

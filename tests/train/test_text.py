@@ -2,17 +2,15 @@
 
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specdec.errors import SpecConfigError
-from hf_specdec.training.continuations import continue_prompts
-from hf_specdec.training.reading import Rows
-from hf_specdec.training.text import Document, find_sources, load_documents, pack
+from hf_specdec.errors import MissingDependencyError, SpecConfigError
+from hf_specdec.training.continuations import continue_prompts, draw_prompts
+from hf_specdec.training.text import find_sources, load_documents, pack, rows_of, split
 from tests.helpers.models import VOCAB_SIZE, letter_tokenizer, tiny_llama
 
 
@@ -24,68 +22,88 @@ TEMPLATE = (
 
 
 def texts(*sources, **how):
-    found = load_documents([str(source) for source in sources], TOKENIZER, **how)
-    return [TOKENIZER.decode(document.tokens) for document in found]
+    documents = load_documents([str(source) for source in sources], TOKENIZER, **how)
+    return [TOKENIZER.decode(tokens) for tokens in documents["tokens"]]
 
 
 def test_documents_of_files_folders_and_records(tmp_path):
+    datasets = pytest.importorskip("datasets")
     for name in ("b.md", "a/c.py", "a/d.txt", "a/e.bin", "f.txt"):
         path = tmp_path / "data" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name[0] * 3)
+        path.write_text(f"{name[0] * 3}_{name[0]}")
     (tmp_path / "data" / "empty.txt").write_text("")
-    assert texts(tmp_path / "data" / "f.txt", tmp_path / "data") == ["fff", "aaa", "aaa", "bbb", "fff"]
-    path = tmp_path / "records.jsonl"
-    records = ["plain", {"text": "one", "id": 1}, {"content": "two"}]
-    path.write_text("\n".join(map(json.dumps, records)) + "\n\n")
-    assert texts(path) == ["plain", "one", "two"]
-    path.write_text(json.dumps({"text": "one", "body": "two"}))
-    assert texts(path, column="body") == ["two"]
+    records = [{"text": "one", "body": "three"}, {"content": "two", "body": "four"}]
+    (tmp_path / "data" / "g.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n\n")
+    read = texts(tmp_path / "data" / "f.txt", tmp_path / "data")
+    assert read == ["fff_f", "aaa_a", "aaa_a", "bbb_b", "fff_f", "one", "two"]
+    datasets.Dataset.from_list(records).to_parquet(str(tmp_path / "g.parquet"))
+    assert texts(tmp_path / "g.parquet", column="body", max_tokens=5) == ["three"]
+    # Prompts alone are for the target to continue, where a record has no more.
+    records = [{"question": "ask", "text": None}, {"question": "ask", "text": "all"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, records)))
+    with pytest.raises(SpecConfigError, match=r"Record 1 of .*p.jsonl' has no text or chat"):
+        texts(tmp_path / "p.jsonl")
+    documents = load_documents([str(tmp_path / "p.jsonl")], TOKENIZER, takes_prompts=True)
+    assert list(documents["prompt_length"]) == [len(TOKENIZER("ask")["input_ids"]), 0]
+    # Streamed, as far as is asked for.
+    assert texts(tmp_path / "data" / "f.txt", tmp_path / "data", max_tokens=11) == ["fff_f", "aaa_a", "aaa_a"]
 
 
 def test_documents_of_chats_end_with_the_last_answer(tmp_path):
     tokenizer = letter_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    ask, answer = {"role": "user", "content": "ask"}, {"role": "assistant", "content": "yes"}
+    ask, answer = {"role": "user", "content": "ask"}, {"role": "assistant", "content": "yes", "thinking": "no"}
     path = tmp_path / "chats.jsonl"
     chats = [{"messages": [ask, answer, ask, answer, ask]}, {"messages": [ask]}]
     chats += [{"conversations": [{"from": "human", "value": "ask"}, {"from": "gpt", "value": "yes"}]}]
     path.write_text("\n".join(map(json.dumps, chats)))
-    found = load_documents([str(path)], tokenizer)
-    assert [(tokenizer.decode(one.tokens), tokenizer.decode(one.tokens[: one.prompt_length])) for one in found] == [
-        ("u-ask_a-yes_u-ask_a-yes_", "u-ask_a-yes_u-ask_a-"),
-        ("u-ask_a-", "u-ask_a-"),
-        ("u-ask_a-yes_", "u-ask_a-"),
-    ]
+    for limit in (None, 1000):
+        found = load_documents([str(path)], tokenizer, max_tokens=limit)
+        decoded = [[tokenizer.decode(one["tokens"][:end]) for end in (None, one["prompt_length"])] for one in found]
+        assert decoded == [
+            ["u-ask_a-yes_u-ask_a-yes_", "u-ask_a-yes_u-ask_a-"],
+            ["u-ask_a-", "u-ask_a-"],
+            ["u-ask_a-yes_", "u-ask_a-"],
+        ]
+    # All before any again, up to half a row of each.
+    prompts = {tokenizer.decode(prompt) for prompt in draw_prompts(found, 3, 32, seed=0)}
+    assert prompts == {"u-ask_a-yes_u-ask_a-"[-16:], "u-ask_a-"}
     path.write_text('{"messages": [{"speaker": "me"}]}')
     with pytest.raises(SpecConfigError, match="no list of messages with role and content"):
-        list(load_documents([str(path)], tokenizer))
+        load_documents([str(path)], tokenizer)
 
 
-def test_documents_of_data_sets_and_parquet(tmp_path, monkeypatch):
-    asked = []
+def test_data_sets_of_the_hub_are_streamed_where_a_part_is_asked_for(monkeypatch):
+    datasets, asked = pytest.importorskip("datasets"), []
 
-    def load_dataset(name, split, streaming):
-        asked.append((name, split, streaming))
-        return iter([{"text": "one"}, {"text": "two"}])
+    def load_dataset(path, split, streaming=False):
+        asked.append((path, split, streaming))
+        records = datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])
+        return records.to_iterable_dataset() if streaming else records
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert texts("some/set", "set:test") == ["one", "two"] * 2
-    assert asked == [("some/set", "train", True), ("set", "test", True)]
-    pyarrow, path = pytest.importorskip("pyarrow"), tmp_path / "a.parquet"
-    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"text": ["one", "two"]}), path)
-    assert texts(path) == ["one", "two"]
-    path.write_bytes(b"PAR1" + bytes(50) + b"PAR1")
-    with pytest.raises(SpecConfigError, match="cannot be read as parquet"):
-        texts(path)
+    assert texts("some/set", "set:test", max_tokens=4) == ["one", "two"]
+    assert asked == [("some/set", "train", False), ("set", "test", False), ("some/set", "train", True)]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingDependencyError, match="pip install 'hf-specdec\\[train\\]'"):
+        find_sources(["some/set"])
+
+
+def test_libraries_that_run_code_of_data_sets_are_refused(monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("datasets"), "__version__", "3.6.0")
+    with pytest.raises(MissingDependencyError, match="found datasets 3.6.0"):
+        find_sources(["some/set"])
 
 
 BAD_FILES = [
-    ("a.jsonl", '{"text": "x"}\nno json', "Line 2 of '.*' is no JSON"),
-    ("a.jsonl", "[" * 100_000, "Line 1 of .* is no JSON"),
+    ("a.jsonl", '{"text": "x"}\nno json', "a.jsonl' cannot be read: JSON parse error"),
+    ("a.jsonl", "[" * 100_000, "a.jsonl' cannot be read: "),
+    ("a.parquet", "PAR1" + "x" * 50 + "PAR1", "a.parquet' cannot be read: "),
     ("a.jsonl", '{"title": "x"}', "no text or chat in messages or .* it has: title"),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}]}', "has no chat template"),
-    ("a.bin", "x", "is of no known kind"),
+    ("a.bin", "x", "no files of a known kind"),
 ]
 
 
@@ -95,8 +113,9 @@ def test_wrong_files_and_sources_are_refused(tmp_path):
             find_sources(data)
     for name, content, message in BAD_FILES:
         (tmp_path / name).write_text(content)
-        with pytest.raises(SpecConfigError, match=message):
-            texts(tmp_path / name)
+        for limit in (None, 10):
+            with pytest.raises(SpecConfigError, match=message):
+                texts(tmp_path / name, max_tokens=limit)
 
 
 # Rows
@@ -108,34 +127,24 @@ def test_wrong_files_and_sources_are_refused(tmp_path):
 )
 def test_rows_keep_every_token_in_order(contents, length, max_tokens, end):
     stream = [token for content in contents for token in [*content, *([] if end is None else [end])]][:max_tokens]
-    documents = map(Document, contents)
+    documents = rows_of({"tokens": tokens, "prompt_length": 0} for tokens in contents)
     if len(stream) < length:
         with pytest.raises(SpecConfigError, match="fewer than one row"):
             pack(documents, length, end, max_tokens)
         return
     rows = pack(documents, length, end, max_tokens)
-    assert rows.tokens.flatten().tolist() == stream[: len(stream) // length * length]
-    assert rows.counted.all()
+    assert sum(rows["tokens"], []) == stream[: len(stream) // length * length]
+    assert set(rows["prompt_length"]) == {0}
 
 
-def test_rows_are_held_out_or_seen_once_in_every_pass_in_a_new_order():
-    rows = Rows.of(torch.arange(6)[:, None].expand(6, 3))
-    rest, held_out = rows.split(0.4, seed=1)
+def test_rows_are_held_out_by_the_seed_alone():
+    rows = rows_of({"tokens": [number], "prompt_length": 0} for number in range(6))
+    rest, held_out = split(rows, 0.4, seed=1)
     assert len(held_out) == 2
-    assert sorted([*rest.tokens[:, 0].tolist(), *held_out.tokens[:, 0].tolist()]) == list(range(6))
-    assert rows.split(0.4, seed=1)[1].tokens.equal(held_out.tokens)
+    assert sorted([*rest["tokens"], *held_out["tokens"]]) == list(rows["tokens"])
+    assert list(split(rows, 0.4, seed=1)[1]["tokens"]) == list(held_out["tokens"])
     with pytest.raises(SpecConfigError, match="at least two"):
-        rows[:1].split(0.3, seed=1)
-
-    def orders():
-        batches = rows.batches(2, seed=3)
-        return [torch.cat([next(batches).tokens[:, 0] for _ in range(3)]).tolist() for _ in range(3)]
-
-    assert [sorted(order) for order in orders()] == [list(range(6))] * 3
-    assert orders()[0] != orders()[1]
-    assert orders() == orders()
-    batch = next(rows.batches(4, seed=0))
-    assert batch.tokens.equal(rows.tokens[batch.index])
+        split(rows.select([0]), 0.3, seed=1)
 
 
 # What the target writes
@@ -144,20 +153,17 @@ def test_rows_are_held_out_or_seen_once_in_every_pass_in_a_new_order():
 def test_continuations_are_what_the_target_writes():
     target, generator = tiny_llama(), torch.Generator().manual_seed(0)
     prompts = [torch.randint(1, VOCAB_SIZE, (size,), generator=generator).tolist() for size in (9, 4, 4, 12, 6)]
-    steps = []
-    rows = continue_prompts(target, prompts, 20, sampled_share=0.0, batch_size=2, on_step=steps.append)
-    assert steps == [2, 4, 5]
+    rows = continue_prompts(target, prompts, 20, sampled_share=0.0, batch_size=2)
     short = continue_prompts(target, prompts, 20, sampled_share=0.0, max_new_tokens=10)
-    for row, prompt in enumerate(sorted(prompts, key=len)):
-        expected = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20 - len(prompt))
-        assert rows.tokens[row].tolist() == expected[0].tolist()
-        assert rows.counted[row].tolist() == [False] * len(prompt) + [True] * (20 - len(prompt))
-        assert short.counted[row].sum() == min(10, 20 - len(prompt))
-        assert torch.equal(short.tokens[row, : len(prompt) + 8], rows.tokens[row, : len(prompt) + 8])
+    for row, start, prompt in zip(rows, short, sorted(prompts, key=len)):
+        expected = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20 - len(prompt))[
+            0
+        ].tolist()
+        assert row == {"tokens": expected, "prompt_length": len(prompt)}
+        assert start == row | {"tokens": expected[: len(prompt) + 10]}
     prompt = list(range(1, 8))
     written = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=13)[0]
     target.generation_config.eos_token_id = int(written[12])
     end = written[7:].tolist().index(int(written[12])) + 8
     rows = continue_prompts(target, [prompt], 20, sampled_share=0.0)
-    assert rows.tokens[0].tolist() == written[:end].tolist() + [0] * (20 - end)
-    assert rows.counted[0].sum() == end - 7
+    assert rows == [{"tokens": written[:end].tolist(), "prompt_length": 7}]

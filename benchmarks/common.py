@@ -1,45 +1,33 @@
-"""Clocks of calls and forwards, scripted drafts, models and prompts of the programs beside this one.
+"""What the programs of this folder share: baselines, reports, models that write known texts, prompts, and a streamer.
 
-Shapes: B rows of a batch, P prompt length, L length of the whole text, V vocabulary.
+A report is the JSON of a run: its command, the machine, and flat rows, which are printed as tables, too.
+
+Shapes: B rows of a batch, P prompt length, V vocabulary.
 """
 
 from __future__ import annotations
 
-import functools
+import json
 import os
 import random
+import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from time import perf_counter
-from typing import Generic, NamedTuple, TypeVar
-from unittest.mock import patch
+from statistics import median
+from typing import Any, Generic, TypeVar
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec import (
-    CandidateGenerator,
-    DraftTree,
-    SpeculativeConfig,
-    Speculator,
-    demo,
-    record,
-    register_candidate_generator,
-)
-from hf_specdec.call.output import CACHE_FIELD
-from hf_specdec.method import methods
+from hf_specdec import demo
 from hf_specdec.metrics.records import Record
-from hf_specdec.protocol import DraftStep
-from hf_specdec.target.model import SlotModel
 
 
 T = TypeVar("T")
-
 
 # Scripts of this folder are started by their paths; `tools` lies beside it.
 sys.path.append(str(Path(__file__).parents[1]))
@@ -47,81 +35,66 @@ sys.path.append(str(Path(__file__).parents[1]))
 # Sides that name no length have the method's own in every cycle, so that all rounds of a case do the same.
 os.environ.setdefault("HF_SPECDEC_ADAPTIVE", "0")
 
-# -------------------------------------------------------------------------------------------------------------- clocks
+CONSOLE = Console(width=190)
+
+# ----------------------------------------------------------------------------------------------- baselines and reports
+
+# Sides that others are compared with. Names of transformers' own ways begin with its name.
+PLAIN, NONE, TRANSFORMERS = "plain", "none", "transformers"
+
+Row = dict[str, Any]
 
 
-class Reading(NamedTuple):
-    """Time of a clock, and the forwards until then."""
+def beside(side: str, seconds: Mapping[str, Sequence[float]]) -> Row:
+    """How many times as fast a side is as plain generate(), the fastest way of transformers, and our loop alone.
 
-    time: float
-    target_forwards: int
-    target_seconds: float
-    draft_seconds: float
-
-
-@dataclass
-class ForwardTimer:
-    """Counts and times model forwards, those of the target apart from all others (the draft model's).
-
-    The outermost forward counts: of a `SlotModel`, which makes masks and positions before it calls the model, as the
-    model's own forward does in transformers' loops. The timer costs about a microsecond a forward.
-
-    Args:
-        target (`PreTrainedModel`): The target model.
-        clock (`Callable`): Seconds; also that of everything else that is timed in the call.
+    From the seconds of every side in each round, for the same work; `None` where a baseline was not measured.
     """
+    theirs = [name for name in seconds if name == PLAIN or name.startswith(TRANSFORMERS)]
+    baselines = {"to_plain": [PLAIN], "to_fastest_of_transformers": theirs, "to_none": [NONE]}
+    return {name: ratio(side, others, seconds) for name, others in baselines.items()}
 
-    target: PreTrainedModel
-    clock: Callable[[], float] = perf_counter
-    target_forwards: int = 0
-    target_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    _is_inside: bool = field(default=False, repr=False)
 
-    @contextmanager
-    def attached(self) -> Iterator[ForwardTimer]:
-        """Times the forwards inside the block, by replacing the forwards of the classes and not of any object."""
-        places = [(type(self.target), "forward", lambda module: module)]
-        places += [(SlotModel, name, lambda module: module.model) for name in ("verify", "forward")]
-        with ExitStack() as stack:
-            for kind, name, model_of in places:
-                stack.enter_context(patch.object(kind, name, self._timed(getattr(kind, name), model_of)))
-            yield self
+def ratio(side: str, others: Sequence[str], seconds: Mapping[str, Sequence[float]]) -> list[float] | None:
+    """Median, least and greatest of what the fastest of `others` takes over what a side takes, round by round."""
+    times = [seconds[other] for other in others if other in seconds]
+    ratios = [min(together) / own for *together, own in zip(*times, seconds[side])] if times else []
+    return [median(ratios), min(ratios), max(ratios)] if ratios else None
 
-    def read(self) -> Reading:
-        return Reading(self.clock(), self.target_forwards, self.target_seconds, self.draft_seconds)
 
-    def _timed(self, forward: Callable, model_of: Callable) -> Callable:
-        @functools.wraps(forward)
-        def timed(module, *args, **kwargs):
-            if self._is_inside:
-                return forward(module, *args, **kwargs)
-            self._is_inside = True
-            began = self.clock()
-            try:
-                return forward(module, *args, **kwargs)
-            finally:
-                self._add(model_of(module), self.clock() - began)
+def in_turn(sides: Sequence[T], number: int) -> list[T]:
+    """The sides in the order of a round: another one begins each time."""
+    turn = number % len(sides)
+    return [*sides[turn:], *sides[:turn]]
 
-        return timed
 
-    def _add(self, model, seconds: float) -> None:
-        self._is_inside = False
-        if model is self.target:
-            self.target_forwards += 1
-            self.target_seconds += seconds
-        else:
-            self.draft_seconds += seconds
+def show(rows: Sequence[Row]) -> None:
+    """Prints rows as tables, one for each value of "table" in them."""
+    from tools.benchmark_pages import cells_of, tables_of
+
+    for title, heads, of_table in tables_of(rows):
+        table = Table(*heads, title=title, title_justify="left")
+        for row in of_table:
+            table.add_row(*cells_of(row, heads))
+        CONSOLE.print(table)
+
+
+def write_report(path: Path | None, rows: Sequence[Row], environment: Row, **facts: Any) -> None:
+    """Writes a report, if a file was asked for; a run that is cut off leaves the old one or the new one."""
+    if path is None:
+        return
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    content = {"command": command, "environment": environment, **facts, "rows": rows}
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 class MarkingStreamer(BaseStreamer, Generic[T]):
     """Leaves a mark at every delivery: a reading of a clock, and the tokens that the call has committed by then.
 
-    Rows of a batch that are ahead of others are delivered later than committed, so calls of ours are asked.
-
-    Args:
-        recorded (`Record`): The records of the block in which the call runs.
-        read (`Callable`): The reading.
+    Rows of a batch that are ahead of others are delivered later than committed, so calls of ours are asked, by the
+    records of the block in which the call runs.
     """
 
     def __init__(self, recorded: Record, read: Callable[[], T]):
@@ -141,197 +114,67 @@ class MarkingStreamer(BaseStreamer, Generic[T]):
         """Nothing: the last delivery is the end."""
 
 
-@dataclass
-class Sample:
-    """The decoding part of one or more calls: without prefill and first cycle, in which drafters read the prompt.
+# ------------------------------------------------------------------------------------- models that write a known text
 
-    Attributes:
-        tokens (`int`): Tokens committed.
-        cycles (`int`): Target forwards.
-        seconds, target_seconds, draft_seconds (`float`): All time, and that inside forwards.
-        texts (`list[list[list[int]]]`): For each call the rows of the output, prompts included.
+
+def model_sizes(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int
+) -> dict[str, int]:
+    """Sizes as arguments of a config."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+# The layer shapes of Qwen3-0.6B; with 8 layers about 190 M parameters.
+RANDOM_SIZES = model_sizes(32000, 1024, 3072, 8, 16, 8, 128)
+
+
+def random_ring(vocab_size: int, seed: int = 0) -> torch.LongTensor:
+    """All tokens `(V,)` in the order of the text: each is followed by the next one, the last by the first."""
+    return torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def random_model(
+    kind: str,
+    sizes: Mapping[str, int],
+    ring: torch.LongTensor,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    accuracy: float = 1.0,
+) -> PreTrainedModel:
+    """A model of random weights that writes the ring: its head has the rows of its embedding in another order.
+
+    It writes the right token after a share `accuracy` of them. Embedding and head are two matrices also where the
+    public model of this type ties them: what a forward reads is the same.
     """
-
-    tokens: int = 0
-    cycles: int = 0
-    seconds: float = 0.0
-    target_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    texts: list[list[list[int]]] = field(default_factory=list)
-
-    def __add__(self, other: Sample) -> Sample:
-        return Sample(**{name: value + getattr(other, name) for name, value in vars(self).items()})
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
-
-    @property
-    def outside_seconds(self) -> float:
-        """Seconds outside of all model forwards."""
-        return self.seconds - self.target_seconds - self.draft_seconds
+    torch.manual_seed(0)
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = AutoConfig.for_model(kind, **sizes, **ends, max_position_embeddings=32768, tie_word_embeddings=False)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for layer in model.get_decoder().layers:
+        # What the layers add must not drown the embedding.
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            projection.weight.mul_((2 * config.num_hidden_layers) ** -0.5)
+    successors = torch.empty_like(ring).scatter_(0, ring, ring.roll(-1))
+    wrong = ring[torch.rand(len(ring), generator=torch.Generator().manual_seed(1)) >= accuracy]
+    successors[wrong] = successors[wrong.roll(1)]
+    embedding = model.get_input_embeddings().weight.normal_()
+    model.get_output_embeddings().weight[successors.to(device)] = 0.1 * embedding
+    return without_end(model.eval().requires_grad_(False))
 
 
-def least_seconds(
-    rounds: int, sides: Sequence[Callable[[], object]], clock: Callable[[], float] = perf_counter
-) -> list[float]:
-    """Seconds of each side, the least of several rounds in which they take turns."""
-    seconds = [float("inf")] * len(sides)
-    for _ in range(rounds):
-        for index, side in enumerate(sides):
-            began = clock()
-            side()
-            seconds[index] = min(seconds[index], clock() - began)
-    return seconds
-
-
-def time_call(
-    generate: Callable[..., torch.LongTensor], target: PreTrainedModel, clock: Callable[[], float], **arguments
-) -> Sample:
-    """Times one generate() call.
-
-    Args:
-        generate (`Callable`): Takes the arguments of `generate()`, a `streamer` among them, and returns token ids.
-        target (`PreTrainedModel`): The model that generates.
-        clock (`Callable`): Seconds.
-        arguments: Passed on.
-    """
-    with ForwardTimer(target, clock).attached() as timer, record() as recorded:
-        streamer = MarkingStreamer(recorded, timer.read)
-        output = generate(streamer=streamer, **arguments)
-    first = next((mark for mark in streamer.marks if mark[0].target_forwards >= 2), None)
-    last, tokens = streamer.marks[-1]
-    if first is None or last.target_forwards == first[0].target_forwards:
-        raise SystemExit(f"The call ended after {last.target_forwards} target forwards. Raise --new-tokens.")
-    began, tokens_before = first
-    return Sample(
-        tokens - tokens_before,
-        last.target_forwards - began.target_forwards,
-        last.time - began.time,
-        last.target_seconds - began.target_seconds,
-        last.draft_seconds - began.draft_seconds,
-        [output.tolist()],
-    )
-
-
-# ----------------------------------------------------------------------------------------------------- scripted drafts
-
-
-@dataclass(frozen=True)
-class Script:
-    """Drafts that are right by design, or wrong at positions drawn beforehand, so that all who use them draft alike.
-
-    Args:
-        texts (`list[list[int]]`): The whole text of each row, prompt included.
-        vocab_size (`int`): V.
-        accuracy (`float`): Share of positions at which the draft is right.
-        seed (`int`): Of the draws.
-        num_siblings (`int`): Depths of a draft, from the first on, at which there is a second token, which is right at
-            half of the positions where the first one is wrong.
-    """
-
-    texts: list[list[int]]
-    vocab_size: int
-    accuracy: float = 0.8
-    seed: int = 0
-    num_siblings: int = 0
-
-    @functools.cached_property
-    def drafts(self) -> list[list[int]]:
-        """The token that is drafted at each position of each row."""
-        draws = random.Random(self.seed)
-        return [
-            [token if draws.random() < self.accuracy else (token + 1) % self.vocab_size for token in text]
-            for text in self.texts
-        ]
-
-    def draft(self, row: int, length: int, count: int) -> list[int]:
-        """Draft tokens after the first `length` tokens of a row, at most `count`."""
-        return self.drafts[row][length : length + count]
-
-    @functools.cached_property
-    def siblings(self) -> list[list[int]]:
-        """The second token for each position of each row."""
-        draws = random.Random(self.seed + 1)
-        return [
-            [token if draws.random() < 0.5 else (token + 2) % self.vocab_size for token in text] for text in self.texts
-        ]
-
-    def tree(self, row: int, length: int, count: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the draft of a chain and of the second tokens at its first depths."""
-        chain = self.draft(row, length, count)
-        siblings = self.siblings[row][length : length + min(count, self.num_siblings)]
-        return chain + siblings, [*range(-1, len(chain) - 1), *range(-1, len(siblings) - 1)]
-
-
-class ScriptedCandidateGenerator(CandidateGenerator):
-    """Drafts from a [`Script`] in our loop."""
-
-    def __init__(self, config, resources: Script, session):
-        super().__init__(config, resources, session)
-        self.script = resources
-
-    def propose(self, step: DraftStep) -> DraftTree:
-        rooms = (min(room, self.num_speculative_tokens) for room in step.max_draft_tokens)
-        drafts, parents = zip(*(self.script.tree(*where) for where in zip(step.rows, step.lengths, rooms)))
-        return DraftTree.from_lists(list(drafts), self.session.device, list(parents))
-
-
-class StockScriptedCandidateGenerator(HfCandidateGenerator):
-    """Drafts from a [`Script`] in transformers' loop.
-
-    Its first cycle, which also reads the prompt, gets no draft: our loop drafts only after the first token, and so
-    both see the same drafts in the same cycles.
-    """
-
-    def __init__(self, script: Script, num_speculative_tokens: int):
-        self.script, self.num_speculative_tokens = script, num_speculative_tokens
-        self.has_begun = False
-
-    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, None]:
-        length = input_ids.shape[1]
-        room = len(self.script.texts[0]) - length - 1
-        draft = self.script.draft(0, length, min(room, self.num_speculative_tokens)) if self.has_begun else []
-        self.has_begun = True
-        return torch.cat([input_ids, input_ids.new_tensor([draft])], dim=1) if draft else input_ids, None
-
-    def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
-        pass
-
-
-def scripted_speculator(script: Script, num_speculative_tokens: int) -> Speculator:
-    """Speculator for `generate(assistant=...)`."""
-    if "scripted_benchmark" not in methods():
-        register_candidate_generator("scripted_benchmark", ScriptedCandidateGenerator)
-    config = SpeculativeConfig(method="scripted_benchmark", num_speculative_tokens=num_speculative_tokens)
-    return Speculator(config, ScriptedCandidateGenerator, script)
-
-
-@contextmanager
-def stock_drafts_from(model: PreTrainedModel, generator: HfCandidateGenerator) -> Iterator[None]:
-    """Lets transformers' assisted decoding of `model` draft with `generator`.
-
-    Assisted decoding reads the whole prompt even if it is given keys and values of it; inside it continues from them,
-    as plain generate does.
-    """
-    prepare = model.prepare_inputs_for_generation
-
-    @functools.wraps(prepare)
-    def prepare_the_rest(input_ids, *args, **kwargs):
-        cache = kwargs.get(CACHE_FIELD)
-        if kwargs.get("is_first_iteration") and cache is not None and cache.get_seq_length():
-            kwargs["next_sequence_length"] = input_ids.shape[1] - cache.get_seq_length()
-        return prepare(input_ids, *args, **kwargs)
-
-    model._get_candidate_generator = lambda *args, **kwargs: generator
-    model.prepare_inputs_for_generation = prepare_the_rest
-    try:
-        yield
-    finally:
-        del model._get_candidate_generator, model.prepare_inputs_for_generation
-
-
-# -------------------------------------------------------------------------------------------------- models and prompts
+def random_target(dtype: torch.dtype) -> PreTrainedModel:
+    """A target in whose forwards our loop has little advantage of its own."""
+    return random_model("llama", RANDOM_SIZES, random_ring(RANDOM_SIZES["vocab_size"]), dtype)
 
 
 def without_end(model: PreTrainedModel) -> PreTrainedModel:
@@ -341,6 +184,9 @@ def without_end(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+# ------------------------------------------------------------------------------------------------------------- prompts
+
+
 def random_prompts(batch_size: int, context: int, vocab_size: int, seed: int = 0) -> torch.LongTensor:
     """Prompts `(B, context)` that differ in their last token only, so that the same cache serves all rows."""
     generator = torch.Generator().manual_seed(seed)
@@ -348,21 +194,12 @@ def random_prompts(batch_size: int, context: int, vocab_size: int, seed: int = 0
     return torch.cat([tokens[: context - 1].expand(batch_size, -1), tokens[context - 1 :, None]], dim=1)
 
 
-def prefilled_cache(model: PreTrainedModel, input_ids: torch.LongTensor) -> DynamicCache:
-    """Keys and values of all tokens of `input_ids` `(1, P)` but the last."""
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(input_ids[:, :-1], **{CACHE_FIELD: cache}, use_cache=True, logits_to_keep=1)
-    return cache
-
-
 def demo_prompts(count: int, context: int, seed: int = 0) -> torch.LongTensor:
     """Windows `(count, context)` of Python sources that the embedded models were not trained on."""
     from tools.build_demo.data import python_sources
 
     tokenizer = demo.load_tokenizer()
-    texts = python_sources().validation
-    encoded = [tokenizer(text, verbose=False)["input_ids"] for text in texts]
+    encoded = [tokenizer(text, verbose=False)["input_ids"] for text in python_sources().validation]
     windows = [
         tokens[start : start + context] for tokens in encoded for start in range(0, len(tokens) - context + 1, context)
     ]

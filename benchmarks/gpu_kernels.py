@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from common import Row
 from gpu_clocks import Stopwatch
 from gpu_models import SIZES
 from torch import nn
@@ -19,55 +19,55 @@ from hf_specdec.drafts import chain_topology
 from hf_specdec.kernels import _triton
 from hf_specdec.kernels.sampling import propose_from_probs
 from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
-from hf_specdec.layers.llama import GatedMLP, project_together
+from hf_specdec.layers.llama import GatedMLP
+from hf_specdec.layers.plan import bind_linears, way_of
 from hf_specdec.logits.warpers import Warpers
 from hf_specdec.target import graphs
 
 
-# Memory that attention is to read in turn: more than a GPU keeps in its caches.
-ATTENTION_BYTES = 2**29
+# Memory that layers are to read in turn: more than a GPU keeps in its caches.
+MANY_BYTES = 2**29
 
 
-def attention_bandwidth(device: torch.device, options: argparse.Namespace) -> list[dict]:
-    """Bytes of keys and values a second, by context and nodes, beside the attention of torch without masks."""
-    is_cuda, dtype = device.type == "cuda", getattr(torch, options.dtype)
+def attention(device: torch.device, dtype: torch.dtype) -> list[Row]:
+    """Microseconds by context and nodes, and the bytes of keys and values, beside torch's attention without masks."""
+    is_cuda = device.type == "cuda"
     heads, kv_heads, size = (32, 8, 128) if is_cuda else (4, 2, 16)
-    rows = []
+    draw, rows = partial(torch.randn, dtype=dtype, device=device), []
     for context in (1024, 8192, 32768) if is_cuda else (64,):
-        slots = context + 64
-        draw = {"dtype": dtype, "device": device}
         bytes_read = 2 * kv_heads * context * size * dtype.itemsize
-        count = max(1, min(ATTENTION_BYTES // bytes_read, 64)) if is_cuda else 2
+        count = max(1, min(MANY_BYTES // bytes_read, 64)) if is_cuda else 2
         # A layer after the other, as in a model.
-        layers = [tuple(torch.randn((1, kv_heads, slots, size), **draw) for _ in range(2)) for _ in range(count)]
+        layers = [tuple(draw((1, kv_heads, context + 64, size)) for _ in range(2)) for _ in range(count)]
         for nodes in (1, 16, 60):
-            query = torch.randn((1, heads, nodes, size), **draw)
-            topology = chain_topology(nodes - 1, device)
+            query, topology = draw((1, heads, nodes, size)), chain_topology(nodes - 1, device)
             lengths, starts = (torch.full((1,), value, dtype=torch.long, device=device) for value in (context, 0))
             tree = SlotTree(lengths, starts, pack_ancestors(topology.ancestors), topology.depths)
-
-            def ours(query=query, tree=tree, layers=layers) -> torch.Tensor:
-                return torch.stack([tree_attention(query, key, value, tree)[0, 0, 0, 0] for key, value in layers])
-
-            def torchs(query=query, layers=layers, context=context) -> torch.Tensor:
-                outputs = (
-                    F.scaled_dot_product_attention(query, key[:, :, :context], value[:, :, :context], enable_gqa=True)
-                    for key, value in layers
-                )
-                return torch.stack([output[0, 0, 0, 0] for output in outputs])
-
-            row: dict[str, Any] = {"context": context, "nodes": nodes}
-            for name, function in (("tree_attention", ours), ("sdpa", torchs)):
-                seconds = _seconds(function, device) / count
-                row[name] = {"microseconds": 1e6 * seconds, "gigabytes_per_second": bytes_read / seconds / 1e9}
-            rows.append(row)
+            times = {
+                "kernel_us": _microseconds(_attend, layers, device, query, tree),
+                "torch_us": _microseconds(_attend_without_mask, layers, device, query, context),
+            }
+            speed = {"kernel_gb_per_second": bytes_read / times["kernel_us"] / 1e3}
+            rows.append({"context": context, "nodes": nodes, **times, **speed})
         del layers
     return rows
 
 
+def _attend(keys: tuple[torch.Tensor, torch.Tensor], query: torch.Tensor, tree: SlotTree) -> torch.Tensor:
+    return tree_attention(query, *keys, tree)[0, 0, 0, 0]
+
+
+def _attend_without_mask(keys: tuple[torch.Tensor, torch.Tensor], query: torch.Tensor, context: int) -> torch.Tensor:
+    key, value = (states[:, :, :context] for states in keys)
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)[0, 0, 0, 0]
+
+
 # What a layer computes from its linear layers, and the same by torch alone.
 PRODUCTS: dict[str, tuple[Callable, Callable]] = {
-    "queries, keys, values": (project_together, lambda linears, states: [linear(states) for linear in linears]),
+    "queries, keys, values": (
+        lambda linears, states: bind_linears(way_of(states), states.dtype, linears)[0](states),
+        lambda linears, states: [linear(states) for linear in linears],
+    ),
     "gated MLP": (
         GatedMLP.forward,
         lambda mlp, states: mlp.down_proj(F.silu(mlp.gate_proj(states)) * mlp.up_proj(states)),
@@ -75,32 +75,25 @@ PRODUCTS: dict[str, tuple[Callable, Callable]] = {
 }
 
 
-def products_together(device: torch.device, options: argparse.Namespace) -> list[dict]:
-    """Queries, keys and values, and gated MLPs, as layers compute them, beside torch's products."""
-    is_cuda, dtype = device.type == "cuda", getattr(torch, options.dtype)
-    rows = []
+def products(device: torch.device, dtype: torch.dtype) -> list[Row]:
+    """Microseconds of queries, keys and values, and of gated MLPs, as layers compute them, beside torch's products."""
+    is_cuda, rows = device.type == "cuda", []
+    linear = partial(nn.Linear, bias=False, device=device, dtype=dtype)
     for name in ("llama-8b", "llama-1b", "qwen3-1.7b") if is_cuda else ("tiny",):
         sizes = SIZES[name].target
         hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
-        heads = [sizes[f"num_{kind}_heads"] * sizes["head_dim"] for kind in ("attention", "key_value", "key_value")]
-        # More than a GPU keeps in its caches.
-        count = max(1, ATTENTION_BYTES // (dtype.itemsize * hidden * (sum(heads) + 3 * inner))) if is_cuda else 2
-
-        def linears(*shapes, device=device, dtype=dtype) -> list[nn.Linear]:
-            return [nn.Linear(*shape, bias=False, device=device, dtype=dtype) for shape in shapes]
-
+        widths = [sizes[f"num_{kind}_heads"] * sizes["head_dim"] for kind in ("attention", "key_value", "key_value")]
+        count = max(1, MANY_BYTES // (dtype.itemsize * hidden * (sum(widths) + 3 * inner))) if is_cuda else 2
+        shapes = (hidden, inner), (hidden, inner), (inner, hidden)
         layers: dict[str, list[Any]] = {
-            "queries, keys, values": [linears(*((hidden, width) for width in heads)) for _ in range(count)],
-            "gated MLP": [
-                GatedMLP(*linears((hidden, inner), (hidden, inner), (inner, hidden)), nn.SiLU()) for _ in range(count)
-            ],
+            "queries, keys, values": [[linear(hidden, width) for width in widths] for _ in range(count)],
+            "gated MLP": [GatedMLP(*(linear(*shape) for shape in shapes), nn.SiLU()) for _ in range(count)],
         }
         for tokens in (1, 16, 64):
             states = torch.randn((1, tokens, hidden), dtype=dtype, device=device)
             for what, sides in PRODUCTS.items():
-                times = [_seconds(partial(_in_turn, side, layers[what], states), device) / count for side in sides]
-                microseconds = dict(zip(("layer", "torch"), (1e6 * seconds for seconds in times)))
-                rows.append({"size": name, "tokens": tokens, "products": what, "microseconds": microseconds})
+                ours, torchs = (_microseconds(side, layers[what], device, states) for side in sides)
+                rows.append({"size": name, "tokens": tokens, "products": what, "layer_us": ours, "torch_us": torchs})
         del layers
     return rows
 
@@ -114,40 +107,32 @@ WARPERS = {
 }
 
 
-def drawn_tokens(device: torch.device, options: argparse.Namespace) -> list[dict]:
-    """From logits to tokens that are drawn from them: through kernels, and through transformers' warpers and torch."""
+def drawn_tokens(device: torch.device, dtype: torch.dtype) -> list[Row]:
+    """Microseconds from logits to tokens that are drawn, by kernels, and by transformers' warpers and torch."""
     is_cuda, rows = device.type == "cuda", []
     for count in (1, 16, 128) if is_cuda else (2,):
-        logits = torch.randn((count, 128256 if is_cuda else 1000), device=device).mul_(3)
-        logits = logits.to(getattr(torch, options.dtype))
+        logits = torch.randn((count, 128256 if is_cuda else 1000), device=device).mul_(3).to(dtype)
         uniforms = torch.rand(count, dtype=torch.float64, device=device)
-        for name, warp in WARPERS.items():
-
-            def draw(logits=logits, uniforms=uniforms, warp=warp) -> torch.LongTensor:
-                return propose_from_probs(warp(None, logits).softmax(-1), uniforms)
-
+        for name, warpers in WARPERS.items():
             times = {}
-            for side, choice in (("kernels", "auto"), ("torch", "torch")):
+            for side, choice in (("kernel_us", "auto"), ("torch_us", "torch")):
                 with patch.object(_triton, "CHOICE", choice):
-                    times[side] = 1e6 * _seconds(draw, device)
-            rows.append({"rows": count, "warpers": name, "microseconds": times})
+                    times[side] = _microseconds(_draw, [warpers], device, logits, uniforms)
+            rows.append({"rows": count, "warpers": name, **times})
     return rows
 
 
-def _in_turn(compute: Callable, layers: list[Any], states: torch.Tensor) -> list[Any]:
-    return [compute(layer, states) for layer in layers]
+def _draw(warpers: Warpers, logits: torch.FloatTensor, uniforms: torch.Tensor) -> torch.LongTensor:
+    return propose_from_probs(warpers(None, logits).softmax(-1), uniforms)
 
 
-def _seconds(function: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a run, as a graph where there are any, so that launching does not count; the best of several."""
-    backend, watch = graphs.capture_backend(device), Stopwatch(device)
+def _microseconds(compute: Callable, layers: list[Any], device: torch.device, *arguments: Any) -> float:
+    """Microseconds a layer, run as a graph where there are any, so that launching does not count; the best of five."""
+    backend = graphs.capture_backend(device)
+
+    def in_turn() -> list[Any]:
+        return [compute(layer, *arguments) for layer in layers]
+
     with torch.no_grad():
-        repeat = function if backend is None else backend.capture(function)[0]
-        times = []
-        for _ in range(5):
-            first = watch.mark()
-            repeat()
-            last = watch.mark()
-            watch.synchronize()
-            times.append(watch.milliseconds(first, last) / 1000)
-    return min(times)
+        repeat = in_turn if backend is None else backend.capture(in_turn)[0]
+        return 1000 * min(Stopwatch(device).times(repeat, 5)) / len(layers)

@@ -1,43 +1,46 @@
-"""Targets and drafters of random weights at public sizes, made in memory on a device, and texts for them.
+"""Targets and drafters of random weights at public sizes, made on a device; their texts; and ways to decode them.
 
-A target of random weights writes a text that is known beforehand: its head has the rows of its embedding in another
-order, so that the next token follows from the last one by a wide margin, in bfloat16 too. All tokens make up one ring,
-so no text repeats itself. A draft model of another size with the same ring, wrong after a share of the tokens, drafts
-with any given accuracy, in transformers' loop and in ours alike. Draft networks that read the target's states are
-as their training begins, and `rejection_sample_method="synthetic"` accepts their drafts at the lengths published.
+A target of random weights writes a text that is known beforehand (`common.random_model`), in bfloat16 too. All tokens
+make up one ring, so no text repeats itself. A draft model of another size with the same ring, wrong after a share of
+the tokens, drafts with any given accuracy, in transformers' loop and in ours alike. Draft networks that read the
+target's states are as their training begins, and `rejection_sample_method="synthetic"` accepts their drafts at the
+lengths published.
 
 Shapes: B rows of a batch, P prompt length, N new tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
-from common import without_end
+from common import NONE, PLAIN, MarkingStreamer, Row, model_sizes, random_model, random_ring
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specdec import (
     CandidateGenerator,
     DraftTree,
     SpeculativeConfig,
     Speculator,
+    generate,
     load_speculator,
+    record,
     register_candidate_generator,
 )
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
-from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
-from hf_specdec.candidate_generators.none.generator import NoDrafts
 from hf_specdec.drafts import TokenTree
+from hf_specdec.drafts.static import prior_accuracies
 from hf_specdec.method import methods
 from hf_specdec.protocol import DraftStep
-from hf_specdec.target_facts import hidden_size, vocabulary_size
+from hf_specdec.target_facts import vocabulary_size
 
 
 GREEDY = {"do_sample": False}
@@ -48,9 +51,11 @@ SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
 # Of transformers' and of our draft model; the length of transformers' prompt lookup and its longest n-gram.
 DRAFT_LENGTH = 5
 LOOKUP_LENGTH, LOOKUP_NGRAM = 10, 2
+LOOKUP, ASSISTED = "transformers: prompt lookup", "transformers: assistant model"
+COMPILED = "transformers: static cache, compiled"
 
-# Vicuna-7B with a draft model of 68 M (Spec-Bench).
-DRAFT_MODEL_LENGTH = 2.28
+# At which chains of 5 commit 2.28 tokens a cycle, as for Vicuna-7B with a draft model of 68 M (Spec-Bench).
+DRAFT_MODEL_ACCURACY = 0.5777
 
 # The prompts hold the text to come, with one of so many tokens changed: what n-grams draft from.
 CHANGED_TOKEN_OF = 6
@@ -58,33 +63,12 @@ CHANGED_TOKEN_OF = 6
 # ------------------------------------------------------------------------------------------------------------- targets
 
 
-@dataclass(frozen=True)
-class Size:
-    """Sizes of a target and of the draft model beside it, as arguments of their configs.
-
-    Attributes:
-        kind (`str`): transformers' model type.
-        target, draft (`Mapping`): The sizes.
-    """
+class Size(NamedTuple):
+    """transformers' model type, and arguments of the configs of a target and of the draft model beside it."""
 
     kind: str
     target: Mapping[str, int]
     draft: Mapping[str, int]
-
-
-def model_sizes(
-    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int
-) -> dict[str, int]:
-    """Sizes as arguments of a config."""
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-    }
 
 
 _LLAMA_1B = model_sizes(128256, 2048, 8192, 16, 32, 8, 64)
@@ -98,59 +82,6 @@ SIZES = {
     "qwen3-1.7b": Size("qwen3", model_sizes(151936, 2048, 6144, 28, 16, 8, 128), _QWEN_06B),
     "qwen3-8b": Size("qwen3", model_sizes(151936, 4096, 12288, 36, 32, 8, 128), _QWEN_06B),
 }
-
-
-def random_ring(vocab_size: int, seed: int = 0) -> torch.LongTensor:
-    """All tokens `(V,)` in the order of the text: each is followed by the next one, the last by the first."""
-    return torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def random_model(
-    kind: str,
-    sizes: Mapping[str, int],
-    ring: torch.LongTensor,
-    dtype: torch.dtype,
-    device: torch.device,
-    accuracy: float = 1.0,
-) -> PreTrainedModel:
-    """A model of random weights that writes the ring.
-
-    Embedding and head are two matrices also where the public model ties them: what a forward reads is the same.
-
-    Args:
-        kind (`str`): transformers' model type.
-        sizes (`Mapping`): Arguments of its config.
-        ring (`torch.LongTensor` of shape `(V,)`): From [`random_ring`].
-        dtype (`torch.dtype`): Of the weights.
-        device (`torch.device`): Where they are made.
-        accuracy (`float`): Share of the tokens after which it writes the right one.
-    """
-    torch.manual_seed(0)
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = AutoConfig.for_model(kind, **sizes, **ends, max_position_embeddings=32768, tie_word_embeddings=False)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    for layer in model.get_decoder().layers:
-        # What the layers add must not drown the embedding.
-        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            projection.weight.mul_((2 * config.num_hidden_layers) ** -0.5)
-    successors = torch.empty_like(ring).scatter_(0, ring, ring.roll(-1))
-    wrong = ring[torch.rand(len(ring), generator=torch.Generator().manual_seed(1)) >= accuracy]
-    successors[wrong] = successors[wrong.roll(1)]
-    embedding = model.get_input_embeddings().weight.normal_()
-    model.get_output_embeddings().weight[successors.to(device)] = 0.1 * embedding
-    return without_end(model.eval().requires_grad_(False))
-
-
-def accuracy_of_length(length: float, num_draft_tokens: int) -> float:
-    """Accuracy at which drafts of this many tokens commit `length` tokens a cycle, on average."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        committed = sum(middle**depth for depth in range(num_draft_tokens + 1))
-        low, high = (middle, high) if committed < length else (low, middle)
-    return low
 
 
 def bytes_of_weights(model: PreTrainedModel) -> int:
@@ -170,8 +101,7 @@ def bytes_of_token(model: PreTrainedModel) -> int:
 # --------------------------------------------------------------------------------------------------------------- texts
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """Prompts `(B, P)`, and the tokens `(B, N)` with which a model that writes the ring continues them."""
 
     prompts: torch.LongTensor
@@ -198,90 +128,45 @@ def ring_text(ring: torch.LongTensor, batch_size: int, prompt_length: int, new_t
 # ------------------------------------------------------------------------------------------------------------ drafters
 
 
-@dataclass(frozen=True)
-class Drafter:
-    """A way to draft, at the acceptance length that was published for it.
+class Drafter(NamedTuple):
+    """A way to draft; where drafts are not judged by the standard rule, the tokens a cycle that were published for it.
 
-    Attributes:
-        name (`str`): In the tables.
-        settings (`Mapping`): Flat settings, the method among them.
-        length (`float`, *optional*): Tokens committed per cycle; `None`: the drafts are judged by the standard rule.
-        source (`str`): Where the length is from.
-        network (`str`, *optional*): The draft network, by its name in `NETWORKS`, or "draft_model".
+    The name begins with the method.
     """
 
     name: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = {}
     length: float | None = None
-    source: str = "as measured"
-    network: str | None = None
+    source: str = ""
+
+    @property
+    def method(self) -> str:
+        return self.name.partition(",")[0]
 
 
 _EAGLE_TREE = {"draft_tree_depth": 8, "draft_tree_top_k": 10, "num_draft_nodes": 59}
 _STOCK_RULE = {"num_speculative_tokens": LOOKUP_LENGTH, "prompt_lookup_min": 1, "prompt_lookup_max": LOOKUP_NGRAM}
-_DRAFT_CHAIN = {"num_speculative_tokens": DRAFT_LENGTH, "same_tokenizer": True}
 
 # Shapes are those of the published figures.
 DRAFTERS = (
-    Drafter("ngram, transformers' rule", {"method": "ngram", **_STOCK_RULE}),
-    Drafter("ngram", {"method": "ngram"}),
+    Drafter("ngram, transformers' rule", _STOCK_RULE),
+    Drafter("ngram"),
     # Without past responses: the same text was written before.
-    Drafter("suffix", {"method": "suffix", "suffix_decoding_max_cached_requests": 0}),
-    Drafter(
-        "draft_model, chain of 5",
-        {"method": "draft_model", **_DRAFT_CHAIN},
-        source="accuracy for 2.28: Spec-Bench, Vicuna-7B",
-        network="draft_model",
-    ),
-    Drafter(
-        "medusa, tree of 63",
-        {"method": "medusa", "speculative_token_tree": "mc_sim_7b_63"},
-        2.3,
-        "Spec-Bench, Vicuna-7B",
-        "medusa",
-    ),
-    Drafter(
-        "mlp_speculator, chain of 4",
-        {"method": "mlp_speculator", "num_speculative_tokens": 4},
-        2.5,
-        "assumed: only speeds are published",
-        "mlp_speculator",
-    ),
-    Drafter("eagle, tree of 59", {"method": "eagle", **_EAGLE_TREE}, 4.34, "EAGLE-2, Spec-Bench, Vicuna-7B", "eagle"),
-    Drafter("eagle3, tree of 59", {"method": "eagle3", **_EAGLE_TREE}, 3.40, "DFlash paper, Qwen3-8B", "eagle3"),
-    Drafter(
-        "eagle3, chain of 3",
-        {"method": "eagle3", "num_speculative_tokens": 3},
-        3.34,
-        "SpecForge, Llama-3.1-8B, HumanEval",
-        "eagle3",
-    ),
-    Drafter("mtp, chain of 3", {"method": "mtp", "num_speculative_tokens": 3}, 2.94, "DeepSeek-R1, GSM8K", "mtp"),
-    Drafter("dflash, block of 16", {"method": "dflash"}, 6.49, "DFlash paper, Qwen3-8B", "dflash"),
+    Drafter("suffix", {"suffix_decoding_max_cached_requests": 0}),
+    Drafter("draft_model, chain of 5", {"num_speculative_tokens": DRAFT_LENGTH, "same_tokenizer": True}),
+    Drafter("medusa, tree of 63", {"speculative_token_tree": "mc_sim_7b_63"}, 2.3, "Spec-Bench, Vicuna-7B"),
+    Drafter("eagle, tree of 59", _EAGLE_TREE, 4.34, "EAGLE-2, Spec-Bench, Vicuna-7B"),
+    Drafter("eagle3, tree of 59", _EAGLE_TREE, 3.40, "DFlash paper, Qwen3-8B"),
+    Drafter("eagle3, chain of 3", {"num_speculative_tokens": 3}, 3.34, "SpecForge, Llama-3.1-8B, HumanEval"),
+    Drafter("mtp, chain of 3", {"num_speculative_tokens": 3}, 2.94, "DeepSeek-R1, GSM8K"),
+    Drafter("dflash, block of 16", {}, 6.49, "DFlash paper, Qwen3-8B"),
 )
-
-
-def _mlp_speculator(target: PreTrainedModel) -> MLPSpeculator:
-    """Four stages that share their weights, of three quarters of the target's width: our guess of usual sizes."""
-    size = hidden_size(target)
-    return MLPSpeculator(
-        MLPSpeculatorConfig(
-            emb_dim=size,
-            inner_dim=3 * size // 4,
-            vocab_size=vocabulary_size(target),
-            n_predict=4,
-            top_k_tokens_per_head=(4, 3, 2, 2),
-            tie_weights=True,
-            scale_input=True,
-        )
-    )
 
 
 # Five Medusa heads share the target's head, as its second format has them: own ones of 150k tokens would be as large
 # as half of the target. EAGLE-3 knows 32,000 tokens. All else is of the target's sizes.
 NETWORKS: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
     "medusa": lambda target: MedusaRecipe(num_heads=5).build(target),
-    "mlp_speculator": _mlp_speculator,
     "eagle": lambda target: Eagle1Recipe().build(target),
     "eagle3": lambda target: Eagle3Recipe(draft_vocab_size=min(32000, vocabulary_size(target) // 2)).build(target),
     "mtp": lambda target: MtpRecipe().build(target),
@@ -302,14 +187,7 @@ def random_network(name: str, target: PreTrainedModel) -> nn.Module:
 
 @dataclass
 class Models:
-    """A target and what was made for it so far.
-
-    Args:
-        size (`Size`): Of the target and its draft model.
-        dtype (`torch.dtype`): Of all weights.
-        device (`torch.device`): Where they are made.
-        decoding (`Mapping`): How the calls choose tokens, `GREEDY` or `SAMPLED`.
-    """
+    """A target and what was made for it so far; its calls choose tokens `GREEDY` or `SAMPLED`."""
 
     size: Size
     dtype: torch.dtype
@@ -330,30 +208,26 @@ class Models:
         return self._networks[name]
 
     def _draft_model(self) -> PreTrainedModel:
-        accuracy = accuracy_of_length(DRAFT_MODEL_LENGTH, DRAFT_LENGTH)
-        model = random_model(self.size.kind, self.size.draft, self.ring, self.dtype, self.device, accuracy)
+        given = self.size.kind, self.size.draft, self.ring, self.dtype, self.device, DRAFT_MODEL_ACCURACY
+        model = random_model(*given)
         model.generation_config.num_assistant_tokens = DRAFT_LENGTH
         model.generation_config.num_assistant_tokens_schedule = "constant"
         model.generation_config.assistant_confidence_threshold = 0.0
         return model
 
-    def speculator(self, drafter: Drafter) -> Speculator:
-        """The drafter as a speculator of our loop."""
+    def arguments(self, drafter: Drafter) -> dict[str, Any]:
+        """The drafter as an argument of `generate()`."""
         settings = dict(drafter.settings)
         if drafter.length is not None:
             settings |= synthetic(drafter.length)
-        network = self.network(drafter.network) if drafter.network else None
-        return load_speculator(self.target, **settings, **({"draft_model": network} if network else {}))
+        if drafter.method in ("draft_model", *NETWORKS):
+            settings["draft_model"] = self.network(drafter.method)
+        return {"assistant": load_speculator(self.target, drafter.method, **settings)}
 
 
 def synthetic(length: float) -> dict[str, Any]:
     """Settings that commit so many tokens a cycle, whatever they are."""
     return {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
-
-
-def no_drafts() -> Speculator:
-    """Plain decoding in our loop."""
-    return Speculator(SpeculativeConfig(method="none"), NoDrafts, None)
 
 
 class RandomNodesCandidateGenerator(CandidateGenerator):
@@ -378,9 +252,83 @@ class RandomNodesCandidateGenerator(CandidateGenerator):
         return DraftTree.of_shape(self.shape, tokens, depths)
 
 
-def random_nodes(shape: TokenTree, vocab_size: int) -> Speculator:
-    """Drafts of one shape, all but a few of which are rejected."""
+def random_nodes(target: PreTrainedModel, shape: TokenTree | None) -> Speculator:
+    """Drafts of one shape, all but a few of which are rejected; none without a shape."""
+    if shape is None:
+        return load_speculator(target, NONE)
     if "random_nodes_benchmark" not in methods():
         register_candidate_generator("random_nodes_benchmark", RandomNodesCandidateGenerator)
     config = SpeculativeConfig(method="random_nodes_benchmark")
-    return Speculator(config, RandomNodesCandidateGenerator, (shape, vocab_size))
+    return Speculator(config, RandomNodesCandidateGenerator, (shape, target.config.vocab_size))
+
+
+def draft_shapes(nodes: Sequence[int]) -> Iterator[tuple[str, TokenTree | None]]:
+    """Chains, and from eight nodes on trees, by how many nodes are verified; `None`: the anchor alone."""
+    for count in nodes:
+        yield (f"chain, {count} nodes", TokenTree.chain(count - 1)) if count > 1 else (NONE, None)
+        if count >= 8:
+            yield f"tree, {count} nodes", TokenTree.from_accuracies(prior_accuracies(7, 10), count - 1)
+
+
+# --------------------------------------------------------------------------------------------------------------- sides
+
+
+class Side(NamedTuple):
+    """One way of decoding: what makes the further arguments of `generate()`, and the drafter of one of ours."""
+
+    name: str
+    make: Callable[[], dict[str, Any]] = dict
+    drafter: Drafter | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Tells if it must write the text of plain generation."""
+        return self.drafter is None or self.drafter.length is None
+
+
+def make_sides(models: Models, batch_size: int) -> dict[str, Side]:
+    """All ways of decoding a batch by name, plain `generate()` first and what has to be compiled last."""
+    rule = {"prompt_lookup_num_tokens": LOOKUP_LENGTH, "max_matching_ngram_size": LOOKUP_NGRAM}
+    sides = [Side(PLAIN), Side(NONE, lambda: {"assistant": load_speculator(models.target, NONE)})]
+    if batch_size == 1:
+        # Their assisted generation takes one row.
+        sides += [Side(LOOKUP, lambda: rule)]
+        sides += [Side(ASSISTED, lambda: {"assistant_model": models.network("draft_model")})]
+    for drafter in DRAFTERS:
+        sides.append(Side(drafter.name, partial(models.arguments, drafter), drafter))
+    sides.append(Side(COMPILED, lambda: {"cache_implementation": "static"}))
+    return {side.name: side for side in sides}
+
+
+def call_of(
+    models: Models, arguments: Mapping[str, Any], prompts: torch.LongTensor, new_tokens: int
+) -> Callable[..., torch.LongTensor]:
+    """A call of `generate()`, to be made; without an `assistant` in the arguments transformers' own."""
+    inputs = {"input_ids": prompts.to(models.device), "attention_mask": torch.ones_like(prompts).to(models.device)}
+    return partial(generate, models.target, **inputs, max_new_tokens=new_tokens, **models.decoding, **arguments)
+
+
+def run(models: Models, arguments: Mapping[str, Any], text: Text, new_tokens: int) -> Row:
+    """One call: speed of its decoding part, without prefill and first cycle, and what it wrote and counted."""
+    device, batch_size = models.device, len(text.prompts)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with record() as recorded:
+        streamer = MarkingStreamer(recorded, perf_counter)
+        output = call_of(models, arguments, text.prompts, new_tokens)(streamer=streamer)
+    # Drafters read the prompt in the first cycle.
+    first = next((mark for mark in streamer.marks if mark[1] > batch_size), None)
+    ended, tokens = streamer.marks[-1]
+    if first is None or first[1] == tokens:
+        raise RuntimeError(f"the call ended within two cycles, after {tokens} tokens: raise --new-tokens")
+    stats = recorded.calls[-1].stats if recorded.calls else None
+    written = output[:, text.prompts.shape[1] :].cpu()
+    return {
+        "tokens_per_second": (tokens - first[1]) / (ended - first[0]),
+        "tokens_per_cycle": stats and stats.mean_acceptance_length,
+        "nodes": stats and stats.num_draft_tokens / max(stats.num_row_cycles, 1),
+        "same_texts": sum(torch.equal(row, right) for row, right in zip(written, text.expected[:, :new_tokens])),
+        "attention": stats and stats.attention,
+        "graphs": stats and stats.graphs,
+        "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
+    }

@@ -1,265 +1,260 @@
-"""Many requests of spread lengths: batches of fixed size beside batches that are kept full.
+"""Many requests of spread lengths: batches of fixed size beside batches that are kept full, and a server under load.
 
     python benchmarks/many.py                                      # 64 requests in 8 places, some minutes
     python benchmarks/many.py --quick                              # 12 requests in 3 places
-    python benchmarks/many.py --methods ngram eagle3 --stock --json out.json
-    python benchmarks/many.py --model PATH --spec-model HEAD --methods eagle3
-    python benchmarks/many.py --split --length 8                   # with the time of a forward by its size
+    python benchmarks/many.py --methods ngram eagle3 --rounds 3 --json many.json
+    python benchmarks/many.py --model PATH --methods eagle3 --spec-model HEAD
+    python benchmarks/many.py --clients 1 4 16                     # by `hf-specdec serve`, with this many clients
 
 Greedy, without end tokens: each request has a number of new tokens of its own, drawn from 16 to 256. In one run the
 sides take turns:
 
-- static plain: `generate()` on batches, in the given order; a batch goes on until its longest row has ended
-- static METHOD: batches as well, from which rows that have ended leave, with drafts
-- refill plain, refill METHOD: `generate_many()`
-- stock: transformers' own continuous batching, with `--stock`
+- plain: `generate()` on batches, in the given order; a batch goes on until its longest row has ended
+- transformers: its own continuous batching
+- none, METHOD: `generate_many()`, in which the next request takes the place of one that has ended
+- METHOD, fixed batches: rows that have ended leave their batch, and no others come
 
-Ratios are of wanted tokens per second of process time (`--clock wall` for the time of the clock), to "static plain".
-`forwards` are those of the target; those of static plain include the prompts' as all others do.
+With `--clients` a server on the loopback interface answers completions: each client sends the next one as soon as it
+has its answer. "plain" is then the same server with `"spec_method": "off"`. Ratios are of wanted tokens per second of
+process time, with `--clients` of the clock on the wall.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import asyncio
 import random
-from collections import defaultdict
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
-from time import perf_counter, process_time, thread_time
+from statistics import median, quantiles
+from time import perf_counter, process_time, sleep
+from typing import Any
 
 import torch
-from common import demo_prompts, without_end
-from rich.console import Console
-from rich.table import Table
+from common import CONSOLE, NONE, PLAIN, Row, beside, demo_prompts, in_turn, show, without_end, write_report
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from hf_specdec import Speculator, demo, generate_many, load_speculator
-from hf_specdec.loop.loop import DecodingLoop
+from hf_specdec import SpeculativeBatchingManager, Speculator, demo, generate_many, load_speculator
 from hf_specdec.machine import describe_environment
 from hf_specdec.method import methods
 
 
-_SETTINGS = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-
-
-@dataclass
-class Figures:
-    """One side.
-
-    Attributes:
-        forwards (`int`): Of the target, in the last round.
-        seconds (`list[float]`): Of each round.
-        ratio (`float`): Wanted tokens per second, to those of static plain; median over the rounds.
-        identical (`bool`): All texts are those of static plain.
-    """
-
-    side: str
-    forwards: int
-    seconds: list[float]
-    ratio: float = 1.0
-    identical: bool = True
-
+SETTINGS = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 Texts = list[list[int]]
-Side = Callable[[], tuple[Texts, int]]
+Requests = list[dict[str, Any]]
+# Makes all calls; texts, and the target's forwards where they are counted.
+Side = Callable[[], tuple[Texts, int | None]]
 
 
-def static_plain(model: PreTrainedModel, requests: list[dict], places: int) -> tuple[Texts, int]:
+def plain(model: PreTrainedModel, requests: Requests, places: int) -> tuple[Texts, int]:
+    """`generate()` on fixed batches."""
     texts, forwards = [], 0
-    for batch in _batches(requests, places):
-        ids = torch.tensor([own["input_ids"] for own in batch])
+    for batch in batches(requests, places):
+        ids = torch.tensor([request["input_ids"] for request in batch])
         longest = max(request["max_new_tokens"] for request in batch)
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=longest, **_SETTINGS)
-        news = output[:, -longest:].tolist()
-        texts += [new[: request["max_new_tokens"]] for new, request in zip(news, batch)]
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=longest, **SETTINGS)
+        texts += [new[: own["max_new_tokens"]] for new, own in zip(output[:, -longest:].tolist(), batch)]
         forwards += longest
     return texts, forwards
 
 
-def many(
-    model: PreTrainedModel, requests: list[dict], places: int, speculator: Speculator | None, refills: bool
+def ours(
+    model: PreTrainedModel, requests: Requests, places: int, speculator: Speculator, refills: bool
 ) -> tuple[Texts, int]:
+    """`generate_many()` on all requests, or on fixed batches of them."""
     texts, forwards = [], 0
-    for batch in [requests] if refills else _batches(requests, places):
-        drafts = {} if speculator is None else {"assistant": speculator}
-        results = generate_many(model, batch, places, in_order=True, **_SETTINGS, **drafts)
+    for batch in [requests] if refills else batches(requests, places):
+        results = generate_many(model, batch, places, in_order=True, **SETTINGS, assistant=speculator)
         texts += [result.tokens for result in results]
         forwards += results.stats.num_target_forwards
     return texts, forwards
 
 
-def stock(model: PreTrainedModel, requests: list[dict], places: int) -> tuple[Texts, int]:
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-    most = max(len(request["input_ids"]) + request["max_new_tokens"] for request in requests)
-    page = 256
+def continuous(model: PreTrainedModel, requests: Requests, places: int) -> tuple[Texts, None]:
+    """transformers' own continuous batching."""
+    most, page = max(len(request["input_ids"]) + request["max_new_tokens"] for request in requests), 256
     config = ContinuousBatchingConfig(
         num_blocks=2 * places * (most // page + 1), max_batch_tokens=1024, max_requests_per_batch=places
     )
     settings = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=most)
-    found: dict[str, list[int]] = {}
     with model.continuous_batching_context_manager(
         generation_config=settings, continuous_batching_config=config
     ) as manager:
-        names = [
-            manager.add_request(request["input_ids"], max_new_tokens=request["max_new_tokens"]) for request in requests
-        ]
-        while len(found) < len(names):
+        names = [manager.add_request(own["input_ids"], max_new_tokens=own["max_new_tokens"]) for own in requests]
+        texts: dict[str, list[int]] = {}
+        while len(texts) < len(names):
             result = manager.get_result(timeout=5)
             if result is not None and result.is_finished():
-                found[result.request_id] = result.generated_tokens
+                texts[result.request_id] = result.generated_tokens
             elif result is None and not manager.is_running():
                 raise RuntimeError("its thread has ended")
-    return [found[name] for name in names], 0
+    return [texts[name] for name in names], None
 
 
-@contextmanager
-def forwards_by_size() -> Iterator[dict[tuple[int, int], list[tuple[float, int]]]]:
-    """For each number of rows and of nodes a row the seconds of the verifications, and the slots that they read."""
-    found, verify = defaultdict(list), DecodingLoop.verify
-
-    def timed(loop, step, draft):
-        began = thread_time()
-        output = verify(loop, step, draft)
-        found[len(step.rows), draft.size + 1].append((thread_time() - began, loop.target.cache.plan.columns))
-        return output
-
-    DecodingLoop.verify = timed
-    try:
-        yield found
-    finally:
-        DecodingLoop.verify = verify
-
-
-def show_split(sides: dict[str, Side], console: Console) -> None:
-    """Shows the time of the target's forwards, by rows and nodes, for each side of this package's loop."""
-    table = Table("side", "rows x nodes", "forwards", "ms of a forward", "slots", "s of all", title="Verifications")
-    for name, side in sides.items():
-        with forwards_by_size() as found:
-            side()
-        for (rows, nodes), timed in sorted(found.items()):
-            seconds, slots = map(sum, zip(*timed))
-            mean = f"{1e3 * seconds / len(timed):.1f}", f"{slots / len(timed):.0f}", f"{seconds:.2f}"
-            table.add_row(name, f"{rows} x {nodes}", str(len(timed)), *mean)
-        num_nodes = sum(rows * nodes * len(timed) for (rows, nodes), timed in found.items())
-        table.add_row(name, f"{num_nodes} in all", str(sum(map(len, found.values()))), "", "", "", end_section=True)
-    console.print(table)
-
-
-def _batches(requests: list[dict], places: int) -> list[list[dict]]:
+def batches(requests: Requests, places: int) -> list[Requests]:
     return [requests[first : first + places] for first in range(0, len(requests), places)]
 
 
-def prompts_for(path: str | None, count: int, seed: int) -> list[list[int]]:
-    """Beginnings of Python sources of one length: 30 tokens of the demo's target, or what a model at `path` makes of
-    them."""
-    prompts = demo_prompts(count, 30, seed)
-    if path is None:
-        return prompts.tolist()
-    encoded = AutoTokenizer.from_pretrained(path)(demo.load_tokenizer().batch_decode(prompts))["input_ids"]
-    return [ids[: min(map(len, encoded))] for ids in encoded]
-
-
-def measure(sides: dict[str, Side], rounds: int, clock: Callable[[], float], console: Console) -> list[Figures]:
-    figures: dict[str, Figures] = {}
-    texts: dict[str, Texts] = {}
+def measure(sides: dict[str, Side], rounds: int) -> list[Row]:
+    seconds: dict[str, list[float]] = {}
+    found: dict[str, tuple[Texts, int | None]] = {}
     for number in range(rounds):
-        for name, side in sides.items():
-            began = clock()
+        for name in in_turn(list(sides), number):
+            began = process_time()
             try:
-                texts[name], forwards = side()
+                found[name] = sides[name]()
             except Exception as error:
-                # A side that does not run here is left out.
-                if name != "stock":
+                # What does not run here is left out, if it is none of ours.
+                if not name.startswith("transformers"):
                     raise
-                console.print(f"stock does not run here: {type(error).__name__}: {error}")
+                CONSOLE.print(f"{name} does not run here: {type(error).__name__}: {error}")
                 continue
-            figures.setdefault(name, Figures(name, forwards, [])).seconds.append(round(clock() - began, 3))
-            console.print(f"round {number + 1}, {name}: {figures[name].seconds[-1]:.1f} s", style="dim")
-    base = figures["static plain"]
-    for own in figures.values():
-        own.ratio = round(median(plain / mine for plain, mine in zip(base.seconds, own.seconds)), 3)
-        own.identical = texts[own.side] == texts["static plain"]
-    return list(figures.values())
+            seconds.setdefault(name, []).append(process_time() - began)
+    rows = []
+    for name in seconds:
+        texts, forwards = found[name]
+        same = texts == found[PLAIN][0]
+        facts = {"forwards": forwards, "seconds": median(seconds[name])}
+        rows.append({"side": name, **facts, **beside(name, seconds), "same_texts": same})
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------ a server
+
+
+@contextmanager
+def served(model: PreTrainedModel, tokenizer: Any, speculator: Speculator, places: int, waiting: int) -> Iterator[str]:
+    """The address of a server."""
+    import uvicorn
+
+    from hf_specdec.serving.app import build_app
+    from hf_specdec.serving.service import Limits, Service
+
+    manager = SpeculativeBatchingManager(
+        model, batch_size=places, tokenizer=tokenizer, eos_token_id=None, pad_token_id=0, assistant=speculator
+    )
+    app = build_app(Service(manager, "model", Limits(max_waiting=waiting)))
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        while not server.started:
+            sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+async def ask_all(address: str, requests: Requests, clients: int) -> tuple[list[str], list[float]]:
+    """Texts of all requests, and the seconds that each took."""
+    import httpx
+
+    waiting, texts, seconds = list(enumerate(requests))[::-1], [""] * len(requests), [0.0] * len(requests)
+
+    async def client(session: httpx.AsyncClient) -> None:
+        while waiting:
+            number, request = waiting.pop()
+            began = perf_counter()
+            answer = (await session.post("/v1/completions", json=request)).raise_for_status().json()
+            seconds[number] = perf_counter() - began
+            texts[number] = answer["choices"][0]["text"]
+
+    async with httpx.AsyncClient(base_url=address, timeout=None) as session:
+        await asyncio.gather(*(client(session) for _ in range(clients)))
+    return texts, seconds
+
+
+def under_load(address: str, requests: Requests, method: str, clients: int, rounds: int) -> list[Row]:
+    """Rows of the drafted and the plain side; latencies are of whole answers, the waiting included."""
+    asked = {PLAIN: [{**own, "spec_method": "off"} for own in requests], method: requests}
+    seconds, latencies, texts = {name: [] for name in asked}, {name: [] for name in asked}, {}
+    for number in range(rounds):
+        for name in in_turn(list(asked), number):
+            began = perf_counter()
+            texts[name], taken = asyncio.run(ask_all(address, asked[name], clients))
+            seconds[name].append(perf_counter() - began)
+            latencies[name] += taken
+    num_tokens = sum(request["max_tokens"] for request in requests)
+    return [
+        {
+            "clients": clients,
+            "side": name,
+            "tokens_per_second": num_tokens / median(seconds[name]),
+            "to_plain": beside(name, seconds)["to_plain"],
+            "latency_p50": median(latencies[name]),
+            "latency_p95": quantiles(latencies[name], n=20)[-1],
+            "same_texts": texts[name] == texts[PLAIN],
+        }
+        for name in asked
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
+
+def drafter(model: PreTrainedModel, method: str, options: argparse.Namespace) -> Speculator:
+    path = options.spec_model
+    if options.model is None and methods()[method].demo:
+        path = demo.drafter_path(method)
+    return load_speculator(model, method, **({} if path is None else {"model": path}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="12 requests of up to 48 tokens in 3 places.")
+    parser.add_argument("--quick", action="store_true", help="12 requests of up to 48 tokens in 3 places")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--places", type=int, default=8)
-    parser.add_argument("--lengths", type=int, nargs=2, default=[16, 256], help="New tokens, from and to.")
+    parser.add_argument("--lengths", type=int, nargs=2, default=[16, 256], help="new tokens, from and to")
     parser.add_argument("--methods", nargs="*", default=["ngram", "eagle3"])
-    parser.add_argument("--model", help="A target in the place of the demo's.")
-    parser.add_argument("--spec-model", help="Its drafter.")
-    parser.add_argument("--stock", action="store_true", help="transformers' own continuous batching, too.")
-    parser.add_argument("--length", type=int, help="Draft tokens of a cycle, in the place of the method's own number.")
-    parser.add_argument("--split", action="store_true", help="The time of forwards by their size, too, in one round.")
+    parser.add_argument("--model", help="a target in the place of the demo's")
+    parser.add_argument("--spec-model", help="its drafter")
+    parser.add_argument("--clients", type=int, nargs="+", help="measure a server, with this many clients")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--clock", choices=("process", "wall"), default="process")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="File for the figures.")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     if options.quick:
         options.requests, options.places, options.lengths = 12, 3, [4, 48]
     torch.set_num_threads(1)
-    draw = random.Random(options.seed)
-    target = demo.load_target() if options.model is None else AutoModelForCausalLM.from_pretrained(options.model)
-    prompts = prompts_for(options.model, options.requests, options.seed)
-    model = without_end(target.eval())
-    requests = [{"input_ids": ids, "max_new_tokens": draw.randint(*options.lengths)} for ids in prompts]
-    places = options.places
-
-    def joined(speculator: Speculator | None, refills: bool) -> Side:
-        return lambda: many(model, requests, places, speculator, refills)
-
-    sides: dict[str, Side] = {"static plain": lambda: static_plain(model, requests, places)}
-    sides["refill plain"] = joined(None, refills=True)
-    for method in options.methods:
-        path = options.spec_model
-        if options.model is None and methods()[method].demo:
-            path = demo.drafter_path(method)
-        given = {"model": path, "num_speculative_tokens": options.length}
-        given = {name: value for name, value in given.items() if value is not None}
-        speculator = load_speculator(model, method, **given)
-        sides[f"static {method}"] = joined(speculator, refills=False)
-        sides[f"refill {method}"] = joined(speculator, refills=True)
-    if options.stock:
-        sides["stock"] = lambda: stock(model, requests, places)
-    console = Console()
-    clock = process_time if options.clock == "process" else perf_counter
-    figures = measure(sides, options.rounds, clock, console)
-    table = Table("side", "forwards", "seconds", "ratio", "identical text", title="Wanted tokens per second")
-    for own in figures:
-        seconds = " ".join(f"{value:.1f}" for value in own.seconds)
-        table.add_row(
-            own.side, str(own.forwards or "-"), seconds, f"{own.ratio:.2f}", "yes" if own.identical else "no"
-        )
-    console.print(table)
-    of = {own.side: own for own in figures}
-    for method in options.methods:
-        static, refill = of[f"static {method}"], of[f"refill {method}"]
-        ratio = median(a / b for a, b in zip(static.seconds, refill.seconds))
-        console.print(
-            f"{method}: refill {ratio:.2f} times static, {static.forwards / refill.forwards:.2f} by forwards"
-        )
-    if options.split:
-        show_split({name: side for name, side in sides.items() if name not in ("static plain", "stock")}, console)
-    if options.json is not None:
-        wanted = sum(request["max_new_tokens"] for request in requests)
-        content = {
-            "environment": describe_environment("cpu", torch.float32),
-            "clock": options.clock,
-            "requests": options.requests,
-            "places": places,
-            "wanted_tokens": wanted,
-            "sides": list(map(asdict, figures)),
-        }
-        options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    model, tokenizer = demo.load_target(), demo.load_tokenizer()
+    prompts = demo_prompts(options.requests, 30)
+    texts, ids = tokenizer.batch_decode(prompts), prompts.tolist()
+    if options.model is not None:
+        model = AutoModelForCausalLM.from_pretrained(options.model)
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        encoded = tokenizer(texts)["input_ids"]
+        ids = [prompt[: min(map(len, encoded))] for prompt in encoded]
+    model, places, draw = without_end(model.eval()), options.places, random.Random(0)
+    lengths = [draw.randint(*options.lengths) for _ in ids]
+    rows: list[Row] = []
+    if options.clients is None:
+        requests = [{"input_ids": prompt, "max_new_tokens": new} for prompt, new in zip(ids, lengths)]
+        sides: dict[str, Side] = {PLAIN: partial(plain, model, requests, places)}
+        for method in (NONE, *options.methods):
+            speculator = drafter(model, method, options)
+            sides[method] = partial(ours, model, requests, places, speculator, refills=True)
+            sides[f"{method}, fixed batches"] = partial(ours, model, requests, places, speculator, refills=False)
+        sides["transformers: continuous batching"] = partial(continuous, model, requests, places)
+        rows = measure(sides, options.rounds)
+    else:
+        requests = [{"prompt": text, "temperature": 0, "max_tokens": new} for text, new in zip(texts, lengths)]
+        for method in options.methods:
+            with served(model, tokenizer, drafter(model, method, options), places, len(requests)) as address:
+                # The first requests find out what drafts and verifications cost.
+                asyncio.run(ask_all(address, requests[:4], 1))
+                for clients in options.clients:
+                    rows += under_load(address, requests, method, clients, options.rounds)
+    show(rows)
+    facts = {"requests": options.requests, "places": places, "wanted_tokens": sum(lengths)}
+    write_report(options.json, rows, describe_environment("cpu", model.dtype), **facts)
 
 
 if __name__ == "__main__":

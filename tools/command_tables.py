@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from enum import Enum
 from typing import Any
 
 import typer
 
 from hf_specdec.cli import app
+from hf_specdec.cli.train import flags_of, options_of
+from hf_specdec.method import trainings
+from hf_specdec.training.arguments import DraftTrainingArguments
+from hf_specdec.training.options import TextOptions
 
 
 # Options of every command, which the page names once.
@@ -17,8 +22,22 @@ _HEAD = ["| option | default | meaning |", "|---|---|---|"]
 
 
 def commands() -> dict[str, Any]:
-    """The commands of the program by name."""
-    return dict(typer.main.get_command(app).commands)
+    """The commands of the program by name; one of training stands for those of all recipes, which take the same."""
+    every = dict(typer.main.get_command(app).commands)
+    return {**every, "train": next(iter(every["train"].commands.values()))}
+
+
+def flags(command: str) -> set[str]:
+    """All options that a command takes, those of training with what its own parser reads."""
+    known = {name for item in commands()[command].params for name in (*item.opts, *item.secondary_opts)}
+    if command == "train":
+        for options in (TextOptions, *(training.options for training in trainings().values())):
+            known.update(name for each in options_of(options) for flag in flags_of(*each) for name in flag.split("/"))
+        for item in fields(DraftTrainingArguments):
+            aliases = item.metadata.get("aliases") or ()
+            known.update((f"--{item.name}", f"--{item.name.replace('_', '-')}"))
+            known.update([aliases] if isinstance(aliases, str) else aliases)
+    return known
 
 
 def options_table(command: str) -> str:

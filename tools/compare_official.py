@@ -22,8 +22,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hf_specdec import record
-from hf_specdec.candidate_generators.dflash.config import BlockView, DFlashConfig
-from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
+from hf_specdec.candidate_generators.dflash.network import BlockView, DFlashConfig, DFlashNetwork
 
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}

@@ -1,7 +1,7 @@
 """Makes a draft model of some of a model's own layers, as a beginning for distillation.
 
     python tools/cut_layers.py --target FOLDER --layers 0,1,2,28,29 --output cut
-    hf-specdec train draft_model --target FOLDER --draft-model cut --data prompts.jsonl --self-generate 3000 ...
+    hf-specdec train draft_model FOLDER prompts.jsonl -o draft --draft-model cut --self-generate 3000 ...
 
 Embedding, norm and lm_head are copied, and so is the tokenizer.
 """

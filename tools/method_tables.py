@@ -8,21 +8,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
+from hf_specdec.cli.train import flags_of, options_of
 from hf_specdec.hub import trust
 from hf_specdec.method import Method, built_in_methods, preferred_methods, trainings
 from hf_specdec.settings import describe_settings, option_fields
-from hf_specdec.training.options import flags_of, options_of
+from hf_specdec.training.arguments import DraftTrainingArguments
 from hf_specdec.training.run import recipes
 from tools import benchmark_pages, support_tables
-from tools.benchmark_tables import compared, markdown
 from tools.command_tables import commands, options_table
 
 
 ROOT = Path(__file__).parents[1]
-_PAGES = ("cli", "configuration", "hub", "security", "support", "training")
+_PAGES = ("choose", "cli", "configuration", "hub", "models", "training")
+# Pages of several methods, by the folders of these.
+_SHARED_PAGES = {
+    **dict.fromkeys(("ngram", "suffix", "recycling", "none"), "no_weights"),
+    **dict.fromkeys(("medusa", "mlp_speculator"), "older_heads"),
+    "self_speculation": "draft_model",
+}
 PAGES = ("README.md", "mkdocs.yml", *(f"docs/{page}.md" for page in _PAGES))
 
 # Marks of Markdown, and of the navigation.
@@ -38,22 +45,12 @@ def with_tables(page: str) -> str:
 
 
 def page_of(method: Method) -> str:
-    """Name of the page that describes a method: that of its folder."""
+    """Name of the page that describes a method."""
+    return _SHARED_PAGES.get(_folder(method), _folder(method))
+
+
+def _folder(method: Method) -> str:
     return method.folder.rpartition(".")[2]
-
-
-def methods_by_page() -> dict[str, list[Method]]:
-    """The methods that share a page, those that need least first, without weights the preferred one."""
-    pages: dict[str, list[Method]] = {}
-    for method in sorted(
-        built_in_methods(), key=lambda one: (one.takes_model, not one.takes_model and one.preference)
-    ):
-        pages.setdefault(page_of(method), []).append(method)
-    return pages
-
-
-def _names(methods: list[Method]) -> str:
-    return ", ".join(f"`{method.name}`" for method in methods)
 
 
 def _needs(method: Method) -> str:
@@ -67,30 +64,59 @@ def _needs(method: Method) -> str:
 
 
 def methods_table() -> str:
+    """The methods, those that need least first, without weights the preferred one."""
+    folders: dict[str, list[Method]] = {}
+    for method in sorted(
+        built_in_methods(), key=lambda one: (one.takes_model, not one.takes_model and one.preference)
+    ):
+        folders.setdefault(_folder(method), []).append(method)
     rows = ["| method | drafts from | needs | page |", "|---|---|---|---|"]
-    for page, methods in methods_by_page().items():
-        method = methods[-1]
-        rows.append(f"| {_names(methods)} | {method.drafts_from} | {_needs(method)} | [{page}](docs/{page}.md) |")
+    for methods in folders.values():
+        page = page_of(methods[-1])
+        names = _listed(method.name for method in methods)
+        rows.append(f"| {names} | {methods[-1].drafts_from} | {_needs(methods[-1])} | [{page}]({page}.md) |")
     combined = "retrieval where the text repeats, the other method elsewhere"
-    rows.append(f"| `suffix+eagle3`, ... | {combined} | what they need | [combined](docs/combined.md) |")
+    rows.append(f"| `suffix+eagle3`, ... | {combined} | what they need | [combined](combined.md) |")
     return "\n".join(rows)
 
 
-def navigation() -> str:
-    pages = methods_by_page().items()
-    return "\n".join(f"      - {_names(methods).replace('`', '')}: {page}.md" for page, methods in pages)
+def settings_table() -> str:
+    """The settings of all methods."""
+    return _settings_table([(item, None) for item in describe_settings()])
 
 
-def settings_table(method: str | None = None) -> str:
-    rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
-    for item in describe_settings(method):
-        cells = [f"`{item.key}`", f"`{item.type}`", f"`{item.default}`", item.help]
+def settings_of_methods() -> str:
+    """The settings that several methods have alike, then those of each one."""
+    owners: dict[tuple[str, ...], list[str]] = {}
+    described = {method.name: describe_settings(method.name) for method in built_in_methods()}
+    for name, items in described.items():
+        for item in items:
+            owners.setdefault(_cells(item), []).append(name)
+    shared = {}
+    for items in described.values():
+        shared.update({_cells(item): item for item in items if len(owners[_cells(item)]) > 1})
+    parts = ["### Several methods", _settings_table([(item, owners[cells]) for cells, item in shared.items()])]
+    for name, items in described.items():
+        own = [(item, None) for item in items if len(owners[_cells(item)]) == 1]
+        if own:
+            parts += [f"### `{name}`", _settings_table(own)]
+    return "\n\n".join(parts)
+
+
+def _settings_table(items) -> str:
+    """Settings with the methods that have them, where that is not all there is to the table."""
+    with_owners = any(names for _, names in items)
+    head = ["setting", *(["methods"] if with_owners else []), "type", "default", "meaning"]
+    rows = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for item, names in items:
+        key, *cells = _cells(item)
+        cells = [key, *([_listed(names)] if with_owners else []), *cells]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 
 
-def settings_of_methods() -> str:
-    return "\n\n".join(f"### `{method.name}`\n\n{settings_table(method.name)}" for method in built_in_methods())
+def _cells(item) -> tuple[str, ...]:
+    return f"`{item.key}`", f"`{item.type}`", f"`{item.default}`", item.help
 
 
 def preference_table() -> str:
@@ -114,9 +140,8 @@ def _listed(names) -> str:
 
 
 def real_model() -> str:
-    file = benchmark_pages.RESULTS / "cpu-epyc-smollm2-float32.json"
-    (table,) = compared(json.loads(file.read_text(encoding="utf-8")))
-    return markdown(table._replace(caption=""))
+    report = json.loads((benchmark_pages.RESULTS / "real-smollm2.json").read_text(encoding="utf-8"))
+    return benchmark_pages.markdown(benchmark_pages.by_kind(report["rows"]))
 
 
 def recipes_table() -> str:
@@ -129,18 +154,29 @@ def recipes_table() -> str:
     return "\n".join(rows)
 
 
+def training_arguments_table() -> str:
+    """Options of the training that are not transformers' own, or have another default."""
+    own = set(vars(DraftTrainingArguments)["__annotations__"])
+    rows = ["| option | default | meaning |", "|---|---|---|"]
+    for item in fields(DraftTrainingArguments):
+        if item.name in own and "help" in item.metadata:
+            aliases = item.metadata.get("aliases", [])
+            flags = [f"--{item.name.replace('_', '-')}", *([aliases] if isinstance(aliases, str) else aliases)]
+            shown = {"True": "on", "False": "off", "None": ""}
+            default = shown.get(str(item.default), f"`{item.default}`")
+            rows.append(f"| {_listed(flags)} | {default} | {item.metadata['help']} |")
+    return "\n".join(rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "methods": methods_table,
-    "navigation": navigation,
-    "benchmarks": benchmark_pages.navigation,
     "common settings": settings_table,
     "settings of methods": settings_of_methods,
     "preferred methods": preference_table,
     "published settings": published_settings,
     "recipes": recipes_table,
+    "training arguments": training_arguments_table,
     "real model": real_model,
-    "features": support_tables.features_table,
-    "forms": support_tables.forms_table,
     "targets": support_tables.targets_table,
     "states": support_tables.states_table,
     "refused": support_tables.refused_table,

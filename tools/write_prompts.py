@@ -1,7 +1,7 @@
 """Writes prompts for the training of heads where no data set is at hand: a chat model makes them up itself.
 
     python tools/write_prompts.py --target FOLDER --count 3000 --output prompts.jsonl
-    hf-specdec train eagle3 --target FOLDER --data prompts.jsonl --self-generate 3000 ...
+    hf-specdec train eagle3 FOLDER prompts.jsonl -o head --self-generate 3000 ...
 
 Xu et al. 2024, "Magpie" (arXiv:2406.08464): after the beginning of a user's turn in its own template, the model
 writes what a user would ask. The first words are given here, one opening after the other, so that the kinds of tasks

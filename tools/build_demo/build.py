@@ -19,12 +19,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from datasets import Dataset, concatenate_datasets
 from rich.console import Console
-from rich.progress import Progress
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from hf_specdec import record
@@ -34,19 +36,30 @@ from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Rec
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
+from hf_specdec.training.arguments import DraftTrainingArguments
 from hf_specdec.training.continuations import continue_prompts
-from hf_specdec.training.options import TrainingOptions
-from hf_specdec.training.reading import Rows, TargetReader
+from hf_specdec.training.reading import TargetReader, collate
 from hf_specdec.training.recipe import Acceptance, Recipe
-from hf_specdec.training.trainer import train
+from hf_specdec.training.text import learned_tokens, rows_of, split
+from hf_specdec.training.trainer import DraftTrainer
 
 from . import attention as _attention  # noqa: F401 - registers blockwise_causal
-from .data import Corpus, EditDocuments, Encode, Mixture, TokenRows, collect_snippets, python_sources
+from .data import (
+    Batches,
+    Corpus,
+    EditDocuments,
+    Encode,
+    Mixture,
+    TokenRows,
+    collect_snippets,
+    own_batch,
+    python_sources,
+)
 
 
 END_OF_TEXT = "<|endoftext|>"
 CONTEXT_LENGTH = 2048
-CONTINUATIONS = "continuations.pt"
+CONTINUATIONS = "continuations.parquet"
 # Names keep their underscores and a leading blank or dot; digits come in threes; indentation is one token.
 WORDS = r"[ .]?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+"
 
@@ -156,6 +169,10 @@ class Plan:
     bf16: bool = True
 
 
+# Plain language-model training.
+NEXT_TOKEN = DraftModelRecipe(from_scratch={}, kl_weight=0.0)
+
+
 class Build:
     """
     The stages, each of which reads and writes the folder `output`.
@@ -194,11 +211,25 @@ class Build:
         edits = EditDocuments(self.snippets, seed)
         return TokenRows(self.corpus.train, edits, self.encode, self.tokenizer.eos_token_id, seed)
 
-    def options(self, name: str, **changed) -> TrainingOptions:
+    def arguments(self, name: str, **changed: Any) -> DraftTrainingArguments:
         stage = self.plan.stages[name]
-        settings = {"steps": stage.steps, "learning_rate": stage.learning_rate, "max_minutes": stage.minutes}
+        settings = {"max_steps": stage.steps, "learning_rate": stage.learning_rate, "max_minutes": stage.minutes}
         settings |= {"warmup_steps": 100, "weight_decay": 0.1, "muon": True, "bf16": self.plan.bf16}
-        return TrainingOptions(**settings | changed)
+        settings |= {"seed": self.plan.seed + stage.number, "save_strategy": "no", "use_cpu": True}
+        return DraftTrainingArguments(str(self.output / f"{name}_training"), **settings | changed)
+
+    def train_on_batches(
+        self,
+        recipe: Recipe,
+        network: PreTrainedModel,
+        reader: TargetReader,
+        arguments: DraftTrainingArguments,
+        batches: Iterator[dict[str, torch.Tensor]],
+    ) -> None:
+        """Trains a whole model on batches of any size."""
+        arguments.per_device_train_batch_size = 1
+        DraftTrainer(recipe, network, reader, arguments, Batches(batches), data_collator=own_batch).train()
+        network.eval()
 
     def train_model(self, name: str, sizes: Mapping[str, int]) -> None:
         """Trains the target or the draft model from scratch: first on copying, then on code."""
@@ -216,11 +247,11 @@ class Build:
         model = LlamaForCausalLM(config)
         model.generation_config.pad_token_id = self.tokenizer.pad_token_id
         # The draft model is trained on in distillation, and so ends at a higher rate.
-        options = self.options(name, final_learning_rate=0.02 if name == "target" else 0.25)
-        train(model, self.first_batches(stage), next_token_objective(model), options, description=name)
+        arguments = self.arguments(name, lr_scheduler_kwargs={"min_lr_rate": 0.02 if name == "target" else 0.25})
+        self.train_on_batches(NEXT_TOKEN, model, TargetReader(None, ()), arguments, self.first_batches(stage))
         self.save(model, name)
 
-    def first_batches(self, stage: Stage) -> Iterator[torch.LongTensor]:
+    def first_batches(self, stage: Stage) -> Iterator[dict[str, torch.Tensor]]:
         rows = self.rows(stage.number)
         copying = itertools.islice(rows.batches(self.plan.copying), stage.copying_steps)
         return itertools.chain(copying, rows.batches(self.plan.code))
@@ -229,27 +260,25 @@ class Build:
         """Trains the target on, at a lower learning rate and without repeated passages."""
         model = self.load("target")
         batches = self.rows(self.plan.stages["refine"].number).batches(self.plan.refining)
-        train(model, batches, next_token_objective(model), self.options("refine"), description="refine")
+        self.train_on_batches(NEXT_TOKEN, model, TargetReader(None, ()), self.arguments("refine"), batches)
         self.save(model, "target")
 
-    def continue_prompts(self) -> Rows:
+    def continue_prompts(self) -> Dataset:
         """Lets the target write what its drafts learn from, and keeps it beside the checkpoints."""
         plan = self.plan
         set_seed(plan.seed + CONTINUING)
-        prompts = self.prompts(plan.num_prompts, plan.row_length)
-        with Progress(console=self.console) as bar:
-            task = bar.add_task("target's continuations", total=len(prompts))
-            rows = continue_prompts(
-                self.frozen_target("sdpa"),
-                prompts,
-                plan.row_length,
-                sampled_share=1 / 4,
-                max_new_tokens=plan.new_tokens,
-                batch_size=64,
-                on_step=lambda done: bar.update(task, completed=done),
-            )
-        torch.save((rows.tokens, rows.counted), self.output / CONTINUATIONS)
-        return rows
+        rows = continue_prompts(
+            self.frozen_target("sdpa"),
+            self.prompts(plan.num_prompts, plan.row_length),
+            plan.row_length,
+            sampled_share=1 / 4,
+            max_new_tokens=plan.new_tokens,
+            batch_size=64,
+            show_progress=True,
+        )
+        continuations = rows_of(rows)
+        continuations.to_parquet(str(self.output / CONTINUATIONS))
+        return continuations
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
         """
@@ -277,28 +306,29 @@ class Build:
             found.append(prompt)
         return found
 
-    def continuations(self) -> tuple[Rows, Rows]:
+    def continuations(self) -> tuple[Dataset, Dataset]:
         """Returns rows that the target wrote: those to train on, and those to measure acceptance on."""
         path = self.output / CONTINUATIONS
-        rows = Rows(*torch.load(path, weights_only=True)) if path.is_file() else self.continue_prompts()
-        return rows.split(0.04, self.plan.seed)
+        rows = Dataset.from_parquet(str(path)) if path.is_file() else self.continue_prompts()
+        return split(rows, 0.04, self.plan.seed)
 
     def distill_draft(self) -> None:
         """Brings the draft model closer to the target: on its continuations, and on the sources."""
         stage = self.plan.stages["distill"]
-        set_seed(self.plan.seed + stage.number)
         draft = self.load("draft")
         recipe = DraftModelRecipe(draft_model=str(self.output / "draft"))
         reader = TargetReader(self.frozen_target(), recipe.target_hidden_states)
         batches = self.distillation_batches(self.rows(stage.number), self.continuations()[0])
-        train(draft, batches, recipe.objective(draft, reader), self.options("distill"), description="distill")
+        self.train_on_batches(recipe, draft, reader, self.arguments("distill"), batches)
         self.save(draft, "draft")
 
-    def distillation_batches(self, rows: TokenRows, continued: Rows) -> Iterator[torch.LongTensor | Rows]:
+    def distillation_batches(self, rows: TokenRows, continued: Dataset) -> Iterator[dict[str, torch.Tensor]]:
         plan = self.plan
         choose = torch.Generator().manual_seed(plan.seed)
         count = max(1, plan.refining.tokens_per_batch // plan.row_length)
-        continuations = continued.batches(count, plan.seed)
+        continuations = itertools.chain.from_iterable(
+            DataLoader(continued.shuffle(epoch), batch_size=count, collate_fn=collate) for epoch in itertools.count()
+        )
         for batch in rows.batches(plan.refining):
             yield next(continuations) if torch.rand((), generator=choose) < plan.continued_share else batch
 
@@ -309,27 +339,23 @@ class Build:
         rows, held_out = self.continuations()
         if stage.text_rows:
             text = self.rows(TEXT_ROWS)
-            tokens = torch.stack([text.row(plan.row_length, plan.refining) for _ in range(stage.text_rows)])
-            rows += Rows(tokens, torch.ones_like(tokens, dtype=torch.bool))
+            tokens = (text.row(plan.row_length, plan.refining) for _ in range(stage.text_rows))
+            rows = concatenate_datasets([rows, rows_of({"tokens": row, "prompt_length": 0} for row in tokens)])
+        rows = rows.add_column("index", range(len(rows)))
         set_seed(plan.seed + stage.number)
         target = self.frozen_target()
         network = recipe.build(target)
-        recipe.prepare(network, target, rows.tokens[rows.counted])
-        reader = TargetReader(target, recipe.states_for(network))
-        if len(reader.states) == 1:
-            # Several states of every token would fill the memory.
-            reader.keep(rows.once(8))
-        train(
-            network,
-            rows.batches(stage.batch_size, plan.seed + stage.number),
-            recipe.objective(network, reader),
-            self.options(name, warmup_steps=50, weight_decay=recipe.weight_decay, muon=recipe.muon),
-            description=name,
-            measure=lambda: recipe.measure(network, reader, held_out[:32].once(8)).tokens_per_cycle,
-        )
+        recipe.prepare(network, target, learned_tokens(rows))
+        states = recipe.states_for(network)
+        # Several states of every token would fill the memory.
+        reader = TargetReader(target, states, keeps=len(states) == 1)
+        arguments = self.arguments(name, warmup_steps=50, weight_decay=recipe.weight_decay, muon=recipe.muon)
+        arguments.per_device_train_batch_size = stage.batch_size
+        trainer = DraftTrainer(recipe, network, reader, arguments, rows, held_out)
+        trainer.train()
         # As it will draft: from rounded weights.
         network.to(target.dtype)
-        acceptance = recipe.measure(network, reader, held_out.once(8))
+        acceptance = trainer.measure(held_out)
         recipe.save(network, self.output / name, target_name="hf_specdec/demo/target", acceptance=acceptance)
         depths = ", ".join(f"{share:.3f}" for share in acceptance.accuracies)
         self.console.print(
@@ -416,11 +442,6 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
 def plain_encode(tokenizer: PreTrainedTokenizerFast) -> Encode:
     """Returns a function from text to token ids that adds no special tokens and never warns of long texts."""
     return lambda text: tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def next_token_objective(model: LlamaForCausalLM):
-    """Returns the loss of plain language-model training."""
-    return DraftModelRecipe(from_scratch={}, kl_weight=0.0).objective(model, TargetReader(None, ()))
 
 
 def edit_prompt(document: str) -> str:

@@ -214,6 +214,21 @@ class Mixture:
     repeat_share: float = 0.0
 
 
+class Batches(torch.utils.data.IterableDataset):
+    """Batches for `DraftTrainer` that are drawn as they are needed, each an item of its own, see `own_batch`."""
+
+    def __init__(self, batches: Iterator[dict[str, torch.Tensor]]):
+        self.drawn = batches
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self.drawn
+
+
+def own_batch(items: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The collator of batches that come as single items."""
+    return items[0]
+
+
 class TokenRows:
     """
     Seeded rows of tokens: windows of the sources, editing documents and repeated passages.
@@ -234,16 +249,17 @@ class TokenRows:
         self.random = random.Random(seed)
         self.chars_per_token = sum(map(len, sources)) / len(self.stream)
 
-    def batches(self, mixture: Mixture) -> Iterator[torch.LongTensor]:
+    def batches(self, mixture: Mixture) -> Iterator[dict[str, torch.Tensor]]:
         """
-        Yields endless batches `(B, T)` of about `mixture.tokens_per_batch` tokens; the row length is drawn for each
-        batch, so that most are cheap and some are long.
+        Yields endless batches `(B, T)` of about `mixture.tokens_per_batch` tokens, all of which count; the row length
+        is drawn for each batch, so that most are cheap and some are long.
         """
         lengths, weights = zip(*mixture.row_lengths.items())
         while True:
             length = self.random.choices(lengths, weights)[0]
             count = max(1, mixture.tokens_per_batch // length)
-            yield torch.stack([self.row(length, mixture) for _ in range(count)])
+            tokens = torch.stack([self.row(length, mixture) for _ in range(count)])
+            yield {"tokens": tokens, "counted": torch.ones_like(tokens, dtype=torch.bool)}
 
     def row(self, length: int, mixture: Mixture) -> torch.LongTensor:
         """Returns one row `(length,)` of a kind drawn from `mixture`."""

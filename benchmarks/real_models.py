@@ -1,0 +1,200 @@
+"""Real text on a real target with a real draft model: how fast is each way, in a first call and in later ones?
+
+    python benchmarks/real_models.py --kinds edit chat --sides none ngram draft_model      # some minutes a kind
+    python benchmarks/real_models.py --dtypes float32 bfloat16 --decoding greedy sampled --batch-sizes 1 4 8 \
+        --new-tokens 256 --rounds 3 --json real.json --chart real.png                      # a day
+
+The pair is Qwen2.5-Coder-1.5B-Instruct and 0.5B, which `hf-specdec bench qwen2.5-coder` downloads; `--model
+smollm2` has no draft model. Sides take turns on every prompt. A first call knows nothing of costs and texts; later
+ones (`--calls`) generate the same again without a memory of texts. Times are those of the process, in one thread.
+Ratios are medians over the rounds, beside plain generate(), transformers' fastest way, and this package's loop without
+drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from time import process_time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from hf_specdec import demo, forget_speculators, load_speculator, record
+from hf_specdec.bench.prompts import Batch, as_chat, first_of_kinds, make_batches
+from hf_specdec.demo.shared import loaded_model
+from hf_specdec.machine import describe_environment
+from hf_specdec.method import is_language_model
+
+
+MODELS = {"qwen2.5-coder": demo.qwen2_5_coder, "smollm2": demo.smollm2}
+NONE = "none"
+
+# Arguments of transformers' own ways. Those that draft take one row.
+PLAIN, LOOKUP, ASSISTANT = "plain", "transformers' prompt lookup", "transformers' assistant model"
+STOCK: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    "plain, static cache": {"cache_implementation": "static"},
+    LOOKUP: {"prompt_lookup_num_tokens": 10},
+    ASSISTANT: {},
+}
+
+
+def ways(target: PreTrainedModel, draft: PreTrainedModel | None, sides: list[str], batch_size: int) -> dict[str, dict]:
+    """Arguments of `generate()` of each side that can run, none of which knows anything yet."""
+    forget_speculators()
+    found = {}
+    for side in sides:
+        if side in STOCK:
+            if batch_size == 1 or side not in (LOOKUP, ASSISTANT):
+                assistant = {"assistant_model": draft} if side == ASSISTANT else {}
+                found[side] = {"spec_method": "off", **STOCK[side], **assistant}
+        else:
+            with_draft = {"draft_model": draft} if is_language_model(side) else {}
+            found[side] = {"assistant": load_speculator(target, side, **with_draft)}
+    return found
+
+
+def timed_call(target: PreTrainedModel, batch: Batch, arguments: dict[str, Any], seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    began = process_time()
+    with record() as recorded:
+        texts = target.generate(**batch.inputs, **arguments, max_new_tokens=batch.max_new_tokens)
+    seconds = process_time() - began
+    new = texts[:, batch.inputs["input_ids"].shape[1] :]
+    # What transformers' own ways accept is not known.
+    tokens_per_cycle = recorded.calls[0].stats.mean_acceptance_length if recorded.calls else None
+    tokens = int((new != target.generation_config.pad_token_id).sum())
+    return {"seconds": seconds, "tokens": tokens, "cycle": tokens_per_cycle, "text": new.tolist()}
+
+
+def measure(
+    target: PreTrainedModel, draft: PreTrainedModel | None, batch: Batch, size: int, sample: bool, asked: Any
+) -> list[dict[str, Any]]:
+    """Rows of one batch: of each side in the first call and in later ones."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for number in range(asked.rounds):
+        sides = ways(target, draft, asked.sides, size)
+        turn = number % len(sides)
+        for index in range(asked.calls):
+            for side in [*sides, *sides][turn : turn + len(sides)]:
+                arguments = sides[side]
+                if index and "assistant" in arguments:
+                    arguments = {"assistant": arguments["assistant"].without_texts(target)}
+                call = timed_call(target, batch, {"do_sample": sample, **arguments}, number)
+                found.setdefault(("later" if index else "first", side), []).append(call)
+    rows = []
+    for (which, side), calls in found.items():
+        own = _seconds_per_token(calls)
+        beside = {"to_plain": (PLAIN,), "to_fastest_of_transformers": tuple(STOCK), "to_none": (NONE,)}
+        ratios = {}
+        for name, others in beside.items():
+            times = [_seconds_per_token(found[which, other]) for other in others if (which, other) in found]
+            each = [min(together) / ours for *together, ours in zip(*times, own)] if times else []
+            ratios[name] = median(each) if each else None
+        same = [call["text"] == other["text"] for call, other in zip(calls, found[which, next(iter(sides))])]
+        rows.append(
+            {
+                "prompt": batch.names[0],
+                "kind": batch.kind,
+                "batch_size": size,
+                "decoding": "sampled" if sample else "greedy",
+                "call": which,
+                "side": side,
+                "ms_per_token": 1000 * median(own),
+                "tokens_per_cycle": None if side in STOCK else median(call["cycle"] for call in calls),
+                **ratios,
+                "same_texts": None if sample else f"{sum(same)} of {len(same)}",
+            }
+        )
+    return rows
+
+
+def _seconds_per_token(calls: list[dict[str, Any]]) -> list[float]:
+    return [call["seconds"] / call["tokens"] for call in calls]
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Bars of the speed-ups over plain generate() (or over none), a panel for each kind of prompt."""
+    import matplotlib.pyplot as plt
+
+    beside = "to_plain" if rows[0]["to_plain"] else "to_none"
+    kinds, sides = (list(dict.fromkeys(row[key] for row in rows)) for key in ("kind", "side"))
+    figure, panels = plt.subplots(
+        1, len(kinds), sharex=True, sharey=True, squeeze=False, figsize=(2 * len(kinds) + 2, 3), layout="constrained"
+    )
+    for panel, kind in zip(panels[0], kinds):
+        speeds = [median(row[beside] for row in rows if (row["kind"], row["side"]) == (kind, side)) for side in sides]
+        panel.bar_label(panel.barh(sides, speeds), fmt="%.2f", padding=2)
+        panel.margins(x=0.25)
+        panel.axvline(1.0, color="black", linewidth=0.8)
+        panel.set_title(kind)
+    panels[0][0].invert_yaxis()
+    figure.supxlabel(f"speed compared with {'plain generate()' if beside == 'to_plain' else 'none'}")
+    figure.savefig(path, dpi=100)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    heads = [key for key in rows[0] if key != "prompt"]
+    table = Table(*(key.replace("_", " ") for key in heads))
+    for row in rows:
+        table.add_row(*(f"{row[key]:.2f}" if isinstance(row[key], float) else str(row[key] or "") for key in heads))
+    Console(width=160).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen2.5-coder")
+    parser.add_argument("--sides", nargs="+", help="Left out: plain, transformers' own ways, none, every method.")
+    parser.add_argument("--kinds", nargs="+", help="Left out: all kinds of prompts.")
+    parser.add_argument("--num-prompts", type=int, default=1, help="Of each kind.")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--dtypes", nargs="+", default=["float32"])
+    parser.add_argument("--decoding", nargs="+", choices=("greedy", "sampled"), default=["greedy"])
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--calls", type=int, default=1, help="Calls with what was learnt in those before.")
+    parser.add_argument("--json", type=Path, help="File for the figures, written after every prompt.")
+    parser.add_argument("--chart", type=Path)
+    asked = parser.parse_args()
+    place = MODELS[asked.model]
+    stock = [side for side in STOCK if place.draft or side != ASSISTANT]
+    asked.sides = asked.sides or [*stock, NONE, *place.settings()]
+    torch.set_num_threads(1)
+    tokenizer = place.load_tokenizer()
+    tokenizer.padding_side = "left"
+    prompts = [prompt for prompt in place.prompts() if asked.kinds is None or prompt.kind in asked.kinds]
+    prompts = as_chat(first_of_kinds(prompts, asked.new_tokens, asked.num_prompts), tokenizer)
+    rows: list[dict[str, Any]] = []
+    for name in asked.dtypes:
+        dtype = getattr(torch, name)
+        target = place.load_target(dtype)
+        draft = loaded_model(str(place.draft.folder), dtype) if place.draft else None
+        for size, decoding in itertools.product(asked.batch_sizes, asked.decoding):
+            for batch in make_batches(tokenizer, prompts, size, fill=True, add_special_tokens=False):
+                found = measure(target, draft, batch, size, decoding == "sampled", asked)
+                rows += [{"dtype": name, **row} for row in found]
+                show(rows[-len(found) :])
+                if asked.json is not None:
+                    content = {
+                        "command": f"python benchmarks/real_models.py {' '.join(sys.argv[1:])}",
+                        "rows": rows,
+                        "environment": describe_environment("cpu", dtype),
+                    }
+                    asked.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        # The next pair may not fit beside this one.
+        del target, draft
+        forget_speculators()
+    if asked.chart is not None:
+        draw(rows, asked.chart)
+
+
+if __name__ == "__main__":
+    main()

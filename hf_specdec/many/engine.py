@@ -68,20 +68,15 @@ def engine_of_run(
 
 
 class Engine:
-    """Decodes rows in the reader's number of places, which may come to `max_tokens` together.
-
-    Of prompts `chunk_size` tokens are read at a time while others are decoded. Where it `gathers`, newcomers wait for
-    each other and are read together, which saves forwards where nobody waits for one of them. `stats` are those of all
-    loops that have ended.
-    """
+    """Decodes rows in the reader's number of places; its `stats` are those of all loops that have ended."""
 
     def __init__(
         self,
         speculator: Speculator,
         reader: RequestReader,
-        max_tokens: int | None = None,
-        chunk_size: int = _CHUNK_SIZE,
-        gathers: bool = False,
+        max_tokens: int | None = None,  # that rows may come to together
+        chunk_size: int = _CHUNK_SIZE,  # tokens of prompts that are read at a time while others are decoded
+        gathers: bool = False,  # newcomers wait for each other, which saves forwards where nobody waits for them
     ):
         model, batch_size = reader.model, reader.num_places
         self._speculator = speculator
@@ -95,7 +90,7 @@ class Engine:
         if batch_size > 1:
             speculator.check_joining(model)
         self._batch_size, self._max_tokens, self._chunk_size = batch_size, max_tokens, chunk_size
-        self._gathers, self._num_added = gathers, 0
+        self._gathers = gathers
         self._loop: DecodingLoop | None = None
         self._waiting: deque[Row] = deque()
         self._ended: list[Row] = []
@@ -118,14 +113,13 @@ class Engine:
     def add(self, row: Row) -> None:
         """Lets a row wait for a place; one that can never have room ends with an error."""
         if self._max_tokens is not None and row.most_tokens > self._max_tokens:
-            row.error = SpecConfigError(
+            error = SpecConfigError(
                 f"A prompt of {row.length} tokens that may grow to {row.most_tokens} does not fit into "
                 f"max_tokens_in_flight={self._max_tokens}. Lower its `max_new_tokens`, or raise the limit."
             )
             row.stats.num_committed_tokens = 0
-            self._ended.append(row)
+            self._fail(row, error)
             return
-        row.arrival, self._num_added = self._num_added, self._num_added + 1
         self._waiting.append(row)
 
     def cancel(self, row: Row) -> None:
@@ -152,9 +146,12 @@ class Engine:
         """Gives up what is being decoded."""
         self._waiting.clear()
         self._ended.clear()
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            self._end(loop)
+        if self._loop is not None:
+            self._end(self._loop)
+
+    def _fail(self, row: Row, error: Exception) -> None:
+        row.error = error
+        self._ended.append(row)
 
     def _cycle(self) -> None:
         # A loop whose rows have all ended waits for newcomers: it has the graphs, and the listeners.
@@ -165,14 +162,11 @@ class Engine:
             self._drop_ended(self._loop)
         except Exception as error:  # noqa: BLE001 - of any kind: it is that of some request
             clear_frames(error.__traceback__)
-            loop, self._loop = self._loop, None
-            rows = self._break_up(loop)
+            rows = self._break_up(self._loop)
             # The newest may be the cause, and its memory helps the others where there was too little.
-            failed = rows[-1:]
-            for row in failed:
-                row.error = error
-            self._ended += failed
-            self._waiting.extendleft(row for row in reversed(rows) if row not in failed)
+            if rows:
+                self._fail(rows.pop(), error)
+            self._waiting.extendleft(reversed(rows))
 
     def _drop_ended(self, loop: DecodingLoop) -> None:
         """Lets rows leave that have ended, or were cancelled. Not between a draft and its commit."""
@@ -184,11 +178,8 @@ class Engine:
         self._ended += ended
 
     def _break_up(self, loop: DecodingLoop) -> list[Row]:
-        """Ends a loop that cannot go on; returns its rows that have not ended, in the order in which they came.
-
-        What they have said so far is their prompt in the next loop.
-        """
-        rows = sorted(loop.rows.groups, key=attrgetter("arrival"))
+        """Ends a loop that cannot go on; returns its rows that have not ended, in order, ready for another one."""
+        rows = sorted(loop.rows.groups, key=attrgetter("index"))
         # Why it cannot go on is known.
         with suppress(Exception):
             self._end(loop)
@@ -200,11 +191,12 @@ class Engine:
 
     def _end_empty_loop(self) -> None:
         if self._loop is not None and not self._loop.rows.groups:
-            loop, self._loop = self._loop, None
-            self._end(loop)
+            self._end(self._loop)
 
     def _end(self, loop: DecodingLoop) -> None:
         """Ends a loop that went on by itself, and adds its account, also where something fails."""
+        if loop is self._loop:
+            self._loop = None
         try:
             with closing(loop):
                 loop.end()
@@ -254,7 +246,6 @@ class Engine:
             host.join(loop)
         except Exception as error:  # noqa: BLE001 - of any kind: it is that of some request
             clear_frames(error.__traceback__)
-            self._loop = None
             others = [row for row in self._break_up(host) if row not in newcomers]
             if others:
                 self._read(others)
@@ -270,8 +261,7 @@ class Engine:
         for row in rows:
             row.restart()
             if len(rows) == 1:
-                row.error = error
-                self._ended.append(row)
+                self._fail(row, error)
             else:
                 self._read([row])
 

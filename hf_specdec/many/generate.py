@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import closing, nullcontext
 from inspect import GEN_RUNNING, getgeneratorstate
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -75,14 +74,14 @@ def generate_many(
     engine = engine_of_run(model, generate_arguments, tokenizer, seed, batch_size, max_tokens_in_flight, gathers=True)
     if journal is not None and not isinstance(journal, Journal):
         journal = Journal(journal)
-    bar = None
+    share = islice(enumerate(all_requests), shard[0], None, shard[1])
+    results = _as_they_end(engine, share, journal)
     if progress:
         from tqdm.auto import tqdm
 
         size = len(range(shard[0], len(requests), shard[1])) if hasattr(requests, "__len__") else None
-        bar = tqdm(total=size, unit="request")
-    run = _Run(engine, all_requests, shard, in_order, journal, bar)
-    return ManyResults(engine, run.results())
+        results = tqdm(results, total=size, unit="request")
+    return ManyResults(engine, _run(engine, journal, results, count(*shard) if in_order else None))
 
 
 class ManyResults(Iterator[RequestResult]):
@@ -111,85 +110,67 @@ class ManyResults(Iterator[RequestResult]):
         self._results.close()
 
 
-class _Run:
+def _run(
+    engine: Engine, journal: Journal | None, results: Iterable[RequestResult], order: Iterator[int] | None
+) -> Generator[Any, None, None]:
+    """The results after a `None`, in an order of their indices or as they come; closes in the end what is open."""
+    with nullcontext() if journal is None else closing(journal), closing(engine):
+        yield None
+        early: dict[int, RequestResult] = {}
+        next_index = None if order is None else next(order)
+        for result in results:
+            if order is None:
+                yield result
+                continue
+            early[result.index] = result
+            while next_index in early:
+                yield early.pop(next_index)
+                next_index = next(order)
+
+
+def _as_they_end(
+    engine: Engine, requests: Iterator[tuple[int, Any]], journal: Journal | None
+) -> Iterator[RequestResult]:
     """Takes requests where there is room, from the journal or to be decoded, and gives their results."""
+    reader, has_more, problem = engine.reader, True, None
 
-    def __init__(
-        self,
-        engine: Engine,
-        requests: Iterator[Any],
-        shard: tuple[int, int],
-        in_order: bool,
-        journal: Journal | None,
-        bar: Any,
-    ):
-        self._engine, self._journal, self._bar = engine, journal, bar
-        self._next_index, self._num_processes = shard
-        self._requests = islice(enumerate(requests), self._next_index, None, self._num_processes)
-        self._has_more = True
-        self._error: Exception | None = None  # that of the iterable: results of requests before it come first
-        self._ready: deque[RequestResult] = deque()
-        self._early: dict[int, RequestResult] | None = {} if in_order else None
+    def noted(result: RequestResult, key: str | None) -> RequestResult:
+        if journal is not None:
+            journal.add(result, key)
+        return result
 
-    def results(self) -> Generator[Any, None, None]:
-        """The results, after a `None`."""
-        with ExitStack() as parts:
-            for part in (self._bar, self._journal, self._engine):
-                if part is not None:
-                    parts.callback(part.close)
-            yield None
-            while self._has_more or not self._engine.is_idle:
-                # As many as there are places for, at most: some may need none.
-                for _ in range(self._engine.num_wanted):
-                    self._take()
-                if not self._ready:
-                    for row in self._engine.step():
-                        self._end(RequestResult.of_row(row, self._engine.reader.tokenizer), row.owner)
-                while self._ready:
-                    yield self._ready.popleft()
-            if self._error is not None:
-                raise self._error
-
-    def _take(self) -> None:
-        """Takes the next request, if there is one."""
-        if not self._has_more:
-            return
-        try:
-            index, request = next(self._requests)
-        except Exception as error:  # noqa: BLE001 - of any kind: the iterable is the user's
-            self._has_more = False
-            self._error = None if isinstance(error, StopIteration) else error
-            return
-        reader, key = self._engine.reader, None
+    def begun(index: int, request: Any) -> RequestResult | None:
+        """The result of a request that need not be decoded; all others wait for a place."""
+        key = None
         try:
             tokens, settings = reader.read(request)
             key = key_of(tokens, {**reader.written_settings, **settings})
         except Exception as error:  # noqa: BLE001 - of any kind: it is this request's
-            self._end(RequestResult(index, error=error), key)
-            return
-        if self._journal is not None and (earlier := self._journal.find(index, key)) is not None:
-            self._give(earlier)
-            return
+            return noted(RequestResult(index, error=error), key)
+        if journal is not None and (earlier := journal.find(index, key)) is not None:
+            return earlier
         try:
             row = reader.row(index, tokens, settings)
         except Exception as error:  # noqa: BLE001 - as above
-            self._end(RequestResult(index, error=error), key)
-            return
+            return noted(RequestResult(index, error=error), key)
         row.owner = key
-        self._engine.add(row)
+        engine.add(row)
+        return None
 
-    def _end(self, result: RequestResult, key: str | None) -> None:
-        if self._journal is not None:
-            self._journal.add(result, key)
-        self._give(result)
-
-    def _give(self, result: RequestResult) -> None:
-        if self._bar is not None:
-            self._bar.update()
-        if self._early is None:
-            self._ready.append(result)
-            return
-        self._early[result.index] = result
-        while self._next_index in self._early:
-            self._ready.append(self._early.pop(self._next_index))
-            self._next_index += self._num_processes
+    while has_more or not engine.is_idle:
+        ready: list[RequestResult] = []
+        # As many as there are places for, at most: some may need none.
+        for _ in range(engine.num_wanted if has_more else 0):
+            try:
+                index, request = next(requests)
+            except Exception as error:  # noqa: BLE001 - of any kind: the iterable is the user's
+                # Results of the requests before it come first.
+                has_more, problem = False, None if isinstance(error, StopIteration) else error
+                break
+            if (result := begun(index, request)) is not None:
+                ready.append(result)
+        if not ready:
+            ready = [noted(RequestResult.of_row(row, reader.tokenizer), row.owner) for row in engine.step()]
+        yield from ready
+    if problem is not None:
+        raise problem

@@ -1,7 +1,7 @@
 """Requests that come and go while others are decoded, with the method names of transformers' continuous batching.
 
 Three threads meet here: those who add requests and wait for results, one that prepares what was added, and one that
-decodes, between whose steps `_to_do` is done. `_news` guards what they share, and tells them of changes.
+decodes, and looks between its steps at requests that have `_changed`. `_news` guards what they share, and tells of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -101,7 +100,7 @@ class SpeculativeBatchingManager:
         self._thread: threading.Thread | None = None
         self._news = threading.Condition()  # guards what follows
         self._open: dict[str, _Request] = {}
-        self._to_do: list[Callable[[], None]] = []
+        self._changed: list[_Request] = []  # they are prepared, or cancelled
         self._results: list[SpeculativeGenerationOutput] = []
         self._handlers: dict[str, _Handler] = {}  # of requests that are still to be added
         self._num_added = 0
@@ -223,7 +222,7 @@ class SpeculativeBatchingManager:
         with self._news:
             if (request := self._open.get(request_id)) is not None:
                 request.is_cancelled = True
-                self._tell(partial(self._cancel, request))
+                self._tell(request)
 
     # Results
 
@@ -302,17 +301,17 @@ class SpeculativeBatchingManager:
         except Exception as error:  # noqa: BLE001 - of any kind: it is this request's
             self._end_request(request, RequestResult(request.number, error=error), is_refused=True)
         else:
-            self._tell(partial(self._begin, request))
+            self._tell(request)
 
-    def _tell(self, do: Callable[[], None]) -> None:
-        """Has the thread that decodes do something before its next step."""
+    def _tell(self, request: _Request) -> None:
+        """Has the thread that decodes look at a request before its next step."""
         with self._news:
-            self._to_do.append(do)
+            self._changed.append(request)
             self._news.notify_all()
 
     @property
     def _has_work(self) -> bool:
-        return not self._gives_up and bool(self._to_do or not self._engine.is_idle)
+        return not self._gives_up and bool(self._changed or not self._engine.is_idle)
 
     @property
     def _is_done(self) -> bool:
@@ -325,9 +324,9 @@ class SpeculativeBatchingManager:
             while self._has_work:
                 with self._turn:
                     with self._news:
-                        to_do, self._to_do = self._to_do, []
-                    for do in to_do:
-                        do()
+                        changed, self._changed = self._changed, []
+                    for request in changed:
+                        self._take_in(request)
                     ended = self._engine.step()
                 for row in ended:
                     is_given_up = row.is_cancelled and row.error is None
@@ -350,17 +349,16 @@ class SpeculativeBatchingManager:
                 self._close()
         return goes_on
 
-    def _begin(self, request: _Request) -> None:
-        """Lets a request wait for a place, unless all has ended since it was prepared."""
-        if request.row is None or request.is_cancelled:
+    def _take_in(self, request: _Request) -> None:
+        """Lets a request that is prepared wait for a place, and gives up one that was cancelled."""
+        row = request.row
+        if row is not None and row.owner is not None:
+            self._engine.cancel(row)
+        elif request.is_cancelled or row is None:
             self._end_request(request)
-        elif self._open.get(request.name) is request:
-            request.row.owner = request
-            self._engine.add(request.row)
-
-    def _cancel(self, request: _Request) -> None:
-        if request.row is not None:
-            self._engine.cancel(request.row)
+        elif self._open.get(request.name) is request:  # all may have ended since it was prepared
+            row.owner = request
+            self._engine.add(row)
 
     def _stream(self) -> None:
         """Gives out what has come for requests that stream."""
@@ -397,7 +395,7 @@ class SpeculativeBatchingManager:
         finally:
             with self._news:
                 self._is_stopping = True
-                self._to_do.clear()
+                self._changed.clear()
                 for request in list(self._open.values()):
                     self._end_request(request)
                 for handler in self._handlers.values():

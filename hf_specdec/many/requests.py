@@ -51,15 +51,11 @@ _NUMBERS = {
 }
 
 # Of other settings: what fits, and what an error calls it.
-_FUNCTIONS = (lambda value: _is_list(value, callable)), "a list of functions"
 _FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "logits_processor": _FUNCTIONS,
-    "stopping_criteria": _FUNCTIONS,
+    "logits_processor": (lambda value: _is_list(value, callable), "a list of functions"),
+    "stopping_criteria": (lambda value: _is_list(value, callable), "a list of functions"),
     "prefix_allowed_tokens_fn": (callable, "a function"),
-    "stop_strings": (
-        lambda value: _is_text(value) or (value and _is_list(value, _is_text)),
-        "a text, or a list of them",
-    ),
+    "stop_strings": (lambda value: _is_text(value) or (value and _is_list(value, _is_text)), "a text or texts"),
 }
 
 # Of what tokenizers apply templates with, what `chat_template_kwargs` may say beside names of the template.
@@ -76,10 +72,7 @@ _OF_FORWARDS = ("use_cache", "cache_implementation", "prefill_chunk_size", "gene
 
 
 class RequestReader:
-    """Makes rows of requests, whose settings take precedence over those of all requests, `arguments`.
-
-    Without a `seed`, one is drawn from torch's generator when a request that samples names none.
-    """
+    """Makes rows of requests, whose settings take precedence over those of all requests, `arguments`."""
 
     def __init__(
         self,
@@ -279,12 +272,10 @@ class RequestReader:
         return nullcontext() if self._adapters is None else self._adapters.told()
 
     def _copied_functions(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Copies of the processors and criteria of all requests: they may remember what they have seen.
-
-        Grammars that are known are read, and not used, so requests may share them.
-        """
+        """Copies of the processors and criteria of all requests, which may remember what they have seen."""
         copies = {}
         processors: Any = self.arguments.get("logits_processor") or []
+        # Grammars that are known are read, and not used.
         shared = {id(one): one for one in processors if grammar_of(one) is not None}
         for name in ("logits_processor", "stopping_criteria"):
             if name in settings or self.arguments.get(name) is None:
@@ -329,8 +320,8 @@ class RequestReader:
         return request
 
     def _in_one_config(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments with the settings in a copy of the generation config, if one is given: transformers takes the
-        one or the other."""
+        """The arguments with the settings in a copy of the generation config, if there is one."""
+        # transformers takes the one or the other.
         config = arguments.get("generation_config")
         if config is None:
             return arguments

@@ -32,15 +32,10 @@ class TokenLogprobs(NamedTuple):
 
 
 class Row(Group):
-    """One request of many: prepared for a batch of one, without padding, and named after itself.
-
-    Its random numbers are those of row `number` in a call with this seed. `top_logprobs`: log-probabilities of its
-    tokens are kept, and of so many of the most probable.
-    """
+    """One request of many, a batch of one without padding, with the random numbers of row `number` of a call."""
 
     fails_alone = True
-    index: int = 0  # of its request
-    arrival: int = 0  # how many have come before it
+    index: int = 0  # of its request, in the order in which they come
     owner: Any = None  # what it is decoded for
 
     def __init__(
@@ -49,7 +44,7 @@ class Row(Group):
         seed: int,
         number: int,
         most_draft_tokens: int = MOST_INTEGER,
-        top_logprobs: int | None = None,
+        top_logprobs: int | None = None,  # log-probabilities of its tokens are kept, and of so many of the best
     ):
         self.seed: int = seed
         self.seed_row: int = number

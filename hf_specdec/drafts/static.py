@@ -65,14 +65,10 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A static tree, by every node's path of child ranks.
+    """A static tree, by every node's path of child ranks: shorter paths first, equally long ones in their order."""
 
-    Shorter paths come first, equally long ones in the order of their ranks, and every prefix of a path is a path.
-    `rank_accuracies` says how often the candidate of each rank is right, at every depth alike; it is empty where
-    nothing was measured.
-    """
-
-    paths: tuple[Path, ...]
+    paths: tuple[Path, ...]  # every prefix of a path is a path
+    # How often the candidate of each rank is right, at every depth alike; empty where nothing was measured.
     rank_accuracies: tuple[float, ...] = ()
 
     @classmethod
@@ -110,10 +106,8 @@ class TokenTree:
     ) -> TokenTree:
         """The nodes that are most likely to be right (Cai et al. 2024, arXiv:2401.10774, section 2.3.3).
 
-        A node's probability is the product of the accuracies along its path. From the anchor's best child on, the most
-        likely neighbour (a node's next sibling or first child) is added until there are `num_nodes`, or no more with
-        an accuracy. `accuracies[d][r]` says how often the candidate of rank r at depth d is right, given that its
-        parent is; `max_children` is the most of a node.
+        `accuracies[d][r]` says how often the candidate of rank r at depth d is right, given that its parent is; a
+        node's probability is the product of those along its path. `max_children` is the most of a node.
         """
         widths = [min(len(ranks), max_children or len(ranks)) for ranks in accuracies]
         heap: list[tuple[float, Path]] = []
@@ -123,6 +117,7 @@ class TokenTree:
                 probability = math.prod(ranks[rank] for ranks, rank in zip(accuracies, path))
                 heapq.heappush(heap, (-probability, path))
 
+        # From the anchor's best child on, the most likely next sibling or first child.
         add((0,))
         chosen: list[Path] = []
         while heap and len(chosen) < num_nodes:

@@ -40,10 +40,7 @@ class TreeTopology:
 
 
 def renumbered(parents: torch.LongTensor, nodes: torch.LongTensor, size: int) -> torch.LongTensor:
-    """Parents `(B, N)` of nodes that were picked out of `size`, in their new numbers.
-
-    Given are the parents `(B, N)`, picked as well or the anchor (-1), and the nodes in their new order.
-    """
+    """Parents `(B, N)` of nodes `(B, N)` picked out of `size`, the anchor -1, in the new numbers of these nodes."""
     # Where each node has gone; entry 0 is the anchor.
     places = nodes.new_full((len(nodes), size + 1), -1)
     places.scatter_(1, nodes + 1, torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes))

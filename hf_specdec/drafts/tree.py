@@ -228,10 +228,7 @@ class DraftTree:
         return shorter
 
     def probs_by_rank(self) -> torch.FloatTensor | None:
-        """Probabilities `(N,)` that a row's best node is accepted, the next best one, and so on; `None` if unknown.
-
-        They are means over the rows, on the host for a tree that all of them share.
-        """
+        """Probabilities `(N,)` that a row's best node is accepted, the next best one, ...; `None` if unknown."""
         if not self.is_rated:
             return None
         if self.shape is not None:

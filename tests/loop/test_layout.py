@@ -32,7 +32,7 @@ MOST_LINES = {
     "logits": 2021,
     "drafting": 1539,
     "candidate_generators": 12217,
-    "drafts": 687,
+    "drafts": 676,
     "checkpoints": 2367,
     "control": 1251,
     "training": 1592,

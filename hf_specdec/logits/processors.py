@@ -60,14 +60,7 @@ _ROW_WISE = {
 
 
 class ProcessorStack:
-    """The processors of one `generate()` call, in the host's order: penalties, user processors, warpers.
-
-    `grammar` is that of one of the processors, in whose place its masks are applied.
-    """
-
-    walks: bool  # one that is not the grammar reads the tokens before a position
-    reads_tokens: bool  # one does so, a grammar included
-    unknown_names: list[str]  # types of those that are not known; without, rows are processed one by one
+    """The processors of one `generate()` call, in the host's order; `grammar` is that of one of them."""
 
     def __init__(self, processors: LogitsProcessorList, grammar: RowGrammars | None = None):
         self.processors: LogitsProcessorList = processors
@@ -77,8 +70,10 @@ class ProcessorStack:
         self._list = LogitsProcessorList if asks_more else _Processors
         self._run = self._list(reduce(and_then, processors, []))
         kinds = [type(processor) for processor in processors if not self._is_grammar(processor)]
-        self.walks = any(kind not in _POSITION_INDEPENDENT for kind in kinds)
-        self.reads_tokens = self.walks or grammar is not None
+        # One that is not the grammar reads the tokens before a position; or the grammar does.
+        self.walks: bool = any(kind not in _POSITION_INDEPENDENT for kind in kinds)
+        self.reads_tokens: bool = self.walks or grammar is not None
+        # Without unknown ones rows are processed one by one.
         self.unknown_names = [type(processor).__name__ for processor in processors if not self._is_known(processor)]
 
     def _is_grammar(self, processor: Any) -> bool:
@@ -111,10 +106,7 @@ class ProcessorStack:
         return ProcessorStack(LogitsProcessorList(filter(self._is_known, self.processors)), self.grammar)
 
     def all_nodes(self, logits: torch.Tensor, masks: np.ndarray | None = None) -> torch.Tensor:
-        """Scores of all nodes at once, in float32, of logits `(..., V)`; only for stacks that do not walk.
-
-        A stack with a grammar needs its masks `(..., W)`.
-        """
+        """Scores of all nodes at once, in float32, of logits `(..., V)`; a grammar needs its masks `(..., W)`."""
         if not self.processors:
             return logits.float()
         flat = logits.reshape(-1, logits.shape[-1])
@@ -131,11 +123,7 @@ class ProcessorStack:
         rows: list[int],
         masks: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """Scores `(R, V)` of one position of each row, of its logits `(R, V)` after the tokens so far, each `(L,)`.
-
-        Tokens include the padding; rows are indices in the call's batch. `masks` `(R, W)` are the grammar's, where
-        they are known already.
-        """
+        """Scores `(R, V)` after the tokens `(L,)` of each row, from logits `(R, V)`; `rows` are those of the call."""
         if self.grammar is not None and masks is None:
             texts = [tokens.tolist() for tokens in sequences]
             masks = np.stack([self.grammar.mask_after(*row, is_drafted=True) for row in zip(rows, texts)])
@@ -154,11 +142,7 @@ class ProcessorStack:
         return scores
 
     def whole_batch(self, tokens: torch.LongTensor, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        """Like `rows`, for stacks with unknown processors: they are called once, with the whole batch.
-
-        The tokens `(B, L)` are those of all rows of the call, finished ones padded. Logits `(R, V)` are those of the
-        rows `rows`; the others are shown zeros.
-        """
+        """As `rows`, for unknown processors: one call with the tokens `(B, L)` of all rows; other rows have zeros."""
         batch = logits.new_zeros((tokens.shape[0], logits.shape[-1]), dtype=torch.float32)
         batch[rows] = logits.float()
         return self._run(tokens, batch)[rows]

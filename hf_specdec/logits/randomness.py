@@ -43,10 +43,7 @@ _BLOCK = 16 * NODES_PER_ANCHOR
 
 
 class RowUniforms:
-    """Uniform numbers in [0, 1) for the rows of one `generate()` call; they stay below 1 in float32 too.
-
-    Rows are named by their index in the call, or by [`RowUniforms.name`].
-    """
+    """Uniform numbers in [0, 1) for the rows of one `generate()` call; they stay below 1 in float32 too."""
 
     def __init__(self, seed: int, device: torch.device | str = "cpu"):
         if not 0 <= seed < 2**64:
@@ -97,10 +94,7 @@ class RowKeys(NamedTuple):
         return drawn.gather(1, topology.depths.expand(len(self.positions), -1))
 
     def for_nodes(self, count: int, purpose: int = ACCEPT, first_node: int = 0) -> torch.FloatTensor:
-        """The numbers `(R, count)` of draft nodes, from `first_node` on, of the tree after each anchor.
-
-        Positions are those of the anchors, and must belong to this cycle alone.
-        """
+        """The numbers `(R, count)` of draft nodes after each anchor, whose position belongs to this cycle alone."""
         if first_node + count > NODES_PER_ANCHOR:
             raise ValueError(
                 f"A sampled draft tree has at most {NODES_PER_ANCHOR} nodes, got {first_node + count}. "

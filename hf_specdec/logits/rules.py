@@ -16,6 +16,7 @@ V vocabulary, D rates. In the equations p is the target's and q the draft's dist
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,18 +25,11 @@ from transformers.utils import logging
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
-from ..kernels.acceptance import (
-    Acceptance,
-    check_probs,
-    family,
-    follow,
-    recovered_probs,
-    reject,
-    tree_path,
-)
+from ..kernels.acceptance import Acceptance, check_probs, family, follow, recovered_probs, reject, tree_path
 from ..kernels.best import best_tokens
 from ..kernels.indexing import arange, pick, rows_at, widest_float
 from ..kernels.sampling import sample_from_probs
+from .processors import ProcessorStack
 from .randomness import ACCEPT, TARGET, RowKeys, RowUniforms
 
 
@@ -47,10 +41,7 @@ logger = logging.get_logger(__name__)
 
 
 class StandardRule:
-    """Follows the target's own choices; rejection sampling for drafts that were drawn.
-
-    `uniforms` are the random numbers of the call, `None` for a greedy target.
-    """
+    """Follows the target's own choices; rejection sampling for drafts that were drawn."""
 
     name: ClassVar[str] = "standard"
     judges_whole_drafts: ClassVar[bool] = False  # a node's fate depends on nodes after or beside it
@@ -67,10 +58,7 @@ class StandardRule:
         return type(self), self.samples, *self.settings
 
     def keys(self, rows: list[int], positions: list[int]) -> RowKeys | None:
-        """The keys of the rows' random numbers, if the rule reads any.
-
-        The positions are those of each row's first token to commit, padding not counted.
-        """
+        """The keys of the random numbers of rows whose next tokens have these positions, if the rule reads any."""
         return None if self.uniforms is None else self.uniforms.keys(rows, positions)
 
     def judge(self, draft: DraftTree, scores: torch.Tensor, keys: RowKeys | None) -> Acceptance:
@@ -89,11 +77,7 @@ class StandardRule:
 
 
 class BlockRule(StandardRule):
-    """Block verification of drawn chains, see `reject_block`.
-
-    All other drafts are judged as `standard` does: of chains that were not drawn no exact rule accepts more, and for
-    drawn trees there is no such rule.
-    """
+    """Block verification of drawn chains, see `reject_block`; other drafts are judged as `standard` does."""
 
     name = "block"
     judges_whole_drafts = True
@@ -144,10 +128,7 @@ class TypicalRule(StandardRule):
 
 
 class SyntheticRule(StandardRule):
-    """Accepts at given rates, see `accept_synthetic`, also for a greedy target.
-
-    Entry i of `rates` is the probability that the first i + 1 draft tokens are accepted.
-    """
+    """Accepts the first i + 1 draft tokens with the probability `rates[i]`, also for a greedy target."""
 
     name = "synthetic"
     judges_whole_drafts = True
@@ -163,20 +144,42 @@ class SyntheticRule(StandardRule):
         return accept_synthetic(draft, self.rates, accept_uniforms, self.choices(draft, scores, keys))
 
 
+@dataclass(frozen=True)
+class CapturedJudge:
+    """Judges drafts of one kind inside of the graph that verifies them, where nothing of the host is asked for."""
+
+    rule: StandardRule
+    stack: ProcessorStack  # processors that run in graphs
+    is_drawn: bool  # drafts come with the distributions that they were drawn from
+    is_chain: bool  # drafts are chains; told of drawn ones alone, to which it matters
+    keys: RowKeys | None  # of the rows that are judged now, for a rule that reads random numbers
+
+    @property
+    def settings(self) -> tuple[Any, ...] | None:
+        """Whatever else a graph has built in; `None` where the target's best tokens decide."""
+        is_plain = type(self.rule) is StandardRule and not self.rule.samples and not self.stack
+        return None if is_plain else (self.rule.signature, self.stack.signature)
+
+    @property
+    def may_fail(self) -> bool:
+        """Scores may leave no token to choose."""
+        return self.settings is not None
+
+    def judge(self, draft: DraftTree, logits: torch.Tensor, keys: RowKeys) -> Acceptance:
+        """Judges drafts by logits `(R, T, V)`, with keys of the graph; a token that could not be drawn is -1."""
+        needs_scores = self.rule.samples or bool(self.stack)
+        return self.rule.judge(draft, self.stack.all_nodes(logits) if needs_scores else logits, keys)
+
+
 def acceptance_rule(
     config: SpeculativeConfig | None,
     depth: int,
     draws: bool | None,
-    uniforms: RowUniforms | None,
-    new_uniforms: Callable[[], RowUniforms],
+    uniforms: RowUniforms | None,  # none for a greedy target
+    new_uniforms: Callable[[], RowUniforms],  # where a greedy call needs some
     is_training: bool = False,
 ) -> StandardRule:
-    """The rule of one call. For a greedy target `block` and `typical` are the standard rule.
-
-    Drafts have at most `depth` tokens, and `draws` says whether they are drawn (`None`: they may be); where they are
-    not, `block` is the standard rule. `uniforms` is `None` for a greedy target; `new_uniforms` makes random numbers
-    where a greedy call needs some.
-    """
+    """The rule of one call, whose drafts have at most `depth` tokens; `draws`: they are drawn, or may be (`None`)."""
     name = "standard" if config is None else config.rejection_sample_method
     rule = StandardRule(uniforms)
     if name == "synthetic":
@@ -218,17 +221,14 @@ def conditional_rates(rates: tuple[float, ...]) -> list[float]:
 def reject_block(
     draft: DraftTree,
     target_probs: torch.FloatTensor,
-    accept_uniforms: torch.FloatTensor,
-    target_uniforms: torch.FloatTensor,
+    accept_uniforms: torch.FloatTensor,  # (R, N), of the draft tokens' tests: all are used, and none may be again
+    target_uniforms: torch.FloatTensor,  # (R, T), of the draw after each node
 ) -> Acceptance:
     """Block verification of a chain (Sun et al. 2024, Algorithm 2): accepts at least as much as `reject`.
 
     With P and h of [`block_thresholds`], the first n draft tokens are accepted for the largest n with u_n < h_n; a
     test that fails does not end the draft. The new token is drawn from norm(max(P_n p_n - q_n, 0)), and from p_n
     after the last draft token. A draft may end where its own tokens made the drafter stop.
-
-    All numbers `(R, N)` of the draft tokens' tests are used, so none may be used again; numbers `(R, T)` are those of
-    the draw after each node.
     """
     if draft.size == 0:
         return Acceptance.of_new_tokens(sample_from_probs(target_probs, target_uniforms))
@@ -289,13 +289,12 @@ def _best_path(draft: DraftTree, accepted: torch.BoolTensor, log_probs: torch.Fl
 
 
 def accept_synthetic(
-    draft: DraftTree, rates: torch.FloatTensor, accept_uniforms: torch.FloatTensor, node_tokens: torch.LongTensor
+    draft: DraftTree,
+    rates: torch.FloatTensor,  # (D,): a draft token at depth i + 1 is accepted so often if its parent is
+    accept_uniforms: torch.FloatTensor,  # (R, D), of the tests
+    node_tokens: torch.LongTensor,  # (R, T): the target's choices
 ) -> Acceptance:
-    """Accepts at given rates along the path of first children, whatever the tokens are.
-
-    Entry i of the rates `(D,)` is the probability that a draft token at depth i + 1 is accepted if its parent is, 0
-    further down; numbers `(R, D)` are those of the tests, and the tokens `(R, T)` the target's choices.
-    """
+    """Accepts at given rates along the path of first children, whatever the tokens are."""
     if draft.size == 0:
         return Acceptance.of_new_tokens(node_tokens)
     first_child, _ = family(draft)

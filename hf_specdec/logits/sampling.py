@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 class DraftSampler:
-    """What the rows of a loop draw draft tokens by: the processors of their requests, grammars and random numbers.
-
-    Only processors that are known to be free of state are applied. Without `rows` there are none; without `uniforms`,
-    the random numbers, the target decodes greedily. V is `vocab_size`.
-    """
+    """What the rows of a loop draw draft tokens by: their processors, as far as known, grammars and random numbers."""
 
     def __init__(self, rows: Rows | None, uniforms: RowUniforms | None, vocab_size: int):
         self.rows: Rows | None = rows
@@ -63,11 +59,7 @@ class DraftSampler:
         return stack.all_nodes(fit_width(logits, self.vocab_size))
 
     def scores(self, rows: list[int], logits: torch.Tensor, drafted: list[torch.LongTensor]) -> torch.Tensor:
-        """Processed draft scores `(R, V)` in float32, from logits `(R, W)`.
-
-        Where the widths differ, ids that one of the two models lacks get no probability: they are padding rows of the
-        larger vocabulary. `drafted` are the draft tokens before this one, each `(R,)`.
-        """
+        """Processed draft scores `(R, V)` in float32, from logits `(R, W)` after `drafted` tokens, each `(R,)`."""
         stack = self._stack(rows)
         if stack is not None and not stack.reads_tokens:
             return self.scores_by(stack, logits)

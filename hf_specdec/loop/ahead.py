@@ -18,7 +18,7 @@ from ..drafts import DraftTree
 from ..metrics import SpecDecodingStats
 from ..protocol import DeviceCommit, DraftStep, Session
 from ..target.forward import SlotOutput
-from ..target.graphed import Graphed
+from ..target.graphed import verify_ahead
 from ..target.model import SlotModel
 from ..transfers import last_of_each, take_nodes
 from .cycle import Cycle, Pending
@@ -109,7 +109,7 @@ class Ahead:
         judge = self.judging.for_graph(following, rows.active, rows.positions)
         if judge is not None:
             anchors, counts = (outcome[name][:, 0] for name in ("anchor", "counts"))
-            Graphed(self.target).verify_ahead(anchors, following, judge, counts)
+            verify_ahead(self.target, anchors, following, judge, counts)
             self._verified = following, self._num_draft_runs
 
     def _is_done_with(self, output: SlotOutput) -> bool:

@@ -24,11 +24,10 @@ import torch
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..kernels.acceptance import Acceptance
-from ..logits.captured import CapturedJudge
 from ..logits.grammar.matchers import NodeMasks
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms
-from ..logits.rules import StandardRule
+from ..logits.rules import CapturedJudge, StandardRule
 from ..target.forward import Part
 from ..threads import Recent
 from ..transfers import PackedTables, PendingRead, take_nodes

@@ -69,13 +69,7 @@ def slot_attention(
     is_eager: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of `query` `(R, H, T, D)` over `key`, `value` `(R, K, S, D)` with an additive mask `(R | 1, 1, T, S)`.
-
-    `attention_mask=None` means full attention if the module is not causal. Returns the output of shape `(R, T, H, D)`
-    and no weights, as the attention interface wants it. What the kernel cannot express goes to `sdpa`, or eagerly to
-    the model's own function, as does all outside of a verification forward (another thread runs plain `generate` on
-    the same model).
-    """
+    """Attention `(R, T, H, D)` of queries `(R, H, T, D)` over `(R, K, S, D)` with a mask `(R | 1, 1, T, S)`."""
     forward = running.get()
     if forward is not None and forward.tree is not None:
         # Masks that the model has made, changed or copied have no span.
@@ -139,10 +133,7 @@ def slot_mask(
     of_transformers: Callable[..., Any] | None = None,
     **how: Any,
 ) -> torch.Tensor | None:
-    """Mask of a forward that is not given any: transformers' own, or one without numbers where the kernel runs.
-
-    Tokens that are not padding are `True` in `attention_mask` `(R, S)`; all else is as for transformers' functions.
-    """
+    """Mask of a forward that is not given any: transformers' own, or one without numbers where the kernel runs."""
     forward = running.get()
     # Users' own functions, and those that pack several texts into a row, forbid to leave masks out.
     is_causal = how.get("allow_is_causal_skip", True) and not how.get("use_vmap") and not how.get("kv_offset")

@@ -30,15 +30,11 @@ from .store import SlotStore
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's buffers `keys` and `values` of shape `(B, H, C, D)`.
-
-    Sliding-window layers keep all slots as well; their masks limit what is seen, by position. Layers that choose
-    their keys by an index have a third buffer, `indexer_keys`, of shape `(B, 1, C, D)`. Recurrent layers have a state
-    in the place of slots, or beside them.
-    """
+    """One layer's buffers `keys` and `values` `(B, H, C, D)`, or its recurrent state, or both."""
 
     keys: Any
     values: Any
+    indexer_keys: torch.Tensor | None = None  # (B, 1, C, D), of layers that choose their keys by an index
 
     def __init__(self, capacity: int, limit: int | None = None, take: Callable | None = None):
         super().__init__()
@@ -46,8 +42,8 @@ class SlotLayer(CacheLayerMixin):
         self.limit = limit  # slots that the call can fill at most
         self._take = take  # [`SlotStore.take`] for this layer: buffers that outlive the call, and may be larger
         self.length: int = 0
-        self.window: int | None = None  # slots that are returned, the last ones, to a forward that counts on it
-        self.indexer_keys: torch.Tensor | None = None
+        # Slots that are returned, the last ones, to a forward that counts on it. Else masks limit what is seen.
+        self.window: int | None = None
         self.recurrent: RecurrentState = RecurrentState()
         self._plan: WritePlan | None = None
 
@@ -167,11 +163,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """The cache of a whole model.
-
-    It starts in prefill mode, where it behaves as a growing cache with one common length (left padding included) and
-    serves the model's ordinary forward. `start_slots` ends the prefill and gives every row its own length.
-    """
+    """The cache of a whole model: one that grows, with one length of all rows, until `start_slots`."""
 
     # Prefix tuning asks, and makes a cache without limit.
     max_cache_len = -1
@@ -192,10 +184,7 @@ class SlotCache(Cache):
         self.has_slots = True  # some layers attend; else all have recurrent states, whose tokens are counted
 
     def load(self, cache: Cache) -> None:
-        """Copies in what earlier calls have left in a `DynamicCache` or `StaticCache`.
-
-        Their sliding-window layers hold the last tokens only; the slots before them stay empty and are never seen.
-        """
+        """Copies in what earlier calls have left in a `DynamicCache` or `StaticCache`."""
         for index, layer in enumerate(cache.layers):
             if getattr(layer, "conv_states", None):
                 self.layer_at(index).recurrent = load_state(layer)
@@ -206,6 +195,7 @@ class SlotCache(Cache):
             length = int(layer.get_seq_length())
             keys, values = keys[:, :, :length], values[:, :, :length]
             if keys.numel():
+                # A window holds the last tokens only; the slots before them stay empty and are never seen.
                 self.plan = WritePlan(length, length - keys.shape[2])
                 self.update(keys, values, index)
                 if getattr(layer, "is_indexer_initialized", False):
@@ -293,10 +283,8 @@ class SlotCache(Cache):
 
     @contextmanager
     def kept(self, like: Cache | None = None) -> Iterator[None]:
-        """Lets tokens of all rows be read as in plain generation; after the block the cache is as it was.
-
-        Layers show their last slots only where those of `like`, the cache of plain generation, do.
-        """
+        """Lets tokens of all rows be read as in plain generation; after the block the cache is as it was."""
+        # `like` is that of plain generation: windows show their last slots alone.
         before = self.lengths, self.plan, [(layer, layer.length, layer.recurrent) for layer in self.layers]
         self.lengths = []
         self.plan = None
@@ -329,11 +317,7 @@ class SlotCache(Cache):
         return cache
 
     def plan_write(self, nodes: int, ahead: int = 0) -> WritePlan:
-        """Decides where the next forward of `nodes` tokens a row goes; it stays in force until the next plan.
-
-        Between each row's length and the first node lie `ahead` slots: those of nodes that earlier forwards of the
-        same tree have written.
-        """
+        """Decides where the next forward's `nodes` go: after the slots in use and `ahead` nodes of the same tree."""
         if self.columns is not None:
             columns, offset = self.columns, None
             firsts = self.lengths + ahead if ahead else self.lengths
@@ -353,10 +337,7 @@ class SlotCache(Cache):
         return self.plan
 
     def commit(self, counts: RowNumbers, path: torch.LongTensor | None = None) -> None:
-        """Keeps `counts[r]` nodes of the last forward, anchor included: those of a path `(R, M)`, or the first ones.
-
-        In a graph the counts are a tensor `(R,)`, or equal ones. Columns of the path past a row's count are ignored.
-        """
+        """Keeps `counts[r]` nodes of the last forward, anchor included: of a path `(R, M)`, or the first ones."""
         # The anchor alone lies in place, too.
         moves = path is not None and path.shape[1] > 1
         if moves and path.device.type == "cpu":
@@ -372,10 +353,7 @@ class SlotCache(Cache):
             self.lengths = self.lengths + (counts[0] if isinstance(counts, list) else counts)
 
     def keep_rows(self, keep: list[int], behind: Sequence[int] = ()) -> None:
-        """Keeps the active rows at these positions, in this order; only rows that change places are copied.
-
-        The slots of the rows `behind` stay as they are, in places behind those of the active rows.
-        """
+        """Goes on with these rows, in this order; the slots of the rows `behind` follow as they are."""
         columns, order = max(self.lengths), [*keep, *behind]
         targets = tuple(place for place, row in enumerate(order) if place != row)
         sources = tuple(order[place] for place in targets)
@@ -402,10 +380,7 @@ class SlotCache(Cache):
 
 
 def check_room(cache: StaticCache, batch_size: int, columns: int) -> None:
-    """Refuses a user's `StaticCache` of other rows than the call's, or that the call may outgrow.
-
-    A row may have `columns` tokens at its end, all of which but the last are read.
-    """
+    """Refuses a user's `StaticCache` of other rows than the call's, or with no room for `columns` tokens."""
     layers = [layer for layer in cache.layers if hasattr(layer, "max_cache_len")]
     rows = {len(layer.keys) for layer in layers if layer.is_initialized}
     if rows - {batch_size}:

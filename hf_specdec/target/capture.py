@@ -45,10 +45,9 @@ INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
 class NoWaiting(TorchDispatchMode):
-    """Inside, operations that make the host wait for the device raise a `CannotCaptureError`, in this thread.
+    """Inside, operations that make the host wait for the device raise a `CannotCaptureError`, in this thread."""
 
-    In the middle of a capture they would fail as well, and leave the GPU's random numbers and memory pools unusable.
-    """
+    # In a capture they would fail, too, and leave the GPU's random numbers and memory pools unusable.
 
     def __init__(self):
         super().__init__()
@@ -116,33 +115,12 @@ def parts_of_index(index: Any) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
 
 
-class CaptureBackend:
-    """Records forwards, and repeats them on the same memory. All records of one backend share memory."""
-
-    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Records `run`, which may be called several times and does the same each time.
-
-        Returns a function that repeats it, and what `run` returned: tensors that each repetition writes again. They
-        hold until the next repetition of any record of this backend.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must implement capture().")
-
-    def forget(self) -> None:
-        """Marks the end: what was recorded before is repeated no more."""
-
-    def begin_call(self) -> None:
-        """A call takes over from the one before, which may have run in another stream."""
-
-    def end_call(self) -> None:
-        """The call has launched its last work."""
-
-
 # Only one capture may be underway in a process.
 _capture_lock = Lock()
 
 
-class CudaBackend(CaptureBackend):
-    """CUDA graphs with one memory pool."""
+class CudaBackend:
+    """CUDA graphs with one memory pool: their outputs hold until any of them runs again."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -151,6 +129,7 @@ class CudaBackend(CaptureBackend):
         self._last_call: torch.cuda.Event | None = None
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Records `run`, which is called several times; returns what repeats it, and the output it writes again."""
         with _capture_lock, torch.cuda.device(self.device):
             if self._stream is None:
                 # One for all captures: each stream has a workspace of its own.
@@ -196,18 +175,21 @@ class CudaBackend(CaptureBackend):
         return graph, output
 
     def forget(self) -> None:
+        """Marks the end: what was recorded before is repeated no more."""
         # A pool ends with the last of its graphs.
         self._pool = None
 
     def begin_call(self) -> None:
+        """A call takes over from the one before, which may have run in another stream."""
         if self._last_call is not None:
             torch.cuda.current_stream(self.device).wait_event(self._last_call)
 
     def end_call(self) -> None:
+        """The call has launched its last work."""
         self._last_call = torch.cuda.current_stream(self.device).record_event()
 
 
-def capture_backend(device: torch.device) -> CaptureBackend | None:
+def capture_backend(device: torch.device) -> CudaBackend | None:
     """Backend that captures forwards on a device; `None` where there is none."""
     return CudaBackend(device) if device.type == "cuda" else None
 
@@ -227,10 +209,7 @@ class SharedOutputs:
         return 0 if self._memory is None else self._memory.nbytes
 
     def put(self, output: Any) -> Any:
-        """The output, nested or not, with its large tensors copied to the shared memory, in a graph or in front of it.
-
-        A graph that was captured before the memory had to grow keeps what it was captured with.
-        """
+        """The output, nested or not, with its large tensors copied to the shared memory."""
         large = [value for value in tree_iter(output) if torch.is_tensor(value) and value.nbytes >= _LARGE_OUTPUT]
         if not large:
             return output

@@ -42,10 +42,7 @@ _checked: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = WeakKeyDict
 def check_continuation(
     target: SlotModel, continuation: Continuation, tokens: torch.LongTensor, most_tokens: int
 ) -> None:
-    """Refuses a target that goes on after the prompts, with first tokens `(B,)`, in another way than it is driven.
-
-    `most_tokens` may follow, the first ones included.
-    """
+    """Refuses a target that goes on after the prompts, with tokens `(B,)`, in another way than it is driven."""
     model, most_tokens = target.model, min(most_tokens, _MOST_TOKENS)
     has_padding = min(continuation.text_lengths) < continuation.num_slots
     key = has_padding, _forwards_of_others(model)

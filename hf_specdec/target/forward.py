@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SlotForward:
-    """A forward: the nodes of a verification that it reads, or without a topology the tokens of prompts.
-
-    While the model's own forward runs, whatever has taken the place of a function of the model finds it in `running`.
-    """
+    """What a forward reads: the nodes of a verification, or without a topology the tokens of prompts."""
 
     tokens: torch.Tensor  # (R, T), or embeddings (R, T, H)
     topology: TreeTopology | None = None  # who sees whom among the nodes
@@ -75,18 +72,13 @@ def told(forward: SlotForward) -> Iterator[None]:
 
 @dataclass
 class SlotOutput:
-    """Result of a forward over slots.
-
-    A graph that has judged the draft has an outcome: "accepted", "counts" `(R, 1)`, of the draft and in all;
-    "committed", "path" `(R, M)`, tokens and their nodes; "readable" `(R, M)`, "anchor" `(R, 1)`, tokens that
-    embeddings accept, and the last of each row; "num_nodes" `(R, 1)`, "tokens", "parents" `(R, N)`.
-    """
+    """Result of a forward over slots."""
 
     logits: torch.Tensor  # (R, T, V)
     # The states asked for, each `(R, T, H)`; with an outcome `(R, M, H)`, along the path.
     hidden_states: dict[int | str, torch.Tensor] = field(default_factory=dict)
     all_hidden_states: tuple[torch.Tensor, ...] | None = None  # those of all layers
-    outcome: PackedTables | None = None
+    outcome: PackedTables | None = None  # of a graph that has judged the draft
     successors: torch.LongTensor | None = None  # of `with_successors`, (R, T, 1 + K), as asked for
     may_fail: bool = True  # scores may leave no token to choose, so that the verdict is an error
 
@@ -123,8 +115,5 @@ class Part:
         return depths
 
     def prepare(self, prefix: Callable[[int, list[int]], torch.LongTensor]) -> int:
-        """Brings rows up to date in front of a cycle, and counts the forwards that this takes.
-
-        The function says the first tokens of rows in the batch, as many as its first argument says.
-        """
+        """Brings rows up to date in front of a cycle, by the first tokens of some; counts the forwards it takes."""
         return 0

@@ -8,9 +8,7 @@ Shapes: R rows and T nodes of a graph, r and t of them in use, N = T - 1 draft n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,42 +17,17 @@ from ..drafts import DraftTree, TreeTopology
 from ..kernels.best import with_successors
 from ..kernels.cache import move_slots
 from ..kernels.tree_attention import MAX_NODES
-from ..logits.captured import CapturedJudge
 from ..logits.randomness import RowKeys
+from ..logits.rules import CapturedJudge
 from ..target_facts import vocabulary_size
-from ..transfers import PackedTables, RowNumbers, take_nodes
+from ..transfers import PackedTables, take_nodes
 from .forward import SlotOutput
-from .graphs import CallGraphs, GraphInputs, Variant
+from .graphs import GraphInputs, Variant
 from .masks import GrownTopology, RowPlaces
 
 
 if TYPE_CHECKING:
     from .model import SlotModel
-
-
-@dataclass
-class NewNodes:
-    """Nodes that a forward reads after the committed slots, as a graph takes them."""
-
-    tokens: Sequence[torch.LongTensor]  # (r, t), in one or more parts
-    parents: torch.LongTensor  # (t - 1,) or (r, t - 1): those of [`DraftTree`]
-    num_drafted: RowNumbers  # (r,): valid draft nodes of each row
-    probs: torch.FloatTensor | None = None  # (r, t - 1, V): the distributions that they were drawn from
-    keys: RowKeys | None = None  # of the rows' random numbers
-    more: torch.LongTensor | None = None  # (r,): by how many tokens rows are longer than the host knows
-
-    @classmethod
-    def of(
-        cls,
-        anchors: torch.LongTensor,
-        draft: DraftTree,
-        judge: CapturedJudge | None,
-        more: torch.LongTensor | None = None,
-    ) -> NewNodes:
-        """Anchors `(r,)` and drafts after them."""
-        counts = draft.num_nodes if draft.node_counts is None else draft.node_counts
-        keys = None if judge is None else judge.keys
-        return cls([anchors[:, None], draft.tokens], draft.parents, counts, draft.probs, keys, more)
 
 
 # Integers of the rows beside their places.
@@ -63,12 +36,7 @@ _NUMBERS = (*RowPlaces([], [], []).numbers, "num_drafted", *_KEYS)
 
 
 class NodeInputs(GraphInputs):
-    """The buffers of a forward over slots.
-
-    Rows of padding are empty, and write to slots that no row uses. Nodes of padding are children of the anchor after
-    the nodes in use. A judge may judge the nodes; `probs` `(R, T - 1, V)` is room for the distributions that they were
-    drawn from, in memory that others may write to between two forwards.
-    """
+    """The buffers of a forward over slots, whose nodes a judge may judge."""
 
     def __init__(
         self,
@@ -76,8 +44,9 @@ class NodeInputs(GraphInputs):
         nodes: int,
         device: torch.device,
         judge: CapturedJudge | None = None,
-        probs: torch.FloatTensor | None = None,
+        probs: torch.FloatTensor | None = None,  # (R, T - 1, V): room for what nodes were drawn from, shared by graphs
     ):
+        # Rows of padding are empty, and write to slots that no row uses.
         super().__init__(rows, device, dict.fromkeys(_NUMBERS, 0), {})
         self.num_nodes = nodes
         self.judge: CapturedJudge | None = judge
@@ -85,30 +54,35 @@ class NodeInputs(GraphInputs):
         with torch.inference_mode(False):
             # The tokens of all nodes, the parents of those that were drafted, and tokens unknown to the host.
             self._nodes = torch.zeros((rows, 2 * nodes), dtype=torch.long, device=device)
+            # Nodes of padding are children of the anchor after the nodes in use.
             self._padding_nodes = torch.zeros((2, 1, nodes), dtype=torch.long, device=device)
             self._padding_nodes[1] = -1
 
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        return [*super().buffers, self._nodes, *(() if self.probs is None else (self.probs,))]
-
-    def fill_nodes(self, count: int, new: NewNodes, rows: RowPlaces) -> None:
-        """Copies in the nodes of the first rows."""
-        keys = ([0] * count,) * 3 if new.keys is None else new.keys[:3]
-        self.fill(count, {**rows.numbers, "num_drafted": new.num_drafted, **dict(zip(_KEYS, keys))}, {})
-        if self.probs is not None and new.probs is not None:
+    def fill_nodes(
+        self,
+        count: int,
+        anchors: torch.LongTensor,  # (r,)
+        draft: DraftTree,
+        rows: RowPlaces,
+        keys: RowKeys | None = None,  # of the rows' random numbers
+        more: torch.LongTensor | None = None,  # (r,): by how many tokens rows are longer than the host knows
+    ) -> None:
+        """Copies in the anchors and the drafts of the first rows."""
+        integers = ([0] * count,) * 3 if keys is None else keys[:3]
+        num_drafted = draft.num_nodes if draft.node_counts is None else draft.node_counts
+        self.fill(count, {**rows.numbers, "num_drafted": num_drafted, **dict(zip(_KEYS, integers))}, {})
+        if self.probs is not None and draft.probs is not None:
             # Those of padding may be any numbers.
-            self.probs[:count, : new.probs.shape[1]].copy_(new.probs[:count])
-        missing = self.num_nodes - 1 - new.parents.shape[-1]
-        zeros, anchors = self._padding_nodes[..., :missing].expand(-1, count, -1)
+            self.probs[:count, : draft.size].copy_(draft.probs[:count])
+        zeros, no_parents = self._padding_nodes[..., : self.num_nodes - 1 - draft.size].expand(-1, count, -1)
         none = self._padding_nodes[0, :, :1]
-        added = none.expand(count, -1) if new.more is None else new.more[:count, None]
-        parents = new.parents if new.parents.dim() == 1 else new.parents[:count]
-        parts = [*(part[:count] for part in new.tokens), zeros, parents.expand(count, -1), anchors, added]
+        added = none.expand(count, -1) if more is None else more[:count, None]
+        parents = draft.parents if draft.parents.dim() == 1 else draft.parents[:count]
+        parts = [anchors[:count, None], draft.tokens[:count], zeros, parents.expand(count, -1), no_parents, added]
         torch.cat([part for part in parts if part.shape[1]], dim=1, out=self._nodes[:count])
         if count < len(self._nodes):
             self._nodes[count:] = self._nodes[:1]
-            if new.more is not None:
+            if more is not None:
                 self._nodes[count:, -1:] = none
 
     # What the graph that runs reads
@@ -148,92 +122,93 @@ def in_a_graph(model: SlotModel, rows: RowPlaces, columns: int) -> SlotModel:
 _MOST_SCORES = 1 << 26
 
 
-class Graphed:
-    """Runs forwards of a model over slots as graphs of its call; each method returns `None` where none can run."""
+def graphed_verification(
+    slots: SlotModel, anchors: torch.LongTensor, draft: DraftTree, judge: CapturedJudge | None
+) -> SlotOutput | None:
+    """The output of [`SlotModel.verify`] by a graph, if there is one; a judge judges the draft in it."""
+    tensors = _run(slots, anchors, draft, judge)
+    if tensors is None:
+        return None
+    logits, states, outcome = tensors
+    rows, nodes = draft.batch_size, draft.size + 1
+    slots.cache.plan_write(nodes)
+    # Without rows and nodes of padding.
+    if outcome is None:
+        return SlotOutput(logits[:rows, :nodes], {key: state[:rows, :nodes] for key, state in states.items()})
+    # Whoever is told of a commit may read it when the graph has long run again.
+    copies = () if states is None else states[:, :rows].clone().unbind()
+    outcome, states = outcome.copy_of_rows(rows), dict(zip(slots.states, copies))
+    successors = outcome["successors"].unflatten(1, (logits.shape[1], -1)) if slots.num_successors else None
+    return SlotOutput(logits[:rows, :nodes], states, None, outcome, successors, judge.may_fail)
 
-    def __init__(self, slots: SlotModel):
-        self.slots = slots
-        self.graphs: CallGraphs = slots.graphs
 
-    def verify(self, anchors: torch.LongTensor, draft: DraftTree, judge: CapturedJudge | None) -> SlotOutput | None:
-        """The output of [`SlotModel.verify`], of a draft that the graph judges if there is a judge."""
-        return self._output(NewNodes.of(anchors, draft, judge), judge)
+def graphed_forward(
+    slots: SlotModel, tokens: torch.Tensor, topology: TreeTopology, logits_from: int
+) -> SlotOutput | None:
+    """The output of [`SlotModel.forward`] by a graph, if there is one."""
+    if tokens.is_floating_point():
+        return None
+    draft = DraftTree(tokens[:, 1:], topology.draft_parents, [tokens.shape[1] - 1] * len(tokens))
+    output = graphed_verification(slots, tokens[:, 0], draft, None)
+    if output is not None:
+        output.logits = output.logits[:, logits_from:]
+    return output
 
-    def verify_ahead(
-        self, anchors: torch.LongTensor, draft: DraftTree, judge: CapturedJudge, counts: torch.LongTensor
-    ) -> None:
-        """Launches a verification before the host knows that `counts` `(R,)` nodes of the last one stay."""
-        with self.graphs.ahead():
-            self._tensors(NewNodes.of(anchors, draft, judge, counts), judge)
 
-    def forward(self, tokens: torch.Tensor, topology: TreeTopology, logits_from: int) -> SlotOutput | None:
-        """The output of [`SlotModel.forward`]."""
-        if tokens.is_floating_point():
-            return None
-        rows, nodes = tokens.shape
-        output = self._output(NewNodes([tokens], topology.draft_parents, [nodes - 1] * rows), None)
-        if output is not None:
-            output.logits = output.logits[:, logits_from:]
-        return output
+def verify_ahead(
+    slots: SlotModel, anchors: torch.LongTensor, draft: DraftTree, judge: CapturedJudge, counts: torch.LongTensor
+) -> None:
+    """Launches a verification before the host knows that `counts` `(R,)` nodes of the last one stay."""
+    with slots.graphs.ahead():
+        _run(slots, anchors, draft, judge, counts)
 
-    def _output(self, new: NewNodes, judge: CapturedJudge | None) -> SlotOutput | None:
-        """What a graph has computed, without rows and nodes of padding."""
-        tensors = self._tensors(new, judge)
-        if tensors is None:
-            return None
-        logits, states, outcome = tensors
-        slots, rows, nodes = self.slots, len(new.num_drafted), new.parents.shape[-1] + 1
-        slots.cache.plan_write(nodes)
-        if outcome is None:
-            states = {key: state[:rows, :nodes] for key, state in states.items()}
-            return SlotOutput(logits[:rows, :nodes], states)
-        # Whoever is told of a commit may read it when the graph has long run again.
-        copies = () if states is None else states[:, :rows].clone().unbind()
-        outcome, states = outcome.copy_of_rows(rows), dict(zip(slots.states, copies))
-        successors = outcome["successors"].unflatten(1, (logits.shape[1], -1)) if slots.num_successors else None
-        return SlotOutput(logits[:rows, :nodes], states, None, outcome, successors, judge.may_fail)
 
-    def _tensors(self, new: NewNodes, judge: CapturedJudge | None) -> list[Any] | None:
-        """Logits, states and outcome of a graph, which may have run ahead."""
-        slots, rows, device = self.slots, len(new.num_drafted), new.parents.device
-        nodes = new.parents.shape[-1] + 1
-        size = 1 if nodes == 1 else self.graphs.largest
-        if not nodes <= size <= MAX_NODES:
-            return None
-        vocab_size = vocabulary_size(slots.model)
-        if judge is not None and judge.may_fail and rows * size * vocab_size > _MOST_SCORES:
-            judge = None
-        key: tuple[Any, ...] = (size, slots.states)
+def _run(
+    slots: SlotModel,
+    anchors: torch.LongTensor,
+    draft: DraftTree,
+    judge: CapturedJudge | None,
+    more: torch.LongTensor | None = None,
+) -> list[Any] | None:
+    """Logits, states and outcome of a graph, which may have run ahead."""
+    graphs, rows, nodes, device = slots.graphs, draft.batch_size, draft.size + 1, draft.parents.device
+    size = 1 if nodes == 1 else graphs.largest
+    if not nodes <= size <= MAX_NODES:
+        return None
+    vocab_size = vocabulary_size(slots.model)
+    if judge is not None and judge.may_fail and rows * size * vocab_size > _MOST_SCORES:
+        judge = None
+    key: tuple[Any, ...] = (size, slots.states)
+    if judge is not None:
+        # Whatever of judging is built into a graph.
+        key += ((slots.most_committed, slots.num_successors, judge.is_drawn, judge.is_chain),)
+        key += () if judge.settings is None else (Variant(judge.settings),)
+
+    def make_inputs(rows: int) -> NodeInputs:
+        shape = (rows, size - 1, vocab_size)
+        probs = graphs.shared_floats(shape, device) if judge is not None and judge.is_drawn else None
+        return NodeInputs(rows, size, device, judge=judge, probs=probs)
+
+    def fill(inputs: NodeInputs, count: int) -> None:
+        inputs.fill_nodes(count, anchors, draft, slots.places, None if judge is None else judge.keys, more)
+
+    def read(inputs: NodeInputs, columns: int) -> tuple[Any, ...]:
+        model = in_a_graph(slots, inputs.rows, columns)
+        tokens, topology, draft = inputs.read()
+        output = model.forward(tokens, topology)
+        # What has computed the attention, which decides about masks.
+        slots.attention_layers = model.attention_layers
+        states, outcome = output.hidden_states, None
         if judge is not None:
-            # Whatever of judging is built into a graph.
-            key += ((slots.most_committed, slots.num_successors, judge.is_drawn, judge.is_chain),)
-            key += () if judge.settings is None else (Variant(judge.settings),)
+            states, outcome = _judged(model, inputs, tokens, draft, output)
+        return output.logits, states, outcome, model.attention_layers
 
-        def make_inputs(rows: int) -> NodeInputs:
-            shape = (rows, size - 1, vocab_size)
-            probs = self.graphs.shared_floats(shape, device) if judge is not None and judge.is_drawn else None
-            return NodeInputs(rows, size, device, judge=judge, probs=probs)
-
-        def fill(inputs: NodeInputs, count: int) -> None:
-            inputs.fill_nodes(count, new, slots.places)
-
-        def read(inputs: NodeInputs, columns: int) -> tuple[Any, ...]:
-            model = in_a_graph(slots, inputs.rows, columns)
-            tokens, topology, draft = inputs.read()
-            output = model.forward(tokens, topology)
-            # What has computed the attention, which decides about masks.
-            slots.attention_layers = model.attention_layers
-            states, outcome = output.hidden_states, None
-            if judge is not None:
-                states, outcome = _judged(model, inputs, tokens, draft, output)
-            return output.logits, states, outcome, model.attention_layers
-
-        width = size if new.more is None else size + slots.most_committed
-        captured = self.graphs.run(key, rows, make_inputs, fill, read, slots.cache, width)
-        if captured is None:
-            return None
-        *tensors, slots.attention_layers = captured.output
-        return tensors
+    width = size if more is None else size + slots.most_committed
+    captured = graphs.run(key, rows, make_inputs, fill, read, slots.cache, width)
+    if captured is None:
+        return None
+    *tensors, slots.attention_layers = captured.output
+    return tensors
 
 
 def _judged(

@@ -36,7 +36,7 @@ from ..kernels.tree_attention import MAX_NODES
 from ..threads import Lock
 from ..transfers import RowNumbers, holding, on_host
 from .cache import SlotCache
-from .capture import CaptureBackend, SharedOutputs, capture_backend
+from .capture import CudaBackend, SharedOutputs, capture_backend
 from .facts import model_profile
 from .store import Place, SlotStore, padded_rows, row_sizes
 
@@ -45,35 +45,26 @@ logger = logging.get_logger(__name__)
 
 
 class GraphInputs:
-    """Buffers that a graph reads: they stay where they are, and are filled in front of each run.
-
-    `numbers` are names of integers of the rows, with those of rows of padding. They lie in one table, so that those
-    that the host knows arrive in one copy. Other tensors are like the given ones, `(r, ...)` or with a `length`
-    `(r, t, ...)` with t up to it, and zeros for rows of padding.
-    """
+    """Buffers that a graph reads: they stay where they are, and are filled in front of each run."""
 
     def __init__(
         self,
         rows: int,
         device: torch.device,
-        numbers: dict[str, int],
-        like: dict[Any, torch.Tensor],
-        length: int | None = None,
+        numbers: dict[str, int],  # names of integers of the rows, and those of rows of padding
+        like: dict[Any, torch.Tensor],  # other tensors (r, ...), or with a length (r, t, ...); padding has zeros
+        length: int | None = None,  # the largest t
     ):
         self._padding = numbers.values()
         # A call may run in inference mode, and a later one outside of it.
         with torch.inference_mode(False):
-            # Each line begins at a multiple of 16 bytes, for which kernels are compiled in any case.
+            # One table, which arrives in one copy. Kernels are compiled for lines at multiples of 16 bytes.
             self._table = torch.zeros((len(numbers), rows + rows % 2), dtype=torch.long, device=device)
             self.tensors: dict[Any, torch.Tensor] = {}
             for name, values in like.items():
                 shape = values.shape[1:] if length is None else (length, *values.shape[2:])
                 self.tensors[name] = torch.zeros((rows, *shape), dtype=values.dtype, device=device)
         self.numbers: dict[str, torch.LongTensor] = dict(zip(numbers, self._table[:, :rows]))
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        return [self._table, *self.tensors.values()]
 
     def fill(self, count: int, numbers: dict[str, RowNumbers], tensors: dict[Any, torch.Tensor]) -> None:
         """Copies in what the first `count` rows read; tensors may be smaller than their buffers, with zeros after."""
@@ -138,13 +129,13 @@ class ModelGraphs:
         self.floats: torch.FloatTensor | None = None
         self.forwards: dict[tuple[Any, ...], CapturedForward] = {}
         self.why_eager: str | None = None  # nothing more is captured, since a capture has failed
-        self.backend: CaptureBackend | None = None
+        self.backend: CudaBackend | None = None
         self._variants: list[Variant] = []
         self._state: tuple[Any, ...] | None = None
         self.owner: Callable[[], CallGraphs | None] = lambda: None  # the call that has them
         self.lock: Lock = Lock()
 
-    def acquire(self, call: CallGraphs, backend: CaptureBackend, state: tuple[Any, ...]) -> bool:
+    def acquire(self, call: CallGraphs, backend: CudaBackend, state: tuple[Any, ...]) -> bool:
         """Gives the graphs to a call, unless another one has them; after a change of `state` they are worthless."""
         with self.lock:
             if self.owner() is not None:
@@ -188,7 +179,7 @@ class CallGraphs:
     def __init__(
         self,
         model: torch.nn.Module,
-        backend: CaptureBackend,
+        backend: CudaBackend,
         largest: int = 1,
         why_eager: str | None = None,
         shared: tuple[torch.nn.Module, ...] = (),
@@ -236,23 +227,16 @@ class CallGraphs:
 
     def run(
         self,
-        key: tuple[Any, ...],
+        key: tuple[Any, ...],  # what is built into the graph: sizes, and whatever else is not among its inputs
         rows: int,
-        make_inputs: Callable[[int], Any],
-        fill: Callable[[Any, int], None],
-        read: Callable[..., Any],
+        make_inputs: Callable[[int], Any],  # for R rows
+        fill: Callable[[Any, int], None],  # for the first r of them
+        read: Callable[..., Any],  # the forward of inputs, and of so many slots of a cache; can be repeated
         cache: SlotCache | None = None,
-        width: int = 0,
-        limits: tuple[int, ...] = (),
+        width: int = 0,  # most slots after the longest row that are written
+        limits: tuple[int, ...] = (),  # of the rows, among the inputs; a run ahead with others is of no use
     ) -> CapturedForward | None:
-        """Runs a forward as a graph; its output is to be read before the next one runs. `None` where there is none.
-
-        The key has what is built into the graph: sizes, and whatever else it does not read from its inputs, which
-        `make_inputs` makes for R rows and `fill` fills for the first ones. `read` is the forward: it takes them, and
-        with a cache the number of slots that it is to read, and returns tensors. It runs several times to be captured,
-        so a run must leave nothing that another one would find changed. It may write up to `width` slots after the
-        longest row. The limits are those of the rows among the inputs; a run ahead with others is of no use.
-        """
+        """Runs a forward as a graph, whose output holds until the next one runs; `None` where there is none."""
         if self.why_eager is not None:
             return None
         place, columns = None, ()
@@ -289,11 +273,7 @@ class CallGraphs:
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """Lets the graph inside of the block run ahead, with inputs that the host does not know.
-
-        The next run of the same graph for as many rows finds its output, and does not run it again. Whoever would fill
-        in anything else than what the graph has read calls `forget_ahead` before.
-        """
+        """Lets the graph inside of the block run ahead: the next run of its key finds the output."""
         self._runs_ahead = True
         try:
             yield
@@ -326,13 +306,9 @@ class CallGraphs:
         return CapturedForward(inputs, output, repeat, held)
 
     def beside(self) -> CallGraphs:
-        """The same graphs, and the same memory, for another use of the model in this call.
-
-        What has run ahead for one use is not looked for by the other, which may run before its output is read: that is
-        copied. The call itself ends the graphs of both.
-        """
+        """The same graphs and memory for another use of the model in this call, which the call itself ends."""
         other = copy(self)
-        other._copies_output = True
+        other._copies_output = True  # another use may run before it is read
         other.num_replays = other.num_captures = 0
         other._runs_ahead = False
         other._ahead = None
@@ -357,15 +333,11 @@ class CallGraphs:
 
 def graphs_for(
     model: torch.nn.Module,
-    reasons: dict[str, bool],
-    shared: tuple[torch.nn.Module, ...] = (),
-    largest: int = 1,
+    reasons: dict[str, bool],  # what would make the call run without graphs, and whether it holds
+    shared: tuple[torch.nn.Module, ...] = (),  # modules of others that the forwards go through
+    largest: int = 1,  # nodes of a full draft, the anchor included
 ) -> CallGraphs | None:
-    """Graphs of a model for one call; `None` where its device has none.
-
-    `reasons` say what would make the call run without graphs, and whether it holds; `shared` are modules of others
-    that the forwards go through, `largest` the nodes of a full draft, the anchor included.
-    """
+    """Graphs of a model for one call; `None` where its device has none."""
     backend = capture_backend(next(model.parameters()).device)
     if backend is None:
         return None
@@ -414,10 +386,8 @@ def _weights(parts: tuple[torch.nn.Module, ...]) -> list[torch.Tensor]:
 
 
 def _is_watched(module: torch.nn.Module) -> bool:
-    """Code of others runs in the module's forward, which a graph would leave out.
-
-    transformers leaves hooks behind that collect states when asked to; those of this package see their own thread.
-    """
+    """Code of others runs in the module's forward, which a graph would leave out."""
+    # transformers leaves hooks behind that collect states when asked to; those of this package see their own thread.
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     packages = {(getattr(hook, "__module__", None) or "").partition(".")[0] for hook in hooks}
     return "forward" in vars(module) or not packages <= {"transformers", "hf_specdec"}

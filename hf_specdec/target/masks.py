@@ -122,13 +122,10 @@ def slot_tree(topology: TreeTopology, rows: RowPlaces) -> SlotTree:
 
 
 class GrownTopology(TreeTopology):
-    """A topology of at most 64 nodes in a graph, made by one kernel of draft parents `(R, T - 1)`.
-
-    The host does not know the parents. `bits` `(R, T)` are the ancestors as [`SlotTree`] has them.
-    """
+    """A topology of at most 64 nodes in a graph, by one kernel, of parents `(R, T - 1)` unknown to the host."""
 
     draft_parents: torch.LongTensor
-    bits: torch.LongTensor
+    bits: torch.LongTensor  # (R, T): the ancestors as [`SlotTree`] has them
 
     def __init__(self, draft_parents: torch.LongTensor):
         bits, depths = grow_ancestors(draft_parents)
@@ -213,11 +210,7 @@ def node_masks(
     dtype: torch.dtype,
     repeats: int = 1,
 ) -> list[torch.Tensor]:
-    """Additive masks of S = `columns` slots, one for each span.
-
-    The T rows of a mask follow each other `repeats` times, for query heads that are folded into nodes. Shapes are
-    `(1, 1, repeats * T, S)` where all rows are known to be alike, else `(R, 1, repeats * T, S)`.
-    """
+    """Additive masks `(R | 1, 1, repeats * T, columns)`, one for each span, for nodes with `repeats` query heads."""
     are_alike = topology.depths.dim() == 1 and rows.is_uniform
     masks: list[torch.Tensor] = []
     for span in spans:

@@ -23,15 +23,15 @@ from ..kernels._triton import use_triton
 from ..kernels.best import with_successors
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import MAX_NODES, Beginning
-from ..logits.captured import CapturedJudge
 from ..logits.grammar.masks import masked_nodes
+from ..logits.rules import CapturedJudge
 from ..threads import StandIns, cached_property
 from ..transfers import upload
 from .attention import TREE_KERNEL, attention_switch, name_masks
 from .cache import SlotCache
 from .facts import ModelProfile, model_profile
 from .forward import Part, SlotForward, SlotOutput, told
-from .graphed import Graphed
+from .graphed import graphed_forward, graphed_verification
 from .graphs import CallGraphs
 from .masks import RowPlaces, TreeMask, node_masks, slot_tree
 from .states import captured_states, state_taps
@@ -183,7 +183,7 @@ class SlotModel:
 
     def verify(self, anchors: torch.LongTensor, draft: DraftTree, judge: CapturedJudge | None = None) -> SlotOutput:
         """Reads anchors `(R,)` and drafts after each row's committed slots; a judge is for graphs."""
-        output = None if self.graphs is None else Graphed(self).verify(anchors, draft, judge)
+        output = None if self.graphs is None else graphed_verification(self, anchors, draft, judge)
         if output is None:
             output = self.forward(_with_anchors(anchors, draft), draft.topology)
         # The last layers may be on another device.
@@ -203,7 +203,7 @@ class SlotModel:
                 f"{type(self.model).__name__} tells positions from the order of its cache, so it can verify chains, "
                 "and got a draft tree. Draft without branches."
             )
-        output = None if self.graphs is None else Graphed(self).forward(tokens, topology, logits_from)
+        output = None if self.graphs is None else graphed_forward(self, tokens, topology, logits_from)
         if output is not None:
             return output
         rows, plan = self.places, self.cache.plan_write(tokens.shape[1])

@@ -56,10 +56,7 @@ class ModelSlots:
     # Forwards
 
     def read(self, tokens: torch.Tensor, counts: RowNumbers, logits_from: int = 0) -> SlotOutput:
-        """Reads tokens `(R, T)`, or embeddings `(R, T, H)`, and keeps the first `counts[r]` of each row.
-
-        The output has the logits `(R, T', U)` from one token on.
-        """
+        """Reads tokens `(R, T)` or embeddings `(R, T, H)`, and keeps the first `counts[r]` of each row."""
         device = self.model.model.device
         output = self.model.forward(tokens.to(device), chain_topology(tokens.shape[1] - 1, device), logits_from)
         # What has computed the attention, which decides about masks.

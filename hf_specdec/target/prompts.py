@@ -38,11 +38,7 @@ _MOST_ASKED = 4096
 
 
 def read_prompts(request: Request, target: SlotModel, max_length: int) -> tuple[Prompt, SlotOutput, Continuation]:
-    """Lets the target read the prompts into its slots, by transformers' own prefill, and starts the slots.
-
-    A row may hold `max_length` tokens, the prompt included. Returns the prompts for a drafter, logits and states of
-    their last tokens, and where the rows go on.
-    """
+    """Lets the target read the prompts by transformers' own prefill, and starts slots for rows of `max_length`."""
     model, input_ids, profile = request.model, request.input_ids, target.profile
     kwargs, length = dict(request.model_kwargs), input_ids.shape[1]
     mask = kwargs.get(profile.of_decoder("attention_mask"))
@@ -91,10 +87,7 @@ def read_prompts(request: Request, target: SlotModel, max_length: int) -> tuple[
 def _prefill(
     request: Request, target: SlotModel, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[Any, torch.Tensor], dict[str, Any]]:
-    """transformers' own prefill, in chunks where others get a turn: the last output, and the states of all slots.
-
-    Beside them comes what the last forward has received, see [`_watched_prefill`].
-    """
+    """transformers' own prefill, in chunks where others get a turn: its output, all states, and what was received."""
     input_ids, length, ends = request.input_ids, request.input_ids.shape[1], []
     if request.between_chunks is not None:
         ends = list(range(request.chunk_size, length, request.chunk_size))
@@ -122,11 +115,7 @@ def _prefill(
 
 @contextmanager
 def _watched_prefill(model: torch.nn.Module, profile: ModelProfile) -> Iterator[dict[str, Any]]:
-    """Yields what the last forward in the block has of a model that prepares its inputs itself.
-
-    That is its "cache", and the "positions" `(..., 1)` of the last column where its decoder reads them: in its
-    embeddings, or in its first layer.
-    """
+    """Yields the "cache" and last "positions" of the last forward of a model that prepares its inputs itself."""
     received: dict[str, Any] = {}
     thread, name = get_ident(), "prepare_inputs_for_generation"
 
@@ -186,10 +175,7 @@ def following_inputs(
 def _ask_for_following(
     request: Request, target: SlotModel, output: Any, kwargs: dict[str, Any], first: dict[str, Any], room: int
 ) -> None:
-    """Asks a model that prepares inputs with code of its own for those of all tokens that may follow the prefill.
-
-    They must be those that are derived from the `first` ones after it.
-    """
+    """Refuses a model whose own code prepares other inputs for later tokens than follow from the `first` ones."""
     model, profile = request.model, target.profile
     attributes, tokens, past = dict(vars(model)), request.input_ids, target.cache.get_seq_length()
     # Tokens that stand for those that are not known yet, and differ from each other.
@@ -235,10 +221,7 @@ class Continuation:
     def read(
         cls, request: Request, target: SlotModel, inputs: dict[str, Any], last: torch.Tensor | None, num_given: int
     ) -> Continuation:
-        """Derives it from the next forward's inputs, and the `last` positions that the decoder was seen to read.
-
-        Of the slots `generate()` knows `num_given`.
-        """
+        """Derives it from the next forward's inputs, and the `last` positions that the decoder was seen to read."""
         model, profile = request.model, target.profile
         num_slots = target.cache.get_seq_length()
         mask = inputs.get(profile.of_decoder("attention_mask"))

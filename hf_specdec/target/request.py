@@ -91,10 +91,7 @@ class Request:
         return length if length > past_length else past_length + length
 
     def row_inputs(self) -> dict[str, torch.Tensor]:
-        """Inputs that a row's new tokens repeat, each `(B, 1)`: arguments of the target's forward, and `ADAPTED_ROW`.
-
-        The latter is for targets whose rows have adapters of their own.
-        """
+        """Inputs `(B, 1)` that a row's new tokens repeat: arguments of the forward, and `ADAPTED_ROW`."""
         inputs = {}
         if hasattr(self.model, "peft_config") and RowAdapters(self.model):
             places = range(self.batch_size) if self.adapters is None else self.adapters

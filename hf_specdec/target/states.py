@@ -35,10 +35,7 @@ Tap = tuple[int | str, nn.Module, bool]
 def captured_states(
     model: nn.Module, keys: tuple[int | str, ...], joined: bool = False, taps: list[Tap] | None = None
 ) -> Iterator[dict[int | str, torch.Tensor]]:
-    """Yields the dict of the last forward's states `(R, T, H)`; if joined, of all forwards when the block ends.
-
-    Forwards of other threads are passed over. The taps are those of [`state_taps`], where they have been found before.
-    """
+    """Yields the last forward's states `(R, T, H)` in this thread; if joined, of all forwards when the block ends."""
     states: dict[int | str, torch.Tensor] = {}
     chunks: dict[int | str, list[torch.Tensor]] = {key: [] for key in keys}
     thread = get_ident()

@@ -19,25 +19,17 @@ class Place(NamedTuple):
 
 
 class SlotStore:
-    """Buffers of keys and values that outlive a call, so that graphs find them in their place.
-
-    There may be several places, for calls of different lengths; a call has the smallest one with room for it. The most
-    recently used ones are kept, as long as together they are at most twice as large as the largest one. `on_dropped`
-    is called with a place whose buffers have to make way.
-    """
+    """Buffers of keys and values that outlive a call, so that graphs find them in their place."""
 
     def __init__(self, on_dropped: Callable[[Place], None]):
-        self._on_dropped = on_dropped
+        self._on_dropped = on_dropped  # called with a place whose buffers have made way
         # The one that was used last comes last.
         self._places: dict[Place, dict[tuple[int, str], torch.Tensor]] = {}
         self.place: Place | None = None  # of the call that has the buffers, once it has asked for one
 
     def take(self, layer: int, name: str, rows: int, heads: int, capacity: int, like: torch.Tensor) -> torch.Tensor:
-        """A layer's buffer of this name, zeros of shape `(B, heads, C, D)`, B at least `rows`, C `capacity`.
-
-        All layers of a call have the same B and C, once all of them have asked for the largest `capacity`. Head size,
-        dtype and device are those of `like`.
-        """
+        """A layer's buffer of zeros `(B, heads, C, D)` like some states, with B at least `rows`, and C `capacity`."""
+        # All layers of a call have the same place, once all of them have asked for the largest capacity.
         if self.place is None or self.place.rows < rows or self.place.slots < capacity:
             self._move(rows, capacity)
         shape, key = (self.place.rows, heads, self.place.slots, like.shape[-1]), (layer, name)
@@ -58,7 +50,7 @@ class SlotStore:
         return buffer
 
     def _move(self, rows: int, capacity: int) -> None:
-        """Moves to the smallest place with room; else to a new one."""
+        """Moves to the smallest place with room, else to a new one, and keeps few that were used before."""
         slots = padded_slots(capacity)
         fitting = (
             place

@@ -14,15 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
+from hf_specdec.drafts import DraftTree, TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from hf_specdec.logits.randomness import RowKeys
 from hf_specdec.target.capture import CannotCaptureError, CudaBackend, NoWaiting
-from hf_specdec.target.graphed import NewNodes, NodeInputs
+from hf_specdec.target.graphed import NodeInputs
 from hf_specdec.target.masks import FULL, RowPlaces, Span, TreeMask, node_masks, node_positions, slot_tree
 from hf_specdec.target.store import SlotStore
 from tests.helpers.levels import split
-from tests.helpers.tape import TapeBackend, spoil
+from tests.helpers.tape import TapeBackend, spoil_all
 
 
 CPU = torch.device("cpu")
@@ -43,10 +43,9 @@ TOPOLOGIES = {
 def filled(rows_of_graph, nodes_of_graph, tokens, topology, rows) -> SimpleNamespace:
     """Nodes as a graph of these sizes reads them."""
     inputs = NodeInputs(rows_of_graph, nodes_of_graph, CPU)
-    for buffer in inputs.buffers:
-        spoil(buffer)
-    nodes = NewNodes([tokens], topology.parents[..., 1:] - 1, [tokens.shape[1] - 1] * len(tokens))
-    inputs.fill_nodes(len(tokens), nodes, rows)
+    spoil_all(inputs)
+    draft = DraftTree(tokens[:, 1:], topology.parents[..., 1:] - 1, [tokens.shape[1] - 1] * len(tokens))
+    inputs.fill_nodes(len(tokens), tokens[:, 0], draft, rows)
     return read(inputs)
 
 
@@ -89,11 +88,11 @@ class TestNodeInputs:
     def test_counts_and_tokens_that_the_device_alone_knows(self):
         """Rows are longer and stand further on; those of padding do not."""
         inputs = NodeInputs(4, 3, CPU)
-        for buffer in inputs.buffers:
-            spoil(buffer)
+        spoil_all(inputs)
         keys, tokens = RowKeys([5, 6], [0, 1], [11, 12]), torch.ones((2, 2), dtype=torch.long)
         rows, more = RowPlaces([8, 7], [0, 1], [0, -1]), torch.tensor([3, 1])
-        inputs.fill_nodes(2, NewNodes([tokens], torch.tensor([-1]), torch.tensor([1, 0]), None, keys, more), rows)
+        draft = DraftTree(tokens[:, 1:], torch.tensor([-1]), torch.tensor([1, 0]))
+        inputs.fill_nodes(2, tokens[:, 0], draft, rows, keys, more)
         assert read(inputs).draft.num_nodes.tolist() == [1, 0, 0, 0]
         assert inputs.rows.lengths.tolist() == [11, 8, 0, 0]
         assert inputs.keys.positions.tolist() == [14, 13, 0, 0]

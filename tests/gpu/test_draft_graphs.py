@@ -40,7 +40,7 @@ from tests.helpers.levels import full, in_full, split
 from tests.helpers.methods import demo_inputs, settings_of
 from tests.helpers.models import prompts
 from tests.helpers.other_device import DEVICE, move, other_device
-from tests.helpers.tape import spoil, spoil_inputs, tape_everything
+from tests.helpers.tape import spoil_all, spoil_inputs, tape_everything
 
 
 # Trees, chains, layers, blocks, corrections of blocks, heads and stages.
@@ -302,8 +302,7 @@ class TestGraphInputs:
         values = {"states": torch.ones((2, 3, 5), dtype=torch.bfloat16), "tokens": torch.tensor([[3], [4]])}
         inputs = GraphInputs(4, CPU, {}, values, 2)
         for num_rows in (3, 4, 1):
-            for buffer in inputs.buffers:
-                spoil(buffer)
+            spoil_all(inputs)
             inputs.fill(num_rows, {}, {"states": torch.ones((4, 1, 5)), "tokens": torch.ones((4, 2))})
             assert inputs.tensors["states"].dtype == torch.bfloat16
             assert inputs.tensors["states"].sum(2).tolist() == [[5, 0]] * num_rows + [[0, 0]] * (4 - num_rows)
@@ -313,8 +312,7 @@ class TestGraphInputs:
         """They are filled where they lie, those that the device alone knows among them."""
         with other_device() as waits:
             inputs = GraphInputs(3, DEVICE, {"a": 0, "b": 4, "c": 9}, {})
-            for buffer in inputs.buffers:
-                spoil(buffer)
+            spoil_all(inputs)
             inputs.fill(2, {"a": [1, 2, 3], "b": move(torch.tensor([7, 8, 9])), "c": [5, 6]}, {})
         assert [line.inner.tolist() for line in inputs.numbers.values()] == [[1, 2, 0], [7, 8, 4], [5, 6, 9]]
         assert waits == []

@@ -21,7 +21,7 @@ from hf_specdec.kernels.indexing import arange
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from hf_specdec.target import capture, graphs, store
 from hf_specdec.target.cache import SlotCache
-from hf_specdec.target.capture import CaptureBackend, SharedOutputs
+from hf_specdec.target.capture import CudaBackend, SharedOutputs
 from hf_specdec.target.graphs import CallGraphs, call_graphs
 from tests.helpers.architectures import CHAINS_ONLY, supported, tiny_model
 from tests.helpers.caches import CACHE
@@ -193,12 +193,12 @@ class TestReuse:
     def test_what_a_graph_reads_is_kept_alive(self, monkeypatch):
         """Tensors made once for all who want them are kept too, even if they have had to make way since."""
 
-        class Forgetful(CaptureBackend):
+        class Forgetful(CudaBackend):
             def capture(self, run):
                 run()
                 return lambda: None, None
 
-        monkeypatch.setattr(graphs, "capture_backend", lambda device: Forgetful())
+        monkeypatch.setattr(graphs, "capture_backend", Forgetful)
         model, seen = tiny_llama(), []
 
         def read(inputs):

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_specdec.kernels import acceptance as kernels_of_acceptance
 from hf_specdec.kernels import best as kernels_of_best
 from hf_specdec.target import graphs
-from hf_specdec.target.capture import CannotCaptureError, CaptureBackend, NoWaiting
+from hf_specdec.target.capture import CannotCaptureError, CudaBackend, NoWaiting
 from tests.helpers.other_device import Elsewhere, leaves_of, numbers, on_cpu
 
 
@@ -96,6 +96,13 @@ def spoil(tensor: torch.Tensor) -> None:
         tensor.logical_not_()
 
 
+def spoil_all(inputs: graphs.GraphInputs) -> None:
+    """Spoils all that is filled in for a graph."""
+    for tensor in (*inputs.tensors.values(), *vars(inputs).values()):
+        if torch.is_tensor(tensor) and tensor is not vars(inputs).get("_padding_nodes"):
+            spoil(tensor)
+
+
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -113,7 +120,7 @@ class NothingToHost(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class TapeBackend(CaptureBackend):
+class TapeBackend(CudaBackend):
     """Records on tapes, on any device.
 
     Attributes:
@@ -184,8 +191,7 @@ def spoil_inputs(monkeypatch) -> None:
 
 def _filling_spoiled(fill: Callable) -> Callable:
     def fill_spoiled(self, *args, **kwargs) -> None:
-        for buffer in self.buffers:
-            spoil(buffer)
+        spoil_all(self)
         fill(self, *args, **kwargs)
 
     return fill_spoiled

@@ -48,10 +48,7 @@ def masked_nodes(masks: Sequence[NodeMasks | None], logits: torch.Tensor) -> tor
 
 
 class GrowingMasks:
-    """Masks after the nodes of a draft whose children are chosen next, so that none is spent on forbidden tokens.
-
-    At first these nodes are the anchors. `matchers` are the places of R rows, `None` for rows without a grammar.
-    """
+    """Masks after the nodes of R drafts whose children are chosen next; at first these nodes are the anchors."""
 
     def __init__(self, matchers: Sequence[GrammarMatcher | None], vocab_size: int):
         self._matchers = matchers
@@ -61,10 +58,7 @@ class GrowingMasks:
         self._paths: list[list[tuple[int, ...]]] = [[()] for _ in matchers]
 
     def apply(self, logits: torch.Tensor, ids: torch.LongTensor | None = None) -> torch.Tensor:
-        """Logits `(R, F, U)` after the nodes, with -inf for tokens that may not follow them.
-
-        `ids` `(U,)` are the target's ids of the draft's tokens, where these are others.
-        """
+        """Logits `(R, F, U)` with -inf for forbidden tokens; `ids` `(U,)` are the target's, if others than these."""
         masks = np.full((*logits.shape[:2], -(-self._vocab_size // 32)), -1, dtype=np.int32)
         for row, matcher, begin, paths in zip(masks, self._matchers, self._begins, self._paths):
             if matcher is not None:
@@ -82,10 +76,7 @@ class GrowingMasks:
         return logits.masked_fill(forbidden, -torch.inf)
 
     def follow(self, tokens: torch.LongTensor, parents: torch.LongTensor | slice) -> None:
-        """Goes on to the next level: its nodes `(R, F)`, in the target's ids.
-
-        Their parents among the nodes of the level before are `(F,)`, `(R, F)`, or a slice of these nodes.
-        """
+        """Goes on to the next level: nodes `(R, F)` in the target's ids, and their parents in the level before."""
         if isinstance(parents, slice):
             parents = torch.arange(len(self._paths[0]), device="cpu")[parents]
         token_lists, parent_lists = tokens.tolist(), parents.expand(tokens.shape).tolist()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,20 +22,8 @@ _MOST_ALLOWED = 128
 _MOST_FORCED = 64
 
 
-@dataclass(eq=False)
-class _Place:
-    """The mask after some tokens, if it has been made, and the places after further tokens."""
-
-    mask: np.ndarray | None = None
-    following: dict[int, _Place] = field(default_factory=dict)
-
-
 class GrammarMatcher(ABC):
-    """A row's place in a grammar, after the tokens that it has accepted.
-
-    Masks cost more than all else, so each is made once: those after the text that drafts begin with, and after tokens
-    drafted for it, are kept until the text goes on.
-    """
+    """A row's place in a grammar, after the tokens that it has accepted."""
 
     stop_tokens: frozenset[int] = frozenset()  # tokens after which the text has ended
 
@@ -43,8 +31,9 @@ class GrammarMatcher(ABC):
         self.num_words = num_words
         self.tokens: list[int] = []
         self._num_after_end = 0
-        self._places = [_Place()]  # after 0, 1, ... tokens
-        self._num_begun = 0
+        self._num_begun = 0  # tokens of the text that drafts begin with
+        # Masks cost more than all else, so each is made once: after that text, and after tokens drafted for it.
+        self._masks: dict[tuple[int, ...], np.ndarray] = {}
 
     @abstractmethod
     def _accept(self, token: int) -> bool:
@@ -70,22 +59,21 @@ class GrammarMatcher(ABC):
         elif not self._accept(token):
             return False
         self.tokens.append(token)
-        self._places.append(self._places[-1].following.setdefault(token, _Place()))
         return True
 
     def rollback(self, count: int) -> None:
         """Takes back the last tokens."""
-        del self.tokens[len(self.tokens) - count :], self._places[len(self._places) - count :]
+        del self.tokens[len(self.tokens) - count :]
+        if len(self.tokens) < self._num_begun:
+            self._num_begun = len(self.tokens)
+            self._masks.clear()
         after_end = min(count, self._num_after_end)
         self._num_after_end -= after_end
         if count > after_end:
             self._rollback(count - after_end)
 
     def follow(self, tokens: Sequence[int], begin: int = 0) -> bool:
-        """Goes to the place after the first `begin` tokens of the text and these, from wherever it is.
-
-        `False`, and stops on its way, where the grammar forbids one of them.
-        """
+        """Goes to the place after the first `begin` tokens and these; `False`, and stops, where one is forbidden."""
         num_shared = _num_shared(self.tokens[begin:], tokens)
         self.rollback(len(self.tokens) - begin - num_shared)
         return all(map(self.accept, tokens[num_shared:]))
@@ -105,23 +93,23 @@ class GrammarMatcher(ABC):
     def begin_at(self, tokens: Sequence[int]) -> None:
         """Goes to the place after a text that drafts begin with, and forgets the masks before it."""
         self.move_to(tokens)
-        for place in self._places[self._num_begun : -1]:
-            place.mask = None
-            place.following.clear()
+        new = tuple(tokens[self._num_begun :])
+        self._masks = {path[len(new) :]: mask for path, mask in self._masks.items() if path[: len(new)] == new}
         self._num_begun = len(tokens)
 
     def mask(self) -> np.ndarray:
         """Tokens that may come next, int32 `(W,)`, as `fill` writes them; not to be changed."""
-        place = self._places[-1]
-        if place.mask is None:
-            place.mask = np.empty(self.num_words, dtype=np.int32)
-            self.fill(place.mask)
-        return place.mask
+        path = tuple(self.tokens[self._num_begun :])
+        if path not in self._masks:
+            mask = np.empty(self.num_words, dtype=np.int32)
+            self.fill(mask)
+            self._masks[path] = mask
+        return self._masks[path]
 
     @property
     def knows_masks(self) -> bool:
-        """Masks after tokens drafted from here have been made."""
-        return any(place.mask is not None for place in self._places[-1].following.values())
+        """Masks after drafted tokens have been made."""
+        return any(self._masks)
 
     def masks_after(self, paths: Sequence[Sequence[int]]) -> np.ndarray:
         """Masks int32 `(P, W)` after paths from here; zeros where the grammar forbids a path, and after its end."""
@@ -135,10 +123,7 @@ class GrammarMatcher(ABC):
         return masks
 
     def allowed_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> Iterator[int]:
-        """Goes to all verified nodes of a draft that the grammar allows, parents first, and back; yields each.
-
-        Nothing is allowed after an end. Draft parents come before their children, and -1 is the anchor.
-        """
+        """Goes to all verified nodes of a draft that the grammar allows, parents first, and back; yields each."""
         children: list[list[int]] = [[] for _ in range(len(tokens) + 1)]
         for node, parent in enumerate(parents):
             children[parent + 1].append(node + 1)
@@ -193,10 +178,7 @@ class GrammarMatcher(ABC):
 
 
 class NodeMasks:
-    """The masks after the anchor and the nodes of a row's draft, each made when it is asked for.
-
-    Made when the row's matcher is at the anchor. Draft parents come before their children, and -1 is the anchor.
-    """
+    """The masks after the anchor, where the row's matcher is now, and the nodes of its draft, made when asked for."""
 
     def __init__(self, matcher: GrammarMatcher, tokens: Sequence[int], parents: Sequence[int]):
         self.matcher = matcher
@@ -221,10 +203,7 @@ class NodeMasks:
 
     @staticmethod
     def padded(rows: Sequence[NodeMasks | None], num_nodes: int, num_words: int) -> np.ndarray:
-        """All masks of rows, int32 `(R, T, W)`; anything may follow padding, and in rows without a grammar.
-
-        Each library makes those of its rows in one call.
-        """
+        """All masks of rows, int32 `(R, T, W)`; anything may follow padding, and in rows without a grammar."""
         by_kind: dict[type[GrammarMatcher], list[NodeMasks]] = {}
         for row in rows:
             if row is not None and row.masks is None:
@@ -289,10 +268,7 @@ def allowed_tokens(mask: np.ndarray, most: int) -> list[int]:
 
 
 def alternatives(matcher: GrammarMatcher, mask: np.ndarray, most: int) -> list[int]:
-    """The tokens between which a mask int32 `(W,)` leaves the choice, without beginnings of others among them.
-
-    None where these are more than `most`, or just one or none.
-    """
+    """The tokens, 2 to `most`, between which a mask leaves the choice, without beginnings of others among them."""
     tokens = allowed_tokens(mask, _MOST_ALLOWED)
     by_text = sorted(zip(matcher.pieces(tokens), tokens))
     # What begins others stands right in front of them.

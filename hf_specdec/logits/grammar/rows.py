@@ -26,10 +26,7 @@ from .xgrammar_matcher import XGrammar
 
 
 class RowGrammars:
-    """The places of rows in a grammar; `prompt_length` columns are in front of their texts.
-
-    In a call it is the grammar of the user's `processor`, which is not touched.
-    """
+    """The places of rows in a grammar, that of the user's `processor`, after prompts of `prompt_length` columns."""
 
     def __init__(self, grammar: Grammar, prompt_length: int, processor: Any = None):
         self.grammar: Grammar = grammar
@@ -38,10 +35,7 @@ class RowGrammars:
         self._matchers: dict[int, GrammarMatcher] = {}
 
     def at(self, row: int, tokens: Sequence[int], is_drafted: bool = False) -> GrammarMatcher:
-        """The place of a row after its tokens, those of the prompt included, of which the last ones may be drafted.
-
-        Raises a `SpecDecError` where the grammar forbids one of them.
-        """
+        """The place of a row after its tokens; a `SpecDecError` where one of them is forbidden."""
         if row not in self._matchers:
             self._matchers[row] = self.grammar.matcher(row)
         matcher = self._matchers[row]
@@ -60,11 +54,7 @@ class RowGrammars:
     def of_call(
         cls, processors: Sequence[Any], prompts: torch.LongTensor, vocab_size: int, ends: Collection[int]
     ) -> RowGrammars | None:
-        """The grammar among the processors of a call; `None` where there is none, or more than one.
-
-        Prompts are `(R, P)`, and `ends` the tokens that end a row in this call. A `SpecConfigError` says that the
-        grammar is of another vocabulary or number of rows, admits no text, or has none of the ends.
-        """
+        """The grammar among a call's processors, if it is one; prompts are `(R, P)`, and `ends` may end a row."""
         grammars = [(processor, grammar_of(processor)) for processor in processors]
         grammars = [(processor, grammar) for processor, grammar in grammars if grammar is not None]
         if len(grammars) != 1:

@@ -40,10 +40,7 @@ class RowAdapters:
 
     @contextmanager
     def telling(self, rows: Sequence[int] | None, of_call: bool = True) -> Iterator[None]:
-        """Tells the layers, inside the block, the names at these places among those of the call, or those told now.
-
-        With `None` they are told no names: layers that a draft network shares have the active adapters.
-        """
+        """Tells the layers, inside the block, the names at these places, or none: then the active adapters run."""
         before = [hook.keywords[_KEY] for hook in self._hooks]
         try:
             for hook, names in zip(self._hooks, before):
@@ -57,10 +54,7 @@ class RowAdapters:
 
 
 class RowInputs(Part):
-    """What the target reads of each row beside its tokens, the same for all of them.
-
-    The values `(R, 1)` are arguments of its forward, and [`ADAPTED_ROW`].
-    """
+    """What the target reads of each row beside its tokens: arguments `(R, 1)` of its forward, and its adapter."""
 
     def __init__(self, model: torch.nn.Module, values: dict[str, torch.Tensor]):
         self.model = model
@@ -82,10 +76,7 @@ class RowInputs(Part):
 
 
 class AdapterChoice:
-    """All adapters of a model with layers of PEFT, for requests of which each names its own.
-
-    Models that have none, or some that cannot differ from row to row, are refused.
-    """
+    """All adapters of a model, which may differ from row to row, for requests of which each names its own."""
 
     def __init__(self, model: torch.nn.Module):
         self._layers: list[Any] = [module for module in model.modules() if hasattr(module, "_mixed_batch_forward")]

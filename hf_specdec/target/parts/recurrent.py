@@ -102,10 +102,7 @@ class RecurrentLayers(Part):
 
 
 class _Steps:
-    """What a mixer makes of a state by calls for single tokens: the nodes of one depth, in all rows, are a batch.
-
-    The calls are made in front of the module's own, which is left the last of them, until the hooks are removed.
-    """
+    """What a mixer makes of a state by calls for single tokens: the nodes of one depth are a batch."""
 
     def __init__(
         self, module: torch.nn.Module, layer: SlotLayer, forward: SlotForward, nodes: Nodes, hooks: ExitStack

@@ -116,9 +116,7 @@ class Nodes:
         """States `(R, ...)` after all nodes, by what a node makes of its parent's; of the root it is `start`."""
         states = [step(0, start)]
         for node in range(1, self.count):
-            if self.is_chain:
-                before = states[-1]
-            elif self.parents is not None:
+            if self.parents is not None:
                 before = states[self.parents[node]]
             else:
                 parents = self.topology.parents[:, node].to(start.device, non_blocking=True)
